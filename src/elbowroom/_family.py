@@ -1,0 +1,32 @@
+"""The folder is the registry.
+
+A family is a package; each module in it is one member, and each member has one entry point of a fixed name. Adding a
+member is adding a file.
+"""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from types import ModuleType
+from typing import Any
+
+from elbowroom.errors import UnknownMember
+
+
+def names(family: ModuleType) -> tuple[str, ...]:
+    """The members of a family, sorted. Imports none of them."""
+    found = (module.name for module in pkgutil.iter_modules(family.__path__))
+    return tuple(sorted(name for name in found if not name.startswith("_")))
+
+
+def get(family: ModuleType, name: str, entry_point: str) -> Any:
+    """The entry point of one member, importing that member alone.
+
+    Raises:
+        UnknownMember: the family has no such member; the message lists the ones it has.
+    """
+    known = names(family)
+    if name not in known:
+        raise UnknownMember(family.__name__.rpartition(".")[2].rstrip("s"), name, known)
+    return getattr(importlib.import_module(f"{family.__name__}.{name}"), entry_point)

@@ -1,0 +1,97 @@
+"""Every error Elbowroom raises on purpose.
+
+    ElbowroomError
+      UsageError (ValueError)   the call cannot mean anything: a malformed budget, two rooms on one model
+        UnknownMember           no such strategy, policy, format, ...; lists the ones there are
+      TraceError (ValueError)   a file or value is not what it claims to be; names the place
+      Infeasible                no plan fits; says what would
+      Drift                     the step left its trace where that cannot be survived
+      TierError                 a place for bytes failed
+        TierFull                it has no room left
+        TransferFailed          a move did not complete; the source is intact
+      InternalError             a bug in Elbowroom
+
+Each message gives the numbers and the next step. Nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+from elbowroom.units import format_bytes
+
+
+class ElbowroomError(Exception):
+    """The root of the tree: `except ElbowroomError` catches all of them and nothing else."""
+
+
+class UsageError(ElbowroomError, ValueError):
+    """What was asked for cannot be done in any circumstances; the message says what can."""
+
+
+class UnknownMember(UsageError):
+    """A family has no member of this name."""
+
+    def __init__(self, family: str, name: str, known: tuple[str, ...]) -> None:
+        super().__init__(f"no {family} is called {name!r}; there are: {', '.join(known)}")
+        self.family, self.name, self.known = family, name, known
+
+
+class TraceError(ElbowroomError, ValueError):
+    """A trace, plan, profile or other value is corrupt, inconsistent, or of a newer format."""
+
+
+class Infeasible(ElbowroomError):
+    """No plan fits into the budget.
+
+    Attributes:
+        needed_bytes: the smallest budget that works.
+        budget_bytes: the budget that was asked for.
+        op: the name of the op at which the smallest possible peak stands.
+        in_the_way: (what, bytes) of the largest things that must be there at that op.
+    """
+
+    def __init__(
+        self,
+        *,
+        needed_bytes: int,
+        budget_bytes: int,
+        op: str,
+        in_the_way: tuple[tuple[str, int], ...] = (),
+    ) -> None:
+        things = ", ".join(f"{what} {format_bytes(nbytes)}" for what, nbytes in in_the_way)
+        super().__init__(
+            f"the step cannot run within {format_bytes(budget_bytes)} ({budget_bytes} bytes): {op} alone needs "
+            f"{format_bytes(needed_bytes)} ({needed_bytes} bytes) at once"
+            + (f" ({things})" if things else "")
+            + f". Set memory_budget to at least {needed_bytes}, or make the batch smaller."
+        )
+        self.needed_bytes, self.budget_bytes, self.op, self.in_the_way = needed_bytes, budget_bytes, op, in_the_way
+
+
+class Drift(ElbowroomError):
+    """The step did something its trace did not, in a way that cannot be continued safely."""
+
+
+class TierError(ElbowroomError):
+    """A place where bytes live failed."""
+
+
+class TierFull(TierError):
+    """A tier has no room for a block; nothing was moved.
+
+    Attributes:
+        tier: its name.  needed_bytes, free_bytes: what was asked for and what is there.
+    """
+
+    def __init__(self, tier: str, needed_bytes: int, free_bytes: int, advice: str) -> None:
+        super().__init__(
+            f"{tier} has no room for {format_bytes(needed_bytes)}: {format_bytes(free_bytes)} are free. {advice}"
+        )
+        self.tier, self.needed_bytes, self.free_bytes = tier, needed_bytes, free_bytes
+
+
+class TransferFailed(TierError):
+    """A move of bytes did not complete. The source is intact."""
+
+
+class InternalError(ElbowroomError):
+    """Elbowroom broke one of its own rules: please report it."""

@@ -1,0 +1,184 @@
+"""This machine -> HardwareProfile, in a few seconds of measuring."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import pathlib
+import platform
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+
+import psutil
+import torch
+
+from elbowroom.errors import UsageError
+from elbowroom.hardware.links import check_spill_folder, measure_device_link, measure_disk_link, name_file_system
+from elbowroom.hardware.rates import measure_hook, measure_op_latency, measure_rates
+from elbowroom.ir.hardware import HardwareProfile, Link, Tier
+
+logger = logging.getLogger(__name__)
+
+Progress = Callable[[str, float], None]
+
+
+def probe(
+    device: str = "auto", *, spill_folder: str | None = None, progress: Progress | None = None
+) -> HardwareProfile:
+    """Measure this machine: compute rates, latencies, capacities, and the links between its tiers.
+
+    Takes up to about ten seconds on two processor cores, half a GiB of memory and, while it runs, 120 MiB in the
+    spill folder. Other work on the machine shows in the figures. The program's random state is not touched.
+
+    Args:
+        device: "cpu", "cuda", "cuda:1", or "auto": CUDA where there is any, otherwise the CPU.
+        spill_folder: where the disk tier will lie; the system's folder for temporary files if not given.
+        progress: called with what is being measured and the share (0 to 1) that is done.
+
+    Returns:
+        A profile with tiers ("ram", "disk") on a CPU and ("device", "host", "disk") on CUDA. The capacity of the disk
+        is what is free on it now.
+
+    Raises:
+        UsageError: no such device, CUDA is not there or its memory is taken, or the folder is missing, not writable
+            or full.
+    """
+    chosen = _choose_device(device)
+    folder = tempfile.gettempdir() if spill_folder is None else spill_folder
+    check_spill_folder(folder)
+    if name_file_system(folder) == "tmpfs":
+        logger.warning("the spill folder %s lies in memory (tmpfs): offloading there saves no memory", folder)
+    report: Progress = progress if progress is not None else lambda what, share: None
+    with _plain_torch(chosen), _scarce_memory(chosen):
+        profile = _measure(chosen, folder, report)
+    report("done", 1.0)
+    return profile
+
+
+def _choose_device(device: str) -> torch.device:
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        chosen = torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise UsageError(f"{device!r} is not a device; use 'auto', 'cpu' or 'cuda'") from error
+    if chosen.type not in ("cpu", "cuda"):
+        raise UsageError(f"devices of kind {chosen.type!r} cannot be measured; use 'auto', 'cpu' or 'cuda'")
+    if chosen.type == "cpu":
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise UsageError(
+            "CUDA is not available here (no NVIDIA device or driver, or a build of torch without CUDA); use "
+            "device='cpu', or a shipped profile: elbowroom.hardware.shipped.load_shipped('rtx3090')"
+        )
+    index = torch.cuda.current_device() if chosen.index is None else chosen.index
+    if index >= torch.cuda.device_count():
+        raise UsageError(f"there is no device cuda:{index}; there are {torch.cuda.device_count()}, from cuda:0")
+    return torch.device("cuda", index)
+
+
+@contextlib.contextmanager
+def _plain_torch(device: torch.device) -> Iterator[None]:
+    """Whatever modes the caller is in, measure ops as they are."""
+    with (
+        torch.inference_mode(False),
+        torch.enable_grad(),
+        torch.autocast(device.type, enabled=False),
+    ):
+        yield
+
+
+@contextlib.contextmanager
+def _scarce_memory(device: torch.device) -> Iterator[None]:
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise UsageError(
+            f"{device} has too little memory free to be measured (about 2 GiB); probe before the model is built, or "
+            "end the other processes on it"
+        ) from error
+    finally:
+        if device.type == "cuda":
+            # The blocks measured with would stay with the caching allocator.
+            torch.cuda.empty_cache()
+
+
+def _measure(device: torch.device, folder: str, report: Progress) -> HardwareProfile:
+    report("op latency", 0.0)
+    op_latency_seconds = measure_op_latency(device)
+    hook_seconds = measure_hook(device)
+    rates = measure_rates(device, lambda what, share: report(what, 0.05 + 0.5 * share))
+    tiers, links = (_measure_cuda if device.type == "cuda" else _measure_cpu)(device, folder, report)
+    return HardwareProfile(
+        name=_name(device),
+        device=device.type,
+        rates=rates,
+        tiers=tiers,
+        links=links,
+        op_latency_seconds=op_latency_seconds,
+        hook_seconds=hook_seconds,
+        # What the allocators of torch work in: 64 bytes is the alignment on a CPU, 512 a CUDA block's granularity.
+        alignment_bytes=512 if device.type == "cuda" else 64,
+    )
+
+
+def _measure_cpu(device: torch.device, folder: str, report: Progress) -> tuple[tuple[Tier, ...], tuple[Link, ...]]:
+    report("link ram to disk", 0.55)
+    link = measure_disk_link("ram", folder, fresh_blocks=True, compute=_mixed_work(device), device=device)
+    tiers = (
+        Tier(name="ram", capacity_bytes=_memory_bytes()),
+        Tier(name="disk", capacity_bytes=shutil.disk_usage(folder).free),
+    )
+    return tiers, (link,)
+
+
+def _measure_cuda(device: torch.device, folder: str, report: Progress) -> tuple[tuple[Tier, ...], tuple[Link, ...]]:
+    compute = _mixed_work(device)
+    report("link device to host", 0.55)
+    upper = measure_device_link(device, compute)
+    report("link host to disk", 0.75)
+    lower = measure_disk_link("host", folder, fresh_blocks=False, compute=compute, device=device)
+    tiers = (
+        Tier(name="device", capacity_bytes=int(torch.cuda.get_device_properties(device).total_memory)),
+        Tier(name="host", capacity_bytes=_memory_bytes()),
+        Tier(name="disk", capacity_bytes=shutil.disk_usage(folder).free),
+    )
+    return tiers, (upper, lower)
+
+
+def _mixed_work(device: torch.device) -> Callable[[], None]:
+    """About a tenth of a second of matmul and elementwise ops, about half of the time each."""
+    width, count = (4096, 64 << 20) if device.type == "cuda" else (768, 2 << 20)
+    matrix = torch.ones(width, width, device=device, dtype=torch.float32)
+    vector = torch.ones(count, device=device, dtype=torch.float32)
+
+    def compute() -> None:
+        for _ in range(4):
+            torch.mm(matrix, matrix)
+            torch.relu(vector)
+            torch.add(vector, vector)
+
+    return compute
+
+
+def _memory_bytes() -> int:
+    """Memory of the machine, or of the control group where that is less (containers)."""
+    total = int(psutil.virtual_memory().total)
+    for place in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
+        with contextlib.suppress(OSError, ValueError):
+            # "max" stands for no limit.
+            total = min(total, int(pathlib.Path(place).read_text()))
+    return total
+
+
+def _name(device: torch.device) -> str:
+    if device.type == "cuda":
+        return str(torch.cuda.get_device_name(device))
+    processor = platform.processor() or platform.machine()
+    with contextlib.suppress(OSError):
+        for line in pathlib.Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                processor = line.partition(":")[2].strip()
+                break
+    return f"this machine ({processor}, {torch.get_num_threads()} threads)"

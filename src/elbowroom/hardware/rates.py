@@ -1,0 +1,148 @@
+"""How fast this machine computes: flops by kind and dtype, memory bandwidth, and what an op and a hook cost at least.
+
+Shapes are those of real layers (a residual network at 56 x 56, a transformer of width 1024), and forward and backward
+are timed together, since a training step spends two thirds of its flops in the backward pass.
+"""
+
+from __future__ import annotations
+
+import collections
+import itertools
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+
+from elbowroom.hardware.timing import median_seconds, wait_for
+from elbowroom.ir.hardware import Rate
+
+Work = tuple[Callable[[], object], float]
+"""A call, and the flops it does or the bytes it reads and writes."""
+
+
+def measure_rates(device: torch.device, progress: Callable[[str, float], None]) -> tuple[Rate, ...]:
+    """Flops per second of matmul, convolution and attention, and bytes per second of elementwise ops, by dtype.
+
+    Args:
+        progress: told what is being measured, and the share of this function's work that is done.
+    """
+    dtypes = [torch.float32, torch.bfloat16] + ([torch.float16] if device.type == "cuda" else [])
+    makers = {"matmul": _matmul, "convolution": _convolution, "attention": _attention, "elementwise": _elementwise}
+    found: list[Rate] = []
+    for kind, make in makers.items():
+        for dtype in dtypes:
+            name = str(dtype).removeprefix("torch.")
+            progress(f"{kind} in {name}", len(found) / (len(makers) * len(dtypes)))
+            call, amount = make(device, dtype)
+            seconds = median_seconds(call, device)
+            found.append(Rate(kind=kind, dtype=name, per_second=amount / seconds, source="measured"))
+    return tuple(found)
+
+
+def _random(device: torch.device, dtype: torch.dtype, *shape: int) -> torch.Tensor:
+    # A generator of our own: measuring must not move the program's random state.
+    generator = torch.Generator(device=device).manual_seed(0)
+    return torch.randn(shape, generator=generator, device=device, dtype=torch.float32).to(dtype)
+
+
+def _matmul(device: torch.device, dtype: torch.dtype) -> Work:
+    rows, width = (8192, 4096) if device.type == "cuda" else (1024, 768)
+    inputs, weight = _random(device, dtype, rows, width), _random(device, dtype, width, width)
+    gradient = _random(device, dtype, rows, width)
+
+    def call() -> None:
+        torch.mm(inputs, weight.t())
+        torch.mm(gradient, weight)
+        torch.mm(gradient.t(), inputs)
+
+    return call, 3 * 2.0 * rows * width * width
+
+
+def _convolution(device: torch.device, dtype: torch.dtype) -> Work:
+    batch = 64 if device.type == "cuda" else 4
+    calls, flops = [], 0.0
+    # Of a bottleneck block: 3 x 3 among 64 channels, 1 x 1 from 256 to 64.
+    for channels, kernel in ((64, 3), (256, 1)):
+        inputs, weight = (
+            _random(device, dtype, batch, channels, 56, 56),
+            _random(device, dtype, 64, channels, kernel, kernel),
+        )
+        gradient = _random(device, dtype, batch, 64, 56, 56)
+        geometry = ([1, 1], [kernel // 2, kernel // 2], [1, 1], False, [0, 0], 1)
+        calls.append((inputs, weight, gradient, geometry))
+        flops += 3 * 2.0 * gradient.numel() * channels * kernel * kernel
+
+    def call() -> None:
+        for inputs, weight, gradient, geometry in calls:
+            torch.ops.aten.convolution(inputs, weight, None, *geometry)
+            torch.ops.aten.convolution_backward(gradient, inputs, weight, None, *geometry, [True, True, False])
+
+    return call, flops
+
+
+def _attention(device: torch.device, dtype: torch.dtype) -> Work:
+    batch, heads, length, width = (8, 16, 2048, 64) if device.type == "cuda" else (2, 12, 256, 64)
+    query, key, value = (_random(device, dtype, batch, heads, length, width).requires_grad_() for _ in range(3))
+    gradient = _random(device, dtype, batch, heads, length, width)
+
+    def call() -> None:
+        result = torch.nn.functional.scaled_dot_product_attention(query, key, value)
+        torch.autograd.grad(result, (query, key, value), gradient)
+
+    # Two products forward, five backward (one of them the scores again), each of 2 * length * length * width.
+    return call, 7 * 2.0 * batch * heads * length * length * width
+
+
+def _elementwise(device: torch.device, dtype: torch.dtype) -> Work:
+    # On a CPU larger than glibc's largest mmap threshold (32 MiB), so that each result is fresh memory and faults its
+    # pages in. Smaller blocks do so or not, by the state of the heap, and ten times as fast or not.
+    nbytes = (256 if device.type == "cuda" else 40) << 20
+    inputs = [_random(device, dtype, nbytes // dtype.itemsize) for _ in range(4)]
+    held: collections.deque[torch.Tensor] = collections.deque(maxlen=4)
+
+    def call() -> None:
+        # Results outlive their op, as in a training step, so that caches hold neither them nor the inputs.
+        for left, right in itertools.pairwise(inputs):
+            held.append(torch.relu(left))
+            held.append(torch.mul(left, right))
+
+    return call, 3 * 5.0 * nbytes
+
+
+def measure_op_latency(device: torch.device) -> float:
+    """Seconds that a one-element op takes, launch included: the median of several runs of many ops."""
+    tiny = torch.ones(1, device=device, dtype=torch.float32)
+    count = 500
+    times = []
+    for _ in range(7):
+        wait_for(device)
+        begun = time.perf_counter()
+        for _ in range(count):
+            torch.add(tiny, tiny)
+        wait_for(device)
+        times.append((time.perf_counter() - begun) / count)
+    return statistics.median(times)
+
+
+def measure_hook(device: torch.device) -> float:
+    """Seconds that one saved-tensor hook (a save or a need) costs the program, beside what it does inside."""
+    count = 200
+    tiny = torch.ones(1, device=device, dtype=torch.float32, requires_grad=True)
+
+    def chain() -> float:
+        begun = time.perf_counter()
+        value = tiny
+        for _ in range(count):
+            value = torch.sigmoid(value)
+        torch.autograd.grad(value, tiny)
+        return time.perf_counter() - begun
+
+    def hooked() -> float:
+        with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
+            return chain()
+
+    chain(), hooked()
+    # In turn, so that a slow moment of the machine falls on both.
+    differences = [hooked() - chain() for _ in range(25)]
+    return max(statistics.median(differences) / (2 * count), 0.0)

@@ -1,0 +1,52 @@
+"""Profiles of well-known devices, from their datasheets: what would this step cost on a card that is not here?
+
+Each figure says in its `source` what the datasheet promises and what share of that was assumed to be reachable. They
+serve to decide whether a job fits and roughly how fast it would be; `probe` on the machine itself is better.
+"""
+
+from __future__ import annotations
+
+import importlib.resources
+import re
+from importlib.resources.abc import Traversable
+
+from elbowroom.errors import UnknownMember
+from elbowroom.ir import files
+from elbowroom.ir.hardware import HardwareProfile
+
+_MAKERS = re.compile(r"nvidia|geforce|tesla|[^a-z0-9]")
+
+
+def list_shipped() -> tuple[str, ...]:
+    """The short names of the shipped profiles, sorted: "a100", "h100", ..."""
+    found = (entry.name for entry in _folder().iterdir())
+    return tuple(sorted(name.removesuffix(".json") for name in found if name.endswith(".json")))
+
+
+def load_shipped(name: str) -> HardwareProfile:
+    """A shipped profile.
+
+    Args:
+        name: a short name ("v100", "rtx3090"), however it is spaced and capitalised ("RTX 3090"), or the device's full
+            name or the beginning of it ("NVIDIA A100 SXM4"). Another form ("A100 80GB") is another device.
+
+    Raises:
+        UnknownMember: there is no such profile; the message lists the ones there are.
+        TraceError: the installed file is damaged.
+    """
+    known, plain = list_shipped(), _plain(name)
+    for short in known:
+        if plain.startswith(short):
+            with importlib.resources.as_file(_folder().joinpath(f"{short}.json")) as path:
+                profile = files.load(HardwareProfile, path)
+            if _plain(profile.name).startswith(plain):
+                return profile
+    raise UnknownMember("shipped profile", name, known)
+
+
+def _plain(name: str) -> str:
+    return _MAKERS.sub("", name.lower())
+
+
+def _folder() -> Traversable:
+    return importlib.resources.files("elbowroom.hardware").joinpath("profiles")

@@ -1,0 +1,1 @@
+"""A running step -> events: identities of storages, saved-tensor hooks, recorded ops. Always detachable."""

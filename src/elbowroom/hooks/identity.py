@@ -1,0 +1,63 @@
+"""Which storage is this? Identities that survive neither a storage's death nor the reuse of its address.
+
+PyTorch keeps one Python object for a storage as long as the storage lives, so a weak reference to that object is a
+weak reference to the storage. Addresses are reused; these objects are compared by identity while they live.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Generic, TypeVar
+
+import torch
+
+Item = TypeVar("Item")
+
+
+class Identities(Generic[Item]):
+    """A value for each living storage.
+
+    Args:
+        on_death: called with the value when its storage dies. May run at any moment, so it must be quick.
+    """
+
+    def __init__(self, on_death: Callable[[Item], None] | None = None) -> None:
+        self._items: dict[int, tuple[weakref.ref[torch.UntypedStorage], Item]] = {}
+        self._on_death = on_death
+
+    def find(self, storage: torch.UntypedStorage) -> Item | None:
+        """The value of a storage, or None if it has none."""
+        entry = self._items.get(id(storage))
+        return entry[1] if entry is not None and entry[0]() is storage else None
+
+    def put(self, storage: torch.UntypedStorage, item: Item) -> None:
+        """Give a storage its value."""
+        key, items, on_death = id(storage), self._items, self._on_death
+
+        def forget(reference: weakref.ref[torch.UntypedStorage]) -> None:
+            entry = items.get(key)
+            if entry is not None and entry[0] is reference:
+                del items[key]
+            if on_death is not None:
+                on_death(item)
+
+        items[key] = (weakref.ref(storage, forget), item)
+
+    def close(self) -> None:
+        """Forget everything; later deaths are not reported."""
+        self._items.clear()
+        self._on_death = None
+
+
+def get_plain_storage(tensor: torch.Tensor) -> torch.UntypedStorage | None:
+    """The storage of an ordinary strided tensor; None for sparse, quantised, nested, wrapped and symbolic ones.
+
+    Also None where the bytes alone are not the value (conjugate and negative bits).
+    """
+    if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_conj() or tensor.is_neg():
+        return None
+    try:
+        return tensor.untyped_storage()
+    except (NotImplementedError, RuntimeError):
+        return None

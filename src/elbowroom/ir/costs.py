@@ -1,0 +1,49 @@
+"""Costs: seconds and bytes of every op and transfer of one trace on one machine; and the Measurements behind them."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from elbowroom.ir.hardware import Link
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Measurements:
+    """What was seen while one step ran. Both tuples follow `Trace.ops`.
+
+    Attributes:
+        op_seconds: time each op took by itself.
+        workspace_bytes: most that was allocated at once inside each op, beyond its results.
+        step_seconds: the whole step, from begin to end, moves included; 0 if it was not timed.
+        stall_seconds: the part of it spent waiting for moves.
+    """
+
+    op_seconds: tuple[float, ...]
+    workspace_bytes: tuple[int, ...]
+    step_seconds: float
+    stall_seconds: float
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Costs:
+    """What a trace costs on a machine. The tuples follow `Trace.ops`.
+
+    Attributes:
+        op_seconds: time of each op.
+        workspace_bytes: most that each op allocates inside itself, beyond its results.
+        link: the path to the tier below the device.
+        alignment_bytes: every block on the device is rounded up to a multiple of this.
+        hook_seconds: one save or need.
+        overhead_seconds: the part of a step that is in no op (the program itself).
+        measured: whether the op times and workspaces were measured, or estimated.
+    """
+
+    trace_digest: str
+    profile_name: str
+    op_seconds: tuple[float, ...]
+    workspace_bytes: tuple[int, ...]
+    link: Link
+    alignment_bytes: int
+    hook_seconds: float
+    overhead_seconds: float
+    measured: bool

@@ -1,0 +1,32 @@
+"""Events: what happens to a running step, as told to the residency machine."""
+
+from __future__ import annotations
+
+import dataclasses
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class StorageSaved:
+    """Autograd put a tensor of this storage aside."""
+
+    storage: int
+    tick: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class StorageNeeded:
+    """Autograd asks for a tensor of this storage; it must be on the device when the actions are done."""
+
+    storage: int
+    tick: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class StorageFreed:
+    """Nobody can ask for this storage again."""
+
+    storage: int
+    tick: int
+
+
+Event = StorageSaved | StorageNeeded | StorageFreed

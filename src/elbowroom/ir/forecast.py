@@ -1,0 +1,33 @@
+"""A Forecast: what the simulator says a plan will do."""
+
+from __future__ import annotations
+
+import dataclasses
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Forecast:
+    """The predicted step.
+
+    Attributes:
+        peak_bytes: most bytes on the device at once.
+        peak_tick: where.
+        live_bytes: bytes on the device during each entry of the trace, its inner peak included; `Trace.end` figures.
+        step_seconds: the whole step.
+        compute_seconds: the ops alone, each once.
+        recompute_seconds: replayed ops.
+        stall_seconds: waiting for transfers.
+        offloaded_bytes, reloaded_bytes: moved each way.
+        lower_tier_bytes: most bytes in the tier below at once.
+    """
+
+    peak_bytes: int
+    peak_tick: int
+    live_bytes: tuple[int, ...]
+    step_seconds: float
+    compute_seconds: float
+    recompute_seconds: float
+    stall_seconds: float
+    offloaded_bytes: int
+    reloaded_bytes: int
+    lower_tier_bytes: int

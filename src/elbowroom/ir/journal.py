@@ -1,0 +1,54 @@
+"""A Journal: what was measured while steps ran."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+
+
+class Mode(enum.StrEnum):
+    """How a step was run."""
+
+    CAPTURE = "capture"  # capacity-first, while its trace is taken
+    PLANNED = "planned"
+    PLAIN = "plain"  # everything fits: nothing of ours is attached
+    UNPLANNED = "unplanned"  # capacity-first, because no plan applies
+    DRIFTED = "drifted"  # began planned, left its trace, finished capacity-first
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class StepRecord:
+    """One step as it was.
+
+    Attributes:
+        step: counts from 0.
+        seconds: wall time between the `with` block's two ends.
+        stall_seconds: of it, time the program waited for transfers (host time).
+        peak_bytes: most tensor bytes on the device at once; 0 where this step was not metered.
+        resident_bytes: the process's peak resident memory during the step (CPU), or the allocator's peak reserved
+            bytes (CUDA); 0 where this step was not metered.
+        offloaded_bytes, reloaded_bytes: moved each way.
+        recomputed: segments replayed.
+        saves, needs: hook calls.
+        note: why the step drifted or could not be planned; "" otherwise.
+    """
+
+    step: int
+    mode: Mode
+    seconds: float
+    stall_seconds: float
+    peak_bytes: int
+    resident_bytes: int
+    offloaded_bytes: int
+    reloaded_bytes: int
+    recomputed: int
+    saves: int
+    needs: int
+    note: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Journal:
+    """The steps of one room, oldest first; long runs keep the first and the most recent ones."""
+
+    steps: tuple[StepRecord, ...]

@@ -1,0 +1,74 @@
+"""A Plan: for every gap of every storage, whether it stays, leaves, or is computed again, and when.
+
+    opens            leave      release               back         closes
+      |  in use        | copying   |        away        | arriving    |   in use
+      save.............begin.......wait, drop...........begin.........need     (offload)
+      save.............drop...........................................replay   (recompute)
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+
+
+class Choice(enum.StrEnum):
+    """What happens to a storage during one gap."""
+
+    KEEP = "keep"
+    OFFLOAD = "offload"
+    RECOMPUTE = "recompute"
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Decision:
+    """One gap. Ticks take effect at the first save or need at or after them.
+
+    Attributes:
+        storage, gap: which (`trace.Gap.index`).
+        leave: offload: when its copy begins. Recompute: when it is dropped.
+        release: offload: when the device's copy is given up, after waiting for the transfer if need be.
+        back: offload: when the reload begins; equal to the need's tick to load on demand.
+        segment: recompute: index in `Plan.segments`; -1 otherwise.
+    """
+
+    storage: int
+    gap: int
+    choice: Choice
+    leave: int
+    release: int
+    back: int
+    segment: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Segment:
+    """Ops that are replayed together, at the first need of any of their outputs.
+
+    Attributes:
+        ops: ticks of the ops, in order.
+        outputs: storages that exist again afterwards.
+        leaves: storages the replay reads and does not make: they are kept, reloaded, or held by the program.
+    """
+
+    ops: tuple[int, ...]
+    outputs: tuple[int, ...]
+    leaves: tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """Decisions for one trace; a gap that is not named is kept.
+
+    Attributes:
+        trace_digest: of the trace it was made for.
+        strategy: what made it.
+        budget_bytes: what it was made to hold.
+        decisions: by (storage, gap).
+    """
+
+    trace_digest: str
+    strategy: str
+    budget_bytes: int
+    decisions: tuple[Decision, ...]
+    segments: tuple[Segment, ...]

@@ -1,0 +1,175 @@
+"""A Trace: what one training step did, without the values.
+
+A step is one sequence of entries, each with its own tick: ops, saves (autograd puts a tensor aside) and needs (it asks
+for it back).
+
+    tick      0    1     2    3     4   ...   9     10    11
+    entry    op  save   op  save   op        need   op   need
+                  |           '---- storage 7 -------|---> handle released at 12
+                  '------------------ gap -----------'
+
+A storage is alive from the entry that created it until its last holder lets go. Holders are the program (`released`),
+the autograd graph (`Save.released`) and, for what autograd has just asked for, the running backward node
+(`Need.released`). "Released at tick t" means: gone before entry t begins.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+
+
+class Role(enum.StrEnum):
+    """What a storage is to the training."""
+
+    PARAMETER = "parameter"
+    GRADIENT = "gradient"
+    OPTIMIZER_STATE = "optimizer_state"
+    BUFFER = "buffer"
+    INPUT = "input"
+    ACTIVATION = "activation"
+    TEMPORARY = "temporary"
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Storage:
+    """A block of bytes that tensors are views of.
+
+    Attributes:
+        id: position in `Trace.storages`.
+        nbytes: its size, as asked of the allocator.
+        created: tick of the op that made it; -1 if it was there when the step began.
+        released: the program's own last reference is gone before this tick; `Trace.end` if it outlived the step.
+        label: the parameter's name, or the op that made it, for people.
+    """
+
+    id: int
+    nbytes: int
+    role: Role
+    created: int
+    released: int
+    label: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class View:
+    """One tensor argument or result of an op: which storage, in which version, and its shape.
+
+    `version` counts the writes to the storage before a read, or including this one for a write; creation is version 0.
+    """
+
+    storage: int
+    version: int
+    dtype: str
+    shape: tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Op:
+    """One ATen call.
+
+    Attributes:
+        name: as the dispatcher calls it, "aten.convolution.default".
+        reads: the tensors it takes.
+        writes: the tensors it makes or changes; a result that is a view of an argument is neither.
+        flops: floating-point operations of a matrix-like op, 0 for others.
+        barrier: why this op must not be replayed ("" if it may be).
+    """
+
+    tick: int
+    name: str
+    reads: tuple[View, ...]
+    writes: tuple[View, ...]
+    flops: int
+    barrier: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Save:
+    """Autograd put a tensor aside. `released`: its graph node let go of it before this tick."""
+
+    tick: int
+    storage: int
+    released: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Need:
+    """Autograd asked for a saved tensor. `save`: index in `Trace.saves`; `released`: as for a Save, of what it got."""
+
+    tick: int
+    save: int
+    released: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Trace:
+    """What one step did.
+
+    Attributes:
+        name: what was captured, for people.
+        device: the kind of device it was captured on, "cpu" or "cuda".
+        ops, saves, needs: each in order of tick.
+        storages: by id.
+        end: one past the last tick.
+    """
+
+    name: str
+    device: str
+    ops: tuple[Op, ...]
+    storages: tuple[Storage, ...]
+    saves: tuple[Save, ...]
+    needs: tuple[Need, ...]
+    end: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Gap:
+    """The stretch between two uses of a saved storage, during which it may be away.
+
+    Attributes:
+        index: counts the storage's gaps from 0.
+        opens: tick of the save (index 0) or need (others) after which it may leave.
+        closes: tick of the need by which it must be back.
+    """
+
+    storage: int
+    index: int
+    opens: int
+    closes: int
+
+
+def find_gaps(trace: Trace) -> dict[int, tuple[Gap, ...]]:
+    """The gaps of every storage that was saved and is needed again, by storage id."""
+    first_save: dict[int, int] = {}
+    for save in trace.saves:
+        first_save.setdefault(save.storage, save.tick)
+    found: dict[int, list[Gap]] = {}
+    for need in trace.needs:
+        storage = trace.saves[need.save].storage
+        gaps = found.setdefault(storage, [])
+        opens = gaps[-1].closes if gaps else first_save[storage]
+        gaps.append(Gap(storage=storage, index=len(gaps), opens=opens, closes=need.tick))
+    return {storage: tuple(gaps) for storage, gaps in found.items()}
+
+
+def find_movable(trace: Trace) -> frozenset[int]:
+    """The storages whose saved contents may leave the device.
+
+    Not those that live across steps (they are not ours to move yet), and not those written after they were saved: what
+    autograd would then find is the later contents, which a copy or a replay would not have.
+    """
+    first_save: dict[int, int] = {}
+    for save in trace.saves:
+        first_save.setdefault(save.storage, save.tick)
+    spoiled = {
+        view.storage
+        for op in trace.ops
+        for view in op.writes
+        if op.tick > first_save.get(view.storage, trace.end) and view.version > 0
+    }
+    return frozenset(
+        storage
+        for storage in first_save
+        if storage not in spoiled and trace.storages[storage].role in (Role.ACTIVATION, Role.TEMPORARY, Role.INPUT)
+    )

@@ -1,0 +1,1 @@
+"""Trace + Costs + budget -> Plan."""

@@ -1,0 +1,105 @@
+"""What a strategy is given, and what every strategy's plan goes through."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from elbowroom._family import get, names
+from elbowroom.errors import Infeasible, InternalError
+from elbowroom.ir.check import check
+from elbowroom.ir.costs import Costs
+from elbowroom.ir.forecast import Forecast
+from elbowroom.ir.plan import Choice, Plan
+from elbowroom.ir.trace import Trace
+from elbowroom.planner import strategies
+from elbowroom.planner.draft import Draft, Drafter, Option
+from elbowroom.simulator.replay import Replay
+
+MIN_OFFLOAD_BYTES = 1 << 14
+"""Smaller storages are never worth a move."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Problem:
+    """One trace on one machine within one budget, with what strategies need prepared.
+
+    Attributes:
+        budget_bytes: the device's.
+        drafter: makes plans of drafts; `drafter.replay` forecasts them.
+        floor: forecast of holding as little as can be; no plan has a lower peak.
+    """
+
+    budget_bytes: int
+    drafter: Drafter
+    floor: Forecast
+
+
+def plan(
+    trace: Trace,
+    costs: Costs,
+    budget_bytes: int,
+    *,
+    strategy: str = "auto",
+    min_offload_bytes: int = MIN_OFFLOAD_BYTES,
+) -> Plan:
+    """Make a plan whose forecast peak is within `budget_bytes`.
+
+    Raises:
+        Infeasible: no plan is; it names the smallest budget that works.
+        UnknownMember: there is no such strategy.
+        TraceError: the costs belong to another trace.
+    """
+    make_plan = get(strategies, strategy, "make_plan")
+    problem = pose(trace, costs, budget_bytes, min_offload_bytes=min_offload_bytes)
+    if problem.floor.peak_bytes > budget_bytes:
+        raise explain_infeasible(problem, problem.floor)
+    made: Plan = make_plan(problem)
+    check(trace, made)
+    forecast = problem.drafter.replay.run(made)
+    if forecast.peak_bytes > budget_bytes:
+        if strategy == "auto":
+            raise InternalError(
+                f"auto stopped at {forecast.peak_bytes} bytes, above the budget of {budget_bytes} and the floor of "
+                f"{problem.floor.peak_bytes}"
+            )
+        raise explain_infeasible(problem, forecast)
+    return made
+
+
+def pose(trace: Trace, costs: Costs, budget_bytes: int, *, min_offload_bytes: int = MIN_OFFLOAD_BYTES) -> Problem:
+    """Prepare a problem."""
+    drafter = Drafter(Replay(trace, costs), min_offload_bytes)
+    lowest = drafter.finish(lowest_draft(drafter), "floor", budget_bytes)
+    assert lowest is not None  # it drops nothing
+    return Problem(budget_bytes=budget_bytes, drafter=drafter, floor=drafter.replay.run(lowest))
+
+
+def lowest_draft(drafter: Drafter) -> Draft:
+    """Everything that may leave leaves at once and comes back on demand: the lowest peak there is."""
+    return dict.fromkeys(drafter.gaps, Option(Choice.OFFLOAD, hurry=True, late=True))
+
+
+def explain_infeasible(problem: Problem, forecast: Forecast) -> Infeasible:
+    """Infeasible, with the op at the peak of `forecast` and the largest things that stand there."""
+    trace, replay = problem.drafter.replay.trace, problem.drafter.replay
+    tick = forecast.peak_tick
+    ops = [op for op in trace.ops if op.tick <= tick]
+    op = ops[-1] if ops else None
+    by_role: dict[str, int] = {}
+    for storage in trace.storages:
+        if storage.created <= tick < storage.released:
+            by_role[str(storage.role)] = by_role.get(str(storage.role), 0) + int(replay.rounded[storage.id])
+    if op is not None and op.tick == tick:
+        by_role["workspace"] = replay.costs.workspace_bytes[len(ops) - 1]
+    largest = sorted(by_role.items(), key=lambda item: -item[1])[:4]
+    return Infeasible(
+        needed_bytes=forecast.peak_bytes,
+        budget_bytes=problem.budget_bytes,
+        op="the step" if op is None else op.name,
+        in_the_way=tuple((what, nbytes) for what, nbytes in largest if nbytes),
+    )
+
+
+def list_strategies() -> tuple[str, ...]:
+    """The names of all strategies."""
+    return names(strategies)

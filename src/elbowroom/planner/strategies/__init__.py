@@ -1,0 +1,1 @@
+"""Strategies make plans ahead of time: one file a strategy, entry point `make_plan(problem) -> Plan`."""

@@ -1,0 +1,181 @@
+"""The residency machine: where every saved storage is, and which actions are legal next.
+
+               Offload           Wait, Release
+    RESIDENT ----------> LEAVING -------------> AWAY
+       ^  ^                 |                    |  Reload
+       |  '-- need ---------'                    v
+       |<------------- Wait ------------------ ARRIVING
+       |
+       |   Release (no copy: will be replayed)
+       |----------------------------------------> DROPPED
+       '<------------- Recompute -------------------'
+
+A storage that came back from the tier below still has its copy there: releasing it again costs nothing.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from collections.abc import Iterable, Sequence
+from typing import Protocol
+
+from elbowroom.errors import InternalError
+from elbowroom.ir.actions import Action, Offload, Recompute, Release, Reload, Wait
+from elbowroom.ir.events import Event, StorageNeeded, StorageSaved
+from elbowroom.ir.plan import Segment
+
+
+class State(enum.Enum):
+    """Where a storage is, as far as autograd's claim on it goes."""
+
+    RESIDENT = enum.auto()
+    LEAVING = enum.auto()  # on the device, and being copied to the tier below
+    AWAY = enum.auto()
+    ARRIVING = enum.auto()  # its room on the device is taken, its bytes are not all there
+    DROPPED = enum.auto()
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Drop:
+    """Ask that a storage be let go without a copy; `segment` will bring it back."""
+
+    storage: int
+    segment: int
+
+
+Intent = Offload | Release | Reload | Drop
+"""What a policy may ask for. The machine turns it into legal actions, or into none."""
+
+
+class Policy(Protocol):
+    """Decides what should move. Pure: it sees events and nothing else."""
+
+    def decide(self, event: Event) -> Iterable[Intent]:
+        """What to do once `event` has been served."""
+        ...
+
+
+@dataclasses.dataclass(slots=True)
+class _Record:
+    state: State = State.RESIDENT
+    copied: bool = False  # the tier below has, or is being given, its contents
+    segment: int = -1  # replays it, if it is dropped
+
+
+class Machine:
+    """Keeps the state of every saved storage of one step.
+
+    Args:
+        policy: decides what leaves and what comes back early.
+        segments: how dropped storages can be computed again.
+    """
+
+    def __init__(self, policy: Policy, segments: Sequence[Segment] = ()) -> None:
+        self.policy = policy
+        self._segments = segments
+        self._records: dict[int, _Record] = {}
+
+    def state(self, storage: int) -> State | None:
+        """Where a storage is; None if it is not saved (any more)."""
+        record = self._records.get(storage)
+        return None if record is None else record.state
+
+    def feed(self, event: Event) -> list[Action]:
+        """Take in one event.
+
+        Returns:
+            What the driver must do now, in this order, before it feeds the next event.
+
+        Raises:
+            InternalError: a storage is needed that was never saved or is already free.
+        """
+        actions: list[Action] = []
+        storage = event.storage
+        if isinstance(event, StorageSaved):
+            if storage not in self._records:
+                self._records[storage] = _Record()
+        elif isinstance(event, StorageNeeded):
+            self._ensure(storage, actions)
+        else:
+            self._free(storage, actions)
+        for intent in self.policy.decide(event):
+            self._intend(intent, actions)
+        return actions
+
+    def refuse(self, storage: int) -> None:
+        """The driver could not move a storage off the device: it stays, and nothing was lost."""
+        record = self._records.get(storage)
+        if record is not None and record.state in (State.RESIDENT, State.LEAVING):
+            record.state, record.copied = State.RESIDENT, False
+
+    def restore(self, storage: int) -> None:
+        """The driver found the storage on the device after all, written since: any copy below is out of date."""
+        record = self._records.get(storage)
+        if record is not None:
+            record.state, record.copied = State.RESIDENT, False
+
+    def _free(self, storage: int, actions: list[Action]) -> None:
+        record = self._records.pop(storage, None)
+        if record is None:
+            return
+        if record.state in (State.LEAVING, State.ARRIVING):
+            actions.append(Wait(storage))  # its memory is in use by the transfer until then
+        if record.state not in (State.AWAY, State.DROPPED):
+            actions.append(Release(storage))
+
+    def _intend(self, intent: Intent, actions: list[Action]) -> None:
+        record = self._records.get(intent.storage)
+        if record is None:
+            return
+        if isinstance(intent, Offload):
+            if record.state is State.RESIDENT and not record.copied:
+                record.state, record.copied = State.LEAVING, True
+                actions.append(intent)
+        elif isinstance(intent, Reload):
+            if record.state is State.AWAY:
+                record.state = State.ARRIVING
+                actions.append(intent)
+        else:
+            self._release(intent, record, actions)
+
+    def _release(self, intent: Release | Drop, record: _Record, actions: list[Action]) -> None:
+        if record.state in (State.LEAVING, State.ARRIVING):
+            actions.append(Wait(intent.storage))
+            record.state = State.RESIDENT
+        if record.state is not State.RESIDENT:
+            return
+        if record.copied:
+            record.state = State.AWAY
+        elif isinstance(intent, Drop):
+            record.state, record.segment = State.DROPPED, intent.segment
+        else:
+            return  # its copy failed, or was never begun: it stays
+        actions.append(Release(intent.storage))
+
+    def _ensure(self, storage: int, actions: list[Action]) -> None:
+        record = self._records.get(storage)
+        if record is None:
+            return  # a leaf that the program holds, not autograd
+        if record.state is State.AWAY:
+            actions.append(Reload(storage))
+            record.state = State.ARRIVING
+        if record.state is State.ARRIVING:
+            actions.append(Wait(storage))
+            record.state = State.RESIDENT
+        elif record.state is State.DROPPED:
+            self._replay(record.segment, actions)
+            if record.state is not State.RESIDENT:
+                raise InternalError(f"segment {record.segment} does not bring storage {storage} back")
+
+    def _replay(self, index: int, actions: list[Action]) -> None:
+        segment = self._segments[index]
+        for leaf in segment.leaves:
+            self._ensure(leaf, actions)
+        outputs = []
+        for output in segment.outputs:
+            record = self._records.get(output)
+            if record is not None and record.state is State.DROPPED and record.segment == index:
+                record.state = State.RESIDENT
+                outputs.append(output)
+        actions.append(Recompute(index, tuple(outputs)))

@@ -1,0 +1,34 @@
+"""Whatever may leave leaves as it is saved, and comes back on need.
+
+The least memory any policy can reach, whatever the program does next; used while a step is being captured and after a
+step has left its trace.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from elbowroom.ir.actions import Offload, Release
+from elbowroom.ir.events import Event, StorageFreed, StorageNeeded, StorageSaved
+from elbowroom.residency.machine import Intent
+
+
+class Policy:
+    """Offload at once, release at once; after a need, release again when the program moves on."""
+
+    def __init__(self) -> None:
+        self._used: int | None = None
+
+    def decide(self, event: Event) -> Iterable[Intent]:
+        if isinstance(event, StorageFreed):
+            return ()
+        intents: list[Intent] = []
+        if self._used is not None and self._used != event.storage:
+            # Its copy below is clean, so this moves nothing. Autograd holds what it is still working on.
+            intents.append(Release(self._used))
+            self._used = None
+        if isinstance(event, StorageSaved):
+            intents += (Offload(event.storage), Release(event.storage))
+        elif isinstance(event, StorageNeeded):
+            self._used = event.storage
+        return intents

@@ -1,0 +1,40 @@
+"""Carries out a Plan: each of its moves at the first save or need at or after its tick."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from elbowroom.ir.actions import Offload, Release, Reload
+from elbowroom.ir.events import Event, StorageFreed
+from elbowroom.ir.plan import Choice, Plan
+from elbowroom.residency.machine import Drop, Intent
+
+# Within one tick: make room first, then fill it.
+_COPIES, _RELEASES, _RELOADS = range(3)
+
+
+class Policy:
+    """The moves of a plan, in order of tick."""
+
+    def __init__(self, plan: Plan) -> None:
+        moves: list[tuple[int, int, int, Intent]] = []
+        for decision in plan.decisions:
+            storage = decision.storage
+            if decision.choice is Choice.OFFLOAD:
+                moves.append((decision.leave, _COPIES, storage, Offload(storage)))
+                moves.append((decision.release, _RELEASES, storage, Release(storage)))
+                moves.append((decision.back, _RELOADS, storage, Reload(storage)))
+            elif decision.choice is Choice.RECOMPUTE:
+                moves.append((decision.leave, _RELEASES, storage, Drop(storage, decision.segment)))
+        moves.sort(key=lambda move: move[:3])
+        self._ticks = [move[0] for move in moves]
+        self._moves = [move[3] for move in moves]
+        self._next = 0
+
+    def decide(self, event: Event) -> Iterable[Intent]:
+        if isinstance(event, StorageFreed) or self._next == len(self._ticks) or self._ticks[self._next] > event.tick:
+            return ()
+        begin = self._next
+        while self._next < len(self._ticks) and self._ticks[self._next] <= event.tick:
+            self._next += 1
+        return self._moves[begin : self._next]

@@ -1,0 +1,1 @@
+"""Trace + Costs + Plan -> Forecast: the residency machine on a virtual clock."""

@@ -1,0 +1,245 @@
+"""Replays a trace under a plan: the residency machine on a virtual clock.
+
+A storage counts from its creation until its last holder lets go. Holders are the program, the running backward node,
+and autograd's claim, which is ours to interrupt:
+
+    program   |=========|
+    claim            |======|   (away)    |========|
+    node                                       |===|
+    counted   |=============|             |========|
+
+How long anything takes never changes how many bytes are held: a release waits for its transfer. So the memory of a
+plan is exact arithmetic, and only the seconds are a forecast.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from elbowroom.errors import TraceError
+from elbowroom.ir.actions import Action, Offload, Recompute, Release, Reload, Wait
+from elbowroom.ir.costs import Costs
+from elbowroom.ir.events import Event, StorageFreed, StorageNeeded, StorageSaved
+from elbowroom.ir.forecast import Forecast
+from elbowroom.ir.plan import Plan
+from elbowroom.ir.trace import Trace
+from elbowroom.residency.machine import Intent, Machine, Policy
+from elbowroom.residency.policies import capacity_first, planned
+from elbowroom.simulator.lanes import Lanes
+from elbowroom.simulator.transients import Transients
+
+Spans = list[tuple[int, int]]
+
+
+def simulate(trace: Trace, costs: Costs, plan: Plan) -> Forecast:
+    """Forecast one step of `trace` under `plan`.
+
+    Raises:
+        TraceError: costs or plan belong to another trace.
+    """
+    return Replay(trace, costs).run(plan)
+
+
+class Replay:
+    """Everything about a trace that no plan changes, prepared once for many forecasts.
+
+    Raises:
+        TraceError: the costs belong to another trace.
+    """
+
+    def __init__(self, trace: Trace, costs: Costs) -> None:
+        if len(costs.op_seconds) != len(trace.ops) or len(costs.workspace_bytes) != len(trace.ops):
+            raise TraceError(f"costs of {len(costs.op_seconds)} ops do not fit a trace of {len(trace.ops)}")
+        self.trace, self.costs = trace, costs
+        self.rounded = round_up([storage.nbytes for storage in trace.storages], costs.alignment_bytes)
+        self.events = list_events(trace)
+        self.transients = Transients(trace, costs, self.rounded)
+        seconds = np.zeros(trace.end + 1)
+        seconds[[op.tick for op in trace.ops]] = costs.op_seconds
+        hook_ticks = [save.tick for save in trace.saves] + [need.tick for need in trace.needs]
+        seconds[hook_ticks] += costs.hook_seconds
+        self.begins = np.concatenate(([0.0], np.cumsum(seconds)))  # plain start time of each entry
+        self._workspace = np.zeros(trace.end, dtype=np.int64)
+        self._workspace[[op.tick for op in trace.ops]] = costs.workspace_bytes
+        saved = {save.storage for save in trace.saves}
+        self._node_spans: dict[int, Spans] = {storage: [] for storage in saved}
+        for need in trace.needs:
+            self._node_spans[trace.saves[need.save].storage].append((need.tick, need.released))
+        change = np.zeros(trace.end + 1, dtype=np.int64)
+        for storage in trace.storages:
+            if storage.id not in saved:
+                _add_span(change, storage.created, storage.released, self.rounded[storage.id])
+        self._unsaved = change
+        # The claim of a storage that never leaves: from its first save to the release of its last handle.
+        self._claims: dict[int, tuple[int, int]] = {}
+        for save in trace.saves:
+            begin, end = self._claims.get(save.storage, (save.tick, save.released))
+            self._claims[save.storage] = (begin, max(end, save.released))
+
+    def run(self, plan: Plan) -> Forecast:
+        """Forecast the step under a plan."""
+        if plan.trace_digest != self.costs.trace_digest:
+            raise TraceError(f"the plan is for trace {plan.trace_digest[:12]}, not {self.costs.trace_digest[:12]}")
+        moved = {decision.storage for decision in plan.decisions}
+        moved |= {leaf for segment in plan.segments for leaf in segment.leaves if leaf in self._claims}
+        machine = Machine(planned.Policy(plan), plan.segments)
+        events = [event for event in self.events if not isinstance(event, StorageFreed) or event.storage in moved]
+        return _Run(self, plan, machine, events).finish()
+
+    def run_capacity_first(self, movable: frozenset[int]) -> Forecast:
+        """Forecast the step when everything in `movable` leaves as it is saved: no plan holds fewer bytes."""
+        machine = Machine(_Only(movable, capacity_first.Policy()))
+        return _Run(self, None, machine, self.events).finish()
+
+    def claim_ends(self, storage: int) -> int:
+        """Tick before which autograd's last handle of a saved storage is released."""
+        return self._claims[storage][1]
+
+
+class _Only:
+    """A policy that moves only some storages."""
+
+    def __init__(self, movable: frozenset[int], policy: Policy) -> None:
+        self._movable, self._policy = movable, policy
+
+    def decide(self, event: Event) -> list[Intent]:
+        return [intent for intent in self._policy.decide(event) if intent.storage in self._movable]
+
+
+class _Run:
+    """One pass over the events."""
+
+    def __init__(self, replay: Replay, plan: Plan | None, machine: Machine, events: list[Event]) -> None:
+        self.replay, self.plan = replay, plan
+        self.lanes = Lanes(replay.costs.link)
+        self.late = 0.0  # seconds behind the plain step
+        self.done: dict[int, float] = {}
+        self.held_since = dict[int, int]()
+        self.claims: dict[int, Spans] = {}
+        self.spikes: dict[int, int] = {}
+        self.in_lower = self.lower_peak = 0
+        self.copied: set[int] = set()
+        self.recompute_seconds = self.stall_seconds = 0.0
+        self.offloaded_bytes = self.reloaded_bytes = 0
+        for event in events:
+            if isinstance(event, StorageSaved):
+                self.held_since.setdefault(event.storage, event.tick)
+            for action in machine.feed(event):
+                self.perform(action, event)
+            if isinstance(event, StorageFreed) and event.storage in self.copied:
+                self.copied.discard(event.storage)
+                self.in_lower -= int(replay.rounded[event.storage])
+
+    def perform(self, action: Action, event: Event) -> None:
+        replay, tick = self.replay, event.tick
+        now = float(replay.begins[tick]) + self.late
+        if isinstance(action, Recompute):
+            assert self.plan is not None
+            segment = self.plan.segments[action.segment]
+            seconds, extra = replay.transients.measure(segment, action.outputs)
+            self.late += seconds
+            self.recompute_seconds += seconds
+            self.spikes[tick] = max(self.spikes.get(tick, 0), extra)
+            for output in action.outputs:
+                self.held_since[output] = tick
+            return
+        storage = action.storage
+        nbytes = replay.trace.storages[storage].nbytes
+        if isinstance(action, Wait):
+            stall = max(0.0, self.done.get(storage, 0.0) - now)
+            self.late += stall
+            self.stall_seconds += stall
+        elif isinstance(action, Release):
+            # A release when the claim ends frees before the entry; any other one after it.
+            end = tick if isinstance(event, StorageFreed) else tick + 1
+            self.claims.setdefault(storage, []).append((self.held_since.pop(storage), end))
+        elif isinstance(action, Offload):
+            self.done[storage] = self.lanes.send(nbytes, now)
+            self.late += nbytes * replay.costs.link.drag_seconds_per_byte
+            self.offloaded_bytes += nbytes
+            self.copied.add(storage)
+            self.in_lower += int(replay.rounded[storage])
+            self.lower_peak = max(self.lower_peak, self.in_lower)
+        else:
+            self.held_since[storage] = tick
+            if tick < replay.trace.storages[storage].released:
+                return  # the program still holds it: nothing has to move
+            self.done[storage] = self.lanes.fetch(nbytes, now)
+            self.late += nbytes * replay.costs.link.drag_seconds_per_byte
+            self.reloaded_bytes += nbytes
+
+    def finish(self) -> Forecast:
+        replay = self.replay
+        live = self._count()
+        peak_tick = int(np.argmax(live)) if len(live) else 0
+        compute = float(sum(replay.costs.op_seconds))
+        return Forecast(
+            peak_bytes=int(live[peak_tick]) if len(live) else 0,
+            peak_tick=peak_tick,
+            live_bytes=tuple(live.tolist()),
+            step_seconds=float(replay.begins[-1]) + self.late + replay.costs.overhead_seconds,
+            compute_seconds=compute,
+            recompute_seconds=self.recompute_seconds,
+            stall_seconds=self.stall_seconds,
+            offloaded_bytes=self.offloaded_bytes,
+            reloaded_bytes=self.reloaded_bytes,
+            lower_tier_bytes=self.lower_peak,
+        )
+
+    def _count(self) -> npt.NDArray[np.int64]:
+        replay, trace = self.replay, self.replay.trace
+        change = replay._unsaved.copy()
+        for storage, claim in replay._claims.items():
+            spans = self.claims.get(storage)
+            if spans is None:
+                spans = [claim]
+            elif storage in self.held_since:
+                spans.append((self.held_since[storage], claim[1]))
+            home = trace.storages[storage]
+            spans = [(home.created, home.released), *spans, *replay._node_spans[storage]]
+            for begin, end in _join(spans):
+                _add_span(change, begin, end, replay.rounded[storage])
+        live = np.cumsum(change[:-1])
+        for tick, extra in self.spikes.items():
+            live[tick] += extra
+        return live + replay._workspace
+
+
+def list_events(trace: Trace) -> list[Event]:
+    """Saves, needs, and the end of every claim, in order; a claim that ends at tick t ends before entry t."""
+    ends: dict[int, int] = {}
+    events: list[tuple[int, int, Event]] = []
+    for save in trace.saves:
+        events.append((save.tick, 1, StorageSaved(save.storage, save.tick)))
+        ends[save.storage] = max(ends.get(save.storage, 0), save.released)
+    for need in trace.needs:
+        events.append((need.tick, 1, StorageNeeded(trace.saves[need.save].storage, need.tick)))
+    for storage, tick in ends.items():
+        events.append((tick, 0, StorageFreed(storage, tick)))
+    events.sort(key=lambda item: item[:2])
+    return [event for _, _, event in events]
+
+
+def round_up(sizes: list[int], alignment_bytes: int) -> npt.NDArray[np.int64]:
+    """Sizes as the device's allocator counts them."""
+    array = np.asarray(sizes, dtype=np.int64)
+    return -(-array // alignment_bytes) * alignment_bytes
+
+
+def _join(spans: Spans) -> Spans:
+    """The union of spans, in order, without overlaps."""
+    joined: Spans = []
+    for begin, end in sorted(spans):
+        if joined and begin <= joined[-1][1]:
+            if end > joined[-1][1]:
+                joined[-1] = (joined[-1][0], end)
+        elif end > begin:
+            joined.append((begin, end))
+    return joined
+
+
+def _add_span(change: npt.NDArray[np.int64], begin: int, end: int, nbytes: int) -> None:
+    if end > begin:
+        change[max(begin, 0)] += nbytes
+        change[min(max(end, 0), len(change) - 1)] -= nbytes

@@ -1,0 +1,1 @@
+"""A running step -> Trace: on fake tensors (nothing is allocated) or live."""

@@ -1,0 +1,177 @@
+"""Captures a step on fake tensors: shapes without values, so nothing is allocated and nothing changes."""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+    UnsupportedFakeTensorException,
+)
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+from torch.optim import Optimizer
+
+from elbowroom.errors import TraceError
+from elbowroom.hooks.identity import get_plain_storage
+from elbowroom.ir.trace import Trace
+from elbowroom.tracing.residents import list_residents
+from elbowroom.tracing.tracer import Tracer
+
+SETTLING_STEPS = 3
+"""A first step is not like the others: optimizers make their state in it."""
+
+
+def capture_fake(
+    step: Callable[[], Any],
+    model: torch.nn.Module,
+    optimizers: Sequence[Optimizer],
+    *,
+    name: str,
+    device: torch.device,
+) -> Trace:
+    """What `step` does once it has settled, without running it.
+
+    The model's and the optimizers' tensors are replaced by fake ones meanwhile and put back.
+
+    Raises:
+        TraceError: the step looks at values (`.item()`, data-dependent shapes) or uses what cannot be faked.
+    """
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    random_state = torch.get_rng_state()
+    try:
+        with _replaced_by_fakes(mode, model, optimizers), mode:
+            for _ in range(SETTLING_STEPS):
+                before = _count_state(optimizers)
+                trace = _run(step, model, optimizers, name, device)
+                if _count_state(optimizers) == before:
+                    break
+            return trace
+    except (
+        DataDependentOutputException,
+        DynamicOutputShapeException,
+        UnsupportedFakeTensorException,
+        GuardOnDataDependentSymNode,
+        RuntimeError,
+        NotImplementedError,
+        AssertionError,
+    ) as error:
+        raise TraceError(
+            f"the step cannot be captured on fake tensors ({type(error).__name__}: {str(error).splitlines()[0]}); "
+            "leave out `step=` and the first real step is captured instead"
+        ) from error
+    finally:
+        torch.set_rng_state(random_state)
+
+
+def _run(
+    step: Callable[[], Any], model: torch.nn.Module, optimizers: Sequence[Optimizer], name: str, device: torch.device
+) -> Trace:
+    tracer = Tracer(name, device, list_residents(model, optimizers))
+    saved = _Hooks(tracer)
+    with tracer, torch.autograd.graph.saved_tensors_hooks(saved.pack, saved.unpack):
+        result = step()
+    if tracer.has_open_saves and not any(True for _ in tracer._needs):
+        raise TraceError("the step never calls backward, so there is nothing to plan")
+    del result
+    return tracer.finish(list_residents(model, optimizers))
+
+
+class _Handle:
+    """Stands for a saved tensor without holding it."""
+
+    __slots__ = ("__weakref__", "geometry", "save")
+
+    def __init__(self, save: int, geometry: tuple[Any, ...]) -> None:
+        self.save, self.geometry = save, geometry
+
+
+class _Hooks:
+    def __init__(self, tracer: Tracer) -> None:
+        self._tracer = tracer
+
+    def pack(self, tensor: torch.Tensor) -> Any:
+        with self._tracer.pause():
+            save = self._tracer.saved(tensor)
+            storage = get_plain_storage(tensor)
+            if storage is None or isinstance(tensor, torch.nn.Parameter) or not hasattr(tensor, "fake_mode"):
+                handle = _Handle(save, (tensor.detach(),))
+            else:
+                geometry = (storage.nbytes(), tensor.dtype, tensor.device, tensor.shape, tensor.stride(), tensor.storage_offset())
+                handle = _Handle(save, geometry)
+            weakref.finalize(handle, self._tracer.save_released, save).atexit = False
+            return handle
+
+    def unpack(self, handle: _Handle) -> torch.Tensor:
+        with self._tracer.pause():
+            if len(handle.geometry) == 1:
+                tensor: torch.Tensor = handle.geometry[0]
+            else:
+                nbytes, dtype, device, shape, stride, offset = handle.geometry
+                base = torch.empty(nbytes // dtype.itemsize, dtype=dtype, device=device)
+                tensor = base.as_strided(shape, stride, offset)
+            self._tracer.needed(handle.save, tensor)
+            return tensor
+
+
+def _count_state(optimizers: Sequence[Optimizer]) -> int:
+    return sum(len(state) for optimizer in optimizers for state in optimizer.state.values())
+
+
+@contextlib.contextmanager
+def _replaced_by_fakes(
+    mode: FakeTensorMode, model: torch.nn.Module, optimizers: Sequence[Optimizer]
+) -> Iterator[None]:
+    """Swap every tensor of the job for a fake one, ties kept, and put all back whatever happens."""
+    fakes: dict[int, torch.Tensor] = {}
+
+    def fake(tensor: torch.Tensor) -> torch.Tensor:
+        if id(tensor) not in fakes:
+            copy = mode.from_tensor(tensor.detach(), static_shapes=True)
+            if isinstance(tensor, torch.nn.Parameter):
+                copy = torch.nn.Parameter(copy, requires_grad=tensor.requires_grad)
+                if tensor.grad is not None:
+                    copy.grad = mode.from_tensor(tensor.grad.detach(), static_shapes=True)
+            fakes[id(tensor)] = copy
+        return fakes[id(tensor)]
+
+    undo: list[Callable[[], None]] = []
+    try:
+        for module in model.modules():
+            for table in (module._parameters, module._buffers):
+                for key, tensor in list(table.items()):
+                    if tensor is not None:
+                        undo.append(_putting_back(table, key, tensor))
+                        table[key] = fake(tensor)
+        for optimizer in optimizers:
+            for group in optimizer.param_groups:
+                undo.append(_putting_back(group, "params", group["params"]))
+                group["params"] = [fake(parameter) for parameter in group["params"]]
+            undo.append(_putting_back(optimizer.__dict__, "state", optimizer.state))
+            optimizer.state = type(optimizer.state)(
+                dict,
+                {
+                    fake(parameter): {
+                        key: fake(value) if isinstance(value, torch.Tensor) else value for key, value in state.items()
+                    }
+                    for parameter, state in optimizer.state.items()
+                },
+            )
+        yield
+    finally:
+        for put_back in reversed(undo):
+            put_back()
+
+
+def _putting_back(table: Any, key: str, value: Any) -> Callable[[], None]:
+    def put_back() -> None:
+        table[key] = value
+
+    return put_back
+
+

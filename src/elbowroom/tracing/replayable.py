@@ -1,0 +1,83 @@
+"""Which ops may be replayed to compute their results again, and what each op writes.
+
+An op may be replayed if the same inputs give the same bits and nothing else changes. Replays are recorded from the
+step as it runs, so scalars and tensors are always those of this step.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch._ops import OpOverload
+
+# On CUDA these add in an order that varies from run to run.
+_UNORDERED = frozenset(
+    "bincount cumsum cumprod histc index_add index_add_ index_copy index_put index_put_ index_reduce median kthvalue "
+    "put put_ scatter_add scatter_add_ scatter_reduce scatter_reduce_ resize_ set_".split()
+)
+
+# Batch norm in training reads no running statistics: it updates them, once. (Positions: running mean, running
+# variance, and the training flag, or None where the op is for training only.) A replay gives it copies.
+_STATISTICS: dict[str, tuple[int, int, int | None]] = {
+    "native_batch_norm": (3, 4, 5),
+    "_native_batch_norm_legit": (3, 4, 5),
+    "cudnn_batch_norm": (3, 4, 5),
+    "miopen_batch_norm": (3, 4, 5),
+    "_batch_norm_with_update": (3, 4, None),
+}
+
+
+def find_barrier(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+    """Why an op must not be replayed; "" if it may be."""
+    name = func._opname
+    if func.namespace != "aten":
+        return "not an ATen op: it may do more than it says"
+    if torch.Tag.nondeterministic_seeded in func.tags and not _without_dropout(func, args, kwargs):
+        return "draws random numbers"
+    if name.startswith(("empty", "new_empty")):
+        return "its contents are written by something else"
+    if name in _UNORDERED:
+        return "its order of additions may vary"
+    return ""
+
+
+def _without_dropout(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """An attention op is tagged as random even where its dropout is off."""
+    if "attention" not in func._opname:
+        return False
+    for index, argument in enumerate(func._schema.arguments):
+        if argument.name == "dropout_p":
+            value = args[index] if index < len(args) else kwargs.get("dropout_p", argument.default_value)
+            return bool(value == 0.0)
+    return False
+
+
+def find_statistics(func: OpOverload, args: tuple[Any, ...]) -> tuple[int, ...]:
+    """Positions of arguments that are running statistics being updated, not read."""
+    entry = _STATISTICS.get(func._opname)
+    if entry is None:
+        return ()
+    mean, variance, training = entry
+    return (mean, variance) if training is None or (len(args) > training and args[training]) else ()
+
+
+@functools.lru_cache(maxsize=4096)
+def find_written(func: OpOverload) -> tuple[tuple[int, str], ...]:
+    """(position, name) of the arguments that an op writes to, by its schema."""
+    return tuple(
+        (index, argument.name)
+        for index, argument in enumerate(func._schema.arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write
+    )
+
+
+def iterate_tensors(value: Any) -> Iterator[torch.Tensor]:
+    """The tensors among arguments or results, in order, through lists and tuples."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from iterate_tensors(item)

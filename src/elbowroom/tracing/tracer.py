@@ -1,0 +1,278 @@
+"""Writes down what a step does: a dispatch mode for its ops, and three calls for what autograd saves and needs.
+
+Used on fake tensors and live alike. A storage's own lifetime is seen by weak references, so whoever drives the
+saved-tensor hooks must not keep a saved storage alive by holding its tensor: else the program's hold on it and
+autograd's cannot be told apart.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
+
+from elbowroom.hooks.identity import Identities, get_plain_storage
+from elbowroom.ir.trace import Need, Op, Role, Save, Storage, Trace, View
+from elbowroom.tracing.replayable import find_barrier, find_statistics, find_written, iterate_tensors
+
+
+class _Seen:
+    """A storage while it is being traced."""
+
+    __slots__ = ("created", "id", "label", "nbytes", "released", "role", "version")
+
+    def __init__(self, id: int, nbytes: int, role: Role, created: int, label: str) -> None:
+        self.id, self.nbytes, self.role, self.created, self.label = id, nbytes, role, created, label
+        self.released: int | None = None
+        self.version = 0
+
+
+class Tracer(TorchDispatchMode):
+    """Records one step.
+
+    Args:
+        name: for people.
+        device: storages on other kinds of device are not traced.
+        residents: (tensor, role, label) of what is there before the step: parameters, buffers, optimizer state.
+        on_write: told the traced id of a storage that an op has just written to in place.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        device: torch.device,
+        residents: Iterable[tuple[torch.Tensor, Role, str]],
+        on_write: Callable[[int], None] | None = None,
+    ) -> None:
+        super().__init__()
+        self._name, self._device, self._on_write = name, device, on_write
+        self._tick = 0
+        self._paused = False
+        self._seen: list[_Seen] = []
+        self._identities: Identities[_Seen] = Identities(self._died)
+        self._ops: list[Op] = []
+        self._op_seconds: list[float] = []
+        self._op_spans: list[tuple[int, int]] = []
+        self._saves: list[list[int]] = []  # tick, storage, released
+        self._needs: list[list[int]] = []  # tick, save, released
+        self._open_needs: Identities[int] = Identities(self._need_released)
+        for tensor, role, label in residents:
+            if tensor.device.type == device.type:
+                self._identify(tensor, role, -1, label)
+
+    # -- ops ------------------------------------------------------------------------------------------------------
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if self._paused:
+            return func(*args, **kwargs)
+        skipped = find_statistics(func, args)
+        foreign = False
+        reads = []
+        for position, value in enumerate((*args, *kwargs.values())):
+            if position in skipped:
+                continue
+            for tensor in iterate_tensors(value):
+                view = self._view(tensor)
+                if view is None:
+                    foreign = True
+                else:
+                    reads.append(view)
+        begin = time.time_ns()
+        result = func(*args, **kwargs)
+        end = time.time_ns()
+        self._record(func, args, kwargs, tuple(reads), result, foreign)
+        self._op_seconds.append((end - begin) * 1e-9)
+        self._op_spans.append((begin, end))
+        return result
+
+    def _record(
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], reads: tuple[View, ...], result: Any, foreign: bool
+    ) -> None:
+        tick = self._tick
+        barrier = find_barrier(func, args, kwargs) or ("reads what is on another device" if foreign else "")
+        written = []
+        for position, name in find_written(func):
+            for tensor in iterate_tensors(args[position] if position < len(args) else kwargs.get(name)):
+                seen = self._find(tensor)
+                if seen is not None and seen.id not in written:
+                    written.append(seen.id)
+                    seen.version += 1
+        writes = []
+        for tensor in iterate_tensors(result):
+            view = self._view(tensor, created=tick, label=str(func))
+            if view is not None and (self._seen[view.storage].created == tick or view.storage in written):
+                writes.append(view)  # anything else is a view of what was there
+        known = {view.storage for view in writes}
+        for storage in written:
+            if storage not in known:
+                seen = self._seen[storage]
+                writes.append(View(storage=storage, version=seen.version, dtype="uint8", shape=(seen.nbytes,)))
+        self._ops.append(
+            Op(tick=tick, name=str(func), reads=reads, writes=tuple(writes),
+               flops=count_flops(func, args, kwargs, result), barrier=barrier)
+        )  # fmt: skip
+        self._tick += 1
+        if self._on_write is not None:
+            for storage in written:
+                self._on_write(storage)
+
+    # -- what autograd does ---------------------------------------------------------------------------------------
+
+    def saved(self, tensor: torch.Tensor) -> int:
+        """Autograd puts `tensor` aside. Returns the save's index."""
+        seen = self._find(tensor) or self._identify(tensor, Role.INPUT, -1, "input")
+        self._saves.append([self._tick, -1 if seen is None else seen.id, -1])
+        self._tick += 1
+        return len(self._saves) - 1
+
+    def needed(self, save: int, given: torch.Tensor) -> None:
+        """Autograd asks for a save and is `given` this tensor."""
+        self._needs.append([self._tick, save, -1])
+        storage = get_plain_storage(given)
+        if storage is not None:
+            if self._identities.find(storage) is None and self._saves[save][1] >= 0:
+                self._identities.put(storage, self._seen[self._saves[save][1]])
+            self._open_needs.put(storage, len(self._needs) - 1)
+        self._tick += 1
+
+    def save_released(self, save: int) -> None:
+        """The graph node lets go of a save."""
+        if self._saves[save][2] < 0:
+            self._saves[save][2] = self._tick
+
+    def storage_of(self, tensor: torch.Tensor) -> int | None:
+        """The traced id of a tensor's storage."""
+        seen = self._find(tensor)
+        return None if seen is None else seen.id
+
+    # -- the result -----------------------------------------------------------------------------------------------
+
+    def pause(self) -> Iterator[None]:
+        """A context in which ops are not part of the step."""
+        return _Pause(self)  # type: ignore[return-value]
+
+    def finish(self, survivors: Iterable[tuple[torch.Tensor, Role, str]]) -> Trace:
+        """End the step. `survivors`: as `residents`, after the step: gives roles to what it created and kept."""
+        for tensor, role, label in survivors:
+            seen = self._find(tensor)
+            if seen is not None and seen.created >= 0:
+                seen.role, seen.label = role, label
+        end = self._tick
+        self._identities.close()
+        self._open_needs.close()
+        # Storages that are neither on this device nor plain cannot be moved: a save of one is a save of nothing.
+        void = Storage(id=len(self._seen), nbytes=0, role=Role.TEMPORARY, created=-1, released=end, label="untraced")
+        saved = {storage for _, storage, _ in self._saves}
+        storages = [self._freeze(seen, end, saved) for seen in self._seen]
+        if -1 in saved:
+            storages.append(void)
+        return Trace(
+            name=self._name,
+            device=self._device.type,
+            ops=tuple(self._ops),
+            storages=tuple(storages),
+            saves=tuple(
+                Save(tick=tick, storage=storage if storage >= 0 else void.id, released=_or_end(released, end))
+                for tick, storage, released in self._saves
+            ),
+            needs=tuple(
+                Need(tick=tick, save=save, released=_or_end(released, end)) for tick, save, released in self._needs
+            ),
+            end=end,
+        )
+
+    @property
+    def op_seconds(self) -> tuple[float, ...]:
+        """Host seconds of each op."""
+        return tuple(self._op_seconds)
+
+    @property
+    def op_spans(self) -> tuple[tuple[int, int], ...]:
+        """Begin and end of each op, in nanoseconds of `time.time_ns`."""
+        return tuple(self._op_spans)
+
+    @property
+    def has_open_saves(self) -> bool:
+        """Whether anything saved has neither been released nor asked for."""
+        asked = {save for _, save, _ in self._needs}
+        return any(released < 0 and index not in asked for index, (_, _, released) in enumerate(self._saves))
+
+    # -- storages -------------------------------------------------------------------------------------------------
+
+    def _find(self, tensor: torch.Tensor) -> _Seen | None:
+        storage = get_plain_storage(tensor)
+        return None if storage is None else self._identities.find(storage)
+
+    def _identify(self, tensor: torch.Tensor, role: Role, created: int, label: str) -> _Seen | None:
+        storage = get_plain_storage(tensor)
+        if storage is None or tensor.device.type != self._device.type:
+            return None
+        seen = self._identities.find(storage)
+        if seen is None:
+            seen = _Seen(len(self._seen), storage.nbytes(), role, created, label)
+            self._seen.append(seen)
+            self._identities.put(storage, seen)
+        return seen
+
+    def _view(self, tensor: torch.Tensor, created: int = -1, label: str = "input") -> View | None:
+        role = Role.INPUT if created < 0 else Role.TEMPORARY
+        seen = self._identify(tensor, role, created, label)
+        if seen is None:
+            return None
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        return View(storage=seen.id, version=seen.version, dtype=dtype, shape=tuple(map(int, tensor.shape)))
+
+    def _died(self, seen: _Seen) -> None:
+        # Storages that autograd was given later stand for the same one; the program's own is the first to die, since
+        # it is the one it released before autograd had to be given another.
+        if seen.released is None:
+            seen.released = self._tick
+
+    def _need_released(self, need: int) -> None:
+        self._needs[need][2] = self._tick
+
+    def _freeze(self, seen: _Seen, end: int, saved: set[int]) -> Storage:
+        role = seen.role
+        if role is Role.TEMPORARY and seen.id in saved:
+            role = Role.ACTIVATION
+        return Storage(
+            id=seen.id,
+            nbytes=seen.nbytes,
+            role=role,
+            created=seen.created,
+            released=end if seen.released is None else seen.released,
+            label=seen.label,
+        )
+
+
+class _Pause:
+    def __init__(self, tracer: Tracer) -> None:
+        self._tracer = tracer
+
+    def __enter__(self) -> None:
+        self._before, self._tracer._paused = self._tracer._paused, True
+
+    def __exit__(self, *exception: object) -> None:
+        self._tracer._paused = self._before
+
+
+def count_flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
+    """Floating-point operations of a matrix-like op; 0 for ops whose time is the bytes they touch."""
+    formula = flop_registry.get(func._overloadpacket)
+    if formula is None:
+        return 0
+    try:
+        return int(formula(*args, **kwargs, out_val=result))
+    except (TypeError, ValueError, AssertionError, IndexError):
+        return 0  # a formula that does not know this overload's arguments: price the op by its bytes
+
+
+def _or_end(tick: int, end: int) -> int:
+    return end if tick < 0 else tick

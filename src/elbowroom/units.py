@@ -1,0 +1,80 @@
+"""Bytes and seconds as people write them, and back.
+
+Inside Elbowroom bytes are `int` and seconds are `float`; text is parsed at the edge and printed here only.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+
+_POWERS = {"": 1, "b": 1}
+for _power, _letter in enumerate("kmgtp", start=1):
+    _POWERS[f"{_letter}b"] = 1000**_power
+    _POWERS[f"{_letter}ib"] = 1024**_power
+
+_TEXT = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?|\.[0-9]+)\s*([a-z]*|%)\s*", re.IGNORECASE)
+
+
+def parse_bytes(value: int | float | str, *, whole_bytes: int | None = None) -> int:
+    """Read an amount of memory: 8589934592, "8GiB", "8GB", "512 MiB", or "60%" of `whole_bytes`.
+
+    Returns:
+        Bytes, rounded down, at least 1.
+
+    Raises:
+        ValueError: not an amount, not positive, not finite, or a percentage of nothing or outside (0, 100].
+    """
+    if isinstance(value, bool) or not isinstance(value, (int, float, str)):
+        raise ValueError(f"an amount of memory is a number or text like '8GiB', not {value!r}")
+    if isinstance(value, str):
+        match = _TEXT.fullmatch(value)
+        if match is None:
+            raise ValueError(f"{value!r} is not an amount of memory; write 8589934592, '8GiB', '8GB' or '60%'")
+        number, unit = float(match[1]), match[2].lower()
+        if unit == "%":
+            return _parse_percentage(value, number, whole_bytes)
+        if unit not in _POWERS:
+            raise ValueError(f"{value!r} has no known unit; use KiB MiB GiB TiB (1024) or KB MB GB TB (1000)")
+        # Integers stay exact: 2**60 as a float would not.
+        exact = int(match[1]) * _POWERS[unit] if match[1].isdigit() else None
+        amount: float = exact if exact is not None else number * _POWERS[unit]
+    else:
+        amount = value
+    if not math.isfinite(amount) or amount < 1:
+        raise ValueError(f"an amount of memory is at least one byte, not {value!r}")
+    if amount >= 2**63:
+        raise ValueError(f"{value!r} is more memory than 64 bits can count")
+    return int(amount)
+
+
+def _parse_percentage(text: str, number: float, whole_bytes: int | None) -> int:
+    if whole_bytes is None:
+        raise ValueError(f"{text!r} is a share, but of what is not known here; give bytes, as in '8GiB'")
+    if not 0 < number <= 100:
+        raise ValueError(f"{text!r} is not a share between 0% and 100%")
+    return max(1, int(whole_bytes * number / 100))
+
+
+def format_bytes(nbytes: int | float) -> str:
+    """Write bytes for a person, in powers of 1024: '512 B', '1.50 GiB', '-3.0 MiB'."""
+    sign, amount = ("-", -nbytes) if nbytes < 0 else ("", nbytes)
+    if amount < 1024:
+        return f"{sign}{amount:.0f} B"
+    for unit in ("KiB", "MiB", "GiB", "TiB"):
+        amount /= 1024
+        if amount < 1023.95 or unit == "TiB":
+            break
+    digits = 2 if unit in ("GiB", "TiB") else 1
+    return f"{sign}{amount:.{digits}f} {unit}"
+
+
+def format_seconds(seconds: float) -> str:
+    """Write seconds for a person: '1.23 s', '45.6 ms', '7.8 us', '2 min 5 s'."""
+    if seconds >= 120:
+        return f"{int(seconds // 60)} min {seconds % 60:.0f} s"
+    if seconds >= 1 or seconds == 0:
+        return f"{seconds:.2f} s"
+    if seconds >= 1e-3:
+        return f"{seconds * 1e3:.1f} ms"
+    return f"{seconds * 1e6:.1f} us"

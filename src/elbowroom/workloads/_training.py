@@ -1,0 +1,79 @@
+"""From a model and a batch to a training step: what all sources of models share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+from elbowroom.workloads import Options, Workload
+
+
+def training_workload(
+    name: str,
+    model: nn.Module,
+    batch: dict[str, torch.Tensor],
+    loss: Callable[[nn.Module, dict[str, torch.Tensor]], torch.Tensor],
+    options: Options,
+) -> Workload:
+    """Put a model, its batch and its loss together into a workload.
+
+    The model goes into training mode and, with the batch, to the device and memory format of the options.
+    """
+    model.train()
+    device_type = torch.device(options.device).type
+    # Fake parameters cannot be moved, and where a model was made in place there is nothing to move.
+    if any(tensor.device.type != device_type for tensor in (*model.parameters(), *model.buffers())):
+        model.to(options.device)
+    batch = {key: value.to(options.device) for key, value in batch.items()}
+    if options.channels_last:
+        # mypy knows only the other signatures of `Module.to`.
+        model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        batch = {
+            key: value.contiguous(memory_format=torch.channels_last) if value.dim() == 4 else value
+            for key, value in batch.items()
+        }
+    optimizer = make_optimizer(model, options)
+    autocast = options.dtype == "bfloat16"
+
+    def forward() -> torch.Tensor:
+        with torch.autocast(device_type, dtype=torch.bfloat16, enabled=autocast):
+            return loss(model, batch)
+
+    def step() -> torch.Tensor:
+        value = forward()
+        value.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        return value.detach()
+
+    return Workload(name=name, model=model, optimizer=optimizer, step=step, forward=forward, batch=batch)
+
+
+def make_optimizer(model: nn.Module, options: Options) -> torch.optim.Optimizer:
+    """The optimizer of the options, over all parameters."""
+    if options.optimizer == "sgd":
+        return torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9)
+    return torch.optim.AdamW(model.parameters(), lr=1e-4)
+
+
+def image_batch(options: Options, shape: tuple[int, ...], classes: int) -> dict[str, torch.Tensor]:
+    """Noise images of one shape, channels first, with a random class each."""
+    return {
+        "images": torch.randn(options.batch, *shape, device=options.device),
+        "labels": torch.randint(classes, (options.batch,), device=options.device),
+    }
+
+
+def classification_loss(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    """Cross-entropy; auxiliary classifiers count 0.3 each.
+
+    Source: Szegedy et al., "Going Deeper with Convolutions", CVPR 2015, section 5 (the weight 0.3).
+    """
+    output = model(batch["images"])
+    logits, *auxiliary = output if isinstance(output, tuple) else (output,)
+    loss = nn.functional.cross_entropy(logits, batch["labels"])
+    for extra in auxiliary:
+        loss = loss + 0.3 * nn.functional.cross_entropy(extra, batch["labels"])
+    return loss
