@@ -171,5 +171,5 @@ def find_movable(trace: Trace) -> frozenset[int]:
     return frozenset(
         storage
         for storage in first_save
-        if storage not in spoiled and trace.storages[storage].role in (Role.ACTIVATION, Role.TEMPORARY, Role.INPUT)
+        if storage not in spoiled and trace.storages[storage].role in (Role.ACTIVATION, Role.TEMPORARY)
     )

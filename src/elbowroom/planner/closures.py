@@ -1,8 +1,8 @@
 """Which ops must be replayed to have a storage again, and what they read.
 
 Going back from the storage through the ops that wrote it: a read that is there is a leaf; any other must be replayed
-too. A storage counts as there if the program still holds it, or autograd still claims it and the plan does not drop
-it. Every op must be one that may be replayed, and every leaf must still have the version that was read.
+too. Parameters, buffers and inputs are there as long as the program holds them; anything else only while autograd
+claims it (so that it cannot change unnoticed) and the plan does not drop it. Every op must be one that may be replayed, and every leaf must still have the version that was read.
 """
 
 from __future__ import annotations
@@ -10,7 +10,11 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 
-from elbowroom.ir.trace import Op, Trace
+from elbowroom.ir.trace import Op, Role, Trace
+
+
+_LASTING = (Role.PARAMETER, Role.BUFFER, Role.INPUT, Role.OPTIMIZER_STATE, Role.GRADIENT)
+"""What the program holds whatever autograd does."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -88,10 +92,13 @@ class Closures:
 
     def _is_there(self, storage: int, version: int, tick: int, is_dropped: Callable[[int], bool]) -> bool:
         home = self._trace.storages[storage]
-        begin, end = self._claims.get(storage, (-1, -1))
-        program_holds = home.created < tick < home.released
-        if not program_holds and (is_dropped(storage) or not begin < tick < end):
-            return False
+        if home.role in _LASTING:
+            if not home.created < tick < home.released:
+                return False
+        else:
+            begin, end = self._claims.get(storage, (tick, tick))
+            if is_dropped(storage) or not begin < tick < end:
+                return False
         # Its contents must be those that were read: no write may lie between the read and the replay.
         writes = [op.tick for op in self._writers[storage] if op.tick < tick]
         changed = len(writes) - (1 if home.created >= 0 else 0)

@@ -54,6 +54,7 @@ class Drafter:
             for storage, gaps in find_gaps(trace).items()
             if storage in self.movable
             for gap in gaps
+            if trace.storages[storage].released < gap.closes  # else the program holds it throughout
         }
         self.closures = Closures(trace)
         self.event_ticks = sorted({event.tick for event in replay.events})
@@ -153,7 +154,9 @@ class Drafter:
             back = closes
             if not option.late:
                 lane_begin = min(lane_begin, self.begins[closes]) - reload_seconds(link, storages[gap.storage].nbytes)
-                back = min(closes, max(self._event_before(lane_begin), self._next_event(release)))
+                # Not while the program still holds it: both would be there.
+                gone = max(self._next_event(release), self._event_after(0.0, storages[gap.storage].released))
+                back = min(closes, max(self._event_before(lane_begin), gone))
             decisions.append(
                 Decision(storage=gap.storage, gap=gap.index, choice=Choice.OFFLOAD, leave=gap.opens, release=release,
                          back=back, segment=-1)

@@ -81,6 +81,11 @@ class Machine:
         record = self._records.get(storage)
         return None if record is None else record.state
 
+    def segment_of(self, storage: int) -> int | None:
+        """The segment that will bring a dropped storage back; None if it is not dropped."""
+        record = self._records.get(storage)
+        return record.segment if record is not None and record.state is State.DROPPED else None
+
     def feed(self, event: Event) -> list[Action]:
         """Take in one event.
 
@@ -104,13 +109,7 @@ class Machine:
         return actions
 
     def refuse(self, storage: int) -> None:
-        """The driver could not move a storage off the device: it stays, and nothing was lost."""
-        record = self._records.get(storage)
-        if record is not None and record.state in (State.RESIDENT, State.LEAVING):
-            record.state, record.copied = State.RESIDENT, False
-
-    def restore(self, storage: int) -> None:
-        """The driver found the storage on the device after all, written since: any copy below is out of date."""
+        """The driver could not let a storage leave the device: it stays, and nothing was lost."""
         record = self._records.get(storage)
         if record is not None:
             record.state, record.copied = State.RESIDENT, False

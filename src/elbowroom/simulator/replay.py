@@ -24,7 +24,7 @@ from elbowroom.ir.events import Event, StorageFreed, StorageNeeded, StorageSaved
 from elbowroom.ir.forecast import Forecast
 from elbowroom.ir.plan import Plan
 from elbowroom.ir.trace import Trace
-from elbowroom.residency.machine import Intent, Machine, Policy
+from elbowroom.residency.machine import Machine
 from elbowroom.residency.policies import capacity_first, planned
 from elbowroom.simulator.lanes import Lanes
 from elbowroom.simulator.transients import Transients
@@ -89,22 +89,12 @@ class Replay:
 
     def run_capacity_first(self, movable: frozenset[int]) -> Forecast:
         """Forecast the step when everything in `movable` leaves as it is saved: no plan holds fewer bytes."""
-        machine = Machine(_Only(movable, capacity_first.Policy()))
+        machine = Machine(capacity_first.Policy(movable.__contains__))
         return _Run(self, None, machine, self.events).finish()
 
     def claim_ends(self, storage: int) -> int:
         """Tick before which autograd's last handle of a saved storage is released."""
         return self._claims[storage][1]
-
-
-class _Only:
-    """A policy that moves only some storages."""
-
-    def __init__(self, movable: frozenset[int], policy: Policy) -> None:
-        self._movable, self._policy = movable, policy
-
-    def decide(self, event: Event) -> list[Intent]:
-        return [intent for intent in self._policy.decide(event) if intent.storage in self._movable]
 
 
 class _Run:
@@ -117,6 +107,7 @@ class _Run:
         self.done: dict[int, float] = {}
         self.held_since = dict[int, int]()
         self.claims: dict[int, Spans] = {}
+        self.doubles: list[tuple[int, int, int]] = []
         self.spikes: dict[int, int] = {}
         self.in_lower = self.lower_peak = 0
         self.copied: set[int] = set()
@@ -143,6 +134,7 @@ class _Run:
             self.spikes[tick] = max(self.spikes.get(tick, 0), extra)
             for output in action.outputs:
                 self.held_since[output] = tick
+                self.note_double(output, tick)
             return
         storage = action.storage
         nbytes = replay.trace.storages[storage].nbytes
@@ -163,11 +155,16 @@ class _Run:
             self.lower_peak = max(self.lower_peak, self.in_lower)
         else:
             self.held_since[storage] = tick
-            if tick < replay.trace.storages[storage].released:
-                return  # the program still holds it: nothing has to move
+            self.note_double(storage, tick)
             self.done[storage] = self.lanes.fetch(nbytes, now)
             self.late += nbytes * replay.costs.link.drag_seconds_per_byte
             self.reloaded_bytes += nbytes
+
+    def note_double(self, storage: int, tick: int) -> None:
+        """What comes back is a new block: while the program still holds the old one, both count."""
+        released = self.replay.trace.storages[storage].released
+        if tick < released:
+            self.doubles.append((storage, tick, released))
 
     def finish(self) -> Forecast:
         replay = self.replay
@@ -200,6 +197,8 @@ class _Run:
             spans = [(home.created, home.released), *spans, *replay._node_spans[storage]]
             for begin, end in _join(spans):
                 _add_span(change, begin, end, replay.rounded[storage])
+        for storage, begin, end in self.doubles:
+            _add_span(change, begin, end, replay.rounded[storage])
         live = np.cumsum(change[:-1])
         for tick, extra in self.spikes.items():
             live[tick] += extra

@@ -11,6 +11,7 @@ import torch
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
+    FakeTensor,
     FakeTensorMode,
     UnsupportedFakeTensorException,
 )
@@ -20,6 +21,7 @@ from torch.optim import Optimizer
 from elbowroom.errors import TraceError
 from elbowroom.hooks.identity import get_plain_storage
 from elbowroom.ir.trace import Trace
+from elbowroom.tracing.live import count_state
 from elbowroom.tracing.residents import list_residents
 from elbowroom.tracing.tracer import Tracer
 
@@ -47,9 +49,9 @@ def capture_fake(
     try:
         with _replaced_by_fakes(mode, model, optimizers), mode:
             for _ in range(SETTLING_STEPS):
-                before = _count_state(optimizers)
+                before = count_state(optimizers)
                 trace = _run(step, model, optimizers, name, device)
-                if _count_state(optimizers) == before:
+                if count_state(optimizers) == before:
                     break
             return trace
     except (
@@ -76,8 +78,6 @@ def _run(
     saved = _Hooks(tracer)
     with tracer, torch.autograd.graph.saved_tensors_hooks(saved.pack, saved.unpack):
         result = step()
-    if tracer.has_open_saves and not any(True for _ in tracer._needs):
-        raise TraceError("the step never calls backward, so there is nothing to plan")
     del result
     return tracer.finish(list_residents(model, optimizers))
 
@@ -99,11 +99,11 @@ class _Hooks:
         with self._tracer.pause():
             save = self._tracer.saved(tensor)
             storage = get_plain_storage(tensor)
-            if storage is None or isinstance(tensor, torch.nn.Parameter) or not hasattr(tensor, "fake_mode"):
+            if storage is None or isinstance(tensor, torch.nn.Parameter) or not isinstance(tensor, FakeTensor):
                 handle = _Handle(save, (tensor.detach(),))
             else:
-                geometry = (storage.nbytes(), tensor.dtype, tensor.device, tensor.shape, tensor.stride(), tensor.storage_offset())
-                handle = _Handle(save, geometry)
+                lies = (tensor.shape, tensor.stride(), tensor.storage_offset())
+                handle = _Handle(save, (storage.nbytes(), tensor.dtype, tensor.device, *lies))
             weakref.finalize(handle, self._tracer.save_released, save).atexit = False
             return handle
 
@@ -117,10 +117,6 @@ class _Hooks:
                 tensor = base.as_strided(shape, stride, offset)
             self._tracer.needed(handle.save, tensor)
             return tensor
-
-
-def _count_state(optimizers: Sequence[Optimizer]) -> int:
-    return sum(len(state) for optimizer in optimizers for state in optimizer.state.values())
 
 
 @contextlib.contextmanager

@@ -8,7 +8,7 @@ autograd's cannot be told apart.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -16,8 +16,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from elbowroom.hooks.identity import Identities, get_plain_storage
+from elbowroom.hooks.meter import Meter
+from elbowroom.hooks.replayable import find_barrier, find_statistics, find_written, iterate_tensors
 from elbowroom.ir.trace import Need, Op, Role, Save, Storage, Trace, View
-from elbowroom.tracing.replayable import find_barrier, find_statistics, find_written, iterate_tensors
 
 
 class _Seen:
@@ -38,7 +39,12 @@ class Tracer(TorchDispatchMode):
         name: for people.
         device: storages on other kinds of device are not traced.
         residents: (tensor, role, label) of what is there before the step: parameters, buffers, optimizer state.
-        on_write: told the traced id of a storage that an op has just written to in place.
+        on_write: told of each tensor that an op has just written to in place.
+        meter: told of each op.
+
+    Attributes:
+        paused: while ops are not part of the step.
+        own_seconds: host time that tracing itself took.
     """
 
     def __init__(
@@ -46,17 +52,18 @@ class Tracer(TorchDispatchMode):
         name: str,
         device: torch.device,
         residents: Iterable[tuple[torch.Tensor, Role, str]],
-        on_write: Callable[[int], None] | None = None,
+        *,
+        on_write: Callable[[torch.Tensor], None] | None = None,
+        meter: Meter | None = None,
     ) -> None:
         super().__init__()
-        self._name, self._device, self._on_write = name, device, on_write
+        self._name, self._device, self._on_write, self._meter = name, device, on_write, meter
+        self.own_seconds = 0.0
         self._tick = 0
-        self._paused = False
+        self.paused = False
         self._seen: list[_Seen] = []
         self._identities: Identities[_Seen] = Identities(self._died)
         self._ops: list[Op] = []
-        self._op_seconds: list[float] = []
-        self._op_spans: list[tuple[int, int]] = []
         self._saves: list[list[int]] = []  # tick, storage, released
         self._needs: list[list[int]] = []  # tick, save, released
         self._open_needs: Identities[int] = Identities(self._need_released)
@@ -70,8 +77,9 @@ class Tracer(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if self._paused:
+        if self.paused:
             return func(*args, **kwargs)
+        entered = time.perf_counter()
         skipped = find_statistics(func, args)
         foreign = False
         reads = []
@@ -84,12 +92,15 @@ class Tracer(TorchDispatchMode):
                     foreign = True
                 else:
                     reads.append(view)
-        begin = time.time_ns()
+        begin = time.perf_counter()
+        if self._meter is not None:
+            self._meter.begin_op()
         result = func(*args, **kwargs)
-        end = time.time_ns()
+        if self._meter is not None:
+            self._meter.end_op()
+        end = time.perf_counter()
         self._record(func, args, kwargs, tuple(reads), result, foreign)
-        self._op_seconds.append((end - begin) * 1e-9)
-        self._op_spans.append((begin, end))
+        self.own_seconds += time.perf_counter() - end + begin - entered
         return result
 
     def _record(
@@ -97,12 +108,14 @@ class Tracer(TorchDispatchMode):
     ) -> None:
         tick = self._tick
         barrier = find_barrier(func, args, kwargs) or ("reads what is on another device" if foreign else "")
-        written = []
+        written: list[int] = []
+        changed: list[torch.Tensor] = []
         for position, name in find_written(func):
             for tensor in iterate_tensors(args[position] if position < len(args) else kwargs.get(name)):
                 seen = self._find(tensor)
                 if seen is not None and seen.id not in written:
                     written.append(seen.id)
+                    changed.append(tensor)
                     seen.version += 1
         writes = []
         for tensor in iterate_tensors(result):
@@ -120,8 +133,8 @@ class Tracer(TorchDispatchMode):
         )  # fmt: skip
         self._tick += 1
         if self._on_write is not None:
-            for storage in written:
-                self._on_write(storage)
+            for tensor in changed:
+                self._on_write(tensor)
 
     # -- what autograd does ---------------------------------------------------------------------------------------
 
@@ -154,9 +167,9 @@ class Tracer(TorchDispatchMode):
 
     # -- the result -----------------------------------------------------------------------------------------------
 
-    def pause(self) -> Iterator[None]:
+    def pause(self) -> _Pause:
         """A context in which ops are not part of the step."""
-        return _Pause(self)  # type: ignore[return-value]
+        return _Pause(self)
 
     def finish(self, survivors: Iterable[tuple[torch.Tensor, Role, str]]) -> Trace:
         """End the step. `survivors`: as `residents`, after the step: gives roles to what it created and kept."""
@@ -189,20 +202,14 @@ class Tracer(TorchDispatchMode):
         )
 
     @property
-    def op_seconds(self) -> tuple[float, ...]:
-        """Host seconds of each op."""
-        return tuple(self._op_seconds)
+    def open_saves(self) -> int:
+        """How many saves the graph still holds."""
+        return sum(released < 0 for _, _, released in self._saves)
 
     @property
-    def op_spans(self) -> tuple[tuple[int, int], ...]:
-        """Begin and end of each op, in nanoseconds of `time.time_ns`."""
-        return tuple(self._op_spans)
-
-    @property
-    def has_open_saves(self) -> bool:
-        """Whether anything saved has neither been released nor asked for."""
-        asked = {save for _, save, _ in self._needs}
-        return any(released < 0 and index not in asked for index, (_, _, released) in enumerate(self._saves))
+    def needs_seen(self) -> int:
+        """How many saved tensors autograd has asked for."""
+        return len(self._needs)
 
     # -- storages -------------------------------------------------------------------------------------------------
 
@@ -257,10 +264,10 @@ class _Pause:
         self._tracer = tracer
 
     def __enter__(self) -> None:
-        self._before, self._tracer._paused = self._tracer._paused, True
+        self._before, self._tracer.paused = self._tracer.paused, True
 
     def __exit__(self, *exception: object) -> None:
-        self._tracer._paused = self._before
+        self._tracer.paused = self._before
 
 
 def count_flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:

@@ -6,7 +6,7 @@ step has left its trace.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from elbowroom.ir.actions import Offload, Release
 from elbowroom.ir.events import Event, StorageFreed, StorageNeeded, StorageSaved
@@ -14,9 +14,14 @@ from elbowroom.residency.machine import Intent
 
 
 class Policy:
-    """Offload at once, release at once; after a need, release again when the program moves on."""
+    """Offload at once, release at once; after a need, release again when the program moves on.
 
-    def __init__(self) -> None:
+    Args:
+        movable: whether a storage may leave.
+    """
+
+    def __init__(self, movable: Callable[[int], bool]) -> None:
+        self._movable = movable
         self._used: int | None = None
 
     def decide(self, event: Event) -> Iterable[Intent]:
@@ -27,6 +32,8 @@ class Policy:
             # Its copy below is clean, so this moves nothing. Autograd holds what it is still working on.
             intents.append(Release(self._used))
             self._used = None
+        if not self._movable(event.storage):
+            return intents
         if isinstance(event, StorageSaved):
             intents += (Offload(event.storage), Release(event.storage))
         elif isinstance(event, StorageNeeded):

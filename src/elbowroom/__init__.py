@@ -1,0 +1,46 @@
+"""Elbowroom fits a PyTorch training job into the memory you have.
+
+`import elbowroom` is instant: each verb is loaded when it is first used.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from elbowroom.api import capture as capture
+    from elbowroom.api import fit as fit
+    from elbowroom.cost.price import price as price
+    from elbowroom.hardware.probe import probe as probe
+    from elbowroom.ir.check import check as check
+    from elbowroom.ir.files import load as load
+    from elbowroom.ir.files import save as save
+    from elbowroom.planner.problem import plan as plan
+    from elbowroom.simulator.replay import simulate as simulate
+
+__version__ = "0.1.0"
+
+_VERBS = {
+    "fit": "elbowroom.api",
+    "capture": "elbowroom.api",
+    "probe": "elbowroom.hardware.probe",
+    "price": "elbowroom.cost.price",
+    "plan": "elbowroom.planner.problem",
+    "check": "elbowroom.ir.check",
+    "simulate": "elbowroom.simulator.replay",
+    "save": "elbowroom.ir.files",
+    "load": "elbowroom.ir.files",
+}
+
+__all__ = ["__version__", *_VERBS]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _VERBS:
+        raise AttributeError(f"module 'elbowroom' has no attribute {name!r}")
+    return getattr(importlib.import_module(_VERBS[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

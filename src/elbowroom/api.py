@@ -1,0 +1,118 @@
+"""The verbs, and `fit`. Each verb takes and returns values that can be files."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from elbowroom.config import read_config
+from elbowroom.errors import TraceError, UsageError
+from elbowroom.hardware.memory import count_device_bytes
+from elbowroom.ir.hardware import HardwareProfile
+from elbowroom.ir.trace import Trace
+from elbowroom.room import Room
+from elbowroom.tracing.fake import capture_fake
+from elbowroom.units import parse_bytes
+
+
+def fit(
+    model: torch.nn.Module,
+    optimizer: Optimizer | Iterable[Optimizer],
+    memory_budget: int | float | str,
+    *,
+    step: Callable[[], Any] | None = None,
+    profile: HardwareProfile | None = None,
+    **options: Any,
+) -> Room:
+    """Fit a training job into a number of bytes.
+
+        room = elbowroom.fit(model, optimizer, memory_budget="8GiB")
+        for batch in loader:
+            with room.step():
+                loss = model(**batch).loss
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+
+    The losses, gradients and parameters are bit for bit those of the same loop without it.
+
+    Args:
+        model: any module; all of its parameters on one device.
+        optimizer: one, or several.
+        memory_budget: bytes the job may hold on that device: a number, "8GiB", "8GB", or "60%" of the device.
+        step: does one whole training step when called. It is then captured ahead on fake tensors (nothing runs,
+            nothing changes), so that the first step is already planned; else the first steps run capacity-first.
+        profile: of this machine, from `probe`; measured when it is needed otherwise.
+        **options: fields of `elbowroom.config.Config`: strategy, spill_folder, host_bytes, min_offload_bytes,
+            meter_every, settling_steps, release_pages.
+
+    Raises:
+        UsageError: the budget is malformed, the model has no parameters, lies on two devices, or has a room already;
+            the spill folder is missing or not writable.
+        Infeasible: with `step`: no plan fits the budget.
+    """
+    config = read_config(**options)
+    device = find_device(model)
+    try:
+        budget_bytes = parse_bytes(memory_budget, whole_bytes=count_device_bytes(device))
+    except ValueError as error:
+        raise UsageError(f"memory_budget: {error}") from error
+    return Room(
+        model, list_optimizers(optimizer), budget_bytes, config, device=device, step=step, profile=profile
+    )
+
+
+def capture(
+    step: Callable[[], Any],
+    model: torch.nn.Module,
+    optimizer: Optimizer | Iterable[Optimizer],
+    *,
+    name: str | None = None,
+) -> Trace:
+    """What one training step does, found on fake tensors: nothing is allocated, run or changed.
+
+    Raises:
+        UsageError: the model has no parameters or lies on two devices.
+        TraceError: the step looks at values, or uses what cannot be faked.
+    """
+    trace = capture_fake(
+        step, model, list_optimizers(optimizer), name=name or type(model).__name__, device=find_device(model)
+    )
+    if not trace.needs:
+        raise TraceError("the step never calls backward, so there is nothing to plan")
+    return trace
+
+
+def find_device(model: torch.nn.Module) -> torch.device:
+    """The one device of a model's parameters.
+
+    Raises:
+        UsageError: there are none, or several, or one that is neither a CPU nor CUDA.
+    """
+    devices = sorted({str(parameter.device) for parameter in model.parameters()})
+    if len(devices) != 1:
+        raise UsageError(
+            f"the model lies on {devices}; Elbowroom manages one device: move it there with model.to(...)"
+            if devices
+            else "the model has no parameters, so there is nothing to train"
+        )
+    device = torch.device(devices[0])
+    if device.type not in ("cpu", "cuda"):
+        raise UsageError(f"the model lies on {device}; Elbowroom manages the memory of CPUs and CUDA devices")
+    return device
+
+
+def list_optimizers(optimizer: Optimizer | Iterable[Optimizer]) -> tuple[Optimizer, ...]:
+    """One or several optimizers as a tuple.
+
+    Raises:
+        UsageError: one of them is not an optimizer.
+    """
+    found = (optimizer,) if isinstance(optimizer, Optimizer) else tuple(optimizer)
+    for item in found:
+        if not isinstance(item, Optimizer):
+            raise UsageError(f"expected a torch.optim.Optimizer or several, not {type(item).__name__}")
+    return found

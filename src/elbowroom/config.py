@@ -1,0 +1,75 @@
+"""One frozen Config, read from what the user passes and from the environment, at the edge only."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Mapping
+
+from elbowroom.errors import UsageError
+from elbowroom.units import parse_bytes
+
+PREFIX = "ELBOWROOM_"
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Config:
+    """How a room works, apart from its budget.
+
+    Attributes:
+        strategy: makes the plans.
+        spill_folder: where the spill file lies; the system's temporary folder if None.
+        host_bytes: the most that may lie below the device: pinned host memory on CUDA, the spill file on a CPU. None
+            for as much as there is.
+        min_offload_bytes: smaller storages never move.
+        meter_every: of planned steps, which are metered: the first two and then every so many; 0 for none, so that no
+            profiler is ever started.
+        settling_steps: how many steps are captured before a step that still changes is planned as it is.
+        release_pages: on a CPU, whether freed memory goes back to the system at once (slower) or is kept for the next
+            allocation.
+    """
+
+    strategy: str = "auto"
+    spill_folder: str | None = None
+    host_bytes: int | None = None
+    min_offload_bytes: int = 1 << 14
+    meter_every: int = 100
+    settling_steps: int = 3
+    release_pages: bool = False
+
+
+def read_config(environment: Mapping[str, str] | None = None, **given: object) -> Config:
+    """A Config of what was given, else of ELBOWROOM_STRATEGY, ELBOWROOM_SPILL_FOLDER, ..., else of the defaults.
+
+    Raises:
+        UsageError: an option is not known, or its value means nothing.
+    """
+    environment = os.environ if environment is None else environment
+    values: dict[str, object] = {}
+    for field in dataclasses.fields(Config):
+        text = environment.get(PREFIX + field.name.upper())
+        value = given.pop(field.name, None)
+        if value is None and text is not None:
+            value = text
+        if value is not None:
+            values[field.name] = _read_value(field.name, value)
+    if given:
+        known = ", ".join(field.name for field in dataclasses.fields(Config))
+        raise UsageError(f"unknown options {sorted(given)}; there are: {known}")
+    return Config(**values)  # type: ignore[arg-type]
+
+
+def _read_value(name: str, value: object) -> object:
+    try:
+        if name.endswith("_bytes") and isinstance(value, (int, float, str)):
+            return 0 if value == 0 else parse_bytes(value)
+        if name in ("meter_every", "settling_steps"):
+            number = int(str(value))
+            if number < (1 if name == "settling_steps" else 0):
+                raise ValueError(f"{name} is {number}")
+            return number
+        if name == "release_pages":
+            return value if isinstance(value, bool) else {"0": False, "1": True}[str(value)]
+        return os.fspath(value)  # type: ignore[call-overload]
+    except (ValueError, KeyError, TypeError) as error:
+        raise UsageError(f"{name}={value!r} means nothing: {error}") from error

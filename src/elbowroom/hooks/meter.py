@@ -1,0 +1,171 @@
+"""Measures the real bytes and seconds of a running step, and of each of its ops.
+
+On CUDA the allocator keeps counts. On a CPU nobody does, but PyTorch's profiler reports every allocation and release
+that goes through its allocator, those inside kernels included; and the system knows the peak of resident memory.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+
+class Meter(Protocol):
+    """Counts bytes during one step. Ops are told of one by one, or not at all.
+
+    Attributes:
+        peak_bytes: most bytes on the device at once; 0 before `stop` and if they could not be measured.
+        resident_bytes: the process's peak resident memory (CPU), or the allocator's peak reserved bytes (CUDA).
+    """
+
+    peak_bytes: int
+    resident_bytes: int
+
+    def start(self) -> None: ...
+    def begin_op(self) -> None: ...
+    def end_op(self) -> None: ...
+    def stop(self, base_bytes: int) -> None:
+        """End. `base_bytes`: what was on the device when the meter started, for where that cannot be asked."""
+        ...
+
+    def op_seconds(self) -> tuple[float, ...]:
+        """Of each op that was told of."""
+        ...
+
+    def workspace_bytes(self, created_bytes: Sequence[int]) -> tuple[int, ...]:
+        """Most that each op allocated inside itself, beyond the results that it `created`."""
+        ...
+
+
+def make_meter(device: torch.device) -> Meter:
+    """The meter for a device."""
+    return CudaMeter(device) if device.type == "cuda" else CpuMeter()
+
+
+class CpuMeter:
+    """Reads every allocation from the profiler; if another profiler is running, counts no tensor bytes."""
+
+    def __init__(self) -> None:
+        self.peak_bytes = self.resident_bytes = 0
+        self._begins: list[int] = []
+        self._ends: list[int] = []
+        self._profile: Any = None
+        self._times = np.zeros(0, dtype=np.int64)
+        self._live = np.zeros(0, dtype=np.int64)
+
+    def start(self) -> None:
+        reset_resident_peak()
+        if torch._C._autograd._profiler_enabled():
+            return
+        # Kineto writes a line to the terminal whenever it starts and stops, unless it is told not to.
+        os.environ.setdefault("KINETO_LOG_LEVEL", "99")
+        self._profile = torch.autograd.profiler.profile(use_cpu=True, profile_memory=True, acc_events=False)
+        self._profile.__enter__()
+
+    def begin_op(self) -> None:
+        self._begins.append(time.time_ns())
+
+    def end_op(self) -> None:
+        self._ends.append(time.time_ns())
+
+    def stop(self, base_bytes: int) -> None:
+        self.resident_bytes = read_resident_peak()
+        if self._profile is None:
+            return
+        self._profile.__exit__(None, None, None)
+        events = [
+            (event.start_ns(), event.nbytes())
+            for event in self._profile.kineto_results.events()
+            if event.name() == "[memory]" and event.device_type() == torch.autograd.DeviceType.CPU
+        ]
+        self._profile = None
+        events.sort(key=lambda event: event[0])
+        table = np.array(events, dtype=np.int64).reshape(-1, 2)
+        self._times, self._live = table[:, 0], np.cumsum(table[:, 1])
+        self.peak_bytes = base_bytes + max(0, int(self._live.max(initial=0)))
+
+    def op_seconds(self) -> tuple[float, ...]:
+        return tuple((end - begin) * 1e-9 for begin, end in zip(self._begins, self._ends, strict=True))
+
+    def workspace_bytes(self, created_bytes: Sequence[int]) -> tuple[int, ...]:
+        if not len(self._times):
+            return (0,) * len(created_bytes)
+        firsts = np.searchsorted(self._times, self._begins, side="left").tolist()
+        lasts = np.searchsorted(self._times, self._ends, side="right").tolist()
+        found = []
+        for first, last, created in zip(firsts, lasts, created_bytes, strict=True):
+            before = int(self._live[first - 1]) if first else 0
+            most = int(self._live[first:last].max()) if last > first else before
+            found.append(max(0, most - before - created))
+        return tuple(found)
+
+
+class CudaMeter:
+    """Reads the caching allocator's counters, which follow the program and not the device's queue."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.peak_bytes = self.resident_bytes = 0
+        self._device = device
+        self._spans: list[tuple[Any, Any]] = []
+        self._open: Any = None
+        self._before = 0
+        self._inner: list[int] = []
+
+    def start(self) -> None:
+        torch.cuda.reset_peak_memory_stats(self._device)
+
+    def begin_op(self) -> None:
+        self._note_peak()
+        self._before = torch.cuda.memory_allocated(self._device)
+        torch.cuda.reset_peak_memory_stats(self._device)
+        self._open = torch.cuda.Event(enable_timing=True)
+        self._open.record()
+
+    def end_op(self) -> None:
+        end = torch.cuda.Event(enable_timing=True)
+        end.record()
+        self._spans.append((self._open, end))
+        self._inner.append(torch.cuda.max_memory_allocated(self._device) - self._before)
+
+    def stop(self, base_bytes: int) -> None:
+        torch.cuda.synchronize(self._device)
+        self._note_peak()
+
+    def _note_peak(self) -> None:
+        self.peak_bytes = max(self.peak_bytes, torch.cuda.max_memory_allocated(self._device))
+        self.resident_bytes = max(self.resident_bytes, torch.cuda.max_memory_reserved(self._device))
+
+    def op_seconds(self) -> tuple[float, ...]:
+        return tuple(begin.elapsed_time(end) * 1e-3 for begin, end in self._spans)
+
+    def workspace_bytes(self, created_bytes: Sequence[int]) -> tuple[int, ...]:
+        # The allocator rounds each block up to 512 bytes; the results among them are counted rounded elsewhere.
+        return tuple(
+            max(0, inner - -(-created // 512) * 512) for inner, created in zip(self._inner, created_bytes, strict=True)
+        )
+
+
+def reset_resident_peak() -> None:
+    """Let the system's high-water mark of this process's resident memory begin anew, where it offers that."""
+    try:
+        with open("/proc/self/clear_refs", "w") as file:
+            file.write("5")
+    except OSError:
+        pass  # then the mark is that of the whole process's life
+
+
+def read_resident_peak() -> int:
+    """The high-water mark of resident memory in bytes; 0 where the system does not tell."""
+    try:
+        with open("/proc/self/status") as file:
+            for line in file:
+                if line.startswith("VmHWM:"):
+                    return int(line.split()[1]) * 1024
+    except OSError:
+        pass
+    return 0

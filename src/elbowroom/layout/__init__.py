@@ -1,0 +1,1 @@
+"""Where blocks lie in an arena."""

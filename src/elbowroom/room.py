@@ -1,0 +1,337 @@
+"""A Room: one training job within one budget."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+import time
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from elbowroom.config import Config
+from elbowroom.cost.price import price
+from elbowroom.errors import TraceError, UsageError
+from elbowroom.hardware.memory import tune_allocator
+from elbowroom.hardware.probe import probe
+from elbowroom.hooks.meter import Meter, make_meter
+from elbowroom.ir.costs import Costs, Measurements
+from elbowroom.ir.forecast import Forecast
+from elbowroom.ir.hardware import HardwareProfile
+from elbowroom.ir.identity import digest
+from elbowroom.ir.journal import Journal, Mode, StepRecord
+from elbowroom.ir.plan import Plan
+from elbowroom.ir.trace import Trace
+from elbowroom.planner.problem import plan as make_plan
+from elbowroom.report.summary import summarize
+from elbowroom.runtime.engine import Engine
+from elbowroom.runtime.open import open_transfers
+from elbowroom.simulator.replay import simulate
+from elbowroom.tracing.fake import capture_fake
+from elbowroom.tracing.live import LiveCapture
+from elbowroom.tracing.residents import list_residents
+
+logger = logging.getLogger(__name__)
+
+RECORDS_KEPT = 1000
+"""Of a long run, how many of the latest steps the journal keeps, beside the first ones."""
+
+DRIFTS_BEFORE_RECAPTURE = 2
+"""One odd step (the last batch of an epoch) is no reason to plan anew; two in a row are."""
+
+_MARK = "_elbowroom_room"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Planned:
+    """A step that is known: its trace, what it costs, and what will be done about it."""
+
+    trace: Trace
+    costs: Costs
+    plan: Plan
+    forecast: Forecast
+
+
+class Room:
+    """Fits the training steps of one model into a number of bytes. Made by `elbowroom.fit`.
+
+    Attributes:
+        budget_bytes: what the job may hold on its device.
+        planned: what is known of the step and decided about it; None until a step has been captured.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        optimizers: Sequence[Optimizer],
+        budget_bytes: int,
+        config: Config,
+        *,
+        device: torch.device,
+        step: Callable[[], Any] | None = None,
+        profile: HardwareProfile | None = None,
+    ) -> None:
+        if getattr(model, _MARK, None) is not None and getattr(model, _MARK)() is not None:
+            raise UsageError("this model already has a room; call its detach() first")
+        self.budget_bytes, self.config = budget_bytes, config
+        self.planned: Planned | None = None
+        self._model, self._optimizers, self._device = model, tuple(optimizers), device
+        self._name = type(model).__name__
+        self._profile = profile
+        self._first_records: list[StepRecord] = []
+        self._records: list[StepRecord] = []
+        self._count = 0
+        self._captures = self._drifts = self._measured_steps = 0
+        self._engine: Engine | None = None
+        self._detached = self._inside = self._measured = self._unplannable = False
+        self._transfers = open_transfers(device, config.spill_folder, config.host_bytes)
+        try:
+            if step is not None:
+                self._plan_ahead(step)
+        except BaseException:
+            self._transfers.close()
+            raise
+        if device.type == "cpu":
+            tune_allocator(release_pages=config.release_pages)
+        model.__dict__[_MARK] = weakref.ref(self)
+
+    # -- what the user calls --------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def step(self) -> Iterator[None]:
+        """Run one training step within the budget: its forward passes, backward passes and optimizer.
+
+        Raises:
+            UsageError: inside another step, or after `detach`.
+            Infeasible: when the step has been seen and no plan fits the budget; the step itself has been carried out.
+            TierFull, TransferFailed: a move failed and there is no room to do without it.
+        """
+        if self._detached:
+            raise UsageError("this room is detached; call elbowroom.fit again")
+        if self._inside:
+            raise UsageError("room.step() inside room.step(): one `with room.step():` is one whole training step")
+        self._inside = True
+        try:
+            if self.planned is not None and not self.planned.plan.decisions and self._measured:
+                yield from self._run_plain()
+            elif self.planned is not None and self._drifts < DRIFTS_BEFORE_RECAPTURE:
+                yield from self._run_planned(self.planned)
+            else:
+                yield from self._run_capacity_first()
+        finally:
+            self._inside = False
+
+    def journal(self) -> Journal:
+        """What was measured so far."""
+        return Journal(steps=(*self._first_records, *self._records))
+
+    def report(self) -> str:
+        """Forecast beside what was measured, and why each block is where it is, as text."""
+        planned = self.planned
+        return summarize(
+            budget_bytes=self.budget_bytes,
+            journal=self.journal(),
+            trace=None if planned is None else planned.trace,
+            costs=None if planned is None else planned.costs,
+            plan=None if planned is None else planned.plan,
+            forecast=None if planned is None else planned.forecast,
+        )
+
+    def detach(self) -> None:
+        """Leave the model as it was. Graphs that are still alive can still be backpropagated."""
+        if self._detached:
+            return
+        self._detached = True
+        self._engine = None
+        self._model.__dict__.pop(_MARK, None)
+        self._transfers.close()
+
+    def __enter__(self) -> Room:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.detach()
+
+    # -- running a step -------------------------------------------------------------------------------------------
+
+    def _run_plain(self) -> Iterator[None]:
+        begin = time.perf_counter()
+        yield
+        self._record(Mode.PLAIN, time.perf_counter() - begin, None, None, "")
+
+    def _run_planned(self, planned: Planned) -> Iterator[None]:
+        # The first steps after planning ahead of any run are watched op by op, to learn what ops really cost.
+        measuring = not self._measured and self._measured_steps < self.config.settling_steps
+        metered = measuring or self._is_metered()
+        meter = make_meter(self._device) if metered else None
+        capture = None
+        if measuring and meter is not None:
+            capture = LiveCapture(
+                self._name, self._device, self._model, self._optimizers, meter, lambda tensor: engine.written(tensor)
+            )
+        engine = self._make_engine(planned, capture)
+        begin = time.perf_counter()
+        yield from self._run(engine, meter, capture)
+        seconds = time.perf_counter() - begin
+        self._drifts = self._drifts + 1 if engine.drift else 0
+        mode = Mode.DRIFTED if engine.drift else Mode.PLANNED
+        stall = self._record(mode, seconds, engine, meter, engine.drift)
+        if capture is not None:
+            self._measured_steps += 1
+            self._learn(planned, capture, seconds, stall)
+
+    def _run_capacity_first(self) -> Iterator[None]:
+        capture = meter = None
+        if not self._unplannable:
+            meter = make_meter(self._device)
+            capture = LiveCapture(
+                self._name, self._device, self._model, self._optimizers, meter, lambda tensor: engine.written(tensor)
+            )
+        engine = self._make_engine(None, capture)
+        begin = time.perf_counter()
+        yield from self._run(engine, meter, capture)
+        seconds = time.perf_counter() - begin
+        note = ""
+        if capture is not None and engine.saves and not engine.needs:
+            note = "backward() ran outside of room.step(): put it inside to get a plan"
+        mode = Mode.UNPLANNED if capture is None or note else Mode.CAPTURE
+        stall = self._record(mode, seconds, engine, meter, note)
+        if capture is not None and not note:
+            self._drifts = 0
+            self._adopt(capture, seconds, stall)
+        elif note and not self._unplannable:
+            self._unplannable = True
+            logger.warning("%s", note)
+
+    def _run(self, engine: Engine, meter: Meter | None, capture: LiveCapture | None) -> Iterator[None]:
+        self._engine = engine
+        base_bytes = self._count_base()
+        with contextlib.ExitStack() as stack:
+            if meter is not None:
+                meter.start()
+                stack.callback(meter.stop, base_bytes)
+            if engine.recorder is not None:
+                stack.enter_context(engine.recorder)
+            if capture is not None:
+                stack.enter_context(capture.tracer)
+            stack.enter_context(torch.autograd.graph.saved_tensors_hooks(engine.pack, engine.unpack))
+            yield
+
+    def _make_engine(self, planned: Planned | None, capture: LiveCapture | None) -> Engine:
+        resident = {
+            id(tensor.untyped_storage())
+            for tensor, _, _ in list_residents(self._model, self._optimizers)
+            if tensor.layout is torch.strided
+        }
+        return Engine(
+            self._transfers,
+            self._device,
+            lambda storage: id(storage) in resident,
+            self.config.min_offload_bytes,
+            trace=None if planned is None else planned.trace,
+            plan=None if planned is None else planned.plan,
+            spare_bytes=None if planned is None else self.budget_bytes - planned.forecast.peak_bytes,
+            observer=None if capture is None else capture.tracer,
+        )
+
+    def _is_metered(self) -> bool:
+        every = self.config.meter_every
+        planned_steps = sum(record.mode is Mode.PLANNED for record in self._first_records)
+        return every > 0 and (planned_steps < 2 or self._count % every == 0)
+
+    def _count_base(self) -> int:
+        """Bytes on the device before the step, as far as can be known."""
+        if self._device.type == "cuda":
+            return 0  # the allocator's counters include them
+        inputs = 0
+        if self.planned is not None:
+            inputs = sum(s.nbytes for s in self.planned.trace.storages if s.created < 0 and s.role == "input")
+        storages = {}
+        for tensor, _, _ in list_residents(self._model, self._optimizers):
+            if tensor.layout is torch.strided and tensor.device.type == "cpu":
+                storages[id(tensor.untyped_storage())] = tensor.untyped_storage().nbytes()
+        return sum(storages.values()) + inputs
+
+    def _record(self, mode: Mode, seconds: float, engine: Engine | None, meter: Meter | None, note: str) -> float:
+        transfers = self._transfers
+        record = StepRecord(
+            step=self._count,
+            mode=mode,
+            seconds=seconds,
+            stall_seconds=transfers.stall_seconds,
+            peak_bytes=0 if meter is None else meter.peak_bytes,
+            resident_bytes=0 if meter is None else meter.resident_bytes,
+            offloaded_bytes=transfers.offloaded_bytes,
+            reloaded_bytes=transfers.reloaded_bytes,
+            recomputed=0 if engine is None else engine.recomputed,
+            saves=0 if engine is None else engine.saves,
+            needs=0 if engine is None else engine.needs,
+            note=note,
+        )
+        transfers.stall_seconds = 0.0
+        transfers.offloaded_bytes = transfers.reloaded_bytes = 0
+        self._count += 1
+        kept = self._first_records if len(self._first_records) < RECORDS_KEPT else self._records
+        kept.append(record)
+        if len(self._records) > RECORDS_KEPT:
+            del self._records[0]
+        return record.stall_seconds
+
+    # -- planning -------------------------------------------------------------------------------------------------
+
+    def _plan_ahead(self, step: Callable[[], Any]) -> None:
+        try:
+            trace = capture_fake(step, self._model, self._optimizers, name=self._name, device=self._device)
+        except TraceError as error:
+            logger.warning("%s", error)
+            return
+        self._decide(trace, digest(trace), None)
+
+    def _adopt(self, capture: LiveCapture, seconds: float, stall_seconds: float) -> None:
+        """Plan what has just been captured, unless it is not yet what later steps will be."""
+        self._captures += 1
+        trace = capture.finish()
+        if not capture.is_settled and self._captures < self.config.settling_steps:
+            return
+        self._captures = 0
+        self._measured = True
+        self._decide(trace, digest(trace), capture.measure(trace, seconds, stall_seconds))
+
+    def _learn(self, planned: Planned, capture: LiveCapture, seconds: float, stall_seconds: float) -> None:
+        """Plan again with measured op times, if the watched step was the planned one to the last op."""
+        seen = capture.finish()
+        if [op.name for op in seen.ops] != [op.name for op in planned.trace.ops]:
+            if self._measured_steps == self.config.settling_steps:
+                self.planned = None  # the real step is not what the fake one was: capture it live
+            return
+        self._measured = True
+        measurements = capture.measure(planned.trace, seconds, stall_seconds)
+        self._decide(planned.trace, planned.costs.trace_digest, measurements)
+
+    def _decide(self, trace: Trace, trace_digest: str, measurements: Measurements | None) -> None:
+        if self._profile is None:
+            self._profile = probe(str(self._device), spill_folder=self.config.spill_folder)
+        costs = price(trace, self._profile, measurements, trace_digest=trace_digest)
+        plan = keep_all_if_it_fits(trace, costs, self.budget_bytes)
+        if plan is None:
+            plan = make_plan(
+                trace, costs, self.budget_bytes, strategy=self.config.strategy,
+                min_offload_bytes=self.config.min_offload_bytes,
+            )  # fmt: skip
+        self.planned = Planned(trace, costs, plan, simulate(trace, costs, plan))
+        logger.info(
+            "%s: forecast peak %d of %d bytes, %d decisions by %s",
+            trace.name, self.planned.forecast.peak_bytes, self.budget_bytes, len(plan.decisions), plan.strategy
+        )  # fmt: skip
+
+
+def keep_all_if_it_fits(trace: Trace, costs: Costs, budget_bytes: int) -> Plan | None:
+    """The empty plan, where nothing has to be done at all."""
+    plan = Plan(trace_digest=costs.trace_digest, strategy="keep_all", budget_bytes=budget_bytes, decisions=(), segments=())
+    return plan if simulate(trace, costs, plan).peak_bytes <= budget_bytes else None
+
+

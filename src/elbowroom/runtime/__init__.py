@@ -1,0 +1,1 @@
+"""Carries the residency machine's actions out while the user's own step runs."""

@@ -1,0 +1,364 @@
+"""One step: turns what autograd saves and needs into events, and carries out the actions that come back.
+
+Each step has an engine of its own, and the handles that autograd holds point to it: several graphs can be in flight,
+a backward can come late, twice, or never.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+
+from elbowroom.errors import InternalError, TierError
+from elbowroom.hooks.identity import Identities, get_plain_storage
+from elbowroom.ir.actions import Action, Offload, Recompute, Release, Reload
+from elbowroom.ir.events import StorageFreed, StorageNeeded, StorageSaved
+from elbowroom.ir.plan import Plan
+from elbowroom.ir.trace import Trace
+from elbowroom.residency.machine import Machine
+from elbowroom.residency.policies import capacity_first, planned
+from elbowroom.runtime.recorder import MODIFIED, Recorder
+from elbowroom.runtime.residence import Handle, Residence, SavedView
+from elbowroom.runtime.transfers import Transfers
+
+logger = logging.getLogger(__name__)
+
+
+class Observer(Protocol):
+    """Told what autograd does, while a step is being captured; `paused` while ops are not part of the step."""
+
+    paused: bool
+
+    def saved(self, tensor: torch.Tensor) -> int: ...
+    def needed(self, save: int, given: torch.Tensor) -> None: ...
+    def save_released(self, save: int) -> None: ...
+
+
+class Engine:
+    """Runs one step.
+
+    Args:
+        transfers: moves bytes; shared by the steps of a room.
+        device: storages elsewhere are left alone.
+        stays: whether a storage may not leave: parameters and buffers.
+        min_bytes: smaller storages stay, where no plan says otherwise.
+        trace, plan: what to carry out; without them the step runs capacity-first.
+        spare_bytes: how many bytes may stay that should have left, if their move fails.
+        observer: told what autograd does.
+    """
+
+    def __init__(
+        self,
+        transfers: Transfers,
+        device: torch.device,
+        stays: Callable[[torch.UntypedStorage], bool],
+        min_bytes: int,
+        *,
+        trace: Trace | None = None,
+        plan: Plan | None = None,
+        spare_bytes: int | None = None,
+        observer: Observer | None = None,
+    ) -> None:
+        self._transfers, self._device, self._stays, self._min_bytes = transfers, device, stays, min_bytes
+        self._trace, self._plan, self._spare_bytes, self._observer = trace, plan, spare_bytes, observer
+        self._lock = threading.RLock()
+        self._retired: deque[tuple[int, Residence | None]] = deque()
+        self._identities: Identities[Residence] = Identities()
+        self._bound: dict[int, Residence] = {}
+        self._own_ids = len(trace.storages) if trace is not None else 0
+        self._drops_left: dict[int, int] = {}
+        self.saves = self.needs = self.recomputed = 0
+        self.drift = ""
+        self.recorder: Recorder | None = None
+        self._following = plan is not None
+        if trace is not None and plan is not None:
+            self._machine = Machine(planned.Policy(plan), plan.segments)
+            for segment in plan.segments:
+                for output in segment.outputs:
+                    self._drops_left[output] = self._drops_left.get(output, 0) + 1
+            if plan.segments:
+                self.recorder = Recorder(trace, plan, self._find_residence, self._leave_plan)
+        else:
+            self._machine = Machine(capacity_first.Policy(self._may_move))
+        self.watchers = [watcher for watcher in (self.recorder, observer) if watcher is not None]
+
+    # -- what autograd calls --------------------------------------------------------------------------------------
+
+    def pack(self, tensor: torch.Tensor) -> Handle:
+        """Autograd puts a tensor aside; it gets a handle to keep instead."""
+        with self._lock:
+            self._drain()
+            index, self.saves = self.saves, self.saves + 1
+            storage = get_plain_storage(tensor) if tensor.device.type == self._device.type else None
+            residence = None if storage is None else self._find_residence(storage)
+            tick = self._follow_save(index, residence)
+            with _Hidden(self):
+                kept = tensor.detach()  # the tensor itself would hold the graph that holds it
+            if self._observer is not None:
+                self._observer.saved(tensor)
+            if residence is None or storage is None:
+                return Handle(self, index, None, kept, tensor._version)
+            residence.views[index] = SavedView(kept)
+            if residence.id < 0:
+                residence.id = self._own_ids
+                self._own_ids += 1
+                self._bound[residence.id] = residence
+            if len(residence.views) == 1:
+                residence.may_move = residence.nbytes >= self._min_bytes and not self._stays(storage)
+            handle = Handle(self, index, residence, None, tensor._version)
+            del kept, storage
+            for action in self._machine.feed(StorageSaved(residence.id, tick)):
+                self._perform(action)
+            return handle
+
+    def unpack(self, handle: Handle) -> torch.Tensor:
+        """Autograd asks for a tensor back."""
+        with self._lock:
+            self._drain()
+            tick = self._follow_need(handle.index)
+            self.needs += 1
+            residence, given = handle.residence, handle.tensor
+            if residence is not None:
+                for action in self._machine.feed(StorageNeeded(residence.id, tick)):
+                    if isinstance(action, Release) and action.storage == residence.id and given is None:
+                        given = self._view(handle, residence)  # it may be let go as soon as autograd has it
+                    self._perform(action)
+                if given is None:
+                    given = self._view(handle, residence)
+            assert given is not None
+            if self._observer is not None:
+                self._observer.needed(handle.index, given)
+            return given
+
+    def retire(self, index: int, residence: Residence | None) -> None:
+        """A handle died. May be called at any moment, in any thread, by the garbage collector."""
+        self._retired.append((index, residence))
+        if self._lock.acquire(blocking=False):
+            try:
+                self._drain()
+            finally:
+                self._lock.release()
+
+    def _drain(self) -> None:
+        while self._retired:
+            index, residence = self._retired.popleft()
+            if self._observer is not None:
+                self._observer.save_released(index)
+            if residence is not None:
+                if residence.dependents:
+                    residence.storage = residence.find_storage()  # a replay will read it
+                residence.views.pop(index, None)
+                self._free_if_unused(residence)
+
+    def _free_if_unused(self, residence: Residence) -> None:
+        if residence.views or residence.dependents or residence.id < 0:
+            return
+        for action in self._machine.feed(StorageFreed(residence.id, 0)):
+            self._perform(action)
+        residence.storage = None
+        self._forget_recording(residence)
+        if residence.copy is not None:
+            self._transfers.discard(residence.copy)
+            residence.copy = None
+        self._bound.pop(residence.id, None)
+
+    # -- staying with the plan ------------------------------------------------------------------------------------
+
+    def _follow_save(self, index: int, residence: Residence | None) -> int:
+        """The tick of a save, after checking that it is the one the trace has here."""
+        if not self._following:
+            return index
+        assert self._trace is not None
+        if index >= len(self._trace.saves):
+            self._leave_plan(f"it saves more than {index} tensors")
+            return index
+        save = self._trace.saves[index]
+        home = self._trace.storages[save.storage]
+        if residence is not None:
+            bound = self._bound.get(home.id)
+            if residence.nbytes != home.nbytes:
+                self._leave_plan(f"save {index} has {residence.nbytes} bytes, where the trace has {home.nbytes}")
+            elif bound is not residence and (bound is not None or residence.id not in (-1, home.id)):
+                self._leave_plan(f"save {index} is of another storage than in the trace")
+            elif bound is None:
+                residence.id = home.id
+                self._bound[home.id] = residence
+        elif home.nbytes:
+            self._leave_plan(f"save {index} is no plain tensor, where the trace has {home.nbytes} bytes")
+        return save.tick
+
+    def _follow_need(self, save: int) -> int:
+        if not self._following:
+            return self.needs
+        assert self._trace is not None
+        if self.needs >= len(self._trace.needs):
+            self._leave_plan("it asks for saved tensors again")
+            return self.needs
+        need = self._trace.needs[self.needs]
+        if need.save != save:
+            self._leave_plan(f"need {self.needs} is of save {save}, where the trace has save {need.save}")
+        return need.tick
+
+    def _leave_plan(self, why: str) -> None:
+        """The step is not the trace's: go on capacity-first, with everything that is out fetched on need."""
+        if not self._following:
+            return
+        self._following = False
+        self.drift = why
+        logger.debug("the step left its trace: %s", why)
+        self._machine.policy = capacity_first.Policy(self._may_move)
+        if self.recorder is not None:
+            self.recorder.stop()
+        self._own_ids = max(self._own_ids, *self._bound, 0) + 1
+
+    def _may_move(self, storage: int) -> bool:
+        residence = self._bound.get(storage)
+        return residence is not None and residence.may_move
+
+    # -- actions --------------------------------------------------------------------------------------------------
+
+    def _perform(self, action: Action) -> None:
+        if isinstance(action, Recompute):
+            self._recompute(action)
+            return
+        residence = self._bound[action.storage]
+        if isinstance(action, Offload):
+            self._offload(residence)
+        elif isinstance(action, Reload):
+            assert residence.copy is not None
+            with _Hidden(self):
+                residence.storage = self._transfers.reload(residence.copy)
+        elif isinstance(action, Release):
+            dropped = self._machine.segment_of(residence.id) is not None
+            if self._prepare_replay(residence) if dropped else residence.copy is not None:
+                with _Hidden(self):
+                    residence.let_go()
+            else:
+                self._machine.refuse(residence.id)  # it stays, since nothing could bring it back
+        else:
+            self._wait(residence)
+
+    def _offload(self, residence: Residence) -> None:
+        storage = residence.find_storage()
+        assert storage is not None
+        try:
+            with _Hidden(self):
+                residence.copy = self._transfers.offload(storage)
+        except TierError as error:
+            self._keep_instead(residence, error)
+
+    def _wait(self, residence: Residence) -> None:
+        if residence.copy is None:
+            return
+        try:
+            self._transfers.finish(residence.copy)
+        except TierError as error:
+            if residence.storage is not None:
+                raise  # it was coming back: there is nothing else to give autograd
+            self._transfers.discard(residence.copy)
+            residence.copy = None
+            self._keep_instead(residence, error)
+
+    def _keep_instead(self, residence: Residence, error: TierError) -> None:
+        """A storage could not leave. It stays if there is room for it."""
+        self._machine.refuse(residence.id)
+        if self._spare_bytes is None:
+            logger.warning("a storage stays on the device: %s", error)
+            return
+        if residence.nbytes > self._spare_bytes:
+            raise error
+        self._spare_bytes -= residence.nbytes
+        logger.warning("a storage stays on the device, where there is room for it: %s", error)
+
+    def _prepare_replay(self, residence: Residence) -> bool:
+        """Make sure a storage about to be dropped can be computed again, whatever the step does next."""
+        plan, recorder = self._plan, self.recorder
+        segment = None if plan is None else self._machine.segment_of(residence.id)
+        if plan is None or recorder is None or segment is None or not recorder.has(plan.segments[segment].ops):
+            return False
+        recording = recorder.make_recording(plan.segments[segment].ops)
+        if any(leaf.id < 0 or not leaf.views for leaf in recording.leaves):
+            return False
+        residence.recording = recording
+        for leaf in recording.leaves:
+            leaf.dependents += 1
+        return True
+
+    def _forget_recording(self, residence: Residence) -> None:
+        recording, residence.recording = residence.recording, None
+        if recording is not None:
+            for leaf in recording.leaves:
+                leaf.dependents -= 1
+                self._free_if_unused(leaf)
+
+    def _recompute(self, action: Recompute) -> None:
+        outputs = [self._bound[storage] for storage in action.outputs]
+        recording = outputs[0].recording
+        if recording is None:
+            raise InternalError(f"segment {action.segment} was not recorded")
+        with _Hidden(self):
+            recording.replay(outputs)
+        self.recomputed += 1
+        for residence in outputs:
+            self._forget_recording(residence)
+
+    def written(self, tensor: torch.Tensor) -> None:
+        """An op has written to a tensor in place. What autograd then finds is what was written, as without us."""
+        storage = get_plain_storage(tensor)
+        residence = None if storage is None else self._identities.find(storage)
+        if residence is None or residence.copy is None or residence.storage is not None:
+            return
+        with self._lock:
+            self._wait(residence)
+            if residence.copy is not None:
+                self._transfers.discard(residence.copy)
+            residence.copy, residence.storage = None, storage
+            residence.may_move = False
+            self._machine.refuse(residence.id)
+
+    # -- storages -------------------------------------------------------------------------------------------------
+
+    def _find_residence(self, storage: torch.UntypedStorage) -> Residence:
+        residence = self._identities.find(storage)
+        if residence is None:
+            residence = Residence(storage.nbytes())
+            self._identities.put(storage, residence)
+        return residence
+
+    def _view(self, handle: Handle, residence: Residence) -> torch.Tensor:
+        view = residence.views[handle.index]
+        # With any hooks active PyTorch does not check this itself.
+        if view.tensor._version != handle.version:
+            raise RuntimeError(
+                MODIFIED.format(dtype=view.tensor.dtype, shape=list((view.geometry or view.tensor).shape),
+                                found=view.tensor._version, expected=handle.version)
+            )  # fmt: skip
+        if view.geometry is None:
+            return view.tensor
+        if residence.storage is None:
+            raise InternalError(f"storage {residence.id} is needed but not on the device")
+        with _Hidden(self):
+            return view.geometry.view(residence.storage)
+
+
+class _Hidden:
+    """Our own ops are not part of the step: dispatch modes of ours let them pass."""
+
+    __slots__ = ("_before", "_watchers")
+
+    def __init__(self, engine: Engine) -> None:
+        self._watchers = engine.watchers
+
+    def __enter__(self) -> None:
+        self._before = [watcher.paused for watcher in self._watchers]
+        for watcher in self._watchers:
+            watcher.paused = True
+
+    def __exit__(self, *exception: Any) -> None:
+        for watcher, before in zip(self._watchers, self._before, strict=True):
+            watcher.paused = before

@@ -1,0 +1,27 @@
+"""Opens the transfers that fit a device."""
+
+from __future__ import annotations
+
+import torch
+
+from elbowroom.runtime.transfers import ThreadTransfers, Transfers
+from elbowroom.tiers.disk import SpillFile
+
+
+def open_transfers(device: torch.device, spill_folder: str | None, host_bytes: int | None) -> Transfers:
+    """What moves storages of `device` to the tiers below it.
+
+    Raises:
+        UsageError: the spill folder is missing or not writable.
+    """
+    if device.type == "cuda":
+        import psutil
+
+        from elbowroom.runtime.stream_transfers import StreamTransfers
+        from elbowroom.runtime.streams import CudaStreams
+        from elbowroom.tiers.pinned import HostSlabs
+
+        # Pinned memory cannot be swapped: leave the rest of the program half of what is free.
+        capacity = host_bytes if host_bytes is not None else psutil.virtual_memory().available // 2
+        return StreamTransfers(CudaStreams(device), HostSlabs(capacity), SpillFile(spill_folder))
+    return ThreadTransfers(SpillFile(spill_folder, host_bytes))

@@ -1,0 +1,227 @@
+"""Records the ops of this very step that a plan wants to replay, and replays them.
+
+What is replayed is what ran: the functions, scalars and tensors of this step, not those of the trace. The trace only
+says where to look, and if the step's ops are not the trace's, that is drift.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from elbowroom.errors import InternalError
+from elbowroom.hooks.identity import get_plain_storage
+from elbowroom.ir.plan import Plan
+from elbowroom.ir.trace import Op, Trace
+from elbowroom.runtime.residence import Geometry, Residence
+from elbowroom.hooks.replayable import find_statistics, find_written, iterate_tensors
+
+MODIFIED = (
+    "one of the variables needed for gradient computation has been modified by an inplace operation: a {dtype} tensor "
+    "of shape {shape} is at version {found}; expected version {expected} instead"
+)
+
+
+class Slot(NamedTuple):
+    """A tensor argument or result: which storage, and how it lies there.
+
+    `kept` is the storage itself where the program holds it anyway (parameters, buffers, inputs), and `witness` a leaf
+    tensor that shares its version counter.
+    """
+
+    residence: Residence
+    geometry: Geometry
+    kept: torch.UntypedStorage | None
+    witness: torch.Tensor | None
+    version: int
+
+
+class Call(NamedTuple):
+    """One recorded op: its tensors are replaced by slots."""
+
+    func: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    results: tuple[Slot, ...]
+    scratch: tuple[int, ...]  # positions of arguments that the op writes to
+
+
+class Recording:
+    """The ops of one segment, as this step ran them.
+
+    Attributes:
+        leaves: what the replay reads from autograd's claims.
+    """
+
+    def __init__(self, calls: Sequence[Call]) -> None:
+        self._calls = calls
+        made = {slot.residence for call in calls for slot in call.results}
+        self._last_use: dict[Residence, int] = {}
+        leaves: dict[Residence, None] = {}
+        for position, call in enumerate(calls):
+            for slot in (*iterate_slots(call.args), *iterate_slots(call.kwargs), *call.results):
+                if slot.residence in made:
+                    self._last_use[slot.residence] = position
+                elif slot.kept is None:
+                    leaves[slot.residence] = None
+        self.leaves = tuple(leaves)
+
+    def replay(self, outputs: Sequence[Residence]) -> None:
+        """Compute the segment again and give each output its new storage.
+
+        Each intermediate is freed after its last use. Gradients, saved-tensor hooks, autocast and random generators
+        are not involved.
+
+        Raises:
+            RuntimeError: a parameter or input was modified in place since the forward pass.
+        """
+        made: dict[Residence, torch.UntypedStorage] = {}
+        wanted = set(outputs)
+
+        def find(slot: Slot) -> torch.Tensor:
+            if slot.witness is not None and slot.witness._version != slot.version:
+                raise RuntimeError(
+                    MODIFIED.format(dtype=slot.geometry.dtype, shape=list(slot.geometry.shape),
+                                    found=slot.witness._version, expected=slot.version)
+                )  # fmt: skip
+            storage = slot.kept or made.get(slot.residence) or slot.residence.find_storage()
+            if storage is None:
+                raise InternalError(f"a replay reads storage {slot.residence.id}, which is not on the device")
+            return slot.geometry.view(storage)
+
+        with torch.no_grad(), torch._C._DisableAutocast():
+            for position, call in enumerate(self._calls):
+                args = list(_fill(call.args, find))
+                for index in call.scratch:
+                    slot = call.args[index]
+                    if isinstance(slot, Slot) and slot.residence not in made:
+                        args[index] = args[index].clone()  # a side effect that must not happen twice
+                kwargs = {name: _fill(value, find) for name, value in call.kwargs.items()}
+                result = call.func(*args, **kwargs)
+                for tensor, slot in zip(iterate_tensors(result), call.results, strict=True):
+                    made.setdefault(slot.residence, tensor.untyped_storage())
+                del args, kwargs, result
+                for slot in (*iterate_slots(call.args), *iterate_slots(call.kwargs), *call.results):
+                    if self._last_use.get(slot.residence) == position and slot.residence not in wanted:
+                        made.pop(slot.residence, None)
+        for residence in outputs:
+            residence.storage = made[residence]
+
+
+class Recorder(TorchDispatchMode):
+    """Watches a step's ops go by in the order of a trace, and records those that the plan replays.
+
+    Args:
+        trace, plan: what is expected, and which of it is wanted.
+        find_residence: the residence of a storage, made if there is none.
+        on_drift: told why, once, if the step's ops are not the trace's.
+    """
+
+    def __init__(
+        self,
+        trace: Trace,
+        plan: Plan,
+        find_residence: Callable[[torch.UntypedStorage], Residence],
+        on_drift: Callable[[str], None],
+    ) -> None:
+        super().__init__()
+        self._ops: Sequence[Op] = trace.ops
+        self._find_residence, self._on_drift = find_residence, on_drift
+        self._wanted = frozenset(tick for segment in plan.segments for tick in segment.ops)
+        last = max(self._wanted)
+        self._count = sum(1 for op in trace.ops if op.tick <= last)
+        # Autograd claims these, or the replay makes them; every other storage a replay reads is held by the program.
+        claimed = {save.storage for save in trace.saves}
+        lasting = {leaf for segment in plan.segments for leaf in segment.leaves}
+        self._kept = frozenset(
+            leaf for leaf in lasting if leaf not in claimed or trace.storages[leaf].role not in ("activation", "temporary")
+        )
+        self._names: dict[Any, str] = {}
+        self._position = 0
+        self._calls: dict[int, Call] = {}
+        self.paused = False
+
+    def stop(self) -> None:
+        """Record no more."""
+        self._position = self._count
+
+    def has(self, ticks: Sequence[int]) -> bool:
+        """Whether all these ops have been recorded."""
+        return all(tick in self._calls for tick in ticks)
+
+    def make_recording(self, ticks: Sequence[int]) -> Recording:
+        """The recording of a segment whose ops have all been recorded."""
+        return Recording([self._calls[tick] for tick in ticks])
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if self.paused or self._position == self._count:
+            return func(*args, **kwargs)
+        op = self._ops[self._position]
+        self._position += 1
+        name = self._names.get(func)
+        if name is None:
+            name = self._names[func] = str(func)
+        if name != op.name:
+            self.stop()
+            self._on_drift(f"op {self._position - 1} is {name}, where the trace has {op.name}")
+        if op.tick not in self._wanted or self._position == self._count and name != op.name:
+            return func(*args, **kwargs)
+        slots = self._describe(func, op, args, kwargs)
+        result = func(*args, **kwargs)
+        results = tuple(self._slot(tensor, False) for tensor in iterate_tensors(result))
+        scratch = {position for position, _ in find_written(func)} | set(find_statistics(func, args))
+        self._calls[op.tick] = Call(func, *slots, results, tuple(sorted(scratch)))
+        return result
+
+    def _describe(
+        self, func: Any, op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        skipped = find_statistics(func, args)
+        reads = iter(op.reads)
+
+        def describe(value: Any, keep: bool = False) -> Any:
+            if isinstance(value, torch.Tensor):
+                view = None if keep else next(reads, None)
+                return self._slot(value, keep or view is None or view.storage in self._kept)
+            if isinstance(value, (list, tuple)):
+                return type(value)(describe(item, keep) for item in value)
+            return value
+
+        described = tuple(describe(value, position in skipped) for position, value in enumerate(args))
+        return described, {key: describe(value) for key, value in kwargs.items()}
+
+    def _slot(self, tensor: torch.Tensor, keep: bool) -> Slot:
+        storage = get_plain_storage(tensor)
+        if storage is None:
+            raise InternalError(f"a replayed op has a tensor that is no plain block of bytes: {tensor.layout}")
+        residence, geometry = self._find_residence(storage), Geometry.of(tensor)
+        if not keep:
+            return Slot(residence, geometry, None, None, tensor._version)
+        # A tensor with a graph would hold the graph that holds us; the leaf it is a view of does not.
+        leaf = tensor if tensor._base is None else tensor._base
+        return Slot(residence, geometry, storage, leaf if leaf.grad_fn is None else None, tensor._version)
+
+
+def iterate_slots(value: Any) -> list[Slot]:
+    """The slots among recorded arguments, through lists, tuples and dicts."""
+    if isinstance(value, Slot):
+        return [value]
+    if isinstance(value, dict):
+        value = tuple(value.values())
+    if isinstance(value, (list, tuple)):
+        return [slot for item in value for slot in iterate_slots(item)]
+    return []
+
+
+def _fill(value: Any, find: Callable[[Slot], torch.Tensor]) -> Any:
+    if isinstance(value, Slot):
+        return find(value)
+    if isinstance(value, (list, tuple)):
+        return type(value)(_fill(item, find) for item in value)
+    return value

@@ -1,0 +1,118 @@
+"""A saved storage as the runtime holds it, and the handles that autograd holds instead of its tensors."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+if TYPE_CHECKING:
+    from elbowroom.runtime.engine import Engine
+    from elbowroom.runtime.recorder import Recording
+    from elbowroom.runtime.transfers import Copy
+
+
+class Geometry(NamedTuple):
+    """How a tensor lies in its storage."""
+
+    dtype: torch.dtype
+    shape: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> Geometry:
+        """The geometry of a strided tensor."""
+        return cls(tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset())
+
+    def view(self, storage: torch.UntypedStorage) -> torch.Tensor:
+        """The tensor that lies like this in a storage."""
+        empty = torch.empty(0, dtype=self.dtype, device=storage.device)
+        return empty.set_(storage, self.offset, self.shape, self.stride)  # type: ignore[call-overload]
+
+
+class SavedView:
+    """One saved tensor of a storage.
+
+    Attributes:
+        tensor: shares the saved tensor's version counter for as long as it is claimed; its bytes only while
+            `geometry` is None.
+        geometry: how it lay in its storage, once that has been let go.
+    """
+
+    __slots__ = ("geometry", "tensor")
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+        self.geometry: Geometry | None = None
+
+    def let_go(self) -> None:
+        """Keep the geometry and the version counter, and drop the storage."""
+        if self.geometry is None:
+            self.geometry = Geometry.of(self.tensor)
+            # Assigning to `data` exchanges the storage and leaves the version counter as it is.
+            self.tensor.data = torch.empty(0, dtype=self.tensor.dtype, device=self.tensor.device)
+
+
+class Residence:
+    """One storage of one step.
+
+    Attributes:
+        id: the storage's id in the trace, or a number of the step's own where there is none; -1 until it is saved.
+        nbytes: its size.
+        views: every saved tensor of it, by the index of its save. Nothing else of ours holds the storage while they do.
+        storage: what came back from a reload or a replay, or what a replay reads; None otherwise.
+        copy: its contents in the tier below, if it was ever offloaded.
+        recording: how it is computed again, while it is dropped.
+        dependents: dropped storages whose replay reads this one.
+        may_move: whether it may leave the device where no plan says so.
+    """
+
+    __slots__ = ("copy", "dependents", "id", "may_move", "nbytes", "recording", "storage", "views")
+
+    def __init__(self, nbytes: int) -> None:
+        self.id = -1
+        self.nbytes = nbytes
+        self.views: dict[int, SavedView] = {}
+        self.storage: torch.UntypedStorage | None = None
+        self.copy: Copy | None = None
+        self.recording: Recording | None = None
+        self.dependents = 0
+        self.may_move = False
+
+    def find_storage(self) -> torch.UntypedStorage | None:
+        """The storage on the device, if we hold it."""
+        if self.storage is not None:
+            return self.storage
+        for view in self.views.values():
+            if view.geometry is None:
+                return view.tensor.untyped_storage()
+        return None
+
+    def let_go(self) -> None:
+        """Drop every reference of ours to the storage."""
+        for view in self.views.values():
+            view.let_go()
+        self.storage = None
+
+
+class Handle:
+    """What autograd keeps instead of a saved tensor.
+
+    Attributes:
+        index: counts the step's saves.
+        residence: of its storage; None for a tensor that is no plain block of bytes on our device: it is kept as is.
+        tensor: that tensor.
+        version: of the tensor when it was saved.
+    """
+
+    __slots__ = ("__weakref__", "engine", "index", "residence", "tensor", "version")
+
+    def __init__(
+        self, engine: Engine, index: int, residence: Residence | None, tensor: torch.Tensor | None, version: int
+    ) -> None:
+        self.engine, self.index, self.residence = engine, index, residence
+        self.tensor, self.version = tensor, version
+
+    def __del__(self) -> None:
+        self.engine.retire(self.index, self.residence)

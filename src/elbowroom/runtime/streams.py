@@ -1,0 +1,177 @@
+"""What a device offers to whoever moves bytes beside its computing, and the one for CUDA.
+
+    compute  --op--op--o--------op--wait--op-->
+                        \\            /
+    out      ------------wait--copy-o--------->
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+
+from elbowroom.errors import InternalError, TransferFailed
+
+
+class Event(Protocol):
+    """A point in a stream."""
+
+    def is_done(self) -> bool:
+        """Whether the stream has passed it. Never waits."""
+        ...
+
+
+class Streams(Protocol):
+    """Three lanes of one device: the one that computes, one that copies out of it, one that copies back.
+
+    Each lane does what it is given in order, and lanes are ordered by events alone. No call waits, but `host_waits`.
+    Storages and host tensors must stay alive until the event of their copy has been waited for.
+    """
+
+    @property
+    def device(self) -> torch.device:
+        """The device that storages must be on."""
+        ...
+
+    def record_compute(self) -> Event:
+        """A point after everything the program has given to the compute lane so far."""
+        ...
+
+    def copy_out(
+        self, source: torch.UntypedStorage, host: torch.Tensor, after: Sequence[Event], source_offset: int = 0
+    ) -> Event:
+        """Copy `host.numel()` bytes of a storage, from `source_offset` on, to the host, once `after` is done."""
+        ...
+
+    def copy_in(
+        self, host: torch.Tensor, target: torch.UntypedStorage, after: Sequence[Event], target_offset: int = 0
+    ) -> Event:
+        """Copy a host tensor's bytes into a storage, from `target_offset` on, once `after` is done."""
+        ...
+
+    def compute_waits(self, event: Event) -> None:
+        """What the program computes from now on comes after the event."""
+        ...
+
+    def host_waits(self, event: Event) -> None:
+        """Return when the event is done."""
+        ...
+
+    def allocate(self, nbytes: int) -> torch.UntypedStorage:
+        """New memory on the device. What earlier computing does in the same place comes before `record_compute`.
+
+        Raises:
+            TransferFailed: there is not enough.
+        """
+        ...
+
+
+class CudaEvent:
+    """An event, and the compute stream on whose behalf it was recorded."""
+
+    __slots__ = ("computing", "event")
+
+    def __init__(self, event: torch.cuda.Event, computing: torch.cuda.Stream | None) -> None:
+        self.event, self.computing = event, computing
+
+    def is_done(self) -> bool:
+        """Whether the stream has passed it. Never waits."""
+        return bool(self.event.query())
+
+
+class CudaStreams:
+    """The streams of a CUDA device: whichever is current computes, two of our own copy.
+
+    The caching allocator hands memory out again in the order of the stream it was allocated on, without looking at
+    ours. So nothing is marked with `record_stream`, whose blocks come back only when the allocator next looks: the
+    compute stream waits for a copy before the memory is let go.
+
+    Args:
+        device: a CUDA device; without an index, the current one.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        index = device.index if device.index is not None else torch.cuda.current_device()
+        self.device = torch.device("cuda", index)
+        self._out: torch.cuda.Stream | None = None
+        self._back: torch.cuda.Stream | None = None
+
+    @property
+    def out_stream(self) -> torch.cuda.Stream:
+        """The stream that copies to the host."""
+        if self._out is None:
+            self._out = torch.cuda.Stream(self.device)
+        return self._out
+
+    @property
+    def back_stream(self) -> torch.cuda.Stream:
+        """The stream that copies from the host."""
+        if self._back is None:
+            self._back = torch.cuda.Stream(self.device)
+        return self._back
+
+    def record_compute(self) -> CudaEvent:
+        """A point after everything the program has given to the stream that is current now."""
+        computing = torch.cuda.current_stream(self.device)
+        if computing in (self._out, self._back):
+            # An event recorded here would order nothing: the copy would wait for itself.
+            raise InternalError("the program's stream was asked for while a copy stream was current")
+        return CudaEvent(computing.record_event(), computing)
+
+    def copy_out(
+        self, source: torch.UntypedStorage, host: torch.Tensor, after: Sequence[Event], source_offset: int = 0
+    ) -> CudaEvent:
+        """Copy `host.numel()` bytes of a storage, from `source_offset` on, to the host, once `after` is done."""
+        return self._copy(self.out_stream, self._bytes_of(source, source_offset, host.numel()), host, after)
+
+    def copy_in(
+        self, host: torch.Tensor, target: torch.UntypedStorage, after: Sequence[Event], target_offset: int = 0
+    ) -> CudaEvent:
+        """Copy a host tensor's bytes into a storage, from `target_offset` on, once `after` is done."""
+        return self._copy(self.back_stream, host, self._bytes_of(target, target_offset, host.numel()), after)
+
+    def _copy(
+        self, stream: torch.cuda.Stream, source: torch.Tensor, target: torch.Tensor, after: Sequence[Event]
+    ) -> CudaEvent:
+        computing = None
+        for event in after:
+            assert isinstance(event, CudaEvent)
+            stream.wait_event(event.event)
+            computing = computing or event.computing
+        with torch.cuda.stream(stream):
+            target.copy_(source, non_blocking=True)
+        return CudaEvent(stream.record_event(), computing)
+
+    def _bytes_of(self, storage: torch.UntypedStorage, offset: int, nbytes: int) -> torch.Tensor:
+        return torch.empty(0, dtype=torch.uint8, device=self.device).set_(storage, offset, (nbytes,), (1,))
+
+    def compute_waits(self, event: Event) -> None:
+        """What the program computes from now on comes after the event."""
+        assert isinstance(event, CudaEvent)
+        current = torch.cuda.current_stream(self.device)
+        current.wait_event(event.event)
+        # The memory belongs to the stream the copy was begun from, and it is that stream's later work that may reuse
+        # it, even if the program has switched to another one in between.
+        if event.computing is not None and event.computing != current:
+            event.computing.wait_event(event.event)
+
+    def host_waits(self, event: Event) -> None:
+        """Return when the event is done. Lets other threads run meanwhile."""
+        assert isinstance(event, CudaEvent)
+        event.event.synchronize()
+
+    def allocate(self, nbytes: int) -> torch.UntypedStorage:
+        """New memory, owned by the stream that is current now.
+
+        Raises:
+            TransferFailed: the device has not enough.
+        """
+        try:
+            return torch.empty(nbytes, dtype=torch.uint8, device=self.device).untyped_storage()
+        except torch.OutOfMemoryError as error:
+            raise TransferFailed(
+                f"no room on {self.device} to bring {nbytes} bytes back; lower memory_budget=, so that more is left "
+                "beside it"
+            ) from error

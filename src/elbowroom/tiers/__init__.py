@@ -1,0 +1,1 @@
+"""Where bytes live below the device."""

@@ -1,0 +1,104 @@
+"""A spill file: no name, so that the system takes it back whatever happens to the process."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import tempfile
+
+from elbowroom.errors import TierFull, TransferFailed, UsageError
+from elbowroom.layout.free_list import FreeList
+
+NAME = "the spill file"
+
+
+class SpillFile:
+    """Blocks in an unlinked temporary file.
+
+    Args:
+        folder: where; the system's temporary folder if None.
+        capacity_bytes: the most it may hold; None for as much as the disk has.
+
+    Raises:
+        UsageError: the folder is missing or not writable.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str] | None = None, capacity_bytes: int | None = None) -> None:
+        self.folder = os.fspath(folder) if folder is not None else tempfile.gettempdir()
+        try:
+            self._file = tempfile.TemporaryFile(dir=self.folder, prefix="elbowroom-", buffering=0)  # noqa: SIM115
+        except OSError as error:
+            raise UsageError(
+                f"cannot spill to {self.folder}: {error.strerror or error}; pass spill_folder= a writable folder"
+            ) from error
+        self._free = FreeList(capacity_bytes)
+        self._allocated_bytes = 0
+
+    def reserve(self, nbytes: int) -> int:
+        """Room for a block; returns its offset.
+
+        Raises:
+            TierFull: the capacity or the disk is used up.
+        """
+        offset = self._free.take(nbytes)
+        if offset is None:
+            advice = "Give it more with host_budget= or another spill_folder=."
+            raise TierFull(f"{NAME} in {self.folder}", nbytes, self._free.free_bytes or 0, advice)
+        if self._free.end_bytes > self._allocated_bytes:
+            self._grow(offset, nbytes)
+        return offset
+
+    def _grow(self, offset: int, nbytes: int) -> None:
+        # The disk's blocks are claimed here, so that a full disk is noticed before anything is written.
+        end = self._free.end_bytes
+        try:
+            os.posix_fallocate(self._file.fileno(), self._allocated_bytes, end - self._allocated_bytes)
+        except OSError as error:
+            self._free.give(offset, nbytes)
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+                raise TransferFailed(f"{NAME} in {self.folder} cannot grow: {error.strerror}") from error
+            status = os.statvfs(self.folder)
+            raise TierFull(
+                f"{NAME} in {self.folder}", nbytes, status.f_bavail * status.f_frsize,
+                "Free some disk space, or pass spill_folder= a folder on a larger disk."
+            ) from error  # fmt: skip
+        self._allocated_bytes = end
+
+    def free(self, offset: int, nbytes: int) -> None:
+        """Give a block's room back."""
+        self._free.give(offset, nbytes)
+
+    def write(self, offset: int, address: int, nbytes: int) -> None:
+        """Copy bytes from memory into a block. Releases the interpreter while it copies.
+
+        Raises:
+            OSError: not all could be written.
+        """
+        done = 0
+        memory = memoryview((ctypes.c_char * nbytes).from_address(address))
+        while done < nbytes:
+            done += os.pwrite(self._file.fileno(), memory[done:], offset + done)
+
+    def read(self, offset: int, address: int, nbytes: int) -> None:
+        """Copy a block's bytes into memory. Releases the interpreter while it copies.
+
+        Raises:
+            OSError: not all could be read.
+        """
+        done = 0
+        memory = memoryview((ctypes.c_char * nbytes).from_address(address))
+        while done < nbytes:
+            got = os.preadv(self._file.fileno(), [memory[done:]], offset + done)
+            if got == 0:
+                raise OSError(errno.EIO, "the spill file is shorter than what was written to it")
+            done += got
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether every block has been freed."""
+        return self._free.is_empty
+
+    def close(self) -> None:
+        """Give the file back to the system."""
+        self._file.close()

@@ -1,0 +1,62 @@
+"""Captures a step while it really runs: the same tracer, with the meter telling seconds and bytes of every op."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch.optim import Optimizer
+
+from elbowroom.hooks.meter import Meter
+from elbowroom.ir.costs import Measurements
+from elbowroom.ir.trace import Trace
+from elbowroom.tracing.residents import list_residents
+from elbowroom.tracing.tracer import Tracer
+
+
+class LiveCapture:
+    """One step being captured. Enter `tracer` as a dispatch mode, and tell it of saves and needs.
+
+    Args:
+        on_write: told of each tensor that an op has just written to in place.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        device: torch.device,
+        model: torch.nn.Module,
+        optimizers: Sequence[Optimizer],
+        meter: Meter,
+        on_write: Callable[[torch.Tensor], None],
+    ) -> None:
+        self._model, self._optimizers, self._meter = model, optimizers, meter
+        self._state_before = count_state(optimizers)
+        self.tracer = Tracer(name, device, list_residents(model, optimizers), on_write=on_write, meter=meter)
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether the step left as much optimizer state as it found: later steps will be like it."""
+        return count_state(self._optimizers) == self._state_before
+
+    def finish(self) -> Trace:
+        """The trace. The meter may be stopped afterwards."""
+        return self.tracer.finish(list_residents(self._model, self._optimizers))
+
+    def measure(self, trace: Trace, step_seconds: float, stall_seconds: float) -> Measurements:
+        """What the (stopped) meter saw, op by op. `step_seconds`: wall time, the tracer's own included."""
+        created = [0] * trace.end
+        for storage in trace.storages:
+            if storage.created >= 0:
+                created[storage.created] += storage.nbytes
+        return Measurements(
+            op_seconds=self._meter.op_seconds(),
+            workspace_bytes=self._meter.workspace_bytes([created[op.tick] for op in trace.ops]),
+            step_seconds=max(0.0, step_seconds - self.tracer.own_seconds),
+            stall_seconds=stall_seconds,
+        )
+
+
+def count_state(optimizers: Sequence[Optimizer]) -> int:
+    """How many entries the optimizers' states have."""
+    return sum(len(state) for optimizer in optimizers for state in optimizer.state.values())
