@@ -22,7 +22,7 @@ from elbowroom.ir.plan import Plan
 from elbowroom.ir.trace import Trace
 from elbowroom.residency.machine import Machine
 from elbowroom.residency.policies import capacity_first, planned
-from elbowroom.runtime.recorder import MODIFIED, Recorder
+from elbowroom.runtime.recorder import MODIFIED, Recorder, replay
 from elbowroom.runtime.residence import Handle, Residence, SavedView
 from elbowroom.runtime.transfers import Transfers
 
@@ -279,10 +279,10 @@ class Engine:
         """Make sure a storage about to be dropped can be computed again, whatever the step does next."""
         plan, recorder = self._plan, self.recorder
         segment = None if plan is None else self._machine.segment_of(residence.id)
-        if plan is None or recorder is None or segment is None or not recorder.has(plan.segments[segment].ops):
+        if plan is None or recorder is None or segment is None:
             return False
-        recording = recorder.make_recording(plan.segments[segment].ops)
-        if any(leaf.id < 0 or not leaf.views for leaf in recording.leaves):
+        recording = recorder.make_recording(plan.segments[segment].ops, residence)
+        if not recording.calls or any(leaf.id < 0 or not leaf.views for leaf in recording.leaves):
             return False
         residence.recording = recording
         for leaf in recording.leaves:
@@ -298,11 +298,11 @@ class Engine:
 
     def _recompute(self, action: Recompute) -> None:
         outputs = [self._bound[storage] for storage in action.outputs]
-        recording = outputs[0].recording
-        if recording is None:
+        recordings = [residence.recording for residence in outputs if residence.recording is not None]
+        if len(recordings) != len(outputs):
             raise InternalError(f"segment {action.segment} was not recorded")
         with _Hidden(self):
-            recording.replay(outputs)
+            replay(recordings, outputs)
         self.recomputed += 1
         for residence in outputs:
             self._forget_recording(residence)

@@ -6,7 +6,7 @@ says where to look, and if the step's ops are not the trace's, that is drift.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -50,65 +50,76 @@ class Call(NamedTuple):
 
 
 class Recording:
-    """The ops of one segment, as this step ran them.
+    """What it takes to compute one storage again: ops that this step ran, and what they read.
+
+    Args:
+        calls: ops to choose from, by tick.
+        target: what is to be made; only ops that it needs are taken.
 
     Attributes:
+        calls: the ops, by tick, in order; none if nothing here makes the target.
         leaves: what the replay reads from autograd's claims.
     """
 
-    def __init__(self, calls: Sequence[Call]) -> None:
-        self._calls = calls
-        made = {slot.residence for call in calls for slot in call.results}
-        self._last_use: dict[Residence, int] = {}
-        leaves: dict[Residence, None] = {}
+    def __init__(self, calls: Mapping[int, Call], target: Residence) -> None:
+        needed = {target}
+        taken: list[tuple[int, Call]] = []
+        for tick in sorted(calls, reverse=True):
+            call = calls[tick]
+            if any(slot.residence in needed for slot in call.results):
+                taken.append((tick, call))
+                needed.update(slot.residence for slot in iterate_slots((call.args, call.kwargs)) if slot.kept is None)
+        self.calls = dict(reversed(taken))
+        made = {slot.residence for call in self.calls.values() for slot in call.results}
+        self.leaves = tuple(residence for residence in needed if residence not in made)
+
+
+def replay(recordings: Iterable[Recording], outputs: Sequence[Residence]) -> None:
+    """Compute the targets of some recordings again, together, and give each of `outputs` its new storage.
+
+    Each intermediate is freed after its last use. Gradients, saved-tensor hooks, autocast and random generators are not
+    involved.
+
+    Raises:
+        RuntimeError: a parameter or input was modified in place since the forward pass.
+    """
+    merged = {tick: call for recording in recordings for tick, call in recording.calls.items()}
+    calls = [merged[tick] for tick in sorted(merged)]
+    last_use: dict[Residence, int] = {}
+    for position, call in enumerate(calls):
+        for slot in iterate_slots((call.args, call.kwargs, call.results)):
+            last_use[slot.residence] = position
+    made: dict[Residence, torch.UntypedStorage] = {}
+    wanted = set(outputs)
+
+    def find(slot: Slot) -> torch.Tensor:
+        if slot.witness is not None and slot.witness._version != slot.version:
+            raise RuntimeError(
+                MODIFIED.format(dtype=slot.geometry.dtype, shape=list(slot.geometry.shape),
+                                found=slot.witness._version, expected=slot.version)
+            )  # fmt: skip
+        storage = slot.kept or made.get(slot.residence) or slot.residence.find_storage()
+        if storage is None:
+            raise InternalError(f"a replay reads storage {slot.residence.id}, which is not on the device")
+        return slot.geometry.view(storage)
+
+    with torch.no_grad(), torch._C._DisableAutocast():
         for position, call in enumerate(calls):
-            for slot in (*iterate_slots(call.args), *iterate_slots(call.kwargs), *call.results):
-                if slot.residence in made:
-                    self._last_use[slot.residence] = position
-                elif slot.kept is None:
-                    leaves[slot.residence] = None
-        self.leaves = tuple(leaves)
-
-    def replay(self, outputs: Sequence[Residence]) -> None:
-        """Compute the segment again and give each output its new storage.
-
-        Each intermediate is freed after its last use. Gradients, saved-tensor hooks, autocast and random generators
-        are not involved.
-
-        Raises:
-            RuntimeError: a parameter or input was modified in place since the forward pass.
-        """
-        made: dict[Residence, torch.UntypedStorage] = {}
-        wanted = set(outputs)
-
-        def find(slot: Slot) -> torch.Tensor:
-            if slot.witness is not None and slot.witness._version != slot.version:
-                raise RuntimeError(
-                    MODIFIED.format(dtype=slot.geometry.dtype, shape=list(slot.geometry.shape),
-                                    found=slot.witness._version, expected=slot.version)
-                )  # fmt: skip
-            storage = slot.kept or made.get(slot.residence) or slot.residence.find_storage()
-            if storage is None:
-                raise InternalError(f"a replay reads storage {slot.residence.id}, which is not on the device")
-            return slot.geometry.view(storage)
-
-        with torch.no_grad(), torch._C._DisableAutocast():
-            for position, call in enumerate(self._calls):
-                args = list(_fill(call.args, find))
-                for index in call.scratch:
-                    slot = call.args[index]
-                    if isinstance(slot, Slot) and slot.residence not in made:
-                        args[index] = args[index].clone()  # a side effect that must not happen twice
-                kwargs = {name: _fill(value, find) for name, value in call.kwargs.items()}
-                result = call.func(*args, **kwargs)
-                for tensor, slot in zip(iterate_tensors(result), call.results, strict=True):
-                    made.setdefault(slot.residence, tensor.untyped_storage())
-                del args, kwargs, result
-                for slot in (*iterate_slots(call.args), *iterate_slots(call.kwargs), *call.results):
-                    if self._last_use.get(slot.residence) == position and slot.residence not in wanted:
-                        made.pop(slot.residence, None)
-        for residence in outputs:
-            residence.storage = made[residence]
+            args = list(_fill(call.args, find))
+            for index in call.scratch:
+                slot = call.args[index]
+                if isinstance(slot, Slot) and slot.residence not in made:
+                    args[index] = args[index].clone()  # a side effect that must not happen twice
+            kwargs = {name: _fill(value, find) for name, value in call.kwargs.items()}
+            result = call.func(*args, **kwargs)
+            for tensor, slot in zip(iterate_tensors(result), call.results, strict=True):
+                made.setdefault(slot.residence, tensor.untyped_storage())
+            del args, kwargs, result, tensor
+            for slot in iterate_slots((call.args, call.kwargs, call.results)):
+                if last_use[slot.residence] == position and slot.residence not in wanted:
+                    made.pop(slot.residence, None)
+    for residence in outputs:
+        residence.storage = made[residence]
 
 
 class Recorder(TorchDispatchMode):
@@ -148,13 +159,9 @@ class Recorder(TorchDispatchMode):
         """Record no more."""
         self._position = self._count
 
-    def has(self, ticks: Sequence[int]) -> bool:
-        """Whether all these ops have been recorded."""
-        return all(tick in self._calls for tick in ticks)
-
-    def make_recording(self, ticks: Sequence[int]) -> Recording:
-        """The recording of a segment whose ops have all been recorded."""
-        return Recording([self._calls[tick] for tick in ticks])
+    def make_recording(self, ticks: Sequence[int], target: Residence) -> Recording:
+        """How to compute `target` again, with those of the ops at `ticks` that have been recorded so far."""
+        return Recording({tick: self._calls[tick] for tick in ticks if tick in self._calls}, target)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

@@ -173,6 +173,7 @@ class StreamTransfers:
         assert isinstance(copy, StreamCopy)
         if copy.last is not None and not copy.last.is_done():
             self._unfinished.append(_Unfinished(copy, copy.last))
+        copy.moving = []
         if copy.block is not None:
             self._host.free(copy.block)
         else:

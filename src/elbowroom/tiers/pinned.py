@@ -53,7 +53,6 @@ class CudaPinning:
 
     def pin(self, address: int, nbytes: int) -> bool:
         with torch.cuda.device(self._device):
-            # The framework's stub says nothing of what the binding offers.
             if int(torch.cuda.cudart().cudaHostRegister(address, nbytes, PORTABLE)) == 0:
                 return True
             # The refusal stays behind as the thread's last error, where the next kernel launch would find it and

@@ -1,0 +1,410 @@
+"""Transfers on streams, on a fake device that runs everything as late, as early or as randomly as events allow."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+import pathlib
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from elbowroom.errors import InternalError, TierFull, TransferFailed, UsageError
+from elbowroom.runtime.stream_transfers import StreamCopy, StreamTransfers
+from elbowroom.runtime.transfers import Copy
+from elbowroom.tiers.disk import SpillFile
+from elbowroom.tiers.pinned import HostSlabs, Pageable
+from tests.fake_streams import SCHEDULES, FakeStreams, ForgetfulStreams, Program
+
+HOST_BYTES = 24 << 10
+"""Small enough that the program's storages, of up to 9000 bytes, often find it full."""
+
+
+def make_transfers(
+    streams: FakeStreams, folder: pathlib.Path | None = None, kind: type[StreamTransfers] = StreamTransfers
+) -> StreamTransfers:
+    host = HostSlabs(HOST_BYTES, 8 << 10, pinning=streams)
+    spill = SpillFile(folder) if folder is not None else None
+    return kind(streams, host, spill, staging_bytes=3000)
+
+
+def run_program(
+    streams: FakeStreams, seed: int, folder: pathlib.Path | None, kind: type[StreamTransfers] = StreamTransfers
+) -> tuple[StreamTransfers, Program]:
+    transfers = make_transfers(streams, folder, kind)
+    program = Program(transfers, streams, seed)
+    program.run(120)
+    transfers.close()
+    streams.drain()
+    return transfers, program
+
+
+def violations(
+    forgets: tuple[str, str] | None, folder: pathlib.Path | None, kind: type[StreamTransfers] = StreamTransfers
+) -> int:
+    """How many of some runs go wrong."""
+    count = 0
+    for schedule in SCHEDULES:
+        for seed in range(12):
+            streams = ForgetfulStreams(seed, schedule, forgets) if forgets else FakeStreams(seed, schedule)
+            run_program(streams, seed, folder, kind)
+            count += bool(streams.violations)
+    return count
+
+
+@settings(max_examples=60, deadline=None)
+@given(seed=st.integers(0, 1 << 30), schedule=st.sampled_from(sorted(SCHEDULES)), spills=st.booleans())
+def test_whatever_comes_back_is_what_left(
+    seed: int, schedule: str, spills: bool, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    folder = tmp_path_factory.getbasetemp() if spills else None
+    streams = FakeStreams(seed, schedule)
+    transfers, program = run_program(streams, seed, folder)
+    assert streams.violations == []
+    assert spills <= (program.refusals == 0)
+    # Nothing stays behind.
+    gc.collect()
+    assert streams.live_bytes == 0
+    assert streams.pinned == {}
+    assert transfers._host.slab_bytes == transfers._host.pinned_bytes == transfers._host.block_bytes == 0
+
+
+@pytest.mark.parametrize("folder", [None, "disk"])
+def test_the_program_does_what_the_tests_below_rely_on(tmp_path: pathlib.Path, folder: str | None) -> None:
+    # Without a single violation over the very seeds at which each dropped edge is found.
+    assert violations(None, tmp_path if folder else None) == 0
+
+
+@pytest.mark.parametrize(
+    "forgets",
+    [
+        ("copy_out", "compute"),  # what is copied out may not be computed yet
+        ("copy_out", "back"),  # the host block may still be read by the copy back of its last owner
+        ("copy_in", "compute"),  # the target's memory may still be used by its last owner
+        ("copy_in", "out"),  # the copy back may overtake its own copy out
+        ("compute", "out"),  # the source may be overwritten before it is copied out
+        ("compute", "back"),  # the target may be used before it is there
+        ("host", "out"),  # slabs may be given back under a copy out
+        ("host", "back"),  # slabs may be given back under a copy back
+    ],
+)
+def test_each_edge_is_needed(forgets: tuple[str, str]) -> None:
+    assert violations(forgets, None) > 0
+
+
+@pytest.mark.parametrize(
+    "forgets",
+    [
+        ("copy_out", "compute"),
+        ("copy_out", "back"),  # also: a half of the staging memory may still be copied back from
+        ("copy_in", "compute"),
+        ("copy_in", "out"),
+        ("compute", "out"),
+        ("compute", "back"),
+        ("host", "out"),  # also: what is written to the disk may not have left the device
+        ("host", "back"),  # also: what is read from the disk may overwrite what is on its way
+    ],
+)
+def test_each_edge_is_needed_on_the_way_to_the_disk(forgets: tuple[str, str], tmp_path: pathlib.Path) -> None:
+    assert violations(forgets, tmp_path) > 0
+
+
+class DropsStorages(StreamTransfers):
+    def discard(self, copy: Copy) -> None:
+        assert isinstance(copy, StreamCopy)
+        copy.moving.clear()
+        super().discard(copy)
+
+
+class ForgetsUsers(StreamTransfers):
+    def _users_of(self, block: object) -> list:
+        return []
+
+
+class RecordsTooEarly(StreamTransfers):
+    """Records the compute lane before it allocates the target."""
+
+    def reload(self, copy: Copy) -> torch.UntypedStorage:
+        early = self._streams.record_compute()
+        record, self._streams.record_compute = self._streams.record_compute, lambda: early  # type: ignore[method-assign]
+        try:
+            return super().reload(copy)
+        finally:
+            self._streams.record_compute = record  # type: ignore[method-assign]
+
+
+class ReleasesBeforeWaiting(StreamTransfers):
+    def finish(self, copy: Copy) -> None:
+        assert isinstance(copy, StreamCopy)
+        last, copy.last = copy.last, None
+        super().finish(copy)
+        copy.last = last
+
+
+class StopsAtOnce(StreamTransfers):
+    def _wait_for_unfinished(self) -> None:
+        self._unfinished.clear()
+
+
+@pytest.mark.parametrize("kind", [DropsStorages, ForgetsUsers, RecordsTooEarly, ReleasesBeforeWaiting, StopsAtOnce])
+def test_each_precaution_is_needed(kind: type[StreamTransfers]) -> None:
+    assert violations(None, None, kind) > 0
+
+
+@pytest.mark.parametrize("half", ["before copying out", "before reading back", "before closing"])
+def test_a_half_of_the_staging_memory_is_not_reused_early(tmp_path: pathlib.Path, half: str) -> None:
+    streams = FakeStreams(schedule="copies late")
+    transfers = make_transfers(streams, tmp_path)
+    transfers._host.reserve(HOST_BYTES - 8192)  # from now on everything spills
+    first, second = streams.allocate(5000), streams.allocate(6000)
+    streams.write(first, 1)
+    streams.write(second, 2)
+    copy = transfers.offload(first)
+    assert copy.block is None
+    transfers.finish(copy)
+    back = transfers.reload(copy)  # its last two pieces are still on their way now
+    if half == "before copying out":
+        other = transfers.offload(second)
+        transfers.discard(other)
+    elif half == "before reading back":
+        transfers.finish(copy)
+        back = transfers.reload(copy)
+    transfers.finish(copy)
+    streams.check(back, 1, "what was reloaded")
+    transfers.discard(copy)
+    transfers.close()
+    assert streams.violations == []
+    streams.drain()
+    assert streams.violations == []
+
+
+def test_a_reload_may_come_before_the_offload_has_ended() -> None:
+    streams = FakeStreams(schedule="copies back early")
+    transfers = make_transfers(streams)
+    storage = streams.allocate(4000)
+    streams.write(storage, 5)
+    copy = transfers.offload(storage)
+    back = transfers.reload(copy)
+    transfers.finish(copy)
+    del storage
+    streams.check(back, 5, "the storage")
+    streams.drain()
+    assert streams.violations == []
+
+
+def test_the_host_never_waits_while_host_memory_lasts(monkeypatch: pytest.MonkeyPatch) -> None:
+    streams = FakeStreams()
+    monkeypatch.setattr(streams, "host_waits", lambda event: pytest.fail("the host waited"))
+    transfers = make_transfers(streams)
+    for _ in range(3):
+        storage = streams.allocate(4000)
+        copy = transfers.offload(storage)
+        transfers.finish(copy)
+        del storage
+        transfers.reload(copy)
+        transfers.finish(copy)
+        transfers.discard(copy)
+    assert transfers.stall_seconds == 0.0
+    assert transfers.offloaded_bytes == transfers.reloaded_bytes == 12000
+
+
+def test_an_empty_storage_makes_the_round_trip(tmp_path: pathlib.Path) -> None:
+    for full in (False, True):
+        streams = FakeStreams()
+        transfers = make_transfers(streams, tmp_path)
+        if full:
+            for _ in range(5):
+                with pytest.MonkeyPatch.context():
+                    transfers._host.reserve(4096)
+        copy = transfers.offload(streams.allocate(0))
+        transfers.finish(copy)
+        assert transfers.reload(copy).nbytes() == 0
+        transfers.finish(copy)
+        transfers.discard(copy)
+        transfers.close()
+
+
+def test_a_full_host_refuses_and_says_what_to_do() -> None:
+    streams = FakeStreams()
+    transfers = make_transfers(streams)
+    storage = streams.allocate(8000)
+    copies = [transfers.offload(storage) for _ in range(3)]
+    with pytest.raises(TierFull, match="host_budget=.*spill_folder=") as caught:
+        transfers.offload(storage)
+    assert caught.value.needed_bytes == 8000
+    assert transfers.offloaded_bytes == 24000
+    transfers.discard(copies.pop())
+    copies.append(transfers.offload(storage))  # there is room again
+    for copy in copies:
+        transfers.finish(copy)
+        transfers.discard(copy)
+    transfers.close()
+    streams.drain()
+    assert streams.pinned == {}
+
+
+def test_slabs_of_the_wrong_size_make_way() -> None:
+    streams = FakeStreams(schedule="copies late")
+    transfers = make_transfers(streams)
+    small = streams.allocate(8000)
+    for copy in [transfers.offload(small) for _ in range(3)]:
+        transfers.discard(copy)
+    large = streams.allocate(20000)
+    streams.write(large, 9)
+    copy = transfers.offload(large)
+    assert streams.violations == []
+    transfers.finish(copy)
+    transfers.discard(copy)
+    transfers.close()
+
+
+def test_a_full_disk_refuses(tmp_path: pathlib.Path) -> None:
+    streams = FakeStreams()
+    transfers = StreamTransfers(
+        streams, HostSlabs(16384, 16384, pinning=streams), SpillFile(tmp_path, 8192), staging_bytes=4096
+    )
+    storage = streams.allocate(8000)
+    copies = [transfers.offload(storage), transfers.offload(storage)]
+    assert [copy.block is None for copy in copies] == [False, True]
+    with pytest.raises(TierFull, match="spill file"):
+        transfers.offload(storage)
+    for copy in copies:
+        transfers.discard(copy)
+    transfers.close()
+
+
+@pytest.mark.parametrize("way", ["out", "back"])
+def test_a_failing_disk_is_reported_on_finish(tmp_path: pathlib.Path, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> int:
+        raise OSError(28, "No space left on device")
+
+    streams = FakeStreams(schedule="copies late")
+    transfers = make_transfers(streams, tmp_path)
+    transfers._host.reserve(HOST_BYTES - 8192)
+    storage = streams.allocate(8000)
+    streams.write(storage, 3)
+    if way == "out":
+        monkeypatch.setattr(os, "pwrite", fail)
+        copy = transfers.offload(storage)
+    else:
+        copy = transfers.offload(storage)
+        transfers.finish(copy)
+        monkeypatch.setattr(os, "preadv", fail)
+        transfers.reload(copy)
+    with pytest.raises(TransferFailed, match="No space left"):
+        transfers.finish(copy)
+    monkeypatch.undo()
+    streams.check(storage, 3, "the source")
+    transfers.discard(copy)
+    transfers.close()
+    streams.drain()
+    assert streams.violations == []
+    assert streams.pinned == {}
+
+
+def test_no_room_on_the_device_is_a_failed_transfer() -> None:
+    streams = FakeStreams(capacity_bytes=8192)
+    transfers = make_transfers(streams)
+    storage = streams.allocate(8000)
+    streams.write(storage, 4)
+    copy = transfers.offload(storage)
+    transfers.finish(copy)
+    with pytest.raises(TransferFailed):
+        transfers.reload(copy)
+    del storage
+    back = transfers.reload(copy)  # the copy is still good
+    transfers.finish(copy)
+    streams.check(back, 4, "the storage")
+    streams.drain()
+    assert streams.violations == []
+
+
+def test_closing_waits_for_the_last_copy(tmp_path: pathlib.Path) -> None:
+    streams = FakeStreams()
+    transfers = make_transfers(streams, tmp_path)
+    storage = streams.allocate(4000)
+    streams.write(storage, 6)
+    copy = transfers.offload(storage)
+    transfers.close()
+    assert streams.pinned != {}
+    back = transfers.reload(copy)
+    transfers.finish(copy)
+    streams.check(back, 6, "the storage")
+    transfers.discard(copy)
+    assert streams.pinned == {}
+    transfers.close()
+    streams.drain()
+    assert streams.violations == []
+    with pytest.raises(InternalError):
+        transfers.offload(storage)
+
+
+def test_only_storages_of_the_right_device_are_moved() -> None:
+    transfers = make_transfers(FakeStreams())
+    with pytest.raises(UsageError, match="meta"):
+        transfers.offload(torch.empty(8, device="meta").untyped_storage())
+    assert transfers.offloaded_bytes == 0
+
+
+# Host memory --------------------------------------------------------------------------------------------------------
+
+
+def test_slabs_are_pinned_whole_and_in_pages_of_their_own() -> None:
+    streams = FakeStreams()
+    host = HostSlabs(1 << 20, 100_000, pinning=streams)
+    blocks = [host.reserve(nbytes) for nbytes in (1, 70_000, 90_000, 300_000)]
+    assert [block.tensor.numel() for block in blocks] == [1, 70_000, 90_000, 300_000]
+    assert all(block.tensor.dtype == torch.uint8 and block.address % 64 == 0 for block in blocks)
+    assert len(streams.pinned) == 3
+    assert all(address % 4096 == 0 for address in streams.pinned)
+    assert host.slab_bytes == host.pinned_bytes == sum(streams.pinned.values()) < 600_000
+    assert host.block_bytes >= 460_001
+    for block in blocks:
+        host.free(block)
+    assert host.block_bytes == 0
+    assert host.slab_bytes > 0  # kept for the next blocks
+    host.close()
+    assert streams.pinned == {}
+    assert host.slab_bytes == host.pinned_bytes == 0
+
+
+def test_slabs_never_exceed_the_capacity() -> None:
+    host = HostSlabs(10_000, 4096, pinning=Pageable())
+    for _ in range(2):
+        host.reserve(4096)
+    host.reserve(1500)
+    assert host.slab_bytes <= 10_000
+    with pytest.raises(TierFull) as caught:
+        host.reserve(600)
+    assert caught.value.free_bytes < 600
+
+
+def test_memory_that_may_not_be_pinned_is_used_anyway(caplog: pytest.LogCaptureFixture) -> None:
+    class Refuses(Pageable):
+        asked = 0
+
+        def pin(self, address: int, nbytes: int) -> bool:
+            self.asked += 1
+            return False
+
+        def unpin(self, address: int) -> None:
+            pytest.fail("what was never pinned was unpinned")
+
+    pinning = Refuses()
+    host = HostSlabs(1 << 20, 4096, pinning=pinning)
+    with caplog.at_level(logging.WARNING):
+        blocks = [host.reserve(4096) for _ in range(3)]
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert pinning.asked == 1
+    assert host.pinned_bytes == 0 and host.slab_bytes == 3 * 4096
+    blocks[0].tensor.fill_(1)
+    host.close()
+
+
+def test_memory_that_the_system_refuses_is_a_full_tier() -> None:
+    host = HostSlabs(1 << 60, pinning=Pageable())
+    with pytest.raises(TierFull, match="system refuses"):
+        host.reserve(1 << 59)
