@@ -30,6 +30,7 @@ SCHEDULES: dict[str, tuple[str, ...]] = {
     "random": (),
     "copies late": ("compute", "back", "out"),
     "copies out late": ("back", "compute", "out"),
+    "copies back late": ("compute", "out", "back"),
     "copies early": ("out", "back", "compute"),
     "copies back early": ("back", "out", "compute"),
 }
@@ -65,6 +66,8 @@ class FakeStreams:
         self.pinned: dict[int, int] = {}
         self._random = random.Random(seed)
         self._order = SCHEDULES[schedule]
+        # About two operations are enqueued at a time: the lanes fall far behind, keep up by fits and starts, or follow.
+        self._paces = self._random.choice(((0,), (0, 0, 0, 0, 1, 2, 3, 40), (0, 1, 2, 3, 8, 30)))
         self._lanes: dict[str, deque[_Operation]] = {lane: deque() for lane in LANES}
         self._arena = torch.full((capacity_bytes,), GARBAGE, dtype=torch.uint8)
         self._free = FreeList(capacity_bytes, ALIGNMENT_BYTES)
@@ -160,7 +163,7 @@ class FakeStreams:
 
     def pause(self) -> None:
         """Let some time pass, or none."""
-        self.advance(self._random.choice((0, 0, 0, 1, 1, 2, 3, 8, 30)))
+        self.advance(self._random.choice(self._paces))
 
     # Time -------------------------------------------------------------------------------------------------------
 
@@ -232,7 +235,7 @@ class Device(Protocol):
 
 
 class _Item:
-    """One storage of the program, and its copy. `state` is fresh, leaving, settled or coming."""
+    """One storage of the program, and its copy. `state` is fresh, leaving, settled, coming or ending."""
 
     def __init__(self, number: int, storage: torch.UntypedStorage) -> None:
         self.number, self.storage = number, storage
@@ -240,17 +243,32 @@ class _Item:
         self.has_storage = True
         self.copied_number = -1
         self.copy: Copy | None = None
+        self.moving: list[torch.UntypedStorage] = []
 
 
 class Program:
-    """Uses transfers in a random but legal way, and computes with everything that comes back."""
+    """Uses transfers in a random but legal way, and computes with everything that comes back.
 
-    def __init__(self, transfers: Transfers, device: Device, seed: int, max_bytes: int = 9000, items: int = 12) -> None:
+    Args:
+        is_careful: whether it keeps every storage that is being moved until it has finished or discarded the copy.
+            The contract asks for it; `StreamTransfers` does not need it.
+    """
+
+    def __init__(
+        self,
+        transfers: Transfers,
+        device: Device,
+        seed: int,
+        max_bytes: int = 9000,
+        items: int = 12,
+        is_careful: bool = False,
+    ) -> None:
         self.transfers, self.device = transfers, device
         self._random = random.Random(seed)
         self._max_bytes, self._max_items = max_bytes, items
         self._items: list[_Item] = []
         self._numbers = 0
+        self._is_careful = is_careful
         self.refusals = 0
 
     def run(self, steps: int) -> None:
@@ -260,7 +278,9 @@ class Program:
                 self._step()
             self.device.pause()
         for item in self._items:
-            if item.copy is not None:
+            if item.state == "ending":
+                self._ending(item)
+            elif item.copy is not None:
                 if self._random.random() < 0.5:
                     self.transfers.finish(item.copy)
                 self.transfers.discard(item.copy)
@@ -280,7 +300,7 @@ class Program:
             getattr(self, "_" + item.state)(item)
 
     def _fresh(self, item: _Item) -> None:
-        choice = self._random.choice(("offload", "offload", "offload", "rewrite", "drop"))
+        choice = self._random.choice(("offload", "offload", "offload", "use", "use", "rewrite", "drop"))
         if choice == "offload":
             try:
                 item.copy = self.transfers.offload(item.storage)
@@ -288,6 +308,8 @@ class Program:
                 self.refusals += 1
             else:
                 item.copied_number, item.state = item.number, "leaving"
+        elif choice == "use":
+            self.device.check(item.storage, item.number, "a storage without a copy")
         elif choice == "rewrite":
             self._rewrite(item)
         else:
@@ -298,6 +320,7 @@ class Program:
         choice = self._random.choice(("finish", "finish", "finish and release", "use", "reload", "discard", "abandon"))
         if choice.startswith("finish"):
             self.transfers.finish(item.copy)
+            item.moving.clear()
             item.state = "settled"
             if choice == "finish and release":
                 self._release(item)
@@ -313,11 +336,13 @@ class Program:
 
     def _settled(self, item: _Item) -> None:
         if item.has_storage:
-            choice = self._random.choice(("release", "release", "rewrite", "reload", "discard"))
+            choice = self._random.choice(("release", "release", "use", "rewrite", "reload", "discard"))
         else:
             choice = "reload"
         if choice == "release":
             self._release(item)
+        elif choice == "use":
+            self.device.check(item.storage, item.number, "a storage beside its copy")
         elif choice == "rewrite":
             self._rewrite(item)
         elif choice == "reload":
@@ -327,18 +352,30 @@ class Program:
 
     def _coming(self, item: _Item) -> None:
         assert item.copy is not None
-        choice = self._random.choice(("finish", "finish", "finish and discard", "again", "abandon"))
+        choice = self._random.choice(("finish", "finish", "finish and discard", "discard", "again", "abandon"))
         if choice.startswith("finish"):
             self.transfers.finish(item.copy)
+            item.moving.clear()
             self.device.check(item.storage, item.number, "a reloaded storage")
             item.state = "settled"
             if choice == "finish and discard":
                 self._discard(item)
+        elif choice == "discard":  # its room may be another's before the transfer has been finished, or has run
+            copy = item.copy
+            self._discard(item)
+            item.state, item.copy = "ending", copy
         elif choice == "again":
             self._reload(item)
         else:
             self.transfers.discard(item.copy)
             self._items.remove(item)
+
+    def _ending(self, item: _Item) -> None:
+        assert item.copy is not None
+        self.transfers.finish(item.copy)
+        item.moving.clear()
+        self.device.check(item.storage, item.number, "a reloaded storage whose copy was discarded")
+        item.state, item.copy = "fresh", None
 
     def _rewrite(self, item: _Item) -> None:
         item.number = self._number()
@@ -350,6 +387,8 @@ class Program:
     def _reload(self, item: _Item) -> None:
         assert item.copy is not None
         storage = self.transfers.reload(item.copy)
+        if self._is_careful:
+            item.moving.append(item.storage)
         item.storage, item.has_storage = storage, True
         item.number, item.state = item.copied_number, "coming"
 

@@ -81,6 +81,11 @@ class Machine:
         record = self._records.get(storage)
         return None if record is None else record.state
 
+    def is_on_device(self, storage: int) -> bool:
+        """Whether autograd's claim on a storage keeps it on the device; so it does where nothing is known of it."""
+        record = self._records.get(storage)
+        return record is None or record.state not in (State.AWAY, State.DROPPED)
+
     def segment_of(self, storage: int) -> int | None:
         """The segment that will bring a dropped storage back; None if it is not dropped."""
         record = self._records.get(storage)

@@ -114,6 +114,9 @@ class Engine:
             del kept, storage
             for action in self._machine.feed(StorageSaved(residence.id, tick)):
                 self._perform(action)
+            if not self._machine.is_on_device(residence.id):
+                with _Hidden(self):
+                    residence.let_go()  # it has left already, and the program alone still holds it
             return handle
 
     def unpack(self, handle: Handle) -> torch.Tensor:

@@ -50,7 +50,9 @@ class SavedView:
         """Keep the geometry and the version counter, and drop the storage."""
         if self.geometry is None:
             self.geometry = Geometry.of(self.tensor)
-            # Assigning to `data` exchanges the storage and leaves the version counter as it is.
+            # Assigning to `data` exchanges the storage and leaves the version counter as it is. The tensor itself may
+            # be in autograd's hands.
+            self.tensor = self.tensor.detach()
             self.tensor.data = torch.empty(0, dtype=self.tensor.dtype, device=self.tensor.device)
 
 

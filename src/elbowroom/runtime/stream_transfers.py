@@ -169,11 +169,15 @@ class StreamTransfers:
             ) from error
 
     def discard(self, copy: Copy) -> None:
-        """Give the copy's room back. Whoever gets it next waits for what still runs there."""
+        """Give the copy's room back. Whoever gets it next waits for what still runs there.
+
+        The program does not wait: a reload in flight is still to be finished before its storage is used.
+        """
         assert isinstance(copy, StreamCopy)
-        if copy.last is not None and not copy.last.is_done():
+        if copy.last is None or copy.last.is_done():
+            copy.moving.clear()
+        else:
             self._unfinished.append(_Unfinished(copy, copy.last))
-        copy.moving = []
         if copy.block is not None:
             self._host.free(copy.block)
         else:

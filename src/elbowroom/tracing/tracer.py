@@ -63,6 +63,7 @@ class Tracer(TorchDispatchMode):
         self.paused = False
         self._seen: list[_Seen] = []
         self._identities: Identities[_Seen] = Identities(self._died)
+        self._returned: Identities[_Seen] = Identities()  # what autograd was given in their stead
         self._ops: list[Op] = []
         self._saves: list[list[int]] = []  # tick, storage, released
         self._needs: list[list[int]] = []  # tick, save, released
@@ -150,8 +151,8 @@ class Tracer(TorchDispatchMode):
         self._needs.append([self._tick, save, -1])
         storage = get_plain_storage(given)
         if storage is not None:
-            if self._identities.find(storage) is None and self._saves[save][1] >= 0:
-                self._identities.put(storage, self._seen[self._saves[save][1]])
+            if self._lookup(storage) is None and self._saves[save][1] >= 0:
+                self._returned.put(storage, self._seen[self._saves[save][1]])
             self._open_needs.put(storage, len(self._needs) - 1)
         self._tick += 1
 
@@ -215,13 +216,16 @@ class Tracer(TorchDispatchMode):
 
     def _find(self, tensor: torch.Tensor) -> _Seen | None:
         storage = get_plain_storage(tensor)
-        return None if storage is None else self._identities.find(storage)
+        return None if storage is None else self._lookup(storage)
+
+    def _lookup(self, storage: torch.UntypedStorage) -> _Seen | None:
+        return self._identities.find(storage) or self._returned.find(storage)
 
     def _identify(self, tensor: torch.Tensor, role: Role, created: int, label: str) -> _Seen | None:
         storage = get_plain_storage(tensor)
         if storage is None or tensor.device.type != self._device.type:
             return None
-        seen = self._identities.find(storage)
+        seen = self._lookup(storage)
         if seen is None:
             seen = _Seen(len(self._seen), storage.nbytes(), role, created, label)
             self._seen.append(seen)
@@ -237,10 +241,7 @@ class Tracer(TorchDispatchMode):
         return View(storage=seen.id, version=seen.version, dtype=dtype, shape=tuple(map(int, tensor.shape)))
 
     def _died(self, seen: _Seen) -> None:
-        # Storages that autograd was given later stand for the same one; the program's own is the first to die, since
-        # it is the one it released before autograd had to be given another.
-        if seen.released is None:
-            seen.released = self._tick
+        seen.released = self._tick
 
     def _need_released(self, need: int) -> None:
         self._needs[need][2] = self._tick
