@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import logging
 import os
 import pathlib
 
@@ -17,7 +16,7 @@ from elbowroom.errors import InternalError, TierFull, TransferFailed, UsageError
 from elbowroom.runtime.stream_transfers import StreamCopy, StreamTransfers
 from elbowroom.runtime.transfers import Copy
 from elbowroom.tiers.disk import SpillFile
-from elbowroom.tiers.pinned import HostSlabs, Pageable
+from elbowroom.tiers.pinned import HostSlabs
 from tests.fake_streams import SCHEDULES, FakeStreams, ForgetfulStreams, Program
 
 HOST_BYTES = 24 << 10
@@ -242,7 +241,7 @@ def test_a_full_host_refuses_and_says_what_to_do() -> None:
     transfers = make_transfers(streams)
     storage = streams.allocate(8000)
     copies = [transfers.offload(storage) for _ in range(3)]
-    with pytest.raises(TierFull, match="host_budget=.*spill_folder=") as caught:
+    with pytest.raises(TierFull, match=r"host_budget=.*spill_folder=") as caught:
         transfers.offload(storage)
     assert caught.value.needed_bytes == 8000
     assert transfers.offloaded_bytes == 24000
@@ -287,7 +286,9 @@ def test_a_full_disk_refuses(tmp_path: pathlib.Path) -> None:
 
 
 @pytest.mark.parametrize("way", ["out", "back"])
-def test_a_failing_disk_is_reported_on_finish(tmp_path: pathlib.Path, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failing_disk_is_reported_on_finish(
+    tmp_path: pathlib.Path, way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def fail(*_: object) -> int:
         raise OSError(28, "No space left on device")
 
@@ -357,64 +358,3 @@ def test_only_storages_of_the_right_device_are_moved() -> None:
     with pytest.raises(UsageError, match="meta"):
         transfers.offload(torch.empty(8, device="meta").untyped_storage())
     assert transfers.offloaded_bytes == 0
-
-
-# Host memory --------------------------------------------------------------------------------------------------------
-
-
-def test_slabs_are_pinned_whole_and_in_pages_of_their_own() -> None:
-    streams = FakeStreams()
-    host = HostSlabs(1 << 20, 100_000, pinning=streams)
-    blocks = [host.reserve(nbytes) for nbytes in (1, 70_000, 90_000, 300_000)]
-    assert [block.tensor.numel() for block in blocks] == [1, 70_000, 90_000, 300_000]
-    assert all(block.tensor.dtype == torch.uint8 and block.address % 64 == 0 for block in blocks)
-    assert len(streams.pinned) == 3
-    assert all(address % 4096 == 0 for address in streams.pinned)
-    assert host.slab_bytes == host.pinned_bytes == sum(streams.pinned.values()) < 600_000
-    assert host.block_bytes >= 460_001
-    for block in blocks:
-        host.free(block)
-    assert host.block_bytes == 0
-    assert host.slab_bytes > 0  # kept for the next blocks
-    host.close()
-    assert streams.pinned == {}
-    assert host.slab_bytes == host.pinned_bytes == 0
-
-
-def test_slabs_never_exceed_the_capacity() -> None:
-    host = HostSlabs(10_000, 4096, pinning=Pageable())
-    for _ in range(2):
-        host.reserve(4096)
-    host.reserve(1500)
-    assert host.slab_bytes <= 10_000
-    with pytest.raises(TierFull) as caught:
-        host.reserve(600)
-    assert caught.value.free_bytes < 600
-
-
-def test_memory_that_may_not_be_pinned_is_used_anyway(caplog: pytest.LogCaptureFixture) -> None:
-    class Refuses(Pageable):
-        asked = 0
-
-        def pin(self, address: int, nbytes: int) -> bool:
-            self.asked += 1
-            return False
-
-        def unpin(self, address: int) -> None:
-            pytest.fail("what was never pinned was unpinned")
-
-    pinning = Refuses()
-    host = HostSlabs(1 << 20, 4096, pinning=pinning)
-    with caplog.at_level(logging.WARNING):
-        blocks = [host.reserve(4096) for _ in range(3)]
-    assert [record.levelname for record in caplog.records] == ["WARNING"]
-    assert pinning.asked == 1
-    assert host.pinned_bytes == 0 and host.slab_bytes == 3 * 4096
-    blocks[0].tensor.fill_(1)
-    host.close()
-
-
-def test_memory_that_the_system_refuses_is_a_full_tier() -> None:
-    host = HostSlabs(1 << 60, pinning=Pageable())
-    with pytest.raises(TierFull, match="system refuses"):
-        host.reserve(1 << 59)

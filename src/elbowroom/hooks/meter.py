@@ -38,7 +38,7 @@ class Meter(Protocol):
         ...
 
     def workspace_bytes(self, created_bytes: Sequence[int]) -> tuple[int, ...]:
-        """Most that each op allocated inside itself, beyond the results that it `created`."""
+        """Most that each of the first ops allocated inside itself, beyond the results that it `created`."""
         ...
 
 
@@ -98,7 +98,7 @@ class CpuMeter:
         firsts = np.searchsorted(self._times, self._begins, side="left").tolist()
         lasts = np.searchsorted(self._times, self._ends, side="right").tolist()
         found = []
-        for first, last, created in zip(firsts, lasts, created_bytes, strict=True):
+        for first, last, created in zip(firsts, lasts, created_bytes, strict=False):
             before = int(self._live[first - 1]) if first else 0
             most = int(self._live[first:last].max()) if last > first else before
             found.append(max(0, most - before - created))
@@ -146,7 +146,7 @@ class CudaMeter:
     def workspace_bytes(self, created_bytes: Sequence[int]) -> tuple[int, ...]:
         # The allocator rounds each block up to 512 bytes; the results among them are counted rounded elsewhere.
         return tuple(
-            max(0, inner - -(-created // 512) * 512) for inner, created in zip(self._inner, created_bytes, strict=True)
+            max(0, inner - -(-created // 512) * 512) for inner, created in zip(self._inner, created_bytes, strict=False)
         )
 
 

@@ -74,6 +74,12 @@ def find_written(func: OpOverload) -> tuple[tuple[int, str], ...]:
     )
 
 
+@functools.lru_cache(maxsize=4096)
+def touches_tensors(func: OpOverload) -> bool:
+    """Whether an op makes or changes tensors; one that only asks (its device, its strides) is not part of a step."""
+    return bool(find_written(func)) or any("Tensor" in str(result.type) for result in func._schema.returns)
+
+
 def iterate_tensors(value: Any) -> Iterator[torch.Tensor]:
     """The tensors among arguments or results, in order, through lists and tuples."""
     if isinstance(value, torch.Tensor):

@@ -5,9 +5,61 @@ Slow, plain, and knowing nothing of any planner or simulator.
 
 from __future__ import annotations
 
+import bisect
+import math
+from collections.abc import Sequence
+
 from elbowroom.errors import TraceError
+from elbowroom.ir.costs import Costs, Measurements
+from elbowroom.ir.hardware import HardwareProfile, Link
 from elbowroom.ir.plan import Choice, Decision, Plan, Segment
-from elbowroom.ir.trace import Op, Trace, find_gaps, find_movable
+from elbowroom.ir.trace import Gap, Need, Op, Save, Trace, find_gaps, find_movable
+
+
+def check_noun(value: object) -> None:
+    """Judge a value by itself, as far as its kind can be.
+
+    Raises:
+        TraceError: with the place of the first thing that cannot be.
+    """
+    if isinstance(value, Trace):
+        check_trace(value)
+    elif isinstance(value, HardwareProfile):
+        _check_profile(value)
+    elif isinstance(value, Costs):
+        _check_amounts(value)
+        _require(value.alignment_bytes > 0, f"alignment_bytes is {value.alignment_bytes}")
+        _check_link(value.link, "link")
+    elif isinstance(value, Measurements):
+        _check_amounts(value)
+
+
+def _check_profile(profile: HardwareProfile) -> None:
+    _require(profile.alignment_bytes > 0, f"alignment_bytes is {profile.alignment_bytes}")
+    for index, rate in enumerate(profile.rates):
+        _require(0 < rate.per_second < math.inf, f"rates[{index}] is {rate.per_second} per second")
+    for index, tier in enumerate(profile.tiers):
+        _require(tier.capacity_bytes >= 0, f"tiers[{index}] has {tier.capacity_bytes} bytes")
+    for index, link in enumerate(profile.links):
+        _check_link(link, f"links[{index}]")
+        ends = tuple(tier.name for tier in profile.tiers[index : index + 2])
+        _require(
+            (link.upper, link.lower) == ends, f"links[{index}] joins {link.upper!r} and {link.lower!r}, not {ends}"
+        )
+
+
+def _check_link(link: Link, place: str) -> None:
+    for rate in (link.out_bytes_per_second, link.back_bytes_per_second):
+        _require(0 < rate < math.inf, f"{place} moves {rate} bytes per second")
+
+
+def _check_amounts(value: Costs | Measurements) -> None:
+    count = len(value.op_seconds)
+    _require(
+        len(value.workspace_bytes) == count, f"{count} op_seconds and {len(value.workspace_bytes)} workspace_bytes"
+    )
+    for index, nbytes in enumerate(value.workspace_bytes):
+        _require(nbytes >= 0, f"workspace_bytes[{index}] is {nbytes}")
 
 
 def check_trace(trace: Trace) -> None:
@@ -24,7 +76,8 @@ def check_trace(trace: Trace) -> None:
             f"storages[{index}] lives from {storage.created} to {storage.released} in a trace that ends at {trace.end}",
         )
     ticks: set[int] = set()
-    for kind, entries in (("ops", trace.ops), ("saves", trace.saves), ("needs", trace.needs)):
+    kinds: dict[str, Sequence[Op | Save | Need]] = {"ops": trace.ops, "saves": trace.saves, "needs": trace.needs}
+    for kind, entries in kinds.items():
         last = -1
         for index, entry in enumerate(entries):
             _require(last < entry.tick < trace.end, f"{kind}[{index}] has tick {entry.tick} after {last}")
@@ -73,30 +126,46 @@ def check(trace: Trace, plan: Plan) -> None:
             _require(0 <= decision.segment < len(plan.segments), f"{place}: there is no segment {decision.segment}")
             outputs = plan.segments[decision.segment].outputs
             _require(decision.storage in outputs, f"{place}: segment {decision.segment} does not make it")
+    drops = [(gaps[key], decision) for key, decision in decided.items() if decision.choice is Choice.RECOMPUTE]
+    replays: dict[int, int] = {}  # when each segment runs: at the first need of any of its outputs
+    for gap, decision in drops:
+        replays[decision.segment] = min(replays.get(decision.segment, trace.end), gap.closes)
     for index, segment in enumerate(plan.segments):
-        _check_segment(trace, plan, index, segment, decided)
+        _require(index in replays, f"segment {index}: nothing uses it")
+        _check_segment(trace, index, segment, replays[index])
+    _check_drops(trace, plan, drops, replays)
 
 
-def _check_segment(
-    trace: Trace, plan: Plan, index: int, segment: Segment, decided: dict[tuple[int, int], Decision]
-) -> None:
-    """Walk the replay: every read is a leaf with the right contents, or was made before."""
-    gaps = find_gaps(trace)
-    uses = [
-        gaps[key[0]][key[1]].closes
-        for key, decision in decided.items()
-        if decision.choice is Choice.RECOMPUTE and decision.segment == index
-    ]
+def _check_drops(trace: Trace, plan: Plan, drops: list[tuple[Gap, Decision]], replays: dict[int, int]) -> None:
+    """What is dropped is gone when its segment runs, so that one run serves all; and no replay waits for another."""
+    events = sorted([save.tick for save in trace.saves] + [need.tick for need in trace.needs])
+    away: dict[int, list[tuple[int, int, int]]] = {}
+    for gap, decision in drops:
+        gone = events[bisect.bisect_left(events, decision.leave)]
+        back = replays[decision.segment]
+        _require(gone < back, f"decision for storage {gap.storage}, gap {gap.index}: dropped at {gone}, but segment "
+                 f"{decision.segment} runs at {back}")  # fmt: skip
+        away.setdefault(gap.storage, []).append((gone, back, decision.segment))
+    for index, segment in enumerate(plan.segments):
+        for leaf in segment.leaves:
+            for gone, back, other in away.get(leaf, ()):
+                _require(not gone < replays[index] <= back, f"segment {index}: its leaf {leaf} is itself dropped then, "
+                         f"until segment {other} runs at {back}")  # fmt: skip
+
+
+def _check_segment(trace: Trace, index: int, segment: Segment, tick: int) -> None:
+    """Walk the replay at `tick`: every read is a leaf with the right contents, or was made before."""
     place = f"segment {index}"
-    _require(bool(uses), f"{place}: nothing uses it")
-    tick = min(uses)
     ops = {op.tick: op for op in trace.ops}
     made: dict[int, int] = {}
     _require(list(segment.ops) == sorted(set(segment.ops)), f"{place}: its ops are not in order")
+    for storage in (*segment.leaves, *segment.outputs):
+        _require(0 <= storage < len(trace.storages), f"{place}: there is no storage {storage}")
     for leaf in segment.leaves:
         _check_leaf(trace, leaf, tick, place)
     for op_tick in segment.ops:
         _require(op_tick in ops, f"{place}: tick {op_tick} is not an op")
+        _require(op_tick < tick, f"{place}: tick {op_tick} has not come yet when it runs, at {tick}")
         op = ops[op_tick]
         _require(not op.barrier, f"{place}: {op.name} must not be replayed: {op.barrier}")
         for view in op.reads:

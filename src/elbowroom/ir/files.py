@@ -11,9 +11,9 @@ import enum
 import functools
 import gzip
 import json
-import math
 import os
 import pathlib
+import sys
 import tempfile
 import types
 import typing
@@ -21,6 +21,7 @@ import zlib
 from typing import Any, TypeVar
 
 from elbowroom.errors import TraceError, UsageError
+from elbowroom.ir.check import check_noun
 from elbowroom.ir.costs import Costs, Measurements
 from elbowroom.ir.forecast import Forecast
 from elbowroom.ir.hardware import HardwareProfile
@@ -77,8 +78,10 @@ def _decode(kind: Any, data: Any, place: str) -> Any:
         hints = _hints(typing.cast(type, kind))
         if data.keys() != hints.keys():
             missing, unknown = sorted(hints.keys() - data.keys()), sorted(map(str, data.keys() - hints.keys()))
-            raise TraceError(f"{place}: missing fields {missing}, unknown fields {unknown[:5]}")
-        return kind(**{name: _decode(hint, data[name], f"{place}.{name}") for name, hint in hints.items()})
+            listed = ", ".join(_describe(name) for name in unknown[:5])
+            raise TraceError(f"{place}: missing fields {missing}, unknown fields [{listed}]")
+        fields = {name: _decode(hint, data[name], f"{place}.{name}") for name, hint in hints.items()}
+        return typing.cast(type, kind)(**fields)
     if typing.get_origin(kind) is tuple:
         if not isinstance(data, list):
             raise TraceError(f"{place}: expected a list, found {_describe(data)}")
@@ -96,7 +99,8 @@ def _decode(kind: Any, data: Any, place: str) -> Any:
 
 def _decode_scalar(kind: Any, data: Any, place: str) -> Any:
     if kind is float:
-        if isinstance(data, bool) or not isinstance(data, (int, float)) or not math.isfinite(data) or data < 0:
+        # An integer too large for a float is not finite as a float either.
+        if isinstance(data, bool) or not isinstance(data, (int, float)) or not 0 <= data <= sys.float_info.max:
             raise TraceError(f"{place}: expected a finite number of at least 0, found {_describe(data)}")
         return float(data)
     if kind is int:
@@ -106,12 +110,28 @@ def _decode_scalar(kind: Any, data: Any, place: str) -> Any:
     if kind in (bool, str):
         if type(data) is not kind:
             raise TraceError(f"{place}: expected {kind.__name__}, found {_describe(data)}")
+        if kind is str and not data.isascii() and not _is_unicode(data):
+            raise TraceError(f"{place}: {_describe(data)} is not Unicode text")
         return data
     raise TypeError(f"{place}: the codec has no rule for {kind}")
 
 
+def _is_unicode(text: str) -> bool:
+    """JSON can spell half a surrogate pair, which nothing can print."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
 def _describe(data: Any) -> str:
-    text = repr(data) if isinstance(data, (int, float, str, bool, types.NoneType)) else type(data).__name__
+    """A short, printable word on data of any kind and size."""
+    if isinstance(data, int) and data.bit_length() > 64:
+        return f"an integer of {data.bit_length()} bits"
+    if isinstance(data, str):
+        data = data[:60]
+    text = ascii(data) if isinstance(data, (int, float, str, bool, types.NoneType)) else type(data).__name__
     return text if len(text) <= 60 else text[:57] + "..."
 
 
@@ -119,11 +139,18 @@ def save(value: Any, path: str | os.PathLike[str]) -> None:
     """Write a noun to a file. The file is complete or not there: it is written beside itself and renamed.
 
     Raises:
+        UsageError: the value is not a noun.
+        TraceError: it holds a number that is not finite.
         OSError: the folder is not there or not writable.
     """
     path = pathlib.Path(path)
-    document = {"format": _FORMATS[type(value)], "version": VERSION, "value": to_json(value)}
-    data = json.dumps(document, separators=(",", ":"), allow_nan=False).encode()
+    document = {"format": _format_of(type(value)), "version": VERSION, "value": to_json(value)}
+    try:
+        data = json.dumps(document, separators=(",", ":"), allow_nan=False).encode()
+    except ValueError as error:
+        raise TraceError(
+            f"{path} is not written: the {type(value).__name__} holds a number that is not finite"
+        ) from error
     if path.suffix == ".gz":
         data = gzip.compress(data, compresslevel=6, mtime=0)
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".part")
@@ -144,35 +171,44 @@ def load(kind: type[Noun], path: str | os.PathLike[str]) -> Noun:
         TraceError: it is corrupt, truncated, oversized, of another format or a newer version; names the place.
     """
     path = pathlib.Path(path)
+    expected = _format_of(kind)
     try:
         document = json.loads(_read(path))
     except OSError as error:
         raise UsageError(f"cannot read {path}: {error.strerror or error}") from error
-    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
+    except (TraceError, UsageError):
+        raise
+    except (ValueError, RecursionError) as error:  # a ValueError is also how Python refuses numbers of many digits
         raise TraceError(f"{path} is not a JSON file, or is cut off: {error}") from error
-    if not isinstance(document, dict) or document.get("format") != _FORMATS[kind]:
+    if not isinstance(document, dict) or document.get("format") != expected:
         found = document.get("format") if isinstance(document, dict) else document
-        raise TraceError(f"{path} is not a {_FORMATS[kind]} file: its format is {_describe(found)}")
+        raise TraceError(f"{path} is not a {expected} file: its format is {_describe(found)}")
     version = document.get("version")
     if not isinstance(version, int) or isinstance(version, bool) or not 1 <= version <= VERSION:
         raise TraceError(f"{path} has version {_describe(version)}; this Elbowroom reads up to {VERSION}")
     try:
-        return from_json(kind, document.get("value"))
+        value = from_json(kind, document.get("value"))
+        check_noun(value)
     except TraceError as error:
         raise TraceError(f"{path}: {error}") from None
+    return value
+
+
+def _format_of(kind: type) -> str:
+    if kind not in _FORMATS:
+        raise UsageError(f"a {kind.__name__} is not a file; these are: {', '.join(noun.__name__ for noun in _FORMATS)}")
+    return _FORMATS[kind]
 
 
 def _read(path: pathlib.Path) -> bytes:
-    size = path.stat().st_size
-    if size > LARGEST_FILE_BYTES:
-        raise TraceError(f"{path} has {size} bytes; the largest file read is {LARGEST_FILE_BYTES}")
-    if path.suffix != ".gz":
-        return path.read_bytes()
+    """The contents of a file, unpacked. Never reads further than the limit, whatever the file says of itself."""
     try:
-        with gzip.open(path) as file:
+        with open(path, "rb") as raw, gzip.open(raw) if path.suffix == ".gz" else raw as file:
             data = file.read(LARGEST_FILE_BYTES + 1)
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
         raise TraceError(f"{path} is not a gzip file, or is cut off: {error}") from error
+    except ValueError as error:  # a NUL in the name
+        raise UsageError(f"cannot read {str(path)!r}: {error}") from error
     if len(data) > LARGEST_FILE_BYTES:
-        raise TraceError(f"{path} unpacks to more than {LARGEST_FILE_BYTES} bytes")
+        raise TraceError(f"{path} holds more than {LARGEST_FILE_BYTES} bytes, the most that is read")
     return data

@@ -1,12 +1,30 @@
-"""Forecast beside what was measured, as text."""
+"""Forecast beside what was measured, and why each block is where it is, as text."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from elbowroom.ir.costs import Costs
 from elbowroom.ir.forecast import Forecast
-from elbowroom.ir.journal import Journal
-from elbowroom.ir.plan import Plan
+from elbowroom.ir.journal import Journal, Mode
+from elbowroom.ir.plan import Choice, Plan
 from elbowroom.ir.trace import Trace
+from elbowroom.report.blocks import Block, count_seconds, explain_blocks, shorten
+from elbowroom.report.chart import draw_chart
+from elbowroom.report.lifetimes import Lifetimes
+from elbowroom.report.steady import Steady, count_modes, find_steady
+from elbowroom.units import format_bytes, format_seconds
+
+MOST_HELD, MOST_AWAY = 9, 6
+"""Rows of the table of blocks: of those on the device at the peak, and of those away."""
+
+_MODES = {
+    Mode.CAPTURE: "captured (capacity-first)",
+    Mode.PLANNED: "planned",
+    Mode.PLAIN: "plain",
+    Mode.UNPLANNED: "unplanned (capacity-first)",
+    Mode.DRIFTED: "drifted",
+}
 
 
 def summarize(
@@ -18,4 +36,156 @@ def summarize(
     plan: Plan | None,
     forecast: Forecast | None,
 ) -> str:
-    return ""
+    """The report of a room.
+
+    Args:
+        budget_bytes: what the job may hold on its device; 0 if that is not known.
+        journal: the steps so far; may be empty.
+        trace, costs, plan, forecast: what is known of the step, and decided about it; None where nothing is.
+    """
+    lines = [_title(budget_bytes, trace), "", *_describe_steps(journal, plan)]
+    plain = Lifetimes(trace).count_plain(costs) if trace is not None and costs is not None else []
+    steady = find_steady(journal)
+    if steady is not None or forecast is not None:
+        lines += ["", *_compare(budget_bytes, steady, costs, plan, forecast, plain)]
+    lines += _describe_budget(budget_bytes, journal)
+    if trace is not None and costs is not None and forecast is not None and forecast.live_bytes:
+        lines += ["", "Bytes on the device over the step, as forecast (dots: if everything stayed; line: the budget)", ""]
+        lines += draw_chart(
+            forecast.live_bytes, count_seconds(trace, costs), budget_bytes=budget_bytes, plain_bytes=plain
+        )
+        if plan is not None:
+            lines += ["", *_describe_peak(trace, costs, plan, forecast)]
+    return "\n".join(lines)
+
+
+def _title(budget_bytes: int, trace: Trace | None) -> str:
+    what = "a step that is not known yet" if trace is None else f"{trace.name} on {trace.device}"
+    return f"Elbowroom: {what}" + (f", within {format_bytes(budget_bytes)}" if budget_bytes else "")
+
+
+def _describe_steps(journal: Journal, plan: Plan | None) -> list[str]:
+    counts = count_modes(journal)
+    run = ", ".join(f"{count} {_MODES[mode]}" for mode, count in counts.items())
+    lines = [f"Steps   {run or 'none yet'}"]
+    if plan is None:
+        lines.append("Plan    none yet: a step is planned once it has been captured")
+    elif not plan.decisions:
+        lines.append("Plan    everything fits: nothing is moved, recomputed or hooked")
+    else:
+        by_choice = {choice: sum(decision.choice is choice for decision in plan.decisions) for choice in Choice}
+        decided = f"{by_choice[Choice.OFFLOAD]} gaps offloaded, {by_choice[Choice.RECOMPUTE]} recomputed"
+        lines.append(f"Plan    {decided} in {len(plan.segments)} segments (strategy {plan.strategy})")
+    notes: dict[tuple[Mode, str], list[int]] = {}
+    for record in journal.steps:
+        if record.note:
+            notes.setdefault((record.mode, record.note), []).append(record.step)
+    for (mode, note), steps in list(notes.items())[:5]:
+        which = ", ".join(map(str, steps[:4])) + (f" and {len(steps) - 4} more" if len(steps) > 4 else "")
+        lines.append(f"Note    {'drift' if mode is Mode.DRIFTED else 'no plan'} in step {which}: {note}")
+    return lines
+
+
+def _compare(
+    budget_bytes: int,
+    steady: Steady | None,
+    costs: Costs | None,
+    plan: Plan | None,
+    forecast: Forecast | None,
+    plain: Sequence[int],
+) -> list[str]:
+    """Plain, forecast and measured figures side by side."""
+    rows = [("", "plain forecast", "forecast", "measured", "")]
+    plain_peak = max(plain, default=0)
+    peak, measured_peak = (0 if forecast is None else forecast.peak_bytes), (0 if steady is None else steady.peak_bytes)
+    share = f"{peak / plain_peak:.0%} of plain" if plain_peak and peak else ""
+    rows.append(("peak", _bytes(plain_peak), _bytes(peak), _bytes(measured_peak), share))
+    if steady is not None and steady.resident_bytes:
+        rows.append(("resident memory", "", "", _bytes(steady.resident_bytes), "all of the process"))
+    plain_seconds = 0.0
+    if costs is not None and forecast is not None:
+        plain_seconds = forecast.compute_seconds + costs.overhead_seconds
+    rows.append(
+        ("step", _seconds(plain_seconds), _seconds(0 if forecast is None else forecast.step_seconds),
+         _seconds(0 if steady is None else steady.seconds), _describe_timing(steady))
+    )  # fmt: skip
+    if plan is not None and plan.decisions and forecast is not None:
+        rows += _compare_moves(steady, plan, forecast)
+    widths = [max(len(row[column]) for row in rows) for column in range(4)]
+    return [
+        f"{row[0]:<{widths[0]}}  {row[1]:>{widths[1]}}  {row[2]:>{widths[2]}}  {row[3]:>{widths[3]}}  {row[4]}".rstrip()
+        for row in rows
+    ]
+
+
+def _compare_moves(steady: Steady | None, plan: Plan, forecast: Forecast) -> list[tuple[str, str, str, str, str]]:
+    measured = steady if steady is not None and steady.mode is Mode.PLANNED else None
+    rows = [
+        ("offloaded a step", "", format_bytes(forecast.offloaded_bytes),
+         "" if measured is None else format_bytes(measured.offloaded_bytes), ""),
+        ("reloaded a step", "", format_bytes(forecast.reloaded_bytes),
+         "" if measured is None else format_bytes(measured.reloaded_bytes), ""),
+        ("stalls", "", format_seconds(forecast.stall_seconds),
+         "" if measured is None else format_seconds(measured.stall_seconds), "waiting for moves"),
+    ]  # fmt: skip
+    if plan.segments:
+        note = f"{format_seconds(forecast.recompute_seconds)} of replayed ops"
+        replays = "" if measured is None else str(measured.recomputed)
+        rows.append(("segments recomputed", "", str(len(plan.segments)), replays, note))
+    return rows
+
+
+def _describe_timing(steady: Steady | None) -> str:
+    if steady is None:
+        return ""
+    of = f"median of {steady.timed_steps} {_MODES[steady.mode]} step{'s' if steady.timed_steps != 1 else ''}"
+    return f"{of}, metered, which slows them" if steady.metered_only else of
+
+
+def _describe_budget(budget_bytes: int, journal: Journal) -> list[str]:
+    """Whether what was measured stayed within the budget, the first steps included."""
+    if not budget_bytes:
+        return []
+    over = [record for record in journal.steps if record.peak_bytes > budget_bytes]
+    metered = sum(record.peak_bytes > 0 for record in journal.steps)
+    if over:
+        worst = max(over, key=lambda record: record.peak_bytes)
+        beyond = format_bytes(worst.peak_bytes - budget_bytes)
+        return ["", f"OVER BUDGET in {len(over)} of {metered} metered steps; worst in step {worst.step}, by {beyond}"]
+    return ["", f"Within budget in all {metered} metered steps"] if metered else []
+
+
+def _describe_peak(trace: Trace, costs: Costs, plan: Plan, forecast: Forecast) -> list[str]:
+    """Why each block is where it is."""
+    blocks = explain_blocks(trace, costs, plan, forecast)
+    index = Lifetimes(trace).op_at(forecast.peak_tick)
+    place = "the beginning" if index is None else f"{shorten(trace.ops[index].name)}, op {index} of {len(trace.ops)}"
+    held, away = [b for b in blocks if not b.is_away], [b for b in blocks if b.is_away]
+    lines = [f"Why each block is where it is, at the forecast peak ({place})", ""]
+    lines += _tabulate("on the device", held, MOST_HELD)
+    if away:
+        lines += ["", *_tabulate("away", away, MOST_AWAY)]
+    return lines
+
+
+def _tabulate(title: str, blocks: Sequence[Block], most: int) -> list[str]:
+    rows = [(title, "count", "bytes", "decision", "why")]
+    rows += [(b.what, str(b.count), format_bytes(b.nbytes), b.decision, b.reason) for b in blocks[:most]]
+    if rest := blocks[most:]:
+        count, nbytes = sum(block.count for block in rest), sum(block.nbytes for block in rest)
+        rows.append((f"{len(rest)} other kinds", str(count), format_bytes(nbytes), "", ""))
+    total = sum(block.nbytes for block in blocks)
+    rows.append(("together", "", format_bytes(total), "", ""))
+    widths = [max(len(row[column]) for row in rows) for column in range(4)]
+    return [
+        f"  {row[0]:<{widths[0]}}  {row[1]:>{widths[1]}}  {row[2]:>{widths[2]}}  {row[3]:<{widths[3]}}  {row[4]}".rstrip()
+        for row in rows
+    ]
+
+
+def _bytes(nbytes: int) -> str:
+    return format_bytes(nbytes) if nbytes else "-"
+
+
+def _seconds(seconds: float) -> str:
+    return format_seconds(seconds) if seconds else "-"

@@ -169,7 +169,7 @@ class Machine:
             record.state = State.RESIDENT
         elif record.state is State.DROPPED:
             self._replay(record.segment, actions)
-            if record.state is not State.RESIDENT:
+            if self.state(storage) is not State.RESIDENT:
                 raise InternalError(f"segment {record.segment} does not bring storage {storage} back")
 
     def _replay(self, index: int, actions: list[Action]) -> None:

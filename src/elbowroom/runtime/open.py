@@ -19,9 +19,9 @@ def open_transfers(device: torch.device, spill_folder: str | None, host_bytes: i
 
         from elbowroom.runtime.stream_transfers import StreamTransfers
         from elbowroom.runtime.streams import CudaStreams
-        from elbowroom.tiers.pinned import HostSlabs
+        from elbowroom.tiers.pinned import CudaPinning, HostSlabs
 
         # Pinned memory cannot be swapped: leave the rest of the program half of what is free.
         capacity = host_bytes if host_bytes is not None else psutil.virtual_memory().available // 2
-        return StreamTransfers(CudaStreams(device), HostSlabs(capacity), SpillFile(spill_folder))
+        return StreamTransfers(CudaStreams(device), HostSlabs(capacity, pinning=CudaPinning(device)), SpillFile(spill_folder))
     return ThreadTransfers(SpillFile(spill_folder, host_bytes))

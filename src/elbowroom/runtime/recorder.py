@@ -17,7 +17,7 @@ from elbowroom.hooks.identity import get_plain_storage
 from elbowroom.ir.plan import Plan
 from elbowroom.ir.trace import Op, Trace
 from elbowroom.runtime.residence import Geometry, Residence
-from elbowroom.hooks.replayable import find_statistics, find_written, iterate_tensors
+from elbowroom.hooks.replayable import find_statistics, find_written, iterate_tensors, touches_tensors
 
 MODIFIED = (
     "one of the variables needed for gradient computation has been modified by an inplace operation: a {dtype} tensor "
@@ -167,7 +167,7 @@ class Recorder(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if self.paused or self._position == self._count:
+        if self.paused or self._position == self._count or not touches_tensors(func):
             return func(*args, **kwargs)
         op = self._ops[self._position]
         self._position += 1

@@ -198,10 +198,8 @@ class StreamTransfers:
         if self._stopped:
             return
         self._stopped = True
+        # What runs in the staging memory too: its last transfers belong to copies, and every copy is discarded by now.
         self._wait_for_unfinished()
-        if self._staging is not None:
-            with self._stalling():
-                self._staging.close()
         self._host.close()
         if self._spill is not None:
             self._spill.close()
@@ -314,9 +312,3 @@ class _Staging:
                 self._streams.host_waits(busy)
             self._spill.read(copy.offset + begin, piece.data_ptr(), piece.numel())
             self._last[half] = copy.last = self._streams.copy_in(piece, storage, after, begin)
-
-    def close(self) -> None:
-        """Wait until the device has left both halves."""
-        for event in self._last:
-            if event is not None:
-                self._streams.host_waits(event)

@@ -3,6 +3,8 @@
     compute  --op--op--o--------op--wait--op-->
                         \\            /
     out      ------------wait--copy-o--------->
+
+The lanes are ordered by events; the host only hands out work.
 """
 
 from __future__ import annotations

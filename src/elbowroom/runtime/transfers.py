@@ -79,7 +79,7 @@ class ThreadTransfers:
 
     def __init__(self, spill: SpillFile) -> None:
         self._spill = spill
-        self._jobs: queue.SimpleQueue[tuple[SpillCopy, bool, int] | None] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[tuple[SpillCopy, threading.Event, bool, int] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._copies = 0
         self._closing = False
@@ -106,17 +106,18 @@ class ThreadTransfers:
         if self._thread is None:
             self._thread = threading.Thread(target=self._work, name="elbowroom-transfers", daemon=True)
             self._thread.start()
-        self._jobs.put((copy, is_out, address))
+        # The event goes along: a reload begun before the offload has ended gives the copy a new one.
+        self._jobs.put((copy, copy.done, is_out, address))
 
     def _work(self) -> None:
         while (job := self._jobs.get()) is not None:
-            copy, is_out, address = job
+            copy, done, is_out, address = job
             try:
                 (self._spill.write if is_out else self._spill.read)(copy.offset, address, copy.nbytes)
             except OSError as error:
                 copy.error = error
-            copy.done.set()
-            del job, copy
+            done.set()
+            del job, copy, done
 
     def finish(self, copy: Copy) -> None:
         assert isinstance(copy, SpillCopy)

@@ -122,9 +122,7 @@ class HostSlabs:
         block_bytes: of these, handed out, rounding included.
     """
 
-    def __init__(
-        self, capacity_bytes: int, chunk_bytes: int = CHUNK_BYTES, *, pinning: Pinning | None = None
-    ) -> None:
+    def __init__(self, capacity_bytes: int, chunk_bytes: int = CHUNK_BYTES, *, pinning: Pinning | None = None) -> None:
         self.capacity_bytes = capacity_bytes // ALIGNMENT_BYTES * ALIGNMENT_BYTES
         self._chunk_bytes = _round(chunk_bytes)
         self._pinning = pinning if pinning is not None else CudaPinning()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -137,7 +138,12 @@ def _replaced_by_fakes(
         return fakes[id(tensor)]
 
     undo: list[Callable[[], None]] = []
+    # Optimizers choose between one op a parameter and one op for all by the parameters' types.
+    foreach_types = getattr(sys.modules[Optimizer.__module__], "_foreach_supported_types", None)
     try:
+        if isinstance(foreach_types, list):
+            foreach_types.append(FakeTensor)
+            undo.append(lambda: foreach_types.remove(FakeTensor))
         for module in model.modules():
             for table in (module._parameters, module._buffers):
                 for key, tensor in list(table.items()):

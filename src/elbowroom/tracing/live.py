@@ -44,13 +44,16 @@ class LiveCapture:
         return self.tracer.finish(list_residents(self._model, self._optimizers))
 
     def measure(self, trace: Trace, step_seconds: float, stall_seconds: float) -> Measurements:
-        """What the (stopped) meter saw, op by op. `step_seconds`: wall time, the tracer's own included."""
+        """What the (stopped) meter saw of the ops of `trace`, which this step began with.
+
+        `step_seconds`: wall time, the tracer's own included.
+        """
         created = [0] * trace.end
         for storage in trace.storages:
             if storage.created >= 0:
                 created[storage.created] += storage.nbytes
         return Measurements(
-            op_seconds=self._meter.op_seconds(),
+            op_seconds=self._meter.op_seconds()[: len(trace.ops)],
             workspace_bytes=self._meter.workspace_bytes([created[op.tick] for op in trace.ops]),
             step_seconds=max(0.0, step_seconds - self.tracer.own_seconds),
             stall_seconds=stall_seconds,

@@ -17,7 +17,7 @@ from torch.utils.flop_counter import flop_registry
 
 from elbowroom.hooks.identity import Identities, get_plain_storage
 from elbowroom.hooks.meter import Meter
-from elbowroom.hooks.replayable import find_barrier, find_statistics, find_written, iterate_tensors
+from elbowroom.hooks.replayable import find_barrier, find_statistics, find_written, iterate_tensors, touches_tensors
 from elbowroom.ir.trace import Need, Op, Role, Save, Storage, Trace, View
 
 
@@ -78,7 +78,7 @@ class Tracer(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if self.paused:
+        if self.paused or not touches_tensors(func):
             return func(*args, **kwargs)
         entered = time.perf_counter()
         skipped = find_statistics(func, args)

@@ -1,0 +1,53 @@
+# make demo    train two models within a budget each, beside plain PyTorch, and print the table
+# make test    everything a change has to pass
+# make format  put the source into its standard form
+#
+# Each sets itself up in .venv first, from Python 3.11 or newer and pip, and again only when pyproject.toml or
+# constraints.txt has changed. Another interpreter: make test PYTHON=/path/to/python
+
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+.PHONY: help demo test lint format clean
+.DELETE_ON_ERROR:
+
+# A python3.11 may be on the path and not run (pyenv's shims), so each candidate is asked.
+PYTHON ?= $(shell for name in python3.11 python3; do \
+	"$$name" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo "$$name" && break; done)
+BIN := .venv/bin
+READY := .venv/.ready
+
+help:
+	@sed -n 's/^# \{0,1\}//p' Makefile | head -3
+
+# Without Debian's python3-venv there is no pip to put into the environment: the one outside puts it there.
+$(READY): pyproject.toml constraints.txt
+	@if ! "$(PYTHON)" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then \
+		echo "Elbowroom needs Python 3.11 or newer, and '$(PYTHON)' is not that." \
+			"Install it, or name it: make PYTHON=/path/to/python3.11" >&2; exit 1; fi
+	rm -f $(READY)
+	"$(PYTHON)" -m venv .venv || { "$(PYTHON)" -m venv --clear --without-pip .venv && \
+		"$(PYTHON)" -m pip --python $(BIN)/python install pip; }
+	$(BIN)/python -m pip install --constraint constraints.txt setuptools
+	$(BIN)/python -m pip install --constraint constraints.txt --no-build-isolation --editable '.[models,dev]'
+	touch $(READY)
+
+demo: $(READY)
+	$(BIN)/elbowroom demo
+
+lint: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+# Idle OpenMP threads spin by default, which takes the cores from whoever has work: here they sleep.
+test: export OMP_WAIT_POLICY ?= passive
+test: lint
+	$(BIN)/python -m pytest
+
+format: $(READY)
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+clean:
+	rm -rf .venv build dist src/*.egg-info

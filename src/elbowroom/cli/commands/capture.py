@@ -1,0 +1,90 @@
+"""`elbowroom capture`: what one training step does."""
+
+from __future__ import annotations
+
+import time
+
+import typer
+
+from elbowroom.cli.parameters import (
+    Batch,
+    ChannelsLast,
+    DataType,
+    Device,
+    ImageSize,
+    Json,
+    Layers,
+    Optimizer,
+    Output,
+    Seed,
+    SequenceLength,
+    Spec,
+    collect_options,
+)
+from elbowroom.cli.sources import capture_spec, check_writable, save
+from elbowroom.cli.terminal import make_facts, open_terminal
+from elbowroom.units import format_bytes, format_seconds
+
+
+def register(app: typer.Typer) -> None:
+    """Put this command into the program."""
+    app.command()(capture)
+
+
+def capture(
+    spec: Spec,
+    output: Output = None,
+    batch: Batch = None,
+    image_size: ImageSize = None,
+    sequence_length: SequenceLength = None,
+    layers: Layers = None,
+    dtype: DataType = None,
+    optimizer: Optimizer = None,
+    device: Device = None,
+    seed: Seed = None,
+    channels_last: ChannelsLast = None,
+    as_json: Json = False,
+) -> None:
+    """Capture one training step on fake tensors: nothing is computed, and no card is needed."""
+    from elbowroom.ir.identity import digest
+    from elbowroom.ir.trace import find_movable
+
+    options = collect_options(
+        batch, image_size, sequence_length, layers, dtype, optimizer, device, seed, channels_last
+    )
+    with open_terminal(as_json) as terminal:
+        check_writable(output)
+        begin = time.perf_counter()
+        trace = capture_spec(terminal, spec, options)
+        seconds = time.perf_counter() - begin
+        written = save(trace, output)
+        by_role: dict[str, int] = {}
+        for storage in trace.storages:
+            by_role[str(storage.role)] = by_role.get(str(storage.role), 0) + storage.nbytes
+        movable_bytes = sum(trace.storages[storage].nbytes for storage in find_movable(trace))
+        rows = [
+            ("ops", str(len(trace.ops)), f"{sum(op.flops for op in trace.ops) / 1e9:.1f} GFLOP"),
+            ("storages", str(len(trace.storages)), ""),
+            ("saved for backward", str(len(trace.saves)), f"asked for {len(trace.needs)} times"),
+            *((role.replace("_", " "), format_bytes(nbytes), "") for role, nbytes in sorted(by_role.items())),
+            ("may be moved", format_bytes(movable_bytes), "saved for backward, and not changed afterwards"),
+            ("captured in", format_seconds(seconds), ""),
+        ]
+        terminal.show(make_facts(f"{trace.name} on {trace.device}", rows))
+        if written:
+            terminal.show(f"written to {written}")
+        terminal.write_document(
+            "capture",
+            name=trace.name,
+            device=trace.device,
+            digest=digest(trace),
+            ops=len(trace.ops),
+            flops=sum(op.flops for op in trace.ops),
+            storages=len(trace.storages),
+            saves=len(trace.saves),
+            needs=len(trace.needs),
+            bytes_by_role=by_role,
+            movable_bytes=movable_bytes,
+            seconds=seconds,
+            output=written,
+        )

@@ -1,0 +1,157 @@
+"""`elbowroom plan`: will it fit, and what would it cost?"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from typing import Any
+
+import typer
+
+from elbowroom.cli.parameters import (
+    Batch,
+    Budget,
+    ChannelsLast,
+    DataType,
+    Device,
+    Hardware,
+    ImageSize,
+    Json,
+    Layers,
+    Optimizer,
+    Output,
+    Seed,
+    SequenceLength,
+    Strategy,
+    TraceOrSpec,
+    collect_options,
+)
+from elbowroom.cli.sources import check_writable, find_profile, find_trace, keep_all, price_trace, read_budget, save
+from elbowroom.cli.terminal import make_facts, open_terminal
+from elbowroom.ir.forecast import Forecast
+from elbowroom.ir.plan import Choice, Plan
+from elbowroom.units import format_bytes, format_seconds
+
+
+def register(app: typer.Typer) -> None:
+    """Put this command into the program."""
+    app.command()(plan)
+
+
+def plan(
+    source: TraceOrSpec,
+    budget: Budget,
+    hardware: Hardware = "this",
+    strategy: Strategy = "auto",
+    output: Output = None,
+    batch: Batch = None,
+    image_size: ImageSize = None,
+    sequence_length: SequenceLength = None,
+    layers: Layers = None,
+    dtype: DataType = None,
+    optimizer: Optimizer = None,
+    device: Device = None,
+    seed: Seed = None,
+    channels_last: ChannelsLast = None,
+    as_json: Json = False,
+) -> None:
+    """Plan one step within a budget, and say what that costs. Exit code 3 if no plan fits."""
+    from elbowroom.planner.problem import plan as make_plan
+    from elbowroom.planner.problem import pose
+    from elbowroom.simulator.replay import simulate
+
+    options = collect_options(
+        batch, image_size, sequence_length, layers, dtype, optimizer, device, seed, channels_last
+    )
+    with open_terminal(as_json) as terminal:
+        check_writable(output)
+        # A budget that means nothing is refused before anything is captured or measured.
+        read_budget(budget, 1 << 40)
+        trace = find_trace(terminal, source, options)
+        profile = find_profile(terminal, hardware)
+        costs = price_trace(terminal, trace, profile)
+        plain = simulate(trace, costs, keep_all(costs, 0))
+        budget_bytes = read_budget(budget, plain.peak_bytes)
+        smallest_bytes = pose(trace, costs, budget_bytes).floor.peak_bytes
+        begin = time.perf_counter()
+        with terminal.progress(f"planning {trace.name} within {format_bytes(budget_bytes)}"):
+            made = make_plan(trace, costs, budget_bytes, strategy=strategy)
+        outcome = Outcome(
+            plan=made,
+            plain=plain,
+            forecast=simulate(trace, costs, made),
+            smallest_bytes=smallest_bytes,
+            planning_seconds=time.perf_counter() - begin,
+        )
+        written = save(made, output)
+        terminal.show(make_facts(f"{trace.name} within {format_bytes(budget_bytes)} on {profile.name}", outcome.rows()))
+        if written:
+            terminal.show(f"written to {written}")
+        terminal.write_document(
+            "plan", name=trace.name, hardware=profile.name, **outcome.fields(), output=written
+        )
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """A plan beside the step without one.
+
+    Attributes:
+        plain, forecast: without and with the plan.
+        smallest_bytes: the smallest budget that works.
+        planning_seconds: how long the strategy took.
+    """
+
+    plan: Plan
+    plain: Forecast
+    forecast: Forecast
+    smallest_bytes: int
+    planning_seconds: float
+
+    def count_choices(self) -> dict[str, int]:
+        """Decisions of each kind."""
+        return {
+            str(choice): sum(decision.choice is choice for decision in self.plan.decisions)
+            for choice in (Choice.OFFLOAD, Choice.RECOMPUTE)
+        }
+
+    def rows(self) -> list[tuple[str, str, str]]:
+        """What a person wants to know."""
+        plain, forecast, choices = self.plain, self.forecast, self.count_choices()
+        offloaded = [decision.storage for decision in self.plan.decisions if decision.choice is Choice.OFFLOAD]
+        return [
+            ("plain peak", format_bytes(plain.peak_bytes), "if everything stays"),
+            ("smallest budget that works", format_bytes(self.smallest_bytes), f"{self.smallest_bytes} bytes"),
+            ("forecast peak", format_bytes(forecast.peak_bytes), f"{forecast.peak_bytes / plain.peak_bytes:.0%} of plain"),
+            ("plain step", format_seconds(plain.step_seconds), ""),
+            ("forecast step", format_seconds(forecast.step_seconds), f"{self.slowdown():.3f} times plain"),
+            ("offloaded", format_bytes(forecast.offloaded_bytes), f"{choices['offload']} gaps of {len(set(offloaded))} storages"),
+            ("reloaded", format_bytes(forecast.reloaded_bytes), f"{format_seconds(forecast.stall_seconds)} of waiting for moves"),
+            ("recomputed", format_seconds(forecast.recompute_seconds),
+             f"{choices['recompute']} gaps by {len(self.plan.segments)} segments"),
+            ("planned in", format_seconds(self.planning_seconds), f"strategy {self.plan.strategy}"),
+        ]  # fmt: skip
+
+    def slowdown(self) -> float:
+        """The step's time over the plain step's."""
+        return self.forecast.step_seconds / self.plain.step_seconds if self.plain.step_seconds else 1.0
+
+    def fields(self) -> dict[str, Any]:
+        """The same for a program."""
+        return {
+            "strategy": self.plan.strategy,
+            "budget_bytes": self.plan.budget_bytes,
+            "smallest_budget_bytes": self.smallest_bytes,
+            "plain_peak_bytes": self.plain.peak_bytes,
+            "plain_step_seconds": self.plain.step_seconds,
+            "forecast_peak_bytes": self.forecast.peak_bytes,
+            "forecast_step_seconds": self.forecast.step_seconds,
+            "slowdown": self.slowdown(),
+            "offloaded_bytes": self.forecast.offloaded_bytes,
+            "reloaded_bytes": self.forecast.reloaded_bytes,
+            "recompute_seconds": self.forecast.recompute_seconds,
+            "stall_seconds": self.forecast.stall_seconds,
+            "decisions": self.count_choices(),
+            "segments": len(self.plan.segments),
+            "planning_seconds": self.planning_seconds,
+        }

@@ -1,0 +1,76 @@
+"""`elbowroom probe`: what this machine can do."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from elbowroom.cli.parameters import Json, Output, SpillFolder
+from elbowroom.cli.sources import THIS_MACHINE, check_writable, find_profile, save
+from elbowroom.cli.terminal import open_terminal
+from elbowroom.ir.files import to_json
+from elbowroom.ir.hardware import HardwareProfile
+from elbowroom.units import format_bytes, format_seconds
+
+
+def register(app: typer.Typer) -> None:
+    """Put this command into the program."""
+    app.command()(probe)
+
+
+def probe(
+    device: Annotated[str, typer.Option("--device", help="auto, cpu, cuda or cuda:N.")] = "auto",
+    output: Output = None,
+    spill_folder: SpillFolder = None,
+    as_json: Json = False,
+) -> None:
+    """Measure this machine: compute rates, memory, and the links between its tiers (about ten seconds)."""
+    from rich.table import Table
+
+    with open_terminal(as_json) as terminal:
+        check_writable(output)
+        profile = find_profile(terminal, THIS_MACHINE, device=device, spill_folder=spill_folder)
+        written = save(profile, output)
+        rates = Table("kind", "dtype", "rate", box=None, pad_edge=False, header_style="bold")
+        for rate in profile.rates:
+            rates.add_row(rate.kind, rate.dtype, format_rate(rate.kind, rate.per_second))
+        terminal.show(f"[bold]{profile.name}[/bold]\n", rates)
+        terminal.show("", *_tabulate_memory(profile))
+        terminal.show(
+            f"\nleast time of an op {format_seconds(profile.op_latency_seconds)}, "
+            f"of a hook {format_seconds(profile.hook_seconds)}"
+        )
+        if written:
+            terminal.show(f"written to {written}")
+        terminal.write_document("probe", profile=to_json(profile), output=written)
+
+
+def _tabulate_memory(profile: HardwareProfile) -> tuple[object, ...]:
+    from rich.table import Table
+
+    table = Table("tier", "bytes", "to the next", "out", "back", "", box=None, pad_edge=False, header_style="bold")
+    links = {link.upper: link for link in profile.links}
+    for tier in profile.tiers:
+        link = links.get(tier.name)
+        if link is None:
+            table.add_row(tier.name, format_bytes(tier.capacity_bytes))
+            continue
+        table.add_row(
+            tier.name,
+            format_bytes(tier.capacity_bytes),
+            link.lower,
+            f"{format_bytes(link.out_bytes_per_second)}/s, {format_seconds(link.out_latency_seconds)}",
+            f"{format_bytes(link.back_bytes_per_second)}/s, {format_seconds(link.back_latency_seconds)}",
+            "one direction at a time" if link.half_duplex else "both directions at once",
+        )
+    return (table,)
+
+
+def format_rate(kind: str, per_second: float) -> str:
+    """A rate for people: bytes for elementwise work, floating-point operations for the rest."""
+    if kind == "elementwise":
+        return f"{format_bytes(per_second)}/s"
+    if per_second >= 1e12:
+        return f"{per_second / 1e12:.1f} TFLOP/s"
+    return f"{per_second / 1e9:.1f} GFLOP/s"

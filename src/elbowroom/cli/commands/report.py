@@ -1,0 +1,108 @@
+"""`elbowroom report`: what steps did, from their journal."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from elbowroom.cli.parameters import Json
+from elbowroom.cli.sources import find_profile, load_trace, price_trace
+from elbowroom.cli.terminal import Terminal, open_terminal
+from elbowroom.errors import TraceError, UsageError
+from elbowroom.ir import files
+from elbowroom.ir.check import check
+from elbowroom.ir.costs import Costs
+from elbowroom.ir.forecast import Forecast
+from elbowroom.ir.journal import Journal
+from elbowroom.ir.plan import Plan
+from elbowroom.ir.trace import Trace
+
+
+def register(app: typer.Typer) -> None:
+    """Put this command into the program."""
+    app.command()(report)
+
+
+def report(
+    journals: Annotated[
+        list[Path], typer.Argument(metavar="JOURNAL...", help="Written by `elbowroom run --output`, or by `run --json`.")
+    ],
+    trace_file: Annotated[Path | None, typer.Option("--trace", help="The step's trace: adds the table of blocks.")] = None,
+    plan_file: Annotated[Path | None, typer.Option("--plan", help="The plan that was carried out.")] = None,
+    hardware: Annotated[
+        str, typer.Option("--hardware", help="What to price the trace for: this, a file, or a shipped profile.")
+    ] = "this",
+    as_json: Json = False,
+) -> None:
+    """Report what steps did: forecast beside measured, and with a trace why each block is where it is."""
+    from elbowroom.report.steady import count_modes, find_steady
+    from elbowroom.report.summary import summarize
+
+    with open_terminal(as_json) as terminal:
+        read = [(path, *load_journal(path)) for path in journals]
+        trace, costs, plan, forecast = _load_step(terminal, trace_file, plan_file, hardware)
+        documents: list[dict[str, Any]] = []
+        for path, journal, run_budget_bytes in read:
+            budget_bytes = run_budget_bytes or (0 if plan is None else plan.budget_bytes)
+            text = summarize(
+                budget_bytes=budget_bytes, journal=journal, trace=trace, costs=costs, plan=plan, forecast=forecast
+            )
+            steady = find_steady(journal)
+            documents.append(
+                {
+                    "file": str(path),
+                    "budget_bytes": budget_bytes,
+                    "modes": {str(mode): count for mode, count in count_modes(journal).items()},
+                    "steady": None if steady is None else files.to_json(steady),
+                    "forecast_peak_bytes": None if forecast is None else forecast.peak_bytes,
+                    "forecast_step_seconds": None if forecast is None else forecast.step_seconds,
+                    "report": text,
+                }
+            )
+            terminal.show_text((f"{path}\n\n" if len(read) > 1 else "") + text + ("\n" if len(read) > 1 else ""))
+        terminal.write_document("report", reports=documents)
+
+
+def load_journal(path: Path) -> tuple[Journal, int]:
+    """A journal and the budget it was run within (0 if the file does not say), from either kind of file.
+
+    Raises:
+        UsageError: there is no such file.
+        TraceError: it is neither, or damaged.
+    """
+    try:
+        with open(path, "rb") as file:
+            begin = file.read(4096)
+    except OSError as error:
+        raise UsageError(f"cannot read {path}: {error.strerror or error}") from error
+    if b'"command"' not in begin:
+        return files.load(Journal, path), 0
+    try:
+        document = json.loads(path.read_bytes())
+    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
+        raise TraceError(f"{path} is not a JSON file, or is cut off: {error}") from error
+    if not isinstance(document, dict) or document.get("command") != "run" or "journal" not in document:
+        raise TraceError(f"{path} is not the result of `elbowroom run --json`")
+    budget_bytes = document.get("budget_bytes")
+    if isinstance(budget_bytes, bool) or not isinstance(budget_bytes, int) or budget_bytes < 1:
+        raise TraceError(f"{path}: budget_bytes is not a number of bytes")
+    return files.from_json(Journal, document["journal"], f"{path}: $.journal"), budget_bytes
+
+
+def _load_step(
+    terminal: Terminal, trace_file: Path | None, plan_file: Path | None, hardware: str
+) -> tuple[Trace | None, Costs | None, Plan | None, Forecast | None]:
+    """What is known beside the journal."""
+    from elbowroom.simulator.replay import simulate
+
+    plan = None if plan_file is None else files.load(Plan, plan_file)
+    if trace_file is None:
+        return None, None, plan, None
+    trace = load_trace(trace_file)
+    if plan is not None:
+        check(trace, plan)
+    costs = price_trace(terminal, trace, find_profile(terminal, hardware))
+    return trace, costs, plan, None if plan is None else simulate(trace, costs, plan)

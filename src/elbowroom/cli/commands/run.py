@@ -1,0 +1,172 @@
+"""`elbowroom run`: real steps within a budget."""
+
+from __future__ import annotations
+
+import math
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from elbowroom.cli.parameters import (
+    Batch,
+    Budget,
+    ChannelsLast,
+    DataType,
+    Device,
+    Hardware,
+    ImageSize,
+    Json,
+    Layers,
+    Optimizer,
+    Seed,
+    SequenceLength,
+    Spec,
+    SpillFolder,
+    Strategy,
+    collect_options,
+)
+from elbowroom.cli.sources import (
+    build,
+    capture_spec,
+    check_writable,
+    default_device,
+    find_profile,
+    keep_all,
+    price_trace,
+    read_budget,
+    save,
+)
+from elbowroom.cli.terminal import Terminal, open_terminal
+from elbowroom.errors import UsageError
+from elbowroom.ir.files import to_json
+from elbowroom.ir.hardware import HardwareProfile
+from elbowroom.units import format_bytes, format_seconds
+
+if TYPE_CHECKING:
+    from elbowroom.room import Room
+
+_FILE_HELP = "Write the {} to this file, for `elbowroom report`."
+SavedFile = Annotated[Path | None, typer.Option(rich_help_panel="Files")]
+
+
+def register(app: typer.Typer) -> None:
+    """Put this command into the program."""
+    app.command()(run)
+
+
+def run(
+    spec: Spec,
+    budget: Budget,
+    steps: Annotated[int, typer.Option("--steps", min=1, help="How many; the first ones are captured.")] = 8,
+    ahead: Annotated[bool, typer.Option("--ahead", help="Plan before the first step, on fake tensors.")] = False,
+    hardware: Hardware = "this",
+    strategy: Strategy = "auto",
+    spill_folder: SpillFolder = None,
+    output: Annotated[Path | None, typer.Option("--output", "-o", help=_FILE_HELP.format("journal"))] = None,
+    save_trace: Annotated[Path | None, typer.Option("--save-trace", help=_FILE_HELP.format("trace"))] = None,
+    save_plan: Annotated[Path | None, typer.Option("--save-plan", help=_FILE_HELP.format("plan"))] = None,
+    batch: Batch = None,
+    image_size: ImageSize = None,
+    sequence_length: SequenceLength = None,
+    layers: Layers = None,
+    dtype: DataType = None,
+    optimizer: Optimizer = None,
+    device: Device = None,
+    seed: Seed = None,
+    channels_last: ChannelsLast = None,
+    as_json: Json = False,
+) -> None:
+    """Train for some steps within a budget, and report what happened. Exit code 3 if no plan fits."""
+    options = collect_options(
+        batch, image_size, sequence_length, layers, dtype, optimizer, device, seed, channels_last
+    )
+    with open_terminal(as_json) as terminal:
+        check_writable(output, save_trace, save_plan)
+        read_budget(budget, 1 << 40)
+        options = {**options, "device": device or default_device()}
+        profile = find_profile(terminal, hardware, device=options["device"], spill_folder=spill_folder)
+        if profile.device != options["device"].partition(":")[0]:
+            raise UsageError(f"--hardware: {profile.name} is {profile.device}, and the step runs on {options['device']}")
+        budget_bytes = _find_budget(terminal, spec, options, budget, profile)
+        room, losses = _train(
+            terminal, spec, options, budget_bytes, steps,
+            ahead=ahead, profile=profile, strategy=strategy, spill_folder=spill_folder,
+        )  # fmt: skip
+        journal, planned, report = room.journal(), room.planned, room.report()
+        room.detach()
+        written = save(journal, output)
+        if planned is not None:
+            save(planned.trace, save_trace)
+            save(planned.plan, save_plan)
+        terminal.show_text(report)
+        if written:
+            terminal.show(f"\nwritten to {written}")
+        terminal.write_document(
+            "run",
+            name=spec,
+            device=options["device"],
+            budget_bytes=budget_bytes,
+            losses=[loss if math.isfinite(loss) else None for loss in losses],
+            losses_hex=[loss.hex() for loss in losses],
+            forecast=None if planned is None else _summarize_forecast(to_json(planned.forecast)),
+            journal=to_json(journal),
+            report=report,
+            output=written,
+        )
+
+
+def _find_budget(
+    terminal: Terminal, spec: str, options: dict[str, Any], budget: str, profile: HardwareProfile
+) -> int:
+    """Bytes of a budget; only a share has to know the plain forecast peak."""
+    if not budget.strip().endswith("%"):
+        return read_budget(budget, 0)
+    from elbowroom.simulator.replay import simulate
+
+    trace = capture_spec(terminal, spec, options)
+    costs = price_trace(terminal, trace, profile)
+    return read_budget(budget, simulate(trace, costs, keep_all(costs, 0)).peak_bytes)
+
+
+def _train(
+    terminal: Terminal,
+    spec: str,
+    options: dict[str, Any],
+    budget_bytes: int,
+    steps: int,
+    *,
+    ahead: bool,
+    **fitting: Any,
+) -> tuple[Room, list[float]]:
+    """The room after the steps, and their losses."""
+    from elbowroom.api import fit
+
+    title = f"{spec} within {format_bytes(budget_bytes)}"
+    losses: list[float] = []
+    with terminal.progress(title, steady=False) as advance:
+        advance("building the model", 0.0)
+        workload = build(spec, options)
+        if ahead:
+            advance("planning ahead", 0.0)
+        fitting["step"] = workload.step if ahead else None
+        room = fit(workload.model, workload.optimizer, budget_bytes, **fitting)
+        try:
+            for step in range(steps):
+                begin = time.perf_counter()
+                with room.step():
+                    loss = workload.step()
+                losses.append(float(loss))
+                seconds = format_seconds(time.perf_counter() - begin)
+                mode = room.journal().steps[-1].mode
+                advance(f"step {step + 1} of {steps} ({mode}), loss {losses[-1]:.4f}, {seconds}", (step + 1) / steps)
+        except BaseException:
+            room.detach()
+            raise
+    return room, losses
+
+
+def _summarize_forecast(forecast: dict[str, Any]) -> dict[str, Any]:
+    """Without the bytes of every tick, which nobody reads in a result."""
+    return {name: value for name, value in forecast.items() if name != "live_bytes"}

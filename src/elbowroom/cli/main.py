@@ -1,0 +1,83 @@
+"""The program `elbowroom`: finds its commands, and turns errors into messages and exit codes.
+
+    0    done
+    1    something failed, or the demo found a difference
+    2    the call cannot mean anything: a malformed budget, an unknown name, a damaged file
+    3    no plan fits the budget
+    130  stopped with Ctrl-C
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import typer
+from rich.console import Console
+from rich.text import Text
+
+from elbowroom import _family
+from elbowroom.cli import commands
+from elbowroom.errors import ElbowroomError, Infeasible, TraceError, UsageError
+
+FAILED, MISUSED, INFEASIBLE, INTERRUPTED = 1, 2, 3, 130
+
+
+class Program(typer.core.TyperGroup):
+    """The group of all commands; the one place where errors are printed."""
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run a command.
+
+        Raises:
+            typer.Exit: with the exit code of what went wrong; its message is on stderr by then.
+        """
+        try:
+            return super().invoke(ctx)
+        except ElbowroomError as error:
+            _complain(str(error))
+            raise typer.Exit(find_exit_code(error)) from error
+        except KeyboardInterrupt as error:
+            _complain("stopped")
+            raise typer.Exit(INTERRUPTED) from error
+
+
+def find_exit_code(error: ElbowroomError) -> int:
+    """The exit code that an error ends the program with."""
+    if isinstance(error, (UsageError, TraceError)):
+        return MISUSED
+    return INFEASIBLE if isinstance(error, Infeasible) else FAILED
+
+
+def make_app() -> typer.Typer:
+    """The program with all of its commands."""
+    app = typer.Typer(
+        name="elbowroom",
+        cls=Program,
+        help="Fits PyTorch training into the memory you have.",
+        no_args_is_help=True,
+        add_completion=False,
+        # An error that is not ours is a bug: Python's own traceback says where, without pages of local variables.
+        pretty_exceptions_enable=False,
+        context_settings={"help_option_names": ["-h", "--help"]},
+    )
+    app.callback()(_describe)
+    for name in _family.names(commands):
+        _family.get(commands, name, "register")(app)
+    return app
+
+
+def main() -> None:
+    """What the console script `elbowroom` calls."""
+    # A library that is new to a model says so in a line that nobody here asked for.
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    make_app()(prog_name="elbowroom")
+
+
+def _describe() -> None:
+    """Fits PyTorch training into the memory you have."""
+
+
+def _complain(message: str) -> None:
+    text = Text.assemble(("elbowroom: ", "bold red"), message)
+    Console(stderr=True).print(text, soft_wrap=True)

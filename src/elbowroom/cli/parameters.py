@@ -1,0 +1,90 @@
+"""The options that several commands share, each declared once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of tables.")]
+Spec = Annotated[
+    str,
+    typer.Argument(
+        metavar="SPEC",
+        help="torchvision:NAME, timm:NAME, transformers:NAME, or package.module:function that returns "
+        "(model, optimizer, step).",
+    ),
+]
+TraceOrSpec = Annotated[
+    str,
+    typer.Argument(metavar="TRACE_OR_SPEC", help="A file written by `elbowroom capture`, or a SPEC as it takes."),
+]
+Budget = Annotated[
+    str,
+    typer.Option("--budget", help="Bytes the step may hold: 8GiB, 8GB, or 60% of its plain forecast peak."),
+]
+Hardware = Annotated[
+    str,
+    typer.Option(
+        "--hardware",
+        help="What to price for: this (measured now), a file written by `elbowroom probe`, or the name of a shipped "
+        "profile (v100, a100, h100, rtx3090, ...).",
+    ),
+]
+Strategy = Annotated[str, typer.Option("--strategy", help="What makes the plan.")]
+SpillFolder = Annotated[
+    str | None, typer.Option("--spill-folder", help="Where the spill file lies; the system's temporary folder if not given.")
+]
+Output = Annotated[Path | None, typer.Option("--output", "-o", help="Write the result to this file.")]
+
+_WORKLOAD = "Workload"
+Batch = Annotated[int | None, typer.Option("--batch", help="Samples in a batch (8).", rich_help_panel=_WORKLOAD)]
+ImageSize = Annotated[
+    int | None, typer.Option("--image-size", help="Height and width of images in pixels.", rich_help_panel=_WORKLOAD)
+]
+SequenceLength = Annotated[
+    int | None, typer.Option("--sequence-length", help="Tokens in a sample (128).", rich_help_panel=_WORKLOAD)
+]
+Layers = Annotated[
+    int | None, typer.Option("--layers", help="Layers instead of the model's own number.", rich_help_panel=_WORKLOAD)
+]
+DataType = Annotated[
+    str | None, typer.Option("--dtype", help="float32, or bfloat16 for autocast.", rich_help_panel=_WORKLOAD)
+]
+Optimizer = Annotated[str | None, typer.Option("--optimizer", help="adamw or sgd.", rich_help_panel=_WORKLOAD)]
+Device = Annotated[
+    str | None,
+    typer.Option("--device", help="cpu, cuda or cuda:N; CUDA where there is any if not given.", rich_help_panel=_WORKLOAD),
+]
+Seed = Annotated[int | None, typer.Option("--seed", help="Of weights, batch and draws (0).", rich_help_panel=_WORKLOAD)]
+ChannelsLast = Annotated[
+    bool | None,
+    typer.Option("--channels-last", help="Images and weights in that memory format.", rich_help_panel=_WORKLOAD),
+]
+
+
+def collect_options(
+    batch: int | None,
+    image_size: int | None,
+    sequence_length: int | None,
+    layers: int | None,
+    dtype: str | None,
+    optimizer: str | None,
+    device: str | None,
+    seed: int | None,
+    channels_last: bool | None,
+) -> dict[str, Any]:
+    """The options of a workload that were given, by the names `elbowroom.workloads.build` has for them."""
+    options = {
+        "batch": batch,
+        "image_size": image_size,
+        "sequence_length": sequence_length,
+        "layers": layers,
+        "dtype": dtype,
+        "optimizer": optimizer,
+        "device": device,
+        "seed": seed,
+        "channels_last": channels_last,
+    }
+    return {name: value for name, value in options.items() if value is not None}

@@ -1,0 +1,191 @@
+"""From what a user types to the values the verbs take: traces, profiles, budgets, files."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from elbowroom.cli.terminal import Terminal
+from elbowroom.errors import ElbowroomError, TraceError, UsageError
+from elbowroom.ir import files
+from elbowroom.ir.check import check_trace
+from elbowroom.ir.costs import Costs
+from elbowroom.ir.hardware import HardwareProfile
+from elbowroom.ir.plan import Plan
+from elbowroom.ir.trace import Trace
+from elbowroom.units import parse_bytes
+
+if TYPE_CHECKING:
+    from elbowroom.workloads import Workload
+
+THIS_MACHINE = "this"
+
+
+def find_trace(terminal: Terminal, source: str, options: Mapping[str, Any]) -> Trace:
+    """The trace in a file, or of a workload.
+
+    Raises:
+        UsageError: there is no such file or workload, or options of a workload were given for a file.
+        TraceError: the file is damaged, or the step cannot be captured on fake tensors.
+    """
+    if ":" in source and not os.path.exists(source):
+        return capture_spec(terminal, source, options)
+    if options:
+        given = ", ".join("--" + name.replace("_", "-") for name in options)
+        raise UsageError(f"{source} is a file: {given} can only be chosen when it is captured")
+    return load_trace(source)
+
+
+def load_trace(path: str | os.PathLike[str]) -> Trace:
+    """The trace in a file, checked.
+
+    Raises:
+        UsageError: there is no such file.
+        TraceError: it is damaged, newer, or not consistent with itself.
+    """
+    trace = files.load(Trace, path)
+    try:
+        check_trace(trace)
+    except TraceError as error:
+        raise TraceError(f"{os.fspath(path)}: {error}") from error
+    return trace
+
+
+def capture_spec(terminal: Terminal, spec: str, options: Mapping[str, Any]) -> Trace:
+    """Capture one step of a workload on fake tensors, without allocating the model where that is possible.
+
+    Raises:
+        UsageError: the spec or an option means nothing.
+        TraceError: the step cannot be faked.
+    """
+    from elbowroom.api import capture
+
+    options = {**options, "device": options.get("device") or default_device()}
+    with terminal.progress(f"capturing {spec}") as advance:
+        workload = _build_fake(spec, options)
+        if workload is not None:
+            advance("one step on fake tensors", 0.3)
+            try:
+                return capture(workload.step, workload.model, workload.optimizer, name=spec)
+            except TraceError:
+                pass  # the model may be what does not go together with fake tensors, and not the step
+        advance("building the model", 0.1)
+        workload = build(spec, options)
+        advance("one step on fake tensors", 0.5)
+        return capture(workload.step, workload.model, workload.optimizer, name=spec)
+
+
+def build(spec: str, options: Mapping[str, Any]) -> Workload:
+    """A workload with real tensors.
+
+    Raises:
+        UsageError: the spec or an option means nothing.
+    """
+    from elbowroom import workloads
+
+    return workloads.build(spec, **options)
+
+
+def _build_fake(spec: str, options: Mapping[str, Any]) -> Workload | None:
+    """A workload whose tensors are all fake; None if it cannot be made so."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    from elbowroom import workloads
+
+    if spec.partition(":")[0] not in workloads.sources():
+        return None  # somebody's own function may well load weights from a file
+    try:
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            return workloads.build(spec, **options)
+    except ElbowroomError:
+        raise
+    except Exception:
+        # Its initialisation looks at values. Whatever else may be wrong shows when it is built in earnest.
+        return None
+
+
+def default_device() -> str:
+    """CUDA where there is any, otherwise the CPU."""
+    import torch
+
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def find_profile(
+    terminal: Terminal, hardware: str, *, device: str = "auto", spill_folder: str | None = None
+) -> HardwareProfile:
+    """The profile that `--hardware` names.
+
+    Raises:
+        UsageError: there is no such file or shipped profile, or this machine cannot be measured.
+        TraceError: the file is damaged or newer.
+    """
+    if hardware == THIS_MACHINE:
+        from elbowroom.hardware.probe import probe
+
+        with terminal.progress("measuring this machine", steady=False) as advance:
+            return probe(device, spill_folder=spill_folder, progress=advance)
+    if os.path.exists(hardware) or hardware.endswith((".json", ".gz")) or os.sep in hardware:
+        return files.load(HardwareProfile, hardware)
+    from elbowroom.hardware.shipped import load_shipped
+
+    return load_shipped(hardware)
+
+
+def price_trace(terminal: Terminal, trace: Trace, profile: HardwareProfile) -> Costs:
+    """What a trace costs on a machine; says so where it was captured for another kind of device."""
+    from elbowroom.cost.price import price
+
+    if trace.device != profile.device:
+        terminal.note(
+            f"captured on {trace.device}, priced for {profile.name} ({profile.device}): some ops are others there"
+        )
+    return price(trace, profile)
+
+
+def read_budget(text: str, plain_peak_bytes: int) -> int:
+    """The bytes that `--budget` says.
+
+    Raises:
+        UsageError: it is not an amount of memory.
+    """
+    try:
+        return parse_bytes(text, whole_bytes=plain_peak_bytes)
+    except ValueError as error:
+        raise UsageError(f"--budget: {error}") from error
+
+
+def save(value: object, path: pathlib.Path | None) -> str | None:
+    """Write a noun to a file, if there is one to write. Returns its name.
+
+    Raises:
+        UsageError: the folder is not there or not writable.
+    """
+    if path is None:
+        return None
+    try:
+        files.save(value, path)
+    except OSError as error:
+        raise UsageError(f"cannot write {path}: {error.strerror or error}") from error
+    return str(path)
+
+
+def check_writable(*paths: pathlib.Path | None) -> None:
+    """Refuse a result's file before the work is done, and not after it.
+
+    Raises:
+        UsageError: its folder is not there or not writable.
+    """
+    for path in paths:
+        if path is not None and not os.access(path.parent, os.W_OK):
+            what = "is not writable" if path.parent.is_dir() else "is not a folder"
+            raise UsageError(f"cannot write {path}: {path.parent} {what}")
+
+
+def keep_all(costs: Costs, budget_bytes: int) -> Plan:
+    """The plan of a plain step: nothing moves."""
+    return Plan(
+        trace_digest=costs.trace_digest, strategy="keep_all", budget_bytes=budget_bytes, decisions=(), segments=()
+    )

@@ -1,0 +1,102 @@
+"""What a command says: tables on stdout for people or one JSON document for programs; progress on stderr."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TextIO
+
+from rich.console import Console, RenderableType
+from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.table import Table
+from rich.text import Text
+
+Advance = Callable[[str, float], None]
+"""Told of what is being done, and of the share (0 to 1) that is done."""
+
+
+class Terminal:
+    """Where one command's words go. Made by `open_terminal`."""
+
+    def __init__(self, as_json: bool, stdout: TextIO) -> None:
+        self.as_json = as_json
+        self._stdout = stdout
+        # Files and pipes get lines as wide as the tables are, not as wide as a terminal that is not there.
+        self._out = Console(file=stdout, width=None if stdout.isatty() else 120)
+        self._err = Console(stderr=True)
+
+    def show(self, *renderables: RenderableType) -> None:
+        """Print to people; with `--json` nothing."""
+        if not self.as_json:
+            self._out.print(*renderables)
+
+    def show_text(self, text: str) -> None:
+        """Print text as it is, neither wrapped nor read as markup; with `--json` nothing."""
+        if not self.as_json:
+            self._out.print(Text(text), soft_wrap=True)
+
+    def note(self, text: str) -> None:
+        """Say something beside the result, on stderr."""
+        self._err.print(Text(text, style="dim"), soft_wrap=True)
+
+    def write_document(self, command: str, **fields: Any) -> None:
+        """With `--json`, print the result as the one JSON document on stdout."""
+        if self.as_json:
+            json.dump({"command": command, **fields}, self._stdout, indent=2, allow_nan=False)
+            self._stdout.write("\n")
+            self._stdout.flush()
+
+    @contextlib.contextmanager
+    def progress(self, title: str, *, steady: bool = True) -> Iterator[Advance]:
+        """A progress bar on stderr while the body runs; where that is not a terminal, a line for every new stage.
+
+        Args:
+            title: what is being done.
+            steady: whether the bar moves by itself. Where times are being measured it must not: it is drawn only when
+                it is told of something.
+        """
+        if not self._err.is_terminal:
+            yield self._line_by_line(title)
+            return
+        columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(bar_width=24), TimeElapsedColumn())
+        with Progress(*columns, console=self._err, transient=True, auto_refresh=steady) as bar:
+            task = bar.add_task(title, total=None)
+
+            def advance(what: str, share: float) -> None:
+                bar.update(task, description=f"{title}: {what}", total=1.0, completed=share, refresh=not steady)
+
+            bar.refresh()
+            yield advance
+
+    def _line_by_line(self, title: str) -> Advance:
+        self.note(title)
+        said = ""
+
+        def advance(what: str, share: float) -> None:
+            nonlocal said
+            if what != said:
+                said = what
+                self.note(f"{title}: {what}")
+
+        return advance
+
+
+@contextlib.contextmanager
+def open_terminal(as_json: bool) -> Iterator[Terminal]:
+    """A terminal for one command. With `as_json`, whatever else is printed meanwhile goes to stderr."""
+    terminal = Terminal(as_json, sys.stdout)
+    with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
+        yield terminal
+
+
+def make_facts(title: str, rows: Sequence[tuple[str, str] | tuple[str, str, str]]) -> Table:
+    """A table of names and values, with a remark beside some."""
+    table = Table(title=title, title_justify="left", title_style="bold", show_header=False, box=None, pad_edge=False)
+    table.add_column(style="cyan", no_wrap=True)
+    table.add_column(justify="right", no_wrap=True)
+    table.add_column(style="dim")
+    for name, value, *remark in rows:
+        table.add_row(name, value, *remark)
+    return table

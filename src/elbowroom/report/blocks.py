@@ -1,0 +1,222 @@
+"""Why each block is where it is, at the moment that decides: the forecast peak.
+
+Storages are put together by what they are and what was decided about them, so that a page of fifteen rows tells of
+thousands.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Iterable
+
+from elbowroom.ir.costs import Costs
+from elbowroom.ir.forecast import Forecast
+from elbowroom.ir.plan import Choice, Decision, Plan
+from elbowroom.ir.trace import Op, Role, Storage, Trace, find_movable
+from elbowroom.report.lifetimes import Lifetimes
+from elbowroom.units import format_seconds
+
+SMALL_BYTES = 1 << 14
+"""Below this a move costs more than the bytes are worth."""
+
+_PLURALS = {
+    Role.PARAMETER: "parameters",
+    Role.GRADIENT: "gradients",
+    Role.OPTIMIZER_STATE: "optimizer state",
+    Role.BUFFER: "buffers",
+    Role.INPUT: "inputs",
+}
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Block:
+    """Storages that share a role, an origin, and a fate.
+
+    Attributes:
+        what: role and origin, for people.
+        count, nbytes: how many there are, and their bytes as the device counts them.
+        is_away: whether they are elsewhere at the forecast peak.
+        decision: "keep", "offload" or "recompute"; "-" for what is not up for decision.
+        reason: why, in a few words.
+    """
+
+    what: str
+    count: int
+    nbytes: int
+    is_away: bool
+    decision: str
+    reason: str
+
+
+def explain_blocks(trace: Trace, costs: Costs, plan: Plan, forecast: Forecast) -> tuple[Block, ...]:
+    """Every storage that is on the device at the forecast peak, or away because of a decision; largest first.
+
+    Cost: linear in the trace, and in the ops of every segment.
+    """
+    judge = _Judge(trace, costs, plan, forecast)
+    groups: dict[tuple[str, bool, str, str], list[Storage]] = {}
+    for storage in trace.storages:
+        fate = judge.judge(storage)
+        if fate is not None:
+            groups.setdefault(fate, []).append(storage)
+    blocks = [
+        Block(
+            what=what,
+            count=len(storages),
+            nbytes=sum(map(judge.round_up, storages)),
+            is_away=is_away,
+            decision=decision,
+            reason=judge.reason(why, storages),
+        )
+        for (what, is_away, decision, why), storages in groups.items()
+    ]
+    blocks += judge.list_transients(sum(block.nbytes for block in blocks if not block.is_away))
+    return tuple(sorted((block for block in blocks if block.nbytes), key=lambda block: (-block.nbytes, block.what)))
+
+
+def count_seconds(trace: Trace, costs: Costs) -> list[float]:
+    """When each entry of the step begins if nothing ever waits, and when the last one ends."""
+    seconds = [0.0] * trace.end
+    for op, op_seconds in zip(trace.ops, costs.op_seconds, strict=True):
+        seconds[op.tick] = op_seconds
+    for entry in itertools.chain(trace.saves, trace.needs):
+        seconds[entry.tick] = costs.hook_seconds
+    return [0.0, *itertools.accumulate(seconds)]
+
+
+def shorten(name: str) -> str:
+    """An op's name for people: "aten.add_.Tensor" becomes "add_"."""
+    parts = name.split(".")
+    return parts[1] if len(parts) == 3 else name
+
+
+class _Judge:
+    """Finds what happens to each storage around the forecast peak, and says why."""
+
+    def __init__(self, trace: Trace, costs: Costs, plan: Plan, forecast: Forecast) -> None:
+        self._trace, self._costs, self._plan, self._forecast = trace, costs, plan, forecast
+        self._tick = forecast.peak_tick
+        self._lifetimes = Lifetimes(trace, plan)
+        self._movable = find_movable(trace)
+        self._begins = count_seconds(trace, costs)
+        self._barriers: dict[int, str] = {}
+        for op in trace.ops:
+            for view in op.writes if op.barrier else ():
+                self._barriers.setdefault(view.storage, f"{shorten(op.name)} {op.barrier}")
+
+    def round_up(self, storage: Storage) -> int:
+        alignment = self._costs.alignment_bytes
+        return -(-storage.nbytes // alignment) * alignment
+
+    def judge(self, storage: Storage) -> tuple[str, bool, str, str] | None:
+        """(what, is away, decision, why) of one storage; None if it has no part in the peak."""
+        decision = self._lifetimes.decision_at(storage.id, self._tick)
+        is_there = self._lifetimes.is_there(storage.id, self._tick)
+        if not is_there and decision is None:
+            return None
+        what = self._name(storage)
+        if decision is None:
+            return (what, False, *self._judge_kept(storage))
+        if decision.choice is Choice.RECOMPUTE:
+            why = "still in use before it is dropped" if is_there else "recompute"
+        elif is_there:
+            why = "still leaving" if self._tick <= decision.release else "arriving for its use"
+        else:
+            why = "offload"
+        return (what, not is_there, str(decision.choice), why)
+
+    def _name(self, storage: Storage) -> str:
+        plural = _PLURALS.get(storage.role)
+        return plural if plural is not None else f"{storage.role} of {shorten(storage.label)}"
+
+    def _judge_kept(self, storage: Storage) -> tuple[str, str]:
+        if storage.role is Role.GRADIENT:
+            return ("-", "until the optimizer has used them")
+        if storage.role in _PLURALS:
+            return ("-", "they live across steps and stay")
+        if storage.id not in self._lifetimes.claims:
+            return ("-", "the running code holds it")
+        gaps = self._lifetimes.gaps.get(storage.id, ())
+        gap = next((gap for gap in gaps if gap.opens < self._tick < gap.closes), None)
+        if gap is None:
+            return ("-", "in use right there")
+        if storage.id not in self._movable:
+            return ("keep", "written to after it was saved, so a copy would be out of date")
+        if storage.released >= gap.closes:
+            return ("keep", "the program itself holds it until it is needed")
+        if storage.nbytes < SMALL_BYTES:
+            return ("keep", "too small to be worth a move")
+        return ("keep", f"no replay: {self._barriers[storage.id]}" if storage.id in self._barriers else "cost")
+
+    def reason(self, why: str, storages: list[Storage]) -> str:
+        """The words for what `judge` found, with figures of the whole group."""
+        if why == "offload":
+            return self._explain_offload(storages)
+        if why == "recompute":
+            return self._explain_recompute(storages)
+        if why == "cost" or why.startswith("no replay"):
+            link = self._costs.link
+            out = self._move_seconds(storages, link.out_latency_seconds, link.out_bytes_per_second)
+            back = self._move_seconds(storages, link.back_latency_seconds, link.back_bytes_per_second)
+            cost = f"fits, and a move would take {format_seconds(out)} out and {format_seconds(back)} back"
+            return cost if why == "cost" else f"{cost}; {why}"
+        return why
+
+    def _explain_offload(self, storages: list[Storage]) -> str:
+        link = self._costs.link
+        decisions = self._decisions(storages)
+        away = [self._begins[decision.back] - self._begins[decision.release] for decision in decisions]
+        out = self._move_seconds(storages, link.out_latency_seconds, link.out_bytes_per_second)
+        back = self._move_seconds(storages, link.back_latency_seconds, link.back_bytes_per_second)
+        gaps = {decision.gap for decision in decisions}
+        which = f"gap {next(iter(gaps))}" if len(gaps) == 1 else "several gaps"
+        mean = format_seconds(sum(away) / len(away))
+        return f"{which}: away for {mean}; {format_seconds(out)} out, {format_seconds(back)} back to {link.lower}"
+
+    def _explain_recompute(self, storages: list[Storage]) -> str:
+        segments = {decision.segment for decision in self._decisions(storages)}
+        ops = [tick for segment in segments for tick in self._plan.segments[segment].ops]
+        seconds = sum(self._begins[tick + 1] - self._begins[tick] for tick in ops)
+        names = _most_common(shorten(self._op_at(tick).name) for tick in ops)
+        op_text = "1 op" if len(ops) == 1 else f"{len(ops)} ops"
+        return f"made again by {op_text} ({names}) in {format_seconds(seconds)}"
+
+    def _decisions(self, storages: Iterable[Storage]) -> list[Decision]:
+        found = (self._lifetimes.decision_at(storage.id, self._tick) for storage in storages)
+        return [decision for decision in found if decision is not None]
+
+    def _op_at(self, tick: int) -> Op:
+        index = self._lifetimes.op_at(tick)
+        return self._trace.ops[index or 0]
+
+    @staticmethod
+    def _move_seconds(storages: list[Storage], latency_seconds: float, bytes_per_second: float) -> float:
+        nbytes = sum(storage.nbytes for storage in storages)
+        return len(storages) * latency_seconds + (nbytes / bytes_per_second if bytes_per_second else 0.0)
+
+    def list_transients(self, held_bytes: int) -> list[Block]:
+        """What stands at the peak beside storages: the op's workspace, replays, second copies."""
+        index = self._lifetimes.op_at(self._tick)
+        found = []
+        workspace_bytes = 0
+        if index is not None and self._trace.ops[index].tick == self._tick:
+            workspace_bytes = self._costs.workspace_bytes[index]
+            name = shorten(self._trace.ops[index].name)
+            found.append(_transient(f"workspace of {name}", workspace_bytes, "allocated inside the op at the peak"))
+        other = self._forecast.peak_bytes - held_bytes - workspace_bytes
+        found.append(_transient("replays and moves", max(0, other), "intermediate results and second copies"))
+        return found
+
+
+def _transient(what: str, nbytes: int, reason: str) -> Block:
+    return Block(what=what, count=1, nbytes=nbytes, is_away=False, decision="-", reason=reason)
+
+
+def _most_common(names: Iterable[str], most: int = 3) -> str:
+    counts: dict[str, int] = {}
+    for name in names:
+        counts[name] = counts.get(name, 0) + 1
+    count_of: Callable[[str], tuple[int, str]] = lambda name: (-counts[name], name)  # noqa: E731
+    ordered = sorted(counts, key=count_of)
+    return ", ".join(ordered[:most]) + (", ..." if len(ordered) > most else "")

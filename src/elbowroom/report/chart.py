@@ -1,0 +1,86 @@
+"""Bytes over time as a small picture of text.
+
+    1.62 GiB |            ..:::..
+             |        ..::'     ':.
+     830 MiB |------##########------  budget
+             |   ############ ####
+             +---------------------
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from elbowroom.units import format_bytes, format_seconds
+
+_EIGHTHS = " ▁▂▃▄▅▆▇█"
+_MARGIN = 11
+
+
+def draw_chart(
+    live_bytes: Sequence[int],
+    begins: Sequence[float],
+    *,
+    budget_bytes: int = 0,
+    plain_bytes: Sequence[int] = (),
+    width: int = 84,
+    height: int = 10,
+) -> list[str]:
+    """Lines of a bar chart of bytes over time.
+
+    Args:
+        live_bytes: bytes during each entry of a step.
+        begins: when each entry begins, and at the end when the last one ends, in seconds; one longer than live_bytes.
+        budget_bytes: drawn as a line across; 0 for none.
+        plain_bytes: like live_bytes, of the step without a plan; drawn as dots where it is higher.
+        width, height: of the drawing, in characters, without its margin.
+    """
+    if not live_bytes or not begins:
+        return []
+    columns = _most_in_columns(live_bytes, begins, width)
+    plain = _most_in_columns(plain_bytes, begins, width) if plain_bytes else [0] * width
+    top = max(*columns, *plain, budget_bytes, 1)
+    budget_row = min(height - 1, int(budget_bytes * height / top)) if budget_bytes else -1
+    lines = []
+    for row in range(height - 1, -1, -1):
+        cells = [
+            _cell(bar * height / top - row, dots * height / top - row, row == budget_row)
+            for bar, dots in zip(columns, plain, strict=True)
+        ]
+        lines.append(f"{_margin(row, height, top, budget_row, budget_bytes)} │{''.join(cells)}")
+    lines[-1] = lines[-1].rstrip()
+    end = format_seconds(begins[-1])
+    lines.append(f"{'0 B':>{_MARGIN}} └{'─' * width}")
+    lines.append(f"{'':{_MARGIN}}  0 s{end:>{width - 3}}")
+    return [line.rstrip() for line in lines]
+
+
+def _margin(row: int, height: int, top: int, budget_row: int, budget_bytes: int) -> str:
+    if row == budget_row:
+        return f"{format_bytes(budget_bytes):>{_MARGIN}}"
+    return f"{format_bytes(top) if row == height - 1 else '':>{_MARGIN}}"
+
+
+def _cell(bar: float, dots: float, is_budget: bool) -> str:
+    """One character; `bar` and `dots` are how far the two reach into its row, in rows."""
+    if bar >= 1:
+        return "█"
+    eighths = round(max(bar, 0.0) * 8)
+    if eighths:
+        return _EIGHTHS[eighths]
+    if 0 < dots <= 1:
+        return "·"
+    return "─" if is_budget else " "
+
+
+def _most_in_columns(values: Sequence[int], begins: Sequence[float], width: int) -> list[int]:
+    """The most of all entries that begin in each column, or that last through it."""
+    columns = [0] * width
+    whole = begins[-1] or 1.0
+    for index, value in enumerate(values):
+        first = min(width - 1, int(begins[index] / whole * width))
+        last = min(width - 1, int(begins[index + 1] / whole * width))
+        for column in range(first, last + 1):
+            if value > columns[column]:
+                columns[column] = value
+    return columns

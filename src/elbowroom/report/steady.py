@@ -1,0 +1,87 @@
+"""From a journal to one set of figures: what a step was like once things had settled."""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+from collections import Counter
+
+from elbowroom.ir.journal import Journal, Mode, StepRecord
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Steady:
+    """The latest run of steps of one kind.
+
+    Attributes:
+        mode: how they were run.
+        steps: how many there are.
+        seconds: median step time, of steps that were not metered where there are any.
+        timed_steps: how many steps that median is of.
+        metered_only: whether it had to be taken from metered steps, which are slower than others.
+        peak_bytes, resident_bytes: the most of the metered ones; 0 if none was.
+        stall_seconds: median.
+        offloaded_bytes, reloaded_bytes, recomputed: of the last step.
+    """
+
+    mode: Mode
+    steps: int
+    seconds: float
+    timed_steps: int
+    metered_only: bool
+    peak_bytes: int
+    resident_bytes: int
+    stall_seconds: float
+    offloaded_bytes: int
+    reloaded_bytes: int
+    recomputed: int
+
+
+def find_steady(journal: Journal) -> Steady | None:
+    """Figures of the steps since things last settled; None for an empty journal.
+
+    Planned (or plain) steps after the last capture if there are any; failing that, whatever the last steps were.
+    """
+    records = journal.steps
+    if not records:
+        return None
+    # Steps before a capture followed another plan, or none.
+    last_capture = max((index for index, record in enumerate(records) if record.mode is Mode.CAPTURE), default=-1)
+    for wanted, since in (
+        ((Mode.PLANNED, Mode.PLAIN), last_capture + 1),
+        ((Mode.PLANNED, Mode.PLAIN), 0),
+        ((records[-1].mode,), 0),
+    ):
+        chosen = [record for record in records[since:] if record.mode in wanted]
+        if chosen:
+            return _summarize([record for record in chosen if record.mode is chosen[-1].mode])
+    return None
+
+
+def count_modes(journal: Journal) -> dict[Mode, int]:
+    """How many steps were run in each mode, in the order in which the modes first came."""
+    return dict(Counter(record.mode for record in journal.steps))
+
+
+def is_metered(record: StepRecord) -> bool:
+    """Whether a step's bytes were measured, which costs it some time."""
+    return record.peak_bytes > 0 or record.resident_bytes > 0
+
+
+def _summarize(records: list[StepRecord]) -> Steady:
+    quiet = [record for record in records if not is_metered(record)]
+    timed = quiet or records
+    last = records[-1]
+    return Steady(
+        mode=last.mode,
+        steps=len(records),
+        seconds=statistics.median(record.seconds for record in timed),
+        timed_steps=len(timed),
+        metered_only=not quiet,
+        peak_bytes=max(record.peak_bytes for record in records),
+        resident_bytes=max(record.resident_bytes for record in records),
+        stall_seconds=statistics.median(record.stall_seconds for record in timed),
+        offloaded_bytes=last.offloaded_bytes,
+        reloaded_bytes=last.reloaded_bytes,
+        recomputed=last.recomputed,
+    )

@@ -1,0 +1,35 @@
+"""Marks every test by its folder, and skips what this machine cannot run."""
+
+from __future__ import annotations
+
+import functools
+import os
+import pathlib
+
+import hypothesis
+import pytest
+
+HERE = pathlib.Path(__file__).parent
+NEEDS = {"pure": "pure", "contracts": "pure", "cpu": "cpu", "gpu": "gpu"}
+
+# Examples repeat from run to run, so that a failure is a change. HYPOTHESIS_PROFILE=explore looks for new ones.
+hypothesis.settings.register_profile("repeat", deadline=None, derandomize=True, database=None)
+hypothesis.settings.register_profile("explore", deadline=None, max_examples=2000)
+hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeat"))
+
+
+@functools.cache
+def _why_no_cuda() -> str:
+    import torch
+
+    return "" if torch.cuda.is_available() else "needs a CUDA device, and torch finds none"
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The folder of a test says what it needs."""
+    for item in items:
+        folder = item.path.relative_to(HERE).parts[0]
+        if folder in NEEDS:
+            item.add_marker(NEEDS[folder])
+        if NEEDS.get(folder) == "gpu" and _why_no_cuda():
+            item.add_marker(pytest.mark.skip(reason=_why_no_cuda()))

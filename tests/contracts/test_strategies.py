@@ -1,0 +1,83 @@
+"""What every strategy promises, whatever the trace, the machine and the budget."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as some
+
+from elbowroom.errors import Infeasible
+from elbowroom.ir.check import check, check_trace
+from elbowroom.ir.costs import Costs
+from elbowroom.ir.plan import Plan
+from elbowroom.ir.trace import Trace
+from elbowroom.planner.problem import list_strategies, plan
+from elbowroom.residency.machine import Machine
+from elbowroom.residency.policies import planned
+from elbowroom.simulator.replay import simulate
+from tests.generators import jobs, keep_everything
+from tests.oracles import follow
+
+STRATEGIES = list_strategies()
+shares = some.floats(0.0, 1.1)
+
+
+def plan_somehow(trace: Trace, costs: Costs, budget_bytes: int, strategy: str) -> tuple[Plan, int]:
+    """A plan within the budget, or within what Infeasible then says is needed; and that budget."""
+    for _ in range(3):
+        try:
+            return plan(trace, costs, budget_bytes, strategy=strategy, min_offload_bytes=1), budget_bytes
+        except Infeasible as infeasible:
+            assert infeasible.budget_bytes == budget_bytes < infeasible.needed_bytes
+            budget_bytes = infeasible.needed_bytes
+    raise AssertionError(f"{strategy} does not find a plan within what it says it needs")
+
+
+def test_there_are_strategies() -> None:
+    assert {"auto", "keep_all", "offload_all", "recompute_all"} <= set(STRATEGIES)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@given(job=jobs(), share=shares)
+@settings(max_examples=60)
+def test_plans_are_sound_fit_and_repeat(strategy: str, job: tuple[Trace, Costs], share: float) -> None:
+    trace, costs = job
+    check_trace(trace)
+    plain = simulate(trace, costs, keep_everything(costs))
+    made, budget_bytes = plan_somehow(trace, costs, max(1, int(plain.peak_bytes * share)), strategy)
+    check(trace, made)
+    forecast = simulate(trace, costs, made)
+    assert forecast.peak_bytes <= budget_bytes
+    assert (made.strategy, made.budget_bytes, made.trace_digest) == (strategy, budget_bytes, costs.trace_digest)
+    assert forecast.step_seconds >= plain.step_seconds - 1e-12
+    follow(trace, Machine(planned.Policy(made), made.segments))
+    again = plan(trace, costs, budget_bytes, strategy=strategy, min_offload_bytes=1)
+    assert again == made
+
+
+@given(job=jobs(), share=some.floats(0.3, 1.0))
+@settings(max_examples=60)
+def test_auto_is_never_beaten_by_the_simple_ones(job: tuple[Trace, Costs], share: float) -> None:
+    trace, costs = job
+    plain = simulate(trace, costs, keep_everything(costs))
+    made, budget_bytes = plan_somehow(trace, costs, max(1, int(plain.peak_bytes * share)), "auto")
+    seconds = simulate(trace, costs, made).step_seconds
+    for strategy in STRATEGIES:
+        try:
+            other = plan(trace, costs, budget_bytes, strategy=strategy, min_offload_bytes=1)
+        except Infeasible:
+            continue
+        assert seconds <= simulate(trace, costs, other).step_seconds * (1 + 1e-9), strategy
+
+
+@given(job=jobs())
+@settings(max_examples=30)
+def test_the_smallest_budget_is_the_smallest(job: tuple[Trace, Costs]) -> None:
+    trace, costs = job
+    with pytest.raises(Infeasible) as caught:
+        plan(trace, costs, 1, min_offload_bytes=1)
+    needed_bytes = caught.value.needed_bytes
+    for strategy in STRATEGIES:
+        with pytest.raises(Infeasible):
+            plan(trace, costs, needed_bytes - 1, strategy=strategy, min_offload_bytes=1)
+    assert simulate(trace, costs, plan(trace, costs, needed_bytes, min_offload_bytes=1)).peak_bytes <= needed_bytes

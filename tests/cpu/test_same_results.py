@@ -1,0 +1,122 @@
+"""Training within a budget gives the bits of training without one, and holds the budget it forecast."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+
+import pytest
+import torch
+
+import elbowroom
+from elbowroom.ir.hardware import HardwareProfile
+from elbowroom.ir.journal import Mode
+from elbowroom.planner.problem import pose
+from elbowroom.room import Room
+from tests.models import MODELS, Step
+
+STEPS = 10
+SHARES = (0.0, 1 / 3, 2 / 3)
+"""How far each budget lies on the way from the smallest one that works to the plain peak."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """What training left behind."""
+
+    losses: list[torch.Tensor]
+    gradients: list[torch.Tensor | None]
+    parameters: list[torch.Tensor]
+    buffers: list[torch.Tensor]
+    random_state: torch.Tensor
+
+    def differences(self, other: Outcome) -> list[str]:
+        """Where two outcomes differ in so much as a bit."""
+        found = []
+        for field in dataclasses.fields(self):
+            ours, theirs = getattr(self, field.name), getattr(other, field.name)
+            pairs = [(ours, theirs)] if isinstance(ours, torch.Tensor) else list(zip(ours, theirs, strict=True))
+            found += [f"{field.name}[{index}]" for index, pair in enumerate(pairs) if not same_bits(*pair)]
+        return found
+
+
+def same_bits(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
+    if one is None or other is None:
+        return one is other
+    if one.dtype != other.dtype or one.shape != other.shape:
+        return False
+    return torch.equal(one.contiguous().flatten().view(torch.uint8), other.contiguous().flatten().view(torch.uint8))
+
+
+def train(name: str, budget_bytes: int | None, profile: HardwareProfile, steps: int = STEPS) -> tuple[Outcome, Room | None]:
+    model, optimizer, step = MODELS[name]().make()
+    room = None
+    if budget_bytes is not None:
+        room = elbowroom.fit(model, optimizer, budget_bytes, profile=profile, meter_every=1)
+    losses = []
+    for index in range(steps):
+        if index == steps - 1:
+            optimizer.zero_grad = lambda set_to_none=True: None  # type: ignore[method-assign, misc]
+        losses.append(run_step(room, step, index))
+    outcome = Outcome(
+        losses,
+        [parameter.grad for parameter in model.parameters()],
+        [parameter.detach() for parameter in model.parameters()],
+        list(model.buffers()),
+        torch.get_rng_state(),
+    )
+    if room is not None:
+        room.detach()
+    return outcome, room
+
+
+def run_step(room: Room | None, step: Step, index: int) -> torch.Tensor:
+    if room is None:
+        return step(index)
+    with room.step():
+        return step(index)
+
+
+@functools.cache
+def find_plain(name: str, profile: HardwareProfile) -> Outcome:
+    return train(name, None, profile)[0]
+
+
+@functools.cache
+def find_range(name: str, profile: HardwareProfile) -> tuple[int, int]:
+    """The smallest budget that works, and the plain peak."""
+    _, room = train(name, 1 << 40, profile, steps=2)
+    assert room is not None and room.planned is not None
+    floor = pose(room.planned.trace, room.planned.costs, 1).floor.peak_bytes
+    plain = room.planned.forecast.peak_bytes
+    assert floor < plain, "nothing can move: this case shows nothing"
+    return floor, plain
+
+
+@pytest.mark.parametrize("share", SHARES, ids=["smallest", "third", "two thirds"])
+@pytest.mark.parametrize("name", sorted(MODELS))
+def test_the_same_bits_within_the_budget(name: str, share: float, profile: HardwareProfile) -> None:
+    floor, plain = find_range(name, profile)
+    budget = floor + int(share * (plain - floor))
+    outcome, room = train(name, budget, profile)
+    assert room is not None and room.planned is not None
+    assert outcome.differences(find_plain(name, profile)) == []
+
+    records = room.journal().steps
+    modes = [record.mode for record in records]
+    settled = modes.index(Mode.PLANNED)
+    assert settled <= 3 and set(modes[:settled]) == {Mode.CAPTURE} and set(modes[settled:]) == {Mode.PLANNED}, [
+        (str(record.mode), record.note) for record in records
+    ]
+    check_peaks([record.peak_bytes for record in records[settled:]], room.planned.forecast.peak_bytes, budget)
+    assert max(record.peak_bytes for record in records[:settled]) <= budget
+    assert all(record.offloaded_bytes or record.recomputed for record in records[settled:])
+
+
+def check_peaks(measured: Sequence[int], forecast: int, budget: int) -> None:
+    assert max(measured) <= budget, f"measured {measured}, budget {budget}, forecast {forecast}"
+    assert forecast <= budget
+    assert min(measured) > 0.99 * forecast and max(measured) < 1.01 * forecast, (
+        f"measured {[round(peak / forecast, 4) for peak in measured]} of the forecast of {forecast}"
+    )

@@ -1,0 +1,133 @@
+"""Slow and obvious ways to find what fast code finds. No torch."""
+
+from __future__ import annotations
+
+from elbowroom.ir.actions import Action, Offload, Recompute, Release, Reload, Wait
+from elbowroom.ir.costs import Costs
+from elbowroom.ir.events import StorageFreed, StorageNeeded, StorageSaved
+from elbowroom.ir.trace import Trace, find_movable
+from elbowroom.residency.machine import Machine
+from elbowroom.simulator.replay import list_events
+
+
+def count_live_bytes(trace: Trace, costs: Costs) -> list[int]:
+    """Bytes on the device during each entry when nothing moves: look at every storage and every holder, every tick."""
+
+    def is_held(storage: int, tick: int) -> bool:
+        home = trace.storages[storage]
+        return (
+            home.created <= tick < home.released
+            or any(save.storage == storage and save.tick <= tick < save.released for save in trace.saves)
+            or any(trace.saves[need.save].storage == storage and need.tick <= tick < need.released for need in trace.needs)
+        )
+
+    align = costs.alignment_bytes
+    workspace = {op.tick: nbytes for op, nbytes in zip(trace.ops, costs.workspace_bytes, strict=True)}
+    return [
+        workspace.get(tick, 0)
+        + sum(-(-home.nbytes // align) * align for home in trace.storages if is_held(home.id, tick))
+        for tick in range(trace.end)
+    ]
+
+
+def follow(trace: Trace, machine: Machine) -> list[Action]:
+    """Carry a machine's actions out on symbols instead of bytes, and see that every need finds what was saved.
+
+    A symbol stands for what an op made of what it read. So a replay of the wrong ops, from the wrong contents, a use
+    of bytes still under way and a release of the last copy all show.
+
+    Raises:
+        AssertionError: an action could not be carried out, or gives the wrong contents.
+    """
+    contents = _find_contents(trace)
+    movable = find_movable(trace)
+    device: dict[int, object] = {}  # what autograd's claim on each storage holds
+    below: dict[int, object] = {}
+    moving: set[int] = set()
+    freed: set[int] = set()
+    done: list[Action] = []
+    for event in list_events(trace):
+        storage, tick = event.storage, event.tick
+        if isinstance(event, StorageSaved):
+            freed.discard(storage)
+            device.setdefault(storage, contents[storage, _version_before(trace, storage, tick)])
+        for action in machine.feed(event):
+            done.append(action)
+            if isinstance(action, Recompute):
+                _replay(trace, machine, action, contents, tick, device, moving)
+                continue
+            moved = action.storage
+            assert moved not in freed or moved == storage, f"{action} after the storage was freed"
+            if isinstance(action, Wait):
+                assert moved in moving, f"{action} has nothing to wait for"
+                moving.discard(moved)
+            else:
+                assert moved not in moving, f"{action} while it is being moved"
+            if isinstance(action, Offload):
+                below[moved] = device[moved]
+                moving.add(moved)
+            elif isinstance(action, Reload):
+                assert moved not in device, f"{action} of what is there"
+                device[moved] = below[moved]
+                moving.add(moved)
+            elif isinstance(action, Release):
+                del device[moved]
+        if isinstance(event, StorageNeeded):
+            assert storage in device and storage not in moving, f"storage {storage} is not there at tick {tick}"
+            if storage in movable:
+                saved = min(save.tick for save in trace.saves if save.storage == storage)
+                assert device[storage] == contents[storage, _version_before(trace, storage, saved)]
+        elif isinstance(event, StorageFreed):
+            assert storage not in device and storage not in moving
+            below.pop(storage, None)
+            freed.add(storage)
+    assert not moving
+    return done
+
+
+def _replay(
+    trace: Trace,
+    machine: Machine,
+    action: Recompute,
+    contents: dict[tuple[int, int], object],
+    tick: int,
+    device: dict[int, object],
+    moving: set[int],
+) -> None:
+    segment = machine._segments[action.segment]
+    held: dict[int, object] = {}
+    for leaf in segment.leaves:
+        home = trace.storages[leaf]
+        if leaf in device:
+            assert leaf not in moving
+            held[leaf] = device[leaf]
+        else:
+            assert home.created < tick < home.released, f"leaf {leaf} is not there at tick {tick}"
+            held[leaf] = contents[leaf, _version_before(trace, leaf, tick)]
+    ops = {op.tick: op for op in trace.ops}
+    for op_tick in segment.ops:
+        op = ops[op_tick]
+        assert not op.barrier
+        read = tuple(held[view.storage] for view in op.reads)
+        for index, view in enumerate(op.writes):
+            held[view.storage] = hash((op.name, read, index))
+    for output in action.outputs:
+        assert output not in device
+        device[output] = held[output]
+
+
+def _find_contents(trace: Trace) -> dict[tuple[int, int], object]:
+    """What every version of every storage holds in the plain step."""
+    contents: dict[tuple[int, int], object] = {
+        (home.id, 0): hash(("resident", home.id)) for home in trace.storages if home.created < 0
+    }
+    for op in trace.ops:
+        read = tuple(contents[view.storage, view.version] for view in op.reads)
+        for index, view in enumerate(op.writes):
+            contents[view.storage, view.version] = hash((op.name, read, index))
+    return contents
+
+
+def _version_before(trace: Trace, storage: int, tick: int) -> int:
+    written = [view.version for op in trace.ops if op.tick < tick for view in op.writes if view.storage == storage]
+    return written[-1] if written else 0
