@@ -1,4 +1,4 @@
-"""Marks every test by its folder, and skips what this machine cannot run."""
+"""Marks every test by its folder, skips what this machine cannot run, and lets nothing leak."""
 
 from __future__ import annotations
 
@@ -9,12 +9,14 @@ import pathlib
 import hypothesis
 import pytest
 
+from tests.leaks import nothing_leaks, profile  # noqa: F401 -- fixtures of every test
+
 HERE = pathlib.Path(__file__).parent
 NEEDS = {"pure": "pure", "contracts": "pure", "cpu": "cpu", "gpu": "gpu"}
 
 # Examples repeat from run to run, so that a failure is a change. HYPOTHESIS_PROFILE=explore looks for new ones.
-hypothesis.settings.register_profile("repeat", deadline=None, derandomize=True, database=None)
-hypothesis.settings.register_profile("explore", deadline=None, max_examples=2000)
+hypothesis.settings.register_profile("repeat", deadline=None, derandomize=True, database=None, max_examples=50)
+hypothesis.settings.register_profile("explore", deadline=None, max_examples=1500)
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeat"))
 
 

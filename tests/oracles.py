@@ -43,45 +43,51 @@ def follow(trace: Trace, machine: Machine) -> list[Action]:
     movable = find_movable(trace)
     device: dict[int, object] = {}  # what autograd's claim on each storage holds
     below: dict[int, object] = {}
-    moving: set[int] = set()
-    freed: set[int] = set()
+    leaving: set[int] = set()
+    arriving: set[int] = set()
+    saved: dict[int, object] = {}
     done: list[Action] = []
     for event in list_events(trace):
         storage, tick = event.storage, event.tick
-        if isinstance(event, StorageSaved):
-            freed.discard(storage)
-            device.setdefault(storage, contents[storage, _version_before(trace, storage, tick)])
+        if isinstance(event, StorageSaved) and storage not in saved:
+            saved[storage] = device[storage] = contents[storage, _version_before(trace, storage, tick)]
+        given: object = None
         for action in machine.feed(event):
             done.append(action)
             if isinstance(action, Recompute):
-                _replay(trace, machine, action, contents, tick, device, moving)
+                assert not arriving & set(machine._segments[action.segment].leaves)
+                _replay(trace, machine, action, contents, tick, device)
                 continue
             moved = action.storage
-            assert moved not in freed or moved == storage, f"{action} after the storage was freed"
+            assert moved in saved, f"{action} of what is not saved, or is already free"
             if isinstance(action, Wait):
-                assert moved in moving, f"{action} has nothing to wait for"
-                moving.discard(moved)
-            else:
-                assert moved not in moving, f"{action} while it is being moved"
+                assert moved in leaving | arriving, f"{action} has nothing to wait for"
+                leaving.discard(moved)
+                arriving.discard(moved)
+                continue
+            assert moved not in leaving | arriving, f"{action} while it is being moved"
             if isinstance(action, Offload):
                 below[moved] = device[moved]
-                moving.add(moved)
+                leaving.add(moved)
             elif isinstance(action, Reload):
                 assert moved not in device, f"{action} of what is there"
                 device[moved] = below[moved]
-                moving.add(moved)
-            elif isinstance(action, Release):
-                del device[moved]
+                arriving.add(moved)
+            else:
+                held = device.pop(moved)
+                if moved == storage:
+                    given = held  # autograd is handed it before it goes
         if isinstance(event, StorageNeeded):
-            assert storage in device and storage not in moving, f"storage {storage} is not there at tick {tick}"
+            if given is None:
+                assert storage in device and storage not in arriving, f"storage {storage} is not there at tick {tick}"
+                given = device[storage]
             if storage in movable:
-                saved = min(save.tick for save in trace.saves if save.storage == storage)
-                assert device[storage] == contents[storage, _version_before(trace, storage, saved)]
+                assert given == saved[storage], f"storage {storage} has the wrong contents at tick {tick}"
         elif isinstance(event, StorageFreed):
-            assert storage not in device and storage not in moving
+            assert storage not in device and storage not in leaving | arriving
             below.pop(storage, None)
-            freed.add(storage)
-    assert not moving
+            del saved[storage]
+    assert not saved
     return done
 
 
@@ -92,14 +98,12 @@ def _replay(
     contents: dict[tuple[int, int], object],
     tick: int,
     device: dict[int, object],
-    moving: set[int],
 ) -> None:
     segment = machine._segments[action.segment]
     held: dict[int, object] = {}
     for leaf in segment.leaves:
         home = trace.storages[leaf]
         if leaf in device:
-            assert leaf not in moving
             held[leaf] = device[leaf]
         else:
             assert home.created < tick < home.released, f"leaf {leaf} is not there at tick {tick}"

@@ -43,6 +43,9 @@ RECORDS_KEPT = 1000
 DRIFTS_BEFORE_RECAPTURE = 2
 """One odd step (the last batch of an epoch) is no reason to plan anew; two in a row are."""
 
+EVERYTHING_FITS = "nothing to do"
+"""The name of the empty plan that is carried out by not attaching anything."""
+
 _MARK = "_elbowroom_room"
 
 
@@ -116,7 +119,7 @@ class Room:
             raise UsageError("room.step() inside room.step(): one `with room.step():` is one whole training step")
         self._inside = True
         try:
-            if self.planned is not None and not self.planned.plan.decisions and self._measured:
+            if self.planned is not None and self.planned.plan.strategy == EVERYTHING_FITS:
                 yield from self._run_plain()
             elif self.planned is not None and self._drifts < (DRIFTS_BEFORE_RECAPTURE if self._measured else 1):
                 yield from self._run_planned(self.planned)
@@ -159,9 +162,23 @@ class Room:
     # -- running a step -------------------------------------------------------------------------------------------
 
     def _run_plain(self) -> Iterator[None]:
+        # That everything fits may so far be an estimate: then the first steps are metered, and nothing more.
+        meter = None if self._measured else make_meter(self._device)
+        base_bytes = self._count_base()
         begin = time.perf_counter()
-        yield
-        self._record(Mode.PLAIN, time.perf_counter() - begin, None, None, "")
+        if meter is not None:
+            meter.start()
+        try:
+            yield
+        finally:
+            if meter is not None:
+                meter.stop(base_bytes)
+        self._record(Mode.PLAIN, time.perf_counter() - begin, None, meter, "")
+        if meter is not None:
+            self._measured_steps += 1
+            self._measured = self._measured_steps == self.config.settling_steps
+            if meter.peak_bytes > self.budget_bytes:
+                self.planned = None
 
     def _run_planned(self, planned: Planned) -> Iterator[None]:
         # The first steps after planning ahead of any run are watched op by op, to learn what ops really cost.
@@ -317,7 +334,9 @@ class Room:
         if self._profile is None:
             self._profile = probe(str(self._device), spill_folder=self.config.spill_folder)
         costs = price(trace, self._profile, measurements, trace_digest=trace_digest)
-        plan = keep_all_if_it_fits(trace, costs, self.budget_bytes)
+        plan = None
+        if self.config.strategy == "auto":
+            plan = keep_all_if_it_fits(trace, costs, self.budget_bytes)
         if plan is None:
             plan = make_plan(
                 trace, costs, self.budget_bytes, strategy=self.config.strategy,
@@ -332,7 +351,9 @@ class Room:
 
 def keep_all_if_it_fits(trace: Trace, costs: Costs, budget_bytes: int) -> Plan | None:
     """The empty plan, where nothing has to be done at all."""
-    plan = Plan(trace_digest=costs.trace_digest, strategy="keep_all", budget_bytes=budget_bytes, decisions=(), segments=())
+    plan = Plan(
+        trace_digest=costs.trace_digest, strategy=EVERYTHING_FITS, budget_bytes=budget_bytes, decisions=(), segments=()
+    )
     return plan if simulate(trace, costs, plan).peak_bytes <= budget_bytes else None
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as some
 
 from elbowroom.errors import Infeasible
@@ -39,7 +39,6 @@ def test_there_are_strategies() -> None:
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @given(job=jobs(), share=shares)
-@settings(max_examples=60)
 def test_plans_are_sound_fit_and_repeat(strategy: str, job: tuple[Trace, Costs], share: float) -> None:
     trace, costs = job
     check_trace(trace)
@@ -56,7 +55,6 @@ def test_plans_are_sound_fit_and_repeat(strategy: str, job: tuple[Trace, Costs],
 
 
 @given(job=jobs(), share=some.floats(0.3, 1.0))
-@settings(max_examples=60)
 def test_auto_is_never_beaten_by_the_simple_ones(job: tuple[Trace, Costs], share: float) -> None:
     trace, costs = job
     plain = simulate(trace, costs, keep_everything(costs))
@@ -71,7 +69,6 @@ def test_auto_is_never_beaten_by_the_simple_ones(job: tuple[Trace, Costs], share
 
 
 @given(job=jobs())
-@settings(max_examples=30)
 def test_the_smallest_budget_is_the_smallest(job: tuple[Trace, Costs]) -> None:
     trace, costs = job
     with pytest.raises(Infeasible) as caught:

@@ -34,7 +34,8 @@ Hardware = Annotated[
 ]
 Strategy = Annotated[str, typer.Option("--strategy", help="What makes the plan.")]
 SpillFolder = Annotated[
-    str | None, typer.Option("--spill-folder", help="Where the spill file lies; the system's temporary folder if not given.")
+    str | None,
+    typer.Option("--spill-folder", help="Where the spill file lies; the system's temporary folder if not given."),
 ]
 Output = Annotated[Path | None, typer.Option("--output", "-o", help="Write the result to this file.")]
 
@@ -55,7 +56,7 @@ DataType = Annotated[
 Optimizer = Annotated[str | None, typer.Option("--optimizer", help="adamw or sgd.", rich_help_panel=_WORKLOAD)]
 Device = Annotated[
     str | None,
-    typer.Option("--device", help="cpu, cuda or cuda:N; CUDA where there is any if not given.", rich_help_panel=_WORKLOAD),
+    typer.Option("--device", help="cpu, cuda or cuda:N; CUDA if there is any.", rich_help_panel=_WORKLOAD),
 ]
 Seed = Annotated[int | None, typer.Option("--seed", help="Of weights, batch and draws (0).", rich_help_panel=_WORKLOAD)]
 ChannelsLast = Annotated[

@@ -29,6 +29,14 @@ _PLURALS = {
 }
 
 
+_STAY = {
+    Role.PARAMETER: "live across steps, and stay",
+    Role.GRADIENT: "stay until the optimizer has used them",
+    Role.OPTIMIZER_STATE: "lives across steps, and stays",
+    Role.BUFFER: "live across steps, and stay",
+    Role.INPUT: "the program holds them",
+}
+
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Block:
     """Storages that share a role, an origin, and a fate.
@@ -80,8 +88,8 @@ def count_seconds(trace: Trace, costs: Costs) -> list[float]:
     seconds = [0.0] * trace.end
     for op, op_seconds in zip(trace.ops, costs.op_seconds, strict=True):
         seconds[op.tick] = op_seconds
-    for entry in itertools.chain(trace.saves, trace.needs):
-        seconds[entry.tick] = costs.hook_seconds
+    for tick in itertools.chain((save.tick for save in trace.saves), (need.tick for need in trace.needs)):
+        seconds[tick] = costs.hook_seconds
     return [0.0, *itertools.accumulate(seconds)]
 
 
@@ -103,7 +111,7 @@ class _Judge:
         self._barriers: dict[int, str] = {}
         for op in trace.ops:
             for view in op.writes if op.barrier else ():
-                self._barriers.setdefault(view.storage, f"{shorten(op.name)} {op.barrier}")
+                self._barriers.setdefault(view.storage, f"{shorten(op.name)}: {op.barrier}")
 
     def round_up(self, storage: Storage) -> int:
         alignment = self._costs.alignment_bytes
@@ -131,10 +139,8 @@ class _Judge:
         return plural if plural is not None else f"{storage.role} of {shorten(storage.label)}"
 
     def _judge_kept(self, storage: Storage) -> tuple[str, str]:
-        if storage.role is Role.GRADIENT:
-            return ("-", "until the optimizer has used them")
-        if storage.role in _PLURALS:
-            return ("-", "they live across steps and stay")
+        if storage.role in _STAY:
+            return ("-", _STAY[storage.role])
         if storage.id not in self._lifetimes.claims:
             return ("-", "the running code holds it")
         gaps = self._lifetimes.gaps.get(storage.id, ())
@@ -159,7 +165,7 @@ class _Judge:
             link = self._costs.link
             out = self._move_seconds(storages, link.out_latency_seconds, link.out_bytes_per_second)
             back = self._move_seconds(storages, link.back_latency_seconds, link.back_bytes_per_second)
-            cost = f"fits, and a move would take {format_seconds(out)} out and {format_seconds(back)} back"
+            cost = f"it fits; a move: {format_seconds(out)} out, {format_seconds(back)} back"
             return cost if why == "cost" else f"{cost}; {why}"
         return why
 
@@ -172,7 +178,7 @@ class _Judge:
         gaps = {decision.gap for decision in decisions}
         which = f"gap {next(iter(gaps))}" if len(gaps) == 1 else "several gaps"
         mean = format_seconds(sum(away) / len(away))
-        return f"{which}: away for {mean}; {format_seconds(out)} out, {format_seconds(back)} back to {link.lower}"
+        return f"{which}, away {mean}; to {link.lower} {format_seconds(out)}, back {format_seconds(back)}"
 
     def _explain_recompute(self, storages: list[Storage]) -> str:
         segments = {decision.segment for decision in self._decisions(storages)}

@@ -23,7 +23,7 @@ def draw_chart(
     *,
     budget_bytes: int = 0,
     plain_bytes: Sequence[int] = (),
-    width: int = 84,
+    width: int = 64,
     height: int = 10,
 ) -> list[str]:
     """Lines of a bar chart of bytes over time.
@@ -48,7 +48,6 @@ def draw_chart(
             for bar, dots in zip(columns, plain, strict=True)
         ]
         lines.append(f"{_margin(row, height, top, budget_row, budget_bytes)} │{''.join(cells)}")
-    lines[-1] = lines[-1].rstrip()
     end = format_seconds(begins[-1])
     lines.append(f"{'0 B':>{_MARGIN}} └{'─' * width}")
     lines.append(f"{'':{_MARGIN}}  0 s{end:>{width - 3}}")

@@ -50,10 +50,9 @@ def summarize(
         lines += ["", *_compare(budget_bytes, steady, costs, plan, forecast, plain)]
     lines += _describe_budget(budget_bytes, journal)
     if trace is not None and costs is not None and forecast is not None and forecast.live_bytes:
-        lines += ["", "Bytes on the device over the step, as forecast (dots: if everything stayed; line: the budget)", ""]
-        lines += draw_chart(
-            forecast.live_bytes, count_seconds(trace, costs), budget_bytes=budget_bytes, plain_bytes=plain
-        )
+        lines += ["", "Bytes on the device over the step, forecast (dots: if everything stayed; line: the budget)", ""]
+        begins = count_seconds(trace, costs)
+        lines += draw_chart(forecast.live_bytes, begins, budget_bytes=budget_bytes, plain_bytes=plain)
         if plan is not None:
             lines += ["", *_describe_peak(trace, costs, plan, forecast)]
     return "\n".join(lines)
@@ -67,7 +66,7 @@ def _title(budget_bytes: int, trace: Trace | None) -> str:
 def _describe_steps(journal: Journal, plan: Plan | None) -> list[str]:
     counts = count_modes(journal)
     run = ", ".join(f"{count} {_MODES[mode]}" for mode, count in counts.items())
-    lines = [f"Steps   {run or 'none yet'}"]
+    lines = [f"Steps   {run or 'none run'}"]
     if plan is None:
         lines.append("Plan    none yet: a step is planned once it has been captured")
     elif not plan.decisions:
@@ -111,11 +110,9 @@ def _compare(
     )  # fmt: skip
     if plan is not None and plan.decisions and forecast is not None:
         rows += _compare_moves(steady, plan, forecast)
-    widths = [max(len(row[column]) for row in rows) for column in range(4)]
-    return [
-        f"{row[0]:<{widths[0]}}  {row[1]:>{widths[1]}}  {row[2]:>{widths[2]}}  {row[3]:>{widths[3]}}  {row[4]}".rstrip()
-        for row in rows
-    ]
+    # A column in which nothing is known yet is left out.
+    known = [column for column in (1, 2, 3) if any(row[column] not in ("", "-") for row in rows[1:])]
+    return _align([[row[0], *(row[column] for column in known), row[4]] for row in rows], "<" + ">" * len(known))
 
 
 def _compare_moves(steady: Steady | None, plan: Plan, forecast: Forecast) -> list[tuple[str, str, str, str, str]]:
@@ -176,11 +173,17 @@ def _tabulate(title: str, blocks: Sequence[Block], most: int) -> list[str]:
         rows.append((f"{len(rest)} other kinds", str(count), format_bytes(nbytes), "", ""))
     total = sum(block.nbytes for block in blocks)
     rows.append(("together", "", format_bytes(total), "", ""))
-    widths = [max(len(row[column]) for row in rows) for column in range(4)]
+    return ["  " + line for line in _align(rows, "<>><")]
+
+
+def _align(rows: Sequence[Sequence[str]], sides: str) -> list[str]:
+    """Lines of columns. `sides`: "<" or ">" for each column but the last, which is left as it is."""
+    widths = [max(len(row[column]) for row in rows) for column in range(len(sides))]
     return [
-        f"  {row[0]:<{widths[0]}}  {row[1]:>{widths[1]}}  {row[2]:>{widths[2]}}  {row[3]:<{widths[3]}}  {row[4]}".rstrip()
+        "  ".join([*(f"{cell:{side}{width}}" for cell, side, width in zip(row, sides, widths, strict=False)), row[-1]])
+        .rstrip()
         for row in rows
-    ]
+    ]  # fmt: skip
 
 
 def _bytes(nbytes: int) -> str:

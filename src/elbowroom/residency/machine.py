@@ -113,6 +113,14 @@ class Machine:
             self._intend(intent, actions)
         return actions
 
+    def evict(self, storages: Iterable[int]) -> list[Action]:
+        """What it takes to have these off the device, those of them that are on it; nobody planned that."""
+        actions: list[Action] = []
+        for storage in storages:
+            self._intend(Offload(storage), actions)
+            self._intend(Release(storage), actions)
+        return actions
+
     def refuse(self, storage: int) -> None:
         """The driver could not let a storage leave the device: it stays, and nothing was lost."""
         record = self._records.get(storage)

@@ -218,6 +218,10 @@ class Engine:
         if self.recorder is not None:
             self.recorder.stop()
         self._own_ids = max(self._own_ids, *self._bound, 0) + 1
+        # What the plan kept was counted for another step.
+        kept = [storage for storage, residence in self._bound.items() if residence.may_move and residence.views]
+        for action in self._machine.evict(kept):
+            self._perform(action)
 
     def _may_move(self, storage: int) -> bool:
         residence = self._bound.get(storage)

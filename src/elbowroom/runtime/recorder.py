@@ -98,7 +98,11 @@ def replay(recordings: Iterable[Recording], outputs: Sequence[Residence]) -> Non
                 MODIFIED.format(dtype=slot.geometry.dtype, shape=list(slot.geometry.shape),
                                 found=slot.witness._version, expected=slot.version)
             )  # fmt: skip
-        storage = slot.kept or made.get(slot.residence) or slot.residence.find_storage()
+        storage = slot.kept
+        if storage is None:
+            storage = made.get(slot.residence)
+        if storage is None:
+            storage = slot.residence.find_storage()
         if storage is None:
             raise InternalError(f"a replay reads storage {slot.residence.id}, which is not on the device")
         return slot.geometry.view(storage)

@@ -118,15 +118,17 @@ class Outcome:
     def rows(self) -> list[tuple[str, str, str]]:
         """What a person wants to know."""
         plain, forecast, choices = self.plain, self.forecast, self.count_choices()
-        offloaded = [decision.storage for decision in self.plan.decisions if decision.choice is Choice.OFFLOAD]
+        offloaded = {decision.storage for decision in self.plan.decisions if decision.choice is Choice.OFFLOAD}
+        share, waits = forecast.peak_bytes / plain.peak_bytes, format_seconds(forecast.stall_seconds)
         return [
             ("plain peak", format_bytes(plain.peak_bytes), "if everything stays"),
             ("smallest budget that works", format_bytes(self.smallest_bytes), f"{self.smallest_bytes} bytes"),
-            ("forecast peak", format_bytes(forecast.peak_bytes), f"{forecast.peak_bytes / plain.peak_bytes:.0%} of plain"),
+            ("forecast peak", format_bytes(forecast.peak_bytes), f"{share:.0%} of plain"),
             ("plain step", format_seconds(plain.step_seconds), ""),
             ("forecast step", format_seconds(forecast.step_seconds), f"{self.slowdown():.3f} times plain"),
-            ("offloaded", format_bytes(forecast.offloaded_bytes), f"{choices['offload']} gaps of {len(set(offloaded))} storages"),
-            ("reloaded", format_bytes(forecast.reloaded_bytes), f"{format_seconds(forecast.stall_seconds)} of waiting for moves"),
+            ("offloaded", format_bytes(forecast.offloaded_bytes), 
+             f"{choices['offload']} gaps of {len(offloaded)} storages"),
+            ("reloaded", format_bytes(forecast.reloaded_bytes), f"{waits} of waiting for moves"),
             ("recomputed", format_seconds(forecast.recompute_seconds),
              f"{choices['recompute']} gaps by {len(self.plan.segments)} segments"),
             ("planned in", format_seconds(self.planning_seconds), f"strategy {self.plan.strategy}"),

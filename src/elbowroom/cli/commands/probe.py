@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Annotated
 
 import typer
+from rich.table import Table
 
 from elbowroom.cli.parameters import Json, Output, SpillFolder
 from elbowroom.cli.sources import THIS_MACHINE, check_writable, find_profile, save
@@ -26,8 +27,6 @@ def probe(
     as_json: Json = False,
 ) -> None:
     """Measure this machine: compute rates, memory, and the links between its tiers (about ten seconds)."""
-    from rich.table import Table
-
     with open_terminal(as_json) as terminal:
         check_writable(output)
         profile = find_profile(terminal, THIS_MACHINE, device=device, spill_folder=spill_folder)
@@ -35,8 +34,10 @@ def probe(
         rates = Table("kind", "dtype", "rate", box=None, pad_edge=False, header_style="bold")
         for rate in profile.rates:
             rates.add_row(rate.kind, rate.dtype, format_rate(rate.kind, rate.per_second))
-        terminal.show(f"[bold]{profile.name}[/bold]\n", rates)
-        terminal.show("", *_tabulate_memory(profile))
+        terminal.show(f"[bold]{profile.name}[/bold]\n")
+        terminal.show(rates)
+        terminal.show()
+        terminal.show(_tabulate_memory(profile))
         terminal.show(
             f"\nleast time of an op {format_seconds(profile.op_latency_seconds)}, "
             f"of a hook {format_seconds(profile.hook_seconds)}"
@@ -46,9 +47,7 @@ def probe(
         terminal.write_document("probe", profile=to_json(profile), output=written)
 
 
-def _tabulate_memory(profile: HardwareProfile) -> tuple[object, ...]:
-    from rich.table import Table
-
+def _tabulate_memory(profile: HardwareProfile) -> Table:
     table = Table("tier", "bytes", "to the next", "out", "back", "", box=None, pad_edge=False, header_style="bold")
     links = {link.upper: link for link in profile.links}
     for tier in profile.tiers:
@@ -64,7 +63,7 @@ def _tabulate_memory(profile: HardwareProfile) -> tuple[object, ...]:
             f"{format_bytes(link.back_bytes_per_second)}/s, {format_seconds(link.back_latency_seconds)}",
             "one direction at a time" if link.half_duplex else "both directions at once",
         )
-    return (table,)
+    return table
 
 
 def format_rate(kind: str, per_second: float) -> str:

@@ -23,14 +23,14 @@ from elbowroom.ir.trace import Trace
 
 def register(app: typer.Typer) -> None:
     """Put this command into the program."""
-    app.command()(report)
+    app.command("report")(render_report)
 
 
-def report(
+def render_report(
     journals: Annotated[
-        list[Path], typer.Argument(metavar="JOURNAL...", help="Written by `elbowroom run --output`, or by `run --json`.")
+        list[Path], typer.Argument(metavar="JOURNAL...", help="Written by `elbowroom run --output`, or its --json.")
     ],
-    trace_file: Annotated[Path | None, typer.Option("--trace", help="The step's trace: adds the table of blocks.")] = None,
+    trace_file: Annotated[Path | None, typer.Option("--trace", help="Its trace: adds the table of blocks.")] = None,
     plan_file: Annotated[Path | None, typer.Option("--plan", help="The plan that was carried out.")] = None,
     hardware: Annotated[
         str, typer.Option("--hardware", help="What to price the trace for: this, a file, or a shipped profile.")

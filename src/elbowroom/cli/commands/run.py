@@ -48,7 +48,6 @@ if TYPE_CHECKING:
     from elbowroom.room import Room
 
 _FILE_HELP = "Write the {} to this file, for `elbowroom report`."
-SavedFile = Annotated[Path | None, typer.Option(rich_help_panel="Files")]
 
 
 def register(app: typer.Typer) -> None:
@@ -88,7 +87,8 @@ def run(
         options = {**options, "device": device or default_device()}
         profile = find_profile(terminal, hardware, device=options["device"], spill_folder=spill_folder)
         if profile.device != options["device"].partition(":")[0]:
-            raise UsageError(f"--hardware: {profile.name} is {profile.device}, and the step runs on {options['device']}")
+            where = options["device"]
+            raise UsageError(f"--hardware: {profile.name} is {profile.device}, and the step runs on {where}")
         budget_bytes = _find_budget(terminal, spec, options, budget, profile)
         room, losses = _train(
             terminal, spec, options, budget_bytes, steps,

@@ -1,0 +1,234 @@
+"""What does a budget cost? Seconds a step within it over seconds of the plain step, paired in one run.
+
+    python benchmarks/step_time.py [--only resnet50|gpt2] [--rounds 5] [--output FILE.json]
+
+ResNet-50 (batch 16, 224x224) at 50 % of its plain peak; GPT-2 small (batch 4, sequence 512) halfway between the
+smallest budget that works and its plain peak; both with AdamW. Beside it: planned mode with a forced keep-all plan,
+and block-wise `torch.utils.checkpoint` on as few blocks as bring the measured peak down to Elbowroom's.
+
+All contenders run in one process with the same allocator settings, in turn; ratios are taken round by round. Peaks are
+measured by the profiler's allocation events, in steps of their own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import platform
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+os.environ.setdefault("KINETO_LOG_LEVEL", "99")
+
+import torch
+from torch.utils.checkpoint import checkpoint
+
+import elbowroom
+from elbowroom.hardware.memory import tune_allocator
+from elbowroom.hooks.meter import CpuMeter
+from elbowroom.planner.problem import pose
+from elbowroom.units import format_bytes
+from elbowroom.workloads import Workload, build
+
+SPECS: dict[str, dict[str, Any]] = {
+    "resnet50": {"spec": "torchvision:resnet50", "batch": 16, "image_size": 224},
+    "gpt2": {"spec": "transformers:gpt2", "batch": 4, "sequence_length": 512},
+}
+
+
+class Checkpointed(torch.nn.Module):
+    """A block whose inside is computed again in the backward pass, or not."""
+
+    def __init__(self, inner: torch.nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+        self.active = False
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if not self.active:
+            return self.inner(*args, **kwargs)
+        return checkpoint(self.inner, *args, use_reentrant=False, **kwargs)
+
+
+def make(name: str) -> Workload:
+    """The same workload, from the same seed."""
+    options = dict(SPECS[name])
+    return build(options.pop("spec"), optimizer="adamw", seed=0, **options)
+
+
+def wrap_blocks(model: torch.nn.Module) -> list[Checkpointed]:
+    """Every residual block or transformer layer of a model, made checkpointable."""
+    lists = (
+        [model.layer1, model.layer2, model.layer3, model.layer4] if hasattr(model, "layer1") else [model.transformer.h]
+    )
+    found = []
+    for blocks in lists:
+        for index, block in enumerate(blocks):
+            blocks[index] = Checkpointed(block)
+            found.append(blocks[index])
+    return found
+
+
+def count_resident(workload: Workload) -> int:
+    """Bytes of everything that is there between steps."""
+    storages = {}
+    state = [v for s in workload.optimizer.state.values() for v in s.values() if isinstance(v, torch.Tensor)]
+    for tensor in (*workload.model.parameters(), *workload.model.buffers(), *state, *workload.batch.values()):
+        storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+    return sum(storages.values())
+
+
+def measure_peak(workload: Workload, step: Callable[[], object]) -> int:
+    """Peak tensor bytes of one step."""
+    meter = CpuMeter()
+    base = count_resident(workload)
+    meter.start()
+    step()
+    meter.stop(base)
+    return meter.peak_bytes
+
+
+def timed(step: Callable[[], object]) -> float:
+    """Seconds of one step."""
+    begin = time.perf_counter()
+    step()
+    return time.perf_counter() - begin
+
+
+def in_room(workload: Workload, room: Any) -> Callable[[], object]:
+    """A step of a workload inside a room."""
+
+    def step() -> None:
+        with room.step():
+            workload.step()
+
+    return step
+
+
+def fit_checkpoints(workload: Workload, target_bytes: int) -> tuple[int, int, int]:
+    """The fewest blocks that bring the peak to the target: (blocks, of all, peak); all of them if none do."""
+    blocks = wrap_blocks(workload.model)
+
+    def peak_with(count: int) -> int:
+        for index, block in enumerate(blocks):
+            block.active = index < count
+        return measure_peak(workload, workload.step)
+
+    low, high = 0, len(blocks)
+    while low < high:
+        middle = (low + high) // 2
+        if peak_with(middle) <= target_bytes:
+            high = middle
+        else:
+            low = middle + 1
+    return high, len(blocks), peak_with(high)
+
+
+def run(name: str, rounds: int, profile: Any) -> dict[str, Any]:
+    """All contenders on one model."""
+    plain = make(name)
+    plain.step()
+    plain.step()
+    plain_peak = measure_peak(plain, plain.step)
+
+    keep = make(name)
+    keep_room = elbowroom.fit(
+        keep.model, keep.optimizer, "1TiB", profile=profile, strategy="keep_all", meter_every=0
+    )
+    ours = make(name)
+    # The first steps are captured within any budget; they also tell the smallest one that works.
+    budget = plain_peak // 2
+    keep_step = in_room(keep, keep_room)
+    for _ in range(3):
+        keep_step()
+    assert keep_room.planned is not None
+    floor = pose(keep_room.planned.trace, keep_room.planned.costs, 1).floor.peak_bytes
+    if name == "gpt2":
+        budget = (floor + plain_peak) // 2
+    room = elbowroom.fit(ours.model, ours.optimizer, budget, profile=profile, meter_every=1)
+    our_step = in_room(ours, room)
+    for _ in range(4):
+        our_step()
+    assert room.planned is not None
+    our_peak = max(record.peak_bytes for record in room.journal().steps)
+    object.__setattr__(room.config, "meter_every", 0)  # timed steps run without the meter
+
+    other = make(name)
+    other.step()
+    other.step()
+    count, blocks, checkpoint_peak = fit_checkpoints(other, our_peak)
+
+    contenders = {"plain": plain.step, "keep_all": keep_step, "elbowroom": our_step, "checkpoint": other.step}
+    seconds: dict[str, list[float]] = {label: [] for label in contenders}
+    for index in range(rounds):
+        order = list(contenders) if index % 2 == 0 else list(reversed(contenders))
+        for label in order:
+            gc.collect()
+            seconds[label].append(timed(contenders[label]))
+            print(f"  {name} round {index + 1}/{rounds}: {label} {seconds[label][-1]:.2f} s", flush=True)
+    ratios = {
+        label: [mine / base for mine, base in zip(times, seconds["plain"], strict=True)]
+        for label, times in seconds.items()
+    }
+    forecast = room.planned.forecast
+    result = {
+        "model": name,
+        "plain_peak_bytes": plain_peak,
+        "floor_bytes": floor,
+        "budget_bytes": budget,
+        "forecast_peak_bytes": forecast.peak_bytes,
+        "elbowroom_peak_bytes": our_peak,
+        "checkpoint_peak_bytes": checkpoint_peak,
+        "checkpointed_blocks": f"{count} of {blocks}",
+        "forecast_seconds": forecast.step_seconds,
+        "seconds": seconds,
+        "ratio_medians": {label: statistics.median(values) for label, values in ratios.items()},
+        "ratios": ratios,
+        "offloaded_bytes": forecast.offloaded_bytes,
+        "recompute_seconds": forecast.recompute_seconds,
+    }
+    room.detach()
+    keep_room.detach()
+    return result
+
+
+def main() -> None:
+    """Run, print a table, write JSON."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", choices=sorted(SPECS))
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--output")
+    options = parser.parse_args()
+    tune_allocator(release_pages=False)
+    profile = elbowroom.probe("cpu")
+    results = []
+    for name in [options.only] if options.only else SPECS:
+        results.append(run(name, options.rounds, profile))
+        gc.collect()
+    for result in results:
+        medians = result["ratio_medians"]
+        print(
+            f"\n{result['model']}: budget {format_bytes(result['budget_bytes'])} of a plain peak of "
+            f"{format_bytes(result['plain_peak_bytes'])}, smallest that works {format_bytes(result['floor_bytes'])}\n"
+            f"  {'':28}{'peak':>12}{'time over plain':>18}\n"
+            f"  {'plain':28}{format_bytes(result['plain_peak_bytes']):>12}{medians['plain']:>18.3f}\n"
+            f"  {'keep-all plan (forced)':28}{'':>12}{medians['keep_all']:>18.3f}\n"
+            f"  {'Elbowroom':28}{format_bytes(result['elbowroom_peak_bytes']):>12}{medians['elbowroom']:>18.3f}\n"
+            f"  {'checkpoint ' + result['checkpointed_blocks'] + ' blocks':28}"
+            f"{format_bytes(result['checkpoint_peak_bytes']):>12}{medians['checkpoint']:>18.3f}\n"
+            f"  forecast: {format_bytes(result['forecast_peak_bytes'])}, {result['forecast_seconds']:.2f} s a step; "
+            f"measured {statistics.median(result['seconds']['elbowroom']):.2f} s"
+        )
+    if options.output:
+        with open(options.output, "w") as file:
+            json.dump({"machine": platform.processor(), "torch": torch.__version__, "threads": torch.get_num_threads(),
+                       "results": results}, file, indent=1)  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,132 @@
+"""`elbowroom demo`: real models trained plainly, then within a budget, with the same losses."""
+
+from __future__ import annotations
+
+import dataclasses
+import tempfile
+import time
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from elbowroom.cli.parameters import Json
+from elbowroom.cli.sources import read_budget
+from elbowroom.cli.terminal import Terminal, open_terminal
+from elbowroom.ir import files
+from elbowroom.ir.hardware import HardwareProfile
+from elbowroom.units import format_bytes, format_seconds
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """One model of the demo.
+
+    Attributes:
+        budget: a share of the plain peak, or "halfway": between the smallest budget that works and the plain peak.
+        steps: how many; two are captured, two metered, and the rest give the time.
+    """
+
+    spec: str
+    options: dict[str, int]
+    budget: str
+    steps: int
+
+
+# The numbers of steps are what fits into six minutes on two cores.
+PARTS = (
+    Part(spec="torchvision:resnet50", options={"batch": 16, "image_size": 224}, budget="50%", steps=7),
+    Part(spec="transformers:gpt2", options={"batch": 4, "sequence_length": 512}, budget="halfway", steps=6),
+)
+SMALL_PARTS = (
+    Part(spec="torchvision:resnet18", options={"batch": 8, "image_size": 96}, budget="halfway", steps=6),
+    Part(
+        spec="transformers:gpt2", options={"batch": 2, "sequence_length": 64, "layers": 2}, budget="halfway", steps=6
+    ),
+)
+
+
+def register(app: typer.Typer) -> None:
+    """Put this command, and the one its processes run, into the program."""
+    app.command()(demo)
+    app.command("demo-part", hidden=True)(run_one)
+
+
+def demo(
+    small: Annotated[bool, typer.Option("--small", help="Small models: some seconds each, for trying it out.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Train ResNet-50 and GPT-2, each plain and within a budget, and compare (up to six minutes on two cores)."""
+    from elbowroom.cli.demonstration.processes import run_part
+    from elbowroom.cli.demonstration.results import Result, find_problems, tabulate
+
+    begin = time.perf_counter()
+    parts = SMALL_PARTS if small else PARTS
+    with open_terminal(as_json) as terminal, tempfile.TemporaryDirectory(prefix="elbowroom-demo-") as folder:
+        profile = Path(folder) / "profile.json"
+        stages = 1 + 2 * len(parts)
+        terminal.note(f"1/{stages}  measuring this machine")
+        run_part(["probe", "--output", str(profile)])
+        results = []
+        for index, part in enumerate(parts):
+            common = [part.spec, "--profile", str(profile), "--steps", str(part.steps)]
+            for name, value in part.options.items():
+                common += [f"--{name.replace('_', '-')}", str(value)]
+            terminal.note(f"{2 + 2 * index}/{stages}  {part.spec}, plain")
+            plain = run_part(["demo-part", *common, *(["--floor"] if part.budget == "halfway" else [])])["result"]
+            budget_bytes = choose_budget(part.budget, plain["peak_bytes"], plain["smallest_budget_bytes"])
+            terminal.note(f"{3 + 2 * index}/{stages}  {part.spec}, within {format_bytes(budget_bytes)}")
+            within = run_part(["demo-part", *common, "--budget", str(budget_bytes)])["result"]
+            results.append(Result(spec=part.spec, budget_bytes=budget_bytes, plain=plain, within=within))
+        seconds = time.perf_counter() - begin
+        problems = find_problems(results)
+        _show(terminal, tabulate(results), problems, seconds, results[0].plain["device"])
+        terminal.write_document(
+            "demo",
+            seconds=seconds,
+            device=results[0].plain["device"],
+            problems=problems,
+            results=[result.fields() for result in results],
+        )
+    if problems:
+        raise typer.Exit(1)
+
+
+def choose_budget(budget: str, plain_peak_bytes: int, smallest_bytes: int) -> int:
+    """Bytes of a part's budget."""
+    if budget == "halfway":
+        return (smallest_bytes + plain_peak_bytes) // 2
+    return read_budget(budget, plain_peak_bytes)
+
+
+def _show(terminal: Terminal, table: Any, problems: list[str], seconds: float, device: str) -> None:
+    terminal.show("", table)
+    for problem in problems:
+        terminal.show(f"[bold red]{problem}[/bold red]")
+    terminal.show(f"on {device}, in {format_seconds(seconds)}")
+
+
+def run_one(
+    spec: str,
+    profile: Annotated[Path, typer.Option("--profile")],
+    steps: Annotated[int, typer.Option("--steps", min=1)],
+    budget: Annotated[int, typer.Option("--budget", help="0 for plain PyTorch.")] = 0,
+    floor: Annotated[bool, typer.Option("--floor")] = False,
+    batch: Annotated[int | None, typer.Option("--batch")] = None,
+    image_size: Annotated[int | None, typer.Option("--image-size")] = None,
+    sequence_length: Annotated[int | None, typer.Option("--sequence-length")] = None,
+    layers: Annotated[int | None, typer.Option("--layers")] = None,
+    as_json: Json = False,
+) -> None:
+    """One process of the demo."""
+    from elbowroom.cli.demonstration import jobs
+
+    named = {"batch": batch, "image_size": image_size, "sequence_length": sequence_length, "layers": layers}
+    options = {name: value for name, value in named.items() if value is not None}
+    with open_terminal(as_json) as terminal:
+        hardware = files.load(HardwareProfile, profile)
+        if budget:
+            result = jobs.run_within(terminal, spec, options, steps, hardware, budget)
+        else:
+            result = jobs.run_plain(terminal, spec, options, steps, hardware, floor=floor)
+        terminal.write_document("demo-part", result=result)

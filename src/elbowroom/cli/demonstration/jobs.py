@@ -1,0 +1,160 @@
+"""What one process of the demo does: some steps, plain or within a budget. The only part that touches torch."""
+
+from __future__ import annotations
+
+import math
+import os
+import statistics
+import time
+from typing import TYPE_CHECKING, Any
+
+from elbowroom.cli.sources import build, default_device
+from elbowroom.cli.terminal import Advance, Terminal
+from elbowroom.ir.hardware import HardwareProfile
+from elbowroom.report.steady import find_steady, is_metered
+from elbowroom.units import format_seconds
+
+if TYPE_CHECKING:
+    import torch
+
+    from elbowroom.workloads import Workload
+
+SETTLING_STEPS = 2
+"""The first step makes the optimizer's state, and the second warms what it left cold."""
+
+_NO_LIMIT_BYTES = 1 << 62
+
+
+def run_plain(
+    terminal: Terminal, spec: str, options: dict[str, Any], steps: int, profile: HardwareProfile, *, floor: bool
+) -> dict[str, Any]:
+    """Train with PyTorch alone.
+
+    Args:
+        floor: afterwards capture one step to find the smallest budget that works.
+
+    Returns:
+        losses (hexadecimal), seconds a step, peak_bytes and resident_bytes of the last step, smallest_budget_bytes.
+    """
+    from elbowroom.hooks.meter import make_meter
+
+    make_repeatable()
+    losses: list[float] = []
+    seconds: list[float] = []
+    with terminal.progress(f"{spec}, plain", steady=False) as advance:
+        advance("building the model", 0.0)
+        workload = build(spec, {**options, "device": default_device()})
+        device = next(workload.model.parameters()).device
+        meter = make_meter(device)
+        for step in range(steps):
+            is_last = step == steps - 1
+            base_bytes = count_base(workload)
+            if is_last:
+                meter.start()
+            begin = time.perf_counter()
+            loss = workload.step()
+            _finish(device)
+            seconds.append(time.perf_counter() - begin)
+            if is_last:
+                meter.stop(base_bytes)
+            losses.append(float(loss))
+            _tell(advance, step, steps, losses[-1], seconds[-1])
+        smallest_bytes = _find_smallest(advance, workload, profile) if floor else 0
+    return {
+        "device": str(device),
+        "losses": [loss.hex() for loss in losses],
+        "seconds": statistics.median(seconds[SETTLING_STEPS:-1] or seconds[:-1] or seconds),
+        "peak_bytes": meter.peak_bytes,
+        "resident_bytes": meter.resident_bytes,
+        "smallest_budget_bytes": smallest_bytes,
+    }
+
+
+def run_within(
+    terminal: Terminal, spec: str, options: dict[str, Any], steps: int, profile: HardwareProfile, budget_bytes: int
+) -> dict[str, Any]:
+    """Train within a budget, as a user's loop would: the first steps are captured as they run.
+
+    Returns:
+        losses (hexadecimal), what was forecast and measured of the planned steps, and the room's report.
+    """
+    from elbowroom.api import fit
+
+    make_repeatable()
+    losses: list[float] = []
+    with terminal.progress(f"{spec}, within its budget", steady=False) as advance:
+        advance("building the model", 0.0)
+        workload = build(spec, {**options, "device": default_device()})
+        device = next(workload.model.parameters()).device
+        with fit(workload.model, workload.optimizer, budget_bytes, profile=profile) as room:
+            for step in range(steps):
+                with room.step():
+                    loss = workload.step()
+                    _finish(device)
+                losses.append(float(loss))
+                _tell(advance, step, steps, losses[-1], room.journal().steps[-1].seconds)
+            journal, planned, report = room.journal(), room.planned, room.report()
+    steady = find_steady(journal)
+    assert steady is not None  # there is at least one step
+    return {
+        "losses": [loss.hex() for loss in losses],
+        "modes": [str(record.mode) for record in journal.steps],
+        "seconds": steady.seconds,
+        "quiet_steps": sum(not is_metered(record) for record in journal.steps),
+        # The budget holds from the first step on, so the peak is that of every step that was metered.
+        "peak_bytes": max(record.peak_bytes for record in journal.steps),
+        "planned_peak_bytes": steady.peak_bytes,
+        "resident_bytes": steady.resident_bytes,
+        "offloaded_bytes": steady.offloaded_bytes,
+        "recomputed": steady.recomputed,
+        "forecast_peak_bytes": 0 if planned is None else planned.forecast.peak_bytes,
+        "forecast_seconds": 0.0 if planned is None else planned.forecast.step_seconds,
+        "report": report,
+    }
+
+
+def make_repeatable() -> None:
+    """Let the same step give the same bits twice, which CUDA does not promise unless it is asked to."""
+    import torch
+
+    if torch.cuda.is_available():
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        torch.backends.cudnn.benchmark = False
+        # It would write to every new block, which no training does.
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+
+
+def count_base(workload: Workload) -> int:
+    """Bytes there before a step: parameters, buffers, gradients, optimizer state, and the batch."""
+    from elbowroom.tracing.residents import list_residents
+
+    tensors = [tensor for tensor, _, _ in list_residents(workload.model, (workload.optimizer,))]
+    storages = {id(storage): storage for storage in (t.untyped_storage() for t in (*tensors, *workload.batch.values()))}
+    return sum(storage.nbytes() for storage in storages.values())
+
+
+def _find_smallest(advance: Advance, workload: Workload, profile: HardwareProfile) -> int:
+    """The smallest budget that works, from one captured step."""
+    from elbowroom.api import fit
+    from elbowroom.planner.problem import pose
+
+    advance("finding the smallest budget", 1.0)
+    with fit(workload.model, workload.optimizer, _NO_LIMIT_BYTES, profile=profile) as room:
+        while room.planned is None:
+            with room.step():
+                workload.step()
+        return pose(room.planned.trace, room.planned.costs, 1).floor.peak_bytes
+
+
+def _finish(device: torch.device) -> None:
+    """Let the clock see the work, and not only its being ordered."""
+    import torch
+
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _tell(advance: Advance, step: int, steps: int, loss: float, seconds: float) -> None:
+    text = f"{loss:.4f}" if math.isfinite(loss) else str(loss)
+    advance(f"step {step + 1} of {steps}, loss {text}, {format_seconds(seconds)}", (step + 1) / steps)

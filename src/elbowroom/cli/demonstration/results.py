@@ -1,0 +1,113 @@
+"""What the demo found: one row a model, checked and put into a table."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rich.table import Table
+
+from elbowroom.units import format_bytes, format_seconds
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Result:
+    """One model, plain and within its budget.
+
+    Attributes:
+        spec: what was trained.
+        plain, within: what the two processes said (`jobs.run_plain`, `jobs.run_within`).
+    """
+
+    spec: str
+    budget_bytes: int
+    plain: Mapping[str, Any]
+    within: Mapping[str, Any]
+
+    @property
+    def losses_equal(self) -> bool:
+        """Whether the losses of all steps are the same to the last bit."""
+        return bool(self.plain["losses"] == self.within["losses"])
+
+    @property
+    def budget_held(self) -> bool:
+        """Whether every metered step stayed within the budget."""
+        return bool(0 < self.within["peak_bytes"] <= self.budget_bytes)
+
+    def fields(self) -> dict[str, Any]:
+        """For a program."""
+        return {
+            "name": self.spec,
+            "budget_bytes": self.budget_bytes,
+            "budget_share": self.budget_bytes / self.plain["peak_bytes"],
+            "slowdown": self.within["seconds"] / self.plain["seconds"],
+            "losses_equal": self.losses_equal,
+            "budget_held": self.budget_held,
+            "plain": dict(self.plain),
+            "within": dict(self.within),
+        }
+
+
+def find_problems(results: Sequence[Result]) -> list[str]:
+    """What went wrong, in words; nothing if all is well."""
+    problems = []
+    for result in results:
+        if not result.losses_equal:
+            steps = zip(result.plain["losses"], result.within["losses"], strict=False)
+            first = next((step for step, (one, other) in enumerate(steps) if one != other), None)
+            where = "in number" if first is None else f"from step {first} on"
+            problems.append(f"{result.spec}: the losses differ {where}")
+        if not result.budget_held:
+            peak, budget = result.within["peak_bytes"], result.budget_bytes
+            problems.append(f"{result.spec}: the measured peak of {peak} bytes is above the budget of {budget}")
+    return problems
+
+
+def tabulate(results: Sequence[Result]) -> Table:
+    """Plain PyTorch and Elbowroom side by side, a column a model."""
+    title = "Plain PyTorch, and the same training within a budget"
+    table = Table(title=title, title_justify="left", title_style="bold")
+    table.add_column("")
+    for result in results:
+        table.add_column(result.spec, justify="right")
+        table.add_column("of plain", justify="right", style="dim")
+    for name, describe in _ROWS:
+        cells: list[str] = []
+        for result in results:
+            cells += describe(result)
+        table.add_row(name, *cells, end_section=name in _SECTIONS)
+    return table
+
+
+def _share(value: float, whole: float) -> str:
+    return f"{value / whole:.0%}" if whole else ""
+
+
+def _peak(result: Result, nbytes: int) -> tuple[str, str]:
+    return (format_bytes(nbytes), _share(nbytes, result.plain["peak_bytes"]))
+
+
+def _resident(result: Result) -> tuple[str, str]:
+    nbytes = result.within["resident_bytes"]
+    return (format_bytes(nbytes), _share(nbytes, result.plain["resident_bytes"]))
+
+
+def _step(result: Result, seconds: float) -> tuple[str, str]:
+    return (format_seconds(seconds), f"{seconds / result.plain['seconds']:.2f} x")
+
+
+_ROWS = (
+    ("plain peak", lambda r: (format_bytes(r.plain["peak_bytes"]), "")),
+    ("plain resident memory", lambda r: (format_bytes(r.plain["resident_bytes"]), "")),
+    ("plain seconds a step", lambda r: (format_seconds(r.plain["seconds"]), "")),
+    ("budget", lambda r: _peak(r, r.budget_bytes)),
+    ("forecast peak", lambda r: _peak(r, r.within["forecast_peak_bytes"])),
+    ("measured peak", lambda r: _peak(r, r.within["peak_bytes"])),
+    ("resident memory", _resident),
+    ("forecast seconds a step", lambda r: _step(r, r.within["forecast_seconds"])),
+    ("measured seconds a step", lambda r: _step(r, r.within["seconds"])),
+    ("losses equal", lambda r: (f"{'yes' if r.losses_equal else 'NO'}, all {len(r.plain['losses'])}", "")),
+)
+
+_SECTIONS = ("plain seconds a step",)
