@@ -137,9 +137,7 @@ def run(name: str, rounds: int, profile: Any) -> dict[str, Any]:
     plain_peak = measure_peak(plain, plain.step)
 
     keep = make(name)
-    keep_room = elbowroom.fit(
-        keep.model, keep.optimizer, "1TiB", profile=profile, strategy="keep_all", meter_every=0
-    )
+    keep_room = elbowroom.fit(keep.model, keep.optimizer, "1TiB", profile=profile, strategy="keep_all", meter_every=0)
     ours = make(name)
     # The first steps are captured within any budget; they also tell the smallest one that works.
     budget = plain_peak // 2

@@ -61,7 +61,9 @@ class Program:
         """A storage that is there before the step and after it."""
         return self._storage(nbytes, role, -1, str(role))
 
-    def op(self, name: str, reads: Sequence[int], nbytes: int, *, role: Role = Role.ACTIVATION, barrier: str = "") -> int:
+    def op(
+        self, name: str, reads: Sequence[int], nbytes: int, *, role: Role = Role.ACTIVATION, barrier: str = ""
+    ) -> int:
         """An op with a result of its own."""
         read = tuple(self._view(storage) for storage in reads)
         made = self._storage(nbytes, role, self.tick, name)
@@ -95,6 +97,7 @@ class Program:
 
     def finish(self, name: str) -> Trace:
         """The trace; whatever was never released outlives the step."""
+
         def until_end(items: list) -> tuple:  # type: ignore[type-arg]
             return tuple(dataclasses.replace(item, released=self.tick) if item.released < 0 else item for item in items)
 
@@ -161,7 +164,9 @@ def _run_backward(
     results: list[int],
     saves: list[list[int]],
 ) -> None:
-    gradients: dict[int, int] = {len(layers) - 1: program.op("seed", [results[-1]], layers[-1].nbytes, role=Role.TEMPORARY)}
+    gradients: dict[int, int] = {
+        len(layers) - 1: program.op("seed", [results[-1]], layers[-1].nbytes, role=Role.TEMPORARY)
+    }
     program.release(storage=results[-1])
     for position in reversed(range(len(layers))):
         layer = layers[position]
@@ -349,6 +354,6 @@ def jobs(draw: some.DrawFn) -> tuple[Trace, Costs]:
 
 @functools.cache
 def example() -> tuple[Trace, Costs]:
-    """One ordinary job: a residual net on a machine whose link keeps up with half of it."""
+    """One ordinary job: a residual net on a machine whose link keeps up with some of it."""
     trace = make_residual_net(3, 256 * KIB)
-    return trace, make_costs(trace, op_seconds=1e-4, workspace_bytes=4 * KIB, link=make_link(per_second=2e9))
+    return trace, make_costs(trace, op_seconds=1e-4, workspace_bytes=4 * KIB, link=make_link(per_second=5e8))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from elbowroom.ir.actions import Action, Offload, Recompute, Release, Reload, Wait
+from elbowroom.ir.actions import Action, Offload, Recompute, Reload, Wait
 from elbowroom.ir.costs import Costs
 from elbowroom.ir.events import StorageFreed, StorageNeeded, StorageSaved
 from elbowroom.ir.trace import Trace, find_movable
@@ -18,7 +18,9 @@ def count_live_bytes(trace: Trace, costs: Costs) -> list[int]:
         return (
             home.created <= tick < home.released
             or any(save.storage == storage and save.tick <= tick < save.released for save in trace.saves)
-            or any(trace.saves[need.save].storage == storage and need.tick <= tick < need.released for need in trace.needs)
+            or any(
+                trace.saves[need.save].storage == storage and need.tick <= tick < need.released for need in trace.needs
+            )
         )
 
     align = costs.alignment_bytes

@@ -60,9 +60,7 @@ def fit(
         budget_bytes = parse_bytes(memory_budget, whole_bytes=count_device_bytes(device))
     except ValueError as error:
         raise UsageError(f"memory_budget: {error}") from error
-    return Room(
-        model, list_optimizers(optimizer), budget_bytes, config, device=device, step=step, profile=profile
-    )
+    return Room(model, list_optimizers(optimizer), budget_bytes, config, device=device, step=step, profile=profile)
 
 
 def capture(

@@ -41,6 +41,8 @@ class Config:
 def read_config(environment: Mapping[str, str] | None = None, **given: object) -> Config:
     """A Config of what was given, else of ELBOWROOM_STRATEGY, ELBOWROOM_SPILL_FOLDER, ..., else of the defaults.
 
+    A variable that is empty counts as not set.
+
     Raises:
         UsageError: an option is not known, or its value means nothing.
     """
@@ -49,7 +51,7 @@ def read_config(environment: Mapping[str, str] | None = None, **given: object) -
     for field in dataclasses.fields(Config):
         text = environment.get(PREFIX + field.name.upper())
         value = given.pop(field.name, None)
-        if value is None and text is not None:
+        if value is None and text:
             value = text
         if value is not None:
             values[field.name] = _read_value(field.name, value)
@@ -61,8 +63,10 @@ def read_config(environment: Mapping[str, str] | None = None, **given: object) -
 
 def _read_value(name: str, value: object) -> object:
     try:
-        if name.endswith("_bytes") and isinstance(value, (int, float, str)):
-            return 0 if value == 0 else parse_bytes(value)
+        if name.endswith("_bytes"):
+            # No amount of memory is 0, but a limit may be.
+            is_zero = value in (0, "0") and value is not False
+            return 0 if is_zero else parse_bytes(value)  # type: ignore[arg-type]
         if name in ("meter_every", "settling_steps"):
             number = int(str(value))
             if number < (1 if name == "settling_steps" else 0):
@@ -70,6 +74,9 @@ def _read_value(name: str, value: object) -> object:
             return number
         if name == "release_pages":
             return value if isinstance(value, bool) else {"0": False, "1": True}[str(value)]
-        return os.fspath(value)  # type: ignore[call-overload]
+        text = os.fspath(value)  # type: ignore[call-overload]
+        if not isinstance(text, str) or not text:
+            raise ValueError("it takes some text")
+        return text
     except (ValueError, KeyError, TypeError) as error:
         raise UsageError(f"{name}={value!r} means nothing: {error}") from error

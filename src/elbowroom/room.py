@@ -355,5 +355,3 @@ def keep_all_if_it_fits(trace: Trace, costs: Costs, budget_bytes: int) -> Plan |
         trace_digest=costs.trace_digest, strategy=EVERYTHING_FITS, budget_bytes=budget_bytes, decisions=(), segments=()
     )
     return plan if simulate(trace, costs, plan).peak_bytes <= budget_bytes else None
-
-

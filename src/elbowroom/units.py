@@ -71,10 +71,15 @@ def format_bytes(nbytes: int | float) -> str:
 
 def format_seconds(seconds: float) -> str:
     """Write seconds for a person: '1.23 s', '45.6 ms', '7.8 us', '2 min 5 s'."""
-    if seconds >= 120:
-        return f"{int(seconds // 60)} min {seconds % 60:.0f} s"
-    if seconds >= 1 or seconds == 0:
-        return f"{seconds:.2f} s"
-    if seconds >= 1e-3:
-        return f"{seconds * 1e3:.1f} ms"
-    return f"{seconds * 1e6:.1f} us"
+    if not math.isfinite(seconds):
+        return f"{seconds} s"
+    sign, amount = ("-", -seconds) if seconds < 0 else ("", seconds)
+    # Each limit is where rounding reaches the next unit.
+    if amount >= 119.995:
+        minutes, rest = divmod(round(amount), 60)
+        return f"{sign}{minutes} min {rest} s"
+    if amount >= 0.99995 or amount == 0:
+        return f"{sign}{amount:.2f} s"
+    if amount >= 0.99995e-3:
+        return f"{sign}{amount * 1e3:.1f} ms"
+    return f"{sign}{amount * 1e6:.1f} us"

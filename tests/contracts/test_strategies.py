@@ -27,9 +27,10 @@ def plan_somehow(trace: Trace, costs: Costs, budget_bytes: int, strategy: str) -
     for _ in range(3):
         try:
             return plan(trace, costs, budget_bytes, strategy=strategy, min_offload_bytes=1), budget_bytes
-        except Infeasible as infeasible:
-            assert infeasible.budget_bytes == budget_bytes < infeasible.needed_bytes
-            budget_bytes = infeasible.needed_bytes
+        except Infeasible as error:
+            infeasible = error
+        assert infeasible.budget_bytes == budget_bytes < infeasible.needed_bytes
+        budget_bytes = infeasible.needed_bytes
     raise AssertionError(f"{strategy} does not find a plan within what it says it needs")
 
 

@@ -96,7 +96,7 @@ def test_an_empty_variable_is_as_good_as_none(name: str) -> None:
 
 
 def test_unknown_options_are_refused_with_the_known_ones() -> None:
-    with pytest.raises(UsageError, match="spil_folder.*spill_folder") as caught:
+    with pytest.raises(UsageError, match=r"spil_folder.*spill_folder") as caught:
         read_config({}, spil_folder="/tmp")
     assert isinstance(caught.value, ElbowroomError)
     assert isinstance(caught.value, ValueError)

@@ -1,10 +1,10 @@
 """The program `elbowroom`: finds its commands, and turns errors into messages and exit codes.
 
-    0    done
-    1    something failed, or the demo found a difference
-    2    the call cannot mean anything: a malformed budget, an unknown name, a damaged file
-    3    no plan fits the budget
-    130  stopped with Ctrl-C
+0    done
+1    something failed, or the demo found a difference
+2    the call cannot mean anything: a malformed budget, an unknown name, a damaged file
+3    no plan fits the budget
+130  stopped with Ctrl-C
 """
 
 from __future__ import annotations

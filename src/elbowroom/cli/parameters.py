@@ -32,6 +32,10 @@ Hardware = Annotated[
         "profile (v100, a100, h100, rtx3090, ...).",
     ),
 ]
+CostsFile = Annotated[
+    Path | None,
+    typer.Option("--costs", help="Measured costs instead of --hardware; written by `elbowroom run --save-costs`."),
+]
 Strategy = Annotated[str, typer.Option("--strategy", help="What makes the plan.")]
 SpillFolder = Annotated[
     str | None,

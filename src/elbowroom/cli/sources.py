@@ -134,6 +134,23 @@ def find_profile(
     return load_shipped(hardware)
 
 
+def find_costs(terminal: Terminal, trace: Trace, hardware: str, costs_file: pathlib.Path | None) -> Costs:
+    """What a trace costs: as measured, from a file, or else priced for what `--hardware` names.
+
+    Raises:
+        UsageError: there is no such file or profile.
+        TraceError: a file is damaged or newer, or the costs are those of another trace.
+    """
+    from elbowroom.ir.identity import digest
+
+    if costs_file is None:
+        return price_trace(terminal, trace, find_profile(terminal, hardware))
+    costs = files.load(Costs, costs_file)
+    if costs.trace_digest != digest(trace):
+        raise TraceError(f"{costs_file} has the costs of trace {costs.trace_digest[:12]}, not {digest(trace)[:12]}")
+    return costs
+
+
 def price_trace(terminal: Terminal, trace: Trace, profile: HardwareProfile) -> Costs:
     """What a trace costs on a machine; says so where it was captured for another kind of device."""
     from elbowroom.cost.price import price

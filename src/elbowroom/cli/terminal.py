@@ -32,6 +32,17 @@ class Terminal:
         if not self.as_json:
             self._out.print(*renderables)
 
+    def show_facts(self, title: str, rows: Sequence[tuple[str, str, str]]) -> None:
+        """Print a heading, and a table of names and values with a remark beside some; with `--json` nothing."""
+        table = Table(show_header=False, box=None, pad_edge=False)
+        table.add_column(style="cyan", no_wrap=True)
+        table.add_column(justify="right", no_wrap=True)
+        table.add_column(style="dim")
+        for row in rows:
+            table.add_row(*row)
+        self.show(Text(title, style="bold"))
+        self.show(table)
+
     def show_text(self, text: str) -> None:
         """Print text as it is, neither wrapped nor read as markup; with `--json` nothing."""
         if not self.as_json:
@@ -78,7 +89,7 @@ class Terminal:
             nonlocal said
             if what != said:
                 said = what
-                self.note(f"{title}: {what}")
+                self.note(f"  {what}")
 
         return advance
 
@@ -89,14 +100,3 @@ def open_terminal(as_json: bool) -> Iterator[Terminal]:
     terminal = Terminal(as_json, sys.stdout)
     with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
         yield terminal
-
-
-def make_facts(title: str, rows: Sequence[tuple[str, str] | tuple[str, str, str]]) -> Table:
-    """A table of names and values, with a remark beside some."""
-    table = Table(title=title, title_justify="left", title_style="bold", show_header=False, box=None, pad_edge=False)
-    table.add_column(style="cyan", no_wrap=True)
-    table.add_column(justify="right", no_wrap=True)
-    table.add_column(style="dim")
-    for name, value, *remark in rows:
-        table.add_row(name, value, *remark)
-    return table

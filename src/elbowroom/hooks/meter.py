@@ -81,13 +81,19 @@ class CpuMeter:
         events = [
             (event.start_ns(), event.nbytes())
             for event in self._profile.kineto_results.events()
-            if event.name() == "[memory]" and event.device_type() == torch.autograd.DeviceType.CPU
+            if event.name() == "[memory]" and event.device_type() == torch._C._autograd.DeviceType.CPU
         ]
         self._profile = None
         events.sort(key=lambda event: event[0])
         table = np.array(events, dtype=np.int64).reshape(-1, 2)
         self._times, self._live = table[:, 0], np.cumsum(table[:, 1])
         self.peak_bytes = base_bytes + max(0, int(self._live.max(initial=0)))
+
+    def timeline(self) -> tuple[list[float], list[int]]:
+        """Every allocation and release of the step: when (in seconds), and bytes above the start's then on."""
+        if not len(self._times):
+            return [], []
+        return ((self._times - self._times[0]) * 1e-9).tolist(), self._live.tolist()
 
     def op_seconds(self) -> tuple[float, ...]:
         return tuple((end - begin) * 1e-9 for begin, end in zip(self._begins, self._ends, strict=True))

@@ -92,6 +92,7 @@ def check_trace(trace: Trace) -> None:
                 f"ops[{index}] ({op.name}) has a view of storage {view.storage}, version {view.version}, {view.shape}",
             )
         _require(op.flops >= 0, f"ops[{index}] ({op.name}) has {op.flops} flops")
+    _check_versions(trace)
     for index, save in enumerate(trace.saves):
         _require(0 <= save.storage < len(trace.storages), f"saves[{index}] is of storage {save.storage}")
         _require(save.tick < save.released <= trace.end, f"saves[{index}] is released at {save.released}")
@@ -99,6 +100,24 @@ def check_trace(trace: Trace) -> None:
         _require(0 <= need.save < len(trace.saves), f"needs[{index}] is of save {need.save}")
         _require(trace.saves[need.save].tick < need.tick, f"needs[{index}] comes before its save")
         _require(need.tick < need.released <= trace.end, f"needs[{index}] is released at {need.released}")
+
+
+def _check_versions(trace: Trace) -> None:
+    """Each op reads what the ops before it have left, and a storage begins with the op that created it."""
+    versions = {storage.id: 0 for storage in trace.storages if storage.created < 0}
+    for index, op in enumerate(trace.ops):
+        place = f"ops[{index}] ({op.name})"
+        for view in op.reads:
+            found = versions.get(view.storage)
+            _require(found == view.version, f"{place} reads version {view.version} of storage {view.storage}, "
+                     f"whose version is {found}")  # fmt: skip
+        for storage, version in {(view.storage, view.version) for view in op.writes}:
+            created, before = trace.storages[storage].created, versions.get(storage, -1)
+            _require(version == before + 1, f"{place} writes version {version} of storage {storage} after {before}")
+            _require(before >= 0 or created == op.tick, f"{place} makes storage {storage}, created at {created}")
+            versions[storage] = version
+    for storage in trace.storages:
+        _require(storage.id in versions, f"storages[{storage.id}] is made by no op")
 
 
 def check(trace: Trace, plan: Plan) -> None:

@@ -1,9 +1,9 @@
 """A Plan: for every gap of every storage, whether it stays, leaves, or is computed again, and when.
 
-    opens            leave      release               back         closes
-      |  in use        | copying   |        away        | arriving    |   in use
-      save.............begin.......wait, drop...........begin.........need     (offload)
-      save.............drop...........................................replay   (recompute)
+opens            leave      release               back         closes
+  |  in use        | copying   |        away        | arriving    |   in use
+  save.............begin.......wait, drop...........begin.........need     (offload)
+  save.............drop...........................................replay   (recompute)
 """
 
 from __future__ import annotations

@@ -31,6 +31,10 @@ class Role(enum.StrEnum):
     TEMPORARY = "temporary"
 
 
+LASTING = frozenset(Role) - {Role.ACTIVATION, Role.TEMPORARY}
+"""Roles of what the program holds whatever autograd does."""
+
+
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Storage:
     """A block of bytes that tensors are views of.
@@ -169,7 +173,5 @@ def find_movable(trace: Trace) -> frozenset[int]:
         if op.tick > first_save.get(view.storage, trace.end) and view.version > 0
     }
     return frozenset(
-        storage
-        for storage in first_save
-        if storage not in spoiled and trace.storages[storage].role in (Role.ACTIVATION, Role.TEMPORARY)
+        storage for storage in first_save if storage not in spoiled and trace.storages[storage].role not in LASTING
     )

@@ -2,7 +2,8 @@
 
 Going back from the storage through the ops that wrote it: a read that is there is a leaf; any other must be replayed
 too. Parameters, buffers and inputs are there as long as the program holds them; anything else only while autograd
-claims it (so that it cannot change unnoticed) and the plan does not drop it. Every op must be one that may be replayed, and every leaf must still have the version that was read.
+claims it (so that it cannot change unnoticed) and the plan does not drop it. Every op must be one that may be replayed,
+and every leaf must still have the version that was read.
 """
 
 from __future__ import annotations
@@ -10,11 +11,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 
-from elbowroom.ir.trace import Op, Role, Trace
-
-
-_LASTING = (Role.PARAMETER, Role.BUFFER, Role.INPUT, Role.OPTIMIZER_STATE, Role.GRADIENT)
-"""What the program holds whatever autograd does."""
+from elbowroom.ir.trace import LASTING, Op, Trace
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -85,14 +82,12 @@ class Closures:
         # A storage that is made here cannot at the same time be read from outside.
         if any(view.storage in leaves for op in ops.values() for view in op.writes):
             return None
-        made = frozenset(
-            storage for storage, limit in written_until.items() if self._writers[storage][-1].tick < limit
-        )
+        made = frozenset(storage for storage, limit in written_until.items() if self._writers[storage][-1].tick < limit)
         return Closure(ops=tuple(sorted(ops)), leaves=tuple(sorted(leaves)), made=made)
 
     def _is_there(self, storage: int, version: int, tick: int, is_dropped: Callable[[int], bool]) -> bool:
         home = self._trace.storages[storage]
-        if home.role in _LASTING:
+        if home.role in LASTING:
             if not home.created < tick < home.released:
                 return False
         else:

@@ -1,6 +1,6 @@
 """A Draft: choices for gaps, before they have ticks; and how it becomes a Plan.
 
-    choices  ->  segments (what is replayed together)  ->  ticks of moves (just in time)  ->  Plan
+choices  ->  segments (what is replayed together)  ->  ticks of moves (just in time)  ->  Plan
 """
 
 from __future__ import annotations

@@ -137,9 +137,7 @@ class Search:
             index += 1
         return False
 
-    def _tighten(
-        self, key: Key, option: Option, decision: object, tick: int, nbytes: int
-    ) -> list[_Candidate]:
+    def _tighten(self, key: Key, option: Option, decision: object, tick: int, nbytes: int) -> list[_Candidate]:
         """An offloaded storage that is still, or already, there at `tick`."""
         release = getattr(decision, "release", tick + 1)
         back = getattr(decision, "back", tick + 1)

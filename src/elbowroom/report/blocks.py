@@ -37,6 +37,7 @@ _STAY = {
     Role.INPUT: "the program holds them",
 }
 
+
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Block:
     """Storages that share a role, an origin, and a fate.
@@ -111,7 +112,7 @@ class _Judge:
         self._barriers: dict[int, str] = {}
         for op in trace.ops:
             for view in op.writes if op.barrier else ():
-                self._barriers.setdefault(view.storage, f"{shorten(op.name)}: {op.barrier}")
+                self._barriers.setdefault(view.storage, op.barrier)
 
     def round_up(self, storage: Storage) -> int:
         alignment = self._costs.alignment_bytes

@@ -19,10 +19,10 @@ MOST_HELD, MOST_AWAY = 9, 6
 """Rows of the table of blocks: of those on the device at the peak, and of those away."""
 
 _MODES = {
-    Mode.CAPTURE: "captured (capacity-first)",
+    Mode.CAPTURE: "captured",
     Mode.PLANNED: "planned",
     Mode.PLAIN: "plain",
-    Mode.UNPLANNED: "unplanned (capacity-first)",
+    Mode.UNPLANNED: "unplanned",
     Mode.DRIFTED: "drifted",
 }
 
@@ -59,22 +59,24 @@ def summarize(
 
 
 def _title(budget_bytes: int, trace: Trace | None) -> str:
-    what = "a step that is not known yet" if trace is None else f"{trace.name} on {trace.device}"
-    return f"Elbowroom: {what}" + (f", within {format_bytes(budget_bytes)}" if budget_bytes else "")
+    what = "Elbowroom" if trace is None else f"Elbowroom: {trace.name} on {trace.device}"
+    return what + (f", within {format_bytes(budget_bytes)}" if budget_bytes else "")
 
 
 def _describe_steps(journal: Journal, plan: Plan | None) -> list[str]:
     counts = count_modes(journal)
     run = ", ".join(f"{count} {_MODES[mode]}" for mode, count in counts.items())
     lines = [f"Steps   {run or 'none run'}"]
-    if plan is None:
+    if plan is None and (Mode.PLANNED in counts or Mode.PLAIN in counts):
+        lines.append("Plan    not at hand")
+    elif plan is None:
         lines.append("Plan    none yet: a step is planned once it has been captured")
     elif not plan.decisions:
         lines.append("Plan    everything fits: nothing is moved, recomputed or hooked")
     else:
         by_choice = {choice: sum(decision.choice is choice for decision in plan.decisions) for choice in Choice}
-        decided = f"{by_choice[Choice.OFFLOAD]} gaps offloaded, {by_choice[Choice.RECOMPUTE]} recomputed"
-        lines.append(f"Plan    {decided} in {len(plan.segments)} segments (strategy {plan.strategy})")
+        decided = f"{_count(by_choice[Choice.OFFLOAD], 'gap')} offloaded, {by_choice[Choice.RECOMPUTE]} recomputed"
+        lines.append(f"Plan    {decided} in {_count(len(plan.segments), 'segment')} (strategy {plan.strategy})")
     notes: dict[tuple[Mode, str], list[int]] = {}
     for record in journal.steps:
         if record.note:
@@ -135,7 +137,7 @@ def _compare_moves(steady: Steady | None, plan: Plan, forecast: Forecast) -> lis
 def _describe_timing(steady: Steady | None) -> str:
     if steady is None:
         return ""
-    of = f"median of {steady.timed_steps} {_MODES[steady.mode]} step{'s' if steady.timed_steps != 1 else ''}"
+    of = f"median of {_count(steady.timed_steps, f'{_MODES[steady.mode]} step')}"
     return f"{of}, metered, which slows them" if steady.metered_only else of
 
 
@@ -149,7 +151,11 @@ def _describe_budget(budget_bytes: int, journal: Journal) -> list[str]:
         worst = max(over, key=lambda record: record.peak_bytes)
         beyond = format_bytes(worst.peak_bytes - budget_bytes)
         return ["", f"OVER BUDGET in {len(over)} of {metered} metered steps; worst in step {worst.step}, by {beyond}"]
-    return ["", f"Within budget in all {metered} metered steps"] if metered else []
+    return ["", f"Within budget in {_whole(metered)}"] if metered else []
+
+
+def _whole(metered: int) -> str:
+    return "the one step that was metered" if metered == 1 else f"all {metered} steps that were metered"
 
 
 def _describe_peak(trace: Trace, costs: Costs, plan: Plan, forecast: Forecast) -> list[str]:
@@ -188,6 +194,10 @@ def _align(rows: Sequence[Sequence[str]], sides: str) -> list[str]:
 
 def _bytes(nbytes: int) -> str:
     return format_bytes(nbytes) if nbytes else "-"
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}{'' if number == 1 else 's'}"
 
 
 def _seconds(seconds: float) -> str:

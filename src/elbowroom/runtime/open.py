@@ -23,5 +23,6 @@ def open_transfers(device: torch.device, spill_folder: str | None, host_bytes: i
 
         # Pinned memory cannot be swapped: leave the rest of the program half of what is free.
         capacity = host_bytes if host_bytes is not None else psutil.virtual_memory().available // 2
-        return StreamTransfers(CudaStreams(device), HostSlabs(capacity, pinning=CudaPinning(device)), SpillFile(spill_folder))
+        host = HostSlabs(capacity, pinning=CudaPinning(device))
+        return StreamTransfers(CudaStreams(device), host, SpillFile(spill_folder))
     return ThreadTransfers(SpillFile(spill_folder, host_bytes))

@@ -14,10 +14,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from elbowroom.errors import InternalError
 from elbowroom.hooks.identity import get_plain_storage
-from elbowroom.ir.plan import Plan
-from elbowroom.ir.trace import Op, Trace
-from elbowroom.runtime.residence import Geometry, Residence
 from elbowroom.hooks.replayable import find_statistics, find_written, iterate_tensors, touches_tensors
+from elbowroom.ir.plan import Plan
+from elbowroom.ir.trace import LASTING, Op, Trace
+from elbowroom.runtime.residence import Geometry, Residence
 
 MODIFIED = (
     "one of the variables needed for gradient computation has been modified by an inplace operation: a {dtype} tensor "
@@ -142,18 +142,15 @@ class Recorder(TorchDispatchMode):
         find_residence: Callable[[torch.UntypedStorage], Residence],
         on_drift: Callable[[str], None],
     ) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._ops: Sequence[Op] = trace.ops
         self._find_residence, self._on_drift = find_residence, on_drift
         self._wanted = frozenset(tick for segment in plan.segments for tick in segment.ops)
         last = max(self._wanted)
         self._count = sum(1 for op in trace.ops if op.tick <= last)
-        # Autograd claims these, or the replay makes them; every other storage a replay reads is held by the program.
-        claimed = {save.storage for save in trace.saves}
-        lasting = {leaf for segment in plan.segments for leaf in segment.leaves}
-        self._kept = frozenset(
-            leaf for leaf in lasting if leaf not in claimed or trace.storages[leaf].role not in ("activation", "temporary")
-        )
+        # Every other leaf is claimed by autograd.
+        leaves = {leaf for segment in plan.segments for leaf in segment.leaves}
+        self._kept = frozenset(leaf for leaf in leaves if trace.storages[leaf].role in LASTING)
         self._names: dict[Any, str] = {}
         self._position = 0
         self._calls: dict[int, Call] = {}
@@ -181,7 +178,7 @@ class Recorder(TorchDispatchMode):
         if name != op.name:
             self.stop()
             self._on_drift(f"op {self._position - 1} is {name}, where the trace has {op.name}")
-        if op.tick not in self._wanted or self._position == self._count and name != op.name:
+        if op.tick not in self._wanted or (self._position == self._count and name != op.name):
             return func(*args, **kwargs)
         slots = self._describe(func, op, args, kwargs)
         result = func(*args, **kwargs)

@@ -23,12 +23,12 @@ class Geometry(NamedTuple):
     @classmethod
     def of(cls, tensor: torch.Tensor) -> Geometry:
         """The geometry of a strided tensor."""
-        return cls(tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset())
+        return cls(tensor.dtype, tensor.shape, tensor.stride(), int(tensor.storage_offset()))
 
     def view(self, storage: torch.UntypedStorage) -> torch.Tensor:
         """The tensor that lies like this in a storage."""
         empty = torch.empty(0, dtype=self.dtype, device=storage.device)
-        return empty.set_(storage, self.offset, self.shape, self.stride)  # type: ignore[call-overload]
+        return empty.set_(storage, self.offset, self.shape, self.stride)
 
 
 class SavedView:

@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from elbowroom.errors import TraceError
-from elbowroom.ir.actions import Action, Offload, Recompute, Release, Reload, Wait
+from elbowroom.ir.actions import Action, Offload, Recompute, Release, Wait
 from elbowroom.ir.costs import Costs
 from elbowroom.ir.events import Event, StorageFreed, StorageNeeded, StorageSaved
 from elbowroom.ir.forecast import Forecast

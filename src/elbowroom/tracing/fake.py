@@ -121,15 +121,13 @@ class _Hooks:
 
 
 @contextlib.contextmanager
-def _replaced_by_fakes(
-    mode: FakeTensorMode, model: torch.nn.Module, optimizers: Sequence[Optimizer]
-) -> Iterator[None]:
+def _replaced_by_fakes(mode: FakeTensorMode, model: torch.nn.Module, optimizers: Sequence[Optimizer]) -> Iterator[None]:
     """Swap every tensor of the job for a fake one, ties kept, and put all back whatever happens."""
     fakes: dict[int, torch.Tensor] = {}
 
     def fake(tensor: torch.Tensor) -> torch.Tensor:
         if id(tensor) not in fakes:
-            copy = mode.from_tensor(tensor.detach(), static_shapes=True)
+            copy: torch.Tensor = mode.from_tensor(tensor.detach(), static_shapes=True)
             if isinstance(tensor, torch.nn.Parameter):
                 copy = torch.nn.Parameter(copy, requires_grad=tensor.requires_grad)
                 if tensor.grad is not None:
@@ -145,7 +143,8 @@ def _replaced_by_fakes(
             foreach_types.append(FakeTensor)
             undo.append(lambda: foreach_types.remove(FakeTensor))
         for module in model.modules():
-            for table in (module._parameters, module._buffers):
+            tables: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
+            for table in tables:
                 for key, tensor in list(table.items()):
                     if tensor is not None:
                         undo.append(_putting_back(table, key, tensor))
@@ -175,5 +174,3 @@ def _putting_back(table: Any, key: str, value: Any) -> Callable[[], None]:
         table[key] = value
 
     return put_back
-
-

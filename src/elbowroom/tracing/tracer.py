@@ -26,8 +26,8 @@ class _Seen:
 
     __slots__ = ("created", "id", "label", "nbytes", "released", "role", "version")
 
-    def __init__(self, id: int, nbytes: int, role: Role, created: int, label: str) -> None:
-        self.id, self.nbytes, self.role, self.created, self.label = id, nbytes, role, created, label
+    def __init__(self, storage: int, nbytes: int, role: Role, created: int, label: str) -> None:
+        self.id, self.nbytes, self.role, self.created, self.label = storage, nbytes, role, created, label
         self.released: int | None = None
         self.version = 0
 
@@ -56,7 +56,7 @@ class Tracer(TorchDispatchMode):
         on_write: Callable[[torch.Tensor], None] | None = None,
         meter: Meter | None = None,
     ) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._name, self._device, self._on_write, self._meter = name, device, on_write, meter
         self.own_seconds = 0.0
         self._tick = 0
@@ -105,7 +105,13 @@ class Tracer(TorchDispatchMode):
         return result
 
     def _record(
-        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], reads: tuple[View, ...], result: Any, foreign: bool
+        self,
+        func: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        reads: tuple[View, ...],
+        result: Any,
+        foreign: bool,
     ) -> None:
         tick = self._tick
         barrier = find_barrier(func, args, kwargs) or ("reads what is on another device" if foreign else "")

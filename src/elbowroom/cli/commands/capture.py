@@ -22,8 +22,13 @@ from elbowroom.cli.parameters import (
     collect_options,
 )
 from elbowroom.cli.sources import capture_spec, check_writable, save
-from elbowroom.cli.terminal import make_facts, open_terminal
+from elbowroom.cli.terminal import open_terminal
 from elbowroom.units import format_bytes, format_seconds
+
+_REMARKS = {
+    "activation": "saved for backward",
+    "temporary": "everything else the step makes; never all at once",
+}
 
 
 def register(app: typer.Typer) -> None:
@@ -49,28 +54,27 @@ def capture(
     from elbowroom.ir.identity import digest
     from elbowroom.ir.trace import find_movable
 
-    options = collect_options(
-        batch, image_size, sequence_length, layers, dtype, optimizer, device, seed, channels_last
-    )
+    options = collect_options(batch, image_size, sequence_length, layers, dtype, optimizer, device, seed, channels_last)
     with open_terminal(as_json) as terminal:
         check_writable(output)
         begin = time.perf_counter()
         trace = capture_spec(terminal, spec, options)
         seconds = time.perf_counter() - begin
         written = save(trace, output)
-        by_role: dict[str, int] = {}
-        for storage in trace.storages:
-            by_role[str(storage.role)] = by_role.get(str(storage.role), 0) + storage.nbytes
+        by_role = {
+            str(role): sum(storage.nbytes for storage in trace.storages if storage.role is role)
+            for role in sorted({storage.role for storage in trace.storages})
+        }
         movable_bytes = sum(trace.storages[storage].nbytes for storage in find_movable(trace))
         rows = [
             ("ops", str(len(trace.ops)), f"{sum(op.flops for op in trace.ops) / 1e9:.1f} GFLOP"),
             ("storages", str(len(trace.storages)), ""),
             ("saved for backward", str(len(trace.saves)), f"asked for {len(trace.needs)} times"),
-            *((role.replace("_", " "), format_bytes(nbytes), "") for role, nbytes in sorted(by_role.items())),
+            *((role.replace("_", " "), format_bytes(by_role[role]), _REMARKS.get(role, "")) for role in by_role),
             ("may be moved", format_bytes(movable_bytes), "saved for backward, and not changed afterwards"),
             ("captured in", format_seconds(seconds), ""),
         ]
-        terminal.show(make_facts(f"{trace.name} on {trace.device}", rows))
+        terminal.show_facts(f"{trace.name} on {trace.device}", rows)
         if written:
             terminal.show(f"written to {written}")
         terminal.write_document(

@@ -12,6 +12,7 @@ from elbowroom.cli.parameters import (
     Batch,
     Budget,
     ChannelsLast,
+    CostsFile,
     DataType,
     Device,
     Hardware,
@@ -26,8 +27,8 @@ from elbowroom.cli.parameters import (
     TraceOrSpec,
     collect_options,
 )
-from elbowroom.cli.sources import check_writable, find_profile, find_trace, keep_all, price_trace, read_budget, save
-from elbowroom.cli.terminal import make_facts, open_terminal
+from elbowroom.cli.sources import check_writable, find_costs, find_trace, keep_all, read_budget, save
+from elbowroom.cli.terminal import open_terminal
 from elbowroom.ir.forecast import Forecast
 from elbowroom.ir.plan import Choice, Plan
 from elbowroom.units import format_bytes, format_seconds
@@ -42,6 +43,7 @@ def plan(
     source: TraceOrSpec,
     budget: Budget,
     hardware: Hardware = "this",
+    costs_file: CostsFile = None,
     strategy: Strategy = "auto",
     output: Output = None,
     batch: Batch = None,
@@ -60,16 +62,13 @@ def plan(
     from elbowroom.planner.problem import pose
     from elbowroom.simulator.replay import simulate
 
-    options = collect_options(
-        batch, image_size, sequence_length, layers, dtype, optimizer, device, seed, channels_last
-    )
+    options = collect_options(batch, image_size, sequence_length, layers, dtype, optimizer, device, seed, channels_last)
     with open_terminal(as_json) as terminal:
         check_writable(output)
         # A budget that means nothing is refused before anything is captured or measured.
         read_budget(budget, 1 << 40)
         trace = find_trace(terminal, source, options)
-        profile = find_profile(terminal, hardware)
-        costs = price_trace(terminal, trace, profile)
+        costs = find_costs(terminal, trace, hardware, costs_file)
         plain = simulate(trace, costs, keep_all(costs, 0))
         budget_bytes = read_budget(budget, plain.peak_bytes)
         smallest_bytes = pose(trace, costs, budget_bytes).floor.peak_bytes
@@ -84,11 +83,11 @@ def plan(
             planning_seconds=time.perf_counter() - begin,
         )
         written = save(made, output)
-        terminal.show(make_facts(f"{trace.name} within {format_bytes(budget_bytes)} on {profile.name}", outcome.rows()))
+        terminal.show_facts(f"{trace.name} within {format_bytes(budget_bytes)} on {costs.profile_name}", outcome.rows())
         if written:
             terminal.show(f"written to {written}")
         terminal.write_document(
-            "plan", name=trace.name, hardware=profile.name, **outcome.fields(), output=written
+            "plan", name=trace.name, hardware=costs.profile_name, **outcome.fields(), output=written
         )
 
 
@@ -127,10 +126,10 @@ class Outcome:
             ("plain step", format_seconds(plain.step_seconds), ""),
             ("forecast step", format_seconds(forecast.step_seconds), f"{self.slowdown():.3f} times plain"),
             ("offloaded", format_bytes(forecast.offloaded_bytes), 
-             f"{choices['offload']} gaps of {len(offloaded)} storages"),
+             f"decided for {_count(choices['offload'], 'gap')} of {_count(len(offloaded), 'storage')}"),
             ("reloaded", format_bytes(forecast.reloaded_bytes), f"{waits} of waiting for moves"),
             ("recomputed", format_seconds(forecast.recompute_seconds),
-             f"{choices['recompute']} gaps by {len(self.plan.segments)} segments"),
+             f"decided for {_count(choices['recompute'], 'gap')}, by {_count(len(self.plan.segments), 'segment')}"),
             ("planned in", format_seconds(self.planning_seconds), f"strategy {self.plan.strategy}"),
         ]  # fmt: skip
 
@@ -157,3 +156,7 @@ class Outcome:
             "segments": len(self.plan.segments),
             "planning_seconds": self.planning_seconds,
         }
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}{'' if number == 1 else 's'}"

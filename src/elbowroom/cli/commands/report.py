@@ -8,8 +8,8 @@ from typing import Annotated, Any
 
 import typer
 
-from elbowroom.cli.parameters import Json
-from elbowroom.cli.sources import find_profile, load_trace, price_trace
+from elbowroom.cli.parameters import CostsFile, Hardware, Json
+from elbowroom.cli.sources import find_costs, load_trace
 from elbowroom.cli.terminal import Terminal, open_terminal
 from elbowroom.errors import TraceError, UsageError
 from elbowroom.ir import files
@@ -32,9 +32,8 @@ def render_report(
     ],
     trace_file: Annotated[Path | None, typer.Option("--trace", help="Its trace: adds the table of blocks.")] = None,
     plan_file: Annotated[Path | None, typer.Option("--plan", help="The plan that was carried out.")] = None,
-    hardware: Annotated[
-        str, typer.Option("--hardware", help="What to price the trace for: this, a file, or a shipped profile.")
-    ] = "this",
+    hardware: Hardware = "this",
+    costs_file: CostsFile = None,
     as_json: Json = False,
 ) -> None:
     """Report what steps did: forecast beside measured, and with a trace why each block is where it is."""
@@ -43,7 +42,7 @@ def render_report(
 
     with open_terminal(as_json) as terminal:
         read = [(path, *load_journal(path)) for path in journals]
-        trace, costs, plan, forecast = _load_step(terminal, trace_file, plan_file, hardware)
+        trace, costs, plan, forecast = _load_step(terminal, trace_file, plan_file, hardware, costs_file)
         documents: list[dict[str, Any]] = []
         for path, journal, run_budget_bytes in read:
             budget_bytes = run_budget_bytes or (0 if plan is None else plan.budget_bytes)
@@ -93,7 +92,7 @@ def load_journal(path: Path) -> tuple[Journal, int]:
 
 
 def _load_step(
-    terminal: Terminal, trace_file: Path | None, plan_file: Path | None, hardware: str
+    terminal: Terminal, trace_file: Path | None, plan_file: Path | None, hardware: str, costs_file: Path | None
 ) -> tuple[Trace | None, Costs | None, Plan | None, Forecast | None]:
     """What is known beside the journal."""
     from elbowroom.simulator.replay import simulate
@@ -104,5 +103,5 @@ def _load_step(
     trace = load_trace(trace_file)
     if plan is not None:
         check(trace, plan)
-    costs = price_trace(terminal, trace, find_profile(terminal, hardware))
+    costs = find_costs(terminal, trace, hardware, costs_file)
     return trace, costs, plan, None if plan is None else simulate(trace, costs, plan)

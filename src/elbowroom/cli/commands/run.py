@@ -66,6 +66,7 @@ def run(
     output: Annotated[Path | None, typer.Option("--output", "-o", help=_FILE_HELP.format("journal"))] = None,
     save_trace: Annotated[Path | None, typer.Option("--save-trace", help=_FILE_HELP.format("trace"))] = None,
     save_plan: Annotated[Path | None, typer.Option("--save-plan", help=_FILE_HELP.format("plan"))] = None,
+    save_costs: Annotated[Path | None, typer.Option("--save-costs", help=_FILE_HELP.format("costs"))] = None,
     batch: Batch = None,
     image_size: ImageSize = None,
     sequence_length: SequenceLength = None,
@@ -78,11 +79,9 @@ def run(
     as_json: Json = False,
 ) -> None:
     """Train for some steps within a budget, and report what happened. Exit code 3 if no plan fits."""
-    options = collect_options(
-        batch, image_size, sequence_length, layers, dtype, optimizer, device, seed, channels_last
-    )
+    options = collect_options(batch, image_size, sequence_length, layers, dtype, optimizer, device, seed, channels_last)
     with open_terminal(as_json) as terminal:
-        check_writable(output, save_trace, save_plan)
+        check_writable(output, save_trace, save_plan, save_costs)
         read_budget(budget, 1 << 40)
         options = {**options, "device": device or default_device()}
         profile = find_profile(terminal, hardware, device=options["device"], spill_folder=spill_folder)
@@ -100,6 +99,7 @@ def run(
         if planned is not None:
             save(planned.trace, save_trace)
             save(planned.plan, save_plan)
+            save(planned.costs, save_costs)
         terminal.show_text(report)
         if written:
             terminal.show(f"\nwritten to {written}")
@@ -117,9 +117,7 @@ def run(
         )
 
 
-def _find_budget(
-    terminal: Terminal, spec: str, options: dict[str, Any], budget: str, profile: HardwareProfile
-) -> int:
+def _find_budget(terminal: Terminal, spec: str, options: dict[str, Any], budget: str, profile: HardwareProfile) -> int:
     """Bytes of a budget; only a share has to know the plain forecast peak."""
     if not budget.strip().endswith("%"):
         return read_budget(budget, 0)

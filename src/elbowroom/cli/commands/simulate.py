@@ -7,8 +7,8 @@ from typing import Annotated
 
 import typer
 
-from elbowroom.cli.parameters import Hardware, Json
-from elbowroom.cli.sources import find_profile, load_trace, price_trace
+from elbowroom.cli.parameters import CostsFile, Hardware, Json
+from elbowroom.cli.sources import find_costs, load_trace
 from elbowroom.cli.terminal import open_terminal
 from elbowroom.ir import files
 from elbowroom.ir.check import check
@@ -25,6 +25,7 @@ def simulate(
     trace_file: Annotated[Path, typer.Argument(metavar="TRACE", help="Written by `elbowroom capture`.")],
     plan_file: Annotated[Path, typer.Argument(metavar="PLAN", help="Written by `elbowroom plan`.")],
     hardware: Hardware = "this",
+    costs_file: CostsFile = None,
     as_json: Json = False,
 ) -> None:
     """Forecast one step of a trace under a plan: peak, seconds, moves, and why each block is where it is."""
@@ -34,7 +35,7 @@ def simulate(
     with open_terminal(as_json) as terminal:
         trace, plan = load_trace(trace_file), files.load(Plan, plan_file)
         check(trace, plan)
-        costs = price_trace(terminal, trace, find_profile(terminal, hardware))
+        costs = find_costs(terminal, trace, hardware, costs_file)
         forecast = forecast_step(trace, costs, plan)
         terminal.show_text(
             summarize(

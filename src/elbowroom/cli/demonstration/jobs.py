@@ -52,12 +52,12 @@ def run_plain(
             if is_last:
                 meter.start()
             begin = time.perf_counter()
-            loss = workload.step()
+            # No loss stays behind as a tensor: one that is freed while the meter runs was never seen by it.
+            losses.append(float(workload.step()))
             _finish(device)
             seconds.append(time.perf_counter() - begin)
             if is_last:
                 meter.stop(base_bytes)
-            losses.append(float(loss))
             _tell(advance, step, steps, losses[-1], seconds[-1])
         smallest_bytes = _find_smallest(advance, workload, profile) if floor else 0
     return {
@@ -89,9 +89,8 @@ def run_within(
         with fit(workload.model, workload.optimizer, budget_bytes, profile=profile) as room:
             for step in range(steps):
                 with room.step():
-                    loss = workload.step()
+                    losses.append(float(workload.step()))
                     _finish(device)
-                losses.append(float(loss))
                 _tell(advance, step, steps, losses[-1], room.journal().steps[-1].seconds)
             journal, planned, report = room.journal(), room.planned, room.report()
     steady = find_steady(journal)

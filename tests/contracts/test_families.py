@@ -1,0 +1,40 @@
+"""The folder is the registry: every member of every family has its entry point, and says what it is. No torch."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+
+import pytest
+
+import elbowroom.planner.strategies
+import elbowroom.residency.policies
+from elbowroom._family import get, names
+from elbowroom.errors import UnknownMember, UsageError
+
+FAMILIES = {
+    elbowroom.planner.strategies: "make_plan",
+    elbowroom.residency.policies: "Policy",
+}
+MEMBERS = [(family, entry, name) for family, entry in FAMILIES.items() for name in names(family)]
+
+
+@pytest.mark.parametrize(("family", "entry", "name"), MEMBERS, ids=lambda each: each if isinstance(each, str) else "")
+def test_members(family: object, entry: str, name: str) -> None:
+    found = get(family, name, entry)  # type: ignore[arg-type]
+    assert callable(found)
+    module = importlib.import_module(found.__module__)
+    for part in (module, found):
+        assert inspect.getdoc(part)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_members_are_listed_in_order_and_unknown_ones_refused(family: object) -> None:
+    known = names(family)  # type: ignore[arg-type]
+    assert known
+    assert list(known) == sorted(known)
+    for wrong in ("no_such", "", "__init__", "auto.py", "../auto", "_private"):
+        with pytest.raises(UnknownMember) as caught:
+            get(family, wrong, "anything")  # type: ignore[arg-type]
+        assert isinstance(caught.value, UsageError)
+        assert all(name in str(caught.value) for name in known)

@@ -1,0 +1,174 @@
+"""Planning, on traces small enough to see what is right. No torch."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+from hypothesis import given
+
+from elbowroom.errors import Infeasible, TraceError, UnknownMember
+from elbowroom.ir.check import check
+from elbowroom.ir.costs import Costs
+from elbowroom.ir.plan import Choice, Plan
+from elbowroom.ir.trace import Trace
+from elbowroom.planner.closures import Closures
+from elbowroom.planner.problem import list_strategies, plan, pose
+from elbowroom.simulator.replay import simulate
+from tests.generators import (
+    KIB,
+    Layer,
+    jobs,
+    keep_everything,
+    make_chain,
+    make_costs,
+    make_link,
+    make_residual_net,
+    make_trace,
+    make_unet,
+)
+
+CHAIN = make_chain([256 * KIB] * 8)
+FAST = make_costs(CHAIN, op_seconds=1e-3, link=make_link(per_second=1e12, latency_seconds=0.0))
+SLOW = make_costs(CHAIN, op_seconds=1e-6, link=make_link(per_second=1e6))
+
+
+def peak(trace: Trace, costs: Costs) -> int:
+    return simulate(trace, costs, keep_everything(costs)).peak_bytes
+
+
+def choices(made: Plan) -> set[Choice]:
+    return {decision.choice for decision in made.decisions}
+
+
+def test_nothing_is_decided_where_everything_fits() -> None:
+    made = plan(CHAIN, FAST, peak(CHAIN, FAST))
+    assert made.decisions == ()
+
+
+def test_a_fast_link_is_used_and_costs_nothing() -> None:
+    made = plan(CHAIN, FAST, peak(CHAIN, FAST) * 3 // 4)
+    assert choices(made) == {Choice.OFFLOAD}
+    plain = simulate(CHAIN, FAST, keep_everything(FAST)).step_seconds
+    assert simulate(CHAIN, FAST, made).step_seconds == pytest.approx(plain, rel=1e-3)
+
+
+def test_a_slow_link_is_not_where_ops_are_cheap() -> None:
+    assert choices(plan(CHAIN, SLOW, peak(CHAIN, SLOW) * 3 // 4)) == {Choice.RECOMPUTE}
+
+
+def test_what_draws_numbers_is_not_recomputed() -> None:
+    trace = make_chain([256 * KIB] * 8, barriers=frozenset(range(8)))
+    costs = make_costs(trace, op_seconds=1e-6, link=make_link(per_second=1e6))
+    for strategy in ("auto", "recompute_all"):
+        try:
+            made = plan(trace, costs, peak(trace, costs) * 3 // 4, strategy=strategy)
+        except Infeasible:
+            assert strategy == "recompute_all"
+        else:
+            assert choices(made) == {Choice.OFFLOAD}
+
+
+def test_small_storages_stay() -> None:
+    trace = make_chain([8 * KIB, 256 * KIB] * 4)
+    costs = make_costs(trace)
+    made = plan(trace, costs, 10**9, strategy="offload_all")
+    assert {trace.storages[decision.storage].nbytes for decision in made.decisions} == {256 * KIB}
+    everything = plan(trace, costs, 10**9, strategy="offload_all", min_offload_bytes=1)
+    assert 8 * KIB in {trace.storages[decision.storage].nbytes for decision in everything.decisions}
+
+
+def test_infeasible_has_the_numbers() -> None:
+    with pytest.raises(Infeasible) as caught:
+        plan(CHAIN, FAST, 100 * KIB)
+    error = caught.value
+    assert error.budget_bytes == 100 * KIB
+    assert error.needed_bytes == pose(CHAIN, FAST, 1).floor.peak_bytes
+    assert error.op in {op.name for op in CHAIN.ops}
+    assert error.in_the_way
+    assert all(nbytes > 0 for _, nbytes in error.in_the_way)
+    assert sum(nbytes for _, nbytes in error.in_the_way) <= error.needed_bytes
+    for said in (str(100 * KIB), "100.0 KiB", str(error.needed_bytes), error.op, error.in_the_way[0][0]):
+        assert said in str(error)
+    made = plan(CHAIN, FAST, error.needed_bytes)
+    assert simulate(CHAIN, FAST, made).peak_bytes == error.needed_bytes
+
+
+def test_unknown_strategies_are_refused_with_the_known_ones() -> None:
+    with pytest.raises(UnknownMember) as caught:
+        plan(CHAIN, FAST, 10**9, strategy="magic")
+    assert all(name in str(caught.value) for name in list_strategies())
+
+
+def test_costs_of_another_trace_are_refused() -> None:
+    with pytest.raises(TraceError, match="costs"):
+        plan(make_chain([KIB] * 3), FAST, 10**9)
+
+
+def test_a_trace_without_saves_can_be_planned() -> None:
+    trace = make_trace([Layer(inputs=(-1,), nbytes=64 * KIB, keeps="")])
+    costs = make_costs(trace)
+    assert plan(trace, costs, peak(trace, costs)).decisions == ()
+    with pytest.raises(Infeasible):
+        plan(trace, costs, peak(trace, costs) - 1)
+
+
+@pytest.mark.parametrize(
+    "trace", [make_residual_net(6, 512 * KIB), make_unet(5, 4096 * KIB)], ids=lambda each: each.name
+)
+@pytest.mark.parametrize("per_second", [1e8, 1e9, 1e10])
+def test_ordinary_nets_at_every_budget(trace: Trace, per_second: float) -> None:
+    costs = make_costs(trace, op_seconds=1e-4, workspace_bytes=KIB, link=make_link(per_second=per_second))
+    most, least = peak(trace, costs), pose(trace, costs, 1).floor.peak_bytes
+    assert least < most * 0.6
+    plain = simulate(trace, costs, keep_everything(costs)).step_seconds
+    slowest = simulate(trace, costs, plan(trace, costs, least, strategy="offload_all")).step_seconds
+    for share in range(11):
+        budget_bytes = least + (most - least) * share // 10
+        made = plan(trace, costs, budget_bytes)
+        check(trace, made)
+        forecast = simulate(trace, costs, made)
+        assert forecast.peak_bytes <= budget_bytes
+        assert plain <= forecast.step_seconds + 1e-12 <= slowest + 2e-12
+
+
+# -- closures ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_closure_goes_back_to_what_is_there() -> None:
+    closures = Closures(CHAIN)
+    made = [op.writes[0].storage for op in CHAIN.ops[:8]]
+    need = CHAIN.needs[0]  # the last save: of the result of layer 6
+    target = CHAIN.saves[need.save].storage
+    assert target == made[6]
+    near = closures.find(target, need.tick, lambda storage: storage == target)
+    assert near is not None
+    assert (len(near.ops), near.made) == (1, {target})
+    assert made[5] in near.leaves
+    far = closures.find(target, need.tick, lambda storage: storage in made)
+    assert far is not None
+    assert len(far.ops) == 7
+    assert far.made == set(made[:7])
+    assert not set(far.leaves) & set(made)
+
+
+def test_what_cannot_be_replayed_has_no_closure() -> None:
+    trace = make_chain([KIB] * 4, barriers=frozenset({1}))
+    closures = Closures(trace)
+    made = [op.writes[0].storage for op in trace.ops[:4]]
+    tick = trace.needs[0].tick
+    assert closures.find(made[1], tick, lambda storage: storage == made[1]) is None
+    assert closures.find(made[2], tick, lambda storage: storage == made[2]) is not None
+    assert closures.find(made[2], tick, lambda storage: storage in made) is None
+    assert closures.find(0, tick, lambda storage: False) is None  # an input was made by no op
+
+
+@given(jobs())
+def test_a_plan_is_of_its_input_alone(job: tuple[Trace, Costs]) -> None:
+    """The order in which decisions happen to be looked at must not show: names and digests aside, equal is equal."""
+    trace, costs = job
+    budget_bytes = (peak(trace, costs) + pose(trace, costs, 1, min_offload_bytes=1).floor.peak_bytes) // 2
+    made = plan(trace, costs, budget_bytes, min_offload_bytes=1)
+    renamed = dataclasses.replace(trace, name="another name")
+    assert plan(renamed, costs, budget_bytes, min_offload_bytes=1) == made
+    assert list(made.decisions) == sorted(made.decisions, key=lambda each: (each.storage, each.gap))

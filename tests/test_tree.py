@@ -1,0 +1,197 @@
+"""Rules on the tree itself: sizes, names, docstrings, dependencies, and what an import brings with it. No torch."""
+
+from __future__ import annotations
+
+import ast
+import pathlib
+import re
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+
+import pytest
+
+ROOT = pathlib.Path(__file__).parents[1]
+SOURCE = ROOT / "src"
+MODULES = sorted(SOURCE.rglob("*.py"))
+TREES = {path: ast.parse(path.read_text()) for path in MODULES}
+
+MOST_LINES_A_FILE = 400
+MOST_LINES_A_FUNCTION = 60
+FORBIDDEN_NAMES = {"utils", "util", "helpers", "helper", "common", "manager", "misc"}
+TEXT_SUFFIXES = {"", ".py", ".md", ".toml", ".txt", ".yml", ".yaml", ".json", ".html", ".css", ".js", ".cfg", ".sh"}
+SKIPPED = {".git", ".venv", "build", "dist", "__pycache__"}
+
+Function = ast.FunctionDef | ast.AsyncFunctionDef
+
+
+def name_of(path: pathlib.Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+def texts() -> Iterator[pathlib.Path]:
+    """Every text file a clone would have, and those about to be added."""
+    listed = subprocess.run(
+        ["git", "ls-files", "-co", "--exclude-standard", "-z"], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    if listed.returncode == 0:
+        found = [ROOT / each for each in listed.stdout.split("\0") if each]
+    else:  # not a clone
+        found = [path for path in ROOT.rglob("*") if not SKIPPED & set(path.relative_to(ROOT).parts)]
+    yield from (path for path in found if path.is_file() and path.suffix in TEXT_SUFFIXES)
+
+
+def test_there_is_something_to_look_at() -> None:
+    assert len(MODULES) > 50
+
+
+@pytest.mark.parametrize("path", MODULES, ids=name_of)
+def test_files_and_functions_stay_small(path: pathlib.Path) -> None:
+    lines = len(path.read_text().splitlines())
+    assert lines <= MOST_LINES_A_FILE, f"{lines} lines: what in it is a noun of its own?"
+    for node in ast.walk(TREES[path]):
+        if isinstance(node, Function):
+            length = (node.end_lineno or node.lineno) - node.lineno + 1
+            assert length <= MOST_LINES_A_FUNCTION, f"{node.name} has {length} lines"
+
+
+def missing_docstrings(path: pathlib.Path) -> list[str]:
+    """Public classes, functions and methods without one; what overrides a documented method may go without."""
+    tree = TREES[path]
+    missing = [] if ast.get_docstring(tree) else ["the module"]
+    for node in tree.body:
+        if isinstance(node, Function | ast.ClassDef) and not node.name.startswith("_") and not ast.get_docstring(node):
+            missing.append(node.name)
+        if isinstance(node, ast.ClassDef) and not node.name.startswith("_") and not node.bases:
+            missing += [
+                f"{node.name}.{inner.name}"
+                for inner in node.body
+                if isinstance(inner, Function) and not inner.name.startswith("_") and not ast.get_docstring(inner)
+            ]
+    return missing
+
+
+@pytest.mark.parametrize("path", MODULES, ids=name_of)
+def test_every_module_and_public_name_says_what_it_is(path: pathlib.Path) -> None:
+    assert missing_docstrings(path) == []
+
+
+def test_tests_say_what_they_test() -> None:
+    for path in (ROOT / "tests").rglob("*.py"):
+        assert ast.get_docstring(ast.parse(path.read_text())), name_of(path)
+
+
+def test_names_say_what_is_inside() -> None:
+    for path in MODULES:
+        assert not FORBIDDEN_NAMES & {part.lower() for part in path.with_suffix("").relative_to(SOURCE).parts}
+        for node in ast.walk(TREES[path]):
+            if isinstance(node, Function | ast.ClassDef):
+                words = set(re.sub(r"([a-z])([A-Z])", r"\1_\2", node.name).lower().split("_"))
+                assert not FORBIDDEN_NAMES & words, f"{name_of(path)}: {node.name}"
+
+
+def test_no_package_shares_its_name_with_a_verb() -> None:
+    packages = {path.parent.name for path in MODULES if path.name == "__init__.py"}
+    for path in MODULES:
+        public = {node.name for node in TREES[path].body if isinstance(node, Function) and node.name[0] != "_"}
+        assert not packages & public, name_of(path)
+
+
+def test_nothing_names_this_machine() -> None:
+    """A path that exists on one machine only, or a host that others cannot reach, breaks every fresh clone."""
+    absolute = r"(?<![\w.])/(work|root|home|Users|opt)/[\w.-]+"
+    index = r"(--|^)(extra-)?index-url|--find-links|--trusted-host|--extra-index"
+    for path in texts():
+        if path == pathlib.Path(__file__):
+            continue
+        for number, line in enumerate(path.read_text(errors="replace").splitlines(), start=1):
+            assert not re.search(f"{absolute}|{index}", line), f"{name_of(path)}:{number}: {line.strip()[:120]}"
+
+
+# -- dependencies -----------------------------------------------------------------------------------------------------
+
+
+def imported(paths: list[pathlib.Path]) -> set[str]:
+    """Names of the top packages that these files import, anywhere in them."""
+    found = set()
+    for path in paths:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Import):
+                found |= {alias.name.partition(".")[0] for alias in node.names}
+            elif isinstance(node, ast.ImportFrom) and not node.level:
+                found.add((node.module or "").partition(".")[0])
+    return found - set(sys.stdlib_module_names)
+
+
+def declared(*requirements: str) -> set[str]:
+    return {re.match(r"[\w-]+", each)[0].lower() for each in requirements}  # type: ignore[index]
+
+
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+
+
+def test_what_is_imported_is_declared_and_the_other_way_round() -> None:
+    needed = declared(*PROJECT["dependencies"])
+    extras = declared(*PROJECT["optional-dependencies"]["models"])
+    found = imported(MODULES) - {"elbowroom"}
+    assert needed <= found <= needed | extras
+
+
+def test_everything_declared_is_pinned() -> None:
+    pins = {}
+    for line in (ROOT / "constraints.txt").read_text().splitlines():
+        if not line.startswith("#"):
+            name, equals, version = line.partition("==")
+            assert (equals, bool(re.fullmatch(r"[0-9][\w.]*", version))) == ("==", True), line
+            pins[name.lower()] = version
+    extras = PROJECT["optional-dependencies"].values()
+    assert declared(*PROJECT["dependencies"], *(each for extra in extras for each in extra)) <= pins.keys()
+
+
+# -- imports ----------------------------------------------------------------------------------------------------------
+
+
+def loaded_by(statement: str) -> set[str]:
+    """The packages that a fresh interpreter has loaded after a statement."""
+    code = f"import sys; sys.path.insert(0, {str(SOURCE)!r}); {statement}; print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    return {name.partition(".")[0] for name in done.stdout.split()}
+
+
+HEAVY = {"torch", "scipy", "numba", "torchvision", "transformers", "timm"}
+
+
+def test_the_package_is_there_at_once() -> None:
+    found = loaded_by("import elbowroom; elbowroom.__version__; dir(elbowroom)")
+    assert not found & (HEAVY | {"numpy", "rich", "typer", "psutil"})
+
+
+def test_the_thinking_half_needs_no_torch() -> None:
+    rooms = ("ir", "cost", "residency", "layout", "simulator", "planner", "report")
+    thinking = [path for path in MODULES if path.relative_to(SOURCE).parts[1].removesuffix(".py") in (*rooms, "config")]
+    names = [".".join(path.relative_to(SOURCE).with_suffix("").parts).removesuffix(".__init__") for path in thinking]
+    assert len(names) > 20
+    found = loaded_by("import importlib; [importlib.import_module(n) for n in " + repr(names) + "]")
+    assert not found & HEAVY
+
+
+def test_thinking_verbs_need_no_torch() -> None:
+    assert not loaded_by("import elbowroom as e; e.plan, e.price, e.simulate, e.check, e.load, e.save") & HEAVY
+
+
+def test_every_verb_is_there() -> None:
+    verbs = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["name"]
+    code = f"import {verbs} as e; [getattr(e, name) for name in e.__all__]; assert set(e.__all__) == set(dir(e))"
+    loaded_by(code)
+    with pytest.raises(AttributeError, match="no_such_verb"):
+        import elbowroom
+
+        elbowroom.no_such_verb  # noqa: B018
+
+
+def test_versions_agree() -> None:
+    import elbowroom
+
+    assert elbowroom.__version__ == PROJECT["version"]
+    assert PROJECT["version"] in (ROOT / "CHANGELOG.md").read_text()
