@@ -5,7 +5,6 @@
         UnknownMember           no such strategy, policy, format, ...; lists the ones there are
       TraceError (ValueError)   a file or value is not what it claims to be; names the place
       Infeasible                no plan fits; says what would
-      Drift                     the step left its trace where that cannot be survived
       TierError                 a place for bytes failed
         TierFull                it has no room left
         TransferFailed          a move did not complete; the source is intact
@@ -65,10 +64,6 @@ class Infeasible(ElbowroomError):
             + f". Set memory_budget to at least {needed_bytes}, or make the batch smaller."
         )
         self.needed_bytes, self.budget_bytes, self.op, self.in_the_way = needed_bytes, budget_bytes, op, in_the_way
-
-
-class Drift(ElbowroomError):
-    """The step did something its trace did not, in a way that cannot be continued safely."""
 
 
 class TierError(ElbowroomError):

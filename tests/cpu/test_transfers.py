@@ -236,7 +236,7 @@ def test_a_full_spill_file_refuses_and_has_room_again(tmp_path: pathlib.Path) ->
     transfers = ThreadTransfers(SpillFile(tmp_path, 16384))
     source = make_storage(5, 8192)
     copies = [transfers.offload(source), transfers.offload(source)]
-    with pytest.raises(TierFull, match="host_budget=") as caught:
+    with pytest.raises(TierFull, match="host_bytes=") as caught:
         transfers.offload(source)
     assert (caught.value.needed_bytes, caught.value.free_bytes) == (8192, 0)
     assert transfers.offloaded_bytes == 16384

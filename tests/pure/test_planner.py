@@ -71,7 +71,7 @@ def test_what_draws_numbers_is_not_recomputed() -> None:
 
 def test_small_storages_stay() -> None:
     trace = make_chain([8 * KIB, 256 * KIB] * 4)
-    costs = make_costs(trace)
+    costs = make_costs(trace, op_seconds=1e-3)
     made = plan(trace, costs, 10**9, strategy="offload_all")
     assert {trace.storages[decision.storage].nbytes for decision in made.decisions} == {256 * KIB}
     everything = plan(trace, costs, 10**9, strategy="offload_all", min_offload_bytes=1)

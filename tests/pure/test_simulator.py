@@ -13,10 +13,10 @@ from elbowroom.ir.costs import Costs
 from elbowroom.ir.forecast import Forecast
 from elbowroom.ir.hardware import Link
 from elbowroom.ir.plan import Choice, Decision, Plan, Segment
-from elbowroom.ir.trace import Role, Trace, find_movable
-from elbowroom.planner.problem import plan, pose
+from elbowroom.ir.trace import Role, Trace
+from elbowroom.planner.problem import plan
 from elbowroom.simulator.lanes import Lanes
-from elbowroom.simulator.replay import Replay, simulate
+from elbowroom.simulator.replay import simulate
 from tests.generators import Program, jobs, keep_everything, make_chain, make_costs, make_link
 from tests.oracles import count_live_bytes
 
@@ -228,11 +228,3 @@ def test_how_fast_anything_is_changes_no_byte(job: tuple[Trace, Costs]) -> None:
     made = plan(trace, costs, 10**9, strategy="offload_all", min_offload_bytes=1)
     slower = dataclasses.replace(costs, link=make_link(per_second=1.0))
     assert simulate(trace, slower, made).live_bytes == simulate(trace, costs, made).live_bytes
-
-
-@given(jobs())
-def test_capacity_first_is_the_floor(job: tuple[Trace, Costs]) -> None:
-    trace, costs = job
-    floor = pose(trace, costs, 1, min_offload_bytes=1).floor
-    found = Replay(trace, costs).run_capacity_first(find_movable(trace))
-    assert found.peak_bytes >= floor.peak_bytes

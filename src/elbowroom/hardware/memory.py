@@ -1,9 +1,10 @@
-"""How much memory a device has, and how the C library keeps what is freed."""
+"""How much memory a device has, and how allocators keep what is freed."""
 
 from __future__ import annotations
 
 import ctypes
 import logging
+import os
 
 import psutil
 import torch
@@ -41,3 +42,21 @@ def tune_allocator(*, release_pages: bool) -> bool:
         return bool(mallopt(_M_MMAP_THRESHOLD, _LARGE_BLOCK_BYTES))
     kept = mallopt(_M_MMAP_MAX, 0) and mallopt(_M_TRIM_THRESHOLD, _KEPT_BYTES)
     return bool(kept and mallopt(_M_TOP_PAD, 64 << 20))
+
+
+def cut_blocks_to_size() -> bool:
+    """Tell CUDA's caching allocator to hand out blocks of the size asked for. Returns whether it listened.
+
+    By default a cached block that is up to 1 MiB too large is handed out as it is, and all of it counts as allocated,
+    so that the same step takes more or less memory by what was freed before it. Segments that can grow are always cut
+    (to 512 bytes), and keep free memory in one piece. A program that has its own settings keeps them.
+    """
+    if any(os.environ.get(name) for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")):
+        return False
+    change = getattr(torch._C, "_accelerator_setAllocatorSettings", None) or torch.cuda.memory._set_allocator_settings
+    try:
+        change("expandable_segments:True")
+    except (AttributeError, RuntimeError, ValueError) as error:
+        logger.info("the allocator does not take expandable_segments: %s", error)
+        return False
+    return True

@@ -111,13 +111,13 @@ def _check_versions(trace: Trace) -> None:
             found = versions.get(view.storage)
             _require(found == view.version, f"{place} reads version {view.version} of storage {view.storage}, "
                      f"whose version is {found}")  # fmt: skip
-        for storage, version in {(view.storage, view.version) for view in op.writes}:
+        for storage, version in sorted({(view.storage, view.version) for view in op.writes}):
             created, before = trace.storages[storage].created, versions.get(storage, -1)
             _require(version == before + 1, f"{place} writes version {version} of storage {storage} after {before}")
             _require(before >= 0 or created == op.tick, f"{place} makes storage {storage}, created at {created}")
             versions[storage] = version
-    for storage in trace.storages:
-        _require(storage.id in versions, f"storages[{storage.id}] is made by no op")
+    for home in trace.storages:
+        _require(home.id in versions, f"storages[{home.id}] is made by no op")
 
 
 def check(trace: Trace, plan: Plan) -> None:

@@ -191,7 +191,7 @@ class Engine:
             elif bound is None:
                 residence.id = home.id
                 self._bound[home.id] = residence
-        elif home.nbytes:
+        elif home.nbytes >= self._min_bytes:  # nothing rests on smaller ones: attention's seed lies on the host on CUDA
             self._leave_plan(f"save {index} is no plain tensor, where the trace has {home.nbytes} bytes")
         return save.tick
 

@@ -25,7 +25,7 @@ from elbowroom.ir.forecast import Forecast
 from elbowroom.ir.plan import Plan
 from elbowroom.ir.trace import Trace
 from elbowroom.residency.machine import Machine
-from elbowroom.residency.policies import capacity_first, planned
+from elbowroom.residency.policies import planned
 from elbowroom.simulator.lanes import Lanes
 from elbowroom.simulator.transients import Transients
 
@@ -87,20 +87,11 @@ class Replay:
         events = [event for event in self.events if not isinstance(event, StorageFreed) or event.storage in moved]
         return _Run(self, plan, machine, events).finish()
 
-    def run_capacity_first(self, movable: frozenset[int]) -> Forecast:
-        """Forecast the step when everything in `movable` leaves as it is saved: no plan holds fewer bytes."""
-        machine = Machine(capacity_first.Policy(movable.__contains__))
-        return _Run(self, None, machine, self.events).finish()
-
-    def claim_ends(self, storage: int) -> int:
-        """Tick before which autograd's last handle of a saved storage is released."""
-        return self._claims[storage][1]
-
 
 class _Run:
     """One pass over the events."""
 
-    def __init__(self, replay: Replay, plan: Plan | None, machine: Machine, events: list[Event]) -> None:
+    def __init__(self, replay: Replay, plan: Plan, machine: Machine, events: list[Event]) -> None:
         self.replay, self.plan = replay, plan
         self.lanes = Lanes(replay.costs.link)
         self.late = 0.0  # seconds behind the plain step
@@ -126,7 +117,6 @@ class _Run:
         replay, tick = self.replay, event.tick
         now = float(replay.begins[tick]) + self.late
         if isinstance(action, Recompute):
-            assert self.plan is not None
             segment = self.plan.segments[action.segment]
             seconds, extra = replay.transients.measure(segment, action.outputs)
             self.late += seconds

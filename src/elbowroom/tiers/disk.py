@@ -43,7 +43,7 @@ class SpillFile:
         """
         offset = self._free.take(nbytes)
         if offset is None:
-            advice = "Give it more with host_budget= or another spill_folder=."
+            advice = "Give it more with host_bytes= or another spill_folder=."
             raise TierFull(f"{NAME} in {self.folder}", nbytes, self._free.free_bytes or 0, advice)
         if self._free.end_bytes > self._allocated_bytes:
             self._grow(offset, nbytes)

@@ -176,13 +176,13 @@ class HostSlabs:
             raise TierFull(
                 NAME, nbytes, self.capacity_bytes - self.block_bytes,
                 f"It may take {self.capacity_bytes} bytes in slabs, none of which has room for the block in one piece. "
-                "Give it more with host_budget=, or let it overflow to disk with spill_folder=."
+                "Give it more with host_bytes=, or let it overflow to disk with spill_folder=."
             )  # fmt: skip
         size = max(_round(nbytes), min(self._chunk_bytes, left))
         try:
             memory = _new_memory(size)
         except RuntimeError as error:
-            raise TierFull(NAME, nbytes, 0, "The system refuses more memory; lower host_budget=.") from error
+            raise TierFull(NAME, nbytes, 0, "The system refuses more memory; lower host_bytes=.") from error
         is_pinned = self._pin(memory)
         slab = _Slab(memory, FreeList(size, ALIGNMENT_BYTES), is_pinned)
         self._slabs.append(slab)

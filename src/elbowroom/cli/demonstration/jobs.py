@@ -19,6 +19,9 @@ if TYPE_CHECKING:
 
     from elbowroom.workloads import Workload
 
+LEAST_STEPS = 5
+"""Within a budget two steps are captured, two are metered, and one at least must be as steps are from then on."""
+
 SETTLING_STEPS = 2
 """The first step makes the optimizer's state, and the second warms what it left cold."""
 
@@ -26,11 +29,20 @@ _NO_LIMIT_BYTES = 1 << 62
 
 
 def run_plain(
-    terminal: Terminal, spec: str, options: dict[str, Any], steps: int, profile: HardwareProfile, *, floor: bool
+    terminal: Terminal,
+    spec: str,
+    options: dict[str, Any],
+    steps: int,
+    profile: HardwareProfile,
+    *,
+    patience_seconds: float,
+    floor: bool,
 ) -> dict[str, Any]:
     """Train with PyTorch alone.
 
     Args:
+        steps: the most there will be; fewer, but at least `LEAST_STEPS`, where they take too long.
+        patience_seconds: how long is too long, for all of them.
         floor: afterwards capture one step to find the smallest budget that works.
 
     Returns:
@@ -41,13 +53,17 @@ def run_plain(
     make_repeatable()
     losses: list[float] = []
     seconds: list[float] = []
+    is_last = False
     with terminal.progress(f"{spec}, plain", steady=False) as advance:
         advance("building the model", 0.0)
         workload = build(spec, {**options, "device": default_device()})
         device = next(workload.model.parameters()).device
         meter = make_meter(device)
-        for step in range(steps):
-            is_last = step == steps - 1
+        begun = time.perf_counter()
+        while not is_last:
+            step = len(losses)
+            expected_seconds = (time.perf_counter() - begun) * (step + 2) / max(step, 1)
+            is_last = step + 1 >= steps or (step + 1 >= LEAST_STEPS and expected_seconds > patience_seconds)
             base_bytes = count_base(workload)
             if is_last:
                 meter.start()

@@ -1,0 +1,324 @@
+"""Does Elbowroom work on this CUDA device, and how well? Everything in one command, at most nine minutes.
+
+Each part runs in processes of its own with a time limit, prints as it goes, and does not stop the others by failing.
+This file imports neither torch nor Elbowroom, so that whatever is wrong with them is reported too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from typing import Any
+
+HERE = pathlib.Path(__file__).resolve().parent
+ROOT = HERE.parents[1]
+PARTS = ("tests", "probe", "bits", "models")
+NAMES = ("resnet50", "vgg16", "vit_b_16", "gpt2")
+SHARES = (0.5, 0.0, 0.25, 0.75)
+"""How far each budget lies on the way from the smallest that works to the plain peak; in the order of running, so that
+what time cuts off is the same for every model."""
+
+WHOLE_SECONDS = 525.0
+LIMITS = {"machine": 60.0, "tests": 110.0, "probe": 60.0, "bits": 85.0, "reference": 75.0, "budget": 45.0}
+LEAST_SECONDS = 12.0
+"""A job is not begun with less time than this."""
+KILL_SECONDS = 5.0
+
+
+class Check:
+    """Runs jobs, and keeps what they report."""
+
+    def __init__(self, device: str, tiny: bool, folder: pathlib.Path, scratch: pathlib.Path) -> None:
+        self.device, self.tiny, self.folder, self.scratch = device, tiny, folder, scratch
+        self.begin = time.monotonic()
+        self.results: dict[str, Any] = {"format": "elbowroom-gpu-check", "version": 1, "device": device, "tiny": tiny}
+        self.failures: list[str] = []
+        self._count = 0
+
+    def left(self) -> float:
+        """Seconds until everything must have ended."""
+        return WHOLE_SECONDS - (time.monotonic() - self.begin)
+
+    def fail(self, what: str) -> None:
+        """Remember and print what did not pass."""
+        print(f"NOT PASSED: {what}", flush=True)
+        self.failures.append(what)
+        self.write()
+
+    def write(self) -> None:
+        """The results so far, as JSON."""
+        self.results["failures"] = self.failures
+        self.results["seconds"] = time.monotonic() - self.begin
+        path = self.folder / "gpu.json"
+        draft = path.with_suffix(".draft")
+        draft.write_text(json.dumps(self.results, indent=1))
+        draft.replace(path)
+
+    def run(self, job: str, label: str, extra: dict[str, str] | None = None, **options: Any) -> dict[str, Any]:
+        """Run one job in a process of its own. Returns what it reported, with "error" if it did not come to its end."""
+        limit = min(LIMITS[job], self.left() - KILL_SECONDS)
+        if limit < LEAST_SECONDS:
+            return {"error": "left out: the nine minutes are over", "left_out": True}
+        print(f"\n== {label} (at most {limit:.0f} s, {self.left():.0f} s left)", flush=True)
+        self._count += 1
+        result = self.scratch / f"{self._count}.json"
+        options |= {"device": self.device, "tiny": self.tiny, "profile": str(self.folder / "profile.json")}
+        if job == "bits":
+            options["seconds"] = 0.8 * limit
+        command = [sys.executable, "-u", str(HERE / "jobs.py"), job, json.dumps(options), str(result)]
+        begin = time.monotonic()
+        process = subprocess.Popen(command, cwd=ROOT, env={**os.environ, **(extra or {})}, start_new_session=True)
+        error = ""
+        try:
+            code = process.wait(timeout=limit)
+            error = f"it ended with {code}" if code else ""
+        except subprocess.TimeoutExpired:
+            error = f"it took longer than {limit:.0f} s"
+        finally:
+            _end(process)
+        found: dict[str, Any] = json.loads(result.read_text()) if result.exists() else {}
+        if error:
+            found.setdefault("error", error)
+        found["wall_seconds"] = time.monotonic() - begin
+        return found
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """End a process of ours and whatever it started."""
+    if process.poll() is None:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+# Parts ----------------------------------------------------------------------------------------------------------------
+
+
+def run_tests(check: Check) -> None:
+    """Part 1: the tests under tests/gpu, streams under artificial delays among them."""
+    found = check.results["tests"] = check.run("tests", "tests/gpu")
+    if "error" in found:
+        check.fail(f"tests: {found['error']}")
+    for name in found.get("failed", ()):
+        check.fail(f"test {name}")
+    if check.device == "cuda" and not found.get("passed") and not found.get("failed"):
+        check.fail("tests: none ran")
+
+
+def run_probe(check: Check) -> None:
+    """Part 2: rates and links."""
+    found = check.results["probe"] = check.run("probe", "probe")
+    if "error" in found:
+        check.fail(f"probe: {found['error']}")
+
+
+def run_bits(check: Check) -> None:
+    """Part 3: bits equal."""
+    # cuBLAS repeats itself only with workspaces of a fixed size.
+    settings = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", **EXACT_BLOCKS}
+    found = check.results["bits"] = check.run("bits", "the same bits as plain PyTorch", settings)
+    if "error" in found:
+        check.fail(f"bits: {found['error']}")
+    for case in found.get("cases", ()):
+        if "error" in case:
+            check.fail(f"bits of {case['case']}: {case['error'].splitlines()[0]}")
+        for budget in case.get("budgets", ()):
+            if budget["differences"]:
+                check.fail(f"bits of {case['case']} at share {budget['share']} differ: {budget['differences'][:3]}")
+            if "planned" not in budget["modes"]:
+                check.fail(f"bits of {case['case']} at share {budget['share']}: no step was planned: {budget['notes']}")
+
+
+EXACT_BLOCKS = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
+"""Without it the caching allocator hands out, and counts, cached blocks of up to 1 MiB more than was asked for."""
+
+
+def run_models(check: Check, names: tuple[str, ...], steps: int) -> None:
+    """Part 4: real models, each without Elbowroom and at four budgets."""
+    models = check.results["models"] = {name: {"budgets": []} for name in names}
+    batches: dict[str, int | None] = dict.fromkeys(names)
+    for name in names:
+        for _ in range(4):
+            found = check.run("reference", f"{name} without Elbowroom", EXACT_BLOCKS, model=name, steps=steps,
+                              batch=batches[name])  # fmt: skip
+            if not found.get("out_of_memory") or found["batch"] < 2:
+                break
+            batches[name] = found["batch"] // 2
+            print(f"batch {found['batch']} does not fit this device plainly: half of it", flush=True)
+        models[name]["reference"] = found
+        if "error" in found or "floor_bytes" not in found:
+            check.fail(f"{name} without Elbowroom: {found.get('error', 'out of memory')}")
+        for what in ("checkpoint", "save_on_cpu"):
+            if "error" in found.get(what, {}):
+                # Not ours, and not needed: said in the table, and no reason to fail.
+                print(f"{name}: {what}: {found[what]['error']}", flush=True)
+        check.write()
+    for share in SHARES:
+        for name in names:
+            _run_budget(check, name, share, models[name], steps, batches[name])
+
+
+def _run_budget(
+    check: Check, name: str, share: float, model: dict[str, Any], steps: int, batch: int | None
+) -> None:
+    reference = model["reference"]
+    if "floor_bytes" not in reference:
+        return
+    floor, plain = reference["floor_bytes"], reference["plain"]["peak_bytes"]["allocated"]
+    budget = floor + int(share * (plain - floor))
+    label = f"{name} within {mebibytes(budget)} ({share:.0%} of the way from {mebibytes(floor)} to {mebibytes(plain)})"
+    found = check.run("budget", label, EXACT_BLOCKS, model=name, budget_bytes=budget, steps=steps, batch=batch)
+    found |= {"share": share, "plain_bytes": plain, "plain_seconds": reference["plain"]["seconds"]}
+    found["held"] = find_peak(found) <= found.get("budget_bytes", budget) if find_peak(found) else None
+    model["budgets"].append(found)
+    if "error" in found:
+        check.fail(f"{name} at {share:.0%}: {found['error'].splitlines()[0]}")
+    elif not found["held"]:
+        check.fail(f"{name} at {share:.0%}: peak {find_peak(found)} bytes, budget {found['budget_bytes']}")
+    elif "planned" not in found["modes"][-1:]:
+        check.fail(f"{name} at {share:.0%}: the last step was not planned: {found['modes']} {found['notes']}")
+    else:
+        print(
+            f"  forecast {mebibytes(found['forecast']['peak_bytes'])}, measured {mebibytes(find_peak(found))}; "
+            f"forecast {found['forecast']['step_seconds']:.4f} s, measured {found['seconds']:.4f} s, "
+            f"plain {found['plain_seconds']:.4f} s; overlap {found['overlap']:.0%}",
+            flush=True,
+        )
+    check.write()
+
+
+def find_peak(found: dict[str, Any]) -> int:
+    """Most bytes of all steps that a job metered, captured ones included."""
+    return int(max(found.get("peak_bytes", {}).get("allocated", 0), found.get("capture_peak_bytes", 0)))
+
+
+# The table ------------------------------------------------------------------------------------------------------------
+
+
+def mebibytes(nbytes: float) -> str:
+    """Bytes for a table."""
+    return f"{nbytes / 2**20:,.0f} MiB"
+
+
+def print_tables(results: dict[str, Any]) -> None:
+    """What was found, in short."""
+    machine, tests, bits = (results.get(part, {}) for part in ("machine", "tests", "bits"))
+    print(f"\n{'=' * 118}\n{machine.get('device', '?')}, torch {machine.get('torch', '?')}, CUDA {machine.get('cuda')}")
+    if tests:
+        print(f"tests: {tests.get('passed', 0)} passed, {len(tests.get('failed', ()))} failed, "
+              f"{tests.get('skipped', 0)} skipped")  # fmt: skip
+    for link in results.get("probe", {}).get("profile", {}).get("links", ()):
+        print(f"link {link['upper']} to {link['lower']}: out {link['out_bytes_per_second'] / 1e9:.1f} GB/s, "
+              f"back {link['back_bytes_per_second'] / 1e9:.1f} GB/s, half-duplex: {link['half_duplex']}")  # fmt: skip
+    if bits:
+        cases = bits.get("cases", ())
+        same = [c for c in cases if c.get("budgets") and not any(b["differences"] for b in c["budgets"])]
+        unsteady = [c["case"] for c in cases if c.get("plain_differences")]
+        print(f"bits: the same in {len(same)} of {len(cases)} models; plain PyTorch differs from itself in "
+              f"{unsteady or 'none'}; no time for {bits.get('left_out') or 'none'}")  # fmt: skip
+    for name, model in results.get("models", {}).items():
+        _print_model(name, model)
+
+
+def _print_model(name: str, model: dict[str, Any]) -> None:
+    reference = model.get("reference", {})
+    plain = reference.get("plain")
+    if plain is None:
+        print(f"\n{name}: {reference.get('error', 'not measured')}")
+        return
+    plain_seconds = plain["seconds"]
+    print(f"\n{name}, batch {reference['batch']}: budgets and peaks in MiB, seconds a step\n"
+          f"  {'':22}{'budget':>9}{'forecast':>10}{'measured':>10}{'held':>6}{'forecast':>11}{'measured':>10}"
+          f"{'x plain':>9}{'offloaded':>11}{'stall':>9}{'overlap':>9}{'replays':>9}")  # fmt: skip
+    for label, key in (("plain", "plain"), (f"checkpoint {reference.get('checkpointed_blocks', '')}", "checkpoint"),
+                       ("save_on_cpu", "save_on_cpu")):  # fmt: skip
+        row = reference.get(key, {})
+        if "seconds" in row:
+            print(f"  {label:22}{'':>9}{'':>10}{_number(row['peak_bytes']['allocated']):>10}{'':>6}{'':>11}"
+                  f"{row['seconds']:>10.4f}{row['seconds'] / plain_seconds:>9.3f}")  # fmt: skip
+        else:
+            print(f"  {label:22}{row.get('error', 'not measured')[:80]}")
+    for row in sorted(model["budgets"], key=lambda row: row["share"]):
+        label = f"Elbowroom, {row['share']:.0%}"
+        if "forecast" not in row:
+            print(f"  {label:22}{row.get('error', 'not measured').splitlines()[0][:90]}")
+            continue
+        forecast = row["forecast"]
+        print(f"  {label:22}{_number(row['budget_bytes']):>9}{_number(forecast['peak_bytes']):>10}"
+              f"{_number(find_peak(row)):>10}{'yes' if row['held'] else 'NO':>6}{forecast['step_seconds']:>11.4f}"
+              f"{row['seconds']:>10.4f}{row['seconds'] / plain_seconds:>9.3f}{_number(row['offloaded_bytes']):>11}"
+              f"{row['exposed_seconds']:>9.4f}{row['overlap']:>9.0%}{row['recomputed']:>9}")  # fmt: skip
+
+
+def _number(nbytes: float) -> str:
+    return f"{nbytes / 2**20:,.0f}"
+
+
+def find_revision() -> str:
+    """The commit that is checked out; "" where that cannot be told."""
+    try:
+        asked = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, timeout=10)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return asked.stdout.strip()
+
+
+def main() -> int:
+    """Run all parts, print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", help="folder for gpu.json and profile.json")
+    parser.add_argument("--parts", default=",".join(PARTS), help="some of: " + ",".join(PARTS))
+    parser.add_argument("--models", default=",".join(NAMES), help="some of: " + ",".join(NAMES))
+    parser.add_argument("--steps", type=int, default=8, help="timed steps of each contender")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: only to try this script")
+    parser.add_argument("--tiny", action="store_true", help="small models, to try this script")
+    options = parser.parse_args()
+    parts, names = tuple(options.parts.split(",")), tuple(options.models.split(","))
+    for given, known in ((parts, PARTS), (names, NAMES)):
+        if not set(given) <= set(known):
+            parser.error(f"{sorted(set(given) - set(known))}: there are {', '.join(known)}")
+    folder = pathlib.Path(options.output or os.environ.get("OUT") or ROOT / "benchmarks" / "results").resolve()
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix="elbowroom-gpu-") as scratch:
+        check = Check(options.device, options.tiny, folder, pathlib.Path(scratch))
+        try:
+            run_parts(check, parts, names, options.steps)
+        except KeyboardInterrupt:
+            check.fail("interrupted")
+        check.write()
+    print_tables(check.results)
+    print(f"\n{folder / 'gpu.json'}; {check.results['seconds']:.0f} s")
+    for failure in check.failures:
+        print(f"NOT PASSED: {failure}")
+    print("all passed" if not check.failures else f"{len(check.failures)} not passed", flush=True)
+    return 1 if check.failures else 0
+
+
+def run_parts(check: Check, parts: tuple[str, ...], names: tuple[str, ...], steps: int) -> None:
+    """The parts asked for, in order; the probe too, since the later ones need a profile."""
+    machine = check.results["machine"] = check.run("machine", "this machine")
+    check.results["revision"] = find_revision()
+    if "error" in machine:
+        check.fail(f"this machine: {machine['error']}")
+        return
+    print(json.dumps(machine), flush=True)
+    if "tests" in parts:
+        run_tests(check)
+    if {"probe", "bits", "models"} & set(parts):
+        run_probe(check)
+        if "error" in check.results["probe"]:
+            return
+    if "bits" in parts:
+        run_bits(check)
+    if "models" in parts:
+        run_models(check, names, steps)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,511 @@
+"""One process of the check: `jobs.py NAME OPTIONS.json RESULT.json`. Writes its result as it grows, and prints a line a
+step of the way. Exits with 0 if it came to its end, whatever it found.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import json
+import os
+import pathlib
+import sys
+import time
+import traceback
+import types
+from collections.abc import Callable
+from typing import Any
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+
+MODELS: dict[str, dict[str, Any]] = {
+    "resnet50": {"spec": "torchvision:resnet50", "batch": 64, "image_size": 224},
+    "vgg16": {"spec": "torchvision:vgg16", "batch": 64, "image_size": 224},
+    "vit_b_16": {"spec": "torchvision:vit_b_16", "batch": 64, "image_size": 224},
+    "gpt2": {"spec": "transformers:gpt2", "batch": 8, "sequence_length": 1024},
+}
+TINY_MODELS: dict[str, dict[str, Any]] = {
+    "resnet50": {"spec": "torchvision:resnet18", "batch": 16, "image_size": 96},
+    "vgg16": {"spec": "torchvision:squeezenet1_1", "batch": 8, "image_size": 96},
+    "vit_b_16": {"spec": "timm:vit_tiny_patch16_224", "batch": 2},
+    "gpt2": {"spec": "transformers:gpt2", "batch": 4, "sequence_length": 128, "layers": 2},
+}
+
+CASES = (
+    ("resnet50", False), ("gpt2", False), ("vit", False), ("gpt2", True), ("unet", False), ("resnet50", True),
+    ("lstm", False), ("bert", False), ("vgg16_bn", False), ("gpt2_accumulation", False), ("t5", False),
+    ("gpt2_checkpoint", False), ("mobilenet_v3_large", False), ("densenet121", False),
+)  # fmt: skip
+"""Of tests/models.py, with and without autocast to bfloat16; the most telling first, since time may run out."""
+TINY_CASES = (("lstm", False), ("unet", False))
+
+MARGIN_BYTES, MARGIN_SHARE = 256 << 20, 0.10
+"""What a process may reserve beyond its budget, for what the caching allocator cannot use: free pieces between blocks,
+and pages of 2 MiB. The context of CUDA is outside of what the cap counts."""
+
+NO_LIMIT_BYTES = 1 << 62
+SETTLING_STEPS = 8
+
+Report = Callable[[dict[str, Any]], None]
+
+
+# Part 1: tests --------------------------------------------------------------------------------------------------------
+
+
+def run_tests(options: dict[str, Any], report: Report) -> None:
+    """The tests under tests/gpu."""
+    if importlib.util.find_spec("pytest") is None:
+        report({"passed": 0, "failed": [], "skipped": 0, "error": "pytest is not installed: no test was run"})
+        return
+    import pytest
+
+    find_tests()
+    found: dict[str, Any] = {"passed": 0, "failed": [], "skipped": 0}
+
+    class Count:
+        def pytest_runtest_logreport(self, report: Any) -> None:
+            if report.failed:
+                found["failed"].append(f"{report.nodeid} ({report.when})")
+            elif report.skipped:
+                found["skipped"] += 1
+            elif report.when == "call":
+                found["passed"] += 1
+            say(found)
+
+    say = report
+    arguments = [str(ROOT / "tests" / "gpu"), "-q", "-rfE", "-p", "no:cacheprovider", "--tb=short", "--durations=5"]
+    if importlib.util.find_spec("hypothesis") is None:
+        print("hypothesis is not installed: tests/conftest.py, and with it the check for leaks, is left out", flush=True)
+        arguments.append("--noconftest")
+    code = int(pytest.main(arguments, plugins=[Count()]))
+    if code not in (0, 1, 5):
+        found["error"] = f"pytest ended with {code}"
+    report(found)
+
+
+def find_tests() -> None:
+    """Let `tests` be ours, also where some installed package carries a `tests` of its own."""
+    package = types.ModuleType("tests")
+    package.__path__ = [str(ROOT / "tests")]
+    sys.modules["tests"] = package
+
+
+# Part 2: probe --------------------------------------------------------------------------------------------------------
+
+
+def run_probe(options: dict[str, Any], report: Report) -> None:
+    """Rates and links of this machine, saved as a profile."""
+    import elbowroom
+    from elbowroom.ir.files import to_json
+
+    def tell(what: str, share: float) -> None:
+        print(f"  {share:4.0%} {what}", flush=True)
+
+    begin = time.perf_counter()
+    profile = elbowroom.probe(options["device"], progress=tell)
+    elbowroom.save(profile, options["profile"])
+    report({"profile": to_json(profile), "seconds": time.perf_counter() - begin})
+
+
+# Part 3: the same bits ------------------------------------------------------------------------------------------------
+
+
+def run_bits(options: dict[str, Any], report: Report) -> None:
+    """Small whole models, trained plainly twice and within two budgets each, compared to the last bit."""
+    import elbowroom
+
+    find_tests()
+    from elbowroom.ir.hardware import HardwareProfile
+    from tests.models import MODELS as CASES_BY_NAME
+
+    profile = elbowroom.load(HardwareProfile, options["profile"])
+    deadline = time.monotonic() + options["seconds"]
+    cases = TINY_CASES if options["tiny"] else CASES
+    found: dict[str, Any] = {"steps": 5, "cases": [], "left_out": []}
+    for name, autocast in cases:
+        label = f"{name} (bfloat16)" if autocast else name
+        if time.monotonic() > deadline:
+            found["left_out"].append(label)
+            continue
+        begin = time.perf_counter()
+        try:
+            case = _compare(CASES_BY_NAME[name](), options["device"], profile, autocast)
+        except Exception as error:
+            traceback.print_exc()
+            case = {"error": f"{type(error).__name__}: {error}"}
+        case |= {"case": label, "seconds": time.perf_counter() - begin}
+        found["cases"].append(case)
+        print(f"  {label:28} {_describe_case(case)}  ({case['seconds']:.1f} s)", flush=True)
+        report(found)
+    report(found)
+
+
+def _describe_case(case: dict[str, Any]) -> str:
+    if "error" in case:
+        return case["error"].splitlines()[0]
+    if case["plain_differences"]:
+        return "plain PyTorch differs from itself here: nothing to compare with"
+    wrong = [f"{item['share']}: {item['differences'][:3]}" for item in case["budgets"] if item["differences"]]
+    return "DIFFERS at " + "; ".join(wrong) if wrong else "the same bits at both budgets"
+
+
+def _compare(case: Any, device: str, profile: Any, autocast: bool) -> dict[str, Any]:
+    import torch
+
+    from elbowroom.planner.problem import pose
+
+    strict = True
+    try:
+        make_repeatable(strict=True)
+        plain, _ = _train(case, device, None, profile, autocast)
+    except RuntimeError as error:
+        if "deterministic" not in str(error):
+            raise
+        strict = False  # an op has no deterministic form: perhaps it repeats itself all the same
+        make_repeatable(strict=False)
+        plain, _ = _train(case, device, None, profile, autocast)
+    again, _ = _train(case, device, None, profile, autocast)
+    own_differences = _differences(plain, again)
+    result: dict[str, Any] = {"deterministic_ops": strict, "plain_differences": own_differences, "budgets": []}
+    if own_differences:
+        return result
+    del again
+    _, room = _train(case, device, NO_LIMIT_BYTES, profile, autocast, steps=4)
+    if room.planned is None:
+        raise RuntimeError("no step was planned within four: " + str([r.note for r in room.journal().steps]))
+    floor = pose(room.planned.trace, room.planned.costs, 1).floor.peak_bytes
+    top = room.planned.forecast.peak_bytes
+    for share in (0.0, 0.5):
+        # The floor was found with measured workspaces, which vary a little from one process history to the next.
+        budget = int((floor + share * (top - floor)) * 1.01)
+        ours, room = _train(case, device, budget, profile, autocast)
+        records = room.journal().steps
+        result["budgets"].append({
+            "share": share,
+            "budget_bytes": budget,
+            "modes": [str(record.mode) for record in records],
+            "notes": sorted({record.note for record in records if record.note}),
+            "offloaded_bytes": records[-1].offloaded_bytes,
+            "recomputed": records[-1].recomputed,
+            "peak_bytes": max(record.peak_bytes for record in records),
+            "differences": _differences(plain, ours),
+        })  # fmt: skip
+    del plain
+    if device != "cpu":
+        torch.cuda.empty_cache()
+    return result
+
+
+def make_repeatable(*, strict: bool) -> None:
+    """Let the same step give the same bits twice. cuBLAS needs CUBLAS_WORKSPACE_CONFIG, which the check sets."""
+    import torch
+
+    torch.use_deterministic_algorithms(True, warn_only=not strict)
+    torch.backends.cudnn.benchmark = False
+    # It would write to every new block, which no training does.
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+
+
+def _train(
+    case: Any, device: str, budget_bytes: int | None, profile: Any, autocast: bool, steps: int = 5
+) -> tuple[dict[str, list[Any]], Any]:
+    import contextlib
+
+    import torch
+
+    import elbowroom
+
+    with torch.device(device):  # the cases make everything where the default device is
+        model, optimizer, step = case.make()
+    room = None
+    if budget_bytes is not None:
+        room = elbowroom.fit(model, optimizer, budget_bytes, profile=profile, meter_every=1)
+    losses = []
+    for index in range(steps):
+        within = room.step() if room is not None else contextlib.nullcontext()
+        with within, torch.autocast(device, torch.bfloat16, enabled=autocast):
+            losses.append(step(index))
+    outcome = {
+        "losses": losses,
+        "parameters": [parameter.detach() for parameter in model.parameters()],
+        "buffers": list(model.buffers()),
+    }
+    if room is not None:
+        room.detach()
+    return outcome, room
+
+
+def _differences(one: dict[str, list[Any]], other: dict[str, list[Any]]) -> list[str]:
+    import torch
+
+    found = []
+    for kind, tensors in one.items():
+        for index, (left, right) in enumerate(zip(tensors, other[kind], strict=True)):
+            ours, theirs = (tensor.contiguous().flatten().view(torch.uint8) for tensor in (left, right))
+            if not torch.equal(ours, theirs):
+                found.append(f"{kind}[{index}]")
+    return found
+
+
+# Part 4: models within budgets ----------------------------------------------------------------------------------------
+
+
+def run_reference(options: dict[str, Any], report: Report) -> None:
+    """A model without Elbowroom: plain, block-wise checkpointing, and everything saved on the host."""
+    import torch
+    from baselines import checkpoint_blocks, save_on_host
+    from measure import measure_peaks, median, release_all, time_steps
+
+    import elbowroom
+    from elbowroom.ir.hardware import HardwareProfile
+    from elbowroom.planner.problem import pose
+
+    device = torch.device(options["device"])
+    profile = elbowroom.load(HardwareProfile, options["profile"])
+    found: dict[str, Any] = {"batch": find_options(options)["batch"]}
+
+    def measure(name: str, step: Callable[[], object], workload: Any, count: int) -> None:
+        time_steps(step, device, 2)  # the first makes the optimizer's state
+        peaks = measure_peaks(step, workload, device)
+        seconds = time_steps(step, device, count)
+        found[name] = {"peak_bytes": peaks, "seconds": median(seconds), "all_seconds": seconds}
+        print(f"  {name}: {median(seconds):.4f} s a step, peak {peaks['allocated'] / 2**20:.0f} MiB", flush=True)
+        report(found)
+
+    def make() -> Any:
+        release_all(device)
+        return build_model(options)
+
+    def tried(name: str, run: Callable[[], None]) -> None:
+        try:
+            run()
+        except Exception as error:
+            if name == "plain":
+                raise
+            traceback.print_exc()
+            found[name] = {"error": f"{type(error).__name__}: {str(error)[:500]}"}
+            report(found)
+
+    def plain() -> None:
+        workload = make()
+        measure("plain", workload.step, workload, options["steps"])
+        with elbowroom.fit(workload.model, workload.optimizer, NO_LIMIT_BYTES, profile=profile) as room:
+            while room.planned is None:
+                with room.step():
+                    workload.step()
+            problem = pose(room.planned.trace, room.planned.costs, 1)
+        found["floor_bytes"] = problem.floor.peak_bytes
+        found["forecast_plain_bytes"] = room.planned.forecast.peak_bytes
+        found["forecast_plain_seconds"] = room.planned.forecast.step_seconds
+        found["ops"], found["saves"] = len(room.planned.trace.ops), len(room.planned.trace.saves)
+        report(found)
+
+    def checkpointed() -> None:
+        workload = make()
+        found["checkpointed_blocks"] = checkpoint_blocks(workload.model)
+        measure("checkpoint", workload.step, workload, max(2, options["steps"] // 2))
+
+    def saved_on_host() -> None:
+        workload = make()
+        step = save_on_host(workload, pin_memory=device.type == "cuda")
+        measure("save_on_cpu", step, workload, max(2, options["steps"] // 2))
+
+    try:
+        tried("plain", plain)
+    except torch.OutOfMemoryError:
+        found["out_of_memory"] = True
+        report(found)
+        return
+    tried("checkpoint", checkpointed)
+    tried("save_on_cpu", saved_on_host)
+
+
+def run_budget(options: dict[str, Any], report: Report) -> None:
+    """A model within one budget, under a cap on what the process may reserve."""
+    import torch
+
+    import elbowroom
+    from elbowroom.errors import Infeasible
+    from elbowroom.ir.hardware import HardwareProfile
+
+    device = torch.device(options["device"])
+    budget = options["budget_bytes"]
+    profile = elbowroom.load(HardwareProfile, options["profile"])
+    found: dict[str, Any] = {"budget_bytes": budget, "cap_bytes": cap_memory(device, budget)}
+    report(found)
+    workload = build_model(options)
+    try:
+        _measure_room(workload, budget, profile, device, options["steps"], found)
+    except Infeasible as error:
+        found["infeasible"] = str(error)
+        # The smallest budget was found in another process, whose workspaces may have been a little smaller.
+        if not budget < error.needed_bytes <= 1.02 * budget:
+            raise
+        found["budget_bytes"] = error.needed_bytes
+        _measure_room(workload, error.needed_bytes, profile, device, options["steps"], found)
+    report(found)
+
+
+def cap_memory(device: Any, budget_bytes: int) -> int:
+    """Let this process reserve so much on the device and no more. Returns how much; 0 for no cap."""
+    import torch
+
+    if device.type != "cuda":
+        return 0
+    cap = int(budget_bytes * (1 + MARGIN_SHARE)) + MARGIN_BYTES
+    whole = torch.cuda.get_device_properties(device).total_memory
+    torch.cuda.set_per_process_memory_fraction(min(1.0, cap / whole), device)
+    return cap
+
+
+def _measure_room(
+    workload: Any, budget: int, profile: Any, device: Any, steps: int, found: dict[str, Any]
+) -> None:
+    from measure import count_outside, measure_peaks, median, time_steps
+
+    import elbowroom
+    from elbowroom.ir.journal import Mode
+
+    room = elbowroom.fit(workload.model, workload.optimizer, budget, profile=profile, meter_every=0)
+
+    def step() -> None:
+        with room.step():
+            workload.step()
+
+    try:
+        begin = time.perf_counter()
+        for _ in range(SETTLING_STEPS):
+            step()
+            if room.journal().steps[-1].mode in (Mode.PLANNED, Mode.PLAIN):
+                break
+        found["settling_seconds"] = time.perf_counter() - begin
+        captured = [record for record in room.journal().steps if record.mode is Mode.CAPTURE]
+        found["capture_peak_bytes"] = max((record.peak_bytes for record in captured), default=0)
+        time_steps(step, device, 1)
+        found["peak_bytes"] = measure_peaks(step, workload, device, 1 if device.type == "cpu" else 2)
+        seconds = time_steps(step, device, steps)
+        found |= {"seconds": median(seconds), "all_seconds": seconds}
+        before = len(room.journal().steps)
+        found |= _watch_transfers(room, step, profile, device)
+        last = room.journal().steps[-1]
+        found |= {
+            "modes": [str(record.mode) for record in room.journal().steps],
+            "notes": sorted({record.note for record in room.journal().steps if record.note}),
+            "offloaded_bytes": last.offloaded_bytes,
+            "reloaded_bytes": last.reloaded_bytes,
+            "recomputed": last.recomputed,
+            "host_stall_seconds": median([record.stall_seconds for record in room.journal().steps[3:before]]),
+        }
+        planned = room.planned
+        if planned is not None:
+            forecast = dataclasses.asdict(planned.forecast)
+            del forecast["live_bytes"]
+            found["forecast"] = forecast
+            found["overhead_seconds"] = planned.costs.overhead_seconds
+            found["decisions"] = len(planned.plan.decisions)
+            found["outside_bytes"] = count_outside(planned.trace, device, profile.alignment_bytes)
+    finally:
+        room.detach()
+
+
+def _watch_transfers(room: Any, step: Callable[[], object], profile: Any, device: Any) -> dict[str, float]:
+    """Seconds of copies in a step, the part that computing waited for, and the share that did not show."""
+    from measure import TransferClock, time_steps
+
+    count = 2
+    if device.type == "cuda":
+        clock = TransferClock(room)
+        try:
+            time_steps(step, device, count)
+        finally:
+            copying, waiting = (seconds / count for seconds in clock.stop())
+    else:
+        # The thread's own times are not to be had: what the link needs for the bytes stands in for them.
+        time_steps(step, device, 1)
+        last, link = room.journal().steps[-1], profile.links[0]
+        copying = last.offloaded_bytes / link.out_bytes_per_second + last.reloaded_bytes / link.back_bytes_per_second
+        waiting = last.stall_seconds
+    overlap = max(0.0, 1.0 - waiting / copying) if copying else 1.0
+    return {"transfer_seconds": copying, "exposed_seconds": waiting, "overlap": overlap}
+
+
+def find_options(options: dict[str, Any]) -> dict[str, Any]:
+    """How a model is built."""
+    chosen = dict((TINY_MODELS if options["tiny"] else MODELS)[options["model"]])
+    if options.get("batch"):
+        chosen["batch"] = options["batch"]
+    return chosen
+
+
+def build_model(options: dict[str, Any]) -> Any:
+    """The workload of a job, the same each time."""
+    from elbowroom.workloads import build
+
+    chosen = find_options(options)
+    return build(chosen.pop("spec"), optimizer="adamw", seed=0, device=options["device"], **chosen)
+
+
+def describe_machine(device: str) -> dict[str, Any]:
+    """What ran this."""
+    import platform
+
+    import psutil
+    import torch
+
+    found = {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "cores": os.cpu_count(),
+        "memory_bytes": psutil.virtual_memory().total,
+        "device": "cpu",
+    }
+    if device == "cuda":
+        about = torch.cuda.get_device_properties(0)
+        found |= {
+            "device": about.name,
+            "device_bytes": about.total_memory,
+            "capability": f"{about.major}.{about.minor}",
+            "cudnn": torch.backends.cudnn.version(),
+            "tf32": {"matmul": torch.backends.cuda.matmul.allow_tf32, "cudnn": torch.backends.cudnn.allow_tf32},
+        }
+    return found
+
+
+def run_machine(options: dict[str, Any], report: Report) -> None:
+    """Whether there is a device at all, and which."""
+    report(describe_machine(options["device"]))
+
+
+JOBS = {
+    "machine": run_machine,
+    "tests": run_tests,
+    "probe": run_probe,
+    "bits": run_bits,
+    "reference": run_reference,
+    "budget": run_budget,
+}
+
+
+def main() -> None:
+    """Run one job."""
+    name, options, result = sys.argv[1], json.loads(sys.argv[2]), pathlib.Path(sys.argv[3])
+    latest: dict[str, Any] = {}
+
+    def report(found: dict[str, Any]) -> None:
+        latest.update(found)
+        # Whole or not at all: the process may be killed at any moment.
+        draft = result.with_suffix(".draft")
+        draft.write_text(json.dumps(latest))
+        draft.replace(result)
+
+    try:
+        JOBS[name](options, report)
+    except Exception as error:
+        traceback.print_exc()
+        report({"error": f"{type(error).__name__}: {str(error)[:2000]}"})
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,141 @@
+"""Seconds and bytes of steps on a device, and what the copies beside them really took."""
+
+from __future__ import annotations
+
+import gc
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from elbowroom.hooks.meter import make_meter
+from elbowroom.ir.trace import Trace
+from elbowroom.tracing.residents import list_residents
+from elbowroom.workloads import Workload
+
+Step = Callable[[], object]
+
+
+def wait_for(device: torch.device) -> None:
+    """Return when the device has done all it was given."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def time_steps(step: Step, device: torch.device, count: int) -> list[float]:
+    """Wall seconds of each of some steps, from an idle device to an idle device."""
+    seconds = []
+    for _ in range(count):
+        wait_for(device)
+        begin = time.perf_counter()
+        step()
+        wait_for(device)
+        seconds.append(time.perf_counter() - begin)
+    return seconds
+
+
+def median(seconds: Sequence[float]) -> float:
+    """The median, 0 of nothing."""
+    return statistics.median(seconds) if seconds else 0.0
+
+
+def measure_peaks(step: Step, workload: Workload, device: torch.device, count: int = 1) -> dict[str, int]:
+    """Most bytes on the device during some steps.
+
+    Returns:
+        allocated: tensors, rounding included; requested: without it; reserved: held by the allocator, used or not.
+        On a CPU only the first is known.
+    """
+    wait_for(device)
+    if device.type != "cuda":
+        meter = make_meter(device)
+        meter.start()
+        for _ in range(count):
+            step()
+        meter.stop(count_resident(workload))
+        return {"allocated": meter.peak_bytes, "requested": 0, "reserved": 0}
+    torch.cuda.reset_peak_memory_stats(device)
+    for _ in range(count):
+        step()
+    torch.cuda.synchronize(device)
+    return read_peaks(device)
+
+
+def read_peaks(device: torch.device) -> dict[str, int]:
+    """The allocator's peaks since they were last reset."""
+    counts = torch.cuda.memory_stats(device)
+    kinds = ("allocated", "requested", "reserved")
+    return {kind: int(counts.get(f"{kind}_bytes.all.peak", 0)) for kind in kinds}
+
+
+def count_resident(workload: Workload) -> int:
+    """Bytes of everything that is there between steps."""
+    tensors = [tensor for tensor, _, _ in list_residents(workload.model, (workload.optimizer,))]
+    storages = {id(storage): storage for storage in (t.untyped_storage() for t in (*tensors, *workload.batch.values()))}
+    return sum(storage.nbytes() for storage in storages.values())
+
+
+def count_outside(trace: Trace, device: torch.device, alignment_bytes: int) -> int:
+    """Bytes that are allocated between steps and that no storage of a trace stands for.
+
+    The workspaces that cuBLAS keeps for each of its handles, above all.
+    """
+    if device.type != "cuda":
+        return 0
+    known = sum(-(-s.nbytes // alignment_bytes) * alignment_bytes for s in trace.storages if s.created < 0)
+    return int(torch.cuda.memory_allocated(device)) - known
+
+
+def release_all(device: torch.device) -> None:
+    """Free what nobody holds any more, cached blocks too."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        torch.cuda.empty_cache()
+
+
+class TransferClock:
+    """Times every copy of a room, and how long the computing stream waited for one. Costs some time itself.
+
+    Replaces two methods of the room's streams until `stop`.
+    """
+
+    def __init__(self, room: Any) -> None:
+        self._streams = room._transfers._streams
+        self._copies: list[tuple[Any, Any]] = []
+        self._waits: list[tuple[Any, Any]] = []
+        copy, compute_waits = self._streams._copy, self._streams.compute_waits
+
+        def timed_copy(stream: Any, source: Any, target: Any, after: Any) -> Any:
+            for event in after:  # so that the copy's time begins when it may
+                stream.wait_event(event.event)
+            begin = _mark(stream)
+            event = copy(stream, source, target, after)
+            self._copies.append((begin, _mark(stream)))
+            return event
+
+        def timed_wait(event: Any) -> None:
+            stream = torch.cuda.current_stream(self._streams.device)
+            begin = _mark(stream)
+            compute_waits(event)
+            self._waits.append((begin, _mark(stream)))
+
+        self._streams._copy, self._streams.compute_waits = timed_copy, timed_wait
+
+    def stop(self) -> tuple[float, float]:
+        """Seconds of all copies, and seconds that the computing stream waited for them."""
+        del self._streams._copy, self._streams.compute_waits  # the methods of the class are seen again
+        torch.cuda.synchronize(self._streams.device)
+        return _sum_of(self._copies), _sum_of(self._waits)
+
+
+def _mark(stream: Any) -> Any:
+    event = torch.cuda.Event(enable_timing=True)
+    event.record(stream)
+    return event
+
+
+def _sum_of(spans: list[tuple[Any, Any]]) -> float:
+    return sum(float(begin.elapsed_time(end)) for begin, end in spans) / 1e3

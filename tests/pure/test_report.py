@@ -1,0 +1,240 @@
+"""The text report: right figures, the reasons of every decision, and no page that fails for want of a value."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as some
+
+from elbowroom.ir.costs import Costs
+from elbowroom.ir.forecast import Forecast
+from elbowroom.ir.journal import Journal, Mode, StepRecord
+from elbowroom.ir.plan import Plan
+from elbowroom.ir.trace import Trace
+from elbowroom.planner.problem import plan, pose
+from elbowroom.report.blocks import Block, count_seconds, explain_blocks
+from elbowroom.report.chart import draw_chart
+from elbowroom.report.lifetimes import Lifetimes
+from elbowroom.report.steady import find_steady
+from elbowroom.report.summary import summarize
+from elbowroom.simulator.replay import simulate
+from tests import generators
+from tests.generators import KIB, make_chain, make_costs
+
+EMPTY = Journal(steps=())
+
+
+def record(step: int, mode: Mode, **fields: object) -> StepRecord:
+    """One step of a journal; what is not given is 0."""
+    values: dict[str, object] = dict.fromkeys(
+        ("stall_seconds", "peak_bytes", "resident_bytes", "offloaded_bytes", "reloaded_bytes", "recomputed"), 0
+    )
+    values |= {"seconds": 1.0, "saves": 4, "needs": 4, "note": ""} | fields
+    return StepRecord(step=step, mode=mode, **values)  # type: ignore[arg-type]
+
+
+JOURNAL = Journal(
+    steps=(
+        record(0, Mode.CAPTURE, seconds=9.0, peak_bytes=900 * KIB, resident_bytes=5000 * KIB),
+        record(1, Mode.PLANNED, seconds=3.0, peak_bytes=1000 * KIB, resident_bytes=4000 * KIB, recomputed=2),
+        record(2, Mode.PLANNED, seconds=2.0, offloaded_bytes=64 * KIB, reloaded_bytes=64 * KIB, recomputed=2),
+        record(3, Mode.PLANNED, seconds=2.2, offloaded_bytes=64 * KIB, reloaded_bytes=64 * KIB, recomputed=2),
+    )
+)
+
+
+def planned(trace: Trace, costs: Costs, share: float = 0.5) -> tuple[Plan, Forecast, int]:
+    """A plan at some share of the way from the smallest budget to the plain peak, its forecast, and the budget."""
+    keep = generators.keep_everything(costs)
+    floor_bytes, plain_bytes = pose(trace, costs, 1).floor.peak_bytes, simulate(trace, costs, keep).peak_bytes
+    budget_bytes = floor_bytes + int(share * (plain_bytes - floor_bytes))
+    made = plan(trace, costs, budget_bytes, min_offload_bytes=1)
+    return made, simulate(trace, costs, made), budget_bytes
+
+
+def describe(trace: Trace, costs: Costs, share: float = 0.5, journal: Journal = EMPTY) -> str:
+    """The whole page of a planned step."""
+    made, forecast, budget_bytes = planned(trace, costs, share)
+    return summarize(
+        budget_bytes=budget_bytes, journal=journal, trace=trace, costs=costs, plan=made, forecast=forecast
+    )
+
+
+# -- figures ----------------------------------------------------------------------------------------------------------
+
+
+@given(generators.jobs())
+def test_the_plain_step_is_counted_as_the_simulator_counts_it(job: tuple[Trace, Costs]) -> None:
+    trace, costs = job
+    forecast = simulate(trace, costs, generators.keep_everything(costs))
+    assert Lifetimes(trace).count_plain(costs) == list(forecast.live_bytes)
+
+
+@given(generators.jobs(), some.floats(0.0, 1.0))
+def test_the_blocks_at_the_peak_add_up_to_it(job: tuple[Trace, Costs], share: float) -> None:
+    trace, costs = job
+    made, forecast, budget_bytes = planned(trace, costs, share)
+    blocks = explain_blocks(trace, costs, made, forecast)
+    assert sum(block.nbytes for block in blocks if not block.is_away) == pytest.approx(forecast.peak_bytes, abs=1)
+    assert all(block.nbytes > 0 and block.count > 0 and block.reason for block in blocks)
+    assert summarize(
+        budget_bytes=budget_bytes, journal=JOURNAL, trace=trace, costs=costs, plan=made, forecast=forecast
+    )
+
+
+def test_steady_steps_are_those_since_the_last_capture() -> None:
+    steady = find_steady(JOURNAL)
+    assert steady is not None
+    assert (steady.mode, steady.steps, steady.timed_steps, steady.metered_only) == (Mode.PLANNED, 3, 2, False)
+    assert steady.seconds == pytest.approx(2.1)  # the metered step is slower and does not count
+    assert (steady.peak_bytes, steady.recomputed, steady.offloaded_bytes) == (1000 * KIB, 2, 64 * KIB)
+
+    again = Journal(steps=(*JOURNAL.steps, record(4, Mode.CAPTURE), record(5, Mode.PLAIN, seconds=0.5)))
+    steady = find_steady(again)
+    assert steady is not None
+    assert (steady.mode, steady.steps, steady.seconds) == (Mode.PLAIN, 1, 0.5)
+
+    captures = Journal(steps=JOURNAL.steps[:1])
+    steady = find_steady(captures)
+    assert steady is not None
+    assert (steady.mode, steady.metered_only) == (Mode.CAPTURE, True)
+    assert find_steady(EMPTY) is None
+
+
+# -- pages ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_planned_step_shows_forecast_beside_measured() -> None:
+    trace, costs = generators.example()
+    page = describe(trace, costs, journal=JOURNAL)
+    head = page.splitlines()[0]
+    assert trace.name in head and "within" in head
+    assert "1 captured, 3 planned" in page
+    assert "plain forecast" in page and "measured" in page and "2.10 s" in page
+    assert "median of 2 planned steps" in page
+    assert "offloaded a step" in page and "stalls" in page
+    assert "Why each block is where it is" in page
+    assert all(len(line) <= 140 and line == line.rstrip() for line in page.splitlines())
+
+
+def test_nothing_known_yet() -> None:
+    page = summarize(budget_bytes=1 << 30, journal=EMPTY, trace=None, costs=None, plan=None, forecast=None)
+    assert "within 1.00 GiB" in page
+    assert "none run" in page and "none yet" in page
+
+
+def test_a_journal_alone() -> None:
+    page = summarize(budget_bytes=0, journal=JOURNAL, trace=None, costs=None, plan=None, forecast=None)
+    assert "not at hand" in page and "2.10 s" in page
+    assert "within" not in page and "budget" not in page.lower()
+
+
+def test_a_trace_without_a_plan() -> None:
+    trace, costs = generators.example()
+    page = summarize(budget_bytes=1 << 20, journal=JOURNAL, trace=trace, costs=costs, plan=None, forecast=None)
+    assert "plain forecast" in page and "Why each block" not in page
+
+
+def test_plain_mode_says_that_nothing_is_done() -> None:
+    trace, costs = generators.example()
+    keep = generators.keep_everything(costs)
+    journal = Journal(steps=(record(0, Mode.CAPTURE, peak_bytes=1), record(1, Mode.PLAIN)))
+    page = summarize(
+        budget_bytes=1 << 40, journal=journal, trace=trace, costs=costs, plan=keep, forecast=simulate(trace, costs, keep)
+    )
+    assert "everything fits" in page
+    assert "offloaded a step" not in page and "  away " not in page
+
+
+def test_drift_and_steps_without_a_plan_say_why() -> None:
+    steps = [record(step, Mode.DRIFTED, note="save 3 is of another size") for step in range(6)]
+    steps.append(record(6, Mode.UNPLANNED, note="backward() ran outside"))
+    page = summarize(
+        budget_bytes=1 << 30, journal=Journal(steps=tuple(steps)), trace=None, costs=None, plan=None, forecast=None
+    )
+    assert "drift in step 0, 1, 2, 3 and 2 more: save 3 is of another size" in page
+    assert "no plan in step 6: backward() ran outside" in page
+
+
+def test_a_broken_budget_cannot_be_overlooked() -> None:
+    page = summarize(budget_bytes=950 * KIB, journal=JOURNAL, trace=None, costs=None, plan=None, forecast=None)
+    assert "OVER BUDGET in 1 of 2 metered steps; worst in step 1, by 50.0 KiB" in page
+    page = summarize(budget_bytes=1000 * KIB, journal=JOURNAL, trace=None, costs=None, plan=None, forecast=None)
+    assert "Within budget in all 2 steps that were metered" in page
+
+
+# -- reasons ----------------------------------------------------------------------------------------------------------
+
+
+def find_block(trace: Trace, costs: Costs, made: Plan, decision: str) -> Block:
+    """The largest block with a decision."""
+    blocks = explain_blocks(trace, costs, made, simulate(trace, costs, made))
+    return next(block for block in blocks if block.decision == decision)
+
+
+def test_offloaded_blocks_say_for_how_long_and_at_what_price() -> None:
+    trace = make_chain([64 * KIB] * 8, barriers=frozenset(range(8)))
+    costs = make_costs(trace, op_seconds=1e-3)
+    made, _, _ = planned(trace, costs)
+    block = find_block(trace, costs, made, "offload")
+    assert block.is_away
+    assert block.reason.startswith("gap 0, away ") and "to below" in block.reason and "back" in block.reason
+
+
+def test_recomputed_blocks_say_by_what() -> None:
+    trace = make_chain([64 * KIB] * 8)
+    # The link is of no use, so whatever goes is made again.
+    costs = make_costs(trace, op_seconds=1e-3, link=generators.make_link(per_second=1e3))
+    made, _, _ = planned(trace, costs, 0.6)
+    block = find_block(trace, costs, made, "recompute")
+    assert block.is_away
+    assert block.reason.startswith("made again by ") and "layer" in block.reason and " in " in block.reason
+
+
+def test_kept_blocks_say_what_a_move_would_take_and_what_forbids_a_replay() -> None:
+    trace = make_chain([64 * KIB] * 8, barriers=frozenset({1, 2, 3}))
+    costs = make_costs(trace, op_seconds=1e-3)
+    blocks = explain_blocks(
+        trace, costs, keep := generators.keep_everything(costs), simulate(trace, costs, keep)
+    )
+    reasons = [block.reason for block in blocks if block.decision == "keep"]
+    assert any("no replay: draws numbers" in reason for reason in reasons)
+    assert any(reason.startswith("it fits; a move: 6") and "no replay" not in reason for reason in reasons)
+    small = make_chain([KIB] * 8)
+    costs = make_costs(small)
+    keep = generators.keep_everything(costs)
+    block = find_block(small, costs, keep, "keep")
+    assert block.reason == "too small to be worth a move"
+
+
+# -- the chart --------------------------------------------------------------------------------------------------------
+
+
+def test_the_chart_has_the_budget_and_the_highest_column_at_the_peak() -> None:
+    live = [10, 20, 100, 20, 10, 10, 10, 10]
+    lines = draw_chart(live, [float(i) for i in range(9)], budget_bytes=50, width=16, height=4)
+    assert len(lines) == 6
+    assert "100 B" in lines[0] and "█" in lines[0]
+    assert lines[0].index("█") - lines[0].index("│") - 1 in (4, 5)
+    assert sum("50 B" in line and "─" in line for line in lines) == 1
+    assert lines[-1].endswith("8.00 s")
+    assert all(len(line) <= 13 + 16 for line in lines)
+
+
+def test_the_chart_of_strange_steps() -> None:
+    assert draw_chart([], []) == []
+    assert draw_chart([5], [0.0, 0.0])  # no time at all
+    assert draw_chart([0, 0], [0.0, 1.0, 2.0], budget_bytes=10)
+    dotted = draw_chart([1, 1], [0.0, 1.0, 2.0], plain_bytes=[8, 8], width=8, height=8)
+    assert "········" in dotted[0]
+
+
+def test_seconds_follow_the_entries() -> None:
+    trace, costs = generators.example()
+    costs = dataclasses.replace(costs, hook_seconds=1e-6)
+    begins = count_seconds(trace, costs)
+    assert len(begins) == trace.end + 1
+    hooks = (len(trace.saves) + len(trace.needs)) * 1e-6
+    assert begins[-1] == pytest.approx(sum(costs.op_seconds) + hooks)
