@@ -28,7 +28,7 @@ TINY_MODELS: dict[str, dict[str, Any]] = {
     "resnet50": {"spec": "torchvision:resnet18", "batch": 16, "image_size": 96},
     "vgg16": {"spec": "torchvision:squeezenet1_1", "batch": 8, "image_size": 96},
     "vit_b_16": {"spec": "timm:vit_tiny_patch16_224", "batch": 2},
-    "gpt2": {"spec": "transformers:gpt2", "batch": 4, "sequence_length": 128, "layers": 2},
+    "gpt2": {"spec": "transformers:gpt2", "batch": 2, "sequence_length": 64, "layers": 1},
 }
 
 CASES = (
@@ -75,7 +75,7 @@ def run_tests(options: dict[str, Any], report: Report) -> None:
     say = report
     arguments = [str(ROOT / "tests" / "gpu"), "-q", "-rfE", "-p", "no:cacheprovider", "--tb=short", "--durations=5"]
     if importlib.util.find_spec("hypothesis") is None:
-        print("hypothesis is not installed: tests/conftest.py, and with it the check for leaks, is left out", flush=True)
+        print("hypothesis is not installed: tests/conftest.py and its check for leaks are left out", flush=True)
         arguments.append("--noconftest")
     code = int(pytest.main(arguments, plugins=[Count()]))
     if code not in (0, 1, 5):

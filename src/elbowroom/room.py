@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from elbowroom.config import Config
 from elbowroom.cost.price import price
 from elbowroom.errors import TraceError, UsageError
-from elbowroom.hardware.memory import tune_allocator
+from elbowroom.hardware.memory import cut_blocks_to_size, tune_allocator
 from elbowroom.hardware.probe import probe
 from elbowroom.hooks.meter import Meter, make_meter
 from elbowroom.ir.costs import Costs, Measurements
@@ -100,6 +100,8 @@ class Room:
             raise
         if device.type == "cpu":
             tune_allocator(release_pages=config.release_pages)
+        else:
+            cut_blocks_to_size()
         model.__dict__[_MARK] = weakref.ref(self)
 
     # -- what the user calls --------------------------------------------------------------------------------------
@@ -231,8 +233,8 @@ class Room:
             if meter is not None:
                 meter.start()
                 stack.callback(meter.stop, base_bytes)
-            if engine.recorder is not None:
-                stack.enter_context(engine.recorder)
+            if engine.watcher is not None:
+                stack.enter_context(engine.watcher)
             if capture is not None:
                 stack.enter_context(capture.tracer)
             stack.enter_context(torch.autograd.graph.saved_tensors_hooks(engine.pack, engine.unpack))

@@ -37,11 +37,11 @@ Made = tuple[nn.Module, torch.optim.Optimizer, Callable[[], torch.Tensor]]
 
 
 def make_convnet(device: str, batch: int = 16) -> Made:
-    """Convolutions, batch norm, in-place activations and pooling."""
+    """Convolutions, batch norm and in-place activations; no pooling, some of which has no deterministic form."""
     layers: list[nn.Module] = []
-    for before, after in ((3, 32), (32, 64), (64, 64), (64, 128)):
-        layers += [nn.Conv2d(before, after, 3, padding=1, bias=False), nn.BatchNorm2d(after), nn.ReLU(inplace=True)]
-        layers += [nn.MaxPool2d(2)] if after != before else []
+    for before, after in ((3, 32), (32, 32), (32, 64), (64, 64), (64, 128)):
+        stride = 1 if before == after else 2
+        layers += [nn.Conv2d(before, after, 3, stride, 1, bias=False), nn.BatchNorm2d(after), nn.ReLU(inplace=True)]
     return finish(nn.Sequential(*layers, nn.Flatten(), nn.LazyLinear(10)), torch.randn(batch, 3, 64, 64), device)
 
 
@@ -213,13 +213,12 @@ def test_backward_runs_in_a_thread_of_autograd(machine: HardwareProfile, monkeyp
                 made[2]()
     torch.cuda.synchronize()
     assert seen["out"] == {threading.get_ident()}
-    assert seen["back"] and threading.get_ident() not in seen["back"]
+    assert seen["back"] - {threading.get_ident()}  # some come early enough for the forward pass to begin them
     assert current == {side}
     room.detach()
 
 
 def test_nothing_is_left_after_detach(machine: HardwareProfile) -> None:
-    threads = set(threading.enumerate())
     made = make("transformer")
     for _ in range(3):
         made[2]()  # the optimizer's state, and the workspaces that libraries keep
@@ -239,7 +238,7 @@ def test_nothing_is_left_after_detach(machine: HardwareProfile) -> None:
     torch.cuda.synchronize()
     assert torch.cuda.memory_allocated() == before
     assert host.slab_bytes == host.pinned_bytes == host.block_bytes == 0
-    assert set(threading.enumerate()) == threads
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("elbowroom-")]
 
 
 def test_a_step_of_another_shape_drifts_and_goes_on(machine: HardwareProfile) -> None:

@@ -141,8 +141,9 @@ def test_plain_mode_says_that_nothing_is_done() -> None:
     trace, costs = generators.example()
     keep = generators.keep_everything(costs)
     journal = Journal(steps=(record(0, Mode.CAPTURE, peak_bytes=1), record(1, Mode.PLAIN)))
+    forecast = simulate(trace, costs, keep)
     page = summarize(
-        budget_bytes=1 << 40, journal=journal, trace=trace, costs=costs, plan=keep, forecast=simulate(trace, costs, keep)
+        budget_bytes=1 << 40, journal=journal, trace=trace, costs=costs, plan=keep, forecast=forecast
     )
     assert "everything fits" in page
     assert "offloaded a step" not in page and "  away " not in page
@@ -202,7 +203,7 @@ def test_kept_blocks_say_what_a_move_would_take_and_what_forbids_a_replay() -> N
     reasons = [block.reason for block in blocks if block.decision == "keep"]
     assert any("no replay: draws numbers" in reason for reason in reasons)
     assert any(reason.startswith("it fits; a move: 6") and "no replay" not in reason for reason in reasons)
-    small = make_chain([KIB] * 8)
+    small = make_chain([15 * KIB] * 8)
     costs = make_costs(small)
     keep = generators.keep_everything(costs)
     block = find_block(small, costs, keep, "keep")

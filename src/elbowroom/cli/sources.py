@@ -62,7 +62,6 @@ def capture_spec(terminal: Terminal, spec: str, options: Mapping[str, Any]) -> T
     """
     from elbowroom.api import capture
 
-    options = {**options, "device": options.get("device") or default_device()}
     with terminal.progress(f"capturing {spec}") as advance:
         workload = _build_fake(spec, options)
         if workload is not None:
@@ -85,7 +84,15 @@ def build(spec: str, options: Mapping[str, Any]) -> Workload:
     """
     from elbowroom import workloads
 
-    return workloads.build(spec, **options)
+    return workloads.build(spec, **_place(spec, options))
+
+
+def _place(spec: str, options: Mapping[str, Any]) -> dict[str, Any]:
+    """The options with a device, where that is ours to choose: somebody's own function has its own ideas."""
+    from elbowroom import workloads
+
+    is_ours = spec.partition(":")[0] in workloads.sources()
+    return {"device": default_device(), **options} if is_ours else dict(options)
 
 
 def _build_fake(spec: str, options: Mapping[str, Any]) -> Workload | None:
@@ -98,7 +105,7 @@ def _build_fake(spec: str, options: Mapping[str, Any]) -> Workload | None:
         return None  # somebody's own function may well load weights from a file
     try:
         with FakeTensorMode(allow_non_fake_inputs=True):
-            return workloads.build(spec, **options)
+            return workloads.build(spec, **_place(spec, options))
     except ElbowroomError:
         raise
     except Exception:

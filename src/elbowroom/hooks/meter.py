@@ -24,14 +24,25 @@ class Meter(Protocol):
     Attributes:
         peak_bytes: most bytes on the device at once; 0 before `stop` and if they could not be measured.
         resident_bytes: the process's peak resident memory (CPU), or the allocator's peak reserved bytes (CUDA).
+        base_bytes: what the allocator had handed out when the meter started; 0 where it does not tell (CPU).
     """
 
     peak_bytes: int
     resident_bytes: int
+    base_bytes: int
 
-    def start(self) -> None: ...
-    def begin_op(self) -> None: ...
-    def end_op(self) -> None: ...
+    def start(self) -> None:
+        """Begin to count."""
+        ...
+
+    def begin_op(self) -> None:
+        """An op is about to run."""
+        ...
+
+    def end_op(self) -> None:
+        """It has run, or been handed to the device."""
+        ...
+
     def stop(self, base_bytes: int) -> None:
         """End. `base_bytes`: what was on the device when the meter started, for where that cannot be asked."""
         ...
@@ -54,7 +65,7 @@ class CpuMeter:
     """Reads every allocation from the profiler; if another profiler is running, counts no tensor bytes."""
 
     def __init__(self) -> None:
-        self.peak_bytes = self.resident_bytes = 0
+        self.peak_bytes = self.resident_bytes = self.base_bytes = 0
         self._begins: list[int] = []
         self._ends: list[int] = []
         self._profile: Any = None

@@ -44,6 +44,12 @@ def find_barrier(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
         return "its contents are written by something else"
     if name in _UNORDERED:
         return "its order of additions may vary"
+    if name == "convolution" and args[0].device.type == "cuda":
+        if torch.backends.cudnn.benchmark:
+            return "cuDNN may choose another algorithm"  # by the clock, and anew in each thread
+        fixed = torch.backends.cudnn.deterministic or torch.are_deterministic_algorithms_enabled()
+        if args[6] and not fixed:
+            return "its order of additions may vary"  # a transposed one is the backward pass of another
     return ""
 
 

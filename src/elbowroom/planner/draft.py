@@ -73,6 +73,8 @@ class Drafter:
             # A dropped storage lives on in its leaves, so they must have been saved before it goes.
             leaves = (self.closures.first_save(leaf) for leaf in segments[segment].leaves)
             leave = max(self.gaps[key].opens, *leaves, 0)
+            if leave >= self.gaps[key].closes:
+                return None
             decisions.append(
                 Decision(storage=storage, gap=index, choice=Choice.RECOMPUTE, leave=leave, release=leave,
                          back=self.gaps[key].closes, segment=segment)

@@ -119,14 +119,16 @@ def _compare(
 
 def _compare_moves(steady: Steady | None, plan: Plan, forecast: Forecast) -> list[tuple[str, str, str, str, str]]:
     measured = steady if steady is not None and steady.mode is Mode.PLANNED else None
-    rows = [
-        ("offloaded a step", "", format_bytes(forecast.offloaded_bytes),
-         "" if measured is None else format_bytes(measured.offloaded_bytes), ""),
-        ("reloaded a step", "", format_bytes(forecast.reloaded_bytes),
-         "" if measured is None else format_bytes(measured.reloaded_bytes), ""),
-        ("stalls", "", format_seconds(forecast.stall_seconds),
-         "" if measured is None else format_seconds(measured.stall_seconds), "waiting for moves"),
-    ]  # fmt: skip
+    rows = []
+    if forecast.offloaded_bytes:
+        out = "" if measured is None else format_bytes(measured.offloaded_bytes)
+        back = "" if measured is None else format_bytes(measured.reloaded_bytes)
+        stalls = "" if measured is None else format_seconds(measured.stall_seconds)
+        rows = [
+            ("offloaded a step", "", format_bytes(forecast.offloaded_bytes), out, ""),
+            ("reloaded a step", "", format_bytes(forecast.reloaded_bytes), back, ""),
+            ("stalls", "", format_seconds(forecast.stall_seconds), stalls, "waiting for moves"),
+        ]
     if plan.segments:
         note = f"{format_seconds(forecast.recompute_seconds)} of replayed ops"
         replays = "" if measured is None else str(measured.recomputed)

@@ -114,9 +114,14 @@ class Machine:
         return actions
 
     def evict(self, storages: Iterable[int]) -> list[Action]:
-        """What it takes to have these off the device, those of them that are on it; nobody planned that."""
+        """What it takes to have these in the tier below, wherever they are; nobody planned that.
+
+        What was dropped is computed while that can still be done, so that nothing depends on what comes next.
+        """
         actions: list[Action] = []
         for storage in storages:
+            if self.segment_of(storage) is not None:
+                self._ensure(storage, actions)
             self._intend(Offload(storage), actions)
             self._intend(Release(storage), actions)
         return actions
@@ -126,6 +131,12 @@ class Machine:
         record = self._records.get(storage)
         if record is not None:
             record.state, record.copied = State.RESIDENT, False
+
+    def miss(self, storage: int) -> None:
+        """The driver could not bring a storage back; its copy is still there, to be tried again."""
+        record = self._records.get(storage)
+        if record is not None:
+            record.state = State.AWAY
 
     def _free(self, storage: int, actions: list[Action]) -> None:
         record = self._records.pop(storage, None)

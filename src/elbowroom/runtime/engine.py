@@ -22,9 +22,10 @@ from elbowroom.ir.plan import Plan
 from elbowroom.ir.trace import Trace
 from elbowroom.residency.machine import Machine
 from elbowroom.residency.policies import capacity_first, planned
-from elbowroom.runtime.recorder import MODIFIED, Recorder, replay
+from elbowroom.runtime.recorder import Recorder, check_version, replay
 from elbowroom.runtime.residence import Handle, Residence, SavedView
 from elbowroom.runtime.transfers import Transfers
+from elbowroom.runtime.watcher import Watcher
 
 logger = logging.getLogger(__name__)
 
@@ -71,21 +72,20 @@ class Engine:
         self._identities: Identities[Residence] = Identities()
         self._bound: dict[int, Residence] = {}
         self._own_ids = len(trace.storages) if trace is not None else 0
-        self._drops_left: dict[int, int] = {}
         self.saves = self.needs = self.recomputed = 0
         self.drift = ""
         self.recorder: Recorder | None = None
         self._following = plan is not None
         if trace is not None and plan is not None:
             self._machine = Machine(planned.Policy(plan), plan.segments)
-            for segment in plan.segments:
-                for output in segment.outputs:
-                    self._drops_left[output] = self._drops_left.get(output, 0) + 1
             if plan.segments:
-                self.recorder = Recorder(trace, plan, self._find_residence, self._leave_plan)
+                self.recorder = Recorder(trace, plan, self._find_residence, self._leave_plan, self.written)
         else:
             self._machine = Machine(capacity_first.Policy(self._may_move))
-        self.watchers = [watcher for watcher in (self.recorder, observer) if watcher is not None]
+        self.watcher: Watcher | None = self.recorder
+        if self.recorder is None and observer is None and (plan is None or plan.decisions):
+            self.watcher = Watcher(self.written)
+        self.watchers = [watcher for watcher in (self.watcher, observer) if watcher is not None]
 
     # -- what autograd calls --------------------------------------------------------------------------------------
 
@@ -126,6 +126,12 @@ class Engine:
             tick = self._follow_need(handle.index)
             self.needs += 1
             residence, given = handle.residence, handle.tensor
+            # Before anything moves: a step that is refused must leave everything as it is.
+            if residence is not None:
+                view = residence.views[handle.index]
+                check_version(view.tensor, (view.geometry or view.tensor).shape, handle.version)
+            elif given is not None:
+                check_version(given, given.shape, handle.version)
             if residence is not None:
                 for action in self._machine.feed(StorageNeeded(residence.id, tick)):
                     if isinstance(action, Release) and action.storage == residence.id and given is None:
@@ -165,10 +171,9 @@ class Engine:
             self._perform(action)
         residence.storage = None
         self._forget_recording(residence)
-        if residence.copy is not None:
-            self._transfers.discard(residence.copy)
-            residence.copy = None
+        self._discard_copy(residence)
         self._bound.pop(residence.id, None)
+        residence.id = -1  # the program may hold the storage still, and autograd may save it anew
 
     # -- staying with the plan ------------------------------------------------------------------------------------
 
@@ -237,9 +242,7 @@ class Engine:
         if isinstance(action, Offload):
             self._offload(residence)
         elif isinstance(action, Reload):
-            assert residence.copy is not None
-            with _Hidden(self):
-                residence.storage = self._transfers.reload(residence.copy)
+            self._reload(residence)
         elif isinstance(action, Release):
             dropped = self._machine.segment_of(residence.id) is not None
             if self._prepare_replay(residence) if dropped else residence.copy is not None:
@@ -259,6 +262,29 @@ class Engine:
         except TierError as error:
             self._keep_instead(residence, error)
 
+    def _reload(self, residence: Residence) -> None:
+        alive = None if residence.ghost is None else residence.ghost()
+        if alive is not None:
+            # The program holds it still: without us autograd would find just that, whatever became of it.
+            residence.storage = alive
+            self._discard_copy(residence)
+            self._machine.refuse(residence.id)
+            return
+        if residence.copy is None:
+            raise InternalError(f"storage {residence.id} is to be reloaded, and there is no copy of it")
+        try:
+            with _Hidden(self):
+                residence.storage = self._transfers.reload(residence.copy)
+        except TierError:
+            self._machine.miss(residence.id)
+            raise
+        self._identities.put(residence.storage, residence)
+
+    def _discard_copy(self, residence: Residence) -> None:
+        if residence.copy is not None:
+            self._transfers.discard(residence.copy)
+            residence.copy = None
+
     def _wait(self, residence: Residence) -> None:
         if residence.copy is None:
             return
@@ -266,9 +292,11 @@ class Engine:
             self._transfers.finish(residence.copy)
         except TierError as error:
             if residence.storage is not None:
-                raise  # it was coming back: there is nothing else to give autograd
-            self._transfers.discard(residence.copy)
-            residence.copy = None
+                # It was coming back, and there is nothing else to give autograd; but its copy is still there.
+                residence.storage = None
+                self._machine.miss(residence.id)
+                raise
+            self._discard_copy(residence)
             self._keep_instead(residence, error)
 
     def _keep_instead(self, residence: Residence, error: TierError) -> None:
@@ -286,7 +314,7 @@ class Engine:
         """Make sure a storage about to be dropped can be computed again, whatever the step does next."""
         plan, recorder = self._plan, self.recorder
         segment = None if plan is None else self._machine.segment_of(residence.id)
-        if plan is None or recorder is None or segment is None:
+        if plan is None or recorder is None or segment is None or not residence.may_move:
             return False
         recording = recorder.make_recording(plan.segments[segment].ops, residence)
         if not recording.calls or any(leaf.id < 0 or not leaf.views for leaf in recording.leaves):
@@ -312,21 +340,25 @@ class Engine:
             replay(recordings, outputs)
         self.recomputed += 1
         for residence in outputs:
+            assert residence.storage is not None
+            self._identities.put(residence.storage, residence)
             self._forget_recording(residence)
 
     def written(self, tensor: torch.Tensor) -> None:
         """An op has written to a tensor in place. What autograd then finds is what was written, as without us."""
         storage = get_plain_storage(tensor)
         residence = None if storage is None else self._identities.find(storage)
-        if residence is None or residence.copy is None or residence.storage is not None:
+        if residence is None or not residence.views:
             return
         with self._lock:
-            self._wait(residence)
             if residence.copy is not None:
-                self._transfers.discard(residence.copy)
-            residence.copy, residence.storage = None, storage
+                self._wait(residence)
+                self._discard_copy(residence)
+            if residence.find_storage() is None:
+                residence.storage = storage
             residence.may_move = False
             self._machine.refuse(residence.id)
+            self._forget_recording(residence)
 
     # -- storages -------------------------------------------------------------------------------------------------
 
@@ -339,12 +371,6 @@ class Engine:
 
     def _view(self, handle: Handle, residence: Residence) -> torch.Tensor:
         view = residence.views[handle.index]
-        # With any hooks active PyTorch does not check this itself.
-        if view.tensor._version != handle.version:
-            raise RuntimeError(
-                MODIFIED.format(dtype=view.tensor.dtype, shape=list((view.geometry or view.tensor).shape),
-                                found=view.tensor._version, expected=handle.version)
-            )  # fmt: skip
         if view.geometry is None:
             return view.tensor
         if residence.storage is None:

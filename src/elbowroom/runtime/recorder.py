@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from elbowroom.errors import InternalError
 from elbowroom.hooks.identity import get_plain_storage
@@ -18,11 +17,20 @@ from elbowroom.hooks.replayable import find_statistics, find_written, iterate_te
 from elbowroom.ir.plan import Plan
 from elbowroom.ir.trace import LASTING, Op, Trace
 from elbowroom.runtime.residence import Geometry, Residence
+from elbowroom.runtime.watcher import Watcher
 
-MODIFIED = (
-    "one of the variables needed for gradient computation has been modified by an inplace operation: a {dtype} tensor "
-    "of shape {shape} is at version {found}; expected version {expected} instead"
-)
+def check_version(witness: torch.Tensor, shape: Sequence[int], expected: int) -> None:
+    """Refuse what was modified in place since it was saved. With any hooks active PyTorch does not check this itself.
+
+    Raises:
+        RuntimeError: in PyTorch's own words.
+    """
+    if witness._version != expected:
+        raise RuntimeError(
+            "one of the variables needed for gradient computation has been modified by an inplace operation: a "
+            f"{witness.dtype} tensor of shape {list(shape)} is at version {witness._version}; expected version "
+            f"{expected} instead"
+        )
 
 
 class Slot(NamedTuple):
@@ -93,11 +101,8 @@ def replay(recordings: Iterable[Recording], outputs: Sequence[Residence]) -> Non
     wanted = set(outputs)
 
     def find(slot: Slot) -> torch.Tensor:
-        if slot.witness is not None and slot.witness._version != slot.version:
-            raise RuntimeError(
-                MODIFIED.format(dtype=slot.geometry.dtype, shape=list(slot.geometry.shape),
-                                found=slot.witness._version, expected=slot.version)
-            )  # fmt: skip
+        if slot.witness is not None:
+            check_version(slot.witness, slot.geometry.shape, slot.version)
         storage = slot.kept
         if storage is None:
             storage = made.get(slot.residence)
@@ -126,13 +131,14 @@ def replay(recordings: Iterable[Recording], outputs: Sequence[Residence]) -> Non
         residence.storage = made[residence]
 
 
-class Recorder(TorchDispatchMode):
+class Recorder(Watcher):
     """Watches a step's ops go by in the order of a trace, and records those that the plan replays.
 
     Args:
         trace, plan: what is expected, and which of it is wanted.
         find_residence: the residence of a storage, made if there is none.
         on_drift: told why, once, if the step's ops are not the trace's.
+        on_write: as for a Watcher.
     """
 
     def __init__(
@@ -141,12 +147,15 @@ class Recorder(TorchDispatchMode):
         plan: Plan,
         find_residence: Callable[[torch.UntypedStorage], Residence],
         on_drift: Callable[[str], None],
+        on_write: Callable[[torch.Tensor], None],
     ) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__(on_write)
         self._ops: Sequence[Op] = trace.ops
         self._find_residence, self._on_drift = find_residence, on_drift
         self._wanted = frozenset(tick for segment in plan.segments for tick in segment.ops)
-        last = max(self._wanted)
+        # Watched until the last op that is replayed, and until the forward pass is over: what an op that is not in the
+        # trace does to a leaf would be in the replay.
+        last = max(*self._wanted, trace.needs[0].tick)
         self._count = sum(1 for op in trace.ops if op.tick <= last)
         # Every other leaf is claimed by autograd.
         leaves = {leaf for segment in plan.segments for leaf in segment.leaves}
@@ -154,7 +163,6 @@ class Recorder(TorchDispatchMode):
         self._names: dict[Any, str] = {}
         self._position = 0
         self._calls: dict[int, Call] = {}
-        self.paused = False
 
     def stop(self) -> None:
         """Record no more."""
@@ -164,11 +172,8 @@ class Recorder(TorchDispatchMode):
         """How to compute `target` again, with those of the ops at `ticks` that have been recorded so far."""
         return Recording({tick: self._calls[tick] for tick in ticks if tick in self._calls}, target)
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if self.paused or self._position == self._count or not touches_tensors(func):
+    def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self._position == self._count or not touches_tensors(func):
             return func(*args, **kwargs)
         op = self._ops[self._position]
         self._position += 1
@@ -176,9 +181,9 @@ class Recorder(TorchDispatchMode):
         if name is None:
             name = self._names[func] = str(func)
         if name != op.name:
-            self.stop()
             self._on_drift(f"op {self._position - 1} is {name}, where the trace has {op.name}")
-        if op.tick not in self._wanted or (self._position == self._count and name != op.name):
+            return func(*args, **kwargs)
+        if op.tick not in self._wanted:
             return func(*args, **kwargs)
         slots = self._describe(func, op, args, kwargs)
         result = func(*args, **kwargs)

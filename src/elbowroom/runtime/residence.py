@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -64,19 +65,21 @@ class Residence:
         nbytes: its size.
         views: every saved tensor of it, by the index of its save. Nothing else of ours holds the storage while they do.
         storage: what came back from a reload or a replay, or what a replay reads; None otherwise.
+        ghost: the storage that was let go last, for as long as the program still holds it.
         copy: its contents in the tier below, if it was ever offloaded.
         recording: how it is computed again, while it is dropped.
         dependents: dropped storages whose replay reads this one.
         may_move: whether it may leave the device where no plan says so.
     """
 
-    __slots__ = ("copy", "dependents", "id", "may_move", "nbytes", "recording", "storage", "views")
+    __slots__ = ("copy", "dependents", "ghost", "id", "may_move", "nbytes", "recording", "storage", "views")
 
     def __init__(self, nbytes: int) -> None:
         self.id = -1
         self.nbytes = nbytes
         self.views: dict[int, SavedView] = {}
         self.storage: torch.UntypedStorage | None = None
+        self.ghost: weakref.ref[torch.UntypedStorage] | None = None
         self.copy: Copy | None = None
         self.recording: Recording | None = None
         self.dependents = 0
@@ -93,6 +96,9 @@ class Residence:
 
     def let_go(self) -> None:
         """Drop every reference of ours to the storage."""
+        storage = self.find_storage()
+        if storage is not None:
+            self.ghost = weakref.ref(storage)
         for view in self.views.values():
             view.let_go()
         self.storage = None

@@ -71,7 +71,7 @@ class SpillCopy:
     def __init__(self, offset: int, nbytes: int) -> None:
         self.offset, self.nbytes = offset, nbytes
         self.done = threading.Event()
-        self.error: OSError | None = None
+        self.error: Exception | None = None
 
 
 class ThreadTransfers:
@@ -114,7 +114,7 @@ class ThreadTransfers:
             copy, done, is_out, address = job
             try:
                 (self._spill.write if is_out else self._spill.read)(copy.offset, address, copy.nbytes)
-            except OSError as error:
+            except Exception as error:  # whatever it is, it belongs to whoever waits: this thread must go on
                 copy.error = error
             done.set()
             del job, copy, done

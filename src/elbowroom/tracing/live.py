@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 
 import torch
@@ -9,7 +10,7 @@ from torch.optim import Optimizer
 
 from elbowroom.hooks.meter import Meter
 from elbowroom.ir.costs import Measurements
-from elbowroom.ir.trace import Trace
+from elbowroom.ir.trace import Role, Storage, Trace
 from elbowroom.tracing.residents import list_residents
 from elbowroom.tracing.tracer import Tracer
 
@@ -41,7 +42,7 @@ class LiveCapture:
 
     def finish(self) -> Trace:
         """The trace. The meter may be stopped afterwards."""
-        return self.tracer.finish(list_residents(self._model, self._optimizers))
+        return add_outside(self.tracer.finish(list_residents(self._model, self._optimizers)), self._meter.base_bytes)
 
     def measure(self, trace: Trace, step_seconds: float, stall_seconds: float) -> Measurements:
         """What the (stopped) meter saw of the ops of `trace`, which this step began with.
@@ -52,12 +53,32 @@ class LiveCapture:
         for storage in trace.storages:
             if storage.created >= 0:
                 created[storage.created] += storage.nbytes
+        # Watching keeps the host of a CUDA device far busier than a step does: its wall time says nothing of the rest.
+        whole_seconds = max(0.0, step_seconds - self.tracer.own_seconds) if trace.device == "cpu" else 0.0
         return Measurements(
             op_seconds=self._meter.op_seconds()[: len(trace.ops)],
             workspace_bytes=self._meter.workspace_bytes([created[op.tick] for op in trace.ops]),
-            step_seconds=max(0.0, step_seconds - self.tracer.own_seconds),
+            step_seconds=whole_seconds,
             stall_seconds=stall_seconds,
         )
+
+
+def add_outside(trace: Trace, base_bytes: int) -> Trace:
+    """A trace that also counts what the device held before the step and no storage of it stands for.
+
+    On CUDA: the workspaces that cuBLAS keeps for each thread, and whatever else the program has there.
+
+    Args:
+        base_bytes: what was allocated when the step began; 0 where the allocator does not tell.
+    """
+    known_bytes = sum(-(-storage.nbytes // 512) * 512 for storage in trace.storages if storage.created < 0)
+    if base_bytes <= known_bytes:
+        return trace
+    outside = Storage(
+        id=len(trace.storages), nbytes=base_bytes - known_bytes, role=Role.BUFFER, created=-1, released=trace.end,
+        label="outside of the step",
+    )  # fmt: skip
+    return dataclasses.replace(trace, storages=(*trace.storages, outside))
 
 
 def count_state(optimizers: Sequence[Optimizer]) -> int:

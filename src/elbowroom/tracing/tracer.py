@@ -21,6 +21,11 @@ from elbowroom.hooks.replayable import find_barrier, find_statistics, find_writt
 from elbowroom.ir.trace import Need, Op, Role, Save, Storage, Trace, View
 
 
+UNSEEN_BYTES = 1 << 14
+"""Counted in every step for what it allocates without an op that a dispatch mode sees: states of random generators, the
+scalars of a loop. It was some hundred bytes at most in all that was measured."""
+
+
 class _Seen:
     """A storage while it is being traced."""
 
@@ -193,6 +198,11 @@ class Tracer(TorchDispatchMode):
         storages = [self._freeze(seen, end, saved) for seen in self._seen]
         if -1 in saved:
             storages.append(void)
+        storages.append(
+            Storage(
+                id=len(storages), nbytes=UNSEEN_BYTES, role=Role.BUFFER, created=-1, released=end, label="unseen by ops"
+            )
+        )
         return Trace(
             name=self._name,
             device=self._device.type,

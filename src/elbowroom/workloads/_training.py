@@ -43,7 +43,7 @@ def training_workload(
 
     def step() -> torch.Tensor:
         value = forward()
-        value.backward()  # type: ignore[no-untyped-call]
+        value.backward()
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         return value.detach()

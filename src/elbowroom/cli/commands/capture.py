@@ -76,7 +76,7 @@ def capture(
         ]
         terminal.show_facts(f"{trace.name} on {trace.device}", rows)
         if written:
-            terminal.show(f"written to {written}")
+            terminal.show_text(f"written to {written}")
         terminal.write_document(
             "capture",
             name=trace.name,

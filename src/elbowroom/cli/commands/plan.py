@@ -85,7 +85,7 @@ def plan(
         written = save(made, output)
         terminal.show_facts(f"{trace.name} within {format_bytes(budget_bytes)} on {costs.profile_name}", outcome.rows())
         if written:
-            terminal.show(f"written to {written}")
+            terminal.show_text(f"written to {written}")
         terminal.write_document(
             "plan", name=trace.name, hardware=costs.profile_name, **outcome.fields(), output=written
         )

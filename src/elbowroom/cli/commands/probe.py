@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 from rich.table import Table
+from rich.text import Text
 
 from elbowroom.cli.parameters import Json, Output, SpillFolder
 from elbowroom.cli.sources import THIS_MACHINE, check_writable, find_profile, save
@@ -34,7 +35,8 @@ def probe(
         rates = Table("kind", "dtype", "rate", box=None, pad_edge=False, header_style="bold")
         for rate in profile.rates:
             rates.add_row(rate.kind, rate.dtype, format_rate(rate.kind, rate.per_second))
-        terminal.show(f"[bold]{profile.name}[/bold]\n")
+        terminal.show(Text(profile.name, style="bold"))
+        terminal.show()
         terminal.show(rates)
         terminal.show()
         terminal.show(_tabulate_memory(profile))
@@ -43,26 +45,24 @@ def probe(
             f"of a hook {format_seconds(profile.hook_seconds)}"
         )
         if written:
-            terminal.show(f"written to {written}")
+            terminal.show_text(f"written to {written}")
         terminal.write_document("probe", profile=to_json(profile), output=written)
 
 
 def _tabulate_memory(profile: HardwareProfile) -> Table:
-    table = Table("tier", "bytes", "to the next", "out", "back", "", box=None, pad_edge=False, header_style="bold")
+    names = ("tier", "bytes", "link", "out", "back", "latencies", "")
+    table = Table(*names, box=None, pad_edge=False, header_style="bold")
     links = {link.upper: link for link in profile.links}
     for tier in profile.tiers:
         link = links.get(tier.name)
-        if link is None:
-            table.add_row(tier.name, format_bytes(tier.capacity_bytes))
-            continue
-        table.add_row(
-            tier.name,
-            format_bytes(tier.capacity_bytes),
-            link.lower,
-            f"{format_bytes(link.out_bytes_per_second)}/s, {format_seconds(link.out_latency_seconds)}",
-            f"{format_bytes(link.back_bytes_per_second)}/s, {format_seconds(link.back_latency_seconds)}",
-            "one direction at a time" if link.half_duplex else "both directions at once",
-        )
+        cells = () if link is None else (
+            f"to {link.lower}",
+            f"{format_bytes(link.out_bytes_per_second)}/s",
+            f"{format_bytes(link.back_bytes_per_second)}/s",
+            f"{format_seconds(link.out_latency_seconds)}, {format_seconds(link.back_latency_seconds)}",
+            "half duplex" if link.half_duplex else "full duplex",
+        )  # fmt: skip
+        table.add_row(tier.name, format_bytes(tier.capacity_bytes), *cells)
     return table
 
 

@@ -29,9 +29,7 @@ from elbowroom.cli.parameters import (
 )
 from elbowroom.cli.sources import (
     build,
-    capture_spec,
     check_writable,
-    default_device,
     find_profile,
     keep_all,
     price_trace,
@@ -46,6 +44,7 @@ from elbowroom.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
     from elbowroom.room import Room
+    from elbowroom.workloads import Workload
 
 _FILE_HELP = "Write the {} to this file, for `elbowroom report`."
 
@@ -83,14 +82,12 @@ def run(
     with open_terminal(as_json) as terminal:
         check_writable(output, save_trace, save_plan, save_costs)
         read_budget(budget, 1 << 40)
-        options = {**options, "device": device or default_device()}
-        profile = find_profile(terminal, hardware, device=options["device"], spill_folder=spill_folder)
-        if profile.device != options["device"].partition(":")[0]:
-            where = options["device"]
-            raise UsageError(f"--hardware: {profile.name} is {profile.device}, and the step runs on {where}")
-        budget_bytes = _find_budget(terminal, spec, options, budget, profile)
+        with terminal.progress(f"building {spec}"):
+            workload = build(spec, options)
+        profile = _find_profile(terminal, workload, hardware, spill_folder)
+        budget_bytes = _find_budget(terminal, workload, budget, profile)
         room, losses = _train(
-            terminal, spec, options, budget_bytes, steps,
+            terminal, workload, budget_bytes, steps,
             ahead=ahead, profile=profile, strategy=strategy, spill_folder=spill_folder,
         )  # fmt: skip
         journal, planned, report = room.journal(), room.planned, room.report()
@@ -102,11 +99,11 @@ def run(
             save(planned.costs, save_costs)
         terminal.show_text(report)
         if written:
-            terminal.show(f"\nwritten to {written}")
+            terminal.show_text(f"\nwritten to {written}")
         terminal.write_document(
             "run",
             name=spec,
-            device=options["device"],
+            device=str(next(workload.model.parameters()).device),
             budget_bytes=budget_bytes,
             losses=[loss if math.isfinite(loss) else None for loss in losses],
             losses_hex=[loss.hex() for loss in losses],
@@ -117,35 +114,41 @@ def run(
         )
 
 
-def _find_budget(terminal: Terminal, spec: str, options: dict[str, Any], budget: str, profile: HardwareProfile) -> int:
-    """Bytes of a budget; only a share has to know the plain forecast peak."""
+def _find_profile(
+    terminal: Terminal, workload: Workload, hardware: str, spill_folder: str | None
+) -> HardwareProfile:
+    """The profile to plan with, of the kind of device that the model lies on."""
+    from elbowroom.api import find_device
+
+    device = find_device(workload.model)
+    profile = find_profile(terminal, hardware, device=str(device), spill_folder=spill_folder)
+    if profile.device != device.type:
+        raise UsageError(f"--hardware: {profile.name} is {profile.device}, and the step runs on {device}")
+    return profile
+
+
+def _find_budget(terminal: Terminal, workload: Workload, budget: str, profile: HardwareProfile) -> int:
+    """Bytes of a budget; only for a share the plain forecast peak has to be known."""
     if not budget.strip().endswith("%"):
         return read_budget(budget, 0)
+    from elbowroom.api import capture
     from elbowroom.simulator.replay import simulate
 
-    trace = capture_spec(terminal, spec, options)
+    with terminal.progress("capturing one step on fake tensors"):
+        trace = capture(workload.step, workload.model, workload.optimizer, name=workload.name)
     costs = price_trace(terminal, trace, profile)
     return read_budget(budget, simulate(trace, costs, keep_all(costs, 0)).peak_bytes)
 
 
 def _train(
-    terminal: Terminal,
-    spec: str,
-    options: dict[str, Any],
-    budget_bytes: int,
-    steps: int,
-    *,
-    ahead: bool,
-    **fitting: Any,
+    terminal: Terminal, workload: Workload, budget_bytes: int, steps: int, *, ahead: bool, **fitting: Any
 ) -> tuple[Room, list[float]]:
     """The room after the steps, and their losses."""
     from elbowroom.api import fit
 
-    title = f"{spec} within {format_bytes(budget_bytes)}"
+    title = f"{workload.name} within {format_bytes(budget_bytes)}"
     losses: list[float] = []
     with terminal.progress(title, steady=False) as advance:
-        advance("building the model", 0.0)
-        workload = build(spec, options)
         if ahead:
             advance("planning ahead", 0.0)
         fitting["step"] = workload.step if ahead else None

@@ -70,7 +70,7 @@ def tabulate(results: Sequence[Result]) -> Table:
     table = Table(title=title, title_justify="left", title_style="bold")
     table.add_column("")
     for result in results:
-        table.add_column(result.spec, justify="right")
+        table.add_column(result.spec.rpartition(":")[2], justify="right")
         table.add_column("of plain", justify="right", style="dim")
     for name, describe in _ROWS:
         cells: list[str] = []

@@ -1,0 +1,429 @@
+"""The command line: every command for people and for programs, every kind of error with its exit code."""
+
+from __future__ import annotations
+
+import json
+import math
+import pathlib
+import subprocess
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import typer
+from typer.testing import CliRunner, Result
+
+import elbowroom
+from elbowroom.cli.commands import demo as demo_command
+from elbowroom.cli.demonstration import processes, results
+from elbowroom.cli.main import FAILED, INFEASIBLE, INTERRUPTED, MISUSED, find_exit_code, make_app
+from elbowroom.errors import ElbowroomError, Infeasible, TierFull, TraceError, UnknownMember, UsageError
+from elbowroom.ir.costs import Costs
+from elbowroom.ir.hardware import HardwareProfile
+from elbowroom.ir.journal import Journal
+from elbowroom.ir.plan import Plan
+from elbowroom.ir.trace import Trace
+from elbowroom.units import format_bytes
+
+# Without optimizer state to speak of, so that a budget below the plain peak means something.
+IMAGES = ["torchvision:mobilenet_v3_small", "--batch", "8", "--image-size", "96", "--optimizer", "sgd"]
+TEXT = ["transformers:gpt2", "--layers", "1", "--batch", "1", "--sequence-length", "16"]
+
+
+@pytest.fixture(autouse=True)
+def found_by_children(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let processes that a test starts find the package that is being tested."""
+    monkeypatch.setenv("PYTHONPATH", str(pathlib.Path(elbowroom.__file__).parents[1]))
+
+
+def call(*arguments: object) -> Result:
+    """Run the program in this process."""
+    return CliRunner().invoke(make_app(), [str(argument) for argument in arguments])
+
+
+def succeed(*arguments: object) -> str:
+    """Run the program; what it printed."""
+    result = call(*arguments)
+    assert result.exit_code == 0, result.output
+    return result.stdout
+
+
+def document(*arguments: object) -> dict[str, Any]:
+    """Run the program with `--json`; its document."""
+    found: dict[str, Any] = json.loads(succeed(*arguments, "--json"))
+    assert found["command"] == arguments[0]
+    return found
+
+
+def fail(code: int, *arguments: object) -> str:
+    """Run the program into an error of ours; what it said."""
+    result = call(*arguments)
+    assert result.exit_code == code, result.output
+    assert result.stdout == ""
+    assert "Traceback" not in result.stderr
+    return result.stderr
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+    """A folder with a profile, a trace, a plan of it, and a run with what was saved of it."""
+    folder = tmp_path_factory.mktemp("files")
+    elbowroom.save(_paper_machine(), folder / "profile.json")
+    succeed("capture", *IMAGES, "-o", folder / "trace.json.gz")
+    hardware = ("--hardware", folder / "profile.json")
+    succeed("plan", folder / "trace.json.gz", "--budget", "90%", *hardware, "-o", folder / "plan.json")
+    saved = [f"--save-{name}={folder / f'run-{name}.json'}" for name in ("trace", "plan", "costs")]
+    run = ("run", *IMAGES, "--device", "cpu", "--budget", "45MiB", "--steps", 5)
+    result = call(*run, *hardware, "-o", folder / "run.json", *saved)
+    assert result.exit_code == 0, result.output
+    (folder / "run.txt").write_text(result.stdout)
+    (folder / "progress.txt").write_text(result.stderr)
+    return folder
+
+
+def _paper_machine() -> HardwareProfile:
+    from tests import leaks
+
+    made: HardwareProfile = leaks.profile.__wrapped__()  # type: ignore[attr-defined]
+    return made
+
+
+# -- the program ------------------------------------------------------------------------------------------------------
+
+
+def test_help_is_there_at_once() -> None:
+    code = (
+        "import sys; from elbowroom.cli.main import main\n"
+        "try: main()\n"
+        "except SystemExit as end: assert not end.code and 'torch' not in sys.modules, sys.modules.get('torch')"
+    )
+    done = subprocess.run([sys.executable, "-c", code, "--help"], capture_output=True, text=True, check=True)
+    for name in ("probe", "capture", "plan", "simulate", "run", "report", "demo"):
+        assert f" {name} " in done.stdout
+    assert "demo-part" not in done.stdout
+
+
+def test_the_module_is_the_program() -> None:
+    command = [sys.executable, "-m", "elbowroom", "plan", "--help"]
+    assert "--budget" in subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (UsageError("x"), MISUSED),
+        (UnknownMember("strategy", "x", ("auto",)), MISUSED),
+        (TraceError("x"), MISUSED),
+        (Infeasible(needed_bytes=2, budget_bytes=1, op="op"), INFEASIBLE),
+        (TierFull("disk", 2, 1, "free some"), FAILED),
+        (ElbowroomError("x"), FAILED),
+    ],
+)
+def test_exit_codes(error: ElbowroomError, code: int) -> None:
+    assert find_exit_code(error) == code
+
+
+def test_ctrl_c(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("elbowroom.cli.commands.probe.find_profile", interrupt)
+    assert "stopped" in fail(INTERRUPTED, "probe")
+
+
+# -- probe, capture, plan, simulate -----------------------------------------------------------------------------------
+
+
+def test_probe(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[str] = []
+
+    def probe(device: str, *, spill_folder: str | None, progress: Any) -> HardwareProfile:
+        told.append(f"{device} {spill_folder}")
+        progress("links", 0.5)
+        return _paper_machine()
+
+    monkeypatch.setattr("elbowroom.hardware.probe.probe", probe)
+    target = tmp_path / "profile.json"
+    shown = succeed("probe", "--device", "cpu", "--spill-folder", tmp_path, "--output", target)
+    assert "paper machine" in shown and "convolution" in shown and "disk" in shown
+    assert elbowroom.load(HardwareProfile, target) == _paper_machine()
+    found = document("probe")
+    assert found["profile"]["name"] == "paper machine" and found["output"] is None
+    assert told == [f"cpu {tmp_path}", "auto None"]
+
+
+def test_capture(files: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    trace = elbowroom.load(Trace, files / "trace.json.gz")
+    assert trace.name == IMAGES[0] and trace.needs
+    found = document("capture", *TEXT, "--output", tmp_path / "text.json")
+    assert found["ops"] == len(elbowroom.load(Trace, tmp_path / "text.json").ops)
+    assert found["bytes_by_role"]["parameter"] > 0 and found["movable_bytes"] > 0
+
+
+def test_capture_of_a_function_of_ones_own(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "mine_for_capture.py").write_text(
+        "import torch\n"
+        "def build(batch):\n"
+        "    print('a word on stdout')\n"
+        "    model = torch.nn.Sequential(torch.nn.Linear(8, 32), torch.nn.ReLU(), torch.nn.Linear(32, 1))\n"
+        "    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n"
+        "    x = torch.randn(batch, 8)\n"
+        "    def step():\n"
+        "        loss = model(x).mean(); loss.backward(); optimizer.step(); optimizer.zero_grad(); return loss\n"
+        "    return model, optimizer, step\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    found = document("capture", "mine_for_capture:build", "--batch", "4")
+    assert found["name"] == "mine_for_capture:build" and found["saves"] > 0
+
+
+def test_plan(files: pathlib.Path) -> None:
+    hardware = ("--hardware", files / "profile.json")
+    shown = succeed("plan", files / "trace.json.gz", "--budget", "90%", *hardware)
+    for name in ("plain peak", "smallest budget that works", "forecast peak", "forecast step", "planned in"):
+        assert name in shown
+    found = document("plan", files / "trace.json.gz", "--budget", "90%", *hardware)
+    assert found["smallest_budget_bytes"] <= found["budget_bytes"] < found["plain_peak_bytes"]
+    assert found["forecast_peak_bytes"] <= found["budget_bytes"]
+    assert found["decisions"]["offload"] + found["decisions"]["recompute"] > 0
+    assert found["slowdown"] >= 1 and found["planning_seconds"] > 0
+    made = elbowroom.load(Plan, files / "plan.json")
+    assert made.budget_bytes == found["budget_bytes"]
+
+
+def test_plan_of_a_spec_for_a_card_that_is_not_here() -> None:
+    result = call("plan", *IMAGES, "--budget", "1GiB", "--hardware", "v100", "--strategy", "keep_all", "--json")
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout)
+    assert "V100" in found["hardware"] and found["slowdown"] == 1
+    assert "captured on cpu, priced for" in result.stderr
+
+
+def test_simulate(files: pathlib.Path) -> None:
+    arguments = ("simulate", files / "trace.json.gz", files / "plan.json", "--hardware", files / "profile.json")
+    shown = succeed(*arguments)
+    assert "forecast" in shown and "Why each block is where it is" in shown
+    found = document(*arguments)
+    assert found["fits"] and found["forecast"]["peak_bytes"] <= found["budget_bytes"]
+
+
+# -- run, report ------------------------------------------------------------------------------------------------------
+
+
+def test_run(files: pathlib.Path) -> None:
+    shown, progress = (files / "run.txt").read_text(), (files / "progress.txt").read_text()
+    assert "Within budget in" in shown and "Why each block is where it is" in shown
+    assert "step 5 of 5 (planned), loss" in progress
+    journal = elbowroom.load(Journal, files / "run.json")
+    assert len(journal.steps) == 5
+    trace = elbowroom.load(Trace, files / "run-trace.json")
+    assert len(elbowroom.load(Costs, files / "run-costs.json").op_seconds) == len(trace.ops)
+
+
+def test_run_for_a_program(files: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    hardware = ("--hardware", files / "profile.json", "--device", "cpu")
+    found = document("run", *IMAGES, "--budget", "100%", "--steps", 2, *hardware, "--ahead")
+    assert len(found["losses"]) == len(found["journal"]["steps"]) == 2
+    assert [float.fromhex(text) for text in found["losses_hex"]] == found["losses"]
+    assert all(math.isfinite(loss) for loss in found["losses"])
+    assert "everything fits" in found["report"]
+    (tmp_path / "document.json").write_text(json.dumps(found))
+    assert f"within {format_bytes(found['budget_bytes'])}" in succeed("report", tmp_path / "document.json")
+
+
+def test_report_from_files_is_the_report_of_the_run(files: pathlib.Path) -> None:
+    given = [f"--{name}={files / f'run-{name}.json'}" for name in ("trace", "plan", "costs")]
+    shown = succeed("report", files / "run.json", *given)
+    assert shown.strip() in (files / "run.txt").read_text()
+    alone = succeed("report", files / "run.json")
+    assert "2 captured" in alone and "Why each block" not in alone
+    found = document("report", files / "run.json", files / "run.json", *given)
+    assert len(found["reports"]) == 2
+    assert found["reports"][0]["steady"]["mode"] == "planned"
+    assert found["reports"][0]["forecast_peak_bytes"] > 0
+
+
+# -- errors -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("budget", ["much", "-5", "0", "120%", "8XB", "nan", ""])
+@pytest.mark.parametrize("command", ["plan", "run"])
+def test_a_budget_that_means_nothing(command: str, budget: str) -> None:
+    # `--budget=` and not two words: "-5" would be taken for an option.
+    assert "--budget" in fail(MISUSED, command, *IMAGES, f"--budget={budget}")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("capture", "resnet50"), "names no workload"),
+        (("capture", "torchvision:resnet5000"), "resnet50"),
+        (("capture", "no.such.module:build"), "no.such"),
+        (("capture", "torchvision:resnet18", "--batch", "0"), "batch"),
+        (("capture", "torchvision:resnet18", "--dtype", "int3"), "dtype"),
+        (("capture", "torchvision:resnet18", "--sequence-length", "5"), "sequence_length"),
+        (("capture", "torchvision:resnet18", "--device", "abacus"), "abacus"),
+        (("capture", "torchvision:resnet18", "-o", "no/such/folder/trace.json"), "no/such/folder"),
+        (("plan", "no-such-file.json.gz", "--budget", "1GiB", "--hardware", "v100"), "no-such-file"),
+        (("simulate", "no-trace.json", "no-plan.json"), "no-trace.json"),
+        (("report", "no-journal.json"), "no-journal.json"),
+        (("probe", "--device", "abacus"), "abacus"),
+        (("probe", "--spill-folder", "no/such/folder"), "no/such/folder"),
+    ],
+)
+def test_what_cannot_mean_anything(arguments: tuple[str, ...], words: str) -> None:
+    assert words in fail(MISUSED, *arguments)
+
+
+def test_arguments_that_are_no_arguments() -> None:
+    for arguments in (["plan"], ["no-such-command"], ["plan", "x", "--no-such-option"], ["run", "x", "--steps", "0"]):
+        assert call(*arguments).exit_code == MISUSED
+
+
+def test_unknown_members(files: pathlib.Path) -> None:
+    trace = files / "trace.json.gz"
+    said = fail(MISUSED, "plan", trace, "--budget", "90%", "--hardware", "rtx9999")
+    assert "rtx3090" in said
+    said = fail(
+        MISUSED, "plan", trace, "--budget", "90%", "--hardware", files / "profile.json", "--strategy", "wishful"
+    )
+    assert "auto" in said and "keep_all" in said
+    assert "--batch" in fail(MISUSED, "plan", trace, "--budget", "90%", "--batch", "4")
+
+
+def test_infeasible_says_how_much_is_needed(files: pathlib.Path) -> None:
+    hardware = ("--hardware", files / "profile.json")
+    said = fail(INFEASIBLE, "plan", files / "trace.json.gz", "--budget", "1MiB", *hardware)
+    needed = document("plan", files / "trace.json.gz", "--budget", "100%", *hardware)["smallest_budget_bytes"]
+    assert "1048576 bytes" in said and f"{needed} bytes" in said
+    said = fail(INFEASIBLE, "run", *IMAGES, "--budget", "1MiB", *hardware, "--device", "cpu", "--ahead")
+    assert "Set memory_budget to at least" in said
+
+
+def _damage(path: pathlib.Path, how: str) -> bytes:
+    whole = path.read_bytes()
+    document = json.loads(whole)
+    if how == "cut off":
+        return whole[: len(whole) // 2]
+    if how == "newer":
+        return json.dumps(document | {"version": 999}).encode()
+    if how == "another format":
+        return json.dumps(document | {"format": "elbowroom.poem"}).encode()
+    if how == "inconsistent":
+        value = document["value"]
+        first = next(key for key in ("ops", "decisions", "rates", "op_seconds", "steps") if key in value)
+        value[first] = "not a list"
+        return json.dumps(document).encode()
+    return b"\x00\x80 not even text"
+
+
+@pytest.mark.parametrize("how", ["cut off", "newer", "another format", "inconsistent", "noise"])
+def test_damaged_files(files: pathlib.Path, tmp_path: pathlib.Path, how: str) -> None:
+    names = {
+        "trace": "run-trace.json", "plan": "run-plan.json", "profile": "profile.json", "costs": "run-costs.json",
+        "journal": "run.json",
+    }  # fmt: skip
+    for kind, name in names.items():
+        bad = tmp_path / name
+        bad.write_bytes(_damage(files / name, how))
+        good = {other: files / path for other, path in names.items()} | {kind: bad}
+        arguments: Sequence[object] = ("simulate", good["trace"], good["plan"], "--hardware", good["profile"])
+        if kind == "costs":
+            arguments = ("simulate", good["trace"], good["plan"], "--costs", bad)
+        elif kind == "journal":
+            arguments = ("report", bad)
+        assert name in fail(MISUSED, *arguments), kind
+
+
+def test_files_of_another_step(files: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    other = tmp_path / "other.json.gz"
+    succeed("capture", *TEXT, "-o", other)
+    hardware = ("--hardware", files / "profile.json")
+    fail(MISUSED, "simulate", other, files / "plan.json", *hardware)
+    fail(MISUSED, "simulate", other, files / "plan.json", "--costs", files / "run-costs.json")
+    (tmp_path / "document.json").write_text('{"command": "plan"}')
+    assert "run --json" in fail(MISUSED, "report", tmp_path / "document.json")
+
+
+# -- the demo ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def small_demo(files: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The demo with one small model, its parts in this process and not in their own; the parts that ran."""
+    ran: list[str] = []
+
+    def run_part(arguments: Sequence[str]) -> dict[str, Any]:
+        ran.append(arguments[0])
+        if arguments[0] == "probe":
+            pathlib.Path(arguments[-1]).write_bytes((files / "profile.json").read_bytes())
+            return {}
+        return document(*arguments)
+
+    options = {"batch": 8, "image_size": 96}
+    part = demo_command.Part(spec=IMAGES[0], options=options, budget="95%", steps=5, patience_seconds=60)
+    monkeypatch.setattr(demo_command, "PARTS", (part,))
+    monkeypatch.setattr(processes, "run_part", run_part)
+    return ran
+
+
+def test_demo(small_demo: list[str]) -> None:
+    found = document("demo")
+    assert small_demo == ["probe", "demo-part", "demo-part"]
+    (row,) = found["results"]
+    assert row["losses_equal"] and row["budget_held"] and found["problems"] == []
+    assert row["within"]["forecast_peak_bytes"] <= row["budget_bytes"]
+    assert len(row["plain"]["losses"]) == 5
+
+
+def test_demo_finds_the_smallest_budget(files: pathlib.Path) -> None:
+    common = ("demo-part", IMAGES[0], "--batch", "8", "--image-size", "96", "--profile", files / "profile.json")
+    found = document(*common, "--steps", 5, "--patience", "0.001", "--floor")["result"]
+    assert 0 < found["smallest_budget_bytes"] <= found["peak_bytes"]
+    assert len(found["losses"]) == 5  # at least so many, however impatient
+
+
+def test_demo_fails_when_something_is_wrong(small_demo: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = {
+        "losses": ["0x1p0", "0x1p1"], "seconds": 1.0, "peak_bytes": 100, "resident_bytes": 300, "device": "cpu",
+        "smallest_budget_bytes": 50,
+    }  # fmt: skip
+    within = {
+        "losses": ["0x1p0", "0x1p2"], "seconds": 1.1, "peak_bytes": 96, "resident_bytes": 200,
+        "forecast_peak_bytes": 94, "forecast_seconds": 1.05,
+    }  # fmt: skip
+
+    def run_part(arguments: Sequence[str]) -> dict[str, Any]:
+        return {"result": within if "--budget" in arguments else plain}
+
+    monkeypatch.setattr(processes, "run_part", run_part)
+    result = call("demo")
+    assert result.exit_code == FAILED
+    assert "losses differ from step 1 on" in result.stdout
+    assert "96 bytes is above the budget of 95" in result.stdout
+    assert "NO" in result.stdout and "1.10 x" in result.stdout
+
+
+def test_halfway_is_never_below_what_works() -> None:
+    assert demo_command.choose_budget("halfway", 100, 50) == 75
+    assert demo_command.choose_budget("halfway", 99, 100) == 100
+    assert demo_command.choose_budget("50%", 1000, 0) == 500
+
+
+def test_a_part_that_fails_is_named() -> None:
+    with pytest.raises(ElbowroomError, match=r"no-such-command.*exit code 2"):
+        processes.run_part(["no-such-command"])
+
+
+def test_a_result_without_a_measured_peak_is_a_problem() -> None:
+    plain = {"losses": ["0x1p0"], "peak_bytes": 100}
+    result = results.Result(spec="x", budget_bytes=50, plain=plain, within={"losses": ["0x1p0"], "peak_bytes": 0})
+    assert len(results.find_problems([result])) == 1
+
+
+def test_every_command_takes_json() -> None:
+    group = typer.main.get_command(make_app())
+    for name, command in group.commands.items():  # type: ignore[attr-defined]
+        options = {option for parameter in command.params for option in parameter.opts}
+        assert "--json" in options, name
