@@ -163,9 +163,7 @@ def run_models(check: Check, names: tuple[str, ...], steps: int) -> None:
             _run_budget(check, name, share, models[name], steps, batches[name])
 
 
-def _run_budget(
-    check: Check, name: str, share: float, model: dict[str, Any], steps: int, batch: int | None
-) -> None:
+def _run_budget(check: Check, name: str, share: float, model: dict[str, Any], steps: int, batch: int | None) -> None:
     reference = model["reference"]
     if "floor_bytes" not in reference:
         return

@@ -31,14 +31,6 @@ TINY_MODELS: dict[str, dict[str, Any]] = {
     "gpt2": {"spec": "transformers:gpt2", "batch": 2, "sequence_length": 64, "layers": 1},
 }
 
-CASES = (
-    ("resnet50", False), ("gpt2", False), ("vit", False), ("gpt2", True), ("unet", False), ("resnet50", True),
-    ("lstm", False), ("bert", False), ("vgg16_bn", False), ("gpt2_accumulation", False), ("t5", False),
-    ("gpt2_checkpoint", False), ("mobilenet_v3_large", False), ("densenet121", False),
-)  # fmt: skip
-"""Of tests/models.py, with and without autocast to bfloat16; the most telling first, since time may run out."""
-TINY_CASES = (("lstm", False), ("unet", False))
-
 MARGIN_BYTES, MARGIN_SHARE = 256 << 20, 0.10
 """What a process may reserve beyond its budget, for what the caching allocator cannot use: free pieces between blocks,
 and pages of 2 MiB. The context of CUDA is outside of what the cap counts."""
@@ -105,146 +97,6 @@ def run_probe(options: dict[str, Any], report: Report) -> None:
     profile = elbowroom.probe(options["device"], progress=tell)
     elbowroom.save(profile, options["profile"])
     report({"profile": to_json(profile), "seconds": time.perf_counter() - begin})
-
-
-# Part 3: the same bits ------------------------------------------------------------------------------------------------
-
-
-def run_bits(options: dict[str, Any], report: Report) -> None:
-    """Small whole models, trained plainly twice and within two budgets each, compared to the last bit."""
-    import elbowroom
-
-    find_tests()
-    from elbowroom.ir.hardware import HardwareProfile
-    from tests.models import MODELS as CASES_BY_NAME
-
-    profile = elbowroom.load(HardwareProfile, options["profile"])
-    deadline = time.monotonic() + options["seconds"]
-    cases = TINY_CASES if options["tiny"] else CASES
-    found: dict[str, Any] = {"steps": 5, "cases": [], "left_out": []}
-    for name, autocast in cases:
-        label = f"{name} (bfloat16)" if autocast else name
-        if time.monotonic() > deadline:
-            found["left_out"].append(label)
-            continue
-        begin = time.perf_counter()
-        try:
-            case = _compare(CASES_BY_NAME[name](), options["device"], profile, autocast)
-        except Exception as error:
-            traceback.print_exc()
-            case = {"error": f"{type(error).__name__}: {error}"}
-        case |= {"case": label, "seconds": time.perf_counter() - begin}
-        found["cases"].append(case)
-        print(f"  {label:28} {_describe_case(case)}  ({case['seconds']:.1f} s)", flush=True)
-        report(found)
-    report(found)
-
-
-def _describe_case(case: dict[str, Any]) -> str:
-    if "error" in case:
-        return case["error"].splitlines()[0]
-    if case["plain_differences"]:
-        return "plain PyTorch differs from itself here: nothing to compare with"
-    wrong = [f"{item['share']}: {item['differences'][:3]}" for item in case["budgets"] if item["differences"]]
-    return "DIFFERS at " + "; ".join(wrong) if wrong else "the same bits at both budgets"
-
-
-def _compare(case: Any, device: str, profile: Any, autocast: bool) -> dict[str, Any]:
-    import torch
-
-    from elbowroom.planner.problem import pose
-
-    strict = True
-    try:
-        make_repeatable(strict=True)
-        plain, _ = _train(case, device, None, profile, autocast)
-    except RuntimeError as error:
-        if "deterministic" not in str(error):
-            raise
-        strict = False  # an op has no deterministic form: perhaps it repeats itself all the same
-        make_repeatable(strict=False)
-        plain, _ = _train(case, device, None, profile, autocast)
-    again, _ = _train(case, device, None, profile, autocast)
-    own_differences = _differences(plain, again)
-    result: dict[str, Any] = {"deterministic_ops": strict, "plain_differences": own_differences, "budgets": []}
-    if own_differences:
-        return result
-    del again
-    _, room = _train(case, device, NO_LIMIT_BYTES, profile, autocast, steps=4)
-    if room.planned is None:
-        raise RuntimeError("no step was planned within four: " + str([r.note for r in room.journal().steps]))
-    floor = pose(room.planned.trace, room.planned.costs, 1).floor.peak_bytes
-    top = room.planned.forecast.peak_bytes
-    for share in (0.0, 0.5):
-        # The floor was found with measured workspaces, which vary a little from one process history to the next.
-        budget = int((floor + share * (top - floor)) * 1.01)
-        ours, room = _train(case, device, budget, profile, autocast)
-        records = room.journal().steps
-        result["budgets"].append({
-            "share": share,
-            "budget_bytes": budget,
-            "modes": [str(record.mode) for record in records],
-            "notes": sorted({record.note for record in records if record.note}),
-            "offloaded_bytes": records[-1].offloaded_bytes,
-            "recomputed": records[-1].recomputed,
-            "peak_bytes": max(record.peak_bytes for record in records),
-            "differences": _differences(plain, ours),
-        })  # fmt: skip
-    del plain
-    if device != "cpu":
-        torch.cuda.empty_cache()
-    return result
-
-
-def make_repeatable(*, strict: bool) -> None:
-    """Let the same step give the same bits twice. cuBLAS needs CUBLAS_WORKSPACE_CONFIG, which the check sets."""
-    import torch
-
-    torch.use_deterministic_algorithms(True, warn_only=not strict)
-    torch.backends.cudnn.benchmark = False
-    # It would write to every new block, which no training does.
-    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
-
-
-def _train(
-    case: Any, device: str, budget_bytes: int | None, profile: Any, autocast: bool, steps: int = 5
-) -> tuple[dict[str, list[Any]], Any]:
-    import contextlib
-
-    import torch
-
-    import elbowroom
-
-    with torch.device(device):  # the cases make everything where the default device is
-        model, optimizer, step = case.make()
-    room = None
-    if budget_bytes is not None:
-        room = elbowroom.fit(model, optimizer, budget_bytes, profile=profile, meter_every=1)
-    losses = []
-    for index in range(steps):
-        within = room.step() if room is not None else contextlib.nullcontext()
-        with within, torch.autocast(device, torch.bfloat16, enabled=autocast):
-            losses.append(step(index))
-    outcome = {
-        "losses": losses,
-        "parameters": [parameter.detach() for parameter in model.parameters()],
-        "buffers": list(model.buffers()),
-    }
-    if room is not None:
-        room.detach()
-    return outcome, room
-
-
-def _differences(one: dict[str, list[Any]], other: dict[str, list[Any]]) -> list[str]:
-    import torch
-
-    found = []
-    for kind, tensors in one.items():
-        for index, (left, right) in enumerate(zip(tensors, other[kind], strict=True)):
-            ours, theirs = (tensor.contiguous().flatten().view(torch.uint8) for tensor in (left, right))
-            if not torch.equal(ours, theirs):
-                found.append(f"{kind}[{index}]")
-    return found
 
 
 # Part 4: models within budgets ----------------------------------------------------------------------------------------
@@ -358,9 +210,7 @@ def cap_memory(device: Any, budget_bytes: int) -> int:
     return cap
 
 
-def _measure_room(
-    workload: Any, budget: int, profile: Any, device: Any, steps: int, found: dict[str, Any]
-) -> None:
+def _measure_room(workload: Any, budget: int, profile: Any, device: Any, steps: int, found: dict[str, Any]) -> None:
     from measure import count_outside, measure_peaks, median, time_steps
 
     import elbowroom
@@ -475,6 +325,14 @@ def describe_machine(device: str) -> dict[str, Any]:
 def run_machine(options: dict[str, Any], report: Report) -> None:
     """Whether there is a device at all, and which."""
     report(describe_machine(options["device"]))
+
+
+def run_bits(options: dict[str, Any], report: Report) -> None:
+    """Small whole models, compared to the last bit."""
+    find_tests()
+    import bits
+
+    bits.compare_all(options, report)
 
 
 JOBS = {

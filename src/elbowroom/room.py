@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from elbowroom.config import Config
 from elbowroom.cost.price import price
 from elbowroom.errors import TraceError, UsageError
-from elbowroom.hardware.memory import cut_blocks_to_size, tune_allocator
+from elbowroom.hardware.memory import cut_blocks_to_size, trim_allocator, tune_allocator
 from elbowroom.hardware.probe import probe
 from elbowroom.hooks.meter import Meter, make_meter
 from elbowroom.ir.costs import Costs, Measurements
@@ -345,6 +345,8 @@ class Room:
                 min_offload_bytes=self.config.min_offload_bytes,
             )  # fmt: skip
         self.planned = Planned(trace, costs, plan, simulate(trace, costs, plan))
+        if self._device.type == "cpu":
+            trim_allocator()  # what the steps so far took, planned ones will not take again
         logger.info(
             "%s: forecast peak %d of %d bytes, %d decisions by %s",
             trace.name, self.planned.forecast.peak_bytes, self.budget_bytes, len(plan.decisions), plan.strategy

@@ -101,7 +101,7 @@ def test_nothing_is_left_behind(probed: Probed) -> None:
 def test_it_tells_how_far_it_is(probed: Probed) -> None:
     shares = [share for _, share in probed.told]
     assert shares == sorted(shares) and shares[0] == 0 and probed.told[-1] == ("done", 1.0)
-    assert len(set(what for what, _ in probed.told)) > 5
+    assert len({what for what, _ in probed.told}) > 5
     # About eight seconds; far more would mean that a measurement has no bound.
     assert probed.seconds < 60
 

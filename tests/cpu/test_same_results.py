@@ -49,7 +49,9 @@ def same_bits(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
     return torch.equal(one.contiguous().flatten().view(torch.uint8), other.contiguous().flatten().view(torch.uint8))
 
 
-def train(name: str, budget_bytes: int | None, profile: HardwareProfile, steps: int = STEPS) -> tuple[Outcome, Room | None]:
+def train(
+    name: str, budget_bytes: int | None, profile: HardwareProfile, steps: int = STEPS
+) -> tuple[Outcome, Room | None]:
     model, optimizer, step = MODELS[name]().make()
     room = None
     if budget_bytes is not None:

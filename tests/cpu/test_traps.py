@@ -10,7 +10,6 @@ import contextlib
 import copy
 import errno
 import gc
-import logging
 import os
 import pathlib
 import pickle
@@ -29,6 +28,7 @@ from torch.utils.checkpoint import checkpoint
 
 import elbowroom
 import elbowroom.room
+import elbowroom.runtime.transfers
 from elbowroom.errors import TierFull, TransferFailed, UsageError
 from elbowroom.ir.hardware import HardwareProfile
 from elbowroom.ir.journal import Mode
@@ -85,7 +85,7 @@ class Runner:
         expected = collect(make(), None, steps)
         if self.way == "smallest":
             self.find_smallest(make)
-        model, optimizers, step = made = make()
+        model, optimizers, _step = made = make()
         with self.fit(model, optimizers, **options) as room:
             found = collect(made, room, steps)
         assert_same(expected, found)
@@ -182,7 +182,7 @@ def deadline() -> Iterator[None]:
 
 # Loops ----------------------------------------------------------------------------------------------------------------
 
-WIDTH, ROWS = 24, 128
+WIDTH, ROWS = 24, 256
 """Activations outweigh parameters, so that a budget has something to move."""
 
 
@@ -536,7 +536,9 @@ def test_gradient_accumulation(runner: Runner) -> None:
         def step(index: int) -> list[torch.Tensor]:
             values = []
             for part in range(3):
-                value = (model(batch(3 * index + part)) * torch.sigmoid(fixed * model.before[0].bias)).square().mean() / 3
+                value = (
+                    model(batch(3 * index + part)) * torch.sigmoid(fixed * model.before[0].bias)
+                ).square().mean() / 3
                 value.backward()
                 values.append(value.detach())
             optimizer.step()
@@ -1033,7 +1035,11 @@ def test_a_step_that_leaves_its_trace(runner: Runner, kind: str) -> None:
             elif odd and kind == "order":
                 layers = layers[::-1]
             for position, layer in enumerate(layers):
-                x = torch.relu(layer(x) * 1.5) if (layer is model.before[1]) ^ (odd and position == 1) else layer(x).tanh()
+                x = (
+                    torch.relu(layer(x) * 1.5)
+                    if (layer is model.before[1]) ^ (odd and position == 1)
+                    else layer(x).tanh()
+                )
             value = x.square().mean()
             if odd and kind == "no backward":
                 return value.detach()
@@ -1084,7 +1090,7 @@ def test_backward_outside_after_plans_were_made(runner: Runner) -> None:
     """The last steps' backward comes when the next step is under way, or when the room is gone."""
 
     def run(room: Room | None, made: Made) -> list[torch.Tensor]:
-        model, optimizer, step = made
+        model, _optimizer, step = made
         values = []
         for index in range(4):
             with room.step() if room is not None else contextlib.nullcontext():
@@ -1214,7 +1220,7 @@ def test_an_exception_inside_the_step(
         assert room.journal().steps[-1].mode is wanted
 
 
-@pytest.mark.parametrize("at", range(6))
+@pytest.mark.parametrize("at", range(5))
 def test_ctrl_c_while_waiting_for_a_transfer(
     forced: Callable[[str], Runner], at: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -1252,31 +1258,6 @@ def test_ctrl_c_while_waiting_for_a_transfer(
 
 def fail(*_: Any, **__: Any) -> Any:
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-
-@pytest.mark.parametrize("call", ["posix_fallocate", "pwrite"])
-@pytest.mark.parametrize("way", ["capture", "unplanned", "offload_all"])
-def test_a_full_disk_where_there_is_room_to_stay(
-    forced: Callable[[str], Runner], way: str, call: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    runner = forced(way)
-    make = loop()
-    expected = collect(make(), None, STEPS)
-    made = make()
-    with runner.fit(*made[:2]) as room, caplog.at_level(logging.WARNING):
-        produced = []
-        for index in range(STEPS):
-            with monkeypatch.context() as patch:
-                if index in (1, 4):
-                    patch.setattr(os, call, fail)
-                    # What was claimed before must be used up, or nothing is asked of the disk.
-                    room._transfers._spill._allocated_bytes = 0  # type: ignore[attr-defined]
-                with room.step():
-                    produced.append(made[2](index))
-        assert_same(expected["produced"], copy_values(produced))
-        assert room.journal().steps[-1].offloaded_bytes > 0
-        assert room._transfers._copies == 0  # type: ignore[attr-defined]
-        assert "stays on the device" in caplog.text
 
 
 @pytest.mark.parametrize(("call", "error"), [("posix_fallocate", TierFull), ("pwrite", TransferFailed)])
@@ -1320,11 +1301,11 @@ def test_a_failed_reload_is_tried_again(runner: Runner, monkeypatch: pytest.Monk
                 value = model(batch(index)).square().mean()
                 if room is not None:
                     for failing in ("preadv", "empty"):
-                        with monkeypatch.context() as patch, pytest.raises((TransferFailed, RuntimeError)):
+                        with monkeypatch.context() as patch, pytest.raises(TransferFailed):
                             if failing == "preadv":
                                 patch.setattr(os, "preadv", fail)
                             else:
-                                patch.setattr(room._transfers, "reload", no_memory)
+                                patch.setattr(elbowroom.runtime.transfers.torch, "empty", no_memory)
                             value.backward(retain_graph=True)
                         optimizer.zero_grad()
                 value.backward()
@@ -1332,8 +1313,12 @@ def test_a_failed_reload_is_tried_again(runner: Runner, monkeypatch: pytest.Monk
                 optimizer.zero_grad()
         return [*values, *model.parameters()]
 
-    def no_memory(_: Any) -> Any:
-        raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+    def no_memory(*_: Any, dtype: torch.dtype, **__: Any) -> Any:
+        if dtype is torch.uint8:
+            raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+        return empty(*_, dtype=dtype, **__)
+
+    empty = torch.empty
 
     make = loop()
     expected = run(None, make())
@@ -1342,24 +1327,6 @@ def test_a_failed_reload_is_tried_again(runner: Runner, monkeypatch: pytest.Monk
     made = make()
     with runner.fit(*made[:2]) as room:
         assert_same(copy_values(expected), copy_values(run(room, made)))
-
-
-def test_the_disk_recovers(forced: Callable[[str], Runner], monkeypatch: pytest.MonkeyPatch) -> None:
-    """After a refusal, what was claimed before is still good."""
-    runner = forced("offload_all")
-    made = loop()()
-    with runner.fit(*made[:2]) as room:
-        for index in range(4):
-            with room.step():
-                made[2](index)
-        with monkeypatch.context() as patch:
-            patch.setattr(os, "posix_fallocate", fail)
-            with room.step():
-                made[0](batch(4, rows=4000)).square().mean()  # more than there is
-            for index in range(3):
-                with room.step():
-                    made[2](index)
-                assert room.journal().steps[-1].offloaded_bytes > 0
 
 
 def test_spill_folders_that_will_not_do(tmp_path: pathlib.Path, profile: HardwareProfile) -> None:
@@ -1378,7 +1345,7 @@ def test_spill_folders_that_will_not_do(tmp_path: pathlib.Path, profile: Hardwar
 def test_a_small_host_budget(forced: Callable[[str], Runner]) -> None:
     """The tier below is full before everything is out."""
     runner = forced("offload_all")
-    runner.compare(loop(), host_bytes=8192)
+    runner.compare(loop(), host_bytes=4 * ROWS * WIDTH * 4)
 
 
 # Threads --------------------------------------------------------------------------------------------------------------
@@ -1415,6 +1382,9 @@ def test_a_thread_of_the_users(runner: Runner, part: str) -> None:
 
 
 def test_backwards_in_many_threads(runner: Runner) -> None:
+    if runner.way == "smallest":
+        pytest.skip("the smallest budget is another one for each order in which the threads run")
+
     def make() -> Made:
         torch.manual_seed(5)
         model = Layers()
@@ -1423,7 +1393,10 @@ def test_backwards_in_many_threads(runner: Runner) -> None:
         def step(index: int) -> list[torch.Tensor]:
             inputs = [batch(10 * index + part).requires_grad_() for part in range(4)]
             values = [model(x).square().mean() for x in inputs]
-            threads = [threading.Thread(target=torch.autograd.grad, args=(value, x)) for value, x in zip(values, inputs, strict=True)]
+            threads = [
+                threading.Thread(target=torch.autograd.grad, args=(value, x))
+                for value, x in zip(values, inputs, strict=True)
+            ]
             values.append(model(batch(index)).square().mean())
             for thread in threads:
                 thread.start()
@@ -1439,40 +1412,39 @@ def test_backwards_in_many_threads(runner: Runner) -> None:
     runner.compare(make, drifts=True)
 
 
-def test_the_last_handle_dies_in_the_thread_that_moves(forced: Callable[[str], Runner], monkeypatch: pytest.MonkeyPatch) -> None:
-    """The garbage collector may run there, and what it then frees must not wait for that very thread."""
-    runner = forced("unplanned")
+def test_the_collector_runs_in_the_thread_that_moves(
+    forced: Callable[[str], Runner], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What it frees there must not wait for that very thread."""
     model, optimizer, step = loop()()
-    graphs: list[Any] = []
-
     write = os.pwrite
-
-    def collecting(*args: Any) -> int:
-        graphs.clear()
-        return write(*args)
-
-    with runner.fit(model, optimizer) as room:
+    with forced("unplanned").fit(model, optimizer) as room:
+        transfers = room._transfers
+        graphs: list[Any] = []
         with room.step():
             graphs.append(model(batch(0)))
-        done = threading.Event()
+        storage = torch.ones(1 << 16).untyped_storage()
 
-        def work() -> None:
-            # Not under the lock of the first step's engine, as if the program were computing meanwhile.
-            with monkeypatch.context() as patch:
-                patch.setattr(os, "pwrite", collecting)
-                gate = torch.ones(1 << 20)
-                jobs = [room._transfers.offload(gate.untyped_storage()) for _ in range(3)]
-                for job in jobs:
-                    room._transfers.finish(job)
-                    room._transfers.discard(job)
-            done.set()
+        def collecting(*args: Any) -> int:
+            graphs.clear()
+            while len(copies) > 2:  # those whose transfers are queued behind this one
+                transfers.finish(copies[-1])
+                transfers.discard(copies.pop())
+            return write(*args)
 
-        thread = threading.Thread(target=work, daemon=True)
-        thread.start()
-        assert done.wait(10.0), "the thread that moves waits for itself"
+        copies: list[Any] = []
+        with monkeypatch.context() as patch:
+            gate = threading.Event()
+            patch.setattr(os, "pwrite", lambda *args: gate.wait() and collecting(*args))
+            copies += [transfers.offload(storage) for _ in range(4)]
+            gate.set()
+            copies.insert(0, transfers.offload(storage))
+            transfers.finish(copies[0])
         with room.step():
             step(1)
-        assert room._transfers._copies == 0  # type: ignore[attr-defined]
+        for one in copies:
+            transfers.discard(one)
+        assert transfers._copies == 0  # type: ignore[attr-defined]
 
 
 # Rooms ----------------------------------------------------------------------------------------------------------------
@@ -1520,7 +1492,9 @@ def test_models_that_cannot_be_fitted(profile: HardwareProfile) -> None:
         elbowroom.fit(Layers(), ["adam"], HUGE, profile=profile)  # type: ignore[list-item]
 
 
-@pytest.mark.parametrize("budget", ["", "many", -1, 0, float("nan"), float("inf"), "10%%", "0%", "5 parsecs", None, True])
+@pytest.mark.parametrize(
+    "budget", ["", "many", -1, 0, float("nan"), float("inf"), "10%%", "0%", "5 parsecs", None, True]
+)
 def test_budgets_that_mean_nothing(budget: Any, profile: HardwareProfile) -> None:
     model = Layers()
     with pytest.raises(UsageError, match="memory_budget"):
@@ -1635,5 +1609,3 @@ def test_planning_ahead_changes_nothing(profile: HardwareProfile) -> None:
         assert_same(before, after)
         assert torch.equal(random_state, torch.get_rng_state())
         assert all(parameter.grad is None for parameter in model.parameters())
-
-

@@ -57,9 +57,7 @@ def planned(trace: Trace, costs: Costs, share: float = 0.5) -> tuple[Plan, Forec
 def describe(trace: Trace, costs: Costs, share: float = 0.5, journal: Journal = EMPTY) -> str:
     """The whole page of a planned step."""
     made, forecast, budget_bytes = planned(trace, costs, share)
-    return summarize(
-        budget_bytes=budget_bytes, journal=journal, trace=trace, costs=costs, plan=made, forecast=forecast
-    )
+    return summarize(budget_bytes=budget_bytes, journal=journal, trace=trace, costs=costs, plan=made, forecast=forecast)
 
 
 # -- figures ----------------------------------------------------------------------------------------------------------
@@ -79,9 +77,7 @@ def test_the_blocks_at_the_peak_add_up_to_it(job: tuple[Trace, Costs], share: fl
     blocks = explain_blocks(trace, costs, made, forecast)
     assert sum(block.nbytes for block in blocks if not block.is_away) == pytest.approx(forecast.peak_bytes, abs=1)
     assert all(block.nbytes > 0 and block.count > 0 and block.reason for block in blocks)
-    assert summarize(
-        budget_bytes=budget_bytes, journal=JOURNAL, trace=trace, costs=costs, plan=made, forecast=forecast
-    )
+    assert summarize(budget_bytes=budget_bytes, journal=JOURNAL, trace=trace, costs=costs, plan=made, forecast=forecast)
 
 
 def test_steady_steps_are_those_since_the_last_capture() -> None:
@@ -142,9 +138,7 @@ def test_plain_mode_says_that_nothing_is_done() -> None:
     keep = generators.keep_everything(costs)
     journal = Journal(steps=(record(0, Mode.CAPTURE, peak_bytes=1), record(1, Mode.PLAIN)))
     forecast = simulate(trace, costs, keep)
-    page = summarize(
-        budget_bytes=1 << 40, journal=journal, trace=trace, costs=costs, plan=keep, forecast=forecast
-    )
+    page = summarize(budget_bytes=1 << 40, journal=journal, trace=trace, costs=costs, plan=keep, forecast=forecast)
     assert "everything fits" in page
     assert "offloaded a step" not in page and "  away " not in page
 
@@ -197,9 +191,7 @@ def test_recomputed_blocks_say_by_what() -> None:
 def test_kept_blocks_say_what_a_move_would_take_and_what_forbids_a_replay() -> None:
     trace = make_chain([64 * KIB] * 8, barriers=frozenset({1, 2, 3}))
     costs = make_costs(trace, op_seconds=1e-3)
-    blocks = explain_blocks(
-        trace, costs, keep := generators.keep_everything(costs), simulate(trace, costs, keep)
-    )
+    blocks = explain_blocks(trace, costs, keep := generators.keep_everything(costs), simulate(trace, costs, keep))
     reasons = [block.reason for block in blocks if block.decision == "keep"]
     assert any("no replay: draws numbers" in reason for reason in reasons)
     assert any(reason.startswith("it fits; a move: 6") and "no replay" not in reason for reason in reasons)

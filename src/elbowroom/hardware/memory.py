@@ -44,6 +44,14 @@ def tune_allocator(*, release_pages: bool) -> bool:
     return bool(kept and mallopt(_M_TOP_PAD, 64 << 20))
 
 
+def trim_allocator() -> bool:
+    """Give the pages of all memory that glibc keeps free back to the system, once. Returns whether there were any."""
+    try:
+        return bool(ctypes.CDLL(None).malloc_trim(0))
+    except (OSError, AttributeError):
+        return False  # another C library
+
+
 def cut_blocks_to_size() -> bool:
     """Tell CUDA's caching allocator to hand out blocks of the size asked for. Returns whether it listened.
 

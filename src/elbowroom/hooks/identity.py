@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Generic, TypeVar
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 
 Item = TypeVar("Item")
 
@@ -53,8 +54,10 @@ class Identities(Generic[Item]):
 def get_plain_storage(tensor: torch.Tensor) -> torch.UntypedStorage | None:
     """The storage of an ordinary strided tensor; None for sparse, quantised, nested, wrapped and symbolic ones.
 
-    Also None where the bytes alone are not the value (conjugate and negative bits).
+    Also None where the bytes alone are not the value (conjugate and negative bits, subclasses of the user's).
     """
+    if type(tensor) is not torch.Tensor and not isinstance(tensor, (torch.nn.Parameter, FakeTensor)):
+        return None
     if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_conj() or tensor.is_neg():
         return None
     try:

@@ -132,11 +132,11 @@ class Machine:
         if record is not None:
             record.state, record.copied = State.RESIDENT, False
 
-    def miss(self, storage: int) -> None:
-        """The driver could not bring a storage back; its copy is still there, to be tried again."""
+    def correct(self, storage: int, state: State, copied: bool) -> None:
+        """The driver could not do what it was told: this is where a storage really is."""
         record = self._records.get(storage)
         if record is not None:
-            record.state = State.AWAY
+            record.state, record.copied = state, copied
 
     def _free(self, storage: int, actions: list[Action]) -> None:
         record = self._records.pop(storage, None)

@@ -6,10 +6,11 @@ a backward can come late, twice, or never.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -20,7 +21,7 @@ from elbowroom.ir.actions import Action, Offload, Recompute, Release, Reload
 from elbowroom.ir.events import StorageFreed, StorageNeeded, StorageSaved
 from elbowroom.ir.plan import Plan
 from elbowroom.ir.trace import Trace
-from elbowroom.residency.machine import Machine
+from elbowroom.residency.machine import Machine, State
 from elbowroom.residency.policies import capacity_first, planned
 from elbowroom.runtime.recorder import Recorder, check_version, replay
 from elbowroom.runtime.residence import Handle, Residence, SavedView
@@ -67,7 +68,8 @@ class Engine:
     ) -> None:
         self._transfers, self._device, self._stays, self._min_bytes = transfers, device, stays, min_bytes
         self._trace, self._plan, self._spare_bytes, self._observer = trace, plan, spare_bytes, observer
-        self._lock = threading.RLock()
+        # Not reentrant: what the garbage collector frees in the middle of a move has to wait.
+        self._lock = threading.Lock()
         self._retired: deque[tuple[int, Residence | None]] = deque()
         self._identities: Identities[Residence] = Identities()
         self._bound: dict[int, Residence] = {}
@@ -96,6 +98,8 @@ class Engine:
             index, self.saves = self.saves, self.saves + 1
             storage = get_plain_storage(tensor) if tensor.device.type == self._device.type else None
             residence = None if storage is None else self._find_residence(storage)
+            if residence is not None and storage is not None and not residence.views:
+                residence.nbytes = storage.nbytes()  # an `out=` may have grown it since it was first seen
             tick = self._follow_save(index, residence)
             with _Hidden(self):
                 kept = tensor.detach()  # the tensor itself would hold the graph that holds it
@@ -112,8 +116,7 @@ class Engine:
                 residence.may_move = residence.nbytes >= self._min_bytes and not self._stays(storage)
             handle = Handle(self, index, residence, None, tensor._version)
             del kept, storage
-            for action in self._machine.feed(StorageSaved(residence.id, tick)):
-                self._perform(action)
+            self._carry_out(self._machine.feed(StorageSaved(residence.id, tick)))
             if not self._machine.is_on_device(residence.id):
                 with _Hidden(self):
                     residence.let_go()  # it has left already, and the program alone still holds it
@@ -133,12 +136,13 @@ class Engine:
             elif given is not None:
                 check_version(given, given.shape, handle.version)
             if residence is not None:
-                for action in self._machine.feed(StorageNeeded(residence.id, tick)):
-                    if isinstance(action, Release) and action.storage == residence.id and given is None:
-                        given = self._view(handle, residence)  # it may be let go as soon as autograd has it
-                    self._perform(action)
-                if given is None:
-                    given = self._view(handle, residence)
+                actions = self._machine.feed(StorageNeeded(residence.id, tick))
+                # It may be let go as soon as autograd has it.
+                gone = Release(residence.id)
+                served = actions.index(gone) if gone in actions else len(actions)
+                self._carry_out(actions[:served], actions[served:])
+                given = self._view(handle, residence)
+                self._carry_out(actions[served:])
             assert given is not None
             if self._observer is not None:
                 self._observer.needed(handle.index, given)
@@ -167,9 +171,11 @@ class Engine:
     def _free_if_unused(self, residence: Residence) -> None:
         if residence.views or residence.dependents or residence.id < 0:
             return
-        for action in self._machine.feed(StorageFreed(residence.id, 0)):
-            self._perform(action)
-        residence.storage = None
+        if residence.copy is not None and self._machine.is_on_device(residence.id):
+            with contextlib.suppress(TierError):  # nobody needs what may have been lost
+                self._transfers.finish(residence.copy)  # its memory is in use by the transfer until then
+        self._machine.feed(StorageFreed(residence.id, 0))
+        residence.storage = residence.ghost = None
         self._forget_recording(residence)
         self._discard_copy(residence)
         self._bound.pop(residence.id, None)
@@ -225,14 +231,37 @@ class Engine:
         self._own_ids = max(self._own_ids, *self._bound, 0) + 1
         # What the plan kept was counted for another step.
         kept = [storage for storage, residence in self._bound.items() if residence.may_move and residence.views]
-        for action in self._machine.evict(kept):
-            self._perform(action)
+        self._carry_out(self._machine.evict(kept))
 
     def _may_move(self, storage: int) -> bool:
         residence = self._bound.get(storage)
         return residence is not None and residence.may_move
 
     # -- actions --------------------------------------------------------------------------------------------------
+
+    def _carry_out(self, actions: Sequence[Action], later: Sequence[Action] = ()) -> None:
+        """Perform actions in order. If one fails, the machine is told what became of it and of those after it."""
+        for position, action in enumerate(actions):
+            try:
+                self._perform(action)
+            except BaseException:
+                for undone in (*actions[position:], *later):
+                    self._correct(undone)
+                raise
+
+    def _correct(self, action: Action) -> None:
+        """The machine believes an action done that was not: tell it where the storages really are."""
+        for storage in action.outputs if isinstance(action, Recompute) else (action.storage,):
+            residence = self._bound.get(storage)
+            if residence is None:
+                continue
+            copied = residence.copy is not None
+            if residence.find_storage() is None:
+                self._machine.correct(storage, State.AWAY if copied else State.DROPPED, copied)
+            elif not copied:
+                self._machine.correct(storage, State.RESIDENT, copied)
+            else:
+                self._machine.correct(storage, State.LEAVING if residence.storage is None else State.ARRIVING, copied)
 
     def _perform(self, action: Action) -> None:
         if isinstance(action, Recompute):
@@ -272,12 +301,8 @@ class Engine:
             return
         if residence.copy is None:
             raise InternalError(f"storage {residence.id} is to be reloaded, and there is no copy of it")
-        try:
-            with _Hidden(self):
-                residence.storage = self._transfers.reload(residence.copy)
-        except TierError:
-            self._machine.miss(residence.id)
-            raise
+        with _Hidden(self):
+            residence.storage = self._transfers.reload(residence.copy)
         self._identities.put(residence.storage, residence)
 
     def _discard_copy(self, residence: Residence) -> None:
@@ -294,7 +319,6 @@ class Engine:
             if residence.storage is not None:
                 # It was coming back, and there is nothing else to give autograd; but its copy is still there.
                 residence.storage = None
-                self._machine.miss(residence.id)
                 raise
             self._discard_copy(residence)
             self._keep_instead(residence, error)

@@ -19,6 +19,7 @@ from elbowroom.ir.trace import LASTING, Op, Trace
 from elbowroom.runtime.residence import Geometry, Residence
 from elbowroom.runtime.watcher import Watcher
 
+
 def check_version(witness: torch.Tensor, shape: Sequence[int], expected: int) -> None:
     """Refuse what was modified in place since it was saved. With any hooks active PyTorch does not check this itself.
 
@@ -54,6 +55,7 @@ class Call(NamedTuple):
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     results: tuple[Slot, ...]
+    written: tuple[Slot, ...]  # arguments that the op writes to, which it need not return
     scratch: tuple[int, ...]  # positions of arguments that the op writes to
 
 
@@ -74,7 +76,7 @@ class Recording:
         taken: list[tuple[int, Call]] = []
         for tick in sorted(calls, reverse=True):
             call = calls[tick]
-            if any(slot.residence in needed for slot in call.results):
+            if any(slot.residence in needed for slot in (*call.results, *call.written)):
                 taken.append((tick, call))
                 needed.update(slot.residence for slot in iterate_slots((call.args, call.kwargs)) if slot.kept is None)
         self.calls = dict(reversed(taken))
@@ -123,7 +125,8 @@ def replay(recordings: Iterable[Recording], outputs: Sequence[Residence]) -> Non
             result = call.func(*args, **kwargs)
             for tensor, slot in zip(iterate_tensors(result), call.results, strict=True):
                 made.setdefault(slot.residence, tensor.untyped_storage())
-            del args, kwargs, result, tensor
+                del tensor
+            del args, kwargs, result
             for slot in iterate_slots((call.args, call.kwargs, call.results)):
                 if last_use[slot.residence] == position and slot.residence not in wanted:
                     made.pop(slot.residence, None)
@@ -188,8 +191,14 @@ class Recorder(Watcher):
         slots = self._describe(func, op, args, kwargs)
         result = func(*args, **kwargs)
         results = tuple(self._slot(tensor, False) for tensor in iterate_tensors(result))
-        scratch = {position for position, _ in find_written(func)} | set(find_statistics(func, args))
-        self._calls[op.tick] = Call(func, *slots, results, tuple(sorted(scratch)))
+        described, named = slots
+        statistics = find_statistics(func, args)
+        places = [(position, name) for position, name in find_written(func) if position not in statistics]
+        written = [described[position] if position < len(args) else named.get(name) for position, name in places]
+        scratch = {position for position, _ in places if position < len(args)}.union(statistics)
+        self._calls[op.tick] = Call(
+            func, described, named, results, tuple(iterate_slots(written)), tuple(sorted(scratch))
+        )
         return result
 
     def _describe(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
+from collections import deque
 from typing import Protocol
 
 import torch
@@ -74,54 +75,71 @@ class SpillCopy:
         self.error: Exception | None = None
 
 
+_Job = tuple[SpillCopy, threading.Event, bool, torch.UntypedStorage]
+"""Which copy, what tells of its end, whether it goes out, and the storage on the device."""
+
+
 class ThreadTransfers:
     """Moves storages of the CPU to a spill file and back, on one thread of its own, first come first served."""
 
     def __init__(self, spill: SpillFile) -> None:
         self._spill = spill
-        self._jobs: queue.SimpleQueue[tuple[SpillCopy, threading.Event, bool, int] | None] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
+        self._discarded: deque[SpillCopy] = deque()
+        self._lock = threading.Lock()  # of what follows, and of the blocks of the spill file
         self._copies = 0
-        self._closing = False
+        self._closing = self._stopped = False
         self.stall_seconds = 0.0
         self.offloaded_bytes = self.reloaded_bytes = 0
 
     def offload(self, storage: torch.UntypedStorage) -> SpillCopy:
         nbytes = storage.nbytes()
-        copy = SpillCopy(self._spill.reserve(nbytes), nbytes)
-        self._copies += 1
+        with self._lock:
+            if self._stopped:
+                raise TransferFailed("the spill file is closed")
+            copy = SpillCopy(self._spill.reserve(nbytes), nbytes)
+            self._copies += 1
         self.offloaded_bytes += nbytes
-        self._submit(copy, True, storage.data_ptr())
+        self._submit(copy, True, storage)
         return copy
 
     def reload(self, copy: Copy) -> torch.UntypedStorage:
         assert isinstance(copy, SpillCopy)
-        storage = torch.empty(copy.nbytes, dtype=torch.uint8).untyped_storage()
+        try:
+            storage = torch.empty(copy.nbytes, dtype=torch.uint8).untyped_storage()
+        except RuntimeError as error:
+            raise TransferFailed(f"there is no memory to bring {copy.nbytes} bytes back into: {error}") from error
         self.reloaded_bytes += copy.nbytes
         copy.done = threading.Event()
-        self._submit(copy, False, storage.data_ptr())
+        self._submit(copy, False, storage)
         return storage
 
-    def _submit(self, copy: SpillCopy, is_out: bool, address: int) -> None:
+    def _submit(self, copy: SpillCopy, is_out: bool, storage: torch.UntypedStorage) -> None:
         if self._thread is None:
             self._thread = threading.Thread(target=self._work, name="elbowroom-transfers", daemon=True)
             self._thread.start()
         # The event goes along: a reload begun before the offload has ended gives the copy a new one.
-        self._jobs.put((copy, copy.done, is_out, address))
+        # So does the storage, which must outlive the transfer even where an exception stops whoever would wait for it.
+        self._jobs.put((copy, copy.done, is_out, storage))
 
     def _work(self) -> None:
         while (job := self._jobs.get()) is not None:
-            copy, done, is_out, address = job
+            copy, done, is_out, storage = job
             try:
-                (self._spill.write if is_out else self._spill.read)(copy.offset, address, copy.nbytes)
+                (self._spill.write if is_out else self._spill.read)(copy.offset, storage.data_ptr(), copy.nbytes)
             except Exception as error:  # whatever it is, it belongs to whoever waits: this thread must go on
                 copy.error = error
+            del job, storage  # before anyone counts on its being free
             done.set()
-            del job, copy, done
+            del copy, done
+            self._sweep()
 
     def finish(self, copy: Copy) -> None:
         assert isinstance(copy, SpillCopy)
         if not copy.done.is_set():
+            if self._is_own_thread():
+                return  # the garbage collector is freeing something here; the job holds the storage until it is done
             begin = time.perf_counter()
             copy.done.wait()
             self.stall_seconds += time.perf_counter() - begin
@@ -133,21 +151,41 @@ class ThreadTransfers:
 
     def discard(self, copy: Copy) -> None:
         assert isinstance(copy, SpillCopy)
-        copy.done.wait()  # the block may not be given to another while the thread writes to it
-        self._spill.free(copy.offset, copy.nbytes)
-        self._copies -= 1
-        if self._closing and self._copies == 0:
+        if not self._is_own_thread():
+            copy.done.wait()  # the block may not be given to another while the thread writes to it
+        self._discarded.append(copy)
+        self._sweep()
+
+    def _sweep(self) -> None:
+        """Give back the blocks of what was discarded. Called by whatever thread and at whatever moment."""
+        if not self._lock.acquire(blocking=False):
+            return  # a job is about to be submitted, and it is done again after that
+        try:
+            for _ in range(len(self._discarded)):
+                copy = self._discarded.popleft()
+                if copy.done.is_set():
+                    self._spill.free(copy.offset, copy.nbytes)
+                    self._copies -= 1
+                else:
+                    self._discarded.append(copy)
+            stop = self._closing and self._copies == 0 and not self._stopped
+            self._stopped |= stop
+        finally:
+            self._lock.release()
+        if stop:
             self._stop()
 
     def close(self) -> None:
         self._closing = True
-        if self._copies == 0:
-            self._stop()
+        self._sweep()
 
     def _stop(self) -> None:
         if self._thread is not None:
             self._jobs.put(None)
-            if self._thread is not threading.current_thread():
+            if not self._is_own_thread():
                 self._thread.join()
             self._thread = None
         self._spill.close()
+
+    def _is_own_thread(self) -> bool:
+        return threading.current_thread() is self._thread

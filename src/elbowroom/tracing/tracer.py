@@ -20,7 +20,6 @@ from elbowroom.hooks.meter import Meter
 from elbowroom.hooks.replayable import find_barrier, find_statistics, find_written, iterate_tensors, touches_tensors
 from elbowroom.ir.trace import Need, Op, Role, Save, Storage, Trace, View
 
-
 UNSEEN_BYTES = 1 << 14
 """Counted in every step for what it allocates without an op that a dispatch mode sees: states of random generators, the
 scalars of a loop. It was some hundred bytes at most in all that was measured."""
@@ -129,6 +128,7 @@ class Tracer(TorchDispatchMode):
                     written.append(seen.id)
                     changed.append(tensor)
                     seen.version += 1
+                    seen.nbytes = max(seen.nbytes, tensor.untyped_storage().nbytes())  # an `out=` may have grown
         writes = []
         for tensor in iterate_tensors(result):
             view = self._view(tensor, created=tick, label=str(func))

@@ -144,7 +144,5 @@ def run_one(
         if budget:
             result = jobs.run_within(terminal, spec, options, steps, hardware, budget)
         else:
-            result = jobs.run_plain(
-                terminal, spec, options, steps, hardware, patience_seconds=patience, floor=floor
-            )
+            result = jobs.run_plain(terminal, spec, options, steps, hardware, patience_seconds=patience, floor=floor)
         terminal.write_document("demo-part", result=result)

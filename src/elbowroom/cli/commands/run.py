@@ -114,9 +114,7 @@ def run(
         )
 
 
-def _find_profile(
-    terminal: Terminal, workload: Workload, hardware: str, spill_folder: str | None
-) -> HardwareProfile:
+def _find_profile(terminal: Terminal, workload: Workload, hardware: str, spill_folder: str | None) -> HardwareProfile:
     """The profile to plan with, of the kind of device that the model lies on."""
     from elbowroom.api import find_device
 

@@ -1,0 +1,92 @@
+"""The point of it all: training where plain PyTorch dies for lack of memory, with the same losses."""
+
+from __future__ import annotations
+
+import pathlib
+import re
+import subprocess
+import sys
+
+import pytest
+
+import elbowroom
+from elbowroom.ir.hardware import HardwareProfile
+
+# Each of 20 layers saves 16 MiB, and at the backward pass's busiest some four such blocks are at work. The limit is on
+# all private memory that the process may write to, beyond what it has when the libraries have warmed up.
+SCRIPT = """
+import contextlib, resource, sys
+
+import torch
+from torch import nn
+
+import elbowroom
+from elbowroom.ir.hardware import HardwareProfile
+
+way, limit_mib, folder, profile = sys.argv[1:]
+torch.set_num_threads(1)
+torch.manual_seed(3)
+
+
+def make():
+    model = nn.Sequential(*(layer for _ in range(20) for layer in (nn.Linear(64, 64), nn.Tanh())))
+    return model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+
+def step(model, optimizer, rows):
+    loss = model(torch.randn(rows, 64)).square().mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.item()
+
+
+profile = elbowroom.load(HardwareProfile, profile)
+step(*make(), 64)
+torch.manual_seed(4)
+model, optimizer = make()
+with open("/proc/self/status") as status:
+    data_kib = next(int(line.split()[1]) for line in status if line.startswith("VmData:"))
+if limit_mib != "none":
+    limit = (data_kib << 10) + (int(limit_mib) << 20)
+    resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
+room = None
+if way == "elbowroom":
+    room = elbowroom.fit(model, optimizer, "120MiB", profile=profile, spill_folder=folder, release_pages=True)
+for _ in range(5):
+    with room.step() if room is not None else contextlib.nullcontext():
+        loss = step(model, optimizer, 65536)
+    print("loss", loss.hex(), flush=True)
+if room is not None:
+    print("modes", *(record.mode for record in room.journal().steps))
+"""
+
+
+def run(way: str, limit_mib: int | None, folder: pathlib.Path) -> tuple[int, list[str], str]:
+    """The exit status, the losses, and everything that was printed."""
+    script = folder / "script.py"
+    script.write_text(SCRIPT)
+    done = subprocess.run(
+        [sys.executable, str(script), way, str(limit_mib).lower(), str(folder), str(folder / "profile.json")],
+        capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    return done.returncode, re.findall(r"^loss (\S+)$", done.stdout, re.MULTILINE), done.stdout + done.stderr
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs RLIMIT_DATA over anonymous memory, as on Linux")
+def test_training_finishes_under_a_limit_at_which_plain_pytorch_dies(
+    tmp_path: pathlib.Path, profile: HardwareProfile
+) -> None:
+    elbowroom.save(profile, tmp_path / "profile.json")
+    limit_mib = 256
+    status, expected, said = run("plain", None, tmp_path)
+    assert status == 0 and len(expected) == 5, said
+
+    status, losses, said = run("plain", limit_mib, tmp_path)
+    assert status != 0 and not losses, said
+    assert re.search(r"can't allocate memory|MemoryError|bad_alloc|not enough memory", said), said
+
+    status, losses, said = run("elbowroom", limit_mib, tmp_path)
+    assert status == 0, said
+    assert losses == expected
+    assert re.search(r"^modes capture( \w+)* planned", said, re.MULTILINE), said
