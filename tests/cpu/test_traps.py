@@ -10,6 +10,7 @@ import contextlib
 import copy
 import errno
 import gc
+import logging
 import os
 import pathlib
 import pickle
@@ -1260,6 +1261,35 @@ def fail(*_: Any, **__: Any) -> Any:
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
+@pytest.mark.parametrize("call", ["posix_fallocate", "pwrite"])
+@pytest.mark.parametrize("way", ["capture", "unplanned", "offload_all"])
+def test_a_full_disk_where_there_is_room_to_stay(
+    forced: Callable[[str], Runner],
+    way: str,
+    call: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    runner = forced(way)
+    make = loop()
+    expected = collect(make(), None, STEPS)
+    made = make()
+    with runner.fit(*made[:2]) as room, caplog.at_level(logging.WARNING):
+        produced = []
+        for index in range(STEPS):
+            with monkeypatch.context() as patch:
+                if index in (1, 4):
+                    patch.setattr(os, call, fail)
+                    # What was claimed before must be used up, or nothing is asked of the disk.
+                    room._transfers._spill._allocated_bytes = 0  # type: ignore[attr-defined]
+                with room.step():
+                    produced.append(made[2](index))
+        assert_same(expected["produced"], copy_values(produced))
+        assert room.journal().steps[-1].offloaded_bytes > 0
+        assert room._transfers._copies == 0  # type: ignore[attr-defined]
+        assert "stays on the device" in caplog.text
+
+
 @pytest.mark.parametrize(("call", "error"), [("posix_fallocate", TierFull), ("pwrite", TransferFailed)])
 def test_a_full_disk_where_there_is_none(
     forced: Callable[[str], Runner], call: str, error: type[Exception], monkeypatch: pytest.MonkeyPatch
@@ -1327,6 +1357,24 @@ def test_a_failed_reload_is_tried_again(runner: Runner, monkeypatch: pytest.Monk
     made = make()
     with runner.fit(*made[:2]) as room:
         assert_same(copy_values(expected), copy_values(run(room, made)))
+
+
+def test_the_disk_recovers(forced: Callable[[str], Runner], monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a refusal, what was claimed before is still good."""
+    runner = forced("offload_all")
+    made = loop()()
+    with runner.fit(*made[:2]) as room:
+        for index in range(4):
+            with room.step():
+                made[2](index)
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "posix_fallocate", fail)
+            with room.step():
+                made[0](batch(4, rows=4000)).square().mean()  # more than there is
+            for index in range(3):
+                with room.step():
+                    made[2](index)
+                assert room.journal().steps[-1].offloaded_bytes > 0
 
 
 def test_spill_folders_that_will_not_do(tmp_path: pathlib.Path, profile: HardwareProfile) -> None:
@@ -1580,6 +1628,7 @@ def test_a_profiler_of_the_users(runner: Runner) -> None:
         assert_same(copy_values(expected), copy_values(run(room, made)))
 
 
+@pytest.mark.xfail(raises=RuntimeError, strict=True, reason="PyTorch refuses torch.func wherever any such hooks are")
 def test_the_functional_transforms(runner: Runner) -> None:
     def loss(model: nn.Module, index: int) -> torch.Tensor:
         x = batch(index)
@@ -1593,19 +1642,19 @@ def test_the_functional_transforms(runner: Runner) -> None:
 
 
 def test_planning_ahead_changes_nothing(profile: HardwareProfile) -> None:
-    made = loop(Norms)()
-    model, optimizer, step = made
-    scheduler = torch.optim.lr_scheduler.StepLR(as_list(optimizer)[0], 1, 0.5)
-    before = copy_values([model.state_dict(), as_list(optimizer)[0].state_dict(), scheduler.state_dict()])
+    model, optimizer, step = loop()()
+    group = as_list(optimizer)[0].param_groups[0]
+    before = copy_values([model.state_dict(), as_list(optimizer)[0].state_dict()])
     random_state = torch.get_rng_state()
 
     def whole() -> None:
         step(0)
-        scheduler.step()
+        functional.dropout(torch.ones(3))
+        group["lr"] *= 0.5
 
     with elbowroom.fit(model, optimizer, HUGE, profile=profile, step=whole) as room:
         assert room.planned is not None
-        after = copy_values([model.state_dict(), as_list(optimizer)[0].state_dict(), scheduler.state_dict()])
+        after = copy_values([model.state_dict(), as_list(optimizer)[0].state_dict()])
         assert_same(before, after)
         assert torch.equal(random_state, torch.get_rng_state())
         assert all(parameter.grad is None for parameter in model.parameters())

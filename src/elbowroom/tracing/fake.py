@@ -151,7 +151,8 @@ def _replaced_by_fakes(mode: FakeTensorMode, model: torch.nn.Module, optimizers:
                         table[key] = fake(tensor)
         for optimizer in optimizers:
             for group in optimizer.param_groups:
-                undo.append(_putting_back(group, "params", group["params"]))
+                # The learning rate too: a step may change it.
+                undo.extend([_putting_back(group, key, value) for key, value in group.items()])
                 group["params"] = [fake(parameter) for parameter in group["params"]]
             undo.append(_putting_back(optimizer.__dict__, "state", optimizer.state))
             optimizer.state = type(optimizer.state)(
