@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import logging
 import time
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -78,19 +77,20 @@ class Room:
         step: Callable[[], Any] | None = None,
         profile: HardwareProfile | None = None,
     ) -> None:
-        if getattr(model, _MARK, None) is not None and getattr(model, _MARK)() is not None:
+        if model.__dict__.get(_MARK) == id(model):  # a copy of a model carries the mark, and is another model
             raise UsageError("this model already has a room; call its detach() first")
         self.budget_bytes, self.config = budget_bytes, config
         self.planned: Planned | None = None
         self._model, self._optimizers, self._device = model, tuple(optimizers), device
         self._name = type(model).__name__
         self._profile = profile
+        self._detached = True  # until there is something to detach
         self._first_records: list[StepRecord] = []
         self._records: list[StepRecord] = []
         self._count = 0
         self._captures = self._drifts = self._measured_steps = 0
         self._engine: Engine | None = None
-        self._detached = self._inside = self._measured = self._unplannable = False
+        self._inside = self._measured = self._unplannable = False
         self._transfers = open_transfers(device, config.spill_folder, config.host_bytes)
         try:
             if step is not None:
@@ -102,7 +102,8 @@ class Room:
             tune_allocator(release_pages=config.release_pages)
         else:
             cut_blocks_to_size()
-        model.__dict__[_MARK] = weakref.ref(self)
+        model.__dict__[_MARK] = id(model)
+        self._detached = False
 
     # -- what the user calls --------------------------------------------------------------------------------------
 
@@ -154,6 +155,10 @@ class Room:
         self._engine = None
         self._model.__dict__.pop(_MARK, None)
         self._transfers.close()
+
+    def __del__(self) -> None:
+        if not getattr(self, "_detached", True):
+            self.detach()  # forgotten: whoever has no room any more cannot detach it
 
     def __enter__(self) -> Room:
         return self
