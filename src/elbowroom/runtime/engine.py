@@ -11,7 +11,7 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 
@@ -26,15 +26,13 @@ from elbowroom.residency.policies import capacity_first, planned
 from elbowroom.runtime.recorder import Recorder, check_version, replay
 from elbowroom.runtime.residence import Handle, Residence, SavedView
 from elbowroom.runtime.transfers import Transfers
-from elbowroom.runtime.watcher import Watcher
+from elbowroom.runtime.watcher import Hidden, Pausable, Watcher
 
 logger = logging.getLogger(__name__)
 
 
-class Observer(Protocol):
-    """Told what autograd does, while a step is being captured; `paused` while ops are not part of the step."""
-
-    paused: bool
+class Observer(Pausable, Protocol):
+    """Told what autograd does, while a step is being captured."""
 
     def saved(self, tensor: torch.Tensor) -> int: ...
     def needed(self, save: int, given: torch.Tensor) -> None: ...
@@ -87,7 +85,7 @@ class Engine:
         self.watcher: Watcher | None = self.recorder
         if self.recorder is None and observer is None and (plan is None or plan.decisions):
             self.watcher = Watcher(self.written)
-        self.watchers = [watcher for watcher in (self.watcher, observer) if watcher is not None]
+        self.watchers: list[Pausable] = [each for each in (self.watcher, observer) if each is not None]
 
     # -- what autograd calls --------------------------------------------------------------------------------------
 
@@ -101,7 +99,7 @@ class Engine:
             if residence is not None and storage is not None and not residence.views:
                 residence.nbytes = storage.nbytes()  # an `out=` may have grown it since it was first seen
             tick = self._follow_save(index, residence)
-            with _Hidden(self):
+            with Hidden(self.watchers):
                 kept = tensor.detach()  # the tensor itself would hold the graph that holds it
             if self._observer is not None:
                 self._observer.saved(tensor)
@@ -118,7 +116,7 @@ class Engine:
             del kept, storage
             self._carry_out(self._machine.feed(StorageSaved(residence.id, tick)))
             if not self._machine.is_on_device(residence.id):
-                with _Hidden(self):
+                with Hidden(self.watchers):
                     residence.let_go()  # it has left already, and the program alone still holds it
             return handle
 
@@ -222,8 +220,7 @@ class Engine:
         """The step is not the trace's: go on capacity-first, with everything that is out fetched on need."""
         if not self._following:
             return
-        self._following = False
-        self.drift = why
+        self._following, self.drift = False, why
         logger.debug("the step left its trace: %s", why)
         self._machine.policy = capacity_first.Policy(self._may_move)
         if self.recorder is not None:
@@ -234,8 +231,7 @@ class Engine:
         self._carry_out(self._machine.evict(kept))
 
     def _may_move(self, storage: int) -> bool:
-        residence = self._bound.get(storage)
-        return residence is not None and residence.may_move
+        return storage in self._bound and self._bound[storage].may_move
 
     # -- actions --------------------------------------------------------------------------------------------------
 
@@ -275,7 +271,7 @@ class Engine:
         elif isinstance(action, Release):
             dropped = self._machine.segment_of(residence.id) is not None
             if self._prepare_replay(residence) if dropped else residence.copy is not None:
-                with _Hidden(self):
+                with Hidden(self.watchers):
                     residence.let_go()
             else:
                 self._machine.refuse(residence.id)  # it stays, since nothing could bring it back
@@ -286,7 +282,7 @@ class Engine:
         storage = residence.find_storage()
         assert storage is not None
         try:
-            with _Hidden(self):
+            with Hidden(self.watchers):
                 residence.copy = self._transfers.offload(storage)
         except TierError as error:
             self._keep_instead(residence, error)
@@ -301,7 +297,7 @@ class Engine:
             return
         if residence.copy is None:
             raise InternalError(f"storage {residence.id} is to be reloaded, and there is no copy of it")
-        with _Hidden(self):
+        with Hidden(self.watchers):
             residence.storage = self._transfers.reload(residence.copy)
         self._identities.put(residence.storage, residence)
 
@@ -360,7 +356,7 @@ class Engine:
         recordings = [residence.recording for residence in outputs if residence.recording is not None]
         if len(recordings) != len(outputs):
             raise InternalError(f"segment {action.segment} was not recorded")
-        with _Hidden(self):
+        with Hidden(self.watchers):
             replay(recordings, outputs)
         self.recomputed += 1
         for residence in outputs:
@@ -399,23 +395,5 @@ class Engine:
             return view.tensor
         if residence.storage is None:
             raise InternalError(f"storage {residence.id} is needed but not on the device")
-        with _Hidden(self):
+        with Hidden(self.watchers):
             return view.geometry.view(residence.storage)
-
-
-class _Hidden:
-    """Our own ops are not part of the step: dispatch modes of ours let them pass."""
-
-    __slots__ = ("_before", "_watchers")
-
-    def __init__(self, engine: Engine) -> None:
-        self._watchers = engine.watchers
-
-    def __enter__(self) -> None:
-        self._before = [watcher.paused for watcher in self._watchers]
-        for watcher in self._watchers:
-            watcher.paused = True
-
-    def __exit__(self, *exception: Any) -> None:
-        for watcher, before in zip(self._watchers, self._before, strict=True):
-            watcher.paused = before

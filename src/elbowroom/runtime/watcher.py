@@ -6,8 +6,8 @@ needed, and a write through `x.data` between the two is no error. So a step that
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -46,3 +46,27 @@ class Watcher(TorchDispatchMode):
 
     def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return func(*args, **kwargs)
+
+
+class Pausable(Protocol):
+    """Something that watches ops, unless it is paused."""
+
+    paused: bool
+
+
+class Hidden:
+    """A context in which our own ops are not part of the step: what watches it lets them pass."""
+
+    __slots__ = ("_before", "_watchers")
+
+    def __init__(self, watchers: Sequence[Pausable]) -> None:
+        self._watchers = watchers
+
+    def __enter__(self) -> None:
+        self._before = [watcher.paused for watcher in self._watchers]
+        for watcher in self._watchers:
+            watcher.paused = True
+
+    def __exit__(self, *exception: object) -> None:
+        for watcher, before in zip(self._watchers, self._before, strict=True):
+            watcher.paused = before
