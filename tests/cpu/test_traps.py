@@ -874,7 +874,7 @@ def test_addresses_are_reused(runner: Runner) -> None:
             x = y.tanh()
             del y
             x = torch.sigmoid(x + 0.1)
-            gc.collect()
+        gc.collect(0)
         return x
 
     runner.compare(loop(lambda: Layers(middle)))
