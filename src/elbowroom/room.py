@@ -42,6 +42,9 @@ RECORDS_KEPT = 1000
 DRIFTS_BEFORE_RECAPTURE = 2
 """One odd step (the last batch of an epoch) is no reason to plan anew; two in a row are."""
 
+MOST_STEPS_BETWEEN_CAPTURES = 64
+"""Where steps cannot be planned, how long at most until the next one is captured to see whether that has changed."""
+
 EVERYTHING_FITS = "nothing to do"
 """The name of the empty plan that is carried out by not attaching anything."""
 
@@ -90,7 +93,8 @@ class Room:
         self._count = 0
         self._captures = self._drifts = self._measured_steps = 0
         self._engine: Engine | None = None
-        self._inside = self._measured = self._unplannable = False
+        self._inside = self._measured = self._metered = self._blind = self._has_refused = False
+        self._futile_captures = self._next_capture = 0
         self._transfers = open_transfers(device, config.spill_folder, config.host_bytes)
         try:
             if step is not None:
@@ -169,22 +173,17 @@ class Room:
     # -- running a step -------------------------------------------------------------------------------------------
 
     def _run_plain(self) -> Iterator[None]:
-        # That everything fits may so far be an estimate: then the first steps are metered, and nothing more.
-        meter = None if self._measured else make_meter(self._device)
-        base_bytes = self._count_base()
+        # That everything fits may so far be an estimate, and stops being true where later steps are larger.
+        meter = make_meter(self._device) if not self._measured or self._is_metered() else None
         begin = time.perf_counter()
-        if meter is not None:
-            meter.start()
-        try:
+        with contextlib.ExitStack() as stack:
+            self._start(meter, stack)
             yield
-        finally:
-            if meter is not None:
-                meter.stop(base_bytes)
-        self._record(Mode.PLAIN, time.perf_counter() - begin, None, meter, "")
+        record = self._record(Mode.PLAIN, time.perf_counter() - begin, None, meter, "")
         if meter is not None:
             self._measured_steps += 1
-            self._measured = self._measured_steps == self.config.settling_steps
-            if meter.peak_bytes > self.budget_bytes:
+            self._measured = self._measured_steps >= self.config.settling_steps
+            if record.peak_bytes > self.budget_bytes:
                 self.planned = None
 
     def _run_planned(self, planned: Planned) -> Iterator[None]:
@@ -203,14 +202,14 @@ class Room:
         seconds = time.perf_counter() - begin
         self._drifts = self._drifts + 1 if engine.drift else 0
         mode = Mode.DRIFTED if engine.drift else Mode.PLANNED
-        stall = self._record(mode, seconds, engine, meter, engine.drift)
+        record = self._record(mode, seconds, engine, meter, engine.drift)
         if capture is not None:
             self._measured_steps += 1
-            self._learn(planned, capture, seconds, stall)
+            self._learn(planned, capture, record)
 
     def _run_capacity_first(self) -> Iterator[None]:
         capture = meter = None
-        if not self._unplannable:
+        if self._count >= self._next_capture:
             meter = make_meter(self._device)
             capture = LiveCapture(
                 self._name, self._device, self._model, self._optimizers, meter, lambda tensor: engine.written(tensor)
@@ -219,25 +218,27 @@ class Room:
         begin = time.perf_counter()
         yield from self._run(engine, meter, capture)
         seconds = time.perf_counter() - begin
-        note = ""
-        if capture is not None and engine.saves and not engine.needs:
-            note = "backward() ran outside of room.step(): put it inside to get a plan"
-        mode = Mode.UNPLANNED if capture is None or note else Mode.CAPTURE
-        stall = self._record(mode, seconds, engine, meter, note)
-        if capture is not None and not note:
-            self._drifts = 0
-            self._adopt(capture, seconds, stall)
-        elif note and not self._unplannable:
-            self._unplannable = True
-            logger.warning("%s", note)
+        if capture is None or not engine.needs:
+            note = "" if engine.needs else "no backward() ran inside of room.step(), so there is nothing to plan"
+            self._record(Mode.UNPLANNED, seconds, engine, meter, note)
+            if capture is not None:
+                self._put_off_capture(note)
+            return
+        record = self._record(Mode.CAPTURE, seconds, engine, meter, "")
+        self._drifts = self._futile_captures = 0
+        self._adopt(capture, record, is_whole=not engine.refusal)
+
+    def _put_off_capture(self, why: str) -> None:
+        """A step that cannot be planned has been captured: later ones may differ, but not all of them pay for that."""
+        if not self._futile_captures:
+            logger.warning("step %d: %s", self._count - 1, why)
+        self._futile_captures += 1
+        self._next_capture = self._count - 1 + min(2**self._futile_captures, MOST_STEPS_BETWEEN_CAPTURES)
 
     def _run(self, engine: Engine, meter: Meter | None, capture: LiveCapture | None) -> Iterator[None]:
         self._engine = engine
-        base_bytes = self._count_base()
         with contextlib.ExitStack() as stack:
-            if meter is not None:
-                meter.start()
-                stack.callback(meter.stop, base_bytes)
+            self._start(meter, stack)
             if engine.watcher is not None:
                 stack.enter_context(engine.watcher)
             if capture is not None:
@@ -262,10 +263,22 @@ class Room:
             observer=None if capture is None else capture.tracer,
         )
 
+    def _start(self, meter: Meter | None, stack: contextlib.ExitStack) -> None:
+        """Let a meter count until the stack unwinds."""
+        if meter is not None:
+            base_bytes = self._count_base()
+            # What was made in a step that was not metered is freed unseen: gradients, where a step begins with them.
+            self._blind = not self._metered and self._device.type == "cpu" and any(
+                each.grad is not None for each in self._model.parameters()
+            )
+            meter.start()
+            stack.callback(meter.stop, base_bytes)
+
     def _is_metered(self) -> bool:
         every = self.config.meter_every
         planned_steps = sum(record.mode is Mode.PLANNED for record in self._first_records)
-        return every > 0 and (planned_steps < 2 or self._count % every == 0)
+        # One in so many, and the one before it, without which it might be blind to what it frees.
+        return every > 0 and (planned_steps < 2 or (self._count + 1) % every < 2)
 
     def _count_base(self) -> int:
         """Bytes on the device before the step, as far as can be known."""
@@ -280,30 +293,34 @@ class Room:
                 storages[id(tensor.untyped_storage())] = tensor.untyped_storage().nbytes()
         return sum(storages.values()) + inputs
 
-    def _record(self, mode: Mode, seconds: float, engine: Engine | None, meter: Meter | None, note: str) -> float:
+    def _record(self, mode: Mode, seconds: float, engine: Engine | None, meter: Meter | None, note: str) -> StepRecord:
         transfers = self._transfers
         record = StepRecord(
             step=self._count,
             mode=mode,
             seconds=seconds,
             stall_seconds=transfers.stall_seconds,
-            peak_bytes=0 if meter is None else meter.peak_bytes,
+            peak_bytes=0 if meter is None or self._blind else meter.peak_bytes,
             resident_bytes=0 if meter is None else meter.resident_bytes,
             offloaded_bytes=transfers.offloaded_bytes,
             reloaded_bytes=transfers.reloaded_bytes,
             recomputed=0 if engine is None else engine.recomputed,
             saves=0 if engine is None else engine.saves,
             needs=0 if engine is None else engine.needs,
-            note=note,
+            note=note or ("" if engine is None else engine.refusal),
         )
         transfers.stall_seconds = 0.0
         transfers.offloaded_bytes = transfers.reloaded_bytes = 0
+        if engine is not None and engine.refusal and not self._has_refused:
+            self._has_refused = True
+            logger.warning("what should leave the device stays there, as far as there is room: %s", engine.refusal)
         self._count += 1
+        self._metered = meter is not None
         kept = self._first_records if len(self._first_records) < RECORDS_KEPT else self._records
         kept.append(record)
         if len(self._records) > RECORDS_KEPT:
             del self._records[0]
-        return record.stall_seconds
+        return record
 
     # -- planning -------------------------------------------------------------------------------------------------
 
@@ -315,17 +332,20 @@ class Room:
             return
         self._decide(trace, digest(trace), None)
 
-    def _adopt(self, capture: LiveCapture, seconds: float, stall_seconds: float) -> None:
-        """Plan what has just been captured, unless it is not yet what later steps will be."""
+    def _adopt(self, capture: LiveCapture, record: StepRecord, is_whole: bool) -> None:
+        """Plan what has just been captured, unless it is not yet what later steps will be.
+
+        `is_whole`: whether all that may leave did: of what stayed, nobody knows how long the program itself held it.
+        """
         self._captures += 1
         trace = capture.finish()
-        if not capture.is_settled and self._captures < self.config.settling_steps:
+        if not (capture.is_settled and is_whole) and self._captures < self.config.settling_steps:
             return
         self._captures = 0
         self._measured = True
-        self._decide(trace, digest(trace), capture.measure(trace, seconds, stall_seconds))
+        self._decide(trace, digest(trace), capture.measure(trace, record.seconds, record.stall_seconds))
 
-    def _learn(self, planned: Planned, capture: LiveCapture, seconds: float, stall_seconds: float) -> None:
+    def _learn(self, planned: Planned, capture: LiveCapture, record: StepRecord) -> None:
         """Plan again with measured op times, if the watched step was the planned one to the last op."""
         expected = [op.name for op in planned.trace.ops]
         # What the block does after the step that was captured (noting its loss, say) changes nothing.
@@ -334,7 +354,7 @@ class Room:
                 self.planned = None  # the real step is not what the fake one was: capture it live
             return
         self._measured = True
-        measurements = capture.measure(planned.trace, seconds, stall_seconds)
+        measurements = capture.measure(planned.trace, record.seconds, record.stall_seconds)
         self._decide(planned.trace, planned.costs.trace_digest, measurements)
 
     def _decide(self, trace: Trace, trace_digest: str, measurements: Measurements | None) -> None:

@@ -10,6 +10,7 @@ import contextlib
 import copy
 import errno
 import gc
+import logging
 import os
 import pathlib
 import pickle
@@ -60,9 +61,9 @@ class Runner:
         settling = 10**6 if self.way == "capture" else 3
         room = elbowroom.fit(model, optimizers, self._budget, strategy=strategy, settling_steps=settling, **options)
         if self.way == "unplanned":
-            room._unplannable = True
+            room._next_capture = HUGE
         elif self.way == "capture":
-            room._adopt = lambda *_: None  # type: ignore[method-assign]
+            room._adopt = lambda *_, **__: None  # type: ignore[method-assign]
         return room
 
     def find_smallest(self, make: Callable[[], Made], steps: int = STEPS) -> None:
@@ -1129,6 +1130,36 @@ def test_backward_never_runs(runner: Runner) -> None:
     del kept
 
 
+def test_the_first_steps_are_no_training_steps(forced: Callable[[str], Runner]) -> None:
+    """What is learnt from them must not hold for the others."""
+    runner = forced("smallest")
+    runner.find_smallest(loop())
+    made = loop()()
+    with runner.fit(*made[:2]) as room:
+        for index in range(4):
+            with room.step(), torch.no_grad():
+                made[0](batch(index))
+        for index in range(6):
+            with room.step():
+                made[2](index)
+        last = room.journal().steps[-1]
+        assert last.mode is Mode.PLANNED, last
+        assert 0 < last.peak_bytes <= room.budget_bytes
+
+
+def test_one_forward_without_backward_does_not_end_planning(forced: Callable[[str], Runner]) -> None:
+    runner = forced("smallest")
+    runner.find_smallest(loop())
+    made = loop()()
+    with runner.fit(*made[:2]) as room:
+        with room.step():
+            made[0](batch(0))
+        for index in range(6):
+            with room.step():
+                made[2](index)
+        assert room.journal().steps[-1].mode is Mode.PLANNED, room.journal().steps[-1]
+
+
 # Exceptions -----------------------------------------------------------------------------------------------------------
 
 
@@ -1230,6 +1261,35 @@ def fail(*_: Any, **__: Any) -> Any:
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
+@pytest.mark.parametrize("call", ["posix_fallocate", "pwrite"])
+@pytest.mark.parametrize("way", ["capture", "unplanned", "offload_all"])
+def test_a_full_disk_where_there_is_room_to_stay(
+    forced: Callable[[str], Runner],
+    way: str,
+    call: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    runner = forced(way)
+    make = loop()
+    expected = collect(make(), None, STEPS)
+    made = make()
+    with runner.fit(*made[:2]) as room, caplog.at_level(logging.WARNING):
+        produced = []
+        for index in range(STEPS):
+            with monkeypatch.context() as patch:
+                if index in (1, 4):
+                    patch.setattr(os, call, fail)
+                    # What was claimed before must be used up, or nothing is asked of the disk.
+                    room._transfers._spill._allocated_bytes = 0  # type: ignore[attr-defined]
+                with room.step():
+                    produced.append(made[2](index))
+        assert_same(expected["produced"], copy_values(produced))
+        assert room.journal().steps[-1].offloaded_bytes > 0
+        assert room._transfers._copies == 0  # type: ignore[attr-defined]
+        assert caplog.text.count("stays there") == 1
+
+
 @pytest.mark.parametrize(("call", "error"), [("posix_fallocate", TierFull), ("pwrite", TransferFailed)])
 def test_a_full_disk_where_there_is_none(
     forced: Callable[[str], Runner], call: str, error: type[Exception], monkeypatch: pytest.MonkeyPatch
@@ -1297,6 +1357,24 @@ def test_a_failed_reload_is_tried_again(runner: Runner, monkeypatch: pytest.Monk
     made = make()
     with runner.fit(*made[:2]) as room:
         assert_same(copy_values(expected), copy_values(run(room, made)))
+
+
+def test_the_disk_recovers(forced: Callable[[str], Runner], monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a refusal, what was claimed before is still good."""
+    runner = forced("offload_all")
+    made = loop()()
+    with runner.fit(*made[:2]) as room:
+        for index in range(4):
+            with room.step():
+                made[2](index)
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "posix_fallocate", fail)
+            with room.step():
+                made[0](batch(4, rows=4000)).square().mean()  # more than there is
+            for index in range(3):
+                with room.step():
+                    made[2](index)
+                assert room.journal().steps[-1].offloaded_bytes > 0
 
 
 def test_spill_folders_that_will_not_do(tmp_path: pathlib.Path, profile: HardwareProfile) -> None:

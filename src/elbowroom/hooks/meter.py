@@ -68,7 +68,7 @@ class CpuMeter:
         self.peak_bytes = self.resident_bytes = self.base_bytes = 0
         self._begins: list[int] = []
         self._ends: list[int] = []
-        self._profile: Any = None
+        self._is_running = False
         self._times = np.zeros(0, dtype=np.int64)
         self._live = np.zeros(0, dtype=np.int64)
 
@@ -78,8 +78,13 @@ class CpuMeter:
             return
         # Kineto writes a line to the terminal whenever it starts and stops, unless it is told not to.
         os.environ.setdefault("KINETO_LOG_LEVEL", "99")
-        self._profile = torch.autograd.profiler.profile(use_cpu=True, profile_memory=True, acc_events=False)
-        self._profile.__enter__()
+        # As torch.autograd.profiler.profile(profile_memory=True) does it, but for the ops themselves, which would take
+        # as much time again as the allocations that are asked for.
+        config = torch.autograd.profiler.profile(use_cpu=True, profile_memory=True, acc_events=False).config()
+        activities = {torch._C._profiler.ProfilerActivity.CPU}
+        torch._C._autograd._prepare_profiler(config, activities)
+        torch._C._autograd._enable_profiler(config, activities, {torch._C._profiler.RecordScope.USER_SCOPE})
+        self._is_running = True
 
     def begin_op(self) -> None:
         self._begins.append(time.time_ns())
@@ -89,15 +94,14 @@ class CpuMeter:
 
     def stop(self, base_bytes: int) -> None:
         self.resident_bytes = read_resident_peak()
-        if self._profile is None:
+        if not self._is_running:
             return
-        self._profile.__exit__(None, None, None)
+        self._is_running = False
         events = [
             (event.start_ns(), event.nbytes())
-            for event in self._profile.kineto_results.events()
+            for event in torch._C._autograd._disable_profiler().events()
             if event.name() == "[memory]" and event.device_type() == torch._C._autograd.DeviceType.CPU
         ]
-        self._profile = None
         events.sort(key=lambda event: event[0])
         table = np.array(events, dtype=np.int64).reshape(-1, 2)
         self._times, self._live = table[:, 0], np.cumsum(table[:, 1])

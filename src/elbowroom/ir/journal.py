@@ -30,7 +30,7 @@ class StepRecord:
         offloaded_bytes, reloaded_bytes: moved each way.
         recomputed: segments replayed.
         saves, needs: hook calls.
-        note: why the step drifted or could not be planned; "" otherwise.
+        note: why the step drifted, could not be planned, or kept what should have left; "" otherwise.
     """
 
     step: int

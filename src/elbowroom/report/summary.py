@@ -25,6 +25,7 @@ _MODES = {
     Mode.UNPLANNED: "unplanned",
     Mode.DRIFTED: "drifted",
 }
+_NOTES = {Mode.DRIFTED: "drift", Mode.UNPLANNED: "no plan"}
 
 
 def summarize(
@@ -83,7 +84,7 @@ def _describe_steps(journal: Journal, plan: Plan | None) -> list[str]:
             notes.setdefault((record.mode, record.note), []).append(record.step)
     for (mode, note), steps in list(notes.items())[:5]:
         which = ", ".join(map(str, steps[:4])) + (f" and {len(steps) - 4} more" if len(steps) > 4 else "")
-        lines.append(f"Note    {'drift' if mode is Mode.DRIFTED else 'no plan'} in step {which}: {note}")
+        lines.append(f"Note    {_NOTES.get(mode, 'not all moved')} in step {which}: {note}")
     return lines
 
 

@@ -73,7 +73,7 @@ class Engine:
         self._bound: dict[int, Residence] = {}
         self._own_ids = len(trace.storages) if trace is not None else 0
         self.saves = self.needs = self.recomputed = 0
-        self.drift = ""
+        self.drift = self.refusal = ""  # why the step left its trace; why a storage could not leave the device
         self.recorder: Recorder | None = None
         self._following = plan is not None
         if trace is not None and plan is not None:
@@ -296,7 +296,9 @@ class Engine:
             self._machine.refuse(residence.id)
             return
         if residence.copy is None:
-            raise InternalError(f"storage {residence.id} is to be reloaded, and there is no copy of it")
+            if residence.find_storage() is None:
+                raise InternalError(f"storage {residence.id} is to be reloaded, and there is no copy of it")
+            return  # it was to leave at this very tick, and could not
         with Hidden(self.watchers):
             residence.storage = self._transfers.reload(residence.copy)
         self._identities.put(residence.storage, residence)
@@ -320,15 +322,13 @@ class Engine:
             self._keep_instead(residence, error)
 
     def _keep_instead(self, residence: Residence, error: TierError) -> None:
-        """A storage could not leave. It stays if there is room for it."""
+        """A storage could not leave. It stays if there is room for it, or nobody knows how much there is."""
         self._machine.refuse(residence.id)
-        if self._spare_bytes is None:
-            logger.warning("a storage stays on the device: %s", error)
-            return
-        if residence.nbytes > self._spare_bytes:
-            raise error
-        self._spare_bytes -= residence.nbytes
-        logger.warning("a storage stays on the device, where there is room for it: %s", error)
+        if self._spare_bytes is not None:
+            if residence.nbytes > self._spare_bytes:
+                raise error
+            self._spare_bytes -= residence.nbytes
+        self.refusal = self.refusal or str(error)
 
     def _prepare_replay(self, residence: Residence) -> bool:
         """Make sure a storage about to be dropped can be computed again, whatever the step does next."""

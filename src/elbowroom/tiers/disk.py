@@ -45,13 +45,13 @@ class SpillFile:
         if offset is None:
             advice = "Give it more with host_bytes= or another spill_folder=."
             raise TierFull(f"{NAME} in {self.folder}", nbytes, self._free.free_bytes or 0, advice)
-        if self._free.end_bytes > self._allocated_bytes:
+        if offset + nbytes > self._allocated_bytes:
             self._grow(offset, nbytes)
         return offset
 
     def _grow(self, offset: int, nbytes: int) -> None:
         # The disk's blocks are claimed here, so that a full disk is noticed before anything is written.
-        end = self._free.end_bytes
+        end = offset + nbytes
         try:
             os.posix_fallocate(self._file.fileno(), self._allocated_bytes, end - self._allocated_bytes)
         except OSError as error:

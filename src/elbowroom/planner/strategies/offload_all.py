@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 from elbowroom.ir.plan import Choice, Plan
 from elbowroom.planner.draft import Option
 from elbowroom.planner.problem import Problem, lowest_draft
 
 
 def make_plan(problem: Problem) -> Plan:
-    """Offload in every gap."""
+    """Offload in every gap; where the link is too slow for one, the step waits for it."""
     drafter = problem.drafter
-    plans = [
-        drafter.finish(draft, "offload_all", problem.budget_bytes)
-        for draft in (
-            dict.fromkeys(drafter.gaps, Option(Choice.OFFLOAD)),
-            dict.fromkeys(drafter.gaps, Option(Choice.OFFLOAD, late=True)),
-            lowest_draft(drafter),
-        )
-    ]
-    made = [plan for plan in plans if plan is not None]  # all of them: they drop nothing
-    return next((plan for plan in made if drafter.replay.run(plan).peak_bytes <= problem.budget_bytes), made[-1])
+
+    def offload_all(usual: Option) -> Plan:
+        draft = dict.fromkeys(drafter.gaps, usual)
+        while True:
+            plan = drafter.finish(draft, "offload_all", problem.budget_bytes)
+            assert plan is not None  # it drops nothing
+            left_out = draft.keys() - {(decision.storage, decision.gap) for decision in plan.decisions}
+            if not left_out:
+                return plan
+            draft |= dict.fromkeys(left_out, dataclasses.replace(usual, hurry=True))  # these always have effect
+
+    plans = [offload_all(Option(Choice.OFFLOAD)), offload_all(Option(Choice.OFFLOAD, late=True))]
+    lowest = drafter.finish(lowest_draft(drafter), "offload_all", problem.budget_bytes)
+    assert lowest is not None
+    return next((plan for plan in plans if drafter.replay.run(plan).peak_bytes <= problem.budget_bytes), lowest)
