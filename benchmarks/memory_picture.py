@@ -15,7 +15,7 @@ from typing import Any
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")
 
-from step_time import count_resident, in_room, make, measure_peak
+from step_time import in_room, list_residents, make, measure_peak
 
 import elbowroom
 from elbowroom.hooks.meter import CpuMeter
@@ -27,12 +27,11 @@ WIDTH, HEIGHT, LEFT, TOP, BOTTOM = 860, 380, 74, 46, 46
 def record(workload: Any, step: Any) -> tuple[list[float], list[int]]:
     """(share of the step, bytes) of every change during one step."""
     meter = CpuMeter()
-    base = count_resident(workload)
-    meter.start()
+    meter.start(list_residents(workload))
     step()
-    meter.stop(base)
+    meter.stop()
     seconds, live = meter.timeline()
-    return [second / seconds[-1] for second in seconds], [base + max(0, nbytes) for nbytes in live]
+    return [second / seconds[-1] for second in seconds], live
 
 
 def draw(curves: list[tuple[str, str, list[float], list[int]]], budget: int, title: str) -> str:

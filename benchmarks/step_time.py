@@ -74,22 +74,18 @@ def wrap_blocks(model: torch.nn.Module) -> list[Checkpointed]:
     return found
 
 
-def count_resident(workload: Workload) -> int:
-    """Bytes of everything that is there between steps."""
-    storages = {}
+def list_residents(workload: Workload) -> list[torch.Tensor]:
+    """Everything that is there between steps."""
     state = [v for s in workload.optimizer.state.values() for v in s.values() if isinstance(v, torch.Tensor)]
-    for tensor in (*workload.model.parameters(), *workload.model.buffers(), *state, *workload.batch.values()):
-        storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
-    return sum(storages.values())
+    return [*workload.model.parameters(), *workload.model.buffers(), *state, *workload.batch.values()]
 
 
 def measure_peak(workload: Workload, step: Callable[[], object]) -> int:
     """Peak tensor bytes of one step."""
     meter = CpuMeter()
-    base = count_resident(workload)
-    meter.start()
+    meter.start(list_residents(workload))
     step()
-    meter.stop(base)
+    meter.stop()
     return meter.peak_bytes
 
 

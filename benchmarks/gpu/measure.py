@@ -51,10 +51,11 @@ def measure_peaks(step: Step, workload: Workload, device: torch.device, count: i
     wait_for(device)
     if device.type != "cuda":
         meter = make_meter(device)
-        meter.start()
+        residents = [tensor for tensor, _, _ in list_residents(workload.model, (workload.optimizer,))]
+        meter.start((*residents, *workload.batch.values()))
         for _ in range(count):
             step()
-        meter.stop(count_resident(workload))
+        meter.stop()
         return {"allocated": meter.peak_bytes, "requested": 0, "reserved": 0}
     torch.cuda.reset_peak_memory_stats(device)
     for _ in range(count):
@@ -68,13 +69,6 @@ def read_peaks(device: torch.device) -> dict[str, int]:
     counts = torch.cuda.memory_stats(device)
     kinds = ("allocated", "requested", "reserved")
     return {kind: int(counts.get(f"{kind}_bytes.all.peak", 0)) for kind in kinds}
-
-
-def count_resident(workload: Workload) -> int:
-    """Bytes of everything that is there between steps."""
-    tensors = [tensor for tensor, _, _ in list_residents(workload.model, (workload.optimizer,))]
-    storages = {id(storage): storage for storage in (t.untyped_storage() for t in (*tensors, *workload.batch.values()))}
-    return sum(storage.nbytes() for storage in storages.values())
 
 
 def count_outside(trace: Trace, device: torch.device, alignment_bytes: int) -> int:

@@ -24,7 +24,7 @@ from elbowroom.ir.hardware import HardwareProfile
 from elbowroom.ir.identity import digest
 from elbowroom.ir.journal import Journal, Mode, StepRecord
 from elbowroom.ir.plan import Plan
-from elbowroom.ir.trace import Trace
+from elbowroom.ir.trace import Role, Trace
 from elbowroom.planner.problem import plan as make_plan
 from elbowroom.report.summary import summarize
 from elbowroom.runtime.engine import Engine
@@ -247,15 +247,10 @@ class Room:
             yield
 
     def _make_engine(self, planned: Planned | None, capture: LiveCapture | None) -> Engine:
-        resident = {
-            id(tensor.untyped_storage())
-            for tensor, _, _ in list_residents(self._model, self._optimizers)
-            if tensor.layout is torch.strided
-        }
         return Engine(
             self._transfers,
             self._device,
-            lambda storage: id(storage) in resident,
+            self._list_staying,
             self.config.min_offload_bytes,
             trace=None if planned is None else planned.trace,
             plan=None if planned is None else planned.plan,
@@ -263,35 +258,29 @@ class Room:
             observer=None if capture is None else capture.tracer,
         )
 
+    def _list_staying(self) -> frozenset[int]:
+        tensors = (tensor for tensor, _, _ in list_residents(self._model, self._optimizers))
+        return frozenset(id(tensor.untyped_storage()) for tensor in tensors if tensor.layout is torch.strided)
+
     def _start(self, meter: Meter | None, stack: contextlib.ExitStack) -> None:
         """Let a meter count until the stack unwinds."""
         if meter is not None:
-            base_bytes = self._count_base()
             # What was made in a step that was not metered is freed unseen: gradients, where a step begins with them.
-            self._blind = not self._metered and self._device.type == "cpu" and any(
-                each.grad is not None for each in self._model.parameters()
+            self._blind = (
+                not self._metered
+                and self._device.type == "cpu"
+                and any(each.grad is not None for each in self._model.parameters())
             )
-            meter.start()
-            stack.callback(meter.stop, base_bytes)
+            storages = () if self.planned is None else self.planned.trace.storages
+            inputs = sum(storage.nbytes for storage in storages if storage.created < 0 and storage.role is Role.INPUT)
+            meter.start((tensor for tensor, _, _ in list_residents(self._model, self._optimizers)), inputs)
+            stack.callback(meter.stop)
 
     def _is_metered(self) -> bool:
         every = self.config.meter_every
         planned_steps = sum(record.mode is Mode.PLANNED for record in self._first_records)
         # One in so many, and the one before it, without which it might be blind to what it frees.
         return every > 0 and (planned_steps < 2 or (self._count + 1) % every < 2)
-
-    def _count_base(self) -> int:
-        """Bytes on the device before the step, as far as can be known."""
-        if self._device.type == "cuda":
-            return 0  # the allocator's counters include them
-        inputs = 0
-        if self.planned is not None:
-            inputs = sum(s.nbytes for s in self.planned.trace.storages if s.created < 0 and s.role == "input")
-        storages = {}
-        for tensor, _, _ in list_residents(self._model, self._optimizers):
-            if tensor.layout is torch.strided and tensor.device.type == "cpu":
-                storages[id(tensor.untyped_storage())] = tensor.untyped_storage().nbytes()
-        return sum(storages.values()) + inputs
 
     def _record(self, mode: Mode, seconds: float, engine: Engine | None, meter: Meter | None, note: str) -> StepRecord:
         transfers = self._transfers

@@ -16,6 +16,24 @@ from torch._subclasses.fake_tensor import FakeTensor
 Item = TypeVar("Item")
 
 
+class _Entry(weakref.ref[torch.UntypedStorage], Generic[Item]):
+    """A weak reference that knows what it stands for: one object a storage, since every step makes thousands."""
+
+    __slots__ = ("item", "key", "owner")
+
+    item: Item
+    key: int
+    owner: Identities[Item]
+
+
+def _forget(entry: _Entry[Item]) -> None:
+    owner = entry.owner
+    if owner._items.get(entry.key) is entry:
+        del owner._items[entry.key]
+    if owner._on_death is not None:
+        owner._on_death(entry.item)
+
+
 class Identities(Generic[Item]):
     """A value for each living storage.
 
@@ -24,26 +42,19 @@ class Identities(Generic[Item]):
     """
 
     def __init__(self, on_death: Callable[[Item], None] | None = None) -> None:
-        self._items: dict[int, tuple[weakref.ref[torch.UntypedStorage], Item]] = {}
+        self._items: dict[int, _Entry[Item]] = {}
         self._on_death = on_death
 
     def find(self, storage: torch.UntypedStorage) -> Item | None:
         """The value of a storage, or None if it has none."""
         entry = self._items.get(id(storage))
-        return entry[1] if entry is not None and entry[0]() is storage else None
+        return entry.item if entry is not None and entry() is storage else None
 
     def put(self, storage: torch.UntypedStorage, item: Item) -> None:
         """Give a storage its value."""
-        key, items, on_death = id(storage), self._items, self._on_death
-
-        def forget(reference: weakref.ref[torch.UntypedStorage]) -> None:
-            entry = items.get(key)
-            if entry is not None and entry[0] is reference:
-                del items[key]
-            if on_death is not None:
-                on_death(item)
-
-        items[key] = (weakref.ref(storage, forget), item)
+        entry: _Entry[Item] = _Entry(storage, _forget)
+        entry.item, entry.key, entry.owner = item, id(storage), self
+        self._items[entry.key] = entry
 
     def close(self) -> None:
         """Forget everything; later deaths are not reported."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -31,8 +31,13 @@ class Meter(Protocol):
     resident_bytes: int
     base_bytes: int
 
-    def start(self) -> None:
-        """Begin to count."""
+    def start(self, there: Iterable[torch.Tensor] = (), other_bytes: int = 0) -> None:
+        """Begin to count.
+
+        Args:
+            there: what is on the device now, for where the allocator does not tell.
+            other_bytes: what is there besides.
+        """
         ...
 
     def begin_op(self) -> None:
@@ -43,8 +48,8 @@ class Meter(Protocol):
         """It has run, or been handed to the device."""
         ...
 
-    def stop(self, base_bytes: int) -> None:
-        """End. `base_bytes`: what was on the device when the meter started, for where that cannot be asked."""
+    def stop(self) -> None:
+        """End."""
         ...
 
     def op_seconds(self) -> tuple[float, ...]:
@@ -69,10 +74,18 @@ class CpuMeter:
         self._begins: list[int] = []
         self._ends: list[int] = []
         self._is_running = False
+        self._there: dict[int, int] = {}  # bytes by address
+        self._other_bytes = self._begin = 0
         self._times = np.zeros(0, dtype=np.int64)
         self._live = np.zeros(0, dtype=np.int64)
 
-    def start(self) -> None:
+    def start(self, there: Iterable[torch.Tensor] = (), other_bytes: int = 0) -> None:
+        self._there = {
+            tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
+            for tensor in there
+            if tensor.layout is torch.strided and tensor.device.type == "cpu"
+        }
+        self._other_bytes = other_bytes
         reset_resident_peak()
         if torch._C._autograd._profiler_enabled():
             return
@@ -83,8 +96,8 @@ class CpuMeter:
         config = torch.autograd.profiler.profile(use_cpu=True, profile_memory=True, acc_events=False).config()
         activities = {torch._C._profiler.ProfilerActivity.CPU}
         torch._C._autograd._prepare_profiler(config, activities)
-        torch._C._autograd._enable_profiler(config, activities, {torch._C._profiler.RecordScope.USER_SCOPE})
-        self._is_running = True
+        torch._C._autograd._enable_profiler(config, activities, {torch._C._profiler.RecordScope.USER_SCOPE})  # type: ignore[call-arg]
+        self._is_running, self._begin = True, time.time_ns()
 
     def begin_op(self) -> None:
         self._begins.append(time.time_ns())
@@ -92,23 +105,34 @@ class CpuMeter:
     def end_op(self) -> None:
         self._ends.append(time.time_ns())
 
-    def stop(self, base_bytes: int) -> None:
+    def stop(self) -> None:
         self.resident_bytes = read_resident_peak()
         if not self._is_running:
             return
         self._is_running = False
-        events = [
-            (event.start_ns(), event.nbytes())
-            for event in torch._C._autograd._disable_profiler().events()
-            if event.name() == "[memory]" and event.device_type() == torch._C._autograd.DeviceType.CPU
-        ]
+        pending: list[Any] = torch._C._autograd._disable_profiler().experimental_event_tree()
+        events = []
+        while pending:
+            event = pending.pop()
+            pending += event.children  # optimizers mark their steps, and what is made in one lies below the mark
+            if event.tag == torch._C._profiler._EventType.Allocation and event.extra_fields.device.type == "cpu":
+                events.append((event.start_time_ns, event.extra_fields))
         events.sort(key=lambda event: event[0])
-        table = np.array(events, dtype=np.int64).reshape(-1, 2)
-        self._times, self._live = table[:, 0], np.cumsum(table[:, 1])
-        self.peak_bytes = base_bytes + max(0, int(self._live.max(initial=0)))
+        live = self._other_bytes + sum(self._there.values())
+        times, lives, known = [self._begin], [live], dict(self._there)
+        for nanoseconds, block in events:
+            if block.alloc_size > 0:
+                known[block.ptr] = block.alloc_size
+                live += block.alloc_size
+            else:
+                live -= known.pop(block.ptr, 0)  # what nobody knew of was not counted either
+            times.append(nanoseconds)
+            lives.append(live)
+        self._times, self._live = np.array(times, dtype=np.int64), np.array(lives, dtype=np.int64)
+        self.peak_bytes = max(lives)
 
     def timeline(self) -> tuple[list[float], list[int]]:
-        """Every allocation and release of the step: when (in seconds), and bytes above the start's then on."""
+        """Every allocation and release of the step: when (in seconds), and the bytes then on."""
         if not len(self._times):
             return [], []
         return ((self._times - self._times[0]) * 1e-9).tolist(), self._live.tolist()
@@ -123,7 +147,7 @@ class CpuMeter:
         lasts = np.searchsorted(self._times, self._ends, side="right").tolist()
         found = []
         for first, last, created in zip(firsts, lasts, created_bytes, strict=False):
-            before = int(self._live[first - 1]) if first else 0
+            before = int(self._live[first - 1])
             most = int(self._live[first:last].max()) if last > first else before
             found.append(max(0, most - before - created))
         return tuple(found)
@@ -145,7 +169,7 @@ class CudaMeter:
         self._before = 0
         self._inner: list[int] = []
 
-    def start(self) -> None:
+    def start(self, there: Iterable[torch.Tensor] = (), other_bytes: int = 0) -> None:
         torch.cuda.reset_peak_memory_stats(self._device)
         self.base_bytes = torch.cuda.memory_allocated(self._device)
 
@@ -167,7 +191,7 @@ class CudaMeter:
         self._spans.append((self._open, end))
         self._inner.append(torch.cuda.max_memory_allocated(self._device) - self._before)
 
-    def stop(self, base_bytes: int) -> None:
+    def stop(self) -> None:
         torch.cuda.synchronize(self._device)
         self._note_peak()
 

@@ -7,6 +7,7 @@ a backward can come late, twice, or never.
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import threading
 from collections import deque
@@ -16,6 +17,7 @@ from typing import Protocol
 import torch
 
 from elbowroom.errors import InternalError, TierError
+from elbowroom.hooks.hidden import Hidden, Pausable, Paused
 from elbowroom.hooks.identity import Identities, get_plain_storage
 from elbowroom.ir.actions import Action, Offload, Recompute, Release, Reload
 from elbowroom.ir.events import StorageFreed, StorageNeeded, StorageSaved
@@ -23,12 +25,16 @@ from elbowroom.ir.plan import Plan
 from elbowroom.ir.trace import Trace
 from elbowroom.residency.machine import Machine, State
 from elbowroom.residency.policies import capacity_first, planned
+from elbowroom.runtime.follower import Follower
 from elbowroom.runtime.recorder import Recorder, check_version, replay
 from elbowroom.runtime.residence import Handle, Residence, SavedView
 from elbowroom.runtime.transfers import Transfers
-from elbowroom.runtime.watcher import Hidden, Pausable, Watcher
+from elbowroom.runtime.watcher import Watcher
 
 logger = logging.getLogger(__name__)
+
+NO_STORAGE = -1
+"""Of a tensor that is no plain block of bytes: nothing moves it, but what is planned for its tick happens then."""
 
 
 class Observer(Pausable, Protocol):
@@ -45,7 +51,7 @@ class Engine:
     Args:
         transfers: moves bytes; shared by the steps of a room.
         device: storages elsewhere are left alone.
-        stays: whether a storage may not leave: parameters and buffers.
+        list_staying: ids of the storages that may not leave: parameters, buffers and what else outlives the step.
         min_bytes: smaller storages stay, where no plan says otherwise.
         trace, plan: what to carry out; without them the step runs capacity-first.
         spare_bytes: how many bytes may stay that should have left, if their move fails.
@@ -56,7 +62,7 @@ class Engine:
         self,
         transfers: Transfers,
         device: torch.device,
-        stays: Callable[[torch.UntypedStorage], bool],
+        list_staying: Callable[[], frozenset[int]],
         min_bytes: int,
         *,
         trace: Trace | None = None,
@@ -64,8 +70,9 @@ class Engine:
         spare_bytes: int | None = None,
         observer: Observer | None = None,
     ) -> None:
-        self._transfers, self._device, self._stays, self._min_bytes = transfers, device, stays, min_bytes
-        self._trace, self._plan, self._spare_bytes, self._observer = trace, plan, spare_bytes, observer
+        self._transfers, self._device_type, self._min_bytes = transfers, device.type, min_bytes
+        self._find_staying = functools.cache(list_staying)
+        self._plan, self._spare_bytes, self._observer = plan, spare_bytes, observer
         # Not reentrant: what the garbage collector frees in the middle of a move has to wait.
         self._lock = threading.Lock()
         self._retired: deque[tuple[int, Residence | None]] = deque()
@@ -75,17 +82,17 @@ class Engine:
         self.saves = self.needs = self.recomputed = 0
         self.drift = self.refusal = ""  # why the step left its trace; why a storage could not leave the device
         self.recorder: Recorder | None = None
-        self._following = plan is not None
+        self._follower = Follower(trace if plan is not None else None, min_bytes, self._bound, self._leave_plan)
         if trace is not None and plan is not None:
             self._machine = Machine(planned.Policy(plan), plan.segments)
             if plan.segments:
-                self.recorder = Recorder(trace, plan, self._find_residence, self._leave_plan, self.written)
+                self.recorder = Recorder(trace, plan, self._find_residence, self._follower.stop, self.written)
         else:
             self._machine = Machine(capacity_first.Policy(self._may_move))
         self.watcher: Watcher | None = self.recorder
         if self.recorder is None and observer is None and (plan is None or plan.decisions):
             self.watcher = Watcher(self.written)
-        self.watchers: list[Pausable] = [each for each in (self.watcher, observer) if each is not None]
+        self._paused = Paused([each for each in (self.watcher, observer) if each is not None])
 
     # -- what autograd calls --------------------------------------------------------------------------------------
 
@@ -94,29 +101,31 @@ class Engine:
         with self._lock:
             self._drain()
             index, self.saves = self.saves, self.saves + 1
-            storage = get_plain_storage(tensor) if tensor.device.type == self._device.type else None
-            residence = None if storage is None else self._find_residence(storage)
-            if residence is not None and storage is not None and not residence.views:
-                residence.nbytes = storage.nbytes()  # an `out=` may have grown it since it was first seen
-            tick = self._follow_save(index, residence)
-            with Hidden(self.watchers):
-                kept = tensor.detach()  # the tensor itself would hold the graph that holds it
+            storage = get_plain_storage(tensor) if tensor.device.type == self._device_type else None
             if self._observer is not None:
                 self._observer.saved(tensor)
-            if residence is None or storage is None:
-                return Handle(self, index, None, kept, tensor._version)
-            residence.views[index] = SavedView(kept)
+            if storage is None:
+                tick = self._follower.follow_save(index, None)
+                with self._paused:
+                    handle = Handle(self, index, None, tensor.detach(), tensor._version)
+                self._carry_out(self._machine.feed(StorageSaved(NO_STORAGE, tick)))
+                return handle
+            residence = self._find_residence(storage)
+            if not residence.views:
+                residence.nbytes = storage.nbytes()  # an `out=` may have grown it since it was first seen
+            tick = self._follower.follow_save(index, residence)
+            with Hidden():
+                # The tensor itself would hold the graph that holds it.
+                residence.views[index] = SavedView(tensor.detach())
             if residence.id < 0:
                 residence.id = self._own_ids
                 self._own_ids += 1
                 self._bound[residence.id] = residence
-            if len(residence.views) == 1:
-                residence.may_move = residence.nbytes >= self._min_bytes and not self._stays(storage)
             handle = Handle(self, index, residence, None, tensor._version)
-            del kept, storage
+            del storage
             self._carry_out(self._machine.feed(StorageSaved(residence.id, tick)))
             if not self._machine.is_on_device(residence.id):
-                with Hidden(self.watchers):
+                with Hidden():
                     residence.let_go()  # it has left already, and the program alone still holds it
             return handle
 
@@ -124,7 +133,7 @@ class Engine:
         """Autograd asks for a tensor back."""
         with self._lock:
             self._drain()
-            tick = self._follow_need(handle.index)
+            tick = self._follower.follow_need(self.needs, handle.index)
             self.needs += 1
             residence, given = handle.residence, handle.tensor
             # Before anything moves: a step that is refused must leave everything as it is.
@@ -141,6 +150,8 @@ class Engine:
                 self._carry_out(actions[:served], actions[served:])
                 given = self._view(handle, residence)
                 self._carry_out(actions[served:])
+            else:
+                self._carry_out(self._machine.feed(StorageNeeded(NO_STORAGE, tick)))
             assert given is not None
             if self._observer is not None:
                 self._observer.needed(handle.index, given)
@@ -181,57 +192,27 @@ class Engine:
 
     # -- staying with the plan ------------------------------------------------------------------------------------
 
-    def _follow_save(self, index: int, residence: Residence | None) -> int:
-        """The tick of a save, after checking that it is the one the trace has here."""
-        if not self._following:
-            return index
-        assert self._trace is not None
-        if index >= len(self._trace.saves):
-            self._leave_plan(f"it saves more than {index} tensors")
-            return index
-        save = self._trace.saves[index]
-        home = self._trace.storages[save.storage]
-        if residence is not None:
-            bound = self._bound.get(home.id)
-            if residence.nbytes != home.nbytes:
-                self._leave_plan(f"save {index} has {residence.nbytes} bytes, where the trace has {home.nbytes}")
-            elif bound is not residence and (bound is not None or residence.id not in (-1, home.id)):
-                self._leave_plan(f"save {index} is of another storage than in the trace")
-            elif bound is None:
-                residence.id = home.id
-                self._bound[home.id] = residence
-        elif home.nbytes >= self._min_bytes:  # nothing rests on smaller ones: attention's seed lies on the host on CUDA
-            self._leave_plan(f"save {index} is no plain tensor, where the trace has {home.nbytes} bytes")
-        return save.tick
-
-    def _follow_need(self, save: int) -> int:
-        if not self._following:
-            return self.needs
-        assert self._trace is not None
-        if self.needs >= len(self._trace.needs):
-            self._leave_plan("it asks for saved tensors again")
-            return self.needs
-        need = self._trace.needs[self.needs]
-        if need.save != save:
-            self._leave_plan(f"need {self.needs} is of save {save}, where the trace has save {need.save}")
-        return need.tick
-
     def _leave_plan(self, why: str) -> None:
         """The step is not the trace's: go on capacity-first, with everything that is out fetched on need."""
-        if not self._following:
-            return
-        self._following, self.drift = False, why
+        self.drift = why
         logger.debug("the step left its trace: %s", why)
         self._machine.policy = capacity_first.Policy(self._may_move)
         if self.recorder is not None:
             self.recorder.stop()
         self._own_ids = max(self._own_ids, *self._bound, 0) + 1
         # What the plan kept was counted for another step.
-        kept = [storage for storage, residence in self._bound.items() if residence.may_move and residence.views]
+        kept = [storage for storage, residence in self._bound.items() if residence.views and self._may_move(storage)]
         self._carry_out(self._machine.evict(kept))
 
     def _may_move(self, storage: int) -> bool:
-        return storage in self._bound and self._bound[storage].may_move
+        """Whether a storage may leave the device, where no plan says so."""
+        residence = self._bound.get(storage)
+        if residence is None or residence.nbytes < self._min_bytes:
+            return False
+        if residence.may_move is None:
+            home = residence.find_storage()
+            residence.may_move = home is None or id(home) not in self._find_staying()
+        return residence.may_move
 
     # -- actions --------------------------------------------------------------------------------------------------
 
@@ -271,7 +252,7 @@ class Engine:
         elif isinstance(action, Release):
             dropped = self._machine.segment_of(residence.id) is not None
             if self._prepare_replay(residence) if dropped else residence.copy is not None:
-                with Hidden(self.watchers):
+                with Hidden():
                     residence.let_go()
             else:
                 self._machine.refuse(residence.id)  # it stays, since nothing could bring it back
@@ -282,10 +263,11 @@ class Engine:
         storage = residence.find_storage()
         assert storage is not None
         try:
-            with Hidden(self.watchers):
+            with Hidden():
                 residence.copy = self._transfers.offload(storage)
         except TierError as error:
-            self._keep_instead(residence, error)
+            if not self._keep_instead(residence, str(error)):
+                raise
 
     def _reload(self, residence: Residence) -> None:
         alive = None if residence.ghost is None else residence.ghost()
@@ -299,7 +281,7 @@ class Engine:
             if residence.find_storage() is None:
                 raise InternalError(f"storage {residence.id} is to be reloaded, and there is no copy of it")
             return  # it was to leave at this very tick, and could not
-        with Hidden(self.watchers):
+        with Hidden():
             residence.storage = self._transfers.reload(residence.copy)
         self._identities.put(residence.storage, residence)
 
@@ -319,22 +301,24 @@ class Engine:
                 residence.storage = None
                 raise
             self._discard_copy(residence)
-            self._keep_instead(residence, error)
+            if not self._keep_instead(residence, str(error)):
+                raise
 
-    def _keep_instead(self, residence: Residence, error: TierError) -> None:
+    def _keep_instead(self, residence: Residence, why: str) -> bool:
         """A storage could not leave. It stays if there is room for it, or nobody knows how much there is."""
         self._machine.refuse(residence.id)
         if self._spare_bytes is not None:
             if residence.nbytes > self._spare_bytes:
-                raise error
+                return False
             self._spare_bytes -= residence.nbytes
-        self.refusal = self.refusal or str(error)
+        self.refusal = self.refusal or why
+        return True
 
     def _prepare_replay(self, residence: Residence) -> bool:
         """Make sure a storage about to be dropped can be computed again, whatever the step does next."""
         plan, recorder = self._plan, self.recorder
         segment = None if plan is None else self._machine.segment_of(residence.id)
-        if plan is None or recorder is None or segment is None or not residence.may_move:
+        if plan is None or recorder is None or segment is None or not self._may_move(residence.id):
             return False
         recording = recorder.make_recording(plan.segments[segment].ops, residence)
         if not recording.calls or any(leaf.id < 0 or not leaf.views for leaf in recording.leaves):
@@ -356,7 +340,7 @@ class Engine:
         recordings = [residence.recording for residence in outputs if residence.recording is not None]
         if len(recordings) != len(outputs):
             raise InternalError(f"segment {action.segment} was not recorded")
-        with Hidden(self.watchers):
+        with Hidden():
             replay(recordings, outputs)
         self.recomputed += 1
         for residence in outputs:
@@ -395,5 +379,5 @@ class Engine:
             return view.tensor
         if residence.storage is None:
             raise InternalError(f"storage {residence.id} is needed but not on the device")
-        with Hidden(self.watchers):
+        with Hidden():
             return view.geometry.view(residence.storage)

@@ -69,7 +69,7 @@ class Residence:
         copy: its contents in the tier below, if it was ever offloaded.
         recording: how it is computed again, while it is dropped.
         dependents: dropped storages whose replay reads this one.
-        may_move: whether it may leave the device where no plan says so.
+        may_move: whether it may leave the device; None until somebody asks.
     """
 
     __slots__ = ("copy", "dependents", "ghost", "id", "may_move", "nbytes", "recording", "storage", "views")
@@ -83,7 +83,7 @@ class Residence:
         self.copy: Copy | None = None
         self.recording: Recording | None = None
         self.dependents = 0
-        self.may_move = False
+        self.may_move: bool | None = None
 
     def find_storage(self) -> torch.UntypedStorage | None:
         """The storage on the device, if we hold it."""

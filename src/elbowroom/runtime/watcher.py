@@ -6,8 +6,8 @@ needed, and a write through `x.data` between the two is no error. So a step that
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -22,7 +22,7 @@ class Watcher(TorchDispatchMode):
         on_write: told of each tensor that an op has just written to in place.
 
     Attributes:
-        paused: while ops are not part of the step.
+        pauses: how many contexts there are in which ops are not part of the step.
 
     Cost: a few microseconds an op.
     """
@@ -30,13 +30,13 @@ class Watcher(TorchDispatchMode):
     def __init__(self, on_write: Callable[[torch.Tensor], None]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._on_write = on_write
-        self.paused = False
+        self.pauses = 0
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if self.paused:
+        if self.pauses:
             return func(*args, **kwargs)
         result = self._run(func, args, kwargs)
         for position, name in find_written(func):
@@ -46,27 +46,3 @@ class Watcher(TorchDispatchMode):
 
     def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return func(*args, **kwargs)
-
-
-class Pausable(Protocol):
-    """Something that watches ops, unless it is paused."""
-
-    paused: bool
-
-
-class Hidden:
-    """A context in which our own ops are not part of the step: what watches it lets them pass."""
-
-    __slots__ = ("_before", "_watchers")
-
-    def __init__(self, watchers: Sequence[Pausable]) -> None:
-        self._watchers = watchers
-
-    def __enter__(self) -> None:
-        self._before = [watcher.paused for watcher in self._watchers]
-        for watcher in self._watchers:
-            watcher.paused = True
-
-    def __exit__(self, *exception: object) -> None:
-        for watcher, before in zip(self._watchers, self._before, strict=True):
-            watcher.paused = before

@@ -20,6 +20,7 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.optim import Optimizer
 
 from elbowroom.errors import TraceError
+from elbowroom.hooks.hidden import Paused
 from elbowroom.hooks.identity import get_plain_storage
 from elbowroom.ir.trace import Trace
 from elbowroom.tracing.live import count_state
@@ -97,7 +98,7 @@ class _Hooks:
         self._tracer = tracer
 
     def pack(self, tensor: torch.Tensor) -> Any:
-        with self._tracer.pause():
+        with Paused((self._tracer,)):
             save = self._tracer.saved(tensor)
             storage = get_plain_storage(tensor)
             if storage is None or isinstance(tensor, torch.nn.Parameter) or not isinstance(tensor, FakeTensor):
@@ -109,7 +110,7 @@ class _Hooks:
             return handle
 
     def unpack(self, handle: _Handle) -> torch.Tensor:
-        with self._tracer.pause():
+        with Paused((self._tracer,)):
             if len(handle.geometry) == 1:
                 tensor: torch.Tensor = handle.geometry[0]
             else:

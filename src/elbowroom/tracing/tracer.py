@@ -47,7 +47,7 @@ class Tracer(TorchDispatchMode):
         meter: told of each op.
 
     Attributes:
-        paused: while ops are not part of the step.
+        pauses: how many contexts there are in which ops are not part of the step.
         own_seconds: host time that tracing itself took.
     """
 
@@ -64,14 +64,14 @@ class Tracer(TorchDispatchMode):
         self._name, self._device, self._on_write, self._meter = name, device, on_write, meter
         self.own_seconds = 0.0
         self._tick = 0
-        self.paused = False
+        self.pauses = 0
         self._seen: list[_Seen] = []
         self._identities: Identities[_Seen] = Identities(self._died)
         self._returned: Identities[_Seen] = Identities()  # what autograd was given in their stead
         self._ops: list[Op] = []
         self._saves: list[list[int]] = []  # tick, storage, released
         self._needs: list[list[int]] = []  # tick, save, released
-        self._open_needs: Identities[int] = Identities(self._need_released)
+        self._open_needs: Identities[list[int]] = Identities(self._needs_released)
         for tensor, role, label in residents:
             if tensor.device.type == device.type:
                 self._identify(tensor, role, -1, label)
@@ -82,7 +82,7 @@ class Tracer(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if self.paused or not touches_tensors(func):
+        if self.pauses or not touches_tensors(func):
             return func(*args, **kwargs)
         entered = time.perf_counter()
         skipped = find_statistics(func, args)
@@ -164,7 +164,11 @@ class Tracer(TorchDispatchMode):
         if storage is not None:
             if self._lookup(storage) is None and self._saves[save][1] >= 0:
                 self._returned.put(storage, self._seen[self._saves[save][1]])
-            self._open_needs.put(storage, len(self._needs) - 1)
+            open_needs = self._open_needs.find(storage)
+            if open_needs is None:
+                open_needs = []
+                self._open_needs.put(storage, open_needs)
+            open_needs.append(len(self._needs) - 1)
         self._tick += 1
 
     def save_released(self, save: int) -> None:
@@ -178,10 +182,6 @@ class Tracer(TorchDispatchMode):
         return None if seen is None else seen.id
 
     # -- the result -----------------------------------------------------------------------------------------------
-
-    def pause(self) -> _Pause:
-        """A context in which ops are not part of the step."""
-        return _Pause(self)
 
     def finish(self, survivors: Iterable[tuple[torch.Tensor, Role, str]]) -> Trace:
         """End the step. `survivors`: as `residents`, after the step: gives roles to what it created and kept."""
@@ -259,8 +259,9 @@ class Tracer(TorchDispatchMode):
     def _died(self, seen: _Seen) -> None:
         seen.released = self._tick
 
-    def _need_released(self, need: int) -> None:
-        self._needs[need][2] = self._tick
+    def _needs_released(self, needs: list[int]) -> None:
+        for need in needs:
+            self._needs[need][2] = self._tick
 
     def _freeze(self, seen: _Seen, end: int, saved: set[int]) -> Storage:
         role = seen.role
@@ -274,17 +275,6 @@ class Tracer(TorchDispatchMode):
             released=end if seen.released is None else seen.released,
             label=seen.label,
         )
-
-
-class _Pause:
-    def __init__(self, tracer: Tracer) -> None:
-        self._tracer = tracer
-
-    def __enter__(self) -> None:
-        self._before, self._tracer.paused = self._tracer.paused, True
-
-    def __exit__(self, *exception: object) -> None:
-        self._tracer.paused = self._before
 
 
 def count_flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:

@@ -64,16 +64,15 @@ def run_plain(
             step = len(losses)
             expected_seconds = (time.perf_counter() - begun) * (step + 2) / max(step, 1)
             is_last = step + 1 >= steps or (step + 1 >= LEAST_STEPS and expected_seconds > patience_seconds)
-            base_bytes = count_base(workload)
             if is_last:
-                meter.start()
+                meter.start(list_base(workload))
             begin = time.perf_counter()
             # No loss stays behind as a tensor: one that is freed while the meter runs was never seen by it.
             losses.append(float(workload.step()))
             _finish(device)
             seconds.append(time.perf_counter() - begin)
             if is_last:
-                meter.stop(base_bytes)
+                meter.stop()
             _tell(advance, step, steps, losses[-1], seconds[-1])
         smallest_bytes = _find_smallest(advance, workload, profile) if floor else 0
     return {
@@ -140,13 +139,11 @@ def make_repeatable() -> None:
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
 
-def count_base(workload: Workload) -> int:
-    """Bytes there before a step: parameters, buffers, gradients, optimizer state, and the batch."""
+def list_base(workload: Workload) -> list[torch.Tensor]:
+    """What is there before a step: parameters, buffers, gradients, optimizer state, and the batch."""
     from elbowroom.tracing.residents import list_residents
 
-    tensors = [tensor for tensor, _, _ in list_residents(workload.model, (workload.optimizer,))]
-    storages = {id(storage): storage for storage in (t.untyped_storage() for t in (*tensors, *workload.batch.values()))}
-    return sum(storage.nbytes() for storage in storages.values())
+    return [*(t for t, _, _ in list_residents(workload.model, (workload.optimizer,))), *workload.batch.values()]
 
 
 def _find_smallest(advance: Advance, workload: Workload, profile: HardwareProfile) -> int:
