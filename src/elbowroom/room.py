@@ -5,15 +5,16 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
+import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
 from elbowroom.config import Config
-from elbowroom.cost.price import price
+from elbowroom.cost.price import correct, price
 from elbowroom.errors import TraceError, UsageError
 from elbowroom.hardware.memory import cut_blocks_to_size, trim_allocator, tune_allocator
 from elbowroom.hardware.probe import probe
@@ -41,6 +42,9 @@ RECORDS_KEPT = 1000
 
 DRIFTS_BEFORE_RECAPTURE = 2
 """One odd step (the last batch of an epoch) is no reason to plan anew; two in a row are."""
+
+STEPS_THAT_SET_THE_PACE = 5
+"""How many planned steps correct the forecast of the seconds of those to come."""
 
 MOST_STEPS_BETWEEN_CAPTURES = 64
 """Where steps cannot be planned, how long at most until the next one is captured to see whether that has changed."""
@@ -92,6 +96,7 @@ class Room:
         self._records: list[StepRecord] = []
         self._count = 0
         self._captures = self._drifts = self._measured_steps = 0
+        self._busy_seconds: list[float] = []  # of the steps that followed the present plan
         self._engine: Engine | None = None
         self._inside = self._measured = self._metered = self._blind = self._has_refused = False
         self._futile_captures = self._next_capture = 0
@@ -127,7 +132,7 @@ class Room:
         self._inside = True
         try:
             if self.planned is not None and self.planned.plan.strategy == EVERYTHING_FITS:
-                yield from self._run_plain()
+                yield from self._run_plain(self.planned)
             elif self.planned is not None and self._drifts < (DRIFTS_BEFORE_RECAPTURE if self._measured else 1):
                 yield from self._run_planned(self.planned)
             else:
@@ -172,14 +177,12 @@ class Room:
 
     # -- running a step -------------------------------------------------------------------------------------------
 
-    def _run_plain(self) -> Iterator[None]:
+    def _run_plain(self, planned: Planned) -> Iterator[None]:
         # That everything fits may so far be an estimate, and stops being true where later steps are larger.
         meter = make_meter(self._device) if not self._measured or self._is_metered() else None
-        begin = time.perf_counter()
-        with contextlib.ExitStack() as stack:
-            self._start(meter, stack)
-            yield
-        record = self._record(Mode.PLAIN, time.perf_counter() - begin, None, meter, "")
+        seconds = yield from self._run(None, meter, None)
+        record = self._record(Mode.PLAIN, seconds, None, meter, "")
+        self._keep_pace(planned, record)
         if meter is not None:
             self._measured_steps += 1
             self._measured = self._measured_steps >= self.config.settling_steps
@@ -189,35 +192,23 @@ class Room:
     def _run_planned(self, planned: Planned) -> Iterator[None]:
         # The first steps after planning ahead of any run are watched op by op, to learn what ops really cost.
         measuring = not self._measured and self._measured_steps < self.config.settling_steps
-        metered = measuring or self._is_metered()
-        meter = make_meter(self._device) if metered else None
-        capture = None
-        if measuring and meter is not None:
-            capture = LiveCapture(
-                self._name, self._device, self._model, self._optimizers, meter, lambda tensor: engine.written(tensor)
-            )
+        meter = make_meter(self._device) if measuring or self._is_metered() else None
+        capture = self._make_capture(meter) if measuring and meter is not None else None
         engine = self._make_engine(planned, capture)
-        begin = time.perf_counter()
-        yield from self._run(engine, meter, capture)
-        seconds = time.perf_counter() - begin
+        seconds = yield from self._run(engine, meter, capture)
         self._drifts = self._drifts + 1 if engine.drift else 0
-        mode = Mode.DRIFTED if engine.drift else Mode.PLANNED
-        record = self._record(mode, seconds, engine, meter, engine.drift)
+        record = self._record(Mode.DRIFTED if engine.drift else Mode.PLANNED, seconds, engine, meter, engine.drift)
         if capture is not None:
             self._measured_steps += 1
             self._learn(planned, capture, record)
+        elif not engine.drift:
+            self._keep_pace(planned, record)
 
     def _run_capacity_first(self) -> Iterator[None]:
-        capture = meter = None
-        if self._count >= self._next_capture:
-            meter = make_meter(self._device)
-            capture = LiveCapture(
-                self._name, self._device, self._model, self._optimizers, meter, lambda tensor: engine.written(tensor)
-            )
+        meter = make_meter(self._device) if self._count >= self._next_capture else None
+        capture = None if meter is None else self._make_capture(meter)
         engine = self._make_engine(None, capture)
-        begin = time.perf_counter()
-        yield from self._run(engine, meter, capture)
-        seconds = time.perf_counter() - begin
+        seconds = yield from self._run(engine, meter, capture)
         if capture is None or not engine.needs:
             note = "" if engine.needs else "no backward() ran inside of room.step(), so there is nothing to plan"
             self._record(Mode.UNPLANNED, seconds, engine, meter, note)
@@ -235,16 +226,29 @@ class Room:
         self._futile_captures += 1
         self._next_capture = self._count - 1 + min(2**self._futile_captures, MOST_STEPS_BETWEEN_CAPTURES)
 
-    def _run(self, engine: Engine, meter: Meter | None, capture: LiveCapture | None) -> Iterator[None]:
+    def _run(
+        self, engine: Engine | None, meter: Meter | None, capture: LiveCapture | None
+    ) -> Generator[None, None, float]:
+        """Let the block run, and say how many seconds it took."""
         self._engine = engine
         with contextlib.ExitStack() as stack:
             self._start(meter, stack)
-            if engine.watcher is not None:
+            if engine is not None and engine.watcher is not None:
                 stack.enter_context(engine.watcher)
             if capture is not None:
                 stack.enter_context(capture.tracer)
-            stack.enter_context(torch.autograd.graph.saved_tensors_hooks(engine.pack, engine.unpack))
+            if engine is not None:
+                stack.enter_context(torch.autograd.graph.saved_tensors_hooks(engine.pack, engine.unpack))
+            begin = time.perf_counter()
             yield
+            return time.perf_counter() - begin
+
+    def _make_capture(self, meter: Meter) -> LiveCapture:
+        def written(tensor: torch.Tensor) -> None:
+            if self._engine is not None:
+                self._engine.written(tensor)
+
+        return LiveCapture(self._name, self._device, self._model, self._optimizers, meter, written)
 
     def _make_engine(self, planned: Planned | None, capture: LiveCapture | None) -> Engine:
         return Engine(
@@ -346,6 +350,17 @@ class Room:
         measurements = capture.measure(planned.trace, record.seconds, record.stall_seconds)
         self._decide(planned.trace, planned.costs.trace_digest, measurements)
 
+    def _keep_pace(self, planned: Planned, record: StepRecord) -> None:
+        """Let the forecast of later steps begin from what planned ones took: a step that is watched takes longer."""
+        self._busy_seconds.append(record.seconds - record.stall_seconds)
+        # The first one finds caches, allocator and spill file cold.
+        if self._device.type != "cpu" or not 1 < len(self._busy_seconds) <= STEPS_THAT_SET_THE_PACE + 1:
+            return
+        forecast = planned.forecast
+        beyond = statistics.median(self._busy_seconds[1:]) - (forecast.step_seconds - forecast.stall_seconds)
+        costs = correct(planned.costs, beyond)
+        self.planned = dataclasses.replace(planned, costs=costs, forecast=simulate(planned.trace, costs, planned.plan))
+
     def _decide(self, trace: Trace, trace_digest: str, measurements: Measurements | None) -> None:
         if self._profile is None:
             self._profile = probe(str(self._device), spill_folder=self.config.spill_folder)
@@ -359,6 +374,7 @@ class Room:
                 min_offload_bytes=self.config.min_offload_bytes,
             )  # fmt: skip
         self.planned = Planned(trace, costs, plan, simulate(trace, costs, plan))
+        self._busy_seconds.clear()
         if self._device.type == "cpu":
             trim_allocator()  # what the steps so far took, planned ones will not take again
         logger.info(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 from elbowroom.cost.roofline import estimate_seconds, index_rates
@@ -57,6 +58,20 @@ def price(
         overhead_seconds=overhead_seconds,
         measured=measurements is not None,
     )
+
+
+def correct(costs: Costs, seconds: float) -> Costs:
+    """Costs of a step that takes some `seconds` more than these say, or fewer.
+
+    What is too much or too little is taken for the program's own time, in no op; ops change, all in proportion, where
+    there is not enough of that.
+    """
+    overhead_seconds = costs.overhead_seconds + seconds
+    if overhead_seconds >= 0:
+        return dataclasses.replace(costs, overhead_seconds=overhead_seconds)
+    ops = math.fsum(costs.op_seconds)
+    share = max(0.0, 1 + overhead_seconds / ops) if ops else 1.0
+    return dataclasses.replace(costs, op_seconds=tuple(share * each for each in costs.op_seconds), overhead_seconds=0.0)
 
 
 def _top_link(profile: HardwareProfile) -> Link:
