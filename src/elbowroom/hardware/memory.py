@@ -13,7 +13,7 @@ logger = logging.getLogger(__name__)
 
 # malloc.h
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD, _M_MMAP_MAX = -1, -2, -3, -4
-_LARGE_BLOCK_BYTES = 1 << 20
+_LARGE_BLOCK_BYTES = 4 << 20
 _KEPT_BYTES = (1 << 31) - (1 << 20)
 
 

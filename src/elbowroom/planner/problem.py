@@ -45,19 +45,17 @@ def plan(
     """Make a plan whose forecast peak is within `budget_bytes`.
 
     Raises:
-        Infeasible: no plan is; it names the smallest budget that works.
+        Infeasible: no plan of this strategy is; it names the smallest budget that works.
         UnknownMember: there is no such strategy.
         TraceError: the costs belong to another trace.
     """
     make_plan = get(strategies, strategy, "make_plan")
     problem = pose(trace, costs, budget_bytes, min_offload_bytes=min_offload_bytes)
-    if problem.floor.peak_bytes > budget_bytes:
-        raise explain_infeasible(problem, problem.floor)
     made: Plan = make_plan(problem)
     check(trace, made)
     forecast = problem.drafter.replay.run(made)
     if forecast.peak_bytes > budget_bytes:
-        if strategy == "auto":
+        if strategy == "auto" and problem.floor.peak_bytes <= budget_bytes:
             raise InternalError(
                 f"auto stopped at {forecast.peak_bytes} bytes, above the budget of {budget_bytes} and the floor of "
                 f"{problem.floor.peak_bytes}"

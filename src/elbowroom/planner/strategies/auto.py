@@ -23,8 +23,10 @@ from elbowroom.planner.search import Search
 def make_plan(problem: Problem) -> Plan:
     """The fastest plan found within the budget; the same input gives the same plan."""
     search = Search(problem.drafter, problem.budget_bytes, "auto")
-    fits = search.descend()
-    if not fits:
+    if problem.floor.peak_bytes > problem.budget_bytes:
+        search.restart(lowest_draft(problem.drafter))
+        return search.plan  # no plan holds less
+    if not search.descend():
         search.restart(lowest_draft(problem.drafter))
     search.refine()
     return search.plan

@@ -1,24 +1,32 @@
-"""Everything that can be replayed from what must stay is dropped; the rest is kept."""
+"""Everything that can be replayed is dropped, but for what runs of the forward pass begin with; nothing is moved.
+
+As few runs as fit the budget: with one, the first backward op brings everything back at once.
+"""
 
 from __future__ import annotations
 
-from elbowroom.ir.plan import Choice, Plan
-from elbowroom.planner.draft import Draft, Option
+from elbowroom.ir.plan import Plan
 from elbowroom.planner.problem import Problem
+from elbowroom.planner.runs import draft_runs
 
 
 def make_plan(problem: Problem) -> Plan:
-    """Drop each storage, in order of its save, that can still be brought back when those before it are dropped."""
+    """The plan with the fewest runs that fits; the one with the lowest peak if none does."""
     drafter = problem.drafter
-    draft: Draft = {}
-    dropped: set[int] = set()
-    for key, gap in sorted(drafter.gaps.items(), key=lambda item: (item[1].opens, item[0])):
-        if key[1] == 0 and drafter.closures.find(gap.storage, gap.closes, dropped.__contains__) is not None:
-            draft[key] = Option(Choice.RECOMPUTE)
-            dropped.add(gap.storage)
-    plan = drafter.finish(draft, "recompute_all", problem.budget_bytes)
-    while plan is None:
-        # A storage saved early may turn out to be needed by one that cannot be replayed without it.
-        draft.popitem()
+    best: tuple[int, Plan] | None = None
+    for draft in draft_runs(drafter):
         plan = drafter.finish(draft, "recompute_all", problem.budget_bytes)
+        while plan is None:
+            # A storage saved early may turn out to be needed by one that cannot be replayed without it.
+            draft.popitem()
+            plan = drafter.finish(draft, "recompute_all", problem.budget_bytes)
+        peak_bytes = drafter.replay.run(plan).peak_bytes
+        if best is None or peak_bytes < best[0]:
+            best = peak_bytes, plan
+        if peak_bytes <= problem.budget_bytes:
+            return plan
+    if best is not None:
+        return best[1]
+    plan = drafter.finish({}, "recompute_all", problem.budget_bytes)
+    assert plan is not None  # it drops nothing
     return plan
