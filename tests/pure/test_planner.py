@@ -69,6 +69,36 @@ def test_what_draws_numbers_is_not_recomputed() -> None:
             assert choices(made) == {Choice.OFFLOAD}
 
 
+@pytest.mark.parametrize(
+    "trace", [make_chain([256 * KIB] * 32), make_residual_net(16, 256 * KIB)], ids=["chain", "residual"]
+)
+def test_recomputing_all_in_runs_halves_what_is_saved(trace: Trace) -> None:
+    costs = make_costs(trace, op_seconds=1e-3)
+    plain = simulate(trace, costs, keep_everything(costs))
+    with pytest.raises(Infeasible) as caught:
+        plan(trace, costs, 1, strategy="recompute_all")
+    lowest = caught.value.needed_bytes
+    assert lowest < plain.peak_bytes * 0.55
+    made = simulate(trace, costs, plan(trace, costs, lowest, strategy="recompute_all"))
+    assert made.peak_bytes <= lowest
+    # No op of the forward pass is replayed more than once.
+    assert made.recompute_seconds <= 1e-3 * sum(op.tick < trace.needs[0].tick for op in trace.ops)
+
+
+@pytest.mark.parametrize("strategy", list_strategies())
+def test_every_strategy_says_what_it_needs(strategy: str) -> None:
+    """Not what another one would need."""
+    with pytest.raises(Infeasible) as caught:
+        plan(CHAIN, FAST, 1, strategy=strategy)
+    assert peak_of(strategy, caught.value.needed_bytes) == caught.value.needed_bytes
+    if strategy == "keep_all":
+        assert caught.value.needed_bytes == peak(CHAIN, FAST)
+
+
+def peak_of(strategy: str, budget_bytes: int) -> int:
+    return simulate(CHAIN, FAST, plan(CHAIN, FAST, budget_bytes, strategy=strategy)).peak_bytes
+
+
 def test_small_storages_stay() -> None:
     trace = make_chain([8 * KIB, 256 * KIB] * 4)
     costs = make_costs(trace, op_seconds=1e-3)
