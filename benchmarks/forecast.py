@@ -51,6 +51,8 @@ def run(name: str, steps: int, profile: Any) -> dict[str, Any]:
                 workload.step()
         floor = pose(room.planned.trace, room.planned.costs, 1).floor.peak_bytes
         budget = floor + int(SHARE * (room.planned.forecast.peak_bytes - floor))
+    del workload
+    workload = build(spec, optimizer="adamw", seed=0, **options)
     forecasts: list[float] = []
     with elbowroom.fit(workload.model, workload.optimizer, budget, profile=profile) as room:
         while len(forecasts) < COLD + MEASURED + 1 + steps:
@@ -71,6 +73,7 @@ def run(name: str, steps: int, profile: Any) -> dict[str, Any]:
         "forecast_seconds_from_capture": forecasts[0],
         "forecast_seconds_after_one_step": forecasts[COLD + MEASURED],
         "measured_seconds": seconds,
+        "seconds": [record.seconds for record in room.journal().steps],
         "modes": sorted({str(record.mode) for record in records}),
     }
 
