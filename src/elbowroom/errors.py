@@ -58,8 +58,8 @@ class Infeasible(ElbowroomError):
     ) -> None:
         things = ", ".join(f"{what} {format_bytes(nbytes)}" for what, nbytes in in_the_way)
         super().__init__(
-            f"the step cannot run within {format_bytes(budget_bytes)} ({budget_bytes} bytes): {op} alone needs "
-            f"{format_bytes(needed_bytes)} ({needed_bytes} bytes) at once"
+            f"the step cannot run within {format_bytes(budget_bytes)} ({budget_bytes} bytes): "
+            f"{format_bytes(needed_bytes)} ({needed_bytes} bytes) have to be there at once when {op} runs"
             + (f" ({things})" if things else "")
             + f". Set memory_budget to at least {needed_bytes}, or make the batch smaller."
         )

@@ -13,10 +13,15 @@ from elbowroom.ir.plan import Choice, Plan
 from elbowroom.ir.trace import Trace
 from elbowroom.planner import strategies
 from elbowroom.planner.draft import Draft, Drafter, Option
+from elbowroom.report.blocks import explain_blocks
+from elbowroom.report.lifetimes import Lifetimes
 from elbowroom.simulator.replay import Replay
 
 MIN_OFFLOAD_BYTES = 1 << 14
 """Smaller storages are never worth a move."""
+
+MOST_IN_THE_WAY = 5
+"""Kinds of blocks that an Infeasible names."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -60,7 +65,7 @@ def plan(
                 f"auto stopped at {forecast.peak_bytes} bytes, above the budget of {budget_bytes} and the floor of "
                 f"{problem.floor.peak_bytes}"
             )
-        raise explain_infeasible(problem, forecast)
+        raise explain_infeasible(problem, made, forecast)
     return made
 
 
@@ -77,24 +82,16 @@ def lowest_draft(drafter: Drafter) -> Draft:
     return dict.fromkeys(drafter.gaps, Option(Choice.OFFLOAD, hurry=True, late=True))
 
 
-def explain_infeasible(problem: Problem, forecast: Forecast) -> Infeasible:
-    """Infeasible, with the op at the peak of `forecast` and the largest things that stand there."""
-    trace, replay = problem.drafter.replay.trace, problem.drafter.replay
-    tick = forecast.peak_tick
-    ops = [op for op in trace.ops if op.tick <= tick]
-    op = ops[-1] if ops else None
-    by_role: dict[str, int] = {}
-    for storage in trace.storages:
-        if storage.created <= tick < storage.released:
-            by_role[str(storage.role)] = by_role.get(str(storage.role), 0) + int(replay.rounded[storage.id])
-    if op is not None and op.tick == tick:
-        by_role["workspace"] = replay.costs.workspace_bytes[len(ops) - 1]
-    largest = sorted(by_role.items(), key=lambda item: -item[1])[:4]
+def explain_infeasible(problem: Problem, plan: Plan, forecast: Forecast) -> Infeasible:
+    """Infeasible, with the op at the peak of `forecast` and the largest blocks that stand there under `plan`."""
+    trace, costs = problem.drafter.replay.trace, problem.drafter.replay.costs
+    index = Lifetimes(trace).op_at(forecast.peak_tick)
+    held = [block for block in explain_blocks(trace, costs, plan, forecast) if not block.is_away and block.nbytes]
     return Infeasible(
         needed_bytes=forecast.peak_bytes,
         budget_bytes=problem.budget_bytes,
-        op="the step" if op is None else op.name,
-        in_the_way=tuple((what, nbytes) for what, nbytes in largest if nbytes),
+        op="the step" if index is None else trace.ops[index].name,
+        in_the_way=tuple((block.what, block.nbytes) for block in held[:MOST_IN_THE_WAY]),
     )
 
 
