@@ -34,6 +34,7 @@ from elbowroom.simulator.replay import simulate
 from elbowroom.tracing.fake import capture_fake
 from elbowroom.tracing.live import LiveCapture
 from elbowroom.tracing.residents import list_residents
+from elbowroom.tracing.tracer import telling_gradients
 
 logger = logging.getLogger(__name__)
 
@@ -237,6 +238,7 @@ class Room:
                 stack.enter_context(engine.watcher)
             if capture is not None:
                 stack.enter_context(capture.tracer)
+                stack.enter_context(telling_gradients(capture.tracer, self._model))
             if engine is not None:
                 stack.enter_context(torch.autograd.graph.saved_tensors_hooks(engine.pack, engine.unpack))
             begin = time.perf_counter()

@@ -177,20 +177,6 @@ def test_an_error_while_moving_is_not_swallowed() -> None:
     assert not [thread for thread in threading.enumerate() if "elbowroom" in thread.name]
 
 
-def test_one_lane_or_two() -> None:
-    def busy() -> None:
-        time.sleep(0.02)
-
-    lane = threading.Lock()
-
-    def queued() -> None:
-        with lane:
-            time.sleep(0.02)
-
-    assert not links._is_half_duplex(busy, 0.02, busy, 0.02)
-    assert links._is_half_duplex(queued, 0.02, queued, 0.02)
-
-
 def test_bytes_come_back_as_they_went(tmp_path: pathlib.Path) -> None:
     block = torch.randint(0, 256, (100_003,), dtype=torch.uint8)
     with links._spill_file(str(tmp_path)) as file:

@@ -1235,22 +1235,25 @@ def test_ctrl_c_while_waiting_for_a_transfer(
 
         def interrupted(moved: Any) -> None:
             waits[0] += 1
-            if waits[0] == at * 3 + 1 and armed[0]:
+            if armed and waits[0] == armed[0]:
                 raise KeyboardInterrupt
             finish(moved)
 
-        armed = [False]
+        armed: list[int] = []
         monkeypatch.setattr(room._transfers, "finish", interrupted)
         for index in range(STEPS):
             if index == 4:
-                armed[0], waits[0] = True, 0
+                armed[:], waits[0] = [1 + at * (waits[0] - 1) // 5], 0
                 with pytest.raises(KeyboardInterrupt), room.step():
                     # As the step, without the optimizer, so that it can be done again.
                     made[0](batch(index)).square().mean().backward()
-                armed[0] = False
+                armed.clear()
                 optimizer.zero_grad()
+            waits[0] = 0
             with room.step():
                 assert_same(expected["produced"][index], made[2](index))
+            if index >= 3:
+                assert waits[0] > 8
         assert room._transfers._copies == 0  # type: ignore[attr-defined]
 
 

@@ -93,7 +93,6 @@ def measure_disk_link(
         # The first pass makes the file grow. A training step writes the same places again and again.
         write_all()
         out_seconds, back_seconds = _median_of(write_all, 5), _median_of(read_all, 5)
-        half_duplex = _is_half_duplex(write_all, out_seconds, read_all, back_seconds)
         small = _faulted_in(SMALL_BYTES)
         out_small = _median_of(lambda: _write(file, small, 0), 50)
         back_small = _median_of(lambda: _read(file, _new_block(SMALL_BYTES) if fresh_blocks else small, 0), 50)
@@ -106,7 +105,7 @@ def measure_disk_link(
         out_bytes_per_second=total / out_seconds,
         back_latency_seconds=_latency(back_small, total / back_seconds),
         back_bytes_per_second=total / back_seconds,
-        half_duplex=half_duplex,
+        half_duplex=True,  # one thread moves both ways, whatever the disk could do
         drag_seconds_per_byte=drag,
         source=(
             f"measured with blocks of {format_bytes(BLOCK_BYTES)} in a spill file on {name_file_system(folder)}, "
@@ -230,25 +229,6 @@ def _mover(move: Callable[[], int]) -> Iterator[Callable[[], int]]:
         raise errors[0]
 
 
-def _at_once(first: Callable[[], None], second: Callable[[], None]) -> None:
-    errors: list[Exception] = []
-
-    def run() -> None:
-        try:
-            first()
-        except Exception as error:
-            errors.append(error)
-
-    thread = threading.Thread(target=run, name="elbowroom-probe", daemon=True)
-    thread.start()
-    try:
-        second()
-    finally:
-        thread.join()
-    if errors:
-        raise errors[0]
-
-
 def _alternate(file: int, block: torch.Tensor, fresh_blocks: bool) -> Callable[[], int]:
     """A move of a few MiB for `measure_drag`: out and back in turn, as a step does."""
     # Small enough that the count of moved bytes is fine compared with the time it is taken over.
@@ -264,22 +244,6 @@ def _alternate(file: int, block: torch.Tensor, fresh_blocks: bool) -> Callable[[
         return nbytes
 
     return move
-
-
-def _is_half_duplex(out: Callable[[], None], out_seconds: float, back: Callable[[], None], back_seconds: float) -> bool:
-    # The quicker way is gone several times, so that both take about as long: only then does their sum stand out.
-    out_count = min(max(round(back_seconds / out_seconds), 1), 8)
-    back_count = min(max(round(out_seconds / back_seconds), 1), 8)
-    both_seconds = _median_of(lambda: _at_once(_repeat(out, out_count), _repeat(back, back_count)), 3)
-    return _shares_a_lane(out_count * out_seconds, back_count * back_seconds, both_seconds)
-
-
-def _repeat(call: Callable[[], None], count: int) -> Callable[[], None]:
-    def repeated() -> None:
-        for _ in range(count):
-            call()
-
-    return repeated
 
 
 def _shares_a_lane(out_seconds: float, back_seconds: float, both_seconds: float) -> bool:

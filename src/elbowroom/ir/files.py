@@ -157,6 +157,8 @@ def save(value: Any, path: str | os.PathLike[str]) -> None:
     try:
         with os.fdopen(handle, "wb") as file:
             file.write(data)
+        os.umask(mask := os.umask(0))  # there is no asking without setting
+        os.chmod(temporary, 0o666 & ~mask)
         os.replace(temporary, path)
     except BaseException:
         os.unlink(temporary)

@@ -18,14 +18,15 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.optim import Optimizer
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-from elbowroom.errors import TraceError
+from elbowroom.errors import TraceError, UsageError
 from elbowroom.hooks.hidden import Paused
 from elbowroom.hooks.identity import get_plain_storage
 from elbowroom.ir.trace import Trace
 from elbowroom.tracing.live import count_state
 from elbowroom.tracing.residents import list_residents
-from elbowroom.tracing.tracer import Tracer
+from elbowroom.tracing.tracer import Tracer, telling_gradients
 
 SETTLING_STEPS = 3
 """A first step is not like the others: optimizers make their state in it."""
@@ -44,8 +45,11 @@ def capture_fake(
     The model's and the optimizers' tensors are replaced by fake ones meanwhile and put back.
 
     Raises:
+        UsageError: fake tensors are in use already, and two kinds of them do not mix.
         TraceError: the step looks at values (`.item()`, data-dependent shapes) or uses what cannot be faked.
     """
+    if any(isinstance(each, FakeTensorMode) for each in _get_current_dispatch_mode_stack()):
+        raise UsageError("a FakeTensorMode is active; capture the step outside of it")
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     random_state = torch.get_rng_state()
     try:
@@ -80,7 +84,7 @@ def _run(
 ) -> Trace:
     tracer = Tracer(name, device, list_residents(model, optimizers))
     saved = _Hooks(tracer)
-    with tracer, torch.autograd.graph.saved_tensors_hooks(saved.pack, saved.unpack):
+    with tracer, telling_gradients(tracer, model), torch.autograd.graph.saved_tensors_hooks(saved.pack, saved.unpack):
         result = step()
     del result
     return tracer.finish(list_residents(model, optimizers))
@@ -138,6 +142,15 @@ def _replaced_by_fakes(mode: FakeTensorMode, model: torch.nn.Module, optimizers:
             fakes[id(tensor)] = copy
         return fakes[id(tensor)]
 
+    def fake_state(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return value
+        if value.dim() == 0 and value.device.type == "cpu":
+            number = value.item()  # an optimizer looks at the number of its steps
+            with mode:
+                return torch.tensor(number, dtype=value.dtype)
+        return fake(value)
+
     undo: list[Callable[[], None]] = []
     # Optimizers choose between one op a parameter and one op for all by the parameters' types.
     foreach_types = getattr(sys.modules[Optimizer.__module__], "_foreach_supported_types", None)
@@ -161,9 +174,7 @@ def _replaced_by_fakes(mode: FakeTensorMode, model: torch.nn.Module, optimizers:
             optimizer.state = type(optimizer.state)(
                 dict,
                 {
-                    fake(parameter): {
-                        key: fake(value) if isinstance(value, torch.Tensor) else value for key, value in state.items()
-                    }
+                    fake(parameter): {key: fake_state(value) for key, value in state.items()}
                     for parameter, state in optimizer.state.items()
                 },
             )

@@ -7,8 +7,9 @@ autograd's cannot be told apart.
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -176,6 +177,12 @@ class Tracer(TorchDispatchMode):
         if self._saves[save][2] < 0:
             self._saves[save][2] = self._tick
 
+    def gradient(self, tensor: torch.Tensor, label: str) -> None:
+        """A parameter's gradient, which the step may well give up again before its end."""
+        seen = self._find(tensor)
+        if seen is not None and seen.created >= 0:
+            seen.role, seen.label = Role.GRADIENT, label
+
     def storage_of(self, tensor: torch.Tensor) -> int | None:
         """The traced id of a tensor's storage."""
         seen = self._find(tensor)
@@ -275,6 +282,29 @@ class Tracer(TorchDispatchMode):
             released=end if seen.released is None else seen.released,
             label=seen.label,
         )
+
+
+@contextlib.contextmanager
+def telling_gradients(tracer: Tracer, model: torch.nn.Module) -> Iterator[None]:
+    """Tell a tracer of each gradient of a model as it comes."""
+
+    def tell(label: str) -> Callable[[torch.Tensor], None]:
+        def told(parameter: torch.Tensor) -> None:
+            if parameter.grad is not None:
+                tracer.gradient(parameter.grad, label)
+
+        return told
+
+    handles = [
+        parameter.register_post_accumulate_grad_hook(tell(f"gradient of {name}"))
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad and parameter.is_leaf
+    ]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 def count_flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
