@@ -31,6 +31,7 @@ import elbowroom
 import elbowroom.room
 import elbowroom.runtime.transfers
 from elbowroom.errors import TierFull, TransferFailed, UsageError
+from elbowroom.hooks.settings import read_settings
 from elbowroom.ir.hardware import HardwareProfile
 from elbowroom.ir.journal import Mode
 from elbowroom.planner.problem import pose
@@ -823,6 +824,85 @@ def logged(x: torch.Tensor) -> torch.Tensor:
 )  # fmt: skip
 def test_whatever_is_saved(runner: Runner, middle: Middle) -> None:
     runner.compare(loop(lambda: Layers(middle)))
+
+
+class Recurrent(nn.Module):
+    """An LSTM, whose oneDNN kernel makes its workspace only where gradients are recorded, and hands out empty strides."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers, self.lstm = Layers(layers=2), nn.LSTM(WIDTH, WIDTH, num_layers=2, batch_first=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found, (last, _) = self.lstm(self.layers(x).view(16, -1, WIDTH))
+        return found.reshape(-1, WIDTH).sin() + last.mean()
+
+
+def test_a_recurrent_kernel(runner: Runner) -> None:
+    runner.compare(loop(Recurrent))
+
+
+class Convolutions(nn.Module):
+    """Convolutions, in a forward pass under settings of its own."""
+
+    def __init__(self, settings: Callable[[], contextlib.AbstractContextManager[Any]]) -> None:
+        super().__init__()
+        self.layers, self.settings = nn.ModuleList(nn.Conv2d(3, 3, 3, padding=1) for _ in range(3)), settings
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.reshape(-1, 3, 16, 16)
+        with self.settings():
+            for layer in self.layers:
+                x = torch.sin(layer(x).sigmoid() + x @ x.transpose(-1, -2))
+        return x
+
+
+@contextlib.contextmanager
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@contextlib.contextmanager
+def deterministic() -> Iterator[None]:
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def without_onednn() -> contextlib.AbstractContextManager[Any]:
+    return torch.backends.mkldnn.flags(enabled=False)
+
+
+@pytest.mark.parametrize("settings", [without_onednn, one_thread, deterministic, torch.no_grad])
+def test_settings_of_the_forward_pass_alone(
+    runner: Runner, settings: Callable[[], contextlib.AbstractContextManager[Any]]
+) -> None:
+    """A replay runs under them, and leaves those of the backward pass as they are."""
+    seen: list[Any] = []
+
+    class Sees(torch.autograd.Function):
+        @staticmethod
+        def forward(context: Any, x: torch.Tensor) -> torch.Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(context: Any, gradient: torch.Tensor) -> torch.Tensor:
+            seen.append((*read_settings()[1:], torch.is_grad_enabled()))
+            return gradient
+
+    def model() -> nn.Module:
+        return nn.Sequential(Layers(layers=1), Convolutions(settings), Convolutions(contextlib.nullcontext))
+
+    def loss(made: nn.Module, index: int) -> torch.Tensor:
+        first, second, third = made  # type: ignore[misc]
+        x = Sees.apply(first(batch(index, rows=4 * ROWS)))
+        return Sees.apply(third(second(x))).square().mean()
+
+    runner.compare(loop(model, loss))
+    assert len(set(seen)) == 1
 
 
 class Tied(nn.Module):

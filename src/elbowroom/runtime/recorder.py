@@ -6,6 +6,7 @@ says where to look, and if the step's ops are not the trace's, that is drift.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -14,6 +15,7 @@ import torch
 from elbowroom.errors import InternalError
 from elbowroom.hooks.identity import get_plain_storage
 from elbowroom.hooks.replayable import find_statistics, find_written, iterate_tensors, touches_tensors
+from elbowroom.hooks.settings import Settings, change_settings, read_settings
 from elbowroom.ir.plan import Plan
 from elbowroom.ir.trace import LASTING, Op, Trace
 from elbowroom.runtime.residence import Geometry, Residence
@@ -57,6 +59,7 @@ class Call(NamedTuple):
     results: tuple[Slot, ...]
     written: tuple[Slot, ...]  # arguments that the op writes to, which it need not return
     scratch: tuple[int, ...]  # positions of arguments that the op writes to
+    settings: Settings  # that it ran under
 
 
 class Recording:
@@ -87,8 +90,8 @@ class Recording:
 def replay(recordings: Iterable[Recording], outputs: Sequence[Residence]) -> None:
     """Compute the targets of some recordings again, together, and give each of `outputs` its new storage.
 
-    Each intermediate is freed after its last use. Gradients, saved-tensor hooks, autocast and random generators are not
-    involved.
+    Each intermediate is freed after its last use. Autograd, saved-tensor hooks, autocast and random generators are not
+    involved; each op runs under the settings that it ran under before.
 
     Raises:
         RuntimeError: a parameter or input was modified in place since the forward pass.
@@ -114,8 +117,11 @@ def replay(recordings: Iterable[Recording], outputs: Sequence[Residence]) -> Non
             raise InternalError(f"a replay reads storage {slot.residence.id}, which is not on the device")
         return slot.geometry.view(storage)
 
-    with torch.no_grad(), torch._C._DisableAutocast():
+    before = present = read_settings()
+    with torch._C._AutoDispatchBelowAutograd(), torch._C._DisableAutocast(), contextlib.ExitStack() as stack:
+        stack.callback(lambda: change_settings(present, before))
         for position, call in enumerate(calls):
+            present = change_settings(present, call.settings)
             args = list(_fill(call.args, find))
             for index in call.scratch:
                 slot = call.args[index]
@@ -188,7 +194,7 @@ class Recorder(Watcher):
             return func(*args, **kwargs)
         if op.tick not in self._wanted:
             return func(*args, **kwargs)
-        slots = self._describe(func, op, args, kwargs)
+        slots, settings = self._describe(func, op, args, kwargs), read_settings()
         result = func(*args, **kwargs)
         results = tuple(self._slot(tensor, False) for tensor in iterate_tensors(result))
         described, named = slots
@@ -197,7 +203,7 @@ class Recorder(Watcher):
         written = [described[position] if position < len(args) else named.get(name) for position, name in places]
         scratch = {position for position, _ in places if position < len(args)}.union(statistics)
         self._calls[op.tick] = Call(
-            func, described, named, results, tuple(iterate_slots(written)), tuple(sorted(scratch))
+            func, described, named, results, tuple(iterate_slots(written)), tuple(sorted(scratch)), settings
         )
         return result
 
