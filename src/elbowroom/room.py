@@ -7,6 +7,7 @@ import dataclasses
 import logging
 import statistics
 import time
+import weakref
 from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import Any
 
@@ -18,6 +19,7 @@ from elbowroom.cost.price import correct, price
 from elbowroom.errors import TraceError, UsageError
 from elbowroom.hardware.memory import cut_blocks_to_size, trim_allocator, tune_allocator
 from elbowroom.hardware.probe import probe
+from elbowroom.hooks.identity import Identities
 from elbowroom.hooks.meter import Meter, make_meter
 from elbowroom.ir.costs import Costs, Measurements
 from elbowroom.ir.forecast import Forecast
@@ -56,6 +58,16 @@ EVERYTHING_FITS = "nothing to do"
 _MARK = "_elbowroom_room"
 
 
+class _Mark:
+    """Says that a model has a room. A copy of the model, or one that was pickled, is another model and has none."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self.model = weakref.ref(model)
+
+    def __reduce__(self) -> tuple[type[None], tuple[()]]:
+        return type(None), ()
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Planned:
     """A step that is known: its trace, what it costs, and what will be done about it."""
@@ -85,7 +97,8 @@ class Room:
         step: Callable[[], Any] | None = None,
         profile: HardwareProfile | None = None,
     ) -> None:
-        if model.__dict__.get(_MARK) == id(model):  # a copy of a model carries the mark, and is another model
+        mark = model.__dict__.get(_MARK)
+        if isinstance(mark, _Mark) and mark.model() is model:
             raise UsageError("this model already has a room; call its detach() first")
         self.budget_bytes, self.config = budget_bytes, config
         self.planned: Planned | None = None
@@ -112,7 +125,7 @@ class Room:
             tune_allocator(release_pages=config.release_pages)
         else:
             cut_blocks_to_size()
-        model.__dict__[_MARK] = id(model)
+        model.__dict__[_MARK] = _Mark(model)
         self._detached = False
 
     # -- what the user calls --------------------------------------------------------------------------------------
@@ -243,6 +256,8 @@ class Room:
                 stack.enter_context(torch.autograd.graph.saved_tensors_hooks(engine.pack, engine.unpack))
             begin = time.perf_counter()
             yield
+            if engine is not None:
+                engine.finish()
             return time.perf_counter() - begin
 
     def _make_capture(self, meter: Meter) -> LiveCapture:
@@ -264,9 +279,13 @@ class Room:
             observer=None if capture is None else capture.tracer,
         )
 
-    def _list_staying(self) -> frozenset[int]:
-        tensors = (tensor for tensor, _, _ in list_residents(self._model, self._optimizers))
-        return frozenset(id(tensor.untyped_storage()) for tensor in tensors if tensor.layout is torch.strided)
+    def _list_staying(self) -> Identities[bool]:
+        """The storages that outlive the step; of those that die all the same, the addresses mean nothing."""
+        staying: Identities[bool] = Identities()
+        for tensor, _, _ in list_residents(self._model, self._optimizers):
+            if tensor.layout is torch.strided:
+                staying.put(tensor.untyped_storage(), True)
+        return staying
 
     def _start(self, meter: Meter | None, stack: contextlib.ExitStack) -> None:
         """Let a meter count until the stack unwinds."""

@@ -228,6 +228,7 @@ _RULES: dict[str, Callable[[Op], int]] = {
     "upsample_bilinear2d": lambda op: sum(view_bytes(view) for view in op.reads + op.writes) + (16 << 10),
     "upsample_bicubic2d": lambda op: sum(view_bytes(view) for view in op.reads + op.writes) + (16 << 10),
     "im2col": lambda op: view_bytes(op.reads[0]),
+    "col2im": _largest,
     "_adaptive_avg_pool2d_backward": _largest,
     "scatter": lambda op: 4 * count_elements(op.reads[0]),
     "scatter_add": lambda op: 4 * count_elements(op.reads[0]),

@@ -1,4 +1,4 @@
-"""Ops of our own are not part of the step: two ways to keep them from whatever watches it."""
+"""Ops of our own are not part of the step: ways to keep them from whatever watches it."""
 
 from __future__ import annotations
 
@@ -6,6 +6,12 @@ from collections.abc import Sequence
 from typing import Protocol
 
 import torch
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _get_current_dispatch_mode_stack,
+    _pop_mode,
+    _push_mode,
+)
 
 Hidden = torch._C._DisableTorchDispatch
 """A context in which no dispatch mode sees an op. For plain tensors only: others need theirs to work at all."""
@@ -32,3 +38,26 @@ class Paused:
     def __exit__(self, *exception: object) -> None:
         for watcher in self._watchers:
             watcher.pauses -= 1
+
+
+class Below:
+    """A context in which ops are seen by the dispatch modes that were entered before `mode`, as those that it saw were.
+
+    Neither by that mode nor by those entered after it, whose work was done when it saw the op.
+    """
+
+    __slots__ = ("_mode", "_popped")
+
+    def __init__(self, mode: TorchDispatchMode | None) -> None:
+        self._mode = mode
+        self._popped: list[TorchDispatchMode] = []
+
+    def __enter__(self) -> None:
+        stack = _get_current_dispatch_mode_stack()
+        if any(each is self._mode for each in stack):
+            while not self._popped or self._popped[-1] is not self._mode:
+                self._popped.append(_pop_mode())
+
+    def __exit__(self, *exception: object) -> None:
+        while self._popped:
+            _push_mode(self._popped.pop())

@@ -62,16 +62,27 @@ class Identities(Generic[Item]):
         self._on_death = None
 
 
-def get_plain_storage(tensor: torch.Tensor) -> torch.UntypedStorage | None:
-    """The storage of an ordinary strided tensor; None for sparse, quantised, nested, wrapped and symbolic ones.
-
-    Also None where the bytes alone are not the value (conjugate and negative bits, subclasses of the user's).
-    """
-    if type(tensor) is not torch.Tensor and not isinstance(tensor, (torch.nn.Parameter, FakeTensor)):
-        return None
-    if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_conj() or tensor.is_neg():
-        return None
+def get_any_storage(tensor: torch.Tensor) -> torch.UntypedStorage | None:
+    """The storage of a tensor of whatever class, if it has one."""
     try:
         return tensor.untyped_storage()
     except (NotImplementedError, RuntimeError):
         return None
+
+
+def get_plain_storage(tensor: torch.Tensor, *, fake: bool = False) -> torch.UntypedStorage | None:
+    """The storage of an ordinary strided tensor; None for sparse, quantised, nested, wrapped and symbolic ones.
+
+    Also None where the bytes alone are not the value (conjugate and negative bits, subclasses of the user's).
+
+    Args:
+        fake: whether fake tensors count as ordinary ones, or as wrapped ones.
+    """
+    if isinstance(tensor, FakeTensor):  # a Parameter may be one
+        if not fake:
+            return None
+    elif type(tensor) is not torch.Tensor and not isinstance(tensor, torch.nn.Parameter):
+        return None
+    if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_conj() or tensor.is_neg():
+        return None
+    return get_any_storage(tensor)

@@ -17,8 +17,8 @@ from typing import Protocol
 import torch
 
 from elbowroom.errors import InternalError, TierError
-from elbowroom.hooks.hidden import Hidden, Pausable, Paused
-from elbowroom.hooks.identity import Identities, get_plain_storage
+from elbowroom.hooks.hidden import Below, Hidden, Pausable, Paused
+from elbowroom.hooks.identity import Identities, get_any_storage, get_plain_storage
 from elbowroom.ir.actions import Action, Offload, Recompute, Release, Reload
 from elbowroom.ir.events import StorageFreed, StorageNeeded, StorageSaved
 from elbowroom.ir.plan import Plan
@@ -51,7 +51,7 @@ class Engine:
     Args:
         transfers: moves bytes; shared by the steps of a room.
         device: storages elsewhere are left alone.
-        list_staying: ids of the storages that may not leave: parameters, buffers and what else outlives the step.
+        list_staying: the storages that may not leave: parameters, buffers and what else outlives the step.
         min_bytes: smaller storages stay, where no plan says otherwise.
         trace, plan: what to carry out; without them the step runs capacity-first.
         spare_bytes: how many bytes may stay that should have left, if their move fails.
@@ -62,7 +62,7 @@ class Engine:
         self,
         transfers: Transfers,
         device: torch.device,
-        list_staying: Callable[[], frozenset[int]],
+        list_staying: Callable[[], Identities[bool]],
         min_bytes: int,
         *,
         trace: Trace | None = None,
@@ -86,12 +86,14 @@ class Engine:
         if trace is not None and plan is not None:
             self._machine = Machine(planned.Policy(plan), plan.segments)
             if plan.segments:
-                self.recorder = Recorder(trace, plan, self._find_residence, self._follower.stop, self.written)
+                self.recorder = Recorder(
+                    trace, plan, self._find_residence, self._follower.stop, self.about_to_write, self.written
+                )
         else:
             self._machine = Machine(capacity_first.Policy(self._may_move))
         self.watcher: Watcher | None = self.recorder
         if self.recorder is None and observer is None and (plan is None or plan.decisions):
-            self.watcher = Watcher(self.written)
+            self.watcher = Watcher(self.about_to_write, self.written)
         self._paused = Paused([each for each in (self.watcher, observer) if each is not None])
 
     # -- what autograd calls --------------------------------------------------------------------------------------
@@ -172,13 +174,13 @@ class Engine:
             if self._observer is not None:
                 self._observer.save_released(index)
             if residence is not None:
-                if residence.dependents:
+                if residence.readers:
                     residence.storage = residence.find_storage()  # a replay will read it
                 residence.views.pop(index, None)
                 self._free_if_unused(residence)
 
     def _free_if_unused(self, residence: Residence) -> None:
-        if residence.views or residence.dependents or residence.id < 0:
+        if residence.views or residence.readers or residence.id < 0:
             return
         if residence.copy is not None and self._machine.is_on_device(residence.id):
             with contextlib.suppress(TierError):  # nobody needs what may have been lost
@@ -211,7 +213,7 @@ class Engine:
             return False
         if residence.may_move is None:
             home = residence.find_storage()
-            residence.may_move = home is None or id(home) not in self._find_staying()
+            residence.may_move = home is None or self._find_staying().find(home) is None
         return residence.may_move
 
     # -- actions --------------------------------------------------------------------------------------------------
@@ -324,23 +326,23 @@ class Engine:
         if not recording.calls or any(leaf.id < 0 or not leaf.views for leaf in recording.leaves):
             return False
         residence.recording = recording
-        for leaf in recording.leaves:
-            leaf.dependents += 1
+        for read in (*recording.leaves, *recording.sources):
+            read.readers.add(residence)
         return True
 
     def _forget_recording(self, residence: Residence) -> None:
         recording, residence.recording = residence.recording, None
         if recording is not None:
-            for leaf in recording.leaves:
-                leaf.dependents -= 1
-                self._free_if_unused(leaf)
+            for read in (*recording.leaves, *recording.sources):
+                read.readers.discard(residence)
+                self._free_if_unused(read)
 
     def _recompute(self, action: Recompute) -> None:
         outputs = [self._bound[storage] for storage in action.outputs]
         recordings = [residence.recording for residence in outputs if residence.recording is not None]
         if len(recordings) != len(outputs):
             raise InternalError(f"segment {action.segment} was not recorded")
-        with Hidden():
+        with Below(self.recorder):
             replay(recordings, outputs)
         self.recomputed += 1
         for residence in outputs:
@@ -348,9 +350,23 @@ class Engine:
             self._identities.put(residence.storage, residence)
             self._forget_recording(residence)
 
+    def about_to_write(self, tensor: torch.Tensor) -> None:
+        """An op will write to a tensor. What is to be computed from its present contents is computed now."""
+        storage = get_any_storage(tensor)
+        residence = None if storage is None else self._identities.find(storage)
+        if residence is not None and residence.readers:
+            with self._lock:
+                self._follower.stop("an op writes to what a replay would read")
+
+    def finish(self) -> None:
+        """The step is over, and nobody watches writes from now on: no graph that lives on may rest on a replay."""
+        if any(residence.recording is not None for residence in self._bound.values()):
+            with self._lock:
+                self._follower.stop("it ended before its backward pass did")
+
     def written(self, tensor: torch.Tensor) -> None:
         """An op has written to a tensor in place. What autograd then finds is what was written, as without us."""
-        storage = get_plain_storage(tensor)
+        storage = get_any_storage(tensor)
         residence = None if storage is None else self._identities.find(storage)
         if residence is None or not residence.views:
             return

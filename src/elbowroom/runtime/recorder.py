@@ -72,6 +72,7 @@ class Recording:
     Attributes:
         calls: the ops, by tick, in order; none if nothing here makes the target.
         leaves: what the replay reads from autograd's claims.
+        sources: what it reads of the program's own: parameters, buffers, inputs.
     """
 
     def __init__(self, calls: Mapping[int, Call], target: Residence) -> None:
@@ -85,6 +86,8 @@ class Recording:
         self.calls = dict(reversed(taken))
         made = {slot.residence for call in self.calls.values() for slot in call.results}
         self.leaves = tuple(residence for residence in needed if residence not in made)
+        slots = [slot for _, call in taken for slot in iterate_slots((call.args, call.kwargs))]
+        self.sources = tuple({slot.residence for slot in slots if slot.kept is not None})
 
 
 def replay(recordings: Iterable[Recording], outputs: Sequence[Residence]) -> None:
@@ -147,7 +150,7 @@ class Recorder(Watcher):
         trace, plan: what is expected, and which of it is wanted.
         find_residence: the residence of a storage, made if there is none.
         on_drift: told why, once, if the step's ops are not the trace's.
-        on_write: as for a Watcher.
+        before_write, on_write: as for a Watcher.
     """
 
     def __init__(
@@ -156,9 +159,10 @@ class Recorder(Watcher):
         plan: Plan,
         find_residence: Callable[[torch.UntypedStorage], Residence],
         on_drift: Callable[[str], None],
+        before_write: Callable[[torch.Tensor], None],
         on_write: Callable[[torch.Tensor], None],
     ) -> None:
-        super().__init__(on_write)
+        super().__init__(before_write, on_write)
         self._ops: Sequence[Op] = trace.ops
         self._find_residence, self._on_drift = find_residence, on_drift
         self._wanted = frozenset(tick for segment in plan.segments for tick in segment.ops)

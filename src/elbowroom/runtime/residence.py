@@ -68,11 +68,11 @@ class Residence:
         ghost: the storage that was let go last, for as long as the program still holds it.
         copy: its contents in the tier below, if it was ever offloaded.
         recording: how it is computed again, while it is dropped.
-        dependents: dropped storages whose replay reads this one.
+        readers: dropped storages whose replay reads this one.
         may_move: whether it may leave the device; None until somebody asks.
     """
 
-    __slots__ = ("copy", "dependents", "ghost", "id", "may_move", "nbytes", "recording", "storage", "views")
+    __slots__ = ("copy", "ghost", "id", "may_move", "nbytes", "readers", "recording", "storage", "views")
 
     def __init__(self, nbytes: int) -> None:
         self.id = -1
@@ -82,7 +82,7 @@ class Residence:
         self.ghost: weakref.ref[torch.UntypedStorage] | None = None
         self.copy: Copy | None = None
         self.recording: Recording | None = None
-        self.dependents = 0
+        self.readers: set[Residence] = set()
         self.may_move: bool | None = None
 
     def find_storage(self) -> torch.UntypedStorage | None:

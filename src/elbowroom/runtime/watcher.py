@@ -19,7 +19,8 @@ class Watcher(TorchDispatchMode):
     """Reports writes.
 
     Args:
-        on_write: told of each tensor that an op has just written to in place.
+        before_write: told of each tensor that an op is about to write to in place.
+        on_write: told of the same tensor when it has been written to.
 
     Attributes:
         pauses: how many contexts there are in which ops are not part of the step.
@@ -27,9 +28,9 @@ class Watcher(TorchDispatchMode):
     Cost: a few microseconds an op.
     """
 
-    def __init__(self, on_write: Callable[[torch.Tensor], None]) -> None:
+    def __init__(self, before_write: Callable[[torch.Tensor], None], on_write: Callable[[torch.Tensor], None]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._on_write = on_write
+        self._before_write, self._on_write = before_write, on_write
         self.pauses = 0
 
     def __torch_dispatch__(
@@ -38,10 +39,19 @@ class Watcher(TorchDispatchMode):
         kwargs = kwargs or {}
         if self.pauses:
             return func(*args, **kwargs)
+        places = find_written(func)
+        if not places:
+            return self._run(func, args, kwargs)
+        written = [
+            tensor
+            for position, name in places
+            for tensor in iterate_tensors(args[position] if position < len(args) else kwargs.get(name))
+        ]
+        for tensor in written:
+            self._before_write(tensor)
         result = self._run(func, args, kwargs)
-        for position, name in find_written(func):
-            for tensor in iterate_tensors(args[position] if position < len(args) else kwargs.get(name)):
-                self._on_write(tensor)
+        for tensor in written:
+            self._on_write(tensor)
         return result
 
     def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

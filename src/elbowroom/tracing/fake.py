@@ -27,6 +27,7 @@ from elbowroom.ir.trace import Trace
 from elbowroom.tracing.live import count_state
 from elbowroom.tracing.residents import list_residents
 from elbowroom.tracing.tracer import Tracer, telling_gradients
+from elbowroom.tracing.undo import undone
 
 SETTLING_STEPS = 3
 """A first step is not like the others: optimizers make their state in it."""
@@ -42,7 +43,8 @@ def capture_fake(
 ) -> Trace:
     """What `step` does once it has settled, without running it.
 
-    The model's and the optimizers' tensors are replaced by fake ones meanwhile and put back.
+    The model's and the optimizers' tensors are replaced by fake ones meanwhile and put back, and so is what the step
+    changes in the attributes of its modules, optimizers and schedulers.
 
     Raises:
         UsageError: fake tensors are in use already, and two kinds of them do not mix.
@@ -51,9 +53,8 @@ def capture_fake(
     if any(isinstance(each, FakeTensorMode) for each in _get_current_dispatch_mode_stack()):
         raise UsageError("a FakeTensorMode is active; capture the step outside of it")
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    random_state = torch.get_rng_state()
     try:
-        with _replaced_by_fakes(mode, model, optimizers), mode:
+        with undone(model, optimizers), _replaced_by_fakes(mode, model, optimizers), mode:
             if not count_state(optimizers):
                 step()  # to make it, which takes half as long where nobody writes it down
             for _ in range(SETTLING_STEPS):
@@ -75,14 +76,12 @@ def capture_fake(
             f"the step cannot be captured on fake tensors ({type(error).__name__}: {str(error).splitlines()[0]}); "
             "leave out `step=` and the first real step is captured instead"
         ) from error
-    finally:
-        torch.set_rng_state(random_state)
 
 
 def _run(
     step: Callable[[], Any], model: torch.nn.Module, optimizers: Sequence[Optimizer], name: str, device: torch.device
 ) -> Trace:
-    tracer = Tracer(name, device, list_residents(model, optimizers))
+    tracer = Tracer(name, device, list_residents(model, optimizers), fake=True)
     saved = _Hooks(tracer)
     with tracer, telling_gradients(tracer, model), torch.autograd.graph.saved_tensors_hooks(saved.pack, saved.unpack):
         result = step()
@@ -106,7 +105,7 @@ class _Hooks:
     def pack(self, tensor: torch.Tensor) -> Any:
         with Paused((self._tracer,)):
             save = self._tracer.saved(tensor)
-            storage = get_plain_storage(tensor)
+            storage = get_plain_storage(tensor, fake=True)
             if storage is None or isinstance(tensor, torch.nn.Parameter) or not isinstance(tensor, FakeTensor):
                 handle = _Handle(save, (tensor.detach(),))
             else:

@@ -8,6 +8,7 @@ autograd's cannot be told apart.
 from __future__ import annotations
 
 import contextlib
+import functools
 import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -46,6 +47,7 @@ class Tracer(TorchDispatchMode):
         residents: (tensor, role, label) of what is there before the step: parameters, buffers, optimizer state.
         on_write: told of each tensor that an op has just written to in place.
         meter: told of each op.
+        fake: whether the step runs on fake tensors.
 
     Attributes:
         pauses: how many contexts there are in which ops are not part of the step.
@@ -60,8 +62,10 @@ class Tracer(TorchDispatchMode):
         *,
         on_write: Callable[[torch.Tensor], None] | None = None,
         meter: Meter | None = None,
+        fake: bool = False,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self._get_storage = functools.partial(get_plain_storage, fake=fake)
         self._name, self._device, self._on_write, self._meter = name, device, on_write, meter
         self.own_seconds = 0.0
         self._tick = 0
@@ -161,7 +165,7 @@ class Tracer(TorchDispatchMode):
     def needed(self, save: int, given: torch.Tensor) -> None:
         """Autograd asks for a save and is `given` this tensor."""
         self._needs.append([self._tick, save, -1])
-        storage = get_plain_storage(given)
+        storage = self._get_storage(given)
         if storage is not None:
             if self._lookup(storage) is None and self._saves[save][1] >= 0:
                 self._returned.put(storage, self._seen[self._saves[save][1]])
@@ -238,14 +242,14 @@ class Tracer(TorchDispatchMode):
     # -- storages -------------------------------------------------------------------------------------------------
 
     def _find(self, tensor: torch.Tensor) -> _Seen | None:
-        storage = get_plain_storage(tensor)
+        storage = self._get_storage(tensor)
         return None if storage is None else self._lookup(storage)
 
     def _lookup(self, storage: torch.UntypedStorage) -> _Seen | None:
         return self._identities.find(storage) or self._returned.find(storage)
 
     def _identify(self, tensor: torch.Tensor, role: Role, created: int, label: str) -> _Seen | None:
-        storage = get_plain_storage(tensor)
+        storage = self._get_storage(tensor)
         if storage is None or tensor.device.type != self._device.type:
             return None
         seen = self._lookup(storage)
