@@ -7,7 +7,6 @@ import dataclasses
 import logging
 import statistics
 import time
-import weakref
 from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import Any
 
@@ -20,6 +19,7 @@ from elbowroom.errors import TraceError, UsageError
 from elbowroom.hardware.memory import cut_blocks_to_size, trim_allocator, tune_allocator
 from elbowroom.hardware.probe import probe
 from elbowroom.hooks.identity import Identities
+from elbowroom.hooks.mark import is_marked, mark, unmark
 from elbowroom.hooks.meter import Meter, make_meter
 from elbowroom.ir.costs import Costs, Measurements
 from elbowroom.ir.forecast import Forecast
@@ -55,18 +55,6 @@ MOST_STEPS_BETWEEN_CAPTURES = 64
 EVERYTHING_FITS = "nothing to do"
 """The name of the empty plan that is carried out by not attaching anything."""
 
-_MARK = "_elbowroom_room"
-
-
-class _Mark:
-    """Says that a model has a room. A copy of the model, or one that was pickled, is another model and has none."""
-
-    def __init__(self, model: torch.nn.Module) -> None:
-        self.model = weakref.ref(model)
-
-    def __reduce__(self) -> tuple[type[None], tuple[()]]:
-        return type(None), ()
-
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Planned:
@@ -97,8 +85,7 @@ class Room:
         step: Callable[[], Any] | None = None,
         profile: HardwareProfile | None = None,
     ) -> None:
-        mark = model.__dict__.get(_MARK)
-        if isinstance(mark, _Mark) and mark.model() is model:
+        if is_marked(model):
             raise UsageError("this model already has a room; call its detach() first")
         self.budget_bytes, self.config = budget_bytes, config
         self.planned: Planned | None = None
@@ -125,7 +112,7 @@ class Room:
             tune_allocator(release_pages=config.release_pages)
         else:
             cut_blocks_to_size()
-        model.__dict__[_MARK] = _Mark(model)
+        mark(model)
         self._detached = False
 
     # -- what the user calls --------------------------------------------------------------------------------------
@@ -176,7 +163,7 @@ class Room:
             return
         self._detached = True
         self._engine = None
-        self._model.__dict__.pop(_MARK, None)
+        unmark(self._model)
         self._transfers.close()
 
     def __del__(self) -> None:

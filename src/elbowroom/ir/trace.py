@@ -143,16 +143,33 @@ class Gap:
     closes: int
 
 
-def find_gaps(trace: Trace) -> dict[int, tuple[Gap, ...]]:
-    """The gaps of every storage that was saved and is needed again, by storage id."""
-    first_save: dict[int, int] = {}
+def find_claims(trace: Trace) -> dict[int, tuple[tuple[int, int], ...]]:
+    """Autograd's claims on every storage that was saved, by storage id, in order.
+
+    A claim begins with a save and ends before the tick at which the last handle is released; a storage that is saved
+    anew after that has another claim.
+    """
+    found: dict[int, list[tuple[int, int]]] = {}
     for save in trace.saves:
-        first_save.setdefault(save.storage, save.tick)
+        claims = found.setdefault(save.storage, [])
+        if claims and save.tick < claims[-1][1]:
+            begin, end = claims[-1]
+            claims[-1] = (begin, max(end, save.released))
+        else:
+            claims.append((save.tick, save.released))
+    return {storage: tuple(claims) for storage, claims in found.items()}
+
+
+def find_gaps(trace: Trace) -> dict[int, tuple[Gap, ...]]:
+    """The gaps of every storage that was saved and is needed again, by storage id. A gap lies within one claim."""
+    claims = find_claims(trace)
     found: dict[int, list[Gap]] = {}
     for need in trace.needs:
         storage = trace.saves[need.save].storage
         gaps = found.setdefault(storage, [])
-        opens = gaps[-1].closes if gaps else first_save[storage]
+        opens = max(begin for begin, _ in claims[storage] if begin < need.tick)
+        if gaps:
+            opens = max(opens, gaps[-1].closes)
         gaps.append(Gap(storage=storage, index=len(gaps), opens=opens, closes=need.tick))
     return {storage: tuple(gaps) for storage, gaps in found.items()}
 

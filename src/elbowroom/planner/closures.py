@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 
-from elbowroom.ir.trace import LASTING, Op, Trace
+from elbowroom.ir.trace import LASTING, Op, Trace, find_claims
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -38,14 +38,11 @@ class Closures:
         for op in trace.ops:
             for view in op.writes:
                 self._writers[view.storage].append(op)
-        self._claims: dict[int, tuple[int, int]] = {}
-        for save in trace.saves:
-            begin, end = self._claims.get(save.storage, (save.tick, save.released))
-            self._claims[save.storage] = (begin, max(end, save.released))
+        self._claims = find_claims(trace)
 
-    def first_save(self, storage: int) -> int:
-        """Tick of a storage's first save; -1 if it is never saved (the program holds it then)."""
-        return self._claims.get(storage, (-1, -1))[0]
+    def claim_at(self, storage: int, tick: int) -> int:
+        """The tick of the save that began the claim on a storage at `tick`; -1 if there is none there."""
+        return next((begin for begin, end in self._claims.get(storage, ()) if begin < tick < end), -1)
 
     def find(self, target: int, tick: int, is_dropped: Callable[[int], bool]) -> Closure | None:
         """How to make `target` at `tick`, when the storages for which `is_dropped` holds are not there.
@@ -91,8 +88,7 @@ class Closures:
             if not home.created < tick < home.released:
                 return False
         else:
-            begin, end = self._claims.get(storage, (tick, tick))
-            if is_dropped(storage) or not begin < tick < end:
+            if is_dropped(storage) or self.claim_at(storage, tick) < 0:
                 return False
         # Its contents must be those that were read: no write may lie between the read and the replay.
         writes = [op.tick for op in self._writers[storage] if op.tick < tick]

@@ -68,10 +68,13 @@ class Drafter:
             return None
         segments, segment_of, wanted = built
         decisions = self._schedule(draft, wanted)
+        runs: dict[int, int] = {}  # when each segment is replayed
+        for key, segment in segment_of.items():
+            runs[segment] = min(runs.get(segment, self.gaps[key].closes), self.gaps[key].closes)
         for key, segment in segment_of.items():
             storage, index = key
             # A dropped storage lives on in its leaves, so they must have been saved before it goes.
-            leaves = (self.closures.first_save(leaf) for leaf in segments[segment].leaves)
+            leaves = (self.closures.claim_at(leaf, runs[segment]) for leaf in segments[segment].leaves)
             leave = max(self.gaps[key].opens, *leaves, 0)
             if leave >= self.gaps[key].closes:
                 return None
@@ -137,12 +140,13 @@ class Drafter:
                 moves.append((gap, option, min([*early, gap.closes])))
         moves.sort(key=lambda move: (move[0].opens, move[0].storage))
         releases: dict[Key, int] = {}
-        copied: set[int] = set()
+        copied: set[Key] = set()  # a copy lasts as long as its claim
         lane_free = 0.0
         for gap, option, _ in moves:
             releases[gap.storage, gap.index] = gap.opens
-            if gap.storage not in copied:
-                copied.add(gap.storage)
+            claim = (gap.storage, self.closures.claim_at(gap.storage, gap.closes))
+            if claim not in copied:
+                copied.add(claim)
                 lane_free = max(lane_free, self.begins[gap.opens]) + offload_seconds(link, storages[gap.storage].nbytes)
                 if not option.hurry:
                     releases[gap.storage, gap.index] = self._event_after(lane_free, gap.opens)

@@ -16,7 +16,7 @@ import itertools
 
 from elbowroom.ir.costs import Costs
 from elbowroom.ir.plan import Choice, Decision, Plan
-from elbowroom.ir.trace import Gap, Trace, find_gaps
+from elbowroom.ir.trace import Gap, Trace, find_claims, find_gaps
 
 Span = tuple[int, int]
 """From the beginning of one entry to the beginning of another."""
@@ -33,10 +33,7 @@ class Lifetimes:
     def __init__(self, trace: Trace, plan: Plan | None = None) -> None:
         self.trace = trace
         self.gaps = find_gaps(trace)
-        self.claims: dict[int, Span] = {}
-        for save in trace.saves:
-            begin, end = self.claims.get(save.storage, (save.tick, save.released))
-            self.claims[save.storage] = (begin, max(end, save.released))
+        self.claims = find_claims(trace)
         self._nodes: dict[int, list[Span]] = {}
         for need in trace.needs:
             self._nodes.setdefault(trace.saves[need.save].storage, []).append((need.tick, need.released))
@@ -49,12 +46,13 @@ class Lifetimes:
         """The joined spans during which a storage is on the device, in order."""
         home = self.trace.storages[storage]
         spans = [(home.created, home.released), *self._nodes.get(storage, ())]
-        if storage in self.claims:
-            begin, end = self.claims[storage]
+        for begin, end in self.claims.get(storage, ()):
+            since = begin
             for decision in self.decisions.get(storage, ()):
-                spans.append((begin, self._leaves(decision) + 1))
-                begin = min(decision.back, end)
-            spans.append((begin, end))
+                if begin <= decision.leave < end:
+                    spans.append((since, self._leaves(decision) + 1))
+                    since = min(decision.back, end)
+            spans.append((since, end))
         return _join(spans)
 
     def is_there(self, storage: int, tick: int) -> bool:
@@ -83,8 +81,7 @@ class Lifetimes:
             nbytes = -(-storage.nbytes // costs.alignment_bytes) * costs.alignment_bytes
             home = (storage.created, storage.released)
             spans = [home, *self._nodes.get(storage.id, ())]
-            if storage.id in self.claims:
-                spans.append(self.claims[storage.id])
+            spans.extend(self.claims.get(storage.id, ()))
             for begin, end in _join(spans):
                 change[max(begin, 0)] += nbytes
                 change[end] -= nbytes

@@ -23,7 +23,7 @@ from elbowroom.ir.costs import Costs
 from elbowroom.ir.events import Event, StorageFreed, StorageNeeded, StorageSaved
 from elbowroom.ir.forecast import Forecast
 from elbowroom.ir.plan import Plan
-from elbowroom.ir.trace import Trace
+from elbowroom.ir.trace import Trace, find_claims
 from elbowroom.residency.machine import Machine
 from elbowroom.residency.policies import planned
 from elbowroom.simulator.lanes import Lanes
@@ -71,11 +71,7 @@ class Replay:
             if storage.id not in saved:
                 _add_span(change, storage.created, storage.released, self.rounded[storage.id])
         self._unsaved = change
-        # The claim of a storage that never leaves: from its first save to the release of its last handle.
-        self._claims: dict[int, tuple[int, int]] = {}
-        for save in trace.saves:
-            begin, end = self._claims.get(save.storage, (save.tick, save.released))
-            self._claims[save.storage] = (begin, max(end, save.released))
+        self._claims = find_claims(trace)
 
     def run(self, plan: Plan) -> Forecast:
         """Forecast the step under a plan."""
@@ -177,12 +173,12 @@ class _Run:
     def _count(self) -> npt.NDArray[np.int64]:
         replay, trace = self.replay, self.replay.trace
         change = replay._unsaved.copy()
-        for storage, claim in replay._claims.items():
+        for storage, claims in replay._claims.items():
             spans = self.claims.get(storage)
             if spans is None:
-                spans = [claim]
+                spans = list(claims)  # it never leaves
             elif storage in self.held_since:
-                spans.append((self.held_since[storage], claim[1]))
+                spans.append((self.held_since[storage], claims[-1][1]))
             home = trace.storages[storage]
             spans = [(home.created, home.released), *spans, *replay._node_spans[storage]]
             for begin, end in _join(spans):
@@ -197,15 +193,14 @@ class _Run:
 
 def list_events(trace: Trace) -> list[Event]:
     """Saves, needs, and the end of every claim, in order; a claim that ends at tick t ends before entry t."""
-    ends: dict[int, int] = {}
     events: list[tuple[int, int, Event]] = []
     for save in trace.saves:
         events.append((save.tick, 1, StorageSaved(save.storage, save.tick)))
-        ends[save.storage] = max(ends.get(save.storage, 0), save.released)
     for need in trace.needs:
         events.append((need.tick, 1, StorageNeeded(trace.saves[need.save].storage, need.tick)))
-    for storage, tick in ends.items():
-        events.append((tick, 0, StorageFreed(storage, tick)))
+    for storage, claims in find_claims(trace).items():
+        for _, end in claims:
+            events.append((end, 0, StorageFreed(storage, end)))
     events.sort(key=lambda item: item[:2])
     return [event for _, _, event in events]
 
