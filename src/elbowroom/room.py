@@ -224,8 +224,8 @@ class Room:
         """A step that cannot be planned has been captured: later ones may differ, but not all of them pay for that."""
         if not self._futile_captures:
             logger.warning("step %d: %s", self._count - 1, why)
-        self._futile_captures += 1
         self._next_capture = self._count - 1 + min(2**self._futile_captures, MOST_STEPS_BETWEEN_CAPTURES)
+        self._futile_captures += 1
 
     def _run(
         self, engine: Engine | None, meter: Meter | None, capture: LiveCapture | None
