@@ -11,16 +11,14 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 import os
-import platform
 import statistics
 from typing import Any
 
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")
 
-import torch
+from writing import write_results
 
 import elbowroom
 from elbowroom.planner.problem import pose
@@ -106,10 +104,7 @@ def main() -> None:
         )
         print(f"{name:14}" + "".join(f"{cell:>20}" for cell in cells), flush=True)
         gc.collect()
-    if options.output:
-        with open(options.output, "w") as file:
-            json.dump({"machine": platform.processor(), "torch": torch.__version__, "threads": torch.get_num_threads(),
-                       "results": results}, file, indent=1)  # fmt: skip
+    write_results(options.output, results)
 
 
 if __name__ == "__main__":

@@ -10,16 +10,14 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 import os
-import platform
 import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
-import torch
+from writing import write_results
 
 import elbowroom
 from elbowroom.errors import Infeasible
@@ -93,10 +91,7 @@ def main() -> None:
         for strategy, plans in result["plan_seconds"].items():
             cells = ("-" if seconds is None else format_seconds(seconds) for seconds in plans.values())
             print(f"  {strategy:16}" + "".join(f"{cell:>12}" for cell in cells), flush=True)
-    if options.output:
-        with open(options.output, "w") as file:
-            json.dump({"machine": platform.processor(), "torch": torch.__version__, "threads": torch.get_num_threads(),
-                       "results": results}, file, indent=1)  # fmt: skip
+    write_results(options.output, results)
 
 
 if __name__ == "__main__":

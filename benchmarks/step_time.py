@@ -14,9 +14,7 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 import os
-import platform
 import statistics
 import time
 from collections.abc import Callable
@@ -27,6 +25,7 @@ os.environ.setdefault("KINETO_LOG_LEVEL", "99")
 
 import torch
 from torch.utils.checkpoint import checkpoint
+from writing import write_results
 
 import elbowroom
 from elbowroom.hardware.memory import tune_allocator
@@ -218,10 +217,7 @@ def main() -> None:
             f"  forecast: {format_bytes(result['forecast_peak_bytes'])}, {result['forecast_seconds']:.2f} s a step; "
             f"measured {statistics.median(result['seconds']['elbowroom']):.2f} s"
         )
-    if options.output:
-        with open(options.output, "w") as file:
-            json.dump({"machine": platform.processor(), "torch": torch.__version__, "threads": torch.get_num_threads(),
-                       "results": results}, file, indent=1)  # fmt: skip
+    write_results(options.output, results)
 
 
 if __name__ == "__main__":

@@ -1323,7 +1323,7 @@ def test_ctrl_c_while_waiting_for_a_transfer(
         monkeypatch.setattr(room._transfers, "finish", interrupted)
         for index in range(STEPS):
             if index == 4:
-                armed[:], waits[0] = [1 + at * (waits[0] - 1) // 5], 0
+                armed[:], waits[0] = [1 + 2 * at], 0
                 with pytest.raises(KeyboardInterrupt), room.step():
                     # As the step, without the optimizer, so that it can be done again.
                     made[0](batch(index)).square().mean().backward()

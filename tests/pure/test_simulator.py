@@ -10,13 +10,14 @@ from hypothesis import strategies as some
 
 from elbowroom.errors import TraceError
 from elbowroom.ir.costs import Costs
+from elbowroom.ir.events import StorageFreed
 from elbowroom.ir.forecast import Forecast
 from elbowroom.ir.hardware import Link
 from elbowroom.ir.plan import Choice, Decision, Plan, Segment
-from elbowroom.ir.trace import Role, Trace
+from elbowroom.ir.trace import Need, Role, Save, Storage, Trace, find_claims, find_gaps
 from elbowroom.planner.problem import plan
 from elbowroom.simulator.lanes import Lanes
-from elbowroom.simulator.replay import simulate
+from elbowroom.simulator.replay import list_events, simulate
 from tests.generators import Program, jobs, keep_everything, make_chain, make_costs, make_link
 from tests.oracles import count_live_bytes
 
@@ -228,3 +229,15 @@ def test_how_fast_anything_is_changes_no_byte(job: tuple[Trace, Costs]) -> None:
     made = plan(trace, costs, 10**9, strategy="offload_all", min_offload_bytes=1)
     slower = dataclasses.replace(costs, link=make_link(per_second=1.0))
     assert simulate(trace, slower, made).live_bytes == simulate(trace, costs, made).live_bytes
+
+
+def test_a_storage_may_be_claimed_more_than_once() -> None:
+    """Autograd lets go of it before it saves it anew: what is between the two is no gap."""
+    saves = tuple(Save(tick=tick, storage=0, released=released) for tick, released in ((0, 2), (1, 4), (4, 8)))
+    needs = tuple(Need(tick=tick, save=save, released=tick + 1) for tick, save in ((2, 1), (3, 1), (6, 2)))
+    home = Storage(id=0, nbytes=64, role=Role.ACTIVATION, created=-1, released=1, label="")
+    trace = Trace(name="", device="cpu", ops=(), storages=(home,), saves=saves, needs=needs, end=8)
+    assert find_claims(trace) == {0: ((0, 4), (4, 8))}
+    assert [(gap.opens, gap.closes) for gap in find_gaps(trace)[0]] == [(0, 2), (2, 3), (4, 6)]
+    freed = [event.tick for event in list_events(trace) if isinstance(event, StorageFreed)]
+    assert freed == [4, 8]

@@ -47,6 +47,7 @@ _TABLE: tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...] = (
         for name in (
             "mkldnn_enabled",
             "mkldnn_deterministic",
+            "nnpack_enabled",
             "cudnn_enabled",
             "cudnn_benchmark",
             "cudnn_deterministic",

@@ -25,11 +25,14 @@ class Option:
     Attributes:
         hurry: give the device's copy up as soon as it may leave, and wait for the transfer.
         late: reload on demand instead of in time.
+        release, back: offload: the ticks of these moves, where a strategy sets them itself (`ir.plan.Decision`).
     """
 
     choice: Choice
     hurry: bool = False
     late: bool = False
+    release: int | None = None
+    back: int | None = None
 
 
 Draft = dict[Key, Option]
@@ -143,12 +146,12 @@ class Drafter:
         copied: set[Key] = set()  # a copy lasts as long as its claim
         lane_free = 0.0
         for gap, option, _ in moves:
-            releases[gap.storage, gap.index] = gap.opens
+            releases[gap.storage, gap.index] = gap.opens if option.release is None else option.release
             claim = (gap.storage, self.closures.claim_at(gap.storage, gap.closes))
             if claim not in copied:
                 copied.add(claim)
                 lane_free = max(lane_free, self.begins[gap.opens]) + offload_seconds(link, storages[gap.storage].nbytes)
-                if not option.hurry:
+                if not option.hurry and option.release is None:
                     releases[gap.storage, gap.index] = self._event_after(lane_free, gap.opens)
         moves.sort(key=lambda move: (-move[2], move[0].storage))
         decisions = []
@@ -157,8 +160,8 @@ class Drafter:
             release = releases[gap.storage, gap.index]
             if release >= closes:
                 continue  # the link is too slow for this gap
-            back = closes
-            if not option.late:
+            back = closes if option.back is None else min(closes, option.back)
+            if not option.late and option.back is None:
                 lane_begin = min(lane_begin, self.begins[closes]) - reload_seconds(link, storages[gap.storage].nbytes)
                 # Not while the program still holds it: both would be there.
                 gone = max(self._next_event(release), self._event_after(0.0, storages[gap.storage].released))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from elbowroom._family import get, names
+from elbowroom._family import names
 from elbowroom.errors import Infeasible, InternalError
 from elbowroom.ir.check import check
 from elbowroom.ir.costs import Costs
@@ -13,6 +13,7 @@ from elbowroom.ir.plan import Choice, Plan
 from elbowroom.ir.trace import Trace
 from elbowroom.planner import strategies
 from elbowroom.planner.draft import Draft, Drafter, Option
+from elbowroom.planner.options import find_strategy
 from elbowroom.report.blocks import explain_blocks
 from elbowroom.report.lifetimes import Lifetimes
 from elbowroom.simulator.replay import Replay
@@ -30,13 +31,22 @@ class Problem:
 
     Attributes:
         budget_bytes: the device's.
+        host_bytes: what the tier below may hold at once; None for any amount.
         drafter: makes plans of drafts; `drafter.replay` forecasts them.
+        plain: forecast of the step without moves.
         floor: forecast of holding as little as can be; no plan has a lower peak.
     """
 
     budget_bytes: int
+    host_bytes: int | None
     drafter: Drafter
+    plain: Forecast
     floor: Forecast
+
+    def fits(self, forecast: Forecast) -> bool:
+        """Whether a forecast is within the budget of every tier."""
+        within_host = self.host_bytes is None or forecast.lower_tier_bytes <= self.host_bytes
+        return within_host and forecast.peak_bytes <= self.budget_bytes
 
 
 def plan(
@@ -46,17 +56,24 @@ def plan(
     *,
     strategy: str = "auto",
     min_offload_bytes: int = MIN_OFFLOAD_BYTES,
+    host_bytes: int | None = None,
 ) -> Plan:
     """Make a plan whose forecast peak is within `budget_bytes`.
+
+    Args:
+        strategy: a name, with options where wanted: "autoswap:score=doa".
+        min_offload_bytes: smaller storages always stay.
+        host_bytes: what the tier below may hold at once; None for any amount.
 
     Raises:
         Infeasible: no plan of this strategy is; it names the smallest budget that works.
         UnknownMember: there is no such strategy.
+        UsageError: it has no such option.
         TraceError: the costs belong to another trace.
     """
-    make_plan = get(strategies, strategy, "make_plan")
-    problem = pose(trace, costs, budget_bytes, min_offload_bytes=min_offload_bytes)
-    made: Plan = make_plan(problem)
+    make_plan = find_strategy(strategy)
+    problem = pose(trace, costs, budget_bytes, min_offload_bytes=min_offload_bytes, host_bytes=host_bytes)
+    made = make_plan(problem)
     check(trace, made)
     forecast = problem.drafter.replay.run(made)
     if forecast.peak_bytes > budget_bytes:
@@ -69,12 +86,26 @@ def plan(
     return made
 
 
-def pose(trace: Trace, costs: Costs, budget_bytes: int, *, min_offload_bytes: int = MIN_OFFLOAD_BYTES) -> Problem:
+def pose(
+    trace: Trace,
+    costs: Costs,
+    budget_bytes: int,
+    *,
+    min_offload_bytes: int = MIN_OFFLOAD_BYTES,
+    host_bytes: int | None = None,
+) -> Problem:
     """Prepare a problem."""
     drafter = Drafter(Replay(trace, costs), min_offload_bytes)
+    plain = drafter.finish({}, "plain", budget_bytes)
     lowest = drafter.finish(lowest_draft(drafter), "floor", budget_bytes)
-    assert lowest is not None  # it drops nothing
-    return Problem(budget_bytes=budget_bytes, drafter=drafter, floor=drafter.replay.run(lowest))
+    assert plain is not None and lowest is not None  # they drop nothing
+    return Problem(
+        budget_bytes=budget_bytes,
+        host_bytes=host_bytes,
+        drafter=drafter,
+        plain=drafter.replay.run(plain),
+        floor=drafter.replay.run(lowest),
+    )
 
 
 def lowest_draft(drafter: Drafter) -> Draft:

@@ -49,7 +49,7 @@ class Engine:
     """Runs one step.
 
     Args:
-        transfers: moves bytes; shared by the steps of a room.
+        transfers: moves bytes, for all steps of a room.
         device: storages elsewhere are left alone.
         list_staying: the storages that may not leave: parameters, buffers and what else outlives the step.
         min_bytes: smaller storages stay, where no plan says otherwise.
@@ -257,7 +257,9 @@ class Engine:
                 with Hidden():
                     residence.let_go()
             else:
-                self._machine.refuse(residence.id)  # it stays, since nothing could bring it back
+                self._machine.refuse(residence.id)
+                if dropped and self._may_move(residence.id):  # no way back as planned, and its room is spoken for
+                    self._carry_out(self._machine.evict([residence.id]))
         else:
             self._wait(residence)
 
@@ -383,8 +385,7 @@ class Engine:
     # -- storages -------------------------------------------------------------------------------------------------
 
     def _find_residence(self, storage: torch.UntypedStorage) -> Residence:
-        residence = self._identities.find(storage)
-        if residence is None:
+        if (residence := self._identities.find(storage)) is None:
             residence = Residence(storage.nbytes())
             self._identities.put(storage, residence)
         return residence

@@ -1,0 +1,71 @@
+"""A strategy and its options as one text: "autoswap", or "autoswap:score=doa,mode=zero_overhead".
+
+The options of a strategy are the keyword parameters of its `make_plan`; their defaults and annotations say what each
+may be, so a strategy declares them nowhere else.
+"""
+
+from __future__ import annotations
+
+import inspect
+import typing
+from collections.abc import Callable
+from typing import Any
+
+from elbowroom._family import get
+from elbowroom.errors import UsageError
+from elbowroom.ir.plan import Plan
+from elbowroom.planner import strategies
+
+ENTRY_POINT = "make_plan"
+
+
+def find_strategy(text: str) -> Callable[[Any], Plan]:
+    """What makes plans as `text` says.
+
+    Raises:
+        UnknownMember: there is no such strategy.
+        UsageError: it has no such option, or an option cannot have that value; lists what there is.
+    """
+    name, _, rest = text.partition(":")
+    make_plan = get(strategies, name, ENTRY_POINT)
+    known = list_options(name)
+    given: dict[str, Any] = {}
+    for item in filter(None, rest.split(",")):
+        option, equals, value = item.partition("=")
+        if option not in known or not equals or option in given:
+            there_are = ", ".join(f"{each}={describe(kind)}" for each, kind in known.items()) or "none"
+            raise UsageError(f"strategy {name}: {item!r} is not an option, or twice; there are: {there_are}")
+        given[option] = _read(known[option], value, f"strategy {name}: {option}")
+    return lambda problem: make_plan(problem, **given)
+
+
+def list_options(name: str) -> dict[str, Any]:
+    """The options of a strategy and the type of each.
+
+    Raises:
+        UnknownMember: there is no such strategy.
+    """
+    make_plan = get(strategies, name, ENTRY_POINT)
+    hints = typing.get_type_hints(make_plan)
+    parameters = inspect.signature(make_plan).parameters.values()
+    return {each.name: hints[each.name] for each in parameters if each.kind is inspect.Parameter.KEYWORD_ONLY}
+
+
+def describe(kind: Any) -> str:
+    """The values an option may have, for people."""
+    choices = typing.get_args(kind)
+    if choices:
+        return "|".join(map(str, choices))
+    return "true|false" if kind is bool else str(kind.__name__)
+
+
+def _read(kind: Any, text: str, what: str) -> Any:
+    choices = typing.get_args(kind) or ({"true": True, "false": False} if kind is bool else None)
+    if choices is None:
+        try:
+            return kind(text)
+        except ValueError:
+            raise UsageError(f"{what} is {describe(kind)}, not {text!r}") from None
+    if text not in choices:
+        raise UsageError(f"{what} is one of {describe(kind)}, not {text!r}")
+    return choices[text] if isinstance(choices, dict) else text
