@@ -63,9 +63,9 @@ class Replay:
         self._workspace = np.zeros(trace.end, dtype=np.int64)
         self._workspace[[op.tick for op in trace.ops]] = costs.workspace_bytes
         saved = {save.storage for save in trace.saves}
-        self._node_spans: dict[int, Spans] = {storage: [] for storage in saved}
+        self.node_spans: dict[int, Spans] = {storage: [] for storage in saved}
         for need in trace.needs:
-            self._node_spans[trace.saves[need.save].storage].append((need.tick, need.released))
+            self.node_spans[trace.saves[need.save].storage].append((need.tick, need.released))
         change = np.zeros(trace.end + 1, dtype=np.int64)
         for storage in trace.storages:
             if storage.id not in saved:
@@ -180,7 +180,7 @@ class _Run:
             elif storage in self.held_since:
                 spans.append((self.held_since[storage], claims[-1][1]))
             home = trace.storages[storage]
-            spans = [(home.created, home.released), *spans, *replay._node_spans[storage]]
+            spans = [(home.created, home.released), *spans, *replay.node_spans[storage]]
             for begin, end in _join(spans):
                 _add_span(change, begin, end, replay.rounded[storage])
         for storage, begin, end in self.doubles:

@@ -18,12 +18,15 @@ class Policy:
 
     def __init__(self, plan: Plan) -> None:
         moves: list[tuple[int, int, int, Intent]] = []
+        # Loaded by the need that ends one gap and given up again at once: the need is its reload.
+        given_up = {(decision.storage, decision.release) for decision in plan.decisions}
         for decision in plan.decisions:
             storage = decision.storage
             if decision.choice is Choice.OFFLOAD:
                 moves.append((decision.leave, _COPIES, storage, Offload(storage)))
                 moves.append((decision.release, _RELEASES, storage, Release(storage)))
-                moves.append((decision.back, _RELOADS, storage, Reload(storage)))
+                if (storage, decision.back) not in given_up or decision.back == decision.release:
+                    moves.append((decision.back, _RELOADS, storage, Reload(storage)))
             elif decision.choice is Choice.RECOMPUTE:
                 moves.append((decision.leave, _RELEASES, storage, Drop(storage, decision.segment)))
         moves.sort(key=lambda move: move[:3])

@@ -1,0 +1,69 @@
+"""Machine code of plain loops over arrays, where a compiler for Python is installed; the loops themselves where not.
+
+Machine code is kept on disk for the next process. The compiler would look at the age of a function's own file only,
+and not at that of the functions it calls in others; so the folder is named after all files that hold such loops.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import os
+import pathlib
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+try:
+    import numba
+except ImportError:  # everything works without, a hundred times slower
+    numba = None
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+IS_COMPILED = numba is not None
+
+prange = range if numba is None else numba.prange
+"""A loop whose turns do not depend on each other."""
+
+
+def compiled(function: Function) -> Function:
+    """The function in machine code, made when it is first called."""
+    return _compile(function)
+
+
+def inlined(function: Function) -> Function:
+    """As `compiled`, and written out wherever it is called: a call costs 2 ns for each array that is handed on."""
+    return _compile(function, inline="always")
+
+
+def compiled_in_parallel(function: Function) -> Function:
+    """As `compiled`, with its `prange` loops on all cores."""
+    return _compile(function, parallel=True)
+
+
+def _compile(function: Function, **options: Any) -> Function:
+    if numba is None:
+        return function
+    before = numba.config.CACHE_DIR
+    try:
+        numba.config.CACHE_DIR = _cache_folder()
+        made: Function = numba.njit(function, cache=True, error_model="numpy", **options)
+    except (RuntimeError, OSError):  # nowhere to write to: compiled in every process
+        made = numba.njit(function, error_model="numpy", **options)
+    finally:
+        numba.config.CACHE_DIR = before
+    return made
+
+
+@functools.cache
+def _cache_folder() -> str:
+    package = pathlib.Path(__file__).parents[1]
+    stamp = hashlib.sha256()
+    for path in sorted(package.glob("*/*.py")):
+        text = path.read_bytes()
+        if b"simulator.compiled import" in text:
+            stamp.update(text)
+    near = package / "__pycache__"
+    if not os.access(near if near.exists() else package, os.W_OK):
+        near = pathlib.Path(os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache") / "elbowroom"
+    return str(near / f"compiled-{stamp.hexdigest()[:16]}")

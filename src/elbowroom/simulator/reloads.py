@@ -1,0 +1,80 @@
+"""When reloads begin: in the order of use, as late as the link allows, and where there is room until the use."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from elbowroom.simulator.columns import Columns
+from elbowroom.simulator.compiled import compiled
+from elbowroom.simulator.segments import OFFLOAD
+from elbowroom.simulator.transit import AWAY, LOOK_AHEAD, Sweep, event_at, fetch, next_slot, slot_of
+
+
+@compiled
+def order_reloads(columns: Columns, slack: float, room: Sweep) -> None:
+    """Offloaded gaps by when they are wanted, and the latest time at which each reload can begin."""
+    moves, order, gaps, link = room.segments.moves, room.order, columns.gaps, columns.link[0]
+    count = 0
+    for gap in range(len(moves)):
+        if moves[gap].choice == OFFLOAD:
+            position = count
+            while position > 0 and moves[order[position - 1]].wanted > moves[gap].wanted:
+                order[position] = order[position - 1]
+                position -= 1
+            order[position] = gap
+            count += 1
+    free = np.inf
+    for position in range(count - 1, -1, -1):
+        gap = order[position]
+        took = link.back_latency + gaps[gap].nbytes / link.back_rate
+        free = min(free, room.events[event_at(columns.events, moves[gap].wanted)].begin) - took
+        moves[gap].latest = free - slack * took
+    room.clock[0].reloads = count
+
+
+@compiled
+def reload_early(columns: Columns, room: Sweep, budget_bytes: int, leaving: int, event: int) -> None:
+    """Begin the reloads that are due before the next event and have room until they are wanted.
+
+    `leaving`: bytes that were on their way out when the event began.
+    """
+    events, gaps, moves, clock = columns.events, columns.gaps, room.segments.moves, room.clock[0]
+    free, seen, chosen = clock.back_free, 0, 0
+    for position in range(clock.next_reload, clock.reloads):
+        gap = room.order[position]
+        if seen == LOOK_AHEAD or free > events[event + 1].begin + clock.late:
+            break
+        if moves[gap].latest > room.events[event + 1].begin:
+            break
+        seen += 1
+        if moves[gap].state != AWAY or moves[gap].release_event == event:
+            continue
+        if events[event].tick < gaps[gap].released:
+            continue
+        clock.blocked = _find_block(columns, room, budget_bytes, leaving, event, gap)
+        if clock.blocked >= 0:
+            break
+        free += columns.link[0].back_latency + gaps[gap].nbytes / columns.link[0].back_rate
+        spot = chosen  # within one event, moves are carried out in order of storage
+        while spot > 0 and gaps[room.chosen[spot - 1]].storage > gaps[gap].storage:
+            room.chosen[spot] = room.chosen[spot - 1]
+            spot -= 1
+        room.chosen[spot] = gap
+        chosen += 1
+    for index in range(chosen):
+        fetch(events, gaps, columns.link, moves, room.clock, room.chosen[index], event)
+
+
+@compiled
+def _find_block(columns: Columns, room: Sweep, budget_bytes: int, leaving: int, event: int, gap: int) -> int:
+    """The last slot in which a reload that begins now has no room; without one, -1, and its room is taken."""
+    begin, window = columns.events[event].at, next_slot(columns.events, event, len(columns.slots))
+    end = slot_of(columns.events, room.segments.moves[gap].wanted)
+    nbytes = columns.gaps[gap].rounded
+    for slot in range(end - 1, begin - 1, -1):
+        extra = leaving if slot == begin else (room.clock[0].leaving if slot < window else 0)
+        if room.profile[slot] + extra + nbytes > budget_bytes:
+            return slot
+    for slot in range(begin, end):
+        room.profile[slot] += nbytes
+    return -1

@@ -1,0 +1,273 @@
+"""Which ops are replayed for given choices, when, and what that takes: the compiled twin of `planner.closures`.
+
+Dropped gaps are looked at in order of their closes. What a replay makes on its way stays, where it was dropped too and
+is still awaited; so one replay can end several absences.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from elbowroom.simulator.columns import Array, Columns, make_records
+from elbowroom.simulator.compiled import compiled, inlined
+
+KEEP, OFFLOAD, RECOMPUTE = 0, 1, 2
+
+_MOVE = {
+    "choice": "i8",
+    "segment": "i8",  # that ends a drop; -1
+    "leave": "i8",  # tick from which it may be dropped
+    "back": "i8",  # tick at which a replay makes it again
+    "wanted": "i8",  # tick of the first replay that reads it, else its close
+    # What follows is the sweep's.
+    "state": "i8",
+    "release_event": "i8",  # -1: never
+    "back_event": "i8",
+    "ready": "f8",  # when its reload is over
+    "latest": "f8",  # when its reload must begin, in stretched time
+}
+_SEGMENT = {
+    "event": "i8",  # at which it runs
+    "seconds": "f8",
+    "spike": "i8",  # bytes beyond what it leaves behind
+    "ops_start": "i8",
+    "leaves_start": "i8",
+}
+_STORAGE_MARK = {
+    "made": "i8",  # stamps: the last search that made, read, held it
+    "leaf": "i8",
+    "live": "i8",
+    "limit": "i8",  # writers before this tick are wanted
+    "last_use": "i8",  # position among the ops of the segment
+}
+_COUNT = {"segments": "i8", "ops": "i8", "leaves": "i8", "stamp": "i8"}
+
+
+class Segments(NamedTuple):
+    """Room for the segments of one vector of choices; used again and again."""
+
+    moves: Array  # per gap
+    segments: Array  # the last record in use is there for the end of the last lists
+    ops: Array  # op indices, in order
+    leaves: Array  # storages, sorted
+    marks: Array  # per storage
+    op_marks: Array  # per op: the last search that took it
+    stack: Array  # pairs of storage and limit
+    count: Array  # one record
+
+
+def make_segments(columns: Columns) -> Segments:
+    """Room for the segments of one trace."""
+    gaps, views = len(columns.gaps), len(columns.reads) + len(columns.writes)
+    return Segments(
+        moves=make_records(_MOVE, gaps),
+        segments=make_records(_SEGMENT, gaps + 1),
+        ops=np.zeros(4 * len(columns.ops) + 16, dtype=np.int64),
+        leaves=np.zeros(4 * views + 16, dtype=np.int64),
+        marks=make_records(_STORAGE_MARK, len(columns.storages)),
+        op_marks=np.zeros(len(columns.ops), dtype=np.int64),
+        stack=np.zeros(2 * (views + 8), dtype=np.int64),
+        count=make_records(_COUNT, 1),
+    )
+
+
+@compiled
+def find_segments(columns: Columns, room: Segments) -> int:
+    """Fill `room` for the recomputed gaps among `room.moves`.
+
+    Returns:
+        -1, or the first gap that cannot be recomputed under these choices.
+
+    Cost: linear in the ops replayed.
+    """
+    moves, gaps, count = room.moves, columns.gaps, room.count[0]
+    count.segments = count.ops = count.leaves = 0
+    for gap in range(len(moves)):
+        moves[gap].segment = -1
+        moves[gap].wanted = gaps[gap].closes
+    for gap in range(len(moves)):
+        if moves[gap].choice == RECOMPUTE and moves[gap].segment < 0 and not _add_segment(columns, gap, room):
+            return gap
+    for gap in range(len(moves)):
+        if moves[gap].segment >= 0:
+            segment = moves[gap].segment
+            # A dropped storage lives on in the leaves of its replay, so they must have been saved before it goes.
+            tick = columns.events[room.segments[segment].event].tick
+            leave = gaps[gap].opens
+            for index in range(room.segments[segment].leaves_start, room.segments[segment + 1].leaves_start):
+                leave = max(leave, _claim_at(columns.storages, columns.claims, room.leaves[index], tick))
+            if leave >= gaps[gap].closes or leave >= moves[gap].back:
+                return gap
+            moves[gap].leave = leave
+    return -1
+
+
+@compiled
+def _add_segment(columns: Columns, target: int, room: Segments) -> bool:
+    count, storages, gaps, moves, marks = room.count[0], columns.storages, columns.gaps, room.moves, room.marks
+    tick = gaps[target].closes
+    segment = count.segments
+    count.stamp += 1
+    stamp = count.stamp
+    ops_begin, leaves_begin = count.ops, count.leaves
+    if not _search(columns, gaps[target].storage, tick, room):
+        return False
+    ops, leaves = room.ops[ops_begin : count.ops], room.leaves[leaves_begin : count.leaves]
+    ops[:] = np.sort(ops)
+    leaves[:] = np.sort(leaves)
+    for op in ops:
+        for index in range(columns.ops[op].writes_start, columns.ops[op + 1].writes_start):
+            if marks[columns.writes[index]].leaf == stamp:
+                return False  # a storage that is made here cannot at the same time be read from outside
+    for op in ops:
+        for index in range(columns.ops[op].writes_start, columns.ops[op + 1].writes_start):
+            storage = columns.writes[index]
+            last = columns.writers[storages[storage + 1].writers_start - 1]
+            if marks[storage].made != stamp or columns.ops[last].tick >= marks[storage].limit:
+                continue
+            gap = _dropped_gap(storages, columns.gap_lists, gaps, moves, storage, tick)
+            if gap >= 0:
+                moves[gap].segment = segment
+                moves[gap].back = tick
+    for leaf in leaves:
+        for index in range(storages[leaf].gaps_start, storages[leaf + 1].gaps_start):
+            gap = columns.gap_lists[index]
+            if gaps[gap].opens < tick < gaps[gap].closes:
+                moves[gap].wanted = min(moves[gap].wanted, tick)
+    room.segments[segment].event = gaps[target].close_event
+    room.segments[segment].ops_start, room.segments[segment].leaves_start = ops_begin, leaves_begin
+    room.segments[segment + 1].ops_start, room.segments[segment + 1].leaves_start = count.ops, count.leaves
+    count.segments += 1
+    _walk(columns, ops, segment, room)
+    return True
+
+
+@compiled
+def _search(columns: Columns, target: int, tick: int, room: Segments) -> bool:
+    """Collect the ops that make `target` anew at `tick`, and the leaves they read."""
+    count, storages, marks, stack = room.count[0], columns.storages, room.marks, room.stack
+    stamp = count.stamp
+    stack[0], stack[1] = target, tick
+    height = 1
+    while height > 0:
+        height -= 1
+        storage, limit = stack[2 * height], stack[2 * height + 1]
+        if marks[storage].made == stamp and marks[storage].limit >= limit:
+            continue
+        marks[storage].made, marks[storage].limit = stamp, limit
+        if storages[storage].created < 0:
+            return False
+        for position in range(storages[storage].writers_start, storages[storage + 1].writers_start):
+            op = columns.writers[position]
+            if columns.ops[op].tick >= limit:
+                break
+            if room.op_marks[op] == stamp:
+                continue
+            if columns.ops[op].barrier or count.ops >= len(room.ops):
+                return False
+            room.op_marks[op] = stamp
+            room.ops[count.ops] = op
+            count.ops += 1
+            for index in range(columns.ops[op].reads_start, columns.ops[op + 1].reads_start):
+                read = columns.reads[index].storage
+                if marks[read].leaf == stamp:
+                    if _is_there(columns, room.moves, read, columns.reads[index].version, tick):
+                        continue
+                elif _is_there(columns, room.moves, read, columns.reads[index].version, tick):
+                    if count.leaves >= len(room.leaves):
+                        return False
+                    marks[read].leaf = stamp
+                    room.leaves[count.leaves] = read
+                    count.leaves += 1
+                    continue
+                stack[2 * height], stack[2 * height + 1] = read, columns.ops[op].tick
+                height += 1
+    return True
+
+
+@compiled
+def _is_there(columns: Columns, moves: Array, storage: int, version: int, tick: int) -> bool:
+    storages = columns.storages
+    if storages[storage].lasting:
+        if not storages[storage].created < tick < storages[storage].released:
+            return False
+    else:
+        claimed = _claim_at(storages, columns.claims, storage, tick) >= 0
+        if not claimed or _dropped_gap(storages, columns.gap_lists, columns.gaps, moves, storage, tick) >= 0:
+            return False
+    writes = 0  # before the replay: its contents must be those that were read
+    for position in range(storages[storage].writers_start, storages[storage + 1].writers_start):
+        if columns.ops[columns.writers[position]].tick >= tick:
+            break
+        writes += 1
+    return bool(writes - (1 if storages[storage].created >= 0 else 0) == version)
+
+
+@inlined
+def _claim_at(storages: Array, claims: Array, storage: int, tick: int) -> int:
+    found = -1
+    for index in range(storages[storage].claims_start, storages[storage + 1].claims_start):
+        if claims[index].begin < tick < claims[index].end and found < 0:
+            found = claims[index].begin
+    return found
+
+
+@inlined
+def _dropped_gap(storages: Array, gap_lists: Array, gaps: Array, moves: Array, storage: int, tick: int) -> int:
+    """The gap in which a storage is dropped at `tick` and not yet there again; -1 if there is none."""
+    found = -1
+    for index in range(storages[storage].gaps_start, storages[storage + 1].gaps_start):
+        gap = gap_lists[index]
+        if gaps[gap].opens < tick <= gaps[gap].closes and moves[gap].choice == RECOMPUTE and moves[gap].segment < 0:
+            found = gap
+            break
+    return found
+
+
+@compiled
+def _walk(columns: Columns, ops: Array, segment: int, room: Segments) -> None:
+    """Seconds of a replay, and its peak bytes minus those of the outputs that stay."""
+    marks, stamp, storages = room.marks, room.count[0].stamp, columns.storages
+    for position in range(len(ops)):
+        op = ops[position]
+        for index in range(columns.ops[op].reads_start, columns.ops[op + 1].reads_start):
+            marks[columns.reads[index].storage].last_use = position
+        for index in range(columns.ops[op].writes_start, columns.ops[op + 1].writes_start):
+            marks[columns.writes[index]].last_use = position
+    live, peak, stays, seconds = 0, 0, 0, 0.0
+    for position in range(len(ops)):
+        op = ops[position]
+        seconds += columns.ops[op].seconds
+        for index in range(columns.ops[op].writes_start, columns.ops[op + 1].writes_start):
+            storage = columns.writes[index]
+            if marks[storage].leaf != stamp and marks[storage].live != stamp:
+                marks[storage].live = stamp
+                live += storages[storage].rounded
+        peak = max(peak, live + columns.ops[op].workspace)
+        for index in range(columns.ops[op].reads_start, columns.ops[op + 1].reads_start):
+            live -= _let_go(columns, columns.reads[index].storage, position, segment, room)
+        for index in range(columns.ops[op].writes_start, columns.ops[op + 1].writes_start):
+            live -= _let_go(columns, columns.writes[index], position, segment, room)
+    for op in ops:
+        for index in range(columns.ops[op].writes_start, columns.ops[op + 1].writes_start):
+            storage = columns.writes[index]
+            if marks[storage].live == stamp:  # only the outputs are left
+                marks[storage].live = 0
+                stays += storages[storage].rounded
+    room.segments[segment].seconds = seconds
+    room.segments[segment].spike = max(0, peak - stays)
+
+
+@compiled
+def _let_go(columns: Columns, storage: int, position: int, segment: int, room: Segments) -> int:
+    """The bytes that an intermediate gives back after its last use; 0 for outputs."""
+    mark = room.marks[storage]
+    if mark.live != room.count[0].stamp or mark.last_use != position:
+        return 0
+    for index in range(columns.storages[storage].gaps_start, columns.storages[storage + 1].gaps_start):
+        if room.moves[columns.gap_lists[index]].segment == segment:
+            return 0
+    mark.live = 0
+    return columns.storages[storage].rounded

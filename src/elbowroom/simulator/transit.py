@@ -1,0 +1,142 @@
+"""What a sweep carries along, and the moves it makes: copies begin and end on the lanes of one link."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from elbowroom.simulator.columns import Array, Columns, make_records
+from elbowroom.simulator.compiled import compiled, inlined
+from elbowroom.simulator.segments import Segments, make_segments
+
+OPEN, PENDING, AWAY, ARRIVING, BACK = 0, 1, 2, 3, 4  # states of a gap
+
+LOOK_AHEAD = 16
+"""So many of the next gaps to close are looked at for one that can be reloaded now."""
+
+_COPY = {"done": "f8", "sent": "i8"}  # when it is below (inf: never), and the slot in which it began (-1)
+_EVENT = {"begin": "f8", "replay": "i8"}  # plain begin and the replays before it; the segment that runs at it (-1)
+_CLOCK = {
+    "late": "f8",  # behind the plain step
+    "stall": "f8",
+    "out_free": "f8",  # when the lanes are free
+    "back_free": "f8",
+    "first": "i8",  # of the pending gaps: the first, the first that the program still holds, and the end
+    "fresh": "i8",
+    "last": "i8",
+    "leaving": "i8",  # bytes of the pending gaps that the program does not hold
+    "blocked": "i8",  # until this slot no reload has room
+    "reloads": "i8",  # gaps in `order`
+    "next_reload": "i8",
+}
+_OUTCOME = {
+    "seconds": "f8",  # of the step
+    "stall_seconds": "f8",
+    "peak_bytes": "i8",
+    "peak_slot": "i8",
+    "lower_bytes": "i8",  # most in the tier below
+}
+
+
+class Sweep(NamedTuple):
+    """Room for one pass; used again and again. After `sweep` it holds what came out."""
+
+    segments: Segments
+    copies: Array  # per claim
+    order: Array  # offloaded gaps by the tick at which they are wanted
+    chosen: Array  # reloads of one event
+    pending: Array  # gaps whose copy is not known to be out
+    profile: Array  # per slot: bytes held for certain
+    held: Array  # per slot: bytes held in the end
+    events: Array
+    clock: Array  # one record
+    outcome: Array  # one record
+
+
+def make_sweep(columns: Columns) -> Sweep:
+    """Room for sweeps over one trace."""
+    gaps, slots = len(columns.gaps), len(columns.slots)
+    return Sweep(
+        segments=make_segments(columns),
+        copies=make_records(_COPY, len(columns.claims)),
+        order=np.zeros(gaps, dtype=np.int64),
+        chosen=np.zeros(LOOK_AHEAD, dtype=np.int64),
+        pending=np.zeros(gaps, dtype=np.int64),
+        profile=np.zeros(slots + 1, dtype=np.int64),
+        held=np.zeros(slots + 1, dtype=np.int64),
+        events=make_records(_EVENT, len(columns.events)),
+        clock=make_records(_CLOCK, 1),
+        outcome=make_records(_OUTCOME, 1),
+    )
+
+
+@compiled
+def event_at(events: Array, tick: int) -> int:
+    """The first event at or after a tick."""
+    low, high = 0, len(events) - 1
+    while low < high:
+        middle = (low + high) // 2
+        if events[middle].tick < tick:
+            low = middle + 1
+        else:
+            high = middle
+    return low
+
+
+@inlined
+def slot_of(events: Array, tick: int) -> int:
+    return events[event_at(events, tick)].at
+
+
+@inlined
+def next_slot(events: Array, event: int, slots: int) -> int:
+    """The end of the slots up to the next event, its own included."""
+    return events[event + 1].at + 1 if event + 2 < len(events) else slots
+
+
+@compiled
+def ensure(events: Array, gaps: Array, links: Array, moves: Array, clocks: Array, gap: int, event: int) -> None:
+    """Have a storage on the device at an event, whatever it takes."""
+    clock = clocks[0]
+    if moves[gap].state == AWAY:
+        fetch(events, gaps, links, moves, clocks, gap, event)
+    if moves[gap].state == ARRIVING:
+        stall = max(0.0, moves[gap].ready - events[event].begin - clock.late)
+        clock.late += stall
+        clock.stall += stall
+    moves[gap].state = BACK
+
+
+@compiled
+def fetch(events: Array, gaps: Array, links: Array, moves: Array, clocks: Array, gap: int, event: int) -> None:
+    clock, link = clocks[0], links[0]
+    begin = max(events[event].begin + clock.late, clock.back_free)
+    if link.half_duplex:
+        begin = max(begin, clock.out_free)
+    clock.back_free = begin + link.back_latency + gaps[gap].nbytes / link.back_rate
+    moves[gap].ready = clock.back_free
+    moves[gap].state = ARRIVING
+    moves[gap].back_event = event
+    clock.late += gaps[gap].nbytes * link.drag
+
+
+@compiled
+def send(
+    events: Array, gaps: Array, links: Array, moves: Array, copies: Array, pending: Array, clocks: Array, gap: int,
+    event: int,
+) -> None:  # fmt: skip
+    """Begin the copy to the tier below, unless there is one."""
+    clock, link, copy = clocks[0], links[0], copies[gaps[gap].claim]
+    moves[gap].state = PENDING
+    pending[clock.last] = gap
+    clock.last += 1
+    if copy.sent >= 0:
+        return
+    begin = max(events[event].begin + clock.late, clock.out_free)
+    if link.half_duplex:
+        begin = max(begin, clock.back_free)
+    clock.out_free = begin + link.out_latency + gaps[gap].nbytes / link.out_rate
+    copy.done = clock.out_free
+    copy.sent = events[event].at
+    clock.late += gaps[gap].nbytes * link.drag
