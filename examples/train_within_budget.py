@@ -1,6 +1,6 @@
 """The smallest whole program: a network trained within a budget, and the report.
 
-    python examples/train_within_budget.py
+python examples/train_within_budget.py
 """
 
 import torch

@@ -256,6 +256,7 @@ def make_costs(
     op_seconds: float | Sequence[float] = 1e-5,
     workspace_bytes: int = 0,
     link: Link | None = None,
+    disk: Link | None = None,
     alignment_bytes: int = 1,
     hook_seconds: float = 0.0,
 ) -> Costs:
@@ -267,6 +268,7 @@ def make_costs(
         op_seconds=times,
         workspace_bytes=(workspace_bytes,) * len(trace.ops),
         link=link or make_link(),
+        further_links=() if disk is None else (disk,),
         alignment_bytes=alignment_bytes,
         hook_seconds=hook_seconds,
         overhead_seconds=0.0,
@@ -337,9 +339,17 @@ links = some.builds(
 )
 
 
+disks = some.builds(
+    make_link,
+    per_second=some.sampled_from([1e7, 1e9, 1e13]),
+    latency_seconds=some.sampled_from([0.0, 1e-5, 1e-3]),
+    half_duplex=some.booleans(),
+)
+
+
 @some.composite
-def jobs(draw: some.DrawFn) -> tuple[Trace, Costs]:
-    """A trace and what it costs on some machine."""
+def jobs(draw: some.DrawFn, *, disk: bool = False) -> tuple[Trace, Costs]:
+    """A trace and what it costs on some machine, with a disk behind the tier below or without."""
     trace = draw(traces)
     times = some.sampled_from([0.0, 1e-6, 1e-5, 1e-4, 1e-3])
     return trace, make_costs(
@@ -347,6 +357,7 @@ def jobs(draw: some.DrawFn) -> tuple[Trace, Costs]:
         op_seconds=draw(some.lists(times, min_size=len(trace.ops), max_size=len(trace.ops))),
         workspace_bytes=draw(some.sampled_from([0, 1000, 64 * KIB])),
         link=draw(links),
+        disk=draw(disks) if disk else None,
         alignment_bytes=draw(some.sampled_from([1, 64, 512])),
         hook_seconds=draw(some.sampled_from([0.0, 1e-6])),
     )

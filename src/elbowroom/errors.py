@@ -39,13 +39,15 @@ class TraceError(ElbowroomError, ValueError):
 
 
 class Infeasible(ElbowroomError):
-    """No plan fits into the budget.
+    """No plan fits into the budget, or none also into what the tier below may hold.
 
     Attributes:
-        needed_bytes: the smallest budget that works.
+        needed_bytes: the smallest budget that works; at most `budget_bytes` where the device is not what is too small.
         budget_bytes: the budget that was asked for.
         op: the name of the op at which the smallest possible peak stands.
         in_the_way: (what, bytes) of the largest things that must be there at that op.
+        host_bytes: what the tier below may hold; None for any amount.
+        needed_host_bytes: what it would have to hold for the plan that comes nearest; 0 where that was not the limit.
     """
 
     def __init__(
@@ -55,15 +57,30 @@ class Infeasible(ElbowroomError):
         budget_bytes: int,
         op: str,
         in_the_way: tuple[tuple[str, int], ...] = (),
+        host_bytes: int | None = None,
+        needed_host_bytes: int = 0,
     ) -> None:
         things = ", ".join(f"{what} {format_bytes(nbytes)}" for what, nbytes in in_the_way)
-        super().__init__(
-            f"the step cannot run within {format_bytes(budget_bytes)} ({budget_bytes} bytes): "
-            f"{format_bytes(needed_bytes)} ({needed_bytes} bytes) have to be there at once when {op} runs"
-            + (f" ({things})" if things else "")
-            + f". Set memory_budget to at least {needed_bytes}, or make the batch smaller."
-        )
+        if needed_bytes > budget_bytes:
+            message = (
+                f"the step cannot run within {format_bytes(budget_bytes)} ({budget_bytes} bytes): "
+                f"{format_bytes(needed_bytes)} ({needed_bytes} bytes) have to be there at once when {op} runs"
+                + (f" ({things})" if things else "")
+                + f". Set memory_budget to at least {needed_bytes}, or make the batch smaller."
+            )
+            if host_bytes is not None and needed_host_bytes > host_bytes:
+                message += f" Or let the tier below hold more than host_bytes={host_bytes}: {needed_host_bytes} is enough."
+        else:
+            message = (
+                f"the step cannot run within {format_bytes(budget_bytes)} ({budget_bytes} bytes) with at most "
+                f"{format_bytes(host_bytes or 0)} ({host_bytes} bytes) in the tier below the device: the plan has "
+                f"{format_bytes(needed_host_bytes)} ({needed_host_bytes} bytes) there at once. Set host_bytes to "
+                f"{needed_host_bytes}, which is enough; raise memory_budget; name hardware with a disk behind that "
+                "tier; or make the batch smaller."
+            )
+        super().__init__(message)
         self.needed_bytes, self.budget_bytes, self.op, self.in_the_way = needed_bytes, budget_bytes, op, in_the_way
+        self.host_bytes, self.needed_host_bytes = host_bytes, needed_host_bytes
 
 
 class TierError(ElbowroomError):

@@ -7,12 +7,14 @@ import inspect
 
 import pytest
 
+import elbowroom.importers
 import elbowroom.planner.strategies
 import elbowroom.residency.policies
 from elbowroom._family import get, names
 from elbowroom.errors import UnknownMember, UsageError
 
 FAMILIES = {
+    elbowroom.importers: "read",
     elbowroom.planner.strategies: "make_plan",
     elbowroom.residency.policies: "Policy",
 }

@@ -66,7 +66,7 @@ def _make_nouns() -> dict[str, Any]:
 NOUNS = _make_nouns()
 NAMES = list(NOUNS)
 GOOD: dict[str, Any] = {
-    name: {"format": files._FORMATS[type(noun)], "version": files.VERSION, "value": files.to_json(noun)}
+    name: {"format": files._FORMATS[type(noun)], "version": files.version_of(type(noun)), "value": files.to_json(noun)}
     for name, noun in NOUNS.items()
 }
 

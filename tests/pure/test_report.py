@@ -164,15 +164,16 @@ def test_a_broken_budget_cannot_be_overlooked() -> None:
 
 
 def find_block(trace: Trace, costs: Costs, made: Plan, decision: str) -> Block:
-    """The largest block with a decision."""
-    blocks = explain_blocks(trace, costs, made, simulate(trace, costs, made))
-    return next(block for block in blocks if block.decision == decision)
+    """The largest block with a decision, of those that are away at the peak if there are any."""
+    blocks = [block for block in explain_blocks(trace, costs, made, simulate(trace, costs, made))
+              if block.decision == decision]  # fmt: skip
+    return max(blocks, key=lambda block: (block.is_away, block.nbytes))
 
 
 def test_offloaded_blocks_say_for_how_long_and_at_what_price() -> None:
     trace = make_chain([64 * KIB] * 8, barriers=frozenset(range(8)))
     costs = make_costs(trace, op_seconds=1e-3)
-    made, _, _ = planned(trace, costs)
+    made, _, _ = planned(trace, costs, 0.3)
     block = find_block(trace, costs, made, "offload")
     assert block.is_away
     assert block.reason.startswith("gap 0, away ") and "to below" in block.reason and "back" in block.reason

@@ -125,6 +125,109 @@ def test_directions_have_their_own_speeds() -> None:
     assert Lanes(link).fetch(100, 0.0) == 7.0
 
 
+def write_piece_by_piece(link: Link, disk: Link, piece_bytes: int, nbytes: int) -> float:
+    """As the runtime does: two halves, the disk writes one while the link fills the other."""
+    sizes = [min(piece_bytes, nbytes - begin) for begin in range(0, nbytes, piece_bytes)]
+    copied = written = 0.0
+    for index, size in enumerate(sizes):
+        arrived = max(copied, written) + link.out_latency_seconds + size / link.out_bytes_per_second
+        if index > 0:  # the piece before is written once it has arrived
+            written = max(written, copied) + disk.out_latency_seconds + sizes[index - 1] / disk.out_bytes_per_second
+        copied = arrived
+    return max(written, copied) + disk.out_latency_seconds + sizes[-1] / disk.out_bytes_per_second
+
+
+speeds = some.builds(make_link, per_second=some.floats(1.0, 1000.0), latency_seconds=some.floats(0.0, 2.0))
+
+
+@given(link=speeds, disk=speeds, piece_bytes=some.integers(1, 300), nbytes=some.integers(1, 1000))
+def test_what_goes_to_the_disk_takes_as_long_as_piece_by_piece(
+    link: Link, disk: Link, piece_bytes: int, nbytes: int
+) -> None:
+    found = Lanes(link).send_through(disk, piece_bytes, nbytes, 0.0)
+    exact = write_piece_by_piece(link, disk, piece_bytes, nbytes)
+    copy_seconds, write_seconds = Lanes(link).send(piece_bytes, 0.0), Lanes(disk).send(piece_bytes, 0.0)
+    if copy_seconds <= write_seconds:
+        assert found == pytest.approx(exact, rel=1e-9)
+    assert found <= exact + 1e-9 <= found + write_seconds + 2e-9
+
+
+def test_through_the_host_to_the_disk_and_back_by_hand() -> None:
+    link, disk = make_link(per_second=100.0, latency_seconds=1.0), make_link(per_second=50.0, latency_seconds=2.0)
+    lanes = Lanes(link)
+    # Three pieces: the first arrives after 1 + 1; the disk takes 2 + 2, 2 + 2 and 2 + 1 for them.
+    assert lanes.send_through(disk, 100, 250, 10.0) == 10 + 2 + 11
+    assert lanes.send(100, 20.0) == 25.0  # the lane is free again with the last byte
+    # Read within 11 seconds; the last piece arrives 1.5 after that.
+    assert lanes.fetch_through(disk, 100, 250, 30.0) == (41.0, 42.5)
+    assert lanes.fetch(100, 41.0) == 44.5
+    # Where the lane is busy, arriving waits, and reading does not.
+    late = Lanes(link)
+    late.fetch(10000, 0.0)
+    assert late.fetch_through(disk, 100, 250, 0.0) == (11.0, 101 + 3 * 1 + 2.5)
+    half = Lanes(dataclasses.replace(link, half_duplex=True))
+    half.fetch(10000, 0.0)
+    assert half.send_through(disk, 100, 250, 0.0) == 101 + 13
+
+
+def test_a_copy_that_the_host_has_no_room_for_goes_to_the_disk_and_the_program_waits() -> None:
+    disk = make_link(per_second=100.0, latency_seconds=0.0)
+    costs = dataclasses.replace(COSTS, link=make_link(per_second=1e9, latency_seconds=0.0), further_links=(disk,))
+    made = Plan(
+        trace_digest=costs.trace_digest, strategy="", budget_bytes=0, segments=(),
+        decisions=(offload(BIG, 1, 5, 8), offload(SMALL, 3, 5, 6)),
+    )  # fmt: skip
+    free = simulate(TRACE, costs, made)
+    assert (free.lower_tier_bytes, free.disk_bytes) == (1100, 0)
+    assert free == simulate(TRACE, costs, made, host_bytes=10**9)
+    # A quarter of the host is what bytes for the disk pass through: 1200 hold 900, which is too little for the first.
+    tight = simulate(TRACE, costs, made, host_bytes=1200)
+    assert (tight.lower_tier_bytes, tight.disk_bytes) == (100, 1000)
+    assert tight.live_bytes == free.live_bytes
+    assert tight.step_seconds == pytest.approx(8 + 2 * 10, rel=1e-5)
+    assert tight.stall_seconds == pytest.approx(2 * 10, rel=1e-5)
+    # First come, first served: with room for the first there is none for the second.
+    first = simulate(TRACE, costs, made, host_bytes=1400)
+    assert (first.lower_tier_bytes, first.disk_bytes) == (1000, 100)
+    assert first.step_seconds == pytest.approx(8 + 2 * 1, rel=1e-5)
+    # Without a disk the host is no place where anything changes; whether it is too small is for others to say.
+    plain = dataclasses.replace(costs, further_links=())
+    assert simulate(TRACE, plain, made, host_bytes=1200).step_seconds == free.step_seconds
+
+
+def test_room_below_is_given_back_when_a_claim_ends() -> None:
+    program = Program()
+    spans = []
+    for name in ("first", "second"):  # one after the other: the second finds the room of the first
+        made = program.op(name, [], 1000)
+        save = program.save(made)
+        program.release(storage=made)
+        program.op("work", [], 1)
+        need = program.need(save)
+        spans.append((made, save))
+        program.release(need=need, save=save)
+        program.op("work", [], 1)
+    trace = program.finish("in turn")
+    costs = make_costs(trace, disk=make_link())
+    ticks = [trace.saves[save].tick for _, save in spans]
+    decisions = tuple(offload(made, tick, tick, tick + 2) for (made, _), tick in zip(spans, ticks, strict=True))
+    made_plan = Plan(
+        trace_digest=costs.trace_digest, strategy="", budget_bytes=0, decisions=decisions, segments=()
+    )
+    found = simulate(trace, costs, made_plan, host_bytes=1400)
+    assert (found.offloaded_bytes, found.lower_tier_bytes, found.disk_bytes) == (2000, 1000, 0)
+
+
+@pytest.mark.parametrize("broken", [0.0, float("inf"), float("nan"), -1.0])
+def test_links_that_move_nothing_are_refused(broken: float) -> None:
+    for field in ("out_bytes_per_second", "back_bytes_per_second"):
+        link = dataclasses.replace(COSTS.link, **{field: broken})
+        with pytest.raises(TraceError, match="from device to below"):
+            simulate(TRACE, dataclasses.replace(COSTS, link=link), keep_everything(COSTS))
+        with pytest.raises(TraceError, match="from device to below"):
+            simulate(TRACE, dataclasses.replace(COSTS, further_links=(link,)), keep_everything(COSTS))
+
+
 def test_a_half_duplex_link_makes_a_reload_wait_for_an_offload() -> None:
     slow = make_link(per_second=100.0, latency_seconds=0.0)
     decisions = (offload(SMALL, 3, 4, 6), offload(BIG, 5, 8, 9))

@@ -42,6 +42,9 @@ SpillFolder = Annotated[
     typer.Option("--spill-folder", help="Where the spill file lies; the system's temporary folder if not given."),
 ]
 Output = Annotated[Path | None, typer.Option("--output", "-o", help="Write the result to this file.")]
+Picture = Annotated[
+    Path | None, typer.Option("--picture", help="Draw the result into this file (.svg, .png, .pdf); needs matplotlib.")
+]
 
 _WORKLOAD = "Workload"
 Batch = Annotated[int | None, typer.Option("--batch", help="Samples in a batch (8).", rich_help_panel=_WORKLOAD)]

@@ -36,7 +36,7 @@ def price(
 
     Cost: linear in the trace; the digest takes the most, about 10 ms per thousand ops.
     """
-    link = _top_link(profile)
+    link, *further_links = _find_links(profile)
     if measurements is None:
         rates = index_rates(profile)
         op_seconds = tuple(estimate_seconds(op, trace.storages, rates, profile) for op in trace.ops)
@@ -53,6 +53,7 @@ def price(
         op_seconds=op_seconds,
         workspace_bytes=workspace_bytes,
         link=link,
+        further_links=tuple(further_links),
         alignment_bytes=profile.alignment_bytes,
         hook_seconds=profile.hook_seconds,
         overhead_seconds=overhead_seconds,
@@ -74,13 +75,16 @@ def correct(costs: Costs, seconds: float) -> Costs:
     return dataclasses.replace(costs, op_seconds=tuple(share * each for each in costs.op_seconds), overhead_seconds=0.0)
 
 
-def _top_link(profile: HardwareProfile) -> Link:
+def _find_links(profile: HardwareProfile) -> tuple[Link, ...]:
     if not profile.links:
         raise TraceError(f"profile {profile.name!r} has no link to a tier below the device, so nothing could be moved")
-    link = profile.links[0]
-    if not (link.out_bytes_per_second > 0 and link.back_bytes_per_second > 0):
-        raise TraceError(f"profile {profile.name!r}: the link from {link.upper} to {link.lower} moves no bytes")
-    return link
+    for link in profile.links:
+        if not all(0 < rate < math.inf for rate in (link.out_bytes_per_second, link.back_bytes_per_second)):
+            raise TraceError(
+                f"profile {profile.name!r}: the link from {link.upper} to {link.lower} moves no bytes "
+                f"({link.out_bytes_per_second} per second out, {link.back_bytes_per_second} back)"
+            )
+    return profile.links
 
 
 def _check_measurements(trace: Trace, measurements: Measurements) -> None:

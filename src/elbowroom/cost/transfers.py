@@ -5,6 +5,17 @@ from __future__ import annotations
 from elbowroom.errors import TraceError
 from elbowroom.ir.hardware import Link
 
+STAGING_BYTES = 32 << 20
+"""Host memory that bytes for the disk pass through: large enough for full speed on any disk, twice."""
+
+
+def count_piece_bytes(host_bytes: int, staging_bytes: int = STAGING_BYTES) -> int:
+    """Bytes that go to or from the disk at a time: half of what is set aside for that, at most a quarter of the host's.
+
+    The disk works on one half while the device copies the other.
+    """
+    return max(min(staging_bytes, host_bytes // 4) // 2, 1)
+
 
 def offload_seconds(link: Link, nbytes: int) -> float:
     """Seconds to move a block of `nbytes` out, from the upper tier to the lower one, with the link to itself.

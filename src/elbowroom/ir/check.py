@@ -30,6 +30,8 @@ def check_noun(value: object) -> None:
         _check_amounts(value)
         _require(value.alignment_bytes > 0, f"alignment_bytes is {value.alignment_bytes}")
         _check_link(value.link, "link")
+        for index, link in enumerate(value.further_links):
+            _check_link(link, f"further_links[{index}]")
     elif isinstance(value, Measurements):
         _check_amounts(value)
 
@@ -146,12 +148,13 @@ def check(trace: Trace, plan: Plan) -> None:
             outputs = plan.segments[decision.segment].outputs
             _require(decision.storage in outputs, f"{place}: segment {decision.segment} does not make it")
     drops = [(gaps[key], decision) for key, decision in decided.items() if decision.choice is Choice.RECOMPUTE]
+    versions = _Versions(trace)
     replays: dict[int, int] = {}  # when each segment runs: at the first need of any of its outputs
     for gap, decision in drops:
         replays[decision.segment] = min(replays.get(decision.segment, trace.end), gap.closes)
     for index, segment in enumerate(plan.segments):
         _require(index in replays, f"segment {index}: nothing uses it")
-        _check_segment(trace, index, segment, replays[index])
+        _check_segment(trace, versions, index, segment, replays[index])
     _check_drops(trace, plan, drops, replays)
 
 
@@ -172,46 +175,58 @@ def _check_drops(trace: Trace, plan: Plan, drops: list[tuple[Gap, Decision]], re
                          f"until segment {other} runs at {back}")  # fmt: skip
 
 
-def _check_segment(trace: Trace, index: int, segment: Segment, tick: int) -> None:
+def _check_segment(trace: Trace, versions: _Versions, index: int, segment: Segment, tick: int) -> None:
     """Walk the replay at `tick`: every read is a leaf with the right contents, or was made before."""
     place = f"segment {index}"
-    ops = {op.tick: op for op in trace.ops}
     made: dict[int, int] = {}
     _require(list(segment.ops) == sorted(set(segment.ops)), f"{place}: its ops are not in order")
     for storage in (*segment.leaves, *segment.outputs):
         _require(0 <= storage < len(trace.storages), f"{place}: there is no storage {storage}")
     for leaf in segment.leaves:
-        _check_leaf(trace, leaf, tick, place)
+        _check_leaf(trace, versions, leaf, tick, place)
     for op_tick in segment.ops:
-        _require(op_tick in ops, f"{place}: tick {op_tick} is not an op")
+        _require(op_tick in versions.ops, f"{place}: tick {op_tick} is not an op")
         _require(op_tick < tick, f"{place}: tick {op_tick} has not come yet when it runs, at {tick}")
-        op = ops[op_tick]
+        op = versions.ops[op_tick]
         _require(not op.barrier, f"{place}: {op.name} must not be replayed: {op.barrier}")
         for view in op.reads:
-            if view.storage in segment.leaves:
-                found = _version_at(trace.ops, view.storage, trace.storages[view.storage].created, tick)
-            else:
-                found = made.get(view.storage, -1)
+            is_leaf = view.storage in segment.leaves
+            found = versions.at(view.storage, tick) if is_leaf else made.get(view.storage, -1)
             _require(found == view.version, f"{place}: {op.name} reads version {view.version} of storage "
                      f"{view.storage}, but finds {found}")  # fmt: skip
         for view in op.writes:
             _require(view.storage not in segment.leaves, f"{place}: {op.name} writes to leaf {view.storage}")
             made[view.storage] = view.version
     for output in segment.outputs:
-        final = _version_at(trace.ops, output, trace.storages[output].created, tick)
+        final = versions.at(output, tick)
         _require(made.get(output) == final, f"{place}: it does not make storage {output}")
 
 
-def _check_leaf(trace: Trace, leaf: int, tick: int, place: str) -> None:
+def _check_leaf(trace: Trace, versions: _Versions, leaf: int, tick: int, place: str) -> None:
     home = trace.storages[leaf]
     held = home.created < tick < home.released
-    claimed = any(save.storage == leaf and save.tick < tick < save.released for save in trace.saves)
+    claimed = any(save.tick < tick < save.released for save in versions.saves.get(leaf, ()))
     _require(held or claimed, f"{place}: nothing holds leaf {leaf} at tick {tick}")
 
 
-def _version_at(ops: tuple[Op, ...], storage: int, created: int, tick: int) -> int:
-    writes = [view.version for op in ops if op.tick < tick for view in op.writes if view.storage == storage]
-    return writes[-1] if writes else (0 if created < 0 else -1)
+class _Versions:
+    """What the ops leave in every storage, and when autograd holds it."""
+
+    def __init__(self, trace: Trace) -> None:
+        self._created = [storage.created for storage in trace.storages]
+        self._writes: dict[int, list[tuple[int, int]]] = {}
+        self.ops = {op.tick: op for op in trace.ops}
+        for op in trace.ops:
+            for view in op.writes:
+                self._writes.setdefault(view.storage, []).append((op.tick, view.version))
+        self.saves: dict[int, list[Save]] = {}
+        for save in trace.saves:
+            self.saves.setdefault(save.storage, []).append(save)
+
+    def at(self, storage: int, tick: int) -> int:
+        """The version of a storage before an entry; -1 if it is not there yet."""
+        before = [version for written, version in self._writes.get(storage, ()) if written < tick]
+        return before[-1] if before else (0 if self._created[storage] < 0 else -1)
 
 
 def _require(condition: bool, what: str) -> None:

@@ -32,6 +32,8 @@ class Costs:
         op_seconds: time of each op.
         workspace_bytes: most that each op allocates inside itself, beyond its results.
         link: the path to the tier below the device.
+        further_links: the paths from there down, the next one first: the first leads to where copies go that the tier
+            below has no room for. Empty where that tier is the last.
         alignment_bytes: every block on the device is rounded up to a multiple of this.
         hook_seconds: one save or need.
         overhead_seconds: the part of a step that is in no op (the program itself).
@@ -43,6 +45,7 @@ class Costs:
     op_seconds: tuple[float, ...]
     workspace_bytes: tuple[int, ...]
     link: Link
+    further_links: tuple[Link, ...] = ()
     alignment_bytes: int
     hook_seconds: float
     overhead_seconds: float

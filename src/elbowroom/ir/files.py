@@ -29,7 +29,6 @@ from elbowroom.ir.journal import Journal
 from elbowroom.ir.plan import Plan
 from elbowroom.ir.trace import Trace
 
-VERSION = 1
 LARGEST_FILE_BYTES = 1 << 29
 """A larger file, or one that unpacks to more, is refused unread."""
 
@@ -43,7 +42,18 @@ _FORMATS: dict[type, str] = {
     Journal: "elbowroom.journal",
 }
 
+_ADDED: dict[type, tuple[dict[str, Any], ...]] = {
+    Costs: ({"further_links": []},),
+    Forecast: ({"disk_bytes": 0},),
+}
+"""Fields that came with version 2, 3, ... of a noun, and what files without them mean."""
+
 Noun = TypeVar("Noun")
+
+
+def version_of(kind: type) -> int:
+    """The version that is written, and the newest that is read."""
+    return 1 + len(_ADDED.get(kind, ()))
 
 
 def to_json(value: Any) -> Any:
@@ -144,7 +154,7 @@ def save(value: Any, path: str | os.PathLike[str]) -> None:
         OSError: the folder is not there or not writable.
     """
     path = pathlib.Path(path)
-    document = {"format": _format_of(type(value)), "version": VERSION, "value": to_json(value)}
+    document = {"format": _format_of(type(value)), "version": version_of(type(value)), "value": to_json(value)}
     try:
         data = json.dumps(document, separators=(",", ":"), allow_nan=False).encode()
     except ValueError as error:
@@ -186,10 +196,14 @@ def load(kind: type[Noun], path: str | os.PathLike[str]) -> Noun:
         found = document.get("format") if isinstance(document, dict) else document
         raise TraceError(f"{path} is not a {expected} file: its format is {_describe(found)}")
     version = document.get("version")
-    if not isinstance(version, int) or isinstance(version, bool) or not 1 <= version <= VERSION:
-        raise TraceError(f"{path} has version {_describe(version)}; this Elbowroom reads up to {VERSION}")
+    if not isinstance(version, int) or isinstance(version, bool) or not 1 <= version <= version_of(kind):
+        raise TraceError(f"{path} has version {_describe(version)}; this Elbowroom reads up to {version_of(kind)}")
+    data = document.get("value")
+    if isinstance(data, dict):
+        for added in _ADDED.get(kind, ())[version - 1 :]:
+            data = {**added, **data}
     try:
-        value = from_json(kind, document.get("value"))
+        value = from_json(kind, data)
         check_noun(value)
     except TraceError as error:
         raise TraceError(f"{path}: {error}") from None

@@ -19,6 +19,7 @@ class Forecast:
         stall_seconds: waiting for transfers.
         offloaded_bytes, reloaded_bytes: moved each way.
         lower_tier_bytes: most bytes in the tier below at once.
+        disk_bytes: most bytes at once in the tier below that, where copies go for which there is no room.
     """
 
     peak_bytes: int
@@ -31,3 +32,4 @@ class Forecast:
     offloaded_bytes: int
     reloaded_bytes: int
     lower_tier_bytes: int
+    disk_bytes: int = 0

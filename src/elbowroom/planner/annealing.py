@@ -12,7 +12,7 @@ import numpy as np
 
 from elbowroom.simulator.columns import Array, Columns
 from elbowroom.simulator.compiled import compiled
-from elbowroom.simulator.segments import KEEP
+from elbowroom.simulator.segments import ANEW, CHOICES, KEEP, LATE, OFFLOAD, RECOMPUTE
 from elbowroom.simulator.sweep import sweep
 from elbowroom.simulator.transit import Sweep
 
@@ -21,9 +21,9 @@ class Space(NamedTuple):
     """What may be changed.
 
     Attributes:
-        gaps: those worth deciding on.
+        gaps: those worth deciding on; the larger, the more often.
         allowed: per gap and choice.
-        alike: the same gaps, those of one kind together and in order of time.
+        alike: the same gaps once each, those of one kind together and in order of time.
         place: per gap, where it is in `alike`; -1: not there.
         kind: per place.
     """
@@ -35,103 +35,193 @@ class Space(NamedTuple):
     kind: Array
 
 
+STEEPER = 1.003
+"""By which the price of a byte changes from turn to turn."""
+
+
 class Terms(NamedTuple):
-    """How choices are judged: seconds, and seconds for every byte that is too much."""
+    """What choices are judged within; `slack` as for `sweep`."""
 
     budget_bytes: int
     host_bytes: int
     slack: float
-    penalty: float
 
 
 @compiled
-def score(columns: Columns, choices: Array, terms: Terms, room: Sweep) -> float:
-    """Seconds of the step, more where it does not fit; infinite if the choices cannot be carried out."""
-    if not sweep(columns, choices, terms.budget_bytes, terms.slack, room):
-        return np.inf
+def find_excess(terms: Terms, room: Sweep) -> int:
+    """Bytes by which the last sweep did not fit."""
     outcome = room.outcome[0]
-    excess = max(0, outcome.peak_bytes - terms.budget_bytes) + max(0, outcome.lower_bytes - terms.host_bytes)
-    return outcome.seconds + terms.penalty * excess
+    over = max(0, outcome.peak_bytes - terms.budget_bytes) + max(0, outcome.lower_bytes - terms.host_bytes)
+    return int(over)
 
 
 @compiled
 def anneal(
     columns: Columns, space: Space, terms: Terms, choices: Array, best: Array, hot: float, cold: float, turns: int,
-    seed: int, room: Sweep,
+    seed: int, price: Array, room: Sweep,
 ) -> float:  # fmt: skip
     """Change `choices` for `turns` turns while temperatures fall from `hot` to `cold` seconds.
 
+    Bytes that are too much have a price, which rises while there are any and falls while there are none: the search
+    walks along the edge of what fits.
+
     Args:
         best: set to the best that fits, if it is better than what `best` holds.
+        price: one number, seconds for every byte that is too much; goes on from here the next time.
 
     Returns:
         The seconds of `best`; infinite if it does not fit.
 
     Cost: one sweep a turn.
     """
-    found = score(columns, best, terms, room)
-    if not _fits(terms, room):
-        found = np.inf
-    now = score(columns, choices, terms, room)
-    if _fits(terms, room) and now < found:
-        found = now
-        best[:] = choices
+    budget, slack = terms.budget_bytes, terms.slack
+    found = np.inf
+    if sweep(columns, best, budget, slack, np.inf, room) and find_excess(terms, room) == 0:
+        found = room.outcome[0].seconds
+    if not sweep(columns, choices, budget, slack, np.inf, room):
+        return found
+    seconds, excess = room.outcome[0].seconds, find_excess(terms, room)
     before = choices.copy()
-    state = seed
-    cooling = (cold / hot) ** (1.0 / max(1, turns))
-    heat = hot
-    for _ in range(turns):
+    state, heat, cooling = seed, hot, (cold / hot) ** (1.0 / max(1, turns))
+    for turn in range(turns):
+        if turn > 0:
+            state = _change(space, choices, _mix(state))
+            if _draw(state, 3) == 0:
+                state = _change(space, choices, _mix(state))
         heat *= cooling
+        price[0] *= STEEPER if excess > 0 else 1.0 / STEEPER
         state = _mix(state)
-        changes = 1 + (state >> 8) % 3 // 2
-        for _ in range(changes):
-            state = _change(space, choices, state)
-        tried = score(columns, choices, terms, room)
-        state = _mix(state)
-        if tried <= now or (tried < np.inf and math.exp((now - tried) / heat) * 2147483648.0 > state):
-            now = tried
-            before[:] = choices
-            if tried < found and _fits(terms, room):
-                found = tried
-                best[:] = choices
-        else:
+        # Drawn first, so that a sweep can end as soon as it is too slow to be accepted.
+        limit = seconds + price[0] * excess - heat * math.log((state + 1.0) / 2.0**48)
+        accepted = bool(sweep(columns, choices, budget, slack, limit, room))
+        if accepted:
+            excess_now = find_excess(terms, room)
+            accepted = room.outcome[0].seconds + price[0] * excess_now <= limit
+        if not accepted:
             choices[:] = before
+            continue
+        before[:] = choices
+        seconds, excess = room.outcome[0].seconds, excess_now
+        if excess == 0 and seconds < found:
+            found = seconds
+            best[:] = choices
     return found
 
 
 @compiled
-def _fits(terms: Terms, room: Sweep) -> bool:
-    outcome = room.outcome[0]
-    return bool(outcome.peak_bytes <= terms.budget_bytes and outcome.lower_bytes <= terms.host_bytes)
+def polish(columns: Columns, space: Space, terms: Terms, best: Array, sweeps: int, room: Sweep) -> float:
+    """Change single gaps of `best` while that is faster, or as fast with less to move.
+
+    Args:
+        sweeps: at most so many, and a last round of the gaps.
+
+    Returns:
+        The seconds of `best`; infinite if it does not fit.
+    """
+    if not sweep(columns, best, terms.budget_bytes, terms.slack, np.inf, room) or find_excess(terms, room):
+        return float(np.inf)
+    found, is_better = room.outcome[0].seconds, True
+    while is_better and sweeps > 0:
+        is_better = False
+        for gap in space.alike:
+            was, now = best[gap], best[gap]
+            for choice in range(CHOICES):
+                if choice == was or not space.allowed[gap, choice]:
+                    continue
+                best[gap] = choice
+                sweeps -= 1
+                fits = sweep(columns, best, terms.budget_bytes, terms.slack, found, room) and not find_excess(
+                    terms, room
+                )
+                if fits and (room.outcome[0].seconds < found or (choice == KEEP and was != KEEP)):
+                    found, now, is_better = room.outcome[0].seconds, choice, True
+            best[gap] = now
+    return float(found)
+
+
+@compiled
+def try_all(columns: Columns, space: Space, terms: Terms, best: Array, room: Sweep) -> float:
+    """Set `best` to the best that fits of all there are.
+
+    Returns:
+        The seconds of `best`; infinite if it does not fit.
+
+    Cost: a sweep for every combination.
+    """
+    found = polish(columns, space, terms, best, 0, room)
+    choices = np.zeros(len(best), dtype=np.int8)
+    while True:
+        for gap in space.alike:
+            choices[gap] = (choices[gap] + 1) % CHOICES
+            if choices[gap] != 0:
+                break
+        if not choices.any():
+            return found
+        is_allowed = True
+        for gap in space.alike:
+            is_allowed = is_allowed and space.allowed[gap, choices[gap]]
+        if not is_allowed:
+            continue
+        if sweep(columns, choices, terms.budget_bytes, terms.slack, found, room) and not find_excess(terms, room):
+            if room.outcome[0].seconds < found:
+                found = room.outcome[0].seconds
+                best[:] = choices
 
 
 @compiled
 def _mix(state: int) -> int:
-    """The next of a sequence of numbers below 2**31 that look random; the machine's own generators stay untouched."""
-    return (state * 1103515245 + 12345) & 0x7FFFFFFF
+    """The next of a sequence of numbers below 2**48 that look random; the user's own generators stay untouched."""
+    return (state * 25214903917 + 11) & 0xFFFFFFFFFFFF
+
+
+@compiled
+def _draw(state: int, count: int) -> int:
+    """A number below `count`, from the better half of the bits."""
+    return (state >> 16) % count
 
 
 @compiled
 def _change(space: Space, choices: Array, state: int) -> int:
-    """Give one gap another choice, and sometimes the next ones of its kind the same."""
+    """Exchange the choices of two gaps of a kind, or give one another choice and sometimes its neighbours the same."""
     state = _mix(state)
-    gap = space.gaps[(state >> 4) % len(space.gaps)]
+    gap = space.gaps[_draw(state, len(space.gaps))]
+    place = space.place[gap]
     state = _mix(state)
-    choice = (choices[gap] + 1 + (state >> 10) % 2) % 3
+    if _draw(state, 8) < 3:
+        state = _mix(state)
+        other = place + _draw(state, 17) - 8
+        if other != place and 0 <= other < len(space.alike) and space.kind[other] == space.kind[place]:
+            _exchange(space, choices, gap, space.alike[other])
+            return state
+    state = _mix(state)
+    choice = _other(choices[gap], _draw(state, 16))
     if not space.allowed[gap, choice]:
-        choice = KEEP if choices[gap] != KEEP else 3 - choice
+        choice = KEEP if choices[gap] != KEEP else OFFLOAD
         if not space.allowed[gap, choice]:
             return state
     state = _mix(state)
-    length = 1
-    draw = (state >> 6) % 1024
+    length, draw = 1, _draw(state, 1024)
     while draw < 256 and length < 64:
         length, draw = length * 2, draw * 2
-    place = space.place[gap]
     for position in range(place, min(place + length, len(space.alike))):
-        other = space.alike[position]
         if space.kind[position] != space.kind[place]:
             break
-        if space.allowed[other, choice]:
-            choices[other] = choice
+        if space.allowed[space.alike[position], choice]:
+            choices[space.alike[position]] = choice
     return state
+
+
+@compiled
+def _other(choice: int, draw: int) -> int:
+    """Another choice, for a number below 16; the special manners of dropping are tried seldom."""
+    manner = ANEW if draw < 2 else (LATE if draw < 4 else RECOMPUTE)
+    if choice >= RECOMPUTE and manner != RECOMPUTE and manner != choice:  # noqa: PLR1714
+        return manner
+    other = (min(choice, RECOMPUTE) + 1 + draw % 2) % 3
+    return manner if other == RECOMPUTE else other
+
+
+@compiled
+def _exchange(space: Space, choices: Array, one: int, other: int) -> None:
+    if space.allowed[one, choices[other]] and space.allowed[other, choices[one]]:
+        choices[one], choices[other] = choices[other], choices[one]

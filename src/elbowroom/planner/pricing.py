@@ -1,26 +1,56 @@
-"""What each gap would cost by itself: the seconds of a replay, and which choices it has at all."""
+"""What may be changed in a search for choices: which gaps matter, what each can be, and which are alike."""
 
 from __future__ import annotations
 
 import numpy as np
 
+from elbowroom.planner.annealing import Space
 from elbowroom.simulator.columns import Array, Columns
 from elbowroom.simulator.compiled import compiled
-from elbowroom.simulator.segments import KEEP, RECOMPUTE, Segments, find_segments
+from elbowroom.simulator.segments import CHOICES, KEEP, RECOMPUTE, Segments, add_segment
+
+MOST_TICKETS = 8
+"""The largest gaps are drawn so many times as often as the smallest."""
+
+
+def find_space(columns: Columns, budget_bytes: int, room: Segments) -> Space:
+    """The gaps whose absence frees bytes at a time when there are too many, and what can be done in each."""
+    gaps, events = columns.gaps, columns.events
+    begin = np.maximum(events["after"][gaps["open_event"]], gaps["free"])
+    end = np.maximum(events["at"][gaps["close_event"]], begin)
+    crowded = np.concatenate(([0], np.cumsum(columns.slots > budget_bytes)))
+    matters = np.flatnonzero(crowded[end] - crowded[begin] > 0)
+    seconds = price_replays(columns, room)
+    allowed = np.ones((len(gaps), CHOICES), dtype=np.bool_)
+    allowed[:, RECOMPUTE:] = np.isfinite(seconds)[:, None]
+    looks = [(int(gaps["nbytes"][gap]), float(np.round(seconds[gap], 9))) for gap in matters]
+    order = sorted(range(len(matters)), key=lambda index: (looks[index], int(gaps["opens"][matters[index]])))
+    kinds: dict[tuple[int, float], int] = {}
+    alike = matters[order]
+    place = np.full(len(gaps), -1)
+    place[alike] = np.arange(len(alike))
+    weight = gaps["rounded"][matters] / max(1, gaps["rounded"][matters].max(initial=1))
+    tickets = np.clip(np.ceil(MOST_TICKETS * np.sqrt(weight)), 1, MOST_TICKETS).astype(np.int64)
+    return Space(
+        gaps=np.repeat(matters, tickets),
+        allowed=allowed,
+        alike=alike,
+        place=place,
+        kind=np.asarray([kinds.setdefault(looks[index], len(kinds)) for index in order], dtype=np.int64),
+    )
 
 
 @compiled
 def price_replays(columns: Columns, room: Segments) -> Array:
-    """Seconds of recomputing each gap when nothing else is dropped; infinite where that cannot be done.
-
-    Cost: linear in the gaps times the trace's gaps; each looks at its own replay only.
-    """
+    """Seconds of recomputing each gap when nothing else is dropped; infinite where that cannot be done."""
     seconds = np.full(len(columns.gaps), np.inf)
     for gap in range(len(seconds)):
-        room.moves[gap].choice = KEEP
+        room.moves[gap].choice, room.moves[gap].segment = KEEP, -1
+        room.moves[gap].wanted = columns.gaps[gap].closes
     for gap in range(len(seconds)):
         room.moves[gap].choice = RECOMPUTE
-        if find_segments(columns, room) < 0:
+        room.tally[0].segments = room.tally[0].ops = room.tally[0].leaves = 0
+        if add_segment(columns, gap, room):
             seconds[gap] = room.segments[0].seconds
-        room.moves[gap].choice = KEEP
+        room.moves[gap].choice, room.moves[gap].segment = KEEP, -1
     return seconds

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import numbers
 
 from elbowroom._family import names
-from elbowroom.errors import Infeasible, InternalError
+from elbowroom.errors import Infeasible, InternalError, UsageError
 from elbowroom.ir.check import check
 from elbowroom.ir.costs import Costs
 from elbowroom.ir.forecast import Forecast
@@ -17,6 +18,9 @@ from elbowroom.planner.options import find_strategy
 from elbowroom.report.blocks import explain_blocks
 from elbowroom.report.lifetimes import Lifetimes
 from elbowroom.simulator.replay import Replay
+
+LARGEST_BYTES = 1 << 62
+"""Sums of bytes must stay below what 64 bits hold."""
 
 MIN_OFFLOAD_BYTES = 1 << 14
 """Smaller storages are never worth a move."""
@@ -31,7 +35,8 @@ class Problem:
 
     Attributes:
         budget_bytes: the device's.
-        host_bytes: what the tier below may hold at once; None for any amount.
+        host_bytes: what the tier below may hold at once; None for any amount. Where a disk lies behind that tier it is
+            None too: what has no room there goes on to the disk, at the price that `drafter.replay` knows.
         drafter: makes plans of drafts; `drafter.replay` forecasts them.
         plain: forecast of the step without moves.
         floor: forecast of holding as little as can be; no plan has a lower peak.
@@ -58,32 +63,45 @@ def plan(
     min_offload_bytes: int = MIN_OFFLOAD_BYTES,
     host_bytes: int | None = None,
 ) -> Plan:
-    """Make a plan whose forecast peak is within `budget_bytes`.
+    """Make a plan whose forecast is within `budget_bytes` on the device and `host_bytes` below it.
 
     Args:
         strategy: a name, with options where wanted: "autoswap:score=doa".
         min_offload_bytes: smaller storages always stay.
-        host_bytes: what the tier below may hold at once; None for any amount.
+        host_bytes: what the tier below may hold at once; None for any amount. A limit where the costs have no link
+            further down; else what is more goes to the disk, and takes longer.
 
     Raises:
-        Infeasible: no plan of this strategy is; it names the smallest budget that works.
+        Infeasible: no plan of this strategy is; it names the tier, and the smallest budget that works.
         UnknownMember: there is no such strategy.
-        UsageError: it has no such option.
-        TraceError: the costs belong to another trace.
+        UsageError: it has no such option, or an amount of bytes means nothing.
+        TraceError: the costs belong to another trace, or a link moves nothing.
     """
+    check_amounts(budget_bytes=budget_bytes, min_offload_bytes=min_offload_bytes, host_bytes=host_bytes)
     make_plan = find_strategy(strategy)
     problem = pose(trace, costs, budget_bytes, min_offload_bytes=min_offload_bytes, host_bytes=host_bytes)
     made = make_plan(problem)
     check(trace, made)
     forecast = problem.drafter.replay.run(made)
-    if forecast.peak_bytes > budget_bytes:
-        if strategy == "auto" and problem.floor.peak_bytes <= budget_bytes:
-            raise InternalError(
-                f"auto stopped at {forecast.peak_bytes} bytes, above the budget of {budget_bytes} and the floor of "
-                f"{problem.floor.peak_bytes}"
-            )
+    if forecast.peak_bytes > budget_bytes and strategy == "auto" and problem.floor.peak_bytes <= budget_bytes:
+        raise InternalError(
+            f"auto stopped at {forecast.peak_bytes} bytes, above the budget of {budget_bytes} and the floor of "
+            f"{problem.floor.peak_bytes}"
+        )
+    if not problem.fits(forecast):
         raise explain_infeasible(problem, made, forecast)
     return made
+
+
+def check_amounts(**amounts: int | None) -> None:
+    """Refuse what is no number of bytes.
+
+    Raises:
+        UsageError: one is negative, larger than any memory, or no integer; names it.
+    """
+    for name, nbytes in amounts.items():
+        if nbytes is not None and not (isinstance(nbytes, numbers.Integral) and 0 <= nbytes <= LARGEST_BYTES):
+            raise UsageError(f"{name} is {nbytes!r}; it takes a number of bytes, from 0 to {LARGEST_BYTES}")
 
 
 def pose(
@@ -95,13 +113,13 @@ def pose(
     host_bytes: int | None = None,
 ) -> Problem:
     """Prepare a problem."""
-    drafter = Drafter(Replay(trace, costs), min_offload_bytes)
+    drafter = Drafter(Replay(trace, costs, host_bytes=host_bytes), min_offload_bytes)
     plain = drafter.finish({}, "plain", budget_bytes)
     lowest = drafter.finish(lowest_draft(drafter), "floor", budget_bytes)
     assert plain is not None and lowest is not None  # they drop nothing
     return Problem(
         budget_bytes=budget_bytes,
-        host_bytes=host_bytes,
+        host_bytes=None if drafter.replay.overflow is not None else host_bytes,
         drafter=drafter,
         plain=drafter.replay.run(plain),
         floor=drafter.replay.run(lowest),
@@ -123,7 +141,18 @@ def explain_infeasible(problem: Problem, plan: Plan, forecast: Forecast) -> Infe
         budget_bytes=problem.budget_bytes,
         op="the step" if index is None else trace.ops[index].name,
         in_the_way=tuple((block.what, block.nbytes) for block in held[:MOST_IN_THE_WAY]),
+        host_bytes=problem.host_bytes,
+        needed_host_bytes=_count_needed_below(problem, forecast),
     )
+
+
+def _count_needed_below(problem: Problem, forecast: Forecast) -> int:
+    """What the tier below would have to hold: for this plan, or for the lowest peak where its limit stands in the way."""
+    if problem.host_bytes is None or problem.floor.peak_bytes > problem.budget_bytes:
+        return 0
+    if forecast.peak_bytes <= problem.budget_bytes:
+        return forecast.lower_tier_bytes
+    return problem.floor.lower_tier_bytes
 
 
 def list_strategies() -> tuple[str, ...]:

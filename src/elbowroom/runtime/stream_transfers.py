@@ -19,14 +19,12 @@ from collections.abc import Iterator
 
 import torch
 
+from elbowroom.cost.transfers import STAGING_BYTES, count_piece_bytes
 from elbowroom.errors import InternalError, TierFull, TransferFailed, UsageError
 from elbowroom.runtime.streams import Event, Streams
 from elbowroom.runtime.transfers import Copy
 from elbowroom.tiers.disk import SpillFile
 from elbowroom.tiers.pinned import Block, HostSlabs
-
-STAGING_BYTES = 32 << 20
-"""Host memory that spilled bytes pass through: large enough for full speed on any disk, twice."""
 
 logger = logging.getLogger(__name__)
 
@@ -90,7 +88,7 @@ class StreamTransfers:
         self._streams, self._host, self._spill = streams, host, spill
         self._staging = None
         if spill is not None:
-            self._staging = _Staging(streams, host, spill, min(staging_bytes, host.capacity_bytes // 4))
+            self._staging = _Staging(streams, host, spill, count_piece_bytes(host.capacity_bytes, staging_bytes))
         self._unfinished: deque[_Unfinished] = deque()
         self._copies = 0
         self._closing = self._stopped = False
@@ -264,9 +262,9 @@ class StreamTransfers:
 class _Staging:
     """Two halves of a block of host memory, used in turn: the disk works on one while the device copies the other."""
 
-    def __init__(self, streams: Streams, host: HostSlabs, spill: SpillFile, nbytes: int) -> None:
+    def __init__(self, streams: Streams, host: HostSlabs, spill: SpillFile, piece_bytes: int) -> None:
         self._streams, self._spill = streams, spill
-        self._piece_bytes = max(nbytes // 2, 1)
+        self._piece_bytes = piece_bytes
         block = host.reserve(2 * self._piece_bytes)
         self._halves = block.tensor.split(self._piece_bytes)
         self._last: list[Event | None] = [None, None]  # the device's last transfer from or to each half

@@ -28,6 +28,7 @@ _EVENT = {
     "after": "i8",  # slot of the next tick
     "opens": "i8",  # gap that opens here; -1: none
     "closes": "i8",
+    "next": "i8",  # the next event after which time passes; 0 where none does after this one, which then moves nothing
 }
 _GAP = {
     "storage": "i8",
@@ -52,7 +53,7 @@ _STORAGE = {
     "claims_start": "i8",
     "writers_start": "i8",
 }
-_CLAIM = {"begin": "i8", "end": "i8"}
+_CLAIM = {"begin": "i8", "end": "i8", "rounded": "i8"}
 _OP = {
     "tick": "i8",
     "seconds": "f8",
@@ -69,6 +70,14 @@ _LINK = {
     "back_rate": "f8",
     "drag": "f8",
     "half_duplex": "i8",
+    # Where copies go that the tier below has no room for (`simulator.overflow`).
+    "overflows": "i8",  # 0: it has room for any
+    "host_room": "i8",  # bytes
+    "piece": "i8",  # bytes
+    "disk_out_latency": "f8",
+    "disk_out_rate": "f8",
+    "disk_back_latency": "f8",
+    "disk_back_rate": "f8",
 }
 
 
@@ -81,6 +90,7 @@ class Columns(NamedTuple):
     storages: Array
     gap_lists: Array  # gaps of each storage, in order
     claims: Array
+    claims_ended: Array  # claims with gaps, by their ends
     writers: Array  # ops that write to each storage, in order
     ops: Array
     reads: Array
@@ -114,17 +124,27 @@ def make_columns(replay: Replay, gaps: Mapping[tuple[int, int], Gap], plain_byte
     let_go = [trace.storages[gap.storage].released for gap in ordered]
     slot_of, slots = _cut_slots(trace.end, ticks, [*frees, *let_go], plain_bytes)
     claims_start, claim_pairs = _flatten([claims.get(storage.id, ()) for storage in trace.storages])
+    claim_storages = np.repeat(np.arange(len(trace.storages)), np.diff(claims_start))
+    gap_records = _list_gaps(replay, ticks, ordered, slot_of, frees, claims, claims_start)
+    claim_records = make_records(
+        _CLAIM,
+        len(claim_pairs),
+        begin=[begin for begin, _ in claim_pairs],
+        end=[end for _, end in claim_pairs],
+        rounded=replay.rounded[claim_storages],
+    )
+    with_gaps = np.unique(gap_records["claim"])
     return Columns(
         events=_list_events(replay, ticks, ordered, slot_of),
-        gaps=_list_gaps(replay, ticks, ordered, slot_of, frees, claims, claims_start),
+        gaps=gap_records,
         slots=slots,
         **_list_storages(replay, ordered, claims_start),
-        claims=make_records(_CLAIM, len(claim_pairs), begin=[begin for begin, _ in claim_pairs],
-                            end=[end for _, end in claim_pairs]),
+        claims=claim_records,
+        claims_ended=with_gaps[np.argsort(claim_records["end"][with_gaps], kind="stable")],
         **_list_ops(replay),
         link=_list_link(replay),
         step_seconds=float(replay.begins[-1]) + replay.costs.overhead_seconds,
-    )  # fmt: skip
+    )
 
 
 def _list_events(replay: Replay, ticks: list[int], ordered: list[Gap], slot_of: Array) -> Array:
@@ -133,6 +153,10 @@ def _list_events(replay: Replay, ticks: list[int], ordered: list[Gap], slot_of: 
     events = make_records(_EVENT, len(every), tick=every, begin=replay.begins[every], at=slot_of[every],
                           after=slot_of[every[:-1] + 1])  # fmt: skip
     events["opens"] = events["closes"] = -1
+    acting = [*np.flatnonzero(np.diff(every) > 1).tolist(), len(ticks)]
+    if acting[0] != len(ticks) - 1 and len(ticks):
+        acting = sorted({*acting, len(ticks) - 1})
+    events["next"][acting[:-1]] = acting[1:]
     for index, gap in enumerate(ordered):
         events["opens"][index_of[gap.opens]] = events["closes"][index_of[gap.closes]] = index
     return events
@@ -221,10 +245,22 @@ def _list_ops(replay: Replay) -> dict[str, Array]:
 
 
 def _list_link(replay: Replay) -> Array:
-    link = replay.costs.link
+    link, overflow = replay.costs.link, replay.overflow
+    further = {}
+    if overflow is not None:
+        further = {
+            "overflows": [1],
+            "host_room": [overflow.host_room_bytes],
+            "piece": [overflow.piece_bytes],
+            "disk_out_latency": [overflow.disk.out_latency_seconds],
+            "disk_out_rate": [overflow.disk.out_bytes_per_second],
+            "disk_back_latency": [overflow.disk.back_latency_seconds],
+            "disk_back_rate": [overflow.disk.back_bytes_per_second],
+        }
     return make_records(
         _LINK,
         1,
+        **further,
         out_latency=[link.out_latency_seconds],
         out_rate=[link.out_bytes_per_second],
         back_latency=[link.back_latency_seconds],

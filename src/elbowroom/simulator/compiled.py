@@ -13,6 +13,7 @@ import pathlib
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+numba: Any
 try:
     import numba
 except ImportError:  # everything works without, a hundred times slower

@@ -39,12 +39,13 @@ def reload_early(columns: Columns, room: Sweep, budget_bytes: int, leaving: int,
     `leaving`: bytes that were on their way out when the event began.
     """
     events, gaps, moves, clock = columns.events, columns.gaps, room.segments.moves, room.clock[0]
+    following = events[event].next
     free, seen, chosen = clock.back_free, 0, 0
     for position in range(clock.next_reload, clock.reloads):
         gap = room.order[position]
-        if seen == LOOK_AHEAD or free > events[event + 1].begin + clock.late:
+        if seen == LOOK_AHEAD or free > events[following].begin + clock.late:
             break
-        if moves[gap].latest > room.events[event + 1].begin:
+        if moves[gap].latest > room.events[following].begin:
             break
         seen += 1
         if moves[gap].state != AWAY or moves[gap].release_event == event:
@@ -62,7 +63,7 @@ def reload_early(columns: Columns, room: Sweep, budget_bytes: int, leaving: int,
         room.chosen[spot] = gap
         chosen += 1
     for index in range(chosen):
-        fetch(events, gaps, columns.link, moves, room.clock, room.chosen[index], event)
+        fetch(events, gaps, columns.link, moves, room.copies, room.clock, room.chosen[index], event)
 
 
 @compiled

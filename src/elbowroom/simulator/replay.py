@@ -9,7 +9,7 @@ and autograd's claim, which is ours to interrupt:
     counted   |=============|             |========|
 
 How long anything takes never changes how many bytes are held: a release waits for its transfer. So the memory of a
-plan is exact arithmetic, and only the seconds are a forecast.
+plan is exact arithmetic, and only the seconds are a forecast. Where copies are kept below changes seconds alone, too.
 """
 
 from __future__ import annotations
@@ -27,31 +27,44 @@ from elbowroom.ir.trace import Trace, find_claims
 from elbowroom.residency.machine import Machine
 from elbowroom.residency.policies import planned
 from elbowroom.simulator.lanes import Lanes
+from elbowroom.simulator.overflow import check_links, find_overflow
 from elbowroom.simulator.transients import Transients
 
 Spans = list[tuple[int, int]]
 
 
-def simulate(trace: Trace, costs: Costs, plan: Plan) -> Forecast:
+def simulate(trace: Trace, costs: Costs, plan: Plan, *, host_bytes: int | None = None) -> Forecast:
     """Forecast one step of `trace` under `plan`.
 
+    Args:
+        host_bytes: what the tier below may hold before copies go on to the disk behind it, where the costs have a
+            link to one; None for any amount.
+
     Raises:
-        TraceError: costs or plan belong to another trace.
+        TraceError: costs or plan belong to another trace, or a link moves nothing.
     """
-    return Replay(trace, costs).run(plan)
+    return Replay(trace, costs, host_bytes=host_bytes).run(plan)
 
 
 class Replay:
     """Everything about a trace that no plan changes, prepared once for many forecasts.
 
+    Args:
+        host_bytes: as for `simulate`.
+
+    Attributes:
+        overflow: what becomes of copies that the tier below has no room for; None if it has room for any.
+
     Raises:
-        TraceError: the costs belong to another trace.
+        TraceError: the costs belong to another trace, or a link moves nothing.
     """
 
-    def __init__(self, trace: Trace, costs: Costs) -> None:
+    def __init__(self, trace: Trace, costs: Costs, *, host_bytes: int | None = None) -> None:
         if len(costs.op_seconds) != len(trace.ops) or len(costs.workspace_bytes) != len(trace.ops):
             raise TraceError(f"costs of {len(costs.op_seconds)} ops do not fit a trace of {len(trace.ops)}")
+        check_links(costs)
         self.trace, self.costs = trace, costs
+        self.overflow = find_overflow(costs, host_bytes)
         self.rounded = round_up([storage.nbytes for storage in trace.storages], costs.alignment_bytes)
         self.events = list_events(trace)
         self.transients = Transients(trace, costs, self.rounded)
@@ -96,8 +109,9 @@ class _Run:
         self.claims: dict[int, Spans] = {}
         self.doubles: list[tuple[int, int, int]] = []
         self.spikes: dict[int, int] = {}
-        self.in_lower = self.lower_peak = 0
+        self.in_lower = self.lower_peak = self.on_disk = self.disk_peak = 0
         self.copied: set[int] = set()
+        self.spilled: set[int] = set()
         self.recompute_seconds = self.stall_seconds = 0.0
         self.offloaded_bytes = self.reloaded_bytes = 0
         for event in events:
@@ -105,9 +119,8 @@ class _Run:
                 self.held_since.setdefault(event.storage, event.tick)
             for action in machine.feed(event):
                 self.perform(action, event)
-            if isinstance(event, StorageFreed) and event.storage in self.copied:
-                self.copied.discard(event.storage)
-                self.in_lower -= int(replay.rounded[event.storage])
+            if isinstance(event, StorageFreed):
+                self.forget(event.storage)
 
     def perform(self, action: Action, event: Event) -> None:
         replay, tick = self.replay, event.tick
@@ -125,26 +138,59 @@ class _Run:
         storage = action.storage
         nbytes = replay.trace.storages[storage].nbytes
         if isinstance(action, Wait):
-            stall = max(0.0, self.done.get(storage, 0.0) - now)
-            self.late += stall
-            self.stall_seconds += stall
+            self.wait(max(0.0, self.done.get(storage, 0.0) - now))
         elif isinstance(action, Release):
             # A release when the claim ends frees before the entry; any other one after it.
             end = tick if isinstance(event, StorageFreed) else tick + 1
             self.claims.setdefault(storage, []).append((self.held_since.pop(storage), end))
         elif isinstance(action, Offload):
-            self.done[storage] = self.lanes.send(nbytes, now)
-            self.late += nbytes * replay.costs.link.drag_seconds_per_byte
             self.offloaded_bytes += nbytes
-            self.copied.add(storage)
-            self.in_lower += int(replay.rounded[storage])
-            self.lower_peak = max(self.lower_peak, self.in_lower)
+            self.send(storage, nbytes, now)
         else:
             self.held_since[storage] = tick
             self.note_double(storage, tick)
-            self.done[storage] = self.lanes.fetch(nbytes, now)
-            self.late += nbytes * replay.costs.link.drag_seconds_per_byte
             self.reloaded_bytes += nbytes
+            self.fetch(storage, nbytes, now)
+
+    def wait(self, seconds: float) -> None:
+        """The program stands still."""
+        self.late += seconds
+        self.stall_seconds += seconds
+
+    def send(self, storage: int, nbytes: int, now: float) -> None:
+        """Begin a copy to the tier below; where that is full, make one on the disk."""
+        rounded, overflow = int(self.replay.rounded[storage]), self.replay.overflow
+        if overflow is not None and self.in_lower + rounded > overflow.host_room_bytes:
+            self.done[storage] = self.lanes.send_through(overflow.disk, overflow.piece_bytes, nbytes, now)
+            self.wait(self.done[storage] - now)
+            self.spilled.add(storage)
+            self.on_disk += rounded
+            self.disk_peak = max(self.disk_peak, self.on_disk)
+            return
+        self.done[storage] = self.lanes.send(nbytes, now)
+        self.late += nbytes * self.replay.costs.link.drag_seconds_per_byte
+        self.copied.add(storage)
+        self.in_lower += rounded
+        self.lower_peak = max(self.lower_peak, self.in_lower)
+
+    def fetch(self, storage: int, nbytes: int, now: float) -> None:
+        """Begin a copy back, from wherever it is."""
+        overflow = self.replay.overflow
+        if overflow is not None and storage in self.spilled:
+            read, self.done[storage] = self.lanes.fetch_through(overflow.disk, overflow.piece_bytes, nbytes, now)
+            self.wait(read - now)
+            return
+        self.done[storage] = self.lanes.fetch(nbytes, now)
+        self.late += nbytes * self.replay.costs.link.drag_seconds_per_byte
+
+    def forget(self, storage: int) -> None:
+        """Its claim has ended, and its copy goes."""
+        if storage in self.copied:
+            self.copied.discard(storage)
+            self.in_lower -= int(self.replay.rounded[storage])
+        elif storage in self.spilled:
+            self.spilled.discard(storage)
+            self.on_disk -= int(self.replay.rounded[storage])
 
     def note_double(self, storage: int, tick: int) -> None:
         """What comes back is a new block: while the program still holds the old one, both count."""
@@ -168,6 +214,7 @@ class _Run:
             offloaded_bytes=self.offloaded_bytes,
             reloaded_bytes=self.reloaded_bytes,
             lower_tier_bytes=self.lower_peak,
+            disk_bytes=self.disk_peak,
         )
 
     def _count(self) -> npt.NDArray[np.int64]:

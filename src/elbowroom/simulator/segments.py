@@ -1,7 +1,7 @@
 """Which ops are replayed for given choices, when, and what that takes: the compiled twin of `planner.closures`.
 
-Dropped gaps are looked at in order of their closes. What a replay makes on its way stays, where it was dropped too and
-is still awaited; so one replay can end several absences.
+Dropped gaps are looked at in order of their closes. What a replay makes on its way stays, where it was dropped too, is
+still awaited and not to be made ANEW; so one replay can end several absences.
 """
 
 from __future__ import annotations
@@ -13,7 +13,11 @@ import numpy as np
 from elbowroom.simulator.columns import Array, Columns, make_records
 from elbowroom.simulator.compiled import compiled, inlined
 
-KEEP, OFFLOAD, RECOMPUTE = 0, 1, 2
+KEEP, OFFLOAD, RECOMPUTE, ANEW, LATE = range(5)
+"""Choices for a gap. The last three drop: RECOMPUTE until the first replay that makes the storage, ANEW until the gap's own
+close, whatever is replayed before, LATE as well, but not before the last replay that reads it."""
+
+CHOICES = 5
 
 _MOVE = {
     "choice": "i8",
@@ -55,7 +59,7 @@ class Segments(NamedTuple):
     marks: Array  # per storage
     op_marks: Array  # per op: the last search that took it
     stack: Array  # pairs of storage and limit
-    count: Array  # one record
+    tally: Array  # one record
 
 
 def make_segments(columns: Columns) -> Segments:
@@ -69,7 +73,7 @@ def make_segments(columns: Columns) -> Segments:
         marks=make_records(_STORAGE_MARK, len(columns.storages)),
         op_marks=np.zeros(len(columns.ops), dtype=np.int64),
         stack=np.zeros(2 * (views + 8), dtype=np.int64),
-        count=make_records(_COUNT, 1),
+        tally=make_records(_COUNT, 1),
     )
 
 
@@ -82,20 +86,21 @@ def find_segments(columns: Columns, room: Segments) -> int:
 
     Cost: linear in the ops replayed.
     """
-    moves, gaps, count = room.moves, columns.gaps, room.count[0]
+    moves, gaps, count = room.moves, columns.gaps, room.tally[0]
     count.segments = count.ops = count.leaves = 0
     for gap in range(len(moves)):
         moves[gap].segment = -1
         moves[gap].wanted = gaps[gap].closes
+        moves[gap].leave = gaps[gap].opens
     for gap in range(len(moves)):
-        if moves[gap].choice == RECOMPUTE and moves[gap].segment < 0 and not _add_segment(columns, gap, room):
+        if moves[gap].choice >= RECOMPUTE and moves[gap].segment < 0 and not add_segment(columns, gap, room):
             return gap
     for gap in range(len(moves)):
         if moves[gap].segment >= 0:
             segment = moves[gap].segment
             # A dropped storage lives on in the leaves of its replay, so they must have been saved before it goes.
             tick = columns.events[room.segments[segment].event].tick
-            leave = gaps[gap].opens
+            leave = moves[gap].leave
             for index in range(room.segments[segment].leaves_start, room.segments[segment + 1].leaves_start):
                 leave = max(leave, _claim_at(columns.storages, columns.claims, room.leaves[index], tick))
             if leave >= gaps[gap].closes or leave >= moves[gap].back:
@@ -105,8 +110,9 @@ def find_segments(columns: Columns, room: Segments) -> int:
 
 
 @compiled
-def _add_segment(columns: Columns, target: int, room: Segments) -> bool:
-    count, storages, gaps, moves, marks = room.count[0], columns.storages, columns.gaps, room.moves, room.marks
+def add_segment(columns: Columns, target: int, room: Segments) -> bool:
+    """Add the segment that is replayed when a dropped gap closes. Returns whether it can be."""
+    count, storages, gaps, moves, marks = room.tally[0], columns.storages, columns.gaps, room.moves, room.marks
     tick = gaps[target].closes
     segment = count.segments
     count.stamp += 1
@@ -128,7 +134,7 @@ def _add_segment(columns: Columns, target: int, room: Segments) -> bool:
             if marks[storage].made != stamp or columns.ops[last].tick >= marks[storage].limit:
                 continue
             gap = _dropped_gap(storages, columns.gap_lists, gaps, moves, storage, tick)
-            if gap >= 0:
+            if gap >= 0 and (moves[gap].choice == RECOMPUTE or gaps[gap].closes == tick):
                 moves[gap].segment = segment
                 moves[gap].back = tick
     for leaf in leaves:
@@ -136,6 +142,8 @@ def _add_segment(columns: Columns, target: int, room: Segments) -> bool:
             gap = columns.gap_lists[index]
             if gaps[gap].opens < tick < gaps[gap].closes:
                 moves[gap].wanted = min(moves[gap].wanted, tick)
+                if moves[gap].choice == LATE:
+                    moves[gap].leave = max(moves[gap].leave, tick)
     room.segments[segment].event = gaps[target].close_event
     room.segments[segment].ops_start, room.segments[segment].leaves_start = ops_begin, leaves_begin
     room.segments[segment + 1].ops_start, room.segments[segment + 1].leaves_start = count.ops, count.leaves
@@ -147,7 +155,7 @@ def _add_segment(columns: Columns, target: int, room: Segments) -> bool:
 @compiled
 def _search(columns: Columns, target: int, tick: int, room: Segments) -> bool:
     """Collect the ops that make `target` anew at `tick`, and the leaves they read."""
-    count, storages, marks, stack = room.count[0], columns.storages, room.marks, room.stack
+    count, storages, marks, stack = room.tally[0], columns.storages, room.marks, room.stack
     stamp = count.stamp
     stack[0], stack[1] = target, tick
     height = 1
@@ -220,8 +228,9 @@ def _dropped_gap(storages: Array, gap_lists: Array, gaps: Array, moves: Array, s
     found = -1
     for index in range(storages[storage].gaps_start, storages[storage + 1].gaps_start):
         gap = gap_lists[index]
-        if gaps[gap].opens < tick <= gaps[gap].closes and moves[gap].choice == RECOMPUTE and moves[gap].segment < 0:
-            found = gap
+        if gaps[gap].opens < tick <= gaps[gap].closes and moves[gap].choice >= RECOMPUTE and moves[gap].segment < 0:
+            if moves[gap].choice != LATE or tick == gaps[gap].closes:
+                found = gap
             break
     return found
 
@@ -229,7 +238,7 @@ def _dropped_gap(storages: Array, gap_lists: Array, gaps: Array, moves: Array, s
 @compiled
 def _walk(columns: Columns, ops: Array, segment: int, room: Segments) -> None:
     """Seconds of a replay, and its peak bytes minus those of the outputs that stay."""
-    marks, stamp, storages = room.marks, room.count[0].stamp, columns.storages
+    marks, stamp, storages = room.marks, room.tally[0].stamp, columns.storages
     for position in range(len(ops)):
         op = ops[position]
         for index in range(columns.ops[op].reads_start, columns.ops[op + 1].reads_start):
@@ -264,10 +273,10 @@ def _walk(columns: Columns, ops: Array, segment: int, room: Segments) -> None:
 def _let_go(columns: Columns, storage: int, position: int, segment: int, room: Segments) -> int:
     """The bytes that an intermediate gives back after its last use; 0 for outputs."""
     mark = room.marks[storage]
-    if mark.live != room.count[0].stamp or mark.last_use != position:
+    if mark.live != room.tally[0].stamp or mark.last_use != position:
         return 0
     for index in range(columns.storages[storage].gaps_start, columns.storages[storage + 1].gaps_start):
         if room.moves[columns.gap_lists[index]].segment == segment:
             return 0
     mark.live = 0
-    return columns.storages[storage].rounded
+    return int(columns.storages[storage].rounded)

@@ -26,6 +26,7 @@ from elbowroom.simulator.transit import (
     Sweep,
     ensure,
     event_at,
+    forget_copies,
     next_slot,
     send,
     slot_of,
@@ -33,15 +34,16 @@ from elbowroom.simulator.transit import (
 
 
 @compiled
-def sweep(columns: Columns, choices: Array, budget_bytes: int, slack: float, room: Sweep) -> bool:
+def sweep(columns: Columns, choices: Array, budget_bytes: int, slack: float, limit: float, room: Sweep) -> bool:
     """Carry a vector of choices out.
 
     Args:
-        choices: KEEP, OFFLOAD or RECOMPUTE of each gap.
+        choices: for each gap, as in `segments`.
         slack: reloads begin this many of their own durations before they must.
+        limit: seconds after which nobody is interested.
 
     Returns:
-        Whether it can be carried out at all; `room.outcome` says whether it fits.
+        Whether it can be carried out at all, in no more than `limit`; `room.outcome` says whether it fits.
 
     Cost: linear in the slots, the events and the ops replayed.
     """
@@ -51,9 +53,24 @@ def sweep(columns: Columns, choices: Array, budget_bytes: int, slack: float, roo
     _stretch(columns, room)
     _outline(columns, room)
     order_reloads(columns, slack, room)
-    _run(columns, budget_bytes, room)
+    if not _run(columns, budget_bytes, limit, room):
+        return False
     _measure(columns, room)
     return True
+
+
+@compiled
+def sweep_all(columns: Columns, batch: Array, budget_bytes: int, slack: float, room: Sweep, outcomes: Array) -> None:
+    """Carry out every row of `batch`; a row that cannot be carried out takes infinite seconds.
+
+    Args:
+        outcomes: one record a row, of the fields of `Sweep.outcome`.
+    """
+    for row in range(len(batch)):
+        if sweep(columns, batch[row], budget_bytes, slack, np.inf, room):
+            outcomes[row] = room.outcome[0]
+        else:
+            outcomes[row].seconds = np.inf
 
 
 @compiled
@@ -65,7 +82,7 @@ def _settle(columns: Columns, choices: Array, moves: Array) -> None:
         copied = -1
         for index in range(columns.storages[storage].gaps_start, columns.storages[storage + 1].gaps_start):
             gap = columns.gap_lists[index]
-            if moves[gap].choice == RECOMPUTE and copied == columns.gaps[gap].claim:
+            if moves[gap].choice >= RECOMPUTE and copied == columns.gaps[gap].claim:
                 moves[gap].choice = OFFLOAD
             elif moves[gap].choice == OFFLOAD:
                 copied = columns.gaps[gap].claim
@@ -77,7 +94,7 @@ def _stretch(columns: Columns, room: Sweep) -> None:
     events, segments = room.events, room.segments.segments
     for event in range(len(events)):
         events[event].replay = -1
-    for segment in range(room.segments.count[0].segments):
+    for segment in range(room.segments.tally[0].segments):
         events[segments[segment].event].replay = segment
     late = 0.0
     for event in range(len(events)):
@@ -98,11 +115,11 @@ def _outline(columns: Columns, room: Sweep) -> None:
         if moves[gap].choice == OFFLOAD:
             begin = max(gaps[gap].free, events[gaps[gap].open_event].after)
             _take(change, begin, slot_of(events, moves[gap].wanted), gaps[gap].rounded)
-        elif moves[gap].choice == RECOMPUTE:
+        elif moves[gap].choice >= RECOMPUTE:
             leave, back = event_at(events, moves[gap].leave), segments[moves[gap].segment].event
             moves[gap].release_event, moves[gap].back_event = leave, back
             _absent(change, events, gaps, gap, leave, back)
-    for segment in range(room.segments.count[0].segments):
+    for segment in range(room.segments.tally[0].segments):
         _spike(change, events, segments, segment)
     total = 0
     for slot in range(len(columns.slots)):
@@ -134,36 +151,45 @@ def _spike(change: Array, events: Array, segments: Array, segment: int) -> None:
 
 
 @compiled
-def _run(columns: Columns, budget_bytes: int, room: Sweep) -> None:
+def _run(columns: Columns, budget_bytes: int, limit: float, room: Sweep) -> bool:
     events, moves, clock = columns.events, room.segments.moves, room.clock[0]
     for claim in range(len(room.copies)):
         room.copies[claim].done, room.copies[claim].sent = np.inf, -1
     clock.late = clock.stall = clock.out_free = clock.back_free = 0.0
     clock.first = clock.fresh = clock.last = clock.leaving = clock.next_reload = 0
     clock.blocked = -1
+    clock.host_held = clock.host_peak = clock.disk_held = clock.disk_peak = clock.ended = 0
+    overflows = columns.link[0].overflows
     for event in range(len(events) - 1):
+        if overflows:
+            forget_copies(columns.claims, columns.claims_ended, room.copies, room.clock, events[event].tick)
         gap = events[event].closes
         if gap >= 0 and moves[gap].choice == OFFLOAD:
-            ensure(events, columns.gaps, columns.link, moves, room.clock, gap, event)
+            ensure(events, columns.gaps, columns.link, moves, room.copies, room.clock, gap, event)
         if room.events[event].replay >= 0:
             _replay(columns, room, event)
         gap = events[event].opens
         if gap >= 0 and moves[gap].choice == OFFLOAD:
             send(events, columns.gaps, columns.link, moves, room.copies, room.pending, room.clock, gap, event)
-        leaving = clock.leaving
+        if not events[event].next:
+            continue
+        if columns.step_seconds + clock.late > limit:
+            return False
         # Handing all arrays on costs more than most events do, so what nothing comes of is not called.
+        leaving = clock.leaving
         if clock.first < clock.last:
-            _release(
-                events, columns.gaps, moves, room.copies, room.pending, room.profile, room.clock, budget_bytes, event
-            )
+            _release(events, columns.gaps, moves, room.copies, room.pending, room.profile, room.clock, budget_bytes,
+                     event)  # fmt: skip
         while clock.next_reload < clock.reloads and moves[room.order[clock.next_reload]].state >= ARRIVING:
             clock.next_reload += 1
         if clock.next_reload < clock.reloads and events[event].at > clock.blocked:
-            due = moves[room.order[clock.next_reload]].latest <= room.events[event + 1].begin
-            if due and clock.back_free <= events[event + 1].begin + clock.late:
+            following = events[event].next
+            due = moves[room.order[clock.next_reload]].latest <= room.events[following].begin
+            if due and clock.back_free <= events[following].begin + clock.late:
                 reload_early(columns, room, budget_bytes, leaving, event)
     room.outcome[0].seconds = columns.step_seconds + clock.late
     room.outcome[0].stall_seconds = clock.stall
+    return bool(room.outcome[0].seconds <= limit)
 
 
 @compiled
@@ -175,7 +201,7 @@ def _replay(columns: Columns, room: Sweep, event: int) -> None:
         for position in range(columns.storages[leaf].gaps_start, columns.storages[leaf + 1].gaps_start):
             gap = columns.gap_lists[position]
             if moves[gap].choice == OFFLOAD and gaps[gap].opens < tick < gaps[gap].closes:
-                ensure(columns.events, gaps, columns.link, moves, room.clock, gap, event)
+                ensure(columns.events, gaps, columns.link, moves, room.copies, room.clock, gap, event)
     room.clock[0].late += segments[segment].seconds
 
 
@@ -231,7 +257,7 @@ def _measure(columns: Columns, room: Sweep) -> None:
             below[copy.sent] += gaps[gap].rounded
             below[gaps[gap].claim_end] -= gaps[gap].rounded
             copy.sent = -1
-    for segment in range(room.segments.count[0].segments):
+    for segment in range(room.segments.tally[0].segments):
         _spike(change, columns.events, room.segments.segments, segment)
     total, in_lower = 0, 0
     outcome.peak_bytes = outcome.peak_slot = outcome.lower_bytes = 0
@@ -242,3 +268,6 @@ def _measure(columns: Columns, room: Sweep) -> None:
         if room.held[slot] > outcome.peak_bytes:
             outcome.peak_bytes, outcome.peak_slot = room.held[slot], slot
         outcome.lower_bytes = max(outcome.lower_bytes, in_lower)
+    outcome.disk_bytes = 0
+    if columns.link[0].overflows:
+        outcome.lower_bytes, outcome.disk_bytes = room.clock[0].host_peak, room.clock[0].disk_peak

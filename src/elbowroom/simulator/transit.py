@@ -15,7 +15,11 @@ OPEN, PENDING, AWAY, ARRIVING, BACK = 0, 1, 2, 3, 4  # states of a gap
 LOOK_AHEAD = 16
 """So many of the next gaps to close are looked at for one that can be reloaded now."""
 
-_COPY = {"done": "f8", "sent": "i8"}  # when it is below (inf: never), and the slot in which it began (-1)
+_COPY = {
+    "done": "f8",  # when it is below; inf: never
+    "sent": "i8",  # the slot in which it began; -1
+    "spilled": "i8",  # whether it is on the disk
+}
 _EVENT = {"begin": "f8", "replay": "i8"}  # plain begin and the replays before it; the segment that runs at it (-1)
 _CLOCK = {
     "late": "f8",  # behind the plain step
@@ -29,6 +33,12 @@ _CLOCK = {
     "blocked": "i8",  # until this slot no reload has room
     "reloads": "i8",  # gaps in `order`
     "next_reload": "i8",
+    # Where the tier below overflows.
+    "host_held": "i8",
+    "host_peak": "i8",
+    "disk_held": "i8",
+    "disk_peak": "i8",
+    "ended": "i8",  # claims that have ended
 }
 _OUTCOME = {
     "seconds": "f8",  # of the step
@@ -36,6 +46,7 @@ _OUTCOME = {
     "peak_bytes": "i8",
     "peak_slot": "i8",
     "lower_bytes": "i8",  # most in the tier below
+    "disk_bytes": "i8",  # most on the disk behind it
 }
 
 
@@ -67,8 +78,13 @@ def make_sweep(columns: Columns) -> Sweep:
         held=np.zeros(slots + 1, dtype=np.int64),
         events=make_records(_EVENT, len(columns.events)),
         clock=make_records(_CLOCK, 1),
-        outcome=make_records(_OUTCOME, 1),
+        outcome=make_outcomes(1),
     )
+
+
+def make_outcomes(count: int) -> Array:
+    """Room for what comes out of so many sweeps."""
+    return make_records(_OUTCOME, count)
 
 
 @compiled
@@ -86,21 +102,25 @@ def event_at(events: Array, tick: int) -> int:
 
 @inlined
 def slot_of(events: Array, tick: int) -> int:
-    return events[event_at(events, tick)].at
+    """The slot of the first event at or after a tick."""
+    return int(events[event_at(events, tick)].at)
 
 
 @inlined
 def next_slot(events: Array, event: int, slots: int) -> int:
-    """The end of the slots up to the next event, its own included."""
-    return events[event + 1].at + 1 if event + 2 < len(events) else slots
+    """The end of the slots up to the next event at which anything can move, its own included."""
+    following = events[event].next
+    return int(events[following].at + 1) if following + 1 < len(events) else slots
 
 
 @compiled
-def ensure(events: Array, gaps: Array, links: Array, moves: Array, clocks: Array, gap: int, event: int) -> None:
+def ensure(
+    events: Array, gaps: Array, links: Array, moves: Array, copies: Array, clocks: Array, gap: int, event: int
+) -> None:
     """Have a storage on the device at an event, whatever it takes."""
     clock = clocks[0]
     if moves[gap].state == AWAY:
-        fetch(events, gaps, links, moves, clocks, gap, event)
+        fetch(events, gaps, links, moves, copies, clocks, gap, event)
     if moves[gap].state == ARRIVING:
         stall = max(0.0, moves[gap].ready - events[event].begin - clock.late)
         clock.late += stall
@@ -109,15 +129,21 @@ def ensure(events: Array, gaps: Array, links: Array, moves: Array, clocks: Array
 
 
 @compiled
-def fetch(events: Array, gaps: Array, links: Array, moves: Array, clocks: Array, gap: int, event: int) -> None:
+def fetch(
+    events: Array, gaps: Array, links: Array, moves: Array, copies: Array, clocks: Array, gap: int, event: int
+) -> None:
+    """Begin the copy back from the tier below."""
     clock, link = clocks[0], links[0]
+    moves[gap].state = ARRIVING
+    moves[gap].back_event = event
+    if link.overflows and copies[gaps[gap].claim].spilled:
+        _read_back(events, gaps, links, moves, clocks, gap, event)
+        return
     begin = max(events[event].begin + clock.late, clock.back_free)
     if link.half_duplex:
         begin = max(begin, clock.out_free)
     clock.back_free = begin + link.back_latency + gaps[gap].nbytes / link.back_rate
     moves[gap].ready = clock.back_free
-    moves[gap].state = ARRIVING
-    moves[gap].back_event = event
     clock.late += gaps[gap].nbytes * link.drag
 
 
@@ -133,10 +159,76 @@ def send(
     clock.last += 1
     if copy.sent >= 0:
         return
+    copy.sent = events[event].at
+    if link.overflows:
+        if clock.host_held + gaps[gap].rounded > link.host_room:
+            copy.spilled = 1
+            copy.done = _write_out(events, gaps, links, clocks, gap, event)
+            return
+        copy.spilled = 0
+        clock.host_held += gaps[gap].rounded
+        clock.host_peak = max(clock.host_peak, clock.host_held)
     begin = max(events[event].begin + clock.late, clock.out_free)
     if link.half_duplex:
         begin = max(begin, clock.back_free)
     clock.out_free = begin + link.out_latency + gaps[gap].nbytes / link.out_rate
     copy.done = clock.out_free
-    copy.sent = events[event].at
     clock.late += gaps[gap].nbytes * link.drag
+
+
+@compiled
+def _write_out(events: Array, gaps: Array, links: Array, clocks: Array, gap: int, event: int) -> float:
+    """Make a copy on the disk, while the step waits: the twin of `Lanes.send_through`. Returns when it is done."""
+    clock, link = clocks[0], links[0]
+    now = events[event].begin + clock.late
+    begin = max(now, clock.out_free)
+    if link.half_duplex:
+        begin = max(begin, clock.back_free)
+    nbytes = gaps[gap].nbytes
+    pieces = (nbytes + link.piece - 1) // link.piece
+    last_bytes = nbytes - (pieces - 1) * link.piece
+    copied = pieces * link.out_latency + nbytes / link.out_rate
+    written = pieces * link.disk_out_latency + nbytes / link.disk_out_rate
+    first = link.out_latency + min(link.piece, nbytes) / link.out_rate
+    last = link.disk_out_latency + last_bytes / link.disk_out_rate
+    done = begin + max(first + written, copied + last)
+    clock.out_free = done
+    clock.late += done - now
+    clock.stall += done - now
+    clock.disk_held += gaps[gap].rounded
+    clock.disk_peak = max(clock.disk_peak, clock.disk_held)
+    return float(done)
+
+
+@compiled
+def _read_back(events: Array, gaps: Array, links: Array, moves: Array, clocks: Array, gap: int, event: int) -> None:
+    """Begin the copy back from the disk; the step waits until it is read: the twin of `Lanes.fetch_through`."""
+    clock, link = clocks[0], links[0]
+    now, lane = events[event].begin + clock.late, clock.back_free
+    if link.half_duplex:
+        lane = max(lane, clock.out_free)
+    nbytes = gaps[gap].nbytes
+    pieces = (nbytes + link.piece - 1) // link.piece
+    last_bytes = nbytes - (pieces - 1) * link.piece
+    copied = pieces * link.back_latency + nbytes / link.back_rate
+    read = now + (pieces * link.disk_back_latency + nbytes / link.disk_back_rate)
+    first = link.disk_back_latency + min(link.piece, nbytes) / link.disk_back_rate
+    last = link.back_latency + last_bytes / link.back_rate
+    clock.back_free = max(max(read, lane) + last, max(now + first, lane) + copied)
+    moves[gap].ready = clock.back_free
+    clock.late += read - now
+    clock.stall += read - now
+
+
+@compiled
+def forget_copies(claims: Array, ended: Array, copies: Array, clocks: Array, tick: int) -> None:
+    """Give up the copies whose claims have ended by a tick."""
+    clock = clocks[0]
+    while clock.ended < len(ended) and claims[ended[clock.ended]].end <= tick:
+        claim = ended[clock.ended]
+        if copies[claim].sent >= 0:
+            if copies[claim].spilled:
+                clock.disk_held -= claims[claim].rounded
+            else:
+                clock.host_held -= claims[claim].rounded
+        clock.ended += 1

@@ -1,32 +1,40 @@
-"""The default: keep, offload or recompute, jointly, where the peak is.
+"""The default: keep, offload or recompute, jointly, as near to the best there can be as a search gets.
 
-1. Always at the tick where the forecast peak is, take the choices with the least added time per byte freed there;
-   forecast again.
-2. Undo choices that no longer pay, dearest first; then exchange one kind for the other where that is faster.
+1. The joint fluid relaxation (`planner.fluid`) says what an ideal link and divisible storages would do. Its solution
+   is nearly whole; it is rounded, at this budget and at a slightly smaller one, since whole storages need some room.
+2. From there choices are annealed on the compiled simulator: gaps change alone, in exchange with one of their kind, or
+   together with their neighbours in kind, so that repeated blocks are decided on at once. What does not fit costs, and
+   the price follows the search, so that it walks along the edge of the budget.
+3. The best is made into a plan with exact ticks.
 
-Where step 1 cannot go on, the search starts from the plan with the lowest peak there is and only undoes.
+Where even holding as little as can be does not fit, that plan is returned, and `plan` says what it needs.
 
-Source: the rule of attacking the forecast's peak follows the observation that moving what is not at the peak changes
-nothing; the joint choice by added time per byte generalises the filter and director of DELTA (Tang et al., "DELTA:
-Dynamically Optimizing GPU Memory beyond Tensor Recomputation", 2022) to whole-step knowledge.
+Source: relaxing the choice and rounding it is Checkmate's (P. Jain et al., "Checkmate: Breaking the memory wall with
+optimal tensor rematerialization", MLSys 2020), the search over whole-step simulations HOME's (S. He et al., "HOME: A
+holistic GPU memory management framework for deep learning", IEEE Transactions on Computers 72, 2023); what is new is
+their union: offload in the relaxation, a simulator in machine code as the judge, and the walk along the edge.
 
-Cost: some hundreds of forecasts, each linear in saves and needs.
+Cost: a linear program of some hundred rows an event, and a number of sweeps that falls with the trace's length.
 """
 
 from __future__ import annotations
 
 from elbowroom.ir.plan import Plan
+from elbowroom.planner.exploration import explore
 from elbowroom.planner.problem import Problem, lowest_draft
-from elbowroom.planner.search import Search
 
 
-def make_plan(problem: Problem) -> Plan:
-    """The fastest plan found within the budget; the same input gives the same plan."""
-    search = Search(problem.drafter, problem.budget_bytes, "auto")
-    if problem.floor.peak_bytes > problem.budget_bytes:
-        search.restart(lowest_draft(problem.drafter))
-        return search.plan  # no plan holds less
-    if not search.descend():
-        search.restart(lowest_draft(problem.drafter))
-    search.refine()
-    return search.plan
+def make_plan(problem: Problem, *, effort: float = 1.0) -> Plan:
+    """The fastest plan found within the budget; the same input gives the same plan.
+
+    Args:
+        effort: how many sweeps are spent, over the usual number.
+    """
+    if problem.fits(problem.plain):
+        plan = problem.drafter.finish({}, "auto", problem.budget_bytes)
+    else:
+        plan = explore(problem, "auto", effort)
+        if plan is None:
+            plan = problem.drafter.finish(lowest_draft(problem.drafter), "auto", problem.budget_bytes)
+    assert plan is not None  # neither drops anything
+    return plan

@@ -1,0 +1,229 @@
+"""`elbowroom compare`: which strategy makes what of which budget?"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.table import Table
+from rich.text import Text
+
+from elbowroom.cli.documents import save_document
+from elbowroom.cli.lists import read_budgets, read_strategies
+from elbowroom.cli.parameters import (
+    Batch,
+    ChannelsLast,
+    CostsFile,
+    DataType,
+    Device,
+    Hardware,
+    ImageSize,
+    Json,
+    Layers,
+    Optimizer,
+    Output,
+    Picture,
+    Seed,
+    SequenceLength,
+    TraceOrSpec,
+    collect_options,
+)
+from elbowroom.cli.sources import check_writable, find_costs, find_trace
+from elbowroom.cli.terminal import Terminal, open_terminal
+from elbowroom.errors import ElbowroomError
+from elbowroom.units import format_bytes, format_seconds
+
+if TYPE_CHECKING:
+    from elbowroom.ir.costs import Costs
+    from elbowroom.ir.trace import Trace
+    from elbowroom.planner.comparison import Comparison, Entry
+
+Budgets = Annotated[
+    str,
+    typer.Option(
+        "--budgets", help="FROM:TO:COUNT, or a list: 4GiB,6GiB,60%. Shares are of the plain step's forecast peak."
+    ),
+]
+Strategies = Annotated[
+    str,
+    typer.Option(
+        "--strategies", help="all, or a list, with options where wanted: auto,autoswap:score=doa,mode=zero_overhead"
+    ),
+]
+
+
+def register(app: typer.Typer) -> None:
+    """Put this command into the program."""
+    app.command("compare")(compare_strategies)
+
+
+def compare_strategies(
+    source: TraceOrSpec,
+    budgets: Budgets = "20%:100%:9",
+    strategies: Strategies = "all",
+    hardware: Hardware = "this",
+    costs_file: CostsFile = None,
+    picture: Picture = None,
+    output: Output = None,
+    batch: Batch = None,
+    image_size: ImageSize = None,
+    sequence_length: SequenceLength = None,
+    layers: Layers = None,
+    dtype: DataType = None,
+    optimizer: Optimizer = None,
+    device: Device = None,
+    seed: Seed = None,
+    channels_last: ChannelsLast = None,
+    as_json: Json = False,
+) -> None:
+    """Plan one step within several budgets by several strategies, and show what each costs.
+
+    Ctrl-C shows what there is so far.
+    """
+    from elbowroom.cli.pictures import check_picture, draw_front
+    from elbowroom.planner.comparison import Comparison
+    from elbowroom.planner.problem import pose
+
+    options = collect_options(batch, image_size, sequence_length, layers, dtype, optimizer, device, seed, channels_last)
+    with open_terminal(as_json) as terminal:
+        check_writable(output)
+        check_picture(picture)
+        read_budgets(budgets, 1 << 40)  # what means nothing is refused before anything is captured or measured
+        asked = read_strategies(strategies)
+        trace = find_trace(terminal, source, options)
+        costs = find_costs(terminal, trace, hardware, costs_file)
+        problem = pose(trace, costs, 1)
+        comparison = Comparison(
+            name=trace.name,
+            profile_name=costs.profile_name,
+            plain_peak_bytes=problem.plain.peak_bytes,
+            plain_seconds=problem.plain.step_seconds,
+            smallest_bytes=problem.floor.peak_bytes,
+            entries=(),
+        )
+        entries, stopped = _run(terminal, trace, costs, read_budgets(budgets, comparison.plain_peak_bytes), asked)
+        comparison = dataclasses.replace(comparison, entries=entries)
+        if entries:
+            terminal.show(*_head(comparison))
+            terminal.show(make_table(comparison))
+            fields = {**list_fields(comparison), "complete": stopped is None}
+            if picture is not None:
+                draw_front(comparison, picture)
+            save_document(output, "compare", fields)
+            for written in filter(None, (picture, output)):
+                terminal.show_text(f"written to {written}")
+            terminal.write_document("compare", **fields)
+        if stopped is not None:
+            raise stopped
+
+
+def _run(
+    terminal: Terminal, trace: Trace, costs: Costs, budgets: tuple[int, ...], strategies: tuple[str, ...]
+) -> tuple[tuple[Entry, ...], BaseException | None]:
+    """The entries, and what kept the rest from being made."""
+    from elbowroom.planner.comparison import compare
+
+    entries: list[Entry] = []
+    places = [(budget, strategy) for budget in budgets for strategy in strategies]
+    running = compare(trace, costs, budgets, strategies)
+    try:
+        with terminal.progress(f"comparing on {trace.name}") as advance:
+            for budget, strategy in places:
+                done = len(entries)
+                what = f"{strategy} within {format_bytes(budget)} ({done + 1} of {len(places)})"
+                advance(what, done / len(places))
+                entries.append(next(running))
+    except (KeyboardInterrupt, ElbowroomError) as error:
+        return tuple(entries), error
+    return tuple(entries), None
+
+
+def _head(comparison: Comparison) -> tuple[Text, ...]:
+    """What the rows are measured against."""
+    facts = (
+        f"plain step {format_seconds(comparison.plain_seconds)} at {format_bytes(comparison.plain_peak_bytes)}; "
+        f"smallest budget that works {format_bytes(comparison.smallest_bytes)}"
+    )
+    return Text(f"{comparison.name} on {comparison.profile_name}", style="bold"), Text("\n" + facts + "\n")
+
+
+def make_table(comparison: Comparison) -> Table:
+    """One row an entry, under one row a budget with its bound; the fastest of each budget stands out.
+
+    Moved bytes count both ways; "over bound" is how much longer the step takes than any plan must.
+    """
+    from elbowroom.planner.comparison import find_fastest
+
+    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="dim")
+    table.add_column("budget\n  strategy", overflow="fold")
+    for head in ("\npeak", "step over\nplain", "\nmoved", "recom-\nputed", "planned\nin", "over\nbound"):
+        table.add_column(head, justify="right", no_wrap=True)
+    plain = comparison.plain_seconds
+    for budget in comparison.list_budgets():
+        entries = comparison.find_entries(budget_bytes=budget)
+        share = f"{budget / comparison.plain_peak_bytes:.0%}" if comparison.plain_peak_bytes else ""
+        bound = f"{entries[0].bound_seconds / plain:.3f} x" if plain and budget >= comparison.smallest_bytes else "-"
+        table.add_row(f"{share} {format_bytes(budget)}", "", bound, "", "", "", "bound", style="cyan")
+        fastest = find_fastest(entries)
+        for entry in entries:
+            table.add_row(*_cells(entry), style="bold" if entry is fastest else None)
+    return table
+
+
+def _cells(entry: Entry) -> tuple[str, ...]:
+    outcome, attempt = entry.outcome, entry.attempt
+    planned = format_seconds(attempt.planning_seconds)
+    if outcome is None:
+        needs = f"{format_bytes(attempt.needed_bytes)}"
+        return f"  {entry.strategy}", f"needs {needs}", "does not fit", "", "", planned, ""
+    return (
+        f"  {entry.strategy}",
+        format_bytes(outcome.peak_bytes),
+        f"{outcome.over(entry.plain_seconds):.3f} x",
+        format_bytes(outcome.moved_bytes) if outcome.moved_bytes else "-",
+        format_seconds(outcome.recompute_seconds) if outcome.recompute_seconds else "-",
+        planned,
+        f"{outcome.over(entry.bound_seconds) - 1:.1%}",
+    )
+
+
+def list_fields(comparison: Comparison) -> dict[str, Any]:
+    """The same for a program: one object an entry. `front` names the entries that no other beats in peak and seconds.
+
+    What an entry that does not fit has not, and what is not a number, is null.
+    """
+    from elbowroom.planner.comparison import find_front
+
+    front = find_front(comparison.entries)
+    return {
+        "name": comparison.name,
+        "hardware": comparison.profile_name,
+        "plain_peak_bytes": comparison.plain_peak_bytes,
+        "plain_step_seconds": comparison.plain_seconds,
+        "smallest_budget_bytes": comparison.smallest_bytes,
+        "entries": [_fields(entry) for entry in comparison.entries],
+        "front": [{"budget_bytes": entry.budget_bytes, "strategy": entry.strategy} for entry in front],
+    }
+
+
+def _fields(entry: Entry) -> dict[str, Any]:
+    outcome = entry.outcome
+    return {
+        "budget_bytes": entry.budget_bytes,
+        "strategy": entry.strategy,
+        "fits": outcome is not None,
+        "needed_bytes": entry.attempt.needed_bytes,
+        "bound_seconds": entry.bound_seconds if math.isfinite(entry.bound_seconds) else None,
+        "planning_seconds": entry.attempt.planning_seconds,
+        "plan": None if outcome is None else {
+            **dataclasses.asdict(outcome),
+            "slowdown": _finite(outcome.over(entry.plain_seconds)),
+            "gap": _finite(outcome.over(entry.bound_seconds) - 1),
+        },
+    }  # fmt: skip
+
+
+def _finite(number: float) -> float | None:
+    return number if math.isfinite(number) else None

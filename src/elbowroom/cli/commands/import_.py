@@ -1,0 +1,99 @@
+"""`elbowroom import`: another system's log becomes a trace with its measured costs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from elbowroom.cli.parameters import Json, Output
+from elbowroom.cli.sources import check_writable, find_profile, keep_all, save
+from elbowroom.cli.terminal import open_terminal
+from elbowroom.errors import UsageError
+from elbowroom.importers import Release
+from elbowroom.ir.forecast import Forecast
+from elbowroom.ir.hardware import HardwareProfile, Link
+from elbowroom.ir.trace import Trace, find_movable
+from elbowroom.units import format_bytes, format_seconds
+
+
+def register(app: typer.Typer) -> None:
+    """Put this command into the program."""
+    app.command("import")(import_log)
+
+
+def import_log(
+    log_format: Annotated[
+        str,
+        typer.Argument(metavar="FORMAT", help="dtr (operator logs of JSON lines) or g10 (a kernels.config)."),
+    ],
+    path: Annotated[Path, typer.Argument(metavar="PATH", help="The log.")],
+    output: Output = None,
+    costs_file: Annotated[
+        Path | None, typer.Option("--costs", help="Write the measured costs to this file, for --costs of plan.")
+    ] = None,
+    hardware: Annotated[
+        str | None,
+        typer.Option(
+            "--hardware",
+            help="The machine whose link blocks would move over, which no log knows: as for plan. That of the machine "
+            "the format's public logs come from if not given.",
+        ),
+    ] = None,
+    release: Annotated[
+        Release, typer.Option("--release", help="Until when a block counts.", case_sensitive=False)
+    ] = Release.PROGRAM,
+    as_json: Json = False,
+) -> None:
+    """Import the log of one step that another system ran, with what its ops took, to plan and simulate it here."""
+    from elbowroom.importers import read_log
+    from elbowroom.simulator.replay import simulate
+
+    with open_terminal(as_json) as terminal:
+        check_writable(output, costs_file)
+        link = None if hardware is None else top_link(find_profile(terminal, hardware))
+        with terminal.progress(f"reading {path}"):
+            imported = read_log(log_format, path, release=release, link=link)
+        trace, costs = imported.trace, imported.costs
+        plain = simulate(trace, costs, keep_all(costs, 0))
+        written, written_costs = save(trace, output), save(costs, costs_file)
+        found = describe(trace, plain)
+        rows = [
+            ("ops", str(found["ops"]), ""),
+            ("storages", str(found["storages"]), f"may move in {found['needs']} gaps"),
+            ("may be moved", format_bytes(found["movable_bytes"]), "never all at once"),
+            ("plain peak", format_bytes(plain.peak_bytes), f"{plain.peak_bytes} bytes, if everything stays"),
+            ("plain step", format_seconds(plain.step_seconds), "as logged"),
+        ]
+        terminal.show_facts(f"{trace.name}, imported from {log_format}", rows)
+        for name in filter(None, (written, written_costs)):
+            terminal.show_text(f"written to {name}")
+        terminal.write_document(
+            "import", format=log_format, digest=costs.trace_digest, **found, output=written, costs=written_costs
+        )
+
+
+def describe(trace: Trace, plain: Forecast) -> dict[str, Any]:
+    """What was imported, and the step if nothing moves."""
+    return {
+        "name": trace.name,
+        "ops": len(trace.ops),
+        "storages": len(trace.storages),
+        "saves": len(trace.saves),
+        "needs": len(trace.needs),
+        "movable_bytes": sum(trace.storages[storage].nbytes for storage in find_movable(trace)),
+        "plain_peak_bytes": plain.peak_bytes,
+        "plain_step_seconds": plain.step_seconds,
+    }
+
+
+def top_link(profile: HardwareProfile) -> Link:
+    """The link below the device.
+
+    Raises:
+        UsageError: there is none.
+    """
+    if not profile.links:
+        raise UsageError(f"profile {profile.name!r} has no link to a tier below the device; probe the machine anew")
+    return profile.links[0]

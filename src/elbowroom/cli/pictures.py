@@ -1,0 +1,158 @@
+"""Pictures of results: step time over peak, and throughput over batch. Needs matplotlib, an optional extra.
+
+Nothing is drawn on a screen: a figure goes straight into a file whose ending says what it is.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+from elbowroom.cli.sources import check_writable
+from elbowroom.errors import UsageError
+from elbowroom.planner.batches import Batches
+from elbowroom.planner.comparison import Comparison, find_front
+
+ENDINGS = (".svg", ".png", ".pdf")
+HIGHLIGHTED = "auto"
+_COLOURS = ("#1f77b4", "#ff7f0e", "#2ca02c", "#9467bd", "#8c564b", "#e377c2", "#7f7f7f", "#bcbd22", "#17becf")
+_MARKERS = "osD^vP<>Xhp"
+_STRONG = "#c1121f"
+
+
+def check_picture(path: Path | None) -> None:
+    """Refuse a picture before the work is done, and not after it.
+
+    Raises:
+        UsageError: matplotlib is not installed, the file's ending is none of `ENDINGS`, or its folder is not writable.
+    """
+    if path is None:
+        return
+    if path.suffix.lower() not in ENDINGS:
+        raise UsageError(f"--picture: {path} ends in none of {', '.join(ENDINGS)}")
+    if importlib.util.find_spec("matplotlib") is None:
+        raise UsageError("--picture needs matplotlib, which is not installed; run: pip install 'elbowroom[pictures]'")
+    check_writable(path)
+
+
+def draw_front(comparison: Comparison, path: Path) -> None:
+    """Step time over peak of every plan, the front of all of them, and the bound as a line.
+
+    Raises:
+        UsageError: the file cannot be written.
+    """
+    figure, axes = _open_figure()
+    peak, plain = comparison.plain_peak_bytes, comparison.plain_seconds or 1.0
+    front = [(entry.outcome.peak_bytes / peak, entry.outcome.over(plain)) for entry in find_front(comparison.entries)
+             if entry.outcome is not None]  # fmt: skip
+    if front:
+        axes.step(*zip(*front, strict=True), where="post", color="#f3c9a5", linewidth=7, zorder=1, label="the front")
+    slowest = max((slowdown for _, slowdown in front), default=1.0)
+    for index, strategy in enumerate(comparison.list_strategies()):
+        points = sorted(
+            (entry.outcome.peak_bytes / peak, entry.outcome.over(plain))
+            for entry in comparison.find_entries(strategy=strategy)
+            if entry.outcome is not None
+        )
+        if points:
+            slowest = max(slowest, *(slowdown for _, slowdown in points))
+            axes.plot(*zip(*points, strict=True), label=strategy, **_style(index, strategy))
+    bounds = sorted({(entry.budget_bytes / peak, entry.bound_seconds / plain) for entry in comparison.entries
+                     if entry.budget_bytes >= comparison.smallest_bytes})  # fmt: skip
+    if bounds:
+        axes.plot(*zip(*bounds, strict=True), color="black", linestyle="--", linewidth=1.2, label="bound", zorder=4)
+    axes.axvline(comparison.smallest_bytes / peak, color="#888888", linestyle=":", linewidth=1.2)
+    axes.annotate(
+        "smallest that works", (comparison.smallest_bytes / peak, 0.5), xycoords=("data", "axes fraction"),
+        xytext=(-3, 0), textcoords="offset points", rotation=90, va="center", ha="right", fontsize=8, color="#666666",
+    )  # fmt: skip
+    axes.set_xlim(left=comparison.smallest_bytes / peak - 0.05)
+    axes.set(xlabel="peak over the plain step's peak", ylabel="step time over the plain step's")
+    axes.set_title(f"{comparison.name} on {comparison.profile_name}", fontsize=11)
+    axes.xaxis.set_major_formatter(lambda share, _: f"{share:.0%}")
+    _scale_times(axes, slowest)
+    _finish(figure, axes, path)
+
+
+def draw_throughput(batches: Batches, title: str, path: Path) -> None:
+    """Samples per second over batch, with and without a plan, and the largest batch of each.
+
+    Raises:
+        UsageError: the file cannot be written.
+    """
+    figure, axes = _open_figure()
+    curves = (
+        (f"with Elbowroom ({batches.strategy})", _STRONG, "o", batches.largest, batches.fastest,
+         [(each.batch, each.planned_rate) for each in batches.trials if each.planned_rate]),
+        ("plain", "#555555", "s", batches.largest_plain, batches.fastest_plain,
+         [(each.batch, each.plain_rate) for each in batches.trials if each.fits_plain]),
+    )  # fmt: skip
+    for label, colour, marker, largest, fastest, points in curves:
+        if largest is None or fastest is None:
+            continue
+        axes.plot(*zip(*points, strict=True), color=colour, marker=marker, markersize=4, label=label)
+        best = max(points, key=lambda point: point[1])
+        axes.plot(*best, color=colour, marker="*", markersize=14, linestyle="", label=f"fastest: {fastest.batch}")
+        axes.axvline(largest.batch, color=colour, linestyle=":", linewidth=1.2)
+        axes.annotate(
+            f"{largest.batch}", (largest.batch, 0), xycoords=("data", "axes fraction"), xytext=(-3, 4),
+            textcoords="offset points", ha="right", fontsize=9, color=colour,
+        )  # fmt: skip
+    axes.set(xlabel="batch (dotted: the largest that fits)", ylabel="samples per second")
+    axes.set_title(title, fontsize=11)
+    axes.set_xlim(left=0)
+    axes.set_ylim(bottom=0)
+    _finish(figure, axes, path)
+
+
+def _open_figure() -> tuple[Any, Any]:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 5.2), layout="constrained")
+    axes = figure.add_subplot()
+    axes.grid(visible=True, color="#e4e4e4", linewidth=0.8)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
+    return figure, axes
+
+
+def _style(index: int, strategy: str) -> dict[str, Any]:
+    """What every strategy can be told by; the default one stands out."""
+    if strategy == HIGHLIGHTED:
+        return {"color": _STRONG, "marker": "o", "markersize": 5, "linewidth": 2.2, "zorder": 5}
+    return {
+        "color": _COLOURS[index % len(_COLOURS)],
+        "linestyle": "-" if index < len(_COLOURS) else "-.",
+        "marker": _MARKERS[index % len(_MARKERS)],
+        "markersize": 4,
+        "linewidth": 1.1,
+        "zorder": 3,
+    }
+
+
+def _scale_times(axes: Any, slowest: float) -> None:
+    """Multiples of the plain step; where some are many times the others, the axis is logarithmic."""
+    if slowest > 3:
+        from matplotlib.ticker import LogLocator, NullFormatter
+
+        axes.set_yscale("log")
+        axes.yaxis.set_major_locator(LogLocator(subs=(1, 1.2, 1.5, 2, 3, 4, 5, 7)))
+        axes.yaxis.set_minor_formatter(NullFormatter())
+    axes.yaxis.set_major_formatter(lambda slowdown, _: f"{slowdown:.3g} x")
+
+
+def _finish(figure: Any, axes: Any, path: Path) -> None:
+    """Write the figure; the same input gives the same file."""
+    from matplotlib import rc_context
+
+    if axes.get_legend_handles_labels()[1]:
+        axes.legend(loc="center left", bbox_to_anchor=(1.01, 0.5), frameon=False, fontsize=9)
+    metadata = {} if path.suffix.lower() == ".png" else {"Creator": None} | (
+        {"Date": None} if path.suffix.lower() == ".svg" else {"CreationDate": None}
+    )  # fmt: skip
+    try:
+        with rc_context({"svg.hashsalt": "elbowroom", "svg.fonttype": "none"}):
+            figure.savefig(path, dpi=150, metadata=metadata)
+    except OSError as error:
+        raise UsageError(f"cannot write {path}: {error.strerror or error}") from error

@@ -1,0 +1,296 @@
+"""Ops and blocks, as a foreign log tells them, become a Trace and its Costs.
+
+A log has no autograd, so the saves and needs are made up, in such a way that a block may be away whenever it is not in
+use. Uses with no op between them are one run; after the first run the block is saved, before each further one it is
+needed, and nothing but the saves holds it in between:
+
+    calls        0    1    2    3    4    5    6         of a block made by call 0, used by 1, 4 and 5, and a result
+    program      |====|                                  of the step
+    claim             |==========================|
+    node                        |=======|        |=|
+    entries           save      need             need
+
+What a call writes to later is left alone until its last write, since moving it would lose that.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+import pathlib
+from collections.abc import Iterator
+
+from elbowroom.errors import TraceError, UsageError
+from elbowroom.importers import Imported, Release
+from elbowroom.ir.check import check_trace
+from elbowroom.ir.costs import Costs
+from elbowroom.ir.files import LARGEST_FILE_BYTES
+from elbowroom.ir.hardware import Link
+from elbowroom.ir.identity import digest
+from elbowroom.ir.trace import LASTING, Need, Op, Role, Save, Storage, Trace, View
+
+MOST_BYTES = 2**62
+"""More than this at once is refused: the sums of what comes after must still fit into 64 bits."""
+
+UNKNOWN_ORIGIN = "the log does not say how it is made"
+"""The barrier of the op that stands for a block's coming from outside."""
+
+
+def read_lines(path: pathlib.Path) -> list[str]:
+    """The lines of a text file.
+
+    Raises:
+        UsageError: there is no such file, or it cannot be read.
+        TraceError: it is not text, or oversized.
+    """
+    try:
+        with open(path, "rb") as file:
+            data = file.read(LARGEST_FILE_BYTES + 1)
+    except (OSError, ValueError) as error:  # a ValueError is a NUL in the name
+        raise UsageError(f"cannot read {str(path)!r}: {getattr(error, 'strerror', None) or error}") from error
+    if len(data) > LARGEST_FILE_BYTES:
+        raise TraceError(f"{path} holds more than {LARGEST_FILE_BYTES} bytes, the most that is read")
+    try:
+        return data.decode().removesuffix("\n").split("\n")
+    except UnicodeDecodeError as error:
+        raise TraceError(f"{path} is not a text file: {error}") from error
+
+
+@dataclasses.dataclass(slots=True)
+class _Block:
+    nbytes: int
+    role: Role
+    label: str
+    created: int  # a call, or -1
+    released: int | None = None  # gone before this call; None if it outlives the step
+    last_write: int = -1
+    versions: int = 0
+    uses: list[int] = dataclasses.field(default_factory=list)
+
+    def runs(self, count: int) -> list[tuple[int, int]]:
+        """First and last call of each run of uses from the last write on; the step's end is call `count`."""
+        points = [use for use in self.uses if use >= self.last_write]
+        if self.released is None:
+            points.append(count)
+        found: list[tuple[int, int]] = []
+        for point in points:
+            if found and point <= found[-1][1] + 1:
+                found[-1] = (found[-1][0], point)
+            else:
+                found.append((point, point))
+        return found
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Call:
+    name: str
+    seconds: float
+    reads: tuple[tuple[int, int], ...]  # blocks and their versions
+    writes: tuple[tuple[int, int], ...]
+    barrier: str
+
+
+class Log:
+    """Takes down what a log says, in its order, and checks it.
+
+    Attributes:
+        place: where in the file we are, for errors.
+    """
+
+    def __init__(self) -> None:
+        self.place = "the log"
+        self._blocks: list[_Block] = []
+        self._calls: list[_Call] = []
+
+    def add_resident(self, nbytes: int, label: str, role: Role) -> int:
+        """A block that is there before the first call and stays: a parameter, say. Returns its number."""
+        return self._add_block(nbytes, label, role, -1)
+
+    def add_input(self, nbytes: int, label: str, role: Role) -> int:
+        """A block that comes from outside in the middle of the step, in no time. Returns its number."""
+        return self.call("input", 0.0, (), made=((nbytes, label),), barrier=UNKNOWN_ORIGIN, role=role)[0]
+
+    def call(
+        self,
+        name: str,
+        seconds: float,
+        reads: tuple[int, ...],
+        *,
+        made: tuple[tuple[int, str], ...] = (),
+        changed: tuple[int, ...] = (),
+        barrier: str = "",
+        role: Role = Role.ACTIVATION,
+    ) -> tuple[int, ...]:
+        """One op.
+
+        Args:
+            reads, changed: numbers of the blocks that it reads and overwrites.
+            made: bytes and label of each block that it makes.
+
+        Returns:
+            The numbers of the blocks that it made.
+
+        Raises:
+            TraceError: a time or size that cannot be, or a block that is gone.
+        """
+        if not (math.isfinite(seconds) and seconds >= 0):
+            raise TraceError(f"{self.place}: {name} takes {seconds} seconds")
+        index = len(self._calls)
+        read = tuple((each, self._use(each, name)) for each in dict.fromkeys(reads))
+        writes = []
+        for each in dict.fromkeys(changed):
+            self._use(each, name)
+            block = self._blocks[each]
+            block.versions, block.last_write = block.versions + 1, index
+            writes.append((each, block.versions))
+        new = tuple(self._add_block(nbytes, label, role, index) for nbytes, label in made)
+        writes += [(each, 0) for each in new]
+        self._calls.append(_Call(name, seconds, read, tuple(writes), barrier))
+        return new
+
+    def size_of(self, block: int) -> int:
+        """Its bytes."""
+        return self._blocks[block].nbytes
+
+    def release(self, block: int) -> None:
+        """The program lets go of a block, before the next call. What lives across steps stays all the same."""
+        if self._blocks[block].role not in LASTING:
+            self._blocks[block].released = len(self._calls)
+
+    def finish(self, *, name: str, profile_name: str, link: Link, release: Release) -> Imported:
+        """The trace and its costs.
+
+        Raises:
+            TraceError: more bytes at once than 64 bits can count.
+
+        Cost: linear in the uses, and the digest.
+        """
+        if release is Release.LAST_USE:
+            for block in self._blocks:
+                if block.released is not None:
+                    block.released = block.uses[-1] + 1
+        self._check_bytes()
+        trace = _Weaver(self._blocks, self._calls).weave(name)
+        check_trace(trace)
+        costs = Costs(
+            trace_digest=digest(trace),
+            profile_name=profile_name,
+            op_seconds=tuple(call.seconds for call in self._calls),
+            workspace_bytes=(0,) * len(self._calls),
+            link=link,
+            alignment_bytes=1,
+            hook_seconds=0.0,
+            overhead_seconds=0.0,
+            measured=True,
+        )
+        return Imported(trace=trace, costs=costs)
+
+    def _add_block(self, nbytes: int, label: str, role: Role, created: int) -> int:
+        if not 0 <= nbytes <= MOST_BYTES:
+            raise TraceError(f"{self.place}: {label} has {nbytes} bytes")
+        uses = [] if created < 0 else [created]
+        self._blocks.append(_Block(nbytes, role, label, created, last_write=created, uses=uses))
+        return len(self._blocks) - 1
+
+    def _use(self, number: int, name: str) -> int:
+        block = self._blocks[number]
+        if block.released is not None:
+            raise TraceError(f"{self.place}: {name} uses {block.label}, which was released before")
+        if not block.uses or block.uses[-1] != len(self._calls):
+            block.uses.append(len(self._calls))
+        return block.versions
+
+    def _check_bytes(self) -> None:
+        change = [0] * (len(self._calls) + 1)
+        for block in self._blocks:
+            change[max(block.created, 0)] += block.nbytes
+            if block.released is not None:
+                change[block.released] -= block.nbytes
+        for index, live in enumerate(itertools.accumulate(change)):
+            if live > MOST_BYTES:
+                name = self._calls[index].name if index < len(self._calls) else "the end"
+                raise TraceError(f"at op {index} ({name}) {live} bytes are there at once; {MOST_BYTES} can be counted")
+
+
+class _Weaver:
+    """Gives every call, save and need its tick."""
+
+    def __init__(self, blocks: list[_Block], calls: list[_Call]) -> None:
+        self._blocks, self._calls = blocks, calls
+        count = len(calls)
+        self._runs = [[] if block.role in LASTING else block.runs(count) for block in blocks]
+        needed: list[list[int]] = [[] for _ in range(count + 1)]
+        saved: list[list[int]] = [[] for _ in range(count + 1)]
+        for number, runs in enumerate(self._runs):
+            if len(runs) > 1:
+                saved[runs[0][1]].append(number)
+                for first, _ in runs[1:]:
+                    needed[first].append(number)
+        self._begins: list[int] = []  # of each call's entries
+        self._op_ticks: list[int] = []
+        self._need_ticks: dict[tuple[int, int], int] = {}
+        self._save_ticks: dict[int, int] = {}
+        tick = itertools.count()
+        self._end = 0
+        for index in range(count + 1):
+            self._begins.append(self._end)
+            for number in needed[index]:
+                self._need_ticks[number, index] = next(tick)
+            if index < count:
+                self._op_ticks.append(next(tick))
+            for number in saved[index]:
+                self._save_ticks[number] = next(tick)
+            self._end = len(self._need_ticks) + len(self._op_ticks) + len(self._save_ticks)
+
+    def weave(self, name: str) -> Trace:
+        """The trace."""
+        order = {number: index for index, number in enumerate(self._save_ticks)}
+        return Trace(
+            name=name,
+            device="cuda",
+            ops=tuple(self._ops()),
+            storages=tuple(self._storages()),
+            saves=tuple(
+                Save(tick=tick, storage=number, released=self._gone(self._blocks[number]))
+                for number, tick in self._save_ticks.items()
+            ),
+            needs=tuple(
+                Need(tick=tick, save=order[number], released=self._run_end(number, first))
+                for (number, first), tick in self._need_ticks.items()
+            ),
+            end=self._end,
+        )
+
+    def _gone(self, block: _Block) -> int:
+        return self._end if block.released is None else self._begins[block.released]
+
+    def _run_end(self, number: int, first: int) -> int:
+        last = next(last for begin, last in self._runs[number] if begin == first)
+        return self._end if last == len(self._calls) else self._op_ticks[last] + 1
+
+    def _storages(self) -> Iterator[Storage]:
+        for number, block in enumerate(self._blocks):
+            yield Storage(
+                id=number,
+                nbytes=block.nbytes,
+                role=block.role if block.role in LASTING or number in self._save_ticks else Role.TEMPORARY,
+                created=-1 if block.created < 0 else self._op_ticks[block.created],
+                released=self._save_ticks.get(number, self._gone(block)),
+                label=block.label,
+            )
+
+    def _ops(self) -> Iterator[Op]:
+        for call, tick in zip(self._calls, self._op_ticks, strict=True):
+            yield Op(
+                tick=tick,
+                name=call.name,
+                reads=tuple(map(self._view, call.reads)),
+                writes=tuple(map(self._view, call.writes)),
+                flops=0,
+                barrier=call.barrier,
+            )
+
+    def _view(self, used: tuple[int, int]) -> View:
+        number, version = used
+        return View(storage=number, version=version, dtype="uint8", shape=(self._blocks[number].nbytes,))

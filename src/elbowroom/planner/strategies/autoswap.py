@@ -1,0 +1,145 @@
+"""AutoSwap: offload the blocks that score highest among those idle while the load peaks.
+
+1. Candidates: gaps of at least 1 MiB during which the load is highest.
+2. Take them by score, until the load would be under the limit:
+   doa      seconds to spare after both copies
+   aoa      the same times bytes
+   wdoa     by how much the load is over the limit, summed over the gap
+   swdoa    the same against what is left of the load after each choice
+   vote     the sum of the places under the first three
+   tuned    all of these normalised and weighted, the weights found by Bayesian optimisation on the forecast
+3. Lay out the copies: out one after the other, back as late as they can be.
+
+With `mode=zero_overhead` nothing ever waits. Blocks are then only free once their copies are done, so the load may
+stay over the limit; other limits are then tried, and the lowest load reached is what such a plan needs. With
+`mode=stick_to_limit` the step waits for copies, and reloads are held back, wherever the load would be over the limit.
+
+Source: J. Zhang, S. H. Yeung, Y. Shu, B. He, W. Wang, "Efficient memory management for GPU-based deep learning
+systems", 2019, and the authors' code. Inferred: the formula of swdoa, and which optimiser tunes the weights (here a
+tree-structured Parzen estimator). Ours: the published search looks at the one highest peak only, as `peaks=first` does,
+and fails where there is a second; `peaks=all` goes on with the next. The load is counted over all blocks, at saves and
+needs rather than at every access, so the margins of a few accesses that the code leaves after each are not needed.
+
+Cost: for each choice, linear in ticks and candidates; some tens of such searches where nothing waits, or with `tuned`.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Literal
+
+import numpy as np
+
+from elbowroom.ir.forecast import Forecast
+from elbowroom.ir.plan import Plan
+from elbowroom.planner.assembly import assemble
+from elbowroom.planner.draft import Key
+from elbowroom.planner.load import Load
+from elbowroom.planner.problem import Problem
+from elbowroom.planner.scores import Candidates, Scorer, choose, make_scorer, weigh
+from elbowroom.planner.timing import Times, Timetable
+from elbowroom.planner.tuning import minimise
+
+LIMITS_SWEPT = 24
+"""Limits tried where nothing may wait, between the lowest load there is and the plain one."""
+
+TRIALS = 40
+"""Weightings tried."""
+
+UNFIT = 1e9
+"""What a plan that does not fit counts as, in seconds, for each time that it fills the budget."""
+
+ScorerFor = Callable[[int], Scorer]
+"""The scorer for a limit."""
+
+
+def make_plan(
+    problem: Problem,
+    *,
+    score: Literal["swdoa", "doa", "aoa", "wdoa", "vote", "tuned"] = "swdoa",
+    mode: Literal["stick_to_limit", "zero_overhead"] = "stick_to_limit",
+    peaks: Literal["all", "first"] = "all",
+) -> Plan:
+    """The plan of the blocks chosen; the one with the lowest load that this mode reaches, where that is too much.
+
+    Raises:
+        UsageError: tuning needs a package that is not installed.
+    """
+    swaps = _Swaps(problem, mode, first_only=peaks == "first")
+    scorer_for: ScorerFor = swaps.weigh_evenly
+    if score == "tuned":
+        tuned = swaps.tune()
+        if tuned is not None:
+            return tuned
+    else:
+        scorer_for = functools.partial(swaps.score, name=score)
+    plan, forecast = swaps.attempt(scorer_for, problem.budget_bytes)
+    return plan if problem.fits(forecast) else swaps.find_lowest(scorer_for)
+
+
+class _Swaps:
+    """Choices and their times, for any limit."""
+
+    def __init__(self, problem: Problem, mode: str, *, first_only: bool) -> None:
+        self._problem, self._waits = problem, mode == "stick_to_limit"
+        self._load = Load(problem.drafter, problem.plain.live_bytes)
+        self._plain = self._load.live
+        self._candidates = Candidates(problem.drafter, self._load, problem.plain.peak_tick if first_only else None)
+        self._timetable = Timetable(problem.drafter)
+
+    def score(self, limit_bytes: int, name: str) -> Scorer:
+        """The published scores."""
+        return make_scorer(self._candidates, self._plain, limit_bytes, name)
+
+    def weigh_evenly(self, limit_bytes: int) -> Scorer:
+        """All weights alike."""
+        return weigh(self._candidates, limit_bytes, (1.0, 1.0, 1.0, 1.0))
+
+    def attempt(self, scorer_for: ScorerFor, limit_bytes: int) -> tuple[Plan, Forecast]:
+        """The plan of the blocks chosen for a limit; where nothing may wait it may be over that."""
+        chosen = self._choose(scorer_for, limit_bytes)
+        if self._waits:
+            wanted = {key: self._problem.drafter.gaps[key].closes for key in chosen}
+            return self._finish(self._timetable.hold_under(self._load.copy(), wanted, limit_bytes))
+        return self._finish(self._timetable.lay_out(chosen))
+
+    def find_lowest(self, scorer_for: ScorerFor) -> Plan:
+        """What else fits; or the plan with the lowest peak. What is tried does not depend on the budget."""
+        if self._waits:
+            gaps = self._problem.drafter.gaps
+            chosen = self._choose(scorer_for, -1)
+            return self._finish({key: Times(gaps[key].opens, gaps[key].closes) for key in chosen})[0]
+        low, high = self._problem.floor.peak_bytes, self._problem.plain.peak_bytes
+        limits = np.linspace(high, low, LIMITS_SWEPT).astype(np.int64).tolist()
+        found = [self.attempt(scorer_for, limit_bytes) for limit_bytes in limits]
+        fitting = [plan for plan, forecast in found if self._problem.fits(forecast)]
+        return fitting[0] if fitting else min(found, key=lambda each: each[1].peak_bytes)[0]
+
+    def tune(self) -> Plan | None:
+        """The plan of the weights with which the forecast is fastest, if one of those tried fits."""
+        budget_bytes = self._problem.budget_bytes
+        best: tuple[float, Plan] | None = None
+
+        def evaluate(weights: tuple[float, ...]) -> float:
+            nonlocal best
+            plan, forecast = self.attempt(
+                lambda limit_bytes: weigh(self._candidates, limit_bytes, weights), budget_bytes
+            )
+            if not self._problem.fits(forecast):
+                return UNFIT * forecast.peak_bytes / max(budget_bytes, 1)
+            if best is None or forecast.step_seconds < best[0]:
+                best = forecast.step_seconds, plan
+            return forecast.step_seconds
+
+        minimise(evaluate, count=4, trials=TRIALS)
+        return None if best is None else best[1]
+
+    def _choose(self, scorer_for: ScorerFor, limit_bytes: int) -> list[Key]:
+        most_bytes = self._problem.host_bytes
+        return choose(self._candidates, self._plain, limit_bytes, scorer_for(limit_bytes), most_bytes=most_bytes)
+
+    def _finish(self, times: dict[Key, Times]) -> tuple[Plan, Forecast]:
+        drafter = self._problem.drafter
+        plan = assemble(drafter, "autoswap", self._problem.budget_bytes, offloads=times)
+        return plan, drafter.replay.run(plan)

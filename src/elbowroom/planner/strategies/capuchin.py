@@ -1,0 +1,176 @@
+"""Capuchin: offload what can come back unnoticed, and recompute where that is cheaper than to wait.
+
+1. Free time of a gap: from the end of its copy out to the last moment at which its reload may begin.
+2. While the load is over the budget, of the gaps that span its peak take the one with the most free time for whose
+   copies the link still has room in time: out before the peak, back after it. Planned copies do not share the link.
+3. Where there is none left, compare what the next one would make the step wait with what it takes to recompute the one
+   that saves the most memory per second (MSPS), and do the cheaper.
+4. What a replay makes on its way stays where there is room (collective recomputation).
+5. Feedback: a reload that came late begins earlier by 5 % of its time, again and again, as long as the budget holds.
+
+Source: X. Peng, X. Shi, H. Dai, H. Jin, W. Ma, Q. Xiong, F. Yang, X. Qian, "Capuchin: Tensor-based GPU memory
+management for deep learning", ASPLOS 2020, its hybrid policy (`planner.msps`, `planner.feedback`); the measured
+accesses are here the saves and needs of the trace, at the times of the plain step. Inferred: the text leaves open how
+much is to be saved (here what the load is over the budget at its peak, over and over until nothing is), what makes a
+trigger valid (rule 2), and whether a copy that is not out by the peak counts as waiting (here it does). Ours: where a
+replay itself does not fit, its block is offloaded instead, and if nothing else fits, everything leaves at once and
+comes back on demand. The passive first step is not imitated.
+
+Cost: for each choice, linear in ticks and in the gaps at the peak; then some tens of clocked steps.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from elbowroom.cost.transfers import offload_seconds, reload_seconds
+from elbowroom.ir.plan import Plan
+from elbowroom.planner.channel import Channel
+from elbowroom.planner.draft import Key
+from elbowroom.planner.feedback import feed_back
+from elbowroom.planner.load import Load
+from elbowroom.planner.msps import Recomputation
+from elbowroom.planner.problem import Problem, lowest_draft
+from elbowroom.planner.settlement import Settlement, find_copied, settle
+from elbowroom.planner.timing import Timetable
+
+
+def make_plan(problem: Problem) -> Plan:
+    """The hybrid plan; the one with the lowest peak there is, where that does not fit."""
+    choices = _Choices(problem)
+    settlement = choices.make()
+    if settlement is not None:
+        plan = feed_back(problem, choices.timetable, settlement, "capuchin")
+        if problem.fits(problem.drafter.replay.run(plan)):
+            return plan
+    return _leave_at_once(problem)
+
+
+def _leave_at_once(problem: Problem) -> Plan:
+    """The plan with the lowest peak; where the tier below cannot hold everything, the largest blocks leave."""
+    drafter = problem.drafter
+    sizes = {key[0]: int(drafter.replay.rounded[key[0]]) for key in drafter.gaps}
+    leaving: set[int] = set()
+    room = sum(sizes.values()) if problem.host_bytes is None else problem.host_bytes
+    for storage in sorted(sizes, key=lambda storage: (-sizes[storage], storage)):
+        if sizes[storage] <= room:
+            leaving.add(storage)
+            room -= sizes[storage]
+    draft = {key: option for key, option in lowest_draft(drafter).items() if key[0] in leaving}
+    plan = drafter.finish(draft, "capuchin", problem.budget_bytes)
+    assert plan is not None  # it drops nothing
+    return plan
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Swap:
+    """One offload as it would be laid out now. `exposed_seconds`: what the step would wait for it."""
+
+    key: Key
+    out_begin: float
+    back_begin: float
+    exposed_seconds: float
+
+
+class _Choices:
+    """What is offloaded and what is dropped, so far."""
+
+    def __init__(self, problem: Problem) -> None:
+        self._problem, self._drafter = problem, problem.drafter
+        self.timetable = Timetable(problem.drafter)
+        self._plain = Load(problem.drafter, problem.plain.live_bytes)
+        self._recomputation = Recomputation(problem.drafter, self._plain.nbytes)
+        self._offloaded: set[Key] = set()
+        link, storages = problem.drafter.replay.costs.link, problem.drafter.replay.trace.storages
+        self._out = {key: offload_seconds(link, storages[key[0]].nbytes) for key in self._plain.keys}
+        self._back = {key: reload_seconds(link, storages[key[0]].nbytes) for key in self._plain.keys}
+        self._out_lane = Channel()
+        self._back_lane = self._out_lane if link.half_duplex else Channel()
+        self._by_free_time = sorted(self._plain.keys, key=lambda key: (-self._free_seconds(key), key))
+
+    def _free_seconds(self, key: Key) -> float:
+        gap, begins = self._drafter.gaps[key], self._drafter.begins
+        return (begins[gap.closes] - self._back[key]) - (begins[gap.opens] + self._out[key])
+
+    def make(self) -> Settlement | None:
+        """Choose until everything counted fits; None if that is not to be had.
+
+        Every round chooses something, or takes a recomputation back for good.
+        """
+        load = self._plain.copy()
+        while True:
+            chose = self._choose_under(load)
+            settlement = settle(self._problem, self.timetable, self._plain, self._offloaded, self._recomputation.chosen)
+            if not isinstance(settlement, Settlement):
+                if not self._offload_instead([settlement]):
+                    return None
+                continue
+            load = settlement.load.copy()
+            if load.peak_bytes <= self._problem.budget_bytes:
+                return settlement
+            if not chose and not self._offload_instead(settlement.blame(self._drafter, self._problem.budget_bytes)):
+                return None
+
+    def _choose_under(self, load: Load) -> bool:
+        """Choose gaps, until the load is within the budget or none spans its peak; whether any was chosen."""
+        chose = False
+        while load.peak_bytes > self._problem.budget_bytes:
+            tick = load.peak_tick
+            spanning = set(load.spanning(tick)) - self._offloaded - self._recomputation.chosen
+            key = self._choose([key for key in self._by_free_time if key in spanning], tick)
+            if key is None:
+                break
+            load.take_all(key)
+            chose = True
+        return chose
+
+    def _choose(self, among: list[Key], peak_tick: int) -> Key | None:
+        """The next one, by the rules; None if there is none."""
+        swap: _Swap | None = None
+        for key in filter(self._has_room_below, among):
+            found = self._lay_out(key, peak_tick)
+            if found.exposed_seconds <= 0.0:
+                return self._offload(found)
+            swap = swap or found
+        cheap = self._recomputation.best(among)
+        if cheap is not None and (swap is None or self._recomputation.seconds(cheap) < swap.exposed_seconds):
+            self._recomputation.choose(cheap)
+            return cheap
+        return self._offload(swap) if swap is not None else None
+
+    def _lay_out(self, key: Key, peak_tick: int) -> _Swap:
+        """Out as early as the lane is free, back as late as it is; waiting until it is out, and until it is back."""
+        gap, begins = self._drafter.gaps[key], self._drafter.begins
+        out_begin = self._out_lane.earliest(begins[gap.opens], self._out[key])
+        gone = max(out_begin + self._out[key], begins[peak_tick])
+        back_begin = self._back_lane.latest(begins[gap.closes], self._back[key])
+        exposed = max(0.0, out_begin + self._out[key] - begins[peak_tick])
+        if back_begin < gone:
+            back_begin = self._back_lane.earliest(gone, self._back[key])
+            exposed += max(0.0, back_begin + self._back[key] - begins[gap.closes])
+        return _Swap(key, out_begin, back_begin, exposed)
+
+    def _offload(self, swap: _Swap) -> Key:
+        self._out_lane.take(swap.out_begin, self._out[swap.key])
+        self._back_lane.take(swap.back_begin, self._back[swap.key])
+        self._offloaded.add(swap.key)
+        self._recomputation.refuse(swap.key)
+        for key in find_copied(self._drafter, [swap.key]):
+            self._out[key] = 0.0  # its copy is there
+            self._recomputation.refuse(key)
+        return swap.key
+
+    def _offload_instead(self, dropped: list[Key]) -> bool:
+        """Offload what was to be recomputed; whether there was anything that can be."""
+        done = False
+        for key in filter(self._has_room_below, dropped):
+            self._offload(self._lay_out(key, self._drafter.gaps[key].closes))
+            done = True
+        return done
+
+    def _has_room_below(self, key: Key) -> bool:
+        most_bytes = self._problem.host_bytes
+        if most_bytes is None:
+            return True
+        sizes = {other[0]: self._plain.nbytes[other] for other in (*self._offloaded, key)}
+        return sum(sizes.values()) <= most_bytes

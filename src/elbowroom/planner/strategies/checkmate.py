@@ -1,0 +1,208 @@
+"""Checkmate: the recomputation that takes least time within the budget, by integer programming; nothing is moved.
+
+1. The saved storages become a small graph: at most `stages` nodes that are kept, dropped and recomputed as a whole, and
+   at most as many windows of the backward pass (`planner.recompute_graph`).
+2. A mixed-integer program says which nodes are carried into which window, and which are recomputed there
+   (`planner.recompute_program`). Where it is not done after `seconds`, the best solution so far is taken, and the
+   relaxation, rounded, where there is none.
+3. What is not carried between two uses is dropped; what is needed then is replayed, and what a replay makes on its way
+   stays only where the solution carries it until then.
+4. The graph is coarse. Where the plan takes more than it should the program is solved anew under a lower limit, and
+   under a higher one where it has no solution. What then is still too much goes, most bytes per second first.
+
+Source: P. Jain, A. Jain, A. Nrusimha, A. Gholami, P. Abbeel, K. Keutzer, I. Stoica, J. E. Gonzalez, "Checkmate:
+Breaking the memory wall with optimal tensor rematerialization", MLSys 2020. Not carried over: a stage for each op,
+which beyond some hundred ops is more than can be solved in time. Ours: the graph, and step 4; and where nothing of this
+fits, whole runs of the forward pass are recomputed (`planner.runs`).
+
+Cost: the program is exponential in the graph, hence its limits; the rest is linear in the ops replayed.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import time
+from collections.abc import Iterable, Mapping
+
+from elbowroom.errors import UsageError
+from elbowroom.ir.plan import Plan
+from elbowroom.planner.draft import Draft, Key
+from elbowroom.planner.load import Load
+from elbowroom.planner.msps import Recomputation
+from elbowroom.planner.problem import Problem
+from elbowroom.planner.recompute_graph import make_graph
+from elbowroom.planner.recompute_program import RecomputeProgram, Solution
+from elbowroom.planner.runs import draft_runs
+from elbowroom.planner.settlement import Settlement, settle
+from elbowroom.planner.timing import Timetable
+
+MOST_SOLUTIONS = 4
+"""Programs solved, under one limit after another."""
+
+LEAST_SLACK = 0.01
+"""Of the budget: so much may be left over without looking for a plan that uses it."""
+
+GROWTH = 1.1
+"""Of the limit, while there is no solution under it."""
+
+MOST_REPAIRS = 100
+"""Rounds of dropping more."""
+
+_log = logging.getLogger(__name__)
+
+
+def make_plan(problem: Problem, *, stages: int = 40, seconds: float = 30.0) -> Plan:
+    """The plan of the program; what recomputes whole runs of the forward pass, where that does not fit.
+
+    Raises:
+        UsageError: there are fewer than 3 stages, or no seconds.
+    """
+    if stages < 3 or seconds <= 0:
+        raise UsageError(f"checkmate needs at least 3 stages and some seconds, not {stages} and {seconds}")
+    if problem.plain.peak_bytes <= problem.budget_bytes:
+        return _recompute_runs(problem)  # of none
+    rematerialization = _Rematerialization(problem, stages)
+    settlement = rematerialization.search(seconds)
+    if settlement is not None:
+        return settlement.plan(problem, "checkmate")
+    return _recompute_runs(problem)
+
+
+class _Rematerialization:
+    """Solutions of the program, carried out."""
+
+    def __init__(self, problem: Problem, stages: int) -> None:
+        self._problem, self._gaps = problem, problem.drafter.gaps
+        self._timetable = Timetable(problem.drafter)
+        self._plain = Load(problem.drafter, problem.plain.live_bytes)
+        self._graph = make_graph(problem.drafter, self._plain, stages)
+        self._program = RecomputeProgram(self._graph)
+        self._node_of = {storage: index for index, node in enumerate(self._graph.nodes) for storage in node.storages}
+
+    def search(self, seconds: float) -> Settlement | None:
+        """Of the solutions under different limits, the plan that fits and recomputes least; None if none fits."""
+        if not self._graph.nodes:
+            return None
+        budget_bytes = limit_bytes = self._problem.budget_bytes
+        floor, ceiling = 0, 2 * max(self._problem.plain.peak_bytes, budget_bytes)  # too low and too high, as is known
+        best: Settlement | None = None
+        end = time.monotonic() + seconds
+        for _ in range(MOST_SOLUTIONS):
+            left = end - time.monotonic()
+            if left <= 0 or ceiling - floor <= LEAST_SLACK * budget_bytes:
+                break
+            solution = self._program.solve(limit_bytes, left / 2)
+            if solution is None:
+                floor, limit_bytes = limit_bytes, int(limit_bytes * GROWTH) + 1
+            else:
+                self._report(solution, limit_bytes)
+                dropped, settlement = self._carry_out(self._list_dropped(solution), solution)
+                spare_bytes = budget_bytes - settlement.load.peak_bytes
+                fitting = settlement if spare_bytes >= 0 else self._repair(dropped, solution)
+                if fitting is not None and (best is None or self._seconds(fitting) < self._seconds(best)):
+                    best = fitting
+                if 0 <= spare_bytes <= LEAST_SLACK * budget_bytes or not dropped:
+                    break
+                floor, ceiling = (limit_bytes, ceiling) if spare_bytes > 0 else (floor, limit_bytes)
+                limit_bytes += spare_bytes
+            if not floor < limit_bytes < ceiling:
+                limit_bytes = (floor + ceiling) // 2
+        return best
+
+    def _report(self, solution: Solution, limit_bytes: int) -> None:
+        how = "rounded from its relaxation" if solution.rounded else f"within {solution.gap:.2%} of the best"
+        _log.info("checkmate: %d nodes, %d windows, a limit of %d bytes: %s", len(self._graph.nodes),
+                  len(self._graph.windows) - 1, limit_bytes, how)  # fmt: skip
+
+    def _seconds(self, settlement: Settlement) -> float:
+        transients = self._problem.drafter.replay.transients
+        return sum(transients.seconds(replay.segment.ops) for replay in settlement.replays)
+
+    def _list_dropped(self, solution: Solution) -> dict[Key, int]:
+        """The gaps during which a node is not carried into some window, and when it is dropped."""
+        found: dict[Key, int] = {}
+        for key in self._plain.keys:
+            if key[0] in self._node_of:
+                gap, node = self._gaps[key], self._node_of[key[0]]
+                first, last = self._graph.window_at(gap.opens) + 1, self._graph.window_at(gap.closes)
+                carried = solution.carried[first : last + 1, node].tolist()
+                if not all(carried):
+                    kept = carried.index(False)
+                    found[key] = self._last_read(node, first + kept - 1, solution) if kept else gap.opens
+        return found
+
+    def _last_read(self, node: int, window: int, solution: Solution) -> int:
+        """The last tick in a window at which a replay may read a node that is carried into it."""
+        nodes = self._graph.nodes
+        reading: set[int] = set()
+        for other in range(node + 1, len(nodes)):
+            if not solution.carried[window, other] and (reading | {node}) & set(nodes[other].made_from):
+                reading.add(other)
+        first: dict[int, int] = {}  # of each storage, the need that finds it gone
+        for tick, storage in self._graph.needs:
+            if self._graph.window_at(tick) == window and self._node_of[storage] in reading:
+                first.setdefault(storage, tick)
+        return max(first.values(), default=self._graph.windows[window])
+
+    def _carry_out(
+        self, dropped: Mapping[Key, int], solution: Solution, banned: frozenset[Key] = frozenset()
+    ) -> tuple[dict[Key, int], Settlement]:
+        """What dropping these gaps comes to, less those that then could not be filled."""
+
+        def keeps(key: Key, tick: int) -> bool:
+            node = self._node_of.get(key[0])
+            if key in banned or node is None:
+                return False
+            window, last = self._graph.window_at(tick), self._graph.window_at(self._gaps[key].closes)
+            return bool(solution.carried[window + 1 : last + 1, node].all())
+
+        left = dict(dropped)
+        while True:
+            settlement = settle(self._problem, self._timetable, self._plain, (), left, keeps, left)
+            if isinstance(settlement, Settlement):
+                return left, settlement
+            del left[settlement]
+
+    def _repair(self, dropped: dict[Key, int], solution: Solution) -> Settlement | None:
+        """Drop more where the load peaks, or keep less of what replays make; None if that does not do."""
+        recomputation = Recomputation(self._problem.drafter, self._plain.nbytes)
+        for key in sorted(dropped):
+            recomputation.choose(key)
+        banned: set[Key] = set()
+        for _ in range(MOST_REPAIRS):
+            done, settlement = self._carry_out(dropped, solution, frozenset(banned))
+            load = settlement.load
+            excess = load.peak_bytes - self._problem.budget_bytes
+            if excess <= 0:
+                return settlement
+            spanning = load.spanning(load.peak_tick)
+            more: set[Key] = set()
+            while excess > 0 and (best := recomputation.best(spanning)) is not None:
+                recomputation.choose(best)
+                more.add(best)
+                excess -= load.nbytes[best]
+            stayed = {key for replay in settlement.replays if replay.tick <= load.peak_tick for key in replay.fills[1:]}
+            if not more and not stayed & set(spanning) - banned:
+                return None
+            dropped = done | {key: self._gaps[key].opens for key in more}
+            banned |= set() if more else stayed & set(spanning)
+        return None
+
+
+def _recompute_runs(problem: Problem) -> Plan:
+    """Whole runs of the forward pass recomputed: of as few of them as fit, or with the lowest peak."""
+    drafter = problem.drafter
+    best: tuple[int, Plan] | None = None
+    drafts: Iterable[Draft] = itertools.chain(({},), draft_runs(drafter))
+    for draft in drafts:
+        plan = drafter.finish(draft, "checkmate", problem.budget_bytes)
+        if plan is None:
+            continue
+        peak_bytes = drafter.replay.run(plan).peak_bytes
+        if best is None or peak_bytes < best[0]:
+            best = peak_bytes, plan
+        if peak_bytes <= problem.budget_bytes:
+            break
+    assert best is not None  # the first draft drops nothing
+    return best[1]

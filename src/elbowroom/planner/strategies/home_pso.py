@@ -1,0 +1,145 @@
+"""HOME: keep, offload or recompute for every group of storages at once, by a particle swarm over simulated steps.
+
+    particle   a score for each of the three choices of each group; the highest one counts
+    fitness    seconds of the simulated step, and a penalty for what is over the budget
+    velocity   inertia, pull to the particle's own best, pull to the swarm's best
+
+The search space is reduced: only gaps that span a moment over the budget are decided on, the gaps of one storage
+together, and a choice that a group does not have is never drawn.
+
+Source: S. He, P. Chen, S. Chen, Z. Li, S. Yang, W. Chen, L. Shou, "HOME: A holistic GPU memory management framework for
+deep learning", IEEE Transactions on Computers 72(3), 2023: the three choices for every tensor, the swarm, the
+whole-step cost model as its fitness, and that the search space is much reduced. Its text was not to be had beyond the
+abstract: how it reduces the space, the coefficients, the seeds and the repair here are inferred. When each move
+happens is decided by our simulator's sweep, which its authors' evaluator need not do alike.
+
+Cost: `particles` times `generations` sweeps.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from elbowroom.ir.plan import Plan
+from elbowroom.planner.annealing import Space
+from elbowroom.planner.composer import Composer
+from elbowroom.planner.pricing import find_space
+from elbowroom.planner.problem import Problem, lowest_draft
+from elbowroom.simulator.columns import Array
+from elbowroom.simulator.segments import KEEP, OFFLOAD, RECOMPUTE
+from elbowroom.simulator.sweep import sweep_all
+from elbowroom.simulator.transit import make_outcomes
+
+INERTIA = (0.9, 0.4)
+PULL = 1.7
+FASTEST = 1.0
+PENALTY = 5.0
+"""Plain steps for being over the budget by the whole budget."""
+
+SLACK = 0.5
+MOST_REPAIRS = 400
+
+
+def make_plan(problem: Problem, *, particles: int = 64, generations: int = 150, seed: int = 0) -> Plan:
+    """The best plan the swarm has found; the one that holds least if none fits."""
+    if problem.fits(problem.plain):
+        plan = problem.drafter.finish({}, "home_pso", problem.budget_bytes)
+        assert plan is not None  # it drops nothing
+        return plan
+    swarm = _Swarm(problem, np.random.default_rng(seed))
+    choices = swarm.repair(swarm.search(particles, generations))
+    if choices is not None:
+        plan = swarm.composer.make_plan(choices, "home_pso", SLACK)
+        if problem.fits(problem.drafter.replay.run(plan)):
+            return plan
+    lowest = problem.drafter.finish(lowest_draft(problem.drafter), "home_pso", problem.budget_bytes)
+    assert lowest is not None
+    return lowest
+
+
+class _Swarm:
+    def __init__(self, problem: Problem, random: np.random.Generator) -> None:
+        self.composer = Composer(problem)
+        self._problem, self._random = problem, random
+        columns = self.composer.columns
+        self._space: Space = find_space(columns, problem.budget_bytes, self.composer.room.segments)
+        storages, group_of = np.unique(columns.gaps["storage"][self._space.alike], return_inverse=True)
+        self._group_of = group_of
+        self._allowed = np.ones((len(storages), 3), dtype=np.bool_)
+        np.logical_and.at(self._allowed, group_of, self._space.allowed[self._space.alike, : RECOMPUTE + 1])
+
+    def search(self, particles: int, generations: int) -> Array:
+        """The best choices of the swarm."""
+        shape = (particles, len(self._allowed), 3)
+        scores = self._random.normal(size=shape)
+        for row, choice in enumerate((KEEP, OFFLOAD, RECOMPUTE)[:particles]):
+            scores[row, :, choice] += 3.0  # seeds: all of one kind, where the group has that choice
+        scores = np.where(self._allowed, scores, -np.inf)
+        speed = np.zeros(shape)
+        best, fitness = scores.copy(), self._judge(self._decode(scores))
+        for generation in range(generations):
+            leader = best[int(np.argmin(fitness))]
+            inertia = INERTIA[0] + (INERTIA[1] - INERTIA[0]) * generation / max(1, generations - 1)
+            own, common = self._random.random(shape), self._random.random(shape)
+            with np.errstate(invalid="ignore"):  # what is not allowed stays at minus infinity
+                pull = PULL * own * (best - scores) + PULL * common * (leader - scores)
+            speed = np.clip(inertia * speed + np.where(self._allowed, pull, 0.0), -FASTEST, FASTEST)
+            scores = scores + speed
+            now = self._judge(self._decode(scores))
+            better = now < fitness
+            best[better], fitness[better] = scores[better], now[better]
+        found: Array = self._decode(best[[int(np.argmin(fitness))]])[0]
+        return found
+
+    def repair(self, choices: Array) -> Array | None:
+        """Offload or recompute what costs least for its bytes at the peak, until it fits; None if nothing helps."""
+        columns, choices = self.composer.columns, choices.copy()
+        begins = columns.events["after"][columns.gaps["open_event"]]
+        ends = columns.events["at"][columns.gaps["close_event"]]
+        for _ in range(MOST_REPAIRS):
+            outcome = self._sweep(choices[None])[0]
+            excess = self._excess(outcome)
+            if not np.isfinite(outcome.seconds):
+                return None
+            if excess == 0:
+                return choices
+            at_peak = (begins <= outcome.peak_slot) & (ends > outcome.peak_slot) & (choices == KEEP)
+            tried = []
+            for gap in np.flatnonzero(at_peak & (self._space.place >= 0)):
+                for choice in np.flatnonzero(self._space.allowed[gap, : RECOMPUTE + 1])[1:]:
+                    other = choices.copy()
+                    other[gap] = choice
+                    tried.append(other)
+            if not tried:
+                return None
+            found = self._sweep(np.asarray(tried))
+            over = np.asarray([self._excess(each) for each in found])
+            with np.errstate(divide="ignore"):
+                worth = (excess - over) / np.maximum(found["seconds"] - outcome.seconds, 1e-12)
+            if not (worth > 0).any():
+                return None
+            choices = tried[int(np.argmax(worth))]
+        return None
+
+    def _decode(self, scores: Array) -> Array:
+        """The choices of every gap, from the highest score of its group."""
+        choices = np.zeros((len(scores), len(self.composer.columns.gaps)), dtype=np.int8)
+        choices[:, self._space.alike] = np.argmax(scores, axis=2)[:, self._group_of]
+        return choices
+
+    def _sweep(self, batch: Array) -> Array:
+        outcomes = make_outcomes(len(batch))
+        sweep_all(self.composer.columns, batch, self._problem.budget_bytes, SLACK, self.composer.room, outcomes)
+        return outcomes
+
+    def _judge(self, batch: Array) -> Array:
+        outcomes = self._sweep(batch)
+        over = np.asarray([self._excess(each) for each in outcomes])
+        penalty = PENALTY * self._problem.plain.step_seconds / self._problem.budget_bytes
+        fitness: Array = outcomes["seconds"] + penalty * over
+        return fitness
+
+    def _excess(self, outcome: Array) -> int:
+        host_bytes = self._problem.host_bytes
+        below = 0 if host_bytes is None else max(0, int(outcome["lower_bytes"]) - host_bytes)
+        return max(0, int(outcome["peak_bytes"]) - self._problem.budget_bytes) + below

@@ -1,0 +1,168 @@
+"""Replay cheap layers from the checkpoints between them, and keep what checkpoints make in a cache on the device.
+
+Everything stays if everything fits. Else what cheap layers make between two checkpoints is dropped and replayed from
+them. A segment is replayed once for all its layers (speed-centric) if all that it makes is no more than the largest
+layer needs for its backward pass; else anew for each layer (memory-centric), so that no segment raises the peak above
+that of the largest layer. What checkpoints make is offloaded only when room is needed, least recently used first (the
+tensor cache). When the backward pass of a checkpoint begins, what the next one back needs is fetched, if there is room;
+else on demand.
+
+Checkpoints are convolutions and products, and what a later layer reads across one of these: forks, joins and
+concatenations. Cheap is what comes from them without a convolution or product: pooling, activations, normalisations.
+What cannot be replayed, as the mask of a dropout, is treated as a checkpoint's.
+
+Source: L. Wang, J. Ye, Y. Zhao, W. Wu, A. Li, S. L. Song, Z. Xu, T. Kraska, "SuperNeurons: dynamic GPU memory
+management for training deep neural networks", PPoPP 2018, section 3; the kinds of checkpoints and the comparison of
+segments with the largest layer as in the authors' code. Inferred: that fetches wait for room, and that all this begins
+only where the step does not fit. Kinder than the paper: the copy of what may have to leave begins when it is saved, not
+when the room is needed. Its choice of workspaces by what is left has no counterpart: a trace has one algorithm an op.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Collection
+
+from elbowroom.ir.plan import Plan
+from elbowroom.ir.trace import LASTING, Op, Trace
+from elbowroom.planner.assembly import Keeps, Replay, assemble, list_replays
+from elbowroom.planner.draft import Drafter, Key
+from elbowroom.planner.eviction import Absence, Rank, Sweep
+from elbowroom.planner.layers import find_layers
+from elbowroom.planner.load import Load
+from elbowroom.planner.problem import Problem
+
+
+def make_plan(problem: Problem) -> Plan:
+    """Replays wherever layers are cheap, and offloads as the budget asks for; nothing if everything fits."""
+    drafter, budget_bytes = problem.drafter, problem.budget_bytes
+    if problem.fits(problem.plain):
+        return assemble(drafter, "superneurons", budget_bytes, offloads={})
+    cheap = _find_cheap(drafter)
+    replays = _list_replays(drafter, cheap)
+    replayed = assemble(drafter, "superneurons", budget_bytes, offloads={}, replays=replays)
+    load = Load(drafter, drafter.replay.run(replayed).live_bytes)
+    absences = _list_absences(drafter, cheap, replays)
+    times = Sweep(drafter, load, budget_bytes, absences, _least_recently_used(drafter)).run()
+    return assemble(drafter, "superneurons", budget_bytes, offloads=times, replays=replays)
+
+
+def _find_cheap(drafter: Drafter) -> frozenset[Key]:
+    """The gaps of what is made again without a checkpoint's op, and read by nothing beyond the next one.
+
+    Cost: for each, linear in the ops since the checkpoints before it.
+    """
+    trace = drafter.replay.trace
+    end = trace.needs[0].tick if trace.needs else 0
+    costly = [op.tick for op in trace.ops if op.tick < end and _is_costly(op)]
+    made: dict[int, int] = {}
+    read: dict[int, int] = {}
+    for op in trace.ops:
+        if op.tick < end:
+            made.update((view.storage, op.tick) for view in op.writes)
+            read.update((view.storage, op.tick) for view in op.reads)
+    found: set[Key] = set()
+    for storage in sorted((key[0] for key in drafter.gaps if not key[1]), key=lambda storage: made.get(storage, end)):
+        if storage not in made:
+            continue
+        following = bisect.bisect(costly, made[storage])
+        upto = costly[following] if following < len(costly) else end
+        if read.get(storage, 0) <= upto and _is_cheap(drafter, storage, found, costly):
+            found.add((storage, 0))
+    return frozenset(found)
+
+
+def _is_cheap(drafter: Drafter, storage: int, cheap: set[Key], costly: list[int]) -> bool:
+    closure = drafter.closures.find(
+        storage, drafter.gaps[storage, 0].closes, lambda other: other == storage or (other, 0) in cheap
+    )
+    return closure is not None and not any(
+        tick == costly[min(bisect.bisect_left(costly, tick), len(costly) - 1)] for tick in closure.ops if costly
+    )
+
+
+def _is_costly(op: Op) -> bool:
+    return op.flops > 0 or "convolution" in op.name
+
+
+def _list_replays(drafter: Drafter, cheap: Collection[Key]) -> list[Replay]:
+    """The replays: each brings back what it makes on the way, if that is all within the largest layer's need."""
+    rounded, ops = drafter.replay.rounded, {op.tick: op for op in drafter.replay.trace.ops}
+    bottleneck = _find_bottleneck(drafter)
+    fast: set[Key] = set()
+    for replay in _replay_all(drafter, cheap, lambda key, tick: True):
+        made = {view.storage for tick in replay.segment.ops for view in ops[tick].writes}
+        if sum(int(rounded[storage]) for storage in made) <= bottleneck:
+            fast.update(replay.fills)
+    return _replay_all(drafter, cheap, lambda key, tick: key in fast)
+
+
+def _replay_all(drafter: Drafter, dropped: Collection[Key], keeps: Keeps) -> list[Replay]:
+    """The replays of these gaps, but for those that turn out to depend on what is gone by then: they are kept."""
+    left = set(dropped)
+    while True:
+        replays: list[Replay] = []
+        for each in list_replays(drafter, left, keeps):
+            if not isinstance(each, Replay):
+                left.discard(each)
+                break
+            replays.append(each)
+        else:
+            return replays
+
+
+def _find_bottleneck(drafter: Drafter) -> int:
+    """The most bytes that one op of the backward pass reads, makes and works in, lasting ones aside."""
+    replay = drafter.replay
+    trace = replay.trace
+    begin = trace.needs[0].tick if trace.needs else trace.end
+    most = 0
+    for op, workspace in zip(trace.ops, replay.costs.workspace_bytes, strict=True):
+        if op.tick > begin:
+            touched = {view.storage for view in (*op.reads, *op.writes)}
+            held = sum(replay.rounded[each] for each in touched if trace.storages[each].role not in LASTING)
+            most = max(most, workspace + int(held))
+    return most
+
+
+def _list_absences(drafter: Drafter, cheap: Collection[Key], replays: list[Replay]) -> list[Absence]:
+    """The gaps of what checkpoints leave behind."""
+    never_out = {storage for storage, _ in cheap}
+    wanted: dict[int, list[int]] = {}
+    for replay in replays:
+        for leaf in replay.segment.leaves:
+            wanted.setdefault(leaf, []).append(replay.tick)
+    begins = sorted(
+        {layer.backward for layer in find_layers(drafter.replay.trace) if layer.is_costly and layer.backward >= 0}
+    )
+    found = []
+    for key, gap in sorted(drafter.gaps.items()):
+        if key[0] not in never_out:
+            closes = min([tick for tick in wanted.get(key[0], ()) if gap.opens < tick] + [gap.closes])
+            before = bisect.bisect(begins, closes) - 2
+            returns = begins[before] if before >= 0 else closes
+            found.append(Absence(key=key, opens=gap.opens, closes=closes, returns=returns))
+    return found
+
+
+def _least_recently_used(drafter: Drafter) -> Rank:
+    uses = _list_uses(drafter.replay.trace)
+
+    def rank(absence: Absence, tick: int, is_clean: bool) -> tuple[float, ...]:
+        ticks = uses[absence.key[0]]
+        return (-float(ticks[bisect.bisect(ticks, tick) - 1]),)
+
+    return rank
+
+
+def _list_uses(trace: Trace) -> dict[int, list[int]]:
+    """The ticks at which an op or autograd touches each storage, in order."""
+    uses: dict[int, set[int]] = {}
+    for op in trace.ops:
+        for view in (*op.reads, *op.writes):
+            uses.setdefault(view.storage, set()).add(op.tick)
+    for save in trace.saves:
+        uses.setdefault(save.storage, set()).add(save.tick)
+    for need in trace.needs:
+        uses.setdefault(trace.saves[need.save].storage, set()).add(need.tick)
+    return {storage: sorted(ticks) for storage, ticks in uses.items()}

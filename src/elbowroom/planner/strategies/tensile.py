@@ -1,0 +1,193 @@
+"""TENSILE: where the load peaks, schedule a swap of the largest block that the link has room for; else recompute one.
+
+    peak analysis -> of the blocks there, largest first:
+                       copy out  as early as the channel is free, done by the peak
+                       copy back as late as the channel is free, before its next use
+                       and again for its later uses: what has a copy is just released
+                     -> analyse again
+    no block can be swapped -> of those that never are, drop the one with the most bytes per second of recomputation
+
+The channel is one for both directions. It stops when the load is within the budget, when nothing can be scheduled, or
+when after 100 rounds the last three have not lowered the peak by 0.05 %.
+
+Source: K. Zhang, H. Wang, H. Hu, S. Zou, J. Qiu, T. Li, Z. Wang, "TENSILE: A tensor granularity dynamic GPU memory
+scheduling method toward multiple dynamic workloads system", 2021 (arXiv 2105.13336), and the authors' code: its planner
+for the activations of one job. Not carried over: several jobs, parameters across steps, the prediction of op times,
+planning anew as they drift. Inferred: a copy out must be done by the peak. Recomputation reads blocks that stay: not
+only are blocks of which a source leaves not recomputed, as published; nor does a source of one that is leave later.
+Sources that nobody saved are replayed along with the block. Ours: without a budget the published planner goes on as
+long as it can; here it stops where the plan fits, and the plan with the lowest peak on the way is the answer where none
+does.
+
+Cost: for each block chosen, linear in ticks and in the gaps at the peak.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+from elbowroom.cost.transfers import offload_seconds, reload_seconds
+from elbowroom.ir.plan import Plan
+from elbowroom.planner.assembly import Replay, assemble, list_replays
+from elbowroom.planner.channel import Channel
+from elbowroom.planner.closures import Closure
+from elbowroom.planner.draft import Key
+from elbowroom.planner.load import Load
+from elbowroom.planner.problem import Problem
+from elbowroom.planner.timing import Times, Timetable
+
+PATIENT_ROUNDS = 100
+"""So many rounds are made however little they bring."""
+
+LEAST_GAIN = 0.0005
+"""Of the peak, that one of the last rounds must have brought after that."""
+
+ROUNDS_COMPARED = 3
+"""So many rounds are the last ones."""
+
+LEAST_SECONDS = 1e-12
+"""What takes no time at all to recompute is counted as this, so that it can be compared."""
+
+
+def make_plan(problem: Problem) -> Plan:
+    """The plan after the first round with which the load fits; else the one with the lowest peak."""
+    schedule = _Schedule(problem)
+    peaks = [schedule.load.peak_bytes]
+    times, dropped = schedule.chosen
+    while peaks[-1] > problem.budget_bytes and not _stalls(peaks) and schedule.advance():
+        peaks.append(schedule.load.peak_bytes)
+        if peaks[-1] < min(peaks[:-1]):
+            times, dropped = schedule.chosen
+    replays: list[Replay] = []
+    for replay in list_replays(problem.drafter, dropped, keeps=lambda key, tick: False):
+        assert isinstance(replay, Replay)  # what it reads stays
+        replays.append(replay)
+    return assemble(problem.drafter, "tensile", problem.budget_bytes, offloads=times, replays=replays)
+
+
+def _stalls(peaks: list[int]) -> bool:
+    recent = peaks[-1 - ROUNDS_COMPARED :]
+    gains = [before - after for before, after in itertools.pairwise(recent)]
+    return len(peaks) > PATIENT_ROUNDS and max(gains) < LEAST_GAIN * peaks[-1]
+
+
+class _Schedule:
+    """What is swapped and what is recomputed so far, and the load with it."""
+
+    def __init__(self, problem: Problem) -> None:
+        drafter = problem.drafter
+        self._drafter, self._gaps, self._begins = drafter, drafter.gaps, drafter.begins
+        self._link, self._storages = drafter.replay.costs.link, drafter.replay.trace.storages
+        self._most_bytes = problem.host_bytes
+        self._timetable, self._channel = Timetable(drafter), Channel()
+        self.load = Load(drafter, problem.plain.live_bytes)
+        self._claim_of = {
+            key: (key[0], drafter.closures.claim_at(key[0], self._gaps[key].closes)) for key in self.load.keys
+        }
+        self._gaps_of: dict[tuple[int, int], list[Key]] = {}
+        for key, claim in self._claim_of.items():
+            self._gaps_of.setdefault(claim, []).append(key)
+        self._times: dict[Key, Times] = {}
+        self._copied: set[tuple[int, int]] = set()  # by storage and claim
+        self._read: dict[int, list[int]] = {}  # when replays read a storage
+        self._closures: dict[Key, Closure | None] = {}
+        self._dropped: set[Key] = set()
+
+    @property
+    def chosen(self) -> tuple[dict[Key, Times], frozenset[Key]]:
+        """The swaps with their times, and what is dropped."""
+        return dict(self._times), frozenset(self._dropped)
+
+    def advance(self) -> bool:
+        """One round: swap one block, or recompute one; whether any could be."""
+        tick = self.load.peak_tick
+        there = [key for key in self.load.spanning(tick) if key not in self._times and key not in self._dropped]
+        there.sort(key=lambda key: (-self.load.nbytes[key], key))
+        return any(self._swap(key, tick) for key in there) or self._recompute(there)
+
+    # -- swaps ----------------------------------------------------------------------------------------------------
+
+    def _swap(self, key: Key, peak_tick: int) -> bool:
+        """Swap a block from the first of its uses before the peak after which there is room; then after later ones."""
+        placed = False
+        for each in self._gaps_of[self._claim_of[key]]:
+            if each in self._times or each in self._dropped or self._is_read(each):
+                continue
+            if self._claim_of[each] not in self._copied and self._gaps[each].opens >= peak_tick:
+                break
+            placed |= self._place(each, peak_tick)
+        return placed
+
+    def _place(self, key: Key, peak_tick: int) -> bool:
+        gap, nbytes = self._gaps[key], self._storages[key[0]].nbytes
+        leave, gone_at = gap.opens, self._begins[gap.opens]
+        is_first = self._claim_of[key] not in self._copied
+        out_seconds, back_seconds = offload_seconds(self._link, nbytes), reload_seconds(self._link, nbytes)
+        if is_first:
+            if not self._has_room_below(key):
+                return False
+            out_begin = self._channel.earliest(gone_at, out_seconds)
+            leave, gone_at = max(leave, self._timetable.moment_before(out_begin)), out_begin + out_seconds
+            if gone_at > self._begins[min(peak_tick, gap.closes)]:
+                return False
+        back_begin = self._channel.latest(self._begins[gap.closes], back_seconds)
+        release = self._timetable.moment_at(gone_at, leave)
+        back = self._timetable.moment_before(back_begin)
+        if back_begin < gone_at or back < self._timetable.earliest_back(key, release):
+            return False
+        if is_first:
+            self._channel.take(out_begin, out_seconds)
+            self._copied.add(self._claim_of[key])
+        self._channel.take(back_begin, back_seconds)
+        self._times[key] = Times(release, back, leave)
+        self.load.take(key, release, back)
+        return True
+
+    def _is_read(self, key: Key) -> bool:
+        """Whether a replay reads the block while it would be away."""
+        gap = self._gaps[key]
+        return any(gap.opens < tick <= gap.closes for tick in self._read.get(key[0], ()))
+
+    def _has_room_below(self, key: Key) -> bool:
+        if self._most_bytes is None:
+            return True
+        below = sum(int(self._drafter.replay.rounded[storage]) for storage, _ in self._copied)
+        return below + self.load.nbytes[key] <= self._most_bytes
+
+    # -- recomputation --------------------------------------------------------------------------------------------
+
+    def _recompute(self, there: list[Key]) -> bool:
+        """Drop the block that saves most per second; of those there that never leave, made from blocks that stay."""
+        found: list[tuple[float, Key, Closure]] = []
+        for key in there:
+            closure = self._find_closure(key)
+            if closure is not None and self._claim_of[key] not in self._copied and not self._is_read(key):
+                seconds = self._drafter.replay.transients.seconds(closure.ops)
+                found.append((-self.load.nbytes[key] / max(seconds, LEAST_SECONDS), key, closure))
+        for _, key, closure in sorted(found, key=lambda each: each[:2]):
+            if not any(self._is_away(leaf, self._gaps[key].closes) for leaf in closure.leaves):
+                self._drop(key, closure)
+                return True
+        return False
+
+    def _find_closure(self, key: Key) -> Closure | None:
+        if key not in self._closures:
+            closes = self._gaps[key].closes
+            self._closures[key] = self._drafter.closures.find(key[0], closes, lambda storage: storage == key[0])
+        return self._closures[key]
+
+    def _is_away(self, storage: int, tick: int) -> bool:
+        """Whether a chosen gap of a storage spans a tick."""
+        chosen = (key for key in (*self._times, *self._dropped) if key[0] == storage)
+        return any(self._gaps[key].opens < tick <= self._gaps[key].closes for key in chosen)
+
+    def _drop(self, key: Key, closure: Closure) -> None:
+        gap, load = self._gaps[key], self.load
+        self._dropped.add(key)
+        load.take_all(key)
+        replay = next(iter(list_replays(self._drafter, [key], keeps=lambda key, tick: False)))
+        assert isinstance(replay, Replay)
+        load.put(key, gap.opens, replay.leaves[0] + 1)
+        load.live[gap.closes] += self._drafter.replay.transients.measure(replay.segment, replay.segment.outputs)[1]
+        for leaf in closure.leaves:
+            self._read.setdefault(leaf, []).append(gap.closes)

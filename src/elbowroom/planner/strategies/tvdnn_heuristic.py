@@ -1,0 +1,29 @@
+"""Offload what is used last, and only where room is needed; fetch in order of use, as soon as there is room.
+
+Source: J. Park, H. Cho, W. Jung, J. Lee, "Transparent GPU memory management for DNNs" (tvDNN), poster, PPoPP 2018: a
+schedule of swaps found by heuristics, or by an integer program (`tvdnn_ilp`). More than its abstract could not be read.
+Inferred: that the heuristic is Belady's rule, as for any cache whose future is known (L. A. Belady, "A study of
+replacement algorithms for a virtual-storage computer", IBM Systems Journal 5(2), 1966); that what has a copy already
+and can return in time goes before; and that what has been fetched is not evicted again before its use. The poster moves
+sections of buffers, here whole storages move.
+
+A copy begins as soon as its gap opens, not when the room is needed: it costs nothing to have it early, and the device's
+copy stays until then.
+"""
+
+from __future__ import annotations
+
+from elbowroom.ir.plan import Plan
+from elbowroom.planner.eviction import Sweep, draft_offloads, farthest_next_use, find_absences
+from elbowroom.planner.load import Load
+from elbowroom.planner.problem import Problem
+
+
+def make_plan(problem: Problem) -> Plan:
+    """The plan of one sweep; it fits wherever offloading can."""
+    drafter = problem.drafter
+    load = Load(drafter, problem.plain.live_bytes)
+    sweep = Sweep(drafter, load, problem.budget_bytes, find_absences(drafter), farthest_next_use(drafter))
+    plan = drafter.finish(draft_offloads(sweep.run()), "tvdnn_heuristic", problem.budget_bytes)
+    assert plan is not None  # it drops nothing
+    return plan

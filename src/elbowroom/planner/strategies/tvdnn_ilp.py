@@ -1,0 +1,277 @@
+"""The schedule of swaps as an integer program over stretches of time, solved by HiGHS within a time limit.
+
+For each bundle of storages j and each stretch of time k: is it away (0 or 1), and which part of it is copied out, and
+which back, in that stretch.
+
+    away[j,k] <= out[j] before k             it leaves once it is copied, for this gap or an earlier one of its claim
+    away[j,k] <= back[j] after k             it is copied back later, into room that is taken from then on
+    held[k] - sum bytes[j] away[j,k] <= budget
+    t[k] >= ops in k, copies out in k, copies back in k
+    minimise sum t[k]
+
+Source: J. Park, H. Cho, W. Jung, J. Lee, "Transparent GPU memory management for DNNs" (tvDNN), poster, PPoPP 2018: an
+optimal schedule of swaps by integer linear programming; sections of buffers, not buffers, are moved. More than its
+abstract could not be read. Inferred: the program above. The copies are fluid, as those of many small sections are;
+whether a storage is away is one decision, since here whole storages are released.
+
+First its relaxation is solved, which gives a bound; then what that leaves in fractions, with the rest fixed; then with
+only what is away fixed; then the whole, in the time that is left. The best solution is taken, and the log says how far
+above the bound it may be. Where the limit ends this, another run may find another plan.
+
+Coarse (`planner.coarsening`): `steps` stretches instead of every event, each with its maximum, and storages in bundles.
+So a solution is not optimal for the true step. What leaves is taken from it; when it leaves and returns is found by the
+sweep of `tvdnn_heuristic` over the true events, which lets these leave before others and has the exact bytes. A stretch
+can be over the budget although every event in it could be made to fit; that costs the program more than any wait, and
+the sweep evicts what is missing. Its plan without the program is returned where the solver finds nothing in time, and
+where it is the faster one; the log says so.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import time
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from elbowroom.errors import UsageError
+from elbowroom.ir.hardware import Link
+from elbowroom.ir.plan import Plan
+from elbowroom.planner.coarsening import Bundle, Stretch, cut_stretches, tie_bundles
+from elbowroom.planner.draft import Key
+from elbowroom.planner.eviction import Absence, Sweep, draft_offloads, farthest_next_use, find_absences
+from elbowroom.planner.load import Load
+from elbowroom.planner.problem import Problem
+
+Array = npt.NDArray[np.float64]
+
+log = logging.getLogger(__name__)
+
+GAP = 1e-3
+"""The solver stops where its solution is within this share of the bound."""
+
+OVER_BUDGET = 100.0
+"""What it costs to be over the budget by all of it in one stretch, in steps."""
+
+SHARES = 1000.0
+"""Units of time in a step with all its copies, one after the other."""
+
+INTEGRAL = 1e-6
+"""A variable this close to a whole number is one."""
+
+COPYING = 1e-4
+"""What a second of copying costs, in seconds: of equal schedules that which copies less."""
+
+
+def make_plan(problem: Problem, *, seconds: float = 20.0, steps: int = 40) -> Plan:
+    """The plan of the program's best solution after so many seconds, with so many stretches of time.
+
+    Raises:
+        UsageError: `seconds` is not positive, or `steps` is less than 2.
+    """
+    if not seconds > 0 or steps < 2:
+        raise UsageError(f"tvdnn_ilp needs seconds > 0 and steps >= 2, not {seconds} and {steps}")
+    swept = _sweep(problem, frozenset())
+    if not problem.floor.peak_bytes <= problem.budget_bytes < problem.plain.peak_bytes:
+        return swept  # nothing need leave, or whatever leaves is too little
+    drafter = problem.drafter
+    load = Load(drafter, problem.plain.live_bytes)
+    stretches = cut_stretches(drafter, load, steps)
+    program = _Program(
+        stretches, tie_bundles(drafter, load, stretches), drafter.replay.costs.link, problem.budget_bytes
+    )
+    chosen = program.solve(seconds)
+    if chosen is None:
+        return swept
+    solved = _sweep(problem, chosen)
+    with_it, without = (drafter.replay.run(plan).step_seconds for plan in (solved, swept))
+    if with_it <= without:
+        return solved
+    log.info("tvdnn_ilp: the heuristic's plan is faster: %.6g s instead of %.6g s", without, with_it)
+    return swept
+
+
+def _sweep(problem: Problem, chosen: frozenset[Key]) -> Plan:
+    """The plan of a sweep over the true events in which some gaps leave before all others."""
+    drafter = problem.drafter
+    farthest = farthest_next_use(drafter)
+
+    def rank(absence: Absence, tick: int, is_clean: bool) -> tuple[float, ...]:
+        return (float(absence.key in chosen), *farthest(absence, tick, is_clean))
+
+    load = Load(drafter, problem.plain.live_bytes)
+    times = Sweep(drafter, load, problem.budget_bytes, find_absences(drafter), rank).run()
+    plan = drafter.finish(draft_offloads(times), "tvdnn_ilp", problem.budget_bytes)
+    assert plan is not None  # it drops nothing
+    return plan
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Columns:
+    """The variables of one bundle, by stretch."""
+
+    bundle: Bundle
+    away: dict[int, int]
+    out: dict[int, int]
+    back: dict[int, int]
+
+
+class _Program:
+    """The integer program: variables by position, and rows of coefficients with what they must come to at least."""
+
+    def __init__(
+        self, stretches: tuple[Stretch, ...], bundles: tuple[Bundle, ...], link: Link, budget_bytes: int
+    ) -> None:
+        self._stretches, self._link, self._budget = stretches, link, budget_bytes
+        self._costs: list[float] = []
+        self._bounds: list[tuple[float, float]] = []
+        self._whole: list[bool] = []
+        self._rows: list[tuple[dict[int, float], float]] = []
+        over = [k for k, stretch in enumerate(stretches) if stretch.live_bytes > budget_bytes]
+        # Solvers have absolute tolerances, so the program is in shares of the longest step that it may come to.
+        copies = sum(bundle.out_seconds + bundle.back_seconds for bundle in bundles)
+        self._unit = (sum(stretch.seconds for stretch in stretches) + copies) / SHARES or 1.0
+        self._time = [self._add(1.0, (stretch.seconds / self._unit, np.inf)) for stretch in stretches]
+        excess = {k: self._add(OVER_BUDGET * SHARES, (0.0, np.inf)) for k in over}
+        self._columns: list[_Columns] = []
+        for bundle in bundles:
+            away = [k for k in over if bundle.first <= k <= bundle.last]
+            if away:
+                self._columns.append(self._add_bundle(bundle, away))
+        self._tie_away()
+        self._tie_memory(excess)
+        self._tie_link()
+        self._tie_ends()
+
+    def _add(self, cost: float, bounds: tuple[float, float] = (0.0, 1.0), *, whole: bool = False) -> int:
+        self._costs.append(cost)
+        self._bounds.append(bounds)
+        self._whole.append(whole)
+        return len(self._costs) - 1
+
+    def _add_bundle(self, bundle: Bundle, away: list[int]) -> _Columns:
+        out, back = COPYING * bundle.out_seconds / self._unit, COPYING * bundle.back_seconds / self._unit
+        return _Columns(
+            bundle,
+            {k: self._add(0.0, whole=True) for k in away},
+            {k: self._add(out) for k in range(bundle.copied, away[-1])},
+            {k: self._add(back) for k in range(away[0] + 1, bundle.last + 2)},
+        )
+
+    def _tie_away(self) -> None:
+        """Away after it has been copied out, and before it is copied back."""
+        by_key = {columns.bundle.keys[0]: columns for columns in self._columns}
+        for columns in self._columns:
+            copied: list[int] = []  # by the earlier gaps of the claim
+            before = columns.bundle.before
+            while before in by_key:
+                copied += by_key[before].out.values()
+                before = by_key[before].bundle.before
+            for k, away in columns.away.items():
+                earlier = [variable for each, variable in columns.out.items() if each < k]
+                later = [variable for each, variable in columns.back.items() if each > k]
+                self._rows.append(({**dict.fromkeys([*copied, *earlier], 1.0), away: -1.0}, 0.0))
+                self._rows.append(({**dict.fromkeys(later, 1.0), away: -1.0}, 0.0))
+
+    def _tie_memory(self, excess: dict[int, int]) -> None:
+        for k, variable in excess.items():
+            row = {
+                columns.away[k]: columns.bundle.nbytes / self._budget for columns in self._columns if k in columns.away
+            }
+            self._rows.append(({variable: 1.0, **row}, self._stretches[k].live_bytes / self._budget - 1.0))
+
+    def _tie_link(self) -> None:
+        """Each stretch takes as long as its ops and what the copies slow them down, and as long as the copies."""
+        for k, stretch in enumerate(self._stretches):
+            out = {each.out[k]: -each.bundle.out_seconds / self._unit for each in self._columns if k in each.out}
+            back = {each.back[k]: -each.bundle.back_seconds / self._unit for each in self._columns if k in each.back}
+            for lane in [{**out, **back}] if self._link.half_duplex else [out, back]:
+                if lane:
+                    self._rows.append(({self._time[k]: 1.0, **lane}, 0.0))
+            if self._link.drag_seconds_per_byte and (out or back):
+                sizes = {moved[k]: each.bundle.nbytes for each in self._columns for moved in (each.out, each.back)
+                         if k in moved}  # fmt: skip
+                slow = self._link.drag_seconds_per_byte / self._unit
+                drag = {variable: -slow * size for variable, size in sizes.items()}
+                self._rows.append(({self._time[k]: 1.0, **drag}, stretch.seconds / self._unit))
+
+    def _tie_ends(self) -> None:
+        """In the stretch where a gap opens nothing of it is copied before that; where it closes, nothing after."""
+        outward = sorted(self._columns, key=lambda each: (each.bundle.copied, -each.bundle.early_seconds))
+        homeward = sorted(self._columns, key=lambda each: (each.bundle.last, -each.bundle.late_seconds))
+        for place, columns in enumerate(outward):
+            k = columns.bundle.copied
+            row = {
+                each.out[k]: -each.bundle.out_seconds / self._unit
+                for each in outward[: place + 1]
+                if each.bundle.copied == k
+            }
+            self._rows.append(({self._time[k]: 1.0, **row}, columns.bundle.early_seconds / self._unit))
+        for place, columns in enumerate(homeward):
+            k = columns.bundle.last + 1
+            row = {
+                each.back[k]: -each.bundle.back_seconds / self._unit
+                for each in homeward[: place + 1]
+                if each.bundle.last + 1 == k
+            }
+            self._rows.append(({self._time[k]: 1.0, **row}, columns.bundle.late_seconds / self._unit))
+
+    def solve(self, seconds: float) -> frozenset[Key] | None:
+        """The gaps that leave in the best solution found in that time; None if there is none."""
+        if not self._columns:
+            return frozenset()
+        deadline = time.monotonic() + seconds
+        whole, bounds = np.array(self._whole, dtype=float), np.array(self._bounds)
+        constraint = self._constrain()
+        result = self._optimise(constraint, 0 * whole, bounds, seconds)
+        best, bound = None, result.fun
+        if result.x is not None:
+            rounded = np.round(result.x)
+            settled = (whole > 0) & (np.abs(result.x - rounded) < INTEGRAL)
+            for share, fixed in ((0.5, settled), (0.5, settled & (rounded > 0)), (1.0, np.zeros_like(settled))):
+                left = deadline - time.monotonic()
+                if left <= 0 or (best is not None and best.fun <= bound * (1 + GAP)):
+                    break
+                narrowed = np.where(fixed[:, None], rounded[:, None], bounds)
+                result = self._optimise(constraint, whole, narrowed, share * left)
+                if not fixed.any():
+                    bound = max(bound, result.mip_dual_bound or bound)
+                if result.x is not None and (best is None or result.fun < best.fun):
+                    best = result
+        if best is None:
+            log.info("tvdnn_ilp: no solution in %g s: %s The heuristic's plan is taken", seconds, result.message)
+            return None
+        gap = 100 * (best.fun - bound) / max(bound, INTEGRAL)
+        log.info(
+            "tvdnn_ilp: %d variables, %d of them whole, %d rows: %.6g s from the first save on, %.2g %% over the bound",
+            len(whole), whole.sum(), len(self._rows), best.fun * self._unit, gap,
+        )  # fmt: skip
+        return frozenset(
+            key
+            for columns in self._columns
+            if any(best.x[variable] > 0.5 for variable in columns.away.values())
+            for key in columns.bundle.keys
+        )
+
+    def _constrain(self) -> Any:
+        from scipy.optimize import LinearConstraint
+        from scipy.sparse import csr_array
+
+        indices = [variable for row, _ in self._rows for variable in row]
+        values = [value for row, _ in self._rows for value in row.values()]
+        starts = np.cumsum([0, *(len(row) for row, _ in self._rows)])
+        matrix = csr_array((values, indices, starts), shape=(len(self._rows), len(self._costs)))
+        return LinearConstraint(matrix, lb=np.array([least for _, least in self._rows]))
+
+    def _optimise(self, constraint: Any, whole: Array, bounds: Array, seconds: float) -> Any:
+        from scipy.optimize import Bounds, milp
+
+        return milp(
+            np.array(self._costs),
+            integrality=whole,
+            bounds=Bounds(bounds[:, 0], bounds[:, 1]),
+            constraints=constraint,
+            options={"time_limit": seconds, "mip_rel_gap": GAP},
+        )

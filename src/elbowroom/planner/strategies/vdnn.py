@@ -1,0 +1,98 @@
+"""Offload the inputs of layers while these layers run; reload each while a later one runs backward, one at a time.
+
+In the forward pass the copy of a layer's input begins with that layer, and at the end of the layer the step waits for
+it (the barrier of both streams at every layer), so a layer takes as long as the slower of its op and its copy. The
+device's copy is gone with the last layer that reads it. In the backward pass each layer begins by fetching the input of
+the closest earlier layer that is out and has not been asked for, not looking past the next convolution; at most one
+copy is under way.
+
+Policies: `all` offloads the inputs of every layer, `conv` those of convolutions, whatever the budget; `dyn` tries none,
+conv and all, and takes the first that fits.
+
+Source: M. Rhu, N. Gimelshein, J. Clemons, A. Zulfiqar, S. W. Keckler, "vDNN: virtualized deep neural networks for
+scalable, memory-efficient neural network design", MICRO 2016, section III. The paper's `dyn` also chooses the
+algorithms of convolutions, fastest first; a trace has one algorithm for each, so that has no counterpart here.
+Inferred: what a layer is in a trace (`planner.layers`); several inputs of one layer move together. Kinder than the
+paper: a fetch is waited for where its layer is needed, not at the end of the layer that asked for it. What a layer
+keeps besides its inputs (the indices of a pooling, the mask of a dropout) stays, as the paper moves inputs only.
+"""
+
+from __future__ import annotations
+
+import bisect
+from typing import Literal
+
+from elbowroom.ir.plan import Choice, Plan
+from elbowroom.planner.draft import Draft, Drafter, Option
+from elbowroom.planner.layers import Layer, find_layers
+from elbowroom.planner.problem import Problem
+from elbowroom.planner.timing import list_moments
+
+Policy = Literal["none", "conv", "all"]
+
+
+def make_plan(problem: Problem, *, policy: Literal["dyn", "all", "conv"] = "dyn") -> Plan:
+    """The policy's plan; for `dyn` the first that fits, or the one with the lowest peak if none does."""
+    drafter = problem.drafter
+    tried: tuple[Policy, ...] = ("none", "conv", "all") if policy == "dyn" else (policy,)
+    lowest: tuple[int, Plan] | None = None
+    for each in tried:
+        plan = drafter.finish(_draft(drafter, each), "vdnn", problem.budget_bytes)
+        assert plan is not None  # it drops nothing
+        forecast = drafter.replay.run(plan)
+        if problem.fits(forecast):
+            return plan
+        if lowest is None or forecast.peak_bytes < lowest[0]:
+            lowest = forecast.peak_bytes, plan
+    assert lowest is not None
+    return lowest[1]
+
+
+def _draft(drafter: Drafter, policy: Policy) -> Draft:
+    layers = find_layers(drafter.replay.trace)
+    moved = _choose(drafter, layers, policy)
+    backs = _prefetch(layers, moved)
+    moments = list_moments(drafter.replay.trace)
+    ticks = [layer.tick for layer in layers]
+    draft: Draft = {}
+    for position, storages in moved.items():
+        for storage in storages:
+            gap = drafter.gaps[storage, 0]
+            running = bisect.bisect(ticks, gap.opens)
+            barrier = bisect.bisect(moments, ticks[running]) if running < len(ticks) else len(moments)
+            if barrier < len(moments):
+                back = backs.get(position, gap.closes)
+                draft[storage, 0] = Option(Choice.OFFLOAD, release=moments[barrier], back=back)
+    return draft
+
+
+def _choose(drafter: Drafter, layers: tuple[Layer, ...], policy: Policy) -> dict[int, list[int]]:
+    """The inputs that move, by the last layer that reads them: the first to need them again."""
+    last: dict[int, int] = {}
+    chosen: set[int] = set()
+    for position, layer in enumerate(layers):
+        for storage in layer.inputs:
+            if (storage, 0) not in drafter.gaps:
+                continue
+            last[storage] = position
+            if policy == "all" or (policy == "conv" and layer.is_convolution):
+                chosen.add(storage)
+    moved: dict[int, list[int]] = {}
+    for storage in sorted(chosen):
+        moved.setdefault(last[storage], []).append(storage)
+    return moved
+
+
+def _prefetch(layers: tuple[Layer, ...], moved: dict[int, list[int]]) -> dict[int, int]:
+    """The tick at which the inputs of each layer are asked for, by position; none for those that nobody asks for."""
+    backs: dict[int, int] = {}
+    for current in reversed(range(len(layers))):
+        if layers[current].backward < 0:
+            continue
+        for position in reversed(range(current)):
+            if position in moved and position not in backs:
+                backs[position] = layers[current].backward
+                break
+            if layers[position].is_convolution:
+                break
+    return backs

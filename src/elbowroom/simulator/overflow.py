@@ -1,0 +1,62 @@
+"""Disk behind host: where copies go that the host has no room for, as the runtime does it.
+
+    device ==link==> host              while there is room, first come first served
+    device ==link==> [half|half] ==disk==> spill file      after that, and the program waits until all is written
+
+The program stands still for as long as the disk works, whichever way: so the disk has one lane and is never contended
+for. Only the last copy of a reload, from the host to the device, goes on beside the program. A copy stays where it
+was put. Left out: that the host's room can be in pieces too small for a block (`tiers.pinned`), and the limit of the
+disk itself.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from elbowroom.cost.transfers import count_piece_bytes
+from elbowroom.errors import TraceError
+from elbowroom.ir.costs import Costs
+from elbowroom.ir.hardware import Link
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Overflow:
+    """What becomes of copies when the host is full.
+
+    Attributes:
+        disk: the link from the host to the disk.
+        host_room_bytes: for copies; what the disk's bytes pass through is taken off.
+        piece_bytes: what passes through at a time.
+    """
+
+    disk: Link
+    host_room_bytes: int
+    piece_bytes: int
+
+
+def find_overflow(costs: Costs, host_bytes: int | None) -> Overflow | None:
+    """What becomes of copies beyond `host_bytes`; None where there is no such limit, or no disk behind the host."""
+    if host_bytes is None or not costs.further_links:
+        return None
+    piece_bytes = count_piece_bytes(host_bytes)
+    return Overflow(
+        disk=costs.further_links[0],
+        host_room_bytes=max(0, host_bytes - 2 * piece_bytes),
+        piece_bytes=piece_bytes,
+    )
+
+
+def check_links(costs: Costs) -> None:
+    """Refuse links over which nothing would ever arrive.
+
+    Raises:
+        TraceError: one has no speed, or a latency that is not a number of at least 0.
+    """
+    for link in (costs.link, *costs.further_links):
+        rates = (link.out_bytes_per_second, link.back_bytes_per_second)
+        waits = (link.out_latency_seconds, link.back_latency_seconds, link.drag_seconds_per_byte)
+        if not all(0 < rate < float("inf") for rate in rates) or not all(0 <= wait < float("inf") for wait in waits):
+            raise TraceError(
+                f"the link from {link.upper} to {link.lower} moves {rates[0]} bytes per second out and {rates[1]} back, "
+                f"after {waits[0]} and {waits[1]} seconds; give it speeds above 0, or probe the machine anew"
+            )

@@ -1,0 +1,287 @@
+"""Strategies side by side, and the largest batch, on traces small enough to try everything. No torch."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import math
+from collections.abc import Callable
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as some
+
+from elbowroom.errors import Infeasible, TierFull, TraceError, UnknownMember, UsageError
+from elbowroom.ir.costs import Costs
+from elbowroom.ir.trace import Trace
+from elbowroom.planner import comparison
+from elbowroom.planner.batches import MOST_TRIALS, Batches, Trial, try_batches
+from elbowroom.planner.comparison import Attempt, Entry, Outcome, compare, find_fastest, find_front
+from elbowroom.planner.problem import plan, pose
+from elbowroom.simulator.replay import simulate
+from tests.generators import KIB, example, make_chain, make_costs, make_link, make_residual_net
+
+STRATEGIES = ("auto", "keep_all", "offload_all")
+
+
+# -- compare ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def entries() -> tuple[Entry, ...]:
+    """All of three strategies within four budgets, the first below what any plan needs."""
+    trace, costs = example()
+    return tuple(compare(trace, costs, budgets(), STRATEGIES))
+
+
+def budgets() -> tuple[int, ...]:
+    problem = pose(*example(), 1)
+    floor, peak = problem.floor.peak_bytes, problem.plain.peak_bytes
+    return floor - 1, floor, (floor + peak) // 2, peak
+
+
+def test_entries_come_budget_by_budget(entries: tuple[Entry, ...]) -> None:
+    expected = [(budget, strategy) for budget in budgets() for strategy in STRATEGIES]
+    assert [(entry.budget_bytes, entry.strategy) for entry in entries] == expected
+
+
+def test_entries_are_what_the_plans_are_forecast_to_do(entries: tuple[Entry, ...]) -> None:
+    trace, costs = example()
+    plain = pose(trace, costs, 1).plain
+    for entry in entries:
+        assert entry.plain_seconds == plain.step_seconds and entry.attempt.planning_seconds > 0
+        if entry.outcome is None:
+            with pytest.raises(Infeasible) as caught:
+                plan(trace, costs, entry.budget_bytes, strategy=entry.strategy)
+            assert entry.attempt.needed_bytes == caught.value.needed_bytes > entry.budget_bytes
+            continue
+        forecast = simulate(trace, costs, plan(trace, costs, entry.budget_bytes, strategy=entry.strategy))
+        for field in dataclasses.fields(Outcome):
+            assert getattr(entry.outcome, field.name) == getattr(forecast, field.name), field.name
+        assert entry.attempt.needed_bytes == forecast.peak_bytes <= entry.budget_bytes
+        assert entry.outcome.moved_bytes == forecast.offloaded_bytes + forecast.reloaded_bytes
+
+
+def test_the_budgets_are_as_hard_as_meant(entries: tuple[Entry, ...]) -> None:
+    fits = collections.Counter((entry.budget_bytes, entry.outcome is not None) for entry in entries)
+    assert [fits[budget, True] for budget in budgets()] == [0, 2, 2, 3]
+
+
+def test_no_plan_beats_the_bound(entries: tuple[Entry, ...]) -> None:
+    fitting = [entry for entry in entries if entry.outcome is not None]
+    for entry in fitting:
+        assert entry.outcome is not None
+        assert entry.outcome.over(entry.bound_seconds) >= 1 - 1e-9
+        assert entry.bound_seconds >= entry.plain_seconds * (1 - 1e-9)
+    assert all((entry.bound_seconds == math.inf) == (entry.budget_bytes == budgets()[0]) for entry in entries)
+    # Where everything fits there is nothing to lose.
+    assert fitting[-2].outcome is not None and fitting[-2].strategy == "keep_all"
+    assert fitting[-2].outcome.over(fitting[-2].bound_seconds) == pytest.approx(1)
+
+
+def test_a_strategy_that_is_not_there_is_refused_before_anything_is_planned(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(comparison, "pose", None)
+    with pytest.raises(UnknownMember, match="keep_all"):
+        compare(*example(), [1], ["auto", "magic"])
+    with pytest.raises(UsageError, match="speed"):
+        compare(*example(), [1], ["auto:speed=9"])
+
+
+def test_an_entry_is_there_before_the_next_is_begun(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+
+    def attempt(trace: Trace, costs: Costs, budget_bytes: int, strategy: str) -> Attempt:
+        asked.append(strategy)
+        return Attempt(outcome=None, needed_bytes=1, needed_host_bytes=0, planning_seconds=0.0)
+
+    monkeypatch.setattr(comparison, "attempt", attempt)
+    running = compare(*example(), [10**9], STRATEGIES)
+    assert next(running).strategy == asked[-1] and len(asked) == 1
+
+
+def test_costs_of_another_trace_are_refused() -> None:
+    with pytest.raises(TraceError, match="costs"):
+        list(compare(make_chain([KIB] * 3), example()[1], [10**9], ["auto"]))
+
+
+def test_a_plan_that_overfills_the_host_does_not_fit() -> None:
+    trace, costs = example()
+    free = comparison.attempt(trace, costs, 10**9, "offload_all")
+    assert free.outcome is not None and free.needed_host_bytes == free.outcome.lower_tier_bytes > 0
+    tight = comparison.attempt(trace, costs, 10**9, "offload_all", host_bytes=free.needed_host_bytes - 1)
+    assert tight.outcome is None and tight.needed_host_bytes == free.needed_host_bytes
+    enough = comparison.attempt(trace, costs, 10**9, "offload_all", host_bytes=free.needed_host_bytes)
+    assert enough.outcome == free.outcome
+
+
+def make_entry(peak_bytes: int | None, step_seconds: float) -> Entry:
+    outcome = None if peak_bytes is None else Outcome(
+        peak_bytes=peak_bytes, step_seconds=step_seconds, recompute_seconds=0.0, stall_seconds=0.0,
+        offloaded_bytes=0, reloaded_bytes=0, lower_tier_bytes=0,
+    )  # fmt: skip
+    attempt = Attempt(outcome=outcome, needed_bytes=peak_bytes or 99, needed_host_bytes=0, planning_seconds=0.0)
+    return Entry(strategy="any", budget_bytes=99, plain_seconds=1.0, bound_seconds=1.0, attempt=attempt)
+
+
+points = some.tuples(some.one_of(some.none(), some.integers(1, 6)), some.integers(1, 6).map(float))
+
+
+@given(found=some.lists(points, max_size=12))
+def test_the_front_is_what_nothing_beats(found: list[tuple[int | None, float]]) -> None:
+    made = [make_entry(*point) for point in found]
+    front = find_front(made)
+    fitting = {point for point in found if point[0] is not None}
+    beaten = {
+        (peak, seconds)
+        for peak, seconds in fitting
+        for other, faster in fitting
+        if other <= peak and faster <= seconds and (other, faster) != (peak, seconds)
+    }
+    kept = [(entry.outcome.peak_bytes, entry.outcome.step_seconds) for entry in front if entry.outcome is not None]
+    assert kept == sorted(fitting - beaten)
+    fastest = find_fastest(made)
+    assert (fastest is None) == (not fitting)
+    if fastest is not None and fastest.outcome is not None:
+        assert fastest.outcome.step_seconds == min(seconds for _, seconds in fitting)
+
+
+def test_time_over_no_time() -> None:
+    outcome = make_entry(1, 2.0).outcome
+    assert outcome is not None
+    assert (outcome.over(4.0), outcome.over(0.0)) == (0.5, math.inf)
+    assert dataclasses.replace(outcome, step_seconds=0.0).over(0.0) == 1.0
+
+
+# -- batches ----------------------------------------------------------------------------------------------------------
+
+
+class Loads:
+    """Steps of a net whose storages grow with the batch; counts what is asked of it."""
+
+    def __init__(self, grow: Callable[[int], int] = lambda batch: batch, smallest: int = 1) -> None:
+        self.grow, self.smallest = grow, smallest
+        self.asked: list[int] = []
+
+    def __call__(self, batch: int) -> tuple[Trace, Costs]:
+        self.asked.append(batch)
+        if batch < self.smallest:
+            raise ValueError("Expected more than 1 value per channel when training")
+        trace = make_residual_net(2, self.grow(batch) * 4 * KIB)
+        op_seconds = 1e-5 + 1e-6 * batch
+        return trace, make_costs(trace, op_seconds=op_seconds, link=make_link(per_second=5e8))
+
+
+def find_batches(loads: Loads, memory_bytes: int, **options: object) -> Batches:
+    trials = tuple(try_batches(loads, memory_bytes, **options))  # type: ignore[arg-type]
+    return Batches(
+        memory_bytes=memory_bytes, host_bytes=None, strategy="auto",
+        trials=tuple(sorted(trials, key=lambda trial: trial.batch)),
+    )  # fmt: skip
+
+
+def fitting_by_hand(loads: Loads, memory_bytes: int, *, plain: bool) -> int:
+    batch = 1
+    while True:
+        problem = pose(*loads(batch), memory_bytes)
+        if (problem.plain if plain else problem.floor).peak_bytes > memory_bytes:
+            return batch - 1
+        batch += 1
+
+
+@pytest.mark.parametrize("grow", [lambda b: b, lambda b: b * b, lambda b: int(8 * b**0.5), lambda b: -(-b // 4)])
+@pytest.mark.parametrize("memory_bytes", [600 * KIB, 1000 * KIB, 3333 * KIB])
+def test_the_largest_batch_is_the_largest(grow: Callable[[int], int], memory_bytes: int) -> None:
+    loads = Loads(grow)
+    found = find_batches(loads, memory_bytes)
+    assert len(set(loads.asked)) == len(loads.asked) == len(found.trials)
+    assert len(loads.asked) <= MOST_TRIALS
+    assert found.largest is not None and found.largest_plain is not None
+    assert found.largest.batch == fitting_by_hand(Loads(grow), memory_bytes, plain=False)
+    assert found.largest_plain.batch == fitting_by_hand(Loads(grow), memory_bytes, plain=True)
+    assert found.largest_plain.batch < found.largest.batch
+    tried = {trial.batch for trial in found.trials}
+    assert {found.largest.batch + 1, found.largest_plain.batch + 1} <= tried
+
+
+def test_sizes_on_a_line_take_few_captures() -> None:
+    loads = Loads()
+    running = try_batches(loads, 64 << 20)
+    for trial in running:
+        if trial.batch > 1 and trial.planned.outcome is None:
+            break
+    assert loads.asked[-1] - 1 in loads.asked  # the largest, tried, and then the one above it, which settled it
+    assert len(loads.asked) <= 7
+
+
+def test_the_fastest_is_the_best_of_those_tried_with_near_neighbours() -> None:
+    found = find_batches(Loads(), 8 << 20)
+    assert found.fastest is not None and found.fastest_plain is not None
+    rates = {trial.batch: trial.planned_rate for trial in found.trials if trial.planned.outcome is not None}
+    assert found.fastest.planned_rate == max(rates.values()) > 0
+    neighbours = sorted(rates)
+    place = neighbours.index(found.fastest.batch)
+    for other in neighbours[max(0, place - 1) : place + 2]:
+        assert abs(other - found.fastest.batch) <= max(1, 0.05 * found.fastest.batch)
+    # The op's constant part makes larger batches of the plain step faster.
+    assert found.fastest_plain == found.largest_plain
+    assert found.fastest.planned_rate >= found.fastest_plain.plain_rate
+
+
+def test_rates_are_samples_over_seconds() -> None:
+    found = find_batches(Loads(), 8 << 20)
+    for trial in found.trials:
+        assert trial.plain_rate == (trial.batch / trial.plain.step_seconds if trial.fits_plain else 0)
+        outcome = trial.planned.outcome
+        assert trial.planned_rate == (0 if outcome is None else trial.batch / outcome.step_seconds)
+        assert trial.fits_plain == (trial.plain.peak_bytes <= found.memory_bytes)
+
+
+def test_models_that_refuse_a_single_sample() -> None:
+    loads = Loads(smallest=2)
+    found = find_batches(loads, 1000 * KIB)
+    assert loads.asked[:2] == [1, 2] and found.trials[0].batch == 2
+    with pytest.raises(ValueError, match="more than 1 value"):
+        find_batches(Loads(smallest=3), 1000 * KIB)
+
+
+def test_a_call_that_means_nothing_is_not_tried_twice() -> None:
+    def load(batch: int) -> tuple[Trace, Costs]:
+        raise UsageError(f"no such model, whatever the batch ({batch})")
+
+    with pytest.raises(UsageError, match=r"\(1\)"):
+        next(try_batches(load, 1000 * KIB))
+
+
+def test_not_even_one_sample_fits() -> None:
+    with pytest.raises(Infeasible) as caught:
+        find_batches(Loads(), 50 * KIB)
+    assert caught.value.needed_bytes == pose(*Loads()(1), 1).floor.peak_bytes
+    with pytest.raises(TierFull):
+        find_batches(Loads(lambda batch: 4 * batch), 1000 * KIB, strategy="offload_all", host_bytes=1)
+
+
+def test_the_host_is_a_limit_too() -> None:
+    """Offloading everything needs a host that holds everything."""
+    loose = find_batches(Loads(), 1 << 20, strategy="offload_all").largest
+    assert loose is not None
+    host_bytes = loose.planned.needed_host_bytes // 2
+    tight = find_batches(Loads(), 1 << 20, strategy="offload_all", host_bytes=host_bytes).largest
+    assert tight is not None and 1 <= tight.batch < loose.batch
+    assert tight.planned.needed_host_bytes <= host_bytes
+
+
+def test_without_a_plan_there_is_nothing_more_to_find() -> None:
+    found = find_batches(Loads(), 1 << 20, strategy="keep_all")
+    assert found.largest == found.largest_plain and found.fastest == found.fastest_plain
+
+
+def test_of_nothing_nothing_is_the_largest() -> None:
+    found = Batches(memory_bytes=1, host_bytes=None, strategy="auto", trials=())
+    assert (found.largest, found.largest_plain, found.fastest, found.fastest_plain) == (None,) * 4
+
+
+def test_trials_are_values() -> None:
+    (first, *_) = find_batches(Loads(), 1 << 20).trials
+    assert isinstance(first, Trial)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        first.batch = 2  # type: ignore[misc]

@@ -1,0 +1,120 @@
+"""Plans within what the tiers below the device hold: host memory as a limit, and as a place before a disk. No torch."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as some
+
+from elbowroom.errors import Infeasible, UsageError
+from elbowroom.ir.costs import Costs
+from elbowroom.ir.trace import Trace
+from elbowroom.planner.problem import list_strategies, plan, pose
+from elbowroom.simulator.replay import simulate
+from tests.generators import example, jobs, make_link
+
+SIMPLE = ("offload_all", "tvdnn_heuristic", "vdnn", "autoswap")
+
+
+@pytest.mark.parametrize("strategy", SIMPLE)
+@given(job=jobs(), share=some.floats(0.0, 1.0), host_share=some.floats(0.0, 1.1))
+def test_no_plan_is_returned_that_is_too_much_for_the_host(
+    strategy: str, job: tuple[Trace, Costs], share: float, host_share: float
+) -> None:
+    trace, costs = job
+    free = pose(trace, costs, 1, min_offload_bytes=1)
+    budget_bytes = max(free.floor.peak_bytes, int(free.plain.peak_bytes * share))
+    host_bytes = int(free.floor.lower_tier_bytes * host_share)
+    try:
+        made = plan(trace, costs, budget_bytes, strategy=strategy, min_offload_bytes=1, host_bytes=host_bytes)
+    except Infeasible as error:
+        assert error.budget_bytes == budget_bytes
+        if error.needed_bytes <= budget_bytes:
+            assert error.host_bytes == host_bytes < error.needed_host_bytes
+            assert str(error.needed_host_bytes) in str(error)
+            enough = plan(
+                trace, costs, budget_bytes, strategy=strategy, min_offload_bytes=1, host_bytes=error.needed_host_bytes
+            )
+            assert simulate(trace, costs, enough).lower_tier_bytes <= error.needed_host_bytes
+        return
+    forecast = simulate(trace, costs, made)
+    assert forecast.peak_bytes <= budget_bytes
+    assert forecast.lower_tier_bytes <= host_bytes
+
+
+def test_a_plan_that_is_too_much_for_the_host_is_refused_with_the_tier_and_the_next_step() -> None:
+    trace, costs = example()
+    free = simulate(trace, costs, plan(trace, costs, 10**9, strategy="offload_all"))
+    with pytest.raises(Infeasible, match="in the tier below the device") as caught:
+        plan(trace, costs, 10**9, strategy="offload_all", host_bytes=free.lower_tier_bytes - 1)
+    error = caught.value
+    assert (error.needed_host_bytes, error.host_bytes) == (free.lower_tier_bytes, free.lower_tier_bytes - 1)
+    for word in ("host_bytes", "memory_budget", "disk", "batch"):
+        assert word in str(error)
+    assert plan(trace, costs, 10**9, strategy="offload_all", host_bytes=free.lower_tier_bytes).decisions
+
+
+def test_where_the_device_is_too_small_the_host_is_not_blamed() -> None:
+    trace, costs = example()
+    floor = pose(trace, costs, 1, min_offload_bytes=1).floor
+    with pytest.raises(Infeasible, match="memory_budget") as caught:
+        plan(trace, costs, floor.peak_bytes - 1, min_offload_bytes=1, host_bytes=0)
+    assert caught.value.needed_host_bytes == 0
+    assert "host_bytes" not in str(caught.value)
+
+
+def test_where_the_host_stands_in_the_way_of_the_device_both_are_named() -> None:
+    trace, costs = example()
+    floor = pose(trace, costs, 1, min_offload_bytes=1).floor
+    with pytest.raises(Infeasible) as caught:
+        plan(trace, costs, floor.peak_bytes, strategy="autoswap", min_offload_bytes=1, host_bytes=1000)
+    assert caught.value.needed_bytes > floor.peak_bytes
+    assert caught.value.needed_host_bytes == floor.lower_tier_bytes
+    assert "host_bytes=1000" in str(caught.value)
+
+
+@pytest.mark.parametrize("strategy", list_strategies())
+def test_with_a_disk_the_host_is_no_limit(strategy: str) -> None:
+    """What fits with any host fits with a small one: the rest goes to the disk, and takes longer."""
+    trace, costs = example()
+    costs = dataclasses.replace(costs, further_links=(make_link(per_second=2e8),))
+    free = pose(trace, costs, 1, min_offload_bytes=1)
+    budget_bytes = (free.floor.peak_bytes + 2 * free.plain.peak_bytes) // 3
+    host_bytes = free.floor.lower_tier_bytes // 4
+    try:
+        plan(trace, costs, budget_bytes, strategy=strategy, min_offload_bytes=1)
+    except Infeasible:
+        return
+    made = plan(trace, costs, budget_bytes, strategy=strategy, min_offload_bytes=1, host_bytes=host_bytes)
+    forecast = simulate(trace, costs, made, host_bytes=host_bytes)
+    assert forecast.peak_bytes <= budget_bytes
+    assert forecast.lower_tier_bytes <= host_bytes
+    # Without the limit the same plan has the same bytes on the device, and nothing on the disk.
+    free_forecast = simulate(trace, costs, made)
+    assert free_forecast.live_bytes == forecast.live_bytes
+    assert (free_forecast.disk_bytes, free_forecast.step_seconds <= forecast.step_seconds) == (0, True)
+    assert forecast.lower_tier_bytes + forecast.disk_bytes >= free_forecast.lower_tier_bytes
+
+
+def test_auto_knows_the_price_of_the_disk() -> None:
+    """What was made for a host of any size is slower on a small one than what was made for that."""
+    trace, costs = example()
+    costs = dataclasses.replace(costs, further_links=(make_link(per_second=2e7),))
+    free = pose(trace, costs, 1, min_offload_bytes=1)
+    budget_bytes, host_bytes = free.plain.peak_bytes * 6 // 10, 4096
+    blind = plan(trace, costs, budget_bytes, min_offload_bytes=1)
+    made = plan(trace, costs, budget_bytes, min_offload_bytes=1, host_bytes=host_bytes)
+    assert simulate(trace, costs, blind, host_bytes=host_bytes).disk_bytes > 0
+    ours, theirs = (simulate(trace, costs, each, host_bytes=host_bytes).step_seconds for each in (made, blind))
+    assert ours < 0.5 * theirs
+
+
+@pytest.mark.parametrize("wrong", [-1, 1.5, "8GiB", 1 << 63, float("nan")])
+@pytest.mark.parametrize("name", ["budget_bytes", "host_bytes", "min_offload_bytes"])
+def test_amounts_that_mean_nothing_are_refused(name: str, wrong: object) -> None:
+    trace, costs = example()
+    amounts = {"budget_bytes": 1 << 30, name: wrong}
+    with pytest.raises(UsageError, match=name):
+        plan(trace, costs, **amounts)  # type: ignore[arg-type]
