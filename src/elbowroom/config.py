@@ -20,7 +20,8 @@ class Config:
         strategy: makes the plans.
         spill_folder: where the spill file lies; the system's temporary folder if None.
         host_bytes: the most that may lie below the device: pinned host memory on CUDA, the spill file on a CPU. None
-            for as much as there is.
+            for as much as there is. What is more goes from pinned memory to the spill file, at the price of the disk;
+            where there is nothing behind, plans stay within it.
         min_offload_bytes: smaller storages never move.
         meter_every: of planned steps, which are metered: the first two and then every so many; 0 for none, so that no
             profiler is ever started.

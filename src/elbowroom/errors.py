@@ -69,7 +69,9 @@ class Infeasible(ElbowroomError):
                 + f". Set memory_budget to at least {needed_bytes}, or make the batch smaller."
             )
             if host_bytes is not None and needed_host_bytes > host_bytes:
-                message += f" Or let the tier below hold more than host_bytes={host_bytes}: {needed_host_bytes} is enough."
+                message += (
+                    f" Or let the tier below hold more than host_bytes={host_bytes}: {needed_host_bytes} is enough."
+                )
         else:
             message = (
                 f"the step cannot run within {format_bytes(budget_bytes)} ({budget_bytes} bytes) with at most "

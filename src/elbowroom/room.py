@@ -367,7 +367,8 @@ class Room:
         forecast = planned.forecast
         beyond = statistics.median(self._busy_seconds[1:]) - (forecast.step_seconds - forecast.stall_seconds)
         costs = correct(planned.costs, beyond)
-        self.planned = dataclasses.replace(planned, costs=costs, forecast=simulate(planned.trace, costs, planned.plan))
+        forecast = simulate(planned.trace, costs, planned.plan, host_bytes=self.config.host_bytes)
+        self.planned = dataclasses.replace(planned, costs=costs, forecast=forecast)
 
     def _decide(self, trace: Trace, trace_digest: str, measurements: Measurements | None) -> None:
         if self._profile is None:
@@ -379,9 +380,9 @@ class Room:
         if plan is None:
             plan = make_plan(
                 trace, costs, self.budget_bytes, strategy=self.config.strategy,
-                min_offload_bytes=self.config.min_offload_bytes,
+                min_offload_bytes=self.config.min_offload_bytes, host_bytes=self.config.host_bytes,
             )  # fmt: skip
-        self.planned = Planned(trace, costs, plan, simulate(trace, costs, plan))
+        self.planned = Planned(trace, costs, plan, simulate(trace, costs, plan, host_bytes=self.config.host_bytes))
         self._busy_seconds.clear()
         if self._device.type == "cpu":
             trim_allocator()  # what the steps so far took, planned ones will not take again

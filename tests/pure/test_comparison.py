@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as some
 
-from elbowroom.errors import Infeasible, TierFull, TraceError, UnknownMember, UsageError
+from elbowroom.errors import Infeasible, TraceError, UnknownMember, UsageError
 from elbowroom.ir.costs import Costs
 from elbowroom.ir.trace import Trace
 from elbowroom.planner import comparison
@@ -90,7 +90,7 @@ def test_a_strategy_that_is_not_there_is_refused_before_anything_is_planned(monk
 def test_an_entry_is_there_before_the_next_is_begun(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str] = []
 
-    def attempt(trace: Trace, costs: Costs, budget_bytes: int, strategy: str) -> Attempt:
+    def attempt(trace: Trace, costs: Costs, budget_bytes: int, strategy: str, **limits: int | None) -> Attempt:
         asked.append(strategy)
         return Attempt(outcome=None, needed_bytes=1, needed_host_bytes=0, planning_seconds=0.0)
 
@@ -256,7 +256,7 @@ def test_not_even_one_sample_fits() -> None:
     with pytest.raises(Infeasible) as caught:
         find_batches(Loads(), 50 * KIB)
     assert caught.value.needed_bytes == pose(*Loads()(1), 1).floor.peak_bytes
-    with pytest.raises(TierFull):
+    with pytest.raises(Infeasible, match="host_bytes"):
         find_batches(Loads(lambda batch: 4 * batch), 1000 * KIB, strategy="offload_all", host_bytes=1)
 
 

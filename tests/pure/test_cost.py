@@ -17,6 +17,7 @@ from elbowroom.cost.shapes import element_bytes, touches_no_bytes
 from elbowroom.cost.transfers import drag_seconds, offload_seconds, reload_seconds
 from elbowroom.cost.workspace import estimate_workspace
 from elbowroom.errors import TraceError
+from elbowroom.hardware.shipped import load_shipped
 from elbowroom.ir.costs import Measurements
 from elbowroom.ir.hardware import HardwareProfile, Link, Rate, Tier
 from elbowroom.ir.identity import digest
@@ -311,6 +312,41 @@ def test_most_ops_allocate_nothing_of_size() -> None:
     assert estimate_workspace(PRODUCT) <= 64
     # What is not known at all is taken to copy what it touches.
     assert estimate_workspace(dataclasses.replace(RELU, name="mine.anything.default")) == 8_000_000
+
+
+MIB = 1 << 20
+TENSOR_CORES = {("convolution", "float32"): 2.0, ("convolution", "float16"): 4.0, ("matmul", "float32"): 1.0}
+NO_TENSOR_CORES = {("convolution", "float32"): 2.0, ("convolution", "float16"): 2.0, ("matmul", "float32"): 3.0}
+
+
+@pytest.mark.parametrize(
+    ("op", "rates", "expected_bytes"),
+    [
+        # In another layout: input and result of 12.25 MiB each in half precision, and a weight.
+        (convolution(8, 64, 112, 64, 3, "float16"), TENSOR_CORES, 2 * 12.25 * MIB + 64 * 64 * 9 * 2),
+        (convolution(8, 64, 112, 64, 3), TENSOR_CORES, 2 * 24.5 * MIB + 64 * 64 * 9 * 4),
+        # The second convolution of VGG-16 with 424 images would like 10.4 GiB of copies.
+        (convolution(424, 64, 224, 64, 3), TENSOR_CORES, 1024 * MIB),
+        (convolution(424, 64, 224, 64, 3), NO_TENSOR_CORES, 128 * MIB),
+        (convolution(424, 64, 224, 64, 3, "float16"), NO_TENSOR_CORES, 128 * MIB),
+        (convolution(424, 64, 224, 64, 3, "bfloat16"), NO_TENSOR_CORES, 128 * MIB),
+    ],
+)
+def test_cudnn_copies_for_tensor_cores_within_a_limit(
+    op: Op, rates: dict[tuple[str, str], float], expected_bytes: float
+) -> None:
+    assert estimate_workspace(op, rates) == expected_bytes
+    source, weight, *_ = op.reads
+    made = dataclasses.replace(source, storage=3), dataclasses.replace(weight, storage=4)
+    backward = make_op("aten.convolution_backward.default", (op.writes[0], source, weight), made)
+    assert estimate_workspace(backward, rates) == expected_bytes
+
+
+@pytest.mark.parametrize(("name", "most_bytes"), [("v100", 128 * MIB), ("p100", 128 * MIB), ("a100", 1024 * MIB)])
+def test_shipped_cuda_devices_take_little_for_convolutions(name: str, most_bytes: int) -> None:
+    trace = make_trace(convolution(424, 64, 224, 64, 3))
+    assert price(trace, load_shipped(name), trace_digest="known").workspace_bytes == (most_bytes,)
+    assert price(trace, PROFILE, trace_digest="known").workspace_bytes[0] > 5000 * MIB
 
 
 sizes = some.integers(1, 300)

@@ -30,6 +30,7 @@ from elbowroom.planner.recompute_graph import make_graph
 from elbowroom.planner.recompute_program import RecomputeProgram
 from elbowroom.planner.scores import Candidates, choose, make_scorer
 from elbowroom.planner.settlement import Settlement, settle
+from elbowroom.planner.stopping import Limits
 from elbowroom.planner.strategies import checkmate
 from elbowroom.planner.timing import Timetable, list_moments
 from elbowroom.residency.machine import Machine
@@ -53,6 +54,7 @@ from tests.oracles import follow
 
 CHAIN = make_chain([256 * KIB] * 8)
 UNET = make_unet(4, 1024 * KIB)
+LIMITS = Limits(gap=5e-3, nodes=7, seconds=20.0)
 
 
 def pose_at(trace: Trace, costs: Costs, share: float, *, host_bytes: int | None = None) -> Problem:
@@ -551,7 +553,7 @@ def test_the_program_does_not_undercount(trace: Trace) -> None:
     for eighths in range(8):
         limited = pose_at(trace, make_costs(trace, op_seconds=1e-3), eighths / 8)
         rematerialization = checkmate._Rematerialization(limited, 40)
-        solution = rematerialization._program.solve(limited.budget_bytes, 20.0)
+        solution = rematerialization._program.solve(limited.budget_bytes, LIMITS, LIMITS.seconds)
         if solution is not None:
             solved += 1
             _, settlement = rematerialization._carry_out(rematerialization._list_dropped(solution), solution)
@@ -581,15 +583,53 @@ def test_a_large_step_becomes_a_small_graph() -> None:
 
 def test_a_program_without_time_still_gives_a_plan(caplog: pytest.LogCaptureFixture) -> None:
     trace = make_residual_net(8, 64 * KIB)
-    costs = make_costs(trace, op_seconds=1e-4)
-    problem = pose_at(trace, costs, 0.5)
+    problem = pose_at(trace, make_costs(trace, op_seconds=1e-4), 0.6)
     load = Load(problem.drafter, problem.plain.live_bytes)
-    solution = RecomputeProgram(make_graph(problem.drafter, load, 40)).solve(problem.budget_bytes, 1e-6)
+    program = RecomputeProgram(make_graph(problem.drafter, load, 40))
+    solution = program.solve(problem.budget_bytes, LIMITS, 1e-6)
     assert solution is None or solution.rounded
+    made = checkmate.make_plan(problem, seconds=1e-6)
+    assert problem.fits(problem.drafter.replay.run(made))
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert "whole runs are recomputed: no bound is known; it stopped at its limit" in caplog.text
+
+
+def test_limits_that_come_first_are_said(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, logger="elbowroom"):
-        _, forecast = plan_at(trace, costs, 0.5, "checkmate:seconds=0.5")
-    assert forecast.peak_bytes <= problem.budget_bytes
-    assert any("of the best" in record.message or "rounded" in record.message for record in caplog.records)
+        for gap in (0.004, 0.02, float("inf")):
+            LIMITS.say("checkmate", gap, "a program")
+    assert [record.levelname for record in caplog.records] == ["INFO", "WARNING", "WARNING"]
+    assert [record.message for record in caplog.records] == [
+        "checkmate: a program: within 0.40% of the best",
+        "checkmate: a program: within 2.00% of the best; it stopped at its limit of 7 nodes or 20 s",
+        "checkmate: a program: no bound is known; it stopped at its limit of 7 nodes or 20 s",
+    ]
+
+
+def test_checkmate_says_how_far_it_is_from_the_best(caplog: pytest.LogCaptureFixture) -> None:
+    trace = make_residual_net(8, 64 * KIB)
+    with caplog.at_level(logging.INFO, logger="elbowroom"):
+        plan_at(trace, make_costs(trace, op_seconds=1e-4), 0.5, "checkmate")
+    said = [record for record in caplog.records if "of the best" in record.message]
+    assert len(said) == 1 and said[0].levelname == "INFO"
+
+
+def test_runs_are_recomputed_where_that_is_faster() -> None:
+    """Three nodes are too coarse for a long chain."""
+    trace = make_chain([64 * KIB] * 40)
+    costs = make_costs(trace, op_seconds=1e-3)
+    problem = pose_at(trace, costs, 0.4)
+    in_runs = problem.drafter.replay.run(checkmate._recompute_runs(problem))
+    made = problem.drafter.replay.run(checkmate.make_plan(problem, stages=3))
+    assert problem.fits(in_runs) and problem.fits(made)
+    assert made.step_seconds <= in_runs.step_seconds
+
+
+@pytest.mark.parametrize("option", ["nodes=0", "seconds=0", "seconds=nan"])
+@pytest.mark.parametrize("strategy", ["checkmate", "tvdnn_ilp"])
+def test_limits_that_cannot_be_are_refused(strategy: str, option: str) -> None:
+    with pytest.raises(UsageError, match="nodes >= 1 and seconds > 0"):
+        plan_at(CHAIN, make_costs(CHAIN), 0.5, f"{strategy}:{option}")
 
 
 def test_checkmate_says_what_it_needs() -> None:

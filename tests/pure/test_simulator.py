@@ -211,9 +211,7 @@ def test_room_below_is_given_back_when_a_claim_ends() -> None:
     costs = make_costs(trace, disk=make_link())
     ticks = [trace.saves[save].tick for _, save in spans]
     decisions = tuple(offload(made, tick, tick, tick + 2) for (made, _), tick in zip(spans, ticks, strict=True))
-    made_plan = Plan(
-        trace_digest=costs.trace_digest, strategy="", budget_bytes=0, decisions=decisions, segments=()
-    )
+    made_plan = Plan(trace_digest=costs.trace_digest, strategy="", budget_bytes=0, decisions=decisions, segments=())
     found = simulate(trace, costs, made_plan, host_bytes=1400)
     assert (found.offloaded_bytes, found.lower_tier_bytes, found.disk_bytes) == (2000, 1000, 0)
 

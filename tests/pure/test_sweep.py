@@ -18,11 +18,14 @@ from elbowroom.planner.problem import Problem, pose
 from elbowroom.simulator.columns import Array
 from elbowroom.simulator.segments import CHOICES, KEEP, OFFLOAD
 from elbowroom.simulator.sweep import sweep
+from elbowroom.simulator.transit import make_sweep
 from tests.generators import example, jobs, make_link
 
 
 def draw_choices(data: some.DataObject, count: int) -> Array:
-    return np.asarray(data.draw(some.lists(some.integers(0, CHOICES - 1), min_size=count, max_size=count)), dtype=np.int8)
+    return np.asarray(
+        data.draw(some.lists(some.integers(0, CHOICES - 1), min_size=count, max_size=count)), dtype=np.int8
+    )
 
 
 def judge_sweep(problem: Problem, composer: Composer, choices: Array, slack: float) -> Forecast | None:
@@ -38,7 +41,7 @@ def judge_sweep(problem: Problem, composer: Composer, choices: Array, slack: flo
     if futile.any():
         claims = composer.columns.gaps["claim"]
         serves = np.isin(claims[futile], claims[(moves["choice"] == OFFLOAD) & ~futile])
-        # Without copies that come to nothing it may be faster; but not if a later gap uses one, or others take its room.
+        # Without copies that come to nothing it may be faster; not if a later gap uses one, or others take its room.
         if problem.drafter.replay.overflow is None and not serves.any():
             assert outcome.seconds >= forecast.step_seconds * (1 - 1e-12)
         return None
@@ -70,9 +73,7 @@ def test_a_sweep_is_a_replay_where_copies_go_on_to_a_disk(
     trace, costs = job
     problem = pose(trace, costs, 1, min_offload_bytes=1)
     host_bytes = int(problem.floor.lower_tier_bytes * host_share)
-    problem = pose(
-        trace, costs, int(problem.plain.peak_bytes * share), min_offload_bytes=1, host_bytes=host_bytes
-    )
+    problem = pose(trace, costs, int(problem.plain.peak_bytes * share), min_offload_bytes=1, host_bytes=host_bytes)
     assert problem.host_bytes is None  # it is no limit
     composer = Composer(problem)
     forecast = judge_sweep(problem, composer, draw_choices(data, len(composer.keys)), slack)
@@ -97,3 +98,43 @@ def test_a_sweep_uses_the_disk() -> None:
     everything, half, nothing = found.values()
     assert everything.disk_bytes == 0 < half.disk_bytes < nothing.disk_bytes == everything.lower_tier_bytes
     assert everything.step_seconds < half.step_seconds < nothing.step_seconds
+
+
+@given(
+    job=jobs(),
+    data=some.data(),
+    share=some.floats(0.2, 1.1),
+    turns=some.lists(some.tuples(some.integers(0, 10**6), some.integers(0, CHOICES - 1)), max_size=30),
+)
+def test_what_is_kept_from_sweep_to_sweep_changes_nothing(
+    job: tuple[Trace, Costs], data: some.DataObject, share: float, turns: list[tuple[int, int]]
+) -> None:
+    """After any changes, some of them taken back, a room that was used comes to what a new one comes to."""
+    trace, costs = job
+    problem = pose(trace, costs, 1, min_offload_bytes=1)
+    problem = pose(trace, costs, int(problem.plain.peak_bytes * share), min_offload_bytes=1)
+    used, before = Composer(problem), np.zeros(0, dtype=np.int8)
+    choices = draw_choices(data, len(used.keys))
+    for draw, choice in turns if len(choices) else ():
+        if draw % 3 == 0 and len(before):
+            choices = before
+        else:
+            before, choices = choices, choices.copy()
+            choices[draw % len(choices)] = choice
+        new = make_sweep(used.columns)
+        arguments = (used.columns, choices, problem.budget_bytes, 0.5, np.inf)
+        assert sweep(*arguments, used.room) == (sound := sweep(*arguments, new))
+        if not sound:
+            continue
+        assert used.room.outcome.tolist() == new.outcome.tolist()
+        found, wanted = used.room.segments, new.segments
+        for field in ("choice", "segment", "leave", "wanted", "release_event", "back_event"):
+            assert found.moves[field].tolist() == wanted.moves[field].tolist()
+        count = int(wanted.tally[0].segments)
+        assert (
+            found.tally[["segments", "ops", "leaves"]].tolist() == wanted.tally[["segments", "ops", "leaves"]].tolist()
+        )
+        assert found.segments[:count].tolist() == wanted.segments[:count].tolist()
+        for field in ("ops", "leaves"):
+            length = int(wanted.tally[0][field])
+            assert getattr(found, field)[:length].tolist() == getattr(wanted, field)[:length].tolist()

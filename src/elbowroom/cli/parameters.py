@@ -32,6 +32,14 @@ Hardware = Annotated[
         "profile (v100, a100, h100, rtx3090, ...).",
     ),
 ]
+HostMemory = Annotated[
+    str | None,
+    typer.Option(
+        "--host-memory",
+        help="Bytes that may lie in the tier below the device: 64GiB. What is more goes to the disk behind it, or does "
+        "not fit where there is none. Any amount if not given.",
+    ),
+]
 CostsFile = Annotated[
     Path | None,
     typer.Option("--costs", help="Measured costs instead of --hardware; written by `elbowroom run --save-costs`."),

@@ -181,6 +181,20 @@ def read_budget(text: str, plain_peak_bytes: int) -> int:
         raise UsageError(f"--budget: {error}") from error
 
 
+def read_host_memory(text: str | None) -> int | None:
+    """The bytes that `--host-memory` says; None for any amount.
+
+    Raises:
+        UsageError: it is not an amount of memory.
+    """
+    if text is None or text.strip() == "0":  # nothing, which no other amount of memory may be
+        return None if text is None else 0
+    try:
+        return parse_bytes(text)
+    except ValueError as error:
+        raise UsageError(f"--host-memory: {error}") from error
+
+
 def save(value: object, path: pathlib.Path | None) -> str | None:
     """Write a noun to a file, if there is one to write. Returns its name.
 

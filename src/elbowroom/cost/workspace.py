@@ -9,15 +9,17 @@ where it is not laid out as they like. Where a step was measured, `price` takes 
 
 Source: measured with torch 2.13 on a CPU with two threads: whole training steps of ResNet-50, VGG-16, DenseNet-121,
     MobileNetV3, ConvNeXt, ViT, GPT-2, BERT, LSTM and a U-Net, float32, bfloat16 and autocast, contiguous and
-    channels_last, and some 120 single ops. CUDA kernels were not measured; the same rules stand in for them.
+    channels_last, and some 120 single ops. CUDA kernels were not measured: convolutions have rules of their own there
+    (`cost.cudnn`), for all else the same ones stand in.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from elbowroom.cost.convolutions import estimate_convolution
+from elbowroom.cost.cudnn import estimate_cudnn
 from elbowroom.cost.roofline import find_kind
 from elbowroom.cost.shapes import (
     count_elements,
@@ -87,17 +89,23 @@ _LOSSES = {
 _HEAVY = ("linalg_", "_linalg_", "fft_", "_fft_", "cholesky", "svd", "triangular_solve", "lu_", "_cdist", "_ctc")
 
 
-def estimate_workspace(op: Op) -> int:
+def estimate_workspace(op: Op, cuda_rates: Mapping[tuple[str, str], float] | None = None) -> int:
     """Bytes that an op allocates inside itself at most, beyond its results.
 
     An op that is not known is taken to allocate nothing of size, as most do, unless it is a decomposition, a transform
     or an operator from outside PyTorch: these are taken to copy all they read and write.
+
+    Args:
+        cuda_rates: of a CUDA device, by (kind, dtype); None for a CPU.
     """
     if touches_no_bytes(op) or not op.reads:
         return 0
     name = short_name(op)
     if find_kind(op) == "convolution":
-        return estimate_convolution(op, backward="backward" in name)
+        backward = "backward" in name
+        if cuda_rates is not None:
+            return estimate_cudnn(op, cuda_rates, backward=backward)
+        return estimate_convolution(op, backward=backward)
     rule = _RULES.get(name) or _RULES.get(name.rstrip("_"))
     if rule is not None:
         return max(_SCALAR_BYTES, rule(op))

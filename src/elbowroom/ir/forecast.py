@@ -20,6 +20,8 @@ class Forecast:
         offloaded_bytes, reloaded_bytes: moved each way.
         lower_tier_bytes: most bytes in the tier below at once.
         disk_bytes: most bytes at once in the tier below that, where copies go for which there is no room.
+        reserved_bytes: most that a caching allocator would have taken from the device; 0 where that was not asked.
+        fragmented_bytes: of it, what was never in use at once with the rest: the price of holes.
     """
 
     peak_bytes: int
@@ -33,3 +35,5 @@ class Forecast:
     reloaded_bytes: int
     lower_tier_bytes: int
     disk_bytes: int = 0
+    reserved_bytes: int = 0
+    fragmented_bytes: int = 0

@@ -85,6 +85,8 @@ def find_absences(problem: Problem) -> Absences:
     claims = find_claims(trace)
     claim = [max(each for each in claims[gap.storage] if each[0] < gap.closes) for gap, _ in kept]
     sizes = [trace.storages[gap.storage].nbytes for gap, _ in kept]
+    # A copy that goes on to the disk waits for it instead.
+    drag = 0.0 if drafter.replay.overflow is not None else link.drag_seconds_per_byte
     moves_out, moves_back = link.out_bytes_per_second > 0, link.back_bytes_per_second > 0
     necessity = find_necessity(trace)
     return Absences(
@@ -96,7 +98,7 @@ def find_absences(problem: Problem) -> Absences:
         claim_ends=_integers([end for _, end in claim]),
         out_seconds=np.array([offload_seconds(link, size) if moves_out else np.inf for size in sizes], dtype=float),
         back_seconds=np.array([reload_seconds(link, size) if moves_back else np.inf for size in sizes], dtype=float),
-        drag_seconds=np.array([size * link.drag_seconds_per_byte for size in sizes], dtype=float),
+        drag_seconds=np.array(sizes, dtype=float) * drag,
         maker=_integers([_find_maker(necessity, gap.storage) for gap, _ in kept]),
         piece_gap=_integers([index for index, (_, pieces) in enumerate(kept) for _ in pieces]),
         piece_begin=_integers([begin for _, pieces in kept for begin, _ in pieces]),

@@ -26,6 +26,8 @@ class Space(NamedTuple):
         alike: the same gaps once each, those of one kind together and in order of time.
         place: per gap, where it is in `alike`; -1: not there.
         kind: per place.
+        in_time: the same gaps by their opens.
+        rank: per gap, where it is in `in_time`.
     """
 
     gaps: Array
@@ -33,6 +35,8 @@ class Space(NamedTuple):
     alike: Array
     place: Array
     kind: Array
+    in_time: Array
+    rank: Array
 
 
 STEEPER = 1.003
@@ -113,29 +117,29 @@ def polish(columns: Columns, space: Space, terms: Terms, best: Array, sweeps: in
     """Change single gaps of `best` while that is faster, or as fast with less to move.
 
     Args:
-        sweeps: at most so many, and a last round of the gaps.
+        sweeps: about so many at most.
 
     Returns:
         The seconds of `best`; infinite if it does not fit.
     """
     if not sweep(columns, best, terms.budget_bytes, terms.slack, np.inf, room) or find_excess(terms, room):
         return float(np.inf)
-    found, is_better = room.outcome[0].seconds, True
-    while is_better and sweeps > 0:
-        is_better = False
-        for gap in space.alike:
-            was, now = best[gap], best[gap]
-            for choice in range(CHOICES):
-                if choice == was or not space.allowed[gap, choice]:
-                    continue
-                best[gap] = choice
-                sweeps -= 1
-                fits = sweep(columns, best, terms.budget_bytes, terms.slack, found, room) and not find_excess(
-                    terms, room
-                )
-                if fits and (room.outcome[0].seconds < found or (choice == KEEP and was != KEEP)):
-                    found, now, is_better = room.outcome[0].seconds, choice, True
-            best[gap] = now
+    found, since = room.outcome[0].seconds, 0
+    place = len(space.alike)
+    while sweeps > 0 and since < len(space.alike):
+        place = place - 1 if place > 0 else len(space.alike) - 1
+        since += 1
+        gap = space.alike[place]
+        was, now = best[gap], best[gap]
+        for choice in range(CHOICES):
+            if choice == was or not space.allowed[gap, choice]:
+                continue
+            best[gap] = choice
+            sweeps -= 1
+            fits = sweep(columns, best, terms.budget_bytes, terms.slack, found, room) and not find_excess(terms, room)
+            if fits and (room.outcome[0].seconds < found or (choice == KEEP and was != KEEP)):
+                found, now, since = room.outcome[0].seconds, choice, 0
+        best[gap] = now
     return float(found)
 
 
@@ -162,10 +166,10 @@ def try_all(columns: Columns, space: Space, terms: Terms, best: Array, room: Swe
             is_allowed = is_allowed and space.allowed[gap, choices[gap]]
         if not is_allowed:
             continue
-        if sweep(columns, choices, terms.budget_bytes, terms.slack, found, room) and not find_excess(terms, room):
-            if room.outcome[0].seconds < found:
-                found = room.outcome[0].seconds
-                best[:] = choices
+        carried_out = sweep(columns, choices, terms.budget_bytes, terms.slack, found, room)
+        if carried_out and not find_excess(terms, room) and room.outcome[0].seconds < found:
+            found = room.outcome[0].seconds
+            best[:] = choices
 
 
 @compiled
@@ -182,16 +186,20 @@ def _draw(state: int, count: int) -> int:
 
 @compiled
 def _change(space: Space, choices: Array, state: int) -> int:
-    """Exchange the choices of two gaps of a kind, or give one another choice and sometimes its neighbours the same."""
+    """Exchange, copy or set some choices; returns the next state of the numbers."""
     state = _mix(state)
     gap = space.gaps[_draw(state, len(space.gaps))]
     place = space.place[gap]
     state = _mix(state)
-    if _draw(state, 8) < 3:
+    manner = _draw(state, 8)
+    state = _mix(state)
+    length = _draw_length(state)
+    if manner < 5:
         state = _mix(state)
-        other = place + _draw(state, 17) - 8
+        reach = 17 if manner < 3 else 2 * len(space.alike) + 1
+        other = place + _draw(state, reach) - reach // 2
         if other != place and 0 <= other < len(space.alike) and space.kind[other] == space.kind[place]:
-            _exchange(space, choices, gap, space.alike[other])
+            _transplant(space, choices, gap, space.alike[other], length, manner % 2 == 0)
             return state
     state = _mix(state)
     choice = _other(choices[gap], _draw(state, 16))
@@ -199,10 +207,6 @@ def _change(space: Space, choices: Array, state: int) -> int:
         choice = KEEP if choices[gap] != KEEP else OFFLOAD
         if not space.allowed[gap, choice]:
             return state
-    state = _mix(state)
-    length, draw = 1, _draw(state, 1024)
-    while draw < 256 and length < 64:
-        length, draw = length * 2, draw * 2
     for position in range(place, min(place + length, len(space.alike))):
         if space.kind[position] != space.kind[place]:
             break
@@ -212,16 +216,39 @@ def _change(space: Space, choices: Array, state: int) -> int:
 
 
 @compiled
-def _other(choice: int, draw: int) -> int:
-    """Another choice, for a number below 16; the special manners of dropping are tried seldom."""
-    manner = ANEW if draw < 2 else (LATE if draw < 4 else RECOMPUTE)
-    if choice >= RECOMPUTE and manner != RECOMPUTE and manner != choice:  # noqa: PLR1714
-        return manner
-    other = (min(choice, RECOMPUTE) + 1 + draw % 2) % 3
-    return manner if other == RECOMPUTE else other
+def _draw_length(state: int) -> int:
+    """Mostly 1; twice as much a quarter as often."""
+    length, draw = 1, _draw(state, 1024)
+    while draw < 256 and length < 64:
+        length, draw = length * 2, draw * 2
+    return length
 
 
 @compiled
-def _exchange(space: Space, choices: Array, one: int, other: int) -> None:
-    if space.allowed[one, choices[other]] and space.allowed[other, choices[one]]:
-        choices[one], choices[other] = choices[other], choices[one]
+def _transplant(space: Space, choices: Array, one: int, other: int, length: int, both_ways: bool) -> None:
+    """Give `one` and what follows it in time the choices of `other` and what follows that, while they are alike."""
+    first, second = space.rank[one], space.rank[other]
+    if first < second:
+        length = min(length, second - first, len(space.in_time) - second)
+    else:
+        length = min(length, first - second, len(space.in_time) - first)
+    for offset in range(length):
+        one, other = space.in_time[first + offset], space.in_time[second + offset]
+        if space.kind[space.place[one]] != space.kind[space.place[other]]:
+            return
+        mine, its = choices[one], choices[other]
+        if not space.allowed[one, its] or (both_ways and not space.allowed[other, mine]):
+            continue
+        choices[one] = its
+        if both_ways:
+            choices[other] = mine
+
+
+@compiled
+def _other(choice: int, draw: int) -> int:
+    """Another choice, for a number below 16; the special manners of dropping are tried seldom."""
+    manner = ANEW if draw < 2 else (LATE if draw < 4 else RECOMPUTE)
+    if choice >= RECOMPUTE and manner != RECOMPUTE and manner != choice:
+        return manner
+    other = (min(choice, RECOMPUTE) + 1 + draw % 2) % 3
+    return manner if other == RECOMPUTE else other

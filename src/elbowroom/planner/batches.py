@@ -14,7 +14,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterator
 
-from elbowroom.errors import TierFull, UsageError
+from elbowroom.errors import InternalError, UsageError
 from elbowroom.ir.costs import Costs
 from elbowroom.ir.trace import Trace
 from elbowroom.planner.comparison import Attempt, Outcome, attempt, summarize
@@ -119,8 +119,7 @@ def try_batches(
         host_bytes: what the tier below may hold; None for any amount.
 
     Raises:
-        Infeasible: not even the smallest batch fits.
-        TierFull: what the smallest batch would offload is more than the tier below holds.
+        Infeasible: not even the smallest batch fits into the device, or into the tier below.
         UnknownMember: there is no such strategy.
 
     Cost: one capture and one plan a trial; some five for each bound, and at most `MOST_TRIALS` before the last ones.
@@ -154,10 +153,7 @@ class _Search:
         trial = self.judge(batch, trace, costs)
         if trial.planned.outcome is None:
             plan(trace, costs, self.memory_bytes, strategy=self.strategy, host_bytes=self.host_bytes)  # it says why not
-            raise TierFull(
-                "the tier below the device", trial.planned.needed_host_bytes, self.host_bytes or 0,
-                f"Not even a batch of {batch} trains within {self.memory_bytes} bytes without it.",
-            )  # fmt: skip
+            raise InternalError(f"a batch of {batch} was planned the second time, and not the first")
         return trial
 
     def judge(self, batch: int, trace: Trace, costs: Costs) -> Trial:

@@ -17,6 +17,7 @@ from elbowroom.ir.costs import Costs
 from elbowroom.ir.forecast import Forecast
 from elbowroom.ir.trace import Trace
 from elbowroom.planner.bounds import find_bound
+from elbowroom.planner.frontier import choose
 from elbowroom.planner.options import find_strategy
 from elbowroom.planner.problem import plan, pose
 from elbowroom.simulator.replay import simulate
@@ -33,6 +34,7 @@ class Outcome:
     offloaded_bytes: int
     reloaded_bytes: int
     lower_tier_bytes: int
+    disk_bytes: int = 0
 
     @property
     def moved_bytes(self) -> int:
@@ -123,7 +125,7 @@ def attempt(trace: Trace, costs: Costs, budget_bytes: int, strategy: str, *, hos
     """Plan once, and time it.
 
     Args:
-        host_bytes: what the tier below may hold at once; None for any amount.
+        host_bytes: what the tier below may hold at once, or before copies go on to a disk (`problem.plan`).
 
     Raises:
         UnknownMember: there is no such strategy.
@@ -135,22 +137,30 @@ def attempt(trace: Trace, costs: Costs, budget_bytes: int, strategy: str, *, hos
         made = plan(trace, costs, budget_bytes, strategy=strategy, host_bytes=host_bytes)
     except Infeasible as error:
         seconds = time.perf_counter() - begin
+        on_host = error.needed_bytes <= budget_bytes
         return Attempt(
-            outcome=None, needed_bytes=error.needed_bytes, needed_host_bytes=0, planning_seconds=seconds
-        )  # fmt: skip
+            outcome=None,
+            needed_bytes=error.needed_bytes,
+            needed_host_bytes=error.needed_host_bytes if on_host else 0,
+            planning_seconds=seconds,
+        )
     seconds = time.perf_counter() - begin
-    forecast = simulate(trace, costs, made)
-    fits_host = host_bytes is None or forecast.lower_tier_bytes <= host_bytes
+    forecast = simulate(trace, costs, made, host_bytes=host_bytes)
     return Attempt(
-        outcome=summarize(forecast) if fits_host else None,
+        outcome=summarize(forecast),
         needed_bytes=forecast.peak_bytes,
         needed_host_bytes=forecast.lower_tier_bytes,
         planning_seconds=seconds,
     )
 
 
-def compare(trace: Trace, costs: Costs, budgets: Sequence[int], strategies: Sequence[str]) -> Iterator[Entry]:
+def compare(
+    trace: Trace, costs: Costs, budgets: Sequence[int], strategies: Sequence[str], *, host_bytes: int | None = None
+) -> Iterator[Entry]:
     """Every strategy within every budget, each entry as soon as it is there; budget by budget.
+
+    Args:
+        host_bytes: as for `attempt`.
 
     Raises:
         UnknownMember: there is no such strategy. Before anything is planned.
@@ -161,12 +171,14 @@ def compare(trace: Trace, costs: Costs, budgets: Sequence[int], strategies: Sequ
     """
     for strategy in strategies:
         find_strategy(strategy)
-    return _compare(trace, costs, budgets, strategies)
+    return _compare(trace, costs, budgets, strategies, host_bytes)
 
 
-def _compare(trace: Trace, costs: Costs, budgets: Sequence[int], strategies: Sequence[str]) -> Iterator[Entry]:
+def _compare(
+    trace: Trace, costs: Costs, budgets: Sequence[int], strategies: Sequence[str], host_bytes: int | None
+) -> Iterator[Entry]:
     for budget_bytes in budgets:
-        problem = pose(trace, costs, budget_bytes)
+        problem = pose(trace, costs, budget_bytes, host_bytes=host_bytes)
         bound_seconds = find_bound(problem).seconds if problem.floor.peak_bytes <= budget_bytes else math.inf
         for strategy in strategies:
             yield Entry(
@@ -174,8 +186,26 @@ def _compare(trace: Trace, costs: Costs, budgets: Sequence[int], strategies: Seq
                 budget_bytes=budget_bytes,
                 plain_seconds=problem.plain.step_seconds,
                 bound_seconds=bound_seconds,
-                attempt=attempt(trace, costs, budget_bytes, strategy),
+                attempt=attempt(trace, costs, budget_bytes, strategy, host_bytes=host_bytes),
             )
+
+
+def even_out(entries: Sequence[Entry]) -> tuple[Entry, ...]:
+    """Give each entry the best outcome that its strategy has within its budget, whatever budget it was found for."""
+    best: dict[tuple[str, int], Outcome] = {}
+    for strategy in {entry.strategy for entry in entries}:
+        own = [entry for entry in entries if entry.strategy == strategy]
+        outcomes = [entry.outcome for entry in own]
+        results = [None if each is None else (each.peak_bytes, each.step_seconds) for each in outcomes]
+        for entry, place in zip(own, choose(results, [entry.budget_bytes for entry in own]), strict=True):
+            if place is not None and (outcome := outcomes[place]) is not None:
+                best[strategy, entry.budget_bytes] = outcome
+    return tuple(
+        dataclasses.replace(entry, attempt=dataclasses.replace(entry.attempt, outcome=found))
+        if (found := best.get((entry.strategy, entry.budget_bytes))) is not None
+        else entry
+        for entry in entries
+    )
 
 
 def find_front(entries: Sequence[Entry]) -> tuple[Entry, ...]:

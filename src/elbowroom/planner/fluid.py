@@ -121,14 +121,19 @@ def _place_pivots(problem: Problem, windows: int) -> Integers:
     return np.union1d(highest, [end])
 
 
-def find_fluid(model: Model) -> Any:
-    """What HiGHS makes of it: its status is 0, or 2 if the model has no solution; None if it found out neither."""
+def find_fluid(model: Model, begin: Numbers | None = None, end: Numbers | None = None) -> Any:
+    """What HiGHS makes of it: its status is 0, or 2 if the model has no solution; None if it found out neither.
+
+    Args:
+        begin, end: the columns lie between them, as for `Model.prove`.
+    """
     from scipy.optimize import linprog
 
     equal = model.equal
+    between = np.zeros(len(model.most)) if begin is None else begin, model.most if end is None else end
     solved = linprog(
         model.cost, A_ub=-model.matrix[equal:], b_ub=-model.least[equal:], A_eq=model.matrix[:equal],
-        b_eq=model.least[:equal], bounds=np.column_stack((np.zeros(len(model.most)), model.most)), method="highs-ds",
+        b_eq=model.least[:equal], bounds=np.column_stack(between), method="highs-ds",
     )  # fmt: skip
     return solved if solved.status in (0, 2) else None
 

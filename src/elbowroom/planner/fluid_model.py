@@ -47,14 +47,16 @@ class Model:
     unit_bytes: float
     unit_seconds: float
 
-    def prove(self, prices: Numbers) -> float:
+    def prove(self, prices: Numbers, begin: Numbers | None = None, end: Numbers | None = None) -> float:
         """What the cost is at the least: any prices of the rows prove a bound, those of a solution the best.
 
         Args:
             prices: by row; not negative but for the first `equal`.
+            begin, end: the columns lie between them; between 0 and `most`, if nothing is said.
         """
         reduced = self.cost - self.matrix.T @ prices
-        return float(self.least @ prices + np.minimum(reduced, 0.0) @ self.most)
+        proved = self.least @ prices + np.minimum(reduced, 0.0) @ (self.most if end is None else end)
+        return float(proved if begin is None else proved + np.maximum(reduced, 0.0) @ begin)
 
 
 class ModelBuilder:

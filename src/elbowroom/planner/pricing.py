@@ -29,6 +29,9 @@ def find_space(columns: Columns, budget_bytes: int, room: Segments) -> Space:
     alike = matters[order]
     place = np.full(len(gaps), -1)
     place[alike] = np.arange(len(alike))
+    in_time = matters[np.lexsort((matters, gaps["opens"][matters]))]
+    rank = np.full(len(gaps), -1)
+    rank[in_time] = np.arange(len(in_time))
     weight = gaps["rounded"][matters] / max(1, gaps["rounded"][matters].max(initial=1))
     tickets = np.clip(np.ceil(MOST_TICKETS * np.sqrt(weight)), 1, MOST_TICKETS).astype(np.int64)
     return Space(
@@ -37,6 +40,8 @@ def find_space(columns: Columns, budget_bytes: int, room: Segments) -> Space:
         alike=alike,
         place=place,
         kind=np.asarray([kinds.setdefault(looks[index], len(kinds)) for index in order], dtype=np.int64),
+        in_time=in_time,
+        rank=rank,
     )
 
 

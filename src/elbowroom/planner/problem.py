@@ -7,7 +7,7 @@ import numbers
 
 from elbowroom._family import names
 from elbowroom.errors import Infeasible, InternalError, UsageError
-from elbowroom.ir.check import check
+from elbowroom.ir.check import check, check_trace
 from elbowroom.ir.costs import Costs
 from elbowroom.ir.forecast import Forecast
 from elbowroom.ir.plan import Choice, Plan
@@ -75,10 +75,12 @@ def plan(
         Infeasible: no plan of this strategy is; it names the tier, and the smallest budget that works.
         UnknownMember: there is no such strategy.
         UsageError: it has no such option, or an amount of bytes means nothing.
-        TraceError: the costs belong to another trace, or a link moves nothing.
+        TraceError: the trace is not consistent with itself, the costs belong to another one or are no figures to reckon
+            with, or a link moves nothing.
     """
     check_amounts(budget_bytes=budget_bytes, min_offload_bytes=min_offload_bytes, host_bytes=host_bytes)
     make_plan = find_strategy(strategy)
+    check_trace(trace)
     problem = pose(trace, costs, budget_bytes, min_offload_bytes=min_offload_bytes, host_bytes=host_bytes)
     made = make_plan(problem)
     check(trace, made)
@@ -147,7 +149,7 @@ def explain_infeasible(problem: Problem, plan: Plan, forecast: Forecast) -> Infe
 
 
 def _count_needed_below(problem: Problem, forecast: Forecast) -> int:
-    """What the tier below would have to hold: for this plan, or for the lowest peak where its limit stands in the way."""
+    """What the tier below would have to hold: for this plan, or for the lowest peak if its limit stands in the way."""
     if problem.host_bytes is None or problem.floor.peak_bytes > problem.budget_bytes:
         return 0
     if forecast.peak_bytes <= problem.budget_bytes:

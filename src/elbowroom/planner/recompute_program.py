@@ -28,11 +28,9 @@ import numpy as np
 import numpy.typing as npt
 
 from elbowroom.planner.recompute_graph import RecomputeGraph
+from elbowroom.planner.stopping import Limits
 
 _INFEASIBLE = 2
-
-GAP = 5e-3
-"""Of the objective, at which a solution counts as optimal."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,20 +90,23 @@ class RecomputeProgram:
             found.append(closed)
         return found
 
-    def solve(self, limit_bytes: int, seconds: float) -> Solution | None:
-        """The solution under a limit; the best one so far, or else the rounded relaxation, when the time is over.
+    def solve(self, limit_bytes: int, limits: Limits, seconds: float) -> Solution | None:
+        """The solution under a limit in bytes; the best one so far, or else the rounded relaxation, at the others.
+
+        Args:
+            seconds: what is left of those that the limits have.
 
         Returns:
             None if there is none.
 
-        Cost: exponential in the nodes times the windows; hence the limit in seconds.
+        Cost: exponential in the nodes times the windows; hence the limits.
         """
         from scipy.optimize import milp
 
         rows = self._write_rows(limit_bytes)
         integrality = np.zeros(self._count)
         integrality[: self._binaries] = 1
-        options = {"time_limit": seconds, "mip_rel_gap": GAP}
+        options = limits.options(seconds)
         found = milp(
             self._objective(),
             integrality=integrality,
@@ -117,7 +118,7 @@ class RecomputeProgram:
             return Solution(carried=self._read(found.x), gap=float(found.mip_gap), rounded=False)
         if found.status == _INFEASIBLE:
             return None
-        relaxed = milp(self._objective(), bounds=self._bounds(), constraints=rows, options={"time_limit": seconds})
+        relaxed = milp(self._objective(), bounds=self._bounds(), constraints=rows, options=options)
         return None if relaxed.x is None else Solution(carried=self._read(relaxed.x), gap=float("inf"), rounded=True)
 
     def _objective(self) -> npt.NDArray[np.float64]:

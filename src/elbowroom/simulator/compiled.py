@@ -48,9 +48,9 @@ def _compile(function: Function, **options: Any) -> Function:
     before = numba.config.CACHE_DIR
     try:
         numba.config.CACHE_DIR = _cache_folder()
-        made: Function = numba.njit(function, cache=True, error_model="numpy", **options)
+        made: Function = numba.njit(function, cache=True, nogil=True, error_model="numpy", **options)
     except (RuntimeError, OSError):  # nowhere to write to: compiled in every process
-        made = numba.njit(function, error_model="numpy", **options)
+        made = numba.njit(function, nogil=True, error_model="numpy", **options)
     finally:
         numba.config.CACHE_DIR = before
     return made

@@ -14,7 +14,6 @@ from __future__ import annotations
 import dataclasses
 
 from elbowroom.cost.transfers import count_piece_bytes
-from elbowroom.errors import TraceError
 from elbowroom.ir.costs import Costs
 from elbowroom.ir.hardware import Link
 
@@ -44,19 +43,3 @@ def find_overflow(costs: Costs, host_bytes: int | None) -> Overflow | None:
         host_room_bytes=max(0, host_bytes - 2 * piece_bytes),
         piece_bytes=piece_bytes,
     )
-
-
-def check_links(costs: Costs) -> None:
-    """Refuse links over which nothing would ever arrive.
-
-    Raises:
-        TraceError: one has no speed, or a latency that is not a number of at least 0.
-    """
-    for link in (costs.link, *costs.further_links):
-        rates = (link.out_bytes_per_second, link.back_bytes_per_second)
-        waits = (link.out_latency_seconds, link.back_latency_seconds, link.drag_seconds_per_byte)
-        if not all(0 < rate < float("inf") for rate in rates) or not all(0 <= wait < float("inf") for wait in waits):
-            raise TraceError(
-                f"the link from {link.upper} to {link.lower} moves {rates[0]} bytes per second out and {rates[1]} back, "
-                f"after {waits[0]} and {waits[1]} seconds; give it speeds above 0, or probe the machine anew"
-            )

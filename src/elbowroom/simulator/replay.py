@@ -14,10 +14,12 @@ plan is exact arithmetic, and only the seconds are a forecast. Where copies are 
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import numpy.typing as npt
 
-from elbowroom.errors import TraceError
+from elbowroom.errors import TraceError, UnknownMember
 from elbowroom.ir.actions import Action, Offload, Recompute, Release, Wait
 from elbowroom.ir.costs import Costs
 from elbowroom.ir.events import Event, StorageFreed, StorageNeeded, StorageSaved
@@ -26,24 +28,37 @@ from elbowroom.ir.plan import Plan
 from elbowroom.ir.trace import Trace, find_claims
 from elbowroom.residency.machine import Machine
 from elbowroom.residency.policies import planned
+from elbowroom.simulator.addresses import Allocator, Rerun, Stay, reserve
+from elbowroom.simulator.admission import admit
 from elbowroom.simulator.lanes import Lanes
-from elbowroom.simulator.overflow import check_links, find_overflow
+from elbowroom.simulator.overflow import find_overflow
 from elbowroom.simulator.transients import Transients
 
 Spans = list[tuple[int, int]]
 
 
-def simulate(trace: Trace, costs: Costs, plan: Plan, *, host_bytes: int | None = None) -> Forecast:
+def simulate(
+    trace: Trace,
+    costs: Costs,
+    plan: Plan,
+    *,
+    host_bytes: int | None = None,
+    allocator: Allocator | str = Allocator.EXACT,
+) -> Forecast:
     """Forecast one step of `trace` under `plan`.
 
     Args:
         host_bytes: what the tier below may hold before copies go on to the disk behind it, where the costs have a
             link to one; None for any amount.
+        allocator: "caching" to know besides what PyTorch's allocator would take from the device (`layout.caching`).
 
     Raises:
         TraceError: costs or plan belong to another trace, or a link moves nothing.
+        UnknownMember: there is no such allocator.
     """
-    return Replay(trace, costs, host_bytes=host_bytes).run(plan)
+    if allocator not in list(Allocator):
+        raise UnknownMember("allocator", str(allocator), tuple(Allocator))
+    return Replay(trace, costs, host_bytes=host_bytes).run(plan, allocator=Allocator(allocator))
 
 
 class Replay:
@@ -56,13 +71,11 @@ class Replay:
         overflow: what becomes of copies that the tier below has no room for; None if it has room for any.
 
     Raises:
-        TraceError: the costs belong to another trace, or a link moves nothing.
+        TraceError: the costs belong to another trace, or are no figures to reckon with (`simulator.admission`).
     """
 
     def __init__(self, trace: Trace, costs: Costs, *, host_bytes: int | None = None) -> None:
-        if len(costs.op_seconds) != len(trace.ops) or len(costs.workspace_bytes) != len(trace.ops):
-            raise TraceError(f"costs of {len(costs.op_seconds)} ops do not fit a trace of {len(trace.ops)}")
-        check_links(costs)
+        admit(trace, costs)
         self.trace, self.costs = trace, costs
         self.overflow = find_overflow(costs, host_bytes)
         self.rounded = round_up([storage.nbytes for storage in trace.storages], costs.alignment_bytes)
@@ -86,7 +99,7 @@ class Replay:
         self._unsaved = change
         self._claims = find_claims(trace)
 
-    def run(self, plan: Plan) -> Forecast:
+    def run(self, plan: Plan, *, allocator: Allocator = Allocator.EXACT) -> Forecast:
         """Forecast the step under a plan."""
         if plan.trace_digest != self.costs.trace_digest:
             raise TraceError(f"the plan is for trace {plan.trace_digest[:12]}, not {self.costs.trace_digest[:12]}")
@@ -94,7 +107,14 @@ class Replay:
         moved |= {leaf for segment in plan.segments for leaf in segment.leaves if leaf in self._claims}
         machine = Machine(planned.Policy(plan), plan.segments)
         events = [event for event in self.events if not isinstance(event, StorageFreed) or event.storage in moved]
-        return _Run(self, plan, machine, events).finish()
+        run = _Run(self, plan, machine, events)
+        forecast = run.finish()
+        if allocator is Allocator.EXACT:
+            return forecast
+        found = reserve(self.trace, self.costs, run.list_stays(), run.reruns)
+        return dataclasses.replace(
+            forecast, reserved_bytes=found.reserved_bytes, fragmented_bytes=found.fragmented_bytes
+        )
 
 
 class _Run:
@@ -109,6 +129,7 @@ class _Run:
         self.claims: dict[int, Spans] = {}
         self.doubles: list[tuple[int, int, int]] = []
         self.spikes: dict[int, int] = {}
+        self.reruns: list[Rerun] = []
         self.in_lower = self.lower_peak = self.on_disk = self.disk_peak = 0
         self.copied: set[int] = set()
         self.spilled: set[int] = set()
@@ -131,6 +152,7 @@ class _Run:
             self.late += seconds
             self.recompute_seconds += seconds
             self.spikes[tick] = max(self.spikes.get(tick, 0), extra)
+            self.reruns.append(Rerun(tick=tick, segment=segment, outputs=action.outputs))
             for output in action.outputs:
                 self.held_since[output] = tick
                 self.note_double(output, tick)
@@ -217,18 +239,30 @@ class _Run:
             disk_bytes=self.disk_peak,
         )
 
+    def list_spans(self, storage: int) -> Spans:
+        """When a saved storage is on the device, without what comes back beside its old block."""
+        replay, home = self.replay, self.replay.trace.storages[storage]
+        claims, spans = replay._claims[storage], self.claims.get(storage)
+        if spans is None:
+            spans = list(claims)  # it never leaves
+        elif storage in self.held_since:
+            spans = [*spans, (self.held_since[storage], claims[-1][1])]
+        return _join([(home.created, home.released), *spans, *replay.node_spans[storage]])
+
+    def list_stays(self) -> list[Stay]:
+        """Every block of the step but those inside of ops and replays."""
+        stays = [Stay(storage=storage, begin=begin, end=end) for storage, begin, end in self.doubles]
+        for home in self.replay.trace.storages:
+            saved = home.id in self.replay._claims
+            for begin, end in self.list_spans(home.id) if saved else [(home.created, home.released)]:
+                stays.append(Stay(storage=home.id, begin=begin, end=end))
+        return stays
+
     def _count(self) -> npt.NDArray[np.int64]:
-        replay, trace = self.replay, self.replay.trace
+        replay = self.replay
         change = replay._unsaved.copy()
-        for storage, claims in replay._claims.items():
-            spans = self.claims.get(storage)
-            if spans is None:
-                spans = list(claims)  # it never leaves
-            elif storage in self.held_since:
-                spans.append((self.held_since[storage], claims[-1][1]))
-            home = trace.storages[storage]
-            spans = [(home.created, home.released), *spans, *replay.node_spans[storage]]
-            for begin, end in _join(spans):
+        for storage in replay._claims:
+            for begin, end in self.list_spans(storage):
                 _add_span(change, begin, end, replay.rounded[storage])
         for storage, begin, end in self.doubles:
             _add_span(change, begin, end, replay.rounded[storage])

@@ -2,6 +2,10 @@
 
 Dropped gaps are looked at in order of their closes. What a replay makes on its way stays, where it was dropped too, is
 still awaited and not to be made ANEW; so one replay can end several absences.
+
+From one vector of choices to the next most replays are the same. What the last search for each gap found is kept with
+what it depended on: the choices for the storages that it came across, and whether they were awaited. So a search is
+made again only where one of these has changed, and nobody has to say what did.
 """
 
 from __future__ import annotations
@@ -36,6 +40,7 @@ _SEGMENT = {
     "event": "i8",  # at which it runs
     "seconds": "f8",
     "spike": "i8",  # bytes beyond what it leaves behind
+    "saved": "i8",  # tick from which all its leaves are claimed
     "ops_start": "i8",
     "leaves_start": "i8",
 }
@@ -43,10 +48,27 @@ _STORAGE_MARK = {
     "made": "i8",  # stamps: the last search that made, read, held it
     "leaf": "i8",
     "live": "i8",
+    "noted": "i8",
     "limit": "i8",  # writers before this tick are wanted
     "last_use": "i8",  # position among the ops of the segment
 }
+_FOUND = {
+    "seconds": "f8",
+    "spike": "i8",
+    "saved": "i8",
+    "conditions": "i8",  # how many of each are in `memo`, in this order; no ops: nothing is known
+    "outputs": "i8",
+    "held": "i8",
+    "ops": "i8",
+    "leaves": "i8",
+}
 _COUNT = {"segments": "i8", "ops": "i8", "leaves": "i8", "stamp": "i8"}
+
+MEMO = 128
+"""Numbers that are kept of a search; one that takes more is always made again."""
+
+FEW = 32
+"""So many values are sorted fastest by putting each in its place."""
 
 
 class Segments(NamedTuple):
@@ -59,6 +81,8 @@ class Segments(NamedTuple):
     marks: Array  # per storage
     op_marks: Array  # per op: the last search that took it
     stack: Array  # pairs of storage and limit
+    found: Array  # per gap: the last search for it
+    memo: Array  # per gap: its lists
     tally: Array  # one record
 
 
@@ -73,6 +97,8 @@ def make_segments(columns: Columns) -> Segments:
         marks=make_records(_STORAGE_MARK, len(columns.storages)),
         op_marks=np.zeros(len(columns.ops), dtype=np.int64),
         stack=np.zeros(2 * (views + 8), dtype=np.int64),
+        found=make_records(_FOUND, gaps),
+        memo=np.zeros((gaps, MEMO), dtype=np.int32),
         tally=make_records(_COUNT, 1),
     )
 
@@ -99,10 +125,7 @@ def find_segments(columns: Columns, room: Segments) -> int:
         if moves[gap].segment >= 0:
             segment = moves[gap].segment
             # A dropped storage lives on in the leaves of its replay, so they must have been saved before it goes.
-            tick = columns.events[room.segments[segment].event].tick
-            leave = moves[gap].leave
-            for index in range(room.segments[segment].leaves_start, room.segments[segment + 1].leaves_start):
-                leave = max(leave, _claim_at(columns.storages, columns.claims, room.leaves[index], tick))
+            leave = max(moves[gap].leave, room.segments[segment].saved)
             if leave >= gaps[gap].closes or leave >= moves[gap].back:
                 return gap
             moves[gap].leave = leave
@@ -112,20 +135,79 @@ def find_segments(columns: Columns, room: Segments) -> int:
 @compiled
 def add_segment(columns: Columns, target: int, room: Segments) -> bool:
     """Add the segment that is replayed when a dropped gap closes. Returns whether it can be."""
+    count, segments = room.tally[0], room.segments
+    segment, tick = count.segments, columns.gaps[target].closes
+    segments[segment].event = columns.gaps[target].close_event
+    segments[segment].ops_start, segments[segment].leaves_start = count.ops, count.leaves
+    if not _recall(room.found, room.memo, room.moves, segments, room.ops, room.leaves, room.tally, target, tick):
+        if not _make(columns, target, room):
+            return False
+    segments[segment + 1].ops_start, segments[segment + 1].leaves_start = count.ops, count.leaves
+    count.segments += 1
+    return True
+
+
+@compiled
+def _recall(
+    finds: Array, memos: Array, moves: Array, segments: Array, ops: Array, leaves: Array, tally: Array, target: int,
+    tick: int,
+) -> bool:  # fmt: skip
+    """Take over what the last search found, if it would find the same again."""
+    found, memo, count = finds[target], memos[target], tally[0]
+    if found.ops == 0 or count.ops + found.ops > len(ops) or count.leaves + found.leaves > len(leaves):
+        return False
+    for index in range(found.conditions):
+        gap = memo[index] >> 4
+        if memo[index] & 15 != 2 * moves[gap].choice + (moves[gap].segment < 0):
+            return False
+    place = found.conditions
+    for index in range(place, place + found.outputs):
+        moves[memo[index]].segment = count.segments
+        moves[memo[index]].back = tick
+    place += found.outputs
+    for index in range(place, place + found.held):
+        _hold(moves, memo[index], tick)
+    place += found.held
+    for index in range(found.ops):
+        ops[count.ops + index] = memo[place + index]
+    place += found.ops
+    for index in range(found.leaves):
+        leaves[count.leaves + index] = memo[place + index]
+    count.ops += found.ops
+    count.leaves += found.leaves
+    segment = segments[count.segments]
+    segment.seconds, segment.spike, segment.saved = found.seconds, found.spike, found.saved
+    return True
+
+
+@inlined
+def _hold(moves: Array, gap: int, tick: int) -> None:
+    """A replay at `tick` reads a storage in one of its gaps."""
+    moves[gap].wanted = min(moves[gap].wanted, tick)
+    if moves[gap].choice == LATE:
+        moves[gap].leave = max(moves[gap].leave, tick)
+
+
+@compiled
+def _make(columns: Columns, target: int, room: Segments) -> bool:
+    """Search for the segment of a gap, and keep what was found."""
     count, storages, gaps, moves, marks = room.tally[0], columns.storages, columns.gaps, room.moves, room.marks
-    tick = gaps[target].closes
-    segment = count.segments
+    found, memo, segment, tick = room.found[target], room.memo[target], count.segments, gaps[target].closes
+    found.ops = 0
     count.stamp += 1
     stamp = count.stamp
     ops_begin, leaves_begin = count.ops, count.leaves
     if not _search(columns, gaps[target].storage, tick, room):
         return False
     ops, leaves = room.ops[ops_begin : count.ops], room.leaves[leaves_begin : count.leaves]
-    ops[:] = np.sort(ops)
-    leaves[:] = np.sort(leaves)
+    _sort(ops)
+    _sort(leaves)
+    size = _note_conditions(columns, ops, tick, room, memo)
+    found.conditions = size
     for op in ops:
         for index in range(columns.ops[op].writes_start, columns.ops[op + 1].writes_start):
-            if marks[columns.writes[index]].leaf == stamp:
+            storage = columns.writes[index]
+            if marks[storage].leaf == stamp:
                 return False  # a storage that is made here cannot at the same time be read from outside
     for op in ops:
         for index in range(columns.ops[op].writes_start, columns.ops[op + 1].writes_start):
@@ -137,19 +219,72 @@ def add_segment(columns: Columns, target: int, room: Segments) -> bool:
             if gap >= 0 and (moves[gap].choice == RECOMPUTE or gaps[gap].closes == tick):
                 moves[gap].segment = segment
                 moves[gap].back = tick
+                size = _note(memo, size, gap)
+    found.outputs = size - found.conditions
+    saved = -1
     for leaf in leaves:
+        saved = max(saved, _claim_at(storages, columns.claims, leaf, tick))
         for index in range(storages[leaf].gaps_start, storages[leaf + 1].gaps_start):
             gap = columns.gap_lists[index]
             if gaps[gap].opens < tick < gaps[gap].closes:
-                moves[gap].wanted = min(moves[gap].wanted, tick)
-                if moves[gap].choice == LATE:
-                    moves[gap].leave = max(moves[gap].leave, tick)
-    room.segments[segment].event = gaps[target].close_event
-    room.segments[segment].ops_start, room.segments[segment].leaves_start = ops_begin, leaves_begin
-    room.segments[segment + 1].ops_start, room.segments[segment + 1].leaves_start = count.ops, count.leaves
-    count.segments += 1
+                _hold(moves, gap, tick)
+                size = _note(memo, size, gap)
+    found.held = size - found.conditions - found.outputs
+    room.segments[segment].saved = saved
     _walk(columns, ops, segment, room)
+    for op in ops:
+        size = _note(memo, size, op)
+    for leaf in leaves:
+        size = _note(memo, size, leaf)
+    if size <= len(memo):
+        found.seconds, found.spike = room.segments[segment].seconds, room.segments[segment].spike
+        found.saved, found.ops, found.leaves = saved, len(ops), len(leaves)
     return True
+
+
+@inlined
+def _note(memo: Array, size: int, value: int) -> int:
+    """Put a number behind the others, as long as there is room; counted in any case."""
+    if size < len(memo):
+        memo[size] = value
+    return size + 1
+
+
+@compiled
+def _note_conditions(columns: Columns, ops: Array, tick: int, room: Segments, memo: Array) -> int:
+    """Note what the search depended on: all that can differ about the storages that it came across. Returns how many."""
+    storages, gaps, moves, marks, size = columns.storages, columns.gaps, room.moves, room.marks, 0
+    stamp = room.tally[0].stamp
+    for op in ops:
+        reads, writes = columns.ops[op].reads_start, columns.ops[op].writes_start
+        for index in range(columns.ops[op + 1].reads_start - reads + columns.ops[op + 1].writes_start - writes):
+            is_read = index < columns.ops[op + 1].reads_start - reads
+            if is_read:
+                storage = columns.reads[reads + index].storage
+            else:
+                storage = columns.writes[writes + index - (columns.ops[op + 1].reads_start - reads)]
+            if marks[storage].noted == stamp:
+                continue
+            marks[storage].noted = stamp
+            for place in range(storages[storage].gaps_start, storages[storage + 1].gaps_start):
+                gap = columns.gap_lists[place]
+                if gaps[gap].opens < tick <= gaps[gap].closes:
+                    size = _note(memo, size, (gap << 4) + 2 * moves[gap].choice + (moves[gap].segment < 0))
+    return size
+
+
+@compiled
+def _sort(values: Array) -> None:
+    """In place: most lists are short, and room for a sorted copy costs more than sorting them."""
+    if len(values) > FEW:
+        values[:] = np.sort(values)
+        return
+    for index in range(1, len(values)):
+        value, position = values[index], index
+        while position > 0 and values[position - 1] > value:
+            values[position] = values[position - 1]
+            position -= 1
+        values[position] = value
 
 
 @compiled

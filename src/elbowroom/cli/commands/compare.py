@@ -19,6 +19,7 @@ from elbowroom.cli.parameters import (
     DataType,
     Device,
     Hardware,
+    HostMemory,
     ImageSize,
     Json,
     Layers,
@@ -30,7 +31,7 @@ from elbowroom.cli.parameters import (
     TraceOrSpec,
     collect_options,
 )
-from elbowroom.cli.sources import check_writable, find_costs, find_trace
+from elbowroom.cli.sources import check_writable, find_costs, find_trace, read_host_memory
 from elbowroom.cli.terminal import Terminal, open_terminal
 from elbowroom.errors import ElbowroomError
 from elbowroom.units import format_bytes, format_seconds
@@ -65,6 +66,7 @@ def compare_strategies(
     strategies: Strategies = "all",
     hardware: Hardware = "this",
     costs_file: CostsFile = None,
+    host_memory: HostMemory = None,
     picture: Picture = None,
     output: Output = None,
     batch: Batch = None,
@@ -83,7 +85,7 @@ def compare_strategies(
     Ctrl-C shows what there is so far.
     """
     from elbowroom.cli.pictures import check_picture, draw_front
-    from elbowroom.planner.comparison import Comparison
+    from elbowroom.planner.comparison import Comparison, even_out
     from elbowroom.planner.problem import pose
 
     options = collect_options(batch, image_size, sequence_length, layers, dtype, optimizer, device, seed, channels_last)
@@ -91,7 +93,7 @@ def compare_strategies(
         check_writable(output)
         check_picture(picture)
         read_budgets(budgets, 1 << 40)  # what means nothing is refused before anything is captured or measured
-        asked = read_strategies(strategies)
+        asked, host_bytes = read_strategies(strategies), read_host_memory(host_memory)
         trace = find_trace(terminal, source, options)
         costs = find_costs(terminal, trace, hardware, costs_file)
         problem = pose(trace, costs, 1)
@@ -103,8 +105,9 @@ def compare_strategies(
             smallest_bytes=problem.floor.peak_bytes,
             entries=(),
         )
-        entries, stopped = _run(terminal, trace, costs, read_budgets(budgets, comparison.plain_peak_bytes), asked)
-        comparison = dataclasses.replace(comparison, entries=entries)
+        within = read_budgets(budgets, comparison.plain_peak_bytes)
+        entries, stopped = _run(terminal, trace, costs, within, asked, host_bytes)
+        comparison = dataclasses.replace(comparison, entries=even_out(entries))
         if entries:
             terminal.show(*_head(comparison))
             terminal.show(make_table(comparison))
@@ -120,14 +123,19 @@ def compare_strategies(
 
 
 def _run(
-    terminal: Terminal, trace: Trace, costs: Costs, budgets: tuple[int, ...], strategies: tuple[str, ...]
+    terminal: Terminal,
+    trace: Trace,
+    costs: Costs,
+    budgets: tuple[int, ...],
+    strategies: tuple[str, ...],
+    host_bytes: int | None,
 ) -> tuple[tuple[Entry, ...], BaseException | None]:
     """The entries, and what kept the rest from being made."""
     from elbowroom.planner.comparison import compare
 
     entries: list[Entry] = []
     places = [(budget, strategy) for budget in budgets for strategy in strategies]
-    running = compare(trace, costs, budgets, strategies)
+    running = compare(trace, costs, budgets, strategies, host_bytes=host_bytes)
     try:
         with terminal.progress(f"comparing on {trace.name}") as advance:
             for budget, strategy in places:
@@ -176,7 +184,8 @@ def _cells(entry: Entry) -> tuple[str, ...]:
     outcome, attempt = entry.outcome, entry.attempt
     planned = format_seconds(attempt.planning_seconds)
     if outcome is None:
-        needs = f"{format_bytes(attempt.needed_bytes)}"
+        needs = format_bytes(attempt.needed_host_bytes or attempt.needed_bytes)
+        needs += " below" if attempt.needed_host_bytes else ""
         return f"  {entry.strategy}", f"needs {needs}", "does not fit", "", "", planned, ""
     return (
         f"  {entry.strategy}",
@@ -215,6 +224,7 @@ def _fields(entry: Entry) -> dict[str, Any]:
         "strategy": entry.strategy,
         "fits": outcome is not None,
         "needed_bytes": entry.attempt.needed_bytes,
+        "needed_host_bytes": entry.attempt.needed_host_bytes,
         "bound_seconds": entry.bound_seconds if math.isfinite(entry.bound_seconds) else None,
         "planning_seconds": entry.attempt.planning_seconds,
         "plan": None if outcome is None else {

@@ -16,6 +16,7 @@ from elbowroom.cli.parameters import (
     DataType,
     Device,
     Hardware,
+    HostMemory,
     ImageSize,
     Json,
     Layers,
@@ -27,7 +28,7 @@ from elbowroom.cli.parameters import (
     TraceOrSpec,
     collect_options,
 )
-from elbowroom.cli.sources import check_writable, find_costs, find_trace, keep_all, read_budget, save
+from elbowroom.cli.sources import check_writable, find_costs, find_trace, keep_all, read_budget, read_host_memory, save
 from elbowroom.cli.terminal import open_terminal
 from elbowroom.ir.forecast import Forecast
 from elbowroom.ir.plan import Choice, Plan
@@ -45,6 +46,7 @@ def plan(
     hardware: Hardware = "this",
     costs_file: CostsFile = None,
     strategy: Strategy = "auto",
+    host_memory: HostMemory = None,
     output: Output = None,
     batch: Batch = None,
     image_size: ImageSize = None,
@@ -67,6 +69,7 @@ def plan(
         check_writable(output)
         # A budget that means nothing is refused before anything is captured or measured.
         read_budget(budget, 1 << 40)
+        host_bytes = read_host_memory(host_memory)
         trace = find_trace(terminal, source, options)
         costs = find_costs(terminal, trace, hardware, costs_file)
         plain = simulate(trace, costs, keep_all(costs, 0))
@@ -74,11 +77,11 @@ def plan(
         smallest_bytes = pose(trace, costs, budget_bytes).floor.peak_bytes
         begin = time.perf_counter()
         with terminal.progress(f"planning {trace.name} within {format_bytes(budget_bytes)}"):
-            made = make_plan(trace, costs, budget_bytes, strategy=strategy)
+            made = make_plan(trace, costs, budget_bytes, strategy=strategy, host_bytes=host_bytes)
         outcome = Outcome(
             plan=made,
             plain=plain,
-            forecast=simulate(trace, costs, made),
+            forecast=simulate(trace, costs, made, host_bytes=host_bytes),
             smallest_bytes=smallest_bytes,
             planning_seconds=time.perf_counter() - begin,
         )
@@ -128,6 +131,7 @@ class Outcome:
             ("offloaded", format_bytes(forecast.offloaded_bytes), 
              f"decided for {_count(choices['offload'], 'gap')} of {_count(len(offloaded), 'storage')}"),
             ("reloaded", format_bytes(forecast.reloaded_bytes), f"{waits} of waiting for moves"),
+            *_list_tiers(forecast),
             ("recomputed", format_seconds(forecast.recompute_seconds),
              f"decided for {_count(choices['recompute'], 'gap')}, by {_count(len(self.plan.segments), 'segment')}"),
             ("planned in", format_seconds(self.planning_seconds), f"strategy {self.plan.strategy}"),
@@ -150,12 +154,22 @@ class Outcome:
             "slowdown": self.slowdown(),
             "offloaded_bytes": self.forecast.offloaded_bytes,
             "reloaded_bytes": self.forecast.reloaded_bytes,
+            "lower_tier_bytes": self.forecast.lower_tier_bytes,
+            "disk_bytes": self.forecast.disk_bytes,
             "recompute_seconds": self.forecast.recompute_seconds,
             "stall_seconds": self.forecast.stall_seconds,
             "decisions": self.count_choices(),
             "segments": len(self.plan.segments),
             "planning_seconds": self.planning_seconds,
         }
+
+
+def _list_tiers(forecast: Forecast) -> list[tuple[str, str, str]]:
+    """Where copies are, where that is more than one place."""
+    if not forecast.disk_bytes:
+        return []
+    below = f"and {format_bytes(forecast.lower_tier_bytes)} in the tier before it, at most"
+    return [("on the disk", format_bytes(forecast.disk_bytes), below)]
 
 
 def _count(number: int, what: str) -> str:

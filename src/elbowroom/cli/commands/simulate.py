@@ -7,13 +7,16 @@ from typing import Annotated
 
 import typer
 
-from elbowroom.cli.parameters import CostsFile, Hardware, Json
-from elbowroom.cli.sources import find_costs, load_trace
+from elbowroom.cli.parameters import CostsFile, Hardware, HostMemory, Json
+from elbowroom.cli.sources import find_costs, load_trace, read_host_memory
 from elbowroom.cli.terminal import open_terminal
 from elbowroom.ir import files
 from elbowroom.ir.check import check
+from elbowroom.ir.forecast import Forecast
 from elbowroom.ir.journal import Journal
 from elbowroom.ir.plan import Plan
+from elbowroom.simulator.addresses import Allocator
+from elbowroom.units import format_bytes
 
 
 def register(app: typer.Typer) -> None:
@@ -26,6 +29,14 @@ def simulate(
     plan_file: Annotated[Path, typer.Argument(metavar="PLAN", help="Written by `elbowroom plan`.")],
     hardware: Hardware = "this",
     costs_file: CostsFile = None,
+    host_memory: HostMemory = None,
+    allocator: Annotated[
+        Allocator,
+        typer.Option(
+            "--allocator",
+            help="exact: the bytes in blocks. caching: also what PyTorch's allocator would take from a CUDA device.",
+        ),
+    ] = Allocator.EXACT,
     as_json: Json = False,
 ) -> None:
     """Forecast one step of a trace under a plan: peak, seconds, moves, and why each block is where it is."""
@@ -33,10 +44,11 @@ def simulate(
     from elbowroom.simulator.replay import simulate as forecast_step
 
     with open_terminal(as_json) as terminal:
+        host_bytes = read_host_memory(host_memory)
         trace, plan = load_trace(trace_file), files.load(Plan, plan_file)
         check(trace, plan)
         costs = find_costs(terminal, trace, hardware, costs_file)
-        forecast = forecast_step(trace, costs, plan)
+        forecast = forecast_step(trace, costs, plan, host_bytes=host_bytes, allocator=allocator)
         terminal.show_text(
             summarize(
                 budget_bytes=plan.budget_bytes,
@@ -47,6 +59,8 @@ def simulate(
                 forecast=forecast,
             )
         )
+        for line in describe_places(forecast):
+            terminal.show_text(line)
         document = files.to_json(forecast)
         terminal.write_document(
             "simulate",
@@ -57,3 +71,20 @@ def simulate(
             fits=forecast.peak_bytes <= plan.budget_bytes,
             forecast=document,
         )
+
+
+def describe_places(forecast: Forecast) -> list[str]:
+    """Bytes per tier, and what an allocator makes of those on the device, where there is something to tell."""
+    lines = []
+    if forecast.lower_tier_bytes or forecast.disk_bytes:
+        line = f"Below the device at most {format_bytes(forecast.lower_tier_bytes)}"
+        if forecast.disk_bytes:
+            line += f", and {format_bytes(forecast.disk_bytes)} on the disk behind that"
+        lines.append("\n" + line)
+    if forecast.reserved_bytes:
+        share = forecast.reserved_bytes / forecast.peak_bytes if forecast.peak_bytes else 1.0
+        lines.append(
+            f"\nA caching allocator would take {format_bytes(forecast.reserved_bytes)} from the device, "
+            f"{share:.3f} of the peak; {format_bytes(forecast.fragmented_bytes)} of it never in use with the rest"
+        )
+    return lines

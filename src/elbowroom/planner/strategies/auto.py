@@ -3,11 +3,14 @@
 1. The joint fluid relaxation (`planner.fluid`) says what an ideal link and divisible storages would do. Its solution
    is nearly whole; it is rounded, at this budget and at a slightly smaller one, since whole storages need some room.
 2. From there choices are annealed on the compiled simulator: gaps change alone, in exchange with one of their kind, or
-   together with their neighbours in kind, so that repeated blocks are decided on at once. What does not fit costs, and
-   the price follows the search, so that it walks along the edge of the budget.
-3. The best is made into a plan with exact ticks.
+   together with their neighbours in kind, and stretches of them are exchanged with, or copied to, others that look
+   alike, so that what is learnt about one repeated block serves all. What does not fit costs, and the price follows
+   the search, so that it walks along the edge of the budget. Several walks run side by side.
+3. The best is made into a plan with exact ticks; replays that repeat each other's ops are joined where that is faster.
 
-Where even holding as little as can be does not fit, that plan is returned, and `plan` says what it needs.
+A storage that is dropped is back with the first replay that makes it, or made again at its own need, whatever was
+replayed before, or kept until the last replay that reads it: which of these is part of the choice. Where nothing fits,
+the plan holds as little as can be, and `plan` says what that needs.
 
 Source: relaxing the choice and rounding it is Checkmate's (P. Jain et al., "Checkmate: Breaking the memory wall with
 optimal tensor rematerialization", MLSys 2020), the search over whole-step simulations HOME's (S. He et al., "HOME: A
@@ -20,21 +23,19 @@ Cost: a linear program of some hundred rows an event, and a number of sweeps tha
 from __future__ import annotations
 
 from elbowroom.ir.plan import Plan
-from elbowroom.planner.exploration import explore
-from elbowroom.planner.problem import Problem, lowest_draft
+from elbowroom.planner.exploration import Moves, explore
+from elbowroom.planner.problem import Problem
 
 
-def make_plan(problem: Problem, *, effort: float = 1.0) -> Plan:
-    """The fastest plan found within the budget; the same input gives the same plan.
+def make_plan(problem: Problem, *, moves: Moves = "both", effort: float = 1.0) -> Plan:
+    """The fastest plan found within the budget, or the lowest if none is; the same input gives the same plan.
 
     Args:
+        moves: how storages may leave.
         effort: how many sweeps are spent, over the usual number.
     """
     if problem.fits(problem.plain):
         plan = problem.drafter.finish({}, "auto", problem.budget_bytes)
-    else:
-        plan = explore(problem, "auto", effort)
-        if plan is None:
-            plan = problem.drafter.finish(lowest_draft(problem.drafter), "auto", problem.budget_bytes)
-    assert plan is not None  # neither drops anything
-    return plan
+        assert plan is not None  # it drops nothing
+        return plan
+    return explore(problem, "auto", moves, effort)

@@ -3,17 +3,19 @@
 1. The saved storages become a small graph: at most `stages` nodes that are kept, dropped and recomputed as a whole, and
    at most as many windows of the backward pass (`planner.recompute_graph`).
 2. A mixed-integer program says which nodes are carried into which window, and which are recomputed there
-   (`planner.recompute_program`). Where it is not done after `seconds`, the best solution so far is taken, and the
-   relaxation, rounded, where there is none.
+   (`planner.recompute_program`). Where it is not done after `nodes` nodes of its search tree (or, for the worst, after
+   `seconds`), the best solution so far is taken, and the relaxation, rounded, where there is none. The log says how far
+   from the best that may be (`planner.stopping`).
 3. What is not carried between two uses is dropped; what is needed then is replayed, and what a replay makes on its way
    stays only where the solution carries it until then.
 4. The graph is coarse. Where the plan takes more than it should the program is solved anew under a lower limit, and
    under a higher one where it has no solution. What then is still too much goes, most bytes per second first.
+5. Where recomputing whole runs of the forward pass (`planner.runs`) is faster than what came of the coarse graph, or
+   that does not fit, it is done instead.
 
 Source: P. Jain, A. Jain, A. Nrusimha, A. Gholami, P. Abbeel, K. Keutzer, I. Stoica, J. E. Gonzalez, "Checkmate:
 Breaking the memory wall with optimal tensor rematerialization", MLSys 2020. Not carried over: a stage for each op,
-which beyond some hundred ops is more than can be solved in time. Ours: the graph, and step 4; and where nothing of this
-fits, whole runs of the forward pass are recomputed (`planner.runs`).
+which beyond some hundred ops is more than can be solved in time. Ours: the graph, and steps 4 and 5.
 
 Cost: the program is exponential in the graph, hence its limits; the rest is linear in the ops replayed.
 """
@@ -21,7 +23,6 @@ Cost: the program is exponential in the graph, hence its limits; the rest is lin
 from __future__ import annotations
 
 import itertools
-import logging
 import time
 from collections.abc import Iterable, Mapping
 
@@ -35,9 +36,13 @@ from elbowroom.planner.recompute_graph import make_graph
 from elbowroom.planner.recompute_program import RecomputeProgram, Solution
 from elbowroom.planner.runs import draft_runs
 from elbowroom.planner.settlement import Settlement, settle
+from elbowroom.planner.stopping import LAST_RESORT_SECONDS, Limits
 from elbowroom.planner.timing import Timetable
 
-MOST_SOLUTIONS = 4
+GAP = 5e-3
+"""Of what is recomputed, at which a solution counts as optimal."""
+
+MOST_SOLUTIONS = 3
 """Programs solved, under one limit after another."""
 
 LEAST_SLACK = 0.01
@@ -49,24 +54,26 @@ GROWTH = 1.1
 MOST_REPAIRS = 100
 """Rounds of dropping more."""
 
-_log = logging.getLogger(__name__)
 
-
-def make_plan(problem: Problem, *, stages: int = 40, seconds: float = 30.0) -> Plan:
-    """The plan of the program; what recomputes whole runs of the forward pass, where that does not fit.
+def make_plan(problem: Problem, *, stages: int = 30, nodes: int = 10, seconds: float = LAST_RESORT_SECONDS) -> Plan:
+    """The faster of the program's plan and one that recomputes whole runs; the lowest peak of runs if none fits.
 
     Raises:
-        UsageError: there are fewer than 3 stages, or no seconds.
+        UsageError: there are fewer than 3 stages, or no nodes or no seconds.
     """
-    if stages < 3 or seconds <= 0:
-        raise UsageError(f"checkmate needs at least 3 stages and some seconds, not {stages} and {seconds}")
+    if stages < 3:
+        raise UsageError(f"checkmate needs at least 3 stages, not {stages}")
+    limits = Limits(gap=GAP, nodes=nodes, seconds=seconds)
+    in_runs = _recompute_runs(problem)
     if problem.plain.peak_bytes <= problem.budget_bytes:
-        return _recompute_runs(problem)  # of none
-    rematerialization = _Rematerialization(problem, stages)
-    settlement = rematerialization.search(seconds)
-    if settlement is not None:
-        return settlement.plan(problem, "checkmate")
-    return _recompute_runs(problem)
+        return in_runs  # of none
+    settlement = _Rematerialization(problem, stages).search(limits)
+    if settlement is None:
+        return in_runs
+    solved, run = settlement.plan(problem, "checkmate"), problem.drafter.replay.run
+    forecast = run(in_runs)
+    is_slower = forecast.peak_bytes <= problem.budget_bytes and forecast.step_seconds < run(solved).step_seconds
+    return in_runs if is_slower else solved
 
 
 class _Rematerialization:
@@ -80,40 +87,39 @@ class _Rematerialization:
         self._program = RecomputeProgram(self._graph)
         self._node_of = {storage: index for index, node in enumerate(self._graph.nodes) for storage in node.storages}
 
-    def search(self, seconds: float) -> Settlement | None:
+    def search(self, limits: Limits) -> Settlement | None:
         """Of the solutions under different limits, the plan that fits and recomputes least; None if none fits."""
         if not self._graph.nodes:
             return None
         budget_bytes = limit_bytes = self._problem.budget_bytes
         floor, ceiling = 0, 2 * max(self._problem.plain.peak_bytes, budget_bytes)  # too low and too high, as is known
-        best: Settlement | None = None
-        end = time.monotonic() + seconds
+        best: tuple[Settlement, Solution] | None = None
+        end = time.monotonic() + limits.seconds
         for _ in range(MOST_SOLUTIONS):
             left = end - time.monotonic()
             if left <= 0 or ceiling - floor <= LEAST_SLACK * budget_bytes:
                 break
-            solution = self._program.solve(limit_bytes, left / 2)
+            solution = self._program.solve(limit_bytes, limits, left)
             if solution is None:
                 floor, limit_bytes = limit_bytes, int(limit_bytes * GROWTH) + 1
             else:
-                self._report(solution, limit_bytes)
                 dropped, settlement = self._carry_out(self._list_dropped(solution), solution)
                 spare_bytes = budget_bytes - settlement.load.peak_bytes
                 fitting = settlement if spare_bytes >= 0 else self._repair(dropped, solution)
-                if fitting is not None and (best is None or self._seconds(fitting) < self._seconds(best)):
-                    best = fitting
+                if fitting is not None and (best is None or self._seconds(fitting) < self._seconds(best[0])):
+                    best = fitting, solution
                 if 0 <= spare_bytes <= LEAST_SLACK * budget_bytes or not dropped:
                     break
                 floor, ceiling = (limit_bytes, ceiling) if spare_bytes > 0 else (floor, limit_bytes)
                 limit_bytes += spare_bytes
             if not floor < limit_bytes < ceiling:
                 limit_bytes = (floor + ceiling) // 2
-        return best
-
-    def _report(self, solution: Solution, limit_bytes: int) -> None:
-        how = "rounded from its relaxation" if solution.rounded else f"within {solution.gap:.2%} of the best"
-        _log.info("checkmate: %d nodes, %d windows, a limit of %d bytes: %s", len(self._graph.nodes),
-                  len(self._graph.windows) - 1, limit_bytes, how)  # fmt: skip
+        if best is None:
+            if time.monotonic() >= end:
+                limits.say("checkmate", float("inf"), "nothing that fits, so whole runs are recomputed")
+            return None
+        limits.say("checkmate", best[1].gap, f"{len(self._graph.nodes)} groups, {len(self._graph.windows) - 1} windows")
+        return best[0]
 
     def _seconds(self, settlement: Settlement) -> float:
         transients = self._problem.drafter.replay.transients

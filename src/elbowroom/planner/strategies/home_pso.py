@@ -41,16 +41,22 @@ MOST_REPAIRS = 400
 
 
 def make_plan(problem: Problem, *, particles: int = 64, generations: int = 150, seed: int = 0) -> Plan:
-    """The best plan the swarm has found; the one that holds least if none fits."""
+    """The best plan the swarm has found; the one that holds least if none fits.
+
+    Args:
+        particles: vectors of choices that are looked at in each generation.
+        generations: how often all of them move.
+        seed: of the random numbers.
+    """
     if problem.fits(problem.plain):
         plan = problem.drafter.finish({}, "home_pso", problem.budget_bytes)
         assert plan is not None  # it drops nothing
         return plan
-    swarm = _Swarm(problem, np.random.default_rng(seed))
-    choices = swarm.repair(swarm.search(particles, generations))
-    if choices is not None:
-        plan = swarm.composer.make_plan(choices, "home_pso", SLACK)
-        if problem.fits(problem.drafter.replay.run(plan)):
+    if problem.floor.peak_bytes <= problem.budget_bytes:
+        swarm = _Swarm(problem, np.random.default_rng(seed))
+        choices = swarm.repair(swarm.search(particles, generations))
+        plan = None if choices is None else swarm.composer.make_plan(choices, "home_pso", SLACK)
+        if plan is not None and problem.fits(problem.drafter.replay.run(plan)):
             return plan
     lowest = problem.drafter.finish(lowest_draft(problem.drafter), "home_pso", problem.budget_bytes)
     assert lowest is not None
@@ -135,7 +141,7 @@ class _Swarm:
     def _judge(self, batch: Array) -> Array:
         outcomes = self._sweep(batch)
         over = np.asarray([self._excess(each) for each in outcomes])
-        penalty = PENALTY * self._problem.plain.step_seconds / self._problem.budget_bytes
+        penalty = PENALTY * self._problem.plain.step_seconds / max(1, self._problem.budget_bytes)
         fitness: Array = outcomes["seconds"] + penalty * over
         return fitness
 

@@ -1,4 +1,4 @@
-"""The schedule of swaps as an integer program over stretches of time, solved by HiGHS within a time limit.
+"""The schedule of swaps as an integer program over stretches of time, solved by HiGHS within limits.
 
 For each bundle of storages j and each stretch of time k: is it away (0 or 1), and which part of it is copied out, and
 which back, in that stretch.
@@ -15,15 +15,16 @@ abstract could not be read. Inferred: the program above. The copies are fluid, a
 whether a storage is away is one decision, since here whole storages are released.
 
 First its relaxation is solved, which gives a bound; then what that leaves in fractions, with the rest fixed; then with
-only what is away fixed; then the whole, in the time that is left. The best solution is taken, and the log says how far
-above the bound it may be. Where the limit ends this, another run may find another plan.
+only what is away fixed; then the whole. Each search ends after `nodes` nodes, and no further one begins where the best
+solution is within half a per cent of the bound. That one is taken, and the log says how far from the bound it is
+(`planner.stopping`). `seconds` is for the worst: a plan that it cut short may be another one in another run.
 
 Coarse (`planner.coarsening`): `steps` stretches instead of every event, each with its maximum, and storages in bundles.
 So a solution is not optimal for the true step. What leaves is taken from it; when it leaves and returns is found by the
 sweep of `tvdnn_heuristic` over the true events, which lets these leave before others and has the exact bytes. A stretch
 can be over the budget although every event in it could be made to fit; that costs the program more than any wait, and
-the sweep evicts what is missing. Its plan without the program is returned where the solver finds nothing in time, and
-where it is the faster one; the log says so.
+the sweep evicts what is missing. Its plan without the program is returned where the solver finds nothing within its
+limits, and where it is the faster one; the log says so.
 """
 
 from __future__ import annotations
@@ -44,13 +45,14 @@ from elbowroom.planner.draft import Key
 from elbowroom.planner.eviction import Absence, Sweep, draft_offloads, farthest_next_use, find_absences
 from elbowroom.planner.load import Load
 from elbowroom.planner.problem import Problem
+from elbowroom.planner.stopping import LAST_RESORT_SECONDS, Limits
 
 Array = npt.NDArray[np.float64]
 
 log = logging.getLogger(__name__)
 
-GAP = 1e-3
-"""The solver stops where its solution is within this share of the bound."""
+GAP = 5e-3
+"""The solver stops where its solution is within this share of the bound: stretches are coarser than that."""
 
 OVER_BUDGET = 100.0
 """What it costs to be over the budget by all of it in one stretch, in steps."""
@@ -65,14 +67,15 @@ COPYING = 1e-4
 """What a second of copying costs, in seconds: of equal schedules that which copies less."""
 
 
-def make_plan(problem: Problem, *, seconds: float = 20.0, steps: int = 40) -> Plan:
-    """The plan of the program's best solution after so many seconds, with so many stretches of time.
+def make_plan(problem: Problem, *, steps: int = 40, nodes: int = 20, seconds: float = LAST_RESORT_SECONDS) -> Plan:
+    """The plan of the program's best solution, with so many stretches of time, found within these limits.
 
     Raises:
-        UsageError: `seconds` is not positive, or `steps` is less than 2.
+        UsageError: `steps` is less than 2, or there are no nodes or no seconds.
     """
-    if not seconds > 0 or steps < 2:
-        raise UsageError(f"tvdnn_ilp needs seconds > 0 and steps >= 2, not {seconds} and {steps}")
+    if steps < 2:
+        raise UsageError(f"tvdnn_ilp needs steps >= 2, not {steps}")
+    limits = Limits(gap=GAP, nodes=nodes, seconds=seconds)
     swept = _sweep(problem, frozenset())
     if not problem.floor.peak_bytes <= problem.budget_bytes < problem.plain.peak_bytes:
         return swept  # nothing need leave, or whatever leaves is too little
@@ -82,7 +85,7 @@ def make_plan(problem: Problem, *, seconds: float = 20.0, steps: int = 40) -> Pl
     program = _Program(
         stretches, tie_bundles(drafter, load, stretches), drafter.replay.costs.link, problem.budget_bytes
     )
-    chosen = program.solve(seconds)
+    chosen = program.solve(limits)
     if chosen is None:
         return swept
     solved = _sweep(problem, chosen)
@@ -218,36 +221,34 @@ class _Program:
             }
             self._rows.append(({self._time[k]: 1.0, **row}, columns.bundle.late_seconds / self._unit))
 
-    def solve(self, seconds: float) -> frozenset[Key] | None:
-        """The gaps that leave in the best solution found in that time; None if there is none."""
+    def solve(self, limits: Limits) -> frozenset[Key] | None:
+        """The gaps that leave in the best solution found within the limits; None if there is none."""
         if not self._columns:
             return frozenset()
-        deadline = time.monotonic() + seconds
+        deadline = time.monotonic() + limits.seconds
         whole, bounds = np.array(self._whole, dtype=float), np.array(self._bounds)
         constraint = self._constrain()
-        result = self._optimise(constraint, 0 * whole, bounds, seconds)
-        best, bound = None, result.fun
-        if result.x is not None:
-            rounded = np.round(result.x)
-            settled = (whole > 0) & (np.abs(result.x - rounded) < INTEGRAL)
-            for share, fixed in ((0.5, settled), (0.5, settled & (rounded > 0)), (1.0, np.zeros_like(settled))):
+        relaxed = self._optimise(constraint, 0 * whole, bounds, limits.options(limits.seconds))
+        best, bound = None, relaxed.fun
+        if relaxed.x is not None:
+            rounded = np.round(relaxed.x)
+            settled = (whole > 0) & (np.abs(relaxed.x - rounded) < INTEGRAL)
+            for fixed in (settled, settled & (rounded > 0), np.zeros_like(settled)):
                 left = deadline - time.monotonic()
                 if left <= 0 or (best is not None and best.fun <= bound * (1 + GAP)):
                     break
                 narrowed = np.where(fixed[:, None], rounded[:, None], bounds)
-                result = self._optimise(constraint, whole, narrowed, share * left)
+                found = self._optimise(constraint, whole, narrowed, limits.options(left))
                 if not fixed.any():
-                    bound = max(bound, result.mip_dual_bound or bound)
-                if result.x is not None and (best is None or result.fun < best.fun):
-                    best = result
+                    bound = max(bound, found.mip_dual_bound or bound)
+                if found.x is not None and (best is None or found.fun < best.fun):
+                    best = found
         if best is None:
-            log.info("tvdnn_ilp: no solution in %g s: %s The heuristic's plan is taken", seconds, result.message)
+            log.warning("tvdnn_ilp: no solution within %d nodes and %g s: the heuristic's plan is taken",
+                        limits.nodes, limits.seconds)  # fmt: skip
             return None
-        gap = 100 * (best.fun - bound) / max(bound, INTEGRAL)
-        log.info(
-            "tvdnn_ilp: %d variables, %d of them whole, %d rows: %.6g s from the first save on, %.2g %% over the bound",
-            len(whole), whole.sum(), len(self._rows), best.fun * self._unit, gap,
-        )  # fmt: skip
+        size = f"{len(whole)} variables, {int(whole.sum())} of them whole, {len(self._rows)} rows"
+        limits.say("tvdnn_ilp", (best.fun - bound) / max(bound, INTEGRAL), size)
         return frozenset(
             key
             for columns in self._columns
@@ -265,7 +266,7 @@ class _Program:
         matrix = csr_array((values, indices, starts), shape=(len(self._rows), len(self._costs)))
         return LinearConstraint(matrix, lb=np.array([least for _, least in self._rows]))
 
-    def _optimise(self, constraint: Any, whole: Array, bounds: Array, seconds: float) -> Any:
+    def _optimise(self, constraint: Any, whole: Array, bounds: Array, options: dict[str, Any]) -> Any:
         from scipy.optimize import Bounds, milp
 
         return milp(
@@ -273,5 +274,5 @@ class _Program:
             integrality=whole,
             bounds=Bounds(bounds[:, 0], bounds[:, 1]),
             constraints=constraint,
-            options={"time_limit": seconds, "mip_rel_gap": GAP},
+            options=options,
         )

@@ -1,0 +1,85 @@
+"""Walks through the choices, side by side on all cores.
+
+How they are spread over cores changes nothing about where they end: each has its own numbers, its own room, and its
+own best until all are over.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import threading
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+
+from elbowroom.planner.annealing import Space, Terms, anneal
+from elbowroom.simulator.columns import Array, Columns
+from elbowroom.simulator.transit import make_sweep
+
+PIECES = 8
+"""Of every walk, between which an interruption is noticed."""
+
+
+@dataclasses.dataclass(slots=True)
+class Best:
+    """The best choices so far, and the seconds of their step; infinite if they do not fit."""
+
+    choices: Array
+    seconds: float
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Walk:
+    """Where a walk starts, and how it goes on.
+
+    Attributes:
+        hot, cold: seconds: temperatures at the beginning and at the end.
+        turns: 0: only look at the start.
+        price: seconds for every byte that is too much, at the beginning.
+    """
+
+    start: Array
+    hot: float
+    cold: float
+    turns: int
+    price: float
+
+
+def walk_all(columns: Columns, space: Space, terms: Terms, walks: Sequence[Walk], best: Best) -> None:
+    """Go all walks, and set `best` to the best of them and itself.
+
+    Raises:
+        KeyboardInterrupt: after what was found until then is in `best`.
+    """
+    found = [Best(best.choices.copy(), np.inf) for _ in walks]
+    stop = threading.Event()
+    with ThreadPoolExecutor(max_workers=min(len(walks), os.cpu_count() or 1)) as pool:
+        going = [
+            pool.submit(_go, columns, space, terms, walk, seed, each, stop)
+            for seed, (walk, each) in enumerate(zip(walks, found, strict=True))
+        ]
+        try:
+            for each in going:
+                each.result()
+        finally:
+            stop.set()
+            pool.shutdown(cancel_futures=True)
+            for each_best in found:
+                if each_best.seconds < best.seconds:
+                    best.choices, best.seconds = each_best.choices, each_best.seconds
+
+
+def _go(columns: Columns, space: Space, terms: Terms, walk: Walk, seed: int, best: Best, stop: threading.Event) -> None:
+    room, choices, prices = make_sweep(columns), walk.start.copy(), np.asarray([walk.price])
+    pieces = PIECES if walk.turns else 1
+    cooling = (walk.cold / walk.hot) ** (1 / pieces)
+    for piece in range(pieces):
+        if stop.is_set():
+            return
+        heat = walk.hot * cooling**piece
+        best.seconds = anneal(
+            columns, space, terms, choices, best.choices, heat, heat * cooling, max(1, walk.turns // pieces),
+            PIECES * seed + piece + 1, prices, room,
+        )  # fmt: skip

@@ -1,0 +1,156 @@
+"""What a caching allocator would take from the device for a plan: the exact count of bytes, and the holes between them.
+
+Blocks come and go as `replay` counts them: what ends at a tick goes before its entry, what begins there comes with it.
+Replays allocate op by op; the inner bytes of an op are one block that goes as soon as the op is done.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from collections.abc import Sequence
+
+from elbowroom.ir.costs import Costs
+from elbowroom.ir.plan import Segment
+from elbowroom.ir.trace import Trace
+from elbowroom.layout.caching import CachingAllocator
+
+
+class Allocator(enum.StrEnum):
+    """How bytes on the device are counted."""
+
+    EXACT = "exact"
+    """Block by block, as if addresses did not matter."""
+    CACHING = "caching"
+    """And as segments of a caching allocator besides."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Stay:
+    """A storage is on the device from the entry `begin` to before the entry `end`."""
+
+    storage: int
+    begin: int
+    end: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Rerun:
+    """A segment is replayed at a tick; `outputs` stay."""
+
+    tick: int
+    segment: Segment
+    outputs: tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Reservation:
+    """What came out.
+
+    Attributes:
+        reserved_bytes: most that the allocator had taken from the device.
+        fragmented_bytes: of it, what was never in use at once with the rest: the price of holes.
+        allocated_bytes: most in blocks at once, each rounded as the allocator does.
+    """
+
+    reserved_bytes: int
+    fragmented_bytes: int
+    allocated_bytes: int
+
+
+def reserve(
+    trace: Trace, costs: Costs, stays: Sequence[Stay], reruns: Sequence[Rerun], capacity_bytes: int | None = None
+) -> Reservation:
+    """Place every block of a step.
+
+    Args:
+        stays: of all storages, what comes back while its old block is still held as a stay of its own.
+        capacity_bytes: what the allocator may take; None for any amount.
+
+    Raises:
+        TierFull: the capacity is used up.
+
+    Cost: linear in blocks times the free ones among them.
+    """
+    return _Placing(trace, costs, capacity_bytes).finish(stays, reruns)
+
+
+class _Placing:
+    def __init__(self, trace: Trace, costs: Costs, capacity_bytes: int | None) -> None:
+        self._trace, self._costs = trace, costs
+        self._allocator = CachingAllocator(capacity_bytes)
+        self._index = {op.tick: index for index, op in enumerate(trace.ops)}
+        self._ends: dict[int, list[int]] = {}  # addresses, by the tick before which they go
+        self._reserved = self._allocated = 0
+
+    def finish(self, stays: Sequence[Stay], reruns: Sequence[Rerun]) -> Reservation:
+        begins: dict[int, list[Stay]] = {}
+        for stay in sorted(stays, key=lambda stay: (stay.begin, stay.storage, stay.end)):
+            if stay.begin < stay.end:
+                begins.setdefault(max(stay.begin, 0), []).append(stay)  # what was there comes first
+        runs: dict[int, list[Rerun]] = {}
+        for rerun in reruns:
+            runs.setdefault(rerun.tick, []).append(rerun)
+        for tick in range(self._trace.end):
+            for address in self._ends.pop(tick, ()):
+                self._allocator.give(address)
+            self._come(begins.get(tick, []), runs.get(tick, []))
+            if tick in self._index:
+                self._run_inside(self._index[tick])
+        return Reservation(
+            reserved_bytes=self._reserved,
+            fragmented_bytes=self._reserved - self._allocated,
+            allocated_bytes=self._allocated,
+        )
+
+    def _come(self, stays: list[Stay], reruns: list[Rerun]) -> None:
+        """Place what begins at one tick: what replays make, where they make it."""
+        made = {storage for rerun in reruns for storage in rerun.outputs}
+        remade: dict[int, Stay] = {}
+        for stay in stays:
+            if stay.begin >= 0 and stay.storage in made and stay.storage not in remade:
+                remade[stay.storage] = stay
+            else:
+                self._settle(stay, self._take(self._trace.storages[stay.storage].nbytes))
+        for rerun in reruns:
+            for storage, address in self._walk(rerun).items():
+                if storage in remade:
+                    self._settle(remade[storage], address)
+                else:  # its old block is still counted on: the one that holds it takes it over
+                    self._give(address)
+
+    def _walk(self, rerun: Rerun) -> dict[int, int | None]:
+        """Replay op by op; returns where the outputs are."""
+        ops = [self._trace.ops[self._index[tick]] for tick in rerun.segment.ops]
+        last_use = {view.storage: place for place, op in enumerate(ops) for view in (*op.reads, *op.writes)}
+        leaves, outputs = set(rerun.segment.leaves), set(rerun.outputs)
+        there: dict[int, int | None] = {}
+        for place, op in enumerate(ops):
+            for view in op.writes:
+                if view.storage not in leaves and view.storage not in there:
+                    there[view.storage] = self._take(self._trace.storages[view.storage].nbytes)
+            self._run_inside(self._index[op.tick])
+            for storage in dict.fromkeys(view.storage for view in (*op.reads, *op.writes)):
+                if last_use[storage] == place and storage in there and storage not in outputs:
+                    self._give(there.pop(storage))
+        return there
+
+    def _run_inside(self, op: int) -> None:
+        self._give(self._take(self._costs.workspace_bytes[op]))
+
+    def _settle(self, stay: Stay, address: int | None) -> None:
+        if address is not None:
+            self._ends.setdefault(stay.end, []).append(address)
+
+    def _take(self, nbytes: int) -> int | None:
+        """A block; none for no bytes."""
+        if nbytes <= 0:
+            return None
+        address = self._allocator.take(nbytes)
+        self._reserved = max(self._reserved, self._allocator.reserved_bytes)
+        self._allocated = max(self._allocated, self._allocator.allocated_bytes)
+        return address
+
+    def _give(self, address: int | None) -> None:
+        if address is not None:
+            self._allocator.give(address)

@@ -1,0 +1,306 @@
+"""What cannot be meant, or could break the arithmetic: refused with the place, or planned for in finite figures."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+
+from elbowroom.cost.price import price
+from elbowroom.errors import Infeasible, TraceError, UnknownMember, UsageError
+from elbowroom.hardware.shipped import load_shipped
+from elbowroom.ir.check import check, check_trace
+from elbowroom.ir.costs import Costs
+from elbowroom.ir.forecast import Forecast
+from elbowroom.ir.trace import Op, Trace
+from elbowroom.planner import exploration
+from elbowroom.planner.composer import Composer
+from elbowroom.planner.options import list_options
+from elbowroom.planner.problem import list_strategies, plan, pose
+from elbowroom.simulator.admission import LARGEST_BYTES
+from elbowroom.simulator.replay import simulate
+from elbowroom.simulator.segments import OFFLOAD
+from elbowroom.simulator.sweep import sweep
+from tests.generators import KIB, example, keep_everything, make_chain, make_costs, make_link, make_residual_net
+
+STRATEGIES = list_strategies()
+
+
+def assert_finite(forecast: Forecast) -> None:
+    for name in dataclasses.asdict(forecast):
+        value = getattr(forecast, name)
+        if isinstance(value, int | float):
+            assert math.isfinite(value) and value >= 0, name
+    assert min(forecast.live_bytes, default=0) >= 0
+
+
+# -- budgets ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("budget_bytes", [0, 1])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_budgets_below_the_floor_are_infeasible_with_the_floor(strategy: str, budget_bytes: int) -> None:
+    trace, costs = example()
+    floor_bytes = pose(trace, costs, 1, min_offload_bytes=1).floor.peak_bytes
+    with pytest.raises(Infeasible) as caught:
+        plan(trace, costs, budget_bytes, strategy=strategy, min_offload_bytes=1)
+    assert caught.value.budget_bytes == budget_bytes
+    assert caught.value.needed_bytes >= floor_bytes
+    if strategy == "auto":
+        assert caught.value.needed_bytes == floor_bytes
+    assert str(caught.value.needed_bytes) in str(caught.value)
+
+
+# -- sizes ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_storages_without_bytes_can_be_planned(strategy: str) -> None:
+    for trace in (make_chain([0, KIB, 0, 8 * KIB, 0, KIB], keeps="io"), make_chain([0, 0, 0])):
+        costs = make_costs(trace)
+        plain = simulate(trace, costs, keep_everything(costs))
+        made = None
+        for share in (0.6, 1.0):
+            try:
+                made = plan(trace, costs, int(plain.peak_bytes * share), strategy=strategy, min_offload_bytes=0)
+            except Infeasible:
+                continue
+            check(trace, made)
+            assert_finite(simulate(trace, costs, made))
+        assert made is not None
+
+
+def scale(trace: Trace, factor: int) -> Trace:
+    """The same step with larger storages."""
+    storages = tuple(dataclasses.replace(home, nbytes=home.nbytes * factor) for home in trace.storages)
+    return dataclasses.replace(trace, storages=storages)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_enormous_storages_can_be_planned(strategy: str) -> None:
+    """Each of a pebibyte: sums still fit into 64 bits."""
+    trace = scale(make_residual_net(2, KIB), 1 << 40)
+    assert max(home.nbytes for home in trace.storages) >= 1 << 50
+    costs = make_costs(trace, op_seconds=1.0, link=make_link(per_second=1e15), disk=make_link(per_second=1e15))
+    problem = pose(trace, costs, 1, min_offload_bytes=1)
+    budget_bytes = (problem.floor.peak_bytes + problem.plain.peak_bytes) // 2
+    try:
+        made = plan(trace, costs, budget_bytes, strategy=strategy)
+    except Infeasible as error:
+        budget_bytes = error.needed_bytes
+        made = plan(trace, costs, budget_bytes, strategy=strategy)
+    forecast = simulate(trace, costs, made, host_bytes=1 << 52, allocator="caching")
+    assert_finite(forecast)
+    assert forecast.peak_bytes <= budget_bytes
+    assert forecast.reserved_bytes >= forecast.peak_bytes
+
+
+def test_enormous_storages_are_swept_as_they_are_replayed() -> None:
+    trace = scale(make_residual_net(2, KIB), 1 << 40)
+    costs = make_costs(trace, op_seconds=1.0, link=make_link(per_second=1e18))
+    problem = pose(trace, costs, 1 << 61)
+    composer = Composer(problem)
+    choices = np.full(len(composer.keys), OFFLOAD, dtype=np.int8)
+    assert sweep(composer.columns, choices, problem.budget_bytes, 0.0, np.inf, composer.room)
+    forecast = problem.drafter.replay.run(composer.make_plan(choices, "test"))
+    assert composer.room.outcome[0].peak_bytes == forecast.peak_bytes > 1 << 50
+
+
+@pytest.mark.parametrize("factor", [1 << 50, 1 << 53, 1 << 70])
+def test_storages_that_64_bits_cannot_add_up_are_refused(factor: int) -> None:
+    trace = scale(make_residual_net(2, KIB), factor)
+    costs = make_costs(trace)
+    for work in (lambda: plan(trace, costs, 1 << 40), lambda: simulate(trace, costs, keep_everything(costs))):
+        with pytest.raises(TraceError, match=r"storages\[\d+\]") as caught:
+            work()
+        assert str(LARGEST_BYTES) in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("change", "place"),
+    [
+        ({"alignment_bytes": 0}, "alignment_bytes"),
+        ({"alignment_bytes": -512}, "alignment_bytes"),
+        ({"alignment_bytes": 1 << 62}, "more than can be counted"),
+        ({"hook_seconds": math.nan}, "hook_seconds"),
+        ({"overhead_seconds": math.inf}, "overhead_seconds"),
+        ({"overhead_seconds": -1.0}, "overhead_seconds"),
+    ],
+)
+def test_costs_that_are_no_figures_are_refused(change: dict[str, Any], place: str) -> None:
+    trace, costs = example()
+    with pytest.raises(TraceError, match=place):
+        plan(trace, dataclasses.replace(costs, **change), 10**9)
+
+
+@pytest.mark.parametrize("wrong", [math.nan, math.inf, -1.0])
+def test_times_that_are_no_figures_are_refused_with_the_op(wrong: float) -> None:
+    trace, costs = example()
+    seconds = (*costs.op_seconds[:3], wrong, *costs.op_seconds[4:])
+    with pytest.raises(TraceError, match=rf"ops\[3\] \({trace.ops[3].name}\)"):
+        plan(trace, dataclasses.replace(costs, op_seconds=seconds), 10**9)
+
+
+@pytest.mark.parametrize("wrong", [-1, 1 << 62])
+def test_workspaces_that_cannot_be_are_refused(wrong: int) -> None:
+    trace, costs = example()
+    workspace_bytes = (*costs.workspace_bytes[:3], wrong, *costs.workspace_bytes[4:])
+    with pytest.raises(TraceError, match=str(wrong) if wrong < 0 else "largest workspace"):
+        plan(trace, dataclasses.replace(costs, workspace_bytes=workspace_bytes), 10**9)
+
+
+# -- traces -----------------------------------------------------------------------------------------------------------
+
+
+def change_op(trace: Trace, index: int, **changes: Any) -> Trace:
+    ops = list(trace.ops)
+    ops[index] = dataclasses.replace(ops[index], **changes)
+    return dataclasses.replace(trace, ops=tuple(ops))
+
+
+def make_broken_traces() -> dict[str, tuple[Trace, Op]]:
+    """Traces that cannot be, each with the op at which it shows."""
+    trace = make_chain([KIB] * 4, keeps="i")
+    first, second = trace.ops[0], trace.ops[1]
+    later = dataclasses.replace(trace.ops[2].writes[0])
+    beyond = dataclasses.replace(first.reads[0], storage=10**6)
+    before = dataclasses.replace(first.reads[0], storage=-3)
+    newer = dataclasses.replace(second.reads[0], version=7)
+    return {
+        "reads what a later op makes, which reads what it makes": (change_op(trace, 1, reads=(later,)), second),
+        "reads what it makes itself": (change_op(trace, 1, reads=second.writes), second),
+        "reads a storage that there is not": (change_op(trace, 0, reads=(beyond,)), first),
+        "writes to a storage that there is not": (change_op(trace, 0, writes=(beyond,)), first),
+        "reads a storage of a negative number": (change_op(trace, 0, reads=(before,)), first),
+        "reads a version that nobody wrote": (change_op(trace, 1, reads=(newer,)), second),
+        "is done over by another": (change_op(trace, 2, writes=second.writes), trace.ops[2]),
+    }
+
+
+@pytest.mark.parametrize("what", make_broken_traces())
+def test_cyclic_and_dangling_traces_are_refused_with_the_op(what: str) -> None:
+    trace, op = make_broken_traces()[what]
+    costs = make_costs(trace)
+    with pytest.raises(TraceError, match=rf"ops\[{trace.ops.index(op) if op in trace.ops else '.*'}\]|ops\[\d+\]"):
+        check_trace(trace)
+    for strategy in ("auto", "keep_all"):
+        with pytest.raises(TraceError) as caught:
+            plan(trace, costs, 10**9, strategy=strategy)
+        assert op.name in str(caught.value)
+
+
+# -- hardware ---------------------------------------------------------------------------------------------------------
+
+
+def test_hardware_without_a_link_is_refused() -> None:
+    trace = example()[0]
+    profile = dataclasses.replace(load_shipped("v100"), links=())
+    with pytest.raises(TraceError, match="no link to a tier below"):
+        price(trace, profile)
+
+
+@pytest.mark.parametrize("place", [0, 1])
+@pytest.mark.parametrize("speed", [0.0, -1.0, math.inf, math.nan])
+@pytest.mark.parametrize("field", ["out_bytes_per_second", "back_bytes_per_second"])
+def test_links_that_move_nothing_are_refused(place: int, speed: float, field: str) -> None:
+    trace, costs = example()
+    profile = load_shipped("v100")
+    links = list(profile.links)
+    links[place] = dataclasses.replace(links[place], **{field: speed})
+    with pytest.raises(TraceError, match=f"from {links[place].upper} to {links[place].lower}"):
+        price(trace, dataclasses.replace(profile, links=tuple(links)))
+    with pytest.raises(TraceError, match=f"from {links[place].upper} to {links[place].lower}"):
+        plan(trace, dataclasses.replace(costs, link=links[0], further_links=(links[1],)), 10**9)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_link_that_hardly_moves_gives_finite_plans(strategy: str) -> None:
+    """A byte in ten days; and one that takes an hour to begin."""
+    trace, costs = example()
+    slow = dataclasses.replace(make_link(per_second=1e-6), out_latency_seconds=3600.0)
+    costs = dataclasses.replace(costs, link=slow)
+    problem = pose(trace, costs, 1, min_offload_bytes=1)
+    budget_bytes = (problem.floor.peak_bytes + 2 * problem.plain.peak_bytes) // 3
+    try:
+        made = plan(trace, costs, budget_bytes, strategy=strategy, min_offload_bytes=1)
+    except Infeasible as error:
+        made = plan(trace, costs, error.needed_bytes, strategy=strategy, min_offload_bytes=1)
+    assert_finite(simulate(trace, costs, made))
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_step_that_takes_no_time_gives_finite_plans(strategy: str) -> None:
+    trace = example()[0]
+    costs = make_costs(trace, op_seconds=0.0, link=make_link(per_second=1e30, latency_seconds=0.0))
+    problem = pose(trace, costs, 1, min_offload_bytes=1)
+    budget_bytes = (problem.floor.peak_bytes + 2 * problem.plain.peak_bytes) // 3
+    try:
+        made = plan(trace, costs, budget_bytes, strategy=strategy, min_offload_bytes=1)
+    except Infeasible as error:
+        made = plan(trace, costs, error.needed_bytes, strategy=strategy, min_offload_bytes=1)
+    assert_finite(simulate(trace, costs, made))
+
+
+# -- names ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["magic", "", "Auto", "auto ", "../auto", "__init__", "auto.py"])
+def test_unknown_strategies_are_refused_with_the_known_ones(name: str) -> None:
+    trace, costs = example()
+    with pytest.raises((UnknownMember, UsageError)) as caught:
+        plan(trace, costs, 10**9, strategy=name)
+    assert all(known in str(caught.value) for known in STRATEGIES)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_unknown_options_are_refused_with_the_known_ones(strategy: str) -> None:
+    trace, costs = example()
+    with pytest.raises(UsageError, match="speed") as caught:
+        plan(trace, costs, 10**9, strategy=f"{strategy}:speed=9")
+    assert all(option in str(caught.value) for option in list_options(strategy))
+
+
+# -- time -------------------------------------------------------------------------------------------------------------
+
+
+def hard_job() -> tuple[Trace, Costs, int]:
+    """A budget at which something has to go, and a step too long to try all there is."""
+    trace = make_residual_net(6, 64 * KIB)
+    costs = make_costs(trace, op_seconds=1e-4, link=make_link(per_second=3e8))
+    return trace, costs, simulate(trace, costs, keep_everything(costs)).peak_bytes * 6 // 10
+
+
+@pytest.mark.parametrize("strategy", ["tvdnn_ilp:seconds=0.000001", "checkmate:seconds=0.000001"])
+def test_a_solver_that_runs_out_of_time_says_so_and_leaves_a_plan(
+    strategy: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    trace, costs, budget_bytes = hard_job()
+    budget_bytes = budget_bytes * 4 // 3  # four fifths of the plain peak: what they fall back to fits
+    with caplog.at_level(logging.INFO):
+        made = plan(trace, costs, budget_bytes, strategy=strategy, min_offload_bytes=1)
+    assert simulate(trace, costs, made).peak_bytes <= budget_bytes
+    assert "1e-06 s" in caplog.text and caplog.records[-1].levelno >= logging.INFO
+
+
+@pytest.mark.parametrize("step", ["walk_all", "polish", "solve_fluid"])
+def test_an_interrupted_search_returns_the_best_plan_so_far(
+    step: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    trace, costs, budget_bytes = hard_job()
+    asked = []
+
+    def interrupt(*_: object, **__: object) -> None:
+        asked.append(step)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(exploration, step, interrupt)
+    with caplog.at_level(logging.WARNING):
+        made = plan(trace, costs, budget_bytes, min_offload_bytes=1)
+    assert asked == [step]
+    assert "interrupted" in caplog.text
+    assert made.strategy == "auto"
+    assert simulate(trace, costs, made).peak_bytes <= budget_bytes

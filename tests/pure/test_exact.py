@@ -1,0 +1,86 @@
+"""`exact` finds the best of all choices, says so when it cannot, and knows when a trace is too large for it."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import math
+
+import numpy as np
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as some
+
+from elbowroom.errors import UsageError
+from elbowroom.ir.costs import Costs
+from elbowroom.ir.trace import Trace
+from elbowroom.planner.branching import CLOSE, SLACKS, Brancher
+from elbowroom.planner.problem import Problem, plan, pose
+from elbowroom.simulator.segments import ANEW, KEEP, OFFLOAD, RECOMPUTE
+from elbowroom.simulator.sweep import sweep
+from tests.generators import jobs, make_chain, make_costs, make_link, make_residual_net
+
+TRIED = (KEEP, OFFLOAD, RECOMPUTE, ANEW)
+MOST_VECTORS = 1024
+
+
+def pose_between(job: tuple[Trace, Costs], share: float) -> Problem:
+    """A budget so far from the floor to the peak."""
+    problem = pose(*job, 1, min_offload_bytes=1)
+    floor, peak = problem.floor.peak_bytes, problem.plain.peak_bytes
+    return pose(*job, int(floor + share * (peak - floor)), min_offload_bytes=1)
+
+
+def try_every_vector(problem: Problem, brancher: Brancher) -> float:
+    """The seconds of the fastest of all choices for the gaps that matter."""
+    composer, fastest = brancher.composer, math.inf
+    choices = np.zeros(len(composer.keys), dtype=np.int8)
+    for vector in itertools.product(TRIED, repeat=len(brancher.gaps)):
+        choices[brancher.gaps] = vector
+        for slack in SLACKS:
+            if sweep(composer.columns, choices, problem.budget_bytes, slack, np.inf, composer.room):
+                outcome = composer.room.outcome[0]
+                if outcome.peak_bytes <= problem.budget_bytes:
+                    fastest = min(fastest, float(outcome.seconds))
+    return fastest
+
+
+@given(job=jobs(), share=some.floats(0.0, 0.99))
+@settings(max_examples=30)
+def test_branches_left_out_held_nothing_better(job: tuple[Trace, Costs], share: float) -> None:
+    problem = pose_between(job, share)
+    assume(not problem.fits(problem.plain))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("elbowroom.planner.branching.FEW_VECTORS", 4)  # so that it branches
+        brancher = Brancher(problem)
+        assume(0 < len(TRIED) ** len(brancher.gaps) <= MOST_VECTORS)
+        found = brancher.search(10_000)
+    assert found.choices is not None and found.bound_seconds == found.seconds
+    fastest = try_every_vector(problem, brancher)
+    assert fastest <= found.seconds * (1 + 1e-12) and found.seconds * (1 - 2 * CLOSE) <= fastest
+    made = brancher.composer.make_plan(found.choices, "test", found.slack)
+    forecast = problem.drafter.replay.run(made)
+    assert problem.fits(forecast) and forecast.step_seconds <= found.seconds * (1 + 1e-12)
+
+
+def test_what_it_leaves_out_when_it_ends_early_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    trace = make_residual_net(4, 1 << 18)
+    job = trace, make_costs(trace, op_seconds=1e-4, link=make_link(per_second=5e8))
+    problem = pose_between(job, 0.4)
+    brancher = Brancher(problem)
+    early, late = brancher.search(1), Brancher(problem).search(2000)
+    assert early.nodes == 1
+    assert early.bound_seconds < late.bound_seconds <= late.seconds <= early.seconds
+    with caplog.at_level(logging.WARNING):
+        plan(*job, problem.budget_bytes, strategy="exact:nodes=1", min_offload_bytes=1)
+    assert "ended after 1 nodes" in caplog.text and "%" in caplog.text
+
+
+def test_a_large_trace_is_sent_to_auto() -> None:
+    trace = make_chain([1 << 16] * 80)
+    problem = pose_between((trace, make_costs(trace)), 0.3)
+    with pytest.raises(UsageError, match=r"\d+ gaps .* most_gaps is 64; use auto") as caught:
+        plan(trace, make_costs(trace), problem.budget_bytes, strategy="exact", min_offload_bytes=1)
+    assert str(problem.budget_bytes) in str(caught.value)
+    with pytest.raises(UsageError, match="most_gaps is 5"):
+        plan(trace, make_costs(trace), problem.budget_bytes, strategy="exact:most_gaps=5", min_offload_bytes=1)

@@ -1,0 +1,112 @@
+"""Replays that share ops become one where that saves time and fits; and nothing else about a plan changes."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as some
+
+from elbowroom.ir.check import check
+from elbowroom.ir.costs import Costs
+from elbowroom.ir.plan import Choice, Plan
+from elbowroom.ir.trace import Role, Trace
+from elbowroom.planner.draft import Draft, Option
+from elbowroom.planner.joining import join_replays
+from elbowroom.planner.problem import Problem, pose
+from elbowroom.residency.machine import Machine
+from elbowroom.residency.policies import planned
+from tests.generators import KIB, Program, jobs, make_costs
+from tests.oracles import follow
+
+
+def make_fan(branches: int, nbytes: int) -> Trace:
+    """Every branch reads the same stem; autograd holds what they make of it, and not the stem."""
+    program = Program()
+    batch = program.resident(KIB, Role.INPUT)
+    stem, saves = program.op("stem", [batch], nbytes), []
+    for _ in range(branches):
+        branch = program.op("branch", [stem], nbytes)
+        saves.append(program.save(branch))
+        program.release(storage=branch)
+    program.release(storage=stem)
+    for save in reversed(saves):
+        need = program.need(save)
+        program.op("back", [program._saves[save].storage], KIB, role=Role.TEMPORARY)
+        program.release(need=need)
+        program.release(save=save)
+    return program.finish("fan")
+
+
+def drop(problem: Problem, draft: Draft) -> Plan:
+    made = problem.drafter.finish(draft, "test", problem.budget_bytes)
+    assert made is not None
+    return made
+
+
+def drop_all(problem: Problem) -> Plan:
+    return drop(problem, dict.fromkeys(problem.drafter.gaps, Option(Choice.RECOMPUTE)))
+
+
+def test_a_stem_that_nothing_holds_is_replayed_once() -> None:
+    trace = make_fan(6, 64 * KIB)
+    costs = make_costs(trace, op_seconds=1e-3)
+    problem = pose(trace, costs, 1 << 40, min_offload_bytes=1)
+    made = drop_all(problem)
+    joined = join_replays(problem, made)
+    check(trace, joined)
+    follow(trace, Machine(planned.Policy(joined), joined.segments))
+    assert len(made.segments) == 5  # the last branch is wanted at once
+    assert len(joined.segments) == 1
+    replay = problem.drafter.replay
+    assert replay.run(made).recompute_seconds == pytest.approx(10e-3)
+    assert replay.run(joined).recompute_seconds == pytest.approx(6e-3)
+    assert join_replays(problem, joined) == joined
+    assert joined.strategy == "test"
+
+
+def test_it_is_joined_only_as_far_as_there_is_room() -> None:
+    trace = make_fan(6, 64 * KIB)
+    costs = make_costs(trace, op_seconds=1e-3)
+    roomy = pose(trace, costs, 1 << 40, min_offload_bytes=1)
+    replay, made = roomy.drafter.replay, drop_all(roomy)
+    least, most = (replay.run(each).peak_bytes for each in (made, join_replays(roomy, made)))
+    assert least < most
+    seconds = []
+    for step in range(5):
+        problem = pose(trace, costs, least + (most - least) * step // 4, min_offload_bytes=1)
+        forecast = replay.run(join_replays(problem, made))
+        assert problem.fits(forecast)
+        seconds.append(forecast.step_seconds)
+    assert seconds == sorted(seconds, reverse=True) and len(set(seconds)) >= 3
+
+
+def test_a_plan_that_does_not_fit_is_left_alone() -> None:
+    trace = make_fan(4, 64 * KIB)
+    problem = pose(trace, make_costs(trace), 1, min_offload_bytes=1)
+    made = drop_all(problem)
+    assert join_replays(problem, made) is made
+
+
+@given(job=jobs(), share=some.floats(0.2, 1.1), seed=some.integers(0, 1 << 30))
+def test_a_joined_plan_is_sound_fits_and_is_no_slower(job: tuple[Trace, Costs], share: float, seed: int) -> None:
+    trace, costs = job
+    dice = random.Random(seed)
+    problem = pose(trace, costs, 1, min_offload_bytes=1)
+    problem = pose(trace, costs, int(problem.plain.peak_bytes * share), min_offload_bytes=1)
+    draft = {
+        key: Option(dice.choice([Choice.RECOMPUTE, Choice.RECOMPUTE, Choice.OFFLOAD]), hurry=True)
+        for key in problem.drafter.gaps
+        if dice.random() < 0.8
+    }
+    made = problem.drafter.finish(draft, "test", problem.budget_bytes)
+    if made is None:
+        return
+    joined, replay = join_replays(problem, made), problem.drafter.replay
+    check(trace, joined)
+    follow(trace, Machine(planned.Policy(joined), joined.segments))
+    before, after = replay.run(made), replay.run(joined)
+    assert after.step_seconds <= before.step_seconds
+    assert problem.fits(after) == problem.fits(before)
+    assert (joined == made) == (after.step_seconds == before.step_seconds)
