@@ -28,6 +28,7 @@ from elbowroom.ir.identity import digest
 from elbowroom.ir.journal import Journal, Mode, StepRecord
 from elbowroom.ir.plan import Plan
 from elbowroom.ir.trace import Role, Trace
+from elbowroom.planner.bounds import bound_plan
 from elbowroom.planner.problem import plan as make_plan
 from elbowroom.report.summary import summarize
 from elbowroom.runtime.engine import Engine
@@ -148,14 +149,13 @@ class Room:
     def report(self) -> str:
         """Forecast beside what was measured, and why each block is where it is, as text."""
         planned = self.planned
+        if planned is None:
+            return summarize(budget_bytes=self.budget_bytes, journal=self.journal())
+        trace, costs, plan = planned.trace, planned.costs, planned.plan
         return summarize(
-            budget_bytes=self.budget_bytes,
-            journal=self.journal(),
-            trace=None if planned is None else planned.trace,
-            costs=None if planned is None else planned.costs,
-            plan=None if planned is None else planned.plan,
-            forecast=None if planned is None else planned.forecast,
-        )
+            budget_bytes=self.budget_bytes, journal=self.journal(), trace=trace, costs=costs, plan=plan,
+            forecast=planned.forecast, bound_seconds=bound_plan(trace, costs, plan, self.config.host_bytes),
+        )  # fmt: skip
 
     def detach(self) -> None:
         """Leave the model as it was. Graphs that are still alive can still be backpropagated."""

@@ -99,7 +99,7 @@ def test_help_is_there_at_once() -> None:
         "except SystemExit as end: assert not end.code and 'torch' not in sys.modules, sys.modules.get('torch')"
     )
     done = subprocess.run([sys.executable, "-c", code, "--help"], capture_output=True, text=True, check=True)
-    for name in ("probe", "capture", "plan", "simulate", "run", "report", "demo"):
+    for name in ("probe", "capture", "import", "plan", "simulate", "compare", "max-batch", "run", "report", "demo"):
         assert f" {name} " in done.stdout
     assert "demo-part" not in done.stdout
 

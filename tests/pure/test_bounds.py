@@ -271,3 +271,31 @@ def test_a_net_must_be_replayed_where_the_link_is_slow() -> None:
     assert bound.compute_seconds * 1.03 < bound.seconds <= seconds <= 1.03 * bound.seconds
     assert bound.seconds == pytest.approx(bound.cover_seconds, rel=1e-4)
     assert bound.over(seconds) == pytest.approx(seconds / bound.seconds - 1)
+
+
+def make_rounds(rounds: int) -> Trace:
+    """In each round a result of 1000 KiB stands while something else needs as much room; it cannot be replayed."""
+    program = Program()
+    batch = program.resident(KIB, Role.INPUT)
+    for _ in range(rounds):
+        result = program.op("result", [batch], 1000 * KIB, barrier="draws numbers")
+        save = program.save(result)
+        program.release(storage=result)
+        pause = program.op("pause", [batch], 1000 * KIB, role=Role.TEMPORARY)
+        program.release(storage=pause)
+        need = program.need(save)
+        back = program.op("back", [result], KIB, role=Role.TEMPORARY)
+        for held in ({"need": need}, {"save": save}, {"storage": back}):
+            program.release(**held)
+    return program.finish("rounds")
+
+
+def test_the_host_has_room_again_when_a_claim_has_ended() -> None:
+    trace = make_rounds(3)
+    costs = make_costs(trace, op_seconds=1e-3, link=make_link(per_second=1000 * KIB / 1.0, latency_seconds=0.0))
+    problem = pose_at((trace, costs), 1)
+    problem = within(problem, problem.floor.peak_bytes)
+    roomy, narrow = (find_bound(within(problem, problem.budget_bytes, host_bytes)) for host_bytes in (None, 1000 * KIB))
+    assert narrow.fluid_seconds == pytest.approx(roomy.fluid_seconds, rel=1e-6)
+    assert 5.9 < narrow.seconds - narrow.compute_seconds <= 6.0  # each out and back, the step waiting
+    assert problem.floor.lower_tier_bytes == 1000 * KIB and narrow.seconds <= problem.floor.step_seconds * EXACTLY

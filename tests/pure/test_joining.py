@@ -12,17 +12,18 @@ from elbowroom.ir.check import check
 from elbowroom.ir.costs import Costs
 from elbowroom.ir.plan import Choice, Plan
 from elbowroom.ir.trace import Role, Trace
+from elbowroom.planner.bounds import find_bound
 from elbowroom.planner.draft import Draft, Option
 from elbowroom.planner.joining import join_replays
 from elbowroom.planner.problem import Problem, pose
 from elbowroom.residency.machine import Machine
 from elbowroom.residency.policies import planned
-from tests.generators import KIB, Program, jobs, make_costs
+from tests.generators import KIB, Program, jobs, make_costs, make_link
 from tests.oracles import follow
 
 
-def make_fan(branches: int, nbytes: int) -> Trace:
-    """Every branch reads the same stem; autograd holds what they make of it, and not the stem."""
+def make_fan(branches: int, nbytes: int, pause_bytes: int = 0) -> Trace:
+    """Every branch reads the same stem; autograd holds what they make of it, and not the stem. Then a pause."""
     program = Program()
     batch = program.resident(KIB, Role.INPUT)
     stem, saves = program.op("stem", [batch], nbytes), []
@@ -31,6 +32,8 @@ def make_fan(branches: int, nbytes: int) -> Trace:
         saves.append(program.save(branch))
         program.release(storage=branch)
     program.release(storage=stem)
+    if pause_bytes:
+        program.release(storage=program.op("pause", [batch], pause_bytes, role=Role.TEMPORARY))
     for save in reversed(saves):
         need = program.need(save)
         program.op("back", [program._saves[save].storage], KIB, role=Role.TEMPORARY)
@@ -64,6 +67,16 @@ def test_a_stem_that_nothing_holds_is_replayed_once() -> None:
     assert replay.run(joined).recompute_seconds == pytest.approx(6e-3)
     assert join_replays(problem, joined) == joined
     assert joined.strategy == "test"
+
+
+def test_the_bound_counts_on_replays_that_are_joined() -> None:
+    trace = make_fan(6, 64 * KIB, pause_bytes=512 * KIB)  # during which no branch may be there, and after it all may
+    costs = make_costs(trace, op_seconds=1e-3, link=make_link(per_second=1.0))
+    problem = pose(trace, costs, 1, min_offload_bytes=1)
+    problem = pose(trace, costs, problem.floor.peak_bytes, min_offload_bytes=1)
+    joined = problem.drafter.replay.run(join_replays(problem, drop_all(problem)))
+    assert problem.fits(joined) and joined.recompute_seconds == pytest.approx(7e-3)
+    assert find_bound(problem).cover_seconds == pytest.approx(joined.step_seconds, rel=1e-6)
 
 
 def test_it_is_joined_only_as_far_as_there_is_room() -> None:

@@ -123,7 +123,8 @@ def test_what_is_kept_from_sweep_to_sweep_changes_nothing(
             choices[draw % len(choices)] = choice
         new = make_sweep(used.columns)
         arguments = (used.columns, choices, problem.budget_bytes, 0.5, np.inf)
-        assert sweep(*arguments, used.room) == (sound := sweep(*arguments, new))
+        sound = sweep(*arguments, new)
+        assert sweep(*arguments, used.room) == sound
         if not sound:
             continue
         assert used.room.outcome.tolist() == new.outcome.tolist()

@@ -12,9 +12,12 @@ import math
 
 import numpy as np
 
+from elbowroom.ir.costs import Costs
+from elbowroom.ir.plan import Plan
+from elbowroom.ir.trace import Trace
 from elbowroom.planner.absences import Numbers, find_absences
 from elbowroom.planner.fluid import solve_fluid
-from elbowroom.planner.problem import Problem
+from elbowroom.planner.problem import Problem, pose
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,6 +68,15 @@ def find_bound(problem: Problem) -> Bound:
         seconds=max(plain, link, fluid), compute_seconds=plain, link_seconds=link, fluid_seconds=fluid,
         cover_seconds=cover, floor_bytes=floor_bytes,
     )  # fmt: skip
+
+
+def bound_plan(trace: Trace, costs: Costs, plan: Plan, host_bytes: int | None = None) -> float:
+    """Seconds that no plan within the budget of this one can beat; infinite where the budget is below the floor.
+
+    Raises:
+        TraceError: the costs belong to another trace.
+    """
+    return find_bound(pose(trace, costs, plan.budget_bytes, host_bytes=host_bytes)).seconds
 
 
 def _find_waiting(problem: Problem) -> float:

@@ -13,6 +13,7 @@ Source: A. H. Land, A. G. Doig, "An automatic method of solving discrete program
 from __future__ import annotations
 
 import dataclasses
+import heapq
 import math
 from typing import Any
 
@@ -29,7 +30,7 @@ from elbowroom.simulator.segments import ANEW, KEEP, OFFLOAD, RECOMPUTE
 from elbowroom.simulator.sweep import sweep
 from elbowroom.simulator.transit import Sweep
 
-FEW_VECTORS = 1 << 10
+FEW_VECTORS = 1 << 8
 """So many are swept rather than bounded."""
 
 SLACKS = (0.0, 0.5, 2.0)
@@ -40,6 +41,10 @@ CLOSE = 1e-6
 WHOLE, MOVED, DROPPED = range(3)
 KINDS = ((KEEP,), (OFFLOAD,), (RECOMPUTE, ANEW), (RECOMPUTE,), (ANEW,))
 """Choices that are still open to a gap: the linear programme knows three kinds, the last two being one to it."""
+
+
+Branch = dict[int, int]
+"""By gap, which of `KINDS` is left to it; every one, if it is not named."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -88,7 +93,7 @@ class Brancher:
         self._slack = 0.0
 
     def search(self, most_nodes: int) -> Found:
-        """Depth first, the most promising branch of each gap first.
+        """Down to the few vectors of the most promising branch, and again from the branch of the least bound.
 
         Cost: at worst exponential in the gaps; a linear programme or some thousand sweeps a node.
         """
@@ -97,21 +102,22 @@ class Brancher:
         if first is None:
             return self._report(self._seconds, 0)
         model = self._builder.build(first.pivots)
-        pending: list[tuple[float, dict[int, int]]] = [(first.seconds, {})]
+        queue = _Queue()
+        queue.put([(first.seconds, {})])
         nodes = 0
-        while pending and nodes < most_nodes:
-            seconds, fixed = pending.pop()
-            if seconds >= self._seconds * (1 - CLOSE):
-                continue
+        while nodes < most_nodes:
+            branch = queue.take(self._seconds * (1 - CLOSE))
+            if branch is None:
+                break
             nodes += 1
-            lists = self._list_choices(fixed)
+            lists = self._list_choices(branch)
             if math.prod(map(len, lists)) <= FEW_VECTORS:
                 self._sweep(lists)
                 continue
-            found = self._bound(model, fixed)
+            found = self._bound(model, branch)
             if found is not None and found[0] < self._seconds * (1 - CLOSE):
-                pending += self._branch(fixed, *found)
-        return self._report(min([self._seconds, *(seconds for seconds, _ in pending)]), nodes)
+                queue.put(self._branch(branch, *found))
+        return self._report(min(self._seconds, queue.least), nodes)
 
     def _report(self, bound_seconds: float, nodes: int) -> Found:
         return Found(
@@ -119,7 +125,7 @@ class Brancher:
             seconds=self._seconds, bound_seconds=bound_seconds, nodes=nodes,
         )  # fmt: skip
 
-    def _list_choices(self, fixed: dict[int, int]) -> list[list[int]]:
+    def _list_choices(self, fixed: Branch) -> list[list[int]]:
         """What each gap can still be."""
         lists: list[list[int]] = [[KEEP]] * len(self._best)
         for gap in self.gaps:
@@ -143,7 +149,7 @@ class Brancher:
             if seconds < self._seconds:
                 self._seconds, self._slack = float(seconds), slack
 
-    def _bound(self, model: Model, fixed: dict[int, int]) -> tuple[float, Numbers, Numbers] | None:
+    def _bound(self, model: Model, fixed: Branch) -> tuple[float, Numbers, Numbers] | None:
         """Seconds, and the shares of each gap dropped and moved; None if nothing fits."""
         least, most = np.zeros(len(model.most)), model.most.copy()
         for gap, kind in fixed.items():
@@ -162,9 +168,7 @@ class Brancher:
         dropped, moved = (solved.x[model.columns[name] :][: len(self._place)] for name in ("dropped", "moved"))
         return self._problem.plain.step_seconds + max(0.0, extra) * model.unit_seconds, dropped, moved
 
-    def _branch(
-        self, fixed: dict[int, int], seconds: float, dropped: Numbers, moved: Numbers
-    ) -> list[tuple[float, dict[int, int]]]:
+    def _branch(self, fixed: Branch, seconds: float, dropped: Numbers, moved: Numbers) -> list[tuple[float, Branch]]:
         """The branches at one gap, the most promising last: where the programme is least sure, else the largest."""
         left = [gap for gap in self.gaps if gap not in fixed]
         if not left:
@@ -176,6 +180,39 @@ class Brancher:
         gap = left[chosen]
         order = sorted(self._list_kinds(gap), key=lambda kind: (round(float(shares[kind, chosen]), 6), -kind))
         return [(seconds, {**fixed, gap: kind}) for kind in order]
+
+
+class _Queue:
+    """Branches that are still to be looked at, with their bounds in seconds."""
+
+    def __init__(self) -> None:
+        self._heap: list[tuple[float, int, int, Branch]] = []
+        self._next: tuple[float, Branch] | None = None
+        self._count = 0
+
+    @property
+    def least(self) -> float:
+        """The least bound of all; infinite if there is no branch."""
+        return min(self._heap[0][0] if self._heap else math.inf, self._next[0] if self._next else math.inf)
+
+    def put(self, branches: list[tuple[float, Branch]]) -> None:
+        """Add branches, the last of which is to be taken next."""
+        *others, self._next = branches
+        for seconds, branch in others:
+            self._count += 1
+            heapq.heappush(self._heap, (seconds, -len(branch), self._count, branch))
+
+    def take(self, limit: float) -> Branch | None:
+        """The one to be looked at next; None if none has a bound below a limit."""
+        if self._next is not None:
+            seconds, branch = self._next
+            self._next = None
+            if seconds < limit:
+                return branch
+        if not self._heap or self._heap[0][0] >= limit:
+            self._heap.clear()
+            return None
+        return heapq.heappop(self._heap)[3]
 
 
 @compiled

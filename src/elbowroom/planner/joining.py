@@ -5,7 +5,7 @@
 
 A replay brings back what it makes on its way. Here it also makes what is not on its way, where the ops that both need
 cost more than the room is worth: the results of a dense block, say, each a concatenation of all those before it, whose
-parts nothing holds. Which replays are joined: those close to each other in time, while each joining saves time and fits.
+parts nothing holds. Joined are replays close to each other in time, while each joining saves time and fits.
 
 Source: replaying a whole block at its first need is checkpointing as done by hand in memory-efficient DenseNets (G.
 Pleiss, D. Chen, G. Huang, T. Li, L. van der Maaten, K. Q. Weinberger, "Memory-efficient implementation of DenseNets",

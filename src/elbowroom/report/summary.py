@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from elbowroom.ir.costs import Costs
@@ -32,10 +33,11 @@ def summarize(
     *,
     budget_bytes: int,
     journal: Journal,
-    trace: Trace | None,
-    costs: Costs | None,
-    plan: Plan | None,
-    forecast: Forecast | None,
+    trace: Trace | None = None,
+    costs: Costs | None = None,
+    plan: Plan | None = None,
+    forecast: Forecast | None = None,
+    bound_seconds: float = 0.0,
 ) -> str:
     """The report of a room.
 
@@ -43,12 +45,13 @@ def summarize(
         budget_bytes: what the job may hold on its device; 0 if that is not known.
         journal: the steps so far; may be empty.
         trace, costs, plan, forecast: what is known of the step, and decided about it; None where nothing is.
+        bound_seconds: of a step that no plan within the plan's budget can beat; 0 if that is not known.
     """
     lines = [_title(budget_bytes, trace), "", *_describe_steps(journal, plan)]
     plain = Lifetimes(trace).count_plain(costs) if trace is not None and costs is not None else []
     steady = find_steady(journal)
     if steady is not None or forecast is not None:
-        lines += ["", *_compare(budget_bytes, steady, costs, plan, forecast, plain)]
+        lines += ["", *_compare(bound_seconds, steady, costs, plan, forecast, plain)]
     lines += _describe_budget(budget_bytes, journal)
     if trace is not None and costs is not None and forecast is not None and forecast.live_bytes:
         lines += ["", "Bytes on the device over the step, forecast (dots: if everything stayed; line: the budget)", ""]
@@ -89,7 +92,7 @@ def _describe_steps(journal: Journal, plan: Plan | None) -> list[str]:
 
 
 def _compare(
-    budget_bytes: int,
+    bound_seconds: float,
     steady: Steady | None,
     costs: Costs | None,
     plan: Plan | None,
@@ -111,6 +114,9 @@ def _compare(
         ("step", _seconds(plain_seconds), _seconds(0 if forecast is None else forecast.step_seconds),
          _seconds(0 if steady is None else steady.seconds), _describe_timing(steady))
     )  # fmt: skip
+    if forecast is not None and 0 < bound_seconds < math.inf:
+        over = f"the forecast is {forecast.step_seconds / bound_seconds - 1:.1%} over it"
+        rows.append(("no plan can beat", "", _seconds(bound_seconds), "", over))
     if plan is not None and plan.decisions and forecast is not None:
         rows += _compare_moves(steady, plan, forecast)
     # A column in which nothing is known yet is left out.

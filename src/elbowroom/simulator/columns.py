@@ -90,7 +90,6 @@ class Columns(NamedTuple):
     storages: Array
     gap_lists: Array  # gaps of each storage, in order
     claims: Array
-    claims_ended: Array  # claims with gaps, by their ends
     writers: Array  # ops that write to each storage, in order
     ops: Array
     reads: Array
@@ -133,14 +132,12 @@ def make_columns(replay: Replay, gaps: Mapping[tuple[int, int], Gap], plain_byte
         end=[end for _, end in claim_pairs],
         rounded=replay.rounded[claim_storages],
     )
-    with_gaps = np.unique(gap_records["claim"])
     return Columns(
         events=_list_events(replay, ticks, ordered, slot_of),
         gaps=gap_records,
         slots=slots,
         **_list_storages(replay, ordered, claims_start),
         claims=claim_records,
-        claims_ended=with_gaps[np.argsort(claim_records["end"][with_gaps], kind="stable")],
         **_list_ops(replay),
         link=_list_link(replay),
         step_seconds=float(replay.begins[-1]) + replay.costs.overhead_seconds,

@@ -63,7 +63,7 @@ def reload_early(columns: Columns, room: Sweep, budget_bytes: int, leaving: int,
         room.chosen[spot] = gap
         chosen += 1
     for index in range(chosen):
-        fetch(events, gaps, columns.link, moves, room.copies, room.clock, room.chosen[index], event)
+        fetch(events, gaps, columns.link, moves, room.clock, room.chosen[index], event)
 
 
 @compiled

@@ -16,10 +16,11 @@ import numpy as np
 
 from elbowroom.simulator.columns import Array, Columns, make_records
 from elbowroom.simulator.compiled import compiled, inlined
+from elbowroom.simulator.passage import walk
 
 KEEP, OFFLOAD, RECOMPUTE, ANEW, LATE = range(5)
-"""Choices for a gap. The last three drop: RECOMPUTE until the first replay that makes the storage, ANEW until the gap's own
-close, whatever is replayed before, LATE as well, but not before the last replay that reads it."""
+"""Choices for a gap. The last three drop: RECOMPUTE until the first replay that makes the storage, ANEW until the gap's
+own close, whatever is replayed before, LATE as well, but not before the last replay that reads it."""
 
 CHOICES = 5
 
@@ -33,6 +34,7 @@ _MOVE = {
     "state": "i8",
     "release_event": "i8",  # -1: never
     "back_event": "i8",
+    "spilled": "i8",  # its copy is on the disk
     "ready": "f8",  # when its reload is over
     "latest": "f8",  # when its reload must begin, in stretched time
 }
@@ -139,9 +141,9 @@ def add_segment(columns: Columns, target: int, room: Segments) -> bool:
     segment, tick = count.segments, columns.gaps[target].closes
     segments[segment].event = columns.gaps[target].close_event
     segments[segment].ops_start, segments[segment].leaves_start = count.ops, count.leaves
-    if not _recall(room.found, room.memo, room.moves, segments, room.ops, room.leaves, room.tally, target, tick):
-        if not _make(columns, target, room):
-            return False
+    known = _recall(room.found, room.memo, room.moves, segments, room.ops, room.leaves, room.tally, target, tick)
+    if not known and not _make(columns, target, room):
+        return False
     segments[segment + 1].ops_start, segments[segment + 1].leaves_start = count.ops, count.leaves
     count.segments += 1
     return True
@@ -231,7 +233,7 @@ def _make(columns: Columns, target: int, room: Segments) -> bool:
                 size = _note(memo, size, gap)
     found.held = size - found.conditions - found.outputs
     room.segments[segment].saved = saved
-    _walk(columns, ops, segment, room)
+    walk(columns, ops, segment, room)
     for op in ops:
         size = _note(memo, size, op)
     for leaf in leaves:
@@ -252,7 +254,7 @@ def _note(memo: Array, size: int, value: int) -> int:
 
 @compiled
 def _note_conditions(columns: Columns, ops: Array, tick: int, room: Segments, memo: Array) -> int:
-    """Note what the search depended on: all that can differ about the storages that it came across. Returns how many."""
+    """Note what the search depended on: all that can differ about the storages that it met. Returns how many."""
     storages, gaps, moves, marks, size = columns.storages, columns.gaps, room.moves, room.marks, 0
     stamp = room.tally[0].stamp
     for op in ops:
@@ -368,50 +370,3 @@ def _dropped_gap(storages: Array, gap_lists: Array, gaps: Array, moves: Array, s
                 found = gap
             break
     return found
-
-
-@compiled
-def _walk(columns: Columns, ops: Array, segment: int, room: Segments) -> None:
-    """Seconds of a replay, and its peak bytes minus those of the outputs that stay."""
-    marks, stamp, storages = room.marks, room.tally[0].stamp, columns.storages
-    for position in range(len(ops)):
-        op = ops[position]
-        for index in range(columns.ops[op].reads_start, columns.ops[op + 1].reads_start):
-            marks[columns.reads[index].storage].last_use = position
-        for index in range(columns.ops[op].writes_start, columns.ops[op + 1].writes_start):
-            marks[columns.writes[index]].last_use = position
-    live, peak, stays, seconds = 0, 0, 0, 0.0
-    for position in range(len(ops)):
-        op = ops[position]
-        seconds += columns.ops[op].seconds
-        for index in range(columns.ops[op].writes_start, columns.ops[op + 1].writes_start):
-            storage = columns.writes[index]
-            if marks[storage].leaf != stamp and marks[storage].live != stamp:
-                marks[storage].live = stamp
-                live += storages[storage].rounded
-        peak = max(peak, live + columns.ops[op].workspace)
-        for index in range(columns.ops[op].reads_start, columns.ops[op + 1].reads_start):
-            live -= _let_go(columns, columns.reads[index].storage, position, segment, room)
-        for index in range(columns.ops[op].writes_start, columns.ops[op + 1].writes_start):
-            live -= _let_go(columns, columns.writes[index], position, segment, room)
-    for op in ops:
-        for index in range(columns.ops[op].writes_start, columns.ops[op + 1].writes_start):
-            storage = columns.writes[index]
-            if marks[storage].live == stamp:  # only the outputs are left
-                marks[storage].live = 0
-                stays += storages[storage].rounded
-    room.segments[segment].seconds = seconds
-    room.segments[segment].spike = max(0, peak - stays)
-
-
-@compiled
-def _let_go(columns: Columns, storage: int, position: int, segment: int, room: Segments) -> int:
-    """The bytes that an intermediate gives back after its last use; 0 for outputs."""
-    mark = room.marks[storage]
-    if mark.live != room.tally[0].stamp or mark.last_use != position:
-        return 0
-    for index in range(columns.storages[storage].gaps_start, columns.storages[storage + 1].gaps_start):
-        if room.moves[columns.gap_lists[index]].segment == segment:
-            return 0
-    mark.live = 0
-    return int(columns.storages[storage].rounded)

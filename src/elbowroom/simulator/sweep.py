@@ -26,7 +26,6 @@ from elbowroom.simulator.transit import (
     Sweep,
     ensure,
     event_at,
-    forget_copies,
     next_slot,
     send,
     slot_of,
@@ -159,13 +158,10 @@ def _run(columns: Columns, budget_bytes: int, limit: float, room: Sweep) -> bool
     clock.first = clock.fresh = clock.last = clock.leaving = clock.next_reload = 0
     clock.blocked = -1
     clock.host_held = clock.host_peak = clock.disk_held = clock.disk_peak = clock.ended = 0
-    overflows = columns.link[0].overflows
     for event in range(len(events) - 1):
-        if overflows:
-            forget_copies(columns.claims, columns.claims_ended, room.copies, room.clock, events[event].tick)
         gap = events[event].closes
         if gap >= 0 and moves[gap].choice == OFFLOAD:
-            ensure(events, columns.gaps, columns.link, moves, room.copies, room.clock, gap, event)
+            ensure(events, columns.gaps, columns.link, moves, room.clock, gap, event)
         if room.events[event].replay >= 0:
             _replay(columns, room, event)
         gap = events[event].opens
@@ -201,7 +197,7 @@ def _replay(columns: Columns, room: Sweep, event: int) -> None:
         for position in range(columns.storages[leaf].gaps_start, columns.storages[leaf + 1].gaps_start):
             gap = columns.gap_lists[position]
             if moves[gap].choice == OFFLOAD and gaps[gap].opens < tick < gaps[gap].closes:
-                ensure(columns.events, gaps, columns.link, moves, room.copies, room.clock, gap, event)
+                ensure(columns.events, gaps, columns.link, moves, room.clock, gap, event)
     room.clock[0].late += segments[segment].seconds
 
 

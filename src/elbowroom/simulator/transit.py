@@ -19,6 +19,9 @@ _COPY = {
     "done": "f8",  # when it is below; inf: never
     "sent": "i8",  # the slot in which it began; -1
     "spilled": "i8",  # whether it is on the disk
+    "end": "i8",  # of the claim: a tick
+    "rounded": "i8",  # bytes
+    "in_turn": "i8",  # not of this claim: the claim that is in this place by their ends
 }
 _EVENT = {"begin": "f8", "replay": "i8"}  # plain begin and the replays before it; the segment that runs at it (-1)
 _CLOCK = {
@@ -70,7 +73,13 @@ def make_sweep(columns: Columns) -> Sweep:
     gaps, slots = len(columns.gaps), len(columns.slots)
     return Sweep(
         segments=make_segments(columns),
-        copies=make_records(_COPY, len(columns.claims)),
+        copies=make_records(
+            _COPY,
+            len(columns.claims),
+            end=columns.claims["end"],
+            rounded=columns.claims["rounded"],
+            in_turn=np.argsort(columns.claims["end"], kind="stable"),
+        ),
         order=np.zeros(gaps, dtype=np.int64),
         chosen=np.zeros(LOOK_AHEAD, dtype=np.int64),
         pending=np.zeros(gaps, dtype=np.int64),
@@ -114,13 +123,11 @@ def next_slot(events: Array, event: int, slots: int) -> int:
 
 
 @compiled
-def ensure(
-    events: Array, gaps: Array, links: Array, moves: Array, copies: Array, clocks: Array, gap: int, event: int
-) -> None:
+def ensure(events: Array, gaps: Array, links: Array, moves: Array, clocks: Array, gap: int, event: int) -> None:
     """Have a storage on the device at an event, whatever it takes."""
     clock = clocks[0]
     if moves[gap].state == AWAY:
-        fetch(events, gaps, links, moves, copies, clocks, gap, event)
+        fetch(events, gaps, links, moves, clocks, gap, event)
     if moves[gap].state == ARRIVING:
         stall = max(0.0, moves[gap].ready - events[event].begin - clock.late)
         clock.late += stall
@@ -129,14 +136,12 @@ def ensure(
 
 
 @compiled
-def fetch(
-    events: Array, gaps: Array, links: Array, moves: Array, copies: Array, clocks: Array, gap: int, event: int
-) -> None:
+def fetch(events: Array, gaps: Array, links: Array, moves: Array, clocks: Array, gap: int, event: int) -> None:
     """Begin the copy back from the tier below."""
     clock, link = clocks[0], links[0]
     moves[gap].state = ARRIVING
     moves[gap].back_event = event
-    if link.overflows and copies[gaps[gap].claim].spilled:
+    if link.overflows and moves[gap].spilled:
         _read_back(events, gaps, links, moves, clocks, gap, event)
         return
     begin = max(events[event].begin + clock.late, clock.back_free)
@@ -153,27 +158,46 @@ def send(
     event: int,
 ) -> None:  # fmt: skip
     """Begin the copy to the tier below, unless there is one."""
-    clock, link, copy = clocks[0], links[0], copies[gaps[gap].claim]
+    clock, copy = clocks[0], copies[gaps[gap].claim]
     moves[gap].state = PENDING
     pending[clock.last] = gap
     clock.last += 1
-    if copy.sent >= 0:
-        return
-    copy.sent = events[event].at
-    if link.overflows:
-        if clock.host_held + gaps[gap].rounded > link.host_room:
-            copy.spilled = 1
-            copy.done = _write_out(events, gaps, links, clocks, gap, event)
-            return
-        copy.spilled = 0
-        clock.host_held += gaps[gap].rounded
-        clock.host_peak = max(clock.host_peak, clock.host_held)
+    if copy.sent < 0:
+        copy.sent = events[event].at
+        copy.done = _send(events, gaps, links, copies, clocks, gap, event)
+    moves[gap].spilled = copy.spilled
+
+
+@compiled
+def _send(events: Array, gaps: Array, links: Array, copies: Array, clocks: Array, gap: int, event: int) -> float:
+    clock, link = clocks[0], links[0]
+    if link.overflows and not _has_room(gaps, links, copies, clocks, gap, events[event].tick):
+        return _write_out(events, gaps, links, clocks, gap, event)
     begin = max(events[event].begin + clock.late, clock.out_free)
     if link.half_duplex:
         begin = max(begin, clock.back_free)
     clock.out_free = begin + link.out_latency + gaps[gap].nbytes / link.out_rate
-    copy.done = clock.out_free
     clock.late += gaps[gap].nbytes * link.drag
+    return float(clock.out_free)
+
+
+@compiled
+def _has_room(gaps: Array, links: Array, copies: Array, clocks: Array, gap: int, tick: int) -> bool:
+    """Whether the tier below has room for a copy at a tick, which is then taken; the disk always has."""
+    clock, copy = clocks[0], copies[gaps[gap].claim]
+    while clock.ended < len(copies) and copies[copies[clock.ended].in_turn].end <= tick:
+        ended = copies[copies[clock.ended].in_turn]
+        if ended.sent >= 0:
+            if ended.spilled:
+                clock.disk_held -= ended.rounded
+            else:
+                clock.host_held -= ended.rounded
+        clock.ended += 1
+    copy.spilled = clock.host_held + gaps[gap].rounded > links[0].host_room
+    if not copy.spilled:
+        clock.host_held += gaps[gap].rounded
+        clock.host_peak = max(clock.host_peak, clock.host_held)
+    return not copy.spilled
 
 
 @compiled
@@ -218,17 +242,3 @@ def _read_back(events: Array, gaps: Array, links: Array, moves: Array, clocks: A
     moves[gap].ready = clock.back_free
     clock.late += read - now
     clock.stall += read - now
-
-
-@compiled
-def forget_copies(claims: Array, ended: Array, copies: Array, clocks: Array, tick: int) -> None:
-    """Give up the copies whose claims have ended by a tick."""
-    clock = clocks[0]
-    while clock.ended < len(ended) and claims[ended[clock.ended]].end <= tick:
-        claim = ended[clock.ended]
-        if copies[claim].sent >= 0:
-            if copies[claim].spilled:
-                clock.disk_held -= claims[claim].rounded
-            else:
-                clock.host_held -= claims[claim].rounded
-        clock.ended += 1

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
@@ -34,6 +34,9 @@ from elbowroom.ir.forecast import Forecast
 from elbowroom.ir.plan import Choice, Plan
 from elbowroom.units import format_bytes, format_seconds
 
+if TYPE_CHECKING:
+    from elbowroom.planner.bounds import Bound
+
 
 def register(app: typer.Typer) -> None:
     """Put this command into the program."""
@@ -60,6 +63,7 @@ def plan(
     as_json: Json = False,
 ) -> None:
     """Plan one step within a budget, and say what that costs. Exit code 3 if no plan fits."""
+    from elbowroom.planner.bounds import find_bound
     from elbowroom.planner.problem import plan as make_plan
     from elbowroom.planner.problem import pose
     from elbowroom.simulator.replay import simulate
@@ -74,16 +78,18 @@ def plan(
         costs = find_costs(terminal, trace, hardware, costs_file)
         plain = simulate(trace, costs, keep_all(costs, 0))
         budget_bytes = read_budget(budget, plain.peak_bytes)
-        smallest_bytes = pose(trace, costs, budget_bytes).floor.peak_bytes
+        problem = pose(trace, costs, budget_bytes, host_bytes=host_bytes)
         begin = time.perf_counter()
         with terminal.progress(f"planning {trace.name} within {format_bytes(budget_bytes)}"):
             made = make_plan(trace, costs, budget_bytes, strategy=strategy, host_bytes=host_bytes)
+            planning_seconds = time.perf_counter() - begin
+            bound = find_bound(problem)
         outcome = Outcome(
             plan=made,
             plain=plain,
             forecast=simulate(trace, costs, made, host_bytes=host_bytes),
-            smallest_bytes=smallest_bytes,
-            planning_seconds=time.perf_counter() - begin,
+            bound=bound,
+            planning_seconds=planning_seconds,
         )
         written = save(made, output)
         terminal.show_facts(f"{trace.name} within {format_bytes(budget_bytes)} on {costs.profile_name}", outcome.rows())
@@ -100,14 +106,14 @@ class Outcome:
 
     Attributes:
         plain, forecast: without and with the plan.
-        smallest_bytes: the smallest budget that works.
+        bound: what no plan within this budget can beat.
         planning_seconds: how long the strategy took.
     """
 
     plan: Plan
     plain: Forecast
     forecast: Forecast
-    smallest_bytes: int
+    bound: Bound
     planning_seconds: float
 
     def count_choices(self) -> dict[str, int]:
@@ -124,10 +130,11 @@ class Outcome:
         share, waits = forecast.peak_bytes / plain.peak_bytes, format_seconds(forecast.stall_seconds)
         return [
             ("plain peak", format_bytes(plain.peak_bytes), "if everything stays"),
-            ("smallest budget that works", format_bytes(self.smallest_bytes), f"{self.smallest_bytes} bytes"),
+            ("smallest budget that works", format_bytes(self.bound.floor_bytes), f"{self.bound.floor_bytes} bytes"),
             ("forecast peak", format_bytes(forecast.peak_bytes), f"{share:.0%} of plain"),
             ("plain step", format_seconds(plain.step_seconds), ""),
             ("forecast step", format_seconds(forecast.step_seconds), f"{self.slowdown():.3f} times plain"),
+            ("no plan can beat", format_seconds(self.bound.seconds), f"the forecast is {self.gap():.1%} over it"),
             ("offloaded", format_bytes(forecast.offloaded_bytes), 
              f"decided for {_count(choices['offload'], 'gap')} of {_count(len(offloaded), 'storage')}"),
             ("reloaded", format_bytes(forecast.reloaded_bytes), f"{waits} of waiting for moves"),
@@ -141,17 +148,23 @@ class Outcome:
         """The step's time over the plain step's."""
         return self.forecast.step_seconds / self.plain.step_seconds if self.plain.step_seconds else 1.0
 
+    def gap(self) -> float:
+        """How far the step is above the bound, as a share of it."""
+        return self.bound.over(self.forecast.step_seconds)
+
     def fields(self) -> dict[str, Any]:
         """The same for a program."""
         return {
             "strategy": self.plan.strategy,
             "budget_bytes": self.plan.budget_bytes,
-            "smallest_budget_bytes": self.smallest_bytes,
+            "smallest_budget_bytes": self.bound.floor_bytes,
             "plain_peak_bytes": self.plain.peak_bytes,
             "plain_step_seconds": self.plain.step_seconds,
             "forecast_peak_bytes": self.forecast.peak_bytes,
             "forecast_step_seconds": self.forecast.step_seconds,
             "slowdown": self.slowdown(),
+            "bound_step_seconds": self.bound.seconds,
+            "gap": self.gap(),
             "offloaded_bytes": self.forecast.offloaded_bytes,
             "reloaded_bytes": self.forecast.reloaded_bytes,
             "lower_tier_bytes": self.forecast.lower_tier_bytes,

@@ -37,18 +37,23 @@ def render_report(
     as_json: Json = False,
 ) -> None:
     """Report what steps did: forecast beside measured, and with a trace why each block is where it is."""
+    from elbowroom.planner.bounds import bound_plan
     from elbowroom.report.steady import count_modes, find_steady
     from elbowroom.report.summary import summarize
 
     with open_terminal(as_json) as terminal:
         read = [(path, *load_journal(path)) for path in journals]
         trace, costs, plan, forecast = _load_step(terminal, trace_file, plan_file, hardware, costs_file)
+        bound_seconds = 0.0
+        if trace is not None and costs is not None and plan is not None:
+            bound_seconds = bound_plan(trace, costs, plan)
         documents: list[dict[str, Any]] = []
         for path, journal, run_budget_bytes in read:
             budget_bytes = run_budget_bytes or (0 if plan is None else plan.budget_bytes)
             text = summarize(
-                budget_bytes=budget_bytes, journal=journal, trace=trace, costs=costs, plan=plan, forecast=forecast
-            )
+                budget_bytes=budget_bytes, journal=journal, trace=trace, costs=costs, plan=plan, forecast=forecast,
+                bound_seconds=bound_seconds,
+            )  # fmt: skip
             steady = find_steady(journal)
             documents.append(
                 {

@@ -40,6 +40,7 @@ def simulate(
     as_json: Json = False,
 ) -> None:
     """Forecast one step of a trace under a plan: peak, seconds, moves, and why each block is where it is."""
+    from elbowroom.planner.bounds import bound_plan
     from elbowroom.report.summary import summarize
     from elbowroom.simulator.replay import simulate as forecast_step
 
@@ -49,6 +50,7 @@ def simulate(
         check(trace, plan)
         costs = find_costs(terminal, trace, hardware, costs_file)
         forecast = forecast_step(trace, costs, plan, host_bytes=host_bytes, allocator=allocator)
+        bound_seconds = bound_plan(trace, costs, plan, host_bytes)
         terminal.show_text(
             summarize(
                 budget_bytes=plan.budget_bytes,
@@ -57,6 +59,7 @@ def simulate(
                 costs=costs,
                 plan=plan,
                 forecast=forecast,
+                bound_seconds=bound_seconds,
             )
         )
         for line in describe_places(forecast):

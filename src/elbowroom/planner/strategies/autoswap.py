@@ -63,6 +63,11 @@ def make_plan(
 ) -> Plan:
     """The plan of the blocks chosen; the one with the lowest load that this mode reaches, where that is too much.
 
+    Args:
+        score: what blocks are chosen by, as above.
+        mode: whether the step may wait for copies.
+        peaks: whether the search goes on with the next peak when one is under the limit.
+
     Raises:
         UsageError: tuning needs a package that is not installed.
     """

@@ -58,6 +58,11 @@ MOST_REPAIRS = 100
 def make_plan(problem: Problem, *, stages: int = 30, nodes: int = 10, seconds: float = LAST_RESORT_SECONDS) -> Plan:
     """The faster of the program's plan and one that recomputes whole runs; the lowest peak of runs if none fits.
 
+    Args:
+        stages: of the forward pass that the program tells apart.
+        nodes: of the solver's search, after which its best so far is taken.
+        seconds: the same, as the last resort.
+
     Raises:
         UsageError: there are fewer than 3 stages, or no nodes or no seconds.
     """

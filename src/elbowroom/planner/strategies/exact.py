@@ -32,7 +32,7 @@ from elbowroom.planner.problem import Problem
 logger = logging.getLogger(__name__)
 
 
-def make_plan(problem: Problem, *, nodes: int = 300, most_gaps: int = 64) -> Plan:
+def make_plan(problem: Problem, *, nodes: int = 100, most_gaps: int = 64) -> Plan:
     """The fastest plan of all choices within the budget.
 
     Args:

@@ -68,7 +68,12 @@ COPYING = 1e-4
 
 
 def make_plan(problem: Problem, *, steps: int = 40, nodes: int = 20, seconds: float = LAST_RESORT_SECONDS) -> Plan:
-    """The plan of the program's best solution, with so many stretches of time, found within these limits.
+    """The plan of the program's best solution found within these limits.
+
+    Args:
+        steps: stretches of time that the program tells apart.
+        nodes: of the solver's search, after which its best so far is taken.
+        seconds: the same, as the last resort.
 
     Raises:
         UsageError: `steps` is less than 2, or there are no nodes or no seconds.

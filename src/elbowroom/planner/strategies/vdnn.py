@@ -32,7 +32,11 @@ Policy = Literal["none", "conv", "all"]
 
 
 def make_plan(problem: Problem, *, policy: Literal["dyn", "all", "conv"] = "dyn") -> Plan:
-    """The policy's plan; for `dyn` the first that fits, or the one with the lowest peak if none does."""
+    """The policy's plan; for `dyn` the first that fits, or the one with the lowest peak if none does.
+
+    Args:
+        policy: offload the inputs of all layers, of convolutions, or of as few of these kinds as fit.
+    """
     drafter = problem.drafter
     tried: tuple[Policy, ...] = ("none", "conv", "all") if policy == "dyn" else (policy,)
     lowest: tuple[int, Plan] | None = None

@@ -1,0 +1,58 @@
+"""What a replay holds on its way: the compiled twin of `simulator.transients`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from elbowroom.simulator.columns import Array, Columns
+from elbowroom.simulator.compiled import compiled
+
+if TYPE_CHECKING:
+    from elbowroom.simulator.segments import Segments
+
+
+@compiled
+def walk(columns: Columns, ops: Array, segment: int, room: Segments) -> None:
+    """Seconds of a replay, and its peak bytes minus those of the outputs that stay."""
+    marks, stamp, storages = room.marks, room.tally[0].stamp, columns.storages
+    for position in range(len(ops)):
+        op = ops[position]
+        for index in range(columns.ops[op].reads_start, columns.ops[op + 1].reads_start):
+            marks[columns.reads[index].storage].last_use = position
+        for index in range(columns.ops[op].writes_start, columns.ops[op + 1].writes_start):
+            marks[columns.writes[index]].last_use = position
+    live, peak, stays, seconds = 0, 0, 0, 0.0
+    for position in range(len(ops)):
+        op = ops[position]
+        seconds += columns.ops[op].seconds
+        for index in range(columns.ops[op].writes_start, columns.ops[op + 1].writes_start):
+            storage = columns.writes[index]
+            if marks[storage].leaf != stamp and marks[storage].live != stamp:
+                marks[storage].live = stamp
+                live += storages[storage].rounded
+        peak = max(peak, live + columns.ops[op].workspace)
+        for index in range(columns.ops[op].reads_start, columns.ops[op + 1].reads_start):
+            live -= _let_go(columns, columns.reads[index].storage, position, segment, room)
+        for index in range(columns.ops[op].writes_start, columns.ops[op + 1].writes_start):
+            live -= _let_go(columns, columns.writes[index], position, segment, room)
+    for op in ops:
+        for index in range(columns.ops[op].writes_start, columns.ops[op + 1].writes_start):
+            storage = columns.writes[index]
+            if marks[storage].live == stamp:  # only the outputs are left
+                marks[storage].live = 0
+                stays += storages[storage].rounded
+    room.segments[segment].seconds = seconds
+    room.segments[segment].spike = max(0, peak - stays)
+
+
+@compiled
+def _let_go(columns: Columns, storage: int, position: int, segment: int, room: Segments) -> int:
+    """The bytes that an intermediate gives back after its last use; 0 for outputs."""
+    mark = room.marks[storage]
+    if mark.live != room.tally[0].stamp or mark.last_use != position:
+        return 0
+    for index in range(columns.storages[storage].gaps_start, columns.storages[storage + 1].gaps_start):
+        if room.moves[columns.gap_lists[index]].segment == segment:
+            return 0
+    mark.live = 0
+    return int(columns.storages[storage].rounded)
