@@ -300,7 +300,7 @@ def test_an_interrupted_search_returns_the_best_plan_so_far(
     monkeypatch.setattr(exploration, step, interrupt)
     with caplog.at_level(logging.WARNING):
         made = plan(trace, costs, budget_bytes, min_offload_bytes=1)
-    assert asked == [step]
+    assert set(asked) == {step}
     assert "interrupted" in caplog.text
     assert made.strategy == "auto"
     assert simulate(trace, costs, made).peak_bytes <= budget_bytes

@@ -267,7 +267,7 @@ def test_what_comes_before_start_is_another_step(tmp_path: pathlib.Path) -> None
 
 
 def test_zero_and_enormous_sizes(tmp_path: pathlib.Path) -> None:
-    big = 1 << 60
+    big = 1 << 56
     path = write(
         tmp_path, constant("w", 0), call("a", ["w"], {"x": big, "n": 0}, 0), call("b", ["w"], {"y": big}),
         call("c", ["x", "n"], {"z": 0}), release("x", "y", "z", "n"),

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import logging
+import os
+from concurrent.futures import ThreadPoolExecutor
 from typing import Literal
 
 import numpy as np
@@ -31,11 +34,17 @@ ENOUGH = 20_000 if IS_COMPILED else 2_000
 TURNS_A_GAP = 100
 """More sweeps than `ENOUGH` and than so many a gap are not worth it."""
 
-TIGHTER = 0.94
-"""Of the budget, for which the relaxation is solved as well: whole storages and whole transfers need some room."""
+TIGHTER = (1.0, 0.94, 0.88, 0.82)
+"""Of the budget, for which the relaxation is solved: whole storages and whole transfers need some room."""
 
-SLACK = 0.5
-SLACKS = (0.0, 0.5, 2.0)
+EVENTS_RELAXED = 12_000
+"""For longer traces it is solved for the first two alone."""
+
+BOTH = 2
+"""The roundings that walks begin from; all of them are looked at as plans."""
+
+SLACKS = (0.5, 0.0, 2.0)
+"""Reloads begin this many of their own durations before they must."""
 
 HEATS = ((4e-4, 5e-6), (1e-2, 1e-5))
 """Temperatures at the beginning and at the end of a walk, in plain steps."""
@@ -65,48 +74,63 @@ def explore(problem: Problem, strategy: str, moves: Moves = "both", effort: floa
     An interruption (Ctrl-C) ends the search and not the program: what was best so far is returned.
     """
     composer = Composer(problem)
-    columns, room = composer.columns, composer.room
     space, terms = _find_space(composer, problem, moves), _terms(problem)
     starts = _simple_starts(space)
     lowest = min(starts, key=lambda start: _find_excess(composer, start, terms))
-    best = Best(lowest, np.inf)
+    best, plans = Best(lowest, np.inf, SLACKS[0]), list[Plan]()
     if _find_excess(composer, lowest, terms) == 0 or problem.floor.peak_bytes <= problem.budget_bytes:
         try:
-            _search(problem, composer, space, starts, best, moves, effort)
+            found = _search(problem, composer, space, starts, best, moves, effort)
+            plans = [composer.make_plan(choices, strategy, SLACKS[0]) for choices in found]
         except KeyboardInterrupt:
             logger.warning("planning was interrupted: going on with the best plan so far")
-    slack, fastest = 0.0, np.inf
-    for other in SLACKS:
-        if not sweep(columns, best.choices, problem.budget_bytes, other, np.inf, room) or find_excess(terms, room):
-            continue
-        if room.outcome[0].seconds < fastest:
-            slack, fastest = other, float(room.outcome[0].seconds)
-    return join_replays(problem, composer.make_plan(best.choices, strategy, slack))
+    plans = [composer.make_plan(best.choices, strategy, best.slack), *plans]
+    return _choose(problem, [join_replays(problem, plan) for plan in plans])
+
+
+def _choose(problem: Problem, plans: list[Plan]) -> Plan:
+    """The fastest that fits, else the first."""
+    seconds = []
+    for plan in plans:
+        forecast = problem.drafter.replay.run(plan)
+        seconds.append(forecast.step_seconds if problem.fits(forecast) else np.inf)
+    return plans[int(np.argmin(seconds))]
 
 
 def _search(
     problem: Problem, composer: Composer, space: Space, starts: list[Array], best: Best, moves: Moves, effort: float
-) -> None:
+) -> list[Array]:
+    """Improve `best`; returns other choices that may be worth a look as plans."""
     columns, room, terms = composer.columns, composer.room, _terms(problem)
     enough = max(ENOUGH, TURNS_A_GAP * len(space.alike))
     turns = int(effort * min(max(FEWEST_TURNS, WORK // len(columns.events)), enough))
     if CHOICES ** len(space.alike) <= turns:
-        best.seconds = try_all(columns, space, terms, best.choices, room)
-        return
-    fluids = [fluid for fluid in _relax(problem, moves) if fluid is not None]
+        for slack in SLACKS:
+            choices, all_terms = best.choices.copy(), terms._replace(slack=slack)
+            seconds = try_all(columns, space, all_terms, choices, room)
+            if seconds < best.seconds:
+                best.choices, best.seconds, best.slack = choices, seconds, slack
+        return []
+    fluids = _relax(problem, moves, len(columns.events))
     found = [_round(composer, fluid, space) for fluid in fluids] or [best.choices.copy()]
     # A step without compute has no time to measure heat by, but moving everything takes some.
     scale = max(problem.plain.step_seconds, HARDLY * problem.floor.step_seconds)
     prices = float(fluids[0].byte_prices.sum()) if fluids else 0.0
     price = 2 * max(prices, 1e-3 * scale / problem.budget_bytes)
-    share = turns // (len(HEATS) * len(found) + FINISHERS + POLISH)
-    walks = [Walk(start, hot * scale, cold * scale, share, price) for hot, cold in HEATS for start in found]
+    share = turns // (len(HEATS) * len(found[:BOTH]) + FINISHERS + POLISH)
+    walks = [
+        Walk(start, hot * scale, cold * scale, share, price, SLACKS[0]) for hot, cold in HEATS for start in found[:BOTH]
+    ]
     hot, cold = HEATS[0]
-    walks += [Walk(start, cold * scale, cold * scale, 0, price) for start in starts]
+    walks += [Walk(start, cold * scale, cold * scale, 0, price, slack) for start in starts for slack in SLACKS]
     walk_all(columns, space, terms, walks, best)
-    again = Walk(best.choices.copy(), hot * scale, cold * scale, share, price)
-    walk_all(columns, space, terms, [again] * FINISHERS, best)
-    best.seconds = polish(columns, space, terms, best.choices, POLISH * share, room)
+    again = [
+        Walk(best.choices.copy(), hot * scale, cold * scale, share, price, slack)
+        for slack in itertools.islice(itertools.cycle(SLACKS), FINISHERS)
+    ]
+    walk_all(columns, space, terms, again, best)
+    best.seconds = polish(columns, space, terms._replace(slack=best.slack), best.choices, POLISH * share, room)
+    return found
 
 
 def _find_space(composer: Composer, problem: Problem, moves: Moves) -> Space:
@@ -125,13 +149,17 @@ def _find_excess(composer: Composer, choices: Array, terms: Terms) -> int:
     return find_excess(terms, composer.room)
 
 
-def _relax(problem: Problem, moves: Moves) -> list[FluidSolution | None]:
-    tight_bytes = max(int(TIGHTER * problem.budget_bytes), problem.floor.peak_bytes)
-    tighter = dataclasses.replace(problem, budget_bytes=tight_bytes)
-    return [
-        solve_fluid(each, windows=WINDOWS, recompute=moves != "offload", offload=moves != "recompute")
-        for each in (problem, tighter)
-    ]
+def _relax(problem: Problem, moves: Moves, events: int) -> list[FluidSolution]:
+    """Of the budget itself, and of smaller ones, as many as the length of the trace allows."""
+
+    def solve(tighter: float) -> FluidSolution | None:
+        budget_bytes = max(int(tighter * problem.budget_bytes), problem.floor.peak_bytes)
+        each = dataclasses.replace(problem, budget_bytes=budget_bytes)
+        return solve_fluid(each, windows=WINDOWS, recompute=moves != "offload", offload=moves != "recompute")
+
+    count = max(BOTH, EVENTS_RELAXED // events)
+    with ThreadPoolExecutor(max_workers=min(count, os.cpu_count() or 1)) as pool:
+        return [fluid for fluid in pool.map(solve, TIGHTER[:count]) if fluid is not None]
 
 
 def _simple_starts(space: Space) -> list[Array]:
@@ -159,4 +187,4 @@ def _round(composer: Composer, fluid: FluidSolution, space: Space) -> Array:
 
 def _terms(problem: Problem) -> Terms:
     host_bytes = 1 << 62 if problem.host_bytes is None else problem.host_bytes
-    return Terms(budget_bytes=problem.budget_bytes, host_bytes=host_bytes, slack=SLACK)
+    return Terms(budget_bytes=problem.budget_bytes, host_bytes=host_bytes, slack=SLACKS[0])

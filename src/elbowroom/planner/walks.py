@@ -24,10 +24,11 @@ PIECES = 8
 
 @dataclasses.dataclass(slots=True)
 class Best:
-    """The best choices so far, and the seconds of their step; infinite if they do not fit."""
+    """The best choices so far, and the seconds of their step with a slack; infinite if they do not fit."""
 
     choices: Array
     seconds: float
+    slack: float
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -38,6 +39,7 @@ class Walk:
         hot, cold: seconds: temperatures at the beginning and at the end.
         turns: 0: only look at the start.
         price: seconds for every byte that is too much, at the beginning.
+        slack: as for `sweep`.
     """
 
     start: Array
@@ -45,6 +47,7 @@ class Walk:
     cold: float
     turns: int
     price: float
+    slack: float
 
 
 def walk_all(columns: Columns, space: Space, terms: Terms, walks: Sequence[Walk], best: Best) -> None:
@@ -53,11 +56,11 @@ def walk_all(columns: Columns, space: Space, terms: Terms, walks: Sequence[Walk]
     Raises:
         KeyboardInterrupt: after what was found until then is in `best`.
     """
-    found = [Best(best.choices.copy(), np.inf) for _ in walks]
+    found = [Best(best.choices.copy(), np.inf, walk.slack) for walk in walks]
     stop = threading.Event()
     with ThreadPoolExecutor(max_workers=min(len(walks), os.cpu_count() or 1)) as pool:
         going = [
-            pool.submit(_go, columns, space, terms, walk, seed, each, stop)
+            pool.submit(_go, columns, space, terms._replace(slack=walk.slack), walk, seed, each, stop)
             for seed, (walk, each) in enumerate(zip(walks, found, strict=True))
         ]
         try:
@@ -68,7 +71,7 @@ def walk_all(columns: Columns, space: Space, terms: Terms, walks: Sequence[Walk]
             pool.shutdown(cancel_futures=True)
             for each_best in found:
                 if each_best.seconds < best.seconds:
-                    best.choices, best.seconds = each_best.choices, each_best.seconds
+                    best.choices, best.seconds, best.slack = each_best.choices, each_best.seconds, each_best.slack
 
 
 def _go(columns: Columns, space: Space, terms: Terms, walk: Walk, seed: int, best: Best, stop: threading.Event) -> None:
