@@ -41,11 +41,12 @@ lint: $(READY)
 	$(BIN)/lint-imports
 
 # Idle OpenMP threads spin by default, which takes the cores from whoever has work: here they sleep.
-# The tests run, and their summary comes last, whatever lint has found.
+# The tests run, and their summary comes last, whatever lint has found. Files are spread over up to four cores.
+PYTEST := $(BIN)/python -m pytest --numprocesses logical --maxprocesses 4 --dist loadfile
 test: export OMP_WAIT_POLICY ?= passive
 test: $(READY)
 	@failed=0; $(MAKE) --no-print-directory lint || failed=1; \
-	echo "$(BIN)/python -m pytest"; $(BIN)/python -m pytest || failed=1; exit $$failed
+	echo "$(PYTEST)"; $(PYTEST) || failed=1; exit $$failed
 
 format: $(READY)
 	$(BIN)/ruff format .

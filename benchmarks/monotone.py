@@ -89,9 +89,8 @@ def main() -> None:
                 save_results(options.output, results)
             alone, violations = find_reversals(job["plans"]), find_reversals(even_out(job["plans"]))
             state = "" if complete else f", {len(job['plans'])} of {options.budgets} budgets so far"
-            print(
-                f"{model} on {hardware}: {len(violations)} violations ({len(alone)} before evening out) in {time.perf_counter() - begin:.0f} s{state}"
-            )
+            count = f"{len(violations)} violations ({len(alone)} before evening out)"
+            print(f"{model} on {hardware}: {count} in {time.perf_counter() - begin:.0f} s{state}")
             print("".join(f"  {each}\n" for each in violations), end="", flush=True)
             wrong += len(violations) + (not complete)
     if options.check and wrong:

@@ -38,11 +38,14 @@ def step(model, optimizer, rows):
     loss.backward()
     optimizer.step()
     optimizer.zero_grad()
-    return loss.item()
+    return loss
 
 
 profile = elbowroom.load(HardwareProfile, profile)
 step(*make(), 64)
+small = make()
+trace = elbowroom.capture(lambda: step(*small, 65536), *small)
+elbowroom.plan(trace, elbowroom.price(trace, profile), 200 << 20)  # the solver and the compiled loops are libraries too
 torch.manual_seed(4)
 model, optimizer = make()
 with open("/proc/self/status") as status:
@@ -55,7 +58,7 @@ if way == "elbowroom":
     room = elbowroom.fit(model, optimizer, "120MiB", profile=profile, spill_folder=folder, release_pages=True)
 for _ in range(3):
     with room.step() if room is not None else contextlib.nullcontext():
-        loss = step(model, optimizer, 65536)
+        loss = step(model, optimizer, 65536).item()
     print("loss", loss.hex(), flush=True)
 if room is not None:
     print("modes", *(record.mode for record in room.journal().steps))

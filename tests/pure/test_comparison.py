@@ -16,7 +16,7 @@ from elbowroom.ir.costs import Costs
 from elbowroom.ir.trace import Trace
 from elbowroom.planner import comparison
 from elbowroom.planner.batches import MOST_TRIALS, Batches, Trial, try_batches
-from elbowroom.planner.comparison import Attempt, Entry, Outcome, compare, find_fastest, find_front
+from elbowroom.planner.comparison import Attempt, Entry, Outcome, compare, even_out, find_fastest, find_front
 from elbowroom.planner.problem import plan, pose
 from elbowroom.simulator.replay import simulate
 from tests.generators import KIB, example, make_chain, make_costs, make_link, make_residual_net
@@ -143,6 +143,32 @@ def test_the_front_is_what_nothing_beats(found: list[tuple[int | None, float]]) 
     assert (fastest is None) == (not fitting)
     if fastest is not None and fastest.outcome is not None:
         assert fastest.outcome.step_seconds == min(seconds for _, seconds in fitting)
+
+
+@given(found=some.lists(some.tuples(some.none() | some.integers(1, 9), some.floats(1.0, 2.0)), min_size=1, max_size=6))
+def test_evened_out_more_room_is_never_slower(found: list[tuple[int | None, float]]) -> None:
+    """Each outcome fits a budget of its own; another strategy beside them changes nothing, nor is it changed."""
+    entries = [
+        dataclasses.replace(make_entry(peak, seconds), budget_bytes=(peak or 0) + place)
+        for place, (peak, seconds) in enumerate(found)
+    ]
+    other = dataclasses.replace(make_entry(1, 0.5), strategy="other")
+    evened = even_out([*entries, other])
+    assert evened[-1] == other
+    by_budget = sorted(zip(evened, entries, strict=False), key=lambda pair: pair[0].budget_bytes)
+    best, highest = math.inf, 0
+    for after, before in by_budget:
+        assert (after.budget_bytes, after.attempt.planning_seconds) == (
+            before.budget_bytes,
+            before.attempt.planning_seconds,
+        )
+        if after.outcome is None:
+            assert before.outcome is None and best == math.inf
+            continue
+        assert after.outcome.peak_bytes <= after.budget_bytes
+        assert before.outcome is None or after.outcome.step_seconds <= before.outcome.step_seconds
+        assert after.outcome.step_seconds <= best and after.outcome.peak_bytes >= highest
+        best, highest = after.outcome.step_seconds, after.outcome.peak_bytes
 
 
 def test_time_over_no_time() -> None:

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import logging
-import os
-from concurrent.futures import ThreadPoolExecutor
 from typing import Literal
 
 import numpy as np
 
-from elbowroom.ir.plan import Plan
+from elbowroom.ir.plan import Choice, Plan
 from elbowroom.planner.annealing import Space, Terms, find_excess, polish, try_all
 from elbowroom.planner.composer import Composer
+from elbowroom.planner.cores import run_all
+from elbowroom.planner.draft import Option
 from elbowroom.planner.fluid import FluidSolution, solve_fluid
 from elbowroom.planner.joining import join_replays
 from elbowroom.planner.pricing import find_space
@@ -26,15 +27,16 @@ from elbowroom.simulator.sweep import sweep
 
 logger = logging.getLogger(__name__)
 
-WORK = 24_000_000 if IS_COMPILED else 60_000
-"""Events swept in one search: about two seconds. A count and not a time, so that plans repeat."""
+WORK = 24_000_000 if IS_COMPILED else 0
+"""Events swept in one search: about two seconds. A count and not a time, so that plans repeat. Without a compiler that
+would be minutes, so there the best of the roundings must do."""
 
-FEWEST_TURNS = 300
-ENOUGH = 20_000 if IS_COMPILED else 2_000
+FEWEST_TURNS = 300 if IS_COMPILED else 0
+ENOUGH = 20_000
 TURNS_A_GAP = 100
 """More sweeps than `ENOUGH` and than so many a gap are not worth it."""
 
-TIGHTER = (1.0, 0.94, 0.88, 0.82)
+TIGHTER = (1.0, 0.94, 0.88, 0.82) if IS_COMPILED else (1.0, 0.97, 0.94, 0.91, 0.88, 0.85, 0.82, 0.76, 0.7, 0.6)
 """Of the budget, for which the relaxation is solved: whole storages and whole transfers need some room."""
 
 EVENTS_RELAXED = 12_000
@@ -81,11 +83,20 @@ def explore(problem: Problem, strategy: str, moves: Moves = "both", effort: floa
     if _find_excess(composer, lowest, terms) == 0 or problem.floor.peak_bytes <= problem.budget_bytes:
         try:
             found = _search(problem, composer, space, starts, best, moves, effort)
-            plans = [composer.make_plan(choices, strategy, SLACKS[0]) for choices in found]
+            for choices in [best.choices, *found]:
+                plans += _list_plans(problem, composer, choices, strategy)
         except KeyboardInterrupt:
             logger.warning("planning was interrupted: going on with the best plan so far")
     plans = [composer.make_plan(best.choices, strategy, best.slack), *plans]
     return _choose(problem, [join_replays(problem, plan) for plan in plans])
+
+
+def _list_plans(problem: Problem, composer: Composer, choices: Array, strategy: str) -> list[Plan]:
+    """The same choices with moves as soon as there is room, and with moves just in time."""
+    ways = {OFFLOAD: Option(Choice.OFFLOAD), RECOMPUTE: Option(Choice.RECOMPUTE)}
+    draft = {key: ways[min(choice, RECOMPUTE)] for key, choice in zip(composer.keys, choices, strict=True) if choice}
+    drafted = problem.drafter.finish(draft, strategy, problem.budget_bytes)
+    return [composer.make_plan(choices, strategy, SLACKS[0]), *([] if drafted is None else [drafted])]
 
 
 def _choose(problem: Problem, plans: list[Plan]) -> Plan:
@@ -113,6 +124,9 @@ def _search(
         return []
     fluids = _relax(problem, moves, len(columns.events))
     found = [_round(composer, fluid, space) for fluid in fluids] or [best.choices.copy()]
+    if not turns:
+        logger.warning("numba is not installed, so this plan is a rough one: pip install numba")
+        return found
     # A step without compute has no time to measure heat by, but moving everything takes some.
     scale = max(problem.plain.step_seconds, HARDLY * problem.floor.step_seconds)
     prices = float(fluids[0].byte_prices.sum()) if fluids else 0.0
@@ -157,9 +171,9 @@ def _relax(problem: Problem, moves: Moves, events: int) -> list[FluidSolution]:
         each = dataclasses.replace(problem, budget_bytes=budget_bytes)
         return solve_fluid(each, windows=WINDOWS, recompute=moves != "offload", offload=moves != "recompute")
 
-    count = max(BOTH, EVENTS_RELAXED // events)
-    with ThreadPoolExecutor(max_workers=min(count, os.cpu_count() or 1)) as pool:
-        return [fluid for fluid in pool.map(solve, TIGHTER[:count]) if fluid is not None]
+    count = min(len(TIGHTER), max(BOTH, EVENTS_RELAXED // events))
+    solved = run_all([functools.partial(solve, tighter) for tighter in TIGHTER[:count]])
+    return [fluid for fluid in solved if fluid is not None]
 
 
 def _simple_starts(space: Space) -> list[Array]:

@@ -23,7 +23,7 @@ def find_space(columns: Columns, budget_bytes: int, room: Segments) -> Space:
     seconds = price_replays(columns, room)
     allowed = np.ones((len(gaps), CHOICES), dtype=np.bool_)
     allowed[:, RECOMPUTE:] = np.isfinite(seconds)[:, None]
-    looks = [(int(gaps["nbytes"][gap]), float(np.round(seconds[gap], 9))) for gap in matters]
+    looks = [(int(gaps["payload"][gap]), float(np.round(seconds[gap], 9))) for gap in matters]
     order = sorted(range(len(matters)), key=lambda index: (looks[index], int(gaps["opens"][matters[index]])))
     kinds: dict[tuple[int, float], int] = {}
     alike = matters[order]

@@ -7,14 +7,14 @@ own best until all are over.
 from __future__ import annotations
 
 import dataclasses
-import os
+import functools
 import threading
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
 from elbowroom.planner.annealing import Space, Terms, anneal
+from elbowroom.planner.cores import run_all
 from elbowroom.simulator.columns import Array, Columns
 from elbowroom.simulator.transit import make_sweep
 
@@ -56,22 +56,20 @@ def walk_all(columns: Columns, space: Space, terms: Terms, walks: Sequence[Walk]
     Raises:
         KeyboardInterrupt: after what was found until then is in `best`.
     """
-    found = [Best(best.choices.copy(), np.inf, walk.slack) for walk in walks]
+    found = [Best(best.choices, np.inf, walk.slack) for walk in walks]
     stop = threading.Event()
-    with ThreadPoolExecutor(max_workers=min(len(walks), os.cpu_count() or 1)) as pool:
-        going = [
-            pool.submit(_go, columns, space, terms._replace(slack=walk.slack), walk, seed, each, stop)
-            for seed, (walk, each) in enumerate(zip(walks, found, strict=True))
-        ]
-        try:
-            for each in going:
-                each.result()
-        finally:
-            stop.set()
-            pool.shutdown(cancel_futures=True)
-            for each_best in found:
-                if each_best.seconds < best.seconds:
-                    best.choices, best.seconds, best.slack = each_best.choices, each_best.seconds, each_best.slack
+
+    def go(seed: int) -> None:
+        walk = walks[seed]
+        found[seed] = Best(best.choices.copy(), np.inf, walk.slack)
+        _go(columns, space, terms._replace(slack=walk.slack), walk, seed, found[seed], stop)
+
+    try:
+        run_all([functools.partial(go, seed) for seed in range(len(walks))], stop.set)
+    finally:
+        fastest = min(found, key=lambda each: each.seconds)
+        if fastest.seconds < best.seconds:
+            best.choices, best.seconds, best.slack = fastest.choices, fastest.seconds, fastest.slack
 
 
 def _go(columns: Columns, space: Space, terms: Terms, walk: Walk, seed: int, best: Best, stop: threading.Event) -> None:

@@ -36,7 +36,7 @@ _GAP = {
     "closes": "i8",
     "open_event": "i8",
     "close_event": "i8",
-    "nbytes": "i8",
+    "payload": "i8",
     "rounded": "i8",
     "free": "i8",  # slot from which its absence frees anything
     "released": "i8",  # tick at which the program has let go
@@ -180,7 +180,7 @@ def _list_gaps(
         closes=[gap.closes for gap in ordered],
         open_event=np.searchsorted(ticks, [gap.opens for gap in ordered]),
         close_event=np.searchsorted(ticks, [gap.closes for gap in ordered]),
-        nbytes=[home.nbytes for home in homes],
+        payload=[home.nbytes for home in homes],
         rounded=[int(replay.rounded[home.id]) for home in homes],
         free=[slot_of[tick] for tick in frees],
         released=[home.released for home in homes],

@@ -23,9 +23,6 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 IS_COMPILED = numba is not None
 
-prange = range if numba is None else numba.prange
-"""A loop whose turns do not depend on each other."""
-
 
 def compiled(function: Function) -> Function:
     """The function in machine code, made when it is first called."""
@@ -35,11 +32,6 @@ def compiled(function: Function) -> Function:
 def inlined(function: Function) -> Function:
     """As `compiled`, and written out wherever it is called: a call costs 2 ns for each array that is handed on."""
     return _compile(function, inline="always")
-
-
-def compiled_in_parallel(function: Function) -> Function:
-    """As `compiled`, with its `prange` loops on all cores."""
-    return _compile(function, parallel=True)
 
 
 def _compile(function: Function, **options: Any) -> Function:

@@ -26,7 +26,7 @@ def order_reloads(columns: Columns, slack: float, room: Sweep) -> None:
     free = np.inf
     for position in range(count - 1, -1, -1):
         gap = order[position]
-        took = link.back_latency + gaps[gap].nbytes / link.back_rate
+        took = link.back_latency + gaps[gap].payload / link.back_rate
         free = min(free, room.events[event_at(columns.events, moves[gap].wanted)].begin) - took
         moves[gap].latest = free - slack * took
     room.clock[0].reloads = count
@@ -55,7 +55,7 @@ def reload_early(columns: Columns, room: Sweep, budget_bytes: int, leaving: int,
         clock.blocked = _find_block(columns, room, budget_bytes, leaving, event, gap)
         if clock.blocked >= 0:
             break
-        free += columns.link[0].back_latency + gaps[gap].nbytes / columns.link[0].back_rate
+        free += columns.link[0].back_latency + gaps[gap].payload / columns.link[0].back_rate
         spot = chosen  # within one event, moves are carried out in order of storage
         while spot > 0 and gaps[room.chosen[spot - 1]].storage > gaps[gap].storage:
             room.chosen[spot] = room.chosen[spot - 1]

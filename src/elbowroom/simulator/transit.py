@@ -147,9 +147,9 @@ def fetch(events: Array, gaps: Array, links: Array, moves: Array, clocks: Array,
     begin = max(events[event].begin + clock.late, clock.back_free)
     if link.half_duplex:
         begin = max(begin, clock.out_free)
-    clock.back_free = begin + link.back_latency + gaps[gap].nbytes / link.back_rate
+    clock.back_free = begin + link.back_latency + gaps[gap].payload / link.back_rate
     moves[gap].ready = clock.back_free
-    clock.late += gaps[gap].nbytes * link.drag
+    clock.late += gaps[gap].payload * link.drag
 
 
 @compiled
@@ -176,8 +176,8 @@ def _send(events: Array, gaps: Array, links: Array, copies: Array, clocks: Array
     begin = max(events[event].begin + clock.late, clock.out_free)
     if link.half_duplex:
         begin = max(begin, clock.back_free)
-    clock.out_free = begin + link.out_latency + gaps[gap].nbytes / link.out_rate
-    clock.late += gaps[gap].nbytes * link.drag
+    clock.out_free = begin + link.out_latency + gaps[gap].payload / link.out_rate
+    clock.late += gaps[gap].payload * link.drag
     return float(clock.out_free)
 
 
@@ -208,7 +208,7 @@ def _write_out(events: Array, gaps: Array, links: Array, clocks: Array, gap: int
     begin = max(now, clock.out_free)
     if link.half_duplex:
         begin = max(begin, clock.back_free)
-    nbytes = gaps[gap].nbytes
+    nbytes = gaps[gap].payload
     pieces = (nbytes + link.piece - 1) // link.piece
     last_bytes = nbytes - (pieces - 1) * link.piece
     copied = pieces * link.out_latency + nbytes / link.out_rate
@@ -231,7 +231,7 @@ def _read_back(events: Array, gaps: Array, links: Array, moves: Array, clocks: A
     now, lane = events[event].begin + clock.late, clock.back_free
     if link.half_duplex:
         lane = max(lane, clock.out_free)
-    nbytes = gaps[gap].nbytes
+    nbytes = gaps[gap].payload
     pieces = (nbytes + link.piece - 1) // link.piece
     last_bytes = nbytes - (pieces - 1) * link.piece
     copied = pieces * link.back_latency + nbytes / link.back_rate
