@@ -27,7 +27,7 @@ from elbowroom.planner.problem import Problem
 REACH = 6
 """Replays that lie so far apart, counted in replays, are still considered."""
 
-MOST_TRIALS = 40
+MOST_TRIALS = 12
 """Forecasts; each is of several joinings at once, if it can be."""
 
 WORTHWHILE = 1e-6
