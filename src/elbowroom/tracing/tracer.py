@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -69,6 +70,7 @@ class Tracer(TorchDispatchMode):
         self._name, self._device, self._on_write, self._meter = name, device, on_write, meter
         self.own_seconds = 0.0
         self._tick = 0
+        self._lock = threading.Lock()  # several backward passes may run in threads, and no two entries share a tick
         self.pauses = 0
         self._seen: list[_Seen] = []
         self._identities: Identities[_Seen] = Identities(self._died)
@@ -109,7 +111,11 @@ class Tracer(TorchDispatchMode):
         if self._meter is not None:
             self._meter.end_op()
         end = time.perf_counter()
-        self._record(func, args, kwargs, tuple(reads), result, foreign)
+        with self._lock:
+            changed = self._record(func, args, kwargs, tuple(reads), result, foreign)
+        if self._on_write is not None:
+            for tensor in changed:
+                self._on_write(tensor)
         self.own_seconds += time.perf_counter() - end + begin - entered
         return result
 
@@ -121,7 +127,8 @@ class Tracer(TorchDispatchMode):
         reads: tuple[View, ...],
         result: Any,
         foreign: bool,
-    ) -> None:
+    ) -> list[torch.Tensor]:
+        """Write an op down; returns the tensors that were there before and that it has written to."""
         tick = self._tick
         barrier = find_barrier(func, args, kwargs) or ("reads what is on another device" if foreign else "")
         written: list[int] = []
@@ -149,22 +156,24 @@ class Tracer(TorchDispatchMode):
                flops=count_flops(func, args, kwargs, result), barrier=barrier)
         )  # fmt: skip
         self._tick += 1
-        if self._on_write is not None:
-            for tensor in changed:
-                self._on_write(tensor)
+        return changed
 
     # -- what autograd does ---------------------------------------------------------------------------------------
 
     def saved(self, tensor: torch.Tensor) -> int:
         """Autograd puts `tensor` aside. Returns the save's index."""
         seen = self._find(tensor) or self._identify(tensor, Role.INPUT, -1, "input")
-        self._saves.append([self._tick, -1 if seen is None else seen.id, -1])
-        self._tick += 1
-        return len(self._saves) - 1
+        with self._lock:
+            self._saves.append([self._tick, -1 if seen is None else seen.id, -1])
+            self._tick += 1
+            return len(self._saves) - 1
 
     def needed(self, save: int, given: torch.Tensor) -> None:
         """Autograd asks for a save and is `given` this tensor."""
-        self._needs.append([self._tick, save, -1])
+        with self._lock:
+            self._needs.append([self._tick, save, -1])
+            index = len(self._needs) - 1
+            self._tick += 1
         storage = self._get_storage(given)
         if storage is not None:
             if self._lookup(storage) is None and self._saves[save][1] >= 0:
@@ -173,8 +182,7 @@ class Tracer(TorchDispatchMode):
             if open_needs is None:
                 open_needs = []
                 self._open_needs.put(storage, open_needs)
-            open_needs.append(len(self._needs) - 1)
-        self._tick += 1
+            open_needs.append(index)
 
     def save_released(self, save: int) -> None:
         """The graph node lets go of a save."""
