@@ -18,6 +18,7 @@ from elbowroom.planner import exploration, walks
 from elbowroom.planner.annealing import Terms, find_excess, polish, try_all
 from elbowroom.planner.composer import Composer
 from elbowroom.planner.exploration import explore
+from elbowroom.planner.options import find_strategy
 from elbowroom.planner.pricing import find_space
 from elbowroom.planner.problem import Problem, plan, pose
 from elbowroom.simulator.segments import CHOICES, KEEP, OFFLOAD
@@ -74,6 +75,15 @@ def test_an_interruption_at_once_still_gives_a_plan_that_fits(monkeypatch: pytes
 
     monkeypatch.setattr(exploration, "solve_fluid", interrupt)
     assert seconds_of(problem) >= problem.plain.step_seconds
+
+
+@given(job=jobs(), share=some.floats(0, 1))
+def test_never_slower_than_what_it_asks(job: tuple[Trace, Costs], share: float) -> None:
+    problem = pose_at(*job, share)
+    for name in exploration.ASKED:
+        forecast = problem.drafter.replay.run(find_strategy(name)(problem))
+        if problem.fits(forecast):
+            assert seconds_of(problem) <= forecast.step_seconds
 
 
 @given(job=jobs())

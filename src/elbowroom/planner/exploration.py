@@ -17,6 +17,7 @@ from elbowroom.planner.cores import run_all
 from elbowroom.planner.draft import Option
 from elbowroom.planner.fluid import FluidSolution, solve_fluid
 from elbowroom.planner.joining import join_replays
+from elbowroom.planner.options import find_strategy
 from elbowroom.planner.pricing import find_space
 from elbowroom.planner.problem import Problem
 from elbowroom.planner.walks import Best, Walk, walk_all
@@ -27,9 +28,12 @@ from elbowroom.simulator.sweep import sweep
 
 logger = logging.getLogger(__name__)
 
-WORK = 16_000_000 if IS_COMPILED else 0
-"""Events swept in one search: about two seconds. A count and not a time, so that plans repeat. Without a compiler that
+WORK = 14_000_000 if IS_COMPILED else 0
+"""Events swept in one search: about a second. A count and not a time, so that plans repeat. Without a compiler that
 would be minutes, so there the best of the roundings must do."""
+
+REPLAYED = 2
+"""Events' worth of work for an op that is replayed, and for what it reads."""
 
 FEWEST_TURNS = 300 if IS_COMPILED else 0
 ENOUGH = 20_000
@@ -44,6 +48,9 @@ EVENTS_RELAXED = 12_000
 
 BOTH = 2
 """The roundings that walks begin from; all of them are looked at as plans."""
+
+ASKED = ("capuchin",)
+"""Strategies whose plans are begun from, too, where traces are no longer than `EVENTS_RELAXED`."""
 
 JOINED = 4
 """Plans in which replays are joined, the fastest without."""
@@ -68,6 +75,7 @@ WINDOWS = 40
 ROUND_UP = 0.3
 """A larger fraction of a gap counts as all of it."""
 
+AS_CHOICE = {Choice.OFFLOAD: OFFLOAD, Choice.RECOMPUTE: RECOMPUTE}
 
 Moves = Literal["both", "offload", "recompute"]
 """How storages may leave."""
@@ -85,17 +93,18 @@ def explore(problem: Problem, strategy: str, moves: Moves = "both", effort: floa
     best, plans = Best(lowest, np.inf, SLACKS[0]), list[Plan]()
     if _find_excess(composer, lowest, terms) == 0 or problem.floor.peak_bytes <= problem.budget_bytes:
         try:
-            found = _search(problem, composer, space, starts, best, moves, effort)
+            found, plans = _search(problem, composer, space, starts, best, moves, effort)
             for choices in [best.choices, *found]:
                 plans += _list_plans(problem, composer, choices, strategy)
         except KeyboardInterrupt:
             logger.warning("planning was interrupted: going on with the best plan so far")
     plans = [composer.make_plan(best.choices, strategy, best.slack), *plans]
-    return _choose(problem, plans)
+    return dataclasses.replace(_choose(problem, plans), strategy=strategy)
 
 
 def _choose(problem: Problem, plans: list[Plan]) -> Plan:
     """The fastest that fits, the best of them with replays joined; if none does, the first."""
+    plans = list(dict.fromkeys(plans))
     timed = sorted(_time(problem, plans))
     joined = [join_replays(problem, plans[place]) for seconds, place in timed[:JOINED] if seconds < np.inf]
     if not joined:
@@ -119,41 +128,46 @@ def _list_plans(problem: Problem, composer: Composer, choices: Array, strategy: 
 
 def _search(
     problem: Problem, composer: Composer, space: Space, starts: list[Array], best: Best, moves: Moves, effort: float
-) -> list[Array]:
-    """Improve `best`; returns other choices that may be worth a look as plans."""
+) -> tuple[list[Array], list[Plan]]:
+    """Improve `best`; returns choices and plans that may be worth a look, too."""
     columns, room, terms = composer.columns, composer.room, _terms(problem)
-    enough = max(ENOUGH, TURNS_A_GAP * len(space.alike))
-    turns = int(effort * min(max(FEWEST_TURNS, WORK // len(columns.events)), enough))
-    if CHOICES ** len(space.alike) <= turns:
+    is_short = len(columns.events) <= EVENTS_RELAXED
+    asked = [functools.partial(find_strategy(name), problem) for name in ASKED if is_short and moves == "both"]
+    if CHOICES ** len(space.alike) <= _count_turns(space, effort, len(columns.events)):
         for slack in SLACKS:
             choices, all_terms = best.choices.copy(), terms._replace(slack=slack)
             seconds = try_all(columns, space, all_terms, choices, room)
             if seconds < best.seconds:
                 best.choices, best.seconds, best.slack = choices, seconds, slack
-        return []
+        return [], [ask() for ask in asked]
     fluids = _relax(problem, moves, len(columns.events))
     found = [_round(composer, fluid, space) for fluid in fluids] or [best.choices.copy()]
-    if not turns:
+    if not WORK:
         logger.warning("numba is not installed, so this plan is a rough one: pip install numba")
-        return found
+        return found, [ask() for ask in asked]
+    turns = _count_turns(space, effort, _count_work(composer, found[0], terms))
     # A step without compute has no time to measure heat by, but moving everything takes some.
     scale = max(problem.plain.step_seconds, HARDLY * problem.floor.step_seconds)
     prices = float(fluids[0].byte_prices.sum()) if fluids else 0.0
     price = 2 * max(prices, 1e-3 * scale / problem.budget_bytes)
     share = turns // (len(HEATS) * len(found[:BOTH]) + FINISHERS + POLISH)
+    hot, cold = (heat * scale for heat in HEATS[0])
+
+    def look(at: list[Array]) -> list[Walk]:
+        return [Walk(start, cold, cold, 0, price, slack) for start in at for slack in SLACKS]
+
     walks = [
         Walk(start, hot * scale, cold * scale, share, price, SLACKS[0]) for hot, cold in HEATS for start in found[:BOTH]
     ]
-    hot, cold = HEATS[0]
-    walks += [Walk(start, cold * scale, cold * scale, 0, price, slack) for start in starts for slack in SLACKS]
-    walk_all(columns, space, terms, walks, best)
+    plans = walk_all(columns, space, terms, [*walks, *look(starts)], best, beside=asked)
+    walk_all(columns, space, terms, look([_read(composer, plan, space) for plan in plans]), best)
     again = [
-        Walk(best.choices.copy(), hot * scale, cold * scale, share, price, slack)
+        Walk(best.choices.copy(), hot, cold, share, price, slack)
         for slack in itertools.islice(itertools.cycle(SLACKS), FINISHERS)
     ]
     walk_all(columns, space, terms, again, best)
     best.seconds = polish(columns, space, terms._replace(slack=best.slack), best.choices, POLISH * share, room)
-    return found
+    return found, plans
 
 
 def _find_space(composer: Composer, problem: Problem, moves: Moves) -> Space:
@@ -172,6 +186,19 @@ def _find_excess(composer: Composer, choices: Array, terms: Terms) -> int:
     return find_excess(terms, composer.room)
 
 
+def _count_turns(space: Space, effort: float, work: int) -> int:
+    """Sweeps of one search. `work`: of one sweep, in events."""
+    enough = max(ENOUGH, TURNS_A_GAP * len(space.alike))
+    return int(effort * min(max(FEWEST_TURNS, WORK // work), enough))
+
+
+def _count_work(composer: Composer, choices: Array, terms: Terms) -> int:
+    """Of one sweep, in events."""
+    sweep(composer.columns, choices, terms.budget_bytes, terms.slack, np.inf, composer.room)
+    tally = composer.room.segments.tally[0]
+    return len(composer.columns.events) + REPLAYED * int(tally.ops + tally.leaves)
+
+
 def _relax(problem: Problem, moves: Moves, events: int) -> list[FluidSolution]:
     """Of the budget itself, and of smaller ones, as many as the length of the trace allows."""
 
@@ -183,6 +210,13 @@ def _relax(problem: Problem, moves: Moves, events: int) -> list[FluidSolution]:
     count = min(len(TIGHTER), max(BOTH, EVENTS_RELAXED // events))
     solved = run_all([functools.partial(solve, tighter) for tighter in TIGHTER[:count]])
     return [fluid for fluid in solved if fluid is not None]
+
+
+def _read(composer: Composer, plan: Plan, space: Space) -> Array:
+    """The choices of a plan, as far as they are allowed."""
+    made = {(decision.storage, decision.gap): AS_CHOICE[decision.choice] for decision in plan.decisions}
+    choices = np.asarray([made.get(key, KEEP) for key in composer.keys])
+    return np.where(space.allowed[np.arange(len(choices)), choices], choices, KEEP).astype(np.int8)
 
 
 def _simple_starts(space: Space) -> list[Array]:

@@ -27,8 +27,11 @@ from elbowroom.planner.problem import Problem
 REACH = 6
 """Replays that lie so far apart, counted in replays, are still considered."""
 
-MOST_TRIALS = 12
+MOST_TRIALS, FEWEST_TRIALS = 12, 3
 """Forecasts; each is of several joinings at once, if it can be."""
+
+MOST_REPLAYED = 6_000
+"""Ops of all forecasts together, for which there are fewer of long plans."""
 
 WORTHWHILE = 1e-6
 """Of the plain step: what joining two replays must save."""
@@ -50,7 +53,8 @@ def join_replays(problem: Problem, plan: Plan) -> Plan:
         return plan
     barred: set[Group] = set()
     pairs = _Joiner(problem, groups, forecast).find_pairs(barred)
-    for _ in range(MOST_TRIALS):
+    replayed = sum(len(segment.ops) for segment in plan.segments)
+    for _ in range(max(FEWEST_TRIALS, min(MOST_TRIALS, MOST_REPLAYED // max(1, replayed)))):
         if not pairs:
             break
         joined = _join(drafter, groups, pairs)

@@ -9,10 +9,11 @@ from __future__ import annotations
 import dataclasses
 import functools
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from elbowroom.ir.plan import Plan
 from elbowroom.planner.annealing import Space, Terms, anneal
 from elbowroom.planner.cores import run_all
 from elbowroom.simulator.columns import Array, Columns
@@ -50,8 +51,14 @@ class Walk:
     slack: float
 
 
-def walk_all(columns: Columns, space: Space, terms: Terms, walks: Sequence[Walk], best: Best) -> None:
+def walk_all(
+    columns: Columns, space: Space, terms: Terms, walks: Sequence[Walk], best: Best,
+    beside: Sequence[Callable[[], Plan]] = (),
+) -> list[Plan]:  # fmt: skip
     """Go all walks, and set `best` to the best of them and itself.
+
+    Args:
+        beside: what else is to be done meanwhile, by the interpreter, which walks leave idle; returns what it makes.
 
     Raises:
         KeyboardInterrupt: after what was found until then is in `best`.
@@ -65,11 +72,14 @@ def walk_all(columns: Columns, space: Space, terms: Terms, walks: Sequence[Walk]
         _go(columns, space, terms._replace(slack=walk.slack), walk, seed, found[seed], stop)
 
     try:
-        run_all([functools.partial(go, seed) for seed in range(len(walks))], stop.set)
+        tasks: list[Callable[[], Plan | None]] = [*beside]
+        tasks += [functools.partial(go, seed) for seed in range(len(walks))]
+        done = run_all(tasks, stop.set)
     finally:
-        fastest = min(found, key=lambda each: each.seconds)
+        fastest = min(found, key=lambda each: each.seconds, default=best)
         if fastest.seconds < best.seconds:
             best.choices, best.seconds, best.slack = fastest.choices, fastest.seconds, fastest.slack
+    return [each for each in done if each is not None]
 
 
 def _go(columns: Columns, space: Space, terms: Terms, walk: Walk, seed: int, best: Best, stop: threading.Event) -> None:
