@@ -28,12 +28,9 @@ from elbowroom.simulator.sweep import sweep
 
 logger = logging.getLogger(__name__)
 
-WORK = 14_000_000 if IS_COMPILED else 0
+WORK = 11_000_000 if IS_COMPILED else 0
 """Events swept in one search: about a second. A count and not a time, so that plans repeat. Without a compiler that
 would be minutes, so there the best of the roundings must do."""
-
-REPLAYED = 2
-"""Events' worth of work for an op that is replayed, and for what it reads."""
 
 FEWEST_TURNS = 300 if IS_COMPILED else 0
 ENOUGH = 20_000
@@ -133,7 +130,9 @@ def _search(
     columns, room, terms = composer.columns, composer.room, _terms(problem)
     is_short = len(columns.events) <= EVENTS_RELAXED
     asked = [functools.partial(find_strategy(name), problem) for name in ASKED if is_short and moves == "both"]
-    if CHOICES ** len(space.alike) <= _count_turns(space, effort, len(columns.events)):
+    enough = max(ENOUGH, TURNS_A_GAP * len(space.alike))
+    turns = int(effort * min(max(FEWEST_TURNS, WORK // len(columns.events)), enough))
+    if CHOICES ** len(space.alike) <= turns:
         for slack in SLACKS:
             choices, all_terms = best.choices.copy(), terms._replace(slack=slack)
             seconds = try_all(columns, space, all_terms, choices, room)
@@ -145,7 +144,6 @@ def _search(
     if not WORK:
         logger.warning("numba is not installed, so this plan is a rough one: pip install numba")
         return found, [ask() for ask in asked]
-    turns = _count_turns(space, effort, _count_work(composer, found[0], terms))
     # A step without compute has no time to measure heat by, but moving everything takes some.
     scale = max(problem.plain.step_seconds, HARDLY * problem.floor.step_seconds)
     prices = float(fluids[0].byte_prices.sum()) if fluids else 0.0
@@ -184,19 +182,6 @@ def _find_excess(composer: Composer, choices: Array, terms: Terms) -> int:
     if not sweep(composer.columns, choices, terms.budget_bytes, terms.slack, np.inf, composer.room):
         return 1 << 62
     return find_excess(terms, composer.room)
-
-
-def _count_turns(space: Space, effort: float, work: int) -> int:
-    """Sweeps of one search. `work`: of one sweep, in events."""
-    enough = max(ENOUGH, TURNS_A_GAP * len(space.alike))
-    return int(effort * min(max(FEWEST_TURNS, WORK // work), enough))
-
-
-def _count_work(composer: Composer, choices: Array, terms: Terms) -> int:
-    """Of one sweep, in events."""
-    sweep(composer.columns, choices, terms.budget_bytes, terms.slack, np.inf, composer.room)
-    tally = composer.room.segments.tally[0]
-    return len(composer.columns.events) + REPLAYED * int(tally.ops + tally.leaves)
 
 
 def _relax(problem: Problem, moves: Moves, events: int) -> list[FluidSolution]:
