@@ -63,6 +63,9 @@ HARDLY = 0.1
 FINISHERS = 4
 """Walks that go on from the best."""
 
+FAR, MOST_ROUNDS = 1.15, 6
+"""While the best takes more than so many times the bound, walks go on from it again, so many times in all."""
+
 POLISH = 1
 """Walks' worth of turns for single changes in the end."""
 
@@ -159,11 +162,13 @@ def _search(
     ]
     plans = walk_all(columns, space, terms, [*walks, *look(starts)], best, beside=asked)
     walk_all(columns, space, terms, look([_read(composer, plan, space) for plan in plans]), best)
-    again = [
-        Walk(best.choices.copy(), hot, cold, share, price, slack)
-        for slack in itertools.islice(itertools.cycle(SLACKS), FINISHERS)
-    ]
-    walk_all(columns, space, terms, again, best)
+    slacks = list(itertools.islice(itertools.cycle(SLACKS), FINISHERS))
+    bound_seconds = fluids[0].seconds if fluids else np.inf
+    for again in range(MOST_ROUNDS):
+        if again and best.seconds <= FAR * bound_seconds:
+            break
+        walks = [Walk(best.choices.copy(), hot, cold, share, price, slack, again) for slack in slacks]
+        walk_all(columns, space, terms, walks, best)
     best.seconds = polish(columns, space, terms._replace(slack=best.slack), best.choices, POLISH * share, room)
     return found, plans
 

@@ -18,8 +18,8 @@ from elbowroom.planner.draft import Key
 from elbowroom.planner.problem import Problem
 from elbowroom.planner.settlement import Settlement
 from elbowroom.planner.timing import Timetable
+from elbowroom.residency import planned
 from elbowroom.residency.machine import Machine
-from elbowroom.residency.policies import planned
 from elbowroom.simulator.lanes import Lanes
 from elbowroom.simulator.replay import Replay
 

@@ -19,6 +19,9 @@ from elbowroom.planner.cores import run_all
 from elbowroom.simulator.columns import Array, Columns
 from elbowroom.simulator.transit import make_sweep
 
+MOST_WALKS = 100
+"""Side by side."""
+
 PIECES = 8
 """Of every walk, between which an interruption is noticed."""
 
@@ -41,6 +44,7 @@ class Walk:
         turns: 0: only look at the start.
         price: seconds for every byte that is too much, at the beginning.
         slack: as for `sweep`.
+        again: which time walks go on from here; each has other numbers.
     """
 
     start: Array
@@ -49,6 +53,7 @@ class Walk:
     turns: int
     price: float
     slack: float
+    again: int = 0
 
 
 def walk_all(
@@ -92,5 +97,5 @@ def _go(columns: Columns, space: Space, terms: Terms, walk: Walk, seed: int, bes
         heat = walk.hot * cooling**piece
         best.seconds = anneal(
             columns, space, terms, choices, best.choices, heat, heat * cooling, max(1, walk.turns // pieces),
-            PIECES * seed + piece + 1, prices, room,
+            PIECES * (seed + MOST_WALKS * walk.again) + piece + 1, prices, room,
         )  # fmt: skip
