@@ -11,13 +11,17 @@ from elbowroom.units import parse_bytes
 
 PREFIX = "ELBOWROOM_"
 
+MODES = ("auto", "dynamic")
+
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Config:
     """How a room works, apart from its budget.
 
     Attributes:
+        mode: "auto" plans steps that repeat; "dynamic" decides in every step as it goes on.
         strategy: makes the plans.
+        policy: decides where there is no plan.
         spill_folder: where the spill file lies; the system's temporary folder if None.
         host_bytes: the most that may lie below the device: pinned host memory on CUDA, the spill file on a CPU. None
             for as much as there is. What is more goes from pinned memory to the spill file, at the price of the disk;
@@ -30,7 +34,9 @@ class Config:
             allocation.
     """
 
+    mode: str = "auto"
     strategy: str = "auto"
+    policy: str = "delta"
     spill_folder: str | None = None
     host_bytes: int | None = None
     min_offload_bytes: int = 1 << 14
@@ -78,6 +84,8 @@ def _read_value(name: str, value: object) -> object:
         text = os.fspath(value)  # type: ignore[call-overload]
         if not isinstance(text, str) or not text:
             raise ValueError("it takes some text")
+        if name == "mode" and text not in MODES:
+            raise ValueError(f"there are: {', '.join(MODES)}")
         return text
     except (ValueError, KeyError, TypeError) as error:
         raise UsageError(f"{name}={value!r} means nothing: {error}") from error

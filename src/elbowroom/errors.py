@@ -5,6 +5,7 @@
         UnknownMember           no such strategy, policy, format, ...; lists the ones there are
       TraceError (ValueError)   a file or value is not what it claims to be; names the place
       Infeasible                no plan fits; says what would
+      Thrashing                 a step spends its time computing again what it has given up
       TierError                 a place for bytes failed
         TierFull                it has no room left
         TransferFailed          a move did not complete; the source is intact
@@ -83,6 +84,24 @@ class Infeasible(ElbowroomError):
         super().__init__(message)
         self.needed_bytes, self.budget_bytes, self.op, self.in_the_way = needed_bytes, budget_bytes, op, in_the_way
         self.host_bytes, self.needed_host_bytes = host_bytes, needed_host_bytes
+
+
+class Thrashing(ElbowroomError):
+    """A step spends its time computing again what it has given up.
+
+    Attributes:
+        replay_seconds: replays took so long so far.
+        busy_seconds: the step's own ops took so long.
+        budget_bytes: what it was to fit into.
+    """
+
+    def __init__(self, replay_seconds: float, busy_seconds: float, budget_bytes: int) -> None:
+        super().__init__(
+            f"the step has spent {replay_seconds:.1f} s on computing again what it gave up, for {busy_seconds:.1f} s "
+            f"of its own: {format_bytes(budget_bytes)} ({budget_bytes} bytes) are too few for it to get on. Give it "
+            f'more, or choose policy="lru", which only moves.'
+        )
+        self.replay_seconds, self.busy_seconds, self.budget_bytes = replay_seconds, busy_seconds, budget_bytes
 
 
 class TierError(ElbowroomError):

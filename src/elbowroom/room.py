@@ -18,6 +18,7 @@ from elbowroom.cost.price import correct, price
 from elbowroom.errors import TraceError, UsageError
 from elbowroom.hardware.memory import cut_blocks_to_size, trim_allocator, tune_allocator
 from elbowroom.hardware.probe import probe
+from elbowroom.hooks.estimates import Estimates
 from elbowroom.hooks.identity import Identities
 from elbowroom.hooks.mark import is_marked, mark, unmark
 from elbowroom.hooks.meter import Meter, make_meter
@@ -29,9 +30,12 @@ from elbowroom.ir.journal import Journal, Mode, StepRecord
 from elbowroom.ir.plan import Plan
 from elbowroom.ir.trace import Role, Trace
 from elbowroom.planner.bounds import bound_plan
+from elbowroom.planner.plain import EVERYTHING_FITS, keep_all_if_it_fits
 from elbowroom.planner.problem import plan as make_plan
 from elbowroom.report.summary import summarize
 from elbowroom.runtime.engine import Engine
+from elbowroom.runtime.logbook import Logbook
+from elbowroom.runtime.online_engine import OnlineEngine
 from elbowroom.runtime.open import open_transfers
 from elbowroom.simulator.replay import simulate
 from elbowroom.tracing.fake import capture_fake
@@ -41,9 +45,6 @@ from elbowroom.tracing.tracer import telling_gradients
 
 logger = logging.getLogger(__name__)
 
-RECORDS_KEPT = 1000
-"""Of a long run, how many of the latest steps the journal keeps, beside the first ones."""
-
 DRIFTS_BEFORE_RECAPTURE = 2
 """One odd step (the last batch of an epoch) is no reason to plan anew; two in a row are."""
 
@@ -52,9 +53,6 @@ STEPS_THAT_SET_THE_PACE = 5
 
 MOST_STEPS_BETWEEN_CAPTURES = 64
 """Where steps cannot be planned, how long at most until the next one is captured to see whether that has changed."""
-
-EVERYTHING_FITS = "nothing to do"
-"""The name of the empty plan that is carried out by not attaching anything."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -94,12 +92,11 @@ class Room:
         self._name = type(model).__name__
         self._profile = profile
         self._detached = True  # until there is something to detach
-        self._first_records: list[StepRecord] = []
-        self._records: list[StepRecord] = []
-        self._count = 0
+        self._logbook = Logbook()
         self._captures = self._drifts = self._measured_steps = 0
         self._busy_seconds: list[float] = []  # of the steps that followed the present plan
         self._engine: Engine | None = None
+        self._estimates: Estimates | None = None
         self._inside = self._measured = self._metered = self._blind = self._has_refused = False
         self._futile_captures = self._next_capture = 0
         self._transfers = open_transfers(device, config.spill_folder, config.host_bytes)
@@ -135,6 +132,8 @@ class Room:
         try:
             if self.planned is not None and self.planned.plan.strategy == EVERYTHING_FITS:
                 yield from self._run_plain(self.planned)
+            elif self.config.mode == "dynamic":
+                yield from self._run_dynamic()
             elif self.planned is not None and self._drifts < (DRIFTS_BEFORE_RECAPTURE if self._measured else 1):
                 yield from self._run_planned(self.planned)
             else:
@@ -144,7 +143,7 @@ class Room:
 
     def journal(self) -> Journal:
         """What was measured so far."""
-        return Journal(steps=(*self._first_records, *self._records))
+        return self._logbook.journal()
 
     def report(self) -> str:
         """Forecast beside what was measured, and why each block is where it is, as text."""
@@ -205,8 +204,14 @@ class Room:
         elif not engine.drift:
             self._keep_pace(planned, record)
 
+    def _run_dynamic(self) -> Iterator[None]:
+        meter = make_meter(self._device) if self._is_metered() else None
+        engine = self._make_online_engine()
+        seconds = yield from self._run(engine, meter, None)
+        self._record(Mode.DYNAMIC, seconds, engine, meter, "")
+
     def _run_capacity_first(self) -> Iterator[None]:
-        meter = make_meter(self._device) if self._count >= self._next_capture else None
+        meter = make_meter(self._device) if self._logbook.count >= self._next_capture else None
         capture = None if meter is None else self._make_capture(meter)
         engine = self._make_engine(None, capture)
         seconds = yield from self._run(engine, meter, capture)
@@ -223,8 +228,8 @@ class Room:
     def _put_off_capture(self, why: str) -> None:
         """A step that cannot be planned has been captured: later ones may differ, but not all of them pay for that."""
         if not self._futile_captures:
-            logger.warning("step %d: %s", self._count - 1, why)
-        self._next_capture = self._count - 1 + min(2**self._futile_captures, MOST_STEPS_BETWEEN_CAPTURES)
+            logger.warning("step %d: %s", self._logbook.count - 1, why)
+        self._next_capture = self._logbook.count - 1 + min(2**self._futile_captures, MOST_STEPS_BETWEEN_CAPTURES)
         self._futile_captures += 1
 
     def _run(
@@ -255,16 +260,22 @@ class Room:
         return LiveCapture(self._name, self._device, self._model, self._optimizers, meter, written)
 
     def _make_engine(self, planned: Planned | None, capture: LiveCapture | None) -> Engine:
+        trace, plan = (None, None) if planned is None else (planned.trace, planned.plan)
+        spare_bytes = None if planned is None else self.budget_bytes - planned.forecast.peak_bytes
         return Engine(
-            self._transfers,
-            self._device,
-            self._list_staying,
-            self.config.min_offload_bytes,
-            trace=None if planned is None else planned.trace,
-            plan=None if planned is None else planned.plan,
-            spare_bytes=None if planned is None else self.budget_bytes - planned.forecast.peak_bytes,
-            observer=None if capture is None else capture.tracer,
-        )
+            self._transfers, self._device, self._list_staying, self.config.min_offload_bytes, trace=trace, plan=plan,
+            spare_bytes=spare_bytes, observer=None if capture is None else capture.tracer,
+        )  # fmt: skip
+
+    def _make_online_engine(self) -> OnlineEngine:
+        profile = self._find_profile()
+        self._estimates = self._estimates or Estimates(profile.alignment_bytes)
+        there = [tensor for tensor, _, _ in list_residents(self._model, self._optimizers)]
+        return OnlineEngine(
+            self._transfers, self._device, self._list_staying, self.config.min_offload_bytes,
+            budget_bytes=self.budget_bytes, policy=self.config.policy, estimates=self._estimates, profile=profile,
+            residents=there,
+        )  # fmt: skip
 
     def _list_staying(self) -> Identities[bool]:
         """The storages that outlive the step; of those that die all the same, the addresses mean nothing."""
@@ -290,14 +301,13 @@ class Room:
 
     def _is_metered(self) -> bool:
         every = self.config.meter_every
-        planned_steps = sum(record.mode is Mode.PLANNED for record in self._first_records)
         # One in so many, and the one before it, without which it might be blind to what it frees.
-        return every > 0 and (planned_steps < 2 or (self._count + 1) % every < 2)
+        return every > 0 and (self._logbook.planned_steps < 2 or (self._logbook.count + 1) % every < 2)
 
     def _record(self, mode: Mode, seconds: float, engine: Engine | None, meter: Meter | None, note: str) -> StepRecord:
         transfers = self._transfers
         record = StepRecord(
-            step=self._count,
+            step=self._logbook.count,
             mode=mode,
             seconds=seconds,
             stall_seconds=transfers.stall_seconds,
@@ -315,12 +325,8 @@ class Room:
         if engine is not None and engine.refusal and not self._has_refused:
             self._has_refused = True
             logger.warning("what should leave the device stays there, as far as there is room: %s", engine.refusal)
-        self._count += 1
         self._metered = meter is not None
-        kept = self._first_records if len(self._first_records) < RECORDS_KEPT else self._records
-        kept.append(record)
-        if len(self._records) > RECORDS_KEPT:
-            del self._records[0]
+        self._logbook.add(record)
         return record
 
     # -- planning -------------------------------------------------------------------------------------------------
@@ -370,10 +376,13 @@ class Room:
         forecast = simulate(planned.trace, costs, planned.plan, host_bytes=self.config.host_bytes)
         self.planned = dataclasses.replace(planned, costs=costs, forecast=forecast)
 
-    def _decide(self, trace: Trace, trace_digest: str, measurements: Measurements | None) -> None:
+    def _find_profile(self) -> HardwareProfile:
         if self._profile is None:
             self._profile = probe(str(self._device), spill_folder=self.config.spill_folder)
-        costs = price(trace, self._profile, measurements, trace_digest=trace_digest)
+        return self._profile
+
+    def _decide(self, trace: Trace, trace_digest: str, measurements: Measurements | None) -> None:
+        costs = price(trace, self._find_profile(), measurements, trace_digest=trace_digest)
         plan = None
         if self.config.strategy == "auto":
             plan = keep_all_if_it_fits(trace, costs, self.budget_bytes)
@@ -390,11 +399,3 @@ class Room:
             "%s: forecast peak %d of %d bytes, %d decisions by %s",
             trace.name, self.planned.forecast.peak_bytes, self.budget_bytes, len(plan.decisions), plan.strategy
         )  # fmt: skip
-
-
-def keep_all_if_it_fits(trace: Trace, costs: Costs, budget_bytes: int) -> Plan | None:
-    """The empty plan, where nothing has to be done at all."""
-    plan = Plan(
-        trace_digest=costs.trace_digest, strategy=EVERYTHING_FITS, budget_bytes=budget_bytes, decisions=(), segments=()
-    )
-    return plan if simulate(trace, costs, plan).peak_bytes <= budget_bytes else None

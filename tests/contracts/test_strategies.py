@@ -12,8 +12,8 @@ from elbowroom.ir.costs import Costs
 from elbowroom.ir.plan import Plan
 from elbowroom.ir.trace import Trace
 from elbowroom.planner.problem import list_strategies, plan
+from elbowroom.residency import planned
 from elbowroom.residency.machine import Machine
-from elbowroom.residency.policies import planned
 from elbowroom.simulator.replay import simulate
 from tests.generators import jobs, keep_everything
 from tests.oracles import follow

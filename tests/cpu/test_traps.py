@@ -32,18 +32,31 @@ import elbowroom.room
 import elbowroom.runtime.transfers
 from elbowroom.errors import TierFull, TransferFailed, UsageError
 from elbowroom.hooks.settings import read_settings
+from elbowroom.ir.events import PressureRaised
 from elbowroom.ir.hardware import HardwareProfile
 from elbowroom.ir.journal import Mode
 from elbowroom.planner.problem import pose
 from elbowroom.room import Room
+from elbowroom.runtime.online_engine import OnlineEngine
 
 STEPS = 7
-WAYS = ("capture", "unplanned", "offload_all", "recompute_all", "smallest")
+WAYS = ("capture", "unplanned", "offload_all", "recompute_all", "smallest", "pressed")
 HUGE = 1 << 40
+
+MODES = {"capture": Mode.CAPTURE, "unplanned": Mode.UNPLANNED, "pressed": Mode.DYNAMIC}
+"""Of the ways that plan nothing."""
 
 Optimizers = torch.optim.Optimizer | list[torch.optim.Optimizer]
 Step = Callable[[int], Any]
 Made = tuple[nn.Module, Optimizers, Step]
+
+
+def let_everything_go(engine: OnlineEngine, nbytes: int, func: Any) -> None:
+    """Before every op all that may leave leaves, in the way that the policy likes, whatever room there is."""
+    with engine._lock:
+        engine._drain()
+        engine._carry_out(engine._machine.feed(PressureRaised(HUGE, 0)))
+    engine.account.reserved_bytes += nbytes
 
 
 class Runner:
@@ -54,10 +67,14 @@ class Runner:
         if way.endswith("_all"):
             # A budget that everything fits is the only one at which both strategies always have a plan.
             monkeypatch.setattr(elbowroom.room, "keep_all_if_it_fits", lambda *_: None)
+        elif way == "pressed":
+            monkeypatch.setattr(OnlineEngine, "take_room", let_everything_go)
         self._budget = HUGE
 
     def fit(self, model: nn.Module, optimizers: Optimizers, **options: Any) -> Room:
         options = {"min_offload_bytes": 1, "meter_every": 1, "profile": self.profile} | options
+        if self.way == "pressed":
+            options |= {"mode": "dynamic", "policy": "dtr"}
         strategy = self.way if self.way.endswith("_all") else "auto"
         settling = 10**6 if self.way == "capture" else 3
         room = elbowroom.fit(model, optimizers, self._budget, strategy=strategy, settling_steps=settling, **options)
@@ -94,7 +111,7 @@ class Runner:
         records = room.journal().steps
         assert sum(record.offloaded_bytes + record.recomputed for record in records) > 0, "nothing was moved"
         if not drifts:
-            wanted = {"capture": Mode.CAPTURE, "unplanned": Mode.UNPLANNED}.get(self.way, Mode.PLANNED)
+            wanted = MODES.get(self.way, Mode.PLANNED)
             if self.way == "smallest" and room.planned is not None and not room.planned.plan.decisions:
                 wanted = Mode.PLAIN  # its peak lies where nothing can leave: the smallest budget is the plain peak
             assert {record.mode for record in records[settles:]} == {wanted}, [(r.mode, r.note) for r in records]
@@ -1297,8 +1314,7 @@ def test_an_exception_inside_the_step(
         assert_same(copy_values(expected), copy_values(run(room, made)))
         gc.collect()
         assert room._transfers._copies == 0  # type: ignore[attr-defined]
-        wanted = {"capture": Mode.CAPTURE, "unplanned": Mode.UNPLANNED}.get(runner.way, Mode.PLANNED)
-        assert room.journal().steps[-1].mode is wanted
+        assert room.journal().steps[-1].mode is MODES.get(runner.way, Mode.PLANNED)
 
 
 @pytest.mark.parametrize("at", range(5))

@@ -16,8 +16,8 @@ from elbowroom.ir.costs import Costs
 from elbowroom.ir.plan import Choice, Decision, Plan, Segment
 from elbowroom.ir.trace import Role, Trace, find_gaps
 from elbowroom.planner.problem import plan, pose
+from elbowroom.residency import planned
 from elbowroom.residency.machine import Machine
-from elbowroom.residency.policies import planned
 from elbowroom.simulator.replay import simulate
 from tests.generators import KIB, Program, example, jobs, keep_everything, make_chain, make_costs, traces
 from tests.oracles import follow

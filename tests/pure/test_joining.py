@@ -16,8 +16,8 @@ from elbowroom.planner.bounds import find_bound
 from elbowroom.planner.draft import Draft, Option
 from elbowroom.planner.joining import join_replays
 from elbowroom.planner.problem import Problem, pose
+from elbowroom.residency import planned
 from elbowroom.residency.machine import Machine
-from elbowroom.residency.policies import planned
 from tests.generators import KIB, Program, jobs, make_costs, make_link
 from tests.oracles import follow
 

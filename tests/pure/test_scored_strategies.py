@@ -33,8 +33,8 @@ from elbowroom.planner.settlement import Settlement, settle
 from elbowroom.planner.stopping import Limits
 from elbowroom.planner.strategies import checkmate
 from elbowroom.planner.timing import Timetable, list_moments
+from elbowroom.residency import planned
 from elbowroom.residency.machine import Machine
-from elbowroom.residency.policies import planned
 from elbowroom.simulator.replay import simulate
 from tests.generators import (
     KIB,

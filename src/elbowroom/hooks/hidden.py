@@ -29,7 +29,11 @@ class Paused:
     __slots__ = ("_watchers",)
 
     def __init__(self, watchers: Sequence[Pausable]) -> None:
-        self._watchers = watchers
+        self._watchers = list(watchers)
+
+    def watch(self, watchers: Sequence[Pausable]) -> None:
+        """Pause these, too."""
+        self._watchers += watchers
 
     def __enter__(self) -> None:
         for watcher in self._watchers:

@@ -29,4 +29,21 @@ class StorageFreed:
     tick: int
 
 
-Event = StorageSaved | StorageNeeded | StorageFreed
+@dataclasses.dataclass(frozen=True, slots=True)
+class StorageRestored:
+    """A storage is on the device again for the sake of another one, which is computed from it."""
+
+    storage: int
+    tick: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class PressureRaised:
+    """What comes next needs more room than there is, by so many bytes. `storage` is that of none, -1."""
+
+    nbytes: int
+    tick: int
+    storage: int = -1
+
+
+Event = StorageSaved | StorageNeeded | StorageFreed | StorageRestored | PressureRaised

@@ -13,6 +13,7 @@ class Mode(enum.StrEnum):
     PLANNED = "planned"
     PLAIN = "plain"  # everything fits: nothing of ours is attached
     UNPLANNED = "unplanned"  # capacity-first, because no plan applies
+    DYNAMIC = "dynamic"  # decided on as it went
     DRIFTED = "drifted"  # began planned, left its trace, finished capacity-first
 
 

@@ -22,7 +22,7 @@ from typing import Protocol
 
 from elbowroom.errors import InternalError
 from elbowroom.ir.actions import Action, Offload, Recompute, Release, Reload, Wait
-from elbowroom.ir.events import Event, StorageNeeded, StorageSaved
+from elbowroom.ir.events import Event, PressureRaised, StorageNeeded, StorageRestored, StorageSaved
 from elbowroom.ir.plan import Segment
 
 
@@ -68,7 +68,7 @@ class Machine:
 
     Args:
         policy: decides what leaves and what comes back early.
-        segments: how dropped storages can be computed again.
+        segments: how dropped storages can be computed again; a list may grow while the step goes on.
     """
 
     def __init__(self, policy: Policy, segments: Sequence[Segment] = ()) -> None:
@@ -106,8 +106,10 @@ class Machine:
             if storage not in self._records:
                 self._records[storage] = _Record()
         elif isinstance(event, StorageNeeded):
-            self._ensure(storage, actions)
-        else:
+            for restored in self._ensure(storage, actions):
+                if restored != storage:
+                    self.policy.decide(StorageRestored(restored, event.tick))
+        elif not isinstance(event, PressureRaised):
             self._free(storage, actions)
         for intent in self.policy.decide(event):
             self._intend(intent, actions)
@@ -176,29 +178,41 @@ class Machine:
             return  # its copy failed, or was never begun: it stays
         actions.append(Release(intent.storage))
 
-    def _ensure(self, storage: int, actions: list[Action]) -> None:
-        record = self._records.get(storage)
-        if record is None:
-            return  # a leaf that the program holds, not autograd
-        if record.state is State.AWAY:
-            actions.append(Reload(storage))
-            record.state = State.ARRIVING
-        if record.state is State.ARRIVING:
+    def _ensure(self, storage: int, actions: list[Action]) -> list[int]:
+        """Bring a storage to the device, and first what it is computed from; returns all that were not there.
+
+        Not recursive: what is computed from what was dropped may be a long chain.
+        """
+        restored: list[int] = []
+        stack = [(storage, False)]
+        while stack:
+            storage, is_ready = stack.pop()
+            record = self._records.get(storage)
+            if record is None or record.state in (State.RESIDENT, State.LEAVING):
+                continue  # there, or a leaf that the program holds and not autograd
+            if record.state is State.DROPPED and not is_ready:
+                stack.append((storage, True))
+                stack += [(leaf, False) for leaf in reversed(self._segments[record.segment].leaves)]
+                continue
+            if record.state is State.DROPPED:
+                outputs = self._replay(record.segment, actions)
+                restored += outputs
+                if storage not in outputs:
+                    raise InternalError(f"segment {record.segment} does not bring storage {storage} back")
+                continue
+            if record.state is State.AWAY:
+                actions.append(Reload(storage))
             actions.append(Wait(storage))
             record.state = State.RESIDENT
-        elif record.state is State.DROPPED:
-            self._replay(record.segment, actions)
-            if self.state(storage) is not State.RESIDENT:
-                raise InternalError(f"segment {record.segment} does not bring storage {storage} back")
+            restored.append(storage)
+        return restored
 
-    def _replay(self, index: int, actions: list[Action]) -> None:
-        segment = self._segments[index]
-        for leaf in segment.leaves:
-            self._ensure(leaf, actions)
+    def _replay(self, index: int, actions: list[Action]) -> list[int]:
         outputs = []
-        for output in segment.outputs:
+        for output in self._segments[index].outputs:
             record = self._records.get(output)
             if record is not None and record.state is State.DROPPED and record.segment == index:
                 record.state = State.RESIDENT
                 outputs.append(output)
         actions.append(Recompute(index, tuple(outputs)))
+        return outputs

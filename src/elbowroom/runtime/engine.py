@@ -12,21 +12,21 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
 import torch
 
 from elbowroom.errors import InternalError, TierError
-from elbowroom.hooks.hidden import Below, Hidden, Pausable, Paused
+from elbowroom.hooks.hidden import Below, Hidden, Paused
 from elbowroom.hooks.identity import Identities, get_any_storage, get_plain_storage
 from elbowroom.ir.actions import Action, Offload, Recompute, Release, Reload
 from elbowroom.ir.events import StorageFreed, StorageNeeded, StorageSaved
 from elbowroom.ir.plan import Plan
 from elbowroom.ir.trace import Trace
+from elbowroom.residency import capacity_first, planned
 from elbowroom.residency.machine import Machine, State
-from elbowroom.residency.policies import capacity_first, planned
-from elbowroom.runtime.follower import Follower
-from elbowroom.runtime.recorder import Recorder, check_version, replay
+from elbowroom.runtime.calls import Recording, check_version, replay
+from elbowroom.runtime.follower import Follower, Observer
+from elbowroom.runtime.recorder import Recorder
 from elbowroom.runtime.residence import Handle, Residence, SavedView
 from elbowroom.runtime.transfers import Transfers
 from elbowroom.runtime.watcher import Watcher
@@ -35,14 +35,6 @@ logger = logging.getLogger(__name__)
 
 NO_STORAGE = -1
 """Of a tensor that is no plain block of bytes: nothing moves it, but what is planned for its tick happens then."""
-
-
-class Observer(Pausable, Protocol):
-    """Told what autograd does, while a step is being captured."""
-
-    def saved(self, tensor: torch.Tensor) -> int: ...
-    def needed(self, save: int, given: torch.Tensor) -> None: ...
-    def save_released(self, save: int) -> None: ...
 
 
 class Engine:
@@ -327,10 +319,13 @@ class Engine:
         recording = recorder.make_recording(plan.segments[segment].ops, residence)
         if not recording.calls or any(leaf.id < 0 or not leaf.views for leaf in recording.leaves):
             return False
+        self._hold_recording(residence, recording)
+        return True
+
+    def _hold_recording(self, residence: Residence, recording: Recording) -> None:
         residence.recording = recording
         for read in (*recording.leaves, *recording.sources):
             read.readers.add(residence)
-        return True
 
     def _forget_recording(self, residence: Residence) -> None:
         recording, residence.recording = residence.recording, None
@@ -354,11 +349,14 @@ class Engine:
 
     def about_to_write(self, tensor: torch.Tensor) -> None:
         """An op will write to a tensor. What is to be computed from its present contents is computed now."""
-        storage = get_any_storage(tensor)
-        residence = None if storage is None else self._identities.find(storage)
+        residence = self._find_written(tensor)
         if residence is not None and residence.readers:
             with self._lock:
                 self._follower.stop("an op writes to what a replay would read")
+
+    def _find_written(self, tensor: torch.Tensor) -> Residence | None:
+        storage = get_any_storage(tensor)
+        return None if storage is None else self._identities.find(storage)
 
     def finish(self) -> None:
         """The step is over, and nobody watches writes from now on: no graph that lives on may rest on a replay."""

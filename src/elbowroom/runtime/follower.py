@@ -3,9 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Protocol
 
+import torch
+
+from elbowroom.hooks.hidden import Pausable
 from elbowroom.ir.trace import Trace
 from elbowroom.runtime.residence import Residence
+
+
+class Observer(Pausable, Protocol):
+    """Told what autograd does, while a step is being captured."""
+
+    def saved(self, tensor: torch.Tensor) -> int: ...
+    def needed(self, save: int, given: torch.Tensor) -> None: ...
+    def save_released(self, save: int) -> None: ...
 
 
 class Follower:

@@ -8,9 +8,14 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 if TYPE_CHECKING:
+    from elbowroom.runtime.calls import Recording
     from elbowroom.runtime.engine import Engine
-    from elbowroom.runtime.recorder import Recording
+    from elbowroom.runtime.history import Run
     from elbowroom.runtime.transfers import Copy
+
+
+_SharingVersions = torch._C._SetExcludeDispatchKeyGuard
+"""Aliases share a version counter by a layer that is left out where a dispatch mode sees an op."""
 
 
 class Geometry(NamedTuple):
@@ -53,7 +58,8 @@ class SavedView:
             self.geometry = Geometry.of(self.tensor)
             # Assigning to `data` exchanges the storage and leaves the version counter as it is. The tensor itself may
             # be in autograd's hands.
-            self.tensor = self.tensor.detach()
+            with _SharingVersions(torch._C.DispatchKey.ADInplaceOrView, False):
+                self.tensor = self.tensor.detach()
             self.tensor.data = torch.empty(0, dtype=self.tensor.dtype, device=self.tensor.device)
 
 
@@ -70,9 +76,16 @@ class Residence:
         recording: how it is computed again, while it is dropped.
         readers: dropped storages whose replay reads this one.
         may_move: whether it may leave the device; None until somebody asks.
+        runs: the ops of this step that made it and wrote to it, in order; None where that is not known. Only in steps
+            that are decided on as they go, like what follows.
+        version: how often it was written to since it was made.
+        is_outside: whether it was there before the step used it.
     """
 
-    __slots__ = ("copy", "ghost", "id", "may_move", "nbytes", "readers", "recording", "storage", "views")
+    __slots__ = (
+        *("__weakref__", "copy", "ghost", "id", "is_outside", "may_move", "nbytes", "readers", "recording", "runs"),
+        *("storage", "version", "views"),
+    )
 
     def __init__(self, nbytes: int) -> None:
         self.id = -1
@@ -84,6 +97,9 @@ class Residence:
         self.recording: Recording | None = None
         self.readers: set[Residence] = set()
         self.may_move: bool | None = None
+        self.runs: list[Run] | None = None
+        self.version = 0
+        self.is_outside = False
 
     def find_storage(self) -> torch.UntypedStorage | None:
         """The storage on the device, if we hold it."""

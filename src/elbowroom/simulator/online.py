@@ -22,6 +22,7 @@ import math
 from elbowroom.errors import TraceError
 from elbowroom.ir.costs import Costs
 from elbowroom.ir.trace import LASTING, Op, Trace
+from elbowroom.residency.classes import Classes
 from elbowroom.simulator.replay import round_up
 
 
@@ -151,44 +152,6 @@ def _list_made(trace: Trace, op: Op) -> tuple[int, ...]:
     return tuple(view.storage for view in op.writes if trace.storages[view.storage].created == op.tick)
 
 
-class _Classes:
-    """Sets of evicted storages that touch, each with what replaying all of it costs; sets are joined, never split."""
-
-    def __init__(self, count: int) -> None:
-        self._parents = list(range(count))
-        self._costs = [0.0] * count
-        self._node = [-1] * count  # of an evicted storage
-
-    def find(self, storage: int) -> int:
-        """The set of an evicted storage."""
-        node = self._node[storage]
-        while self._parents[node] != node:
-            self._parents[node] = self._parents[self._parents[node]]
-            node = self._parents[node]
-        return node
-
-    def cost(self, root: int) -> float:
-        """What replaying a set costs."""
-        return self._costs[root]
-
-    def add(self, storage: int, cost: float, neighbours: list[int]) -> None:
-        """A storage was evicted beside these evicted ones."""
-        root = len(self._parents)
-        self._parents.append(root)
-        self._costs.append(cost)
-        self._node[storage] = root
-        for neighbour in neighbours:
-            other = self.find(neighbour)
-            if other != root:
-                self._parents[root] = other
-                self._costs[other] += self._costs[root]
-                root = other
-
-    def take(self, storage: int, cost: float) -> None:
-        """A storage is back."""
-        self._costs[self.find(storage)] -= cost
-
-
 @dataclasses.dataclass(slots=True)
 class _Frame:
     """An op that waits for what it reads."""
@@ -210,7 +173,7 @@ class _Run:
         self._exists = list(self._present)  # was made, and can be again
         self._locks = [0] * count
         self._last_access = [-math.inf] * count
-        self._classes = _Classes(count)
+        self._classes = Classes()
         self._pool: set[int] = set()
         self._held = self._peak = sum(facts.rounded[home.id] for home in trace.storages if home.created < 0)
         self._clock = self._recompute = self._compute = 0.0

@@ -26,8 +26,8 @@ from elbowroom.ir.events import Event, StorageFreed, StorageNeeded, StorageSaved
 from elbowroom.ir.forecast import Forecast
 from elbowroom.ir.plan import Plan
 from elbowroom.ir.trace import Trace, find_claims
+from elbowroom.residency import planned
 from elbowroom.residency.machine import Machine
-from elbowroom.residency.policies import planned
 from elbowroom.simulator.addresses import Allocator, Rerun, Stay, reserve
 from elbowroom.simulator.admission import admit
 from elbowroom.simulator.lanes import Lanes

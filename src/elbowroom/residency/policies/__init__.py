@@ -1,1 +1,1 @@
-"""Policies decide online what leaves and what comes back: one file a policy, entry point `Policy`."""
+"""Policies decide online what leaves, how, and what comes back early: one file a policy, entry point `Policy`."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 
 from elbowroom.ir.actions import Offload, Release
-from elbowroom.ir.events import Event, StorageFreed, StorageNeeded, StorageSaved
+from elbowroom.ir.events import Event, StorageNeeded, StorageSaved
 from elbowroom.residency.machine import Intent
 
 
@@ -25,7 +25,7 @@ class Policy:
         self._used: int | None = None
 
     def decide(self, event: Event) -> Iterable[Intent]:
-        if isinstance(event, StorageFreed):
+        if not isinstance(event, StorageSaved | StorageNeeded):
             return ()
         intents: list[Intent] = []
         if self._used is not None and self._used != event.storage:
@@ -36,6 +36,6 @@ class Policy:
             return intents
         if isinstance(event, StorageSaved):
             intents += (Offload(event.storage), Release(event.storage))
-        elif isinstance(event, StorageNeeded):
+        else:
             self._used = event.storage
         return intents

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from elbowroom.ir.actions import Offload, Release, Reload
-from elbowroom.ir.events import Event, StorageFreed
+from elbowroom.ir.events import Event, StorageNeeded, StorageSaved
 from elbowroom.ir.plan import Choice, Plan
 from elbowroom.residency.machine import Drop, Intent
 
@@ -35,7 +35,9 @@ class Policy:
         self._next = 0
 
     def decide(self, event: Event) -> Iterable[Intent]:
-        if isinstance(event, StorageFreed) or self._next == len(self._ticks) or self._ticks[self._next] > event.tick:
+        if not isinstance(event, StorageSaved | StorageNeeded):
+            return ()
+        if self._next == len(self._ticks) or self._ticks[self._next] > event.tick:
             return ()
         begin = self._next
         while self._next < len(self._ticks) and self._ticks[self._next] <= event.tick:

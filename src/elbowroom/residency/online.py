@@ -1,0 +1,214 @@
+"""Deciding as the step goes on: when room is needed, what is cheapest to miss leaves, in the cheaper manner.
+
+    PressureRaised    rate a sample of what is there, let the lowest go, until there is room
+    StorageSaved      where little room is left, begin to copy what will have to go next
+    StorageNeeded     where there is room, bring back early what was offloaded
+
+What is asked of a driver is in `Facts`; what tells one policy from another are three small methods.
+
+Source: sampling what is to be rated: M. Kirisame et al., "Dynamic Tensor Rematerialization", ICLR 2021, appendix; here
+with a fixed sample, so that a decision costs the same however many storages there are.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Protocol
+
+from elbowroom.ir.actions import Offload, Release, Reload
+from elbowroom.ir.events import Event, PressureRaised, StorageFreed, StorageNeeded, StorageRestored, StorageSaved
+from elbowroom.residency.machine import Drop, Intent
+
+SAMPLE = 128
+"""Storages rated for each that leaves; of no more, all are."""
+
+PREFETCHED = 5
+"""Reloads begun at a need, at most."""
+
+AHEAD = 0.1
+"""Of the budget: where less of it is free, copies are begun before there is need."""
+
+
+class Facts(Protocol):
+    """What a driver knows of the step so far. Storages by id, seconds on its clock."""
+
+    def now(self) -> float:
+        """Seconds since the step began."""
+        ...
+
+    def spare_bytes(self) -> int:
+        """Room that nothing takes now; negative where there is too much."""
+        ...
+
+    def budget_bytes(self) -> int:
+        """Room there is in all."""
+        ...
+
+    def nbytes(self, storage: int) -> int:
+        """What a storage takes."""
+        ...
+
+    def swap_seconds(self, storage: int) -> float:
+        """To copy it out, unless that was done, and back; infinite where it may not be."""
+        ...
+
+    def replay_seconds(self, storage: int) -> float:
+        """To compute it again, and first what of its ancestors is dropped; infinite if that cannot be done."""
+        ...
+
+    def neighbours(self, storage: int) -> Iterable[int]:
+        """The saved storages that it would be computed from."""
+        ...
+
+    def may_move(self, storage: int) -> bool:
+        """Whether it may leave the device at all."""
+        ...
+
+    def may_leave(self, storage: int) -> bool:
+        """Whether letting it go now would make room: nobody else holds it, and nothing at hand needs it."""
+        ...
+
+    def segment(self, storage: int) -> int:
+        """The segment that computes it again. Called only where `replay_seconds` is finite."""
+        ...
+
+
+class Online:
+    """A policy that decides under pressure. A member of the family says how to rate, and which manner to prefer.
+
+    Args:
+        facts: what the driver knows.
+    """
+
+    def __init__(self, facts: Facts) -> None:
+        self.facts = facts
+        self._pool: list[int] = []  # what is on the device and may move
+        self._place: dict[int, int] = {}
+        self._away: dict[int, None] = {}  # offloaded, in order
+        self._accessed: dict[int, float] = {}
+        self._state = 1  # of the numbers that draw samples
+
+    def idle_seconds(self, storage: int) -> float:
+        """Since autograd last saved it or asked for it, or a replay did."""
+        return self.facts.now() - self._accessed[storage]
+
+    # -- what a member says ---------------------------------------------------------------------------------------
+
+    def rate(self, storage: int) -> float:
+        """The lower, the sooner it leaves."""
+        raise NotImplementedError
+
+    def drops(self, storage: int) -> bool:
+        """Whether it is dropped and not offloaded; asked only where both can be done."""
+        return self.facts.replay_seconds(storage) < self.facts.swap_seconds(storage)
+
+    def list_next(self, away: Iterable[int]) -> Iterable[int]:
+        """Of what was offloaded (the earliest first), what is to come back early, in order; nothing by default."""
+        return ()
+
+    def is_early(self) -> bool:
+        """Whether copies begin before room is needed."""
+        return False
+
+    def left(self, storage: int, is_dropped: bool) -> None:
+        """Told that a storage leaves."""
+
+    def came(self, storage: int) -> None:
+        """Told that a storage is there again."""
+
+    # -- the machine's side ---------------------------------------------------------------------------------------
+
+    def decide(self, event: Event) -> Iterable[Intent]:
+        """What to do once `event` has been served."""
+        if isinstance(event, PressureRaised):
+            return self._relieve(event.nbytes)
+        storage = event.storage
+        if isinstance(event, StorageFreed):
+            self._take(storage)
+            self._away.pop(storage, None)
+            self._accessed.pop(storage, None)
+            return ()
+        self._accessed[storage] = self.facts.now()
+        is_new = storage not in self._place
+        if is_new and self.facts.may_move(storage):
+            self._place[storage] = len(self._pool)
+            self._pool.append(storage)
+            self._away.pop(storage, None)
+            if not isinstance(event, StorageSaved):
+                self.came(storage)
+        if isinstance(event, StorageRestored):
+            return ()
+        return self._come_early() if isinstance(event, StorageNeeded) else self._copy_early()
+
+    def _take(self, storage: int) -> None:
+        place = self._place.pop(storage, None)
+        if place is None:
+            return
+        last = self._pool.pop()
+        if last != storage:
+            self._pool[place] = last
+            self._place[last] = place
+
+    def _relieve(self, nbytes: int) -> list[Intent]:
+        copies: list[Intent] = []
+        releases: list[Intent] = []
+        while nbytes > 0 and (storage := self._pick()) is not None:
+            self._take(storage)
+            nbytes -= self.facts.nbytes(storage)
+            swap, replay = self.facts.swap_seconds(storage), self.facts.replay_seconds(storage)
+            is_dropped = replay < math.inf and (swap == math.inf or self.drops(storage))
+            self.left(storage, is_dropped)
+            if is_dropped:
+                releases.append(Drop(storage, self.facts.segment(storage)))
+                continue
+            self._away[storage] = None
+            copies.append(Offload(storage))
+            releases.append(Release(storage))
+        return copies + releases  # so that all copies are under way before the first is waited for
+
+    def _pick(self) -> int | None:
+        """The lowest of a sample; None if nothing may leave."""
+        for among in (self._draw(), self._pool):
+            rated = [(self.rate(storage), storage) for storage in among if self.facts.may_leave(storage)]
+            if rated:
+                return min(rated)[1]
+            if len(self._pool) <= SAMPLE:
+                break
+        return None
+
+    def _draw(self) -> list[int]:
+        pool, count = self._pool, len(self._pool)
+        if count <= SAMPLE:
+            return pool
+        drawn = []
+        for _ in range(SAMPLE):
+            self._state = (self._state * 25214903917 + 11) & 0xFFFFFFFFFFFF
+            drawn.append(pool[(self._state >> 16) % count])
+        return drawn
+
+    def _come_early(self) -> list[Intent]:
+        spare = self.facts.spare_bytes() - int(AHEAD * self.facts.budget_bytes())
+        intents: list[Intent] = []
+        if spare <= 0 or not self._away:
+            return intents
+        for storage in self.list_next(self._away):
+            spare -= self.facts.nbytes(storage)
+            if spare < 0 or len(intents) == PREFETCHED:
+                break
+            intents.append(Reload(storage))
+        for intent in intents:
+            # On the device from here on, as far as room goes.
+            self._away.pop(intent.storage)
+            self._place[intent.storage] = len(self._pool)
+            self._pool.append(intent.storage)
+            self.came(intent.storage)
+        return intents
+
+    def _copy_early(self) -> list[Intent]:
+        if not self.is_early() or self.facts.spare_bytes() > AHEAD * self.facts.budget_bytes():
+            return []
+        storage = self._pick()
+        if storage is None or (self.facts.replay_seconds(storage) < math.inf and self.drops(storage)):
+            return []
+        return [Offload(storage)]

@@ -1,0 +1,148 @@
+"""What every op of a step did, and from it the way to any storage that autograd has saved.
+
+    x --matmul--> t --gelu--> y (saved)         the way to y: matmul, gelu, from x, if x is saved or there anyway
+
+A run knows the storages that it read, and a storage the runs that wrote to it; what nothing leads back to any more is
+forgotten by itself. Each storage has a version, the number of writes since it was made, and a way starts only from
+what is as it was when the run read it.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any, NamedTuple
+
+from elbowroom.hooks.settings import Settings
+from elbowroom.runtime.calls import Call, Recording, Slot, iterate_slots
+from elbowroom.runtime.residence import Geometry, Residence
+
+MOST_RUNS = 64
+"""On a way: what takes more is not computed again, so that the room and the time that it takes are bounded."""
+
+
+class Result(NamedTuple):
+    """What a run made or wrote to; does not keep its residence."""
+
+    residence: weakref.ref[Residence]
+    geometry: Geometry
+
+    def keep(self) -> Slot:
+        """With the residence, or one in its place that nobody asks for."""
+        return Slot(self.residence() or Residence(0), self.geometry, None, None, 0)
+
+
+class Run(NamedTuple):
+    """One op that ran: as a `Call`, but for its results.
+
+    Attributes:
+        place: counts the ops of a step.
+        seconds: it took so long.
+        inner_bytes: it allocates so much beside its results.
+    """
+
+    place: int
+    func: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    results: tuple[Result, ...]
+    written: tuple[Result, ...]
+    scratch: tuple[int, ...]
+    settings: Settings
+    seconds: float
+    inner_bytes: int
+
+
+class Way(NamedTuple):
+    """How a storage is computed again.
+
+    Attributes:
+        seconds: its runs took so long.
+        nbytes: most that it allocates at once.
+        versions: of the leaves and the sources.
+    """
+
+    recording: Recording
+    seconds: float
+    nbytes: int
+    versions: tuple[int, ...]
+
+    def is_open(self) -> bool:
+        """Whether all leaves are still saved, and all that is read is as it was."""
+        return all(leaf.views for leaf in self.recording.leaves) and self.versions == _list_versions(self.recording)
+
+
+def find_way(target: Residence) -> Way | None:
+    """The way to a storage; None if there is none.
+
+    Cost: linear in its runs.
+    """
+    runs: dict[int, Run] = {}
+    stack, seen = [target], {target}
+    while stack:
+        made_by = stack.pop().runs
+        if not made_by:
+            return None
+        for run in made_by:
+            if run.place in runs:
+                continue
+            if len(runs) == MOST_RUNS:
+                return None
+            runs[run.place] = run
+            for slot in iterate_slots((run.args, run.kwargs)):
+                read = slot.residence
+                if slot.kept is not None and slot.version != read.version:
+                    return None  # the program has written to it since
+                if slot.kept is not None or read in seen or _is_leaf(read, slot):
+                    continue
+                seen.add(read)
+                stack.append(read)
+    calls = {
+        place: Call(run.func, run.args, run.kwargs, _keep(run.results), _keep(run.written), run.scratch, run.settings)
+        for place, run in runs.items()
+    }
+    recording = Recording(calls, target)
+    taken = [runs[index] for index in recording.calls]
+    return Way(
+        recording=recording,
+        seconds=sum(run.seconds for run in taken),
+        nbytes=_count_bytes(recording, taken),
+        versions=_list_versions(recording),
+    )
+
+
+def _list_versions(recording: Recording) -> tuple[int, ...]:
+    return tuple(read.version for read in (*recording.leaves, *recording.sources))
+
+
+def _is_leaf(residence: Residence, slot: Slot) -> bool:
+    return residence.id >= 0 and bool(residence.views) and residence.version == slot.version
+
+
+def _keep(results: tuple[Result, ...]) -> tuple[Slot, ...]:
+    return tuple(result.keep() for result in results)
+
+
+def _count_bytes(recording: Recording, runs: list[Run]) -> int:
+    """Most that a replay allocates at once: each result until its last use, and the target to the end."""
+    calls = list(recording.calls.values())
+    last: dict[Residence, int] = {}
+    for position, call in enumerate(calls):
+        for slot in iterate_slots((call.args, call.kwargs, call.results)):
+            last[slot.residence] = position
+    live: dict[Residence, int] = {}
+    most = 0
+    for position, (call, run) in enumerate(zip(calls, runs, strict=True)):
+        for slot in call.results:
+            live.setdefault(slot.residence, _reach(slot.geometry))
+        most = max(most, sum(live.values()) + run.inner_bytes)
+        for residence in [each for each in live if last[each] == position and each is not recording.target]:
+            del live[residence]
+    return most
+
+
+def _reach(geometry: Geometry) -> int:
+    """Bytes from the beginning of a storage to the end of a tensor in it."""
+    if 0 in geometry.shape:
+        return 0
+    elements = 1 + sum((size - 1) * stride for size, stride in zip(geometry.shape, geometry.stride, strict=True))
+    return (geometry.offset + elements) * geometry.dtype.itemsize

@@ -1,0 +1,211 @@
+"""Steps that never repeat, decided on as they go: the same bits, and the budget held from the first op on."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+import elbowroom
+from elbowroom._family import names
+from elbowroom.errors import Infeasible
+from elbowroom.ir.hardware import HardwareProfile
+from elbowroom.ir.journal import Mode, StepRecord
+from elbowroom.residency import policies
+
+STEPS, WIDTH = 5, 64
+Step = Callable[[int], torch.Tensor]
+Made = tuple[nn.Module, list[torch.optim.Optimizer], Step]
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+
+
+def train_on(model: nn.Module, loss: Callable[[int], torch.Tensor]) -> Made:
+    optimizer = sgd(model)
+
+    def step(index: int) -> torch.Tensor:
+        value = loss(index)
+        value.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return value.detach()
+
+    return model, [optimizer], step
+
+
+def make_transformer() -> Made:
+    """Another length every step."""
+    layer = nn.TransformerEncoderLayer(WIDTH, 4, 4 * WIDTH, dropout=0.1, batch_first=True)
+    model = nn.Sequential(nn.TransformerEncoder(layer, 3, enable_nested_tensor=False), nn.Linear(WIDTH, 8))
+
+    def loss(index: int) -> torch.Tensor:
+        return functional.cross_entropy(model(torch.randn(8, 40 + 9 * index, WIDTH)).mean(1), torch.arange(8))
+
+    return train_on(model, loss)
+
+
+class Experts(nn.Module):
+    """Rows go to the expert that the data say."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(WIDTH, 4)
+        self.experts = nn.ModuleList(
+            nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH)) for _ in range(4)
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weights, chosen = self.gate(x).softmax(-1).max(-1)
+        out = torch.zeros_like(x)
+        for index, expert in enumerate(self.experts):
+            rows = (chosen == index).nonzero().flatten()
+            if len(rows):
+                out = out.index_add(0, rows, expert(x[rows]) * weights[rows, None])
+        return x + out
+
+
+def make_experts() -> Made:
+    model = nn.Sequential(Experts(), Experts(), Experts())
+    return train_on(model, lambda index: model(torch.randn(900, WIDTH) + 0.1 * index).square().mean())
+
+
+class Tree(nn.Module):
+    """Joins the two halves of a row, and of each half."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.leaf, self.join = nn.Linear(WIDTH, WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, rows: list[torch.Tensor], cut: int) -> torch.Tensor:
+        if len(rows) == 1:
+            return torch.tanh(self.leaf(rows[0]))
+        at = max(1, min(len(rows) - 1, len(rows) // 2 + cut))
+        return torch.tanh(self.join(torch.cat((self(rows[:at], -cut), self(rows[at:], cut)), -1)))
+
+
+def make_tree() -> Made:
+    model = Tree()
+
+    def loss(index: int) -> torch.Tensor:
+        rows = list(torch.randn(9 + index, 256, WIDTH))
+        return model(rows, index - 2).square().mean()
+
+    return train_on(model, loss)
+
+
+def make_early_exit() -> Made:
+    model = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.LayerNorm(WIDTH)) for _ in range(12))
+
+    def loss(index: int) -> torch.Tensor:
+        x = torch.randn(512, WIDTH)
+        for depth, layer in enumerate(model):
+            x = layer(x)
+            if depth > 6 and float(x.detach()[0, 0]) > 0.3 * (depth - 6 - index):
+                break
+        return x.square().mean()
+
+    return train_on(model, loss)
+
+
+def make_adversaries() -> Made:
+    """Two optimizers, and a penalty on the judge's gradient: a backward pass through a backward pass."""
+    maker = nn.Sequential(nn.Linear(16, 4 * WIDTH), nn.ReLU(), nn.Linear(4 * WIDTH, WIDTH))
+    judge = nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.Softplus(), nn.Linear(4 * WIDTH, 1))
+    model = nn.ModuleList((maker, judge))
+    makers, judges = sgd(maker), sgd(judge)
+
+    def step(index: int) -> torch.Tensor:
+        real, noise = torch.randn(300 + 50 * index, WIDTH), torch.randn(300 + 50 * index, 16)
+        fake = maker(noise)
+        mixed = (0.5 * real + 0.5 * fake.detach()).requires_grad_()
+        (slope,) = torch.autograd.grad(judge(mixed).sum(), mixed, create_graph=True)
+        value = judge(fake.detach()).mean() - judge(real).mean() + (slope.norm(dim=1) - 1).square().mean()
+        value.backward()
+        judges.step()
+        judges.zero_grad()
+        (-judge(fake).mean()).backward()
+        makers.step()
+        model.zero_grad()
+        return value.detach()
+
+    return model, [makers, judges], step
+
+
+def make_boxes() -> Made:
+    """As many boxes as the scores say, each cut out and looked at."""
+    trunk = nn.Sequential(nn.Conv2d(3, 16, 3, padding=1), nn.ReLU(), nn.Conv2d(16, 16, 3, padding=1), nn.ReLU())
+    model = nn.ModuleDict({"trunk": trunk, "score": nn.Conv2d(16, 1, 1), "head": nn.Linear(16 * 49, 4)})
+
+    def loss(index: int) -> torch.Tensor:
+        features = model["trunk"](torch.randn(4, 3, 48, 48))
+        scores = model["score"](features)
+        found = (scores.detach() > scores.detach().mean() + 0.8 * scores.detach().std()).nonzero()[:: 11 + index]
+        boxes = [
+            functional.adaptive_avg_pool2d(features[b, :, y : y + 14, x : x + 14], 7) for b, _, y, x in found.tolist()
+        ]
+        return model["head"](torch.stack(boxes).flatten(1)).square().mean() + scores.square().mean()
+
+    return train_on(model, loss)
+
+
+LOOPS = (make_transformer, make_experts, make_tree, make_early_exit, make_adversaries, make_boxes)
+
+
+@dataclasses.dataclass
+class Outcome:
+    """What a loop made of its model, and what it took."""
+
+    values: list[torch.Tensor]
+    records: tuple[StepRecord, ...]
+    error: Infeasible | None = None
+
+
+def run(make: Callable[[], Made], profile: HardwareProfile, **options: Any) -> Outcome:
+    """Train, within a room if there are options."""
+    torch.manual_seed(3)
+    model, optimizers, step = make()
+    values: list[torch.Tensor] = []
+    if not options:
+        values += [step(index) for index in range(STEPS)]
+        return Outcome([*values, *(each.detach() for each in model.parameters())], ())
+    given = {"mode": "dynamic", "min_offload_bytes": 256, "meter_every": 1, "profile": profile} | options
+    with elbowroom.fit(model, optimizers, **given) as room:
+        try:
+            for index in range(STEPS):
+                with room.step():
+                    values.append(step(index))
+        except Infeasible as error:
+            return Outcome(values, room.journal().steps, error)
+        return Outcome([*values, *(each.detach() for each in model.parameters())], room.journal().steps)
+
+
+@functools.cache
+def find_ends(make: Callable[[], Made], profile: HardwareProfile) -> tuple[int, int]:
+    """About the smallest budget that is enough, and what the loop takes by itself."""
+    most = max(record.peak_bytes for record in run(make, profile, memory_budget=1 << 40).records)
+    least = most // 2
+    while (outcome := run(make, profile, memory_budget=least, policy="lru")).error is not None:
+        least = max(int(least * 1.02), outcome.error.needed_bytes)
+    return least, most
+
+
+@pytest.mark.parametrize("policy", names(policies))
+@pytest.mark.parametrize("make", LOOPS, ids=lambda make: make.__name__.removeprefix("make_"))
+def test_the_same_bits_within_the_budget(make: Callable[[], Made], policy: str, profile: HardwareProfile) -> None:
+    expected = run(make, profile)
+    least, most = find_ends(make, profile)
+    budget = least + (most - least) // 5
+    found = run(make, profile, memory_budget=budget, policy=policy)
+    assert found.error is None
+    assert all(torch.equal(*pair) for pair in zip(expected.values, found.values, strict=True))
+    assert {record.mode for record in found.records} == {Mode.DYNAMIC}
+    assert max(record.peak_bytes for record in found.records) <= budget
+    assert sum(record.offloaded_bytes + record.recomputed for record in found.records) > 0
