@@ -5,14 +5,13 @@ An op is tried on fake tensors the first time its kind, shapes and dtypes are se
 
 from __future__ import annotations
 
-import functools
 from typing import Any, NamedTuple
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from elbowroom.cost.workspace import estimate_workspace
-from elbowroom.hooks.replayable import iterate_tensors
+from elbowroom.hooks.replayable import is_view, iterate_tensors
 from elbowroom.ir.trace import Op, View
 
 MOST_KEPT = 1 << 16
@@ -45,9 +44,9 @@ class Estimates:
         """What an op with these arguments allocates. Cost: some microseconds; the first time, some hundred."""
         if is_view(func):
             return NOTHING
-        key = (
-            (func, *map(_describe, args), *map(_describe, kwargs.values())) if kwargs else (func, *map(_describe, args))
-        )
+        key: tuple[Any, ...] = (id(func), *map(_describe, args))
+        if kwargs:
+            key += tuple(map(_describe, kwargs.values()))
         try:
             found = self._known.get(key)
         except TypeError:
@@ -95,12 +94,6 @@ class Estimates:
 
     def _round(self, nbytes: int) -> int:
         return -(-nbytes // self._alignment) * self._alignment
-
-
-@functools.lru_cache(maxsize=4096)
-def is_view(func: Any) -> bool:
-    """Whether an op only looks at its argument in another way, by its schema."""
-    return bool(getattr(func, "is_view", False))
 
 
 def _describe(value: Any) -> Any:

@@ -7,11 +7,28 @@ step as it runs, so scalars and tensors are always those of this step.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
 
 import torch
 from torch._ops import OpOverload
+
+Fact = TypeVar("Fact")
+
+
+def by_op(find: Callable[[OpOverload], Fact]) -> Callable[[OpOverload], Fact]:
+    """Remember what is found of each op. By identity: an op's own hash takes longer than all the rest."""
+    known: dict[int, tuple[OpOverload, Fact]] = {}  # the op is kept, so that its identity is not used again
+
+    @functools.wraps(find)
+    def remember(func: OpOverload) -> Fact:
+        found = known.get(id(func))
+        if found is None:
+            found = known[id(func)] = (func, find(func))
+        return found[1]
+
+    return remember
+
 
 # On CUDA these add in an order that varies from run to run.
 _UNORDERED = frozenset(
@@ -73,7 +90,7 @@ def find_statistics(func: OpOverload, args: tuple[Any, ...]) -> tuple[int, ...]:
     return (mean, variance) if training is None or (len(args) > training and args[training]) else ()
 
 
-@functools.lru_cache(maxsize=4096)
+@by_op
 def find_written(func: OpOverload) -> tuple[tuple[int, str], ...]:
     """(position, name) of the arguments that an op writes to, by its schema."""
     return tuple(
@@ -83,7 +100,13 @@ def find_written(func: OpOverload) -> tuple[tuple[int, str], ...]:
     )
 
 
-@functools.lru_cache(maxsize=4096)
+@by_op
+def is_view(func: OpOverload) -> bool:
+    """Whether an op only looks at its argument in another way, by its schema."""
+    return bool(func.is_view)
+
+
+@by_op
 def touches_tensors(func: OpOverload) -> bool:
     """Whether an op makes or changes tensors; one that only asks (its device, its strides) is not part of a step."""
     return bool(find_written(func)) or any("Tensor" in str(result.type) for result in func._schema.returns)

@@ -17,7 +17,7 @@ from collections.abc import Iterable
 from typing import Protocol
 
 from elbowroom.ir.actions import Offload, Release, Reload
-from elbowroom.ir.events import Event, PressureRaised, StorageFreed, StorageNeeded, StorageRestored, StorageSaved
+from elbowroom.ir.events import Event, PressureRaised, StorageFreed, StorageNeeded, StorageSaved
 from elbowroom.residency.machine import Drop, Intent
 
 SAMPLE = 128
@@ -79,7 +79,12 @@ class Online:
 
     Args:
         facts: what the driver knows.
+
+    Attributes:
+        is_early: whether copies begin before room is needed.
     """
+
+    is_early = False
 
     def __init__(self, facts: Facts) -> None:
         self.facts = facts
@@ -107,10 +112,6 @@ class Online:
         """Of what was offloaded (the earliest first), what is to come back early, in order; nothing by default."""
         return ()
 
-    def is_early(self) -> bool:
-        """Whether copies begin before room is needed."""
-        return False
-
     def left(self, storage: int, is_dropped: bool) -> None:
         """Told that a storage leaves."""
 
@@ -137,9 +138,9 @@ class Online:
             self._away.pop(storage, None)
             if not isinstance(event, StorageSaved):
                 self.came(storage)
-        if isinstance(event, StorageRestored):
-            return ()
-        return self._come_early() if isinstance(event, StorageNeeded) else self._copy_early()
+        if isinstance(event, StorageNeeded):
+            return self._come_early() if self._away else ()
+        return self._copy_early() if self.is_early and isinstance(event, StorageSaved) else ()
 
     def _take(self, storage: int) -> None:
         place = self._place.pop(storage, None)
@@ -190,7 +191,7 @@ class Online:
     def _come_early(self) -> list[Intent]:
         spare = self.facts.spare_bytes() - int(AHEAD * self.facts.budget_bytes())
         intents: list[Intent] = []
-        if spare <= 0 or not self._away:
+        if spare <= 0:
             return intents
         for storage in self.list_next(self._away):
             spare -= self.facts.nbytes(storage)
@@ -206,7 +207,7 @@ class Online:
         return intents
 
     def _copy_early(self) -> list[Intent]:
-        if not self.is_early() or self.facts.spare_bytes() > AHEAD * self.facts.budget_bytes():
+        if self.facts.spare_bytes() > AHEAD * self.facts.budget_bytes():
             return []
         storage = self._pick()
         if storage is None or (self.facts.replay_seconds(storage) < math.inf and self.drops(storage)):

@@ -9,9 +9,16 @@ from typing import Any, Protocol
 
 import torch
 
-from elbowroom.hooks.estimates import Estimates, is_view
+from elbowroom.hooks.estimates import Estimates
 from elbowroom.hooks.identity import get_plain_storage
-from elbowroom.hooks.replayable import find_barrier, find_statistics, find_written, iterate_tensors, touches_tensors
+from elbowroom.hooks.replayable import (
+    find_barrier,
+    find_statistics,
+    find_written,
+    is_view,
+    iterate_tensors,
+    touches_tensors,
+)
 from elbowroom.hooks.settings import read_settings
 from elbowroom.runtime.calls import Slot
 from elbowroom.runtime.history import Result, Run
@@ -33,6 +40,13 @@ class Host(Protocol):
     def find_seen(self, storage: torch.UntypedStorage, *, is_outside: bool) -> Residence:
         """The residence of a storage, made if there is none."""
         ...
+
+
+Results = list[tuple[Residence, torch.Tensor]]
+"""The results of an op that lie on the device, in order."""
+
+NOBODYS: Results = []
+"""Stands for results that could not be told apart."""
 
 
 class Historian(Watcher):
@@ -79,25 +93,34 @@ class Historian(Watcher):
         seconds = time.perf_counter() - begin
         self.busy_seconds += seconds
         self._index += 1
-        made = self._note(result)
-        written = self._note_written(func, args, kwargs)
-        if described is None or not (made or written) or find_barrier(func, args, kwargs):
+        results, written = self._note(result), self._note_written(func, args, kwargs)
+        made = [residence for residence, _ in results if residence.runs is None and not residence.version]
+        if described is None or results is NOBODYS or not (made or written) or find_barrier(func, args, kwargs):
             for residence in written:
                 residence.runs = None
             return result
-        self._record(func, args, described, result, (made, written), seconds, estimate.inner_bytes)
+        run = self._make_run(func, args, described, results, written, seconds, estimate.inner_bytes)
+        for residence in made:
+            if not residence.is_outside:
+                residence.runs = [run]
+        for residence in written:
+            if residence.runs is not None and not residence.is_outside:
+                residence.runs.append(run)
         return result
 
-    def _note(self, result: Any) -> list[Residence]:
-        """The residences of what an op made."""
-        made = []
+    def _note(self, result: Any) -> Results:
+        """The residence of each result, and the result; `NOBODYS` where one has none."""
+        if isinstance(result, torch.Tensor):
+            result = (result,)
+        results: Results = []
+        is_whole = True
         for tensor in iterate_tensors(result):
             storage = get_plain_storage(tensor) if tensor.device.type == self._device_type else None
-            if storage is not None:
-                residence = self._host.find_seen(storage, is_outside=False)
-                if residence.runs is None and not residence.is_outside and not residence.version:
-                    made.append(residence)
-        return made
+            if storage is None:
+                is_whole = False
+            else:
+                results.append((self._host.find_seen(storage, is_outside=False), tensor))
+        return results if is_whole else NOBODYS
 
     def _note_written(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Residence]:
         """The residences of what an op wrote to, which have a new version now."""
@@ -112,44 +135,29 @@ class Historian(Watcher):
                         written.append(residence)
         return written
 
-    def _record(
+    def _make_run(
         self,
         func: Any,
         args: tuple[Any, ...],
         described: tuple[tuple[Any, ...], dict[str, Any]],
-        result: Any,
-        changed: tuple[list[Residence], list[Residence]],
+        results: Results,
+        written: list[Residence],
         seconds: float,
         inner_bytes: int,
-    ) -> None:
-        made, written = changed
-        results = []
-        for tensor in iterate_tensors(result):
-            storage = get_plain_storage(tensor) if tensor.device.type == self._device_type else None
-            if storage is None:
-                for residence in written:
-                    residence.runs = None
-                return  # its results could not be told apart
-            residence = self._host.find_seen(storage, is_outside=False)
-            results.append(Result(weakref.ref(residence), Geometry.of(tensor)))
-        statistics = find_statistics(func, args)
-        scratch = {position for position, _ in find_written(func) if position < len(args)}.union(statistics)
-        geometries = {result.residence(): result.geometry for result in results}
-        changes = tuple(
-            Result(
-                weakref.ref(each), geometries.get(each) or Geometry(torch.uint8, torch.Size((each.nbytes,)), (1,), 0)
+    ) -> Run:
+        scratch = {position for position, _ in find_written(func) if position < len(args)}
+        scratch.update(find_statistics(func, args))
+        found = tuple(Result(weakref.ref(residence), Geometry.of(tensor)) for residence, tensor in results)
+        changes: tuple[Result, ...] = ()
+        if written:
+            geometries = {residence: result.geometry for (residence, _), result in zip(results, found, strict=True)}
+            changes = tuple(
+                Result(weakref.ref(each), geometries.get(each) or Geometry(torch.uint8, torch.Size((0,)), (1,), 0))
+                for each in written
             )
-            for each in written
+        return Run(
+            self._index, func, *described, found, changes, tuple(sorted(scratch)), read_settings(), seconds, inner_bytes
         )
-        run = Run(
-            self._index, func, *described, tuple(results), changes, tuple(sorted(scratch)), read_settings(), seconds,
-            inner_bytes,
-        )  # fmt: skip
-        for residence in made:
-            residence.runs = [run]
-        for residence in written:
-            if residence.runs is not None and not residence.is_outside:
-                residence.runs.append(run)
 
     def _describe_all(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]

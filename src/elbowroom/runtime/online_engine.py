@@ -198,6 +198,8 @@ class OnlineEngine(Engine):
 
     def _carry_out(self, actions: Sequence[Action], later: Sequence[Action] = ()) -> None:
         """As in any step; while a chain is computed, what its later links read may not leave."""
+        if not actions:
+            return
         pinned: Counter[int] = Counter()
         for action in actions:
             if isinstance(action, Recompute):

@@ -21,6 +21,8 @@ from elbowroom.residency.online import Online
 class Policy(Online):
     """min(recompute, swap) / (bytes x idle seconds)."""
 
+    is_early = True
+
     def rate(self, storage: int) -> float:
         facts = self.facts
         cost = min(facts.replay_seconds(storage), facts.swap_seconds(storage))
@@ -29,6 +31,3 @@ class Policy(Online):
 
     def list_next(self, away: Iterable[int]) -> Iterable[int]:
         return away
-
-    def is_early(self) -> bool:
-        return True

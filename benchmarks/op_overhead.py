@@ -1,0 +1,160 @@
+"""What does dynamic mode add to each op, over a dispatch mode in Python that does nothing?
+
+    python benchmarks/op_overhead.py [--rounds 7] [--output FILE.json]
+
+Three loops of small ops in a forward and a backward pass, on the CPU: bare PyTorch, a dispatch mode that only calls the
+op, and a dynamic step with room for everything. Rounds take turns in one process; figures are medians over rounds.
+Then: what deciding takes, by how many storages there are to choose from.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import statistics
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from writing import write_results
+
+import elbowroom
+from elbowroom._family import get, names
+from elbowroom.ir.events import PressureRaised, StorageSaved
+from elbowroom.residency import policies
+
+LAYERS = 100
+
+
+class Bare(TorchDispatchMode):
+    """Calls the op."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+class Count(Bare):
+    """Counts ops."""
+
+    ops = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.ops += 1
+        return func(*args, **(kwargs or {}))
+
+
+def make_step() -> tuple[nn.Module, torch.optim.Optimizer, Callable[[], None]]:
+    """Many small layers."""
+    torch.manual_seed(0)
+    blocks = [nn.Sequential(nn.Linear(32, 32), nn.ReLU(), nn.LayerNorm(32)) for _ in range(LAYERS)]
+    model = nn.Sequential(*blocks)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    x = torch.randn(8, 32)
+
+    def step() -> None:
+        model(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return model, optimizer, step
+
+
+def take(step: Callable[[], None], context: AbstractContextManager[Any]) -> float:
+    """Seconds of one step."""
+    begin = time.perf_counter()
+    with context:
+        step()
+    return time.perf_counter() - begin
+
+
+class Facts:
+    """A driver that has so many storages."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+    def now(self) -> float:
+        self.seconds += 1e-6
+        return self.seconds
+
+    def spare_bytes(self) -> int:
+        return 1 << 40
+
+    def budget_bytes(self) -> int:
+        return 1 << 40
+
+    def nbytes(self, storage: int) -> int:
+        return 1000 + storage % 977
+
+    def swap_seconds(self, storage: int) -> float:
+        return 1e-4
+
+    def replay_seconds(self, storage: int) -> float:
+        return 1e-5 * (1 + storage % 13)
+
+    def neighbours(self, storage: int) -> tuple[int, ...]:
+        return ()
+
+    def may_move(self, storage: int) -> bool:
+        return True
+
+    may_leave = may_move
+
+    def segment(self, storage: int) -> int:
+        return 0
+
+
+def time_decisions(policy: str, count: int) -> float:
+    """Seconds for each eviction, where there are `count` storages."""
+    chosen = get(policies, policy, "Policy")(Facts())
+    for storage in range(count):
+        chosen.decide(StorageSaved(storage, storage))
+    begin = time.perf_counter()
+    for _ in range(100):
+        chosen.decide(PressureRaised(1, count))
+    return (time.perf_counter() - begin) / 100
+
+
+def main() -> None:
+    """Measure, print, write JSON."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--output")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    model, optimizer, step = make_step()
+    counter = Count()
+    with counter:
+        step()
+    with elbowroom.fit(model, optimizer, 1 << 40, mode="dynamic", meter_every=0) as room:
+        contexts: dict[str, Callable[[], AbstractContextManager[Any]]] = {
+            "plain": contextlib.nullcontext, "bare mode": Bare, "dynamic": room.step,
+        }  # fmt: skip
+        for make in contexts.values():
+            take(step, make())
+        taken: dict[str, list[float]] = {name: [] for name in contexts}
+        for _ in range(options.rounds):
+            for name, make in contexts.items():
+                taken[name].append(take(step, make()))
+    results: list[dict[str, Any]] = []
+    for name, seconds in taken.items():
+        each = statistics.median(seconds) / counter.ops
+        results.append({"what": name, "ops": counter.ops, "seconds_an_op": each})
+        print(f"{name:10} {each * 1e6:7.1f} us an op, {counter.ops} ops")
+    over = statistics.median(b - a for a, b in zip(taken["bare mode"], taken["dynamic"], strict=True)) / counter.ops
+    print(f"dynamic over a bare mode: {over * 1e6:.1f} us an op")
+    results.append({"what": "dynamic over a bare mode", "ops": counter.ops, "seconds_an_op": over})
+    for policy in names(policies):
+        for count in (100, 1_000, 10_000, 100_000):
+            each = time_decisions(policy, count)
+            results.append({"what": policy, "storages": count, "seconds_an_eviction": each})
+            print(f"{policy:10} {count:7} storages: {each * 1e6:7.1f} us an eviction")
+    write_results(options.output, results)
+
+
+if __name__ == "__main__":
+    main()
