@@ -26,6 +26,7 @@ import elbowroom
 from elbowroom._family import get, names
 from elbowroom.ir.events import PressureRaised, StorageSaved
 from elbowroom.residency import policies
+from elbowroom.residency.habits import Habits
 
 LAYERS = 100
 
@@ -110,7 +111,7 @@ class Facts:
 
 def time_decisions(policy: str, count: int) -> float:
     """Seconds for each eviction, where there are `count` storages."""
-    chosen = get(policies, policy, "Policy")(Facts())
+    chosen = get(policies, policy, "Policy")(Facts(), Habits())
     for storage in range(count):
         chosen.decide(StorageSaved(storage, storage))
     begin = time.perf_counter()

@@ -36,7 +36,7 @@ class Config:
 
     mode: str = "auto"
     strategy: str = "auto"
-    policy: str = "delta"
+    policy: str = "habit"
     spill_folder: str | None = None
     host_bytes: int | None = None
     min_offload_bytes: int = 1 << 14

@@ -33,6 +33,7 @@ from elbowroom.planner.bounds import bound_plan
 from elbowroom.planner.plain import EVERYTHING_FITS, keep_all_if_it_fits
 from elbowroom.planner.problem import plan as make_plan
 from elbowroom.report.summary import summarize
+from elbowroom.residency.habits import Habits
 from elbowroom.runtime.engine import Engine
 from elbowroom.runtime.logbook import Logbook
 from elbowroom.runtime.online_engine import OnlineEngine
@@ -96,7 +97,7 @@ class Room:
         self._captures = self._drifts = self._measured_steps = 0
         self._busy_seconds: list[float] = []  # of the steps that followed the present plan
         self._engine: Engine | None = None
-        self._estimates: Estimates | None = None
+        self._estimates, self._habits = Estimates(), Habits()
         self._inside = self._measured = self._metered = self._blind = self._has_refused = False
         self._futile_captures = self._next_capture = 0
         self._transfers = open_transfers(device, config.spill_folder, config.host_bytes)
@@ -268,13 +269,11 @@ class Room:
         )  # fmt: skip
 
     def _make_online_engine(self) -> OnlineEngine:
-        profile = self._find_profile()
-        self._estimates = self._estimates or Estimates(profile.alignment_bytes)
         there = [tensor for tensor, _, _ in list_residents(self._model, self._optimizers)]
         return OnlineEngine(
             self._transfers, self._device, self._list_staying, self.config.min_offload_bytes,
-            budget_bytes=self.budget_bytes, policy=self.config.policy, estimates=self._estimates, profile=profile,
-            residents=there,
+            budget_bytes=self.budget_bytes, policy=self.config.policy, estimates=self._estimates,
+            profile=self._find_profile(), habits=self._habits, residents=there,
         )  # fmt: skip
 
     def _list_staying(self) -> Identities[bool]:

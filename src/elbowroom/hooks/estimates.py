@@ -18,6 +18,10 @@ MOST_KEPT = 1 << 16
 """Kinds of op that are remembered; beyond, all are forgotten and found again."""
 
 
+BLOCK_BYTES = 512
+"""No allocator rounds up to more, where blocks are small."""
+
+
 class Estimate(NamedTuple):
     """Bytes of an op's results, and of what it allocates inside itself beyond them, at most."""
 
@@ -29,14 +33,9 @@ NOTHING = Estimate(0, 0)
 
 
 class Estimates:
-    """Remembers what ops allocate.
+    """Remembers what ops allocate."""
 
-    Args:
-        alignment_bytes: blocks are rounded up to a multiple.
-    """
-
-    def __init__(self, alignment_bytes: int) -> None:
-        self._alignment = alignment_bytes
+    def __init__(self) -> None:
         self._known: dict[Any, Estimate] = {}
         self._fake = FakeTensorMode(allow_non_fake_inputs=True)
 
@@ -85,15 +84,16 @@ class Estimates:
         views = [_view(tensor, place) for place, tensor in enumerate((*tensors, *made))]
         reads, writes = tuple(views[: len(tensors)]), tuple(views[len(tensors) :])
         op = Op(tick=0, name=str(func), reads=reads, writes=writes, flops=0, barrier="")
-        return Estimate(sum(map(self._round, blocks.values())), self._round(estimate_workspace(op)))
+        return Estimate(sum(map(_round_up, blocks.values())), _round_up(estimate_workspace(op)))
 
     def _bound(self, tensors: list[torch.Tensor]) -> Estimate:
         """Positions of all elements, which is the most that selecting among them gives."""
         most = sum(tensor.numel() * max(8, tensor.element_size()) * max(1, tensor.dim()) for tensor in tensors)
-        return Estimate(self._round(most), 0)
+        return Estimate(_round_up(most), 0)
 
-    def _round(self, nbytes: int) -> int:
-        return -(-nbytes // self._alignment) * self._alignment
+
+def _round_up(nbytes: int) -> int:
+    return -(-nbytes // BLOCK_BYTES) * BLOCK_BYTES
 
 
 def _describe(value: Any) -> Any:

@@ -18,6 +18,7 @@ from typing import Protocol
 
 from elbowroom.ir.actions import Offload, Release, Reload
 from elbowroom.ir.events import Event, PressureRaised, StorageFreed, StorageNeeded, StorageSaved
+from elbowroom.residency.habits import Habits
 from elbowroom.residency.machine import Drop, Intent
 
 SAMPLE = 128
@@ -79,6 +80,7 @@ class Online:
 
     Args:
         facts: what the driver knows.
+        habits: what earlier steps taught; this one is added to it.
 
     Attributes:
         is_early: whether copies begin before room is needed.
@@ -86,8 +88,9 @@ class Online:
 
     is_early = False
 
-    def __init__(self, facts: Facts) -> None:
-        self.facts = facts
+    def __init__(self, facts: Facts, habits: Habits) -> None:
+        self.facts, self.habits = facts, habits
+        habits.begin()
         self._pool: list[int] = []  # what is on the device and may move
         self._place: dict[int, int] = {}
         self._away: dict[int, None] = {}  # offloaded, in order
@@ -129,6 +132,7 @@ class Online:
             self._take(storage)
             self._away.pop(storage, None)
             self._accessed.pop(storage, None)
+            self.habits.freed(storage)
             return ()
         self._accessed[storage] = self.facts.now()
         is_new = storage not in self._place
@@ -139,8 +143,12 @@ class Online:
             if not isinstance(event, StorageSaved):
                 self.came(storage)
         if isinstance(event, StorageNeeded):
+            self.habits.needed(storage)
             return self._come_early() if self._away else ()
-        return self._copy_early() if self.is_early and isinstance(event, StorageSaved) else ()
+        if isinstance(event, StorageSaved):
+            self.habits.saved(storage, self.facts.nbytes(storage))
+            return self._copy_early() if self.is_early else ()
+        return ()
 
     def _take(self, storage: int) -> None:
         place = self._place.pop(storage, None)

@@ -25,6 +25,7 @@ from elbowroom.ir.hardware import HardwareProfile
 from elbowroom.ir.plan import Segment
 from elbowroom.residency import policies
 from elbowroom.residency.capacity_first import Policy as CapacityFirst
+from elbowroom.residency.habits import Habits
 from elbowroom.residency.machine import Machine
 from elbowroom.runtime.account import Account
 from elbowroom.runtime.engine import Engine
@@ -51,6 +52,7 @@ class OnlineEngine(Engine):
         policy: a member of `residency.policies`.
         estimates: what ops allocate; grows from step to step.
         profile: of this machine.
+        habits: what earlier steps taught; this one is added to it.
         residents: what is there before the step.
     """
 
@@ -65,6 +67,7 @@ class OnlineEngine(Engine):
         policy: str,
         estimates: Estimates,
         profile: HardwareProfile,
+        habits: Habits,
         residents: Iterable[torch.Tensor],
     ) -> None:
         super().__init__(transfers, device, list_staying, min_bytes)
@@ -74,7 +77,7 @@ class OnlineEngine(Engine):
         self._ways: dict[int, Way | None] = {}
         self._pinned: list[Counter[int]] = []
         self._begin, self._replay_seconds, self._has_said = time.perf_counter(), 0.0, False
-        self._machine = Machine(get(policies, policy, "Policy")(self), self._segments)
+        self._machine = Machine(get(policies, policy, "Policy")(self, habits), self._segments)
         self.historian = Historian(self, estimates, device.type, self.about_to_write, self.written)
         self.recorder = self.watcher = self.historian  # type: ignore[assignment]
         self._paused.watch([self.historian])

@@ -11,14 +11,15 @@ from __future__ import annotations
 import math
 
 from elbowroom.residency.classes import Classes
+from elbowroom.residency.habits import Habits
 from elbowroom.residency.online import Facts, Online
 
 
 class Policy(Online):
     """(own cost + that of the sets of dropped storages it touches) / (bytes x idle seconds)."""
 
-    def __init__(self, facts: Facts) -> None:
-        super().__init__(facts)
+    def __init__(self, facts: Facts, habits: Habits) -> None:
+        super().__init__(facts, habits)
         self._classes = Classes()
         self._costs: dict[int, float] = {}  # of what is dropped
 
