@@ -1,8 +1,8 @@
 """What will be needed last leaves first, going by the step before; without one, as `delta`.
 
 A storage that leaves is missed for as long as it is not needed: min(recompute, swap) / (bytes x events until then).
-Where that is known, half of a swap is hidden, since it is brought back in the order in which things will be needed
-while there is room; and copies begin before the budget is reached.
+What was offloaded comes back in the order in which it will be needed, while there is room, and copies begin before the
+budget is reached.
 
 Source: next uses by position within an iteration are what vDNN, Capuchin and TENSILE plan with; the score is DELTA's,
 with the future in the place of the past. L. A. Belady, "A study of replacement algorithms for a virtual-storage
@@ -25,16 +25,9 @@ class Policy(Online):
     def rate(self, storage: int) -> float:
         facts = self.facts
         events = self.habits.next_use(storage)
-        replay, swap = facts.replay_seconds(storage), facts.swap_seconds(storage)
-        if events is None:
-            weight = facts.nbytes(storage) * self.idle_seconds(storage)
-            return min(replay, swap) / weight if weight > 0 else math.inf
-        return min(replay, swap / 2) / (facts.nbytes(storage) * max(1, events))
-
-    def drops(self, storage: int) -> bool:
-        facts = self.facts
-        swap = facts.swap_seconds(storage)
-        return facts.replay_seconds(storage) < (swap if self.habits.next_use(storage) is None else swap / 2)
+        absent = self.idle_seconds(storage) if events is None else events
+        weight = facts.nbytes(storage) * absent
+        return min(facts.replay_seconds(storage), facts.swap_seconds(storage)) / weight if weight > 0 else math.inf
 
     def list_next(self, away: Iterable[int]) -> Iterable[int]:
         found = [(events, storage) for storage in away if (events := self.habits.next_use(storage)) is not None]
