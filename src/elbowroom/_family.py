@@ -28,5 +28,7 @@ def get(family: ModuleType, name: str, entry_point: str) -> Any:
     """
     known = names(family)
     if name not in known:
-        raise UnknownMember(family.__name__.rpartition(".")[2].rstrip("s"), name, known)
+        folder = family.__name__.rpartition(".")[2]
+        singular = folder.removesuffix("ies") + "y" if folder.endswith("ies") else folder.rstrip("s")
+        raise UnknownMember(singular, name, known)
     return getattr(importlib.import_module(f"{family.__name__}.{name}"), entry_point)

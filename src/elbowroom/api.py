@@ -8,11 +8,13 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from elbowroom._family import get
 from elbowroom.config import read_config
 from elbowroom.errors import TraceError, UsageError
 from elbowroom.hardware.memory import count_device_bytes
 from elbowroom.ir.hardware import HardwareProfile
 from elbowroom.ir.trace import Trace
+from elbowroom.residency import policies
 from elbowroom.room import Room
 from elbowroom.tracing.fake import capture_fake
 from elbowroom.units import parse_bytes
@@ -46,15 +48,17 @@ def fit(
         step: does one whole training step when called. It is then captured ahead on fake tensors (nothing runs,
             nothing changes), so that the first step is already planned; else the first steps run capacity-first.
         profile: of this machine, from `probe`; measured when it is needed otherwise.
-        **options: fields of `elbowroom.config.Config`: strategy, spill_folder, host_bytes, min_offload_bytes,
-            meter_every, settling_steps, release_pages.
+        **options: fields of `elbowroom.config.Config`: mode, strategy, policy, spill_folder, host_bytes,
+            min_offload_bytes, meter_every, settling_steps, release_pages.
 
     Raises:
+        UnknownMember: there is no such policy.
         UsageError: the budget is malformed, the model has no parameters, lies on two devices, or has a room already;
             the spill folder is missing or not writable.
         Infeasible: with `step`: no plan fits the budget.
     """
     config = read_config(**options)
+    get(policies, config.policy, "Policy")
     device = find_device(model)
     try:
         budget_bytes = parse_bytes(memory_budget, whole_bytes=count_device_bytes(device))

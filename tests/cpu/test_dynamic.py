@@ -14,7 +14,7 @@ from torch.nn import functional
 
 import elbowroom
 from elbowroom._family import names
-from elbowroom.errors import Infeasible
+from elbowroom.errors import Infeasible, UnknownMember, UsageError
 from elbowroom.ir.hardware import HardwareProfile
 from elbowroom.ir.journal import Mode, StepRecord
 from elbowroom.residency import policies
@@ -209,3 +209,68 @@ def test_the_same_bits_within_the_budget(make: Callable[[], Made], policy: str, 
     assert {record.mode for record in found.records} == {Mode.DYNAMIC}
     assert max(record.peak_bytes for record in found.records) <= budget
     assert sum(record.offloaded_bytes + record.recomputed for record in found.records) > 0
+
+
+def test_unknown_modes_and_policies_are_refused_at_once(profile: HardwareProfile) -> None:
+    model, optimizers, _ = make_early_exit()
+    with pytest.raises(UnknownMember, match="no policy is called 'none'; there are: delta"):
+        elbowroom.fit(model, optimizers, "1GiB", mode="dynamic", policy="none", profile=profile)
+    with pytest.raises(UsageError, match="there are: auto, dynamic"):
+        elbowroom.fit(model, optimizers, "1GiB", mode="guess", profile=profile)
+
+
+def test_an_op_that_cannot_fit_is_named_before_it_runs(profile: HardwareProfile) -> None:
+    model = nn.Linear(WIDTH, WIDTH)
+    before = model.weight.detach().clone()
+    with elbowroom.fit(model, sgd(model), 100_000, mode="dynamic", profile=profile) as room:
+        with pytest.raises(Infeasible) as caught, room.step():
+            model(torch.ones(1, WIDTH).expand(4000, WIDTH)).sum().backward()
+        assert caught.value.op.startswith("aten.addmm")
+        assert caught.value.needed_bytes >= 4 * (4000 * WIDTH + WIDTH * WIDTH)
+        assert torch.equal(model.weight, before)
+        assert model.weight.grad is None
+        with room.step():
+            model(torch.ones(2, WIDTH)).sum().backward()
+    assert model.weight.grad is not None
+
+
+def test_what_the_program_holds_stays(profile: HardwareProfile) -> None:
+    """Letting go of it would make no room, and moving it would be for nothing."""
+    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(6)))
+    with elbowroom.fit(model, sgd(model), 400_000, mode="dynamic", min_offload_bytes=1, profile=profile) as room:
+        held = [torch.randn(300, WIDTH)]
+
+        def run() -> None:
+            with room.step():
+                for layer in model:
+                    held.append(layer(held[-1]).tanh())
+
+        with pytest.raises(Infeasible):
+            run()
+        assert room._transfers.offloaded_bytes == 0
+        held.clear()
+
+
+def test_a_chain_of_dropped_storages_is_longer_than_any_recursion(profile: HardwareProfile) -> None:
+    depth = 2000
+    x = torch.nn.Parameter(torch.linspace(-1, 1, 512))
+
+    def grow() -> torch.Tensor:
+        y = x * 1.0
+        for _ in range(depth):
+            y = torch.sin(y)
+        y.sum().backward()
+        assert x.grad is not None
+        return x.grad.clone()
+
+    expected = grow()
+    x.grad = None
+    model = nn.Module()
+    model.x = x
+    budget = 600 * 2048
+    given: dict[str, Any] = {"mode": "dynamic", "policy": "dtr", "min_offload_bytes": 1, "profile": profile}
+    with elbowroom.fit(model, torch.optim.SGD([x], lr=0.1), budget, **given) as room:
+        with room.step():
+            found = grow()
+        assert room.journal().steps[-1].recomputed > 0
+    assert torch.equal(expected, found)

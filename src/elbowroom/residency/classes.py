@@ -42,5 +42,7 @@ class Classes:
                 root = other
 
     def take(self, storage: int, cost: float) -> None:
-        """A storage is back."""
+        """A storage is back; nothing changes where it was not dropped but let go for good, and is made again."""
+        if storage not in self._nodes:
+            return
         self._costs[self.find(storage)] -= cost
