@@ -97,7 +97,7 @@ class Room:
         self._captures = self._drifts = self._measured_steps = 0
         self._busy_seconds: list[float] = []  # of the steps that followed the present plan
         self._engine: Engine | None = None
-        self._estimates, self._habits = Estimates(), Habits()
+        self._estimates, self._habits = Estimates(device.type), Habits()
         self._inside = self._measured = self._metered = self._blind = self._has_refused = False
         self._futile_captures = self._next_capture = 0
         self._transfers = open_transfers(device, config.spill_folder, config.host_bytes)
@@ -247,10 +247,9 @@ class Room:
                 stack.enter_context(telling_gradients(capture.tracer, self._model))
             if engine is not None:
                 stack.enter_context(torch.autograd.graph.saved_tensors_hooks(engine.pack, engine.unpack))
+                stack.callback(engine.finish)
             begin = time.perf_counter()
             yield
-            if engine is not None:
-                engine.finish()
             return time.perf_counter() - begin
 
     def _make_capture(self, meter: Meter) -> LiveCapture:

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
+import gc
+import threading
+import weakref
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -18,6 +23,8 @@ from elbowroom.errors import Infeasible, UnknownMember, UsageError
 from elbowroom.ir.hardware import HardwareProfile
 from elbowroom.ir.journal import Mode, StepRecord
 from elbowroom.residency import policies
+from elbowroom.runtime.online_engine import OnlineEngine
+from tests.pressure import let_everything_go
 
 STEPS, WIDTH = 5, 64
 Step = Callable[[int], torch.Tensor]
@@ -274,3 +281,208 @@ def test_a_chain_of_dropped_storages_is_longer_than_any_recursion(profile: Hardw
             found = grow()
         assert room.journal().steps[-1].recomputed > 0
     assert torch.equal(expected, found)
+
+
+# Found by looking for them -------------------------------------------------------------------------------------------
+
+Program = Callable[[nn.Module], torch.Tensor]
+
+
+def press() -> None:
+    """An op: all that may leave leaves before it."""
+    torch.ones(3) + 1
+
+
+def add_numpy_batch(model: nn.Module) -> torch.Tensor:
+    x = torch.from_numpy(np.random.default_rng(0).standard_normal((4, 8, 32)).astype("f"))
+    y = (x @ model.w).sin()
+    press()
+    return y.sum()
+
+
+def split_random(model: nn.Module) -> torch.Tensor:
+    whole = torch.rand(32, 64)
+    a, b = whole.unsafe_chunk(2, 1)
+    z = model.w * a.sin() + model.w * b
+    del whole, a, b
+    press()
+    return z.sum()
+
+
+def conjugate(model: nn.Module) -> torch.Tensor:
+    z = torch.complex(model.x, model.x)
+    return (torch.complex(model.w, model.w) * z.conj()).abs().sum()
+
+
+def sparse_product(model: nn.Module) -> torch.Tensor:
+    return torch.sparse.mm(torch.eye(32).to_sparse(), model.w).sin().sum()
+
+
+def nest(model: nn.Module) -> torch.Tensor:
+    mask = torch.zeros(3, 6, dtype=torch.bool)
+    mask[1, 4:] = True
+    with torch.no_grad():
+        model.encoder.eval()
+        out = model.encoder(torch.randn(3, 6, 32), src_key_padding_mask=mask)
+    return (out.sum() * model.w).sin().sum()
+
+
+def read_statistics(model: nn.Module) -> torch.Tensor:
+    y = (model.x - model.norm.running_mean).sin()
+    z = model.w * y
+    del y
+    press()
+    model.norm.train()
+    model.norm(model.x)
+    press()
+    return z.sum()
+
+
+def normalize_two_ways(model: nn.Module) -> torch.Tensor:
+    model.norm.eval()
+    y = model.norm(model.x @ model.w).sin()
+    z = y.square()
+    model.norm.train()
+    with torch.inference_mode():
+        model.norm(torch.randn(32, 32))
+    press()
+    del y
+    press()
+    return z.sum()
+
+
+class Plain(torch.Tensor):
+    """A subclass that changes nothing."""
+
+
+def write_through_a_subclass(model: nn.Module) -> torch.Tensor:
+    x = model.x * 1.0
+    y = x.sin()
+    x.as_subclass(Plain).mul_(2)
+    z = model.w * y
+    del y
+    press()
+    return z.sum()
+
+
+def refill_the_batch(model: nn.Module) -> torch.Tensor:
+    batch = torch.randn(32, 32)
+    y = batch.sin()
+    z = model.w * y
+    del y
+    press()
+    batch.numpy()[:] = 0
+    thread = threading.Thread(target=batch.fill_, args=(7.0,))
+    thread.start()
+    thread.join()
+    press()
+    return z.sum()
+
+
+def grow_results(model: nn.Module) -> torch.Tensor:
+    total = model.w.sum()
+    for _ in range(3):
+        out = torch.empty(0)
+        torch.sin(model.w.detach(), out=out)
+        total = total + (model.w * out).sum()
+        press()
+    return total
+
+
+PROGRAMS = (
+    *(add_numpy_batch, split_random, conjugate, sparse_product, nest, read_statistics, normalize_two_ways),
+    *(write_through_a_subclass, refill_the_batch, grow_results),
+)
+
+
+def make_odd() -> nn.Module:
+    torch.manual_seed(1)
+    model = nn.Module()
+    model.w = nn.Parameter(torch.randn(32, 32))
+    model.register_buffer("x", torch.randn(32, 32))
+    model.norm = nn.BatchNorm1d(32)
+    layer = nn.TransformerEncoderLayer(32, 4, 64, batch_first=True)
+    model.encoder = nn.TransformerEncoder(layer, 2)
+    return model
+
+
+@pytest.mark.parametrize("policy", ["dtr", "lru"])
+@pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)
+def test_odd_programs(program: Program, policy: str, profile: HardwareProfile, monkeypatch: pytest.MonkeyPatch) -> None:
+    def train(model: nn.Module, room: Any) -> list[torch.Tensor]:
+        torch.manual_seed(2)
+        found = []
+        for _ in range(2):
+            with room.step() if room is not None else contextlib.nullcontext():
+                program(model).backward()
+                found.append(model.w.grad.clone())
+                model.w.grad = None
+        return [*found, *model.state_dict().values()]
+
+    expected = train(make_odd(), None)
+    monkeypatch.setattr(OnlineEngine, "take_room", let_everything_go)
+    model = make_odd()
+    options: dict[str, Any] = {"mode": "dynamic", "policy": policy, "min_offload_bytes": 1, "profile": profile}
+    with elbowroom.fit(model, sgd(model), 1 << 40, **options) as room:
+        found = train(model, room)
+    assert all(torch.equal(*pair) for pair in zip(expected, found, strict=True))
+
+
+def test_a_graph_that_outlives_an_exception(profile: HardwareProfile, monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(model: nn.Module, room: Any) -> torch.Tensor:
+        losses = []
+        with contextlib.suppress(ValueError), room.step() if room is not None else contextlib.nullcontext():
+            z = (model.x + model.w).sin()
+            losses.append(z.sin().sum())
+            del z
+            press()
+            raise ValueError
+        with torch.no_grad():
+            model.w.add_(1)
+        losses[0].backward()
+        return model.w.grad.clone()
+
+    expected = run(make_odd(), None)
+    monkeypatch.setattr(OnlineEngine, "take_room", let_everything_go)
+    model = make_odd()
+    options: dict[str, Any] = {"mode": "dynamic", "policy": "dtr", "min_offload_bytes": 1, "profile": profile}
+    with elbowroom.fit(model, sgd(model), 1 << 40, **options) as room:
+        assert torch.equal(expected, run(model, room))
+
+
+def test_bytes_are_counted_right_whatever_is_resized(profile: HardwareProfile) -> None:
+    model = make_odd()
+    with elbowroom.fit(model, sgd(model), 1 << 40, mode="dynamic", profile=profile) as room, room.step():
+        account = room._engine.account  # type: ignore[union-attr]
+        before = account.live_bytes
+        for _ in range(4):
+            out = torch.empty(0)
+            torch.sin(model.w.detach(), out=out)
+            product = model.w * out
+            assert account.live_bytes == before + 2 * 4096
+            del out, product
+            assert account.live_bytes == before
+        grown = torch.empty(0).resize_(1 << 16)
+        assert account.live_bytes == before + (4 << 16)
+        sparse = torch.sparse_coo_tensor(torch.arange(1 << 10)[None], torch.ones(1 << 10), (1 << 12,)).coalesce()
+        assert account.live_bytes >= before + (4 << 16) + 12 * (1 << 10)
+        del grown, sparse
+
+
+def test_inputs_are_not_kept(profile: HardwareProfile, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(OnlineEngine, "take_room", let_everything_go)
+    model, seen = make_odd(), []
+    options: dict[str, Any] = {"mode": "dynamic", "policy": "dtr", "min_offload_bytes": 1, "profile": profile}
+    gc.collect()
+    gc.disable()
+    try:
+        with elbowroom.fit(model, sgd(model), 1 << 40, **options) as room:
+            for _ in range(3):
+                x = torch.randn(64, 32)
+                seen.append(weakref.ref(x.untyped_storage()))
+                with room.step():
+                    (x.sin() @ model.w).sin().square().sum().backward()
+                del x
+            assert [each() for each in seen] == [None] * 3
+    finally:
+        gc.enable()

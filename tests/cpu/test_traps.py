@@ -32,12 +32,12 @@ import elbowroom.room
 import elbowroom.runtime.transfers
 from elbowroom.errors import TierFull, TransferFailed, UsageError
 from elbowroom.hooks.settings import read_settings
-from elbowroom.ir.events import PressureRaised
 from elbowroom.ir.hardware import HardwareProfile
 from elbowroom.ir.journal import Mode
 from elbowroom.planner.problem import pose
 from elbowroom.room import Room
 from elbowroom.runtime.online_engine import OnlineEngine
+from tests.pressure import let_everything_go
 
 STEPS = 7
 WAYS = ("capture", "unplanned", "offload_all", "recompute_all", "smallest", "pressed")
@@ -49,14 +49,6 @@ MODES = {"capture": Mode.CAPTURE, "unplanned": Mode.UNPLANNED, "pressed": Mode.D
 Optimizers = torch.optim.Optimizer | list[torch.optim.Optimizer]
 Step = Callable[[int], Any]
 Made = tuple[nn.Module, Optimizers, Step]
-
-
-def let_everything_go(engine: OnlineEngine, nbytes: int, func: Any) -> None:
-    """Before every op all that may leave leaves, in the way that the policy likes, whatever room there is."""
-    with engine._lock:
-        engine._drain()
-        engine._carry_out(engine._machine.feed(PressureRaised(HUGE, 0)))
-    engine.account.reserved_bytes += nbytes
 
 
 class Runner:

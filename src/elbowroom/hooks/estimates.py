@@ -5,6 +5,7 @@ An op is tried on fake tensors the first time its kind, shapes and dtypes are se
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -22,6 +23,16 @@ BLOCK_BYTES = 512
 """No allocator rounds up to more, where blocks are small."""
 
 
+_COUNTS: dict[str, Callable[[torch.Tensor], int]] = {
+    "repeat_interleave": lambda repeats: int(repeats.sum()),
+    "bincount": lambda values: int(values.max()) + 1 if values.numel() else 0,
+}
+"""Elements of results that only the values of the first argument tell."""
+
+_OUTPUTS = {"_unique2": 4, "unique_dim": 4, "unique_consecutive": 4}
+"""Results, of which each may have as many elements as the argument, and one more for sorting."""
+
+
 class Estimate(NamedTuple):
     """Bytes of an op's results, and of what it allocates inside itself beyond them, at most."""
 
@@ -33,9 +44,10 @@ NOTHING = Estimate(0, 0)
 
 
 class Estimates:
-    """Remembers what ops allocate."""
+    """Remembers what ops allocate on one kind of device."""
 
-    def __init__(self) -> None:
+    def __init__(self, device_type: str) -> None:
+        self._device_type = device_type
         self._known: dict[Any, Estimate] = {}
         self._fake = FakeTensorMode(allow_non_fake_inputs=True)
 
@@ -43,10 +55,10 @@ class Estimates:
         """What an op with these arguments allocates. Cost: some microseconds; the first time, some hundred."""
         if is_view(func):
             return NOTHING
-        key: tuple[Any, ...] = (id(func), *map(_describe, args))
-        if kwargs:
-            key += tuple(map(_describe, kwargs.values()))
         try:
+            key: tuple[Any, ...] = (id(func), torch.get_default_dtype(), *map(_describe, args))
+            if kwargs:
+                key += (*kwargs, *map(_describe, kwargs.values()))
             found = self._known.get(key)
         except TypeError:
             return self._try(func, args, kwargs)  # it has an argument that cannot be remembered
@@ -57,38 +69,50 @@ class Estimates:
         return found
 
     def _try(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Estimate:
-        given: list[torch.Tensor] = []
+        given: list[tuple[torch.Tensor, int]] = []
 
         def fake(value: Any) -> Any:
             if isinstance(value, torch.Tensor):
                 if value.layout is not torch.strided:
                     return value
                 made = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
-                given.append(made)
+                given.append((made, made.untyped_storage().nbytes()))
                 return made
             if isinstance(value, (list, tuple)):
                 return type(value)(map(fake, value))
             return value
 
         tensors = list(iterate_tensors((*args, *kwargs.values())))
+        if not all(map(_is_strided, tensors)):
+            return self._bound(func, tensors)
         try:
             with self._fake:
                 result = func(*map(fake, args), **{name: fake(value) for name, value in kwargs.items()})
         except Exception:
-            return self._bound(tensors)  # its results depend on values, or it knows no fake tensors
-        if any(each.layout is not torch.strided for each in (*tensors, *iterate_tensors(result))):
-            return self._bound(tensors)
-        known = {id(tensor.untyped_storage()) for tensor in given}
-        made = [each for each in iterate_tensors(result) if id(each.untyped_storage()) not in known]
+            return self._bound(func, tensors)  # its results depend on values, or it knows no fake tensors
+        if not all(map(_is_strided, iterate_tensors(result))):
+            return self._bound(func, tensors)
+        known = {id(tensor.untyped_storage()) for tensor, _ in given}
+        made = [
+            each
+            for each in iterate_tensors(result)
+            if each.device.type == self._device_type and id(each.untyped_storage()) not in known
+        ]
+        grown = sum(max(0, tensor.untyped_storage().nbytes() - before) for tensor, before in given)
         blocks = {id(each.untyped_storage()): int(each.untyped_storage().nbytes()) for each in made}
         views = [_view(tensor, place) for place, tensor in enumerate((*tensors, *made))]
         reads, writes = tuple(views[: len(tensors)]), tuple(views[len(tensors) :])
         op = Op(tick=0, name=str(func), reads=reads, writes=writes, flops=0, barrier="")
-        return Estimate(sum(map(_round_up, blocks.values())), _round_up(estimate_workspace(op)))
+        return Estimate(sum(map(_round_up, blocks.values())) + grown, _round_up(estimate_workspace(op)))
 
-    def _bound(self, tensors: list[torch.Tensor]) -> Estimate:
+    def _bound(self, func: Any, tensors: list[torch.Tensor]) -> Estimate:
         """Positions of all elements, which is the most that selecting among them gives."""
-        most = sum(tensor.numel() * max(8, tensor.element_size()) * max(1, tensor.dim()) for tensor in tensors)
+        count = _COUNTS.get(func._opname)
+        if count is not None and _is_strided(tensors[0]):
+            return Estimate(_round_up(8 * count(tensors[0])), 0)
+        most = _OUTPUTS.get(func._opname, 1) * sum(
+            tensor.numel() * max(8, tensor.element_size()) * max(1, tensor.dim()) for tensor in tensors
+        )
         return Estimate(_round_up(most), 0)
 
 
@@ -98,10 +122,16 @@ def _round_up(nbytes: int) -> int:
 
 def _describe(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
-        return value.shape, value.dtype
+        if value.is_nested:
+            raise TypeError  # it has no shape to remember it by
+        return value.shape, value.dtype, value.device
     if isinstance(value, (list, tuple)):
         return tuple(map(_describe, value))
-    return value
+    return (type(value), value) if isinstance(value, (int, float)) else value  # 1, 1.0 and True are equal
+
+
+def _is_strided(tensor: torch.Tensor) -> bool:
+    return tensor.layout is torch.strided and not tensor.is_nested
 
 
 def _view(tensor: torch.Tensor, storage: int) -> View:

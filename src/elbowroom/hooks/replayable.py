@@ -47,6 +47,9 @@ _STATISTICS: dict[str, tuple[int, int, int | None]] = {
     "cudnn_batch_norm": (3, 4, 5),
     "miopen_batch_norm": (3, 4, 5),
     "_batch_norm_with_update": (3, 4, None),
+    # Whole, as inference mode shows them.
+    "batch_norm": (3, 4, 5),
+    "instance_norm": (3, 4, 5),
 }
 
 
@@ -100,10 +103,24 @@ def find_written(func: OpOverload) -> tuple[tuple[int, str], ...]:
     )
 
 
+def list_written(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+    """The tensors that an op writes to: by its schema, and statistics that it updates without saying so."""
+    places = find_written(func)
+    statistics = find_statistics(func, args)
+    if not places and not statistics:
+        return []
+    values = [args[position] if position < len(args) else kwargs.get(name) for position, name in places]
+    return list(iterate_tensors([*values, *(args[position] for position in statistics)]))
+
+
 @by_op
 def is_view(func: OpOverload) -> bool:
-    """Whether an op only looks at its argument in another way, by its schema."""
-    return bool(func.is_view)
+    """Whether an op only looks at its argument in another way, whatever it is given.
+
+    By its schema, but for ops that are made of others and are seen whole in inference mode: they may copy.
+    """
+    is_whole = torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd")
+    return bool(func.is_view) and not is_whole and not func._opname.startswith("lift")
 
 
 @by_op

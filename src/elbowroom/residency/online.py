@@ -128,6 +128,8 @@ class Online:
         if isinstance(event, PressureRaised):
             return self._relieve(event.nbytes)
         storage = event.storage
+        if storage < 0:
+            return ()  # what is no plain block of bytes stays where it is
         if isinstance(event, StorageFreed):
             self._take(storage)
             self._away.pop(storage, None)

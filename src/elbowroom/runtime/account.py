@@ -33,6 +33,11 @@ class Account(Identities[Residence]):
         super().put(storage, item)
         self._bytes += self.round(item.nbytes)
 
+    def measure(self, storage: torch.UntypedStorage, residence: Residence) -> None:
+        """Count a storage anew, which an op may have resized."""
+        before, residence.nbytes = residence.nbytes, storage.nbytes()
+        self._bytes += self.round(residence.nbytes) - self.round(before)
+
     def round(self, nbytes: int) -> int:
         """What a block of so many bytes takes."""
         return -(-nbytes // self._alignment) * self._alignment

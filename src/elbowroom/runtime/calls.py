@@ -35,7 +35,7 @@ class Slot(NamedTuple):
     """A tensor argument or result: which storage, and how it lies there.
 
     `kept` is the storage itself where the program holds it anyway (parameters, buffers, inputs), and `witness` a leaf
-    tensor that shares its version counter.
+    tensor that shares its version counter. Statistics that the op only updates are not `is_read`.
     """
 
     residence: Residence
@@ -43,6 +43,7 @@ class Slot(NamedTuple):
     kept: torch.UntypedStorage | None
     witness: torch.Tensor | None
     version: int
+    is_read: bool = True
 
 
 class Call(NamedTuple):
@@ -84,7 +85,7 @@ class Recording:
         made = {slot.residence for call in self.calls.values() for slot in call.results}
         self.leaves = tuple(residence for residence in needed if residence not in made)
         slots = [slot for _, call in taken for slot in iterate_slots((call.args, call.kwargs))]
-        self.sources = tuple({slot.residence for slot in slots if slot.kept is not None})
+        self.sources = tuple({slot.residence for slot in slots if slot.kept is not None and slot.is_read})
 
 
 def replay(recordings: Iterable[Recording], outputs: Sequence[Residence]) -> None:

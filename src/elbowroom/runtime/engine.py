@@ -106,7 +106,7 @@ class Engine:
                 return handle
             residence = self._find_residence(storage)
             if not residence.views:
-                residence.nbytes = storage.nbytes()  # an `out=` may have grown it since it was first seen
+                self._measure(storage, residence)
             tick = self._follower.follow_save(index, residence)
             with Hidden():
                 # The tensor itself would hold the graph that holds it.
@@ -355,8 +355,7 @@ class Engine:
                 self._follower.stop("an op writes to what a replay would read")
 
     def _find_written(self, tensor: torch.Tensor) -> Residence | None:
-        storage = get_any_storage(tensor)
-        return None if storage is None else self._identities.find(storage)
+        return None if (storage := get_any_storage(tensor)) is None else self._identities.find(storage)
 
     def finish(self) -> None:
         """The step is over, and nobody watches writes from now on: no graph that lives on may rest on a replay."""
@@ -387,6 +386,9 @@ class Engine:
             residence = Residence(storage.nbytes())
             self._identities.put(storage, residence)
         return residence
+
+    def _measure(self, storage: torch.UntypedStorage, residence: Residence) -> None:
+        residence.nbytes = storage.nbytes()  # an `out=` may have grown it since it was first seen
 
     def _view(self, handle: Handle, residence: Residence) -> torch.Tensor:
         view = residence.views[handle.index]

@@ -10,18 +10,19 @@ from typing import Any, Protocol
 import torch
 
 from elbowroom.hooks.estimates import Estimates
-from elbowroom.hooks.identity import get_plain_storage
+from elbowroom.hooks.identity import get_any_storage, get_plain_storage
 from elbowroom.hooks.replayable import (
     find_barrier,
     find_statistics,
     find_written,
     is_view,
     iterate_tensors,
+    list_written,
     touches_tensors,
 )
 from elbowroom.hooks.settings import read_settings
-from elbowroom.runtime.calls import Slot
-from elbowroom.runtime.history import Result, Run
+from elbowroom.runtime.calls import Slot, iterate_slots
+from elbowroom.runtime.history import Result, Run, is_shared
 from elbowroom.runtime.residence import Geometry, Residence
 from elbowroom.runtime.watcher import Watcher
 
@@ -35,6 +36,10 @@ class Host(Protocol):
 
     def give_room(self, nbytes: int) -> None:
         """The op has run."""
+        ...
+
+    def measure(self, storage: torch.UntypedStorage, residence: Residence) -> None:
+        """Count a storage that may have been resized."""
         ...
 
     def find_seen(self, storage: torch.UntypedStorage, *, is_outside: bool) -> Residence:
@@ -94,7 +99,9 @@ class Historian(Watcher):
         self.busy_seconds += seconds
         self._index += 1
         results, written = self._note(result), self._note_written(func, args, kwargs)
-        made = [residence for residence, _ in results if residence.runs is None and not residence.version]
+        # What an op was given it has not made, even where its schema hides that a result is a view of it.
+        read = {slot.residence for slot in iterate_slots(described)} if described else set()
+        made = [each for each, _ in results if each.runs is None and not each.version and each not in read]
         if described is None or results is NOBODYS or not (made or written) or find_barrier(func, args, kwargs):
             for residence in written:
                 residence.runs = None
@@ -118,6 +125,8 @@ class Historian(Watcher):
             storage = get_plain_storage(tensor) if tensor.device.type == self._device_type else None
             if storage is None:
                 is_whole = False
+                if tensor.layout is torch.sparse_coo:
+                    self._note((tensor._indices(), tensor._values()))
             else:
                 results.append((self._host.find_seen(storage, is_outside=False), tensor))
         return results if is_whole else NOBODYS
@@ -125,14 +134,16 @@ class Historian(Watcher):
     def _note_written(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Residence]:
         """The residences of what an op wrote to, which have a new version now."""
         written: list[Residence] = []
-        for position, name in find_written(func):
-            for tensor in iterate_tensors(args[position] if position < len(args) else kwargs.get(name)):
-                storage = get_plain_storage(tensor) if tensor.device.type == self._device_type else None
-                if storage is not None:
-                    residence = self._host.find_seen(storage, is_outside=True)
-                    if residence not in written:
-                        residence.version += 1
-                        written.append(residence)
+        for tensor in list_written(func, args, kwargs):
+            storage = get_any_storage(tensor) if tensor.device.type == self._device_type else None
+            if storage is not None:
+                residence = self._host.find_seen(storage, is_outside=True)
+                if residence not in written:
+                    residence.version += 1
+                    self._host.measure(storage, residence)
+                    written.append(residence)
+                if get_plain_storage(tensor) is None:
+                    residence.runs = None
         return written
 
     def _make_run(
@@ -164,7 +175,13 @@ class Historian(Watcher):
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         """Arguments with slots in the place of tensors; None if one of them cannot be had again."""
         try:
+            statistics = find_statistics(func, args)
             described = tuple(map(self._describe, args))
+            if statistics:
+                described = tuple(
+                    value._replace(is_read=False) if position in statistics and isinstance(value, Slot) else value
+                    for position, value in enumerate(described)
+                )
             return described, {name: self._describe(value) for name, value in kwargs.items()}
         except _Foreign:
             return None
@@ -175,7 +192,7 @@ class Historian(Watcher):
             if storage is None or value.device.type != self._device_type:
                 raise _Foreign
             residence = self._host.find_seen(storage, is_outside=True)
-            if residence.is_outside and _is_shared(storage):
+            if residence.is_outside and (not residence.is_staying or is_shared(storage)):
                 raise _Foreign
             return Slot(
                 residence, Geometry.of(value), storage if residence.is_outside else None, None, residence.version
@@ -186,9 +203,7 @@ class Historian(Watcher):
 
 
 class _Foreign(Exception):
-    """A tensor that others may change unseen, or that is no plain block of bytes on the device."""
+    """A tensor that others may change unseen, or that is no plain block of bytes on the device.
 
-
-def _is_shared(storage: torch.UntypedStorage) -> bool:
-    """Whether NumPy or another process may write to it."""
-    return storage.device.type == "cpu" and (not storage.resizable() or storage.is_shared())
+    So may a batch: whoever loads it may write the next one to the same place, through NumPy or in another thread.
+    """

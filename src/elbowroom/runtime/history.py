@@ -12,6 +12,8 @@ from __future__ import annotations
 import weakref
 from typing import Any, NamedTuple
 
+import torch
+
 from elbowroom.hooks.settings import Settings
 from elbowroom.runtime.calls import Call, Recording, Slot, iterate_slots
 from elbowroom.runtime.residence import Geometry, Residence
@@ -90,8 +92,8 @@ def find_way(target: Residence) -> Way | None:
             runs[run.place] = run
             for slot in iterate_slots((run.args, run.kwargs)):
                 read = slot.residence
-                if slot.kept is not None and slot.version != read.version:
-                    return None  # the program has written to it since
+                if slot.kept is not None and slot.is_read and (slot.version != read.version or is_shared(slot.kept)):
+                    return None  # the program has written to it since, or may do so unseen
                 if slot.kept is not None or read in seen or _is_leaf(read, slot):
                     continue
                 seen.add(read)
@@ -108,6 +110,11 @@ def find_way(target: Residence) -> Way | None:
         nbytes=_count_bytes(recording, taken),
         versions=_list_versions(recording),
     )
+
+
+def is_shared(storage: torch.UntypedStorage) -> bool:
+    """Whether NumPy or another process may write to it."""
+    return storage.device.type == "cpu" and (not storage.resizable() or storage.is_shared())
 
 
 def _list_versions(recording: Recording) -> tuple[int, ...]:

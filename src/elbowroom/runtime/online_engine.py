@@ -83,7 +83,7 @@ class OnlineEngine(Engine):
         self._paused.watch([self.historian])
         for tensor in residents:
             if tensor.device.type == device.type and tensor.layout is torch.strided:
-                self.find_seen(tensor.untyped_storage(), is_outside=True)
+                self.find_seen(tensor.untyped_storage(), is_outside=True).is_staying = True
 
     # -- room -----------------------------------------------------------------------------------------------------
 
@@ -121,6 +121,12 @@ class OnlineEngine(Engine):
             residence.is_outside = is_outside
             self._identities.put(storage, residence)
         return residence
+
+    def measure(self, storage: torch.UntypedStorage, residence: Residence) -> None:
+        """Count a storage that may have been resized."""
+        self.account.measure(storage, residence)
+
+    _measure = measure
 
     def _find_residence(self, storage: torch.UntypedStorage) -> Residence:
         return self.find_seen(storage, is_outside=True)
@@ -251,6 +257,12 @@ class OnlineEngine(Engine):
         self._hold_recording(residence, way.recording)
         return True
 
+    def _free_if_unused(self, residence: Residence) -> None:
+        storage = residence.id
+        super()._free_if_unused(residence)
+        if residence.id < 0:
+            self._ways.pop(storage, None)  # it keeps what it starts from
+
     def _settle(self, storages: Iterable[Residence]) -> None:
         """Compute what was dropped while that can still be done."""
         dropped = [each.id for each in storages if each.recording is not None]
@@ -268,5 +280,6 @@ class OnlineEngine(Engine):
         """The step is over: nobody watches writes from now on, and nobody makes room."""
         with self._lock:
             self._settle(list(self._bound.values()))
+            self._ways.clear()
             self._machine.policy = CapacityFirst(self._may_move)
             self._budget_bytes = 1 << 62

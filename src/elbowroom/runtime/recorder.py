@@ -98,8 +98,10 @@ class Recorder(Watcher):
 
         def describe(value: Any, keep: bool = False) -> Any:
             if isinstance(value, torch.Tensor):
-                view = None if keep else next(reads, None)
-                return self._slot(value, keep or view is None or view.storage in self._kept)
+                if keep:
+                    return self._slot(value, True)._replace(is_read=False)
+                view = next(reads, None)
+                return self._slot(value, view is None or view.storage in self._kept)
             if isinstance(value, (list, tuple)):
                 return type(value)(describe(item, keep) for item in value)
             return value

@@ -80,10 +80,23 @@ class Residence:
             that are decided on as they go, like what follows.
         version: how often it was written to since it was made.
         is_outside: whether it was there before the step used it.
+        is_staying: whether it is a parameter, a buffer, or what else the room knows to outlive the step.
     """
 
     __slots__ = (
-        *("__weakref__", "copy", "ghost", "id", "is_outside", "may_move", "nbytes", "readers", "recording", "runs"),
+        *(
+            "__weakref__",
+            "copy",
+            "ghost",
+            "id",
+            "is_outside",
+            "is_staying",
+            "may_move",
+            "nbytes",
+            "readers",
+            "recording",
+            "runs",
+        ),
         *("storage", "version", "views"),
     )
 
@@ -99,7 +112,7 @@ class Residence:
         self.may_move: bool | None = None
         self.runs: list[Run] | None = None
         self.version = 0
-        self.is_outside = False
+        self.is_outside = self.is_staying = False
 
     def find_storage(self) -> torch.UntypedStorage | None:
         """The storage on the device, if we hold it."""

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from elbowroom.hooks.replayable import find_written, iterate_tensors
+from elbowroom.hooks.replayable import list_written
 
 
 class Watcher(TorchDispatchMode):
@@ -39,14 +39,9 @@ class Watcher(TorchDispatchMode):
         kwargs = kwargs or {}
         if self.pauses:
             return func(*args, **kwargs)
-        places = find_written(func)
-        if not places:
+        written = list_written(func, args, kwargs)
+        if not written:
             return self._run(func, args, kwargs)
-        written = [
-            tensor
-            for position, name in places
-            for tensor in iterate_tensors(args[position] if position < len(args) else kwargs.get(name))
-        ]
         for tensor in written:
             self._before_write(tensor)
         result = self._run(func, args, kwargs)
