@@ -1023,6 +1023,24 @@ def test_batch_norm(runner: Runner) -> None:
     runner.compare(loop(Norms))
 
 
+class ReadsStatistics(Layers):
+    """Computes from running statistics, which the forward pass then updates: no op says that it writes them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.before:
+            x = torch.sigmoid(layer(x) - self.norm.running_mean)
+            x = torch.relu(self.norm(x) + x)
+        return x
+
+
+def test_statistics_that_are_read_and_updated(runner: Runner) -> None:
+    runner.compare(loop(ReadsStatistics), drifts=True)
+
+
 def test_batch_norm_that_only_evaluates(runner: Runner) -> None:
     def model() -> nn.Module:
         made = Norms()

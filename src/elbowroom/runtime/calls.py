@@ -35,7 +35,8 @@ class Slot(NamedTuple):
     """A tensor argument or result: which storage, and how it lies there.
 
     `kept` is the storage itself where the program holds it anyway (parameters, buffers, inputs), and `witness` a leaf
-    tensor that shares its version counter. Statistics that the op only updates are not `is_read`.
+    tensor that shares its version counter; `seen` is the residence's version then. Statistics that the op only updates
+    are not `is_read`.
     """
 
     residence: Residence
@@ -43,6 +44,7 @@ class Slot(NamedTuple):
     kept: torch.UntypedStorage | None
     witness: torch.Tensor | None
     version: int
+    seen: int
     is_read: bool = True
 
 
@@ -85,7 +87,12 @@ class Recording:
         made = {slot.residence for call in self.calls.values() for slot in call.results}
         self.leaves = tuple(residence for residence in needed if residence not in made)
         slots = [slot for _, call in taken for slot in iterate_slots((call.args, call.kwargs))]
-        self.sources = tuple({slot.residence for slot in slots if slot.kept is not None and slot.is_read})
+        self._read = [slot for slot in slots if slot.kept is not None and slot.is_read]
+        self.sources = tuple({slot.residence for slot in self._read})
+
+    def is_current(self) -> bool:
+        """Whether nobody has written to what it reads of the program's own, since the ops read it."""
+        return all(slot.residence.version == slot.seen for slot in self._read)
 
 
 def replay(recordings: Iterable[Recording], outputs: Sequence[Residence]) -> None:

@@ -142,7 +142,7 @@ class Engine:
                 gone = Release(residence.id)
                 served = actions.index(gone) if gone in actions else len(actions)
                 self._carry_out(actions[:served], actions[served:])
-                given = self._view(handle, residence)
+                given = residence.view(handle.index)
                 self._carry_out(actions[served:])
             else:
                 self._carry_out(self._machine.feed(StorageNeeded(NO_STORAGE, tick)))
@@ -317,7 +317,11 @@ class Engine:
         if plan is None or recorder is None or segment is None or not self._may_move(residence.id):
             return False
         recording = recorder.make_recording(plan.segments[segment].ops, residence)
-        if not recording.calls or any(leaf.id < 0 or not leaf.views for leaf in recording.leaves):
+        if (
+            not recording.calls
+            or not recording.is_current()
+            or any(leaf.id < 0 or not leaf.views for leaf in recording.leaves)
+        ):
             return False
         self._hold_recording(residence, recording)
         return True
@@ -365,16 +369,18 @@ class Engine:
 
     def written(self, tensor: torch.Tensor) -> None:
         """An op has written to a tensor in place. What autograd then finds is what was written, as without us."""
-        storage = get_any_storage(tensor)
-        residence = None if storage is None else self._identities.find(storage)
-        if residence is None or not residence.views:
+        residence = self._find_written(tensor)
+        if residence is None:
+            return
+        residence.version += 1
+        if not residence.views:
             return
         with self._lock:
             if residence.copy is not None:
                 self._wait(residence)
                 self._discard_copy(residence)
             if residence.find_storage() is None:
-                residence.storage = storage
+                residence.storage = tensor.untyped_storage()
             residence.may_move = False
             self._machine.refuse(residence.id)
             self._forget_recording(residence)
@@ -389,12 +395,3 @@ class Engine:
 
     def _measure(self, storage: torch.UntypedStorage, residence: Residence) -> None:
         residence.nbytes = storage.nbytes()  # an `out=` may have grown it since it was first seen
-
-    def _view(self, handle: Handle, residence: Residence) -> torch.Tensor:
-        view = residence.views[handle.index]
-        if view.geometry is None:
-            return view.tensor
-        if residence.storage is None:
-            raise InternalError(f"storage {residence.id} is needed but not on the device")
-        with Hidden():
-            return view.geometry.view(residence.storage)

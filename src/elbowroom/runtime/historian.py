@@ -132,14 +132,13 @@ class Historian(Watcher):
         return results if is_whole else NOBODYS
 
     def _note_written(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Residence]:
-        """The residences of what an op wrote to, which have a new version now."""
+        """The residences of what an op wrote to, whose version is new once `on_write` has been told."""
         written: list[Residence] = []
         for tensor in list_written(func, args, kwargs):
             storage = get_any_storage(tensor) if tensor.device.type == self._device_type else None
             if storage is not None:
                 residence = self._host.find_seen(storage, is_outside=True)
                 if residence not in written:
-                    residence.version += 1
                     self._host.measure(storage, residence)
                     written.append(residence)
                 if get_plain_storage(tensor) is None:
@@ -194,9 +193,8 @@ class Historian(Watcher):
             residence = self._host.find_seen(storage, is_outside=True)
             if residence.is_outside and (not residence.is_staying or is_shared(storage)):
                 raise _Foreign
-            return Slot(
-                residence, Geometry.of(value), storage if residence.is_outside else None, None, residence.version
-            )
+            kept = storage if residence.is_outside else None
+            return Slot(residence, Geometry.of(value), kept, None, 0, residence.version)
         if isinstance(value, (list, tuple)):
             return type(value)(map(self._describe, value))
         return value

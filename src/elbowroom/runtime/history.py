@@ -30,7 +30,7 @@ class Result(NamedTuple):
 
     def keep(self) -> Slot:
         """With the residence, or one in its place that nobody asks for."""
-        return Slot(self.residence() or Residence(0), self.geometry, None, None, 0)
+        return Slot(self.residence() or Residence(0), self.geometry, None, None, 0, 0)
 
 
 class Run(NamedTuple):
@@ -92,7 +92,7 @@ def find_way(target: Residence) -> Way | None:
             runs[run.place] = run
             for slot in iterate_slots((run.args, run.kwargs)):
                 read = slot.residence
-                if slot.kept is not None and slot.is_read and (slot.version != read.version or is_shared(slot.kept)):
+                if slot.kept is not None and slot.is_read and (slot.seen != read.version or is_shared(slot.kept)):
                     return None  # the program has written to it since, or may do so unseen
                 if slot.kept is not None or read in seen or _is_leaf(read, slot):
                     continue
@@ -122,7 +122,7 @@ def _list_versions(recording: Recording) -> tuple[int, ...]:
 
 
 def _is_leaf(residence: Residence, slot: Slot) -> bool:
-    return residence.id >= 0 and bool(residence.views) and residence.version == slot.version
+    return residence.id >= 0 and bool(residence.views) and residence.version == slot.seen
 
 
 def _keep(results: tuple[Result, ...]) -> tuple[Slot, ...]:

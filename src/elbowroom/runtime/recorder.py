@@ -115,7 +115,9 @@ class Recorder(Watcher):
             raise InternalError(f"a replayed op has a tensor that is no plain block of bytes: {tensor.layout}")
         residence, geometry = self._find_residence(storage), Geometry.of(tensor)
         if not keep:
-            return Slot(residence, geometry, None, None, tensor._version)
+            return Slot(residence, geometry, None, None, tensor._version, residence.version)
         # A tensor with a graph would hold the graph that holds us; the leaf it is a view of does not.
         leaf = tensor if tensor._base is None else tensor._base
-        return Slot(residence, geometry, storage, leaf if leaf.grad_fn is None else None, tensor._version)
+        return Slot(
+            residence, geometry, storage, leaf if leaf.grad_fn is None else None, tensor._version, residence.version
+        )

@@ -7,6 +7,9 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
+from elbowroom.errors import InternalError
+from elbowroom.hooks.hidden import Hidden
+
 if TYPE_CHECKING:
     from elbowroom.runtime.calls import Recording
     from elbowroom.runtime.engine import Engine
@@ -77,8 +80,8 @@ class Residence:
         readers: dropped storages whose replay reads this one.
         may_move: whether it may leave the device; None until somebody asks.
         runs: the ops of this step that made it and wrote to it, in order; None where that is not known. Only in steps
-            that are decided on as they go, like what follows.
-        version: how often it was written to since it was made.
+            that are decided on as they go.
+        version: how often it was seen to be written to.
         is_outside: whether it was there before the step used it.
         is_staying: whether it is a parameter, a buffer, or what else the room knows to outlive the step.
     """
@@ -122,6 +125,16 @@ class Residence:
             if view.geometry is None:
                 return view.tensor.untyped_storage()
         return None
+
+    def view(self, index: int) -> torch.Tensor:
+        """A saved tensor; its storage is on the device."""
+        saved = self.views[index]
+        if saved.geometry is None:
+            return saved.tensor
+        if self.storage is None:
+            raise InternalError(f"storage {self.id} is needed but not on the device")
+        with Hidden():
+            return saved.geometry.view(self.storage)
 
     def let_go(self) -> None:
         """Drop every reference of ours to the storage."""
