@@ -6,7 +6,8 @@
    together with their neighbours in kind, and stretches of them are exchanged with, or copied to, others that look
    alike, so that what is learnt about one repeated block serves all. What does not fit costs, and the price follows
    the search, so that it walks along the edge of the budget. Several walks run side by side.
-   Meanwhile Capuchin's policy is asked, too, and gone on from where it did better (not for the longest traces).
+   Meanwhile Capuchin's policy is asked, too (not for the longest traces). Then walks go on from the best of all that,
+   again and again while it is far from the bound.
 3. The best is made into a plan with exact ticks; replays that repeat each other's ops are joined where that is faster.
 
 A storage that is dropped is back with the first replay that makes it, or made again at its own need, whatever was
