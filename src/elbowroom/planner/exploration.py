@@ -46,8 +46,8 @@ EVENTS_RELAXED = 12_000
 BOTH = 2
 """The roundings that walks begin from; all of them are looked at as plans."""
 
-ASKED = ("capuchin",)
-"""Strategies whose plans are begun from, too, where traces are no longer than `EVENTS_RELAXED`."""
+ASKED, EVENTS_ASKED = ("capuchin",), 4_000
+"""Strategies whose plans are begun from, too, where traces are no longer than this: what they take grows faster."""
 
 JOINED = 4
 """Plans in which replays are joined, the fastest without."""
@@ -131,7 +131,7 @@ def _search(
 ) -> tuple[list[Array], list[Plan]]:
     """Improve `best`; returns choices and plans that may be worth a look, too."""
     columns, room, terms = composer.columns, composer.room, _terms(problem)
-    is_short = len(columns.events) <= EVENTS_RELAXED
+    is_short = len(columns.events) <= EVENTS_ASKED
     asked = [functools.partial(find_strategy(name), problem) for name in ASKED if is_short and moves == "both"]
     enough = max(ENOUGH, TURNS_A_GAP * len(space.alike))
     turns = int(effort * min(max(FEWEST_TURNS, WORK // len(columns.events)), enough))
