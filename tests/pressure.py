@@ -15,4 +15,4 @@ def let_everything_go(engine: OnlineEngine, nbytes: int, func: Any) -> None:
     with engine._lock:
         engine._drain()
         engine._carry_out(engine._machine.feed(PressureRaised(EVERYTHING, 0)))
-    engine.account.reserved_bytes += nbytes
+    engine.account.reserve(nbytes)

@@ -35,6 +35,7 @@ from elbowroom.planner.problem import plan as make_plan
 from elbowroom.report.summary import summarize
 from elbowroom.residency.habits import Habits
 from elbowroom.runtime.engine import Engine
+from elbowroom.runtime.finishing import finishing
 from elbowroom.runtime.logbook import Logbook
 from elbowroom.runtime.online_engine import OnlineEngine
 from elbowroom.runtime.open import open_transfers
@@ -102,7 +103,7 @@ class Room:
         self._futile_captures = self._next_capture = 0
         self._transfers = open_transfers(device, config.spill_folder, config.host_bytes)
         try:
-            if step is not None:
+            if step is not None and config.mode != "dynamic":
                 self._plan_ahead(step)
         except BaseException:
             self._transfers.close()
@@ -131,10 +132,10 @@ class Room:
             raise UsageError("room.step() inside room.step(): one `with room.step():` is one whole training step")
         self._inside = True
         try:
-            if self.planned is not None and self.planned.plan.strategy == EVERYTHING_FITS:
-                yield from self._run_plain(self.planned)
-            elif self.config.mode == "dynamic":
+            if self.config.mode == "dynamic":
                 yield from self._run_dynamic()
+            elif self.planned is not None and self.planned.plan.strategy == EVERYTHING_FITS:
+                yield from self._run_plain(self.planned)
             elif self.planned is not None and self._drifts < (DRIFTS_BEFORE_RECAPTURE if self._measured else 1):
                 yield from self._run_planned(self.planned)
             else:
@@ -247,7 +248,7 @@ class Room:
                 stack.enter_context(telling_gradients(capture.tracer, self._model))
             if engine is not None:
                 stack.enter_context(torch.autograd.graph.saved_tensors_hooks(engine.pack, engine.unpack))
-                stack.callback(engine.finish)
+                stack.enter_context(finishing(engine.finish))
             begin = time.perf_counter()
             yield
             return time.perf_counter() - begin
@@ -300,7 +301,7 @@ class Room:
     def _is_metered(self) -> bool:
         every = self.config.meter_every
         # One in so many, and the one before it, without which it might be blind to what it frees.
-        return every > 0 and (self._logbook.planned_steps < 2 or (self._logbook.count + 1) % every < 2)
+        return every > 0 and (self._logbook.settled_steps < 2 or (self._logbook.count + 1) % every < 2)
 
     def _record(self, mode: Mode, seconds: float, engine: Engine | None, meter: Meter | None, note: str) -> StepRecord:
         transfers = self._transfers

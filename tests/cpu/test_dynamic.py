@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import gc
+import sys
 import threading
 import weakref
 from collections.abc import Callable
@@ -19,11 +20,15 @@ from torch.nn import functional
 
 import elbowroom
 from elbowroom._family import names
-from elbowroom.errors import Infeasible, UnknownMember, UsageError
+from elbowroom.errors import Infeasible, TransferFailed, UnknownMember, UsageError
+from elbowroom.hooks.estimates import Estimates
 from elbowroom.ir.hardware import HardwareProfile
 from elbowroom.ir.journal import Mode, StepRecord
 from elbowroom.residency import policies
+from elbowroom.runtime.account import Account
+from elbowroom.runtime.finishing import finishing
 from elbowroom.runtime.online_engine import OnlineEngine
+from elbowroom.runtime.residence import Residence
 from tests.pressure import let_everything_go
 
 STEPS, WIDTH = 5, 64
@@ -351,6 +356,16 @@ def normalize_two_ways(model: nn.Module) -> torch.Tensor:
     return z.sum()
 
 
+def update_a_buffer_first(model: nn.Module) -> torch.Tensor:
+    """Before what was made of it is dropped, so that nothing is settled."""
+    y = model.x.sin()
+    z = model.w * y
+    model.x.add_(1.0)
+    del y
+    press()
+    return z.sum()
+
+
 class Plain(torch.Tensor):
     """A subclass that changes nothing."""
 
@@ -391,7 +406,7 @@ def grow_results(model: nn.Module) -> torch.Tensor:
 
 PROGRAMS = (
     *(add_numpy_batch, split_random, conjugate, sparse_product, nest, read_statistics, normalize_two_ways),
-    *(write_through_a_subclass, refill_the_batch, grow_results),
+    *(update_a_buffer_first, write_through_a_subclass, refill_the_batch, grow_results),
 )
 
 
@@ -486,3 +501,125 @@ def test_inputs_are_not_kept(profile: HardwareProfile, monkeypatch: pytest.Monke
             assert [each() for each in seen] == [None] * 3
     finally:
         gc.enable()
+
+
+def test_an_error_is_not_replaced_by_what_cannot_be_settled(profile: HardwareProfile) -> None:
+    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(8)))
+    x = torch.randn(300, WIDTH)
+    options: dict[str, Any] = {"mode": "dynamic", "policy": "dtr", "min_offload_bytes": 1, "profile": profile}
+    loss = []
+
+    def run(room: Any) -> None:
+        with room.step():
+            y = x
+            for layer in model:
+                y = torch.tanh(layer(y))
+            loss.append(y.sum())
+            del y
+            torch.empty(1 << 20)
+
+    with elbowroom.fit(model, sgd(model), 900_000, **options) as room:
+        with pytest.raises(Infeasible, match=r"when aten\.empty"):
+            run(room)
+        engine = room._engine
+        assert isinstance(engine, OnlineEngine)
+        assert not any(residence.recording for residence in engine._bound.values()), "nothing may rest on a replay"
+        expected = [
+            each.detach().clone() for each in torch.autograd.grad(plain_loss(model, x), list(model.parameters()))
+        ]
+        with torch.no_grad():
+            model[0].bias.add_(0)  # what a replay would have read
+        loss[0].backward()
+        assert all(torch.equal(one, each.grad) for one, each in zip(expected, model.parameters(), strict=True))
+
+
+def plain_loss(model: nn.Sequential, x: torch.Tensor) -> torch.Tensor:
+    y = x
+    for layer in model:
+        y = torch.tanh(layer(y))
+    return y.sum()
+
+
+def test_a_step_that_fits_does_not_end_the_watch(profile: HardwareProfile) -> None:
+    """Given a step beforehand, and one that everything fits: a later one may be larger."""
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(8)))
+    optimizer = sgd(model)
+
+    def step(rows: int) -> None:
+        model(torch.randn(rows, WIDTH)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step(8)  # the momenta are there
+    options: dict[str, Any] = {"mode": "dynamic", "min_offload_bytes": 1, "meter_every": 1, "profile": profile}
+    with elbowroom.fit(model, optimizer, 2_500_000, step=lambda: step(8), **options) as room:
+        for rows in (8, 8, 8, 8, 800):
+            with room.step():
+                step(rows)
+        assert room.planned is None
+        records = room.journal().steps
+        assert "5 dynamic" in room.report()
+    assert {record.mode for record in records} == {Mode.DYNAMIC}
+    assert records[-1].peak_bytes <= 2_500_000
+    assert records[-1].offloaded_bytes + records[-1].recomputed > 0
+
+
+def test_few_dynamic_steps_are_metered(profile: HardwareProfile) -> None:
+    model = nn.Linear(WIDTH, WIDTH)
+    with elbowroom.fit(model, sgd(model), 1 << 30, mode="dynamic", profile=profile) as room:
+        for _ in range(5):
+            with room.step():
+                model(torch.randn(4, WIDTH)).sum().backward()
+        records = room.journal().steps
+    assert records[0].peak_bytes > 0
+    assert [record.peak_bytes for record in records[2:]] == [0, 0, 0]
+
+
+def test_what_is_remembered_of_ops_keeps_nothing() -> None:
+    estimates = Estimates("cpu")
+    storage = torch.zeros(100).untyped_storage()
+    seen = weakref.ref(storage)
+    estimates.find(torch.ops.aten.set_.source_Storage, (torch.empty(0), storage), {})
+    estimates.find(torch.ops.aten.rand.generator, ([3],), {"generator": torch.Generator()})
+    del storage
+    assert seen() is None
+    x = torch.zeros(1000)
+    for rate in (0.1, 0.2, 0.3):
+        estimates.find(torch.ops.aten.add_.Tensor, (x, x), {"alpha": rate})
+    assert len(estimates._known) == 2
+    assert estimates.find(torch.ops.aten.arange.start_step, (0, 10, 0.1), {}).result_bytes == 512
+    assert estimates.find(torch.ops.aten.arange.start_step, (0, 10, 0.01), {}).result_bytes == 4096
+
+
+def test_threads_do_not_miscount() -> None:
+    account, before = Account(64), sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+
+    def count() -> None:
+        for _ in range(3000):
+            account.reserve(7)
+            storage = torch.empty(16).untyped_storage()
+            account.put(storage, Residence(64))
+            assert account.live_bytes >= 64
+            del storage
+            account.reserve(-7)
+
+    threads = [threading.Thread(target=count) for _ in range(4)]
+    try:
+        for each in threads:
+            each.start()
+        for each in threads:
+            each.join()
+    finally:
+        sys.setswitchinterval(before)
+    assert account.live_bytes == 0
+
+
+def test_the_first_error_is_the_one_that_counts() -> None:
+    def fail() -> None:
+        raise TransferFailed("no room")
+
+    with pytest.raises(ValueError, match="the user's"), finishing(fail):
+        raise ValueError("the user's")
+    with pytest.raises(TransferFailed), finishing(fail):
+        pass

@@ -127,6 +127,17 @@ def test_a_journal_alone() -> None:
     assert "within" not in page and "budget" not in page.lower()
 
 
+@pytest.mark.parametrize("mode", Mode)
+def test_every_mode_has_a_word(mode: Mode) -> None:
+    page = summarize(budget_bytes=1 << 20, journal=Journal(steps=(record(0, mode, note="why"),)))
+    assert f"1 {str(mode).replace('capture', 'captured')}" in page
+
+
+def test_dynamic_steps_have_no_plan_and_say_so() -> None:
+    page = summarize(budget_bytes=1 << 20, journal=Journal(steps=(record(0, Mode.DYNAMIC),)))
+    assert "decided while a step runs" in page
+
+
 def test_a_trace_without_a_plan() -> None:
     trace, costs = generators.example()
     page = summarize(budget_bytes=1 << 20, journal=JOURNAL, trace=trace, costs=costs, plan=None, forecast=None)

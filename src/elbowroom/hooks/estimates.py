@@ -12,7 +12,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from elbowroom.cost.workspace import estimate_workspace
-from elbowroom.hooks.replayable import is_view, iterate_tensors
+from elbowroom.hooks.replayable import find_written, is_view, iterate_tensors
 from elbowroom.ir.trace import Op, View
 
 MOST_KEPT = 1 << 16
@@ -31,6 +31,9 @@ _COUNTS: dict[str, Callable[[torch.Tensor], int]] = {
 
 _OUTPUTS = {"_unique2": 4, "unique_dim": 4, "unique_consecutive": 4}
 """Results, of which each may have as many elements as the argument, and one more for sorting."""
+
+
+_REMEMBERED = (str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
 
 
 class Estimate(NamedTuple):
@@ -53,12 +56,14 @@ class Estimates:
 
     def find(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Estimate:
         """What an op with these arguments allocates. Cost: some microseconds; the first time, some hundred."""
-        if is_view(func):
+        if is_view(func) or func._opname == "set_":
             return NOTHING
         try:
-            key: tuple[Any, ...] = (id(func), torch.get_default_dtype(), *map(_describe, args))
+            # A learning rate that changes every step changes nothing of what an op in place allocates.
+            describe = _describe_roughly if find_written(func) else _describe
+            key: tuple[Any, ...] = (id(func), torch.get_default_dtype(), *map(describe, args))
             if kwargs:
-                key += (*kwargs, *map(_describe, kwargs.values()))
+                key += (*kwargs, *map(describe, kwargs.values()))
             found = self._known.get(key)
         except TypeError:
             return self._try(func, args, kwargs)  # it has an argument that cannot be remembered
@@ -127,7 +132,16 @@ def _describe(value: Any) -> Any:
         return value.shape, value.dtype, value.device
     if isinstance(value, (list, tuple)):
         return tuple(map(_describe, value))
-    return (type(value), value) if isinstance(value, (int, float)) else value  # 1, 1.0 and True are equal
+    if isinstance(value, (int, float, complex)):
+        return type(value), value  # 1, 1.0 and True are equal
+    # Of a storage or a generator, only what it is: what is remembered must not keep it.
+    return value if isinstance(value, _REMEMBERED) else type(value)
+
+
+def _describe_roughly(value: Any) -> Any:
+    if isinstance(value, (list, tuple)):
+        return tuple(map(_describe_roughly, value))
+    return float if isinstance(value, float) else _describe(value)
 
 
 def _is_strided(tensor: torch.Tensor) -> bool:

@@ -86,3 +86,8 @@ def get_plain_storage(tensor: torch.Tensor, *, fake: bool = False) -> torch.Unty
     if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_conj() or tensor.is_neg():
         return None
     return get_any_storage(tensor)
+
+
+def is_shared(storage: torch.UntypedStorage) -> bool:
+    """Whether NumPy or another process may write to it."""
+    return storage.device.type == "cpu" and (not storage.resizable() or storage.is_shared())

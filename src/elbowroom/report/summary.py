@@ -24,6 +24,7 @@ _MODES = {
     Mode.PLANNED: "planned",
     Mode.PLAIN: "plain",
     Mode.UNPLANNED: "unplanned",
+    Mode.DYNAMIC: "dynamic",
     Mode.DRIFTED: "drifted",
 }
 _NOTES = {Mode.DRIFTED: "drift", Mode.UNPLANNED: "no plan"}
@@ -73,6 +74,8 @@ def _describe_steps(journal: Journal, plan: Plan | None) -> list[str]:
     lines = [f"Steps   {run or 'none run'}"]
     if plan is None and (Mode.PLANNED in counts or Mode.PLAIN in counts):
         lines.append("Plan    not at hand")
+    elif plan is None and Mode.DYNAMIC in counts:
+        lines.append("Plan    none: what moves is decided while a step runs")
     elif plan is None:
         lines.append("Plan    none yet: a step is planned once it has been captured")
     elif not plan.decisions:

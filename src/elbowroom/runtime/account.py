@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 
 import torch
@@ -11,14 +12,13 @@ from elbowroom.runtime.residence import Residence
 
 
 class Account(Identities[Residence]):
-    """The residence of each living storage, and what they take together.
+    """The residence of each living storage, and what they take together. Several threads may use it at once.
 
     Args:
         alignment_bytes: a block takes a multiple of it.
 
     Attributes:
-        reserved_bytes: what is about to be allocated.
-        peak_bytes: most that there was at once, with what was reserved.
+        lock: held while anything is counted; whoever looks for a storage and puts it if it is not there holds it, too.
     """
 
     def __init__(self, alignment_bytes: int) -> None:
@@ -26,17 +26,25 @@ class Account(Identities[Residence]):
         self._dead: deque[int] = deque()
         super().__init__(lambda residence: self._dead.append(self.round(residence.nbytes)))
         self._alignment = alignment_bytes
-        self._bytes = self.reserved_bytes = self.peak_bytes = 0
+        self._bytes = self._reserved = 0
+        self.lock = threading.RLock()
 
     def put(self, storage: torch.UntypedStorage, item: Residence) -> None:
         """Count a storage. `item.nbytes` is its size from now on."""
-        super().put(storage, item)
-        self._bytes += self.round(item.nbytes)
+        with self.lock:
+            super().put(storage, item)
+            self._bytes += self.round(item.nbytes)
+
+    def reserve(self, nbytes: int) -> None:
+        """Count what is about to be allocated; negative once that has been done, or not."""
+        with self.lock:
+            self._reserved += nbytes
 
     def measure(self, storage: torch.UntypedStorage, residence: Residence) -> None:
         """Count a storage anew, which an op may have resized."""
-        before, residence.nbytes = residence.nbytes, storage.nbytes()
-        self._bytes += self.round(residence.nbytes) - self.round(before)
+        with self.lock:
+            before, residence.nbytes = residence.nbytes, storage.nbytes()
+            self._bytes += self.round(residence.nbytes) - self.round(before)
 
     def round(self, nbytes: int) -> int:
         """What a block of so many bytes takes."""
@@ -45,8 +53,7 @@ class Account(Identities[Residence]):
     @property
     def live_bytes(self) -> int:
         """What is there, and what was reserved."""
-        while self._dead:
-            self._bytes -= self._dead.popleft()
-        live = self._bytes + self.reserved_bytes
-        self.peak_bytes = max(self.peak_bytes, live)
-        return live
+        with self.lock:
+            while self._dead:
+                self._bytes -= self._dead.popleft()
+            return self._bytes + self._reserved

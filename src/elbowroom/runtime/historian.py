@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 import weakref
 from collections.abc import Callable
@@ -10,7 +11,7 @@ from typing import Any, Protocol
 import torch
 
 from elbowroom.hooks.estimates import Estimates
-from elbowroom.hooks.identity import get_any_storage, get_plain_storage
+from elbowroom.hooks.identity import get_any_storage, get_plain_storage, is_shared
 from elbowroom.hooks.replayable import (
     find_barrier,
     find_statistics,
@@ -22,7 +23,7 @@ from elbowroom.hooks.replayable import (
 )
 from elbowroom.hooks.settings import read_settings
 from elbowroom.runtime.calls import Slot, iterate_slots
-from elbowroom.runtime.history import Result, Run, is_shared
+from elbowroom.runtime.history import Result, Run
 from elbowroom.runtime.residence import Geometry, Residence
 from elbowroom.runtime.watcher import Watcher
 
@@ -66,7 +67,7 @@ class Historian(Watcher):
     Attributes:
         busy_seconds: ops took so long.
 
-    Cost: about ten microseconds an op.
+    Cost: some ten microseconds an op; `benchmarks/op_overhead.py` measures it.
     """
 
     def __init__(
@@ -79,7 +80,7 @@ class Historian(Watcher):
     ) -> None:
         super().__init__(before_write, on_write)
         self._host, self._estimates, self._device_type = host, estimates, device_type
-        self._index = 0
+        self._places = itertools.count()  # several threads may run ops, and no two share a place
         self.busy_seconds = 0.0
 
     def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -97,7 +98,6 @@ class Historian(Watcher):
             self._host.give_room(nbytes)
         seconds = time.perf_counter() - begin
         self.busy_seconds += seconds
-        self._index += 1
         results, written = self._note(result), self._note_written(func, args, kwargs)
         # What an op was given it has not made, even where its schema hides that a result is a view of it.
         read = {slot.residence for slot in iterate_slots(described)} if described else set()
@@ -166,7 +166,15 @@ class Historian(Watcher):
                 for each in written
             )
         return Run(
-            self._index, func, *described, found, changes, tuple(sorted(scratch)), read_settings(), seconds, inner_bytes
+            next(self._places),
+            func,
+            *described,
+            found,
+            changes,
+            tuple(sorted(scratch)),
+            read_settings(),
+            seconds,
+            inner_bytes,
         )
 
     def _describe_all(

@@ -12,8 +12,7 @@ from __future__ import annotations
 import weakref
 from typing import Any, NamedTuple
 
-import torch
-
+from elbowroom.hooks.identity import is_shared
 from elbowroom.hooks.settings import Settings
 from elbowroom.runtime.calls import Call, Recording, Slot, iterate_slots
 from elbowroom.runtime.residence import Geometry, Residence
@@ -110,11 +109,6 @@ def find_way(target: Residence) -> Way | None:
         nbytes=_count_bytes(recording, taken),
         versions=_list_versions(recording),
     )
-
-
-def is_shared(storage: torch.UntypedStorage) -> bool:
-    """Whether NumPy or another process may write to it."""
-    return storage.device.type == "cpu" and (not storage.resizable() or storage.is_shared())
 
 
 def _list_versions(recording: Recording) -> tuple[int, ...]:

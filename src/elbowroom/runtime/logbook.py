@@ -15,18 +15,18 @@ class Logbook:
 
     Attributes:
         count: steps so far.
-        planned_steps: of them, those that followed a plan.
+        settled_steps: of them, those that ran as they will from now on: planned, or dynamic.
     """
 
     def __init__(self) -> None:
         self._first: list[StepRecord] = []
         self._latest: deque[StepRecord] = deque(maxlen=RECORDS_KEPT)
-        self.count = self.planned_steps = 0
+        self.count = self.settled_steps = 0
 
     def add(self, record: StepRecord) -> None:
         """A step is over."""
         self.count += 1
-        self.planned_steps += record.mode is Mode.PLANNED
+        self.settled_steps += record.mode in (Mode.PLANNED, Mode.DYNAMIC)
         if len(self._first) < RECORDS_KEPT:
             self._first.append(record)
         else:

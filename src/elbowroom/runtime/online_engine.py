@@ -75,6 +75,7 @@ class OnlineEngine(Engine):
         self._identities = self.account = Account(profile.alignment_bytes)
         self._segments: list[Segment] = []
         self._ways: dict[int, Way | None] = {}
+        self._gone: dict[int, Way] = {}  # of what is dropped
         self._pinned: list[Counter[int]] = []
         self._begin, self._replay_seconds, self._has_said = time.perf_counter(), 0.0, False
         self._machine = Machine(get(policies, policy, "Policy")(self, habits), self._segments)
@@ -97,11 +98,11 @@ class OnlineEngine(Engine):
             with self._lock:
                 self._drain()
                 self._make_room(nbytes, str(func))
-        self.account.reserved_bytes += nbytes
+        self.account.reserve(nbytes)
 
     def give_room(self, nbytes: int) -> None:
         """The op has run: what it made is counted as it is seen."""
-        self.account.reserved_bytes -= nbytes
+        self.account.reserve(-nbytes)
 
     def _make_room(self, nbytes: int, what: str) -> None:
         while (missing := self.account.live_bytes + nbytes - self._budget_bytes) > 0:
@@ -117,9 +118,11 @@ class OnlineEngine(Engine):
         """The residence of a storage, made if there is none."""
         residence = self._identities.find(storage)
         if residence is None:
-            residence = Residence(storage.nbytes())
-            residence.is_outside = is_outside
-            self._identities.put(storage, residence)
+            with self.account.lock:
+                if (residence := self._identities.find(storage)) is None:
+                    residence = Residence(storage.nbytes())
+                    residence.is_outside = is_outside
+                    self._identities.put(storage, residence)
         return residence
 
     def measure(self, storage: torch.UntypedStorage, residence: Residence) -> None:
@@ -228,15 +231,14 @@ class OnlineEngine(Engine):
         super()._reload(residence)
 
     def _recompute(self, action: Recompute) -> None:
-        ways = [self._ways[storage] for storage in action.outputs]
-        nbytes = sum(self.account.round(way.nbytes) for way in ways if way is not None)
+        nbytes = sum(self.account.round(self._gone[storage].nbytes) for storage in action.outputs)
         self._make_room(nbytes, f"a replay of {len(self._segments[action.segment].ops)} ops")
-        self.account.reserved_bytes += nbytes
+        self.account.reserve(nbytes)
         begin = time.perf_counter()
         try:
             super()._recompute(action)
         finally:
-            self.account.reserved_bytes -= nbytes
+            self.account.reserve(-nbytes)
         self._replay_seconds += time.perf_counter() - begin
         self._watch_thrashing()
         for leaf in self._segments[action.segment].leaves:
@@ -255,7 +257,12 @@ class OnlineEngine(Engine):
         if way is None or not self._may_move(residence.id):
             return False
         self._hold_recording(residence, way.recording)
+        self._gone[residence.id] = way
         return True
+
+    def _forget_recording(self, residence: Residence) -> None:
+        self._gone.pop(residence.id, None)
+        super()._forget_recording(residence)
 
     def _free_if_unused(self, residence: Residence) -> None:
         storage = residence.id
@@ -279,7 +286,14 @@ class OnlineEngine(Engine):
     def finish(self) -> None:
         """The step is over: nobody watches writes from now on, and nobody makes room."""
         with self._lock:
-            self._settle(list(self._bound.values()))
+            try:
+                self._settle(list(self._bound.values()))
+            except Infeasible as error:
+                # A graph that lives on must not rest on what may be written to. One replay after the other takes what
+                # it takes, and is offloaded at once.
+                logger.warning("what the step leaves behind does not fit: %s", error)
+                self._budget_bytes = 1 << 62
+                self._settle(list(self._bound.values()))
             self._ways.clear()
             self._machine.policy = CapacityFirst(self._may_move)
             self._budget_bytes = 1 << 62

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from elbowroom.ir.costs import Costs
-from elbowroom.ir.trace import Trace
+from elbowroom.ir.trace import Role, Trace
 
 MOST_RUNS = 64
 """Ops on a way, as at run time."""
@@ -82,8 +82,8 @@ class Backtrack:
                     storage = view.storage
                     is_same = self.versions[storage] == view.version
                     if trace.storages[storage].created < 0:
-                        if not is_same:
-                            return None
+                        if not is_same or trace.storages[storage].role is Role.INPUT:
+                            return None  # whoever loads a batch may write the next one to the same place
                         starts[storage] = view.version
                     elif storage not in seen and is_same and storage in self.claimed:
                         if storage not in starts:

@@ -165,10 +165,7 @@ class _Step:
         self._pass(self._costs.hook_seconds)
         if not is_need and storage not in self._back.claimed:
             self._back.claimed.add(storage)
-            self._claims.add(storage)
-            self._holds[storage] += 1  # it is there: the program has just saved it
-            if self._holds[storage] == 1:
-                self._live += self._rounded[storage]
+            self._claim(storage)
         self._carry_out(self._machine.feed(event))
         if is_need:
             self._hold(storage)
