@@ -20,10 +20,12 @@ from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import elbowroom
-import elbowroom.room
+import elbowroom.repertoire
 from elbowroom.errors import Infeasible
 from elbowroom.ir.hardware import HardwareProfile
 from elbowroom.ir.journal import Mode, StepRecord
+from elbowroom.planner.problem import plan
+from elbowroom.repertoire import Planned
 
 STEPS, WIDTH, ROWS = 8, 24, 256
 CHANGES_AT = 5
@@ -45,11 +47,14 @@ class Net(nn.Module):
 @pytest.fixture(autouse=True)
 def always_planned(monkeypatch: pytest.MonkeyPatch) -> None:
     """A budget that everything fits still runs the strategy."""
-    monkeypatch.setattr(elbowroom.room, "keep_all_if_it_fits", lambda *_: None)
+    monkeypatch.setattr(elbowroom.repertoire, "keep_all_if_it_fits", lambda *_: None)
 
 
-def train(step: Step, **options: Any) -> tuple[Outcome, list[StepRecord]]:
-    """The loss of each step and the parameters after it; within a room if there are options."""
+def train(step: Step, planned: list[Planned | None] | None = None, **options: Any) -> tuple[Outcome, list[StepRecord]]:
+    """The loss of each step and the parameters after it; within a room if there are options.
+
+    `planned`: is given what the room knew in the end.
+    """
     model = Net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     torch.manual_seed(7)
@@ -71,6 +76,8 @@ def train(step: Step, **options: Any) -> tuple[Outcome, list[StepRecord]]:
         for index in range(STEPS):
             with room.step():
                 whole(index)
+        if planned is not None:
+            planned.append(room.planned)
         return outcome, list(room.journal().steps)
 
 
@@ -248,9 +255,11 @@ def test_fake_tensors_inside_the_step(profile: HardwareProfile) -> None:
 # The budget -----------------------------------------------------------------------------------------------------------
 
 
-def find_smallest(step: Step, profile: HardwareProfile, strategy: str) -> int:
+def find_smallest(planned: Planned | None, strategy: str) -> int:
+    """The smallest budget for which a strategy has a plan."""
+    assert planned is not None
     with pytest.raises(Infeasible) as caught:
-        train(step, profile=profile, strategy=strategy, memory_budget=1)
+        plan(planned.trace, planned.costs, 1, strategy=strategy, min_offload_bytes=1)
     return caught.value.needed_bytes
 
 
@@ -265,7 +274,9 @@ def test_autograd_lets_go_of_a_storage_and_saves_it_again(strategy: str, profile
         loss.backward()
         return loss.detach()
 
-    budget = find_smallest(step, profile, strategy)
+    planned_steps: list[Planned | None] = []
+    train(step, planned_steps, profile=profile, strategy=strategy)
+    budget = find_smallest(planned_steps[0], strategy)
     found, records = train(step, profile=profile, strategy=strategy, memory_budget=budget)
     assert_same(train(step)[0], found)
     planned = [record.peak_bytes for record in records if record.mode is Mode.PLANNED]
@@ -301,11 +312,11 @@ def test_gradients_die_and_their_addresses_are_used_again(strategy: str, layers:
 
     options: dict[str, Any] = {"min_offload_bytes": 1, "meter_every": 1, "profile": machine, "strategy": strategy}
     model, optimizers, step = make()
-    with pytest.raises(Infeasible) as caught, elbowroom.fit(model, optimizers, 1, **options) as room:
+    with elbowroom.fit(model, optimizers, 1 << 40, **options) as room:
         for index in range(4):
             with room.step():
                 step(index)
-    budget = caught.value.needed_bytes
+        budget = find_smallest(room.planned, strategy)
     model, optimizers, step = make()
     with elbowroom.fit(model, optimizers, budget, **options) as room:
         for index in range(10):

@@ -28,7 +28,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 import elbowroom
-import elbowroom.room
+import elbowroom.repertoire
 import elbowroom.runtime.transfers
 from elbowroom.errors import TierFull, TransferFailed, UsageError
 from elbowroom.hooks.settings import read_settings
@@ -40,10 +40,10 @@ from elbowroom.runtime.online_engine import OnlineEngine
 from tests.pressure import let_everything_go
 
 STEPS = 7
-WAYS = ("capture", "unplanned", "offload_all", "recompute_all", "smallest", "pressed")
+WAYS = ("capture", "offload_all", "recompute_all", "smallest", "pressed")
 HUGE = 1 << 40
 
-MODES = {"capture": Mode.CAPTURE, "unplanned": Mode.UNPLANNED, "pressed": Mode.DYNAMIC}
+MODES = {"capture": Mode.CAPTURE, "pressed": Mode.DYNAMIC}
 """Of the ways that plan nothing."""
 
 Optimizers = torch.optim.Optimizer | list[torch.optim.Optimizer]
@@ -58,7 +58,7 @@ class Runner:
         self.way, self.profile = way, profile
         if way.endswith("_all"):
             # A budget that everything fits is the only one at which both strategies always have a plan.
-            monkeypatch.setattr(elbowroom.room, "keep_all_if_it_fits", lambda *_: None)
+            monkeypatch.setattr(elbowroom.repertoire, "keep_all_if_it_fits", lambda *_: None)
         elif way == "pressed":
             monkeypatch.setattr(OnlineEngine, "take_room", let_everything_go)
         self._budget = HUGE
@@ -70,9 +70,7 @@ class Runner:
         strategy = self.way if self.way.endswith("_all") else "auto"
         settling = 10**6 if self.way == "capture" else 3
         room = elbowroom.fit(model, optimizers, self._budget, strategy=strategy, settling_steps=settling, **options)
-        if self.way == "unplanned":
-            room._next_capture = HUGE
-        elif self.way == "capture":
+        if self.way == "capture":
             room._adopt = lambda *_, **__: None  # type: ignore[method-assign]
         return room
 
@@ -96,6 +94,8 @@ class Runner:
         expected = collect(make(), None, steps)
         if self.way == "smallest":
             self.find_smallest(make)
+            if drifts:
+                self._budget = self._budget * 7 // 4  # what no plan foresaw needs room of its own
         model, optimizers, _step = made = make()
         with self.fit(model, optimizers, **options) as room:
             found = collect(made, room, steps)
@@ -1191,7 +1191,7 @@ def test_backward_outside_of_the_step(runner: Runner) -> None:
     made = loop()()
     with runner.fit(*made[:2]) as room:
         assert_same(expected, run(room, made))
-    assert room.journal().steps[-1].offloaded_bytes > 0
+    assert not any(record.needs for record in room.journal().steps)
 
 
 def test_backward_outside_after_plans_were_made(runner: Runner) -> None:
@@ -1371,7 +1371,7 @@ def fail(*_: Any, **__: Any) -> Any:
 
 
 @pytest.mark.parametrize("call", ["posix_fallocate", "pwrite"])
-@pytest.mark.parametrize("way", ["capture", "unplanned", "offload_all"])
+@pytest.mark.parametrize("way", ["capture", "offload_all"])
 def test_a_full_disk_where_there_is_room_to_stay(
     forced: Callable[[str], Runner],
     way: str,
@@ -1575,7 +1575,7 @@ def test_the_collector_runs_in_the_thread_that_moves(
     """What it frees there must not wait for that very thread."""
     model, optimizer, step = loop()()
     write = os.pwrite
-    with forced("unplanned").fit(model, optimizer) as room:
+    with forced("capture").fit(model, optimizer) as room:
         transfers = room._transfers
         graphs: list[Any] = []
         with room.step():

@@ -156,7 +156,7 @@ def test_plain_mode_says_that_nothing_is_done() -> None:
 
 def test_drift_and_steps_without_a_plan_say_why() -> None:
     steps = [record(step, Mode.DRIFTED, note="save 3 is of another size") for step in range(6)]
-    steps.append(record(6, Mode.UNPLANNED, note="backward() ran outside"))
+    steps.append(record(6, Mode.DYNAMIC, note="backward() ran outside"))
     page = summarize(
         budget_bytes=1 << 30, journal=Journal(steps=tuple(steps)), trace=None, costs=None, plan=None, forecast=None
     )

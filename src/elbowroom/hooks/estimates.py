@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import _disable_current_modes
 
 from elbowroom.cost.workspace import estimate_workspace
 from elbowroom.hooks.replayable import find_written, is_view, iterate_tensors
@@ -33,11 +34,14 @@ _OUTPUTS = {"_unique2": 4, "unique_dim": 4, "unique_consecutive": 4}
 """Results, of which each may have as many elements as the argument, and one more for sorting."""
 
 
+_DENSE = {"_sparse_addmm", "addmm"}
+"""Their result is dense, though one of their matrices is sparse."""
+
 _REMEMBERED = (str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
 
 
 class Estimate(NamedTuple):
-    """Bytes of an op's results, and of what it allocates inside itself beyond them, at most."""
+    """Bytes of an op's results, and what it may take beyond them, at most: inside itself, or as its values have it."""
 
     result_bytes: int
     inner_bytes: int
@@ -79,8 +83,9 @@ class Estimates:
         def fake(value: Any) -> Any:
             if isinstance(value, torch.Tensor):
                 if value.layout is not torch.strided:
-                    return value
-                made = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
+                    made = torch.empty(value.shape, dtype=value.dtype, device=value.device)
+                else:
+                    made = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
                 given.append((made, made.untyped_storage().nbytes()))
                 return made
             if isinstance(value, (list, tuple)):
@@ -88,10 +93,11 @@ class Estimates:
             return value
 
         tensors = list(iterate_tensors((*args, *kwargs.values())))
-        if not all(map(_is_strided, tensors)):
+        if not all(map(_is_strided, tensors)) and func._opname not in _DENSE:
             return self._bound(func, tensors)
         try:
-            with self._fake:
+            # Modes that are there would see the op on trial.
+            with _disable_current_modes(), self._fake:
                 result = func(*map(fake, args), **{name: fake(value) for name, value in kwargs.items()})
         except Exception:
             return self._bound(func, tensors)  # its results depend on values, or it knows no fake tensors
@@ -118,7 +124,7 @@ class Estimates:
         most = _OUTPUTS.get(func._opname, 1) * sum(
             tensor.numel() * max(8, tensor.element_size()) * max(1, tensor.dim()) for tensor in tensors
         )
-        return Estimate(_round_up(most), 0)
+        return Estimate(0, _round_up(most))
 
 
 def _round_up(nbytes: int) -> int:

@@ -119,8 +119,9 @@ def is_view(func: OpOverload) -> bool:
 
     By its schema, but for ops that are made of others and are seen whole in inference mode: they may copy.
     """
-    is_whole = torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd")
-    return bool(func.is_view) and not is_whole and not func._opname.startswith("lift")
+    if not func.is_view or func._opname.startswith("lift"):
+        return False
+    return not torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd")
 
 
 @by_op

@@ -9,12 +9,11 @@ import enum
 class Mode(enum.StrEnum):
     """How a step was run."""
 
-    CAPTURE = "capture"  # capacity-first, while its trace is taken
+    CAPTURE = "capture"  # all that may leave leaves, while its trace is taken
     PLANNED = "planned"
     PLAIN = "plain"  # everything fits: nothing of ours is attached
-    UNPLANNED = "unplanned"  # capacity-first, because no plan applies
     DYNAMIC = "dynamic"  # decided on as it went
-    DRIFTED = "drifted"  # began planned, left its trace, finished capacity-first
+    DRIFTED = "drifted"  # was none of the steps that are known; decided on as it went from where it left them
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -23,11 +23,10 @@ _MODES = {
     Mode.CAPTURE: "captured",
     Mode.PLANNED: "planned",
     Mode.PLAIN: "plain",
-    Mode.UNPLANNED: "unplanned",
     Mode.DYNAMIC: "dynamic",
     Mode.DRIFTED: "drifted",
 }
-_NOTES = {Mode.DRIFTED: "drift", Mode.UNPLANNED: "no plan"}
+_NOTES = {Mode.DRIFTED: "drift", Mode.DYNAMIC: "no plan"}
 
 
 def summarize(

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 
 from elbowroom.ir.actions import Offload, Release
-from elbowroom.ir.events import Event, StorageNeeded, StorageSaved
+from elbowroom.ir.events import Event, PressureRaised, StorageNeeded, StorageSaved
 from elbowroom.residency.machine import Intent
 
 
@@ -25,6 +25,9 @@ class Policy:
         self._used: int | None = None
 
     def decide(self, event: Event) -> Iterable[Intent]:
+        if isinstance(event, PressureRaised):
+            used, self._used = self._used, None
+            return () if used is None else (Release(used),)
         if not isinstance(event, StorageSaved | StorageNeeded):
             return ()
         intents: list[Intent] = []

@@ -127,30 +127,55 @@ class Online:
         """What to do once `event` has been served."""
         if isinstance(event, PressureRaised):
             return self._relieve(event.nbytes)
+        self.watch(event)
+        if isinstance(event, StorageNeeded):
+            return self._come_early() if self._away else ()
+        if isinstance(event, StorageSaved):
+            return self._copy_early() if self.is_early else ()
+        return ()
+
+    def watch(self, event: Event, nbytes: int | None = None) -> None:
+        """Learn of a save, a need, a return or an end, whoever decides what follows from it.
+
+        `nbytes`: of what was saved, where the driver may know nothing of it any more.
+        """
         storage = event.storage
-        if storage < 0:
-            return ()  # what is no plain block of bytes stays where it is
+        if storage < 0 or isinstance(event, PressureRaised):
+            return  # what is no plain block of bytes stays where it is
         if isinstance(event, StorageFreed):
             self._take(storage)
             self._away.pop(storage, None)
             self._accessed.pop(storage, None)
             self.habits.freed(storage)
-            return ()
+            return
         self._accessed[storage] = self.facts.now()
-        is_new = storage not in self._place
-        if is_new and self.facts.may_move(storage):
-            self._place[storage] = len(self._pool)
-            self._pool.append(storage)
-            self._away.pop(storage, None)
-            if not isinstance(event, StorageSaved):
-                self.came(storage)
+        if self.facts.may_move(storage) and self._add(storage) and not isinstance(event, StorageSaved):
+            self.came(storage)
         if isinstance(event, StorageNeeded):
             self.habits.needed(storage)
-            return self._come_early() if self._away else ()
-        if isinstance(event, StorageSaved):
-            self.habits.saved(storage, self.facts.nbytes(storage))
-            return self._copy_early() if self.is_early else ()
-        return ()
+        elif isinstance(event, StorageSaved):
+            self.habits.saved(storage, self.facts.nbytes(storage) if nbytes is None else nbytes)
+
+    def learn(self, intent: Intent) -> None:
+        """Somebody else has decided this."""
+        storage = intent.storage
+        if isinstance(intent, Reload):
+            if storage in self._away and self._add(storage):
+                self.came(storage)
+        elif not isinstance(intent, Offload) and storage in self._place:
+            self._take(storage)
+            if isinstance(intent, Release):
+                self._away[storage] = None
+            self.left(storage, isinstance(intent, Drop))
+
+    def _add(self, storage: int) -> bool:
+        """Put a storage among those on the device; whether it was not there before."""
+        if storage in self._place:
+            return False
+        self._place[storage] = len(self._pool)
+        self._pool.append(storage)
+        self._away.pop(storage, None)
+        return True
 
     def _take(self, storage: int) -> None:
         place = self._place.pop(storage, None)
@@ -209,10 +234,7 @@ class Online:
                 break
             intents.append(Reload(storage))
         for intent in intents:
-            # On the device from here on, as far as room goes.
-            self._away.pop(intent.storage)
-            self._place[intent.storage] = len(self._pool)
-            self._pool.append(intent.storage)
+            self._add(intent.storage)  # on the device from here on, as far as room goes
             self.came(intent.storage)
         return intents
 

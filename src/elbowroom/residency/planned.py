@@ -14,14 +14,21 @@ _COPIES, _RELEASES, _RELOADS = range(3)
 
 
 class Policy:
-    """The moves of a plan, in order of tick."""
+    """The moves of a plan, in order of tick.
 
-    def __init__(self, plan: Plan) -> None:
+    Args:
+        plan: what to carry out.
+        since: it is followed from this tick on; gaps that are over by then are left out.
+    """
+
+    def __init__(self, plan: Plan, *, since: int = -1) -> None:
         moves: list[tuple[int, int, int, Intent]] = []
         # Loaded by the need that ends one gap and given up again at once: the need is its reload.
         given_up = {(decision.storage, decision.release) for decision in plan.decisions}
         for decision in plan.decisions:
             storage = decision.storage
+            if decision.back <= since:
+                continue
             if decision.choice is Choice.OFFLOAD:
                 moves.append((decision.leave, _COPIES, storage, Offload(storage)))
                 moves.append((decision.release, _RELEASES, storage, Release(storage)))

@@ -1,7 +1,7 @@
-"""One step: turns what autograd saves and needs into events, and carries out the actions that come back.
+"""The part of a step that moves: what autograd saves and needs becomes events, and the actions that come back are done.
 
-Each step has an engine of its own, and the handles that autograd holds point to it: several graphs can be in flight,
-a backward can come late, twice, or never.
+What should move is for `OnlineEngine` to say. Each step has an engine of its own, and the handles that autograd holds
+point to it: several graphs can be in flight, a backward can come late, twice, or never.
 """
 
 from __future__ import annotations
@@ -20,13 +20,10 @@ from elbowroom.hooks.hidden import Below, Hidden, Paused
 from elbowroom.hooks.identity import Identities, get_any_storage, get_plain_storage
 from elbowroom.ir.actions import Action, Offload, Recompute, Release, Reload
 from elbowroom.ir.events import StorageFreed, StorageNeeded, StorageSaved
-from elbowroom.ir.plan import Plan
 from elbowroom.ir.trace import Trace
-from elbowroom.residency import capacity_first, planned
 from elbowroom.residency.machine import Machine, State
 from elbowroom.runtime.calls import Recording, check_version, replay
 from elbowroom.runtime.follower import Follower, Observer
-from elbowroom.runtime.recorder import Recorder
 from elbowroom.runtime.residence import Handle, Residence, SavedView
 from elbowroom.runtime.transfers import Transfers
 from elbowroom.runtime.watcher import Watcher
@@ -38,17 +35,26 @@ NO_STORAGE = -1
 
 
 class Engine:
-    """Runs one step.
+    """Runs one step. Who is derived from it makes the machine.
 
     Args:
         transfers: moves bytes, for all steps of a room.
         device: storages elsewhere are left alone.
         list_staying: the storages that may not leave: parameters, buffers and what else outlives the step.
         min_bytes: smaller storages stay, where no plan says otherwise.
-        trace, plan: what to carry out; without them the step runs capacity-first.
+        traces: what the step may be, the likeliest first.
         spare_bytes: how many bytes may stay that should have left, if their move fails.
         observer: told what autograd does.
+
+    Attributes:
+        saves, needs, recomputed: hook calls so far, and segments replayed.
+        sizes: bytes of each save, 0 for what is no plain block of bytes.
+        drift: why the step left the traces that were known.
+        refusal: why a storage could not leave the device.
+        watcher: the dispatch mode that this step needs around it.
     """
+
+    _machine: Machine
 
     def __init__(
         self,
@@ -57,36 +63,26 @@ class Engine:
         list_staying: Callable[[], Identities[bool]],
         min_bytes: int,
         *,
-        trace: Trace | None = None,
-        plan: Plan | None = None,
+        traces: Sequence[Trace] = (),
         spare_bytes: int | None = None,
         observer: Observer | None = None,
     ) -> None:
         self._transfers, self._device_type, self._min_bytes = transfers, device.type, min_bytes
         self._find_staying = functools.cache(list_staying)
-        self._plan, self._spare_bytes, self._observer = plan, spare_bytes, observer
+        self._spare_bytes, self._observer = spare_bytes, observer
         # Not reentrant: what the garbage collector frees in the middle of a move has to wait.
         self._lock = threading.Lock()
         self._retired: deque[tuple[int, Residence | None]] = deque()
         self._identities: Identities[Residence] = Identities()
         self._bound: dict[int, Residence] = {}
-        self._own_ids = len(trace.storages) if trace is not None else 0
+        self._own_ids = max((len(trace.storages) for trace in traces), default=0)
         self.saves = self.needs = self.recomputed = 0
-        self.drift = self.refusal = ""  # why the step left its trace; why a storage could not leave the device
-        self.recorder: Recorder | None = None
-        self._follower = Follower(trace if plan is not None else None, min_bytes, self._bound, self._leave_plan)
-        if trace is not None and plan is not None:
-            self._machine = Machine(planned.Policy(plan), plan.segments)
-            if plan.segments:
-                self.recorder = Recorder(
-                    trace, plan, self._find_residence, self._follower.stop, self.about_to_write, self.written
-                )
-        else:
-            self._machine = Machine(capacity_first.Policy(self._may_move))
-        self.watcher: Watcher | None = self.recorder
-        if self.recorder is None and observer is None and (plan is None or plan.decisions):
-            self.watcher = Watcher(self.about_to_write, self.written)
-        self._paused = Paused([each for each in (self.watcher, observer) if each is not None])
+        self.sizes: list[int] = []
+        self.drift = self.refusal = ""
+        self._follower = Follower(traces, min_bytes, self._bound, self._leave_trace, self._count_ops)
+        self.watcher: Watcher | None = None
+        self._unobserved = Paused([] if observer is None else [observer])
+        self._paused = Paused([] if observer is None else [observer])
 
     # -- what autograd calls --------------------------------------------------------------------------------------
 
@@ -99,6 +95,7 @@ class Engine:
             if self._observer is not None:
                 self._observer.saved(tensor)
             if storage is None:
+                self.sizes.append(0)
                 tick = self._follower.follow_save(index, None)
                 with self._paused:
                     handle = Handle(self, index, None, tensor.detach(), tensor._version)
@@ -107,6 +104,7 @@ class Engine:
             residence = self._find_residence(storage)
             if not residence.views:
                 self._measure(storage, residence)
+            self.sizes.append(residence.nbytes)
             tick = self._follower.follow_save(index, residence)
             with Hidden():
                 # The tensor itself would hold the graph that holds it.
@@ -184,19 +182,18 @@ class Engine:
         self._bound.pop(residence.id, None)
         residence.id = -1  # the program may hold the storage still, and autograd may save it anew
 
-    # -- staying with the plan ------------------------------------------------------------------------------------
+    # -- what the one who decides answers -------------------------------------------------------------------------
 
-    def _leave_plan(self, why: str) -> None:
-        """The step is not the trace's: go on capacity-first, with everything that is out fetched on need."""
-        self.drift = why
-        logger.debug("the step left its trace: %s", why)
-        self._machine.policy = capacity_first.Policy(self._may_move)
-        if self.recorder is not None:
-            self.recorder.stop()
-        self._own_ids = max(self._own_ids, *self._bound, 0) + 1
-        # What the plan kept was counted for another step.
-        kept = [storage for storage, residence in self._bound.items() if residence.views and self._may_move(storage)]
-        self._carry_out(self._machine.evict(kept))
+    def _leave_trace(self, why: str) -> None:
+        """The step is not the trace that it followed."""
+        raise NotImplementedError
+
+    def _count_ops(self) -> int | None:
+        return None if self.watcher is None else self.watcher.ops
+
+    def _prepare_replay(self, residence: Residence) -> bool:
+        """Make sure a storage about to be dropped can be computed again, whatever the step does next."""
+        raise NotImplementedError
 
     def _may_move(self, storage: int) -> bool:
         """Whether a storage may leave the device, where no plan says so."""
@@ -266,10 +263,8 @@ class Engine:
                 raise
 
     def _reload(self, residence: Residence) -> None:
-        alive = None if residence.ghost is None else residence.ghost()
-        if alive is not None:
-            # The program holds it still: without us autograd would find just that, whatever became of it.
-            residence.storage = alive
+        if residence.find_ghost() is not None:
+            residence.storage = residence.find_ghost()
             self._discard_copy(residence)
             self._machine.refuse(residence.id)
             return
@@ -310,22 +305,6 @@ class Engine:
         self.refusal = self.refusal or why
         return True
 
-    def _prepare_replay(self, residence: Residence) -> bool:
-        """Make sure a storage about to be dropped can be computed again, whatever the step does next."""
-        plan, recorder = self._plan, self.recorder
-        segment = None if plan is None else self._machine.segment_of(residence.id)
-        if plan is None or recorder is None or segment is None or not self._may_move(residence.id):
-            return False
-        recording = recorder.make_recording(plan.segments[segment].ops, residence)
-        if (
-            not recording.calls
-            or not recording.is_current()
-            or any(leaf.id < 0 or not leaf.views for leaf in recording.leaves)
-        ):
-            return False
-        self._hold_recording(residence, recording)
-        return True
-
     def _hold_recording(self, residence: Residence, recording: Recording) -> None:
         residence.recording = recording
         for read in (*recording.leaves, *recording.sources):
@@ -343,29 +322,21 @@ class Engine:
         recordings = [residence.recording for residence in outputs if residence.recording is not None]
         if len(recordings) != len(outputs):
             raise InternalError(f"segment {action.segment} was not recorded")
-        with Below(self.recorder):
-            replay(recordings, outputs)
-        self.recomputed += 1
+        made = [residence for residence in outputs if residence.find_ghost() is None]
+        if made:
+            with self._unobserved, Below(self.watcher):
+                replay([recording for recording in recordings if recording.target in made], made)
+            self.recomputed += 1
         for residence in outputs:
-            assert residence.storage is not None
-            self._identities.put(residence.storage, residence)
+            if residence in made:
+                assert residence.storage is not None
+                self._identities.put(residence.storage, residence)
+            else:
+                residence.storage = residence.find_ghost()
             self._forget_recording(residence)
-
-    def about_to_write(self, tensor: torch.Tensor) -> None:
-        """An op will write to a tensor. What is to be computed from its present contents is computed now."""
-        residence = self._find_written(tensor)
-        if residence is not None and residence.readers:
-            with self._lock:
-                self._follower.stop("an op writes to what a replay would read")
 
     def _find_written(self, tensor: torch.Tensor) -> Residence | None:
         return None if (storage := get_any_storage(tensor)) is None else self._identities.find(storage)
-
-    def finish(self) -> None:
-        """The step is over, and nobody watches writes from now on: no graph that lives on may rest on a replay."""
-        if any(residence.recording is not None for residence in self._bound.values()):
-            with self._lock:
-                self._follower.stop("it ended before its backward pass did")
 
     def written(self, tensor: torch.Tensor) -> None:
         """An op has written to a tensor in place. What autograd then finds is what was written, as without us."""
@@ -379,8 +350,10 @@ class Engine:
             if residence.copy is not None:
                 self._wait(residence)
                 self._discard_copy(residence)
-            if residence.find_storage() is None:
-                residence.storage = tensor.untyped_storage()
+            if residence.find_storage() is not (home := tensor.untyped_storage()):
+                with Hidden():
+                    residence.let_go()  # what came back while the program held the same
+                residence.storage = home
             residence.may_move = False
             self._machine.refuse(residence.id)
             self._forget_recording(residence)

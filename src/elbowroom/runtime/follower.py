@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
@@ -21,63 +21,139 @@ class Observer(Pausable, Protocol):
 
 
 class Follower:
-    """Gives saves and needs the ticks they have in the trace, for as long as the step follows it.
+    """Gives saves and needs the ticks they have in a trace, for as long as the step is one that is known.
+
+    Several may be known that begin alike. A step that leaves the trace it followed goes on with another one that it has
+    been the same as so far. Saves of equal sizes may still come from other ops: where their number is not the trace's,
+    and is that of another one, it is the other one.
 
     Args:
-        trace: what is expected; without one nothing is, and ticks only count.
+        traces: what the step may be, the likeliest first; where there is none, ticks only count.
         min_bytes: of smaller storages it does not matter whether they are plain.
         bound: the residences of this step by the trace's ids, which grow as saves are recognised.
-        on_drift: told why, once, when the step leaves the trace.
+        on_change: told why, whenever the step leaves the trace that it followed.
+        count_ops: how many ops there have been; None where nobody counts them.
+
+    Attributes:
+        followed: which of the traces the step has been the same as so far; None if it is none of them.
     """
 
     def __init__(
-        self, trace: Trace | None, min_bytes: int, bound: dict[int, Residence], on_drift: Callable[[str], None]
+        self,
+        traces: Sequence[Trace],
+        min_bytes: int,
+        bound: dict[int, Residence],
+        on_change: Callable[[str], None],
+        count_ops: Callable[[], int | None] = lambda: None,
     ) -> None:
-        self._trace, self._min_bytes, self._bound, self._on_drift = trace, min_bytes, bound, on_drift
+        self._traces, self._min_bytes, self._bound, self._on_change = traces, min_bytes, bound, on_change
+        self._count_ops, self._may_doubt = count_ops, len(traces) > 1
+        self.followed: int | None = 0 if traces else None
+        self._saves = self._needs = self.tick = 0
 
     @property
-    def is_following(self) -> bool:
-        """Whether the step has been the trace's so far."""
-        return self._trace is not None
+    def trace(self) -> Trace | None:
+        """The trace that the step has been the same as so far."""
+        return None if self.followed is None else self._traces[self.followed]
 
     def stop(self, why: str) -> None:
-        """The step is not the trace's."""
-        if self._trace is not None:
-            self._trace = None
-            self._on_drift(why)
+        """The step is none that is known."""
+        if self.followed is not None:
+            self.followed = None
+            self._on_change(why)
+
+    def leave(self, why: str) -> None:
+        """The step is not the one that it was taken for."""
+        self._go_on(why, lambda trace: "")  # of all that begin alike, saves and needs will tell
 
     def follow_save(self, index: int, residence: Residence | None) -> int:
         """The tick of a save. If it is the trace's, its residence is bound to the trace's storage."""
-        trace = self._trace
+
+        def compare(trace: Trace) -> str:
+            return self._compare_save(trace, index, residence)
+
+        trace = self.trace
+        if trace is not None and (why := compare(trace)):
+            trace = self._go_on(why, compare)
+        elif trace is not None and self._may_doubt and (ops := self._count_ops()) is not None:
+            trace = self._doubt(trace, index, ops + index + self._needs, compare)
+        self._saves = index + 1
         if trace is None:
             return index
-        if index >= len(trace.saves):
-            self.stop(f"it saves more than {index} tensors")
-            return index
         save = trace.saves[index]
-        home = trace.storages[save.storage]
-        if residence is not None:
-            bound = self._bound.get(home.id)
-            if residence.nbytes != home.nbytes:
-                self.stop(f"save {index} has {residence.nbytes} bytes, where the trace has {home.nbytes}")
-            elif bound is not residence and (bound is not None or residence.id not in (-1, home.id)):
-                self.stop(f"save {index} is of another storage than in the trace")
-            elif bound is None:
-                residence.id = home.id
-                self._bound[home.id] = residence
-        elif home.nbytes >= self._min_bytes:  # nothing rests on smaller ones: attention's seed lies on the host on CUDA
-            self.stop(f"save {index} is no plain tensor, where the trace has {home.nbytes} bytes")
+        if residence is not None and residence.id < 0:
+            residence.id = save.storage
+            self._bound[residence.id] = residence
+        self.tick = save.tick
         return save.tick
 
     def follow_need(self, index: int, save: int) -> int:
         """The tick of a need, the step's `index`th, which asks for a `save`."""
-        trace = self._trace
+
+        def compare(trace: Trace) -> str:
+            if index >= len(trace.needs):
+                return "it asks for saved tensors again"
+            expected = trace.needs[index].save
+            return "" if expected == save else f"need {index} is of save {save}, where the trace has save {expected}"
+
+        trace = self.trace
+        if trace is not None and (why := compare(trace)):
+            trace = self._go_on(why, compare)
+        self._needs = index + 1
         if trace is None:
             return index
-        if index >= len(trace.needs):
-            self.stop("it asks for saved tensors again")
-            return index
-        need = trace.needs[index]
-        if need.save != save:
-            self.stop(f"need {index} is of save {save}, where the trace has save {need.save}")
-        return need.tick
+        self.tick = trace.needs[index].tick
+        return self.tick
+
+    def _go_on(self, why: str, compare: Callable[[Trace], str]) -> Trace | None:
+        """Follow another trace that all has been the same as so far, and that `compare` finds nothing wrong with."""
+        if self.followed is not None:
+            self.followed = self._find_other(compare)
+            self._on_change(why)
+        return self.trace
+
+    def _doubt(self, trace: Trace, index: int, tick: int, compare: Callable[[Trace], str]) -> Trace | None:
+        if trace.saves[index].tick == tick:
+            return trace
+        other = self._find_other(
+            lambda other: compare(other) or ("" if other.saves[index].tick == tick else "it has other ops")
+        )
+        if other is None:
+            self._may_doubt = False  # an op more or less, which no trace tells of
+            return trace
+        self.followed = other
+        self._on_change(f"save {index} comes at tick {tick}, where the trace has it at {trace.saves[index].tick}")
+        return self.trace
+
+    def _find_other(self, compare: Callable[[Trace], str]) -> int | None:
+        present = self.trace
+        for position, trace in enumerate(self._traces):
+            if trace is not present and present is not None and self._begins_alike(present, trace):
+                if not compare(trace):
+                    return position
+        return None
+
+    def _begins_alike(self, one: Trace, other: Trace) -> bool:
+        """Whether two traces say the same of what the step has done so far."""
+        return self._tell_beginning(one) == self._tell_beginning(other)
+
+    def _tell_beginning(self, trace: Trace) -> tuple[object, ...]:
+        saves = [(save.tick, save.storage, trace.storages[save.storage].nbytes) for save in trace.saves[: self._saves]]
+        return saves, [(need.tick, need.save) for need in trace.needs[: self._needs]]
+
+    def _compare_save(self, trace: Trace, index: int, residence: Residence | None) -> str:
+        if index >= len(trace.saves):
+            return f"it saves more than {index} tensors"
+        home = trace.storages[trace.saves[index].storage]
+        if residence is None:  # nothing rests on smaller ones: attention's seed lies on the host on CUDA
+            return (
+                f"save {index} is no plain tensor, where the trace has {home.nbytes} bytes"
+                if home.nbytes >= self._min_bytes
+                else ""
+            )
+        if residence.nbytes != home.nbytes:
+            return f"save {index} has {residence.nbytes} bytes, where the trace has {home.nbytes}"
+        bound = self._bound.get(home.id)
+        if bound is not residence and (bound is not None or residence.id not in (-1, home.id)):
+            return f"save {index} is of another storage than in the trace"
+        return ""

@@ -63,6 +63,7 @@ class Historian(Watcher):
         estimates: what ops allocate.
         device_type: ops elsewhere are let pass.
         before_write, on_write: as for a Watcher.
+        is_recording: whether anything may have to be replayed; else room is all that is looked after.
 
     Attributes:
         busy_seconds: ops took so long.
@@ -77,19 +78,23 @@ class Historian(Watcher):
         device_type: str,
         before_write: Callable[[torch.Tensor], None],
         on_write: Callable[[torch.Tensor], None],
+        *,
+        is_recording: bool = True,
     ) -> None:
         super().__init__(before_write, on_write)
+        self._is_recording = is_recording
         self._host, self._estimates, self._device_type = host, estimates, device_type
         self._places = itertools.count()  # several threads may run ops, and no two share a place
         self.busy_seconds = 0.0
 
-    def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if is_view(func) or not touches_tensors(func):
             return func(*args, **kwargs)
         estimate = self._estimates.find(func, args, kwargs)
         # Described first: an op may write to what it reads.
-        described = self._describe_all(func, args, kwargs) if torch.is_grad_enabled() else None
-        nbytes = estimate.result_bytes + estimate.inner_bytes
+        described = self._describe_all(func, args, kwargs) if self._is_recording and torch.is_grad_enabled() else None
+        # What an op takes inside itself is known as an upper bound only, for which no step is refused that is captured.
+        nbytes = estimate.result_bytes + (estimate.inner_bytes if self._is_recording else 0)
         self._host.take_room(nbytes, func)
         begin = time.perf_counter()
         try:

@@ -10,6 +10,7 @@ what is as it was when the run read it.
 from __future__ import annotations
 
 import weakref
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from elbowroom.hooks.identity import is_shared
@@ -106,7 +107,7 @@ def find_way(target: Residence) -> Way | None:
     return Way(
         recording=recording,
         seconds=sum(run.seconds for run in taken),
-        nbytes=_count_bytes(recording, taken),
+        nbytes=count_bytes(recording, {place: run.inner_bytes for place, run in runs.items()}),
         versions=_list_versions(recording),
     )
 
@@ -123,19 +124,21 @@ def _keep(results: tuple[Result, ...]) -> tuple[Slot, ...]:
     return tuple(result.keep() for result in results)
 
 
-def _count_bytes(recording: Recording, runs: list[Run]) -> int:
-    """Most that a replay allocates at once: each result until its last use, and the target to the end."""
-    calls = list(recording.calls.values())
+def count_bytes(recording: Recording, inner_bytes: Mapping[int, int]) -> int:
+    """Most that a replay allocates at once: each result until its last use, and the target to the end.
+
+    `inner_bytes`: what a call allocates inside itself, where that is known.
+    """
     last: dict[Residence, int] = {}
-    for position, call in enumerate(calls):
+    for position, call in recording.calls.items():
         for slot in iterate_slots((call.args, call.kwargs, call.results)):
             last[slot.residence] = position
     live: dict[Residence, int] = {}
     most = 0
-    for position, (call, run) in enumerate(zip(calls, runs, strict=True)):
+    for position, call in recording.calls.items():
         for slot in call.results:
             live.setdefault(slot.residence, _reach(slot.geometry))
-        most = max(most, sum(live.values()) + run.inner_bytes)
+        most = max(most, sum(live.values()) + inner_bytes.get(position, 0))
         for residence in [each for each in live if last[each] == position and each is not recording.target]:
             del live[residence]
     return most

@@ -1,7 +1,9 @@
-"""One step that nobody knows beforehand, within the budget from its first op on.
+"""One step within the budget: by its plan as long as it has one, and decided on as it goes as soon as it has none.
 
-Before each op, each reload and each replay there has to be room; where there is not, the machine is told of the
-pressure, and its policy says what leaves. Only what autograd alone holds can: what the program holds stays.
+Asleep, a step follows the plan that it is expected to follow, whose bytes are known; nothing but saves, needs and the
+ops that the plan wants to replay is looked at. As soon as the step is another one it wakes: from then on there has to
+be room before each op, each reload and each replay; where there is not, the machine is told of the pressure, and its
+policy says what leaves. Only what autograd alone holds can: what the program holds stays.
 """
 
 from __future__ import annotations
@@ -10,29 +12,34 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from elbowroom._family import get
-from elbowroom.cost.transfers import offload_seconds, reload_seconds
 from elbowroom.errors import Infeasible, Thrashing
 from elbowroom.hooks.estimates import Estimates
 from elbowroom.hooks.identity import Identities
-from elbowroom.ir.actions import Action, Recompute, Reload
+from elbowroom.ir.actions import Action, Recompute, Release, Reload
 from elbowroom.ir.events import PressureRaised
 from elbowroom.ir.hardware import HardwareProfile
-from elbowroom.ir.plan import Segment
+from elbowroom.ir.plan import Plan
+from elbowroom.ir.trace import Role, Trace
 from elbowroom.residency import policies
 from elbowroom.residency.capacity_first import Policy as CapacityFirst
+from elbowroom.residency.guided import Policy as Guided
 from elbowroom.residency.habits import Habits
-from elbowroom.residency.machine import Machine
+from elbowroom.residency.machine import Drop, Machine, State
 from elbowroom.runtime.account import Account
 from elbowroom.runtime.engine import Engine
+from elbowroom.runtime.facts import StepFacts
+from elbowroom.runtime.follower import Observer
 from elbowroom.runtime.historian import Historian
-from elbowroom.runtime.history import Way, find_way
+from elbowroom.runtime.history import count_bytes
+from elbowroom.runtime.recorder import Recorder
 from elbowroom.runtime.residence import Residence
 from elbowroom.runtime.transfers import Transfers
+from elbowroom.runtime.watcher import Run
 
 logger = logging.getLogger(__name__)
 
@@ -42,18 +49,30 @@ WORTH_SAYING, ENOUGH = 10.0, 100.0
 NOT_LONG = 1.0
 """Seconds below which neither is said."""
 
+NO_LIMIT = 1 << 62
+"""Bytes. Of a step that is asleep, and of one that is over."""
+
+
+class Known(NamedTuple):
+    """A step that is known, and what is to be done about it."""
+
+    trace: Trace
+    plan: Plan
+
 
 class OnlineEngine(Engine):
-    """Runs one step under a policy.
+    """Runs one step under plans and a policy.
 
     Args:
-        transfers, device, list_staying, min_bytes: as for `Engine`.
+        transfers, device, list_staying, min_bytes, spare_bytes, observer: as for `Engine`.
         budget_bytes: what the step may hold on the device.
-        policy: a member of `residency.policies`.
+        policy: a member of `residency.policies`; None to let everything go that may, as soon as it is saved.
         estimates: what ops allocate; grows from step to step.
         profile: of this machine.
         habits: what earlier steps taught; this one is added to it.
-        residents: what is there before the step.
+        list_residents: what is there before the step and after it.
+        known: what the step may be, the likeliest first.
+        is_awake: whether room is watched from the beginning; of use only without, or with the last of, what is known.
     """
 
     def __init__(
@@ -64,27 +83,104 @@ class OnlineEngine(Engine):
         min_bytes: int,
         *,
         budget_bytes: int,
-        policy: str,
+        policy: str | None,
         estimates: Estimates,
         profile: HardwareProfile,
         habits: Habits,
-        residents: Iterable[torch.Tensor],
+        list_residents: Callable[[], Iterable[torch.Tensor]],
+        known: Sequence[Known] = (),
+        is_awake: bool = True,
+        spare_bytes: int | None = None,
+        observer: Observer | None = None,
     ) -> None:
-        super().__init__(transfers, device, list_staying, min_bytes)
-        self._budget_bytes, self._link = budget_bytes, profile.links[0]
+        traces = [trace for trace, _ in known]
+        super().__init__(
+            transfers, device, list_staying, min_bytes, traces=traces, spare_bytes=spare_bytes, observer=observer
+        )
+        self._list_residents, self._known = list_residents, known
+        self._limit_bytes, self._budget_bytes = NO_LIMIT, budget_bytes
         self._identities = self.account = Account(profile.alignment_bytes)
-        self._segments: list[Segment] = []
-        self._ways: dict[int, Way | None] = {}
-        self._gone: dict[int, Way] = {}  # of what is dropped
-        self._pinned: list[Counter[int]] = []
-        self._begin, self._replay_seconds, self._has_said = time.perf_counter(), 0.0, False
-        self._machine = Machine(get(policies, policy, "Policy")(self, habits), self._segments)
-        self.historian = Historian(self, estimates, device.type, self.about_to_write, self.written)
-        self.recorder = self.watcher = self.historian  # type: ignore[assignment]
-        self._paused.watch([self.historian])
-        for tensor in residents:
-            if tensor.device.type == device.type and tensor.layout is torch.strided:
+        first = known[0].plan if known else None
+        self._facts = StepFacts(self.account, self._bound, profile.links[0], self._may_move, budget_bytes)
+        self._segments, self._pinned = self._facts.segments, self._facts.pinned
+        if first is not None and not is_awake:
+            self._segments += first.segments
+        self._planned_segments = len(self._segments)
+        self._gone: dict[int, int] = {}  # what computing again takes at most, of what was dropped on a way found here
+        self._replay_seconds, self._has_said = 0.0, False
+        self._guide = None
+        if policy is not None:
+            self._guide = Guided(get(policies, policy, "Policy")(self._facts, habits), first, is_awake=is_awake)
+        self._machine = Machine(self._guide or CapacityFirst(self._may_move), self._segments)
+        self.historian = Historian(
+            self, estimates, device.type, self.about_to_write, self.written, is_recording=policy is not None
+        )
+        self.recorder: Recorder | None = None
+        if is_awake:
+            self._wake()
+        elif self._segments and first is not None:
+            self.recorder = Recorder(known[0].trace, first, self._find_residence, self._leave_ops)
+            self.historian.stand_in = self.recorder.run
+        else:
+            self.historian.stand_in = _run
+        if is_awake or (first is not None and first.decisions):
+            self.watcher = self.historian
+            self._paused.watch([self.historian])
+
+    @property
+    def followed(self) -> int | None:
+        """Which of the known steps this one is; None if it is none."""
+        return self._follower.followed
+
+    @property
+    def is_awake(self) -> bool:
+        """Whether room is watched."""
+        return self._limit_bytes < NO_LIMIT
+
+    # -- waking up ------------------------------------------------------------------------------------------------
+
+    def _wake(self) -> None:
+        """From now on there has to be room."""
+        self._limit_bytes, self._spare_bytes = self._budget_bytes, None
+        self.historian.stand_in = None
+        for tensor in self._list_residents():
+            if tensor.device.type == self._device_type and tensor.layout is torch.strided:
                 self.find_seen(tensor.untyped_storage(), is_outside=True).is_staying = True
+
+    def _leave_ops(self, why: str) -> Run:
+        with self._lock:
+            self._follower.leave(why)
+        return self.historian.run
+
+    def _leave_trace(self, why: str) -> None:
+        """The step is another one that is known, or none: its plan, if it has one, decides from now on."""
+        followed, trace = self.followed, self._follower.trace
+        logger.debug("the step left its trace: %s", why)
+        if followed is None:
+            self.drift = why
+        if self._guide is None:
+            return
+        self._guide.follow(None if followed is None else self._known[followed].plan, self._follower.tick)
+        if not self.is_awake and self.watcher is not None:
+            self._find_outside(trace)
+            self._wake()
+            self._guide.wake(self._list_gone())
+
+    def _find_outside(self, trace: Trace | None) -> None:
+        """Tell a batch from what the step has made, before ops were looked at. What no op touches any more, and neither
+        autograd nor the model holds, is never counted."""
+        for storage, residence in self._bound.items():
+            if trace is not None and storage < len(trace.storages):
+                residence.is_outside = trace.storages[storage].role not in (Role.TEMPORARY, Role.ACTIVATION)
+
+    def _list_gone(self) -> list[Release | Drop]:
+        gone: list[Release | Drop] = []
+        for storage in self._bound:
+            if self._machine.state(storage) is State.AWAY:
+                gone.append(Release(storage))
+            elif (segment := self._machine.segment_of(storage)) is not None:
+                gone.append(Drop(storage, segment))
+        return gone
 
     # -- room -----------------------------------------------------------------------------------------------------
 
@@ -94,7 +190,7 @@ class OnlineEngine(Engine):
         Raises:
             Infeasible: everything that may leave has left, and there is not enough.
         """
-        if self.account.live_bytes + nbytes > self._budget_bytes:
+        if self.account.live_bytes + nbytes > self._limit_bytes:
             with self._lock:
                 self._drain()
                 self._make_room(nbytes, str(func))
@@ -105,11 +201,11 @@ class OnlineEngine(Engine):
         self.account.reserve(-nbytes)
 
     def _make_room(self, nbytes: int, what: str) -> None:
-        while (missing := self.account.live_bytes + nbytes - self._budget_bytes) > 0:
+        while (missing := self.account.live_bytes + nbytes - self._limit_bytes) > 0:
             actions = self._machine.feed(PressureRaised(missing, self.saves + self.needs))
             if not actions:
                 raise Infeasible(
-                    needed_bytes=self._budget_bytes + missing, budget_bytes=self._budget_bytes, op=what,
+                    needed_bytes=self._limit_bytes + missing, budget_bytes=self._limit_bytes, op=what,
                     in_the_way=(("the op's own results and workspace", nbytes),),
                 )  # fmt: skip
             self._carry_out(actions)
@@ -134,83 +230,12 @@ class OnlineEngine(Engine):
     def _find_residence(self, storage: torch.UntypedStorage) -> Residence:
         return self.find_seen(storage, is_outside=True)
 
-    # -- what a policy asks (residency.online.Facts) --------------------------------------------------------------
-
-    def now(self) -> float:
-        """Seconds since the step began."""
-        return time.perf_counter() - self._begin
-
-    def spare_bytes(self) -> int:
-        """Room that nothing takes."""
-        return self._budget_bytes - self.account.live_bytes
-
-    def budget_bytes(self) -> int:
-        """Room there is in all."""
-        return self._budget_bytes
-
-    def nbytes(self, storage: int) -> int:
-        """What a storage takes."""
-        return self.account.round(self._bound[storage].nbytes)
-
-    def swap_seconds(self, storage: int) -> float:
-        """Out, unless there is a copy, and back."""
-        residence = self._bound[storage]
-        back = reload_seconds(self._link, residence.nbytes)
-        return back if residence.copy is not None else back + offload_seconds(self._link, residence.nbytes)
-
-    def replay_seconds(self, storage: int) -> float:
-        """What it takes to compute it again, with all that was dropped before it; infinite where there is no way."""
-        seconds, seen, stack = 0.0, {storage}, [storage]
-        while stack:
-            way = self._find_way(stack.pop())
-            if way is None:
-                return float("inf")
-            seconds += way.seconds
-            for leaf in way.recording.leaves:
-                if leaf.recording is not None and leaf.id not in seen:
-                    seen.add(leaf.id)
-                    stack.append(leaf.id)
-        return seconds
-
-    def neighbours(self, storage: int) -> Iterable[int]:
-        """The saved storages that it would be computed from."""
-        way = self._find_way(storage)
-        return () if way is None else [leaf.id for leaf in way.recording.leaves]
-
-    def may_move(self, storage: int) -> bool:
-        """Whether it may leave the device at all."""
-        return self._may_move(storage)
-
-    def may_leave(self, storage: int) -> bool:
-        """Whether we hold every alias of it, and nothing at hand needs it."""
-        if any(counter[storage] > 0 for counter in self._pinned):
-            return False
-        residence = self._bound.get(storage)
-        home = None if residence is None else residence.find_storage()
-        if residence is None or home is None:
-            return False
-        own = sum(view.geometry is None for view in residence.views.values())
-        return int(torch._C._storage_Use_Count(home._cdata)) <= own + 1  # and that of its Python object
-
-    def segment(self, storage: int) -> int:
-        """A segment that computes it again."""
-        way = self._find_way(storage)
-        assert way is not None
-        leaves = tuple(leaf.id for leaf in way.recording.leaves)
-        self._segments.append(Segment(ops=tuple(way.recording.calls), outputs=(storage,), leaves=leaves))
-        return len(self._segments) - 1
-
-    def _find_way(self, storage: int) -> Way | None:
-        way = self._ways.get(storage)
-        if way is None or not way.is_open():
-            way = self._ways[storage] = find_way(self._bound[storage])
-        return way
-
     # -- actions --------------------------------------------------------------------------------------------------
 
     def _carry_out(self, actions: Sequence[Action], later: Sequence[Action] = ()) -> None:
         """As in any step; while a chain is computed, what its later links read may not leave."""
-        if not actions:
+        if not actions or not self.is_awake:
+            super()._carry_out(actions, later)
             return
         pinned: Counter[int] = Counter()
         for action in actions:
@@ -226,12 +251,15 @@ class OnlineEngine(Engine):
             self._pinned.pop()
 
     def _reload(self, residence: Residence) -> None:
-        if residence.ghost is None or residence.ghost() is None:
-            self._make_room(self.nbytes(residence.id), f"a reload of {residence.nbytes} bytes")
+        if residence.find_ghost() is None:
+            self._make_room(self.account.round(residence.nbytes), f"a reload of {residence.nbytes} bytes")
         super()._reload(residence)
 
     def _recompute(self, action: Recompute) -> None:
-        nbytes = sum(self.account.round(self._gone[storage].nbytes) for storage in action.outputs)
+        if not self.is_awake:
+            super()._recompute(action)
+            return
+        nbytes = sum(map(self._count_replay, action.outputs))
         self._make_room(nbytes, f"a replay of {len(self._segments[action.segment].ops)} ops")
         self.account.reserve(nbytes)
         begin = time.perf_counter()
@@ -244,6 +272,15 @@ class OnlineEngine(Engine):
         for leaf in self._segments[action.segment].leaves:
             self._pinned[-1][leaf] -= 1
 
+    def _count_replay(self, storage: int) -> int:
+        residence, nbytes = self._bound[storage], self._gone.get(storage)
+        if residence.find_ghost() is not None:
+            return 0
+        if nbytes is None:  # dropped as planned
+            recording = residence.recording
+            nbytes = 0 if recording is None else count_bytes(recording, {})
+        return self.account.round(nbytes)
+
     def _watch_thrashing(self) -> None:
         busy = max(NOT_LONG, self.historian.busy_seconds)
         if self._replay_seconds > ENOUGH * busy:
@@ -253,11 +290,25 @@ class OnlineEngine(Engine):
             logger.warning("%s", Thrashing(self._replay_seconds, self.historian.busy_seconds, self._budget_bytes))
 
     def _prepare_replay(self, residence: Residence) -> bool:
-        way = self._find_way(residence.id)
-        if way is None or not self._may_move(residence.id):
+        segment = self._machine.segment_of(residence.id)
+        if segment is None or not self._may_move(residence.id):
             return False
-        self._hold_recording(residence, way.recording)
-        self._gone[residence.id] = way
+        if segment < self._planned_segments:
+            assert self.recorder is not None
+            recording = self.recorder.make_recording(self._segments[segment].ops, residence)
+            if (
+                not recording.calls
+                or not recording.is_current()
+                or any(leaf.id < 0 or not leaf.views for leaf in recording.leaves)
+            ):
+                return False
+        else:
+            way = self._facts.find_way(residence.id)
+            if way is None:
+                return False
+            recording = way.recording
+            self._gone[residence.id] = way.nbytes
+        self._hold_recording(residence, recording)
         return True
 
     def _forget_recording(self, residence: Residence) -> None:
@@ -268,7 +319,7 @@ class OnlineEngine(Engine):
         storage = residence.id
         super()._free_if_unused(residence)
         if residence.id < 0:
-            self._ways.pop(storage, None)  # it keeps what it starts from
+            self._facts.forget(storage)
 
     def _settle(self, storages: Iterable[Residence]) -> None:
         """Compute what was dropped while that can still be done."""
@@ -281,19 +332,28 @@ class OnlineEngine(Engine):
         residence = self._find_written(tensor)
         if residence is not None and residence.readers:
             with self._lock:
+                if not self.is_awake:
+                    self._follower.stop("an op writes to what a replay would read")
                 self._settle(list(residence.readers))
 
     def finish(self) -> None:
         """The step is over: nobody watches writes from now on, and nobody makes room."""
         with self._lock:
+            dropped = [residence for residence in self._bound.values() if residence.recording is not None]
+            if not self.is_awake and not dropped:
+                return  # it goes on as planned, if there is anything left of it
             try:
-                self._settle(list(self._bound.values()))
+                self._settle(dropped)
             except Infeasible as error:
                 # A graph that lives on must not rest on what may be written to. One replay after the other takes what
                 # it takes, and is offloaded at once.
                 logger.warning("what the step leaves behind does not fit: %s", error)
-                self._budget_bytes = 1 << 62
+                self._limit_bytes = NO_LIMIT
                 self._settle(list(self._bound.values()))
-            self._ways.clear()
+            self._facts.forget()
             self._machine.policy = CapacityFirst(self._may_move)
-            self._budget_bytes = 1 << 62
+            self._limit_bytes = NO_LIMIT
+
+
+def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return func(*args, **kwargs)

@@ -19,17 +19,16 @@ from elbowroom.ir.plan import Plan
 from elbowroom.ir.trace import LASTING, Op, Trace
 from elbowroom.runtime.calls import Call, Recording, Slot, iterate_slots
 from elbowroom.runtime.residence import Geometry, Residence
-from elbowroom.runtime.watcher import Watcher
+from elbowroom.runtime.watcher import Run
 
 
-class Recorder(Watcher):
+class Recorder:
     """Watches a step's ops go by in the order of a trace, and records those that the plan replays.
 
     Args:
         trace, plan: what is expected, and which of it is wanted.
         find_residence: the residence of a storage, made if there is none.
-        on_drift: told why, once, if the step's ops are not the trace's.
-        before_write, on_write: as for a Watcher.
+        on_drift: told why, once, if the step's ops are not the trace's; says who runs ops from then on.
     """
 
     def __init__(
@@ -37,11 +36,8 @@ class Recorder(Watcher):
         trace: Trace,
         plan: Plan,
         find_residence: Callable[[torch.UntypedStorage], Residence],
-        on_drift: Callable[[str], None],
-        before_write: Callable[[torch.Tensor], None],
-        on_write: Callable[[torch.Tensor], None],
+        on_drift: Callable[[str], Run],
     ) -> None:
-        super().__init__(before_write, on_write)
         self._ops: Sequence[Op] = trace.ops
         self._find_residence, self._on_drift = find_residence, on_drift
         self._wanted = frozenset(tick for segment in plan.segments for tick in segment.ops)
@@ -56,15 +52,12 @@ class Recorder(Watcher):
         self._position = 0
         self._calls: dict[int, Call] = {}
 
-    def stop(self) -> None:
-        """Record no more."""
-        self._position = self._count
-
     def make_recording(self, ticks: Sequence[int], target: Residence) -> Recording:
         """How to compute `target` again, with those of the ops at `ticks` that have been recorded so far."""
         return Recording({tick: self._calls[tick] for tick in ticks if tick in self._calls}, target)
 
-    def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run an op, and record it if it is wanted."""
         if self._position == self._count or not touches_tensors(func):
             return func(*args, **kwargs)
         op = self._ops[self._position]
@@ -73,8 +66,8 @@ class Recorder(Watcher):
         if name is None:
             name = self._names[func] = str(func)
         if name != op.name:
-            self._on_drift(f"op {self._position - 1} is {name}, where the trace has {op.name}")
-            return func(*args, **kwargs)
+            run = self._on_drift(f"op {self._position - 1} is {name}, where the trace has {op.name}")
+            return run(func, args, kwargs)
         if op.tick not in self._wanted:
             return func(*args, **kwargs)
         slots, settings = self._describe(func, op, args, kwargs), read_settings()

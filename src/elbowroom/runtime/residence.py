@@ -126,6 +126,13 @@ class Residence:
                 return view.tensor.untyped_storage()
         return None
 
+    def find_ghost(self) -> torch.UntypedStorage | None:
+        """The storage that was let go, if the program holds it still.
+
+        Without us autograd would find just that, whatever became of it.
+        """
+        return None if self.ghost is None else self.ghost()
+
     def view(self, index: int) -> torch.Tensor:
         """A saved tensor; its storage is on the device."""
         saved = self.views[index]

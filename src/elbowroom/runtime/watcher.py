@@ -12,7 +12,10 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from elbowroom.hooks.replayable import list_written
+from elbowroom.hooks.replayable import list_written, touches_tensors
+
+Run = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
+"""Runs an op with its arguments."""
 
 
 class Watcher(TorchDispatchMode):
@@ -24,6 +27,8 @@ class Watcher(TorchDispatchMode):
 
     Attributes:
         pauses: how many contexts there are in which ops are not part of the step.
+        ops: seen so far, of those that a trace has.
+        stand_in: runs each op instead, for as long as there is one.
 
     Cost: a few microseconds an op.
     """
@@ -31,7 +36,8 @@ class Watcher(TorchDispatchMode):
     def __init__(self, before_write: Callable[[torch.Tensor], None], on_write: Callable[[torch.Tensor], None]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._before_write, self._on_write = before_write, on_write
-        self.pauses = 0
+        self.pauses = self.ops = 0
+        self.stand_in: Run | None = None
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -39,15 +45,18 @@ class Watcher(TorchDispatchMode):
         kwargs = kwargs or {}
         if self.pauses:
             return func(*args, **kwargs)
+        self.ops += touches_tensors(func)
+        run = self.stand_in or self.run
         written = list_written(func, args, kwargs)
         if not written:
-            return self._run(func, args, kwargs)
+            return run(func, args, kwargs)
         for tensor in written:
             self._before_write(tensor)
-        result = self._run(func, args, kwargs)
+        result = run(func, args, kwargs)
         for tensor in written:
             self._on_write(tensor)
         return result
 
-    def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run an op."""
         return func(*args, **kwargs)

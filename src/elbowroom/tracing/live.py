@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch.optim import Optimizer
@@ -16,11 +16,7 @@ from elbowroom.tracing.tracer import Tracer
 
 
 class LiveCapture:
-    """One step being captured. Enter `tracer` as a dispatch mode, and tell it of saves and needs.
-
-    Args:
-        on_write: told of each tensor that an op has just written to in place.
-    """
+    """One step being captured. Enter `tracer` as a dispatch mode, and tell it of saves and needs."""
 
     def __init__(
         self,
@@ -29,11 +25,10 @@ class LiveCapture:
         model: torch.nn.Module,
         optimizers: Sequence[Optimizer],
         meter: Meter,
-        on_write: Callable[[torch.Tensor], None],
     ) -> None:
         self._model, self._optimizers, self._meter = model, optimizers, meter
         self._state_before = count_state(optimizers)
-        self.tracer = Tracer(name, device, list_residents(model, optimizers), on_write=on_write, meter=meter)
+        self.tracer = Tracer(name, device, list_residents(model, optimizers), meter=meter)
 
     @property
     def is_settled(self) -> bool:

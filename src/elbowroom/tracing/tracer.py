@@ -46,7 +46,6 @@ class Tracer(TorchDispatchMode):
         name: for people.
         device: storages on other kinds of device are not traced.
         residents: (tensor, role, label) of what is there before the step: parameters, buffers, optimizer state.
-        on_write: told of each tensor that an op has just written to in place.
         meter: told of each op.
         fake: whether the step runs on fake tensors.
 
@@ -61,13 +60,12 @@ class Tracer(TorchDispatchMode):
         device: torch.device,
         residents: Iterable[tuple[torch.Tensor, Role, str]],
         *,
-        on_write: Callable[[torch.Tensor], None] | None = None,
         meter: Meter | None = None,
         fake: bool = False,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._get_storage = functools.partial(get_plain_storage, fake=fake)
-        self._name, self._device, self._on_write, self._meter = name, device, on_write, meter
+        self._name, self._device, self._meter = name, device, meter
         self.own_seconds = 0.0
         self._tick = 0
         self._lock = threading.Lock()  # several backward passes may run in threads, and no two entries share a tick
@@ -112,10 +110,7 @@ class Tracer(TorchDispatchMode):
             self._meter.end_op()
         end = time.perf_counter()
         with self._lock:
-            changed = self._record(func, args, kwargs, tuple(reads), result, foreign)
-        if self._on_write is not None:
-            for tensor in changed:
-                self._on_write(tensor)
+            self._record(func, args, kwargs, tuple(reads), result, foreign)
         self.own_seconds += time.perf_counter() - end + begin - entered
         return result
 
@@ -127,18 +122,16 @@ class Tracer(TorchDispatchMode):
         reads: tuple[View, ...],
         result: Any,
         foreign: bool,
-    ) -> list[torch.Tensor]:
-        """Write an op down; returns the tensors that were there before and that it has written to."""
+    ) -> None:
+        """Write an op down."""
         tick = self._tick
         barrier = find_barrier(func, args, kwargs) or ("reads what is on another device" if foreign else "")
         written: list[int] = []
-        changed: list[torch.Tensor] = []
         for position, name in find_written(func):
             for tensor in iterate_tensors(args[position] if position < len(args) else kwargs.get(name)):
                 seen = self._find(tensor)
                 if seen is not None and seen.id not in written:
                     written.append(seen.id)
-                    changed.append(tensor)
                     seen.version += 1
                     seen.nbytes = max(seen.nbytes, tensor.untyped_storage().nbytes())  # an `out=` may have grown
         writes = []
@@ -156,7 +149,6 @@ class Tracer(TorchDispatchMode):
                flops=count_flops(func, args, kwargs, result), barrier=barrier)
         )  # fmt: skip
         self._tick += 1
-        return changed
 
     # -- what autograd does ---------------------------------------------------------------------------------------
 

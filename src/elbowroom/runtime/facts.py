@@ -1,0 +1,121 @@
+"""What a policy is told of the step that it decides on."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+
+import torch
+
+from elbowroom.cost.transfers import offload_seconds, reload_seconds
+from elbowroom.ir.hardware import Link
+from elbowroom.ir.plan import Segment
+from elbowroom.runtime.account import Account
+from elbowroom.runtime.history import Way, find_way
+from elbowroom.runtime.residence import Residence
+
+
+class StepFacts:
+    """Answers from what a step has done so far (`residency.online.Facts`).
+
+    Args:
+        account: counts bytes.
+        bound: residences by id.
+        link: to the tier below.
+        movable: whether a storage may leave at all.
+        budget_bytes: room there is in all.
+
+    Attributes:
+        segments: how what was dropped can be computed again; grows.
+        pinned: storages that something at hand needs, and how often; one count for each list of actions under way.
+    """
+
+    def __init__(
+        self,
+        account: Account,
+        bound: Mapping[int, Residence],
+        link: Link,
+        movable: Callable[[int], bool],
+        budget_bytes: int,
+    ) -> None:
+        self._account, self._bound, self._link, self._budget_bytes = account, bound, link, budget_bytes
+        self.may_move = movable
+        self.segments: list[Segment] = []
+        self.pinned: list[Counter[int]] = []
+        self._ways: dict[int, Way | None] = {}
+        self._begin = time.perf_counter()
+
+    def now(self) -> float:
+        """Seconds since the step began."""
+        return time.perf_counter() - self._begin
+
+    def spare_bytes(self) -> int:
+        """Room that nothing takes."""
+        return self._budget_bytes - self._account.live_bytes
+
+    def budget_bytes(self) -> int:
+        """Room there is in all."""
+        return self._budget_bytes
+
+    def nbytes(self, storage: int) -> int:
+        """What a storage takes."""
+        return self._account.round(self._bound[storage].nbytes)
+
+    def swap_seconds(self, storage: int) -> float:
+        """Out, unless there is a copy, and back."""
+        residence = self._bound[storage]
+        back = reload_seconds(self._link, residence.nbytes)
+        return back if residence.copy is not None else back + offload_seconds(self._link, residence.nbytes)
+
+    def replay_seconds(self, storage: int) -> float:
+        """What it takes to compute it again, with all that was dropped before it; infinite where there is no way."""
+        seconds, seen, stack = 0.0, {storage}, [storage]
+        while stack:
+            way = self.find_way(stack.pop())
+            if way is None:
+                return float("inf")
+            seconds += way.seconds
+            for leaf in way.recording.leaves:
+                if leaf.recording is not None and leaf.id not in seen:
+                    seen.add(leaf.id)
+                    stack.append(leaf.id)
+        return seconds
+
+    def neighbours(self, storage: int) -> Iterable[int]:
+        """The saved storages that it would be computed from."""
+        way = self.find_way(storage)
+        return () if way is None else [leaf.id for leaf in way.recording.leaves]
+
+    def may_leave(self, storage: int) -> bool:
+        """Whether we hold every alias of it, and nothing at hand needs it."""
+        if any(counter[storage] > 0 for counter in self.pinned):
+            return False
+        residence = self._bound.get(storage)
+        home = None if residence is None else residence.find_storage()
+        if residence is None or home is None:
+            return False
+        own = sum(view.geometry is None for view in residence.views.values())
+        return int(torch._C._storage_Use_Count(home._cdata)) <= own + 1  # and that of its Python object
+
+    def segment(self, storage: int) -> int:
+        """A segment that computes it again."""
+        way = self.find_way(storage)
+        assert way is not None
+        leaves = tuple(leaf.id for leaf in way.recording.leaves)
+        self.segments.append(Segment(ops=tuple(way.recording.calls), outputs=(storage,), leaves=leaves))
+        return len(self.segments) - 1
+
+    def find_way(self, storage: int) -> Way | None:
+        """How a storage would be computed again; None if there is no way."""
+        way = self._ways.get(storage)
+        if way is None or not way.is_open():
+            way = self._ways[storage] = find_way(self._bound[storage])
+        return way
+
+    def forget(self, storage: int | None = None) -> None:
+        """The way to a storage, or to all, is not wanted any more: it keeps what it starts from."""
+        if storage is None:
+            self._ways.clear()
+        else:
+            self._ways.pop(storage, None)
