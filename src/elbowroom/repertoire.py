@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import statistics
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Sequence
 
 import torch
@@ -14,6 +14,7 @@ from elbowroom.config import Config
 from elbowroom.cost.price import correct, price
 from elbowroom.hardware.memory import trim_allocator
 from elbowroom.hardware.probe import probe
+from elbowroom.hooks.sentry import Inputs
 from elbowroom.ir.costs import Costs, Measurements
 from elbowroom.ir.forecast import Forecast
 from elbowroom.ir.hardware import HardwareProfile
@@ -63,12 +64,18 @@ class Act:
         is_measured: whether its costs are those of a real step.
         measured_steps: watched so far, to learn them.
         busy_seconds: of the steps that followed its present plan.
+        calls: what the model was called with, and how often in one step at most.
     """
 
     planned: Planned
     is_measured: bool
     measured_steps: int = 0
     busy_seconds: list[float] = dataclasses.field(default_factory=list)
+    calls: Counter[Inputs] = dataclasses.field(default_factory=Counter)
+
+    def is_usual(self, calls: Counter[Inputs]) -> bool:
+        """Whether steps of this kind have had all of these calls; so it is where none were seen."""
+        return not self.calls or calls <= self.calls
 
 
 class Repertoire:
@@ -102,8 +109,9 @@ class Repertoire:
 
     # -- what steps were ------------------------------------------------------------------------------------------
 
-    def followed(self, act: Act) -> None:
-        """A step was this one."""
+    def followed(self, act: Act, calls: Counter[Inputs]) -> None:
+        """A step was this one. `calls`: of the model in it."""
+        act.calls |= calls
         self._steady = self._steady + 1 if act is self.acts[0] else 0
         self.acts.remove(act)
         self.acts.insert(0, act)
@@ -118,9 +126,9 @@ class Repertoire:
             self._seen.popitem(last=False)
         return count > 1
 
-    def knows(self, sizes: Sequence[int]) -> bool:
-        """Whether there is a plan for steps that save this."""
-        return any(list_sizes(act.planned.trace) == list(sizes) for act in self.acts)
+    def knows(self, trace: Trace) -> bool:
+        """Whether there is a plan for steps that do just this."""
+        return any(_tell_apart(act.planned.trace) == _tell_apart(trace) for act in self.acts)
 
     # -- planning -------------------------------------------------------------------------------------------------
 
@@ -182,6 +190,10 @@ class Repertoire:
             trace.name, planned.forecast.peak_bytes, self._budget_bytes, len(plan.decisions), plan.strategy
         )  # fmt: skip
         return planned
+
+
+def _tell_apart(trace: Trace) -> tuple[object, ...]:
+    return list_sizes(trace), [op.name for op in trace.ops if op.tick <= trace.needs[-1].tick]
 
 
 def list_sizes(trace: Trace) -> list[int]:

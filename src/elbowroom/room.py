@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import Any
 
@@ -18,6 +19,7 @@ from elbowroom.hooks.estimates import Estimates
 from elbowroom.hooks.identity import Identities
 from elbowroom.hooks.mark import is_marked, mark, unmark
 from elbowroom.hooks.meter import Meter, make_meter
+from elbowroom.hooks.sentry import Inputs, Place, seeing_inputs
 from elbowroom.ir.hardware import HardwareProfile
 from elbowroom.ir.identity import digest
 from elbowroom.ir.journal import Journal, Mode, StepRecord
@@ -69,6 +71,7 @@ class Room:
         self._logbook = Logbook()
         self._captures = self._futile_captures = self._next_capture = 0
         self._engine: OnlineEngine | None = None
+        self._calls: Counter[Inputs] = Counter()  # of the model, in this step
         self._estimates, self._habits = Estimates(device.type), Habits()
         self._inside = self._metered = self._blind = self._has_refused = self._has_recurred = False
         self._transfers = open_transfers(device, config.spill_folder, config.host_bytes)
@@ -161,9 +164,13 @@ class Room:
     def _run_plain(self, act: Act) -> Iterator[None]:
         # That everything fits may so far be an estimate, and stops being true where later steps are larger.
         meter = make_meter(self._device) if not act.is_measured or self._is_metered() else None
-        seconds = yield from self._run(None, meter, None)
+        acts = tuple(self._repertoire.acts)
+        seconds = yield from self._run(None, meter, None, act)
+        if self._engine is not None:
+            self._settle(acts, self._engine, seconds, meter)
+            return
         record = self._record(Mode.PLAIN, seconds, None, meter, "")
-        self._repertoire.followed(act)
+        self._repertoire.followed(act, self._calls)
         self._repertoire.keep_pace(act, record)
         if meter is not None:
             act.measured_steps += 1
@@ -181,17 +188,25 @@ class Room:
             self.config.policy, acts, capture, is_awake=self._repertoire.varies and capture is None
         )
         seconds = yield from self._run(engine, meter, capture)
-        followed = None if engine.followed is None else acts[engine.followed]
-        record = self._record(Mode.DRIFTED if followed is None else Mode.PLANNED, seconds, engine, meter, engine.drift)
-        if followed is not None:
-            self._repertoire.followed(followed)
-        elif self._repertoire.strayed(engine.sizes):
-            self._has_recurred = True
+        record, followed = self._settle(acts, engine, seconds, meter)
         if capture is not None:
             act.measured_steps += 1
             self._learn(act, capture, record, is_followed=followed is act)
         elif followed is act:
             self._repertoire.keep_pace(act, record)
+
+    def _settle(
+        self, acts: Sequence[Act], engine: OnlineEngine, seconds: float, meter: Meter | None
+    ) -> tuple[StepRecord, Act | None]:
+        """A step is over that was expected to be one of those that are known: which it was, if any."""
+        followed = None if engine.followed is None else acts[engine.followed]
+        mode = Mode.DRIFTED if followed is None else Mode.PLANNED
+        record = self._record(mode, seconds, engine, meter, engine.drift)
+        if followed is not None:
+            self._repertoire.followed(followed, self._calls)
+        elif self._repertoire.strayed(engine.sizes):
+            self._has_recurred = True
+        return record, followed
 
     def _run_dynamic(self, note: str) -> Iterator[None]:
         meter = make_meter(self._device) if self._is_metered() else None
@@ -219,12 +234,20 @@ class Room:
         self._futile_captures += 1
 
     def _run(
-        self, engine: OnlineEngine | None, meter: Meter | None, capture: LiveCapture | None
+        self, engine: OnlineEngine | None, meter: Meter | None, capture: LiveCapture | None, plain: Act | None = None
     ) -> Generator[None, None, float]:
-        """Let the block run, and say how many seconds it took."""
-        self._engine = engine
+        """Let the block run, and say how many seconds it took. `plain`: what it is expected to be, with no engine."""
+        self._engine, self._calls = engine, Counter()
         with contextlib.ExitStack() as stack:
             self._start(meter, stack)
+            place = Place()
+
+            def see(inputs: Inputs) -> None:
+                self._calls[inputs] += 1
+                if plain is not None and self._engine is None and not plain.is_usual(self._calls):
+                    self._engage(place, stack)
+
+            stack.enter_context(seeing_inputs(self._model, see))
             if capture is not None:
                 stack.enter_context(capture.tracer)
                 stack.enter_context(telling_gradients(capture.tracer, self._model))
@@ -236,6 +259,17 @@ class Room:
             begin = time.perf_counter()
             yield
             return time.perf_counter() - begin
+
+    def _engage(self, place: Place, stack: contextlib.ExitStack) -> None:
+        """What fitted as it was is called with something else: from here on this step is watched."""
+        engine = self._make_engine(self.config.policy, self._repertoire.acts, None)
+        try:
+            place.enter(engine.watcher, engine.pack, engine.unpack, stack)
+        except RuntimeError as error:
+            logger.warning("a step that may be larger than those before it cannot be watched: %s", error)
+            return
+        stack.enter_context(finishing(engine.finish))
+        self._engine = engine
 
     def _make_capture(self, meter: Meter) -> LiveCapture:
         return LiveCapture(self._name, self._device, self._model, self._optimizers, meter)
@@ -328,13 +362,14 @@ class Room:
         if not (capture.is_settled and is_whole) and self._captures < self.config.settling_steps:
             return
         self._captures = 0
-        sizes = list_sizes(trace)
+        known = self._repertoire
         # Beside others it is planned when it recurs.
-        if self._repertoire.acts and (self._repertoire.knows(sizes) or not self._repertoire.strayed(sizes)):
+        if known.acts and (known.knows(trace) or not known.strayed(list_sizes(trace))):
             self._put_off_capture()
             return
         self._futile_captures, self._has_recurred = 0, False
-        self._repertoire.add(trace, digest(trace), capture.measure(trace, record.seconds, record.stall_seconds))
+        known.add(trace, digest(trace), capture.measure(trace, record.seconds, record.stall_seconds))
+        known.acts[0].calls = self._calls
 
     def _learn(self, act: Act, capture: LiveCapture, record: StepRecord, *, is_followed: bool) -> None:
         """Plan again with measured op times, if the watched step was the planned one to the last op."""

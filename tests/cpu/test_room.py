@@ -167,8 +167,8 @@ def test_steps_that_grow_are_planned_when_they_no_longer_fit(profile: HardwarePr
                 assert room.journal().steps[-1].mode is Mode.PLAIN
         records = room.journal().steps
         assert records[-1].mode is Mode.PLANNED
-        # The one step that nobody could foresee is the one that is over.
-        assert [record.step for record in records if record.peak_bytes > room.budget_bytes] == [5]
+        assert max(record.peak_bytes for record in records) <= room.budget_bytes
+        assert records[5].mode is Mode.DRIFTED, "what the model was called with told of it"
     assert all(torch.equal(*pair) for pair in zip(model.parameters(), plain.parameters(), strict=True))
 
 

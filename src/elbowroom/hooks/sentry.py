@@ -1,0 +1,81 @@
+"""Sees what a model is called with, and puts a step under watch in its middle.
+
+Where everything fits, nothing is attached to a step. What tells that this one may be larger than those before it are the
+shapes that the model is called with, and by then the program may be inside contexts of its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _get_current_dispatch_mode_stack,
+    _pop_mode,
+    _push_mode,
+)
+from torch.utils._pytree import tree_leaves
+
+Inputs = tuple[tuple[torch.Size, torch.dtype], ...]
+"""Shapes and dtypes of all tensors in the arguments of one call."""
+
+Hook = Callable[[Any], Any]
+
+
+def list_entries(model: torch.nn.Module) -> list[torch.nn.Module]:
+    """The modules that a program calls: the model, or if it only holds others (a ModuleDict), those."""
+    forward = getattr(model.forward, "__func__", model.forward)
+    if forward is not torch.nn.Module.forward:
+        return [model]
+    return [entry for child in model.children() for entry in list_entries(child)]
+
+
+@contextlib.contextmanager
+def seeing_inputs(model: torch.nn.Module, see: Callable[[Inputs], None]) -> Iterator[None]:
+    """Tell `see` what the model, or the parts that a program calls one by one, are called with."""
+
+    def look(module: torch.nn.Module, args: Any, kwargs: Any) -> None:
+        see(tuple((leaf.shape, leaf.dtype) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)))
+
+    handles = [each.register_forward_pre_hook(look, prepend=True, with_kwargs=True) for each in list_entries(model)]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+class Place:
+    """A place among nested contexts: where a step begins. What is entered there later comes before what is inside it."""
+
+    def __init__(self) -> None:
+        self._modes = len(_get_current_dispatch_mode_stack())
+        self._hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+
+    def enter(self, mode: TorchDispatchMode | None, pack: Hook, unpack: Hook, stack: contextlib.ExitStack) -> None:
+        """Enter a dispatch mode and saved-tensor hooks at this place; `stack` leaves them.
+
+        Raises:
+            RuntimeError: the program has switched saved-tensor hooks off.
+        """
+        autograd = torch._C._autograd
+        inner: list[tuple[Hook, Hook]] = []
+        while (top := autograd._top_saved_tensors_default_hooks(True)) is not None and top != self._hooks:
+            inner.append(top)
+            autograd._pop_saved_tensors_default_hooks()
+        try:
+            autograd._push_saved_tensors_default_hooks(pack, unpack)
+            stack.callback(autograd._pop_saved_tensors_default_hooks)
+        finally:
+            for hooks in reversed(inner):
+                autograd._push_saved_tensors_default_hooks(*hooks)
+        if mode is not None:
+            modes = [_pop_mode() for _ in range(len(_get_current_dispatch_mode_stack()) - self._modes)]
+            try:
+                stack.enter_context(mode)
+            finally:
+                for each in reversed(modes):
+                    _push_mode(each)

@@ -1,0 +1,195 @@
+"""Steps of several kinds: each has its own plan, is recognised again, and keeps to the budget until it is known."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import elbowroom
+from elbowroom.errors import Infeasible
+from elbowroom.ir.hardware import HardwareProfile
+from elbowroom.ir.journal import Mode, StepRecord
+from elbowroom.room import Room
+
+WIDTH, ROWS = 48, 256
+Kind = Any
+Made = tuple[nn.Module, torch.optim.Optimizer, Callable[[int, Kind], torch.Tensor]]
+
+
+def finish(model: nn.Module, optimizer: torch.optim.Optimizer, value: torch.Tensor) -> torch.Tensor:
+    value.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return value.detach()
+
+
+def make_lengths() -> Made:
+    """A transformer; the kind of a step is how long its sequences are."""
+    torch.manual_seed(3)
+    layer = nn.TransformerEncoderLayer(WIDTH, 4, 4 * WIDTH, dropout=0.1, batch_first=True)
+    model = nn.TransformerEncoder(layer, 3, enable_nested_tensor=False)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+
+    def step(index: int, kind: Kind) -> torch.Tensor:
+        x = torch.randn(8, kind, WIDTH, generator=torch.Generator().manual_seed(index))
+        return finish(model, optimizer, model(x).square().mean())
+
+    return model, optimizer, step
+
+
+def make_exits() -> Made:
+    """Layers, of which so many are run: all kinds begin alike."""
+    torch.manual_seed(3)
+    model = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.LayerNorm(WIDTH)) for _ in range(9))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+
+    def step(index: int, kind: Kind) -> torch.Tensor:
+        x = torch.randn(4 * ROWS, WIDTH, generator=torch.Generator().manual_seed(index))
+        for layer in list(model)[:kind]:
+            x = layer(x)
+        return finish(model, optimizer, x.square().mean())
+
+    return model, optimizer, step
+
+
+def make_branches() -> Made:
+    """Saves of the same sizes, of other ops."""
+    torch.manual_seed(3)
+    model = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(6))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+
+    def step(index: int, kind: Kind) -> torch.Tensor:
+        x = torch.randn(4 * ROWS, WIDTH, generator=torch.Generator().manual_seed(index))
+        for position, layer in enumerate(model):
+            x = torch.relu(layer(x) * 1.5) if (position + kind) % 2 else torch.tanh(layer(x))
+        return finish(model, optimizer, x.square().mean())
+
+    return model, optimizer, step
+
+
+def run(make: Callable[[], Made], kinds: Sequence[Kind], room_for: Callable[[Made], Room] | None) -> tuple[Any, Any]:
+    """The losses and parameters of a loop over steps of these kinds, and its room, detached."""
+    torch.manual_seed(11)
+    made = model, _, step = make()
+    if room_for is None:
+        losses = [step(index, kind) for index, kind in enumerate(kinds)]
+        return (losses, list(model.parameters())), None
+    losses = []
+    with room_for(made) as room:
+        for index, kind in enumerate(kinds):
+            with room.step():
+                losses.append(step(index, kind))
+    return (losses, list(model.parameters())), room
+
+
+def find_plain_peak(make: Callable[[], Made], kind: Kind, profile: HardwareProfile) -> int:
+    """What steps of one kind take without a room."""
+
+    def fit(made: Made) -> Room:
+        return elbowroom.fit(made[0], made[1], 1 << 40, profile=profile, meter_every=1)
+
+    _, room = run(make, [kind] * 4, fit)
+    assert room.planned is not None
+    return int(room.planned.forecast.peak_bytes)
+
+
+def compare(
+    make: Callable[[], Made], kinds: Sequence[Kind], budget: int, profile: HardwareProfile, **options: Any
+) -> tuple[Room, Sequence[StepRecord]]:
+    """Bits and budget, from the first step to the last."""
+
+    def fit(made: Made) -> Room:
+        return elbowroom.fit(made[0], made[1], budget, profile=profile, min_offload_bytes=1, meter_every=1, **options)
+
+    (losses, parameters), _ = run(make, kinds, None)
+    (own_losses, own_parameters), room = run(make, kinds, fit)
+    assert all(torch.equal(*pair) for pair in zip(losses, own_losses, strict=True))
+    assert all(torch.equal(*pair) for pair in zip(parameters, own_parameters, strict=True))
+    records = room.journal().steps
+    peaks = [record.peak_bytes for record in records]
+    assert max(peaks) <= budget, [(record.step, str(record.mode), record.peak_bytes) for record in records]
+    return room, records
+
+
+@pytest.mark.parametrize(
+    ("make", "kinds", "strategy", "share"),
+    [
+        (make_lengths, (24, 40, 64), "auto", 0.7),
+        (make_exits, (4, 6, 9), "auto", 0.7),
+        (make_branches, (0, 1), "recompute_all", 0.95),  # what only moves is the same in both
+    ],
+)
+def test_each_kind_of_step_gets_its_plan(
+    make: Callable[[], Made], kinds: tuple[Kind, ...], strategy: str, share: float, profile: HardwareProfile
+) -> None:
+    draw = random.Random(5)
+    order = [draw.choice(kinds) for _ in range(40)] + list(kinds) * 4
+    budget = int(share * find_plain_peak(make, kinds[-1], profile))
+    room, records = compare(make, order, budget, profile, strategy=strategy)
+    acts = room._repertoire.acts
+    assert len(acts) == len(kinds), "one plan for each kind"
+    assert any(act.planned.plan.decisions for act in acts)
+    late = records[-2 * len(kinds) :]
+    assert {record.mode for record in late} == {Mode.PLANNED}, [(str(each.mode), each.note) for each in records]
+    assert any(record.offloaded_bytes or record.recomputed for record in late)
+
+
+def test_steps_that_never_recur_are_decided_on_as_they_go(profile: HardwareProfile) -> None:
+    budget = int(0.7 * find_plain_peak(make_lengths, 64, profile))
+    room, records = compare(make_lengths, [64 - index for index in range(30)], budget, profile)
+    counts = Counter(record.mode for record in records)
+    assert counts[Mode.CAPTURE] <= 3, "what does not recur is not captured again and again"
+    assert counts[Mode.DRIFTED] >= 25 and len(room._repertoire.acts) == 1
+    assert any(record.offloaded_bytes or record.recomputed for record in records if record.mode is Mode.DRIFTED)
+
+
+@pytest.mark.parametrize("odd", [33, 63])
+def test_an_odd_step_among_others(odd: int, profile: HardwareProfile) -> None:
+    """The last batch of an epoch: it leaves its plan at the first save, and goes on within the budget."""
+    budget = int(0.7 * find_plain_peak(make_lengths, 64, profile))
+    kinds = [48] * 5 + [odd] + [48] * 20
+    room, records = compare(make_lengths, kinds, budget, profile)
+    assert [record.mode for record in records[2:]] == [Mode.PLANNED] * 3 + [Mode.DRIFTED] + [Mode.PLANNED] * 20
+    assert not room._repertoire.varies, "nobody looks out for others any more"
+
+
+def test_what_does_not_fit_is_said_before_it_runs(profile: HardwareProfile) -> None:
+    """A step that is too large is refused, in the middle of a run; the run goes on without it."""
+    budget = int(0.7 * find_plain_peak(make_lengths, 48, profile))
+    model, optimizer, step = make_lengths()
+    with elbowroom.fit(model, optimizer, budget, profile=profile, min_offload_bytes=1, meter_every=1) as room:
+        for index in range(5):
+            with room.step():
+                step(index, 48)
+        before = [parameter.detach().clone() for parameter in model.parameters()]
+        with pytest.raises(Infeasible, match="when aten") as caught, room.step():
+            step(5, 2048)
+        assert caught.value.needed_bytes > budget
+        assert all(torch.equal(*pair) for pair in zip(model.parameters(), before, strict=True))
+        optimizer.zero_grad()
+        for index in range(6, 9):
+            with room.step():
+                step(index, 48)
+        assert room.journal().steps[-1].mode is Mode.PLANNED
+        assert room.journal().steps[-1].peak_bytes <= budget
+
+
+def test_the_first_step_keeps_to_the_budget(profile: HardwareProfile) -> None:
+    """Nobody knows it yet, and it is captured."""
+    budget = int(0.6 * find_plain_peak(make_lengths, 64, profile))
+    _, records = compare(make_lengths, [64] * 5, budget, profile)
+    assert records[0].mode is Mode.CAPTURE and 0 < records[0].peak_bytes <= budget
+
+
+def test_plain_steps_do_not_hide_larger_ones(profile: HardwareProfile) -> None:
+    """Small steps fit as they are; a larger one among them does not."""
+    budget = int(0.7 * find_plain_peak(make_lengths, 64, profile))
+    kinds = [16] * 6 + [64, 16, 64, 16, 64, 16, 64, 16, 64, 64]
+    room, _ = compare(make_lengths, kinds, budget, profile)
+    assert len(room._repertoire.acts) == 2
