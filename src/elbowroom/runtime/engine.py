@@ -17,7 +17,7 @@ import torch
 
 from elbowroom.errors import InternalError, TierError
 from elbowroom.hooks.hidden import Below, Hidden, Paused
-from elbowroom.hooks.identity import Identities, get_any_storage, get_plain_storage
+from elbowroom.hooks.identity import Identities, get_any_storage, get_plain_storage, is_shared
 from elbowroom.ir.actions import Action, Offload, Recompute, Release, Reload
 from elbowroom.ir.events import StorageFreed, StorageNeeded, StorageSaved
 from elbowroom.ir.plan import Plan
@@ -205,7 +205,8 @@ class Engine:
             return False
         if residence.may_move is None:
             home = residence.find_storage()
-            residence.may_move = home is None or self._find_staying().find(home) is None
+            # Of what others write to unseen, autograd finds what they have written.
+            residence.may_move = home is None or not (is_shared(home) or self._find_staying().find(home))
         return residence.may_move
 
     # -- actions --------------------------------------------------------------------------------------------------
@@ -266,10 +267,7 @@ class Engine:
                 raise
 
     def _reload(self, residence: Residence) -> None:
-        alive = None if residence.ghost is None else residence.ghost()
-        if alive is not None:
-            # The program holds it still: without us autograd would find just that, whatever became of it.
-            residence.storage = alive
+        if residence.revive():
             self._discard_copy(residence)
             self._machine.refuse(residence.id)
             return
@@ -321,6 +319,7 @@ class Engine:
             not recording.calls
             or not recording.is_current()
             or any(leaf.id < 0 or not leaf.views for leaf in recording.leaves)
+            or any(each.is_exposed() for each in (residence, *recording.leaves))
         ):
             return False
         self._hold_recording(residence, recording)
@@ -340,15 +339,17 @@ class Engine:
 
     def _recompute(self, action: Recompute) -> None:
         outputs = [self._bound[storage] for storage in action.outputs]
-        recordings = [residence.recording for residence in outputs if residence.recording is not None]
-        if len(recordings) != len(outputs):
+        missing = [residence for residence in outputs if not residence.revive()]
+        recordings = [residence.recording for residence in missing if residence.recording is not None]
+        if len(recordings) != len(missing):
             raise InternalError(f"segment {action.segment} was not recorded")
         with Below(self.recorder):
-            replay(recordings, outputs)
-        self.recomputed += 1
-        for residence in outputs:
+            replay(recordings, missing)
+        self.recomputed += bool(missing)
+        for residence in missing:
             assert residence.storage is not None
             self._identities.put(residence.storage, residence)
+        for residence in outputs:
             self._forget_recording(residence)
 
     def about_to_write(self, tensor: torch.Tensor) -> None:

@@ -256,6 +256,8 @@ class OnlineEngine(Engine):
         way = self._find_way(residence.id)
         if way is None or not self._may_move(residence.id):
             return False
+        if any(each.is_exposed() for each in (residence, *way.recording.leaves)):
+            return False
         self._hold_recording(residence, way.recording)
         self._gone[residence.id] = way
         return True
