@@ -17,7 +17,7 @@ import torch
 from elbowroom._family import get
 from elbowroom.cost.transfers import offload_seconds, reload_seconds
 from elbowroom.errors import Infeasible, Thrashing
-from elbowroom.hooks.estimates import Estimates
+from elbowroom.hooks.estimates import UNSEEN_BYTES, Estimates
 from elbowroom.hooks.identity import Identities
 from elbowroom.ir.actions import Action, Recompute, Reload
 from elbowroom.ir.events import PressureRaised
@@ -73,6 +73,7 @@ class OnlineEngine(Engine):
         super().__init__(transfers, device, list_staying, min_bytes)
         self._budget_bytes, self._link = budget_bytes, profile.links[0]
         self._identities = self.account = Account(profile.alignment_bytes)
+        self.account.reserve(UNSEEN_BYTES)
         self._segments: list[Segment] = []
         self._ways: dict[int, Way | None] = {}
         self._gone: dict[int, Way] = {}  # of what is dropped
