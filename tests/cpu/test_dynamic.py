@@ -20,11 +20,12 @@ from torch.nn import functional
 
 import elbowroom
 from elbowroom._family import names
-from elbowroom.errors import Infeasible, TransferFailed, UnknownMember, UsageError
+from elbowroom.errors import Infeasible, Thrashing, TransferFailed, UnknownMember, UsageError
 from elbowroom.hooks.estimates import Estimates
 from elbowroom.ir.hardware import HardwareProfile
 from elbowroom.ir.journal import Mode, StepRecord
 from elbowroom.residency import policies
+from elbowroom.runtime import online_engine
 from elbowroom.runtime.account import Account
 from elbowroom.runtime.finishing import finishing
 from elbowroom.runtime.online_engine import OnlineEngine
@@ -623,3 +624,94 @@ def test_the_first_error_is_the_one_that_counts() -> None:
         raise ValueError("the user's")
     with pytest.raises(TransferFailed), finishing(fail):
         pass
+
+
+# Faults ---------------------------------------------------------------------------------------------------------------
+
+
+def make_deep(layers: int = 8) -> tuple[nn.Sequential, torch.optim.Optimizer, Callable[[int], torch.Tensor]]:
+    """Its step takes as many rows as it is told."""
+    torch.manual_seed(6)
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(layers)))
+    optimizer = sgd(model)
+
+    def step(rows: int) -> torch.Tensor:
+        data = torch.randn(rows, WIDTH, generator=torch.Generator().manual_seed(rows))
+        loss = model(data).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    return model, optimizer, step
+
+
+def train_deep(rows: list[int]) -> list[torch.Tensor]:
+    model, _, step = make_deep()
+    losses = [step(each) for each in rows]
+    return [*losses, *(each.detach() for each in model.parameters())]
+
+
+DEEP: dict[str, Any] = {"mode": "dynamic", "min_offload_bytes": 1}
+NARROW = 800_000
+"""Holds a step of 300 rows, each of whose layers saves 77 kB, but not all that it saves."""
+
+
+@pytest.mark.parametrize("lost", ["moves", "replays"])
+def test_a_step_that_does_not_get_on_is_said_and_ended(
+    lost: str, profile: HardwareProfile, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(online_engine, "NOT_LONG", 1e-9)
+    model, optimizer, step = make_deep()
+    options = DEEP | {"policy": "lru" if lost == "moves" else "dtr", "profile": profile}
+    budget = NARROW if lost == "moves" else 3 * NARROW // 2  # a chain of replays takes more
+    with elbowroom.fit(model, optimizer, budget, **options) as room:
+        with room.step():
+            step(300)
+        monkeypatch.setattr(online_engine, "WORTH_SAYING", 1e-9)
+        caplog.clear()
+        with room.step():
+            step(300)
+        assert caplog.text.count("waiting for moves") == 1
+        before = [each.detach().clone() for each in model.parameters()]
+        monkeypatch.setattr(online_engine, "ENOUGH", 1e-9)
+        with pytest.raises(Thrashing, match=r"computing again .* waiting for moves, for .* s of its own") as caught:
+            with room.step():
+                step(300)
+        assert (caught.value.move_seconds if lost == "moves" else caught.value.replay_seconds) > 0
+        assert all(torch.equal(*pair) for pair in zip(before, model.parameters(), strict=True))
+        monkeypatch.undo()
+        optimizer.zero_grad()
+        with room.step():
+            step(300)
+    assert all(torch.equal(*pair) for pair in zip(train_deep([300] * 3)[3:], model.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("policy", ["habit", "lru"])
+def test_too_large_a_batch_costs_nothing_but_its_step(policy: str, profile: HardwareProfile) -> None:
+    """Wherever in the step it is refused: before the optimizer has changed anything."""
+    model, optimizer, step = make_deep()
+    refused, losses = set(), []
+    options = DEEP | {"policy": policy, "meter_every": 1, "profile": profile}
+    with elbowroom.fit(model, optimizer, NARROW, **options) as room:
+        losses.append(run_in(room, step, 300))
+        for rows in (360, 420, 520, 900, 5000):
+            before = [each.detach().clone() for each in model.parameters()]
+            with pytest.raises(Infeasible) as caught:
+                run_in(room, step, rows)
+            assert caught.value.needed_bytes > NARROW
+            refused.add(caught.value.op)
+            assert all(torch.equal(*pair) for pair in zip(before, model.parameters(), strict=True))
+            optimizer.zero_grad()
+            losses.append(run_in(room, step, 300))
+        records = room.journal().steps
+        gc.collect()
+        assert room._transfers._copies == 0  # type: ignore[attr-defined]
+    assert len(refused) > 1, refused
+    assert max(record.peak_bytes for record in records) <= NARROW
+    assert all(torch.equal(*pair) for pair in zip(train_deep([300] * 6), [*losses, *model.parameters()], strict=True))
+
+
+def run_in(room: Any, step: Callable[[int], torch.Tensor], rows: int) -> torch.Tensor:
+    with room.step():
+        return step(rows)

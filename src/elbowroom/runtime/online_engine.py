@@ -37,7 +37,7 @@ from elbowroom.runtime.transfers import Transfers
 logger = logging.getLogger(__name__)
 
 WORTH_SAYING, ENOUGH = 10.0, 100.0
-"""Replays that take so many times what the step's ops took: worth a warning, and the end."""
+"""Replays and waits for moves that take so many times what the step's ops took: worth a warning, and the end."""
 
 NOT_LONG = 1.0
 """Seconds below which neither is said."""
@@ -79,6 +79,7 @@ class OnlineEngine(Engine):
         self._gone: dict[int, Way] = {}  # of what is dropped
         self._pinned: list[Counter[int]] = []
         self._begin, self._replay_seconds, self._has_said = time.perf_counter(), 0.0, False
+        self._stalled_before, self._is_over = transfers.stall_seconds, False
         self._machine = Machine(get(policies, policy, "Policy")(self, habits), self._segments)
         self.historian = Historian(self, estimates, device.type, self.about_to_write, self.written)
         self.recorder = self.watcher = self.historian  # type: ignore[assignment]
@@ -245,13 +246,20 @@ class OnlineEngine(Engine):
         for leaf in self._segments[action.segment].leaves:
             self._pinned[-1][leaf] -= 1
 
+    def _wait(self, residence: Residence) -> None:
+        super()._wait(residence)
+        self._watch_thrashing()
+
     def _watch_thrashing(self) -> None:
-        busy = max(NOT_LONG, self.historian.busy_seconds)
-        if self._replay_seconds > ENOUGH * busy:
-            raise Thrashing(self._replay_seconds, self.historian.busy_seconds, self._budget_bytes)
-        if self._replay_seconds > WORTH_SAYING * busy and not self._has_said:
-            self._has_said = True
-            logger.warning("%s", Thrashing(self._replay_seconds, self.historian.busy_seconds, self._budget_bytes))
+        busy, moves = self.historian.busy_seconds, self._transfers.stall_seconds - self._stalled_before
+        lost = (self._replay_seconds + moves) / max(NOT_LONG, busy)
+        if lost <= (ENOUGH if self._has_said else WORTH_SAYING):
+            return
+        error = Thrashing(self._replay_seconds, moves, busy, self._budget_bytes)
+        if lost > ENOUGH and not self._is_over:
+            raise error
+        self._has_said = True
+        logger.warning("%s", error)
 
     def _prepare_replay(self, residence: Residence) -> bool:
         way = self._find_way(residence.id)
@@ -288,15 +296,24 @@ class OnlineEngine(Engine):
 
     def finish(self) -> None:
         """The step is over: nobody watches writes from now on, and nobody makes room."""
+        self._is_over = True
         with self._lock:
             try:
-                self._settle(list(self._bound.values()))
-            except Infeasible as error:
-                # A graph that lives on must not rest on what may be written to. One replay after the other takes what
-                # it takes, and is offloaded at once.
-                logger.warning("what the step leaves behind does not fit: %s", error)
+                self._settle_all()
+            finally:
+                # Where that failed, an error in a later backward pass is better than a replay of what is no more.
+                for residence in list(self._bound.values()):
+                    self._forget_recording(residence)
+                self._ways.clear()
+                self._machine.policy = CapacityFirst(self._may_move)
                 self._budget_bytes = 1 << 62
-                self._settle(list(self._bound.values()))
-            self._ways.clear()
-            self._machine.policy = CapacityFirst(self._may_move)
+
+    def _settle_all(self) -> None:
+        try:
+            self._settle(list(self._bound.values()))
+        except Infeasible as error:
+            # A graph that lives on must not rest on what may be written to. One replay after the other takes what
+            # it takes, and is offloaded at once.
+            logger.warning("what the step leaves behind does not fit: %s", error)
             self._budget_bytes = 1 << 62
+            self._settle(list(self._bound.values()))
