@@ -66,8 +66,8 @@ def run(
     hardware: Hardware = "this",
     strategy: Strategy = "auto",
     mode: Annotated[
-        str, typer.Option("--mode", help="auto plans steps that repeat; dynamic decides in every step as it goes on.")
-    ] = "auto",
+        str | None, typer.Option("--mode", help="auto (the default) plans; dynamic decides in every step as it goes on.")
+    ] = None,
     policy: Annotated[
         str | None, typer.Option("--policy", help=f"Decides in dynamic steps: {', '.join(names(policies))}.")
     ] = None,
@@ -115,7 +115,6 @@ def run(
             "run",
             name=spec,
             device=str(next(workload.model.parameters()).device),
-            mode=mode,
             budget_bytes=budget_bytes,
             losses=[loss if math.isfinite(loss) else None for loss in losses],
             losses_hex=[loss.hex() for loss in losses],
@@ -126,9 +125,11 @@ def run(
         )
 
 
-def _check_mode(mode: str, policy: str | None, *, strategy: str, ahead: bool, files: Sequence[Path | None]) -> None:
+def _check_mode(
+    mode: str | None, policy: str | None, *, strategy: str, ahead: bool, files: Sequence[Path | None]
+) -> None:
     """Refuse what means nothing, before anything is built."""
-    if mode not in MODES:
+    if mode not in (None, *MODES):
         raise UsageError(f"--mode {mode}: there are: {', '.join(MODES)}")
     if policy is not None:
         get(policies, policy, "Policy")
