@@ -97,11 +97,13 @@ class Thrashing(ElbowroomError):
     """
 
     def __init__(self, replay_seconds: float, move_seconds: float, busy_seconds: float, budget_bytes: int) -> None:
-        advice = 'choose policy="lru", which only moves' if replay_seconds > move_seconds else "name a faster spill_folder"
+        advice = (
+            'choose policy="lru", which only moves' if replay_seconds > move_seconds else "name a faster spill_folder"
+        )
         super().__init__(
             f"the step has spent {replay_seconds:.1f} s on computing again what it gave up and {move_seconds:.1f} s on "
-            f"waiting for moves, for {busy_seconds:.1f} s of its own: {format_bytes(budget_bytes)} ({budget_bytes} bytes) "
-            f"are too few for it to get on. Give it more, or {advice}."
+            f"waiting for moves, for {busy_seconds:.1f} s of its own: {format_bytes(budget_bytes)} ({budget_bytes} "
+            f"bytes) are too few for it to get on. Give it more, or {advice}."
         )
         self.replay_seconds, self.move_seconds = replay_seconds, move_seconds
         self.busy_seconds, self.budget_bytes = busy_seconds, budget_bytes

@@ -34,8 +34,16 @@ class Comparison(TorchDispatchMode):
         return result
 
 
-def numbers(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+def numbers(*shape: int, dtype: torch.dtype) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(1)).to(dtype)
+
+
+def compare(*shapes: tuple[int, ...]) -> Callable[[torch.dtype], bool]:
+    return lambda dtype: torch.allclose(*(numbers(*shape, dtype=dtype) for shape in shapes))
+
+
+def measure(rows: int, others: int) -> Callable[[torch.dtype], torch.Tensor]:
+    return lambda dtype: torch.cdist(numbers(rows, 300, dtype=dtype), numbers(others, 300, dtype=dtype))
 
 
 CASES: dict[str, tuple[Callable[[torch.dtype], Any], float]] = {
@@ -46,17 +54,14 @@ CASES: dict[str, tuple[Callable[[torch.dtype], Any], float]] = {
     "isin of a few": (lambda dtype: torch.isin(numbers(300, 512, dtype=dtype), numbers(5, dtype=dtype)), 1.01),
     "isin of one": (lambda dtype: torch.isin(numbers(300, 512, dtype=dtype), 1.0), 1.01),
     "isin of a number": (lambda dtype: torch.isin(1.0, numbers(300, 512, dtype=dtype)), 2.0),
-    "allclose": (lambda dtype: torch.allclose(numbers(90000, dtype=dtype), numbers(90000, dtype=dtype)), 1.02),
-    "allclose of a table": (lambda dtype: torch.allclose(numbers(300, 1, dtype=dtype), numbers(1, 400, dtype=dtype)), 1.6),
+    "allclose": (compare((90000,), (90000,)), 1.02),
+    "allclose of a table": (compare((300, 1), (1, 400)), 1.6),
     "multinomial": (lambda dtype: torch.multinomial(numbers(512, 300, dtype=dtype).abs(), 5), 1.05),
     "histc": (lambda dtype: torch.histc(numbers(90000).to(dtype), bins=20000), 1.4),
     "clone": (lambda dtype: numbers(512, 300, dtype=dtype).t().contiguous(), 1.01),
     "copy_": (lambda dtype: torch.empty(300, 512, dtype=dtype).copy_(numbers(512, 300, dtype=dtype).t()), 1.1),
-    "_euclidean_dist": (lambda dtype: torch.cdist(numbers(512, 300, dtype=dtype), numbers(200, 300, dtype=dtype)), 1.01),
-    "_euclidean_dist of many": (
-        lambda dtype: torch.cdist(numbers(3000, 300, dtype=dtype), numbers(30, 300, dtype=dtype)),
-        1.01,
-    ),
+    "_euclidean_dist": (measure(512, 200), 1.01),
+    "_euclidean_dist of many": (measure(3000, 30), 1.01),
     "_cdist_forward": (
         lambda dtype: torch.cdist(numbers(300, 512, dtype=dtype).t(), numbers(300, 200, dtype=dtype).t(), p=1.0),
         1.6,

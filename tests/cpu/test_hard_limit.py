@@ -55,7 +55,8 @@ if limit_mib != "none":
     resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
 room = None
 if way == "elbowroom":
-    room = elbowroom.fit(model, optimizer, "120MiB", profile=profile, spill_folder=folder, release_pages=True, mode=mode)
+    options = {"profile": profile, "spill_folder": folder, "release_pages": True, "mode": mode}
+    room = elbowroom.fit(model, optimizer, "120MiB", **options)
 for _ in range(3):
     with room.step() if room is not None else contextlib.nullcontext():
         loss = step(model, optimizer, 65536).item()

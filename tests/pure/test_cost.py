@@ -320,9 +320,7 @@ def convolution(batch: int, channels: int, size: int, outputs: int, kernel: int,
         ),
         (make_op("aten.allclose.default", (view(0, (1000, 1)), view(1, (1, 1000))), ()), 12_004_000, 1.35),
         (
-            make_op(
-                "aten._euclidean_dist.default", (view(0, (3000, 300)), view(1, (30, 300))), (view(2, (3000, 30)),)
-            ),
+            make_op("aten._euclidean_dist.default", (view(0, (3000, 300)), view(1, (30, 300))), (view(2, (3000, 30)),)),
             6_888_240,
             1.01,
         ),

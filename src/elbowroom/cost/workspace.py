@@ -217,7 +217,7 @@ def _isin(op: Op) -> int:
         is_one_candidate = bool(op.writes) and count_elements(op.writes[0]) == count
         return 0 if is_one_candidate else 32 * count  # a number is looked for in float64
     elements, candidates = map(count_elements, op.reads[:2])
-    if candidates < 10 * elements**0.145:
+    if candidates < int(10 * math.pow(elements, 0.145)):
         return 0
     widest = max(element_bytes(view.dtype) for view in op.reads)
     return (24 + 2 * widest) * elements + (16 + 2 * widest) * candidates
@@ -228,7 +228,8 @@ def _allclose(op: Op) -> int:
     axes = max(len(view.shape) for view in op.reads)
     shapes = [(1,) * (axes - len(view.shape)) + view.shape for view in op.reads]
     widest = max(element_bytes(view.dtype) for view in op.reads)
-    return (4 + 3 * widest) * math.prod(map(max, zip(*shapes, strict=True))) + 64 * _SCALAR_BYTES
+    elements = math.prod(max(sizes) for sizes in zip(*shapes, strict=True))
+    return (4 + 3 * widest) * elements + 64 * _SCALAR_BYTES
 
 
 def _distances(op: Op) -> int:

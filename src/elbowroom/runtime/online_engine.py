@@ -20,7 +20,7 @@ from elbowroom.errors import Infeasible, Thrashing
 from elbowroom.hooks.estimates import UNSEEN_BYTES, Estimates
 from elbowroom.hooks.identity import Identities
 from elbowroom.ir.actions import Action, Recompute, Reload
-from elbowroom.ir.events import PressureRaised
+from elbowroom.ir.events import PressureRaised, StorageRestored
 from elbowroom.ir.hardware import HardwareProfile
 from elbowroom.ir.plan import Segment
 from elbowroom.residency import policies
@@ -78,6 +78,7 @@ class OnlineEngine(Engine):
         self._ways: dict[int, Way | None] = {}
         self._gone: dict[int, Way] = {}  # of what is dropped
         self._pinned: list[Counter[int]] = []
+        self._stuck: dict[int, int] = {}  # bytes of what the tier below had no room for
         self._begin, self._replay_seconds, self._has_said = time.perf_counter(), 0.0, False
         self._stalled_before, self._is_over = transfers.stall_seconds, False
         self._machine = Machine(get(policies, policy, "Policy")(self, habits), self._segments)
@@ -110,9 +111,12 @@ class OnlineEngine(Engine):
         while (missing := self.account.live_bytes + nbytes - self._budget_bytes) > 0:
             actions = self._machine.feed(PressureRaised(missing, self.saves + self.needs))
             if not actions:
+                in_the_way = [("the op's own results and workspace", nbytes)]
+                if self._stuck:
+                    in_the_way.append((f"what cannot leave since {self.refusal}", sum(self._stuck.values())))
                 raise Infeasible(
                     needed_bytes=self._budget_bytes + missing, budget_bytes=self._budget_bytes, op=what,
-                    in_the_way=(("the op's own results and workspace", nbytes),),
+                    in_the_way=tuple(in_the_way),
                 )  # fmt: skip
             self._carry_out(actions)
 
@@ -157,6 +161,8 @@ class OnlineEngine(Engine):
     def swap_seconds(self, storage: int) -> float:
         """Out, unless there is a copy, and back."""
         residence = self._bound[storage]
+        if self._has_no_room_below(residence):
+            return float("inf")
         back = reload_seconds(self._link, residence.nbytes)
         return back if residence.copy is not None else back + offload_seconds(self._link, residence.nbytes)
 
@@ -191,6 +197,8 @@ class OnlineEngine(Engine):
         home = None if residence is None else residence.find_storage()
         if residence is None or home is None:
             return False
+        if self._has_no_room_below(residence) and self._find_way(storage) is None:
+            return False
         own = sum(view.geometry is None for view in residence.views.values())
         return int(torch._C._storage_Use_Count(home._cdata)) <= own + 1  # and that of its Python object
 
@@ -201,6 +209,9 @@ class OnlineEngine(Engine):
         leaves = tuple(leaf.id for leaf in way.recording.leaves)
         self._segments.append(Segment(ops=tuple(way.recording.calls), outputs=(storage,), leaves=leaves))
         return len(self._segments) - 1
+
+    def _has_no_room_below(self, residence: Residence) -> bool:
+        return residence.copy is None and bool(self._stuck) and residence.nbytes >= min(self._stuck.values())
 
     def _find_way(self, storage: int) -> Way | None:
         way = self._ways.get(storage)
@@ -231,6 +242,16 @@ class OnlineEngine(Engine):
         if residence.ghost is None or residence.ghost() is None:
             self._make_room(self.nbytes(residence.id), f"a reload of {residence.nbytes} bytes")
         super()._reload(residence)
+
+    def _keep_instead(self, residence: Residence, why: str) -> bool:
+        self._stuck[residence.id] = residence.nbytes
+        is_kept = super()._keep_instead(residence, why)
+        self._machine.policy.decide(StorageRestored(residence.id, self.saves + self.needs))  # it may be dropped
+        return is_kept
+
+    def _discard_copy(self, residence: Residence) -> None:
+        self._stuck.clear()  # there is room below again
+        super()._discard_copy(residence)
 
     def _recompute(self, action: Recompute) -> None:
         nbytes = sum(self.account.round(self._gone[storage].nbytes) for storage in action.outputs)
@@ -280,6 +301,7 @@ class OnlineEngine(Engine):
         super()._free_if_unused(residence)
         if residence.id < 0:
             self._ways.pop(storage, None)  # it keeps what it starts from
+            self._stuck.pop(storage, None)
 
     def _settle(self, storages: Iterable[Residence]) -> None:
         """Compute what was dropped while that can still be done."""

@@ -24,6 +24,7 @@ from elbowroom.hooks.meter import Meter
 from elbowroom.hooks.replayable import find_barrier, find_statistics, find_written, iterate_tensors, touches_tensors
 from elbowroom.ir.trace import Need, Op, Role, Save, Storage, Trace, View
 
+
 class _Seen:
     """A storage while it is being traced."""
 

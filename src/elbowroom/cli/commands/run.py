@@ -66,7 +66,8 @@ def run(
     hardware: Hardware = "this",
     strategy: Strategy = "auto",
     mode: Annotated[
-        str | None, typer.Option("--mode", help="auto (the default) plans; dynamic decides in every step as it goes on.")
+        str | None,
+        typer.Option("--mode", help="auto (the default) plans; dynamic decides in every step as it goes on."),
     ] = None,
     policy: Annotated[
         str | None, typer.Option("--policy", help=f"Decides in dynamic steps: {', '.join(names(policies))}.")
