@@ -57,7 +57,7 @@ CASES: dict[str, tuple[Callable[[torch.dtype], Any], float]] = {
     "allclose": (compare((90000,), (90000,)), 1.02),
     "allclose of a table": (compare((300, 1), (1, 400)), 1.6),
     "multinomial": (lambda dtype: torch.multinomial(numbers(512, 300, dtype=dtype).abs(), 5), 1.05),
-    "histc": (lambda dtype: torch.histc(numbers(90000).to(dtype), bins=20000), 1.4),
+    "histc": (lambda dtype: torch.histc(numbers(90000, dtype=dtype), bins=20000), 1.4),
     "clone": (lambda dtype: numbers(512, 300, dtype=dtype).t().contiguous(), 1.01),
     "copy_": (lambda dtype: torch.empty(300, 512, dtype=dtype).copy_(numbers(512, 300, dtype=dtype).t()), 1.1),
     "_euclidean_dist": (measure(512, 200), 1.01),

@@ -228,7 +228,7 @@ def _allclose(op: Op) -> int:
     axes = max(len(view.shape) for view in op.reads)
     shapes = [(1,) * (axes - len(view.shape)) + view.shape for view in op.reads]
     widest = max(element_bytes(view.dtype) for view in op.reads)
-    elements = math.prod(max(sizes) for sizes in zip(*shapes, strict=True))
+    elements: int = math.prod(max(sizes) for sizes in zip(*shapes, strict=True))
     return (4 + 3 * widest) * elements + 64 * _SCALAR_BYTES
 
 

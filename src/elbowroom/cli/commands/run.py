@@ -50,6 +50,8 @@ if TYPE_CHECKING:
     from elbowroom.room import Room
     from elbowroom.workloads import Workload
 
+_MODE_HELP = "auto (the default) plans; dynamic decides in every step as it goes on."
+_POLICY_HELP = f"Decides in dynamic steps: {', '.join(names(policies))}."
 _FILE_HELP = "Write the {} to this file, for `elbowroom report`."
 
 
@@ -65,13 +67,8 @@ def run(
     ahead: Annotated[bool, typer.Option("--ahead", help="Plan before the first step, on fake tensors.")] = False,
     hardware: Hardware = "this",
     strategy: Strategy = "auto",
-    mode: Annotated[
-        str | None,
-        typer.Option("--mode", help="auto (the default) plans; dynamic decides in every step as it goes on."),
-    ] = None,
-    policy: Annotated[
-        str | None, typer.Option("--policy", help=f"Decides in dynamic steps: {', '.join(names(policies))}.")
-    ] = None,
+    mode: Annotated[str | None, typer.Option("--mode", help=_MODE_HELP)] = None,
+    policy: Annotated[str | None, typer.Option("--policy", help=_POLICY_HELP)] = None,
     spill_folder: SpillFolder = None,
     output: Annotated[Path | None, typer.Option("--output", "-o", help=_FILE_HELP.format("journal"))] = None,
     save_trace: Annotated[Path | None, typer.Option("--save-trace", help=_FILE_HELP.format("trace"))] = None,
@@ -117,8 +114,7 @@ def run(
             name=spec,
             device=str(next(workload.model.parameters()).device),
             budget_bytes=budget_bytes,
-            losses=[loss if math.isfinite(loss) else None for loss in losses],
-            losses_hex=[loss.hex() for loss in losses],
+            **_show_losses(losses),
             forecast=None if planned is None else _summarize_forecast(to_json(planned.forecast)),
             journal=to_json(journal),
             report=report,
@@ -192,6 +188,14 @@ def _train(
             room.detach()
             raise
     return room, losses
+
+
+def _show_losses(losses: Sequence[float]) -> dict[str, Any]:
+    """As numbers where JSON has them, and to the last bit."""
+    return {
+        "losses": [loss if math.isfinite(loss) else None for loss in losses],
+        "losses_hex": [loss.hex() for loss in losses],
+    }
 
 
 def _summarize_forecast(forecast: dict[str, Any]) -> dict[str, Any]:
