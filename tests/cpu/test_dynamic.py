@@ -882,3 +882,19 @@ def test_what_has_side_effects_runs_as_often_as_without_us(
         assert sum(record.offloaded_bytes + record.recomputed for record in room.journal().steps) > 0
     assert all(torch.equal(*pair) for pair in zip(expected, found, strict=True))
     assert caplog.text.count("does not run on fake tensors") == (odd is wave)
+
+
+def test_what_numpy_was_shown_and_has_no_room_below_stays(profile: HardwareProfile) -> None:
+    """It can be computed, but from what may have been written to: there is an end to trying."""
+    model, optimizer, _ = make_deep()
+    options = DEEP | {"policy": "lru", "host_bytes": 1000, "profile": profile}
+    with elbowroom.fit(model, optimizer, 600_000, **options) as room:
+        with pytest.raises(Infeasible, match="has no room for"), room.step():
+            y = torch.randn(300, WIDTH)
+            for layer in model:
+                y = layer(y)
+                y.detach().numpy()
+            y.sum().backward()
+        optimizer.zero_grad()
+        with room.step():
+            model(torch.randn(3, WIDTH)).sum().backward()

@@ -197,7 +197,7 @@ class OnlineEngine(Engine):
         home = None if residence is None else residence.find_storage()
         if residence is None or home is None:
             return False
-        if self._has_no_room_below(residence) and self._find_way(storage) is None:
+        if self._has_no_room_below(residence) and self._find_safe_way(residence) is None:
             return False
         own = sum(view.geometry is None for view in residence.views.values())
         return int(torch._C._storage_Use_Count(home._cdata)) <= own + 1  # and that of its Python object
@@ -209,6 +209,12 @@ class OnlineEngine(Engine):
         leaves = tuple(leaf.id for leaf in way.recording.leaves)
         self._segments.append(Segment(ops=tuple(way.recording.calls), outputs=(storage,), leaves=leaves))
         return len(self._segments) - 1
+
+    def _find_safe_way(self, residence: Residence) -> Way | None:
+        """The way back, unless others may write to what it goes through; the policy is not told of these, being few."""
+        way = self._find_way(residence.id)
+        is_exposed = way is not None and any(each.is_exposed() for each in (residence, *way.recording.leaves))
+        return None if is_exposed else way
 
     def _has_no_room_below(self, residence: Residence) -> bool:
         return residence.copy is None and bool(self._stuck) and residence.nbytes >= min(self._stuck.values())
@@ -254,7 +260,7 @@ class OnlineEngine(Engine):
         super()._discard_copy(residence)
 
     def _recompute(self, action: Recompute) -> None:
-        nbytes = sum(self.account.round(self._gone[storage].nbytes) for storage in action.outputs)
+        nbytes = sum(self.account.round(self._gone[each].nbytes) for each in action.outputs if each in self._gone)
         self._make_room(nbytes, f"a replay of {len(self._segments[action.segment].ops)} ops")
         self.account.reserve(nbytes)
         begin = time.perf_counter()
@@ -283,10 +289,8 @@ class OnlineEngine(Engine):
         logger.warning("%s", error)
 
     def _prepare_replay(self, residence: Residence) -> bool:
-        way = self._find_way(residence.id)
+        way = self._find_safe_way(residence)
         if way is None or not self._may_move(residence.id):
-            return False
-        if any(each.is_exposed() for each in (residence, *way.recording.leaves)):
             return False
         self._hold_recording(residence, way.recording)
         self._gone[residence.id] = way
