@@ -5,7 +5,7 @@
         UnknownMember           no such strategy, policy, format, ...; lists the ones there are
       TraceError (ValueError)   a file or value is not what it claims to be; names the place
       Infeasible                no plan fits; says what would
-      Thrashing                 a step spends its time computing again what it has given up
+      Thrashing                 a step spends its time bringing back what it has given up
       TierError                 a place for bytes failed
         TierFull                it has no room left
         TransferFailed          a move did not complete; the source is intact
@@ -87,21 +87,26 @@ class Infeasible(ElbowroomError):
 
 
 class Thrashing(ElbowroomError):
-    """A step spends its time computing again what it has given up.
+    """A step spends its time bringing back what it has given up.
 
     Attributes:
-        replay_seconds: replays took so long so far.
+        replay_seconds: computing it again took so long so far.
+        move_seconds: waiting for moves did.
         busy_seconds: the step's own ops took so long.
         budget_bytes: what it was to fit into.
     """
 
-    def __init__(self, replay_seconds: float, busy_seconds: float, budget_bytes: int) -> None:
-        super().__init__(
-            f"the step has spent {replay_seconds:.1f} s on computing again what it gave up, for {busy_seconds:.1f} s "
-            f"of its own: {format_bytes(budget_bytes)} ({budget_bytes} bytes) are too few for it to get on. Give it "
-            f'more, or choose policy="lru", which only moves.'
+    def __init__(self, replay_seconds: float, move_seconds: float, busy_seconds: float, budget_bytes: int) -> None:
+        advice = (
+            'choose policy="lru", which only moves' if replay_seconds > move_seconds else "name a faster spill_folder"
         )
-        self.replay_seconds, self.busy_seconds, self.budget_bytes = replay_seconds, busy_seconds, budget_bytes
+        super().__init__(
+            f"the step has spent {replay_seconds:.1f} s on computing again what it gave up and {move_seconds:.1f} s on "
+            f"waiting for moves, for {busy_seconds:.1f} s of its own: {format_bytes(budget_bytes)} ({budget_bytes} "
+            f"bytes) are too few for it to get on. Give it more, or {advice}."
+        )
+        self.replay_seconds, self.move_seconds = replay_seconds, move_seconds
+        self.busy_seconds, self.budget_bytes = busy_seconds, budget_bytes
 
 
 class TierError(ElbowroomError):

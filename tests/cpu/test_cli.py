@@ -232,6 +232,33 @@ def test_run_for_a_program(files: pathlib.Path, tmp_path: pathlib.Path) -> None:
     assert f"within {format_bytes(found['budget_bytes'])}" in succeed("report", tmp_path / "document.json")
 
 
+def test_run_without_a_plan(files: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    hardware = ("--hardware", files / "profile.json", "--device", "cpu")
+    planned = document("run", *IMAGES, "--budget", "100%", "--steps", 2, *hardware)
+    for policy in ((), ("--policy", "lru")):
+        found = document("run", *IMAGES, "--budget", "90%", "--steps", 2, *hardware, "--mode", "dynamic", *policy)
+        assert [step["mode"] for step in found["journal"]["steps"]] == ["dynamic", "dynamic"]
+        assert found["losses_hex"] == planned["losses_hex"]
+        assert found["forecast"] is None
+    assert "bytes" in fail(INFEASIBLE, "run", *IMAGES, "--budget", "1MiB", *hardware, "--mode", "dynamic")
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (("--mode", "guess"), ("auto", "dynamic")),
+        (("--mode", "dynamic", "--policy", "wishful"), ("no policy is called 'wishful'", "habit", "lru")),
+        (("--policy", "lru"), ("--mode dynamic",)),
+        (("--mode", "dynamic", "--ahead"), ("plans nothing", "--ahead")),
+        (("--mode", "dynamic", "--strategy", "offload_all"), ("plans nothing", "--strategy")),
+        (("--mode", "dynamic", "--save-plan", "plan.json"), ("plans nothing", "--save-plan")),
+    ],
+)
+def test_modes_and_policies_that_mean_nothing(options: tuple[str, ...], words: tuple[str, ...]) -> None:
+    said = fail(MISUSED, "run", *IMAGES, "--budget", "1GiB", *options)
+    assert all(word in said for word in words)
+
+
 def test_report_from_files_is_the_report_of_the_run(files: pathlib.Path) -> None:
     given = [f"--{name}={files / f'run-{name}.json'}" for name in ("trace", "plan", "costs")]
     shown = succeed("report", files / "run.json", *given)

@@ -17,14 +17,16 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import elbowroom
 from elbowroom._family import names
-from elbowroom.errors import Infeasible, TransferFailed, UnknownMember, UsageError
+from elbowroom.errors import Infeasible, Thrashing, TransferFailed, UnknownMember, UsageError
 from elbowroom.hooks.estimates import Estimates
 from elbowroom.ir.hardware import HardwareProfile
 from elbowroom.ir.journal import Mode, StepRecord
 from elbowroom.residency import policies
+from elbowroom.runtime import engine, online_engine
 from elbowroom.runtime.account import Account
 from elbowroom.runtime.finishing import finishing
 from elbowroom.runtime.online_engine import OnlineEngine
@@ -521,9 +523,9 @@ def test_an_error_is_not_replaced_by_what_cannot_be_settled(profile: HardwarePro
     with elbowroom.fit(model, sgd(model), 900_000, **options) as room:
         with pytest.raises(Infeasible, match=r"when aten\.empty"):
             run(room)
-        engine = room._engine
-        assert isinstance(engine, OnlineEngine)
-        assert not any(residence.recording for residence in engine._bound.values()), "nothing may rest on a replay"
+        last = room._engine
+        assert isinstance(last, OnlineEngine)
+        assert not any(residence.recording for residence in last._bound.values()), "nothing may rest on a replay"
         expected = [
             each.detach().clone() for each in torch.autograd.grad(plain_loss(model, x), list(model.parameters()))
         ]
@@ -623,3 +625,280 @@ def test_the_first_error_is_the_one_that_counts() -> None:
         raise ValueError("the user's")
     with pytest.raises(TransferFailed), finishing(fail):
         pass
+
+
+# Faults ---------------------------------------------------------------------------------------------------------------
+
+
+def make_deep(layers: int = 8) -> tuple[nn.Sequential, torch.optim.Optimizer, Callable[[int], torch.Tensor]]:
+    """Its step takes as many rows as it is told."""
+    torch.manual_seed(6)
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(layers)))
+    optimizer = sgd(model)
+
+    def step(rows: int) -> torch.Tensor:
+        data = torch.randn(rows, WIDTH, generator=torch.Generator().manual_seed(rows))
+        loss = model(data).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    return model, optimizer, step
+
+
+def train_deep(rows: list[int]) -> list[torch.Tensor]:
+    model, _, step = make_deep()
+    losses = [step(each) for each in rows]
+    return [*losses, *(each.detach() for each in model.parameters())]
+
+
+DEEP: dict[str, Any] = {"mode": "dynamic", "min_offload_bytes": 1}
+NARROW = 800_000
+"""Holds a step of 300 rows, each of whose layers saves 77 kB, but not all that it saves."""
+
+
+@pytest.mark.parametrize("lost", ["moves", "replays"])
+def test_a_step_that_does_not_get_on_is_said_and_ended(
+    lost: str, profile: HardwareProfile, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(online_engine, "NOT_LONG", 1e-9)
+    model, optimizer, step = make_deep()
+    options = DEEP | {"policy": "lru" if lost == "moves" else "dtr", "profile": profile}
+    budget = NARROW if lost == "moves" else 3 * NARROW // 2  # a chain of replays takes more
+    with elbowroom.fit(model, optimizer, budget, **options) as room:
+        with room.step():
+            step(300)
+        monkeypatch.setattr(online_engine, "WORTH_SAYING", 1e-9)
+        caplog.clear()
+        with room.step():
+            step(300)
+        assert caplog.text.count("waiting for moves") == 1
+        before = [each.detach().clone() for each in model.parameters()]
+        monkeypatch.setattr(online_engine, "ENOUGH", 1e-9)
+        with pytest.raises(Thrashing, match=r"computing again .* waiting for moves, for .* s of its own") as caught:
+            run_in(room, step, 300)
+        assert (caught.value.move_seconds if lost == "moves" else caught.value.replay_seconds) > 0
+        assert all(torch.equal(*pair) for pair in zip(before, model.parameters(), strict=True))
+        monkeypatch.undo()
+        optimizer.zero_grad()
+        with room.step():
+            step(300)
+    assert all(torch.equal(*pair) for pair in zip(train_deep([300] * 3)[3:], model.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("policy", ["habit", "lru"])
+def test_too_large_a_batch_costs_nothing_but_its_step(policy: str, profile: HardwareProfile) -> None:
+    """Wherever in the step it is refused: before the optimizer has changed anything."""
+    model, optimizer, step = make_deep()
+    refused, losses = set(), []
+    options = DEEP | {"policy": policy, "meter_every": 1, "profile": profile}
+    with elbowroom.fit(model, optimizer, NARROW, **options) as room:
+        losses.append(run_in(room, step, 300))
+        for rows in (360, 420, 520, 900, 5000):
+            before = [each.detach().clone() for each in model.parameters()]
+            with pytest.raises(Infeasible) as caught:
+                run_in(room, step, rows)
+            assert caught.value.needed_bytes > NARROW
+            refused.add(caught.value.op)
+            assert all(torch.equal(*pair) for pair in zip(before, model.parameters(), strict=True))
+            optimizer.zero_grad()
+            losses.append(run_in(room, step, 300))
+        records = room.journal().steps
+        gc.collect()
+        assert room._transfers._copies == 0  # type: ignore[attr-defined]
+    assert len(refused) > 1, refused
+    assert max(record.peak_bytes for record in records) <= NARROW
+    assert all(torch.equal(*pair) for pair in zip(train_deep([300] * 6), [*losses, *model.parameters()], strict=True))
+
+
+def run_in(room: Any, step: Callable[[int], torch.Tensor], rows: int) -> torch.Tensor:
+    with room.step():
+        return step(rows)
+
+
+@pytest.mark.parametrize("policy", ["habit", "lru", "dtr"])
+@pytest.mark.parametrize("host_bytes", [1000, 200_000])
+def test_what_has_no_room_below_is_dropped(
+    host_bytes: int, policy: str, profile: HardwareProfile, caplog: pytest.LogCaptureFixture
+) -> None:
+    model, optimizer, step = make_deep()
+    options = DEEP | {"policy": policy, "meter_every": 1, "host_bytes": host_bytes, "profile": profile}
+    with elbowroom.fit(model, optimizer, 1_000_000, **options) as room:
+        found = [run_in(room, step, 300) for _ in range(3)]
+        records = room.journal().steps
+        gc.collect()
+        assert room._transfers._copies == 0  # type: ignore[attr-defined]
+    assert all(torch.equal(*pair) for pair in zip(train_deep([300] * 3), [*found, *model.parameters()], strict=True))
+    assert max(record.peak_bytes for record in records) <= 1_000_000
+    assert max(record.offloaded_bytes for record in records) <= host_bytes
+    assert records[-1].recomputed > 0
+    assert caplog.text.count("stays there") == (policy != "dtr")
+
+
+def test_what_can_neither_leave_nor_be_dropped_is_named(profile: HardwareProfile) -> None:
+    model, optimizer, _ = make_deep(1)
+
+    def step(count: int) -> torch.Tensor:
+        """Saves what no replay gives: random numbers."""
+        total = model[0][0].bias.sum()
+        for _ in range(count):
+            total = total + (model[0][0].bias * torch.rand(300, WIDTH)).sum()
+        total.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return total.detach()
+
+    torch.manual_seed(8)
+    expected = [step(2)]
+    model, optimizer, _ = make_deep(1)
+    with elbowroom.fit(model, optimizer, 600_000, host_bytes=100_000, profile=profile, **DEEP) as room:
+        with pytest.raises(Infeasible, match=r"cannot leave since the spill file .* has no room for") as caught:
+            run_in(room, step, 20)
+        assert len(caught.value.in_the_way) == 2 and caught.value.in_the_way[1][1] >= 76_800
+        optimizer.zero_grad()
+        torch.manual_seed(8)
+        assert torch.equal(run_in(room, step, 2), expected[0])
+
+
+class FailsIn(TorchDispatchMode):
+    """Sees replays, as a mode of the user's does that was there first, and raises in one of them."""
+
+    def __init__(self, is_replay: Callable[[], bool]) -> None:
+        super().__init__()
+        self._is_replay, self.at, self.count = is_replay, -1, 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self._is_replay():
+            self.count += 1
+            if self.count == self.at:
+                raise ZeroDivisionError("in a replay")
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("at", [1, 2, 5])
+def test_an_error_inside_a_replay(at: int, profile: HardwareProfile, monkeypatch: pytest.MonkeyPatch) -> None:
+    running = [0]
+    replay = engine.replay
+
+    def noted(*args: Any) -> None:
+        running[0] += 1
+        try:
+            replay(*args)
+        finally:
+            running[0] -= 1
+
+    monkeypatch.setattr(engine, "replay", noted)
+    model, optimizer, step = make_deep()
+    options = DEEP | {"policy": "dtr", "meter_every": 1, "profile": profile}
+    mode = FailsIn(lambda: bool(running[0]))
+    with mode, elbowroom.fit(model, optimizer, 1_000_000, **options) as room:
+        found = [run_in(room, step, 300)]
+        before = [each.detach().clone() for each in model.parameters()]
+        mode.at, mode.count = at, 0
+        with pytest.raises(ZeroDivisionError, match="in a replay"):
+            run_in(room, step, 300)
+        mode.at = -1
+        assert all(torch.equal(*pair) for pair in zip(before, model.parameters(), strict=True))
+        optimizer.zero_grad()
+        found += [run_in(room, step, 300)]
+        assert max(record.peak_bytes for record in room.journal().steps) <= 1_000_000
+        gc.collect()
+        assert room._transfers._copies == 0  # type: ignore[attr-defined]
+    found += [step(300)]  # without the room
+    assert all(torch.equal(*pair) for pair in zip(train_deep([300] * 3), [*found, *model.parameters()], strict=True))
+
+
+class Counts(torch.autograd.Function):
+    """Writes down each time that it runs."""
+
+    forwards = backwards = 0
+
+    @staticmethod
+    def forward(context: Any, x: torch.Tensor) -> torch.Tensor:
+        Counts.forwards += 1
+        y = (x * 2).sigmoid() * Counts.forwards
+        context.save_for_backward(x, y)
+        return y.clone()
+
+    @staticmethod
+    def backward(context: Any, *gradients: torch.Tensor) -> torch.Tensor:
+        Counts.backwards += 1
+        x, y = context.saved_tensors
+        return gradients[0] * x.cos() * y / Counts.backwards
+
+
+@torch.library.custom_op("elbowroom_tests::wave", mutates_args=())
+def wave(x: torch.Tensor) -> torch.Tensor:
+    """An op that does not say what it gives, and gives something else each time that it runs."""
+    CALLS.append(x.shape[0])
+    return x.sin() * len(CALLS)
+
+
+CALLS: list[int] = []
+
+
+def keep(ctx: Any, inputs: tuple[torch.Tensor], output: torch.Tensor) -> None:
+    ctx.save_for_backward(inputs[0], output)
+
+
+wave.register_autograd(
+    lambda ctx, gradient: gradient * ctx.saved_tensors[0].cos() * ctx.saved_tensors[1], setup_context=keep
+)
+
+
+@pytest.mark.parametrize("policy", names(policies))
+@pytest.mark.parametrize("odd", [Counts.apply, wave], ids=["function", "op"])
+def test_what_has_side_effects_runs_as_often_as_without_us(
+    odd: Callable[[torch.Tensor], torch.Tensor],
+    policy: str,
+    profile: HardwareProfile,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def train(room: Any) -> list[torch.Tensor]:
+        Counts.forwards = Counts.backwards = 0
+        CALLS.clear()
+        values = []
+        for index in range(3):
+            with room.step() if room is not None else contextlib.nullcontext():
+                y = torch.randn(64, WIDTH, generator=torch.Generator().manual_seed(index))
+                for layer in model:
+                    y = odd(layer(y)).tanh()
+                loss = y.square().mean()
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            values.append(loss.detach())
+        counts = [float(Counts.forwards), float(Counts.backwards), float(len(CALLS))]
+        return [*values, *(each.detach().clone() for each in model.parameters()), torch.tensor(counts)]
+
+    model, optimizer, _ = make_deep(4)
+    expected = train(None)
+    model, optimizer, _ = make_deep(4)
+    monkeypatch.setattr(OnlineEngine, "take_room", let_everything_go)
+    with elbowroom.fit(model, optimizer, 1 << 40, policy=policy, profile=profile, **DEEP) as room:
+        found = train(room)
+        assert sum(record.offloaded_bytes + record.recomputed for record in room.journal().steps) > 0
+    assert all(torch.equal(*pair) for pair in zip(expected, found, strict=True))
+    assert caplog.text.count("does not run on fake tensors") == (odd is wave)
+
+
+def test_what_numpy_was_shown_and_has_no_room_below_stays(profile: HardwareProfile) -> None:
+    """It can be computed, but from what may have been written to: there is an end to trying."""
+    model, optimizer, _ = make_deep()
+
+    def step(rows: int) -> torch.Tensor:
+        y = torch.randn(rows, WIDTH)
+        for layer in model:
+            y = layer(y)
+            y.detach().numpy()
+        y.sum().backward()
+        return y.detach()
+
+    options = DEEP | {"policy": "lru", "host_bytes": 1000, "profile": profile}
+    with elbowroom.fit(model, optimizer, 600_000, **options) as room:
+        with pytest.raises(Infeasible, match="has no room for"):
+            run_in(room, step, 300)
+        optimizer.zero_grad()
+        run_in(room, step, 3)

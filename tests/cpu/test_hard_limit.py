@@ -23,7 +23,7 @@ from torch import nn
 import elbowroom
 from elbowroom.ir.hardware import HardwareProfile
 
-way, limit_mib, folder, profile = sys.argv[1:]
+way, limit_mib, folder, profile, mode = sys.argv[1:]
 torch.set_num_threads(1)
 torch.manual_seed(3)
 
@@ -55,7 +55,8 @@ if limit_mib != "none":
     resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
 room = None
 if way == "elbowroom":
-    room = elbowroom.fit(model, optimizer, "120MiB", profile=profile, spill_folder=folder, release_pages=True)
+    options = {"profile": profile, "spill_folder": folder, "release_pages": True, "mode": mode}
+    room = elbowroom.fit(model, optimizer, "120MiB", **options)
 for _ in range(3):
     with room.step() if room is not None else contextlib.nullcontext():
         loss = step(model, optimizer, 65536).item()
@@ -65,12 +66,12 @@ if room is not None:
 """
 
 
-def run(way: str, limit_mib: int | None, folder: pathlib.Path) -> tuple[int, list[str], str]:
+def run(way: str, limit_mib: int | None, folder: pathlib.Path, mode: str = "auto") -> tuple[int, list[str], str]:
     """The exit status, the losses, and everything that was printed."""
     script = folder / "script.py"
     script.write_text(SCRIPT)
     done = subprocess.run(
-        [sys.executable, str(script), way, str(limit_mib).lower(), str(folder), str(folder / "profile.json")],
+        [sys.executable, str(script), way, str(limit_mib).lower(), str(folder), str(folder / "profile.json"), mode],
         capture_output=True, text=True, timeout=120, check=False,
     )  # fmt: skip
     return done.returncode, re.findall(r"^loss (\S+)$", done.stdout, re.MULTILINE), done.stdout + done.stderr
@@ -89,7 +90,8 @@ def test_training_finishes_under_a_limit_at_which_plain_pytorch_dies(
     assert status != 0 and not losses, said
     assert re.search(r"can't allocate memory|MemoryError|bad_alloc|not enough memory", said), said
 
-    status, losses, said = run("elbowroom", limit_mib, tmp_path)
-    assert status == 0, said
-    assert losses == expected
-    assert re.search(r"^modes capture( \w+)* planned", said, re.MULTILINE), said
+    for mode, modes in (("auto", r"capture( \w+)* planned"), ("dynamic", "dynamic dynamic dynamic$")):
+        status, losses, said = run("elbowroom", limit_mib, tmp_path, mode)
+        assert status == 0, said
+        assert losses == expected
+        assert re.search(rf"^modes {modes}", said, re.MULTILINE), said

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -50,12 +51,12 @@ def same_bits(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
 
 
 def train(
-    name: str, budget_bytes: int | None, profile: HardwareProfile, steps: int = STEPS
+    name: str, budget_bytes: int | None, profile: HardwareProfile, steps: int = STEPS, **options: Any
 ) -> tuple[Outcome, Room | None]:
     model, optimizer, step = MODELS[name]().make()
     room = None
     if budget_bytes is not None:
-        room = elbowroom.fit(model, optimizer, budget_bytes, profile=profile, meter_every=1)
+        room = elbowroom.fit(model, optimizer, budget_bytes, profile=profile, meter_every=1, **options)
     losses = []
     for index in range(steps):
         if index == steps - 1:

@@ -251,6 +251,11 @@ def loop(
     return make
 
 
+def press() -> None:
+    """An op before which all that may leave leaves, where steps are pressed."""
+    torch.ones(3) + 1
+
+
 def test_the_usual_loop(runner: Runner) -> None:
     runner.compare(loop())
 
@@ -1503,6 +1508,71 @@ def test_a_small_host_budget(forced: Callable[[str], Runner]) -> None:
     """The tier below is full before everything is out."""
     runner = forced("offload_all")
     runner.compare(loop(), host_bytes=4 * ROWS * WIDTH * 4)
+
+
+# Bytes that others write to unseen ------------------------------------------------------------------------------------
+
+
+def numpy_batch(index: int) -> tuple[torch.Tensor, Callable[[], Any]]:
+    """A batch in memory of NumPy's, and what writes the next one to the same place."""
+    memory, following = batch(index).numpy().copy(), batch(index + 1).numpy()
+    return torch.from_numpy(memory), lambda: memory.__setitem__(..., following)
+
+
+def shared_batch(index: int) -> tuple[torch.Tensor, Callable[[], Any]]:
+    """A batch in memory that another process writes to: here, a second mapping of it."""
+    whole = batch(index).share_memory_()
+    handle = whole.untyped_storage()._share_filename_cpu_()
+    other = torch.empty(0).set_(torch.UntypedStorage._new_shared_filename_cpu(*handle), 0, whole.shape).numpy()
+    following = batch(index + 1).numpy()
+    return whole, lambda: other.__setitem__(..., following)
+
+
+@pytest.mark.parametrize("is_held", [True, False], ids=["held", "let go"])
+@pytest.mark.parametrize("kind", [numpy_batch, shared_batch], ids=["numpy", "process"])
+def test_a_batch_that_is_overwritten_before_the_backward_pass(runner: Runner, kind: Any, is_held: bool) -> None:
+    """What was computed from it has the values it had; what was saved of it has those it has now."""
+    held: list[torch.Tensor] = []
+
+    def loss(model: nn.Module, index: int) -> torch.Tensor:
+        x, overwrite = kind(index)
+        value = model(torch.sin(x * model.scale) * x.cos()).square().mean()
+        held[:] = [x] if is_held else []
+        del x
+        press()
+        if index in (1, 4, 5):
+            overwrite()
+        press()
+        return value
+
+    def scaled() -> nn.Module:
+        model = Layers()
+        model.scale = nn.Parameter(torch.full((WIDTH,), 1.25))
+        return model
+
+    runner.compare(loop(scaled, loss))
+
+
+@pytest.mark.parametrize("is_early", [True, False], ids=["before", "after"])
+def test_an_activation_that_numpy_writes_to(runner: Runner, is_early: bool) -> None:
+    """Autograd finds in it what was written, and in what was computed from it before what had been computed."""
+
+    def loss(model: nn.Module, index: int) -> torch.Tensor:
+        x = model.before[1](torch.relu(model.before[0](batch(index))))
+        y = torch.sigmoid(x)
+        z = torch.sin(y) if is_early else x
+        held = y.detach()
+        shown = held.numpy() if is_early else None
+        value = (model.after[0](z) * z.cos()).square().mean()
+        del x, y, z
+        press()
+        shown = held.numpy() if shown is None else shown
+        if index in (1, 4, 5):
+            shown *= 0.5
+        value.backward(retain_graph=True)
+        return value
+
+    runner.compare(loop(loss=loss))
 
 
 # Threads --------------------------------------------------------------------------------------------------------------

@@ -300,6 +300,36 @@ def convolution(batch: int, channels: int, size: int, outputs: int, kernel: int,
             3_538_944,
             1.01,
         ),
+        (
+            make_op(
+                "aten.kthvalue.default",
+                (view(0, (512, 300)),),
+                (view(1, (512,)), view(2, (512,), dtype="int64")),
+            ),
+            1_843_200,
+            1.01,
+        ),
+        (
+            make_op(
+                "aten.isin.Tensor_Tensor",
+                (view(0, (100_000,), dtype="int64"), view(1, (50_000,), dtype="int64")),
+                (view(2, (100_000,), dtype="bool"),),
+            ),
+            5_600_000,
+            1.01,
+        ),
+        (make_op("aten.allclose.default", (view(0, (1000, 1)), view(1, (1, 1000))), ()), 12_004_000, 1.35),
+        (
+            make_op("aten._euclidean_dist.default", (view(0, (3000, 300)), view(1, (30, 300))), (view(2, (3000, 30)),)),
+            6_888_240,
+            1.01,
+        ),
+        (
+            make_op("aten._euclidean_dist.default", (view(0, (512, 300)), view(1, (200, 300))), (view(2, (512, 200)),)),
+            860_096,
+            1.01,
+        ),
+        (make_op("aten.clone.default", (view(0, (300, 512)),), (view(1, (300, 512)),)), 14_400, 1.01),
     ],
 )
 def test_workspaces_cover_what_was_measured(op: Op, measured_bytes: int, slack: float) -> None:

@@ -210,6 +210,45 @@ def _batch_norm_backward(op: Op) -> int:
     return copies * view_bytes(inputs) + 64 * _channels(op)
 
 
+def _isin(op: Op) -> int:
+    """Few candidates are compared one by one; many are sorted among the elements, each with its position."""
+    if len(op.reads) < 2:
+        count = count_elements(op.reads[0])
+        is_one_candidate = bool(op.writes) and count_elements(op.writes[0]) == count
+        return 0 if is_one_candidate else 32 * count  # a number is looked for in float64
+    elements, candidates = map(count_elements, op.reads[:2])
+    if candidates < int(10 * math.pow(elements, 0.145)):
+        return 0
+    widest = max(element_bytes(view.dtype) for view in op.reads)
+    return (24 + 2 * widest) * elements + (16 + 2 * widest) * candidates
+
+
+def _allclose(op: Op) -> int:
+    """Differences and tolerances of operands that are expanded to one shape, and what was found of each element."""
+    axes = max(len(view.shape) for view in op.reads)
+    shapes = [(1,) * (axes - len(view.shape)) + view.shape for view in op.reads]
+    widest = max(element_bytes(view.dtype) for view in op.reads)
+    elements: int = math.prod(max(sizes) for sizes in zip(*shapes, strict=True))
+    return (4 + 3 * widest) * elements + 64 * _SCALAR_BYTES
+
+
+def _distances(op: Op) -> int:
+    """Both operands with two more columns each; of the first one, first the product with -2."""
+    if len(op.reads) < 2 or not all(view.shape for view in op.reads):
+        return sum(view_bytes(view) for view in op.reads + op.writes)
+    (left, left_more), (right, right_more) = (
+        (view_bytes(view), 2 * view_bytes(view) // max(1, view.shape[-1])) for view in op.reads[:2]
+    )
+    first = left + left_more + right_more - sum(view_bytes(view) for view in op.writes)
+    return left + left_more + max(right + right_more, first)
+
+
+def _copy(op: Op) -> int:
+    """A matrix that is transposed on the way goes through a tile of 60 by 60."""
+    view = op.reads[-1]
+    return 3600 * element_bytes(view.dtype) if len(view.shape) == 2 and count_elements(view) >= 3600 else 0
+
+
 _RULES: dict[str, Callable[[Op], int]] = {
     **dict.fromkeys(_POINTWISE, _cast_operands),
     **dict.fromkeys(_REDUCTIONS, _reduce),
@@ -243,4 +282,16 @@ _RULES: dict[str, Callable[[Op], int]] = {
     "scatter_reduce": lambda op: 4 * count_elements(op.reads[0]),
     "gather": lambda op: 4 * count_elements(op.reads[0]) if _is_half(op.reads[0]) else 0,
     "sort": lambda op: 32 * (op.reads[0].shape[-1] if op.reads[0].shape else 1),
+    # A copy that is reordered, and for kthvalue the positions of its elements.
+    "kthvalue": lambda op: view_bytes(op.reads[0]) + 8 * count_elements(op.reads[0]),
+    "median": lambda op: view_bytes(op.reads[0]) + _copy(op),
+    "nanmedian": lambda op: view_bytes(op.reads[0]) + _copy(op),
+    # A random number for each category, and those of the chosen ones.
+    "multinomial": lambda op: view_bytes(op.reads[0]) + sum(view_bytes(view) for view in op.writes) + _SCALAR_BYTES,
+    "histc": lambda op: (1 + _THREADS) * sum(view_bytes(view) for view in op.writes) + _SCALAR_BYTES,
+    "isin": _isin,
+    "allclose": _allclose,
+    "_euclidean_dist": _distances,
+    "clone": _copy,
+    "copy": _copy,
 }

@@ -5,7 +5,8 @@ An op is tried on fake tensors the first time its kind, shapes and dtypes are se
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -16,9 +17,16 @@ from elbowroom.cost.workspace import estimate_workspace
 from elbowroom.hooks.replayable import find_written, is_view, iterate_tensors
 from elbowroom.ir.trace import Op, View
 
+logger = logging.getLogger(__name__)
+
 MOST_KEPT = 1 << 16
 """Kinds of op that are remembered; beyond, all are forgotten and found again."""
 
+UNSEEN_BYTES = 1 << 14
+"""Counted in every step for what it allocates without an op that a dispatch mode sees: states of random generators, the
+scalars of a loop. It was some hundred bytes at most in all that was measured."""
+
+_KNOWN_SPACES = ("aten", "prim", "prims")
 
 BLOCK_BYTES = 512
 """No allocator rounds up to more, where blocks are small."""
@@ -30,7 +38,7 @@ _COUNTS: dict[str, Callable[[torch.Tensor], int]] = {
 }
 """Elements of results that only the values of the first argument tell."""
 
-_OUTPUTS = {"_unique2": 4, "unique_dim": 4, "unique_consecutive": 4}
+_OUTPUTS = {"_unique2": 4, "unique_dim": 4, "unique_consecutive": 4, "allclose": 0}
 """Results, of which each may have as many elements as the argument, and one more for sorting."""
 
 
@@ -56,6 +64,7 @@ class Estimates:
     def __init__(self, device_type: str) -> None:
         self._device_type = device_type
         self._known: dict[Any, Estimate] = {}
+        self._told: set[Any] = set()
         self._fake = FakeTensorMode(allow_non_fake_inputs=True)
 
     def find(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Estimate:
@@ -100,6 +109,7 @@ class Estimates:
             with _disable_current_modes(), self._fake:
                 result = func(*map(fake, args), **{name: fake(value) for name, value in kwargs.items()})
         except Exception:
+            self._tell(func)
             return self._bound(func, tensors)  # its results depend on values, or it knows no fake tensors
         if not all(map(_is_strided, iterate_tensors(result))):
             return self._bound(func, tensors)
@@ -111,10 +121,17 @@ class Estimates:
         ]
         grown = sum(max(0, tensor.untyped_storage().nbytes() - before) for tensor, before in given)
         blocks = {id(each.untyped_storage()): int(each.untyped_storage().nbytes()) for each in made}
-        views = [_view(tensor, place) for place, tensor in enumerate((*tensors, *made))]
-        reads, writes = tuple(views[: len(tensors)]), tuple(views[len(tensors) :])
-        op = Op(tick=0, name=str(func), reads=reads, writes=writes, flops=0, barrier="")
-        return Estimate(sum(map(_round_up, blocks.values())) + grown, _round_up(estimate_workspace(op)))
+        return Estimate(sum(map(_round_up, blocks.values())) + grown, _find_workspace(func, tensors, made))
+
+    def _tell(self, func: Any) -> None:
+        """Say once of an op from outside of PyTorch that it is guessed at."""
+        if func.namespace not in _KNOWN_SPACES and func not in self._told:
+            self._told.add(func)
+            logger.warning(
+                "%s does not run on fake tensors, so what it allocates is a guess from what it is given; "
+                "torch.library.register_fake tells",
+                func,
+            )
 
     def _bound(self, func: Any, tensors: list[torch.Tensor]) -> Estimate:
         """Positions of all elements, which is the most that selecting among them gives."""
@@ -124,7 +141,13 @@ class Estimates:
         most = _OUTPUTS.get(func._opname, 1) * sum(
             tensor.numel() * max(8, tensor.element_size()) * max(1, tensor.dim()) for tensor in tensors
         )
-        return Estimate(0, _round_up(most))
+        return Estimate(0, _round_up(most) + _find_workspace(func, [each for each in tensors if _is_strided(each)], []))
+
+
+def _find_workspace(func: Any, given: Sequence[torch.Tensor], made: Sequence[torch.Tensor]) -> int:
+    views = [_view(tensor, place) for place, tensor in enumerate((*given, *made))]
+    reads, writes = tuple(views[: len(given)]), tuple(views[len(given) :])
+    return _round_up(estimate_workspace(Op(tick=0, name=str(func), reads=reads, writes=writes, flops=0, barrier="")))
 
 
 def _round_up(nbytes: int) -> int:

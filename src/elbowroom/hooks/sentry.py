@@ -1,7 +1,7 @@
 """Sees what a model is called with, and puts a step under watch in its middle.
 
-Where everything fits, nothing is attached to a step. What tells that this one may be larger than those before it are the
-shapes that the model is called with, and by then the program may be inside contexts of its own.
+Where everything fits, nothing is attached to a step. What tells that this one may be larger than those before it are
+the shapes that the model is called with, and by then the program may be inside contexts of its own.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def seeing_inputs(model: torch.nn.Module, see: Callable[[Inputs], None]) -> Iter
 
 
 class Place:
-    """A place among nested contexts: where a step begins. What is entered there later comes before what is inside it."""
+    """A place among nested contexts: where a step begins. What is entered there later comes before what is inside."""
 
     def __init__(self) -> None:
         self._modes = len(_get_current_dispatch_mode_stack())

@@ -17,7 +17,7 @@ import torch
 
 from elbowroom.errors import InternalError, TierError
 from elbowroom.hooks.hidden import Below, Hidden, Paused
-from elbowroom.hooks.identity import Identities, get_any_storage, get_plain_storage
+from elbowroom.hooks.identity import Identities, get_any_storage, get_plain_storage, is_shared
 from elbowroom.ir.actions import Action, Offload, Recompute, Release, Reload
 from elbowroom.ir.events import StorageFreed, StorageNeeded, StorageSaved
 from elbowroom.ir.trace import Trace
@@ -202,7 +202,8 @@ class Engine:
             return False
         if residence.may_move is None:
             home = residence.find_storage()
-            residence.may_move = home is None or self._find_staying().find(home) is None
+            # Of what others write to unseen, autograd finds what they have written.
+            residence.may_move = home is None or not (is_shared(home) or self._find_staying().find(home))
         return residence.may_move
 
     # -- actions --------------------------------------------------------------------------------------------------
@@ -263,8 +264,7 @@ class Engine:
                 raise
 
     def _reload(self, residence: Residence) -> None:
-        if residence.find_ghost() is not None:
-            residence.storage = residence.find_ghost()
+        if residence.revive():
             self._discard_copy(residence)
             self._machine.refuse(residence.id)
             return
@@ -319,20 +319,18 @@ class Engine:
 
     def _recompute(self, action: Recompute) -> None:
         outputs = [self._bound[storage] for storage in action.outputs]
-        recordings = [residence.recording for residence in outputs if residence.recording is not None]
-        if len(recordings) != len(outputs):
+        missing = [residence for residence in outputs if not residence.revive()]
+        recordings = [residence.recording for residence in missing if residence.recording is not None]
+        if len(recordings) != len(missing):
             raise InternalError(f"segment {action.segment} was not recorded")
-        made = [residence for residence in outputs if residence.find_ghost() is None]
-        if made:
+        if missing:
             with self._unobserved, Below(self.watcher):
-                replay([recording for recording in recordings if recording.target in made], made)
+                replay(recordings, missing)
             self.recomputed += 1
+        for residence in missing:
+            assert residence.storage is not None
+            self._identities.put(residence.storage, residence)
         for residence in outputs:
-            if residence in made:
-                assert residence.storage is not None
-                self._identities.put(residence.storage, residence)
-            else:
-                residence.storage = residence.find_ghost()
             self._forget_recording(residence)
 
     def _find_written(self, tensor: torch.Tensor) -> Residence | None:

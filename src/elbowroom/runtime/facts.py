@@ -28,6 +28,7 @@ class StepFacts:
 
     Attributes:
         segments: how what was dropped can be computed again; grows.
+        stuck: bytes of what the tier below had no room for.
         pinned: storages that something at hand needs, and how often; one count for each list of actions under way.
     """
 
@@ -43,6 +44,7 @@ class StepFacts:
         self.may_move = movable
         self.segments: list[Segment] = []
         self.pinned: list[Counter[int]] = []
+        self.stuck: dict[int, int] = {}
         self._ways: dict[int, Way | None] = {}
         self._begin = time.perf_counter()
 
@@ -65,6 +67,8 @@ class StepFacts:
     def swap_seconds(self, storage: int) -> float:
         """Out, unless there is a copy, and back."""
         residence = self._bound[storage]
+        if self._has_no_room_below(residence):
+            return float("inf")
         back = reload_seconds(self._link, residence.nbytes)
         return back if residence.copy is not None else back + offload_seconds(self._link, residence.nbytes)
 
@@ -95,6 +99,8 @@ class StepFacts:
         home = None if residence is None else residence.find_storage()
         if residence is None or home is None:
             return False
+        if self._has_no_room_below(residence) and self.find_safe_way(residence) is None:
+            return False
         own = sum(view.geometry is None for view in residence.views.values())
         return int(torch._C._storage_Use_Count(home._cdata)) <= own + 1  # and that of its Python object
 
@@ -113,9 +119,19 @@ class StepFacts:
             way = self._ways[storage] = find_way(self._bound[storage])
         return way
 
+    def find_safe_way(self, residence: Residence) -> Way | None:
+        """The way back, unless others may write to what it goes through; the policy is not told of these, being few."""
+        way = self.find_way(residence.id)
+        is_exposed = way is not None and any(each.is_exposed() for each in (residence, *way.recording.leaves))
+        return None if is_exposed else way
+
+    def _has_no_room_below(self, residence: Residence) -> bool:
+        return residence.copy is None and bool(self.stuck) and residence.nbytes >= min(self.stuck.values())
+
     def forget(self, storage: int | None = None) -> None:
-        """The way to a storage, or to all, is not wanted any more: it keeps what it starts from."""
+        """A storage, or all, is no more of interest; a way keeps what it starts from."""
         if storage is None:
             self._ways.clear()
         else:
             self._ways.pop(storage, None)
+            self.stuck.pop(storage, None)

@@ -127,10 +127,11 @@ class Follower:
 
     def _find_other(self, compare: Callable[[Trace], str]) -> int | None:
         present = self.trace
+        if present is None:
+            return None
         for position, trace in enumerate(self._traces):
-            if trace is not present and present is not None and self._begins_alike(present, trace):
-                if not compare(trace):
-                    return position
+            if trace is not present and self._begins_alike(present, trace) and not compare(trace):
+                return position
         return None
 
     def _begins_alike(self, one: Trace, other: Trace) -> bool:

@@ -18,10 +18,10 @@ import torch
 
 from elbowroom._family import get
 from elbowroom.errors import Infeasible, Thrashing
-from elbowroom.hooks.estimates import Estimates
+from elbowroom.hooks.estimates import UNSEEN_BYTES, Estimates
 from elbowroom.hooks.identity import Identities
 from elbowroom.ir.actions import Action, Recompute, Release, Reload
-from elbowroom.ir.events import PressureRaised
+from elbowroom.ir.events import PressureRaised, StorageRestored
 from elbowroom.ir.hardware import HardwareProfile
 from elbowroom.ir.plan import Plan
 from elbowroom.ir.trace import Role, Trace
@@ -44,7 +44,7 @@ from elbowroom.runtime.watcher import Run
 logger = logging.getLogger(__name__)
 
 WORTH_SAYING, ENOUGH = 10.0, 100.0
-"""Replays that take so many times what the step's ops took: worth a warning, and the end."""
+"""Replays and waits for moves that take so many times what the step's ops took: worth a warning, and the end."""
 
 NOT_LONG = 1.0
 """Seconds below which neither is said."""
@@ -108,6 +108,7 @@ class OnlineEngine(Engine):
         self._planned_segments = len(self._segments)
         self._gone: dict[int, int] = {}  # what computing again takes at most, of what was dropped on a way found here
         self._replay_seconds, self._has_said = 0.0, False
+        self._stalled_before, self._is_over = transfers.stall_seconds, False
         self._guide = None
         if policy is not None:
             self._guide = Guided(get(policies, policy, "Policy")(self._facts, habits), first, is_awake=is_awake)
@@ -142,6 +143,7 @@ class OnlineEngine(Engine):
     def _wake(self) -> None:
         """From now on there has to be room."""
         self._limit_bytes, self._spare_bytes = self._budget_bytes, None
+        self.account.reserve(UNSEEN_BYTES)
         self.historian.stand_in = None
         for tensor in self._list_residents():
             if tensor.device.type == self._device_type and tensor.layout is torch.strided:
@@ -204,9 +206,12 @@ class OnlineEngine(Engine):
         while (missing := self.account.live_bytes + nbytes - self._limit_bytes) > 0:
             actions = self._machine.feed(PressureRaised(missing, self.saves + self.needs))
             if not actions:
+                in_the_way = [("the op's own results and workspace", nbytes)]
+                if stuck := self._facts.stuck:
+                    in_the_way.append((f"what cannot leave since {self.refusal}", sum(stuck.values())))
                 raise Infeasible(
                     needed_bytes=self._limit_bytes + missing, budget_bytes=self._limit_bytes, op=what,
-                    in_the_way=(("the op's own results and workspace", nbytes),),
+                    in_the_way=tuple(in_the_way),
                 )  # fmt: skip
             self._carry_out(actions)
 
@@ -255,6 +260,18 @@ class OnlineEngine(Engine):
             self._make_room(self.account.round(residence.nbytes), f"a reload of {residence.nbytes} bytes")
         super()._reload(residence)
 
+    def _keep_instead(self, residence: Residence, why: str) -> bool:
+        is_kept = super()._keep_instead(residence, why)
+        if not self.is_awake:
+            return is_kept
+        self._facts.stuck[residence.id] = residence.nbytes
+        self._machine.policy.decide(StorageRestored(residence.id, self.saves + self.needs))  # it may be dropped
+        return is_kept
+
+    def _discard_copy(self, residence: Residence) -> None:
+        self._facts.stuck.clear()  # there is room below again
+        super()._discard_copy(residence)
+
     def _recompute(self, action: Recompute) -> None:
         if not self.is_awake:
             super()._recompute(action)
@@ -281,13 +298,21 @@ class OnlineEngine(Engine):
             nbytes = 0 if recording is None else count_bytes(recording, {})
         return self.account.round(nbytes)
 
+    def _wait(self, residence: Residence) -> None:
+        super()._wait(residence)
+        if self.is_awake:
+            self._watch_thrashing()
+
     def _watch_thrashing(self) -> None:
-        busy = max(NOT_LONG, self.historian.busy_seconds)
-        if self._replay_seconds > ENOUGH * busy:
-            raise Thrashing(self._replay_seconds, self.historian.busy_seconds, self._budget_bytes)
-        if self._replay_seconds > WORTH_SAYING * busy and not self._has_said:
-            self._has_said = True
-            logger.warning("%s", Thrashing(self._replay_seconds, self.historian.busy_seconds, self._budget_bytes))
+        busy, moves = self.historian.busy_seconds, self._transfers.stall_seconds - self._stalled_before
+        lost = (self._replay_seconds + moves) / max(NOT_LONG, busy)
+        if lost <= (ENOUGH if self._has_said else WORTH_SAYING):
+            return
+        error = Thrashing(self._replay_seconds, moves, busy, self._budget_bytes)
+        if lost > ENOUGH and not self._is_over:
+            raise error
+        self._has_said = True
+        logger.warning("%s", error)
 
     def _prepare_replay(self, residence: Residence) -> bool:
         segment = self._machine.segment_of(residence.id)
@@ -300,10 +325,11 @@ class OnlineEngine(Engine):
                 not recording.calls
                 or not recording.is_current()
                 or any(leaf.id < 0 or not leaf.views for leaf in recording.leaves)
+                or any(each.is_exposed() for each in (residence, *recording.leaves))
             ):
                 return False
         else:
-            way = self._facts.find_way(residence.id)
+            way = self._facts.find_safe_way(residence)
             if way is None:
                 return False
             recording = way.recording
@@ -338,21 +364,32 @@ class OnlineEngine(Engine):
 
     def finish(self) -> None:
         """The step is over: nobody watches writes from now on, and nobody makes room."""
+        self._is_over = True
         with self._lock:
             dropped = [residence for residence in self._bound.values() if residence.recording is not None]
             if not self.is_awake and not dropped:
                 return  # it goes on as planned, if there is anything left of it
+            if dropped:
+                self._follower.stop("it ended before its backward pass did")
             try:
-                self._settle(dropped)
-            except Infeasible as error:
-                # A graph that lives on must not rest on what may be written to. One replay after the other takes what
-                # it takes, and is offloaded at once.
-                logger.warning("what the step leaves behind does not fit: %s", error)
+                self._settle_all(dropped)
+            finally:
+                # Where that failed, an error in a later backward pass is better than a replay of what is no more.
+                for residence in list(self._bound.values()):
+                    self._forget_recording(residence)
+                self._facts.forget()
+                self._machine.policy = CapacityFirst(self._may_move)
                 self._limit_bytes = NO_LIMIT
-                self._settle(list(self._bound.values()))
-            self._facts.forget()
-            self._machine.policy = CapacityFirst(self._may_move)
+
+    def _settle_all(self, dropped: Iterable[Residence]) -> None:
+        try:
+            self._settle(dropped)
+        except Infeasible as error:
+            # A graph that lives on must not rest on what may be written to. One replay after the other takes what
+            # it takes, and is offloaded at once.
+            logger.warning("what the step leaves behind does not fit: %s", error)
             self._limit_bytes = NO_LIMIT
+            self._settle(list(self._bound.values()))
 
 
 def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from elbowroom.errors import InternalError
-from elbowroom.hooks.identity import get_plain_storage
+from elbowroom.hooks.identity import get_plain_storage, is_shared
 from elbowroom.hooks.replayable import find_statistics, find_written, iterate_tensors, touches_tensors
 from elbowroom.hooks.settings import read_settings
 from elbowroom.ir.plan import Plan
@@ -51,9 +51,15 @@ class Recorder:
         self._names: dict[Any, str] = {}
         self._position = 0
         self._calls: dict[int, Call] = {}
+        self._unsafe: set[int] = set()  # ticks of ops that the trace did not show to be so
 
     def make_recording(self, ticks: Sequence[int], target: Residence) -> Recording:
-        """How to compute `target` again, with those of the ops at `ticks` that have been recorded so far."""
+        """How to compute `target` again, with those of the ops at `ticks` that have been recorded so far.
+
+        Without calls if one of them may not be replayed.
+        """
+        if not self._unsafe.isdisjoint(ticks):
+            return Recording({}, target)
         return Recording({tick: self._calls[tick] for tick in ticks if tick in self._calls}, target)
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -71,6 +77,9 @@ class Recorder:
         if op.tick not in self._wanted:
             return func(*args, **kwargs)
         slots, settings = self._describe(func, op, args, kwargs), read_settings()
+        if any(slot.is_read and slot.kept is not None and is_shared(slot.kept) for slot in iterate_slots(slots)):
+            self._unsafe.add(op.tick)  # others may write to what it reads, unseen
+            return func(*args, **kwargs)
         result = func(*args, **kwargs)
         results = tuple(self._slot(tensor, False) for tensor in iterate_tensors(result))
         described, named = slots

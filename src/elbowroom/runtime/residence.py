@@ -9,6 +9,7 @@ import torch
 
 from elbowroom.errors import InternalError
 from elbowroom.hooks.hidden import Hidden
+from elbowroom.hooks.identity import is_shared
 
 if TYPE_CHECKING:
     from elbowroom.runtime.calls import Recording
@@ -132,6 +133,17 @@ class Residence:
         Without us autograd would find just that, whatever became of it.
         """
         return None if self.ghost is None else self.ghost()
+
+    def revive(self) -> bool:
+        """Take back what was let go if the program holds it still."""
+        alive = self.find_ghost()
+        self.storage = self.storage if alive is None else alive
+        return alive is not None
+
+    def is_exposed(self) -> bool:
+        """Whether others may write to it unseen, whoever holds it now."""
+        storage = self.find_storage() or self.find_ghost()
+        return storage is not None and is_shared(storage)
 
     def view(self, index: int) -> torch.Tensor:
         """A saved tensor; its storage is on the device."""

@@ -18,14 +18,11 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
-from elbowroom.hooks.identity import Identities, get_plain_storage
+from elbowroom.hooks.estimates import UNSEEN_BYTES
+from elbowroom.hooks.identity import Identities, get_plain_storage, is_shared
 from elbowroom.hooks.meter import Meter
 from elbowroom.hooks.replayable import find_barrier, find_statistics, find_written, iterate_tensors, touches_tensors
 from elbowroom.ir.trace import Need, Op, Role, Save, Storage, Trace, View
-
-UNSEEN_BYTES = 1 << 14
-"""Counted in every step for what it allocates without an op that a dispatch mode sees: states of random generators, the
-scalars of a loop. It was some hundred bytes at most in all that was measured."""
 
 
 class _Seen:
@@ -91,7 +88,7 @@ class Tracer(TorchDispatchMode):
             return func(*args, **kwargs)
         entered = time.perf_counter()
         skipped = find_statistics(func, args)
-        foreign = False
+        why = ""
         reads = []
         for position, value in enumerate((*args, *kwargs.values())):
             if position in skipped:
@@ -99,9 +96,10 @@ class Tracer(TorchDispatchMode):
             for tensor in iterate_tensors(value):
                 view = self._view(tensor)
                 if view is None:
-                    foreign = True
+                    why = "reads what is on another device"
                 else:
                     reads.append(view)
+                    why = why or self._find_risk(tensor)
         begin = time.perf_counter()
         if self._meter is not None:
             self._meter.begin_op()
@@ -110,7 +108,7 @@ class Tracer(TorchDispatchMode):
             self._meter.end_op()
         end = time.perf_counter()
         with self._lock:
-            self._record(func, args, kwargs, tuple(reads), result, foreign)
+            self._record(func, args, kwargs, tuple(reads), result, why)
         self.own_seconds += time.perf_counter() - end + begin - entered
         return result
 
@@ -121,11 +119,11 @@ class Tracer(TorchDispatchMode):
         kwargs: dict[str, Any],
         reads: tuple[View, ...],
         result: Any,
-        foreign: bool,
+        why: str,
     ) -> None:
-        """Write an op down."""
+        """Write an op down. `why`: it may not be replayed, whatever op it is; "" where that is not so."""
         tick = self._tick
-        barrier = find_barrier(func, args, kwargs) or ("reads what is on another device" if foreign else "")
+        barrier = find_barrier(func, args, kwargs) or why
         written: list[int] = []
         for position, name in find_written(func):
             for tensor in iterate_tensors(args[position] if position < len(args) else kwargs.get(name)):
@@ -266,6 +264,11 @@ class Tracer(TorchDispatchMode):
             return None
         dtype = str(tensor.dtype).removeprefix("torch.")
         return View(storage=seen.id, version=seen.version, dtype=dtype, shape=tuple(map(int, tensor.shape)))
+
+    def _find_risk(self, tensor: torch.Tensor) -> str:
+        """Why what reads a tensor may not be replayed; "" if it may be."""
+        storage = self._get_storage(tensor)
+        return "others may write to what it reads, unseen" if storage is not None and is_shared(storage) else ""
 
     def _died(self, seen: _Seen) -> None:
         seen.released = self._tick

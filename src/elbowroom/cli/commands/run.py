@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from elbowroom._family import get, names
 from elbowroom.cli.parameters import (
     Batch,
     Budget,
@@ -37,15 +39,19 @@ from elbowroom.cli.sources import (
     save,
 )
 from elbowroom.cli.terminal import Terminal, open_terminal
+from elbowroom.config import MODES
 from elbowroom.errors import UsageError
 from elbowroom.ir.files import to_json
 from elbowroom.ir.hardware import HardwareProfile
+from elbowroom.residency import policies
 from elbowroom.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
     from elbowroom.room import Room
     from elbowroom.workloads import Workload
 
+_MODE_HELP = "auto (the default) plans; dynamic decides in every step as it goes on."
+_POLICY_HELP = f"Decides in dynamic steps: {', '.join(names(policies))}."
 _FILE_HELP = "Write the {} to this file, for `elbowroom report`."
 
 
@@ -61,6 +67,8 @@ def run(
     ahead: Annotated[bool, typer.Option("--ahead", help="Plan before the first step, on fake tensors.")] = False,
     hardware: Hardware = "this",
     strategy: Strategy = "auto",
+    mode: Annotated[str | None, typer.Option("--mode", help=_MODE_HELP)] = None,
+    policy: Annotated[str | None, typer.Option("--policy", help=_POLICY_HELP)] = None,
     spill_folder: SpillFolder = None,
     output: Annotated[Path | None, typer.Option("--output", "-o", help=_FILE_HELP.format("journal"))] = None,
     save_trace: Annotated[Path | None, typer.Option("--save-trace", help=_FILE_HELP.format("trace"))] = None,
@@ -80,6 +88,7 @@ def run(
     """Train for some steps within a budget, and report what happened. Exit code 3 if no plan fits."""
     options = collect_options(batch, image_size, sequence_length, layers, dtype, optimizer, device, seed, channels_last)
     with open_terminal(as_json) as terminal:
+        _check_mode(mode, policy, strategy=strategy, ahead=ahead, files=(save_trace, save_plan, save_costs))
         check_writable(output, save_trace, save_plan, save_costs)
         read_budget(budget, 1 << 40)
         with terminal.progress(f"building {spec}"):
@@ -88,7 +97,7 @@ def run(
         budget_bytes = _find_budget(terminal, workload, budget, profile)
         room, losses = _train(
             terminal, workload, budget_bytes, steps,
-            ahead=ahead, profile=profile, strategy=strategy, spill_folder=spill_folder,
+            ahead=ahead, profile=profile, strategy=strategy, spill_folder=spill_folder, mode=mode, policy=policy,
         )  # fmt: skip
         journal, planned, report = room.journal(), room.planned, room.report()
         room.detach()
@@ -105,12 +114,27 @@ def run(
             name=spec,
             device=str(next(workload.model.parameters()).device),
             budget_bytes=budget_bytes,
-            losses=[loss if math.isfinite(loss) else None for loss in losses],
-            losses_hex=[loss.hex() for loss in losses],
+            **_show_losses(losses),
             forecast=None if planned is None else _summarize_forecast(to_json(planned.forecast)),
             journal=to_json(journal),
             report=report,
             output=written,
+        )
+
+
+def _check_mode(
+    mode: str | None, policy: str | None, *, strategy: str, ahead: bool, files: Sequence[Path | None]
+) -> None:
+    """Refuse what means nothing, before anything is built."""
+    if mode not in (None, *MODES):
+        raise UsageError(f"--mode {mode}: there are: {', '.join(MODES)}")
+    if policy is not None:
+        get(policies, policy, "Policy")
+        if mode != "dynamic":
+            raise UsageError("--policy decides where nothing is planned: give --mode dynamic, too")
+    if mode == "dynamic" and (ahead or strategy != "auto" or any(files)):
+        raise UsageError(
+            "--mode dynamic plans nothing: leave out --ahead, --strategy, --save-trace, --save-plan and --save-costs"
         )
 
 
@@ -164,6 +188,14 @@ def _train(
             room.detach()
             raise
     return room, losses
+
+
+def _show_losses(losses: Sequence[float]) -> dict[str, Any]:
+    """As numbers where JSON has them, and to the last bit."""
+    return {
+        "losses": [loss if math.isfinite(loss) else None for loss in losses],
+        "losses_hex": [loss.hex() for loss in losses],
+    }
 
 
 def _summarize_forecast(forecast: dict[str, Any]) -> dict[str, Any]:
