@@ -78,14 +78,18 @@ def get_plain_storage(tensor: torch.Tensor, *, fake: bool = False) -> torch.Unty
     Args:
         fake: whether fake tensors count as ordinary ones, or as wrapped ones.
     """
-    if isinstance(tensor, FakeTensor):  # a Parameter may be one
-        if not fake:
+    if (made_as := type(tensor)) is not torch.Tensor and made_as is not torch.nn.Parameter:
+        if isinstance(tensor, FakeTensor):  # a Parameter may be one
+            if not fake:
+                return None
+        elif not isinstance(tensor, torch.nn.Parameter):
             return None
-    elif type(tensor) is not torch.Tensor and not isinstance(tensor, torch.nn.Parameter):
-        return None
     if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_conj() or tensor.is_neg():
         return None
-    return get_any_storage(tensor)
+    try:
+        return tensor.untyped_storage()
+    except (NotImplementedError, RuntimeError):
+        return None
 
 
 def is_shared(storage: torch.UntypedStorage) -> bool:

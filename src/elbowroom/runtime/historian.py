@@ -3,26 +3,21 @@
 from __future__ import annotations
 
 import itertools
-import time
+import operator
 import weakref
-from collections.abc import Callable
-from typing import Any, Protocol
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from elbowroom.hooks.estimates import Estimates
-from elbowroom.hooks.identity import get_any_storage, get_plain_storage, is_shared
-from elbowroom.hooks.replayable import (
-    find_barrier,
-    find_statistics,
-    find_written,
-    is_view,
-    iterate_tensors,
-    list_written,
-    touches_tensors,
-)
+from elbowroom.hooks.estimates import Estimate, Estimates
+from elbowroom.hooks.identity import get_any_storage, get_plain_storage
+from elbowroom.hooks.kinds import Kind
+from elbowroom.hooks.replayable import find_barrier, find_statistics, iterate_tensors
 from elbowroom.hooks.settings import read_settings
-from elbowroom.runtime.calls import Slot, iterate_slots
+from elbowroom.hooks.stopwatch import Pace
+from elbowroom.runtime.account import Account
+from elbowroom.runtime.calls import Slot
 from elbowroom.runtime.history import Result, Run
 from elbowroom.runtime.residence import Geometry, Residence
 from elbowroom.runtime.watcher import Watcher
@@ -39,14 +34,6 @@ class Host(Protocol):
         """The op has run."""
         ...
 
-    def measure(self, storage: torch.UntypedStorage, residence: Residence) -> None:
-        """Count a storage that may have been resized."""
-        ...
-
-    def find_seen(self, storage: torch.UntypedStorage, *, is_outside: bool) -> Residence:
-        """The residence of a storage, made if there is none."""
-        ...
-
 
 Results = list[tuple[Residence, torch.Tensor]]
 """The results of an op that lie on the device, in order."""
@@ -60,104 +47,101 @@ class Historian(Watcher):
 
     Args:
         host: owns the room.
-        estimates: what ops allocate.
-        device_type: ops elsewhere are let pass.
+        account: of what is there.
+        estimates: what ops take.
+        device: ops elsewhere are let pass.
         before_write, on_write: as for a Watcher.
 
     Attributes:
         busy_seconds: ops took so long.
 
-    Cost: some ten microseconds an op; `benchmarks/op_overhead.py` measures it.
+    Cost: a few microseconds an op; `benchmarks/op_overhead.py` measures it. What is done for each op is little, and
+    flat; what only a search for a way needs is worked out there.
     """
 
     def __init__(
         self,
         host: Host,
+        account: Account,
         estimates: Estimates,
-        device_type: str,
+        device: torch.device,
         before_write: Callable[[torch.Tensor], None],
         on_write: Callable[[torch.Tensor], None],
     ) -> None:
         super().__init__(before_write, on_write)
-        self._host, self._estimates, self._device_type = host, estimates, device_type
+        self._host, self._account, self._estimates = host, account, estimates
+        self._stopwatch = estimates.find_stopwatch(device)
+        self._stopwatch.collect()
+        self._is_here: Callable[[torch.Tensor], bool] = operator.attrgetter(f"is_{device.type}")
         self._places = itertools.count()  # several threads may run ops, and no two share a place
         self.busy_seconds = 0.0
 
-    def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if is_view(func) or not touches_tensors(func):
+    def _run(self, kind: Kind, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        func = kind.func
+        if kind.is_idle:
             return func(*args, **kwargs)
-        estimate = self._estimates.find(func, args, kwargs)
+        estimate = self._estimates.find_of(kind, args, kwargs)
         # Described first: an op may write to what it reads.
-        described = self._describe_all(func, args, kwargs) if torch.is_grad_enabled() else None
-        nbytes = estimate.result_bytes + estimate.inner_bytes
+        reads = self._describe_all(kind, args, kwargs) if kind.is_replayable and torch.is_grad_enabled() else None
+        nbytes, pace = estimate.nbytes, estimate.pace
         self._host.take_room(nbytes, func)
-        begin = time.perf_counter()
         try:
-            result = func(*args, **kwargs)
+            if pace.begun < Pace.ENOUGH:
+                result = self._stopwatch.time(pace, func, args, kwargs)
+            else:
+                result = func(*args, **kwargs)
         finally:
             self._host.give_room(nbytes)
-        seconds = time.perf_counter() - begin
-        self.busy_seconds += seconds
-        results, written = self._note(result), self._note_written(func, args, kwargs)
-        # What an op was given it has not made, even where its schema hides that a result is a view of it.
-        read = {slot.residence for slot in iterate_slots(described)} if described else set()
-        made = [each for each, _ in results if each.runs is None and not each.version and each not in read]
-        if described is None or results is NOBODYS or not (made or written) or find_barrier(func, args, kwargs):
+        self.busy_seconds += pace.seconds
+        results = self._note(result)
+        written = self._note_written(kind, args, kwargs) if kind.may_write else []
+        if reads is None or results is NOBODYS:
             for residence in written:
                 residence.runs = None
-            return result
-        run = self._make_run(func, args, described, results, written, seconds, estimate.inner_bytes)
-        for residence in made:
-            if not residence.is_outside:
-                residence.runs = [run]
-        for residence in written:
-            if residence.runs is not None and not residence.is_outside:
-                residence.runs.append(run)
+        else:
+            self._record(kind, reads, results, written, estimate)
         return result
 
     def _note(self, result: Any) -> Results:
         """The residence of each result, and the result; `NOBODYS` where one has none."""
-        if isinstance(result, torch.Tensor):
-            result = (result,)
         results: Results = []
         is_whole = True
-        for tensor in iterate_tensors(result):
-            storage = get_plain_storage(tensor) if tensor.device.type == self._device_type else None
-            if storage is None:
-                is_whole = False
-                if tensor.layout is torch.sparse_coo:
-                    self._note((tensor._indices(), tensor._values()))
-            else:
-                results.append((self._host.find_seen(storage, is_outside=False), tensor))
+        for tensor in (result,) if type(result) is torch.Tensor else iterate_tensors(result):
+            storage = get_plain_storage(tensor) if self._is_here(tensor) else None
+            if storage is not None:
+                results.append((self._account.see(storage, is_outside=False), tensor))
+                continue
+            is_whole = False
+            if tensor.layout is torch.sparse_coo:
+                self._note((tensor._indices(), tensor._values()))
+            elif self._is_here(tensor) and (storage := get_any_storage(tensor)) is not None:
+                self._account.see(storage, is_outside=False)
         return results if is_whole else NOBODYS
 
-    def _note_written(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Residence]:
+    def _note_written(self, kind: Kind, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Residence]:
         """The residences of what an op wrote to, whose version is new once `on_write` has been told."""
         written: list[Residence] = []
-        for tensor in list_written(func, args, kwargs):
-            storage = get_any_storage(tensor) if tensor.device.type == self._device_type else None
+        for tensor in kind.list_written(args, kwargs):
+            storage = get_any_storage(tensor) if self._is_here(tensor) else None
             if storage is not None:
-                residence = self._host.find_seen(storage, is_outside=True)
+                residence = self._account.see(storage, is_outside=True)
                 if residence not in written:
-                    self._host.measure(storage, residence)
+                    self._account.measure(storage, residence)
                     written.append(residence)
                 if get_plain_storage(tensor) is None:
                     residence.runs = None
         return written
 
-    def _make_run(
-        self,
-        func: Any,
-        args: tuple[Any, ...],
-        described: tuple[tuple[Any, ...], dict[str, Any]],
-        results: Results,
-        written: list[Residence],
-        seconds: float,
-        inner_bytes: int,
-    ) -> Run:
-        scratch = {position for position, _ in find_written(func) if position < len(args)}
-        scratch.update(find_statistics(func, args))
-        found = tuple(Result(weakref.ref(residence), Geometry.of(tensor)) for residence, tensor in results)
+    def _record(
+        self, kind: Kind, reads: _Reads, results: Results, written: list[Residence], estimate: Estimate
+    ) -> None:
+        # What an op was given it has not made, even where its schema hides that a result is a view of it.
+        made = [
+            each for each, _ in results if each.runs is None and not each.version and each not in reads.residences
+        ]
+        if not made and not written:
+            return
+        found = tuple([Result(weakref.ref(residence), Geometry.of(tensor)) for residence, tensor in results])
         changes: tuple[Result, ...] = ()
         if written:
             geometries = {residence: result.geometry for (residence, _), result in zip(results, found, strict=True)}
@@ -165,47 +149,57 @@ class Historian(Watcher):
                 Result(weakref.ref(each), geometries.get(each) or Geometry(torch.uint8, torch.Size((0,)), (1,), 0))
                 for each in written
             )
-        return Run(
-            next(self._places),
-            func,
-            *described,
-            found,
-            changes,
-            tuple(sorted(scratch)),
-            read_settings(),
-            seconds,
-            inner_bytes,
-        )
+        place = next(self._places)
+        run = Run(place, kind.func, reads.args, reads.kwargs, found, changes, read_settings(), estimate)
+        for residence in made:
+            if not residence.is_outside:
+                residence.runs = [run]
+        for residence in written:
+            if residence.runs is not None and not residence.is_outside:
+                residence.runs.append(run)
 
-    def _describe_all(
-        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        """Arguments with slots in the place of tensors; None if one of them cannot be had again."""
+    def _describe_all(self, kind: Kind, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Reads | None:
+        """Arguments with slots in the place of tensors; None if they cannot be had again, or the op may not be."""
+        if kind.has_conditions and find_barrier(kind.func, args, kwargs):
+            return None
+        residences: list[Residence] = []
         try:
-            statistics = find_statistics(func, args)
-            described = tuple(map(self._describe, args))
-            if statistics:
-                described = tuple(
-                    value._replace(is_read=False) if position in statistics and isinstance(value, Slot) else value
-                    for position, value in enumerate(described)
-                )
-            return described, {name: self._describe(value) for name, value in kwargs.items()}
+            described = self._describe(args, residences)
+            named = dict(zip(kwargs, self._describe(kwargs.values(), residences), strict=True)) if kwargs else {}
         except _Foreign:
             return None
+        if kind.has_statistics:
+            for position in find_statistics(kind.func, args):
+                if isinstance(described[position], Slot):
+                    described[position] = described[position]._replace(is_read=False)
+        return _Reads(tuple(described), named, residences)
 
-    def _describe(self, value: Any) -> Any:
-        if isinstance(value, torch.Tensor):
-            storage = get_plain_storage(value)
-            if storage is None or value.device.type != self._device_type:
-                raise _Foreign
-            residence = self._host.find_seen(storage, is_outside=True)
-            if residence.is_outside and (not residence.is_staying or is_shared(storage)):
-                raise _Foreign
-            kept = storage if residence.is_outside else None
-            return Slot(residence, Geometry.of(value), kept, None, 0, residence.version)
-        if isinstance(value, (list, tuple)):
-            return type(value)(map(self._describe, value))
-        return value
+    def _describe(self, values: Iterable[Any], residences: list[Residence]) -> list[Any]:
+        described: list[Any] = []
+        for value in values:
+            if isinstance(value, torch.Tensor):
+                storage = get_plain_storage(value) if self._is_here(value) else None
+                if storage is None:
+                    raise _Foreign
+                residence = self._account.see(storage, is_outside=True)
+                if residence.is_outside and not residence.is_staying:
+                    raise _Foreign
+                residences.append(residence)
+                kept = storage if residence.is_outside else None
+                described.append(Slot(residence, Geometry.of(value), kept, None, 0, residence.version))
+            elif isinstance(value, (list, tuple)):
+                described.append(type(value)(self._describe(value, residences)))
+            else:
+                described.append(value)
+        return described
+
+
+class _Reads(NamedTuple):
+    """What an op is given, and the residences of it."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    residences: list[Residence]
 
 
 class _Foreign(Exception):

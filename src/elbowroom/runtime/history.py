@@ -12,7 +12,9 @@ from __future__ import annotations
 import weakref
 from typing import Any, NamedTuple
 
+from elbowroom.hooks.estimates import Estimate
 from elbowroom.hooks.identity import is_shared
+from elbowroom.hooks.replayable import find_statistics, find_written
 from elbowroom.hooks.settings import Settings
 from elbowroom.runtime.calls import Call, Recording, Slot, iterate_slots
 from elbowroom.runtime.residence import Geometry, Residence
@@ -37,8 +39,7 @@ class Run(NamedTuple):
 
     Attributes:
         place: counts the ops of a step.
-        seconds: it took so long.
-        inner_bytes: it allocates so much beside its results.
+        estimate: what it takes.
     """
 
     place: int
@@ -47,10 +48,15 @@ class Run(NamedTuple):
     kwargs: dict[str, Any]
     results: tuple[Result, ...]
     written: tuple[Result, ...]
-    scratch: tuple[int, ...]
     settings: Settings
-    seconds: float
-    inner_bytes: int
+    estimate: Estimate
+
+    def keep(self) -> Call:
+        """As a call, which keeps what it made."""
+        results, written = _keep(self.results), _keep(self.written)
+        scratch = {position for position, _ in find_written(self.func) if position < len(self.args)}
+        scratch.update(find_statistics(self.func, self.args))
+        return Call(self.func, self.args, self.kwargs, results, written, tuple(sorted(scratch)), self.settings)
 
 
 class Way(NamedTuple):
@@ -97,15 +103,11 @@ def find_way(target: Residence) -> Way | None:
                     continue
                 seen.add(read)
                 stack.append(read)
-    calls = {
-        place: Call(run.func, run.args, run.kwargs, _keep(run.results), _keep(run.written), run.scratch, run.settings)
-        for place, run in runs.items()
-    }
-    recording = Recording(calls, target)
+    recording = Recording({place: run.keep() for place, run in runs.items()}, target)
     taken = [runs[index] for index in recording.calls]
     return Way(
         recording=recording,
-        seconds=sum(run.seconds for run in taken),
+        seconds=sum(run.estimate.pace.seconds for run in taken),
         nbytes=_count_bytes(recording, taken),
         versions=_list_versions(recording),
     )
@@ -135,7 +137,7 @@ def _count_bytes(recording: Recording, runs: list[Run]) -> int:
     for position, (call, run) in enumerate(zip(calls, runs, strict=True)):
         for slot in call.results:
             live.setdefault(slot.residence, _reach(slot.geometry))
-        most = max(most, sum(live.values()) + run.inner_bytes)
+        most = max(most, sum(live.values()) + run.estimate.inner_bytes)
         for residence in [each for each in live if last[each] == position and each is not recording.target]:
             del live[residence]
     return most

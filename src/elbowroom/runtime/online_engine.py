@@ -79,12 +79,12 @@ class OnlineEngine(Engine):
         self._pinned: list[Counter[int]] = []
         self._begin, self._replay_seconds, self._has_said = time.perf_counter(), 0.0, False
         self._machine = Machine(get(policies, policy, "Policy")(self, habits), self._segments)
-        self.historian = Historian(self, estimates, device.type, self.about_to_write, self.written)
+        self.historian = Historian(self, self.account, estimates, device, self.about_to_write, self.written)
         self.recorder = self.watcher = self.historian  # type: ignore[assignment]
         self._paused.watch([self.historian])
         for tensor in residents:
             if tensor.device.type == device.type and tensor.layout is torch.strided:
-                self.find_seen(tensor.untyped_storage(), is_outside=True).is_staying = True
+                self.account.see(tensor.untyped_storage(), is_outside=True).is_staying = True
 
     # -- room -----------------------------------------------------------------------------------------------------
 
@@ -94,11 +94,11 @@ class OnlineEngine(Engine):
         Raises:
             Infeasible: everything that may leave has left, and there is not enough.
         """
-        if self.account.live_bytes + nbytes > self._budget_bytes:
+        if not self.account.reserve_within(nbytes, self._budget_bytes):
             with self._lock:
                 self._drain()
                 self._make_room(nbytes, str(func))
-        self.account.reserve(nbytes)
+            self.account.reserve(nbytes)
 
     def give_room(self, nbytes: int) -> None:
         """The op has run: what it made is counted as it is seen."""
@@ -114,25 +114,11 @@ class OnlineEngine(Engine):
                 )  # fmt: skip
             self._carry_out(actions)
 
-    def find_seen(self, storage: torch.UntypedStorage, *, is_outside: bool) -> Residence:
-        """The residence of a storage, made if there is none."""
-        residence = self._identities.find(storage)
-        if residence is None:
-            with self.account.lock:
-                if (residence := self._identities.find(storage)) is None:
-                    residence = Residence(storage.nbytes())
-                    residence.is_outside = is_outside
-                    self._identities.put(storage, residence)
-        return residence
-
-    def measure(self, storage: torch.UntypedStorage, residence: Residence) -> None:
-        """Count a storage that may have been resized."""
+    def _measure(self, storage: torch.UntypedStorage, residence: Residence) -> None:
         self.account.measure(storage, residence)
 
-    _measure = measure
-
     def _find_residence(self, storage: torch.UntypedStorage) -> Residence:
-        return self.find_seen(storage, is_outside=True)
+        return self.account.see(storage, is_outside=True)
 
     # -- what a policy asks (residency.online.Facts) --------------------------------------------------------------
 

@@ -13,6 +13,7 @@ import torch
 
 from elbowroom.errors import InternalError
 from elbowroom.hooks.identity import get_plain_storage
+from elbowroom.hooks.kinds import Kind
 from elbowroom.hooks.replayable import find_statistics, find_written, iterate_tensors, touches_tensors
 from elbowroom.hooks.settings import read_settings
 from elbowroom.ir.plan import Plan
@@ -64,7 +65,8 @@ class Recorder(Watcher):
         """How to compute `target` again, with those of the ops at `ticks` that have been recorded so far."""
         return Recording({tick: self._calls[tick] for tick in ticks if tick in self._calls}, target)
 
-    def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _run(self, kind: Kind, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        func = kind.func
         if self._position == self._count or not touches_tensors(func):
             return func(*args, **kwargs)
         op = self._ops[self._position]

@@ -32,7 +32,8 @@ class Geometry(NamedTuple):
     @classmethod
     def of(cls, tensor: torch.Tensor) -> Geometry:
         """The geometry of a strided tensor."""
-        return cls(tensor.dtype, tensor.shape, tensor.stride(), int(tensor.storage_offset()))
+        # Straight to the tuple: this is done for each argument and result of a recorded op.
+        return tuple.__new__(cls, (tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset()))
 
     def view(self, storage: torch.UntypedStorage) -> torch.Tensor:
         """The tensor that lies like this in a storage."""
