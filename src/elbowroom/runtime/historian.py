@@ -14,7 +14,7 @@ from elbowroom.hooks.estimates import Estimate, Estimates
 from elbowroom.hooks.identity import get_any_storage, get_plain_storage
 from elbowroom.hooks.kinds import Kind
 from elbowroom.hooks.replayable import find_barrier, find_statistics, iterate_tensors
-from elbowroom.hooks.settings import read_settings
+from elbowroom.hooks.settings import Settings, read_settings
 from elbowroom.hooks.stopwatch import Pace
 from elbowroom.runtime.account import Account
 from elbowroom.runtime.calls import Slot
@@ -40,6 +40,10 @@ Results = list[tuple[Residence, torch.Tensor]]
 
 NOBODYS: Results = []
 """Stands for results that could not be told apart."""
+
+
+NO_NAMES: dict[str, Any] = {}
+"""Of an op without named arguments; nobody writes to it."""
 
 
 class Historian(Watcher):
@@ -74,7 +78,14 @@ class Historian(Watcher):
         self._stopwatch.collect()
         self._is_here: Callable[[torch.Tensor], bool] = operator.attrgetter(f"is_{device.type}")
         self._places = itertools.count()  # several threads may run ops, and no two share a place
+        self._geometries: dict[Geometry, Geometry] = {}
+        self._settings: Settings = ()
         self.busy_seconds = 0.0
+
+    def close(self) -> None:
+        """The step is over: let every op pass, and let go of who asked."""
+        self.pauses += 1
+        del self._host, self._before_write, self._on_write
 
     def _run(self, kind: Kind, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         func = kind.func
@@ -141,7 +152,7 @@ class Historian(Watcher):
         ]
         if not made and not written:
             return
-        found = tuple([Result(weakref.ref(residence), Geometry.of(tensor)) for residence, tensor in results])
+        found = tuple([Result(weakref.ref(residence), self._measure(tensor)) for residence, tensor in results])
         changes: tuple[Result, ...] = ()
         if written:
             geometries = {residence: result.geometry for (residence, _), result in zip(results, found, strict=True)}
@@ -149,8 +160,10 @@ class Historian(Watcher):
                 Result(weakref.ref(each), geometries.get(each) or Geometry(torch.uint8, torch.Size((0,)), (1,), 0))
                 for each in written
             )
+        if (settings := read_settings()) != self._settings:
+            self._settings = settings
         place = next(self._places)
-        run = Run(place, kind.func, reads.args, reads.kwargs, found, changes, read_settings(), estimate)
+        run = Run(place, kind.func, reads.args, reads.kwargs, found, changes, self._settings, estimate)
         for residence in made:
             if not residence.is_outside:
                 residence.runs = [run]
@@ -165,7 +178,7 @@ class Historian(Watcher):
         residences: list[Residence] = []
         try:
             described = self._describe(args, residences)
-            named = dict(zip(kwargs, self._describe(kwargs.values(), residences), strict=True)) if kwargs else {}
+            named = dict(zip(kwargs, self._describe(kwargs.values(), residences), strict=True)) if kwargs else NO_NAMES
         except _Foreign:
             return None
         if kind.has_statistics:
@@ -173,6 +186,11 @@ class Historian(Watcher):
                 if isinstance(described[position], Slot):
                     described[position] = described[position]._replace(is_read=False)
         return _Reads(tuple(described), named, residences)
+
+    def _measure(self, tensor: torch.Tensor) -> Geometry:
+        """Of many tensors alike, one geometry is kept: what is there makes the garbage collector slow."""
+        geometry = Geometry.of(tensor)
+        return self._geometries.setdefault(geometry, geometry)
 
     def _describe(self, values: Iterable[Any], residences: list[Residence]) -> list[Any]:
         described: list[Any] = []
@@ -186,7 +204,7 @@ class Historian(Watcher):
                     raise _Foreign
                 residences.append(residence)
                 kept = storage if residence.is_outside else None
-                described.append(Slot(residence, Geometry.of(value), kept, None, 0, residence.version))
+                described.append(Slot(residence, self._measure(value), kept, None, 0, residence.version))
             elif isinstance(value, (list, tuple)):
                 described.append(type(value)(self._describe(value, residences)))
             else:

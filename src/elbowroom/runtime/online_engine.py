@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -18,6 +19,7 @@ from elbowroom._family import get
 from elbowroom.cost.transfers import offload_seconds, reload_seconds
 from elbowroom.errors import Infeasible, Thrashing
 from elbowroom.hooks.estimates import Estimates
+from elbowroom.hooks.hidden import Paused
 from elbowroom.hooks.identity import Identities
 from elbowroom.ir.actions import Action, Recompute, Reload
 from elbowroom.ir.events import PressureRaised
@@ -29,6 +31,7 @@ from elbowroom.residency.habits import Habits
 from elbowroom.residency.machine import Machine
 from elbowroom.runtime.account import Account
 from elbowroom.runtime.engine import Engine
+from elbowroom.runtime.follower import Follower
 from elbowroom.runtime.historian import Historian
 from elbowroom.runtime.history import Way, find_way
 from elbowroom.runtime.residence import Residence
@@ -81,7 +84,7 @@ class OnlineEngine(Engine):
         self._machine = Machine(get(policies, policy, "Policy")(self, habits), self._segments)
         self.historian = Historian(self, self.account, estimates, device, self.about_to_write, self.written)
         self.recorder = self.watcher = self.historian  # type: ignore[assignment]
-        self._paused.watch([self.historian])
+        self._paused = Paused([self.historian])
         for tensor in residents:
             if tensor.device.type == device.type and tensor.layout is torch.strided:
                 self.account.see(tensor.untyped_storage(), is_outside=True).is_staying = True
@@ -281,5 +284,12 @@ class OnlineEngine(Engine):
                 self._budget_bytes = 1 << 62
                 self._settle(list(self._bound.values()))
             self._ways.clear()
-            self._machine.policy = CapacityFirst(self._may_move)
             self._budget_bytes = 1 << 62
+            self._break_cycles()
+
+    def _break_cycles(self) -> None:
+        """With the last handle this goes at once, and thousands of objects with it: the garbage collector is slow."""
+        may_move = weakref.WeakMethod(self._may_move)
+        self._machine.policy = CapacityFirst(lambda storage: (ask := may_move()) is not None and ask(storage))
+        self._follower = Follower(None, self._min_bytes, self._bound, lambda why: None)
+        self.historian.close()
