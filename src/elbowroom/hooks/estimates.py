@@ -12,6 +12,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from elbowroom.cost.workspace import estimate_workspace
+from elbowroom.hooks.identity import make_test
 from elbowroom.hooks.kinds import Kind, find_kind
 from elbowroom.hooks.replayable import iterate_tensors
 from elbowroom.hooks.stopwatch import Pace, Stopwatch, make_stopwatch
@@ -35,8 +36,10 @@ _OUTPUTS = {"_unique2": 4, "unique_dim": 4, "unique_consecutive": 4}
 """Results, of which each may have as many elements as the argument, and one more for sorting."""
 
 
-_REMEMBERED = (str, torch.dtype, torch.device, torch.layout, torch.memory_format)
-_SCALARS = (int, float, complex)
+_REMEMBERED = (str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
+_SCALARS = frozenset((bool, int, float, complex))
+_TENSORS = frozenset((torch.Tensor, torch.nn.Parameter))
+_STRIDED = torch.strided
 
 
 class Estimate:
@@ -61,7 +64,7 @@ class Estimates:
     """Remembers what ops take on one kind of device."""
 
     def __init__(self, device_type: str) -> None:
-        self._device_type = device_type
+        self._device_type, self._is_here = device_type, make_test(device_type)
         self._known: dict[Any, Estimate] = {}
         self._fake = FakeTensorMode(allow_non_fake_inputs=True)
         self._stopwatches: dict[torch.device, Stopwatch] = {}
@@ -77,13 +80,13 @@ class Estimates:
         key: list[Any] = [id(kind.func), torch.get_default_dtype()]
         is_rough = bool(kind.writes)  # a new learning rate changes nothing of what an op in place allocates
         try:
-            _describe(args, key, is_rough)
+            _describe(args, key, is_rough, self._is_here)
             if kwargs:
                 key += kwargs
-                _describe(kwargs.values(), key, is_rough)
+                _describe(kwargs.values(), key, is_rough, self._is_here)
             known = tuple(key)
             found = self._known.get(known)
-        except TypeError:
+        except (TypeError, RuntimeError):
             return self._try(kind.func, args, kwargs)  # it has an argument that cannot be remembered
         if found is None:
             found = self._try(kind.func, args, kwargs)
@@ -151,25 +154,27 @@ def _round_up(nbytes: int) -> int:
     return -(-nbytes // BLOCK_BYTES) * BLOCK_BYTES
 
 
-def _describe(values: Iterable[Any], key: list[Any], is_rough: bool) -> None:
-    """Append what tells these arguments from others. Of a schema, so that no two kinds of value are in one place.
+def _describe(
+    values: Iterable[Any], key: list[Any], is_rough: bool, is_here: Callable[[torch.Tensor], bool]
+) -> None:
+    """Append what tells these arguments from others of the same op. What comes first tells what it describes.
 
     Raises:
-        TypeError: one cannot be remembered.
+        TypeError, RuntimeError: one cannot be remembered.
     """
     for value in values:
         made_as = type(value)
-        if made_as is torch.Tensor or made_as is torch.nn.Parameter or isinstance(value, torch.Tensor):
-            if value.layout is not torch.strided or value.is_nested:
-                raise TypeError  # it has no shape that tells how large it is
-            key += (value.shape, value.dtype, value.device)
-        elif value is None:
-            key.append(None)
-        elif isinstance(value, (list, tuple)):
-            key.append(len(value))
-            _describe(value, key, is_rough)
-        elif isinstance(value, _SCALARS):
+        if made_as in _TENSORS or isinstance(value, torch.Tensor):
+            if value.layout is not _STRIDED:
+                raise TypeError  # its shape does not tell how large it is; of a nested one there is none
+            if not is_here(value):
+                key.append(value.device)
+            key += (value.shape, value.dtype)
+        elif made_as in _SCALARS:
             key += (made_as, None if is_rough and made_as is float else value)  # 1, 1.0 and True are equal
+        elif made_as is list or isinstance(value, (list, tuple)):
+            key.append(len(value))
+            _describe(value, key, is_rough, is_here)
         else:
             # Of a storage or a generator, only what it is: what is remembered must not keep it.
             key.append(value if isinstance(value, _REMEMBERED) else made_as)

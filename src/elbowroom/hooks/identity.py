@@ -6,6 +6,7 @@ weak reference to the storage. Addresses are reused; these objects are compared 
 
 from __future__ import annotations
 
+import operator
 import weakref
 from collections.abc import Callable
 from typing import Generic, TypeVar
@@ -90,6 +91,12 @@ def get_plain_storage(tensor: torch.Tensor, *, fake: bool = False) -> torch.Unty
         return tensor.untyped_storage()
     except (NotImplementedError, RuntimeError):
         return None
+
+
+def make_test(device_type: str) -> Callable[[torch.Tensor], bool]:
+    """Of whether a tensor is on such a device, by the quickest way to ask."""
+    name = f"is_{device_type}"
+    return operator.attrgetter(name) if hasattr(torch.Tensor, name) else lambda each: each.device.type == device_type
 
 
 def is_shared(storage: torch.UntypedStorage) -> bool:

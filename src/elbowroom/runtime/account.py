@@ -53,11 +53,15 @@ class Account(Identities[Residence]):
 
     def put(self, storage: torch.UntypedStorage, item: Residence) -> None:
         """Count a storage. `item.nbytes` is its size from now on."""
-        place = _Place(storage, self._on_place_death)
-        place.item, place.key, place.nbytes = item, id(storage), self.round(item.nbytes)
         with self.lock:
-            self._places[place.key] = place
-            self._bytes += place.nbytes
+            self._add(storage, item)
+
+    def _add(self, storage: torch.UntypedStorage, item: Residence) -> None:
+        place = _Place(storage, self._on_place_death)
+        place.item, place.key = item, id(storage)
+        place.nbytes = nbytes = -(-item.nbytes // self._alignment) * self._alignment
+        self._places[place.key] = place
+        self._bytes += nbytes
 
     def see(self, storage: torch.UntypedStorage, *, is_outside: bool) -> Residence:
         """The residence of a storage; counted from now on if there was none."""
@@ -66,11 +70,12 @@ class Account(Identities[Residence]):
         if place is not None and place() is storage:
             return place.item
         with self.lock:
-            residence = self.find(storage)  # another thread may have put it
-            if residence is None:
-                residence = Residence(storage.nbytes())
-                residence.is_outside = is_outside
-                self.put(storage, residence)
+            place = self._places.get(key)
+            if place is not None and place() is storage:
+                return place.item  # another thread has put it
+            residence = Residence(storage.nbytes())
+            residence.is_outside = is_outside
+            self._add(storage, residence)
         return residence
 
     def reserve(self, nbytes: int) -> None:

@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import itertools
-import operator
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
 
 from elbowroom.hooks.estimates import Estimate, Estimates
-from elbowroom.hooks.identity import get_any_storage, get_plain_storage
+from elbowroom.hooks.identity import get_any_storage, get_plain_storage, make_test
 from elbowroom.hooks.kinds import Kind
 from elbowroom.hooks.replayable import find_barrier, find_statistics, iterate_tensors
 from elbowroom.hooks.settings import Settings, read_settings
 from elbowroom.hooks.stopwatch import Pace
 from elbowroom.runtime.account import Account
 from elbowroom.runtime.calls import Slot
-from elbowroom.runtime.history import Result, Run
+from elbowroom.runtime.history import Run
 from elbowroom.runtime.residence import Geometry, Residence
 from elbowroom.runtime.watcher import Watcher
 
@@ -44,6 +43,10 @@ NOBODYS: Results = []
 
 NO_NAMES: dict[str, Any] = {}
 """Of an op without named arguments; nobody writes to it."""
+
+
+UNKNOWN = Geometry(torch.uint8, torch.Size((0,)), (1,), 0)
+"""Of what an op has written to and does not return."""
 
 
 class Historian(Watcher):
@@ -76,7 +79,7 @@ class Historian(Watcher):
         self._host, self._account, self._estimates = host, account, estimates
         self._stopwatch = estimates.find_stopwatch(device)
         self._stopwatch.collect()
-        self._is_here: Callable[[torch.Tensor], bool] = operator.attrgetter(f"is_{device.type}")
+        self._is_here = make_test(device.type)
         self._places = itertools.count()  # several threads may run ops, and no two share a place
         self._geometries: dict[Geometry, Geometry] = {}
         self._settings: Settings = ()
@@ -87,7 +90,9 @@ class Historian(Watcher):
         self.pauses += 1
         del self._host, self._before_write, self._on_write
 
-    def _run(self, kind: Kind, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _run(
+        self, kind: Kind, args: tuple[Any, ...], kwargs: dict[str, Any], targets: Sequence[torch.Tensor] = ()
+    ) -> Any:
         func = kind.func
         if kind.is_idle:
             return func(*args, **kwargs)
@@ -105,7 +110,7 @@ class Historian(Watcher):
             self._host.give_room(nbytes)
         self.busy_seconds += pace.seconds
         results = self._note(result)
-        written = self._note_written(kind, args, kwargs) if kind.may_write else []
+        written = self._note_written(targets) if targets else []
         if reads is None or results is NOBODYS:
             for residence in written:
                 residence.runs = None
@@ -129,10 +134,10 @@ class Historian(Watcher):
                 self._account.see(storage, is_outside=False)
         return results if is_whole else NOBODYS
 
-    def _note_written(self, kind: Kind, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Residence]:
+    def _note_written(self, targets: Sequence[torch.Tensor]) -> list[Residence]:
         """The residences of what an op wrote to, whose version is new once `on_write` has been told."""
         written: list[Residence] = []
-        for tensor in kind.list_written(args, kwargs):
+        for tensor in targets:
             storage = get_any_storage(tensor) if self._is_here(tensor) else None
             if storage is not None:
                 residence = self._account.see(storage, is_outside=True)
@@ -152,18 +157,18 @@ class Historian(Watcher):
         ]
         if not made and not written:
             return
-        found = tuple([Result(weakref.ref(residence), self._measure(tensor)) for residence, tensor in results])
-        changes: tuple[Result, ...] = ()
+        found: list[Any] = []
+        for residence, tensor in results:
+            found += (weakref.ref(residence), self._measure(tensor))
+        changes: list[Any] = []
         if written:
-            geometries = {residence: result.geometry for (residence, _), result in zip(results, found, strict=True)}
-            changes = tuple(
-                Result(weakref.ref(each), geometries.get(each) or Geometry(torch.uint8, torch.Size((0,)), (1,), 0))
-                for each in written
-            )
+            geometries = {each: self._measure(tensor) for each, tensor in results}
+            for residence in written:
+                changes += (weakref.ref(residence), geometries.get(residence, UNKNOWN))
         if (settings := read_settings()) != self._settings:
             self._settings = settings
         place = next(self._places)
-        run = Run(place, kind.func, reads.args, reads.kwargs, found, changes, self._settings, estimate)
+        run = Run(place, kind.func, reads.args, reads.kwargs, tuple(found), tuple(changes), self._settings, estimate)
         for residence in made:
             if not residence.is_outside:
                 residence.runs = [run]

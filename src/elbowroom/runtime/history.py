@@ -9,7 +9,6 @@ what is as it was when the run read it.
 
 from __future__ import annotations
 
-import weakref
 from typing import Any, NamedTuple
 
 from elbowroom.hooks.estimates import Estimate
@@ -23,15 +22,9 @@ MOST_RUNS = 64
 """On a way: what takes more is not computed again, so that the room and the time that it takes are bounded."""
 
 
-class Result(NamedTuple):
-    """What a run made or wrote to; does not keep its residence."""
-
-    residence: weakref.ref[Residence]
-    geometry: Geometry
-
-    def keep(self) -> Slot:
-        """With the residence, or one in its place that nobody asks for."""
-        return Slot(self.residence() or Residence(0), self.geometry, None, None, 0, 0)
+Results = tuple[Any, ...]
+"""What a run made or wrote to: weak references to residences, each followed by a `Geometry`. In one flat tuple, since
+every object that a step keeps makes the garbage collector slower."""
 
 
 class Run(NamedTuple):
@@ -46,8 +39,8 @@ class Run(NamedTuple):
     func: Any
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    results: tuple[Result, ...]
-    written: tuple[Result, ...]
+    results: Results
+    written: Results
     settings: Settings
     estimate: Estimate
 
@@ -121,8 +114,10 @@ def _is_leaf(residence: Residence, slot: Slot) -> bool:
     return residence.id >= 0 and bool(residence.views) and residence.version == slot.seen
 
 
-def _keep(results: tuple[Result, ...]) -> tuple[Slot, ...]:
-    return tuple(result.keep() for result in results)
+def _keep(results: Results) -> tuple[Slot, ...]:
+    """With their residences, or such in their place that nobody asks for."""
+    pairs = zip(results[::2], results[1::2], strict=True)
+    return tuple(Slot(find() or Residence(0), geometry, None, None, 0, 0) for find, geometry in pairs)
 
 
 def _count_bytes(recording: Recording, runs: list[Run]) -> int:

@@ -170,6 +170,15 @@ class OnlineEngine(Engine):
         """Whether it may leave the device at all."""
         return self._may_move(storage)
 
+    def _may_move(self, storage: int) -> bool:
+        """As in any step; what outlives the step is marked from its beginning, and need not be listed again."""
+        residence = self._bound.get(storage)
+        if residence is None or residence.nbytes < self._min_bytes:
+            return False
+        if residence.may_move is None:
+            residence.may_move = not residence.is_staying
+        return residence.may_move
+
     def may_leave(self, storage: int) -> bool:
         """Whether we hold every alias of it, and nothing at hand needs it."""
         if any(counter[storage] > 0 for counter in self._pinned):

@@ -65,7 +65,9 @@ class Recorder(Watcher):
         """How to compute `target` again, with those of the ops at `ticks` that have been recorded so far."""
         return Recording({tick: self._calls[tick] for tick in ticks if tick in self._calls}, target)
 
-    def _run(self, kind: Kind, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _run(
+        self, kind: Kind, args: tuple[Any, ...], kwargs: dict[str, Any], targets: Sequence[torch.Tensor] = ()
+    ) -> Any:
         func = kind.func
         if self._position == self._count or not touches_tensors(func):
             return func(*args, **kwargs)

@@ -6,12 +6,13 @@ needed, and a write through `x.data` between the two is no error. So a step that
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from elbowroom.hooks.hidden import hide_from_compiler
 from elbowroom.hooks.kinds import Kind, find_kind
 
 
@@ -46,13 +47,22 @@ class Watcher(TorchDispatchMode):
             kind = self._kinds[id(func)] = find_kind(func)
         if not kind.may_write:
             return self._run(kind, args, kwargs)
-        written = kind.list_written(args, kwargs)
-        for tensor in written:
+        targets = kind.list_written(args, kwargs)
+        for tensor in targets:
             self._before_write(tensor)
-        result = self._run(kind, args, kwargs)
-        for tensor in written:
+        result = self._run(kind, args, kwargs, targets)
+        for tensor in targets:
             self._on_write(tensor)
         return result
 
-    def _run(self, kind: Kind, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    _is_hidden = hide_from_compiler(__torch_dispatch__)
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return not cls._is_hidden  # whether PyTorch hides it, in its way
+
+    def _run(
+        self, kind: Kind, args: tuple[Any, ...], kwargs: dict[str, Any], targets: Sequence[torch.Tensor] = ()
+    ) -> Any:
+        """Call the op, which writes to `targets`."""
         return kind.func(*args, **kwargs)
