@@ -154,9 +154,7 @@ def _round_up(nbytes: int) -> int:
     return -(-nbytes // BLOCK_BYTES) * BLOCK_BYTES
 
 
-def _describe(
-    values: Iterable[Any], key: list[Any], is_rough: bool, is_here: Callable[[torch.Tensor], bool]
-) -> None:
+def _describe(values: Iterable[Any], key: list[Any], is_rough: bool, is_here: Callable[[torch.Tensor], bool]) -> None:
     """Append what tells these arguments from others of the same op. What comes first tells what it describes.
 
     Raises:

@@ -32,7 +32,16 @@ class Kind:
         has_statistics: whether some of its arguments are statistics that it may update.
     """
 
-    __slots__ = ("func", "has_conditions", "has_statistics", "is_idle", "is_replayable", "makes_nothing", "may_write", "writes")
+    __slots__ = (
+        "func",
+        "has_conditions",
+        "has_statistics",
+        "is_idle",
+        "is_replayable",
+        "makes_nothing",
+        "may_write",
+        "writes",
+    )
 
     def __init__(self, func: OpOverload) -> None:
         self.func = func

@@ -11,7 +11,6 @@ import torch
 from elbowroom.hooks.identity import Identities
 from elbowroom.runtime.residence import Residence
 
-
 MOST_DEAD = 256
 """Storages that are counted after their death, where there is room all the same."""
 

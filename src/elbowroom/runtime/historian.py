@@ -152,9 +152,7 @@ class Historian(Watcher):
         self, kind: Kind, reads: _Reads, results: Results, written: list[Residence], estimate: Estimate
     ) -> None:
         # What an op was given it has not made, even where its schema hides that a result is a view of it.
-        made = [
-            each for each, _ in results if each.runs is None and not each.version and each not in reads.residences
-        ]
+        made = [each for each, _ in results if each.runs is None and not each.version and each not in reads.residences]
         if not made and not written:
             return
         found: list[Any] = []
