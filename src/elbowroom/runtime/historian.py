@@ -26,11 +26,7 @@ class Host(Protocol):
     """Whoever owns the room."""
 
     def take_room(self, nbytes: int, func: Any) -> None:
-        """Make room for what an op is about to allocate, and keep it free until `give_room`."""
-        ...
-
-    def give_room(self, nbytes: int) -> None:
-        """The op has run."""
+        """Make room for what an op is about to allocate, and reserve it in the account until the op has run."""
         ...
 
 
@@ -107,16 +103,26 @@ class Historian(Watcher):
             else:
                 result = func(*args, **kwargs)
         finally:
-            self._host.give_room(nbytes)
+            if nbytes:
+                self._account.reserve(-nbytes)  # what it made is counted as it is seen
         self.busy_seconds += pace.seconds
-        results = self._note(result)
-        written = self._note_written(targets) if targets else []
-        if reads is None or results is NOBODYS:
-            for residence in written:
-                residence.runs = None
-        else:
-            self._record(kind, reads, results, written, estimate)
+        if reads is not None:
+            self._record(kind, reads, self._note(result), self._note_written(targets), estimate)
+            return result
+        if not targets or result is not targets[0]:
+            self._count(result)
+        for residence in self._note_written(targets):
+            residence.runs = None
         return result
+
+    def _count(self, result: Any) -> None:
+        """Results that are not recorded take room all the same."""
+        for tensor in (result,) if type(result) is torch.Tensor else iterate_tensors(result):
+            if self._is_here(tensor):
+                if (storage := get_any_storage(tensor)) is not None:
+                    self._account.see(storage, is_outside=False)
+                elif tensor.layout is torch.sparse_coo:
+                    self._count((tensor._indices(), tensor._values()))
 
     def _note(self, result: Any) -> Results:
         """The residence of each result, and the result; `NOBODYS` where one has none."""
@@ -126,12 +132,9 @@ class Historian(Watcher):
             storage = get_plain_storage(tensor) if self._is_here(tensor) else None
             if storage is not None:
                 results.append((self._account.see(storage, is_outside=False), tensor))
-                continue
-            is_whole = False
-            if tensor.layout is torch.sparse_coo:
-                self._note((tensor._indices(), tensor._values()))
-            elif self._is_here(tensor) and (storage := get_any_storage(tensor)) is not None:
-                self._account.see(storage, is_outside=False)
+            else:
+                is_whole = False
+                self._count(tensor)
         return results if is_whole else NOBODYS
 
     def _note_written(self, targets: Sequence[torch.Tensor]) -> list[Residence]:
@@ -151,6 +154,10 @@ class Historian(Watcher):
     def _record(
         self, kind: Kind, reads: _Reads, results: Results, written: list[Residence], estimate: Estimate
     ) -> None:
+        if results is NOBODYS:
+            for residence in written:
+                residence.runs = None
+            return
         # What an op was given it has not made, even where its schema hides that a result is a view of it.
         made = [each for each, _ in results if each.runs is None and not each.version and each not in reads.residences]
         if not made and not written:

@@ -92,7 +92,7 @@ class OnlineEngine(Engine):
     # -- room -----------------------------------------------------------------------------------------------------
 
     def take_room(self, nbytes: int, func: Any) -> None:
-        """Make room for what an op is about to allocate, and keep it free until `give_room`.
+        """Make room for what an op is about to allocate, and reserve it until the op has run.
 
         Raises:
             Infeasible: everything that may leave has left, and there is not enough.
@@ -102,10 +102,6 @@ class OnlineEngine(Engine):
                 self._drain()
                 self._make_room(nbytes, str(func))
             self.account.reserve(nbytes)
-
-    def give_room(self, nbytes: int) -> None:
-        """The op has run: what it made is counted as it is seen."""
-        self.account.reserve(-nbytes)
 
     def _make_room(self, nbytes: int, what: str) -> None:
         while (missing := self.account.live_bytes + nbytes - self._budget_bytes) > 0:
