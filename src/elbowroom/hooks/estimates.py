@@ -1,4 +1,4 @@
-"""What an op is about to allocate, before it runs.
+"""What an op is about to allocate, before it runs, and how long it took before.
 
 An op is tried on fake tensors the first time its kind, shapes and dtypes are seen; after that it is looked up.
 """
@@ -6,15 +6,18 @@ An op is tried on fake tensors the first time its kind, shapes and dtypes are se
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import _disable_current_modes
 
 from elbowroom.cost.workspace import estimate_workspace
-from elbowroom.hooks.replayable import find_written, is_view, iterate_tensors
+from elbowroom.hooks.identity import make_test
+from elbowroom.hooks.kinds import Kind, find_kind
+from elbowroom.hooks.replayable import iterate_tensors
+from elbowroom.hooks.stopwatch import Pace, Stopwatch, make_stopwatch
 from elbowroom.ir.trace import Op, View
 
 logger = logging.getLogger(__name__)
@@ -46,45 +49,71 @@ _DENSE = {"_sparse_addmm", "addmm"}
 """Their result is dense, though one of their matrices is sparse."""
 
 _REMEMBERED = (str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
+_SCALARS = frozenset((bool, int, float, complex))
+_TENSORS = frozenset((torch.Tensor, torch.nn.Parameter))
+_STRIDED = torch.strided
 
 
-class Estimate(NamedTuple):
-    """Bytes of an op's results, and what it may take beyond them, at most: inside itself, or as its values have it."""
+class Estimate:
+    """What an op takes.
 
-    result_bytes: int
-    inner_bytes: int
+    Attributes:
+        result_bytes: of its results, at most.
+        inner_bytes: it allocates so much inside itself beyond them, at most.
+        nbytes: both.
+        pace: how long it took.
+    """
 
+    __slots__ = ("inner_bytes", "nbytes", "pace", "result_bytes")
 
-NOTHING = Estimate(0, 0)
+    def __init__(self, result_bytes: int, inner_bytes: int) -> None:
+        self.result_bytes, self.inner_bytes = result_bytes, inner_bytes
+        self.nbytes = result_bytes + inner_bytes
+        self.pace = Pace()
 
 
 class Estimates:
-    """Remembers what ops allocate on one kind of device."""
+    """Remembers what ops take on one kind of device."""
 
     def __init__(self, device_type: str) -> None:
-        self._device_type = device_type
+        self._device_type, self._is_here = device_type, make_test(device_type)
         self._known: dict[Any, Estimate] = {}
         self._told: set[Any] = set()
         self._fake = FakeTensorMode(allow_non_fake_inputs=True)
+        self._stopwatches: dict[torch.device, Stopwatch] = {}
 
     def find(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Estimate:
-        """What an op with these arguments allocates. Cost: some microseconds; the first time, some hundred."""
-        if is_view(func) or func._opname == "set_":
-            return NOTHING
+        """What an op with these arguments takes. Cost: one or two microseconds; the first time, some hundred."""
+        return self.find_of(find_kind(func), args, kwargs)
+
+    def find_of(self, kind: Kind, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Estimate:
+        """The same, where the kind of op is known."""
+        if kind.makes_nothing:
+            return Estimate(0, 0)
+        key: list[Any] = [id(kind.func), torch.get_default_dtype()]
+        is_rough = bool(kind.writes)  # a new learning rate changes nothing of what an op in place allocates
         try:
-            # A learning rate that changes every step changes nothing of what an op in place allocates.
-            describe = _describe_roughly if find_written(func) else _describe
-            key: tuple[Any, ...] = (id(func), torch.get_default_dtype(), *map(describe, args))
+            _describe(args, key, is_rough, self._is_here)
             if kwargs:
-                key += (*kwargs, *map(describe, kwargs.values()))
-            found = self._known.get(key)
-        except TypeError:
-            return self._try(func, args, kwargs)  # it has an argument that cannot be remembered
+                key += kwargs
+                _describe(kwargs.values(), key, is_rough, self._is_here)
+            known = tuple(key)
+            found = self._known.get(known)
+        except (TypeError, RuntimeError):
+            return self._try(kind.func, args, kwargs)  # it has an argument that cannot be remembered
         if found is None:
-            if len(self._known) >= MOST_KEPT:
-                self._known.clear()
-            found = self._known[key] = self._try(func, args, kwargs)
+            found = self._try(kind.func, args, kwargs)
+            if kind.func._opname not in _COUNTS:  # there the values tell, and they may be others the next time
+                if len(self._known) >= MOST_KEPT:
+                    self._known.clear()
+                self._known[known] = found
         return found
+
+    def find_stopwatch(self, device: torch.device) -> Stopwatch:
+        """What the ops on a device are timed with."""
+        if device not in self._stopwatches:
+            self._stopwatches[device] = make_stopwatch(device)
+        return self._stopwatches[device]
 
     def _try(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Estimate:
         given: list[tuple[torch.Tensor, int]] = []
@@ -154,23 +183,28 @@ def _round_up(nbytes: int) -> int:
     return -(-nbytes // BLOCK_BYTES) * BLOCK_BYTES
 
 
-def _describe(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        if value.is_nested:
-            raise TypeError  # it has no shape to remember it by
-        return value.shape, value.dtype, value.device
-    if isinstance(value, (list, tuple)):
-        return tuple(map(_describe, value))
-    if isinstance(value, (int, float, complex)):
-        return type(value), value  # 1, 1.0 and True are equal
-    # Of a storage or a generator, only what it is: what is remembered must not keep it.
-    return value if isinstance(value, _REMEMBERED) else type(value)
+def _describe(values: Iterable[Any], key: list[Any], is_rough: bool, is_here: Callable[[torch.Tensor], bool]) -> None:
+    """Append what tells these arguments from others of the same op. What comes first tells what it describes.
 
-
-def _describe_roughly(value: Any) -> Any:
-    if isinstance(value, (list, tuple)):
-        return tuple(map(_describe_roughly, value))
-    return float if isinstance(value, float) else _describe(value)
+    Raises:
+        TypeError, RuntimeError: one cannot be remembered.
+    """
+    for value in values:
+        made_as = type(value)
+        if made_as in _TENSORS or isinstance(value, torch.Tensor):
+            if value.layout is not _STRIDED:
+                raise TypeError  # its shape does not tell how large it is; of a nested one there is none
+            if not is_here(value):
+                key.append(value.device)
+            key += (value.shape, value.dtype)
+        elif made_as in _SCALARS:
+            key += (made_as, None if is_rough and made_as is float else value)  # 1, 1.0 and True are equal
+        elif made_as is list or isinstance(value, (list, tuple)):
+            key.append(len(value))
+            _describe(value, key, is_rough, is_here)
+        else:
+            # Of a storage or a generator, only what it is: what is remembered must not keep it.
+            key.append(value if isinstance(value, _REMEMBERED) else made_as)
 
 
 def _is_strided(tensor: torch.Tensor) -> bool:

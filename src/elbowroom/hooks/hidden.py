@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
 
 import torch
 from torch.utils._python_dispatch import (
@@ -15,6 +15,20 @@ from torch.utils._python_dispatch import (
 
 Hidden = torch._C._DisableTorchDispatch
 """A context in which no dispatch mode sees an op. For plain tensors only: others need theirs to work at all."""
+
+
+def hide_from_compiler(function: Callable[..., Any]) -> bool:
+    """Have torch.compile leave a function alone, and what it calls; whether that could be done.
+
+    Once, where PyTorch's own way is another call around each call.
+    """
+    try:
+        from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
+
+        set_code_exec_strategy(function.__code__, _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP))
+    except (AttributeError, ImportError, TypeError):  # none of it is documented
+        return False
+    return True
 
 
 class Pausable(Protocol):
@@ -30,10 +44,6 @@ class Paused:
 
     def __init__(self, watchers: Sequence[Pausable]) -> None:
         self._watchers = list(watchers)
-
-    def watch(self, watchers: Sequence[Pausable]) -> None:
-        """Pause these, too."""
-        self._watchers += watchers
 
     def __enter__(self) -> None:
         for watcher in self._watchers:

@@ -6,6 +6,7 @@ weak reference to the storage. Addresses are reused; these objects are compared 
 
 from __future__ import annotations
 
+import operator
 import weakref
 from collections.abc import Callable
 from typing import Generic, TypeVar
@@ -78,14 +79,24 @@ def get_plain_storage(tensor: torch.Tensor, *, fake: bool = False) -> torch.Unty
     Args:
         fake: whether fake tensors count as ordinary ones, or as wrapped ones.
     """
-    if isinstance(tensor, FakeTensor):  # a Parameter may be one
-        if not fake:
+    if (made_as := type(tensor)) is not torch.Tensor and made_as is not torch.nn.Parameter:
+        if isinstance(tensor, FakeTensor):  # a Parameter may be one
+            if not fake:
+                return None
+        elif not isinstance(tensor, torch.nn.Parameter):
             return None
-    elif type(tensor) is not torch.Tensor and not isinstance(tensor, torch.nn.Parameter):
-        return None
     if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_conj() or tensor.is_neg():
         return None
-    return get_any_storage(tensor)
+    try:
+        return tensor.untyped_storage()
+    except (NotImplementedError, RuntimeError):
+        return None
+
+
+def make_test(device_type: str) -> Callable[[torch.Tensor], bool]:
+    """Of whether a tensor is on such a device, by the quickest way to ask."""
+    name = f"is_{device_type}"
+    return operator.attrgetter(name) if hasattr(torch.Tensor, name) else lambda each: each.device.type == device_type
 
 
 def is_shared(storage: torch.UntypedStorage) -> bool:

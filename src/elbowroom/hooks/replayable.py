@@ -73,6 +73,12 @@ def find_barrier(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
     return ""
 
 
+def may_be_replayed(func: OpOverload) -> tuple[bool, bool]:
+    """Whether an op may be replayed, given the right arguments; and whether `find_barrier` has to look at them."""
+    has_conditions = func._opname == "convolution" or "attention" in func._opname
+    return has_conditions or not find_barrier(func, (), {}), has_conditions
+
+
 def _without_dropout(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """An attention op is tagged as random even where its dropout is off."""
     if "attention" not in func._opname:
@@ -82,6 +88,11 @@ def _without_dropout(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, 
             value = args[index] if index < len(args) else kwargs.get("dropout_p", argument.default_value)
             return bool(value == 0.0)
     return False
+
+
+def has_statistics(func: OpOverload) -> bool:
+    """Whether some of an op's arguments are running statistics that it may update."""
+    return func._opname in _STATISTICS
 
 
 def find_statistics(func: OpOverload, args: tuple[Any, ...]) -> tuple[int, ...]:

@@ -3,12 +3,26 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from collections import deque
 
 import torch
 
 from elbowroom.hooks.identity import Identities
 from elbowroom.runtime.residence import Residence
+
+MOST_DEAD = 256
+"""Storages that are counted after their death, where there is room all the same."""
+
+
+class _Place(weakref.ref[torch.UntypedStorage]):
+    """A storage, its residence, and what is counted for it. One object a storage, since every step makes thousands."""
+
+    __slots__ = ("item", "key", "nbytes")
+
+    item: Residence
+    key: int
+    nbytes: int
 
 
 class Account(Identities[Residence]):
@@ -18,33 +32,75 @@ class Account(Identities[Residence]):
         alignment_bytes: a block takes a multiple of it.
 
     Attributes:
-        lock: held while anything is counted; whoever looks for a storage and puts it if it is not there holds it, too.
+        lock: held while anything is counted.
     """
 
     def __init__(self, alignment_bytes: int) -> None:
+        super().__init__()
+        self._places: dict[int, _Place] = {}
         # A storage may die at any moment, in any thread: its bytes are taken off when somebody looks.
-        self._dead: deque[int] = deque()
-        super().__init__(lambda residence: self._dead.append(self.round(residence.nbytes)))
+        self._dead: deque[_Place] = deque()
+        self._on_place_death = self._dead.append  # a method of C: quick, and safe at any moment
         self._alignment = alignment_bytes
-        self._bytes = self._reserved = 0
+        self._bytes = 0  # what is there, and what was reserved
         self.lock = threading.RLock()
+
+    def find(self, storage: torch.UntypedStorage) -> Residence | None:
+        """The residence of a storage, or None if it has none."""
+        place = self._places.get(id(storage))
+        return place.item if place is not None and place() is storage else None
 
     def put(self, storage: torch.UntypedStorage, item: Residence) -> None:
         """Count a storage. `item.nbytes` is its size from now on."""
         with self.lock:
-            super().put(storage, item)
-            self._bytes += self.round(item.nbytes)
+            self._add(storage, item)
+
+    def _add(self, storage: torch.UntypedStorage, item: Residence) -> None:
+        place = _Place(storage, self._on_place_death)
+        place.item, place.key = item, id(storage)
+        place.nbytes = nbytes = -(-item.nbytes // self._alignment) * self._alignment
+        self._places[place.key] = place
+        self._bytes += nbytes
+
+    def see(self, storage: torch.UntypedStorage, *, is_outside: bool) -> Residence:
+        """The residence of a storage; counted from now on if there was none."""
+        key = id(storage)
+        place = self._places.get(key)
+        if place is not None and place() is storage:
+            return place.item
+        with self.lock:
+            place = self._places.get(key)
+            if place is not None and place() is storage:
+                return place.item  # another thread has put it
+            residence = Residence(storage.nbytes())
+            residence.is_outside = is_outside
+            self._add(storage, residence)
+        return residence
 
     def reserve(self, nbytes: int) -> None:
         """Count what is about to be allocated; negative once that has been done, or not."""
         with self.lock:
-            self._reserved += nbytes
+            self._bytes += nbytes
+
+    def reserve_within(self, nbytes: int, most: int) -> bool:
+        """The same if no more than `most` is there then; says whether it was."""
+        with self.lock:
+            # Whether anything died matters only where there is no room without it.
+            if self._bytes + nbytes > most and self.live_bytes + nbytes > most:
+                return False
+            self._bytes += nbytes
+            if len(self._dead) > MOST_DEAD:
+                self._bury()
+            return True
 
     def measure(self, storage: torch.UntypedStorage, residence: Residence) -> None:
         """Count a storage anew, which an op may have resized."""
-        with self.lock:
-            before, residence.nbytes = residence.nbytes, storage.nbytes()
-            self._bytes += self.round(residence.nbytes) - self.round(before)
+        residence.nbytes = storage.nbytes()
+        place, nbytes = self._places[id(storage)], self.round(residence.nbytes)
+        if place.nbytes != nbytes:
+            with self.lock:
+                self._bytes += nbytes - place.nbytes
+                place.nbytes = nbytes
 
     def round(self, nbytes: int) -> int:
         """What a block of so many bytes takes."""
@@ -54,6 +110,12 @@ class Account(Identities[Residence]):
     def live_bytes(self) -> int:
         """What is there, and what was reserved."""
         with self.lock:
-            while self._dead:
-                self._bytes -= self._dead.popleft()
-            return self._bytes + self._reserved
+            self._bury()
+            return self._bytes
+
+    def _bury(self) -> None:
+        while self._dead:
+            place = self._dead.popleft()
+            self._bytes -= place.nbytes
+            if self._places.get(place.key) is place:
+                del self._places[place.key]

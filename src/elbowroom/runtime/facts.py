@@ -128,10 +128,12 @@ class StepFacts:
     def _has_no_room_below(self, residence: Residence) -> bool:
         return residence.copy is None and bool(self.stuck) and residence.nbytes >= min(self.stuck.values())
 
-    def forget(self, storage: int | None = None) -> None:
-        """A storage, or all, is no more of interest; a way keeps what it starts from."""
-        if storage is None:
-            self._ways.clear()
-        else:
-            self._ways.pop(storage, None)
-            self.stuck.pop(storage, None)
+    def forget(self, storage: int) -> None:
+        """A storage is no more of interest; its way keeps what it starts from."""
+        self._ways.pop(storage, None)
+        self.stuck.pop(storage, None)
+
+    def close(self) -> None:
+        """The step is over: let go of all ways, and of who is asked."""
+        self._ways.clear()
+        self.may_move = lambda storage: False

@@ -3,27 +3,21 @@
 from __future__ import annotations
 
 import itertools
-import time
 import weakref
-from collections.abc import Callable
-from typing import Any, Protocol
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from elbowroom.hooks.estimates import Estimates
-from elbowroom.hooks.identity import get_any_storage, get_plain_storage, is_shared
-from elbowroom.hooks.replayable import (
-    find_barrier,
-    find_statistics,
-    find_written,
-    is_view,
-    iterate_tensors,
-    list_written,
-    touches_tensors,
-)
-from elbowroom.hooks.settings import read_settings
-from elbowroom.runtime.calls import Slot, iterate_slots
-from elbowroom.runtime.history import Result, Run
+from elbowroom.hooks.estimates import Estimate, Estimates
+from elbowroom.hooks.identity import get_any_storage, get_plain_storage, make_test
+from elbowroom.hooks.kinds import Kind
+from elbowroom.hooks.replayable import find_barrier, find_statistics, iterate_tensors
+from elbowroom.hooks.settings import Settings, read_settings
+from elbowroom.hooks.stopwatch import Pace
+from elbowroom.runtime.account import Account
+from elbowroom.runtime.calls import Slot
+from elbowroom.runtime.history import Run
 from elbowroom.runtime.residence import Geometry, Residence
 from elbowroom.runtime.watcher import Watcher
 
@@ -32,19 +26,7 @@ class Host(Protocol):
     """Whoever owns the room."""
 
     def take_room(self, nbytes: int, func: Any) -> None:
-        """Make room for what an op is about to allocate, and keep it free until `give_room`."""
-        ...
-
-    def give_room(self, nbytes: int) -> None:
-        """The op has run."""
-        ...
-
-    def measure(self, storage: torch.UntypedStorage, residence: Residence) -> None:
-        """Count a storage that may have been resized."""
-        ...
-
-    def find_seen(self, storage: torch.UntypedStorage, *, is_outside: bool) -> Residence:
-        """The residence of a storage, made if there is none."""
+        """Make room for what an op is about to allocate, and reserve it in the account until the op has run."""
         ...
 
 
@@ -55,27 +37,38 @@ NOBODYS: Results = []
 """Stands for results that could not be told apart."""
 
 
+NO_NAMES: dict[str, Any] = {}
+"""Of an op without named arguments; nobody writes to it."""
+
+
+UNKNOWN = Geometry(torch.uint8, torch.Size((0,)), (1,), 0)
+"""Of what an op has written to and does not return."""
+
+
 class Historian(Watcher):
     """Records every op that may be replayed.
 
     Args:
         host: owns the room.
-        estimates: what ops allocate.
-        device_type: ops elsewhere are let pass.
+        account: of what is there.
+        estimates: what ops take.
+        device: ops elsewhere are let pass.
         before_write, on_write: as for a Watcher.
         is_recording: whether anything may have to be replayed; else room is all that is looked after.
 
     Attributes:
         busy_seconds: ops took so long.
 
-    Cost: some ten microseconds an op; `benchmarks/op_overhead.py` measures it.
+    Cost: a few microseconds an op; `benchmarks/op_overhead.py` measures it. What is done for each op is little, and
+    flat; what only a search for a way needs is worked out there.
     """
 
     def __init__(
         self,
         host: Host,
+        account: Account,
         estimates: Estimates,
-        device_type: str,
+        device: torch.device,
         before_write: Callable[[torch.Tensor], None],
         on_write: Callable[[torch.Tensor], None],
         *,
@@ -83,134 +76,165 @@ class Historian(Watcher):
     ) -> None:
         super().__init__(before_write, on_write)
         self._is_recording = is_recording
-        self._host, self._estimates, self._device_type = host, estimates, device_type
+        self._host, self._account, self._estimates = host, account, estimates
+        self._stopwatch = estimates.find_stopwatch(device)
+        self._stopwatch.collect()
+        self._is_here = make_test(device.type)
         self._places = itertools.count()  # several threads may run ops, and no two share a place
+        self._geometries: dict[Geometry, Geometry] = {}
+        self._settings: Settings = ()
         self.busy_seconds = 0.0
 
-    def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if is_view(func) or not touches_tensors(func):
+    def close(self) -> None:
+        """The step is over: let every op pass, and let go of who asked."""
+        self.pauses += 1
+        self.stand_in = None
+        del self._host, self._before_write, self._on_write
+
+    def run(
+        self, kind: Kind, args: tuple[Any, ...], kwargs: dict[str, Any], targets: Sequence[torch.Tensor] = ()
+    ) -> Any:
+        func = kind.func
+        if kind.is_idle:
             return func(*args, **kwargs)
-        estimate = self._estimates.find(func, args, kwargs)
+        estimate = self._estimates.find_of(kind, args, kwargs)
         # Described first: an op may write to what it reads.
-        described = self._describe_all(func, args, kwargs) if self._is_recording and torch.is_grad_enabled() else None
+        may_record = self._is_recording and kind.is_replayable and torch.is_grad_enabled()
+        reads = self._describe_all(kind, args, kwargs) if may_record else None
         # What an op takes inside itself is known as an upper bound only, for which no step is refused that is captured.
-        nbytes = estimate.result_bytes + (estimate.inner_bytes if self._is_recording else 0)
+        nbytes, pace = estimate.nbytes if self._is_recording else estimate.result_bytes, estimate.pace
         self._host.take_room(nbytes, func)
-        begin = time.perf_counter()
         try:
-            result = func(*args, **kwargs)
+            if pace.begun < Pace.ENOUGH:
+                result = self._stopwatch.time(pace, func, args, kwargs)
+            else:
+                result = func(*args, **kwargs)
         finally:
-            self._host.give_room(nbytes)
-        seconds = time.perf_counter() - begin
-        self.busy_seconds += seconds
-        results, written = self._note(result), self._note_written(func, args, kwargs)
-        # What an op was given it has not made, even where its schema hides that a result is a view of it.
-        read = {slot.residence for slot in iterate_slots(described)} if described else set()
-        made = [each for each, _ in results if each.runs is None and not each.version and each not in read]
-        if described is None or results is NOBODYS or not (made or written) or find_barrier(func, args, kwargs):
+            if nbytes:
+                self._account.reserve(-nbytes)  # what it made is counted as it is seen
+        self.busy_seconds += pace.seconds
+        if reads is not None:
+            self._record(kind, reads, self._note(result), self._note_written(targets), estimate)
+            return result
+        if not targets or result is not targets[0]:
+            self._count(result)
+        for residence in self._note_written(targets):
+            residence.runs = None
+        return result
+
+    def _count(self, result: Any) -> None:
+        """Results that are not recorded take room all the same."""
+        for tensor in (result,) if type(result) is torch.Tensor else iterate_tensors(result):
+            if self._is_here(tensor):
+                if (storage := get_any_storage(tensor)) is not None:
+                    self._account.see(storage, is_outside=False)
+                elif tensor.layout is torch.sparse_coo:
+                    self._count((tensor._indices(), tensor._values()))
+
+    def _note(self, result: Any) -> Results:
+        """The residence of each result, and the result; `NOBODYS` where one has none."""
+        results: Results = []
+        is_whole = True
+        for tensor in (result,) if type(result) is torch.Tensor else iterate_tensors(result):
+            storage = get_plain_storage(tensor) if self._is_here(tensor) else None
+            if storage is not None:
+                results.append((self._account.see(storage, is_outside=False), tensor))
+            else:
+                is_whole = False
+                self._count(tensor)
+        return results if is_whole else NOBODYS
+
+    def _note_written(self, targets: Sequence[torch.Tensor]) -> list[Residence]:
+        """The residences of what an op wrote to, whose version is new once `on_write` has been told."""
+        written: list[Residence] = []
+        for tensor in targets:
+            storage = get_any_storage(tensor) if self._is_here(tensor) else None
+            if storage is not None:
+                residence = self._account.see(storage, is_outside=True)
+                if residence not in written:
+                    self._account.measure(storage, residence)
+                    written.append(residence)
+                if get_plain_storage(tensor) is None:
+                    residence.runs = None
+        return written
+
+    def _record(
+        self, kind: Kind, reads: _Reads, results: Results, written: list[Residence], estimate: Estimate
+    ) -> None:
+        if results is NOBODYS:
             for residence in written:
                 residence.runs = None
-            return result
-        run = self._make_run(func, args, described, results, written, seconds, estimate.inner_bytes)
+            return
+        # What an op was given it has not made, even where its schema hides that a result is a view of it.
+        made = [each for each, _ in results if each.runs is None and not each.version and each not in reads.residences]
+        if not made and not written:
+            return
+        found: list[Any] = []
+        for residence, tensor in results:
+            found += (weakref.ref(residence), self._measure(tensor))
+        changes: list[Any] = []
+        if written:
+            geometries = {each: self._measure(tensor) for each, tensor in results}
+            for residence in written:
+                changes += (weakref.ref(residence), geometries.get(residence, UNKNOWN))
+        if (settings := read_settings()) != self._settings:
+            self._settings = settings
+        place = next(self._places)
+        run = Run(place, kind.func, reads.args, reads.kwargs, tuple(found), tuple(changes), self._settings, estimate)
         for residence in made:
             if not residence.is_outside:
                 residence.runs = [run]
         for residence in written:
             if residence.runs is not None and not residence.is_outside:
                 residence.runs.append(run)
-        return result
 
-    def _note(self, result: Any) -> Results:
-        """The residence of each result, and the result; `NOBODYS` where one has none."""
-        if isinstance(result, torch.Tensor):
-            result = (result,)
-        results: Results = []
-        is_whole = True
-        for tensor in iterate_tensors(result):
-            storage = get_plain_storage(tensor) if tensor.device.type == self._device_type else None
-            if storage is None:
-                is_whole = False
-                if tensor.layout is torch.sparse_coo:
-                    self._note((tensor._indices(), tensor._values()))
-            else:
-                results.append((self._host.find_seen(storage, is_outside=False), tensor))
-        return results if is_whole else NOBODYS
-
-    def _note_written(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Residence]:
-        """The residences of what an op wrote to, whose version is new once `on_write` has been told."""
-        written: list[Residence] = []
-        for tensor in list_written(func, args, kwargs):
-            storage = get_any_storage(tensor) if tensor.device.type == self._device_type else None
-            if storage is not None:
-                residence = self._host.find_seen(storage, is_outside=True)
-                if residence not in written:
-                    self._host.measure(storage, residence)
-                    written.append(residence)
-                if get_plain_storage(tensor) is None:
-                    residence.runs = None
-        return written
-
-    def _make_run(
-        self,
-        func: Any,
-        args: tuple[Any, ...],
-        described: tuple[tuple[Any, ...], dict[str, Any]],
-        results: Results,
-        written: list[Residence],
-        seconds: float,
-        inner_bytes: int,
-    ) -> Run:
-        scratch = {position for position, _ in find_written(func) if position < len(args)}
-        scratch.update(find_statistics(func, args))
-        found = tuple(Result(weakref.ref(residence), Geometry.of(tensor)) for residence, tensor in results)
-        changes: tuple[Result, ...] = ()
-        if written:
-            geometries = {residence: result.geometry for (residence, _), result in zip(results, found, strict=True)}
-            changes = tuple(
-                Result(weakref.ref(each), geometries.get(each) or Geometry(torch.uint8, torch.Size((0,)), (1,), 0))
-                for each in written
-            )
-        return Run(
-            next(self._places),
-            func,
-            *described,
-            found,
-            changes,
-            tuple(sorted(scratch)),
-            read_settings(),
-            seconds,
-            inner_bytes,
-        )
-
-    def _describe_all(
-        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        """Arguments with slots in the place of tensors; None if one of them cannot be had again."""
+    def _describe_all(self, kind: Kind, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Reads | None:
+        """Arguments with slots in the place of tensors; None if they cannot be had again, or the op may not be."""
+        if kind.has_conditions and find_barrier(kind.func, args, kwargs):
+            return None
+        residences: list[Residence] = []
         try:
-            statistics = find_statistics(func, args)
-            described = tuple(map(self._describe, args))
-            if statistics:
-                described = tuple(
-                    value._replace(is_read=False) if position in statistics and isinstance(value, Slot) else value
-                    for position, value in enumerate(described)
-                )
-            return described, {name: self._describe(value) for name, value in kwargs.items()}
+            described = self._describe(args, residences)
+            named = dict(zip(kwargs, self._describe(kwargs.values(), residences), strict=True)) if kwargs else NO_NAMES
         except _Foreign:
             return None
+        if kind.has_statistics:
+            for position in find_statistics(kind.func, args):
+                if isinstance(described[position], Slot):
+                    described[position] = described[position]._replace(is_read=False)
+        return _Reads(tuple(described), named, residences)
 
-    def _describe(self, value: Any) -> Any:
-        if isinstance(value, torch.Tensor):
-            storage = get_plain_storage(value)
-            if storage is None or value.device.type != self._device_type:
-                raise _Foreign
-            residence = self._host.find_seen(storage, is_outside=True)
-            if residence.is_outside and (not residence.is_staying or is_shared(storage)):
-                raise _Foreign
-            kept = storage if residence.is_outside else None
-            return Slot(residence, Geometry.of(value), kept, None, 0, residence.version)
-        if isinstance(value, (list, tuple)):
-            return type(value)(map(self._describe, value))
-        return value
+    def _measure(self, tensor: torch.Tensor) -> Geometry:
+        """Of many tensors alike, one geometry is kept: what is there makes the garbage collector slow."""
+        geometry = Geometry.of(tensor)
+        return self._geometries.setdefault(geometry, geometry)
+
+    def _describe(self, values: Iterable[Any], residences: list[Residence]) -> list[Any]:
+        described: list[Any] = []
+        for value in values:
+            if isinstance(value, torch.Tensor):
+                storage = get_plain_storage(value) if self._is_here(value) else None
+                if storage is None:
+                    raise _Foreign
+                residence = self._account.see(storage, is_outside=True)
+                if residence.is_outside and not residence.is_staying:
+                    raise _Foreign
+                residences.append(residence)
+                kept = storage if residence.is_outside else None
+                described.append(Slot(residence, self._measure(value), kept, None, 0, residence.version))
+            elif isinstance(value, (list, tuple)):
+                described.append(type(value)(self._describe(value, residences)))
+            else:
+                described.append(value)
+        return described
+
+
+class _Reads(NamedTuple):
+    """What an op is given, and the residences of it."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    residences: list[Residence]
 
 
 class _Foreign(Exception):

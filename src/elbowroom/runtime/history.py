@@ -9,11 +9,12 @@ what is as it was when the run read it.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from elbowroom.hooks.estimates import Estimate
 from elbowroom.hooks.identity import is_shared
+from elbowroom.hooks.replayable import find_statistics, find_written
 from elbowroom.hooks.settings import Settings
 from elbowroom.runtime.calls import Call, Recording, Slot, iterate_slots
 from elbowroom.runtime.residence import Geometry, Residence
@@ -22,15 +23,9 @@ MOST_RUNS = 64
 """On a way: what takes more is not computed again, so that the room and the time that it takes are bounded."""
 
 
-class Result(NamedTuple):
-    """What a run made or wrote to; does not keep its residence."""
-
-    residence: weakref.ref[Residence]
-    geometry: Geometry
-
-    def keep(self) -> Slot:
-        """With the residence, or one in its place that nobody asks for."""
-        return Slot(self.residence() or Residence(0), self.geometry, None, None, 0, 0)
+Results = tuple[Any, ...]
+"""What a run made or wrote to: weak references to residences, each followed by a `Geometry`. In one flat tuple, since
+every object that a step keeps makes the garbage collector slower."""
 
 
 class Run(NamedTuple):
@@ -38,20 +33,24 @@ class Run(NamedTuple):
 
     Attributes:
         place: counts the ops of a step.
-        seconds: it took so long.
-        inner_bytes: it allocates so much beside its results.
+        estimate: what it takes.
     """
 
     place: int
     func: Any
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    results: tuple[Result, ...]
-    written: tuple[Result, ...]
-    scratch: tuple[int, ...]
+    results: Results
+    written: Results
     settings: Settings
-    seconds: float
-    inner_bytes: int
+    estimate: Estimate
+
+    def keep(self) -> Call:
+        """As a call, which keeps what it made."""
+        results, written = _keep(self.results), _keep(self.written)
+        scratch = {position for position, _ in find_written(self.func) if position < len(self.args)}
+        scratch.update(find_statistics(self.func, self.args))
+        return Call(self.func, self.args, self.kwargs, results, written, tuple(sorted(scratch)), self.settings)
 
 
 class Way(NamedTuple):
@@ -98,16 +97,12 @@ def find_way(target: Residence) -> Way | None:
                     continue
                 seen.add(read)
                 stack.append(read)
-    calls = {
-        place: Call(run.func, run.args, run.kwargs, _keep(run.results), _keep(run.written), run.scratch, run.settings)
-        for place, run in runs.items()
-    }
-    recording = Recording(calls, target)
+    recording = Recording({place: run.keep() for place, run in runs.items()}, target)
     taken = [runs[index] for index in recording.calls]
     return Way(
         recording=recording,
-        seconds=sum(run.seconds for run in taken),
-        nbytes=count_bytes(recording, {place: run.inner_bytes for place, run in runs.items()}),
+        seconds=sum(run.estimate.pace.seconds for run in taken),
+        nbytes=count_bytes(recording, {place: run.estimate.inner_bytes for place, run in runs.items()}),
         versions=_list_versions(recording),
     )
 
@@ -120,8 +115,10 @@ def _is_leaf(residence: Residence, slot: Slot) -> bool:
     return residence.id >= 0 and bool(residence.views) and residence.version == slot.seen
 
 
-def _keep(results: tuple[Result, ...]) -> tuple[Slot, ...]:
-    return tuple(result.keep() for result in results)
+def _keep(results: Results) -> tuple[Slot, ...]:
+    """With their residences, or such in their place that nobody asks for."""
+    pairs = zip(results[::2], results[1::2], strict=True)
+    return tuple(Slot(find() or Residence(0), geometry, None, None, 0, 0) for find, geometry in pairs)
 
 
 def count_bytes(recording: Recording, inner_bytes: Mapping[int, int]) -> int:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import time
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
@@ -19,7 +20,9 @@ import torch
 from elbowroom._family import get
 from elbowroom.errors import Infeasible, Thrashing
 from elbowroom.hooks.estimates import UNSEEN_BYTES, Estimates
-from elbowroom.hooks.identity import Identities
+from elbowroom.hooks.hidden import Paused
+from elbowroom.hooks.identity import Identities, is_shared
+from elbowroom.hooks.kinds import Kind
 from elbowroom.ir.actions import Action, Recompute, Release, Reload
 from elbowroom.ir.events import PressureRaised, StorageRestored
 from elbowroom.ir.hardware import HardwareProfile
@@ -33,7 +36,7 @@ from elbowroom.residency.machine import Drop, Machine, State
 from elbowroom.runtime.account import Account
 from elbowroom.runtime.engine import Engine
 from elbowroom.runtime.facts import StepFacts
-from elbowroom.runtime.follower import Observer
+from elbowroom.runtime.follower import Follower, Observer
 from elbowroom.runtime.historian import Historian
 from elbowroom.runtime.history import count_bytes
 from elbowroom.runtime.recorder import Recorder
@@ -114,7 +117,7 @@ class OnlineEngine(Engine):
             self._guide = Guided(get(policies, policy, "Policy")(self._facts, habits), first, is_awake=is_awake)
         self._machine = Machine(self._guide or CapacityFirst(self._may_move), self._segments)
         self.historian = Historian(
-            self, estimates, device.type, self.about_to_write, self.written, is_recording=policy is not None
+            self, self.account, estimates, device, self.about_to_write, self.written, is_recording=policy is not None
         )
         self.recorder: Recorder | None = None
         if is_awake:
@@ -126,7 +129,7 @@ class OnlineEngine(Engine):
             self.historian.stand_in = _run
         if is_awake or (first is not None and first.decisions):
             self.watcher = self.historian
-            self._paused.watch([self.historian])
+            self._paused = Paused([self.historian] if observer is None else [self.historian, observer])
 
     @property
     def followed(self) -> int | None:
@@ -147,7 +150,7 @@ class OnlineEngine(Engine):
         self.historian.stand_in = None
         for tensor in self._list_residents():
             if tensor.device.type == self._device_type and tensor.layout is torch.strided:
-                self.find_seen(tensor.untyped_storage(), is_outside=True).is_staying = True
+                self.account.see(tensor.untyped_storage(), is_outside=True).is_staying = True
 
     def _leave_ops(self, why: str) -> Run:
         with self._lock:
@@ -156,7 +159,7 @@ class OnlineEngine(Engine):
 
     def _leave_trace(self, why: str) -> None:
         """The step is another one that is known, or none: its plan, if it has one, decides from now on."""
-        followed, trace = self.followed, self._follower.trace
+        followed = self.followed
         logger.debug("the step left its trace: %s", why)
         if followed is None:
             self.drift = why
@@ -164,43 +167,37 @@ class OnlineEngine(Engine):
             return
         self._guide.follow(None if followed is None else self._known[followed].plan, self._follower.tick)
         if not self.is_awake and self.watcher is not None:
-            self._find_outside(trace)
+            self._find_outside(self._known[0].trace)
             self._wake()
             self._guide.wake(self._list_gone())
 
-    def _find_outside(self, trace: Trace | None) -> None:
+    def _find_outside(self, trace: Trace) -> None:
         """Tell a batch from what the step has made, before ops were looked at. What no op touches any more, and neither
         autograd nor the model holds, is never counted."""
         for storage, residence in self._bound.items():
-            if trace is not None and storage < len(trace.storages):
-                residence.is_outside = trace.storages[storage].role not in (Role.TEMPORARY, Role.ACTIVATION)
+            residence.is_outside = trace.storages[storage].role not in (Role.TEMPORARY, Role.ACTIVATION)
 
     def _list_gone(self) -> list[Release | Drop]:
-        gone: list[Release | Drop] = []
-        for storage in self._bound:
-            if self._machine.state(storage) is State.AWAY:
-                gone.append(Release(storage))
-            elif (segment := self._machine.segment_of(storage)) is not None:
-                gone.append(Drop(storage, segment))
-        return gone
+        gone: list[Release | Drop] = [each for each in map(Release, self._bound) if self._is_away(each.storage)]
+        segments = {storage: self._machine.segment_of(storage) for storage in self._bound}
+        return gone + [Drop(storage, segment) for storage, segment in segments.items() if segment is not None]
+
+    def _is_away(self, storage: int) -> bool:
+        return self._machine.state(storage) is State.AWAY
 
     # -- room -----------------------------------------------------------------------------------------------------
 
     def take_room(self, nbytes: int, func: Any) -> None:
-        """Make room for what an op is about to allocate, and keep it free until `give_room`.
+        """Make room for what an op is about to allocate, and reserve it until the op has run.
 
         Raises:
             Infeasible: everything that may leave has left, and there is not enough.
         """
-        if self.account.live_bytes + nbytes > self._limit_bytes:
+        if not self.account.reserve_within(nbytes, self._limit_bytes):
             with self._lock:
                 self._drain()
                 self._make_room(nbytes, str(func))
-        self.account.reserve(nbytes)
-
-    def give_room(self, nbytes: int) -> None:
-        """The op has run: what it made is counted as it is seen."""
-        self.account.reserve(-nbytes)
+            self.account.reserve(nbytes)
 
     def _make_room(self, nbytes: int, what: str) -> None:
         while (missing := self.account.live_bytes + nbytes - self._limit_bytes) > 0:
@@ -215,25 +212,23 @@ class OnlineEngine(Engine):
                 )  # fmt: skip
             self._carry_out(actions)
 
-    def find_seen(self, storage: torch.UntypedStorage, *, is_outside: bool) -> Residence:
-        """The residence of a storage, made if there is none."""
-        residence = self._identities.find(storage)
-        if residence is None:
-            with self.account.lock:
-                if (residence := self._identities.find(storage)) is None:
-                    residence = Residence(storage.nbytes())
-                    residence.is_outside = is_outside
-                    self._identities.put(storage, residence)
-        return residence
-
-    def measure(self, storage: torch.UntypedStorage, residence: Residence) -> None:
-        """Count a storage that may have been resized."""
+    def _measure(self, storage: torch.UntypedStorage, residence: Residence) -> None:
         self.account.measure(storage, residence)
 
-    _measure = measure
-
     def _find_residence(self, storage: torch.UntypedStorage) -> Residence:
-        return self.find_seen(storage, is_outside=True)
+        return self.account.see(storage, is_outside=True)
+
+    def _may_move(self, storage: int) -> bool:
+        """As in any step; while awake what outlives the step is marked, and need not be listed."""
+        if not self.is_awake:
+            return super()._may_move(storage)
+        residence = self._bound.get(storage)
+        if residence is None or residence.nbytes < self._min_bytes:
+            return False
+        if residence.may_move is None:
+            home = residence.find_storage()
+            residence.may_move = not residence.is_staying and (home is None or not is_shared(home))
+        return residence.may_move
 
     # -- actions --------------------------------------------------------------------------------------------------
 
@@ -366,8 +361,11 @@ class OnlineEngine(Engine):
         """The step is over: nobody watches writes from now on, and nobody makes room."""
         self._is_over = True
         with self._lock:
+            self._drain()
             dropped = [residence for residence in self._bound.values() if residence.recording is not None]
             if not self.is_awake and not dropped:
+                if not self._bound:
+                    self._break_cycles()
                 return  # it goes on as planned, if there is anything left of it
             if dropped:
                 self._follower.stop("it ended before its backward pass did")
@@ -377,9 +375,8 @@ class OnlineEngine(Engine):
                 # Where that failed, an error in a later backward pass is better than a replay of what is no more.
                 for residence in list(self._bound.values()):
                     self._forget_recording(residence)
-                self._facts.forget()
-                self._machine.policy = CapacityFirst(self._may_move)
                 self._limit_bytes = NO_LIMIT
+                self._break_cycles()
 
     def _settle_all(self, dropped: Iterable[Residence]) -> None:
         try:
@@ -391,6 +388,15 @@ class OnlineEngine(Engine):
             self._limit_bytes = NO_LIMIT
             self._settle(list(self._bound.values()))
 
+    def _break_cycles(self) -> None:
+        """With the last handle this goes at once, and thousands of objects with it: the garbage collector is slow."""
+        may_move = weakref.WeakMethod(self._may_move)
+        self._machine.policy = CapacityFirst(lambda storage: (ask := may_move()) is not None and ask(storage))
+        self._follower = Follower((), self._min_bytes, self._bound, lambda why: None)
+        self._guide = self.recorder = None
+        self._facts.close()
+        self.historian.close()
 
-def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return func(*args, **kwargs)
+
+def _run(kind: Kind, args: tuple[Any, ...], kwargs: dict[str, Any], targets: Sequence[torch.Tensor] = ()) -> Any:
+    return kind.func(*args, **kwargs)

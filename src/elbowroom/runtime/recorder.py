@@ -13,6 +13,7 @@ import torch
 
 from elbowroom.errors import InternalError
 from elbowroom.hooks.identity import get_plain_storage, is_shared
+from elbowroom.hooks.kinds import Kind
 from elbowroom.hooks.replayable import find_statistics, find_written, iterate_tensors, touches_tensors
 from elbowroom.hooks.settings import read_settings
 from elbowroom.ir.plan import Plan
@@ -62,8 +63,11 @@ class Recorder:
             return Recording({}, target)
         return Recording({tick: self._calls[tick] for tick in ticks if tick in self._calls}, target)
 
-    def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run(
+        self, kind: Kind, args: tuple[Any, ...], kwargs: dict[str, Any], targets: Sequence[torch.Tensor] = ()
+    ) -> Any:
         """Run an op, and record it if it is wanted."""
+        func = kind.func
         if self._position == self._count or not touches_tensors(func):
             return func(*args, **kwargs)
         op = self._ops[self._position]
@@ -73,7 +77,7 @@ class Recorder:
             name = self._names[func] = str(func)
         if name != op.name:
             run = self._on_drift(f"op {self._position - 1} is {name}, where the trace has {op.name}")
-            return run(func, args, kwargs)
+            return run(kind, args, kwargs, targets)
         if op.tick not in self._wanted:
             return func(*args, **kwargs)
         slots, settings = self._describe(func, op, args, kwargs), read_settings()

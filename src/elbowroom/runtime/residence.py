@@ -33,7 +33,8 @@ class Geometry(NamedTuple):
     @classmethod
     def of(cls, tensor: torch.Tensor) -> Geometry:
         """The geometry of a strided tensor."""
-        return cls(tensor.dtype, tensor.shape, tensor.stride(), int(tensor.storage_offset()))
+        # Straight to the tuple: this is done for each argument and result of a recorded op.
+        return tuple.__new__(cls, (tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset()))
 
     def view(self, storage: torch.UntypedStorage) -> torch.Tensor:
         """The tensor that lies like this in a storage."""
@@ -78,7 +79,6 @@ class Residence:
         ghost: the storage that was let go last, for as long as the program still holds it.
         copy: its contents in the tier below, if it was ever offloaded.
         recording: how it is computed again, while it is dropped.
-        readers: dropped storages whose replay reads this one.
         may_move: whether it may leave the device; None until somebody asks.
         runs: the ops of this step that made it and wrote to it, in order; None where that is not known. Only in steps
             that are decided on as they go.
@@ -97,11 +97,10 @@ class Residence:
             "is_staying",
             "may_move",
             "nbytes",
-            "readers",
             "recording",
             "runs",
         ),
-        *("storage", "version", "views"),
+        *("_readers", "storage", "version", "views"),
     )
 
     def __init__(self, nbytes: int) -> None:
@@ -112,11 +111,18 @@ class Residence:
         self.ghost: weakref.ref[torch.UntypedStorage] | None = None
         self.copy: Copy | None = None
         self.recording: Recording | None = None
-        self.readers: set[Residence] = set()
+        self._readers: set[Residence] | None = None
         self.may_move: bool | None = None
         self.runs: list[Run] | None = None
         self.version = 0
         self.is_outside = self.is_staying = False
+
+    @property
+    def readers(self) -> set[Residence]:
+        """Dropped storages whose replay reads this one. Few have any."""
+        if self._readers is None:
+            self._readers = set()
+        return self._readers
 
     def find_storage(self) -> torch.UntypedStorage | None:
         """The storage on the device, if we hold it."""

@@ -1,0 +1,68 @@
+"""What is known of an op whatever it is given: found once, and looked up for each op of every step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch._ops import OpOverload
+
+from elbowroom.hooks.replayable import (
+    by_op,
+    find_written,
+    has_statistics,
+    is_view,
+    list_written,
+    may_be_replayed,
+    touches_tensors,
+)
+
+
+class Kind:
+    """One op overload.
+
+    Attributes:
+        func: the op itself, which lives as long as this, so that its identity is not used again.
+        is_traced: whether a trace has it.
+        is_idle: it only looks at its argument in another way, or asks: nothing is allocated or written to.
+        makes_nothing: it allocates nothing.
+        may_write: it writes to some of its arguments, or may update statistics.
+        writes: (position, name) of the arguments that it writes to by its schema.
+        is_replayable: whether it may be replayed, as far as that does not rest on its arguments.
+        has_conditions: whether that rests on its arguments, too.
+        has_statistics: whether some of its arguments are statistics that it may update.
+    """
+
+    __slots__ = (
+        "func",
+        "has_conditions",
+        "has_statistics",
+        "is_idle",
+        "is_replayable",
+        "is_traced",
+        "makes_nothing",
+        "may_write",
+        "writes",
+    )
+
+    def __init__(self, func: OpOverload) -> None:
+        self.func = func
+        self.writes = find_written(func)
+        self.has_statistics = has_statistics(func)
+        self.may_write = bool(self.writes) or self.has_statistics
+        self.is_traced = touches_tensors(func)
+        self.is_idle = not self.may_write and (is_view(func) or not self.is_traced)
+        self.makes_nothing = is_view(func) or func._opname == "set_"
+        self.is_replayable, self.has_conditions = may_be_replayed(func)
+
+    def list_written(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+        """The tensors that it writes to: by its schema, and statistics that it updates without saying so."""
+        if len(self.writes) == 1 and not self.has_statistics:
+            position, name = self.writes[0]
+            value = args[position] if position < len(args) else kwargs.get(name)
+            if isinstance(value, torch.Tensor):
+                return [value]
+        return list_written(self.func, args, kwargs)
+
+
+find_kind = by_op(Kind)
