@@ -106,6 +106,12 @@ def test_ops_are_timed_a_few_times_in_a_room(profile: HardwareProfile, monkeypat
     assert asked.count("aten.tanh.default") == Pace.ENOUGH
 
 
+def test_what_cannot_be_marked_is_not_timed() -> None:
+    device, pace = FakeDevice(), Pace()
+    assert Stopwatch(lambda: None).time(pace, device.run, (5.0,), {}) == "result"
+    assert pace.begun == 0
+
+
 def test_what_rests_on_values_is_asked_again() -> None:
     estimates = Estimates("cpu")
     func = torch.ops.aten.repeat_interleave.Tensor

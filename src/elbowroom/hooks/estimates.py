@@ -202,6 +202,8 @@ def _describe(values: Iterable[Any], key: list[Any], is_rough: bool, is_here: Ca
         elif made_as is list or isinstance(value, (list, tuple)):
             key.append(len(value))
             _describe(value, key, is_rough, is_here)
+        elif isinstance(value, (int, float, complex)):  # of a class of its own
+            key += (made_as, value)
         else:
             # Of a storage or a generator, only what it is: what is remembered must not keep it.
             key.append(value if isinstance(value, _REMEMBERED) else made_as)

@@ -59,8 +59,8 @@ class CudaMark:
         self._event.record(torch.cuda.current_stream(device))
 
     def is_past(self) -> bool:
-        """Whether the stream has passed it."""
-        return bool(self._event.query())
+        """Whether the stream has passed it. To ask while a graph is captured would end the capture."""
+        return not torch.cuda.is_current_stream_capturing() and bool(self._event.query())
 
     def seconds_since(self, earlier: CudaMark) -> float:
         """By the device's clock."""
@@ -93,25 +93,25 @@ class Stopwatch:
     """Times ops on one device.
 
     Args:
-        mark: leaves a mark in what the device does.
+        mark: leaves a mark in what the device does; None where that cannot be done.
     """
 
-    def __init__(self, mark: Callable[[], Mark]) -> None:
+    def __init__(self, mark: Callable[[], Mark | None]) -> None:
         self._mark = mark
         self._pending: deque[tuple[Mark, Mark, Pace]] = deque()
 
     def time(self, pace: Pace, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The result of an op, which is timed. Until the device has told, the host's seconds stand in."""
         self.collect()
-        if len(self._pending) >= MOST_PENDING:
-            return func(*args, **kwargs)
-        begin, before = self._mark(), time.perf_counter()
+        begin = self._mark() if len(self._pending) < MOST_PENDING else None
+        before = time.perf_counter()
         result = func(*args, **kwargs)
-        if not pace.begun:
-            pace.seconds = time.perf_counter() - before
-        pace.begun += 1
-        self._pending.append((begin, self._mark(), pace))
-        self.collect()
+        if begin is not None and (end := self._mark()) is not None:
+            if not pace.begun:
+                pace.seconds = time.perf_counter() - before
+            pace.begun += 1
+            self._pending.append((begin, end, pace))
+            self.collect()
         return result
 
     def collect(self) -> None:
@@ -129,4 +129,9 @@ class Stopwatch:
 
 def make_stopwatch(device: torch.device) -> Stopwatch:
     """The one for a device."""
-    return Stopwatch((lambda: CudaMark(device)) if device.type == "cuda" else HostMark)
+
+    def mark() -> CudaMark | None:
+        # What is captured into a graph does not run now.
+        return None if torch.cuda.is_current_stream_capturing() else CudaMark(device)
+
+    return Stopwatch(mark if device.type == "cuda" else HostMark)

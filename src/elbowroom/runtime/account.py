@@ -77,6 +77,13 @@ class Account(Identities[Residence]):
             self._add(storage, residence)
         return residence
 
+    def close(self) -> None:
+        """Forget everything."""
+        with self.lock:
+            self._places.clear()
+            self._dead.clear()
+            self._bytes = 0
+
     def reserve(self, nbytes: int) -> None:
         """Count what is about to be allocated; negative once that has been done, or not."""
         with self.lock:
