@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import elbowroom
@@ -134,6 +135,17 @@ def test_a_step_leaves_nothing_for_the_garbage_collector(profile: HardwareProfil
             assert [engine() is None for engine in engines] == [True, True, False]
     finally:
         gc.enable()
+
+
+def test_ops_that_the_dispatcher_does_not_know_pass(profile: HardwareProfile) -> None:
+    """A fake tensor is asked for its device by an op like that."""
+    model = nn.Linear(8, 8)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with elbowroom.fit(model, optimizer, 1 << 30, mode="dynamic", profile=profile) as room, room.step():
+        with FakeTensorMode():
+            nn.Linear(8, 8)(torch.randn(4, 8)).sum().backward()
+        model(torch.ones(4, 8)).sum().backward()
+    assert model.weight.grad is not None
 
 
 def test_a_watcher_is_not_compiled() -> None:

@@ -131,7 +131,7 @@ def is_view(func: OpOverload) -> bool:
     By its schema, but for ops that are made of others and are seen whole in inference mode: they may copy.
     """
     if not func.is_view or func._opname.startswith("lift"):
-        return False
+        return False  # nor does PyTorch's dispatcher know of all ops, and it ends the process where it is asked
     return not torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd")
 
 

@@ -66,6 +66,9 @@ class Known(NamedTuple):
 class OnlineEngine(Engine):
     """Runs one step under plans and a policy.
 
+    Attributes:
+        followed: which of the known steps it is; None if it is none.
+
     Args:
         transfers, device, list_staying, min_bytes, spare_bytes, observer: as for `Engine`.
         budget_bytes: what the step may hold on the device.
@@ -101,6 +104,7 @@ class OnlineEngine(Engine):
             transfers, device, list_staying, min_bytes, traces=traces, spare_bytes=spare_bytes, observer=observer
         )
         self._list_residents, self._known = list_residents, known
+        self.followed = self._follower.followed
         self._limit_bytes, self._budget_bytes = NO_LIMIT, budget_bytes
         self._identities = self.account = Account(profile.alignment_bytes)
         first = known[0].plan if known else None
@@ -132,11 +136,6 @@ class OnlineEngine(Engine):
             self._paused = Paused([self.historian] if observer is None else [self.historian, observer])
 
     @property
-    def followed(self) -> int | None:
-        """Which of the known steps this one is; None if it is none."""
-        return self._follower.followed
-
-    @property
     def is_awake(self) -> bool:
         """Whether room is watched."""
         return self._limit_bytes < NO_LIMIT
@@ -159,7 +158,7 @@ class OnlineEngine(Engine):
 
     def _leave_trace(self, why: str) -> None:
         """The step is another one that is known, or none: its plan, if it has one, decides from now on."""
-        followed = self.followed
+        followed = self.followed = self._follower.followed
         logger.debug("the step left its trace: %s", why)
         if followed is None:
             self.drift = why
@@ -174,16 +173,14 @@ class OnlineEngine(Engine):
     def _find_outside(self, trace: Trace) -> None:
         """Tell a batch from what the step has made, before ops were looked at. What no op touches any more, and neither
         autograd nor the model holds, is never counted."""
+        made = {home.id for home in trace.storages if home.role in (Role.TEMPORARY, Role.ACTIVATION)}
         for storage, residence in self._bound.items():
-            residence.is_outside = trace.storages[storage].role not in (Role.TEMPORARY, Role.ACTIVATION)
+            residence.is_outside = storage not in made
 
     def _list_gone(self) -> list[Release | Drop]:
-        gone: list[Release | Drop] = [each for each in map(Release, self._bound) if self._is_away(each.storage)]
+        away = [Release(storage) for storage in self._bound if self._machine.state(storage) is State.AWAY]
         segments = {storage: self._machine.segment_of(storage) for storage in self._bound}
-        return gone + [Drop(storage, segment) for storage, segment in segments.items() if segment is not None]
-
-    def _is_away(self, storage: int) -> bool:
-        return self._machine.state(storage) is State.AWAY
+        return away + [Drop(storage, segment) for storage, segment in segments.items() if segment is not None]
 
     # -- room -----------------------------------------------------------------------------------------------------
 
