@@ -58,6 +58,22 @@ class Facts(Protocol):
         """To compute it again, and first what of its ancestors is dropped; infinite if that cannot be done."""
         ...
 
+    def own_seconds(self, storage: int) -> float:
+        """To compute it again from its neighbours, were they all there; infinite if that cannot be done."""
+        ...
+
+    def move_seconds(self, nbytes: int) -> tuple[float, float]:
+        """To copy so many bytes out, and back."""
+        ...
+
+    def busy_seconds(self) -> float:
+        """Of those since the step began, what its own ops took."""
+        ...
+
+    def most_bytes(self) -> int:
+        """Most that was there, or asked for, since this was last called."""
+        ...
+
     def neighbours(self, storage: int) -> Iterable[int]:
         """The saved storages that it would be computed from."""
         ...
@@ -145,11 +161,11 @@ class Online:
             if not isinstance(event, StorageSaved):
                 self.came(storage)
         if isinstance(event, StorageNeeded):
-            self.habits.needed(storage)
+            self.habits.needed(storage, self.facts.busy_seconds())
             return self._come_early() if self._away else ()
         if isinstance(event, StorageSaved):
-            self.habits.saved(storage, self.facts.nbytes(storage))
-            return self._copy_early() if self.is_early else ()
+            self.habits.saved(storage, self.facts.nbytes(storage), self.facts.busy_seconds())
+            return self._copy_early(storage) if self.is_early and storage in self._place else ()
         return ()
 
     def _take(self, storage: int) -> None:
@@ -209,14 +225,17 @@ class Online:
                 break
             intents.append(Reload(storage))
         for intent in intents:
-            # On the device from here on, as far as room goes.
-            self._away.pop(intent.storage)
-            self._place[intent.storage] = len(self._pool)
-            self._pool.append(intent.storage)
-            self.came(intent.storage)
+            self._expect(intent.storage)
         return intents
 
-    def _copy_early(self) -> list[Intent]:
+    def _expect(self, storage: int) -> None:
+        """It is on its way back, and on the device from here on, as far as room goes."""
+        self._away.pop(storage)
+        self._place[storage] = len(self._pool)
+        self._pool.append(storage)
+        self.came(storage)
+
+    def _copy_early(self, saved: int) -> list[Intent]:
         if self.facts.spare_bytes() > AHEAD * self.facts.budget_bytes():
             return []
         storage = self._pick()

@@ -104,7 +104,8 @@ class _Step:
         self._claims: set[int] = set()  # on the device
         self._pinned: list[Counter[int]] = []
         self._clock = self._recompute = self._stall = 0.0
-        self._live = self._peak = 0
+        self._live = self._peak = self._most = 0
+        self._busy = 0.0
         self._moved = [0, 0]
         self._evictions = self._replays = 0
 
@@ -158,6 +159,7 @@ class _Step:
             self._hold(storage)
         self._peak = max(self._peak, self._live + workspace)
         self._pass(self._costs.op_seconds[index])
+        self._busy += self._costs.op_seconds[index]
         self._back.run(index)
 
     def _save_or_need(self, event: Event, *, is_need: bool) -> None:
@@ -201,6 +203,7 @@ class _Step:
             raise Infeasible(needed_bytes=self._budget + 1, budget_bytes=self._budget, op="a step that takes too long")
 
     def _make_room(self, nbytes: int, what: str) -> None:
+        self._most = max(self._most, self._live + nbytes)
         while (missing := self._live + nbytes - self._budget) > 0:
             actions = self._machine.feed(PressureRaised(missing, 0))
             if not actions:
@@ -295,6 +298,24 @@ class _Step:
         nbytes = self._trace.storages[storage].nbytes
         back = reload_seconds(self._costs.link, nbytes)
         return back if storage in self._copied else back + offload_seconds(self._costs.link, nbytes)
+
+    def own_seconds(self, storage: int) -> float:
+        """From its neighbours; infinite where there is no way."""
+        way = self._find_way(storage)
+        return math.inf if way is None else way.seconds
+
+    def move_seconds(self, nbytes: int) -> tuple[float, float]:
+        """Out, and back."""
+        return offload_seconds(self._costs.link, nbytes), reload_seconds(self._costs.link, nbytes)
+
+    def busy_seconds(self) -> float:
+        """What the step's own ops took."""
+        return self._busy
+
+    def most_bytes(self) -> int:
+        """Most since this was last called."""
+        most, self._most = self._most, self._live
+        return most
 
     def replay_seconds(self, storage: int) -> float:
         """With what was dropped before it; infinite where there is no way."""

@@ -1,8 +1,9 @@
-"""What will be needed last leaves first, going by the step before; without one, as `delta`.
+"""What the step before says should leave does, as it says; where it says nothing, as `delta`.
 
-A storage that leaves is missed for as long as it is not needed: min(recompute, swap) / (bytes x events until then).
-What was offloaded comes back in the order in which it will be needed, while there is room, and copies begin before the
-budget is reached.
+From the order and the times of saves and needs, and the room that would have been taken, `residency.foresight` says
+what is copied in the shadow of the ops, and when it comes back, and what is dropped. Under pressure, what was copied
+leaves first, then what was to be dropped, then what is cheapest to miss: min(recompute, swap) / (bytes x events until
+the next use, or seconds since the last). A swap counts with what is under way before it.
 
 Source: next uses by position within an iteration are what vDNN, Capuchin and TENSILE plan with; the score is DELTA's,
 with the future in the place of the past. L. A. Belady, "A study of replacement algorithms for a virtual-storage
@@ -11,24 +12,152 @@ computer", IBM Systems Journal 5, 1966: what is needed last is what to miss.
 
 from __future__ import annotations
 
+import heapq
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
-from elbowroom.residency.online import Online
+from elbowroom.ir.actions import Offload, Reload
+from elbowroom.ir.events import Event, PressureRaised, StorageFreed, StorageNeeded, StorageSaved
+from elbowroom.residency.foresight import Role, foresee
+from elbowroom.residency.habits import Habits
+from elbowroom.residency.machine import Intent
+from elbowroom.residency.online import Facts, Online
+
+UNFORESEEN = 1e9
+"""Added to the score of what was not to leave."""
 
 
 class Policy(Online):
-    """min(recompute, swap) / (bytes x events until the next use, or since the last)."""
+    """As foreseen; else min(recompute, swap) / (bytes x events until the next use, or seconds since the last)."""
 
     is_early = True
+
+    def __init__(self, facts: Facts, habits: Habits) -> None:
+        super().__init__(facts, habits)
+        self._roles: Mapping[int, Role] | None = None
+        self._missing: dict[int, int] = {}  # bytes of what is not there
+        self._missing_bytes = 0
+        self._copied: dict[int, float] = {}  # when each copy is out
+        self._out_free = 0.0
+        self._backs: list[tuple[int, int]] = []  # (event, storage) of copies back, by event
+
+    # -- what is told ---------------------------------------------------------------------------------------------
+
+    def decide(self, event: Event) -> Iterable[Intent]:
+        """What to do once `event` has been served."""
+        facts, storage = self.facts, event.storage
+        if self._roles is None:
+            self._roles = foresee(self.habits.before, facts.budget_bytes(), facts.move_seconds)
+        if isinstance(event, StorageFreed):
+            self._copied.pop(storage, None)
+        elif isinstance(event, PressureRaised) and not self.habits.present.was_tight:
+            self.habits.present.was_tight = True
+            for each in self._pool:
+                self._learn(each)
+        if isinstance(event, (PressureRaised, StorageSaved, StorageNeeded)):
+            self.habits.demand(facts.most_bytes() + self._missing_bytes)
+        if not isinstance(event, PressureRaised):
+            self.came(storage)
+        return super().decide(event)
+
+    def left(self, storage: int, is_dropped: bool) -> None:
+        self._missing[storage] = nbytes = self.facts.nbytes(storage)
+        self._missing_bytes += nbytes
+        if is_dropped:
+            return
+        role = self._find_role(storage)
+        if storage not in self._copied:
+            self._send(storage)
+        if role is not None and role.is_copied and role.back > self.habits.events:
+            heapq.heappush(self._backs, (role.back, storage))
+
+    def came(self, storage: int) -> None:
+        self._missing_bytes -= self._missing.pop(storage, 0)
+
+    def _send(self, storage: int) -> None:
+        out, _ = self.facts.move_seconds(self.facts.nbytes(storage))
+        self._copied[storage] = self._out_free = max(self._out_free, self.facts.now()) + out
+
+    def _learn(self, storage: int) -> None:
+        """What it would take to compute it again; once in a step like the one before."""
+        use = self.habits.find(storage)
+        if use is None or use.is_known:
+            return
+        use.is_known = True
+        before = self.habits.find_before(storage)
+        if before is not None and before.is_known:
+            use.own_seconds, use.leaves = before.own_seconds, before.leaves
+            return
+        use.own_seconds = self.facts.own_seconds(storage)
+        leaves = [self.habits.find(leaf) for leaf in self.facts.neighbours(storage)]
+        use.leaves = tuple(leaf.place for leaf in leaves if leaf is not None)
+
+    def _find_role(self, storage: int) -> Role | None:
+        use = self.habits.find_before(storage)
+        return None if use is None or self._roles is None else self._roles.get(use.place)
+
+    # -- what is rated --------------------------------------------------------------------------------------------
 
     def rate(self, storage: int) -> float:
         facts = self.facts
         events = self.habits.next_use(storage)
-        absent = self.idle_seconds(storage) if events is None else events
-        weight = facts.nbytes(storage) * absent
-        return min(facts.replay_seconds(storage), facts.swap_seconds(storage)) / weight if weight > 0 else math.inf
+        role = self._find_role(storage)
+        if role is not None and role.is_copied and self._copied.get(storage, math.inf) <= facts.now():
+            return -float(events or 1)
+        weight = facts.nbytes(storage) * (self.idle_seconds(storage) if events is None else events)
+        if weight <= 0:
+            return math.inf
+        replay = facts.replay_seconds(storage)
+        if role is not None and not role.is_copied:
+            return replay / weight
+        return min(replay, self._swap_seconds(storage)) / weight + (UNFORESEEN if self._roles else 0.0)
+
+    def drops(self, storage: int) -> bool:
+        role = self._find_role(storage)
+        if role is not None and (not role.is_copied or storage in self._copied):
+            return not role.is_copied
+        return self.facts.replay_seconds(storage) < self._swap_seconds(storage)
+
+    def _swap_seconds(self, storage: int) -> float:
+        """With what is under way before it."""
+        swap, now = self.facts.swap_seconds(storage), self.facts.now()
+        if storage in self._copied:
+            return swap + max(0.0, self._copied[storage] - now)
+        return swap + max(0.0, self._out_free - now)
+
+    # -- what comes and goes early --------------------------------------------------------------------------------
 
     def list_next(self, away: Iterable[int]) -> Iterable[int]:
         found = [(events, storage) for storage in away if (events := self.habits.next_use(storage)) is not None]
         return [storage for _, storage in sorted(found)] or away
+
+    def _come_early(self) -> list[Intent]:
+        if not self._roles:
+            return super()._come_early()
+        intents: list[Intent] = []
+        spare = self.facts.spare_bytes()
+        while self._backs and self._backs[0][0] <= self.habits.events:
+            storage = self._backs[0][1]
+            if storage in self._away:
+                spare -= self.facts.nbytes(storage)
+                if spare < 0:
+                    break
+                intents.append(Reload(storage))
+                self._expect(storage)
+            heapq.heappop(self._backs)
+        return intents
+
+    def _copy_early(self, saved: int) -> list[Intent]:
+        if self.habits.present.was_tight or self.habits.before.was_tight:
+            self._learn(saved)
+        if not self._roles:
+            intents = super()._copy_early(saved)
+            for intent in intents:
+                if intent.storage not in self._copied:
+                    self._send(intent.storage)
+            return intents
+        role = self._find_role(saved)
+        if role is None or not role.is_copied or saved in self._copied:
+            return []
+        self._send(saved)
+        return [Offload(saved)]
