@@ -216,9 +216,11 @@ class _Step:
         pinned: Counter[int] = Counter()
         for action in actions:
             if isinstance(action, Recompute):
-                pinned.update((*self._segments[action.segment].leaves, *action.outputs))
+                pinned.update(self._segments[action.segment].leaves)
             elif isinstance(action, Reload):
                 pinned[action.storage] += 1
+        if actions and isinstance(actions[-1], Recompute):
+            pinned.update(actions[-1].outputs)  # what is needed; links of the chain may go once they were read
         self._pinned.append(pinned)
         try:
             for action in actions:
