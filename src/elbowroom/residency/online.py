@@ -123,6 +123,10 @@ class Online:
         """The lower, the sooner it leaves."""
         raise NotImplementedError
 
+    def rank(self, storage: int) -> int:
+        """What is of a lower rank leaves first, however it is rated."""
+        return 0
+
     def drops(self, storage: int) -> bool:
         """Whether it is dropped and not offloaded; asked only where both can be done."""
         return self.facts.replay_seconds(storage) < self.facts.swap_seconds(storage)
@@ -197,9 +201,13 @@ class Online:
     def _pick(self) -> int | None:
         """The lowest of a sample; None if nothing may leave."""
         for among in (self._draw(), self._pool):
-            rated = [(self.rate(storage), storage) for storage in among if self.facts.may_leave(storage)]
+            rated = [
+                (self.rank(storage), self.rate(storage), storage)
+                for storage in among
+                if self.facts.may_leave(storage)
+            ]
             if rated:
-                return min(rated)[1]
+                return min(rated)[2]
             if len(self._pool) <= SAMPLE:
                 break
         return None

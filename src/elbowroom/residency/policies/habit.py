@@ -23,10 +23,6 @@ from elbowroom.residency.habits import Habits
 from elbowroom.residency.machine import Intent
 from elbowroom.residency.online import Facts, Online
 
-UNFORESEEN = 1e9
-"""Added to the score of what was not to leave."""
-
-
 class Policy(Online):
     """As foreseen; else min(recompute, swap) / (bytes x events until the next use, or seconds since the last)."""
 
@@ -35,6 +31,7 @@ class Policy(Online):
     def __init__(self, facts: Facts, habits: Habits) -> None:
         super().__init__(facts, habits)
         self._roles: Mapping[int, Role] | None = None
+        self._tight = 0  # the last event with too little room, in the step before
         self._missing: dict[int, int] = {}  # bytes of what is not there
         self._missing_bytes = 0
         self._copied: dict[int, float] = {}  # when each copy is out
@@ -47,7 +44,7 @@ class Policy(Online):
         """What to do once `event` has been served."""
         facts, storage = self.facts, event.storage
         if self._roles is None:
-            self._roles = foresee(self.habits.before, facts.budget_bytes(), facts.move_seconds)
+            self._foresee()
         if isinstance(event, StorageFreed):
             self._copied.pop(storage, None)
         elif isinstance(event, PressureRaised) and not self.habits.present.was_tight:
@@ -59,6 +56,12 @@ class Policy(Online):
         if not isinstance(event, PressureRaised):
             self.came(storage)
         return super().decide(event)
+
+    def _foresee(self) -> None:
+        before, budget_bytes = self.habits.before, self.facts.budget_bytes()
+        self._roles = foresee(before, budget_bytes, self.facts.move_seconds)
+        tight = (event for event, nbytes in enumerate(before.demand_bytes) if nbytes > budget_bytes)
+        self._tight = max(tight, default=0)
 
     def left(self, storage: int, is_dropped: bool) -> None:
         self._missing[storage] = nbytes = self.facts.nbytes(storage)
@@ -98,19 +101,26 @@ class Policy(Online):
 
     # -- what is rated --------------------------------------------------------------------------------------------
 
+    def rank(self, storage: int) -> int:
+        role = self._find_role(storage)
+        if role is None or role.back < self.habits.events:
+            return 2
+        if not role.is_copied:
+            return 1
+        return 0 if self._copied.get(storage, math.inf) <= self.facts.now() else 2
+
     def rate(self, storage: int) -> float:
         facts = self.facts
         events = self.habits.next_use(storage)
-        role = self._find_role(storage)
-        if role is not None and role.is_copied and self._copied.get(storage, math.inf) <= facts.now():
-            return -float(events or 1)
-        weight = facts.nbytes(storage) * (self.idle_seconds(storage) if events is None else events)
+        absent = self.idle_seconds(storage) if events is None else min(events, max(1, self._tight - self.habits.events))
+        weight = facts.nbytes(storage) * absent
         if weight <= 0:
             return math.inf
+        rank = self.rank(storage)
+        if rank == 0:
+            return -float(events or 1)
         replay = facts.replay_seconds(storage)
-        if role is not None and not role.is_copied:
-            return replay / weight
-        return min(replay, self._swap_seconds(storage)) / weight + (UNFORESEEN if self._roles else 0.0)
+        return (replay if rank == 1 else min(replay, self._swap_seconds(storage))) / weight
 
     def drops(self, storage: int) -> bool:
         role = self._find_role(storage)
