@@ -106,7 +106,10 @@ class _Foresight:
                     found = length, begin, end
         if found is None or not use.is_known:
             return None
-        return _Gap(use, found[1], found[2], use.own_seconds / max(1, use.nbytes))
+        begin = max(found[1], use.free)
+        if begin >= found[2]:
+            return None
+        return _Gap(use, begin, found[2], use.own_seconds / max(1, use.nbytes))
 
     def _slot(self, interval: int) -> int:
         return interval * self._intervals // (self._events + 1)

@@ -15,6 +15,10 @@ import math
 from bisect import bisect_right
 
 
+NEVER = 1 << 60
+"""An event that does not come."""
+
+
 @dataclasses.dataclass(slots=True, eq=False)
 class Use:
     """What became of one thing that was saved.
@@ -23,6 +27,7 @@ class Use:
         place: its first save was the step's so-and-so-many-th.
         events: at which it was saved and needed, in order.
         needs: those at which it was needed.
+        free: the event from which on nothing but autograd held it, as far as was seen.
         own_seconds: to compute it from `leaves`; infinite if that cannot be done, or nobody asked.
         leaves: places of what it is computed from.
         is_known: whether anybody asked.
@@ -32,6 +37,7 @@ class Use:
     nbytes: int
     events: list[int] = dataclasses.field(default_factory=list)
     needs: list[int] = dataclasses.field(default_factory=list)
+    free: int = NEVER
     own_seconds: float = math.inf
     leaves: tuple[int, ...] = ()
     is_known: bool = False

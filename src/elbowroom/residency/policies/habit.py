@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import heapq
 import math
+from collections import deque
 from collections.abc import Iterable, Mapping
 
 from elbowroom.ir.actions import Offload, Reload
@@ -22,6 +23,10 @@ from elbowroom.residency.foresight import Role, foresee
 from elbowroom.residency.habits import Habits
 from elbowroom.residency.machine import Intent
 from elbowroom.residency.online import Facts, Online
+
+WATCHED = 4
+"""Storages looked at in each event, for whether the program still holds them."""
+
 
 class Policy(Online):
     """As foreseen; else min(recompute, swap) / (bytes x events until the next use, or seconds since the last)."""
@@ -34,6 +39,7 @@ class Policy(Online):
         self._tight = 0  # the last event with too little room, in the step before
         self._missing: dict[int, int] = {}  # bytes of what is not there
         self._missing_bytes = 0
+        self._held: deque[int] = deque()  # of what the program holds as well
         self._copied: dict[int, float] = {}  # when each copy is out
         self._out_free = 0.0
         self._backs: list[tuple[int, int]] = []  # (event, storage) of copies back, by event
@@ -51,10 +57,12 @@ class Policy(Online):
             self.habits.present.was_tight = True
             for each in self._pool:
                 self._learn(each)
+            self._watch_held(len(self._held))
         if isinstance(event, (PressureRaised, StorageSaved, StorageNeeded)):
             self.habits.demand(facts.most_bytes() + self._missing_bytes)
         if not isinstance(event, PressureRaised):
             self.came(storage)
+            self._watch_held(WATCHED)
         return super().decide(event)
 
     def _foresee(self) -> None:
@@ -81,6 +89,19 @@ class Policy(Online):
         out, _ = self.facts.move_seconds(self.facts.nbytes(storage))
         self._copied[storage] = self._out_free = max(self._out_free, self.facts.now()) + out
 
+    def _watch_held(self, most: int) -> None:
+        """Note from when on the program no longer holds what was saved."""
+        for _ in range(min(most, len(self._held))):
+            storage = self._held.popleft()
+            if storage not in self._place:
+                continue
+            if self.facts.may_leave(storage):
+                use = self.habits.find(storage)
+                if use is not None:
+                    use.free = self.habits.events if most == WATCHED else 0
+            else:
+                self._held.append(storage)
+
     def _learn(self, storage: int) -> None:
         """What it would take to compute it again; once in a step like the one before."""
         use = self.habits.find(storage)
@@ -89,8 +110,9 @@ class Policy(Online):
         use.is_known = True
         before = self.habits.find_before(storage)
         if before is not None and before.is_known:
-            use.own_seconds, use.leaves = before.own_seconds, before.leaves
+            use.own_seconds, use.leaves, use.free = before.own_seconds, before.leaves, before.free
             return
+        self._held.append(storage)
         use.own_seconds = self.facts.own_seconds(storage)
         leaves = [self.habits.find(leaf) for leaf in self.facts.neighbours(storage)]
         use.leaves = tuple(leaf.place for leaf in leaves if leaf is not None)
@@ -119,21 +141,32 @@ class Policy(Online):
         rank = self.rank(storage)
         if rank == 0:
             return -float(events or 1)
-        replay = facts.replay_seconds(storage)
-        return (replay if rank == 1 else min(replay, self._swap_seconds(storage))) / weight
+        return (facts.replay_seconds(storage) if rank == 1 else self._miss_seconds(storage)) / weight
 
     def drops(self, storage: int) -> bool:
         role = self._find_role(storage)
-        if role is not None and (not role.is_copied or storage in self._copied):
-            return not role.is_copied
+        if storage in self._copied:
+            return False  # nor could it be
+        if role is not None and role.back >= self.habits.events and not role.is_copied:
+            return True
         return self.facts.replay_seconds(storage) < self._swap_seconds(storage)
 
-    def _swap_seconds(self, storage: int) -> float:
-        """With what is under way before it."""
-        swap, now = self.facts.swap_seconds(storage), self.facts.now()
+    def _miss_seconds(self, storage: int) -> float:
+        """Of the cheaper manner; where a copy is under way there is no other."""
+        swap = self._swap_seconds(storage)
         if storage in self._copied:
-            return swap + max(0.0, self._copied[storage] - now)
-        return swap + max(0.0, self._out_free - now)
+            return swap
+        return min(swap, self.facts.replay_seconds(storage))
+
+    def _swap_seconds(self, storage: int) -> float:
+        """With what is under way before it; without the way back, where that is foreseen."""
+        facts, role = self.facts, self._find_role(storage)
+        out, back = facts.move_seconds(facts.nbytes(storage))
+        if role is not None and role.is_copied and role.back > self.habits.events:
+            back = 0.0
+        if storage in self._copied:
+            return back + max(0.0, self._copied[storage] - facts.now())
+        return back + out + max(0.0, self._out_free - facts.now())
 
     # -- what comes and goes early --------------------------------------------------------------------------------
 
