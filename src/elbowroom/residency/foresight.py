@@ -19,17 +19,23 @@ import math
 from collections.abc import Callable, Mapping
 
 import numpy as np
+import numpy.typing as npt
 
 from elbowroom.residency.habits import Record, Use
 
-INTERVALS = 1024
+Curve = npt.NDArray[np.float64]
+
+SLOTS = 2048
 """The curve has so many points at most."""
 
 WEIGHED = 2048
 """Uses that are thought about: those with the most bytes for the longest."""
 
-LINES = 16
+LINES = 12
 """Between what is dropped and what is copied, tried."""
+
+PACES = (1.0, 1.15, 1.3, 1.5, 2.0, 3.0)
+"""Where copies do not suffice: how much slower the step may become for their sake, tried."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -68,17 +74,35 @@ def foresee(
     return _Foresight(record, budget_bytes, move_seconds).find()
 
 
+class _Shortage:
+    """The room that is missing, as a curve: from each event to the next, and at each event, where replays are."""
+
+    def __init__(self, record: Record, budget_bytes: int) -> None:
+        self._positions = 2 * len(record.seconds) + 1  # 2 e before event e, 2 e + 1 at it
+        self._slots = min(SLOTS, self._positions)
+        bytes_ = np.zeros(self._positions)
+        bytes_[0::2], bytes_[1::2] = record.demand_bytes, record.level_bytes
+        self.excess = np.full(self._slots, -math.inf)
+        slots = np.arange(self._positions) * self._slots // self._positions
+        np.maximum.at(self.excess, slots, bytes_ - budget_bytes)
+
+    def find_slot(self, event: int) -> int:
+        """Where an event is."""
+        return (2 * event + 1) * self._slots // self._positions
+
+    def find_cover(self, begin: int, end: int) -> tuple[int, int]:
+        """The part that lies between two events."""
+        first = (2 * begin + 2) * self._slots // self._positions
+        return first + (self._slots < self._positions), self.find_slot(end)
+
+
 class _Foresight:
     def __init__(
         self, record: Record, budget_bytes: int, move_seconds: Callable[[int], tuple[float, float]]
     ) -> None:
         self._move = move_seconds
         self._seconds = np.asarray(record.seconds)
-        self._events = len(record.seconds)
-        self._intervals = min(INTERVALS, self._events + 1)
-        self._excess = np.full(self._intervals, -math.inf)
-        where = np.arange(self._events + 1) * self._intervals // (self._events + 1)
-        np.maximum.at(self._excess, where, np.asarray(record.demand_bytes, float) - budget_bytes)
+        self._curve = _Shortage(record, budget_bytes)
         gaps = [gap for use in dict.fromkeys(record.saves) if (gap := self._find_gap(use)) is not None]
         weighed = sorted(gaps, key=lambda gap: -gap.use.nbytes * (gap.end - gap.begin))[:WEIGHED]
         self._gaps = sorted(weighed, key=lambda gap: gap.use.place)
@@ -88,11 +112,15 @@ class _Foresight:
         rates = sorted({gap.rate for gap in self._gaps if gap.rate < math.inf})
         step = max(1, len(rates) // LINES)
         lines = [-1.0, *rates[step - 1 :: step], *rates[-1:]]
+        length = float(self._seconds[-1])
         best: tuple[float, Mapping[int, Role]] = (math.inf, {})
-        for line in lines:
-            cost, roles = self._try(line)
-            if cost < best[0]:
-                best = cost, roles
+        for pace in PACES:
+            tries = [self._try(line, pace) for line in lines]
+            cost, _, roles = min(tries, key=lambda each: each[0])
+            if cost + (pace - 1) * length < best[0]:
+                best = cost + (pace - 1) * length, roles
+            if min(left for _, left, _ in tries) <= 0:
+                break
         return best[1]
 
     def _find_gap(self, use: Use) -> _Gap | None:
@@ -104,34 +132,33 @@ class _Foresight:
                 length = float(self._seconds[end] - self._seconds[begin])
                 if found is None or length > found[0]:
                     found = length, begin, end
-        if found is None or not use.is_known:
+        if found is None or not use.is_known or max(found[1], use.free) >= found[2]:
             return None
-        begin = max(found[1], use.free)
-        if begin >= found[2]:
-            return None
-        return _Gap(use, begin, found[2], use.own_seconds / max(1, use.nbytes))
+        return _Gap(use, max(found[1], use.free), found[2], use.own_seconds / max(1, use.nbytes))
 
-    def _slot(self, interval: int) -> int:
-        return interval * self._intervals // (self._events + 1)
+    def _try(self, line: float, pace: float) -> tuple[float, float, dict[int, Role]]:
+        """Drop what is below the line, as far as must be; of the rest, copy what costs nothing.
 
-    def _find_ends(self, line: float) -> list[int]:
-        """When each is needed, be it for what is computed from it."""
+        Returns:
+            Seconds, bytes that are still too many, and roles.
+        """
         ends = [gap.end for gap in self._gaps]
-        for index in range(len(ends) - 1, -1, -1):
-            gap = self._gaps[index]
-            if gap.rate > line:
-                continue
-            for leaf in gap.use.leaves:
-                other = self._place.get(leaf)
-                if other is not None and gap.begin < ends[index] < ends[other] and ends[index] > self._gaps[other].begin:
-                    ends[other] = ends[index]
-        return ends
+        dropped = sorted((gap.rate, index) for index, gap in enumerate(self._gaps) if gap.rate <= line)
+        draft = None
+        for _ in range(2):  # what is dropped says until when the rest may be away
+            draft = _Draft(self._gaps, self._place, self._curve)
+            self._copy(draft, ends, line, pace)
+            for _, index in dropped:
+                if draft.excess.max() <= 0:
+                    break
+                draft.drop(index)
+            ends = draft.ends
+        assert draft is not None
+        left = max(0.0, float(draft.excess.max()))
+        return draft.seconds + 2 * sum(self._move(int(left))), left, draft.roles
 
-    def _try(self, line: float) -> tuple[float, Mapping[int, Role]]:
-        """Drop what is below the line, as far as must be; copy of the rest what costs nothing. Seconds and roles."""
-        excess, roles = self._excess.copy(), dict[int, Role]()
-        ends = self._find_ends(line)
-        seconds = self._seconds
+    def _copy(self, draft: _Draft, ends: list[int], line: float, pace: float) -> None:
+        seconds = pace * self._seconds
         out_free, back_free = 0.0, math.inf
         for index, gap in enumerate(self._gaps):
             if gap.rate <= line:
@@ -143,22 +170,91 @@ class _Foresight:
                 continue
             first = max(gap.begin, int(np.searchsorted(seconds, done)))
             last = int(np.searchsorted(seconds, start, side="right")) - 1
-            covered = excess[self._slot(first) + 1 : self._slot(last + 1)]
-            if last <= first or not covered.size or covered.max() <= 0:
-                continue
-            covered -= gap.use.nbytes
-            out_free, back_free = done, start
-            roles[gap.use.place] = Role(True, last)
-        cost = 0.0
-        dropped = sorted((gap.rate, index) for index, gap in enumerate(self._gaps) if gap.rate <= line)
-        for _, index in dropped:
-            if excess.max() <= 0:
-                break
-            gap = self._gaps[index]
-            covered = excess[self._slot(gap.begin) + 1 : self._slot(ends[index] + 1)]
-            if covered.size and covered.max() > 0:
-                covered -= gap.use.nbytes
-                roles[gap.use.place] = Role(False, ends[index])
-                cost += gap.use.own_seconds
-        left = max(0, int(excess.max()))
-        return cost + 2 * sum(self._move(left)), roles
+            if draft.copy(index, first, last):
+                out_free, back_free = done, start
+
+
+class _Draft:
+    """What leaves, so far.
+
+    Attributes:
+        excess: bytes that are too many, as a curve.
+        ends: when each is needed, be it for what is computed from it.
+        seconds: of replays.
+    """
+
+    def __init__(self, gaps: list[_Gap], place: dict[int, int], curve: _Shortage) -> None:
+        self._gaps, self._place, self._curve = gaps, place, curve
+        self.excess = curve.excess.copy()
+        self.ends = [gap.end for gap in gaps]
+        self.roles: dict[int, Role] = {}
+        self.seconds = 0.0
+        self._covers: dict[int, tuple[int, int]] = {}
+        self._transient: dict[int, int] = {}  # by event, what replays take beside what they bring back
+
+    def copy(self, index: int, begin: int, end: int) -> bool:
+        """Have it away from one event to another, if that is of use."""
+        first, last = self._curve.find_cover(begin, end)
+        covered = self.excess[first:last]
+        if not covered.size or covered.max() <= 0:
+            return False
+        use = self._gaps[index].use
+        covered -= use.nbytes
+        self._covers[index] = first, last
+        self.roles[use.place] = Role(True, end)
+        return True
+
+    def drop(self, index: int) -> None:
+        """Have it away until it is needed, if that is of more use than it does harm to what it is computed from."""
+        gap, end = self._gaps[index], self.ends[index]
+        first, last = self._curve.find_cover(gap.begin, end)
+        covered = self.excess[first:last]
+        if not covered.size or covered.max() <= 0:
+            return
+        saved, over = self.excess.copy(), _count_over(self.excess)
+        covered -= gap.use.nbytes
+        self._covers[index] = first, last
+        self.roles[gap.use.place] = Role(False, end)
+        undo = self._shorten(index)
+        more = gap.use.own_bytes - gap.use.nbytes - self._transient.get(end, 0)
+        if more > 0:
+            self.excess[self._curve.find_slot(end)] += more
+        if _count_over(self.excess) < over:
+            self.seconds += gap.use.own_seconds
+            self._transient[end] = self._transient.get(end, 0) + max(0, more)
+            return
+        self.excess = saved
+        del self.roles[gap.use.place], self._covers[index]
+        for other, before, cover, role in reversed(undo):
+            self.ends[other] = before
+            if cover is not None and role is not None:
+                self._covers[other], self.roles[self._gaps[other].use.place] = cover, role
+
+    def _shorten(self, index: int) -> list[tuple[int, int, tuple[int, int] | None, Role | None]]:
+        """What it is computed from is needed no later than it is; returns what was before."""
+        undo: list[tuple[int, int, tuple[int, int] | None, Role | None]] = []
+        stack = [index]
+        while stack:
+            found = stack.pop()
+            end = self.ends[found]
+            for leaf in self._gaps[found].use.leaves:
+                other = self._place.get(leaf)
+                if other is None or not self._gaps[other].begin < end < self.ends[other]:
+                    continue
+                use = self._gaps[other].use
+                cover, role = self._covers.get(other), self.roles.get(use.place)
+                undo.append((other, self.ends[other], cover, role))
+                self.ends[other] = end
+                if cover is None or role is None:
+                    continue
+                last = min(cover[1], self._curve.find_cover(self._gaps[other].begin, end)[1])
+                self.excess[last : cover[1]] += use.nbytes
+                self._covers[other] = cover[0], max(cover[0], last)
+                self.roles[use.place] = Role(role.is_copied, min(role.back, end))
+                if not role.is_copied:
+                    stack.append(other)
+        return undo
+
+
+def _count_over(excess: Curve) -> float:
+    return float(np.maximum(excess, 0).sum())

@@ -28,7 +28,7 @@ class Use:
         events: at which it was saved and needed, in order.
         needs: those at which it was needed.
         free: the event from which on nothing but autograd held it, as far as was seen.
-        own_seconds: to compute it from `leaves`; infinite if that cannot be done, or nobody asked.
+        own_seconds, own_bytes: to compute it from `leaves`; infinite if that cannot be done, or nobody asked.
         leaves: places of what it is computed from.
         is_known: whether anybody asked.
     """
@@ -39,6 +39,7 @@ class Use:
     needs: list[int] = dataclasses.field(default_factory=list)
     free: int = NEVER
     own_seconds: float = math.inf
+    own_bytes: int = 0
     leaves: tuple[int, ...] = ()
     is_known: bool = False
 
@@ -51,12 +52,14 @@ class Record:
         saves: a use for each save; the same one where a thing is saved again.
         seconds: by event, those that the step's own ops had taken by then.
         demand_bytes: by event, most that would have been there since the event before, had nothing left.
+        level_bytes: by event, what would have been there just then, had nothing left.
         was_tight: whether there was ever too little room.
     """
 
     saves: list[Use] = dataclasses.field(default_factory=list)
     seconds: list[float] = dataclasses.field(default_factory=list)
     demand_bytes: list[int] = dataclasses.field(default_factory=lambda: [0])
+    level_bytes: list[int] = dataclasses.field(default_factory=list)
     was_tight: bool = False
 
 
@@ -83,12 +86,12 @@ class Habits:
         self.present, self._uses = Record(), {}
 
     def demand(self, nbytes: int) -> None:
-        """So much would be there now, had nothing left."""
+        """Since the last event there would have been so much, had nothing left."""
         demand = self.present.demand_bytes
         demand[-1] = max(demand[-1], nbytes)
 
-    def saved(self, storage: int, nbytes: int, seconds: float = 0.0) -> Use:
-        """A storage was saved, when the step's own ops had taken so long; what is known of it so far."""
+    def saved(self, storage: int, nbytes: int, seconds: float = 0.0, level_bytes: int = 0) -> Use:
+        """A storage was saved, when the step's own ops had taken so long and so much would have been there."""
         uses = self._uses.setdefault(storage, [])
         saves = self.present.saves
         use = uses[0] if uses and uses[0].nbytes == nbytes else Use(len(saves), nbytes)
@@ -96,19 +99,20 @@ class Habits:
             uses.append(use)
         use.events.append(self.events)
         saves.append(use)
-        self._count(seconds)
+        self._count(seconds, level_bytes)
         return use
 
-    def needed(self, storage: int, seconds: float = 0.0) -> None:
+    def needed(self, storage: int, seconds: float = 0.0, level_bytes: int = 0) -> None:
         """A storage was needed."""
         for use in self._uses.get(storage, ()):
             use.events.append(self.events)
             use.needs.append(self.events)
-        self._count(seconds)
+        self._count(seconds, level_bytes)
 
-    def _count(self, seconds: float) -> None:
+    def _count(self, seconds: float, level_bytes: int) -> None:
         record = self.present
         record.seconds.append(max(seconds, record.seconds[-1] if record.seconds else 0.0))
+        record.level_bytes.append(level_bytes)
         record.demand_bytes.append(0)
 
     def freed(self, storage: int) -> None:

@@ -62,6 +62,10 @@ class Facts(Protocol):
         """To compute it again from its neighbours, were they all there; infinite if that cannot be done."""
         ...
 
+    def own_bytes(self, storage: int) -> int:
+        """Most that this allocates at once, with the storage itself. Called only where `own_seconds` is finite."""
+        ...
+
     def move_seconds(self, nbytes: int) -> tuple[float, float]:
         """To copy so many bytes out, and back."""
         ...
@@ -71,7 +75,7 @@ class Facts(Protocol):
         ...
 
     def most_bytes(self) -> int:
-        """Most that was there, or asked for, since this was last called."""
+        """Most that was there, or asked for by an op of the step, since this was last called."""
         ...
 
     def neighbours(self, storage: int) -> Iterable[int]:
@@ -116,6 +120,10 @@ class Online:
     def idle_seconds(self, storage: int) -> float:
         """Since autograd last saved it or asked for it, or a replay did."""
         return self.facts.now() - self._accessed[storage]
+
+    def level_bytes(self) -> int:
+        """What would be there now, had nothing left; a member that does not count says what is there."""
+        return self.facts.budget_bytes() - self.facts.spare_bytes()
 
     # -- what a member says ---------------------------------------------------------------------------------------
 
@@ -165,10 +173,10 @@ class Online:
             if not isinstance(event, StorageSaved):
                 self.came(storage)
         if isinstance(event, StorageNeeded):
-            self.habits.needed(storage, self.facts.busy_seconds())
+            self.habits.needed(storage, self.facts.busy_seconds(), self.level_bytes())
             return self._come_early() if self._away else ()
         if isinstance(event, StorageSaved):
-            self.habits.saved(storage, self.facts.nbytes(storage), self.facts.busy_seconds())
+            self.habits.saved(storage, self.facts.nbytes(storage), self.facts.busy_seconds(), self.level_bytes())
             return self._copy_early(storage) if self.is_early and storage in self._place else ()
         return ()
 

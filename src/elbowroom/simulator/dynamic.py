@@ -154,6 +154,7 @@ class _Step:
         made = [view.storage for view in op.writes if self._trace.storages[view.storage].created == op.tick]
         made = list(dict.fromkeys(made))
         workspace = self._costs.workspace_bytes[index]
+        self._most = max(self._most, self._live + sum(self._rounded[storage] for storage in made) + workspace)
         self._make_room(sum(self._rounded[storage] for storage in made) + workspace, op.name)
         for storage in made:
             self._hold(storage)
@@ -203,7 +204,6 @@ class _Step:
             raise Infeasible(needed_bytes=self._budget + 1, budget_bytes=self._budget, op="a step that takes too long")
 
     def _make_room(self, nbytes: int, what: str) -> None:
-        self._most = max(self._most, self._live + nbytes)
         while (missing := self._live + nbytes - self._budget) > 0:
             actions = self._machine.feed(PressureRaised(missing, 0))
             if not actions:
@@ -305,6 +305,11 @@ class _Step:
         """From its neighbours; infinite where there is no way."""
         way = self._find_way(storage)
         return math.inf if way is None else way.seconds
+
+    def own_bytes(self, storage: int) -> int:
+        """With itself."""
+        way = self._find_way(storage)
+        return 0 if way is None else way.nbytes
 
     def move_seconds(self, nbytes: int) -> tuple[float, float]:
         """Out, and back."""

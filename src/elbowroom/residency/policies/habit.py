@@ -71,6 +71,9 @@ class Policy(Online):
         tight = (event for event, nbytes in enumerate(before.demand_bytes) if nbytes > budget_bytes)
         self._tight = max(tight, default=0)
 
+    def level_bytes(self) -> int:
+        return super().level_bytes() + self._missing_bytes
+
     def left(self, storage: int, is_dropped: bool) -> None:
         self._missing[storage] = nbytes = self.facts.nbytes(storage)
         self._missing_bytes += nbytes
@@ -110,10 +113,14 @@ class Policy(Online):
         use.is_known = True
         before = self.habits.find_before(storage)
         if before is not None and before.is_known:
-            use.own_seconds, use.leaves, use.free = before.own_seconds, before.leaves, before.free
+            use.own_seconds, use.own_bytes = before.own_seconds, before.own_bytes
+            use.leaves, use.free = before.leaves, before.free
             return
         self._held.append(storage)
         use.own_seconds = self.facts.own_seconds(storage)
+        if use.own_seconds == math.inf:
+            return
+        use.own_bytes = self.facts.own_bytes(storage)
         leaves = [self.habits.find(leaf) for leaf in self.facts.neighbours(storage)]
         use.leaves = tuple(leaf.place for leaf in leaves if leaf is not None)
 
