@@ -34,6 +34,9 @@ WEIGHED = 2048
 LINES = 12
 """Between what is dropped and what is copied, tried."""
 
+MENDED, MOST_MENDED = 3, 128
+"""Drafts that are mended, those that lack least; and what leaves in the course of it."""
+
 PACES = (1.0, 1.15, 1.3, 1.5, 2.0, 3.0)
 """Where copies do not suffice: how much slower the step may become for their sake, tried."""
 
@@ -90,6 +93,10 @@ class _Shortage:
         """Where an event is."""
         return (2 * event + 1) * self._slots // self._positions
 
+    def find_event(self, slot: int) -> int:
+        """The other way around."""
+        return slot * self._positions // self._slots // 2
+
     def find_cover(self, begin: int, end: int) -> tuple[int, int]:
         """The part that lies between two events."""
         first = (2 * begin + 2) * self._slots // self._positions
@@ -115,13 +122,24 @@ class _Foresight:
         length = float(self._seconds[-1])
         best: tuple[float, Mapping[int, Role]] = (math.inf, {})
         for pace in PACES:
-            tries = [self._try(line, pace) for line in lines]
-            cost, _, roles = min(tries, key=lambda each: each[0])
-            if cost + (pace - 1) * length < best[0]:
-                best = cost + (pace - 1) * length, roles
-            if min(left for _, left, _ in tries) <= 0:
+            drafts = [self._try(line, pace) for line in lines]
+            is_enough = min(self._find_left(draft) for draft in drafts) <= 0
+            for draft in sorted(drafts, key=self._find_cost)[: 1 if is_enough else MENDED]:
+                self._mend(draft, pace)
+                cost = self._find_cost(draft) + (pace - 1) * length
+                if cost < best[0]:
+                    best = cost, draft.roles
+            if is_enough:
                 break
         return best[1]
+
+    def _find_left(self, draft: _Draft) -> float:
+        """Bytes that are still too many."""
+        return max(0.0, float(draft.excess.max()))
+
+    def _find_cost(self, draft: _Draft) -> float:
+        """Seconds, and more of them for what is still too much."""
+        return draft.seconds + 2 * sum(self._move(int(self._find_left(draft))))
 
     def _find_gap(self, use: Use) -> _Gap | None:
         """The longest time between two uses, the second of which is a need."""
@@ -136,42 +154,61 @@ class _Foresight:
             return None
         return _Gap(use, max(found[1], use.free), found[2], use.own_seconds / max(1, use.nbytes))
 
-    def _try(self, line: float, pace: float) -> tuple[float, float, dict[int, Role]]:
-        """Drop what is below the line, as far as must be; of the rest, copy what costs nothing.
-
-        Returns:
-            Seconds, bytes that are still too many, and roles.
-        """
+    def _try(self, line: float, pace: float) -> _Draft:
+        """Drop what is below the line, as far as must be; of the rest, copy what costs nothing."""
         ends = [gap.end for gap in self._gaps]
         dropped = sorted((gap.rate, index) for index, gap in enumerate(self._gaps) if gap.rate <= line)
-        draft = None
-        for _ in range(2):  # what is dropped says until when the rest may be away
+        for is_first in (True, False):  # what is dropped says until when the rest may be away
             draft = _Draft(self._gaps, self._place, self._curve)
             self._copy(draft, ends, line, pace)
             for _, index in dropped:
                 if draft.excess.max() <= 0:
                     break
                 draft.drop(index)
-            ends = draft.ends
-        assert draft is not None
-        left = max(0.0, float(draft.excess.max()))
-        return draft.seconds + 2 * sum(self._move(int(left))), left, draft.roles
+            if is_first:
+                ends = draft.ends
+        return draft
 
     def _copy(self, draft: _Draft, ends: list[int], line: float, pace: float) -> None:
         seconds = pace * self._seconds
-        out_free, back_free = 0.0, math.inf
+        back_free = math.inf
         for index, gap in enumerate(self._gaps):
             if gap.rate <= line:
                 continue
             out, back = self._move(gap.use.nbytes)
-            done = max(out_free, seconds[gap.use.events[0]]) + out
+            done = max(draft.out_free, seconds[gap.use.events[0]]) + out
             start = min(back_free, seconds[ends[index]]) - back
             if start <= done:
                 continue
             first = max(gap.begin, int(np.searchsorted(seconds, done)))
             last = int(np.searchsorted(seconds, start, side="right")) - 1
             if draft.copy(index, first, last):
-                out_free, back_free = done, start
+                draft.out_free, back_free = done, start
+
+    def _mend(self, draft: _Draft, pace: float) -> None:
+        """Where it is worst, let leave what costs least, be it that the step waits for its copy."""
+        nbytes = np.array([gap.use.nbytes for gap in self._gaps], float)
+        own = np.array([gap.use.own_seconds for gap in self._gaps], float)
+        out, back = np.array([self._move(gap.use.nbytes) for gap in self._gaps]).reshape(-1, 2).T
+        first = np.array([self._curve.find_cover(gap.begin, gap.end)[0] for gap in self._gaps])
+        is_out = np.array([gap.use.place in draft.roles for gap in self._gaps])
+        for _ in range(MOST_MENDED):
+            worst = int(draft.excess.argmax())
+            last = np.array([self._curve.find_slot(end) for end in draft.ends])
+            wait = pace * self._seconds[min(self._curve.find_event(worst), len(self._seconds) - 1)]
+            late = back + np.maximum(0, draft.out_free + out - wait)
+            cost = np.minimum(late, own) / nbytes
+            cost[is_out | (first > worst) | (last <= worst)] = math.inf
+            if draft.excess[worst] <= 0 or not len(cost) or cost.min() == math.inf:
+                return
+            index = int(cost.argmin())
+            is_out[index] = True
+            if own[index] < late[index] and draft.drop(index):
+                continue
+            gap = self._gaps[index]
+            if draft.copy(index, gap.begin, draft.ends[index]):
+                draft.seconds += float(late[index])
+                draft.out_free += float(out[index])
 
 
 class _Draft:
@@ -180,7 +217,8 @@ class _Draft:
     Attributes:
         excess: bytes that are too many, as a curve.
         ends: when each is needed, be it for what is computed from it.
-        seconds: of replays.
+        seconds: of replays, and of waiting.
+        out_free: when the last copy is out.
     """
 
     def __init__(self, gaps: list[_Gap], place: dict[int, int], curve: _Shortage) -> None:
@@ -188,7 +226,7 @@ class _Draft:
         self.excess = curve.excess.copy()
         self.ends = [gap.end for gap in gaps]
         self.roles: dict[int, Role] = {}
-        self.seconds = 0.0
+        self.seconds = self.out_free = 0.0
         self._covers: dict[int, tuple[int, int]] = {}
         self._transient: dict[int, int] = {}  # by event, what replays take beside what they bring back
 
@@ -204,13 +242,13 @@ class _Draft:
         self.roles[use.place] = Role(True, end)
         return True
 
-    def drop(self, index: int) -> None:
+    def drop(self, index: int) -> bool:
         """Have it away until it is needed, if that is of more use than it does harm to what it is computed from."""
         gap, end = self._gaps[index], self.ends[index]
         first, last = self._curve.find_cover(gap.begin, end)
         covered = self.excess[first:last]
         if not covered.size or covered.max() <= 0:
-            return
+            return False
         saved, over = self.excess.copy(), _count_over(self.excess)
         covered -= gap.use.nbytes
         self._covers[index] = first, last
@@ -222,13 +260,14 @@ class _Draft:
         if _count_over(self.excess) < over:
             self.seconds += gap.use.own_seconds
             self._transient[end] = self._transient.get(end, 0) + max(0, more)
-            return
+            return True
         self.excess = saved
         del self.roles[gap.use.place], self._covers[index]
         for other, before, cover, role in reversed(undo):
             self.ends[other] = before
             if cover is not None and role is not None:
                 self._covers[other], self.roles[self._gaps[other].use.place] = cover, role
+        return False
 
     def _shorten(self, index: int) -> list[tuple[int, int, tuple[int, int] | None, Role | None]]:
         """What it is computed from is needed no later than it is; returns what was before."""
