@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections import deque
 from collections.abc import Callable, Mapping
 
 import numpy as np
@@ -37,7 +38,7 @@ LINES = 12
 MENDED, MOST_MENDED = 3, 128
 """Drafts that are mended, those that lack least; and what leaves in the course of it."""
 
-PACES = (1.0, 1.15, 1.3, 1.5, 2.0, 3.0)
+PACES = (1.0, 1.15, 1.35, 1.6, 2.0, 3.0)
 """Where copies do not suffice: how much slower the step may become for their sake, tried."""
 
 
@@ -93,6 +94,10 @@ class _Shortage:
         """Where an event is."""
         return (2 * event + 1) * self._slots // self._positions
 
+    def find_slots(self, events: list[int]) -> npt.NDArray[np.int64]:
+        """Where each of these is."""
+        return (2 * np.array(events, np.int64) + 1) * self._slots // self._positions
+
     def find_event(self, slot: int) -> int:
         """The other way around."""
         return slot * self._positions // self._slots // 2
@@ -110,6 +115,7 @@ class _Foresight:
         self._move = move_seconds
         self._seconds = np.asarray(record.seconds)
         self._curve = _Shortage(record, budget_bytes)
+        self._needs = [nbytes - budget_bytes for nbytes in record.demand_bytes]
         gaps = [gap for use in dict.fromkeys(record.saves) if (gap := self._find_gap(use)) is not None]
         weighed = sorted(gaps, key=lambda gap: -gap.use.nbytes * (gap.end - gap.begin))[:WEIGHED]
         self._gaps = sorted(weighed, key=lambda gap: gap.use.place)
@@ -119,27 +125,73 @@ class _Foresight:
         rates = sorted({gap.rate for gap in self._gaps if gap.rate < math.inf})
         step = max(1, len(rates) // LINES)
         lines = [-1.0, *rates[step - 1 :: step], *rates[-1:]]
-        length = float(self._seconds[-1])
         best: tuple[float, Mapping[int, Role]] = (math.inf, {})
         for pace in PACES:
             drafts = [self._try(line, pace) for line in lines]
-            is_enough = min(self._find_left(draft) for draft in drafts) <= 0
-            for draft in sorted(drafts, key=self._find_cost)[: 1 if is_enough else MENDED]:
+            is_enough = any(draft.excess.max() <= 0 for draft in drafts)
+            for draft in sorted(drafts, key=self._find_cost)[:MENDED]:
                 self._mend(draft, pace)
-                cost = self._find_cost(draft) + (pace - 1) * length
+                cost = self._walk(draft)
                 if cost < best[0]:
                     best = cost, draft.roles
             if is_enough:
                 break
         return best[1]
 
-    def _find_left(self, draft: _Draft) -> float:
-        """Bytes that are still too many."""
-        return max(0.0, float(draft.excess.max()))
-
     def _find_cost(self, draft: _Draft) -> float:
         """Seconds, and more of them for what is still too much."""
-        return draft.seconds + 2 * sum(self._move(int(self._find_left(draft))))
+        return draft.seconds + 2 * sum(self._move(max(0, int(draft.excess.max()))))
+
+    def _walk(self, draft: _Draft) -> float:
+        """Seconds that a step would take with this beyond those of its ops, and for what is still too much."""
+        saved: dict[int, list[int]] = {}
+        backs: dict[int, list[int]] = {}
+        ends: dict[int, list[int]] = {}
+        begins: dict[int, list[int]] = {}
+        for index, gap in enumerate(self._gaps):
+            role = draft.roles.get(gap.use.place)
+            if role is None:
+                continue
+            ends.setdefault(draft.ends[index], []).append(index)
+            if role.is_copied:
+                saved.setdefault(gap.use.events[0], []).append(index)
+                backs.setdefault(role.back, []).append(index)
+            else:
+                begins.setdefault(gap.begin, []).append(index)
+        clock = out_free = back_free = before = 0.0
+        covered = lacking = 0.0
+        leaving: deque[tuple[float, int]] = deque()
+        there: dict[int, float] = {}
+        gone: set[int] = set()
+        for event, seconds in enumerate(self._seconds.tolist()):
+            clock, before = clock + seconds - before, seconds
+            for index in ends.get(event, ()):
+                gap = self._gaps[index]
+                if not draft.roles[gap.use.place].is_copied:
+                    clock += gap.use.own_seconds
+                    covered -= gap.use.nbytes
+            for index in backs.get(event, ()):
+                if index in gone:
+                    covered -= self._gaps[index].use.nbytes
+                    back_free = max(clock, back_free) + self._move(self._gaps[index].use.nbytes)[1]
+                    there[index] = back_free
+                gone.add(index)
+            for index in ends.get(event, ()):
+                clock = max(clock, there.get(index, 0.0))
+            for index in saved.get(event, ()):
+                out_free = max(clock, out_free) + self._move(self._gaps[index].use.nbytes)[0]
+                leaving.append((out_free, index))
+            covered += sum(self._gaps[index].use.nbytes for index in begins.get(event, ()))
+            need = self._needs[event + 1]
+            while leaving and (leaving[0][0] <= clock or need > covered):
+                done, index = leaving.popleft()
+                if index in gone:
+                    continue
+                clock = max(clock, done)
+                gone.add(index)
+                covered += self._gaps[index].use.nbytes
+            lacking = max(lacking, need - covered)
+        return clock - before + 2 * sum(self._move(int(max(0.0, lacking))))
 
     def _find_gap(self, use: Use) -> _Gap | None:
         """The longest time between two uses, the second of which is a need."""
@@ -194,7 +246,7 @@ class _Foresight:
         is_out = np.array([gap.use.place in draft.roles for gap in self._gaps])
         for _ in range(MOST_MENDED):
             worst = int(draft.excess.argmax())
-            last = np.array([self._curve.find_slot(end) for end in draft.ends])
+            last = self._curve.find_slots(draft.ends)
             wait = pace * self._seconds[min(self._curve.find_event(worst), len(self._seconds) - 1)]
             late = back + np.maximum(0, draft.out_free + out - wait)
             cost = np.minimum(late, own) / nbytes

@@ -55,7 +55,7 @@ class Facts(Protocol):
         ...
 
     def replay_seconds(self, storage: int) -> float:
-        """To compute it again, and first what of its ancestors is dropped; infinite if that cannot be done."""
+        """To compute it again, and first to bring back what of its ancestors has left; infinite if that cannot be."""
         ...
 
     def own_seconds(self, storage: int) -> float:

@@ -325,7 +325,7 @@ class _Step:
         return most
 
     def replay_seconds(self, storage: int) -> float:
-        """With what was dropped before it; infinite where there is no way."""
+        """With what was dropped or offloaded before it; infinite where there is no way."""
         seconds, seen, stack = 0.0, {storage}, [storage]
         while stack:
             way = self._find_way(stack.pop())
@@ -333,9 +333,13 @@ class _Step:
                 return math.inf
             seconds += way.seconds
             for leaf in way.leaves:
-                if leaf in self._dropped and leaf not in seen:
-                    seen.add(leaf)
+                if leaf in self._claims or leaf in seen:
+                    continue
+                seen.add(leaf)
+                if leaf in self._dropped:
                     stack.append(leaf)
+                else:
+                    seconds += reload_seconds(self._costs.link, self._trace.storages[leaf].nbytes)
         return seconds
 
     def neighbours(self, storage: int) -> Iterable[int]:
