@@ -202,7 +202,7 @@ class _Foresight:
                 length = float(self._seconds[end] - self._seconds[begin])
                 if found is None or length > found[0]:
                     found = length, begin, end
-        if found is None or not use.is_known or max(found[1], use.free) >= found[2]:
+        if found is None or not use.learnt or max(found[1], use.free) >= found[2]:
             return None
         return _Gap(use, max(found[1], use.free), found[2], use.own_seconds / max(1, use.nbytes))
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from bisect import bisect_right
+from typing import Any
 
 
 NEVER = 1 << 60
@@ -30,7 +31,7 @@ class Use:
         free: the event from which on nothing but autograd held it, as far as was seen.
         own_seconds, own_bytes: to compute it from `leaves`; infinite if that cannot be done, or nobody asked.
         leaves: places of what it is computed from.
-        is_known: whether anybody asked.
+        learnt: how often somebody asked, in this step and those before.
     """
 
     place: int
@@ -41,7 +42,7 @@ class Use:
     own_seconds: float = math.inf
     own_bytes: int = 0
     leaves: tuple[int, ...] = ()
-    is_known: bool = False
+    learnt: int = 0
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -54,6 +55,7 @@ class Record:
         demand_bytes: by event, most that would have been there since the event before, had nothing left.
         level_bytes: by event, what would have been there just then, had nothing left.
         was_tight: whether there was ever too little room.
+        end_seconds: that had passed at the last event.
     """
 
     saves: list[Use] = dataclasses.field(default_factory=list)
@@ -61,6 +63,11 @@ class Record:
     demand_bytes: list[int] = dataclasses.field(default_factory=lambda: [0])
     level_bytes: list[int] = dataclasses.field(default_factory=list)
     was_tight: bool = False
+    end_seconds: float = 0.0
+
+    def find_shape(self) -> tuple[int, ...]:
+        """Bytes of all saves: what steps are told apart by."""
+        return tuple(use.nbytes for use in self.saves)
 
 
 class Habits:
@@ -68,9 +75,11 @@ class Habits:
 
     Attributes:
         before, present: the step before, and this one.
+        tried: what was foreseen for steps of one shape, and the seconds that each step took; anything, to this class.
     """
 
     def __init__(self) -> None:
+        self.tried: Any = None
         self.before, self.present = Record(), Record()
         self._uses: dict[int, list[Use]] = {}
 

@@ -217,10 +217,11 @@ class _Step:
         for action in actions:
             if isinstance(action, Recompute):
                 pinned.update(self._segments[action.segment].leaves)
-            elif isinstance(action, Reload):
-                pinned[action.storage] += 1
-        if actions and isinstance(actions[-1], Recompute):
-            pinned.update(actions[-1].outputs)  # what is needed; links of the chain may go once they were read
+        for action in actions:  # links of a chain may go once they were read; what nothing here reads is needed
+            if isinstance(action, Recompute):
+                pinned.update(output for output in action.outputs if not pinned[output])
+            elif isinstance(action, Reload) and not pinned[action.storage]:
+                pinned[action.storage] = 1
         self._pinned.append(pinned)
         try:
             for action in actions:

@@ -15,17 +15,46 @@ from __future__ import annotations
 import heapq
 import math
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 from elbowroom.ir.actions import Offload, Reload
 from elbowroom.ir.events import Event, PressureRaised, StorageFreed, StorageNeeded, StorageSaved
 from elbowroom.residency.foresight import Role, foresee
-from elbowroom.residency.habits import Habits
+from elbowroom.residency.habits import Habits, Record
 from elbowroom.residency.machine import Intent
 from elbowroom.residency.online import Facts, Online
 
+TRIES = 2
+"""Steps of one shape that are foreseen anew, each from what was seen in the one before; then the best is kept."""
+
+LEARNT = 2
+"""Steps in which is asked what it takes to compute something again."""
+
 WATCHED = 4
 """Storages looked at in each event, for whether the program still holds them."""
+
+
+class _Tried:
+    """What was foreseen for steps of one shape, and the seconds that steps took with it."""
+
+    def __init__(self, key: object) -> None:
+        self.key = key
+        self._made: list[tuple[float, Mapping[int, Role]]] = []
+        self._is_open = False
+        self._source: Record | None = None
+
+    def choose(self, before: Record, make: Callable[[], Mapping[int, Role]]) -> Mapping[int, Role]:
+        """A new one, from what the last one led to; the best, once there are enough."""
+        if self._is_open:
+            if before is self._source:
+                return self._made[-1][1]  # nothing came of it: a step without a backward pass
+            self._made[-1] = before.end_seconds, self._made[-1][1]
+        self._source = before
+        self._is_open = len(self._made) < TRIES
+        if not self._is_open:
+            return min(self._made, key=lambda each: each[0])[1]
+        self._made.append((math.inf, make()))
+        return self._made[-1][1]
 
 
 class Policy(Online):
@@ -61,15 +90,20 @@ class Policy(Online):
         if isinstance(event, (PressureRaised, StorageSaved, StorageNeeded)):
             self.habits.demand(facts.most_bytes() + self._missing_bytes)
         if not isinstance(event, PressureRaised):
+            self.habits.present.end_seconds = facts.now()
             self.came(storage)
             self._watch_held(WATCHED)
         return super().decide(event)
 
     def _foresee(self) -> None:
-        before, budget_bytes = self.habits.before, self.facts.budget_bytes()
-        self._roles = foresee(before, budget_bytes, self.facts.move_seconds)
+        habits, budget_bytes = self.habits, self.facts.budget_bytes()
+        before = habits.before
         tight = (event for event, nbytes in enumerate(before.demand_bytes) if nbytes > budget_bytes)
         self._tight = max(tight, default=0)
+        key = before.find_shape(), budget_bytes
+        if not isinstance(habits.tried, _Tried) or habits.tried.key != key:
+            habits.tried = _Tried(key)
+        self._roles = habits.tried.choose(before, lambda: foresee(before, budget_bytes, self.facts.move_seconds))
 
     def level_bytes(self) -> int:
         return super().level_bytes() + self._missing_bytes
@@ -106,23 +140,24 @@ class Policy(Online):
                 self._held.append(storage)
 
     def _learn(self, storage: int) -> None:
-        """What it would take to compute it again; once in a step like the one before."""
+        """What it would take to compute it again; ops are slow the first time."""
         use = self.habits.find(storage)
-        if use is None or use.is_known:
+        if use is None or use.learnt:
             return
-        use.is_known = True
         before = self.habits.find_before(storage)
-        if before is not None and before.is_known:
-            use.own_seconds, use.own_bytes = before.own_seconds, before.own_bytes
-            use.leaves, use.free = before.leaves, before.free
-            return
-        self._held.append(storage)
+        if before is None or not before.learnt:
+            self._held.append(storage)
+        else:
+            use.free, use.learnt = before.free, before.learnt
+            if use.learnt >= LEARNT:
+                use.own_seconds, use.own_bytes, use.leaves = before.own_seconds, before.own_bytes, before.leaves
+                return
+        use.learnt += 1
         use.own_seconds = self.facts.own_seconds(storage)
-        if use.own_seconds == math.inf:
-            return
-        use.own_bytes = self.facts.own_bytes(storage)
-        leaves = [self.habits.find(leaf) for leaf in self.facts.neighbours(storage)]
-        use.leaves = tuple(leaf.place for leaf in leaves if leaf is not None)
+        if use.own_seconds < math.inf:
+            use.own_bytes = self.facts.own_bytes(storage)
+            leaves = [self.habits.find(leaf) for leaf in self.facts.neighbours(storage)]
+            use.leaves = tuple(leaf.place for leaf in leaves if leaf is not None)
 
     def _find_role(self, storage: int) -> Role | None:
         use = self.habits.find_before(storage)
