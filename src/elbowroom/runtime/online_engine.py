@@ -77,6 +77,7 @@ class OnlineEngine(Engine):
         self._ways: dict[int, Way | None] = {}
         self._gone: dict[int, Way] = {}  # of what is dropped
         self._pinned: list[Counter[int]] = []
+        self._most = 0
         self._begin, self._replay_seconds, self._has_said = time.perf_counter(), 0.0, False
         self._machine = Machine(get(policies, policy, "Policy")(self, habits), self._segments)
         self.historian = Historian(self, estimates, device.type, self.about_to_write, self.written)
@@ -94,7 +95,9 @@ class OnlineEngine(Engine):
         Raises:
             Infeasible: everything that may leave has left, and there is not enough.
         """
-        if self.account.live_bytes + nbytes > self._budget_bytes:
+        live = self.account.live_bytes
+        self._most = max(self._most, live + nbytes)
+        if live + nbytes > self._budget_bytes:
             with self._lock:
                 self._drain()
                 self._make_room(nbytes, str(func))
@@ -158,8 +161,32 @@ class OnlineEngine(Engine):
         back = reload_seconds(self._link, residence.nbytes)
         return back if residence.copy is not None else back + offload_seconds(self._link, residence.nbytes)
 
+    def own_seconds(self, storage: int) -> float:
+        """To compute it again from its neighbours; infinite where there is no way."""
+        way = self._find_way(storage)
+        return float("inf") if way is None else way.seconds
+
+    def own_bytes(self, storage: int) -> int:
+        """What that allocates at once, with the storage itself."""
+        way = self._find_way(storage)
+        return 0 if way is None else way.nbytes
+
+    def move_seconds(self, nbytes: int) -> tuple[float, float]:
+        """To copy so many bytes out, and back."""
+        return offload_seconds(self._link, nbytes), reload_seconds(self._link, nbytes)
+
+    def busy_seconds(self) -> float:
+        """What the step's own ops took."""
+        return self.historian.busy_seconds
+
+    def most_bytes(self) -> int:
+        """Most that was there, or asked for by an op, since this was last called."""
+        live = self.account.live_bytes
+        most, self._most = max(self._most, live), live
+        return most
+
     def replay_seconds(self, storage: int) -> float:
-        """What it takes to compute it again, with all that was dropped before it; infinite where there is no way."""
+        """What it takes to compute it again, with all that has left before it; infinite where there is no way."""
         seconds, seen, stack = 0.0, {storage}, [storage]
         while stack:
             way = self._find_way(stack.pop())
@@ -167,9 +194,13 @@ class OnlineEngine(Engine):
                 return float("inf")
             seconds += way.seconds
             for leaf in way.recording.leaves:
-                if leaf.recording is not None and leaf.id not in seen:
-                    seen.add(leaf.id)
+                if leaf.id in seen or self._machine.is_on_device(leaf.id):
+                    continue
+                seen.add(leaf.id)
+                if leaf.recording is not None:
                     stack.append(leaf.id)
+                else:
+                    seconds += reload_seconds(self._link, leaf.nbytes)
         return seconds
 
     def neighbours(self, storage: int) -> Iterable[int]:
@@ -216,9 +247,11 @@ class OnlineEngine(Engine):
         for action in actions:
             if isinstance(action, Recompute):
                 pinned.update(self._segments[action.segment].leaves)
-                pinned.update(action.outputs)
-            elif isinstance(action, Reload):
-                pinned[action.storage] += 1
+        for action in actions:  # links of a chain may go once they were read; what nothing here reads is needed
+            if isinstance(action, Recompute):
+                pinned.update(output for output in action.outputs if not pinned[output])
+            elif isinstance(action, Reload) and not pinned[action.storage]:
+                pinned[action.storage] = 1
         self._pinned.append(pinned)
         try:
             super()._carry_out(actions, later)
