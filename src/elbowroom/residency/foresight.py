@@ -8,8 +8,8 @@
 A copy costs nothing where it is out before its room is needed and back before it is needed itself. What can be
 computed again for few seconds a byte is dropped instead; where the line between the two is drawn is tried out.
 
-Source: choosing by the pattern of accesses of a first, measured iteration: X. Peng et al., "Capuchin", ASPLOS 2020. Ours:
-lanes with a backlog, and the room that a step takes as a curve over it.
+Source: choosing by the pattern of accesses of a first, measured iteration: X. Peng et al., "Capuchin", ASPLOS 2020.
+Ours: lanes with a backlog, and the room that a step takes as a curve over it.
 """
 
 from __future__ import annotations
@@ -109,9 +109,7 @@ class _Shortage:
 
 
 class _Foresight:
-    def __init__(
-        self, record: Record, budget_bytes: int, move_seconds: Callable[[int], tuple[float, float]]
-    ) -> None:
+    def __init__(self, record: Record, budget_bytes: int, move_seconds: Callable[[int], tuple[float, float]]) -> None:
         self._move = move_seconds
         self._seconds = np.asarray(record.seconds)
         self._curve = _Shortage(record, budget_bytes)

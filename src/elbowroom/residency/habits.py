@@ -15,7 +15,6 @@ import math
 from bisect import bisect_right
 from typing import Any
 
-
 NEVER = 1 << 60
 """An event that does not come."""
 

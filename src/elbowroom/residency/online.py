@@ -50,6 +50,10 @@ class Facts(Protocol):
         """What a storage takes."""
         ...
 
+    def address(self, storage: int) -> int | None:
+        """Where its block begins; None where that is not known."""
+        ...
+
     def swap_seconds(self, storage: int) -> float:
         """To copy it out, unless that was done, and back; infinite where it may not be."""
         ...
@@ -104,9 +108,11 @@ class Online:
 
     Attributes:
         is_early: whether copies begin before room is needed.
+        uses_addresses: whether it asks where storages are; a driver that would have to find out need not, otherwise.
     """
 
     is_early = False
+    uses_addresses = False
 
     def __init__(self, facts: Facts, habits: Habits) -> None:
         self.facts, self.habits = facts, habits
@@ -167,8 +173,7 @@ class Online:
         self._accessed[storage] = self.facts.now()
         is_new = storage not in self._place
         if is_new and self.facts.may_move(storage):
-            self._place[storage] = len(self._pool)
-            self._pool.append(storage)
+            self._put(storage)
             self._away.pop(storage, None)
             if not isinstance(event, StorageSaved):
                 self.came(storage)
@@ -179,6 +184,10 @@ class Online:
             self.habits.saved(storage, self.facts.nbytes(storage), self.facts.busy_seconds(), self.level_bytes())
             return self._copy_early(storage) if self.is_early and storage in self._place else ()
         return ()
+
+    def _put(self, storage: int) -> None:
+        self._place[storage] = len(self._pool)
+        self._pool.append(storage)
 
     def _take(self, storage: int) -> None:
         place = self._place.pop(storage, None)
@@ -210,9 +219,7 @@ class Online:
         """The lowest of a sample; None if nothing may leave."""
         for among in (self._draw(), self._pool):
             rated = [
-                (self.rank(storage), self.rate(storage), storage)
-                for storage in among
-                if self.facts.may_leave(storage)
+                (self.rank(storage), self.rate(storage), storage) for storage in among if self.facts.may_leave(storage)
             ]
             if rated:
                 return min(rated)[2]
@@ -224,11 +231,11 @@ class Online:
         pool, count = self._pool, len(self._pool)
         if count <= SAMPLE:
             return pool
-        drawn = []
-        for _ in range(SAMPLE):
-            self._state = (self._state * 25214903917 + 11) & 0xFFFFFFFFFFFF
-            drawn.append(pool[(self._state >> 16) % count])
-        return drawn
+        return [pool[self._draw_number() % count] for _ in range(SAMPLE)]
+
+    def _draw_number(self) -> int:
+        self._state = (self._state * 25214903917 + 11) & 0xFFFFFFFFFFFF
+        return self._state >> 16
 
     def _come_early(self) -> list[Intent]:
         spare = self.facts.spare_bytes() - int(AHEAD * self.facts.budget_bytes())
@@ -247,8 +254,7 @@ class Online:
     def _expect(self, storage: int) -> None:
         """It is on its way back, and on the device from here on, as far as room goes."""
         self._away.pop(storage)
-        self._place[storage] = len(self._pool)
-        self._pool.append(storage)
+        self._put(storage)
         self.came(storage)
 
     def _copy_early(self, saved: int) -> list[Intent]:

@@ -155,6 +155,11 @@ class OnlineEngine(Engine):
         """What a storage takes."""
         return self.account.round(self._bound[storage].nbytes)
 
+    def address(self, storage: int) -> int | None:
+        """Where its block begins; None while it is not there."""
+        home = self._bound[storage].find_storage()
+        return None if home is None else home.data_ptr()
+
     def swap_seconds(self, storage: int) -> float:
         """Out, unless there is a copy, and back."""
         residence = self._bound[storage]

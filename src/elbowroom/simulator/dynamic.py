@@ -19,6 +19,7 @@ from elbowroom.ir.costs import Costs
 from elbowroom.ir.events import Event, PressureRaised, StorageFreed
 from elbowroom.ir.plan import Segment
 from elbowroom.ir.trace import Trace, find_movable
+from elbowroom.layout.caching import CachingAllocator
 from elbowroom.residency import policies
 from elbowroom.residency.habits import Habits
 from elbowroom.residency.machine import Machine
@@ -94,7 +95,10 @@ class _Step:
         self._ways: dict[int, Way | None] = {}
         self._segments: list[Segment] = []
         self._segment_ways: list[Way] = []
-        self._machine = Machine(get(policies, policy, "Policy")(self, habits), self._segments)
+        chosen = get(policies, policy, "Policy")(self, habits)
+        self._machine = Machine(chosen, self._segments)
+        self._allocator = CachingAllocator() if chosen.uses_addresses else None
+        self._addresses: dict[int, int] = {}
         self._lanes = Lanes(costs.link)
         self._done: dict[int, float] = {}
         self._copied: set[int] = set()
@@ -187,9 +191,15 @@ class _Step:
     def _hold(self, storage: int) -> None:
         self._holds[storage] += 1
         self._others[storage] += 1
+        self._begin(storage)
+
+    def _begin(self, storage: int) -> None:
+        """It has one holder more; if that is the first, its block is handed out."""
         if self._holds[storage] == 1:
             self._live += self._rounded[storage]
             self._peak = max(self._peak, self._live)
+            if self._allocator is not None and self._rounded[storage]:
+                self._addresses[storage] = self._allocator.take(self._rounded[storage])
 
     def _let_go(self, storage: int, *, is_claim: bool = False) -> None:
         self._holds[storage] -= 1
@@ -197,6 +207,8 @@ class _Step:
             self._others[storage] -= 1
         if self._holds[storage] == 0:
             self._live -= self._rounded[storage]
+            if self._allocator is not None and storage in self._addresses:
+                self._allocator.give(self._addresses.pop(storage))
 
     def _pass(self, seconds: float) -> None:
         self._clock += seconds
@@ -261,9 +273,7 @@ class _Step:
         if storage not in self._claims:
             self._claims.add(storage)
             self._holds[storage] += 1
-            if self._holds[storage] == 1:
-                self._live += self._rounded[storage]
-                self._peak = max(self._peak, self._live)
+            self._begin(storage)
 
     def _replay(self, action: Recompute) -> None:
         way = self._segment_ways[action.segment]
@@ -295,6 +305,10 @@ class _Step:
     def nbytes(self, storage: int) -> int:
         """What a storage takes."""
         return self._rounded[storage]
+
+    def address(self, storage: int) -> int | None:
+        """Where a caching allocator puts its block."""
+        return self._addresses.get(storage)
 
     def swap_seconds(self, storage: int) -> float:
         """Out, unless there is a copy, and back."""
