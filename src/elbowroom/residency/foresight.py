@@ -17,7 +17,9 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections import deque
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Mapping
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -29,21 +31,20 @@ Curve = npt.NDArray[np.float64]
 SLOTS = 2048
 """The curve has so many points at most."""
 
-WEIGHED = 2048
+WEIGHED = 1024
 """Uses that are thought about: those with the most bytes for the longest."""
 
-LINES = 12
+LINES = 8
 """Between what is dropped and what is copied, tried."""
 
 MENDED, MOST_MENDED = 3, 128
 """Drafts that are mended, those that lack least; and what leaves in the course of it."""
 
-PACES = (1.0, 1.15, 1.35, 1.6, 2.0, 3.0)
+PACES = (1.0, 1.2, 1.5, 2.0, 3.0)
 """Where copies do not suffice: how much slower the step may become for their sake, tried."""
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Role:
+class Role(NamedTuple):
     """What is foreseen for one thing that is saved.
 
     Attributes:
@@ -111,7 +112,7 @@ class _Shortage:
 class _Foresight:
     def __init__(self, record: Record, budget_bytes: int, move_seconds: Callable[[int], tuple[float, float]]) -> None:
         self._move = move_seconds
-        self._seconds = np.asarray(record.seconds)
+        self._times = record.seconds
         self._curve = _Shortage(record, budget_bytes)
         self._needs = [nbytes - budget_bytes for nbytes in record.demand_bytes]
         gaps = [gap for use in dict.fromkeys(record.saves) if (gap := self._find_gap(use)) is not None]
@@ -126,13 +127,15 @@ class _Foresight:
         best: tuple[float, Mapping[int, Role]] = (math.inf, {})
         for pace in PACES:
             drafts = [self._try(line, pace) for line in lines]
+            is_better = False
             is_enough = any(draft.excess.max() <= 0 for draft in drafts)
             for draft in sorted(drafts, key=self._find_cost)[:MENDED]:
                 self._mend(draft, pace)
                 cost = self._walk(draft)
                 if cost < best[0]:
                     best = cost, draft.roles
-            if is_enough:
+                    is_better = True
+            if is_enough or not is_better:
                 break
         return best[1]
 
@@ -161,7 +164,7 @@ class _Foresight:
         leaving: deque[tuple[float, int]] = deque()
         there: dict[int, float] = {}
         gone: set[int] = set()
-        for event, seconds in enumerate(self._seconds.tolist()):
+        for event, seconds in enumerate(self._times):
             clock, before = clock + seconds - before, seconds
             for index in ends.get(event, ()):
                 gap = self._gaps[index]
@@ -197,7 +200,7 @@ class _Foresight:
         found: tuple[float, int, int] | None = None
         for begin, end in zip(use.events, use.events[1:], strict=False):
             if end in needs:
-                length = float(self._seconds[end] - self._seconds[begin])
+                length = self._times[end] - self._times[begin]
                 if found is None or length > found[0]:
                     found = length, begin, end
         if found is None or not use.learnt or max(found[1], use.free) >= found[2]:
@@ -220,19 +223,18 @@ class _Foresight:
         return draft
 
     def _copy(self, draft: _Draft, ends: list[int], line: float, pace: float) -> None:
-        seconds = pace * self._seconds
+        seconds = self._times
         back_free = math.inf
         for index, gap in enumerate(self._gaps):
             if gap.rate <= line:
                 continue
             out, back = self._move(gap.use.nbytes)
-            done = max(draft.out_free, seconds[gap.use.events[0]]) + out
-            start = min(back_free, seconds[ends[index]]) - back
+            done = max(draft.out_free, pace * seconds[gap.use.events[0]]) + out
+            start = min(back_free, pace * seconds[ends[index]]) - back
             if start <= done:
                 continue
-            first = max(gap.begin, int(np.searchsorted(seconds, done)))
-            last = int(np.searchsorted(seconds, start, side="right")) - 1
-            if draft.copy(index, first, last):
+            first = max(gap.begin, bisect_left(seconds, done / pace))
+            if draft.copy(index, first, bisect_right(seconds, start / pace) - 1):
                 draft.out_free, back_free = done, start
 
     def _mend(self, draft: _Draft, pace: float) -> None:
@@ -245,7 +247,7 @@ class _Foresight:
         for _ in range(MOST_MENDED):
             worst = int(draft.excess.argmax())
             last = self._curve.find_slots(draft.ends)
-            wait = pace * self._seconds[min(self._curve.find_event(worst), len(self._seconds) - 1)]
+            wait = pace * self._times[min(self._curve.find_event(worst), len(self._times) - 1)]
             late = back + np.maximum(0, draft.out_free + out - wait)
             cost = np.minimum(late, own) / nbytes
             cost[is_out | (first > worst) | (last <= worst)] = math.inf

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import bisect
 import math
-from collections import deque
 
 from elbowroom.residency.habits import Habits
 from elbowroom.residency.machine import Intent
@@ -40,7 +39,7 @@ class Policy(Online):
         super().__init__(facts, habits)
         self._blocks: list[tuple[int, int]] = []  # (address, storage) of what is in the pool, in order
         self._addresses: dict[int, int] = {}
-        self._new: deque[int] = deque()  # may not be where it will be yet
+        self._new: list[int] = []  # may not be where it will be yet
         self._window: list[int] = []
 
     def rate(self, storage: int) -> float:
@@ -63,14 +62,21 @@ class Policy(Online):
             del self._blocks[bisect.bisect_left(self._blocks, (address, storage))]
 
     def _find_new(self) -> None:
-        for _ in range(len(self._new)):
-            storage = self._new.popleft()
+        are_many = 8 * len(self._new) > len(self._blocks)
+        for storage in self._new:
             if storage not in self._place or storage in self._addresses:
                 continue
             address = self.facts.address(storage)
-            if address is not None:
-                self._addresses[storage] = address
+            if address is None:
+                continue
+            self._addresses[storage] = address
+            if are_many:
+                self._blocks.append((address, storage))
+            else:
                 bisect.insort(self._blocks, (address, storage))
+        self._new.clear()
+        if are_many:
+            self._blocks.sort()
 
     # -- windows --------------------------------------------------------------------------------------------------
 

@@ -30,6 +30,9 @@ TRIES = 2
 LEARNT = 2
 """Steps in which is asked what it takes to compute something again."""
 
+AT_ONCE = 8
+"""Storages asked about in each event, once there has been too little room."""
+
 WATCHED = 4
 """Storages looked at in each event, for whether the program still holds them."""
 
@@ -68,6 +71,7 @@ class Policy(Online):
         self._tight = 0  # the last event with too little room, in the step before
         self._missing: dict[int, int] = {}  # bytes of what is not there
         self._missing_bytes = 0
+        self._unlearnt: deque[int] = deque()
         self._held: deque[int] = deque()  # of what the program holds as well
         self._copied: dict[int, float] = {}  # when each copy is out
         self._out_free = 0.0
@@ -84,15 +88,17 @@ class Policy(Online):
             self._copied.pop(storage, None)
         elif isinstance(event, PressureRaised) and not self.habits.present.was_tight:
             self.habits.present.was_tight = True
-            for each in self._pool:
+            self._unlearnt = deque(self._pool)
+        for _ in range(min(AT_ONCE, len(self._unlearnt))):
+            each = self._unlearnt.popleft()
+            if each in self._place:
                 self._learn(each)
-            self._watch_held(len(self._held))
         if isinstance(event, (PressureRaised, StorageSaved, StorageNeeded)):
             self.habits.demand(facts.most_bytes() + self._missing_bytes)
         if not isinstance(event, PressureRaised):
             self.habits.present.end_seconds = facts.now()
             self.came(storage)
-            self._watch_held(WATCHED)
+            self._watch_held()
         return super().decide(event)
 
     def _foresee(self) -> None:
@@ -126,16 +132,16 @@ class Policy(Online):
         out, _ = self.facts.move_seconds(self.facts.nbytes(storage))
         self._copied[storage] = self._out_free = max(self._out_free, self.facts.now()) + out
 
-    def _watch_held(self, most: int) -> None:
+    def _watch_held(self) -> None:
         """Note from when on the program no longer holds what was saved."""
-        for _ in range(min(most, len(self._held))):
+        for _ in range(min(WATCHED, len(self._held))):
             storage = self._held.popleft()
             if storage not in self._place:
                 continue
             if self.facts.may_leave(storage):
                 use = self.habits.find(storage)
                 if use is not None:
-                    use.free = self.habits.events if most == WATCHED else 0
+                    use.free = self.habits.events
             else:
                 self._held.append(storage)
 
@@ -146,7 +152,10 @@ class Policy(Online):
             return
         before = self.habits.find_before(storage)
         if before is None or not before.learnt:
-            self._held.append(storage)
+            if self.facts.may_leave(storage):
+                use.free = use.events[-1]
+            else:
+                self._held.append(storage)
         else:
             use.free, use.learnt = before.free, before.learnt
             if use.learnt >= LEARNT:
@@ -160,12 +169,16 @@ class Policy(Online):
             use.leaves = tuple(leaf.place for leaf in leaves if leaf is not None)
 
     def _find_role(self, storage: int) -> Role | None:
+        if not self._roles:
+            return None
         use = self.habits.find_before(storage)
-        return None if use is None or self._roles is None else self._roles.get(use.place)
+        return None if use is None else self._roles.get(use.place)
 
     # -- what is rated --------------------------------------------------------------------------------------------
 
     def rank(self, storage: int) -> int:
+        if not self._roles:
+            return 2
         role = self._find_role(storage)
         if role is None or role.back < self.habits.events:
             return 2
