@@ -96,9 +96,7 @@ def simulate_memory(jobs: Jobs, model: str, policy: str, share: float) -> Row:
 
 def simulate_batch(jobs: Jobs, model: str, policy: str, plain_batch: int) -> Row:
     """The largest batch within the card."""
-    found = find_largest(
-        lambda batch: simulate(jobs, model, batch, jobs.memory_bytes, policy) is not None, plain_batch
-    )
+    found = find_largest(lambda batch: simulate(jobs, model, batch, jobs.memory_bytes, policy) is not None, plain_batch)
     over = simulate(jobs, model, found, jobs.memory_bytes, policy)
     ratio = found / plain_batch
     return {
@@ -235,7 +233,9 @@ def describe(row: Row) -> str:
     head = f"{row['where']:10}{row['model']:11}{row['policy']:11}"
     if row["headline"] == "memory":
         size = format_bytes(row["plain_peak_bytes"])
-        return f"{head}{row['share']:4.0%} of {size:>9}: {over}" + ("" if row.get("is_same", True) else ", NOT THE SAME")
+        return f"{head}{row['share']:4.0%} of {size:>9}: {over}" + (
+            "" if row.get("is_same", True) else ", NOT THE SAME"
+        )
     return f"{head}batch {row['batch']}, {row['ratio']:.2f} times {row['plain_batch']}: {over}"
 
 

@@ -16,8 +16,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections import deque
 from bisect import bisect_left, bisect_right
+from collections import deque
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 

@@ -30,7 +30,7 @@ TRIES = 2
 LEARNT = 2
 """Steps in which is asked what it takes to compute something again."""
 
-AT_ONCE = 8
+AT_ONCE = 16
 """Storages asked about in each event, once there has been too little room."""
 
 WATCHED = 4
@@ -115,6 +115,7 @@ class Policy(Online):
         return super().level_bytes() + self._missing_bytes
 
     def left(self, storage: int, is_dropped: bool) -> None:
+        self._learn(storage)
         self._missing[storage] = nbytes = self.facts.nbytes(storage)
         self._missing_bytes += nbytes
         if is_dropped:
