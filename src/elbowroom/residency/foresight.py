@@ -76,7 +76,8 @@ def foresee(
     """
     if not record.was_tight:
         return {}
-    return _Foresight(record, budget_bytes, move_seconds).find()
+    foresight = _Foresight(record, budget_bytes, move_seconds)
+    return foresight.find() if foresight.gaps else {}
 
 
 class _Shortage:
@@ -117,11 +118,11 @@ class _Foresight:
         self._needs = [nbytes - budget_bytes for nbytes in record.demand_bytes]
         gaps = [gap for use in dict.fromkeys(record.saves) if (gap := self._find_gap(use)) is not None]
         weighed = sorted(gaps, key=lambda gap: -gap.use.nbytes * (gap.end - gap.begin))[:WEIGHED]
-        self._gaps = sorted(weighed, key=lambda gap: gap.use.place)
-        self._place = {gap.use.place: index for index, gap in enumerate(self._gaps)}
+        self.gaps = sorted(weighed, key=lambda gap: gap.use.place)
+        self._place = {gap.use.place: index for index, gap in enumerate(self.gaps)}
 
     def find(self) -> Mapping[int, Role]:
-        rates = sorted({gap.rate for gap in self._gaps if gap.rate < math.inf})
+        rates = sorted({gap.rate for gap in self.gaps if gap.rate < math.inf})
         step = max(1, len(rates) // LINES)
         lines = [-1.0, *rates[step - 1 :: step], *rates[-1:]]
         best: tuple[float, Mapping[int, Role]] = (math.inf, {})
@@ -149,7 +150,7 @@ class _Foresight:
         backs: dict[int, list[int]] = {}
         ends: dict[int, list[int]] = {}
         begins: dict[int, list[int]] = {}
-        for index, gap in enumerate(self._gaps):
+        for index, gap in enumerate(self.gaps):
             role = draft.roles.get(gap.use.place)
             if role is None:
                 continue
@@ -167,22 +168,22 @@ class _Foresight:
         for event, seconds in enumerate(self._times):
             clock, before = clock + seconds - before, seconds
             for index in ends.get(event, ()):
-                gap = self._gaps[index]
+                gap = self.gaps[index]
                 if not draft.roles[gap.use.place].is_copied:
                     clock += gap.use.own_seconds
                     covered -= gap.use.nbytes
             for index in backs.get(event, ()):
                 if index in gone:
-                    covered -= self._gaps[index].use.nbytes
-                    back_free = max(clock, back_free) + self._move(self._gaps[index].use.nbytes)[1]
+                    covered -= self.gaps[index].use.nbytes
+                    back_free = max(clock, back_free) + self._move(self.gaps[index].use.nbytes)[1]
                     there[index] = back_free
                 gone.add(index)
             for index in ends.get(event, ()):
                 clock = max(clock, there.get(index, 0.0))
             for index in saved.get(event, ()):
-                out_free = max(clock, out_free) + self._move(self._gaps[index].use.nbytes)[0]
+                out_free = max(clock, out_free) + self._move(self.gaps[index].use.nbytes)[0]
                 leaving.append((out_free, index))
-            covered += sum(self._gaps[index].use.nbytes for index in begins.get(event, ()))
+            covered += sum(self.gaps[index].use.nbytes for index in begins.get(event, ()))
             need = self._needs[event + 1]
             while leaving and (leaving[0][0] <= clock or need > covered):
                 done, index = leaving.popleft()
@@ -190,7 +191,7 @@ class _Foresight:
                     continue
                 clock = max(clock, done)
                 gone.add(index)
-                covered += self._gaps[index].use.nbytes
+                covered += self.gaps[index].use.nbytes
             lacking = max(lacking, need - covered)
         return clock - before + 2 * sum(self._move(int(max(0.0, lacking))))
 
@@ -209,10 +210,10 @@ class _Foresight:
 
     def _try(self, line: float, pace: float) -> _Draft:
         """Drop what is below the line, as far as must be; of the rest, copy what costs nothing."""
-        ends = [gap.end for gap in self._gaps]
-        dropped = sorted((gap.rate, index) for index, gap in enumerate(self._gaps) if gap.rate <= line)
+        ends = [gap.end for gap in self.gaps]
+        dropped = sorted((gap.rate, index) for index, gap in enumerate(self.gaps) if gap.rate <= line)
         for is_first in (True, False):  # what is dropped says until when the rest may be away
-            draft = _Draft(self._gaps, self._place, self._curve)
+            draft = _Draft(self.gaps, self._place, self._curve)
             self._copy(draft, ends, line, pace)
             for _, index in dropped:
                 if draft.excess.max() <= 0:
@@ -225,7 +226,7 @@ class _Foresight:
     def _copy(self, draft: _Draft, ends: list[int], line: float, pace: float) -> None:
         seconds = self._times
         back_free = math.inf
-        for index, gap in enumerate(self._gaps):
+        for index, gap in enumerate(self.gaps):
             if gap.rate <= line:
                 continue
             out, back = self._move(gap.use.nbytes)
@@ -239,11 +240,11 @@ class _Foresight:
 
     def _mend(self, draft: _Draft, pace: float) -> None:
         """Where it is worst, let leave what costs least, be it that the step waits for its copy."""
-        nbytes = np.array([gap.use.nbytes for gap in self._gaps], float)
-        own = np.array([gap.use.own_seconds for gap in self._gaps], float)
-        out, back = np.array([self._move(gap.use.nbytes) for gap in self._gaps]).reshape(-1, 2).T
-        first = np.array([self._curve.find_cover(gap.begin, gap.end)[0] for gap in self._gaps])
-        is_out = np.array([gap.use.place in draft.roles for gap in self._gaps])
+        nbytes = np.array([gap.use.nbytes for gap in self.gaps], float)
+        own = np.array([gap.use.own_seconds for gap in self.gaps], float)
+        out, back = np.array([self._move(gap.use.nbytes) for gap in self.gaps]).reshape(-1, 2).T
+        first = np.array([self._curve.find_cover(gap.begin, gap.end)[0] for gap in self.gaps])
+        is_out = np.array([gap.use.place in draft.roles for gap in self.gaps])
         for _ in range(MOST_MENDED):
             worst = int(draft.excess.argmax())
             last = self._curve.find_slots(draft.ends)
@@ -257,7 +258,7 @@ class _Foresight:
             is_out[index] = True
             if own[index] < late[index] and draft.drop(index):
                 continue
-            gap = self._gaps[index]
+            gap = self.gaps[index]
             if draft.copy(index, gap.begin, draft.ends[index]):
                 draft.seconds += float(late[index])
                 draft.out_free += float(out[index])
