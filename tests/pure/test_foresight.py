@@ -12,8 +12,9 @@ from elbowroom.errors import Infeasible
 from elbowroom.ir.costs import Costs
 from elbowroom.ir.trace import Trace
 from elbowroom.planner.problem import pose
-from elbowroom.residency.foresight import foresee
+from elbowroom.residency.foresight import Role, foresee
 from elbowroom.residency.habits import Habits, Record
+from elbowroom.residency.policies.habit import TRIES, _Tried
 from elbowroom.simulator.dynamic import simulate_dynamic
 from tests.generators import jobs, make_costs, make_link, make_residual_net
 
@@ -100,3 +101,21 @@ def test_a_half_duplex_link_is_survived() -> None:
     habits = Habits()
     for _ in range(3):
         assert simulate_dynamic(trace, costs, budget, policy="habit", habits=habits).peak_bytes <= budget
+
+
+def test_of_what_was_foreseen_the_fastest_is_kept_and_no_step_that_broke_off() -> None:
+    def make_record(events: int, seconds: float) -> Record:
+        return Record(seconds=[0.0] * events, end_seconds=seconds)
+
+    assert TRIES == 2
+    made = [{0: Role(True, 1)}, {0: Role(False, 1)}]
+    tried, left = _Tried("any"), iter(made)
+    assert tried.choose(make_record(9, 8.0), lambda: next(left)) == made[0]
+    assert tried.choose(make_record(9, 7.0), lambda: next(left)) == made[1]
+    broken = make_record(5, 1.0)
+    assert tried.choose(broken, lambda: next(left)) == made[0]
+    assert tried.choose(broken, lambda: next(left)) == made[0]
+    tried, left = _Tried("any"), iter(made)
+    for seconds in (3.0, 7.0):
+        tried.choose(make_record(9, seconds), lambda: next(left))
+    assert tried.choose(make_record(9, 8.0), lambda: next(left)) == {}, "the first step was the fastest"

@@ -38,25 +38,28 @@ WATCHED = 4
 
 
 class _Tried:
-    """What was foreseen for steps of one shape, and the seconds that steps took with it."""
+    """What was foreseen for steps of one shape, and what became of the steps with it."""
 
     def __init__(self, key: object) -> None:
         self.key = key
-        self._made: list[tuple[float, Mapping[int, Role]]] = []
+        self._made: list[tuple[tuple[int, float], Mapping[int, Role]]] = []
         self._is_open = False
         self._source: Record | None = None
 
     def choose(self, before: Record, make: Callable[[], Mapping[int, Role]]) -> Mapping[int, Role]:
         """A new one, from what the last one led to; the best, once there are enough."""
+        outcome = -len(before.seconds), before.end_seconds  # a step that broke off is not a fast one
         if self._is_open:
             if before is self._source:
                 return self._made[-1][1]  # nothing came of it: a step without a backward pass
-            self._made[-1] = before.end_seconds, self._made[-1][1]
+            self._made[-1] = outcome, self._made[-1][1]
+        elif not self._made:
+            self._made.append((outcome, {}))  # with nothing foreseen for it
         self._source = before
-        self._is_open = len(self._made) < TRIES
+        self._is_open = len(self._made) <= TRIES
         if not self._is_open:
             return min(self._made, key=lambda each: each[0])[1]
-        self._made.append((math.inf, make()))
+        self._made.append(((0, math.inf), make()))
         return self._made[-1][1]
 
 
