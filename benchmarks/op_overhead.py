@@ -97,6 +97,23 @@ class Facts:
     def replay_seconds(self, storage: int) -> float:
         return 1e-5 * (1 + storage % 13)
 
+    def own_seconds(self, storage: int) -> float:
+        return 1e-5
+
+    own_bytes = nbytes
+
+    def address(self, storage: int) -> int:
+        return 2048 * (storage * 7919 % (1 << 17))
+
+    def move_seconds(self, nbytes: int) -> tuple[float, float]:
+        return 5e-5, 5e-5
+
+    def busy_seconds(self) -> float:
+        return self.seconds
+
+    def most_bytes(self) -> int:
+        return 1 << 39
+
     def neighbours(self, storage: int) -> tuple[int, ...]:
         return ()
 

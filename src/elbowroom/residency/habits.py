@@ -1,4 +1,4 @@
-"""What earlier steps teach: when what is saved at some place of a step will be needed.
+"""What earlier steps teach: when what is saved at some place of a step will be needed, and how much room a step takes.
 
     earlier step   save 0  save 1  save 2  need 2  need 1  need 0
     this step      save 0  save 1  save 2   ^ now: 1 is needed in one event, 0 in two
@@ -10,50 +10,142 @@ last as long in a step that is slower.
 
 from __future__ import annotations
 
+import dataclasses
+import math
 from bisect import bisect_right
+from typing import Any
+
+NEVER = 1 << 60
+"""An event that does not come."""
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class Use:
+    """What became of one thing that was saved.
+
+    Attributes:
+        place: its first save was the step's so-and-so-many-th.
+        events: at which it was saved and needed, in order.
+        needs: those at which it was needed.
+        free: the event from which on nothing but autograd held it, as far as was seen.
+        own_seconds, own_bytes: to compute it from `leaves`; infinite if that cannot be done, or nobody asked.
+        leaves: places of what it is computed from.
+        learnt: how often somebody asked, in this step and those before.
+    """
+
+    place: int
+    nbytes: int
+    events: list[int] = dataclasses.field(default_factory=list)
+    needs: list[int] = dataclasses.field(default_factory=list)
+    free: int = NEVER
+    own_seconds: float = math.inf
+    own_bytes: int = 0
+    leaves: tuple[int, ...] = ()
+    learnt: int = 0
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class Record:
+    """One step.
+
+    Attributes:
+        saves: a use for each save; the same one where a thing is saved again.
+        seconds: by event, those that the step's own ops had taken by then.
+        demand_bytes: by event, most that would have been there since the event before, had nothing left.
+        level_bytes: by event, what would have been there just then, had nothing left.
+        was_tight: whether there was ever too little room.
+        end_seconds: that had passed at the last event.
+        is_foreseen: whether what was foreseen for it decided; else a plan did.
+    """
+
+    saves: list[Use] = dataclasses.field(default_factory=list)
+    seconds: list[float] = dataclasses.field(default_factory=list)
+    demand_bytes: list[int] = dataclasses.field(default_factory=lambda: [0])
+    level_bytes: list[int] = dataclasses.field(default_factory=list)
+    was_tight: bool = False
+    end_seconds: float = 0.0
+    is_foreseen: bool = False
+
+    def find_shape(self) -> tuple[int, ...]:
+        """Bytes of all saves: what steps are told apart by."""
+        return tuple(use.nbytes for use in self.saves)
 
 
 class Habits:
-    """Remembers one step while the next one goes on."""
+    """Remembers one step while the next one goes on.
+
+    Attributes:
+        before, present: the step before, and this one.
+        tried: what was foreseen for steps of one shape, and the seconds that each step took; anything, to this class.
+    """
 
     def __init__(self) -> None:
-        self._before: list[tuple[int, list[int]]] = []  # bytes of each save, and the events at which it was needed
-        self._present: list[tuple[int, list[int]]] = []
-        self._places: dict[int, list[int]] = {}
-        self._events = 0
+        self.tried: Any = None
+        self.before, self.present = Record(), Record()
+        self._uses: dict[int, list[Use]] = {}
+
+    @property
+    def events(self) -> int:
+        """Saves and needs of this step so far."""
+        return len(self.present.demand_bytes) - 1
 
     def begin(self) -> None:
         """A step begins. One without any need teaches nothing."""
-        if any(needs for _, needs in self._present):
-            self._before = self._present
-        self._present, self._places, self._events = [], {}, 0
+        if any(use.needs for use in self.present.saves):
+            self.before = self.present
+        self.present, self._uses = Record(), {}
 
-    def saved(self, storage: int, nbytes: int) -> None:
-        """A storage was saved."""
-        self._places.setdefault(storage, []).append(len(self._present))
-        self._present.append((nbytes, []))
-        self._events += 1
+    def demand(self, nbytes: int) -> None:
+        """Since the last event there would have been so much, had nothing left."""
+        demand = self.present.demand_bytes
+        demand[-1] = max(demand[-1], nbytes)
 
-    def needed(self, storage: int) -> None:
+    def saved(self, storage: int, nbytes: int, seconds: float = 0.0, level_bytes: int = 0) -> Use:
+        """A storage was saved, when the step's own ops had taken so long and so much would have been there."""
+        uses = self._uses.setdefault(storage, [])
+        saves = self.present.saves
+        use = uses[0] if uses and uses[0].nbytes == nbytes else Use(len(saves), nbytes)
+        if use not in uses:
+            uses.append(use)
+        use.events.append(self.events)
+        saves.append(use)
+        self._count(seconds, level_bytes)
+        return use
+
+    def needed(self, storage: int, seconds: float = 0.0, level_bytes: int = 0) -> None:
         """A storage was needed."""
-        for place in self._places.get(storage, ()):
-            self._present[place][1].append(self._events)
-        self._events += 1
+        for use in self._uses.get(storage, ()):
+            use.events.append(self.events)
+            use.needs.append(self.events)
+        self._count(seconds, level_bytes)
+
+    def _count(self, seconds: float, level_bytes: int) -> None:
+        record = self.present
+        record.seconds.append(max(seconds, record.seconds[-1] if record.seconds else 0.0))
+        record.level_bytes.append(level_bytes)
+        record.demand_bytes.append(0)
 
     def freed(self, storage: int) -> None:
         """A storage will not be needed again; its number may stand for another one from now on."""
-        self._places.pop(storage, None)
+        self._uses.pop(storage, None)
+
+    def find(self, storage: int) -> Use | None:
+        """What is known of a storage in this step."""
+        uses = self._uses.get(storage)
+        return uses[0] if uses else None
+
+    def find_before(self, storage: int) -> Use | None:
+        """What became of it in the step before; None if that says nothing."""
+        use = self.find(storage)
+        if use is None or use.place >= len(self.before.saves):
+            return None
+        found = self.before.saves[use.place]
+        return found if found.nbytes == use.nbytes else None
 
     def next_use(self, storage: int) -> int | None:
         """In how many events a storage will be needed, going by the step before; None if that says nothing."""
-        found: int | None = None
-        for place in self._places.get(storage, ()):
-            if place >= len(self._before):
-                continue
-            nbytes, needs = self._before[place]
-            after = bisect_right(needs, self._events - 1)
-            if nbytes != self._present[place][0] or after == len(needs):
-                continue
-            events = needs[after] - self._events + 1
-            found = events if found is None else min(found, events)
-        return found
+        before = self.find_before(storage)
+        if before is None:
+            return None
+        after = bisect_right(before.needs, self.events - 1)
+        return None if after == len(before.needs) else before.needs[after] - self.events + 1

@@ -50,12 +50,36 @@ class Facts(Protocol):
         """What a storage takes."""
         ...
 
+    def address(self, storage: int) -> int | None:
+        """Where its block begins; None where that is not known."""
+        ...
+
     def swap_seconds(self, storage: int) -> float:
         """To copy it out, unless that was done, and back; infinite where it may not be."""
         ...
 
     def replay_seconds(self, storage: int) -> float:
-        """To compute it again, and first what of its ancestors is dropped; infinite if that cannot be done."""
+        """To compute it again, and first to bring back what of its ancestors has left; infinite if that cannot be."""
+        ...
+
+    def own_seconds(self, storage: int) -> float:
+        """To compute it again from its neighbours, were they all there; infinite if that cannot be done."""
+        ...
+
+    def own_bytes(self, storage: int) -> int:
+        """Most that this allocates at once, with the storage itself. Called only where `own_seconds` is finite."""
+        ...
+
+    def move_seconds(self, nbytes: int) -> tuple[float, float]:
+        """To copy so many bytes out, and back."""
+        ...
+
+    def busy_seconds(self) -> float:
+        """Of those since the step began, what its own ops took."""
+        ...
+
+    def most_bytes(self) -> int:
+        """Most that was there, or asked for by an op of the step, since this was last called."""
         ...
 
     def neighbours(self, storage: int) -> Iterable[int]:
@@ -84,9 +108,11 @@ class Online:
 
     Attributes:
         is_early: whether copies begin before room is needed.
+        uses_addresses: whether it asks where storages are; a driver that would have to find out need not, otherwise.
     """
 
     is_early = False
+    uses_addresses = False
 
     def __init__(self, facts: Facts, habits: Habits) -> None:
         self.facts, self.habits = facts, habits
@@ -101,11 +127,19 @@ class Online:
         """Since autograd last saved it or asked for it, or a replay did."""
         return self.facts.now() - self._accessed[storage]
 
+    def level_bytes(self) -> int:
+        """What would be there now, had nothing left; a member that does not count says what is there."""
+        return self.facts.budget_bytes() - self.facts.spare_bytes()
+
     # -- what a member says ---------------------------------------------------------------------------------------
 
     def rate(self, storage: int) -> float:
         """The lower, the sooner it leaves."""
         raise NotImplementedError
+
+    def rank(self, storage: int) -> int:
+        """What is of a lower rank leaves first, however it is rated."""
+        return 0
 
     def drops(self, storage: int) -> bool:
         """Whether it is dropped and not offloaded; asked only where both can be done."""
@@ -128,10 +162,12 @@ class Online:
         if isinstance(event, PressureRaised):
             return self._relieve(event.nbytes)
         self.watch(event)
+        if event.storage < 0:
+            return ()
         if isinstance(event, StorageNeeded):
             return self._come_early() if self._away else ()
         if isinstance(event, StorageSaved):
-            return self._copy_early() if self.is_early else ()
+            return self._copy_early(event.storage) if self.is_early and event.storage in self._place else ()
         return ()
 
     def watch(self, event: Event, nbytes: int | None = None) -> None:
@@ -152,9 +188,10 @@ class Online:
         if self.facts.may_move(storage) and self._add(storage) and not isinstance(event, StorageSaved):
             self.came(storage)
         if isinstance(event, StorageNeeded):
-            self.habits.needed(storage)
+            self.habits.needed(storage, self.facts.busy_seconds(), self.level_bytes())
         elif isinstance(event, StorageSaved):
-            self.habits.saved(storage, self.facts.nbytes(storage) if nbytes is None else nbytes)
+            nbytes = self.facts.nbytes(storage) if nbytes is None else nbytes
+            self.habits.saved(storage, nbytes, self.facts.busy_seconds(), self.level_bytes())
 
     def learn(self, intent: Intent) -> None:
         """Somebody else has decided this."""
@@ -172,10 +209,13 @@ class Online:
         """Put a storage among those on the device; whether it was not there before."""
         if storage in self._place:
             return False
-        self._place[storage] = len(self._pool)
-        self._pool.append(storage)
+        self._put(storage)
         self._away.pop(storage, None)
         return True
+
+    def _put(self, storage: int) -> None:
+        self._place[storage] = len(self._pool)
+        self._pool.append(storage)
 
     def _take(self, storage: int) -> None:
         place = self._place.pop(storage, None)
@@ -206,9 +246,11 @@ class Online:
     def _pick(self) -> int | None:
         """The lowest of a sample; None if nothing may leave."""
         for among in (self._draw(), self._pool):
-            rated = [(self.rate(storage), storage) for storage in among if self.facts.may_leave(storage)]
+            rated = [
+                (self.rank(storage), self.rate(storage), storage) for storage in among if self.facts.may_leave(storage)
+            ]
             if rated:
-                return min(rated)[1]
+                return min(rated)[2]
             if len(self._pool) <= SAMPLE:
                 break
         return None
@@ -217,11 +259,11 @@ class Online:
         pool, count = self._pool, len(self._pool)
         if count <= SAMPLE:
             return pool
-        drawn = []
-        for _ in range(SAMPLE):
-            self._state = (self._state * 25214903917 + 11) & 0xFFFFFFFFFFFF
-            drawn.append(pool[(self._state >> 16) % count])
-        return drawn
+        return [pool[self._draw_number() % count] for _ in range(SAMPLE)]
+
+    def _draw_number(self) -> int:
+        self._state = (self._state * 25214903917 + 11) & 0xFFFFFFFFFFFF
+        return self._state >> 16
 
     def _come_early(self) -> list[Intent]:
         spare = self.facts.spare_bytes() - int(AHEAD * self.facts.budget_bytes())
@@ -234,11 +276,16 @@ class Online:
                 break
             intents.append(Reload(storage))
         for intent in intents:
-            self._add(intent.storage)  # on the device from here on, as far as room goes
-            self.came(intent.storage)
+            self._expect(intent.storage)
         return intents
 
-    def _copy_early(self) -> list[Intent]:
+    def _expect(self, storage: int) -> None:
+        """It is on its way back, and on the device from here on, as far as room goes."""
+        self._away.pop(storage)
+        self._put(storage)
+        self.came(storage)
+
+    def _copy_early(self, saved: int) -> list[Intent]:
         if self.facts.spare_bytes() > AHEAD * self.facts.budget_bytes():
             return []
         storage = self._pick()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
+from typing import Protocol
 
 import torch
 
@@ -14,6 +15,12 @@ from elbowroom.ir.plan import Segment
 from elbowroom.runtime.account import Account
 from elbowroom.runtime.history import Way, find_way
 from elbowroom.runtime.residence import Residence
+
+
+class Clock(Protocol):
+    """Times the step's own ops."""
+
+    busy_seconds: float
 
 
 class StepFacts:
@@ -28,6 +35,7 @@ class StepFacts:
 
     Attributes:
         segments: how what was dropped can be computed again; grows.
+        is_on_device, clock: of the step; given later.
         stuck: bytes of what the tier below had no room for.
         pinned: storages that something at hand needs, and how often; one count for each list of actions under way.
     """
@@ -46,7 +54,9 @@ class StepFacts:
         self.pinned: list[Counter[int]] = []
         self.stuck: dict[int, int] = {}
         self._ways: dict[int, Way | None] = {}
-        self._begin = time.perf_counter()
+        self.is_on_device: Callable[[int], bool] = lambda storage: True
+        self.clock: Clock | None = None
+        self._begin, self._most = time.perf_counter(), 0
 
     def now(self) -> float:
         """Seconds since the step began."""
@@ -64,6 +74,29 @@ class StepFacts:
         """What a storage takes."""
         return self._account.round(self._bound[storage].nbytes)
 
+    def address(self, storage: int) -> int | None:
+        """Where its block begins; None while it is not there."""
+        home = self._bound[storage].find_storage()
+        return None if home is None else home.data_ptr()
+
+    def look(self) -> None:
+        """An op is about to run, its room reserved: that may be the most there was."""
+        self._most = max(self._most, self._account.live_bytes)
+
+    def most_bytes(self) -> int:
+        """Most that was there, or asked for by an op, since this was last called."""
+        live = self._account.live_bytes
+        most, self._most = max(self._most, live), live
+        return most
+
+    def busy_seconds(self) -> float:
+        """What the step's own ops took."""
+        return 0.0 if self.clock is None else self.clock.busy_seconds
+
+    def move_seconds(self, nbytes: int) -> tuple[float, float]:
+        """To copy so many bytes out, and back."""
+        return offload_seconds(self._link, nbytes), reload_seconds(self._link, nbytes)
+
     def swap_seconds(self, storage: int) -> float:
         """Out, unless there is a copy, and back."""
         residence = self._bound[storage]
@@ -72,8 +105,18 @@ class StepFacts:
         back = reload_seconds(self._link, residence.nbytes)
         return back if residence.copy is not None else back + offload_seconds(self._link, residence.nbytes)
 
+    def own_seconds(self, storage: int) -> float:
+        """To compute it again from its neighbours; infinite where there is no way."""
+        way = self.find_way(storage)
+        return float("inf") if way is None else way.seconds
+
+    def own_bytes(self, storage: int) -> int:
+        """What that allocates at once, with the storage itself."""
+        way = self.find_way(storage)
+        return 0 if way is None else way.nbytes
+
     def replay_seconds(self, storage: int) -> float:
-        """What it takes to compute it again, with all that was dropped before it; infinite where there is no way."""
+        """What it takes to compute it again, with all that has left before it; infinite where there is no way."""
         seconds, seen, stack = 0.0, {storage}, [storage]
         while stack:
             way = self.find_way(stack.pop())
@@ -81,9 +124,13 @@ class StepFacts:
                 return float("inf")
             seconds += way.seconds
             for leaf in way.recording.leaves:
-                if leaf.recording is not None and leaf.id not in seen:
-                    seen.add(leaf.id)
+                if leaf.id in seen or self.is_on_device(leaf.id):
+                    continue
+                seen.add(leaf.id)
+                if leaf.recording is not None:
                     stack.append(leaf.id)
+                else:
+                    seconds += reload_seconds(self._link, leaf.nbytes)
         return seconds
 
     def neighbours(self, storage: int) -> Iterable[int]:
@@ -136,4 +183,4 @@ class StepFacts:
     def close(self) -> None:
         """The step is over: let go of all ways, and of who is asked."""
         self._ways.clear()
-        self.may_move = lambda storage: False
+        self.may_move, self.clock = (lambda storage: False), None

@@ -22,7 +22,6 @@ from elbowroom.errors import Infeasible, Thrashing
 from elbowroom.hooks.estimates import UNSEEN_BYTES, Estimates
 from elbowroom.hooks.hidden import Paused
 from elbowroom.hooks.identity import Identities, is_shared
-from elbowroom.hooks.kinds import Kind
 from elbowroom.ir.actions import Action, Recompute, Release, Reload
 from elbowroom.ir.events import PressureRaised, StorageRestored
 from elbowroom.ir.hardware import HardwareProfile
@@ -120,7 +119,8 @@ class OnlineEngine(Engine):
         if policy is not None:
             self._guide = Guided(get(policies, policy, "Policy")(self._facts, habits), first, is_awake=is_awake)
         self._machine = Machine(self._guide or CapacityFirst(self._may_move), self._segments)
-        self.historian = Historian(
+        self._facts.is_on_device = self._machine.is_on_device
+        self.historian = self._facts.clock = Historian(
             self, self.account, estimates, device, self.about_to_write, self.written, is_recording=policy is not None
         )
         self.recorder: Recorder | None = None
@@ -130,7 +130,7 @@ class OnlineEngine(Engine):
             self.recorder = Recorder(known[0].trace, first, self._find_residence, self._leave_ops)
             self.historian.stand_in = self.recorder.run
         else:
-            self.historian.stand_in = _run
+            self.historian.stand_in = super(Historian, self.historian).run
         if is_awake or (first is not None and first.decisions):
             self.watcher = self.historian
             self._paused = Paused([self.historian] if observer is None else [self.historian, observer])
@@ -195,6 +195,7 @@ class OnlineEngine(Engine):
                 self._drain()
                 self._make_room(nbytes, str(func))
             self.account.reserve(nbytes)
+        self._facts.look()
 
     def _make_room(self, nbytes: int, what: str) -> None:
         while (missing := self.account.live_bytes + nbytes - self._limit_bytes) > 0:
@@ -238,9 +239,11 @@ class OnlineEngine(Engine):
         for action in actions:
             if isinstance(action, Recompute):
                 pinned.update(self._segments[action.segment].leaves)
-                pinned.update(action.outputs)
-            elif isinstance(action, Reload):
-                pinned[action.storage] += 1
+        for action in actions:  # links of a chain may go once they were read; what nothing here reads is needed
+            if isinstance(action, Recompute):
+                pinned.update(output for output in action.outputs if not pinned[output])
+            elif isinstance(action, Reload) and not pinned[action.storage]:
+                pinned[action.storage] = 1
         self._pinned.append(pinned)
         try:
             super()._carry_out(actions, later)
@@ -393,7 +396,3 @@ class OnlineEngine(Engine):
         self._guide = self.recorder = None
         self._facts.close()
         self.historian.close()
-
-
-def _run(kind: Kind, args: tuple[Any, ...], kwargs: dict[str, Any], targets: Sequence[torch.Tensor] = ()) -> Any:
-    return kind.func(*args, **kwargs)

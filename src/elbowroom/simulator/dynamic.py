@@ -19,6 +19,7 @@ from elbowroom.ir.costs import Costs
 from elbowroom.ir.events import Event, PressureRaised, StorageFreed
 from elbowroom.ir.plan import Segment
 from elbowroom.ir.trace import Trace, find_movable
+from elbowroom.layout.caching import CachingAllocator
 from elbowroom.residency import policies
 from elbowroom.residency.habits import Habits
 from elbowroom.residency.machine import Machine
@@ -94,7 +95,10 @@ class _Step:
         self._ways: dict[int, Way | None] = {}
         self._segments: list[Segment] = []
         self._segment_ways: list[Way] = []
-        self._machine = Machine(get(policies, policy, "Policy")(self, habits), self._segments)
+        chosen = get(policies, policy, "Policy")(self, habits)
+        self._machine = Machine(chosen, self._segments)
+        self._allocator = CachingAllocator() if chosen.uses_addresses else None
+        self._addresses: dict[int, int] = {}
         self._lanes = Lanes(costs.link)
         self._done: dict[int, float] = {}
         self._copied: set[int] = set()
@@ -104,7 +108,8 @@ class _Step:
         self._claims: set[int] = set()  # on the device
         self._pinned: list[Counter[int]] = []
         self._clock = self._recompute = self._stall = 0.0
-        self._live = self._peak = 0
+        self._live = self._peak = self._most = 0
+        self._busy = 0.0
         self._moved = [0, 0]
         self._evictions = self._replays = 0
 
@@ -153,11 +158,13 @@ class _Step:
         made = [view.storage for view in op.writes if self._trace.storages[view.storage].created == op.tick]
         made = list(dict.fromkeys(made))
         workspace = self._costs.workspace_bytes[index]
+        self._most = max(self._most, self._live + sum(self._rounded[storage] for storage in made) + workspace)
         self._make_room(sum(self._rounded[storage] for storage in made) + workspace, op.name)
         for storage in made:
             self._hold(storage)
         self._peak = max(self._peak, self._live + workspace)
         self._pass(self._costs.op_seconds[index])
+        self._busy += self._costs.op_seconds[index]
         self._back.run(index)
 
     def _save_or_need(self, event: Event, *, is_need: bool) -> None:
@@ -184,9 +191,15 @@ class _Step:
     def _hold(self, storage: int) -> None:
         self._holds[storage] += 1
         self._others[storage] += 1
+        self._begin(storage)
+
+    def _begin(self, storage: int) -> None:
+        """It has one holder more; if that is the first, its block is handed out."""
         if self._holds[storage] == 1:
             self._live += self._rounded[storage]
             self._peak = max(self._peak, self._live)
+            if self._allocator is not None and self._rounded[storage]:
+                self._addresses[storage] = self._allocator.take(self._rounded[storage])
 
     def _let_go(self, storage: int, *, is_claim: bool = False) -> None:
         self._holds[storage] -= 1
@@ -194,6 +207,8 @@ class _Step:
             self._others[storage] -= 1
         if self._holds[storage] == 0:
             self._live -= self._rounded[storage]
+            if self._allocator is not None and storage in self._addresses:
+                self._allocator.give(self._addresses.pop(storage))
 
     def _pass(self, seconds: float) -> None:
         self._clock += seconds
@@ -213,9 +228,12 @@ class _Step:
         pinned: Counter[int] = Counter()
         for action in actions:
             if isinstance(action, Recompute):
-                pinned.update((*self._segments[action.segment].leaves, *action.outputs))
-            elif isinstance(action, Reload):
-                pinned[action.storage] += 1
+                pinned.update(self._segments[action.segment].leaves)
+        for action in actions:  # links of a chain may go once they were read; what nothing here reads is needed
+            if isinstance(action, Recompute):
+                pinned.update(output for output in action.outputs if not pinned[output])
+            elif isinstance(action, Reload) and not pinned[action.storage]:
+                pinned[action.storage] = 1
         self._pinned.append(pinned)
         try:
             for action in actions:
@@ -255,9 +273,7 @@ class _Step:
         if storage not in self._claims:
             self._claims.add(storage)
             self._holds[storage] += 1
-            if self._holds[storage] == 1:
-                self._live += self._rounded[storage]
-                self._peak = max(self._peak, self._live)
+            self._begin(storage)
 
     def _replay(self, action: Recompute) -> None:
         way = self._segment_ways[action.segment]
@@ -290,14 +306,41 @@ class _Step:
         """What a storage takes."""
         return self._rounded[storage]
 
+    def address(self, storage: int) -> int | None:
+        """Where a caching allocator puts its block."""
+        return self._addresses.get(storage)
+
     def swap_seconds(self, storage: int) -> float:
         """Out, unless there is a copy, and back."""
         nbytes = self._trace.storages[storage].nbytes
         back = reload_seconds(self._costs.link, nbytes)
         return back if storage in self._copied else back + offload_seconds(self._costs.link, nbytes)
 
+    def own_seconds(self, storage: int) -> float:
+        """From its neighbours; infinite where there is no way."""
+        way = self._find_way(storage)
+        return math.inf if way is None else way.seconds
+
+    def own_bytes(self, storage: int) -> int:
+        """With itself."""
+        way = self._find_way(storage)
+        return 0 if way is None else way.nbytes
+
+    def move_seconds(self, nbytes: int) -> tuple[float, float]:
+        """Out, and back."""
+        return offload_seconds(self._costs.link, nbytes), reload_seconds(self._costs.link, nbytes)
+
+    def busy_seconds(self) -> float:
+        """What the step's own ops took."""
+        return self._busy
+
+    def most_bytes(self) -> int:
+        """Most since this was last called."""
+        most, self._most = self._most, self._live
+        return most
+
     def replay_seconds(self, storage: int) -> float:
-        """With what was dropped before it; infinite where there is no way."""
+        """With what was dropped or offloaded before it; infinite where there is no way."""
         seconds, seen, stack = 0.0, {storage}, [storage]
         while stack:
             way = self._find_way(stack.pop())
@@ -305,9 +348,13 @@ class _Step:
                 return math.inf
             seconds += way.seconds
             for leaf in way.leaves:
-                if leaf in self._dropped and leaf not in seen:
-                    seen.add(leaf)
+                if leaf in self._claims or leaf in seen:
+                    continue
+                seen.add(leaf)
+                if leaf in self._dropped:
                     stack.append(leaf)
+                else:
+                    seconds += reload_seconds(self._costs.link, self._trace.storages[leaf].nbytes)
         return seconds
 
     def neighbours(self, storage: int) -> Iterable[int]:

@@ -1,8 +1,9 @@
-"""What will be needed last leaves first, going by the step before; without one, as `delta`.
+"""What the step before says should leave does, as it says; where it says nothing, as `delta`.
 
-A storage that leaves is missed for as long as it is not needed: min(recompute, swap) / (bytes x events until then).
-What was offloaded comes back in the order in which it will be needed, while there is room, and copies begin before the
-budget is reached.
+From the order and the times of saves and needs, and the room that would have been taken, `residency.foresight` says
+what is copied in the shadow of the ops, and when it comes back, and what is dropped. Under pressure, what was copied
+leaves first, then what was to be dropped, then what is cheapest to miss: min(recompute, swap) / (bytes x events until
+the next use, or seconds since the last). A swap counts with what is under way before it.
 
 Source: next uses by position within an iteration are what vDNN, Capuchin and TENSILE plan with; the score is DELTA's,
 with the future in the place of the past. L. A. Belady, "A study of replacement algorithms for a virtual-storage
@@ -11,24 +12,261 @@ computer", IBM Systems Journal 5, 1966: what is needed last is what to miss.
 
 from __future__ import annotations
 
+import heapq
 import math
-from collections.abc import Iterable
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
 
-from elbowroom.residency.online import Online
+from elbowroom.ir.actions import Offload, Reload
+from elbowroom.ir.events import Event, PressureRaised, StorageFreed
+from elbowroom.residency.foresight import Role, foresee
+from elbowroom.residency.habits import Habits, Record
+from elbowroom.residency.machine import Intent
+from elbowroom.residency.online import Facts, Online
+
+TRIES = 2
+"""Steps of one shape that are foreseen anew, each from what was seen in the one before; then the best is kept."""
+
+LEARNT = 2
+"""Steps in which is asked what it takes to compute something again."""
+
+AT_ONCE = 16
+"""Storages asked about in each event, once there has been too little room."""
+
+WATCHED = 4
+"""Storages looked at in each event, for whether the program still holds them."""
+
+
+class _Tried:
+    """What was foreseen for steps of one shape, and what became of the steps with it."""
+
+    def __init__(self, key: object) -> None:
+        self.key = key
+        self._made: list[tuple[tuple[int, float], Mapping[int, Role]]] = []
+        self._is_open = False
+        self._source: Record | None = None
+
+    def choose(self, before: Record, make: Callable[[], Mapping[int, Role]]) -> Mapping[int, Role]:
+        """A new one, from what the last one led to; the best, once there are enough."""
+        outcome = -len(before.seconds), before.end_seconds  # a step that broke off is not a fast one
+        if self._is_open:
+            if before is self._source or not before.is_foreseen:
+                return self._made[-1][1]  # nothing came of it: a step without a backward pass, or by a plan
+            self._made[-1] = outcome, self._made[-1][1]
+        elif not self._made:
+            self._made.append((outcome, {}))  # with nothing foreseen for it
+        self._source = before
+        self._is_open = len(self._made) <= TRIES
+        if not self._is_open:
+            return min(self._made, key=lambda each: each[0])[1]
+        self._made.append(((0, math.inf), make()))
+        return self._made[-1][1]
 
 
 class Policy(Online):
-    """min(recompute, swap) / (bytes x events until the next use, or since the last)."""
+    """As foreseen; else min(recompute, swap) / (bytes x events until the next use, or seconds since the last)."""
 
     is_early = True
+
+    def __init__(self, facts: Facts, habits: Habits) -> None:
+        super().__init__(facts, habits)
+        self._roles: Mapping[int, Role] | None = None
+        self._tight = 0  # the last event with too little room, in the step before
+        self._missing: dict[int, int] = {}  # bytes of what is not there
+        self._missing_bytes = 0
+        self._unlearnt: deque[int] = deque()
+        self._held: deque[int] = deque()  # of what the program holds as well
+        self._copied: dict[int, float] = {}  # when each copy is out
+        self._out_free = 0.0
+        self._backs: list[tuple[int, int]] = []  # (event, storage) of copies back, by event
+
+    # -- what is told ---------------------------------------------------------------------------------------------
+
+    def decide(self, event: Event) -> Iterable[Intent]:
+        """What to do once `event` has been served."""
+        if self._roles is None:
+            self._foresee()
+        if isinstance(event, PressureRaised):
+            if not self.habits.present.was_tight:
+                self.habits.present.was_tight = True
+                self._unlearnt = deque(self._pool)
+            self._attend()
+        return super().decide(event)
+
+    def watch(self, event: Event, nbytes: int | None = None) -> None:
+        """Learn of a save, a need, a return or an end, whoever decides what follows from it."""
+        if isinstance(event, StorageFreed):
+            self._copied.pop(event.storage, None)
+        self._attend()
+        self.habits.present.end_seconds = self.facts.now()
+        self.came(event.storage)
+        self._watch_held()
+        super().watch(event, nbytes)
+
+    def _attend(self) -> None:
+        for _ in range(min(AT_ONCE, len(self._unlearnt))):
+            each = self._unlearnt.popleft()
+            if each in self._place:
+                self._learn(each)
+        self.habits.demand(self.facts.most_bytes() + self._missing_bytes)
+
+    def _foresee(self) -> None:
+        habits, budget_bytes = self.habits, self.facts.budget_bytes()
+        before = habits.before
+        habits.present.is_foreseen = True
+        tight = (event for event, nbytes in enumerate(before.demand_bytes) if nbytes > budget_bytes)
+        self._tight = max(tight, default=0)
+        key = before.find_shape(), budget_bytes
+        if not isinstance(habits.tried, _Tried) or habits.tried.key != key:
+            habits.tried = _Tried(key)
+        self._roles = habits.tried.choose(before, lambda: foresee(before, budget_bytes, self.facts.move_seconds))
+
+    def level_bytes(self) -> int:
+        return super().level_bytes() + self._missing_bytes
+
+    def left(self, storage: int, is_dropped: bool) -> None:
+        self._learn(storage)
+        self._missing[storage] = nbytes = self.facts.nbytes(storage)
+        self._missing_bytes += nbytes
+        if is_dropped:
+            return
+        role = self._find_role(storage)
+        if storage not in self._copied:
+            self._send(storage)
+        if role is not None and role.is_copied and role.back > self.habits.events:
+            heapq.heappush(self._backs, (role.back, storage))
+
+    def came(self, storage: int) -> None:
+        self._missing_bytes -= self._missing.pop(storage, 0)
+
+    def _send(self, storage: int) -> None:
+        out, _ = self.facts.move_seconds(self.facts.nbytes(storage))
+        self._copied[storage] = self._out_free = max(self._out_free, self.facts.now()) + out
+
+    def _watch_held(self) -> None:
+        """Note from when on the program no longer holds what was saved."""
+        for _ in range(min(WATCHED, len(self._held))):
+            storage = self._held.popleft()
+            if storage not in self._place:
+                continue
+            if self.facts.may_leave(storage):
+                use = self.habits.find(storage)
+                if use is not None:
+                    use.free = self.habits.events
+            else:
+                self._held.append(storage)
+
+    def _learn(self, storage: int) -> None:
+        """What it would take to compute it again; ops are slow the first time."""
+        use = self.habits.find(storage)
+        if use is None or use.learnt:
+            return
+        before = self.habits.find_before(storage)
+        if before is None or not before.learnt:
+            if self.facts.may_leave(storage):
+                use.free = use.events[-1]
+            else:
+                self._held.append(storage)
+        else:
+            use.free, use.learnt = before.free, before.learnt
+            if use.learnt >= LEARNT:
+                use.own_seconds, use.own_bytes, use.leaves = before.own_seconds, before.own_bytes, before.leaves
+                return
+        use.learnt += 1
+        use.own_seconds = self.facts.own_seconds(storage)
+        if use.own_seconds < math.inf:
+            use.own_bytes = self.facts.own_bytes(storage)
+            leaves = [self.habits.find(leaf) for leaf in self.facts.neighbours(storage)]
+            use.leaves = tuple(leaf.place for leaf in leaves if leaf is not None)
+
+    def _find_role(self, storage: int) -> Role | None:
+        if not self._roles:
+            return None
+        use = self.habits.find_before(storage)
+        return None if use is None else self._roles.get(use.place)
+
+    # -- what is rated --------------------------------------------------------------------------------------------
+
+    def rank(self, storage: int) -> int:
+        if not self._roles:
+            return 2
+        role = self._find_role(storage)
+        if role is None or role.back < self.habits.events:
+            return 2
+        if not role.is_copied:
+            return 1
+        return 0 if self._copied.get(storage, math.inf) <= self.facts.now() else 2
 
     def rate(self, storage: int) -> float:
         facts = self.facts
         events = self.habits.next_use(storage)
-        absent = self.idle_seconds(storage) if events is None else events
+        absent = self.idle_seconds(storage) if events is None else min(events, max(1, self._tight - self.habits.events))
         weight = facts.nbytes(storage) * absent
-        return min(facts.replay_seconds(storage), facts.swap_seconds(storage)) / weight if weight > 0 else math.inf
+        if weight <= 0:
+            return math.inf
+        rank = self.rank(storage)
+        if rank == 0:
+            return -float(events or 1)
+        return (facts.replay_seconds(storage) if rank == 1 else self._miss_seconds(storage)) / weight
+
+    def drops(self, storage: int) -> bool:
+        role = self._find_role(storage)
+        if storage in self._copied:
+            return False  # nor could it be
+        if role is not None and role.back >= self.habits.events and not role.is_copied:
+            return True
+        return self.facts.replay_seconds(storage) < self._swap_seconds(storage)
+
+    def _miss_seconds(self, storage: int) -> float:
+        """Of the cheaper manner; where a copy is under way there is no other."""
+        swap = self._swap_seconds(storage)
+        if storage in self._copied:
+            return swap
+        return min(swap, self.facts.replay_seconds(storage))
+
+    def _swap_seconds(self, storage: int) -> float:
+        """With what is under way before it; without the way back, where that is foreseen."""
+        facts, role = self.facts, self._find_role(storage)
+        out, back = facts.move_seconds(facts.nbytes(storage))
+        if role is not None and role.is_copied and role.back > self.habits.events:
+            back = 0.0
+        if storage in self._copied:
+            return back + max(0.0, self._copied[storage] - facts.now())
+        return back + out + max(0.0, self._out_free - facts.now())
+
+    # -- what comes and goes early --------------------------------------------------------------------------------
 
     def list_next(self, away: Iterable[int]) -> Iterable[int]:
         found = [(events, storage) for storage in away if (events := self.habits.next_use(storage)) is not None]
         return [storage for _, storage in sorted(found)] or away
+
+    def _come_early(self) -> list[Intent]:
+        if not self._roles:
+            return super()._come_early()
+        intents: list[Intent] = []
+        spare = self.facts.spare_bytes()
+        while self._backs and self._backs[0][0] <= self.habits.events:
+            storage = self._backs[0][1]
+            if storage in self._away:
+                spare -= self.facts.nbytes(storage)
+                if spare < 0:
+                    break
+                intents.append(Reload(storage))
+                self._expect(storage)
+            heapq.heappop(self._backs)
+        return intents
+
+    def _copy_early(self, saved: int) -> list[Intent]:
+        if self.habits.present.was_tight or self.habits.before.was_tight:
+            self._learn(saved)
+        if not self._roles:
+            intents = super()._copy_early(saved)
+            for intent in intents:
+                if intent.storage not in self._copied:
+                    self._send(intent.storage)
+            return intents
+        role = self._find_role(saved)
+        if role is None or not role.is_copied or saved in self._copied:
+            return []
+        self._send(saved)
+        return [Offload(saved)]

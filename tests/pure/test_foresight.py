@@ -1,0 +1,121 @@
+"""What a step teaches the next: what is copied in the shadow of the ops, what is dropped, and what to do without."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as some
+
+from elbowroom.errors import Infeasible
+from elbowroom.ir.costs import Costs
+from elbowroom.ir.trace import Trace
+from elbowroom.planner.problem import pose
+from elbowroom.residency.foresight import Role, foresee
+from elbowroom.residency.habits import Habits, Record
+from elbowroom.residency.policies.habit import TRIES, _Tried
+from elbowroom.simulator.dynamic import simulate_dynamic
+from tests.generators import jobs, make_costs, make_link, make_residual_net
+
+SIZE, COUNT = 100, 8
+
+
+def record_step(*, own_seconds: float = 0.5) -> Record:
+    """Each second something is saved, and then needed in reverse; each can be computed again from nothing."""
+    habits = Habits()
+    habits.begin()
+    for storage in range(COUNT):
+        habits.demand(SIZE * (storage + 1))
+        use = habits.saved(storage, SIZE, float(storage), SIZE * (storage + 1))
+        use.learnt, use.free, use.own_seconds, use.own_bytes = 1, storage, own_seconds, SIZE
+    for done, storage in enumerate(reversed(range(COUNT))):
+        habits.demand(SIZE * (COUNT - done))
+        habits.needed(storage, float(COUNT + done), SIZE * (COUNT - done))
+    record = habits.present
+    record.was_tight = True
+    return record
+
+
+def test_what_is_needed_last_is_copied_where_the_link_is_fast() -> None:
+    roles = foresee(record_step(), 5 * SIZE, lambda nbytes: (0.5, 0.5))
+    assert all(role.is_copied for role in roles.values())
+    assert len(roles) >= 3
+    assert 0 in roles
+    for place, role in roles.items():
+        assert role.back < 2 * COUNT - 1 - place, "it is back before it is needed"
+
+
+def test_what_is_cheap_to_compute_is_dropped_where_the_link_is_slow() -> None:
+    roles = foresee(record_step(own_seconds=0.01), 5 * SIZE, lambda nbytes: (50.0, 50.0))
+    assert len(roles) >= 3
+    assert not any(role.is_copied for role in roles.values())
+
+
+def test_what_cannot_be_computed_is_copied_however_slow_the_link() -> None:
+    roles = foresee(record_step(own_seconds=float("inf")), 5 * SIZE, lambda nbytes: (4.0, 4.0))
+    assert roles
+    assert all(role.is_copied for role in roles.values())
+
+
+def test_with_room_for_everything_nothing_is_foreseen() -> None:
+    assert not foresee(record_step(), COUNT * SIZE, lambda nbytes: (0.5, 0.5))
+    assert not foresee(Record(), 0, lambda nbytes: (0.5, 0.5))
+
+
+def test_the_second_step_is_faster_than_the_first_and_the_fourth_no_slower() -> None:
+    trace = make_residual_net(24, 1 << 20)
+    costs = make_costs(trace, op_seconds=1e-3, link=make_link(per_second=2e9))
+    problem = pose(trace, costs, 1)
+    budget = (problem.floor.peak_bytes + problem.plain.peak_bytes) // 2
+    habits = Habits()
+    seconds = [simulate_dynamic(trace, costs, budget, policy="habit", habits=habits).step_seconds for _ in range(4)]
+    assert seconds[1] < seconds[0]
+    assert seconds[3] <= min(seconds[1:3])
+
+
+@given(first=jobs(), second=jobs(), share=some.floats(0.3, 1))
+def test_habits_of_another_step_do_no_harm_to_the_budget(
+    first: tuple[Trace, Costs], second: tuple[Trace, Costs], share: float
+) -> None:
+    habits = Habits()
+    for trace, costs in (first, second, first, second, second):
+        problem = pose(trace, costs, 1, min_offload_bytes=1)
+        least, most = problem.floor.peak_bytes, problem.plain.peak_bytes
+        budget = least + int(share * (most - least))
+        try:
+            course = simulate_dynamic(trace, costs, budget, policy="habit", min_bytes=1, habits=habits)
+        except Infeasible:
+            continue
+        assert course.peak_bytes <= budget
+        beyond = course.step_seconds - course.recompute_seconds - course.stall_seconds
+        assert beyond == pytest.approx(problem.plain.step_seconds)
+
+
+def test_a_half_duplex_link_is_survived() -> None:
+    trace = make_residual_net(12, 1 << 20)
+    link = dataclasses.replace(make_link(per_second=1e9), half_duplex=True)
+    costs = make_costs(trace, op_seconds=1e-3, link=link)
+    problem = pose(trace, costs, 1)
+    budget = (problem.floor.peak_bytes + problem.plain.peak_bytes) // 2
+    habits = Habits()
+    for _ in range(3):
+        assert simulate_dynamic(trace, costs, budget, policy="habit", habits=habits).peak_bytes <= budget
+
+
+def test_of_what_was_foreseen_the_fastest_is_kept_and_no_step_that_broke_off() -> None:
+    def make_record(events: int, seconds: float) -> Record:
+        return Record(seconds=[0.0] * events, end_seconds=seconds)
+
+    assert TRIES == 2
+    made = [{0: Role(True, 1)}, {0: Role(False, 1)}]
+    tried, left = _Tried("any"), iter(made)
+    assert tried.choose(make_record(9, 8.0), lambda: next(left)) == made[0]
+    assert tried.choose(make_record(9, 7.0), lambda: next(left)) == made[1]
+    broken = make_record(5, 1.0)
+    assert tried.choose(broken, lambda: next(left)) == made[0]
+    assert tried.choose(broken, lambda: next(left)) == made[0]
+    tried, left = _Tried("any"), iter(made)
+    for seconds in (3.0, 7.0):
+        tried.choose(make_record(9, seconds), lambda: next(left))
+    assert tried.choose(make_record(9, 8.0), lambda: next(left)) == {}, "the first step was the fastest"
