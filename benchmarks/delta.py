@@ -1,7 +1,7 @@
 """DELTA's headlines: 40 to 70 % less memory, and a batch 2.04 (ResNet-50) and 2.25 (ResNet-101) times PyTorch's.
 
-    python benchmarks/delta.py [--models ResNet-50 ...] [--real] [--cache FOLDER] [--minutes 9] [--output FILE.json]
-        [--check]
+    python benchmarks/delta.py [--models ResNet-50 ...] [--real] [--no-batch delta,...] [--cache FOLDER] [--minutes 9]
+        [--output FILE.json] [--check]
 
 memory   the step of one batch within 60, 50, 40 and 30 % of its plain peak: over the plain step, by policy. Beside it
          the planned step of `auto`, which shows what knowing the step is worth.
