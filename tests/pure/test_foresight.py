@@ -105,17 +105,29 @@ def test_a_half_duplex_link_is_survived() -> None:
 
 def test_of_what_was_foreseen_the_fastest_is_kept_and_no_step_that_broke_off() -> None:
     def make_record(events: int, seconds: float) -> Record:
-        return Record(seconds=[0.0] * events, end_seconds=seconds)
+        return Record(seconds=[0.0] * events, end_seconds=seconds, is_foreseen=True)
 
     assert TRIES == 2
     made = [{0: Role(True, 1)}, {0: Role(False, 1)}]
-    tried, left = _Tried("any"), iter(made)
+    tried, left = _Tried(), iter(made)
     assert tried.choose(make_record(9, 8.0), lambda: next(left)) == made[0]
     assert tried.choose(make_record(9, 7.0), lambda: next(left)) == made[1]
     broken = make_record(5, 1.0)
     assert tried.choose(broken, lambda: next(left)) == made[0]
     assert tried.choose(broken, lambda: next(left)) == made[0]
-    tried, left = _Tried("any"), iter(made)
+    tried, left = _Tried(), iter(made)
     for seconds in (3.0, 7.0):
         tried.choose(make_record(9, seconds), lambda: next(left))
     assert tried.choose(make_record(9, 8.0), lambda: next(left)) == {}, "the first step was the fastest"
+
+
+def test_what_never_recurs_is_not_foreseen() -> None:
+    """It takes as long as many a step."""
+    habits = Habits()
+    asked = []
+    for depth in (8, 9, 10, 11, 12, 12, 12):
+        trace = make_residual_net(depth, 1 << 20)
+        costs = make_costs(trace, op_seconds=1e-3, link=make_link(per_second=1e9))
+        simulate_dynamic(trace, costs, 1 << 40, policy="habit", min_bytes=1, habits=habits)
+        asked.append(sum(bool(each._made) for each in habits.tried.values()))
+    assert asked == [0, 1, 1, 1, 1, 1, 2]

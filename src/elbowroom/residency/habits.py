@@ -76,11 +76,11 @@ class Habits:
 
     Attributes:
         before, present: the step before, and this one.
-        tried: what was foreseen for steps of one shape, and the seconds that each step took; anything, to this class.
+        tried: what was foreseen for steps of each shape, and what became of them; anything, to this class.
     """
 
     def __init__(self) -> None:
-        self.tried: Any = None
+        self.tried: dict[object, Any] = {}
         self.before, self.present = Record(), Record()
         self._uses: dict[int, list[Use]] = {}
 

@@ -27,6 +27,9 @@ from elbowroom.residency.online import Facts, Online
 TRIES = 2
 """Steps of one shape that are foreseen anew, each from what was seen in the one before; then the best is kept."""
 
+SHAPES = 16
+"""Of steps that are remembered to have been."""
+
 LEARNT = 2
 """Steps in which is asked what it takes to compute something again."""
 
@@ -40,8 +43,7 @@ WATCHED = 4
 class _Tried:
     """What was foreseen for steps of one shape, and what became of the steps with it."""
 
-    def __init__(self, key: object) -> None:
-        self.key = key
+    def __init__(self) -> None:
         self._made: list[tuple[tuple[int, float], Mapping[int, Role]]] = []
         self._is_open = False
         self._source: Record | None = None
@@ -117,9 +119,17 @@ class Policy(Online):
         tight = (event for event, nbytes in enumerate(before.demand_bytes) if nbytes > budget_bytes)
         self._tight = max(tight, default=0)
         key = before.find_shape(), budget_bytes
-        if not isinstance(habits.tried, _Tried) or habits.tried.key != key:
-            habits.tried = _Tried(key)
-        self._roles = habits.tried.choose(before, lambda: foresee(before, budget_bytes, self.facts.move_seconds))
+        self._roles = {}
+        if not before.saves:
+            return
+        tried: dict[object, _Tried] = habits.tried
+        # To foresee takes time, and is of no use where steps do not recur: a shape that is new beside others waits.
+        must_wait = bool(tried) and key not in tried
+        chosen = tried.setdefault(key, _Tried())
+        if len(tried) > SHAPES:
+            del tried[next(iter(tried))]
+        if not must_wait:
+            self._roles = chosen.choose(before, lambda: foresee(before, budget_bytes, self.facts.move_seconds))
 
     def level_bytes(self) -> int:
         return super().level_bytes() + self._missing_bytes
