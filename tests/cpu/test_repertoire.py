@@ -193,3 +193,19 @@ def test_plain_steps_do_not_hide_larger_ones(profile: HardwareProfile) -> None:
     kinds = [16] * 6 + [64, 16, 64, 16, 64, 16, 64, 16, 64, 64]
     room, _ = compare(make_lengths, kinds, budget, profile)
     assert len(room._repertoire.acts) == 2
+
+
+def test_the_compiler_leaves_the_lookout_alone(profile: HardwareProfile) -> None:
+    """A compiled model is called with another shape while nothing else is attached."""
+    model = torch.nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH))
+    compiled = torch.compile(model, backend="eager")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    torch._dynamo.utils.counters.clear()
+    with elbowroom.fit(model, optimizer, 1 << 30, profile=profile) as room:
+        for rows in (8, 8, 8, 16, 8):
+            with room.step():
+                finish(model, optimizer, compiled(torch.randn(rows, WIDTH)).square().mean())
+        modes = [record.mode for record in room.journal().steps]
+    assert modes[2:4] == [Mode.PLAIN, Mode.DRIFTED]
+    assert not torch._dynamo.utils.counters["graph_break"]
+    torch._dynamo.reset()

@@ -7,6 +7,7 @@ the shapes that the model is called with, and by then the program may be inside 
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -40,7 +41,9 @@ def seeing_inputs(model: torch.nn.Module, see: Callable[[Inputs], None]) -> Iter
     def look(module: torch.nn.Module, args: Any, kwargs: Any) -> None:
         see(tuple((leaf.shape, leaf.dtype) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)))
 
-    handles = [each.register_forward_pre_hook(look, prepend=True, with_kwargs=True) for each in list_entries(model)]
+    # The compiler, which is slow to import, would compile what it is not told to leave alone.
+    hook = torch.compiler.disable(look) if "torch._dynamo" in sys.modules else look
+    handles = [each.register_forward_pre_hook(hook, prepend=True, with_kwargs=True) for each in list_entries(model)]
     try:
         yield
     finally:
