@@ -50,8 +50,8 @@ class Facts:
 
     busy_seconds = now
 
-    def most_bytes(self) -> int:
-        return 0
+    def held_bytes(self) -> tuple[int, int]:
+        return 0, 0
 
     def neighbours(self, storage: int) -> tuple[int, ...]:
         return ()

@@ -44,23 +44,19 @@ _TABLE: tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...] = (
     (torch.get_default_dtype, torch.set_default_dtype),
     (torch._C._get_deterministic_algorithms, _set_deterministic),
     (torch._C._get_deterministic_algorithms_warn_only, _set_warning_only),
-    *(
-        _pair(name)
-        for name in (
-            "mkldnn_enabled",
-            "mkldnn_deterministic",
-            "nnpack_enabled",
-            "cudnn_enabled",
-            "cudnn_benchmark",
-            "cudnn_deterministic",
-        )
-    ),
-    *(
-        _reduction(f"cublas_allow_{name}")
-        for name in ("fp16_reduced_precision_reduction", "bf16_reduced_precision_reduction", "fp16_accumulation")
-    ),
-    *(_precision(backend, op) for backend in ("cuda", "mkldnn") for op in ("matmul", "conv", "rnn")),
+    *(_pair(name) for name in ("mkldnn_enabled", "mkldnn_deterministic", "nnpack_enabled")),
+    *(_precision("mkldnn", op) for op in ("matmul", "conv", "rnn")),
 )
+
+if torch._C._has_cuda:  # no op asks for these otherwise, and they are read for every op that is recorded
+    _TABLE += (
+        *(_pair(f"cudnn_{name}") for name in ("enabled", "benchmark", "deterministic")),
+        *(
+            _reduction(f"cublas_allow_{name}")
+            for name in ("fp16_reduced_precision_reduction", "bf16_reduced_precision_reduction", "fp16_accumulation")
+        ),
+        *(_precision("cuda", op) for op in ("matmul", "conv", "rnn")),
+    )
 
 _READERS = tuple(read for read, _ in _TABLE)
 

@@ -1,11 +1,14 @@
-"""Events: what happens to a running step, as told to the residency machine."""
+"""Events: what happens to a running step, as told to the residency machine.
+
+Nobody writes to one. To have that enforced would take as long as the rest of making it, and steps have thousands.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(slots=True, unsafe_hash=True)
 class StorageSaved:
     """Autograd put a tensor of this storage aside."""
 
@@ -13,7 +16,7 @@ class StorageSaved:
     tick: int
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(slots=True, unsafe_hash=True)
 class StorageNeeded:
     """Autograd asks for a tensor of this storage; it must be on the device when the actions are done."""
 
@@ -21,7 +24,7 @@ class StorageNeeded:
     tick: int
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(slots=True, unsafe_hash=True)
 class StorageFreed:
     """Nobody can ask for this storage again."""
 
@@ -29,7 +32,7 @@ class StorageFreed:
     tick: int
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(slots=True, unsafe_hash=True)
 class StorageRestored:
     """A storage is on the device again for the sake of another one, which is computed from it."""
 
@@ -37,7 +40,7 @@ class StorageRestored:
     tick: int
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(slots=True, unsafe_hash=True)
 class PressureRaised:
     """What comes next needs more room than there is, by so many bytes. `storage` is that of none, -1."""
 

@@ -49,7 +49,8 @@ class Record:
     """One step.
 
     Attributes:
-        saves: a use for each save; the same one where a thing is saved again.
+        saves: a use for each save; the same one where a thing is saved again, and for all that stay and are as large.
+        needs: how many there were.
         seconds: by event, those that the step's own ops had taken by then.
         demand_bytes: by event, most that would have been there since the event before, had nothing left.
         level_bytes: by event, what would have been there just then, had nothing left.
@@ -59,6 +60,7 @@ class Record:
     """
 
     saves: list[Use] = dataclasses.field(default_factory=list)
+    needs: int = 0
     seconds: list[float] = dataclasses.field(default_factory=list)
     demand_bytes: list[int] = dataclasses.field(default_factory=lambda: [0])
     level_bytes: list[int] = dataclasses.field(default_factory=list)
@@ -83,6 +85,7 @@ class Habits:
         self.tried: dict[object, Any] = {}
         self.before, self.present = Record(), Record()
         self._uses: dict[int, list[Use]] = {}
+        self._staying: dict[int, Use] = {}  # by bytes; nobody asks when such a thing is needed
 
     @property
     def events(self) -> int:
@@ -91,14 +94,15 @@ class Habits:
 
     def begin(self) -> None:
         """A step begins. One without any need teaches nothing."""
-        if any(use.needs for use in self.present.saves):
+        if self.present.needs:
             self.before = self.present
         self.present, self._uses = Record(), {}
 
     def demand(self, nbytes: int) -> None:
         """Since the last event there would have been so much, had nothing left."""
         demand = self.present.demand_bytes
-        demand[-1] = max(demand[-1], nbytes)
+        if nbytes > demand[-1]:
+            demand[-1] = nbytes
 
     def saved(self, storage: int, nbytes: int, seconds: float = 0.0, level_bytes: int = 0) -> Use:
         """A storage was saved, when the step's own ops had taken so long and so much would have been there."""
@@ -112,16 +116,26 @@ class Habits:
         self._count(seconds, level_bytes)
         return use
 
+    def stayed(self, storage: int, nbytes: int, seconds: float = 0.0, level_bytes: int = 0) -> None:
+        """The same of one that may not leave. Only that there was a save matters; many are small, and steps are full
+        of them."""
+        use = self._staying.get(nbytes)
+        if use is None:
+            use = self._staying[nbytes] = Use(NEVER, nbytes)
+        self.present.saves.append(use)
+        self._count(seconds, level_bytes)
+
     def needed(self, storage: int, seconds: float = 0.0, level_bytes: int = 0) -> None:
         """A storage was needed."""
         for use in self._uses.get(storage, ()):
             use.events.append(self.events)
             use.needs.append(self.events)
+        self.present.needs += 1
         self._count(seconds, level_bytes)
 
     def _count(self, seconds: float, level_bytes: int) -> None:
         record = self.present
-        record.seconds.append(max(seconds, record.seconds[-1] if record.seconds else 0.0))
+        record.seconds.append(max(seconds, record.seconds[-1]) if record.seconds else seconds)
         record.level_bytes.append(level_bytes)
         record.demand_bytes.append(0)
 

@@ -106,9 +106,11 @@ class Machine:
             if storage not in self._records:
                 self._records[storage] = _Record()
         elif isinstance(event, StorageNeeded):
-            for restored in self._ensure(storage, actions):
-                if restored != storage:
-                    self.policy.decide(StorageRestored(restored, event.tick))
+            record = self._records.get(storage)
+            if record is not None and record.state is not State.RESIDENT:
+                for restored in self._ensure(storage, actions):
+                    if restored != storage:
+                        self.policy.decide(StorageRestored(restored, event.tick))
         elif not isinstance(event, PressureRaised):
             self._free(storage, actions)
         for intent in self.policy.decide(event):

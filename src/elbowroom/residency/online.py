@@ -78,8 +78,8 @@ class Facts(Protocol):
         """Of those since the step began, what its own ops took."""
         ...
 
-    def most_bytes(self) -> int:
-        """Most that was there, or asked for by an op of the step, since this was last called."""
+    def held_bytes(self) -> tuple[int, int]:
+        """What is there now; and most that was, or was asked for by an op of the step, since this was last called."""
         ...
 
     def neighbours(self, storage: int) -> Iterable[int]:
@@ -129,7 +129,7 @@ class Online:
 
     def level_bytes(self) -> int:
         """What would be there now, had nothing left; a member that does not count says what is there."""
-        return self.facts.budget_bytes() - self.facts.spare_bytes()
+        return self.facts.held_bytes()[0]
 
     # -- what a member says ---------------------------------------------------------------------------------------
 
@@ -155,6 +155,16 @@ class Online:
     def came(self, storage: int) -> None:
         """Told that a storage is there again."""
 
+    def comes(self, storage: int) -> None:
+        """Told that a storage was saved, is needed or has returned, before anything is made of it."""
+
+    def ended(self, storage: int) -> None:
+        """Told that nobody can ask for a storage again."""
+        self._take(storage)
+        self._away.pop(storage, None)
+        self._accessed.pop(storage, None)
+        self.habits.freed(storage)
+
     # -- the machine's side ---------------------------------------------------------------------------------------
 
     def decide(self, event: Event) -> Iterable[Intent]:
@@ -162,12 +172,10 @@ class Online:
         if isinstance(event, PressureRaised):
             return self._relieve(event.nbytes)
         self.watch(event)
-        if event.storage < 0:
-            return ()
-        if isinstance(event, StorageNeeded):
-            return self._come_early() if self._away else ()
-        if isinstance(event, StorageSaved):
-            return self._copy_early(event.storage) if self.is_early and event.storage in self._place else ()
+        if self._away and isinstance(event, StorageNeeded) and event.storage >= 0:
+            return self._come_early()
+        if self.is_early and event.storage in self._place and isinstance(event, StorageSaved):
+            return self._copy_early(event.storage)
         return ()
 
     def watch(self, event: Event, nbytes: int | None = None) -> None:
@@ -179,19 +187,21 @@ class Online:
         if storage < 0 or isinstance(event, PressureRaised):
             return  # what is no plain block of bytes stays where it is
         if isinstance(event, StorageFreed):
-            self._take(storage)
-            self._away.pop(storage, None)
-            self._accessed.pop(storage, None)
-            self.habits.freed(storage)
+            self.ended(storage)
             return
-        self._accessed[storage] = self.facts.now()
-        if self.facts.may_move(storage) and self._add(storage) and not isinstance(event, StorageSaved):
-            self.came(storage)
+        facts = self.facts
+        self.comes(storage)
+        may_move = facts.may_move(storage)
+        if may_move:
+            self._accessed[storage] = facts.now()
+            if self._add(storage) and not isinstance(event, StorageSaved):
+                self.came(storage)
         if isinstance(event, StorageNeeded):
-            self.habits.needed(storage, self.facts.busy_seconds(), self.level_bytes())
+            self.habits.needed(storage, facts.busy_seconds(), self.level_bytes())
         elif isinstance(event, StorageSaved):
-            nbytes = self.facts.nbytes(storage) if nbytes is None else nbytes
-            self.habits.saved(storage, nbytes, self.facts.busy_seconds(), self.level_bytes())
+            save = self.habits.saved if may_move or nbytes is not None else self.habits.stayed
+            nbytes = facts.nbytes(storage) if nbytes is None else nbytes
+            save(storage, nbytes, facts.busy_seconds(), self.level_bytes())
 
     def learn(self, intent: Intent) -> None:
         """Somebody else has decided this."""

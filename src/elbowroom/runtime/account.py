@@ -33,6 +33,7 @@ class Account(Identities[Residence]):
 
     Attributes:
         lock: held while anything is counted.
+        most_bytes: most that there was when room was reserved; whoever asks for it sets it back.
     """
 
     def __init__(self, alignment_bytes: int) -> None:
@@ -43,6 +44,7 @@ class Account(Identities[Residence]):
         self._on_place_death = self._dead.append  # a method of C: quick, and safe at any moment
         self._alignment = alignment_bytes
         self._bytes = 0  # what is there, and what was reserved
+        self.most_bytes = 0
         self.lock = threading.RLock()
 
     def find(self, storage: torch.UntypedStorage) -> Residence | None:
@@ -92,18 +94,23 @@ class Account(Identities[Residence]):
     def reserve_within(self, nbytes: int, most: int) -> bool:
         """The same if no more than `most` is there then; says whether it was."""
         with self.lock:
-            # Whether anything died matters only where there is no room without it.
-            if self._bytes + nbytes > most and self.live_bytes + nbytes > most:
+            # Whether anything died matters only where there would be too much without it, or more than ever.
+            if self._bytes + nbytes > self.most_bytes or len(self._dead) > MOST_DEAD:
+                self._bury()
+            if self._bytes + nbytes > most:
                 return False
             self._bytes += nbytes
-            if len(self._dead) > MOST_DEAD:
-                self._bury()
+            if self._bytes > self.most_bytes:
+                self.most_bytes = self._bytes
             return True
 
     def measure(self, storage: torch.UntypedStorage, residence: Residence) -> None:
         """Count a storage anew, which an op may have resized."""
-        residence.nbytes = storage.nbytes()
-        place, nbytes = self._places[id(storage)], self.round(residence.nbytes)
+        size = storage.nbytes()
+        if size == residence.nbytes:
+            return
+        residence.nbytes = size
+        place, nbytes = self._places[id(storage)], self.round(size)
         if place.nbytes != nbytes:
             with self.lock:
                 self._bytes += nbytes - place.nbytes

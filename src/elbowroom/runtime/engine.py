@@ -17,7 +17,7 @@ import torch
 
 from elbowroom.errors import InternalError, TierError
 from elbowroom.hooks.hidden import Below, Hidden, Paused
-from elbowroom.hooks.identity import Identities, get_any_storage, get_plain_storage, is_shared
+from elbowroom.hooks.identity import Identities, get_any_storage, get_plain_storage, is_shared, make_test
 from elbowroom.ir.actions import Action, Offload, Recompute, Release, Reload
 from elbowroom.ir.events import StorageFreed, StorageNeeded, StorageSaved
 from elbowroom.ir.trace import Trace
@@ -68,6 +68,7 @@ class Engine:
         observer: Observer | None = None,
     ) -> None:
         self._transfers, self._device_type, self._min_bytes = transfers, device.type, min_bytes
+        self._is_here = make_test(device.type)
         self._find_staying = functools.cache(list_staying)
         self._spare_bytes, self._observer = spare_bytes, observer
         # Not reentrant: what the garbage collector frees in the middle of a move has to wait.
@@ -89,9 +90,11 @@ class Engine:
     def pack(self, tensor: torch.Tensor) -> Handle:
         """Autograd puts a tensor aside; it gets a handle to keep instead."""
         with self._lock:
-            self._drain()
-            index, self.saves = self.saves, self.saves + 1
-            storage = get_plain_storage(tensor) if tensor.device.type == self._device_type else None
+            if self._retired:
+                self._drain()
+            index = self.saves
+            self.saves = index + 1
+            storage = get_plain_storage(tensor) if self._is_here(tensor) else None
             if self._observer is not None:
                 self._observer.saved(tensor)
             if storage is None:
@@ -107,15 +110,16 @@ class Engine:
             self.sizes.append(residence.nbytes)
             tick = self._follower.follow_save(index, residence)
             with Hidden():
-                # The tensor itself would hold the graph that holds it.
-                residence.views[index] = SavedView(tensor.detach())
+                alias = tensor.detach()  # the tensor itself would hold the graph that holds it
+            residence.views[index] = SavedView(alias)
             if residence.id < 0:
                 residence.id = self._own_ids
                 self._own_ids += 1
                 self._bound[residence.id] = residence
             handle = Handle(self, index, residence, None, tensor._version)
-            del storage
-            self._carry_out(self._machine.feed(StorageSaved(residence.id, tick)))
+            del storage, alias
+            if actions := self._machine.feed(StorageSaved(residence.id, tick)):
+                self._carry_out(actions)
             if not self._machine.is_on_device(residence.id):
                 with Hidden():
                     residence.let_go()  # it has left already, and the program alone still holds it
@@ -124,30 +128,36 @@ class Engine:
     def unpack(self, handle: Handle) -> torch.Tensor:
         """Autograd asks for a tensor back."""
         with self._lock:
-            self._drain()
+            if self._retired:
+                self._drain()
             tick = self._follower.follow_need(self.needs, handle.index)
             self.needs += 1
             residence, given = handle.residence, handle.tensor
             # Before anything moves: a step that is refused must leave everything as it is.
             if residence is not None:
                 view = residence.views[handle.index]
-                check_version(view.tensor, (view.geometry or view.tensor).shape, handle.version)
+                if view.tensor._version != handle.version:
+                    check_version(view.tensor, (view.geometry or view.tensor).shape, handle.version)
             elif given is not None:
                 check_version(given, given.shape, handle.version)
             if residence is not None:
                 actions = self._machine.feed(StorageNeeded(residence.id, tick))
-                # It may be let go as soon as autograd has it.
-                gone = Release(residence.id)
-                served = actions.index(gone) if gone in actions else len(actions)
-                self._carry_out(actions[:served], actions[served:])
-                given = residence.view(handle.index)
-                self._carry_out(actions[served:])
+                given = self._serve(residence, handle.index, actions) if actions else residence.view(handle.index)
             else:
                 self._carry_out(self._machine.feed(StorageNeeded(NO_STORAGE, tick)))
             assert given is not None
             if self._observer is not None:
                 self._observer.needed(handle.index, given)
             return given
+
+    def _serve(self, residence: Residence, index: int, actions: list[Action]) -> torch.Tensor:
+        """It may be let go as soon as autograd has it."""
+        gone = Release(residence.id)
+        served = actions.index(gone) if gone in actions else len(actions)
+        self._carry_out(actions[:served], actions[served:])
+        given = residence.view(index)
+        self._carry_out(actions[served:])
+        return given
 
     def retire(self, index: int, residence: Residence | None) -> None:
         """A handle died. May be called at any moment, in any thread, by the garbage collector."""
@@ -159,6 +169,7 @@ class Engine:
                 self._lock.release()
 
     def _drain(self) -> None:
+        """Where somebody has retired: asked first, since that is done at each call of autograd's."""
         while self._retired:
             index, residence = self._retired.popleft()
             if self._observer is not None:
@@ -167,7 +178,8 @@ class Engine:
                 if residence.readers:
                     residence.storage = residence.find_storage()  # a replay will read it
                 residence.views.pop(index, None)
-                self._free_if_unused(residence)
+                if not residence.views:
+                    self._free_if_unused(residence)
 
     def _free_if_unused(self, residence: Residence) -> None:
         if residence.views or residence.readers or residence.id < 0:
@@ -177,7 +189,8 @@ class Engine:
                 self._transfers.finish(residence.copy)  # its memory is in use by the transfer until then
         self._machine.feed(StorageFreed(residence.id, 0))
         residence.storage = residence.ghost = None
-        self._forget_recording(residence)
+        if residence.recording is not None:
+            self._forget_recording(residence)
         self._discard_copy(residence)
         self._bound.pop(residence.id, None)
         residence.id = -1  # the program may hold the storage still, and autograd may save it anew
@@ -308,13 +321,13 @@ class Engine:
     def _hold_recording(self, residence: Residence, recording: Recording) -> None:
         residence.recording = recording
         for read in (*recording.leaves, *recording.sources):
-            read.readers.add(residence)
+            read.add_reader(residence)
 
     def _forget_recording(self, residence: Residence) -> None:
         recording, residence.recording = residence.recording, None
         if recording is not None:
             for read in (*recording.leaves, *recording.sources):
-                read.readers.discard(residence)
+                read.discard_reader(residence)
                 self._free_if_unused(read)
 
     def _recompute(self, action: Recompute) -> None:

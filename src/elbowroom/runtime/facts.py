@@ -56,7 +56,7 @@ class StepFacts:
         self._ways: dict[int, Way | None] = {}
         self.is_on_device: Callable[[int], bool] = lambda storage: True
         self.clock: Clock | None = None
-        self._begin, self._most = time.perf_counter(), 0
+        self._begin = time.perf_counter()
 
     def now(self) -> float:
         """Seconds since the step began."""
@@ -79,15 +79,12 @@ class StepFacts:
         home = self._bound[storage].find_storage()
         return None if home is None else home.data_ptr()
 
-    def look(self) -> None:
-        """An op is about to run, its room reserved: that may be the most there was."""
-        self._most = max(self._most, self._account.live_bytes)
-
-    def most_bytes(self) -> int:
-        """Most that was there, or asked for by an op, since this was last called."""
-        live = self._account.live_bytes
-        most, self._most = max(self._most, live), live
-        return most
+    def held_bytes(self) -> tuple[int, int]:
+        """What is there now; and most that was, or was asked for by an op, since this was last called."""
+        account = self._account
+        live, most = account.live_bytes, account.most_bytes
+        account.most_bytes = live
+        return live, max(live, most)
 
     def busy_seconds(self) -> float:
         """What the step's own ops took."""

@@ -69,6 +69,10 @@ class Follower:
     def follow_save(self, index: int, residence: Residence | None) -> int:
         """The tick of a save. If it is the trace's, its residence is bound to the trace's storage."""
 
+        if self.followed is None:
+            self._saves = index + 1
+            return index
+
         def compare(trace: Trace) -> str:
             return self._compare_save(trace, index, residence)
 
@@ -89,6 +93,10 @@ class Follower:
 
     def follow_need(self, index: int, save: int) -> int:
         """The tick of a need, the step's `index`th, which asks for a `save`."""
+
+        if self.followed is None:
+            self._needs = index + 1
+            return index
 
         def compare(trace: Trace) -> str:
             if index >= len(trace.needs):

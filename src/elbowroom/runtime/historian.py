@@ -41,6 +41,10 @@ NO_NAMES: dict[str, Any] = {}
 """Of an op without named arguments; nobody writes to it."""
 
 
+PLAIN = frozenset((bool, int, float, type(None)))
+"""Of most arguments that are no tensors."""
+
+
 UNKNOWN = Geometry(torch.uint8, torch.Size((0,)), (1,), 0)
 """Of what an op has written to and does not return."""
 
@@ -154,7 +158,7 @@ class Historian(Watcher):
                 if residence not in written:
                     self._account.measure(storage, residence)
                     written.append(residence)
-                if get_plain_storage(tensor) is None:
+                if residence.runs is not None and get_plain_storage(tensor) is None:
                     residence.runs = None
         return written
 
@@ -212,16 +216,23 @@ class Historian(Watcher):
     def _describe(self, values: Iterable[Any], residences: list[Residence]) -> list[Any]:
         described: list[Any] = []
         for value in values:
-            if isinstance(value, torch.Tensor):
+            made_as = type(value)
+            if made_as in PLAIN:
+                described.append(value)
+            elif made_as is torch.Tensor or isinstance(value, torch.Tensor):
                 storage = get_plain_storage(value) if self._is_here(value) else None
                 if storage is None:
                     raise _Foreign
                 residence = self._account.see(storage, is_outside=True)
-                if residence.is_outside and not residence.is_staying:
-                    raise _Foreign
+                kept = None
+                if residence.is_outside:
+                    if not residence.is_staying:
+                        raise _Foreign
+                    kept = storage
                 residences.append(residence)
-                kept = storage if residence.is_outside else None
-                described.append(Slot(residence, self._measure(value), kept, None, 0, residence.version))
+                # Straight to the tuple, as for a geometry.
+                slot = residence, self._measure(value), kept, None, 0, residence.version, True
+                described.append(tuple.__new__(Slot, slot))
             elif isinstance(value, (list, tuple)):
                 described.append(type(value)(self._describe(value, residences)))
             else:

@@ -31,7 +31,7 @@ from elbowroom.residency import policies
 from elbowroom.residency.capacity_first import Policy as CapacityFirst
 from elbowroom.residency.guided import Policy as Guided
 from elbowroom.residency.habits import Habits
-from elbowroom.residency.machine import Drop, Machine, State
+from elbowroom.residency.machine import Drop, Machine, Policy, State
 from elbowroom.runtime.account import Account
 from elbowroom.runtime.engine import Engine
 from elbowroom.runtime.facts import StepFacts
@@ -116,9 +116,12 @@ class OnlineEngine(Engine):
         self._replay_seconds, self._has_said = 0.0, False
         self._stalled_before, self._is_over = transfers.stall_seconds, False
         self._guide = None
+        decider: Policy = CapacityFirst(self._may_move)
         if policy is not None:
-            self._guide = Guided(get(policies, policy, "Policy")(self._facts, habits), first, is_awake=is_awake)
-        self._machine = Machine(self._guide or CapacityFirst(self._may_move), self._segments)
+            online = get(policies, policy, "Policy")(self._facts, habits)
+            self._guide = Guided(online, first, is_awake=is_awake) if known or not is_awake else None
+            decider = self._guide or online
+        self._machine = Machine(decider, self._segments)
         self._facts.is_on_device = self._machine.is_on_device
         self.historian = self._facts.clock = Historian(
             self, self.account, estimates, device, self.about_to_write, self.written, is_recording=policy is not None
@@ -148,7 +151,7 @@ class OnlineEngine(Engine):
         self.account.reserve(UNSEEN_BYTES)
         self.historian.stand_in = None
         for tensor in self._list_residents():
-            if tensor.device.type == self._device_type and tensor.layout is torch.strided:
+            if self._is_here(tensor) and tensor.layout is torch.strided:
                 self.account.see(tensor.untyped_storage(), is_outside=True).is_staying = True
 
     def _leave_ops(self, why: str) -> Run:
@@ -194,8 +197,7 @@ class OnlineEngine(Engine):
             with self._lock:
                 self._drain()
                 self._make_room(nbytes, str(func))
-            self.account.reserve(nbytes)
-        self._facts.look()
+            self.account.reserve_within(nbytes, NO_LIMIT)
 
     def _make_room(self, nbytes: int, what: str) -> None:
         while (missing := self.account.live_bytes + nbytes - self._limit_bytes) > 0:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Set
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -68,6 +69,10 @@ class SavedView:
             self.tensor.data = torch.empty(0, dtype=self.tensor.dtype, device=self.tensor.device)
 
 
+NOBODY: Set[Residence] = frozenset()
+"""The readers of most."""
+
+
 class Residence:
     """One storage of one step.
 
@@ -82,6 +87,7 @@ class Residence:
         may_move: whether it may leave the device; None until somebody asks.
         runs: the ops of this step that made it and wrote to it, in order; None where that is not known. Only in steps
             that are decided on as they go.
+        readers: dropped storages whose replay reads this one.
         version: how often it was seen to be written to.
         is_outside: whether it was there before the step used it.
         is_staying: whether it is a parameter, a buffer, or what else the room knows to outlive the step.
@@ -100,7 +106,7 @@ class Residence:
             "recording",
             "runs",
         ),
-        *("_readers", "storage", "version", "views"),
+        *("readers", "storage", "version", "views"),
     )
 
     def __init__(self, nbytes: int) -> None:
@@ -111,18 +117,22 @@ class Residence:
         self.ghost: weakref.ref[torch.UntypedStorage] | None = None
         self.copy: Copy | None = None
         self.recording: Recording | None = None
-        self._readers: set[Residence] | None = None
+        self.readers: Set[Residence] = NOBODY
         self.may_move: bool | None = None
         self.runs: list[Run] | None = None
         self.version = 0
         self.is_outside = self.is_staying = False
 
-    @property
-    def readers(self) -> set[Residence]:
-        """Dropped storages whose replay reads this one. Few have any."""
-        if self._readers is None:
-            self._readers = set()
-        return self._readers
+    def add_reader(self, reader: Residence) -> None:
+        """A storage was dropped whose replay reads this one. Few have any."""
+        if not isinstance(self.readers, set):
+            self.readers = set()
+        self.readers.add(reader)
+
+    def discard_reader(self, reader: Residence) -> None:
+        """It is no longer dropped."""
+        if isinstance(self.readers, set):
+            self.readers.discard(reader)
 
     def find_storage(self) -> torch.UntypedStorage | None:
         """The storage on the device, if we hold it."""

@@ -334,10 +334,10 @@ class _Step:
         """What the step's own ops took."""
         return self._busy
 
-    def most_bytes(self) -> int:
-        """Most since this was last called."""
+    def held_bytes(self) -> tuple[int, int]:
+        """Now, and most since this was last called."""
         most, self._most = self._most, self._live
-        return most
+        return self._live, most
 
     def replay_seconds(self, storage: int) -> float:
         """With what was dropped or offloaded before it; infinite where there is no way."""

@@ -14,7 +14,8 @@ Resident = tuple[torch.Tensor, Role, str]
 
 def list_residents(model: torch.nn.Module, optimizers: Sequence[Optimizer]) -> Iterator[Resident]:
     """Every tensor a job keeps between steps, with its role and a label; a tensor may come more than once."""
-    for name, parameter in model.named_parameters():
+    parameters = list(model.named_parameters())  # to find them takes long where there are many modules
+    for name, parameter in parameters:
         yield parameter, Role.PARAMETER, name
     for name, buffer in model.named_buffers():
         yield buffer, Role.BUFFER, name
@@ -26,6 +27,6 @@ def list_residents(model: torch.nn.Module, optimizers: Sequence[Optimizer]) -> I
             for key, value in state.items():
                 if isinstance(value, torch.Tensor):
                     yield value, Role.OPTIMIZER_STATE, str(key)
-    for name, parameter in model.named_parameters():
+    for name, parameter in parameters:
         if parameter.grad is not None:
             yield parameter.grad, Role.GRADIENT, f"gradient of {name}"

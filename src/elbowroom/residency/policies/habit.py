@@ -18,7 +18,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 
 from elbowroom.ir.actions import Offload, Reload
-from elbowroom.ir.events import Event, PressureRaised, StorageFreed
+from elbowroom.ir.events import Event, PressureRaised
 from elbowroom.residency.foresight import Role, foresee
 from elbowroom.residency.habits import Habits, Record
 from elbowroom.residency.machine import Intent
@@ -75,7 +75,7 @@ class Policy(Online):
         self._roles: Mapping[int, Role] | None = None
         self._tight = 0  # the last event with too little room, in the step before
         self._missing: dict[int, int] = {}  # bytes of what is not there
-        self._missing_bytes = 0
+        self._missing_bytes = self._live_bytes = 0
         self._unlearnt: deque[int] = deque()
         self._held: deque[int] = deque()  # of what the program holds as well
         self._copied: dict[int, float] = {}  # when each copy is out
@@ -95,22 +95,28 @@ class Policy(Online):
             self._attend()
         return super().decide(event)
 
-    def watch(self, event: Event, nbytes: int | None = None) -> None:
-        """Learn of a save, a need, a return or an end, whoever decides what follows from it."""
-        if isinstance(event, StorageFreed):
-            self._copied.pop(event.storage, None)
+    def comes(self, storage: int) -> None:
         self._attend()
         self.habits.present.end_seconds = self.facts.now()
-        self.came(event.storage)
-        self._watch_held()
-        super().watch(event, nbytes)
+        if self._missing:
+            self.came(storage)
+        if self._held:
+            self._watch_held()
+
+    def ended(self, storage: int) -> None:
+        self._copied.pop(storage, None)
+        if self._missing or self.habits.present.was_tight:
+            self.comes(storage)  # else of no consequence: what there was will be asked at the next event
+        super().ended(storage)
 
     def _attend(self) -> None:
-        for _ in range(min(AT_ONCE, len(self._unlearnt))):
-            each = self._unlearnt.popleft()
-            if each in self._place:
-                self._learn(each)
-        self.habits.demand(self.facts.most_bytes() + self._missing_bytes)
+        if self._unlearnt:
+            for _ in range(min(AT_ONCE, len(self._unlearnt))):
+                each = self._unlearnt.popleft()
+                if each in self._place:
+                    self._learn(each)
+        self._live_bytes, most = self.facts.held_bytes()
+        self.habits.demand(most + self._missing_bytes)
 
     def _foresee(self) -> None:
         habits, budget_bytes = self.habits, self.facts.budget_bytes()
@@ -132,7 +138,7 @@ class Policy(Online):
             self._roles = chosen.choose(before, lambda: foresee(before, budget_bytes, self.facts.move_seconds))
 
     def level_bytes(self) -> int:
-        return super().level_bytes() + self._missing_bytes
+        return self._live_bytes + self._missing_bytes
 
     def left(self, storage: int, is_dropped: bool) -> None:
         self._learn(storage)
