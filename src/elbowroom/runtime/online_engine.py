@@ -128,12 +128,11 @@ class OnlineEngine(Engine):
             self._wake()
         elif self._segments and first is not None:
             self.recorder = Recorder(known[0].trace, first, self._find_residence, self._leave_ops)
-            self.historian.stand_in = self.recorder.run
+            self.historian.sleep(self.recorder.run)
         else:
-            self.historian.stand_in = super(Historian, self.historian).run
-        if is_awake or (first is not None and first.decisions):
-            self.watcher = self.historian
-            self._paused = Paused([self.historian] if observer is None else [self.historian, observer])
+            self.historian.sleep(super(Historian, self.historian).run)
+        self.watcher = self.historian
+        self._paused = Paused([self.historian] if observer is None else [self.historian, observer])
 
     @property
     def is_awake(self) -> bool:
