@@ -38,7 +38,9 @@ def seeing_inputs(model: torch.nn.Module, see: Callable[[Inputs], None]) -> Iter
     """Tell `see` what the model, or the parts that a program calls one by one, are called with."""
 
     def look(module: torch.nn.Module, args: Any, kwargs: Any) -> None:
-        see(tuple((leaf.shape, leaf.dtype) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)))
+        leaves = (leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor))
+        # A nested one has no shape, or one that is like no other.
+        see(tuple((torch.Size((leaf.numel(),)) if leaf.is_nested else leaf.shape, leaf.dtype) for leaf in leaves))
 
     handles = [each.register_forward_pre_hook(look, prepend=True, with_kwargs=True) for each in list_entries(model)]
     try:
