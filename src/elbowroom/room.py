@@ -350,7 +350,8 @@ class Room:
         except TraceError as error:
             logger.warning("%s", error)
             return
-        self._repertoire.add(trace, digest(trace), None)
+        if trace.needs:  # else there is nothing to plan, and nothing to tell it by
+            self._repertoire.add(trace, digest(trace), None)
 
     def _adopt(self, capture: LiveCapture, record: StepRecord, is_whole: bool) -> None:
         """Plan what has just been captured, unless it is not yet what later steps will be.
