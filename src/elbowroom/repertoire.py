@@ -21,7 +21,7 @@ from elbowroom.ir.hardware import HardwareProfile
 from elbowroom.ir.journal import StepRecord
 from elbowroom.ir.plan import Plan
 from elbowroom.ir.trace import Trace
-from elbowroom.planner.plain import EVERYTHING_FITS, keep_all_if_it_fits
+from elbowroom.planner.plain import keep_all_if_it_fits
 from elbowroom.planner.problem import plan as make_plan
 from elbowroom.simulator.replay import simulate
 
@@ -52,7 +52,7 @@ class Planned:
     @property
     def is_plain(self) -> bool:
         """Whether nothing has to be done at all."""
-        return self.plan.strategy == EVERYTHING_FITS
+        return not self.plan.decisions
 
 
 @dataclasses.dataclass(slots=True)

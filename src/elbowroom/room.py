@@ -13,7 +13,7 @@ import torch
 from torch.optim import Optimizer
 
 from elbowroom.config import Config
-from elbowroom.errors import TraceError, UsageError
+from elbowroom.errors import Infeasible, TraceError, UsageError
 from elbowroom.hardware.memory import cut_blocks_to_size, tune_allocator
 from elbowroom.hooks.estimates import Estimates
 from elbowroom.hooks.identity import Identities
@@ -350,7 +350,8 @@ class Room:
         except TraceError as error:
             logger.warning("%s", error)
             return
-        self._repertoire.add(trace, digest(trace), None)
+        if trace.needs:  # else there is nothing to plan, and nothing to tell it by
+            self._repertoire.add(trace, digest(trace), None)
 
     def _adopt(self, capture: LiveCapture, record: StepRecord, is_whole: bool) -> None:
         """Plan what has just been captured, unless it is not yet what later steps will be.
@@ -367,8 +368,14 @@ class Room:
         if known.acts and (known.knows(trace) or not known.strayed(list_sizes(trace))):
             self._put_off_capture()
             return
+        try:
+            known.add(trace, digest(trace), capture.measure(trace, record.seconds, record.stall_seconds))
+        except Infeasible as error:
+            if not known.acts:
+                raise
+            self._put_off_capture(f"steps like this one stay without a plan: {error}")  # they do without
+            return
         self._futile_captures, self._has_recurred = 0, False
-        known.add(trace, digest(trace), capture.measure(trace, record.seconds, record.stall_seconds))
         known.acts[0].calls = self._calls
 
     def _learn(self, act: Act, capture: LiveCapture, record: StepRecord, *, is_followed: bool) -> None:

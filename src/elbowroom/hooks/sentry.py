@@ -39,7 +39,9 @@ def seeing_inputs(model: torch.nn.Module, see: Callable[[Inputs], None]) -> Iter
     """Tell `see` what the model, or the parts that a program calls one by one, are called with."""
 
     def look(module: torch.nn.Module, args: Any, kwargs: Any) -> None:
-        see(tuple((leaf.shape, leaf.dtype) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)))
+        leaves = (leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor))
+        # A nested one has no shape, or one that is like no other.
+        see(tuple((torch.Size((leaf.numel(),)) if leaf.is_nested else leaf.shape, leaf.dtype) for leaf in leaves))
 
     # The compiler, which is slow to import, would compile what it is not told to leave alone.
     hook = torch.compiler.disable(look) if "torch._dynamo" in sys.modules else look

@@ -67,6 +67,8 @@ class Policy:
         if not isinstance(intent, Drop):
             return (intent,)
         facts, storage = self._online.facts, intent.storage
+        if not facts.may_move(storage):
+            return ()  # nor is it one that this step has, perhaps
         if facts.replay_seconds(storage) < math.inf:
             return (Drop(storage, facts.segment(storage)),)
-        return (Offload(storage), Release(storage)) if facts.may_move(storage) else ()
+        return (Offload(storage), Release(storage))

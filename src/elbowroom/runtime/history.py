@@ -9,7 +9,7 @@ what is as it was when the run read it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
 from elbowroom.hooks.estimates import Estimate
@@ -102,7 +102,9 @@ def find_way(target: Residence) -> Way | None:
     return Way(
         recording=recording,
         seconds=sum(run.estimate.pace.seconds for run in taken),
-        nbytes=count_bytes(recording, {place: run.estimate.inner_bytes for place, run in runs.items()}),
+        nbytes=count_bytes(
+            recording.calls, (target,), {place: run.estimate.inner_bytes for place, run in runs.items()}
+        ),
         versions=_list_versions(recording),
     )
 
@@ -121,22 +123,22 @@ def _keep(results: Results) -> tuple[Slot, ...]:
     return tuple(Slot(find() or Residence(0), geometry, None, None, 0, 0) for find, geometry in pairs)
 
 
-def count_bytes(recording: Recording, inner_bytes: Mapping[int, int]) -> int:
-    """Most that a replay allocates at once: each result until its last use, and the target to the end.
+def count_bytes(calls: Mapping[int, Call], targets: Collection[Residence], inner_bytes: Mapping[int, int]) -> int:
+    """Most that a replay allocates at once: each result until its last use, and the targets to the end.
 
     `inner_bytes`: what a call allocates inside itself, where that is known.
     """
     last: dict[Residence, int] = {}
-    for position, call in recording.calls.items():
+    for position, call in calls.items():
         for slot in iterate_slots((call.args, call.kwargs, call.results)):
             last[slot.residence] = position
     live: dict[Residence, int] = {}
     most = 0
-    for position, call in recording.calls.items():
+    for position, call in calls.items():
         for slot in call.results:
             live.setdefault(slot.residence, _reach(slot.geometry))
         most = max(most, sum(live.values()) + inner_bytes.get(position, 0))
-        for residence in [each for each in live if last[each] == position and each is not recording.target]:
+        for residence in [each for each in live if last[each] == position and each not in targets]:
             del live[residence]
     return most
 

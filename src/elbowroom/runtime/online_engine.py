@@ -131,12 +131,11 @@ class OnlineEngine(Engine):
             self._wake()
         elif self._segments and first is not None:
             self.recorder = Recorder(known[0].trace, first, self._find_residence, self._leave_ops)
-            self.historian.stand_in = self.recorder.run
+            self.historian.sleep(self.recorder.run)
         else:
-            self.historian.stand_in = super(Historian, self.historian).run
-        if is_awake or (first is not None and first.decisions):
-            self.watcher = self.historian
-            self._paused = Paused([self.historian] if observer is None else [self.historian, observer])
+            self.historian.sleep(super(Historian, self.historian).run)
+        self.watcher = self.historian
+        self._paused = Paused([self.historian] if observer is None else [self.historian, observer])
 
     @property
     def is_awake(self) -> bool:
@@ -273,7 +272,7 @@ class OnlineEngine(Engine):
         if not self.is_awake:
             super()._recompute(action)
             return
-        nbytes = sum(map(self._count_replay, action.outputs))
+        nbytes = self._count_replay(action.outputs)
         self._make_room(nbytes, f"a replay of {len(self._segments[action.segment].ops)} ops")
         self.account.reserve(nbytes)
         begin = time.perf_counter()
@@ -286,14 +285,14 @@ class OnlineEngine(Engine):
         for leaf in self._segments[action.segment].leaves:
             self._pinned[-1][leaf] -= 1
 
-    def _count_replay(self, storage: int) -> int:
-        residence, nbytes = self._bound[storage], self._gone.get(storage)
-        if residence.find_ghost() is not None:
-            return 0
-        if nbytes is None:  # dropped as planned
-            recording = residence.recording
-            nbytes = 0 if recording is None else count_bytes(recording, {})
-        return self.account.round(nbytes)
+    def _count_replay(self, outputs: Sequence[int]) -> int:
+        missing = [each for each in map(self._bound.__getitem__, outputs) if each.find_ghost() is None]
+        if all(each.id in self._gone for each in missing):
+            return sum(self.account.round(self._gone[each.id]) for each in missing)
+        # Dropped as planned: what several are computed from is computed once.
+        made = [each.recording.calls for each in missing if each.recording is not None]
+        calls = {tick: call for part in made for tick, call in part.items()}
+        return self.account.round(count_bytes(dict(sorted(calls.items())), missing, {}))
 
     def _wait(self, residence: Residence) -> None:
         super()._wait(residence)
