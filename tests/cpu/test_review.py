@@ -199,7 +199,7 @@ def test_a_plain_step_that_calls_its_model_again(profile: HardwareProfile) -> No
     """The second call tells that it is larger; the first one's activations are there and unknown."""
 
     def twice(times: int) -> None:
-        sum(model(torch.randn(512, WIDTH)).square().mean() for _ in range(times)).backward()  # type: ignore[union-attr]
+        sum(model(torch.randn(512, WIDTH)).square().mean() for _ in range(times)).backward()
         optimizer.step()
         optimizer.zero_grad()
 
