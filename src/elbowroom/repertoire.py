@@ -20,7 +20,7 @@ from elbowroom.ir.forecast import Forecast
 from elbowroom.ir.hardware import HardwareProfile
 from elbowroom.ir.journal import StepRecord
 from elbowroom.ir.plan import Plan
-from elbowroom.ir.trace import Trace
+from elbowroom.ir.trace import Role, Trace
 from elbowroom.planner.plain import keep_all_if_it_fits
 from elbowroom.planner.problem import plan as make_plan
 from elbowroom.simulator.replay import simulate
@@ -53,6 +53,11 @@ class Planned:
     def is_plain(self) -> bool:
         """Whether nothing has to be done at all."""
         return not self.plan.decisions
+
+    def count_activations(self) -> int:
+        """Bytes at the peak beyond what is there before the step."""
+        there = sum(home.nbytes for home in self.trace.storages if home.created < 0 and home.role is not Role.INPUT)
+        return max(0, self.forecast.peak_bytes - there)
 
 
 @dataclasses.dataclass(slots=True)

@@ -240,12 +240,14 @@ class Room:
         self._engine, self._calls = engine, Counter()
         with contextlib.ExitStack() as stack:
             self._start(meter, stack)
-            place = Place()
+            place, gradients = Place(), self._tell_gradients() if plain is not None else None
 
             def see(inputs: Inputs) -> None:
                 self._calls[inputs] += 1
                 if plain is not None and self._engine is None and not plain.is_usual(self._calls):
-                    self._engage(place, stack)
+                    # What earlier calls left is there unseen, unless it went with the backward pass.
+                    is_fresh = self._calls.total() == 1 or self._tell_gradients() != gradients
+                    self._engage(place, stack, 0 if is_fresh else plain.planned.count_activations())
 
             stack.enter_context(seeing_inputs(self._model, see))
             if capture is not None:
@@ -260,9 +262,15 @@ class Room:
             yield
             return time.perf_counter() - begin
 
-    def _engage(self, place: Place, stack: contextlib.ExitStack) -> None:
+    def _tell_gradients(self) -> list[tuple[int, int] | None]:
+        """Another answer once a backward pass has run."""
+        gradients = (parameter.grad for parameter in self._model.parameters())
+        return [None if gradient is None else (id(gradient), gradient._version) for gradient in gradients]
+
+    def _engage(self, place: Place, stack: contextlib.ExitStack, unseen_bytes: int) -> None:
         """What fitted as it was is called with something else: from here on this step is watched."""
         engine = self._make_engine(self.config.policy, self._repertoire.acts, None)
+        engine.account.reserve(unseen_bytes)
         try:
             place.enter(engine.watcher, engine.pack, engine.unpack, stack)
         except RuntimeError as error:

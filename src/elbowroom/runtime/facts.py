@@ -35,6 +35,7 @@ class StepFacts:
 
     Attributes:
         segments: how what was dropped can be computed again; grows.
+        may_drop: whether anything may be dropped; not once the step is over.
         is_on_device, clock: of the step; given later.
         stuck: bytes of what the tier below had no room for.
         pinned: storages that something at hand needs, and how often; one count for each list of actions under way.
@@ -49,7 +50,7 @@ class StepFacts:
         budget_bytes: int,
     ) -> None:
         self._account, self._bound, self._link, self._budget_bytes = account, bound, link, budget_bytes
-        self.may_move = movable
+        self.may_move, self.may_drop = movable, True
         self.segments: list[Segment] = []
         self.pinned: list[Counter[int]] = []
         self.stuck: dict[int, int] = {}
@@ -114,6 +115,8 @@ class StepFacts:
 
     def replay_seconds(self, storage: int) -> float:
         """What it takes to compute it again, with all that has left before it; infinite where there is no way."""
+        if not self.may_drop:
+            return float("inf")
         seconds, seen, stack = 0.0, {storage}, [storage]
         while stack:
             way = self.find_way(stack.pop())

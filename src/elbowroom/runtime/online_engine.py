@@ -360,7 +360,7 @@ class OnlineEngine(Engine):
 
     def finish(self) -> None:
         """The step is over: nobody watches writes from now on, and nobody makes room."""
-        self._is_over = True
+        self._is_over, self._facts.may_drop = True, False  # room for what is settled comes from moving the rest
         with self._lock:
             self._drain()
             dropped = [residence for residence in self._bound.values() if residence.recording is not None]

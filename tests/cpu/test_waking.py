@@ -1,7 +1,8 @@
-"""What a review of the rooms that keep several plans has found."""
+"""Rooms that keep several plans: steps that turn out to be others, or larger, in their middle."""
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import pytest
@@ -194,12 +195,17 @@ def test_what_several_dropped_storages_share_is_counted_once(profile: HardwarePr
         assert record.mode is Mode.DRIFTED and record.recomputed
 
 
-@pytest.mark.xfail(strict=True, reason="what an unwatched step made before it is watched is not counted")
-def test_a_plain_step_that_calls_its_model_again(profile: HardwareProfile) -> None:
-    """The second call tells that it is larger; the first one's activations are there and unknown."""
+@pytest.mark.parametrize("backward_first", [False, True])
+def test_a_plain_step_that_calls_its_model_again(backward_first: bool, profile: HardwareProfile) -> None:
+    """The second call tells that it is larger; the first one's activations are there, or are gone."""
 
     def twice(times: int) -> None:
-        sum(model(torch.randn(512, WIDTH)).square().mean() for _ in range(times)).backward()
+        if backward_first:
+            for _ in range(times):
+                model(torch.randn(512, WIDTH)).square().mean().backward()
+        else:
+            losses = [model(torch.randn(512, WIDTH)).square().mean() for _ in range(times)]
+            torch.stack(losses).sum().backward()
         optimizer.step()
         optimizer.zero_grad()
 
@@ -209,10 +215,12 @@ def test_a_plain_step_that_calls_its_model_again(profile: HardwareProfile) -> No
             with room.step():
                 twice(1)
         assert room.planned is not None
-        budget = int(1.05 * room.planned.forecast.peak_bytes)
+        budget = int(1.2 * room.planned.forecast.peak_bytes)
     model, optimizer = make(drop=0.0)
     with fit(model, optimizer, budget, profile=profile) as room:
         for index in range(8):
-            with room.step():
+            refusal = pytest.raises(Infeasible) if index == 6 and not backward_first else contextlib.nullcontext()
+            with refusal, room.step():
                 twice(2 if index == 6 else 1)
+            optimizer.zero_grad()
         assert max(record.peak_bytes for record in room.journal().steps) <= budget
