@@ -92,7 +92,7 @@ class Ladder:
             limit = shortest * find_luby(trial)
             self._try(desk, found.refuted_bytes + grain, min(limit, most_work - found.work))
             rungs = (found.arena_bytes - found.refuted_bytes) // grain - 1
-            if rungs > 1:
+            if rungs > 1 and trial % 3 == 0:
                 step = min(step, rungs - 1)
                 verdict = self._try(desk, found.arena_bytes - step * grain, min(limit, most_work - found.work))
                 step = 2 * step if verdict == SOLVED else step // 2 or rungs // 2

@@ -30,8 +30,8 @@ Array = Any
 LEAST_PERIOD = 4
 """Shorter ones are loops inside of something."""
 
-RUN = 16
-"""Tokens that are compared at once when distances are counted."""
+RUNS = (16, 4, 1)
+"""So many tokens are compared at once when distances are counted; fewer where nothing was found."""
 
 MOST_DISTANCES = 32
 """The most frequent distances are looked at closely."""
@@ -69,15 +69,17 @@ def find_period(events: Sequence[Event]) -> Period | None:
     Cost: linear in the events, times `MOST_DISTANCES`.
     """
     tokens = list_tokens(events)
-    best: tuple[int, int, int] | None = None  # events covered, minus the length, the begin
-    for length in _list_distances(tokens):
-        begin, run = _find_longest(tokens[length:] == tokens[:-length])
-        if run >= length and (best is None or (run + length, -length) > best[:2]):
-            best = (run + length, -length, begin)
-    if best is None:
+    best = (0, 0, 0)  # events covered, minus the length, the begin
+    for run in RUNS:
+        for length in _list_distances(tokens, run):
+            begin, equal = _find_longest(tokens[length:] == tokens[:-length])
+            if equal >= length:
+                best = max(best, (equal + length, -length, begin))
+        if best[0]:
+            break
+    else:
         return None
-    covered, minus, begin = best
-    length = -minus
+    covered, length, begin = best[0], -best[1], best[2]
     loads = _sum_loads(events)
     quietest = begin + int(np.argmin(loads[begin : begin + covered - length + 1][:length]))
     return Period(begin=quietest, length=length, end=begin + covered)
@@ -103,13 +105,10 @@ def list_tokens(events: Sequence[Event]) -> Array:
     return tokens
 
 
-def _list_distances(tokens: Array) -> list[int]:
+def _list_distances(tokens: Array, run: int) -> list[int]:
     """The most frequent distances between a run of tokens and its like before, shortest first."""
-    count = len(tokens) - RUN + 1
-    run = RUN
-    if count < 2:
-        count, run = len(tokens), 1
-    mixed = np.zeros(max(count, 0), np.uint64)
+    count = max(len(tokens) - run + 1, 0)
+    mixed = np.zeros(count, np.uint64)
     for offset in range(run):
         mixed = mixed * np.uint64(0x9E3779B97F4A7C15) + tokens[offset : offset + count].astype(np.uint64)
     last: dict[int, int] = {}

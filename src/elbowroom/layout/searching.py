@@ -27,7 +27,7 @@ import numpy as np
 
 from elbowroom._compiled import compiled
 from elbowroom.layout.desk import RANKED, WORK, Desk, overlaps
-from elbowroom.layout.stretches import part
+from elbowroom.layout.stretches import part, sort
 
 SOLVED, REFUTED, STOPPED = 1, 0, -1
 
@@ -69,7 +69,7 @@ def search(desk: Desk, capacity: int, most_work: int) -> int:
         if logged + 2 * (frame.hi - frame.lo) > len(desk.log_low):
             return STOPPED
         logged = _place(desk, block, frame.lo, frame.hi, logged)
-        logged = _support(desk, block, frame.lo, frame.hi, logged)
+        logged = _support(desk, block, frame.lo, sort(desk, frame.lo, frame.hi), logged)
         head, agenda_top = part(
             desk, frame.lo, frame.hi, frame.first, frame.last, parent, frame.agenda, frame.agenda_top
         )
@@ -109,22 +109,27 @@ def _place(desk: Desk, block: int, lo: int, hi: int, logged: int) -> int:
 def _support(desk: Desk, placed: int, lo: int, hi: int, logged: int) -> int:
     """Raise what may no longer lie at its lowest offset: it will lie on something else; returns the log's end."""
     floor, rank = desk.offset[placed], desk.rank[placed]
-    for index in range(lo, hi):
-        block = desk.pool[index]
-        low = desk.low[block]
-        if desk.offset[block] >= 0 or low > floor or (low == floor and desk.rank[block] > rank):
-            continue
+    end = lo
+    while end < hi:  # the pool is sorted: what has come too late is in front
+        block = desk.pool[end]
+        if desk.low[block] > floor or (desk.low[block] == floor and desk.rank[block] > rank):
+            break
         lowest = np.int64(1 << 62)
         for place in range(lo, hi):
             other = desk.pool[place]
-            if desk.offset[other] < 0 and other != block:
-                top = max(desk.low[other], floor) + desk.nbytes[other]
-                if top < lowest and overlaps(desk, block, other):
-                    lowest = top
-        desk.tally[WORK] += 3 * (hi - lo)
-        desk.log_block[logged], desk.log_low[logged] = block, low
+            if desk.low[other] >= lowest:
+                break
+            top = max(desk.low[other], floor) + desk.nbytes[other]
+            desk.tally[WORK] += 4
+            if top < lowest and other != block and overlaps(desk, block, other):
+                lowest = top
+        desk.need[block] = -(-lowest // desk.alignment[block]) * desk.alignment[block]
+        end += 1
+    for index in range(lo, end):
+        block = desk.pool[index]
+        desk.log_block[logged], desk.log_low[logged] = block, desk.low[block]
         logged += 1
-        desk.low[block] = -(-lowest // desk.alignment[block]) * desk.alignment[block]
+        desk.low[block] = desk.need[block]
     return logged
 
 

@@ -21,7 +21,7 @@ def part(
     desk: Desk, lo: int, hi: int, first: int, last: int, parent: int, head: int, agenda_top: int
 ) -> tuple[int, int]:
     """Part what is left of `pool` into stretches; returns the first of them and the end of the agenda."""
-    hi = _sort(desk, lo, hi)
+    hi = sort(desk, lo, hi)
     if lo == hi:
         return head, agenda_top
     floor, rank = np.int64(0), np.int64(-1)
@@ -44,7 +44,7 @@ def part(
                 last = max(last, desk.last[desk.pool[end]])
                 end += 1
         if is_ranked:
-            _sort(desk, lo, end)
+            sort(desk, lo, end)
         stretch = desk.agenda[agenda_top]
         stretch.lo, stretch.hi, stretch.first, stretch.last = lo, end, first, last
         stretch.floor, stretch.rank, stretch.parent, stretch.next = floor, rank, parent, head
@@ -80,6 +80,7 @@ def _rank(desk: Desk, lo: int, hi: int) -> None:
                 break
             desk.spare[place] = other
             place -= 1
+        desk.tally[WORK] += index - place + 4
         desk.spare[place] = block
     for index in range(lo, hi):
         rank[desk.spare[index]] = index
@@ -127,7 +128,7 @@ def _gather(desk: Desk, lo: int, hi: int, numbers: int) -> None:
 
 
 @compiled
-def _sort(desk: Desk, lo: int, hi: int) -> int:
+def sort(desk: Desk, lo: int, hi: int) -> int:
     """The blocks of `pool` that are left come first, by (low, rank); returns their end."""
     pool, low, rank = desk.pool, desk.low, desk.rank
     end = lo

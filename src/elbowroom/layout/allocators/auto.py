@@ -20,8 +20,11 @@ from elbowroom.layout.orders import find_areas, find_durations, find_pressures, 
 MOST_SEARCHED = 2000
 """Up to so many buffers all are searched."""
 
-WORK, WORK_PER_BUFFER = 2_000_000_000, 50_000
-"""What the search may take, in units of 3 nanoseconds, more or less."""
+WORK, WORK_TIMES_BUFFERS = 1_800_000_000, 1_000_000_000_000
+"""What the search may take, in units of 3 nanoseconds, more or less: the fewer buffers, the sooner it is worth it."""
+
+LARGE_WORK, LARGE_WORK_PER_BUFFER = 1_000_000_000, 50_000
+"""What it may take for the large ones of many."""
 
 
 def assign(buffers: Sequence[Buffer], capacity_bytes: int | None = None) -> Layout:
@@ -34,7 +37,7 @@ def assign(buffers: Sequence[Buffer], capacity_bytes: int | None = None) -> Layo
     found = Found(offsets, measure(instance, offsets), instance.bound_bytes - 1)
     is_small = len(buffers) <= MOST_SEARCHED
     if not is_small:
-        search_large(instance, found, min(WORK // 2, WORK_PER_BUFFER * len(buffers)))
+        search_large(instance, found, min(LARGE_WORK, LARGE_WORK_PER_BUFFER * len(buffers)))
     for order, best in _list_orders(instance):
         if found.arena_bytes <= instance.bound_bytes:
             break
@@ -42,7 +45,7 @@ def assign(buffers: Sequence[Buffer], capacity_bytes: int | None = None) -> Layo
     is_optimal = found.arena_bytes <= found.refuted_bytes + 1
     if is_small and not is_optimal:
         ladder = Ladder(instance, found)
-        ladder.climb(WORK)
+        ladder.climb(min(WORK, WORK_TIMES_BUFFERS // len(buffers)))
         is_optimal = ladder.is_done
     return finish(instance, found.offsets, capacity_bytes, is_optimal=is_optimal)
 

@@ -22,12 +22,12 @@ def assign(buffers: Sequence[Buffer], capacity_bytes: int | None = None) -> Layo
         UsageError: the package is not installed, or buffers wrap, are aligned or pinned.
     """
     instance = make_instance(buffers, capacity_bytes)
-    if any(buffer.upper < buffer.lower or buffer.alignment > 1 or buffer.offset is not None for buffer in buffers):
-        raise UsageError("omnimalloc is asked only for buffers that neither wrap nor are aligned or pinned")
     try:
         rival = importlib.import_module("omnimalloc")
     except ImportError as error:
         raise UsageError("the allocator omnimalloc needs the package omnimalloc, which is not installed") from error
+    if any(buffer.upper < buffer.lower or buffer.alignment > 1 or buffer.offset is not None for buffer in buffers):
+        raise UsageError("omnimalloc is asked only for buffers that neither wrap nor are aligned or pinned")
     wanted = tuple(
         rival.Allocation(id=buffer.id, size=buffer.nbytes, start=buffer.lower, end=buffer.upper) for buffer in buffers
     )
