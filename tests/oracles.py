@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from elbowroom.ir.actions import Action, Offload, Recompute, Reload, Wait
+from elbowroom.ir.buffers import Buffer, overlap
 from elbowroom.ir.costs import Costs
 from elbowroom.ir.events import StorageFreed, StorageNeeded, StorageSaved
 from elbowroom.ir.trace import Trace, find_movable
@@ -137,3 +140,45 @@ def _find_contents(trace: Trace) -> dict[tuple[int, int], object]:
 def _version_before(trace: Trace, storage: int, tick: int) -> int:
     written = [view.version for op in trace.ops if op.tick < tick for view in op.writes if view.storage == storage]
     return written[-1] if written else 0
+
+
+def find_widest(buffers: Sequence[Buffer]) -> int:
+    """Most bytes of buffers that are there at one time: look at every time."""
+    times = {time for buffer in buffers for time in (buffer.lower, buffer.upper)}
+
+    def is_there(buffer: Buffer, time: int) -> bool:
+        if buffer.lower < buffer.upper:
+            return buffer.lower <= time < buffer.upper
+        return time >= buffer.lower or time < buffer.upper
+
+    return max((sum(each.nbytes for each in buffers if is_there(each, time)) for time in times), default=0)
+
+
+def find_smallest_arena(buffers: Sequence[Buffer]) -> int:
+    """The smallest arena there is: try every order, each buffer at the lowest offset above those it overlaps.
+
+    Some best layout is a pile like that: take one, and let every buffer sink, the lowest first. Pinned ones stay, and
+    the others go below them or above.
+    """
+    best = 1 << 62
+
+    def place(left: tuple[Buffer, ...], placed: tuple[tuple[Buffer, int], ...], arena: int) -> None:
+        nonlocal best
+        if arena >= best:
+            return
+        if not left:
+            best = arena
+            return
+        for index, buffer in enumerate(left):
+            rest = left[:index] + left[index + 1 :]
+            near = sorted((at, at + other.nbytes) for other, at in placed if overlap(buffer, other))
+            for low in sorted({0, *(end for _, end in near)}):
+                offset = -(-low // buffer.alignment) * buffer.alignment
+                if all(offset + buffer.nbytes <= begin or end <= offset for begin, end in near):
+                    place(rest, (*placed, (buffer, offset)), max(arena, offset + buffer.nbytes))
+                    break
+
+    pinned = tuple((buffer, buffer.offset) for buffer in buffers if buffer.offset is not None)
+    end = max((offset + buffer.nbytes for buffer, offset in pinned), default=0)
+    place(tuple(buffer for buffer in buffers if buffer.offset is None), pinned, end)
+    return best

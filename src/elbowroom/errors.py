@@ -5,6 +5,7 @@
         UnknownMember           no such strategy, policy, format, ...; lists the ones there are
       TraceError (ValueError)   a file or value is not what it claims to be; names the place
       Infeasible                no plan fits; says what would
+        ArenaTooSmall           no layout of these buffers does
       Thrashing                 a step spends its time bringing back what it has given up
       TierError                 a place for bytes failed
         TierFull                it has no room left
@@ -84,6 +85,29 @@ class Infeasible(ElbowroomError):
         super().__init__(message)
         self.needed_bytes, self.budget_bytes, self.op, self.in_the_way = needed_bytes, budget_bytes, op, in_the_way
         self.host_bytes, self.needed_host_bytes = host_bytes, needed_host_bytes
+
+
+class ArenaTooSmall(Infeasible):
+    """No layout of the buffers fits the capacity, or none was found.
+
+    Attributes:
+        needed_bytes, budget_bytes: as for every `Infeasible`; the budget is the capacity.
+        in_the_way: (what, bytes) of the largest buffers that are there at the time with the most bytes.
+        is_proven: whether no layout can fit; otherwise `needed_bytes` is the smallest that was found.
+    """
+
+    def __init__(
+        self, capacity_bytes: int, needed_bytes: int, in_the_way: tuple[tuple[str, int], ...], *, is_proven: bool
+    ) -> None:
+        things = ", ".join(f"{what} with {nbytes} bytes" for what, nbytes in in_the_way)
+        why = "are needed, whatever the layout" if is_proven else "is the smallest arena that was found"
+        ElbowroomError.__init__(
+            self,
+            f"the buffers do not fit {capacity_bytes} bytes: {needed_bytes} bytes {why}; the largest of those that are "
+            f"there at once when the most is: {things}. Give them at least {needed_bytes} bytes.",
+        )
+        self.needed_bytes, self.budget_bytes, self.op, self.in_the_way = needed_bytes, capacity_bytes, "", in_the_way
+        self.host_bytes, self.needed_host_bytes, self.is_proven = None, 0, is_proven
 
 
 class Thrashing(ElbowroomError):

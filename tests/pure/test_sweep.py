@@ -157,7 +157,7 @@ sys.modules["numba"] = None
 import numpy as np
 from elbowroom.planner.composer import Composer
 from elbowroom.planner.problem import plan, pose
-from elbowroom.simulator.compiled import IS_COMPILED
+from elbowroom._compiled import IS_COMPILED
 from elbowroom.simulator.sweep import sweep
 from tests.generators import make_costs, make_link, make_residual_net
 trace = make_residual_net(3, 1 << 16)

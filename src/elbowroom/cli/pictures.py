@@ -1,6 +1,7 @@
-"""Pictures of results: step time over peak, and throughput over batch. Needs matplotlib, an optional extra.
+"""Pictures of results: step time over peak, throughput over batch, blocks over time and address.
 
-Nothing is drawn on a screen: a figure goes straight into a file whose ending says what it is.
+Needs matplotlib, an optional extra. Nothing is drawn on a screen: a figure goes straight into a file whose ending says
+what it is.
 """
 
 from __future__ import annotations
@@ -11,10 +12,14 @@ from typing import Any
 
 from elbowroom.cli.sources import check_writable
 from elbowroom.errors import UsageError
+from elbowroom.ir.buffers import Buffer, Layout
 from elbowroom.planner.batches import Batches
 from elbowroom.planner.comparison import Comparison, find_front
 
 ENDINGS = (".svg", ".png", ".pdf")
+MOST_VECTORS = 5000
+"""More blocks than this are drawn as pixels, in any kind of file."""
+
 HIGHLIGHTED = "auto"
 _COLOURS = ("#1f77b4", "#ff7f0e", "#2ca02c", "#9467bd", "#8c564b", "#e377c2", "#7f7f7f", "#bcbd22", "#17becf")
 _MARKERS = "osD^vP<>Xhp"
@@ -103,6 +108,39 @@ def draw_throughput(batches: Batches, title: str, path: Path) -> None:
     axes.set_title(title, fontsize=11)
     axes.set_xlim(left=0)
     axes.set_ylim(bottom=0)
+    _finish(figure, axes, path)
+
+
+def draw_layout(buffers: tuple[Buffer, ...], layout: Layout, title: str, path: Path) -> None:
+    """Every block over time and address, and the bound as a line; a block that wraps is drawn at both ends.
+
+    Raises:
+        UsageError: the file cannot be written.
+    """
+    from matplotlib.collections import PolyCollection
+
+    figure, axes = _open_figure()
+    unit, unit_bytes = next(
+        (unit for unit in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)) if layout.arena_bytes >= unit[1]),
+        ("bytes", 1),
+    )
+    end = max((max(buffer.lower + 1, buffer.upper) for buffer in buffers), default=1)
+    corners, colours = [], []
+    for index, (buffer, offset) in enumerate(zip(buffers, layout.offsets, strict=True)):
+        low, high = offset / unit_bytes, (offset + buffer.nbytes) / unit_bytes
+        wraps = buffer.upper < buffer.lower
+        for left, right in ((buffer.lower, end), (0, buffer.upper)) if wraps else ((buffer.lower, buffer.upper),):
+            corners.append(((left, low), (right, low), (right, high), (left, high)))
+            colours.append(_COLOURS[index % len(_COLOURS)])
+    blocks = PolyCollection(corners, facecolors=colours, edgecolors="white", linewidths=0.15, alpha=0.85)
+    blocks.set_rasterized(len(corners) > MOST_VECTORS)
+    axes.add_collection(blocks)
+    bound = layout.bound_bytes / unit_bytes
+    axes.axhline(bound, color="black", linestyle="--", linewidth=1, zorder=5, label=f"bound: {bound:.4g} {unit}")
+    axes.axhline(layout.arena_bytes / unit_bytes, color=_STRONG, linewidth=1,
+                 label=f"arena: {layout.arena_bytes / unit_bytes:.4g} {unit}")  # fmt: skip
+    axes.set(xlabel="time", ylabel=f"address ({unit})", xlim=(0, end), ylim=(0, layout.arena_bytes * 1.03 / unit_bytes))
+    axes.set_title(title, fontsize=11)
     _finish(figure, axes, path)
 
 

@@ -195,6 +195,20 @@ def read_host_memory(text: str | None) -> int | None:
         raise UsageError(f"--host-memory: {error}") from error
 
 
+def read_capacity(text: str | None) -> int | None:
+    """The bytes that `--capacity` says; None for any amount.
+
+    Raises:
+        UsageError: it is not an amount of memory.
+    """
+    if text is None:
+        return None
+    try:
+        return parse_bytes(text)
+    except ValueError as error:
+        raise UsageError(f"--capacity: {error}") from error
+
+
 def save(value: object, path: pathlib.Path | None) -> str | None:
     """Write a noun to a file, if there is one to write. Returns its name.
 

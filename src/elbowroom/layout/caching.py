@@ -4,7 +4,7 @@
     segment 1  |block.............|......|     free neighbours of one segment are one; nothing joins two segments
 
 The rules are those of PyTorch's allocator for CUDA in its default settings. Inferred, and left out: more streams than
-one, segments that can grow, and the settings that change the rules; addresses of segments only ever go up.
+one, and the settings that change the rules; addresses of segments only ever go up. For segments that grow see `pools`.
 
 Source: PyTorch, c10/cuda/CUDACachingAllocator.cpp (`round_size`, `get_allocation_size`, `get_free_block`,
 `should_split`, `free_block`, `release_cached_blocks`).
@@ -33,13 +33,15 @@ OWN_ROUND_BYTES = 2 << 20
 
 
 @dataclasses.dataclass(slots=True, eq=False)
-class _Block:
+class Block:
+    """A stretch of a segment."""
+
     address: int
     nbytes: int
     is_small: bool
     is_free: bool = True
-    before: _Block | None = None  # its neighbours in the segment
-    after: _Block | None = None
+    before: Block | None = None  # its neighbours in the segment
+    after: Block | None = None
 
 
 class CachingAllocator:
@@ -56,7 +58,7 @@ class CachingAllocator:
     def __init__(self, capacity_bytes: int | None = None) -> None:
         self._capacity = capacity_bytes
         self._free: dict[bool, list[tuple[int, int]]] = {True: [], False: []}  # (bytes, address), by is_small
-        self._blocks: dict[int, _Block] = {}
+        self._blocks: dict[int, Block] = {}
         self._end = 0
         self.reserved_bytes = self.allocated_bytes = 0
 
@@ -71,8 +73,8 @@ class CachingAllocator:
         """
         if nbytes <= 0:
             raise UsageError(f"no block has {nbytes} bytes")
-        nbytes = _round_up(nbytes, MIN_BLOCK_BYTES)
-        is_small = nbytes <= SMALL_BYTES
+        nbytes = round_up(nbytes, MIN_BLOCK_BYTES)
+        is_small = self.is_small(nbytes)
         free = self._free[is_small]
         index = bisect.bisect_left(free, (nbytes, -1))  # the smallest that is large enough, of those the lowest
         is_there = index < len(free)
@@ -116,10 +118,22 @@ class CachingAllocator:
         """Address, bytes and whether it is free of every block, by address."""
         return [(block.address, block.nbytes, block.is_free) for _, block in sorted(self._blocks.items())]
 
-    def _add_segment(self, nbytes: int, is_small: bool) -> _Block:
-        size = SMALL_SEGMENT_BYTES if is_small else LARGE_SEGMENT_BYTES
+    def is_small(self, nbytes: int) -> bool:
+        """Whether a block of these bytes comes from the segments for small ones."""
+        return nbytes <= SMALL_BYTES
+
+    def size_segment(self, nbytes: int, is_small: bool) -> int:
+        """What is taken from the device for a block that no free one is large enough for."""
         if nbytes >= LEAST_OWN_BYTES:
-            size = _round_up(nbytes, OWN_ROUND_BYTES)
+            return round_up(nbytes, OWN_ROUND_BYTES)
+        return SMALL_SEGMENT_BYTES if is_small else LARGE_SEGMENT_BYTES
+
+    def is_worth_cutting(self, left: int, is_small: bool) -> bool:
+        """Whether what a request leaves of a free block becomes a free block."""
+        return left >= MIN_BLOCK_BYTES if is_small else left > SMALL_BYTES
+
+    def _add_segment(self, nbytes: int, is_small: bool) -> Block:
+        size = self.size_segment(nbytes, is_small)
         if self._capacity is not None and self.reserved_bytes + size > self._capacity:
             self.release()
             if self.reserved_bytes + size > self._capacity:
@@ -130,24 +144,24 @@ class CachingAllocator:
                     "use, in pieces that are too small; plan for a smaller budget.",
                 )  # fmt: skip
         self.reserved_bytes += size
-        block = _Block(self._end, size, is_small)
+        block = Block(self._end, size, is_small)
         self._end += size
         self._blocks[block.address] = block
         return block
 
-    def _cut(self, block: _Block, nbytes: int) -> None:
+    def _cut(self, block: Block, nbytes: int) -> None:
         """Leave the end of a block free, where that is worth it."""
         left = block.nbytes - nbytes
-        if not (left >= MIN_BLOCK_BYTES if block.is_small else left > SMALL_BYTES):
+        if not self.is_worth_cutting(left, block.is_small):
             return
-        rest = _Block(block.address + nbytes, left, block.is_small, before=block, after=block.after)
+        rest = Block(block.address + nbytes, left, block.is_small, before=block, after=block.after)
         if rest.after is not None:
             rest.after.before = rest
         block.after, block.nbytes = rest, nbytes
         self._blocks[rest.address] = rest
         bisect.insort(self._free[rest.is_small], (rest.nbytes, rest.address))
 
-    def _join(self, block: _Block) -> _Block:
+    def _join(self, block: Block) -> Block:
         """Make one of a free block and the free one after it, neither of which is in the list any more afterwards."""
         other = block.after
         assert other is not None
@@ -164,5 +178,6 @@ class CachingAllocator:
         return block
 
 
-def _round_up(nbytes: int, multiple: int) -> int:
+def round_up(nbytes: int, multiple: int) -> int:
+    """The next multiple."""
     return -(-nbytes // multiple) * multiple

@@ -10,8 +10,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from elbowroom._compiled import compiled
 from elbowroom.simulator.columns import Array, Columns
-from elbowroom.simulator.compiled import compiled
 from elbowroom.simulator.segments import ANEW, CHOICES, KEEP, LATE, OFFLOAD, RECOMPUTE
 from elbowroom.simulator.sweep import sweep
 from elbowroom.simulator.transit import Sweep

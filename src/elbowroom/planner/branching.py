@@ -19,13 +19,13 @@ from typing import Any
 
 import numpy as np
 
+from elbowroom._compiled import compiled
 from elbowroom.planner.absences import Numbers, find_absences
 from elbowroom.planner.composer import Composer
 from elbowroom.planner.fluid import find_fluid, list_prices, solve_fluid
 from elbowroom.planner.fluid_model import Model, ModelBuilder
 from elbowroom.planner.problem import Problem
 from elbowroom.simulator.columns import Array, Columns
-from elbowroom.simulator.compiled import compiled
 from elbowroom.simulator.segments import ANEW, KEEP, OFFLOAD, RECOMPUTE
 from elbowroom.simulator.sweep import sweep
 from elbowroom.simulator.transit import Sweep

@@ -10,6 +10,7 @@ from typing import Literal
 
 import numpy as np
 
+from elbowroom._compiled import IS_COMPILED
 from elbowroom.ir.plan import Choice, Plan
 from elbowroom.planner.annealing import Space, Terms, find_excess, polish, try_all
 from elbowroom.planner.composer import Composer
@@ -22,7 +23,6 @@ from elbowroom.planner.pricing import find_space
 from elbowroom.planner.problem import Problem
 from elbowroom.planner.walks import Best, Walk, walk_all
 from elbowroom.simulator.columns import Array
-from elbowroom.simulator.compiled import IS_COMPILED
 from elbowroom.simulator.segments import ANEW, CHOICES, KEEP, OFFLOAD, RECOMPUTE
 from elbowroom.simulator.sweep import sweep
 

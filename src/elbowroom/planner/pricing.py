@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
+from elbowroom._compiled import compiled
 from elbowroom.planner.annealing import Space
 from elbowroom.simulator.columns import Array, Columns
-from elbowroom.simulator.compiled import compiled
 from elbowroom.simulator.segments import CHOICES, KEEP, RECOMPUTE, Segments, add_segment
 
 MOST_TICKETS = 8

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from elbowroom._compiled import compiled
 from elbowroom.simulator.columns import Array, Columns
-from elbowroom.simulator.compiled import compiled
 
 if TYPE_CHECKING:
     from elbowroom.simulator.segments import Segments

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
+from elbowroom._compiled import compiled
 from elbowroom.simulator.columns import Columns
-from elbowroom.simulator.compiled import compiled
 from elbowroom.simulator.segments import OFFLOAD
 from elbowroom.simulator.transit import AWAY, LOOK_AHEAD, Sweep, event_at, fetch, next_slot, slot_of
 

@@ -14,8 +14,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from elbowroom._compiled import compiled, inlined
 from elbowroom.simulator.columns import Array, Columns, make_records
-from elbowroom.simulator.compiled import compiled, inlined
 from elbowroom.simulator.passage import walk
 
 KEEP, OFFLOAD, RECOMPUTE, ANEW, LATE = range(5)

@@ -14,8 +14,8 @@ from __future__ import annotations
 
 import numpy as np
 
+from elbowroom._compiled import compiled, inlined
 from elbowroom.simulator.columns import Array, Columns
-from elbowroom.simulator.compiled import compiled, inlined
 from elbowroom.simulator.reloads import order_reloads, reload_early
 from elbowroom.simulator.segments import KEEP, OFFLOAD, RECOMPUTE, find_segments
 from elbowroom.simulator.transit import (

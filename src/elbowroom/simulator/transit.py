@@ -6,8 +6,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from elbowroom._compiled import compiled, inlined
 from elbowroom.simulator.columns import Array, Columns, make_records
-from elbowroom.simulator.compiled import compiled, inlined
 from elbowroom.simulator.segments import Segments, make_segments
 
 OPEN, PENDING, AWAY, ARRIVING, BACK = 0, 1, 2, 3, 4  # states of a gap

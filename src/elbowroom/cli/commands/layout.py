@@ -1,0 +1,114 @@
+"""`elbowroom layout`: offsets for buffers whose lifetimes are known, and what allocators without a plan would take."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from elbowroom.cli.parameters import Json, Output, Picture
+from elbowroom.cli.pictures import check_picture, draw_layout
+from elbowroom.cli.sources import check_writable, load_trace, read_capacity
+from elbowroom.cli.terminal import open_terminal
+from elbowroom.ir.buffers import Buffer, Layout
+from elbowroom.layout.arena import DEFAULT
+from elbowroom.units import format_bytes, format_seconds
+
+
+def register(app: typer.Typer) -> None:
+    """Put this command into the program."""
+    app.command("layout")(show_layout)
+
+
+def show_layout(
+    source: Annotated[
+        Path,
+        typer.Argument(
+            metavar="TRACE_OR_CSV",
+            help="Written by `elbowroom capture`; or a table id,lower,upper,size whose name ends in .csv.",
+        ),
+    ],
+    allocator: Annotated[str, typer.Option("--allocator", help="What chooses the offsets.")] = DEFAULT,
+    capacity: Annotated[
+        str | None, typer.Option("--capacity", help="Bytes the arena may take: 8GiB. Any amount if not given.")
+    ] = None,
+    pinned: Annotated[
+        bool, typer.Option("--pinned", help="Leave what has an offset in the table where it is.")
+    ] = False,
+    output: Output = None,
+    picture: Picture = None,
+    as_json: Json = False,
+) -> None:
+    """Lay the buffers of a step out in one arena: its size, the lower bound, and what other allocators would take."""
+    from elbowroom.layout.arena import lay_out
+    from elbowroom.layout.pools import POOLS
+    from elbowroom.layout.requests import serve
+    from elbowroom.layout.tables import write_layout
+
+    with open_terminal(as_json) as terminal:
+        check_picture(picture)
+        check_writable(output)
+        capacity_bytes = read_capacity(capacity)
+        buffers = load_buffers(source, pinned)
+        with terminal.progress(f"laying out {len(buffers)} buffers"):
+            begin = time.perf_counter()
+            layout = lay_out(buffers, allocator, capacity_bytes)
+            seconds = time.perf_counter() - begin
+        pools = {name: serve(buffers, make()) for name, make in POOLS.items()}
+        terminal.show_facts(f"{source}, laid out by {allocator}", list_rows(buffers, layout, seconds))
+        rows = [(name, format_bytes(nbytes), _compare(layout.arena_bytes, nbytes)) for name, nbytes in pools.items()]
+        terminal.show_facts("The same requests, served one by one", rows)
+        if output is not None:
+            write_layout(output, buffers, layout)
+            terminal.show_text(f"written to {output}")
+        if picture is not None:
+            draw_layout(buffers, layout, f"{source.name}, laid out by {allocator}", picture)
+            terminal.show_text(f"drawn into {picture}")
+        terminal.write_document("layout", allocator=allocator, **describe(buffers, layout, seconds), pools=pools)
+
+
+def load_buffers(source: Path, is_pinned: bool = False) -> tuple[Buffer, ...]:
+    """The buffers in a table, or of a trace.
+
+    Raises:
+        UsageError: there is no such file.
+        TraceError: it is damaged; names the line or the place.
+    """
+    from elbowroom.layout.lifetimes import list_buffers
+    from elbowroom.layout.tables import read_buffers
+
+    if source.suffix.lower() == ".csv":
+        return read_buffers(source, is_pinned=is_pinned)
+    return list_buffers(load_trace(source))
+
+
+def describe(buffers: tuple[Buffer, ...], layout: Layout, seconds: float) -> dict[str, Any]:
+    """The figures of a layout."""
+    return {
+        "buffers": len(buffers),
+        "arena_bytes": layout.arena_bytes,
+        "bound_bytes": layout.bound_bytes,
+        "is_optimal": layout.is_optimal,
+        "fragmentation": 1 - layout.bound_bytes / layout.arena_bytes if buffers else 0.0,
+        "seconds": seconds,
+        "offsets": list(layout.offsets),
+    }
+
+
+def list_rows(buffers: tuple[Buffer, ...], layout: Layout, seconds: float) -> list[tuple[str, str, str]]:
+    """The figures of a layout, for people."""
+    found = describe(buffers, layout, seconds)
+    proof = "proven to be the smallest" if layout.is_optimal else "not proven to be the smallest"
+    return [
+        ("buffers", str(len(buffers)), ""),
+        ("arena", format_bytes(layout.arena_bytes), f"{layout.arena_bytes} bytes, {proof}"),
+        ("lower bound", format_bytes(layout.bound_bytes), f"{layout.bound_bytes} bytes are there at once"),
+        ("fragmentation", f"{found['fragmentation']:.3%}", "of the arena, when the most is there"),
+        ("time", format_seconds(seconds), ""),
+    ]
+
+
+def _compare(arena_bytes: int, nbytes: int) -> str:
+    return f"the layout takes {1 - arena_bytes / nbytes:.1%} less" if nbytes else ""

@@ -1,0 +1,171 @@
+"""From a first layout down to the smallest that is found: `searching`, at one capacity after the other.
+
+    arena of the first layout   ------
+                                  --    rungs, a step below the best each: a step that was found is doubled for the
+                                  --    next one, a step that was not is halved, and begins anew after the smallest
+    the bound, or what is refuted ----  tried as often as all rungs together; if it is found, nothing is smaller
+
+The same search takes a tenth of a second in one order and a year in another. So it is given up soon, and begun again
+in an order that is a little different, with short and long limits mixed. Limits are counted in work and not in
+seconds, and chance has a fixed seed: the same buffers have the same layout everywhere.
+
+Where there are many buffers, the large ones are searched, and the small ones put into what they leave.
+
+Source: Moffitt, "MiniMalloc", ASPLOS 2023 (orders by turns). Orders changed by chance, rungs, small ones: inferred.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from elbowroom.layout.desk import WORK, Desk, make_desk
+from elbowroom.layout.fitting import fit
+from elbowroom.layout.instance import Instance, select
+from elbowroom.layout.orders import find_areas, find_durations, find_pressures, order_by
+from elbowroom.layout.searching import REFUTED, SOLVED, search
+
+Array = Any
+
+LIMIT, LIMIT_PER_BUFFER = 1 << 23, 1 << 14
+"""Work of a short trial."""
+
+SPREAD = 0.1
+"""How much chance changes the figures that buffers are ordered by."""
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class Found:
+    """The best so far.
+
+    Attributes:
+        offsets: of every buffer.
+        arena_bytes: what they take.
+        refuted_bytes: no layout takes so few or fewer.
+        work: what it took, in units of `searching`.
+    """
+
+    offsets: Array
+    arena_bytes: int
+    refuted_bytes: int
+    work: int = 0
+
+    def keep(self, offsets: Array, nbytes: Array) -> None:
+        """Take other offsets if they are better."""
+        arena = int((offsets + nbytes).max(initial=0))
+        if arena < self.arena_bytes:
+            self.offsets, self.arena_bytes = offsets.copy(), arena
+
+
+class Ladder:
+    """Searches one instance at many capacities.
+
+    Args:
+        found: the first layout; made better in place.
+    """
+
+    def __init__(self, instance: Instance, found: Found) -> None:
+        self._instance, self.found = instance, found
+        self._grain = find_grain(instance)
+        lowest = max(instance.bound_bytes, found.refuted_bytes + 1)
+        found.refuted_bytes = (-(-lowest // self._grain) - 1) * self._grain
+
+    @property
+    def is_done(self) -> bool:
+        """Whether the best is proven to be so."""
+        return self.found.arena_bytes <= self.found.refuted_bytes + self._grain
+
+    def climb(self, most_work: int) -> None:
+        """Go on until the smallest is proven or the work is done."""
+        found, grain = self.found, self._grain
+        shortest = LIMIT + LIMIT_PER_BUFFER * len(found.offsets)
+        step = max((found.arena_bytes - found.refuted_bytes) // 2 // grain, 1)
+        for trial, desk in enumerate(list_desks(self._instance), start=1):
+            if self.is_done or found.work >= most_work:
+                return
+            limit = shortest * find_luby(trial)
+            self._try(desk, found.refuted_bytes + grain, min(limit, most_work - found.work))
+            rungs = (found.arena_bytes - found.refuted_bytes) // grain - 1
+            if rungs > 1 and trial % 3 == 0:
+                step = min(step, rungs - 1)
+                verdict = self._try(desk, found.arena_bytes - step * grain, min(limit, most_work - found.work))
+                step = 2 * step if verdict == SOLVED else step // 2 or rungs // 2
+
+    def _try(self, desk: Desk, capacity: int, limit: int) -> int:
+        """One order at one capacity."""
+        verdict = search(desk, capacity, limit)
+        self.found.work += int(desk.tally[WORK])
+        if verdict == SOLVED:
+            self.found.keep(desk.offset, self._instance.nbytes)
+        if verdict == REFUTED:
+            self.found.refuted_bytes = max(self.found.refuted_bytes, capacity)
+        return verdict
+
+
+def list_desks(instance: Instance) -> Iterator[Desk]:
+    """Orders to search in, without end: first some that are often good, then these changed by chance."""
+    areas, durations, pressures = find_areas(instance), find_durations(instance), find_pressures(instance)
+    lengths = instance.last - instance.first + instance.wrap
+    yield make_desk(instance, order_by(instance, pressures, durations, areas), renews=True)
+    yield make_desk(instance, order_by(instance, pressures, lengths, instance.nbytes), renews=True)
+    yield make_desk(instance, order_by(instance, durations, areas, pressures), renews=False)
+    chance = random.Random(0)
+    for trial in itertools.count():
+        figures = (durations, areas, lengths, instance.nbytes, durations)[trial % 5]
+        changed = figures * np.array([1 + SPREAD * (chance.random() - 0.5) for _ in figures])
+        first, second = (pressures, changed) if trial % 5 < 4 else (changed, pressures)
+        yield make_desk(instance, order_by(instance, first, second), renews=trial % 10 not in (0, 4, 9))
+
+
+def find_luby(trial: int) -> int:
+    """1, 1, 2, 1, 1, 2, 4, 1, ...: how much longer than the shortest the trials of a search are best.
+
+    Source: Luby, Sinclair, Zuckerman, "Optimal Speedup of Las Vegas Algorithms", 1993.
+    """
+    while True:
+        length = trial.bit_length()
+        if trial == (1 << length) - 1:
+            return 1 << (length - 1)
+        trial -= (1 << (length - 1)) - 1
+
+
+def search_large(instance: Instance, found: Found, most_work: int) -> None:
+    """Search the large buffers, more of them from time to time, and put the small ones into what they leave."""
+    by_size = order_by(instance, instance.nbytes)
+    count = 500
+    while count < len(by_size) and found.arena_bytes > instance.bound_bytes and found.work < most_work:
+        large = by_size[:count]
+        part = select(instance, large)
+        for desk in itertools.islice(list_desks(part), 3):
+            for capacity in (instance.bound_bytes, found.arena_bytes - 1):
+                verdict = search(desk, capacity, min(most_work - found.work, count << 17))
+                found.work += int(desk.tally[WORK])
+                if verdict == REFUTED:
+                    found.refuted_bytes = max(found.refuted_bytes, capacity)
+                if verdict == SOLVED:
+                    break
+            if verdict == SOLVED:
+                fixed = np.full(len(by_size), -1)
+                fixed[large] = desk.offset
+                found.keep(fit(instance, by_size, fixed=fixed), instance.nbytes)
+            if found.arena_bytes <= instance.bound_bytes or found.work >= most_work:
+                return
+        count *= 2
+
+
+def find_grain(instance: Instance) -> int:
+    """The smallest arena is a multiple of this: what lies upon each other adds up."""
+    if (instance.pinned >= 0).any():
+        return 1
+    return math.gcd(*map(int, np.unique(instance.nbytes)), *map(int, np.unique(instance.alignment))) or 1
+
+
+def measure(instance: Instance, offsets: Array) -> int:
+    """Bytes of the arena of some offsets."""
+    return int((offsets + instance.nbytes).max(initial=0))
