@@ -23,7 +23,7 @@ MOST_SEARCHED = 2000
 MOST_COMPARED = 50_000
 """Of more, one order takes so long that only the largest first is tried."""
 
-WORK, WORK_TIMES_BUFFERS = 1_800_000_000, 1_000_000_000_000
+WORK, WORK_TIMES_BUFFERS = 1_800_000_000, 600_000_000_000
 """What the search may take, in units of 3 nanoseconds, more or less: the fewer buffers, the sooner it is worth it."""
 
 LARGE_WORK, LARGE_WORK_PER_BUFFER, LARGE_WORK_PER_PAIR = 2_500_000_000, 50_000, 8
