@@ -36,6 +36,12 @@ Array = Any
 LIMIT, LIMIT_PER_BUFFER = 1 << 23, 1 << 14
 """Work of a short trial."""
 
+FEWEST = 1250
+"""Of many buffers, so many are searched first."""
+
+ANY = 1 << 61
+"""A capacity that is never too small."""
+
 SPREAD = 0.1
 """How much chance changes the figures that buffers are ordered by."""
 
@@ -92,7 +98,7 @@ class Ladder:
             limit = shortest * find_luby(trial)
             self._try(desk, found.refuted_bytes + grain, min(limit, most_work - found.work))
             rungs = (found.arena_bytes - found.refuted_bytes) // grain - 1
-            if rungs > 1 and trial % 3 == 0:
+            if rungs > 1:
                 step = min(step, rungs - 1)
                 verdict = self._try(desk, found.arena_bytes - step * grain, min(limit, most_work - found.work))
                 step = 2 * step if verdict == SOLVED else step // 2 or rungs // 2
@@ -138,24 +144,22 @@ def find_luby(trial: int) -> int:
 def search_large(instance: Instance, found: Found, most_work: int) -> None:
     """Search the large buffers, more of them from time to time, and put the small ones into what they leave."""
     by_size = order_by(instance, instance.nbytes)
-    count = 500
-    while count < len(by_size) and found.arena_bytes > instance.bound_bytes and found.work < most_work:
+    once = len(by_size) ** 2 * 2 // 5  # what it takes to place all, measured
+    found.work += once
+    count = FEWEST
+    while count < len(by_size):
         large = by_size[:count]
-        part = select(instance, large)
-        for desk in itertools.islice(list_desks(part), 3):
-            for capacity in (instance.bound_bytes, found.arena_bytes - 1):
-                verdict = search(desk, capacity, min(most_work - found.work, count << 17))
+        for desk in itertools.islice(list_desks(select(instance, large)), 2):
+            for capacity in (ANY, instance.bound_bytes):  # as it comes, and as if it had to
+                if found.arena_bytes <= instance.bound_bytes or found.work >= most_work:
+                    return
+                verdict = search(desk, capacity, min(most_work - found.work, count << 18))
                 found.work += int(desk.tally[WORK])
-                if verdict == REFUTED:
-                    found.refuted_bytes = max(found.refuted_bytes, capacity)
                 if verdict == SOLVED:
-                    break
-            if verdict == SOLVED:
-                fixed = np.full(len(by_size), -1)
-                fixed[large] = desk.offset
-                found.keep(fit(instance, by_size, fixed=fixed), instance.nbytes)
-            if found.arena_bytes <= instance.bound_bytes or found.work >= most_work:
-                return
+                    fixed = np.full(len(by_size), -1)
+                    fixed[large] = desk.offset
+                    found.keep(fit(instance, by_size, fixed=fixed), instance.nbytes)
+                    found.work += once
         count *= 2
 
 

@@ -1,7 +1,7 @@
 """The default: the best of many orders, and then a search for a better one.
 
 Up to some thousands of buffers the search goes on until nothing can be smaller or its work is done. Of more, the large
-ones are searched and the small ones put between them. What the other members find, this one finds too.
+ones are searched and the small ones put between them. What the other members find, this one finds too, up to 50,000.
 """
 
 from __future__ import annotations
@@ -20,10 +20,13 @@ from elbowroom.layout.orders import find_areas, find_durations, find_pressures, 
 MOST_SEARCHED = 2000
 """Up to so many buffers all are searched."""
 
-WORK, WORK_TIMES_BUFFERS = 1_800_000_000, 1_000_000_000_000
+MOST_COMPARED = 50_000
+"""Of more, one order takes so long that only the largest first is tried."""
+
+WORK, WORK_TIMES_BUFFERS = 1_800_000_000, 600_000_000_000
 """What the search may take, in units of 3 nanoseconds, more or less: the fewer buffers, the sooner it is worth it."""
 
-LARGE_WORK, LARGE_WORK_PER_BUFFER = 1_000_000_000, 50_000
+LARGE_WORK, LARGE_WORK_PER_BUFFER, LARGE_WORK_PER_PAIR = 2_500_000_000, 50_000, 8
 """What it may take for the large ones of many."""
 
 
@@ -37,8 +40,12 @@ def assign(buffers: Sequence[Buffer], capacity_bytes: int | None = None) -> Layo
     found = Found(offsets, measure(instance, offsets), instance.bound_bytes - 1)
     is_small = len(buffers) <= MOST_SEARCHED
     if not is_small:
-        search_large(instance, found, min(LARGE_WORK, LARGE_WORK_PER_BUFFER * len(buffers)))
-    for order, best in _list_orders(instance):
+        search_large(
+            instance,
+            found,
+            min(LARGE_WORK, len(buffers) * max(LARGE_WORK_PER_BUFFER, LARGE_WORK_PER_PAIR * len(buffers))),
+        )
+    for order, best in _list_orders(instance) if len(buffers) <= MOST_COMPARED else ():
         if found.arena_bytes <= instance.bound_bytes:
             break
         found.keep(fit(instance, order, best=best), instance.nbytes)
