@@ -31,8 +31,8 @@ scalars of a loop. It was some hundred bytes at most in all that was measured.""
 
 _KNOWN_SPACES = ("aten", "prim", "prims")
 
-BLOCK_BYTES = 512
-"""No allocator rounds up to more, where blocks are small."""
+BLOCK_BYTES = {"cpu": 64, "cuda": 512}
+"""What PyTorch's allocators round small blocks up to."""
 
 
 _COUNTS: dict[str, Callable[[torch.Tensor], int]] = {
@@ -77,6 +77,7 @@ class Estimates:
 
     def __init__(self, device_type: str) -> None:
         self._device_type, self._is_here = device_type, make_test(device_type)
+        self._block_bytes = BLOCK_BYTES[device_type]
         self._known: dict[Any, Estimate] = {}
         self._told: set[Any] = set()
         self._fake = FakeTensorMode(allow_non_fake_inputs=True)
@@ -150,7 +151,7 @@ class Estimates:
         ]
         grown = sum(max(0, tensor.untyped_storage().nbytes() - before) for tensor, before in given)
         blocks = {id(each.untyped_storage()): int(each.untyped_storage().nbytes()) for each in made}
-        return Estimate(sum(map(_round_up, blocks.values())) + grown, _find_workspace(func, tensors, made))
+        return Estimate(sum(map(self._round_up, blocks.values())) + grown, self._find_workspace(func, tensors, made))
 
     def _tell(self, func: Any) -> None:
         """Say once of an op from outside of PyTorch that it is guessed at."""
@@ -166,21 +167,21 @@ class Estimates:
         """Positions of all elements, which is the most that selecting among them gives."""
         count = _COUNTS.get(func._opname)
         if count is not None and _is_strided(tensors[0]):
-            return Estimate(_round_up(8 * count(tensors[0])), 0)
+            return Estimate(self._round_up(8 * count(tensors[0])), 0)
         most = _OUTPUTS.get(func._opname, 1) * sum(
             tensor.numel() * max(8, tensor.element_size()) * max(1, tensor.dim()) for tensor in tensors
         )
-        return Estimate(0, _round_up(most) + _find_workspace(func, [each for each in tensors if _is_strided(each)], []))
+        strided = [each for each in tensors if _is_strided(each)]
+        return Estimate(0, self._round_up(most) + self._find_workspace(func, strided, []))
 
+    def _find_workspace(self, func: Any, given: Sequence[torch.Tensor], made: Sequence[torch.Tensor]) -> int:
+        views = [_view(tensor, place) for place, tensor in enumerate((*given, *made))]
+        reads, writes = tuple(views[: len(given)]), tuple(views[len(given) :])
+        op = Op(tick=0, name=str(func), reads=reads, writes=writes, flops=0, barrier="")
+        return self._round_up(estimate_workspace(op))
 
-def _find_workspace(func: Any, given: Sequence[torch.Tensor], made: Sequence[torch.Tensor]) -> int:
-    views = [_view(tensor, place) for place, tensor in enumerate((*given, *made))]
-    reads, writes = tuple(views[: len(given)]), tuple(views[len(given) :])
-    return _round_up(estimate_workspace(Op(tick=0, name=str(func), reads=reads, writes=writes, flops=0, barrier="")))
-
-
-def _round_up(nbytes: int) -> int:
-    return -(-nbytes // BLOCK_BYTES) * BLOCK_BYTES
+    def _round_up(self, nbytes: int) -> int:
+        return -(-nbytes // self._block_bytes) * self._block_bytes
 
 
 def _describe(values: Iterable[Any], key: list[Any], is_rough: bool, is_here: Callable[[torch.Tensor], bool]) -> None:
