@@ -589,7 +589,7 @@ def test_what_is_remembered_of_ops_keeps_nothing() -> None:
     for rate in (0.1, 0.2, 0.3):
         estimates.find(torch.ops.aten.add_.Tensor, (x, x), {"alpha": rate})
     assert len(estimates._known) == 2
-    assert estimates.find(torch.ops.aten.arange.start_step, (0, 10, 0.1), {}).result_bytes == 512
+    assert estimates.find(torch.ops.aten.arange.start_step, (0, 10, 0.1), {}).result_bytes == 448
     assert estimates.find(torch.ops.aten.arange.start_step, (0, 10, 0.01), {}).result_bytes == 4096
 
 
