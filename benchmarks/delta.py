@@ -52,7 +52,7 @@ REAL_SHARES = {"habit": (0.6, 0.3), "delta_code": (0.6,), "auto": (0.6,)}
 """Of real runs, by policy: they take long."""
 
 POLICIES = ("habit", "delta", "delta_code")
-OWN, TOLERANCE, PATIENCE, STEPS = "habit", 0.02, 30.0, 2
+OWN, TOLERANCE, PATIENCE, STEPS = "habit", 0.02, 30.0, 3
 PIXELS, BATCH, SMALL_BATCH = 64, 384, 16
 """Of real runs; the small batch's plain peak is what the largest batch has to fit into."""
 
