@@ -423,9 +423,11 @@ def make_odd() -> nn.Module:
     return model
 
 
-@pytest.mark.parametrize("policy", ["dtr", "lru"])
+@pytest.mark.parametrize(("policy", "calm_ops"), [("dtr", 0), ("lru", 4)])
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)
-def test_odd_programs(program: Program, policy: str, profile: HardwareProfile, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_odd_programs(
+    program: Program, policy: str, calm_ops: int, profile: HardwareProfile, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def train(model: nn.Module, room: Any) -> list[torch.Tensor]:
         torch.manual_seed(2)
         found = []
@@ -436,8 +438,14 @@ def test_odd_programs(program: Program, policy: str, profile: HardwareProfile, m
                 model.w.grad = None
         return [*found, *model.state_dict().values()]
 
+    def take_room(engine: OnlineEngine, nbytes: int, func: Any) -> None:
+        if engine.watcher.ops < calm_ops:
+            engine.account.reserve(nbytes)
+        else:
+            let_everything_go(engine, nbytes, func)
+
     expected = train(make_odd(), None)
-    monkeypatch.setattr(OnlineEngine, "take_room", let_everything_go)
+    monkeypatch.setattr(OnlineEngine, "take_room", take_room)
     model = make_odd()
     options: dict[str, Any] = {"mode": "dynamic", "policy": policy, "min_offload_bytes": 1, "profile": profile}
     with elbowroom.fit(model, sgd(model), 1 << 40, **options) as room:

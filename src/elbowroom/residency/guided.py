@@ -1,7 +1,7 @@
 """A plan, for as long as the step is the plan's, and an online policy for all that no plan foresaw.
 
-Asleep: the plan alone decides, and events are only put down. Awake: room is watched, the online policy is told of
-everything, answers pressure, and decides alone where there is no plan. A step wakes once, and stays awake.
+Asleep: the plan alone decides. Awake: room is watched, the online policy is told of everything, answers pressure, and
+decides alone where there is no plan. A step wakes once, and stays awake.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterable
 
 from elbowroom.ir.actions import Offload, Release
-from elbowroom.ir.events import Event, PressureRaised, StorageSaved
+from elbowroom.ir.events import Event, PressureRaised
 from elbowroom.ir.plan import Plan
 from elbowroom.residency import planned
 from elbowroom.residency.machine import Drop, Intent
@@ -29,30 +29,20 @@ class Policy:
     def __init__(self, online: Online, plan: Plan | None, *, is_awake: bool) -> None:
         self._online, self._is_awake = online, is_awake
         self._moves = None if plan is None else planned.Policy(plan)
-        self._past: list[
-            tuple[Event, int]
-        ] = []  # and the bytes of what was saved, which may be gone by the time we wake
 
     def follow(self, plan: Plan | None, tick: int) -> None:
         """From `tick` on the step is this plan's, or nobody's."""
         self._moves = None if plan is None else planned.Policy(plan, since=tick)
 
     def wake(self, gone: Iterable[Release | Drop]) -> None:
-        """Room is watched from now on. `gone`: what is not on the device."""
-        if self._is_awake:
-            return
+        """Room is watched from now on, and the online policy knows what has been. `gone`: what is not on the device."""
         self._is_awake = True
-        for event, nbytes in self._past:
-            self._online.watch(event, nbytes)
         for intent in gone:
             self._online.learn(intent)
-        self._past.clear()
 
     def decide(self, event: Event) -> Iterable[Intent]:
         """What to do once `event` has been served."""
         if not self._is_awake:
-            is_save = isinstance(event, StorageSaved) and event.storage >= 0
-            self._past.append((event, self._online.facts.nbytes(event.storage) if is_save else 0))
             return () if self._moves is None else self._moves.decide(event)
         if self._moves is None or isinstance(event, PressureRaised):
             return self._online.decide(event)

@@ -103,8 +103,7 @@ class Machine:
         actions: list[Action] = []
         storage = event.storage
         if isinstance(event, StorageSaved):
-            if storage not in self._records:
-                self._records[storage] = _Record()
+            self.add(storage)
         elif isinstance(event, StorageNeeded):
             record = self._records.get(storage)
             if record is not None and record.state is not State.RESIDENT:
@@ -116,6 +115,11 @@ class Machine:
         for intent in self.policy.decide(event):
             self._intend(intent, actions)
         return actions
+
+    def add(self, storage: int) -> None:
+        """A storage was saved, and is on the device; the policy need not be told, or knows."""
+        if storage not in self._records:
+            self._records[storage] = _Record()
 
     def evict(self, storages: Iterable[int]) -> list[Action]:
         """What it takes to have these in the tier below, wherever they are; nobody planned that.

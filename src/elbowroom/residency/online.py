@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from elbowroom.ir.actions import Offload, Release, Reload
 from elbowroom.ir.events import Event, PressureRaised, StorageFreed, StorageNeeded, StorageSaved
@@ -99,6 +99,22 @@ class Facts(Protocol):
         ...
 
 
+class Moment(NamedTuple):
+    """What there was when something happened.
+
+    Attributes:
+        seconds: since the step began.
+        busy_seconds: of those, what the step's own ops took.
+        live_bytes: there was so much.
+        most_bytes: most that there was, or was asked for, since the moment before.
+    """
+
+    seconds: float
+    busy_seconds: float
+    live_bytes: int
+    most_bytes: int
+
+
 class Online:
     """A policy that decides under pressure. A member of the family says how to rate, and which manner to prefer.
 
@@ -127,10 +143,6 @@ class Online:
         """Since autograd last saved it or asked for it, or a replay did."""
         return self.facts.now() - self._accessed[storage]
 
-    def level_bytes(self) -> int:
-        """What would be there now, had nothing left; a member that does not count says what is there."""
-        return self.facts.held_bytes()[0]
-
     # -- what a member says ---------------------------------------------------------------------------------------
 
     def rate(self, storage: int) -> float:
@@ -149,13 +161,24 @@ class Online:
         """Of what was offloaded (the earliest first), what is to come back early, in order; nothing by default."""
         return ()
 
+    def may_wait(self) -> bool:
+        """Whether nothing will be asked for while more than `AHEAD` of the budget is free: it may be told later, then.
+
+        Asked when the step begins.
+        """
+        return True
+
+    def missing_bytes(self) -> int:
+        """What there would be beside what there is, had nothing left; 0 of a member that does not count."""
+        return 0
+
     def left(self, storage: int, is_dropped: bool) -> None:
         """Told that a storage leaves."""
 
     def came(self, storage: int) -> None:
         """Told that a storage is there again."""
 
-    def comes(self, storage: int) -> None:
+    def comes(self, storage: int, moment: Moment) -> None:
         """Told that a storage was saved, is needed or has returned, before anything is made of it."""
 
     def ended(self, storage: int) -> None:
@@ -178,10 +201,12 @@ class Online:
             return self._copy_early(event.storage)
         return ()
 
-    def watch(self, event: Event, nbytes: int | None = None) -> None:
+    def watch(self, event: Event, moment: Moment | None = None, nbytes: int | None = None) -> None:
         """Learn of a save, a need, a return or an end, whoever decides what follows from it.
 
-        `nbytes`: of what was saved, where the driver may know nothing of it any more.
+        Args:
+            moment: when it happened; now if None.
+            nbytes: of what was saved, where the driver may know nothing of it any more.
         """
         storage = event.storage
         if storage < 0 or isinstance(event, PressureRaised):
@@ -190,18 +215,25 @@ class Online:
             self.ended(storage)
             return
         facts = self.facts
-        self.comes(storage)
+        if moment is None:
+            moment = self.look()
+        self.comes(storage, moment)
         may_move = facts.may_move(storage)
         if may_move:
-            self._accessed[storage] = facts.now()
+            self._accessed[storage] = moment.seconds
             if self._add(storage) and not isinstance(event, StorageSaved):
                 self.came(storage)
+        level_bytes = moment.live_bytes + self.missing_bytes()
         if isinstance(event, StorageNeeded):
-            self.habits.needed(storage, facts.busy_seconds(), self.level_bytes())
+            self.habits.needed(storage, moment.busy_seconds, level_bytes)
         elif isinstance(event, StorageSaved):
             save = self.habits.saved if may_move or nbytes is not None else self.habits.stayed
             nbytes = facts.nbytes(storage) if nbytes is None else nbytes
-            save(storage, nbytes, facts.busy_seconds(), self.level_bytes())
+            save(storage, nbytes, moment.busy_seconds, level_bytes)
+
+    def look(self) -> Moment:
+        """The present moment."""
+        return Moment(self.facts.now(), self.facts.busy_seconds(), *self.facts.held_bytes())
 
     def learn(self, intent: Intent) -> None:
         """Somebody else has decided this."""

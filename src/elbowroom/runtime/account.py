@@ -33,6 +33,7 @@ class Account(Identities[Residence]):
 
     Attributes:
         lock: held while anything is counted.
+        counted_bytes: what is there, what was reserved, and what has died since somebody looked.
         most_bytes: most that there was when room was reserved; whoever asks for it sets it back.
     """
 
@@ -43,7 +44,7 @@ class Account(Identities[Residence]):
         self._dead: deque[_Place] = deque()
         self._on_place_death = self._dead.append  # a method of C: quick, and safe at any moment
         self._alignment = alignment_bytes
-        self._bytes = 0  # what is there, and what was reserved
+        self.counted_bytes = 0
         self.most_bytes = 0
         self.lock = threading.RLock()
 
@@ -62,7 +63,7 @@ class Account(Identities[Residence]):
         place.item, place.key = item, id(storage)
         place.nbytes = nbytes = -(-item.nbytes // self._alignment) * self._alignment
         self._places[place.key] = place
-        self._bytes += nbytes
+        self.counted_bytes += nbytes
 
     def see(self, storage: torch.UntypedStorage, *, is_outside: bool) -> Residence:
         """The residence of a storage; counted from now on if there was none."""
@@ -84,24 +85,24 @@ class Account(Identities[Residence]):
         with self.lock:
             self._places.clear()
             self._dead.clear()
-            self._bytes = 0
+            self.counted_bytes = 0
 
     def reserve(self, nbytes: int) -> None:
         """Count what is about to be allocated; negative once that has been done, or not."""
         with self.lock:
-            self._bytes += nbytes
+            self.counted_bytes += nbytes
 
     def reserve_within(self, nbytes: int, most: int) -> bool:
         """The same if no more than `most` is there then; says whether it was."""
         with self.lock:
             # Whether anything died matters only where there would be too much without it, or more than ever.
-            if self._bytes + nbytes > self.most_bytes or len(self._dead) > MOST_DEAD:
+            if self.counted_bytes + nbytes > self.most_bytes or len(self._dead) > MOST_DEAD:
                 self._bury()
-            if self._bytes + nbytes > most:
+            if self.counted_bytes + nbytes > most:
                 return False
-            self._bytes += nbytes
-            if self._bytes > self.most_bytes:
-                self.most_bytes = self._bytes
+            self.counted_bytes += nbytes
+            if self.counted_bytes > self.most_bytes:
+                self.most_bytes = self.counted_bytes
             return True
 
     def measure(self, storage: torch.UntypedStorage, residence: Residence) -> None:
@@ -113,7 +114,7 @@ class Account(Identities[Residence]):
         place, nbytes = self._places[id(storage)], self.round(size)
         if place.nbytes != nbytes:
             with self.lock:
-                self._bytes += nbytes - place.nbytes
+                self.counted_bytes += nbytes - place.nbytes
                 place.nbytes = nbytes
 
     def round(self, nbytes: int) -> int:
@@ -125,11 +126,11 @@ class Account(Identities[Residence]):
         """What is there, and what was reserved."""
         with self.lock:
             self._bury()
-            return self._bytes
+            return self.counted_bytes
 
     def _bury(self) -> None:
         while self._dead:
             place = self._dead.popleft()
-            self._bytes -= place.nbytes
+            self.counted_bytes -= place.nbytes
             if self._places.get(place.key) is place:
                 del self._places[place.key]

@@ -12,6 +12,7 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
@@ -35,7 +36,8 @@ NO_STORAGE = -1
 
 
 class Engine:
-    """Runs one step. Who is derived from it makes the machine.
+    """Runs one step. Who is derived from it makes the machine, and says when it may be told later: for as long as there
+    is a `_past`, what happens is put down there; for as long as the step `_is_calm`, the machine is not told.
 
     Args:
         transfers: moves bytes, for all steps of a room.
@@ -82,6 +84,8 @@ class Engine:
         self.drift = self.refusal = ""
         self._follower = Follower(traces, min_bytes, self._bound, self._leave_trace, self._count_ops)
         self.watcher: Watcher | None = None
+        self._past: list[Any] | None = None
+        self._is_calm = False
         self._unobserved = Paused([] if observer is None else [observer])
         self._paused = Paused([] if observer is None else [observer])
 
@@ -102,7 +106,8 @@ class Engine:
                 tick = self._follower.follow_save(index, None)
                 with self._paused:
                     handle = Handle(self, index, None, tensor.detach(), tensor._version)
-                self._carry_out(self._machine.feed(StorageSaved(NO_STORAGE, tick)))
+                if not self._is_calm:
+                    self._carry_out(self._machine.feed(StorageSaved(NO_STORAGE, tick)))
                 return handle
             residence = self._find_residence(storage)
             if not residence.views:
@@ -117,6 +122,10 @@ class Engine:
                 self._own_ids += 1
                 self._bound[residence.id] = residence
             handle = Handle(self, index, residence, None, tensor._version)
+            if self._past is not None:
+                self._put_down(StorageSaved, residence, tick)
+                if self._is_calm:
+                    return handle
             del storage, alias
             if actions := self._machine.feed(StorageSaved(residence.id, tick)):
                 self._carry_out(actions)
@@ -141,16 +150,18 @@ class Engine:
             elif given is not None:
                 check_version(given, given.shape, handle.version)
             if residence is not None:
-                actions = self._machine.feed(StorageNeeded(residence.id, tick))
+                if self._past is not None:
+                    self._put_down(StorageNeeded, residence, tick)
+                actions = () if self._is_calm else self._machine.feed(StorageNeeded(residence.id, tick))
                 given = self._serve(residence, handle.index, actions) if actions else residence.view(handle.index)
-            else:
+            elif not self._is_calm:
                 self._carry_out(self._machine.feed(StorageNeeded(NO_STORAGE, tick)))
             assert given is not None
             if self._observer is not None:
                 self._observer.needed(handle.index, given)
             return given
 
-    def _serve(self, residence: Residence, index: int, actions: list[Action]) -> torch.Tensor:
+    def _serve(self, residence: Residence, index: int, actions: Sequence[Action]) -> torch.Tensor:
         """It may be let go as soon as autograd has it."""
         gone = Release(residence.id)
         served = actions.index(gone) if gone in actions else len(actions)
@@ -187,13 +198,20 @@ class Engine:
         if residence.copy is not None and self._machine.is_on_device(residence.id):
             with contextlib.suppress(TierError):  # nobody needs what may have been lost
                 self._transfers.finish(residence.copy)  # its memory is in use by the transfer until then
-        self._machine.feed(StorageFreed(residence.id, 0))
+        if self._past is not None:
+            self._put_down(StorageFreed, residence, 0)
+        if not self._is_calm:
+            self._machine.feed(StorageFreed(residence.id, 0))
         residence.storage = residence.ghost = None
         if residence.recording is not None:
             self._forget_recording(residence)
         self._discard_copy(residence)
         self._bound.pop(residence.id, None)
         residence.id = -1  # the program may hold the storage still, and autograd may save it anew
+
+    def _put_down(self, event: type[StorageSaved | StorageNeeded | StorageFreed], home: Residence, tick: int) -> None:
+        """Something happens that who decides may be told of later."""
+        raise NotImplementedError
 
     # -- what the one who decides answers -------------------------------------------------------------------------
 

@@ -37,6 +37,7 @@ class StepFacts:
         segments: how what was dropped can be computed again; grows.
         may_drop: whether anything may be dropped; not once the step is over.
         is_on_device, clock: of the step; given later.
+        begin: when the step began, on the clock of `time.perf_counter`.
         stuck: bytes of what the tier below had no room for.
         pinned: storages that something at hand needs, and how often; one count for each list of actions under way.
     """
@@ -57,11 +58,11 @@ class StepFacts:
         self._ways: dict[int, Way | None] = {}
         self.is_on_device: Callable[[int], bool] = lambda storage: True
         self.clock: Clock | None = None
-        self._begin = time.perf_counter()
+        self.begin = time.perf_counter()
 
     def now(self) -> float:
         """Seconds since the step began."""
-        return time.perf_counter() - self._begin
+        return time.perf_counter() - self.begin
 
     def spare_bytes(self) -> int:
         """Room that nothing takes."""

@@ -1,9 +1,12 @@
 """One step within the budget: by its plan as long as it has one, and decided on as it goes as soon as it has none.
 
-Asleep, a step follows the plan that it is expected to follow, whose bytes are known; nothing but saves, needs and the
-ops that the plan wants to replay is looked at. As soon as the step is another one it wakes: from then on there has to
-be room before each op, each reload and each replay; where there is not, the machine is told of the pressure, and its
-policy says what leaves. Only what autograd alone holds can: what the program holds stays.
+Asleep, a step follows the plan that it is expected to follow, whose bytes are known; of ops, only what they make is
+counted, and those are recorded that the plan wants to replay. As soon as the step is another one it wakes: from then on
+there has to be room before each op, each reload and each replay; where there is not, the machine is told of the
+pressure, and its policy says what leaves. Only what autograd alone holds can: what the program holds stays.
+
+A step that is awake without a plan is calm for as long as there is plenty of room: what autograd saves and needs is
+put down, and machine and policy learn of it when room gets short. Most steps that fit cost no more than that.
 """
 
 from __future__ import annotations
@@ -23,7 +26,7 @@ from elbowroom.hooks.estimates import UNSEEN_BYTES, Estimates
 from elbowroom.hooks.hidden import Paused
 from elbowroom.hooks.identity import Identities, is_shared
 from elbowroom.ir.actions import Action, Recompute, Release, Reload
-from elbowroom.ir.events import PressureRaised, StorageRestored
+from elbowroom.ir.events import PressureRaised, StorageFreed, StorageNeeded, StorageRestored, StorageSaved
 from elbowroom.ir.hardware import HardwareProfile
 from elbowroom.ir.plan import Plan
 from elbowroom.ir.trace import Role, Trace
@@ -32,6 +35,7 @@ from elbowroom.residency.capacity_first import Policy as CapacityFirst
 from elbowroom.residency.guided import Policy as Guided
 from elbowroom.residency.habits import Habits
 from elbowroom.residency.machine import Drop, Machine, Policy, State
+from elbowroom.residency.online import AHEAD, Moment, Online
 from elbowroom.runtime.account import Account
 from elbowroom.runtime.engine import Engine
 from elbowroom.runtime.facts import StepFacts
@@ -65,9 +69,6 @@ class Known(NamedTuple):
 class OnlineEngine(Engine):
     """Runs one step under plans and a policy.
 
-    Attributes:
-        followed: which of the known steps it is; None if it is none.
-
     Args:
         transfers, device, list_staying, min_bytes, spare_bytes, observer: as for `Engine`.
         budget_bytes: what the step may hold on the device.
@@ -77,7 +78,12 @@ class OnlineEngine(Engine):
         habits: what earlier steps taught; this one is added to it.
         list_residents: what is there before the step and after it.
         known: what the step may be, the likeliest first.
-        is_awake: whether room is watched from the beginning; of use only without, or with the last of, what is known.
+        is_awake: whether room is watched from the beginning; it has to be where nothing is known.
+
+    Attributes:
+        followed: which of the known steps it is; None if it is none.
+        account: what is there.
+        historian: sees every op.
     """
 
     def __init__(
@@ -115,12 +121,13 @@ class OnlineEngine(Engine):
         self._gone: dict[int, int] = {}  # what computing again takes at most, of what was dropped on a way found here
         self._replay_seconds, self._has_said = 0.0, False
         self._stalled_before, self._is_over = transfers.stall_seconds, False
-        self._guide = None
+        self._online: Online | None = None
+        self._guide: Guided | None = None
         decider: Policy = CapacityFirst(self._may_move)
         if policy is not None:
-            online = get(policies, policy, "Policy")(self._facts, habits)
-            self._guide = Guided(online, first, is_awake=is_awake) if known or not is_awake else None
-            decider = self._guide or online
+            decider = self._online = get(policies, policy, "Policy")(self._facts, habits)
+            if known:
+                decider = self._guide = Guided(self._online, known[0].plan, is_awake=is_awake)
         self._machine = Machine(decider, self._segments)
         self._facts.is_on_device = self._machine.is_on_device
         self.historian = self._facts.clock = Historian(
@@ -129,11 +136,16 @@ class OnlineEngine(Engine):
         self.recorder: Recorder | None = None
         if is_awake:
             self._wake()
+            if self._online is not None and self._guide is None and self._online.may_wait():
+                self._past, self._is_calm = [], True
+                self._limit_bytes -= int(AHEAD * budget_bytes)
         elif self._segments and first is not None:
             self.recorder = Recorder(known[0].trace, first, self._find_residence, self._leave_ops)
             self.historian.sleep(self.recorder.run)
         else:
             self.historian.sleep(super(Historian, self.historian).run)
+        if not is_awake:
+            self._past = []
         self.watcher = self.historian
         self._paused = Paused([self.historian] if observer is None else [self.historian, observer])
 
@@ -167,10 +179,35 @@ class OnlineEngine(Engine):
         if self._guide is None:
             return
         self._guide.follow(None if followed is None else self._known[followed].plan, self._follower.tick)
-        if not self.is_awake and self.watcher is not None:
+        if not self.is_awake:
             self._find_outside(self._known[0].trace)
             self._wake()
+            self._catch_up()
             self._guide.wake(self._list_gone())
+
+    def _put_down(self, event: type[StorageSaved | StorageNeeded | StorageFreed], home: Residence, tick: int) -> None:
+        assert self._past is not None
+        # Flat, and of numbers: an object for each would make the garbage collector slow.
+        self._past += (
+            event, home.id, tick, home.nbytes, time.perf_counter(), self.historian.busy_seconds,
+            self.account.counted_bytes,
+        )  # fmt: skip
+
+    def _catch_up(self) -> None:
+        """Tell who decides what was put down so far; from now on, of everything at once."""
+        past, self._past = iter(self._past or ()), None
+        if self._is_calm:
+            self._end_calm()
+            self._limit_bytes = self._budget_bytes
+        assert self._online is not None
+        for event, storage, tick, nbytes, seconds, busy_seconds, live_bytes in zip(*[past] * 7, strict=True):
+            moment = Moment(seconds - self._facts.begin, busy_seconds, live_bytes, live_bytes)
+            self._online.watch(event(storage, tick), moment, None if storage in self._bound else nbytes)
+
+    def _end_calm(self) -> None:
+        self._is_calm = False
+        for storage in self._bound:
+            self._machine.add(storage)
 
     def _find_outside(self, trace: Trace) -> None:
         """Tell a batch from what the step has made, before ops were looked at. What no op touches any more, and neither
@@ -195,6 +232,8 @@ class OnlineEngine(Engine):
         if not self.account.reserve_within(nbytes, self._limit_bytes):
             with self._lock:
                 self._drain()
+                if self._is_calm:
+                    self._catch_up()
                 self._make_room(nbytes, str(func))
             self.account.reserve_within(nbytes, NO_LIMIT)
 
@@ -363,6 +402,9 @@ class OnlineEngine(Engine):
         self._is_over, self._facts.may_drop = True, False  # room for what is settled comes from moving the rest
         with self._lock:
             self._drain()
+            if self._is_calm:
+                self._end_calm()
+                self._past = None
             dropped = [residence for residence in self._bound.values() if residence.recording is not None]
             if not self.is_awake and not dropped:
                 if not self._bound:

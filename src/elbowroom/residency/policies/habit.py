@@ -22,7 +22,7 @@ from elbowroom.ir.events import Event, PressureRaised
 from elbowroom.residency.foresight import Role, foresee
 from elbowroom.residency.habits import Habits, Record
 from elbowroom.residency.machine import Intent
-from elbowroom.residency.online import Facts, Online
+from elbowroom.residency.online import Facts, Moment, Online
 
 TRIES = 2
 """Steps of one shape that are foreseen anew, each from what was seen in the one before; then the best is kept."""
@@ -75,7 +75,7 @@ class Policy(Online):
         self._roles: Mapping[int, Role] | None = None
         self._tight = 0  # the last event with too little room, in the step before
         self._missing: dict[int, int] = {}  # bytes of what is not there
-        self._missing_bytes = self._live_bytes = 0
+        self._missing_bytes = 0
         self._unlearnt: deque[int] = deque()
         self._held: deque[int] = deque()  # of what the program holds as well
         self._copied: dict[int, float] = {}  # when each copy is out
@@ -92,12 +92,17 @@ class Policy(Online):
             if not self.habits.present.was_tight:
                 self.habits.present.was_tight = True
                 self._unlearnt = deque(self._pool)
-            self._attend()
+            self._attend(self.look())
         return super().decide(event)
 
-    def comes(self, storage: int) -> None:
-        self._attend()
-        self.habits.present.end_seconds = self.facts.now()
+    def may_wait(self) -> bool:
+        if self._roles is None:
+            self._foresee()
+        return not self._roles
+
+    def comes(self, storage: int, moment: Moment) -> None:
+        self._attend(moment)
+        self.habits.present.end_seconds = moment.seconds
         if self._missing:
             self.came(storage)
         if self._held:
@@ -106,17 +111,16 @@ class Policy(Online):
     def ended(self, storage: int) -> None:
         self._copied.pop(storage, None)
         if self._missing or self.habits.present.was_tight:
-            self.comes(storage)  # else of no consequence: what there was will be asked at the next event
+            self.comes(storage, self.look())  # else of no consequence: what there was will be asked at the next event
         super().ended(storage)
 
-    def _attend(self) -> None:
+    def _attend(self, moment: Moment) -> None:
         if self._unlearnt:
             for _ in range(min(AT_ONCE, len(self._unlearnt))):
                 each = self._unlearnt.popleft()
                 if each in self._place:
                     self._learn(each)
-        self._live_bytes, most = self.facts.held_bytes()
-        self.habits.demand(most + self._missing_bytes)
+        self.habits.demand(moment.most_bytes + self._missing_bytes)
 
     def _foresee(self) -> None:
         habits, budget_bytes = self.habits, self.facts.budget_bytes()
@@ -137,8 +141,8 @@ class Policy(Online):
         if not must_wait:
             self._roles = chosen.choose(before, lambda: foresee(before, budget_bytes, self.facts.move_seconds))
 
-    def level_bytes(self) -> int:
-        return self._live_bytes + self._missing_bytes
+    def missing_bytes(self) -> int:
+        return self._missing_bytes
 
     def left(self, storage: int, is_dropped: bool) -> None:
         self._learn(storage)
