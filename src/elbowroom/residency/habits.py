@@ -44,12 +44,15 @@ class Use:
     learnt: int = 0
 
 
+STAYS = Use(NEVER, 0)
+
+
 @dataclasses.dataclass(slots=True, eq=False)
 class Record:
     """One step.
 
     Attributes:
-        saves: a use for each save; the same one where a thing is saved again, and for all that stay and are as large.
+        saves: a use for each save; the same one where a thing is saved again, and `STAYS` for all that may not leave.
         needs: how many there were.
         seconds: by event, those that the step's own ops had taken by then.
         demand_bytes: by event, most that would have been there since the event before, had nothing left.
@@ -85,7 +88,6 @@ class Habits:
         self.tried: dict[object, Any] = {}
         self.before, self.present = Record(), Record()
         self._uses: dict[int, list[Use]] = {}
-        self._staying: dict[int, Use] = {}  # by bytes; nobody asks when such a thing is needed
 
     @property
     def events(self) -> int:
@@ -104,10 +106,17 @@ class Habits:
         if nbytes > demand[-1]:
             demand[-1] = nbytes
 
-    def saved(self, storage: int, nbytes: int, seconds: float = 0.0, level_bytes: int = 0) -> Use:
-        """A storage was saved, when the step's own ops had taken so long and so much would have been there."""
-        uses = self._uses.setdefault(storage, [])
+    def saved(self, storage: int, nbytes: int | None, seconds: float = 0.0, level_bytes: int = 0) -> Use:
+        """A storage was saved, when the step's own ops had taken so long and so much would have been there.
+
+        Of one that may not leave (`nbytes` is None) only matters that there was a save; steps are full of them.
+        """
         saves = self.present.saves
+        if nbytes is None:
+            saves.append(STAYS)
+            self._count(seconds, level_bytes)
+            return STAYS
+        uses = self._uses.setdefault(storage, [])
         use = uses[0] if uses and uses[0].nbytes == nbytes else Use(len(saves), nbytes)
         if use not in uses:
             uses.append(use)
@@ -115,15 +124,6 @@ class Habits:
         saves.append(use)
         self._count(seconds, level_bytes)
         return use
-
-    def stayed(self, storage: int, nbytes: int, seconds: float = 0.0, level_bytes: int = 0) -> None:
-        """The same of one that may not leave. Only that there was a save matters; many are small, and steps are full
-        of them."""
-        use = self._staying.get(nbytes)
-        if use is None:
-            use = self._staying[nbytes] = Use(NEVER, nbytes)
-        self.present.saves.append(use)
-        self._count(seconds, level_bytes)
 
     def needed(self, storage: int, seconds: float = 0.0, level_bytes: int = 0) -> None:
         """A storage was needed."""

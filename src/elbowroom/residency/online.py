@@ -206,30 +206,29 @@ class Online:
 
         Args:
             moment: when it happened; now if None.
-            nbytes: of what was saved, where the driver may know nothing of it any more.
+            nbytes: of what was saved, if it might have left then and the driver knows nothing of it any more.
         """
         storage = event.storage
-        if storage < 0 or isinstance(event, PressureRaised):
-            return  # what is no plain block of bytes stays where it is
+        if isinstance(event, PressureRaised):
+            return
         if isinstance(event, StorageFreed):
             self.ended(storage)
             return
-        facts = self.facts
         if moment is None:
             moment = self.look()
         self.comes(storage, moment)
+        facts, habits = self.facts, self.habits
         may_move = facts.may_move(storage)
         if may_move:
             self._accessed[storage] = moment.seconds
             if self._add(storage) and not isinstance(event, StorageSaved):
                 self.came(storage)
+            nbytes = facts.nbytes(storage)
         level_bytes = moment.live_bytes + self.missing_bytes()
         if isinstance(event, StorageNeeded):
-            self.habits.needed(storage, moment.busy_seconds, level_bytes)
+            habits.needed(storage, moment.busy_seconds, level_bytes)
         elif isinstance(event, StorageSaved):
-            save = self.habits.saved if may_move or nbytes is not None else self.habits.stayed
-            nbytes = facts.nbytes(storage) if nbytes is None else nbytes
-            save(storage, nbytes, moment.busy_seconds, level_bytes)
+            habits.saved(storage, nbytes, moment.busy_seconds, level_bytes)
 
     def look(self) -> Moment:
         """The present moment."""

@@ -25,14 +25,18 @@ from elbowroom.ir.trace import Trace
 from elbowroom.residency.machine import Machine, State
 from elbowroom.runtime.calls import Recording, check_version, replay
 from elbowroom.runtime.follower import Follower, Observer
-from elbowroom.runtime.residence import Handle, Residence, SavedView
+from elbowroom.runtime.residence import Handle, Residence
 from elbowroom.runtime.transfers import Transfers
 from elbowroom.runtime.watcher import Watcher
 
 logger = logging.getLogger(__name__)
 
+Passing = StorageSaved | StorageNeeded | StorageFreed
+"""What autograd does."""
+
 NO_STORAGE = -1
-"""Of a tensor that is no plain block of bytes: nothing moves it, but what is planned for its tick happens then."""
+"""Of a tensor that is no plain block of bytes, or is there whatever happens: nothing moves it, but what is planned for
+its tick happens then."""
 
 
 class Engine:
@@ -106,8 +110,7 @@ class Engine:
                 tick = self._follower.follow_save(index, None)
                 with self._paused:
                     handle = Handle(self, index, None, tensor.detach(), tensor._version)
-                if not self._is_calm:
-                    self._carry_out(self._machine.feed(StorageSaved(NO_STORAGE, tick)))
+                self._pass(StorageSaved, tick)
                 return handle
             residence = self._find_residence(storage)
             if not residence.views:
@@ -116,14 +119,18 @@ class Engine:
             tick = self._follower.follow_save(index, residence)
             with Hidden():
                 alias = tensor.detach()  # the tensor itself would hold the graph that holds it
-            residence.views[index] = SavedView(alias)
+            if residence.is_staying and self._follower.followed is None:
+                handle = Handle(self, index, None, alias, tensor._version)  # whatever happens, it will be there
+                self._pass(StorageSaved, tick)
+                return handle
+            residence.add_view(index, alias)
             if residence.id < 0:
                 residence.id = self._own_ids
                 self._own_ids += 1
                 self._bound[residence.id] = residence
             handle = Handle(self, index, residence, None, tensor._version)
             if self._past is not None:
-                self._put_down(StorageSaved, residence, tick)
+                self._put_down(StorageSaved, residence.id, tick, residence.nbytes)
                 if self._is_calm:
                     return handle
             del storage, alias
@@ -147,19 +154,25 @@ class Engine:
                 view = residence.views[handle.index]
                 if view.tensor._version != handle.version:
                     check_version(view.tensor, (view.geometry or view.tensor).shape, handle.version)
-            elif given is not None:
-                check_version(given, given.shape, handle.version)
-            if residence is not None:
                 if self._past is not None:
-                    self._put_down(StorageNeeded, residence, tick)
+                    self._put_down(StorageNeeded, residence.id, tick, 0)
                 actions = () if self._is_calm else self._machine.feed(StorageNeeded(residence.id, tick))
                 given = self._serve(residence, handle.index, actions) if actions else residence.view(handle.index)
-            elif not self._is_calm:
-                self._carry_out(self._machine.feed(StorageNeeded(NO_STORAGE, tick)))
-            assert given is not None
+            else:
+                assert given is not None
+                if given._version != handle.version:
+                    check_version(given, given.shape, handle.version)
+                self._pass(StorageNeeded, tick)
             if self._observer is not None:
                 self._observer.needed(handle.index, given)
             return given
+
+    def _pass(self, event: type[StorageSaved | StorageNeeded], tick: int) -> None:
+        """What is saved or needed stays where it is, but something else may be due."""
+        if self._past is not None:
+            self._put_down(event, NO_STORAGE, tick, 0)
+        if not self._is_calm:
+            self._carry_out(self._machine.feed(event(NO_STORAGE, tick)))
 
     def _serve(self, residence: Residence, index: int, actions: Sequence[Action]) -> torch.Tensor:
         """It may be let go as soon as autograd has it."""
@@ -199,7 +212,7 @@ class Engine:
             with contextlib.suppress(TierError):  # nobody needs what may have been lost
                 self._transfers.finish(residence.copy)  # its memory is in use by the transfer until then
         if self._past is not None:
-            self._put_down(StorageFreed, residence, 0)
+            self._put_down(StorageFreed, residence.id, 0, 0)
         if not self._is_calm:
             self._machine.feed(StorageFreed(residence.id, 0))
         residence.storage = residence.ghost = None
@@ -209,7 +222,7 @@ class Engine:
         self._bound.pop(residence.id, None)
         residence.id = -1  # the program may hold the storage still, and autograd may save it anew
 
-    def _put_down(self, event: type[StorageSaved | StorageNeeded | StorageFreed], home: Residence, tick: int) -> None:
+    def _put_down(self, event: type[Passing], storage: int, tick: int, nbytes: int) -> None:
         """Something happens that who decides may be told of later."""
         raise NotImplementedError
 

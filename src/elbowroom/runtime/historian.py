@@ -113,8 +113,6 @@ class Historian(Watcher):
         self, kind: Kind, args: tuple[Any, ...], kwargs: dict[str, Any], targets: Sequence[torch.Tensor] = ()
     ) -> Any:
         func = kind.func
-        if kind.is_idle:
-            return func(*args, **kwargs)
         estimate = self._estimates.find_of(kind, args, kwargs)
         # Described first: an op may write to what it reads.
         may_record = self._is_recording and kind.is_replayable and torch.is_grad_enabled()

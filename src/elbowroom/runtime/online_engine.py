@@ -26,7 +26,7 @@ from elbowroom.hooks.estimates import UNSEEN_BYTES, Estimates
 from elbowroom.hooks.hidden import Paused
 from elbowroom.hooks.identity import Identities, is_shared
 from elbowroom.ir.actions import Action, Recompute, Release, Reload
-from elbowroom.ir.events import PressureRaised, StorageFreed, StorageNeeded, StorageRestored, StorageSaved
+from elbowroom.ir.events import PressureRaised, StorageRestored, StorageSaved
 from elbowroom.ir.hardware import HardwareProfile
 from elbowroom.ir.plan import Plan
 from elbowroom.ir.trace import Role, Trace
@@ -37,7 +37,7 @@ from elbowroom.residency.habits import Habits
 from elbowroom.residency.machine import Drop, Machine, Policy, State
 from elbowroom.residency.online import AHEAD, Moment, Online
 from elbowroom.runtime.account import Account
-from elbowroom.runtime.engine import Engine
+from elbowroom.runtime.engine import Engine, Passing
 from elbowroom.runtime.facts import StepFacts
 from elbowroom.runtime.follower import Follower, Observer
 from elbowroom.runtime.historian import Historian
@@ -185,12 +185,11 @@ class OnlineEngine(Engine):
             self._catch_up()
             self._guide.wake(self._list_gone())
 
-    def _put_down(self, event: type[StorageSaved | StorageNeeded | StorageFreed], home: Residence, tick: int) -> None:
+    def _put_down(self, event: type[Passing], storage: int, tick: int, nbytes: int) -> None:
         assert self._past is not None
         # Flat, and of numbers: an object for each would make the garbage collector slow.
         self._past += (
-            event, home.id, tick, home.nbytes, time.perf_counter(), self.historian.busy_seconds,
-            self.account.counted_bytes,
+            event, storage, tick, nbytes, time.perf_counter(), self.historian.busy_seconds, self.account.counted_bytes,
         )  # fmt: skip
 
     def _catch_up(self) -> None:
@@ -202,7 +201,8 @@ class OnlineEngine(Engine):
         assert self._online is not None
         for event, storage, tick, nbytes, seconds, busy_seconds, live_bytes in zip(*[past] * 7, strict=True):
             moment = Moment(seconds - self._facts.begin, busy_seconds, live_bytes, live_bytes)
-            self._online.watch(event(storage, tick), moment, None if storage in self._bound else nbytes)
+            is_gone = event is StorageSaved and storage >= 0 and storage not in self._bound
+            self._online.watch(event(storage, tick), moment, nbytes if is_gone else None)
 
     def _end_calm(self) -> None:
         self._is_calm = False

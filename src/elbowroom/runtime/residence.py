@@ -72,6 +72,9 @@ class SavedView:
 NOBODY: Set[Residence] = frozenset()
 """The readers of most."""
 
+NO_VIEWS: dict[int, SavedView] = {}
+"""Of a storage that was never saved; nobody writes to it."""
+
 
 class Residence:
     """One storage of one step.
@@ -112,7 +115,7 @@ class Residence:
     def __init__(self, nbytes: int) -> None:
         self.id = -1
         self.nbytes = nbytes
-        self.views: dict[int, SavedView] = {}
+        self.views = NO_VIEWS
         self.storage: torch.UntypedStorage | None = None
         self.ghost: weakref.ref[torch.UntypedStorage] | None = None
         self.copy: Copy | None = None
@@ -122,6 +125,12 @@ class Residence:
         self.runs: list[Run] | None = None
         self.version = 0
         self.is_outside = self.is_staying = False
+
+    def add_view(self, index: int, tensor: torch.Tensor) -> None:
+        """A tensor of it was saved. Few storages of a step ever are."""
+        if self.views is NO_VIEWS:
+            self.views = {}
+        self.views[index] = SavedView(tensor)
 
     def add_reader(self, reader: Residence) -> None:
         """A storage was dropped whose replay reads this one. Few have any."""
