@@ -20,7 +20,7 @@ class _Place(weakref.ref[torch.UntypedStorage]):
 
     __slots__ = ("item", "key", "nbytes")
 
-    item: Residence
+    item: Residence | None
     key: int
     nbytes: int
 
@@ -56,29 +56,53 @@ class Account(Identities[Residence]):
     def put(self, storage: torch.UntypedStorage, item: Residence) -> None:
         """Count a storage. `item.nbytes` is its size from now on."""
         with self.lock:
-            self._add(storage, item)
+            self._add(storage, item.nbytes).item = item
 
-    def _add(self, storage: torch.UntypedStorage, item: Residence) -> None:
-        place = _Place(storage, self._on_place_death)
-        place.item, place.key = item, id(storage)
-        place.nbytes = nbytes = -(-item.nbytes // self._alignment) * self._alignment
-        self._places[place.key] = place
-        self.counted_bytes += nbytes
+    def count(self, storage: torch.UntypedStorage, reserved_bytes: int = 0) -> None:
+        """Count a storage that the step has made, for which so much was reserved. Few are asked for later.
 
-    def see(self, storage: torch.UntypedStorage, *, is_outside: bool) -> Residence:
-        """The residence of a storage; counted from now on if there was none."""
+        One function, since it is called for each result.
+        """
         key = id(storage)
         place = self._places.get(key)
         if place is not None and place() is storage:
+            self.reserve(-reserved_bytes)
+            return
+        place = _Place(storage, self._on_place_death)
+        place.item, place.key = None, key
+        place.nbytes = nbytes = -(-storage.nbytes() // self._alignment) * self._alignment
+        with self.lock:
+            before = self._places.get(key)
+            if before is None or before() is not storage:  # nor has another thread counted it meanwhile
+                self._places[key] = place
+                self.counted_bytes += nbytes
+            self.counted_bytes -= reserved_bytes
+
+    def see(self, storage: torch.UntypedStorage, *, is_outside: bool) -> Residence:
+        """The residence of a storage; counted from now on if it was not."""
+        place = self._places.get(id(storage))
+        if place is not None and place() is storage and place.item is not None:
             return place.item
         with self.lock:
-            place = self._places.get(key)
-            if place is not None and place() is storage:
-                return place.item  # another thread has put it
-            residence = Residence(storage.nbytes())
-            residence.is_outside = is_outside
-            self._add(storage, residence)
-        return residence
+            is_known = place is not None and place() is storage
+            place = self._find_place(storage)
+            if place.item is None:
+                place.item = Residence(storage.nbytes())
+                place.item.is_outside = is_outside and not is_known
+                self._resize(place, place.item.nbytes)
+            return place.item
+
+    def _find_place(self, storage: torch.UntypedStorage) -> _Place:
+        place = self._places.get(id(storage))  # another thread may have put it
+        return place if place is not None and place() is storage else self._add(storage, storage.nbytes())
+
+    def _add(self, storage: torch.UntypedStorage, nbytes: int) -> _Place:
+        place = _Place(storage, self._on_place_death)
+        place.item, place.key = None, id(storage)
+        place.nbytes = self.round(nbytes)
+        self._places[place.key] = place
+        self.counted_bytes += place.nbytes
+        return place
 
     def close(self) -> None:
         """Forget everything."""
@@ -108,14 +132,15 @@ class Account(Identities[Residence]):
     def measure(self, storage: torch.UntypedStorage, residence: Residence) -> None:
         """Count a storage anew, which an op may have resized."""
         size = storage.nbytes()
-        if size == residence.nbytes:
-            return
-        residence.nbytes = size
-        place, nbytes = self._places[id(storage)], self.round(size)
-        if place.nbytes != nbytes:
+        if size != residence.nbytes:
+            residence.nbytes = size
             with self.lock:
-                self.counted_bytes += nbytes - place.nbytes
-                place.nbytes = nbytes
+                self._resize(self._places[id(storage)], size)
+
+    def _resize(self, place: _Place, nbytes: int) -> None:
+        nbytes = self.round(nbytes)
+        self.counted_bytes += nbytes - place.nbytes
+        place.nbytes = nbytes
 
     def round(self, nbytes: int) -> int:
         """What a block of so many bytes takes."""

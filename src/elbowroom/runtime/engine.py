@@ -208,17 +208,17 @@ class Engine:
     def _free_if_unused(self, residence: Residence) -> None:
         if residence.views or residence.readers or residence.id < 0:
             return
-        if residence.copy is not None and self._machine.is_on_device(residence.id):
-            with contextlib.suppress(TierError):  # nobody needs what may have been lost
-                self._transfers.finish(residence.copy)  # its memory is in use by the transfer until then
         if self._past is not None:
             self._put_down(StorageFreed, residence.id, 0, 0)
-        if not self._is_calm:
+        if not self._is_calm:  # else it has never moved
+            if residence.copy is not None and self._machine.is_on_device(residence.id):
+                with contextlib.suppress(TierError):  # nobody needs what may have been lost
+                    self._transfers.finish(residence.copy)  # its memory is in use by the transfer until then
             self._machine.feed(StorageFreed(residence.id, 0))
+            if residence.recording is not None:
+                self._forget_recording(residence)
+            self._discard_copy(residence)
         residence.storage = residence.ghost = None
-        if residence.recording is not None:
-            self._forget_recording(residence)
-        self._discard_copy(residence)
         self._bound.pop(residence.id, None)
         residence.id = -1  # the program may hold the storage still, and autograd may save it anew
 

@@ -38,6 +38,9 @@ NOBODYS: Results = []
 """Stands for results that could not be told apart."""
 
 
+NONE: Sequence[Residence] = ()
+"""Residences that most ops write to."""
+
 NO_NAMES: dict[str, Any] = {}
 """Of an op without named arguments; nobody writes to it."""
 
@@ -125,16 +128,24 @@ class Historian(Watcher):
                 result = self._stopwatch.time(pace, func, args, kwargs)
             else:
                 result = func(*args, **kwargs)
-        finally:
-            if nbytes:
-                self._account.reserve(-nbytes)  # what it made is counted as it is seen
+        except BaseException:
+            self._account.reserve(-nbytes)
+            raise
         self.busy_seconds += pace.seconds
+        if reads is None and type(result) is torch.Tensor and not targets and self._is_here(result):
+            storage = get_any_storage(result)
+            if storage is not None:
+                self._account.count(storage, nbytes)
+                return result
+        if nbytes:
+            self._account.reserve(-nbytes)  # what it made is counted as it is seen
+        written = self._note_written(targets) if targets else NONE
         if reads is not None:
-            self._record(kind, reads, self._note(result), self._note_written(targets), estimate)
+            self._record(kind, reads, self._note(result), written, estimate)
             return result
         if not targets or result is not targets[0]:
             self._count(result)
-        for residence in self._note_written(targets):
+        for residence in written:
             residence.runs = None
         return result
 
@@ -143,7 +154,7 @@ class Historian(Watcher):
         for tensor in (result,) if type(result) is torch.Tensor else iterate_tensors(result):
             if self._is_here(tensor):
                 if (storage := get_any_storage(tensor)) is not None:
-                    self._account.see(storage, is_outside=False)
+                    self._account.count(storage)
                 elif tensor.layout is torch.sparse_coo:
                     self._count((tensor._indices(), tensor._values()))
 
@@ -175,7 +186,7 @@ class Historian(Watcher):
         return written
 
     def _record(
-        self, kind: Kind, reads: _Reads, results: Results, written: list[Residence], estimate: Estimate
+        self, kind: Kind, reads: _Reads, results: Results, written: Sequence[Residence], estimate: Estimate
     ) -> None:
         if results is NOBODYS:
             for residence in written:

@@ -379,7 +379,7 @@ class OnlineEngine(Engine):
     def _free_if_unused(self, residence: Residence) -> None:
         storage = residence.id
         super()._free_if_unused(residence)
-        if residence.id < 0:
+        if residence.id < 0 and not self._is_calm:  # nobody has asked about anything yet
             self._facts.forget(storage)
 
     def _settle(self, storages: Iterable[Residence]) -> None:
