@@ -102,7 +102,8 @@ class Room:
 
         Raises:
             UsageError: inside another step, or after `detach`.
-            Infeasible: when the step has been seen and no plan fits the budget; the step itself has been carried out.
+            Infeasible: before an op whose working set is larger than the budget, whatever leaves; or at the end of the
+                first steps, which have been carried out, when no plan fits them.
             TierFull, TransferFailed: a move failed and there is no room to do without it.
         """
         if self._detached:
@@ -253,9 +254,8 @@ class Room:
             if capture is not None:
                 stack.enter_context(capture.tracer)
                 stack.enter_context(telling_gradients(capture.tracer, self._model))
-            if engine is not None and engine.watcher is not None:
-                stack.enter_context(engine.watcher)  # sees ops first, so that the times of ops are not its own
             if engine is not None:
+                stack.enter_context(engine.watcher)  # sees ops first, so that the times of ops are not its own
                 stack.enter_context(torch.autograd.graph.saved_tensors_hooks(engine.pack, engine.unpack))
                 stack.enter_context(finishing(engine.finish))
             begin = time.perf_counter()

@@ -60,7 +60,7 @@ class Place:
         self._modes = len(_get_current_dispatch_mode_stack())
         self._hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
 
-    def enter(self, mode: TorchDispatchMode | None, pack: Hook, unpack: Hook, stack: contextlib.ExitStack) -> None:
+    def enter(self, mode: TorchDispatchMode, pack: Hook, unpack: Hook, stack: contextlib.ExitStack) -> None:
         """Enter a dispatch mode and saved-tensor hooks at this place; `stack` leaves them.
 
         Raises:
@@ -77,10 +77,9 @@ class Place:
         finally:
             for hooks in reversed(inner):
                 autograd._push_saved_tensors_default_hooks(*hooks)
-        if mode is not None:
-            modes = [_pop_mode() for _ in range(len(_get_current_dispatch_mode_stack()) - self._modes)]
-            try:
-                stack.enter_context(mode)
-            finally:
-                for each in reversed(modes):
-                    _push_mode(each)
+        modes = [_pop_mode() for _ in range(len(_get_current_dispatch_mode_stack()) - self._modes)]
+        try:
+            stack.enter_context(mode)
+        finally:
+            for each in reversed(modes):
+                _push_mode(each)

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Protocol
 
@@ -222,3 +223,18 @@ class Machine:
                 outputs.append(output)
         actions.append(Recompute(index, tuple(outputs)))
         return outputs
+
+
+def count_reads(actions: Sequence[Action], segments: Sequence[Segment]) -> Counter[int]:
+    """How often each storage is read while some actions are carried out: until then it may not leave again.
+
+    Links of a chain may go once they were read; what comes back and nothing here reads is needed, and counts as one.
+    """
+    reads: Counter[int] = Counter()
+    replays = [action for action in actions if isinstance(action, Recompute)]
+    for replay in replays:
+        reads.update(segments[replay.segment].leaves)
+    back = [output for replay in replays for output in replay.outputs]
+    back += [action.storage for action in actions if isinstance(action, Reload)]
+    reads.update({storage: 1 for storage in back if not reads[storage]})
+    return reads

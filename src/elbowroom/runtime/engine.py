@@ -57,10 +57,11 @@ class Engine:
         sizes: bytes of each save, 0 for what is no plain block of bytes.
         drift: why the step left the traces that were known.
         refusal: why a storage could not leave the device.
-        watcher: the dispatch mode that this step needs around it.
+        watcher: the dispatch mode that this step needs around it; made by who is derived.
     """
 
     _machine: Machine
+    watcher: Watcher
 
     def __init__(
         self,
@@ -87,7 +88,6 @@ class Engine:
         self.sizes: list[int] = []
         self.drift = self.refusal = ""
         self._follower = Follower(traces, min_bytes, self._bound, self._leave_trace, self._count_ops)
-        self.watcher: Watcher | None = None
         self._past: list[Any] | None = None
         self._is_calm = False
         self._unobserved = Paused([] if observer is None else [observer])
@@ -232,8 +232,8 @@ class Engine:
         """The step is not the trace that it followed."""
         raise NotImplementedError
 
-    def _count_ops(self) -> int | None:
-        return None if self.watcher is None else self.watcher.ops
+    def _count_ops(self) -> int:
+        return self.watcher.ops
 
     def _prepare_replay(self, residence: Residence) -> bool:
         """Make sure a storage about to be dropped can be computed again, whatever the step does next."""

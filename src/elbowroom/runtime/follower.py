@@ -32,7 +32,7 @@ class Follower:
         min_bytes: of smaller storages it does not matter whether they are plain.
         bound: the residences of this step by the trace's ids, which grow as saves are recognised.
         on_change: told why, whenever the step leaves the trace that it followed.
-        count_ops: how many ops there have been; None where nobody counts them.
+        count_ops: how many ops there have been.
 
     Attributes:
         followed: which of the traces the step has been the same as so far; None if it is none of them.
@@ -44,7 +44,7 @@ class Follower:
         min_bytes: int,
         bound: dict[int, Residence],
         on_change: Callable[[str], None],
-        count_ops: Callable[[], int | None] = lambda: None,
+        count_ops: Callable[[], int] = lambda: 0,
     ) -> None:
         self._traces, self._min_bytes, self._bound, self._on_change = traces, min_bytes, bound, on_change
         self._count_ops, self._may_doubt = count_ops, len(traces) > 1
@@ -79,8 +79,8 @@ class Follower:
         trace = self.trace
         if trace is not None and (why := compare(trace)):
             trace = self._go_on(why, compare)
-        elif trace is not None and self._may_doubt and (ops := self._count_ops()) is not None:
-            trace = self._doubt(trace, index, ops + index + self._needs, compare)
+        elif trace is not None and self._may_doubt:
+            trace = self._doubt(trace, index, self._count_ops() + index + self._needs, compare)
         self._saves = index + 1
         if trace is None:
             return index

@@ -14,7 +14,6 @@ from __future__ import annotations
 import logging
 import time
 import weakref
-from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -25,7 +24,7 @@ from elbowroom.errors import Infeasible, Thrashing
 from elbowroom.hooks.estimates import UNSEEN_BYTES, Estimates
 from elbowroom.hooks.hidden import Paused
 from elbowroom.hooks.identity import Identities, is_shared
-from elbowroom.ir.actions import Action, Recompute, Release, Reload
+from elbowroom.ir.actions import Action, Recompute, Release
 from elbowroom.ir.events import PressureRaised, StorageRestored, StorageSaved
 from elbowroom.ir.hardware import HardwareProfile
 from elbowroom.ir.plan import Plan
@@ -34,7 +33,7 @@ from elbowroom.residency import policies
 from elbowroom.residency.capacity_first import Policy as CapacityFirst
 from elbowroom.residency.guided import Policy as Guided
 from elbowroom.residency.habits import Habits
-from elbowroom.residency.machine import Drop, Machine, Policy, State
+from elbowroom.residency.machine import Drop, Machine, Policy, State, count_reads
 from elbowroom.residency.online import AHEAD, Moment, Online
 from elbowroom.runtime.account import Account
 from elbowroom.runtime.engine import Engine, Passing
@@ -275,16 +274,7 @@ class OnlineEngine(Engine):
         if not actions or not self.is_awake:
             super()._carry_out(actions, later)
             return
-        pinned: Counter[int] = Counter()
-        for action in actions:
-            if isinstance(action, Recompute):
-                pinned.update(self._segments[action.segment].leaves)
-        for action in actions:  # links of a chain may go once they were read; what nothing here reads is needed
-            if isinstance(action, Recompute):
-                pinned.update(output for output in action.outputs if not pinned[output])
-            elif isinstance(action, Reload) and not pinned[action.storage]:
-                pinned[action.storage] = 1
-        self._pinned.append(pinned)
+        self._pinned.append(count_reads(actions, self._segments))
         try:
             super()._carry_out(actions, later)
         finally:

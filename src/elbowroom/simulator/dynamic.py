@@ -22,7 +22,7 @@ from elbowroom.ir.trace import Trace, find_movable
 from elbowroom.layout.caching import CachingAllocator
 from elbowroom.residency import policies
 from elbowroom.residency.habits import Habits
-from elbowroom.residency.machine import Machine
+from elbowroom.residency.machine import Machine, count_reads
 from elbowroom.simulator.backtrack import Backtrack, Way
 from elbowroom.simulator.lanes import Lanes
 from elbowroom.simulator.replay import list_events, round_up
@@ -225,16 +225,7 @@ class _Step:
     # -- actions --------------------------------------------------------------------------------------------------
 
     def _carry_out(self, actions: Sequence[Action]) -> None:
-        pinned: Counter[int] = Counter()
-        for action in actions:
-            if isinstance(action, Recompute):
-                pinned.update(self._segments[action.segment].leaves)
-        for action in actions:  # links of a chain may go once they were read; what nothing here reads is needed
-            if isinstance(action, Recompute):
-                pinned.update(output for output in action.outputs if not pinned[output])
-            elif isinstance(action, Reload) and not pinned[action.storage]:
-                pinned[action.storage] = 1
-        self._pinned.append(pinned)
+        self._pinned.append(count_reads(actions, self._segments))
         try:
             for action in actions:
                 self._perform(action)
