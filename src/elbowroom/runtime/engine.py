@@ -25,7 +25,7 @@ from elbowroom.ir.trace import Trace
 from elbowroom.residency.machine import Machine, State
 from elbowroom.runtime.calls import Recording, check_version, replay
 from elbowroom.runtime.follower import Follower, Observer
-from elbowroom.runtime.residence import Handle, Residence
+from elbowroom.runtime.residence import Handle, Keepsake, Residence
 from elbowroom.runtime.transfers import Transfers
 from elbowroom.runtime.watcher import Watcher
 
@@ -95,7 +95,7 @@ class Engine:
 
     # -- what autograd calls --------------------------------------------------------------------------------------
 
-    def pack(self, tensor: torch.Tensor) -> Handle:
+    def pack(self, tensor: torch.Tensor) -> Keepsake:
         """Autograd puts a tensor aside; it gets a handle to keep instead."""
         with self._lock:
             if self._retired:
@@ -109,9 +109,8 @@ class Engine:
                 self.sizes.append(0)
                 tick = self._follower.follow_save(index, None)
                 with self._paused:
-                    handle = Handle(self, index, None, tensor.detach(), tensor._version)
-                self._pass(StorageSaved, tick)
-                return handle
+                    alias = tensor.detach()
+                return self._keep(index, alias, tensor._version, tick)
             residence = self._find_residence(storage)
             if not residence.views:
                 self._measure(storage, residence)
@@ -120,9 +119,7 @@ class Engine:
             with Hidden():
                 alias = tensor.detach()  # the tensor itself would hold the graph that holds it
             if residence.is_staying and self._follower.followed is None:
-                handle = Handle(self, index, None, alias, tensor._version)  # whatever happens, it will be there
-                self._pass(StorageSaved, tick)
-                return handle
+                return self._keep(index, alias, tensor._version, tick)  # whatever happens, it will be there
             residence.add_view(index, alias)
             if residence.id < 0:
                 residence.id = self._own_ids
@@ -141,7 +138,7 @@ class Engine:
                     residence.let_go()  # it has left already, and the program alone still holds it
             return handle
 
-    def unpack(self, handle: Handle) -> torch.Tensor:
+    def unpack(self, handle: Keepsake) -> torch.Tensor:
         """Autograd asks for a tensor back."""
         with self._lock:
             if self._retired:
@@ -166,6 +163,13 @@ class Engine:
             if self._observer is not None:
                 self._observer.needed(handle.index, given)
             return given
+
+    def _keep(self, index: int, alias: torch.Tensor, version: int, tick: int) -> Keepsake:
+        """What stays where it is was saved."""
+        self._pass(StorageSaved, tick)
+        if self._observer is None:
+            return Keepsake(index, alias, version)
+        return Handle(self, index, None, alias, version)
 
     def _pass(self, event: type[StorageSaved | StorageNeeded], tick: int) -> None:
         """What is saved or needed stays where it is, but something else may be due."""

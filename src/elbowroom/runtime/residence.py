@@ -190,17 +190,33 @@ class Residence:
         self.storage = None
 
 
-class Handle:
-    """What autograd keeps instead of a saved tensor.
+class Keepsake:
+    """What autograd keeps instead of a saved tensor that stays as it is, where nobody has to be told when that ends.
 
     Attributes:
         index: counts the step's saves.
-        residence: of its storage; None for a tensor that is no plain block of bytes on our device: it is kept as is.
-        tensor: that tensor.
+        tensor: the saved tensor.
         version: of the tensor when it was saved.
+        residence: of its storage; None, since that does not move.
     """
 
-    __slots__ = ("__weakref__", "engine", "index", "residence", "tensor", "version")
+    __slots__ = ("index", "tensor", "version")
+
+    residence: Residence | None = None
+
+    def __init__(self, index: int, tensor: torch.Tensor | None, version: int) -> None:
+        self.index, self.tensor, self.version = index, tensor, version
+
+
+class Handle(Keepsake):
+    """What autograd keeps instead of a saved tensor else; it tells the engine when it dies.
+
+    Attributes:
+        engine: of the step.
+        residence: of the tensor's storage; None if that stays as it is, in `tensor`.
+    """
+
+    __slots__ = ("engine", "residence")
 
     def __init__(
         self, engine: Engine, index: int, residence: Residence | None, tensor: torch.Tensor | None, version: int
