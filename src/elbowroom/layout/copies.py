@@ -1,0 +1,68 @@
+"""Offsets for the copies of a step, in each of the tiers below the device."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+from elbowroom.ir.buffers import Buffer, Layout
+from elbowroom.ir.placement import Berth, Placement
+from elbowroom.layout.arena import DEFAULT, lay_out
+from elbowroom.layout.free_list import ALIGNMENT_BYTES
+
+QUICK = ("first_fit", "greedy_by_size", "greedy_by_area", "best_fit")
+"""Tried before the search, which takes seconds where it does not find the optimum."""
+
+ENOUGH = 1.005
+"""So near the bound, nothing better is looked for."""
+
+NOTHING = Layout(offsets=(), arena_bytes=0, bound_bytes=0, is_optimal=True)
+
+
+def lay_out_copies(berths: Sequence[Berth], end: int) -> Placement:
+    """Offsets for copies, whatever those that they have.
+
+    Args:
+        end: one past the last tick of the step. What is there until then may live on into the next step, nobody knows
+            how long: no other copy gets a place that it could be found in.
+
+    Cost: quadratic in the number of copies; seconds where four orders leave much of an arena empty.
+    """
+    ordered = tuple(
+        sorted((berth for berth in berths if berth.nbytes > 0), key=lambda each: (each.storage, each.begin))
+    )
+    arenas, offsets = dict[bool, int](), [0] * len(ordered)
+    for is_on_disk in (False, True):
+        chosen = [index for index, berth in enumerate(ordered) if berth.is_on_disk is is_on_disk]
+        layout = _lay_out([make_buffer(index, ordered[index], end) for index in chosen])
+        arenas[is_on_disk] = layout.arena_bytes
+        for index, offset in zip(chosen, layout.offsets, strict=True):
+            offsets[index] = offset
+    return Placement(
+        berths=tuple(dataclasses.replace(berth, offset=offset) for berth, offset in zip(ordered, offsets, strict=True)),
+        lower_bytes=arenas[False],
+        disk_bytes=arenas[True],
+    )
+
+
+def make_buffer(index: int, berth: Berth, end: int) -> Buffer:
+    """A copy as what wants an offset."""
+    return Buffer(
+        id=index,
+        lower=berth.begin if berth.end < end else 0,
+        upper=berth.end,
+        nbytes=berth.nbytes,
+        alignment=ALIGNMENT_BYTES,
+    )
+
+
+def _lay_out(buffers: Sequence[Buffer]) -> Layout:
+    """A layout that is good enough, by the first allocator that finds one; by the best of them otherwise."""
+    if not buffers:
+        return NOTHING
+    found: list[Layout] = []
+    for allocator in (*QUICK, DEFAULT):
+        found.append(lay_out(buffers, allocator))
+        if found[-1].arena_bytes <= ENOUGH * found[-1].bound_bytes:
+            break
+    return min(found, key=lambda layout: layout.arena_bytes)
