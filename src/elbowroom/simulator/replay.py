@@ -22,6 +22,7 @@ import numpy.typing as npt
 
 from elbowroom.errors import TraceError, UnknownMember
 from elbowroom.ir.actions import Action, Offload, Recompute, Release, Wait
+from elbowroom.ir.buffers import Buffer
 from elbowroom.ir.costs import Costs
 from elbowroom.ir.events import Event, StorageFreed, StorageNeeded, StorageSaved
 from elbowroom.ir.forecast import Forecast
@@ -120,9 +121,18 @@ class Replay:
             found = reserve(self.trace, self.costs, run.list_stays(), run.reruns)
             figures |= {"reserved_bytes": found.reserved_bytes, "fragmented_bytes": found.fragmented_bytes}
         if allocator is Allocator.PLANNED:
-            blocks = list_blocks(self.trace, self.costs, run.list_stays(), run.reruns)
-            figures["arena_bytes"] = lay_out(blocks).arena_bytes
+            figures["arena_bytes"] = lay_out(self.list_blocks(plan)).arena_bytes
         return dataclasses.replace(run.finish(), **figures)
+
+    def list_blocks(self, plan: Plan) -> tuple[Buffer, ...]:
+        """The blocks on the device under a plan, as what wants an offset: what comes back, what replays make on their
+        way, and workspaces included. Time counts requests.
+
+        Raises:
+            TraceError: the plan is for another trace.
+        """
+        run = self._begin(plan)
+        return list_blocks(self.trace, self.costs, run.list_stays(), run.reruns)
 
     def place(self, plan: Plan) -> Placement:
         """Where the copies lie that a plan has made.
