@@ -5,16 +5,26 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
-from elbowroom.ir.buffers import Buffer, Layout
+import numpy as np
+
+from elbowroom.ir.buffers import Buffer, Layout, check_layout
 from elbowroom.ir.placement import Berth, Placement
 from elbowroom.layout.arena import DEFAULT, lay_out
 from elbowroom.layout.free_list import ALIGNMENT_BYTES
+from elbowroom.layout.instance import finish, make_instance
+from elbowroom.layout.ladder import Found, Ladder
 
 QUICK = ("first_fit", "greedy_by_size", "greedy_by_area", "best_fit")
-"""Tried before the search, which takes seconds where it does not find the optimum."""
+"""Tried before any search."""
 
 ENOUGH = 1.005
-"""So near the bound, nothing better is looked for."""
+"""So near the bound, nothing better is looked for: to prove an optimum takes longer than it is worth here."""
+
+MOST_WORK = 200_000_000
+"""Of a search, in units of 3 nanoseconds, more or less."""
+
+MOST_SEARCHED = 2000
+"""Of more copies, what the default allocator finds has to do."""
 
 NOTHING = Layout(offsets=(), arena_bytes=0, bound_bytes=0, is_optimal=True)
 
@@ -26,7 +36,7 @@ def lay_out_copies(berths: Sequence[Berth], end: int) -> Placement:
         end: one past the last tick of the step. What is there until then may live on into the next step, nobody knows
             how long: no other copy gets a place that it could be found in.
 
-    Cost: quadratic in the number of copies; seconds where four orders leave much of an arena empty.
+    Cost: quadratic in the number of copies; about a second besides where no order of them is good enough.
     """
     ordered = tuple(
         sorted((berth for berth in berths if berth.nbytes > 0), key=lambda each: (each.storage, each.begin))
@@ -57,12 +67,25 @@ def make_buffer(index: int, berth: Berth, end: int) -> Buffer:
 
 
 def _lay_out(buffers: Sequence[Buffer]) -> Layout:
-    """A layout that is good enough, by the first allocator that finds one; by the best of them otherwise."""
+    """A layout that is good enough, by the first allocator that finds one; by a search, if none does."""
     if not buffers:
         return NOTHING
-    found: list[Layout] = []
-    for allocator in (*QUICK, DEFAULT):
+    found = []
+    for allocator in QUICK:
         found.append(lay_out(buffers, allocator))
         if found[-1].arena_bytes <= ENOUGH * found[-1].bound_bytes:
-            break
-    return min(found, key=lambda layout: layout.arena_bytes)
+            return found[-1]
+    return _search(buffers, min(found, key=lambda layout: layout.arena_bytes))
+
+
+def _search(buffers: Sequence[Buffer], layout: Layout) -> Layout:
+    """A layout that is good enough, if the search finds one; the best that it finds otherwise."""
+    if len(buffers) > MOST_SEARCHED:
+        return lay_out(buffers, DEFAULT)
+    instance = make_instance(buffers)
+    # As if it were known that nothing better than enough can be had: the search ends where it has found that.
+    found = Found(np.asarray(layout.offsets), layout.arena_bytes, int(ENOUGH * layout.bound_bytes))
+    Ladder(instance, found).climb(MOST_WORK)
+    layout = finish(instance, found.offsets)
+    check_layout(buffers, layout)
+    return layout

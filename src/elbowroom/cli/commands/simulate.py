@@ -107,7 +107,9 @@ def describe_arena(nbytes: int, arena_bytes: int) -> str:
     """The most bytes that are there at once, and what they take."""
     if not nbytes:
         return "nothing"
-    return f"{format_bytes(nbytes)} at once, laid out in {format_bytes(arena_bytes)} ({arena_bytes / nbytes:.3f} of that)"
+    return (
+        f"{format_bytes(nbytes)} at once, laid out in {format_bytes(arena_bytes)} ({arena_bytes / nbytes:.3f} of that)"
+    )
 
 
 def _compare(nbytes: int, peak_bytes: int) -> str:
