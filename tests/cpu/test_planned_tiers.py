@@ -222,6 +222,23 @@ def test_what_the_system_refuses_comes_in_chunks(monkeypatch: pytest.MonkeyPatch
     assert host.reserve(1000, 1 << 59).offset == 0
 
 
+def test_what_may_not_be_pinned_in_one_piece_is_pinned_in_chunks() -> None:
+    class Limited(Pageable):
+        asked = 0
+
+        def pin(self, address: int, nbytes: int) -> bool:
+            self.asked += 1
+            return nbytes <= 4096
+
+    pinning = Limited()
+    host = HostSlabs(1 << 20, 4096, pinning=pinning)
+    for _ in range(3):
+        host.fit(100_000, gives_back=True, settle=settle)
+    assert host.slab_bytes == 0 and pinning.asked == 1
+    block = host.reserve(3000, 512)
+    assert host.pinned_bytes == host.slab_bytes == 4096 and block.offset == 0
+
+
 # Transfers ------------------------------------------------------------------------------------------------------------
 
 

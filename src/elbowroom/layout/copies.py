@@ -81,7 +81,7 @@ def _lay_out(buffers: Sequence[Buffer]) -> Layout:
 def _search(buffers: Sequence[Buffer], layout: Layout) -> Layout:
     """A layout that is good enough, if the search finds one; the best that it finds otherwise."""
     if len(buffers) > MOST_SEARCHED:
-        return lay_out(buffers, DEFAULT)
+        return min(layout, lay_out(buffers, DEFAULT), key=lambda each: each.arena_bytes)
     instance = make_instance(buffers)
     # As if it were known that nothing better than enough can be had: the search ends where it has found that.
     found = Found(np.asarray(layout.offsets), layout.arena_bytes, int(ENOUGH * layout.bound_bytes))

@@ -137,6 +137,7 @@ class HostSlabs:
         self._may_pin = True
         self._slabs: list[_Slab] = []
         self._planned: _Slab | None = None
+        self._refused_bytes = 1 << 62
         self.slab_bytes = self.pinned_bytes = self.block_bytes = 0
 
     def reserve(self, nbytes: int, at: int | None = None) -> Block:
@@ -209,9 +210,11 @@ class HostSlabs:
             settle()
         for slab in going:
             self._drop(slab)
-        if size and self._planned is None:
-            with contextlib.suppress(TierFull):  # then it comes in chunks, if it comes
-                self._planned = self._add(size, size)
+        if size and self._planned is None and size < self._refused_bytes:
+            try:
+                self._planned = self._add(size, size, is_planned=True)
+            except TierFull:
+                self._refused_bytes = size  # then it comes in chunks, for as long as they come
 
     def fits_after_release(self, nbytes: int) -> bool:
         """Whether `reserve` would find room once `release_empty` was called."""
@@ -244,32 +247,32 @@ class HostSlabs:
         chunk = self._chunk_bytes if self._planned is None else min(self._chunk_bytes, SPARE_CHUNK_BYTES)
         return self._add(nbytes, max(_round(nbytes), min(chunk, left)))
 
-    def _add(self, nbytes: int, size: int) -> _Slab:
-        """A slab, for a block of `nbytes`."""
+    def _add(self, nbytes: int, size: int, *, is_planned: bool = False) -> _Slab:
+        """A slab, for a block of `nbytes`. One that is planned is pinned, if any can be, or there is none."""
         try:
             memory = _new_memory(size)
         except RuntimeError as error:
             raise TierFull(NAME, nbytes, 0, "The system refuses more memory; lower host_bytes=.") from error
-        is_pinned = self._pin(memory)
+        is_pinned = self._may_pin and self._pinning.pin(memory.data_ptr(), size)
+        if is_planned and is_pinned is not self._may_pin:
+            raise TierFull(NAME, nbytes, 0, "The system refuses to pin so much in one piece.")
+        if not is_pinned:
+            self._give_up_pinning(size)
         slab = _Slab(memory, FreeList(size, ALIGNMENT_BYTES), is_pinned)
         self._slabs.append(slab)
         self.slab_bytes += size
         self.pinned_bytes += size if is_pinned else 0
         return slab
 
-    def _pin(self, memory: torch.Tensor) -> bool:
-        if not self._may_pin:
-            return False
-        if self._pinning.pin(memory.data_ptr(), memory.numel()):
-            return True
-        # What was refused once would be refused for every later slab too.
-        self._may_pin = False
-        logger.warning(
-            "the system refuses to pin %d bytes of host memory (after %d bytes; see `ulimit -l`, or the limits of WSL "
-            "or the container): going on with pageable memory, whose transfers are slower and do not overlap",
-            memory.numel(), self.pinned_bytes,
-        )  # fmt: skip
-        return False
+    def _give_up_pinning(self, nbytes: int) -> None:
+        """What was refused once would be refused for every later slab too."""
+        if self._may_pin:
+            self._may_pin = False
+            logger.warning(
+                "the system refuses to pin %d bytes of host memory (after %d bytes; see `ulimit -l`, or the limits of "
+                "WSL or the container): going on with pageable memory, whose transfers are slower and do not overlap",
+                nbytes, self.pinned_bytes,
+            )  # fmt: skip
 
     def _drop(self, slab: _Slab) -> None:
         self._slabs.remove(slab)
