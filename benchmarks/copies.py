@@ -112,7 +112,7 @@ def fill_slabs(requests: Sequence[Request], arena_bytes: int | None) -> int:
     """Bytes of the slabs: one that is fitted to a plan, or chunks where there is none. Nothing is written to them."""
     host, blocks = HostSlabs(1 << 50, pinning=Pageable()), dict[int, Any]()
     if arena_bytes is not None:
-        host.fit(arena_bytes, gives_back=True, settle=lambda: None)
+        host.prepare(arena_bytes, gives_back=True, settle=lambda: None)
     for takes, copy, nbytes, at in requests:
         if takes:
             blocks[copy] = host.reserve(nbytes, at if arena_bytes is not None else None)

@@ -114,7 +114,7 @@ class Room:
         try:
             act = self._repertoire.current
             if act is not None:
-                self._transfers.fit(act.planned.placement, gives_back=not self._repertoire.varies)
+                self._transfers.prepare(act.planned.placement, gives_back=not self._repertoire.varies)
             if self.config.mode == "dynamic":
                 yield from self._run_dynamic("")
             elif (act is None or self._has_recurred) and self._logbook.count >= self._next_capture:

@@ -68,7 +68,7 @@ def test_blocks_of_a_spill_file_never_meet(
             offset = chance.choice(sorted(held))
             spill.free(offset, held.pop(offset)[1])
         else:
-            spill.fit(chance.choice((0, *planned)), gives_back=chance.random() < 0.7)
+            spill.prepare(chance.choice((0, *planned)), gives_back=chance.random() < 0.7)
         for offset, (written, nbytes) in held.items():
             found = ctypes.create_string_buffer(nbytes)
             spill.read(offset, ctypes.addressof(found), nbytes)
@@ -96,7 +96,7 @@ def test_blocks_of_slabs_never_meet(seed: int, planned: list[int]) -> None:
         elif choice < 0.9 and len(held) > 1:
             host.free(held.pop(chance.randrange(1, len(held)))[1])
         else:
-            host.fit(chance.choice((0, *planned)), gives_back=chance.random() < 0.7, settle=settle)
+            host.prepare(chance.choice((0, *planned)), gives_back=chance.random() < 0.7, settle=settle)
         assert host.block_bytes <= host.slab_bytes <= host.capacity_bytes
         for written, block in held:
             assert torch.equal(block.tensor, pattern(written, block.nbytes))
@@ -108,7 +108,7 @@ def test_blocks_of_slabs_never_meet(seed: int, planned: list[int]) -> None:
 
 def test_a_planned_offset_is_granted_and_what_is_in_the_way_costs_room_alone(tmp_path: pathlib.Path) -> None:
     spill = SpillFile(tmp_path)
-    spill.fit(10_000, gives_back=True)
+    spill.prepare(10_000, gives_back=True)
     assert spill.reserve(1000, 4096) == 4096
     assert spill.reserve(1000, 4608) == 10_240  # beyond what is planned, in nobody's way
     assert spill.reserve(1000) == 0  # nobody planned this one
@@ -119,7 +119,7 @@ def test_a_planned_offset_is_granted_and_what_is_in_the_way_costs_room_alone(tmp
 
 def test_within_a_capacity_a_hole_is_better_than_nothing(tmp_path: pathlib.Path) -> None:
     spill = SpillFile(tmp_path, 10_240)
-    spill.fit(10_000, gives_back=True)
+    spill.prepare(10_000, gives_back=True)
     assert [spill.reserve(1000, 4096), spill.reserve(1000, 4096)] == [4096, 0]
     with pytest.raises(TierFull):
         spill.reserve(9000, 512)
@@ -153,20 +153,20 @@ def test_a_spill_file_gives_back_what_the_plan_does_not_need(tmp_path: pathlib.P
 
     assert spill.reserve(100_000) == 0
     spill.free(0, 100_000)
-    spill.fit(8192, gives_back=False)
+    spill.prepare(8192, gives_back=False)
     assert size() == 100_000
-    spill.fit(8192, gives_back=True)
+    spill.prepare(8192, gives_back=True)
     assert size() == 100_000  # it was in use just now, and may be again
     kept = spill.reserve(8192, 0)
-    spill.fit(8192, gives_back=True)
+    spill.prepare(8192, gives_back=True)
     assert size() == 8192
     beyond = spill.reserve(8192, 0)  # where something is in the way each time, nothing is given back each time
     spill.free(beyond, 8192)
-    spill.fit(8192, gives_back=True)
+    spill.prepare(8192, gives_back=True)
     assert (beyond, size()) == (8192, 16384)
     spill.free(kept, 8192)
-    spill.fit(0, gives_back=True)
-    spill.fit(0, gives_back=True)
+    spill.prepare(0, gives_back=True)
+    spill.prepare(0, gives_back=True)
     assert size() == 0
     assert spill.reserve(512) == 0
     spill.close()
@@ -179,10 +179,10 @@ def test_a_planned_step_has_one_slab_of_its_size() -> None:
     streams = FakeStreams()
     host = HostSlabs(1 << 20, 100_000, pinning=streams)
     chunk = host.reserve(70_000)
-    host.fit(200_000, gives_back=True, settle=settle)
+    host.prepare(200_000, gives_back=True, settle=settle)
     assert len(streams.pinned) == 1  # a copy lives on: another time
     host.free(chunk)
-    host.fit(200_000, gives_back=True, settle=settle)
+    host.prepare(200_000, gives_back=True, settle=settle)
     assert list(streams.pinned.values()) == [200_192] == [host.slab_bytes]
     blocks = [host.reserve(90_000, 512), host.reserve(50_000, 100_352)]
     assert [block.offset for block in blocks] == [512, 100_352]
@@ -191,22 +191,22 @@ def test_a_planned_step_has_one_slab_of_its_size() -> None:
     assert elsewhere.slab is not blocks[0].slab and len(streams.pinned) == 2
     for block in (*blocks, elsewhere):
         host.free(block)
-    host.fit(199_000, gives_back=True, settle=settle)  # so little less is worth nothing
+    host.prepare(199_000, gives_back=True, settle=settle)  # so little less is worth nothing
     assert address in streams.pinned and len(streams.pinned) == 2  # and the other was in use just now
-    host.fit(200_000, gives_back=True, settle=settle)
+    host.prepare(200_000, gives_back=True, settle=settle)
     assert list(streams.pinned) == [address]
-    host.fit(50_000, gives_back=False, settle=settle)
+    host.prepare(50_000, gives_back=False, settle=settle)
     assert list(streams.pinned) == [address]
-    host.fit(50_000, gives_back=True, settle=settle)
+    host.prepare(50_000, gives_back=True, settle=settle)
     assert list(streams.pinned.values()) == [50_176]
-    host.fit(0, gives_back=True, settle=settle)
+    host.prepare(0, gives_back=True, settle=settle)
     assert streams.pinned == {} and host.slab_bytes == host.pinned_bytes == 0
 
 
 def test_a_plan_that_is_too_large_has_all_there_is() -> None:
     host = HostSlabs(100_352, pinning=Pageable())
     apart = host.reserve_apart(10_000)
-    host.fit(200_000, gives_back=True, settle=settle)
+    host.prepare(200_000, gives_back=True, settle=settle)
     assert host.slab_bytes == 100_352
     assert host.reserve(20_000, 1024).offset == 1024
     assert host.reserve(20_000, 99_840).offset == 21_504  # beyond its end: where there is room
@@ -217,7 +217,7 @@ def test_a_plan_that_is_too_large_has_all_there_is() -> None:
 
 def test_what_the_system_refuses_comes_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     host = HostSlabs(1 << 61, 4096, pinning=Pageable())
-    host.fit(1 << 60, gives_back=True, settle=settle)
+    host.prepare(1 << 60, gives_back=True, settle=settle)
     assert host.slab_bytes == 0
     assert host.reserve(1000, 1 << 59).offset == 0
 
@@ -233,7 +233,7 @@ def test_what_may_not_be_pinned_in_one_piece_is_pinned_in_chunks() -> None:
     pinning = Limited()
     host = HostSlabs(1 << 20, 4096, pinning=pinning)
     for _ in range(3):
-        host.fit(100_000, gives_back=True, settle=settle)
+        host.prepare(100_000, gives_back=True, settle=settle)
     assert host.slab_bytes == 0 and pinning.asked == 1
     block = host.reserve(3000, 512)
     assert host.pinned_bytes == host.slab_bytes == 4096 and block.offset == 0
@@ -243,14 +243,14 @@ def test_what_may_not_be_pinned_in_one_piece_is_pinned_in_chunks() -> None:
 
 
 class Planned(StreamTransfers):
-    """Asks for berths at random, and is fitted from time to time."""
+    """Asks for berths at random, and prepares for other plans from time to time."""
 
     chance = random.Random(0)
 
     def offload(self, storage: torch.UntypedStorage, berth: Berth | None = None) -> StreamCopy:
         if self.chance.random() < 0.2:
             most = self.chance.choice((0, 4096, 12_288, 24_576))
-            self.fit(Placement(lower_bytes=most, disk_bytes=most), gives_back=self.chance.random() < 0.7)
+            self.prepare(Placement(lower_bytes=most, disk_bytes=most), gives_back=self.chance.random() < 0.7)
         berth = Berth(
             storage=0, begin=0, end=1, nbytes=storage.nbytes(), offset=512 * self.chance.randrange(40),
             is_on_disk=self.chance.random() < 0.2,
@@ -261,8 +261,8 @@ class Planned(StreamTransfers):
 class ForgetsToSettle(Planned):
     """Gives slabs back under what still runs in them."""
 
-    def fit(self, placement: Placement, *, gives_back: bool) -> None:
-        self._host.fit(placement.lower_bytes, gives_back=gives_back, settle=settle)
+    def prepare(self, placement: Placement, *, gives_back: bool) -> None:
+        self._host.prepare(placement.lower_bytes, gives_back=gives_back, settle=settle)
 
 
 def run_programs(kind: type[Planned], folder: pathlib.Path | None, seeds: int) -> list[str]:
@@ -293,7 +293,7 @@ def test_a_slab_is_not_given_back_under_a_transfer() -> None:
 def test_what_the_plan_has_on_the_disk_goes_there_at_once(tmp_path: pathlib.Path) -> None:
     streams = FakeStreams()
     transfers = StreamTransfers(streams, HostSlabs(64 * KIB, pinning=streams), SpillFile(tmp_path), staging_bytes=4096)
-    transfers.fit(Placement(lower_bytes=8192, disk_bytes=8192), gives_back=True)
+    transfers.prepare(Placement(lower_bytes=8192, disk_bytes=8192), gives_back=True)
     storage = streams.allocate(4000)
     berths = [Berth(storage=0, begin=0, end=9, nbytes=4000, offset=1024, is_on_disk=place) for place in (False, True)]
     host, disk = (transfers.offload(storage, berth) for berth in berths)

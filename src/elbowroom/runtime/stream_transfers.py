@@ -96,11 +96,11 @@ class StreamTransfers:
         self.stall_seconds = 0.0
         self.offloaded_bytes = self.reloaded_bytes = 0
 
-    def fit(self, placement: Placement, *, gives_back: bool) -> None:
+    def prepare(self, placement: Placement, *, gives_back: bool) -> None:
         """The next step's copies are laid out like this."""
-        self._host.fit(placement.lower_bytes, gives_back=gives_back, settle=self._wait_for_unfinished)
+        self._host.prepare(placement.lower_bytes, gives_back=gives_back, settle=self._wait_for_unfinished)
         if self._spill is not None:
-            self._spill.fit(placement.disk_bytes, gives_back=gives_back)
+            self._spill.prepare(placement.disk_bytes, gives_back=gives_back)
 
     def offload(self, storage: torch.UntypedStorage, berth: Berth | None = None) -> StreamCopy:
         """Begin copying a storage down, to where it was planned to lie.

@@ -32,7 +32,7 @@ class Transfers(Protocol):
     offloaded_bytes: int
     reloaded_bytes: int
 
-    def fit(self, placement: Placement, *, gives_back: bool) -> None:
+    def prepare(self, placement: Placement, *, gives_back: bool) -> None:
         """The next step's copies are laid out like this; `gives_back`: no others are expected to need more room.
 
         To be called between steps. Copies that are there stay where they are.
@@ -104,10 +104,10 @@ class ThreadTransfers:
         self.stall_seconds = 0.0
         self.offloaded_bytes = self.reloaded_bytes = 0
 
-    def fit(self, placement: Placement, *, gives_back: bool) -> None:
+    def prepare(self, placement: Placement, *, gives_back: bool) -> None:
         with self._lock:
             self._free_discarded()
-            self._spill.fit(placement.lower_bytes, gives_back=gives_back)
+            self._spill.prepare(placement.lower_bytes, gives_back=gives_back)
 
     def offload(self, storage: torch.UntypedStorage, berth: Berth | None = None) -> SpillCopy:
         nbytes = storage.nbytes()

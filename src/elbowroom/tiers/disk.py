@@ -88,7 +88,7 @@ class SpillFile:
         """Give a block's room back."""
         self._free.give(offset, nbytes)
 
-    def fit(self, planned_bytes: int, *, gives_back: bool) -> None:
+    def prepare(self, planned_bytes: int, *, gives_back: bool) -> None:
         """What will be reserved with an offset lies below `planned_bytes`.
 
         Args:

@@ -116,7 +116,7 @@ class Block:
 class HostSlabs:
     """Blocks of pinned host memory.
 
-    A block never spans two slabs. A block larger than a chunk gets a slab of its own size. Once `fit` was told what a
+    A block never spans two slabs. A block larger than a chunk gets a slab of its own size. Once `prepare` was told what a
     step needs, there is one slab of just that size.
 
     Args:
@@ -190,7 +190,7 @@ class HostSlabs:
         block.slab.free.give(block.offset, block.nbytes)
         self.block_bytes -= _round(block.nbytes)
 
-    def fit(self, planned_bytes: int, *, gives_back: bool, settle: Callable[[], None]) -> None:
+    def prepare(self, planned_bytes: int, *, gives_back: bool, settle: Callable[[], None]) -> None:
         """What will be reserved with an offset lies below `planned_bytes`: have one slab for that, as soon as may be.
 
         Args:
