@@ -116,8 +116,8 @@ class Block:
 class HostSlabs:
     """Blocks of pinned host memory.
 
-    A block never spans two slabs. A block larger than a chunk gets a slab of its own size. Once `prepare` was told what a
-    step needs, there is one slab of just that size.
+    A block never spans two slabs. A block larger than a chunk gets a slab of its own size. Once `prepare` was told what
+    a step needs, there is one slab of just that size.
 
     Args:
         capacity_bytes: the most that slabs may take together.
