@@ -12,7 +12,6 @@ from elbowroom.ir.placement import Berth, Placement
 from elbowroom.layout.arena import DEFAULT, lay_out
 from elbowroom.layout.free_list import ALIGNMENT_BYTES
 from elbowroom.layout.instance import finish, make_instance
-from elbowroom.layout.ladder import Found, Ladder
 
 QUICK = ("first_fit", "greedy_by_size", "greedy_by_area", "best_fit")
 """Tried before any search."""
@@ -80,6 +79,8 @@ def _lay_out(buffers: Sequence[Buffer]) -> Layout:
 
 def _search(buffers: Sequence[Buffer], layout: Layout) -> Layout:
     """A layout that is good enough, if the search finds one; the best that it finds otherwise."""
+    from elbowroom.layout.ladder import Found, Ladder  # a compiler comes with it
+
     if len(buffers) > MOST_SEARCHED:
         return min(layout, lay_out(buffers, DEFAULT), key=lambda each: each.arena_bytes)
     instance = make_instance(buffers)
