@@ -19,11 +19,12 @@ from elbowroom.ir.costs import Costs, Measurements
 from elbowroom.ir.forecast import Forecast
 from elbowroom.ir.hardware import HardwareProfile
 from elbowroom.ir.journal import StepRecord
+from elbowroom.ir.placement import Placement
 from elbowroom.ir.plan import Plan
 from elbowroom.ir.trace import Role, Trace
 from elbowroom.planner.plain import keep_all_if_it_fits
 from elbowroom.planner.problem import plan as make_plan
-from elbowroom.simulator.replay import simulate
+from elbowroom.simulator.replay import Replay, simulate
 
 logger = logging.getLogger(__name__)
 
@@ -42,12 +43,13 @@ STEADY = 16
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Planned:
-    """A step that is known: its trace, what it costs, and what will be done about it."""
+    """A step that is known: its trace, what it costs, what will be done about it, and where its copies will lie."""
 
     trace: Trace
     costs: Costs
     plan: Plan
     forecast: Forecast
+    placement: Placement
 
     @property
     def is_plain(self) -> bool:
@@ -173,7 +175,9 @@ class Repertoire:
         planned, forecast = act.planned, act.planned.forecast
         beyond = statistics.median(act.busy_seconds[1:]) - (forecast.step_seconds - forecast.stall_seconds)
         costs = correct(planned.costs, beyond)
-        forecast = simulate(planned.trace, costs, planned.plan, host_bytes=self._config.host_bytes)
+        forecast = simulate(
+            planned.trace, costs, planned.plan, host_bytes=self._config.host_bytes, placement=planned.placement
+        )
         act.planned = dataclasses.replace(planned, costs=costs, forecast=forecast)
 
     def _decide(self, trace: Trace, trace_digest: str, measurements: Measurements | None) -> Planned:
@@ -187,7 +191,9 @@ class Repertoire:
                 trace, costs, self._budget_bytes, strategy=config.strategy,
                 min_offload_bytes=config.min_offload_bytes, host_bytes=config.host_bytes,
             )  # fmt: skip
-        planned = Planned(trace, costs, plan, simulate(trace, costs, plan, host_bytes=config.host_bytes))
+        replay = Replay(trace, costs, host_bytes=config.host_bytes)
+        placement = replay.place(plan)
+        planned = Planned(trace, costs, plan, replay.run(plan, placement=placement), placement)
         if self._device.type == "cpu":
             trim_allocator()  # what the steps so far took, planned ones will not take again
         logger.info(

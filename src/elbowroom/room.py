@@ -29,8 +29,9 @@ from elbowroom.repertoire import Act, Planned, Repertoire, list_sizes
 from elbowroom.report.summary import summarize
 from elbowroom.residency.habits import Habits
 from elbowroom.runtime.finishing import finishing
+from elbowroom.runtime.follower import Known
 from elbowroom.runtime.logbook import Logbook
-from elbowroom.runtime.online_engine import Known, OnlineEngine
+from elbowroom.runtime.online_engine import OnlineEngine
 from elbowroom.runtime.open import open_transfers
 from elbowroom.tracing.fake import capture_fake
 from elbowroom.tracing.live import LiveCapture
@@ -113,6 +114,8 @@ class Room:
         self._inside = True
         try:
             act = self._repertoire.current
+            if act is not None:
+                self._transfers.prepare(act.planned.placement, gives_back=not self._repertoire.varies)
             if self.config.mode == "dynamic":
                 yield from self._run_dynamic("")
             elif (act is None or self._has_recurred) and self._logbook.count >= self._next_capture:
@@ -290,8 +293,8 @@ class Room:
             self._transfers, self._device, self._list_staying, self.config.min_offload_bytes,
             budget_bytes=self.budget_bytes, policy=policy, estimates=self._estimates,
             profile=self._repertoire.find_profile(), habits=self._habits, list_residents=self._list_residents,
-            known=[Known(act.planned.trace, act.planned.plan) for act in acts], is_awake=is_awake,
-            spare_bytes=spare_bytes, observer=None if capture is None else capture.tracer,
+            known=[Known(act.planned.trace, act.planned.plan, act.planned.placement) for act in acts],
+            is_awake=is_awake, spare_bytes=spare_bytes, observer=None if capture is None else capture.tracer,
         )  # fmt: skip
 
     def _list_residents(self) -> list[torch.Tensor]:

@@ -205,7 +205,24 @@ def test_simulate(files: pathlib.Path) -> None:
     shown = succeed(*arguments)
     assert "forecast" in shown and "Why each block is where it is" in shown
     found = document(*arguments)
-    assert found["fits"] and found["forecast"]["peak_bytes"] <= found["budget_bytes"]
+    forecast = found["forecast"]
+    assert found["fits"] and forecast["peak_bytes"] <= found["budget_bytes"]
+    assert forecast["lower_arena_bytes"] >= forecast["lower_tier_bytes"] - 512
+    assert forecast["reserved_bytes"] == forecast["arena_bytes"] == 0
+
+
+def test_what_blocks_take_laid_out(files: pathlib.Path) -> None:
+    given = ("--hardware", files / "profile.json")
+    step = ("simulate", files / "trace.json.gz", files / "plan.json", *given, "--allocator", "planned")
+    shown, forecast = succeed(*step), document(*step)["forecast"]
+    assert "A caching allocator would take" in shown and "Laid out in one arena the same blocks take" in shown
+    assert 0 < forecast["arena_bytes"] <= forecast["reserved_bytes"]
+    laid_out = document("layout", files / "trace.json.gz", "--plan", files / "plan.json", *given)
+    assert laid_out["arena_bytes"] == forecast["arena_bytes"]
+    assert laid_out["pools"]["caching"] == forecast["reserved_bytes"]
+    table = files / "blocks.csv"
+    table.write_text("id,lower,upper,size\n1,0,4,1024\n")
+    assert "blocks.csv is a table" in fail(MISUSED, "layout", table, "--plan", files / "plan.json", *given)
 
 
 # -- run, report ------------------------------------------------------------------------------------------------------

@@ -1400,7 +1400,7 @@ def test_a_full_disk_where_there_is_room_to_stay(
                 if index in (1, 4):
                     patch.setattr(os, call, fail)
                     # What was claimed before must be used up, or nothing is asked of the disk.
-                    room._transfers._spill._allocated_bytes = 0  # type: ignore[attr-defined]
+                    room._transfers._spill.file_bytes = 0  # type: ignore[attr-defined]
                 with room.step():
                     produced.append(made[2](index))
         assert_same(expected["produced"], copy_values(produced))
@@ -1424,7 +1424,7 @@ def test_a_full_disk_where_there_is_none(
             if index == 4:
                 with monkeypatch.context() as patch, pytest.raises(error, match="[Nn]o (room|space)"), room.step():
                     patch.setattr(os, call, fail)
-                    room._transfers._spill._allocated_bytes = 0  # type: ignore[attr-defined]
+                    room._transfers._spill.file_bytes = 0  # type: ignore[attr-defined]
                     made[2](index)
                 as_list(made[1])[0].zero_grad()
             with room.step():

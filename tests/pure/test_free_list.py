@@ -39,8 +39,33 @@ class Comparison(RuleBasedStateMachine):
         offset = self.free.take(nbytes)
         assert offset == expected  # the lowest that fits, and refused only if none does
         if offset is not None:
-            self.taken[offset] = nbytes
-            self.highest = max(self.highest, offset + rounded(nbytes))
+            self.take_note(offset, nbytes)
+
+    @rule(nbytes=st.integers(0, 200), blocks=st.integers(0, CAPACITY // ALIGNMENT))
+    def take_beyond(self, nbytes: int, blocks: int) -> None:
+        least, size = blocks * ALIGNMENT, rounded(nbytes)
+        found = [max(begin, least) for begin, room in self.gaps() if begin + room - max(begin, least) >= size]
+        offset = self.free.take(nbytes, least)
+        assert offset == (min(found) if found else None)
+        if offset is not None:
+            self.take_note(offset, nbytes)
+
+    @rule(nbytes=st.integers(0, 200), blocks=st.integers(0, CAPACITY // ALIGNMENT))
+    def take_at(self, nbytes: int, blocks: int) -> None:
+        offset = blocks * ALIGNMENT
+        is_free = any(begin <= offset and offset + rounded(nbytes) <= begin + room for begin, room in self.gaps())
+        assert self.free.take_at(offset, nbytes) == is_free
+        if is_free:
+            self.take_note(offset, nbytes)
+
+    def take_note(self, offset: int, nbytes: int) -> None:
+        self.taken[offset] = nbytes
+        self.highest = max(self.highest, offset + rounded(nbytes))
+
+    @rule()
+    def forget_end(self) -> None:
+        assert self.free.forget_end() == self.highest
+        self.highest = max((offset + rounded(nbytes) for offset, nbytes in self.taken.items()), default=0)
 
     @precondition(lambda self: self.taken)
     @rule(data=st.data())
@@ -78,6 +103,14 @@ def test_given_back_in_any_order_it_is_one_piece_again(sizes: list[int], data: s
     assert free.is_empty
     assert free.take(end) == 0
     assert free.end_bytes == end
+
+
+def test_what_was_planned_lies_where_it_was_planned_to() -> None:
+    free = FreeList(alignment_bytes=ALIGNMENT)
+    assert free.take_at(64, 32) and free.end_bytes == 96
+    assert not free.take_at(80, 16) and not free.take_at(48, 32)
+    assert free.take_at(48, 16) and free.take(64) == 96  # what is left below is too small
+    assert free.take(48) == 0
 
 
 def test_without_a_capacity_nothing_is_refused() -> None:

@@ -44,7 +44,10 @@ _FORMATS: dict[type, str] = {
 
 _ADDED: dict[type, tuple[dict[str, Any], ...]] = {
     Costs: ({"further_links": []},),
-    Forecast: ({"disk_bytes": 0, "reserved_bytes": 0, "fragmented_bytes": 0},),
+    Forecast: (
+        {"disk_bytes": 0, "reserved_bytes": 0, "fragmented_bytes": 0},
+        {"arena_bytes": 0, "lower_arena_bytes": 0, "disk_arena_bytes": 0},
+    ),
 }
 """Fields that came with version 2, 3, ... of a noun, and what files without them mean."""
 

@@ -22,6 +22,9 @@ class Forecast:
         disk_bytes: most bytes at once in the tier below that, where copies go for which there is no room.
         reserved_bytes: most that a caching allocator would have taken from the device; 0 where that was not asked.
         fragmented_bytes: of it, what was never in use at once with the rest: the price of holes.
+        arena_bytes: what the blocks on the device take if they are laid out; 0 where that was not asked.
+        lower_arena_bytes: what copies take in the tier below, laid out; 0 where that was not asked.
+        disk_arena_bytes: and in the tier below that.
     """
 
     peak_bytes: int
@@ -37,3 +40,6 @@ class Forecast:
     disk_bytes: int = 0
     reserved_bytes: int = 0
     fragmented_bytes: int = 0
+    arena_bytes: int = 0
+    lower_arena_bytes: int = 0
+    disk_arena_bytes: int = 0

@@ -1,8 +1,11 @@
-"""Offsets handed out and taken back one at a time: first fit over the free stretches of an arena."""
+"""Offsets handed out and taken back one at a time: the one that was planned, else first fit over the free stretches."""
 
 from __future__ import annotations
 
 import bisect
+
+ALIGNMENT_BYTES = 512
+"""Of blocks in the tiers below the device."""
 
 
 class FreeList:
@@ -13,41 +16,62 @@ class FreeList:
         alignment_bytes: every block begins at a multiple of this.
 
     Attributes:
-        end_bytes: one past the highest byte ever handed out.
+        end_bytes: one past the highest byte handed out since `forget_end`.
     """
 
-    def __init__(self, capacity_bytes: int | None = None, alignment_bytes: int = 4096) -> None:
+    def __init__(self, capacity_bytes: int | None = None, alignment_bytes: int = ALIGNMENT_BYTES) -> None:
         self._capacity, self._alignment = capacity_bytes, alignment_bytes
         self._offsets: list[int] = []  # of the free stretches below `end_bytes`, sorted, never adjacent
         self._sizes: list[int] = []
         self.end_bytes = 0
 
-    def take(self, nbytes: int) -> int | None:
+    def take(self, nbytes: int, least_offset: int = 0) -> int | None:
         """The lowest offset where `nbytes` fit, now taken; None if there is none.
+
+        Args:
+            least_offset: none below this one; a multiple of the alignment.
 
         Cost: linear in the number of free stretches.
         """
         nbytes = self._round(nbytes)
         for index, size in enumerate(self._sizes):
-            if size >= nbytes:
-                offset = self._offsets[index]
-                if size == nbytes:
-                    del self._offsets[index], self._sizes[index]
-                else:
-                    self._offsets[index] += nbytes
-                    self._sizes[index] -= nbytes
+            offset = max(self._offsets[index], least_offset)
+            if self._offsets[index] + size - offset >= nbytes:
+                self._cut(index, offset, nbytes)
                 return offset
         # Nothing fits: grow, from the last free stretch if it ends at the end.
         offset = self.end_bytes
-        touches = bool(self._offsets) and self._offsets[-1] + self._sizes[-1] == self.end_bytes
-        if touches:
+        if self._offsets and self._offsets[-1] + self._sizes[-1] == self.end_bytes:
             offset = self._offsets[-1]
-        if self._capacity is not None and offset + nbytes > self._capacity:
-            return None
-        if touches:
-            del self._offsets[-1], self._sizes[-1]
-        self.end_bytes = offset + nbytes
-        return offset
+        offset = max(offset, least_offset)
+        return offset if self._grow(offset, nbytes) else None
+
+    def take_at(self, offset: int, nbytes: int) -> bool:
+        """Take `nbytes` at an offset, a multiple of the alignment. False, and nothing is taken, if not all are free."""
+        nbytes = self._round(nbytes)
+        index = bisect.bisect_right(self._offsets, offset) - 1
+        end = self._offsets[index] + self._sizes[index] if index >= 0 else 0
+        if offset + nbytes <= end:
+            self._cut(index, offset, nbytes)
+            return True
+        return (offset >= self.end_bytes or end == self.end_bytes > offset) and self._grow(offset, nbytes)
+
+    def _grow(self, offset: int, nbytes: int) -> bool:
+        """Take a block that reaches beyond `end_bytes`, if the capacity allows it."""
+        end = offset + nbytes
+        if self._capacity is not None and end > self._capacity:
+            return False
+        begin, self.end_bytes = self.end_bytes, end
+        self.give(begin, end - begin)
+        self._cut(bisect.bisect_right(self._offsets, offset) - 1, offset, nbytes)
+        return True
+
+    def _cut(self, index: int, offset: int, nbytes: int) -> None:
+        """Take a block out of a free stretch."""
+        begin, end = self._offsets[index], self._offsets[index] + self._sizes[index]
+        left = [(low, high - low) for low, high in ((begin, offset), (offset + nbytes, end)) if low < high]
+        self._offsets[index : index + 1] = [low for low, _ in left]
+        self._sizes[index : index + 1] = [size for _, size in left]
 
     def give(self, offset: int, nbytes: int) -> None:
         """Take a block back."""
@@ -62,6 +86,14 @@ class FreeList:
         if index > 0 and self._offsets[index - 1] + self._sizes[index - 1] == offset:
             self._sizes[index - 1] += self._sizes[index]
             del self._offsets[index], self._sizes[index]
+
+    def forget_end(self) -> int:
+        """The most that `end_bytes` was since this was asked last; from now on it is what is taken that counts."""
+        most = self.end_bytes
+        if self._offsets and self._offsets[-1] + self._sizes[-1] == self.end_bytes:
+            self.end_bytes = self._offsets.pop()
+            self._sizes.pop()
+        return most
 
     @property
     def free_bytes(self) -> int | None:

@@ -136,6 +136,7 @@ def _compare_moves(steady: Steady | None, plan: Plan, forecast: Forecast) -> lis
         rows = [
             ("offloaded a step", "", format_bytes(forecast.offloaded_bytes), out, ""),
             ("reloaded a step", "", format_bytes(forecast.reloaded_bytes), back, ""),
+            *_list_copies(forecast),
             ("stalls", "", format_seconds(forecast.stall_seconds), stalls, "waiting for moves"),
         ]
     if plan.segments:
@@ -143,6 +144,14 @@ def _compare_moves(steady: Steady | None, plan: Plan, forecast: Forecast) -> lis
         replays = "" if measured is None else str(measured.recomputed)
         rows.append(("segments recomputed", "", str(len(plan.segments)), replays, note))
     return rows
+
+
+def _list_copies(forecast: Forecast) -> list[tuple[str, str, str, str, str]]:
+    """What copies take in the tiers below, where they were laid out."""
+    tiers = (("below the device", forecast.lower_tier_bytes, forecast.lower_arena_bytes),
+             ("on the disk behind", forecast.disk_bytes, forecast.disk_arena_bytes))  # fmt: skip
+    return [(name, "", format_bytes(arena), "", f"laid out; at most {format_bytes(most)} at once")
+            for name, most, arena in tiers if arena]  # fmt: skip
 
 
 def _describe_timing(steady: Steady | None) -> str:

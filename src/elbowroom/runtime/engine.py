@@ -21,10 +21,9 @@ from elbowroom.hooks.hidden import Below, Hidden, Paused
 from elbowroom.hooks.identity import Identities, get_any_storage, get_plain_storage, is_shared, make_test
 from elbowroom.ir.actions import Action, Offload, Recompute, Release, Reload
 from elbowroom.ir.events import StorageFreed, StorageNeeded, StorageSaved
-from elbowroom.ir.trace import Trace
 from elbowroom.residency.machine import Machine, State
 from elbowroom.runtime.calls import Recording, check_version, replay
-from elbowroom.runtime.follower import Follower, Observer
+from elbowroom.runtime.follower import Follower, Known, Observer
 from elbowroom.runtime.residence import Handle, Keepsake, Residence
 from elbowroom.runtime.transfers import Transfers
 from elbowroom.runtime.watcher import Watcher
@@ -48,7 +47,7 @@ class Engine:
         device: storages elsewhere are left alone.
         list_staying: the storages that may not leave: parameters, buffers and what else outlives the step.
         min_bytes: smaller storages stay, where no plan says otherwise.
-        traces: what the step may be, the likeliest first.
+        known: what the step may be, the likeliest first.
         spare_bytes: how many bytes may stay that should have left, if their move fails.
         observer: told what autograd does.
 
@@ -70,7 +69,7 @@ class Engine:
         list_staying: Callable[[], Identities[bool]],
         min_bytes: int,
         *,
-        traces: Sequence[Trace] = (),
+        known: Sequence[Known] = (),
         spare_bytes: int | None = None,
         observer: Observer | None = None,
     ) -> None:
@@ -83,11 +82,11 @@ class Engine:
         self._retired: deque[tuple[int, Residence | None]] = deque()
         self._identities: Identities[Residence] = Identities()
         self._bound: dict[int, Residence] = {}
-        self._own_ids = max((len(trace.storages) for trace in traces), default=0)
+        self._own_ids = max((len(each.trace.storages) for each in known), default=0)
         self.saves = self.needs = self.recomputed = 0
         self.sizes: list[int] = []
         self.drift = self.refusal = ""
-        self._follower = Follower(traces, min_bytes, self._bound, self._leave_trace, self._count_ops)
+        self._follower = Follower(known, min_bytes, self._bound, self._leave_trace, self._count_ops)
         self._past: list[Any] | None = None
         self._is_calm = False
         self._unobserved = Paused([] if observer is None else [observer])
@@ -306,7 +305,7 @@ class Engine:
         assert storage is not None
         try:
             with Hidden():
-                residence.copy = self._transfers.offload(storage)
+                residence.copy = self._transfers.offload(storage, self._follower.find_berth(residence.id))
         except TierError as error:
             if not self._keep_instead(residence, str(error)):
                 raise

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
 from elbowroom.hooks.hidden import Pausable
+from elbowroom.ir.placement import Berth, Placement
+from elbowroom.ir.plan import Plan
 from elbowroom.ir.trace import Trace
 from elbowroom.runtime.residence import Residence
 
@@ -20,6 +22,14 @@ class Observer(Pausable, Protocol):
     def save_released(self, save: int) -> None: ...
 
 
+class Known(NamedTuple):
+    """A step that is known, what is to be done about it, and where its copies are to lie."""
+
+    trace: Trace
+    plan: Plan
+    placement: Placement = Placement()
+
+
 class Follower:
     """Gives saves and needs the ticks they have in a trace, for as long as the step is one that is known.
 
@@ -28,7 +38,7 @@ class Follower:
     and is that of another one, it is the other one.
 
     Args:
-        traces: what the step may be, the likeliest first; where there is none, ticks only count.
+        known: what the step may be, the likeliest first; where there is nothing, ticks only count.
         min_bytes: of smaller storages it does not matter whether they are plain.
         bound: the residences of this step by the trace's ids, which grow as saves are recognised.
         on_change: told why, whenever the step leaves the trace that it followed.
@@ -40,21 +50,25 @@ class Follower:
 
     def __init__(
         self,
-        traces: Sequence[Trace],
+        known: Sequence[Known],
         min_bytes: int,
         bound: dict[int, Residence],
         on_change: Callable[[str], None],
         count_ops: Callable[[], int] = lambda: 0,
     ) -> None:
-        self._traces, self._min_bytes, self._bound, self._on_change = traces, min_bytes, bound, on_change
-        self._count_ops, self._may_doubt = count_ops, len(traces) > 1
-        self.followed: int | None = 0 if traces else None
+        self._known, self._min_bytes, self._bound, self._on_change = known, min_bytes, bound, on_change
+        self._count_ops, self._may_doubt = count_ops, len(known) > 1
+        self.followed: int | None = 0 if known else None
         self._saves = self._needs = self.tick = 0
 
     @property
     def trace(self) -> Trace | None:
         """The trace that the step has been the same as so far."""
-        return None if self.followed is None else self._traces[self.followed]
+        return None if self.followed is None else self._known[self.followed].trace
+
+    def find_berth(self, storage: int) -> Berth | None:
+        """Where the copy of a storage that leaves now was planned to lie; None if nobody planned one."""
+        return None if self.followed is None else self._known[self.followed].placement.find(storage, self.tick)
 
     def stop(self, why: str) -> None:
         """The step is none that is known."""
@@ -137,7 +151,7 @@ class Follower:
         present = self.trace
         if present is None:
             return None
-        for position, trace in enumerate(self._traces):
+        for position, (trace, *_) in enumerate(self._known):
             if trace is not present and self._begins_alike(present, trace) and not compare(trace):
                 return position
         return None

@@ -15,7 +15,7 @@ import logging
 import time
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -27,7 +27,6 @@ from elbowroom.hooks.identity import Identities, is_shared
 from elbowroom.ir.actions import Action, Recompute, Release
 from elbowroom.ir.events import PressureRaised, StorageRestored, StorageSaved
 from elbowroom.ir.hardware import HardwareProfile
-from elbowroom.ir.plan import Plan
 from elbowroom.ir.trace import Role, Trace
 from elbowroom.residency import policies
 from elbowroom.residency.capacity_first import Policy as CapacityFirst
@@ -38,7 +37,7 @@ from elbowroom.residency.online import AHEAD, Moment, Online
 from elbowroom.runtime.account import Account
 from elbowroom.runtime.engine import Engine, Passing
 from elbowroom.runtime.facts import StepFacts
-from elbowroom.runtime.follower import Follower, Observer
+from elbowroom.runtime.follower import Follower, Known, Observer
 from elbowroom.runtime.historian import Historian
 from elbowroom.runtime.history import count_bytes
 from elbowroom.runtime.recorder import Recorder
@@ -56,13 +55,6 @@ NOT_LONG = 1.0
 
 NO_LIMIT = 1 << 62
 """Bytes. Of a step that is asleep, and of one that is over."""
-
-
-class Known(NamedTuple):
-    """A step that is known, and what is to be done about it."""
-
-    trace: Trace
-    plan: Plan
 
 
 class OnlineEngine(Engine):
@@ -103,9 +95,8 @@ class OnlineEngine(Engine):
         spare_bytes: int | None = None,
         observer: Observer | None = None,
     ) -> None:
-        traces = [trace for trace, _ in known]
         super().__init__(
-            transfers, device, list_staying, min_bytes, traces=traces, spare_bytes=spare_bytes, observer=observer
+            transfers, device, list_staying, min_bytes, known=known, spare_bytes=spare_bytes, observer=observer
         )
         self._list_residents, self._known = list_residents, known
         self.followed = self._follower.followed

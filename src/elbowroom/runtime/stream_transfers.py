@@ -21,6 +21,7 @@ import torch
 
 from elbowroom.cost.transfers import STAGING_BYTES, count_piece_bytes
 from elbowroom.errors import InternalError, TierFull, TransferFailed, UsageError
+from elbowroom.ir.placement import Berth, Placement
 from elbowroom.runtime.streams import Event, Streams
 from elbowroom.runtime.transfers import Copy
 from elbowroom.tiers.disk import SpillFile
@@ -95,8 +96,14 @@ class StreamTransfers:
         self.stall_seconds = 0.0
         self.offloaded_bytes = self.reloaded_bytes = 0
 
-    def offload(self, storage: torch.UntypedStorage) -> StreamCopy:
-        """Begin copying a storage down.
+    def prepare(self, placement: Placement, *, gives_back: bool) -> None:
+        """The next step's copies are laid out like this."""
+        self._host.prepare(placement.lower_bytes, gives_back=gives_back, settle=self._wait_for_unfinished)
+        if self._spill is not None:
+            self._spill.prepare(placement.disk_bytes, gives_back=gives_back)
+
+    def offload(self, storage: torch.UntypedStorage, berth: Berth | None = None) -> StreamCopy:
+        """Begin copying a storage down, to where it was planned to lie.
 
         Raises:
             UsageError: the storage is on another device.
@@ -111,12 +118,17 @@ class StreamTransfers:
             )
         self._forget_ended()
         nbytes = storage.nbytes()
-        try:
-            block = self._reserve(nbytes)
-        except TierFull:
-            if self._staging is None or self._spill is None:
-                raise
-            copy = StreamCopy(nbytes, offset=self._spill.reserve(nbytes))
+        at, is_for_disk = (None, False) if berth is None else (berth.offset, berth.is_on_disk)
+        block = None
+        if not is_for_disk or self._staging is None:
+            try:
+                block = self._reserve(nbytes, None if is_for_disk else at)
+            except TierFull:
+                if self._staging is None:
+                    raise
+        if block is None:
+            assert self._staging is not None and self._spill is not None
+            copy = StreamCopy(nbytes, offset=self._spill.reserve(nbytes, at if is_for_disk else None))
             self._write_out(self._staging, storage, copy)
         else:
             copy = StreamCopy(nbytes, block)
@@ -204,9 +216,9 @@ class StreamTransfers:
 
     # Host memory ------------------------------------------------------------------------------------------------
 
-    def _reserve(self, nbytes: int) -> Block:
+    def _reserve(self, nbytes: int, at: int | None) -> Block:
         try:
-            return self._host.reserve(nbytes)
+            return self._host.reserve(nbytes, at)
         except TierFull:
             if not self._host.fits_after_release(nbytes):
                 raise
@@ -265,7 +277,7 @@ class _Staging:
     def __init__(self, streams: Streams, host: HostSlabs, spill: SpillFile, piece_bytes: int) -> None:
         self._streams, self._spill = streams, spill
         self._piece_bytes = piece_bytes
-        block = host.reserve(2 * self._piece_bytes)
+        block = host.reserve_apart(2 * self._piece_bytes)
         self._halves = block.tensor.split(self._piece_bytes)
         self._last: list[Event | None] = [None, None]  # the device's last transfer from or to each half
 

@@ -11,6 +11,7 @@ from typing import Protocol
 import torch
 
 from elbowroom.errors import TransferFailed
+from elbowroom.ir.placement import Berth, Placement
 from elbowroom.tiers.disk import SpillFile
 
 
@@ -31,8 +32,18 @@ class Transfers(Protocol):
     offloaded_bytes: int
     reloaded_bytes: int
 
-    def offload(self, storage: torch.UntypedStorage) -> Copy:
+    def prepare(self, placement: Placement, *, gives_back: bool) -> None:
+        """The next step's copies are laid out like this; `gives_back`: no others are expected to need more room.
+
+        To be called between steps. Copies that are there stay where they are.
+        """
+        ...
+
+    def offload(self, storage: torch.UntypedStorage, berth: Berth | None = None) -> Copy:
         """Begin copying a storage down. The caller keeps it alive until `finish`.
+
+        Args:
+            berth: where the copy was planned to lie. What is there already only costs room: it lies elsewhere then.
 
         Raises:
             TierFull: there is no room; nothing was begun.
@@ -93,12 +104,18 @@ class ThreadTransfers:
         self.stall_seconds = 0.0
         self.offloaded_bytes = self.reloaded_bytes = 0
 
-    def offload(self, storage: torch.UntypedStorage) -> SpillCopy:
+    def prepare(self, placement: Placement, *, gives_back: bool) -> None:
+        with self._lock:
+            self._free_discarded()
+            self._spill.prepare(placement.lower_bytes, gives_back=gives_back)
+
+    def offload(self, storage: torch.UntypedStorage, berth: Berth | None = None) -> SpillCopy:
         nbytes = storage.nbytes()
         with self._lock:
             if self._stopped:
                 raise TransferFailed("the spill file is closed")
-            copy = SpillCopy(self._spill.reserve(nbytes), nbytes)
+            self._free_discarded()  # what could not be swept in time would be in the way of what is planned to be there
+            copy = SpillCopy(self._spill.reserve(nbytes, None if berth is None else berth.offset), nbytes)
             self._copies += 1
         self.offloaded_bytes += nbytes
         self._submit(copy, True, storage)
@@ -161,19 +178,22 @@ class ThreadTransfers:
         if not self._lock.acquire(blocking=False):
             return  # a job is about to be submitted, and it is done again after that
         try:
-            for _ in range(len(self._discarded)):
-                copy = self._discarded.popleft()
-                if copy.done.is_set():
-                    self._spill.free(copy.offset, copy.nbytes)
-                    self._copies -= 1
-                else:
-                    self._discarded.append(copy)
+            self._free_discarded()
             stop = self._closing and self._copies == 0 and not self._stopped
             self._stopped |= stop
         finally:
             self._lock.release()
         if stop:
             self._stop()
+
+    def _free_discarded(self) -> None:
+        for _ in range(len(self._discarded)):
+            copy = self._discarded.popleft()
+            if copy.done.is_set():
+                self._spill.free(copy.offset, copy.nbytes)
+                self._copies -= 1
+            else:
+                self._discarded.append(copy)
 
     def close(self) -> None:
         self._closing = True

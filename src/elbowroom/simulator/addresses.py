@@ -1,4 +1,4 @@
-"""What a caching allocator would take from the device for a plan: the exact count of bytes, and the holes between them.
+"""The blocks on the device under a plan, one by one: what a caching allocator would take for them, or a layout.
 
 Blocks come and go as `replay` counts them: what ends at a tick goes before its entry, what begins there comes with it.
 Replays allocate op by op; the inner bytes of an op are one block that goes as soon as the op is done.
@@ -9,11 +9,14 @@ from __future__ import annotations
 import dataclasses
 import enum
 from collections.abc import Sequence
+from typing import Protocol
 
+from elbowroom.ir.buffers import Buffer
 from elbowroom.ir.costs import Costs
 from elbowroom.ir.plan import Segment
 from elbowroom.ir.trace import Trace
 from elbowroom.layout.caching import CachingAllocator
+from elbowroom.layout.lifetimes import ALIGNMENT_BYTES
 
 
 class Allocator(enum.StrEnum):
@@ -23,6 +26,8 @@ class Allocator(enum.StrEnum):
     """Block by block, as if addresses did not matter."""
     CACHING = "caching"
     """And as segments of a caching allocator besides."""
+    PLANNED = "planned"
+    """And laid out in one arena besides both."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,18 +77,79 @@ def reserve(
 
     Cost: linear in blocks times the free ones among them.
     """
-    return _Placing(trace, costs, capacity_bytes).finish(stays, reruns)
+    pool = _Watched(capacity_bytes)
+    _Requests(trace, costs, pool).make(stays, reruns)
+    return Reservation(
+        reserved_bytes=pool.most_reserved,
+        fragmented_bytes=pool.most_reserved - pool.most_allocated,
+        allocated_bytes=pool.most_allocated,
+    )
 
 
-class _Placing:
-    def __init__(self, trace: Trace, costs: Costs, capacity_bytes: int | None) -> None:
-        self._trace, self._costs = trace, costs
-        self._allocator = CachingAllocator(capacity_bytes)
+def list_blocks(trace: Trace, costs: Costs, stays: Sequence[Stay], reruns: Sequence[Rerun]) -> tuple[Buffer, ...]:
+    """Every block of a step as what wants an offset; time counts requests."""
+    pool = _Noted()
+    _Requests(trace, costs, pool).make(stays, reruns)
+    return pool.finish()
+
+
+class _Pool(Protocol):
+    def take(self, nbytes: int) -> int: ...
+    def give(self, address: int) -> None: ...
+
+
+class _Watched(CachingAllocator):
+    """Knows the most that it has had."""
+
+    def __init__(self, capacity_bytes: int | None) -> None:
+        super().__init__(capacity_bytes)
+        self.most_reserved = self.most_allocated = 0
+
+    def take(self, nbytes: int) -> int:
+        address = super().take(nbytes)
+        self.most_reserved = max(self.most_reserved, self.reserved_bytes)
+        self.most_allocated = max(self.most_allocated, self.allocated_bytes)
+        return address
+
+
+class _Noted:
+    """Hands out numbers, and notes who was there when."""
+
+    def __init__(self) -> None:
+        self._clock = 0
+        self._lives: list[tuple[int, int, int | None]] = []  # lower, bytes, upper
+
+    def take(self, nbytes: int) -> int:
+        self._lives.append((self._clock, nbytes, None))
+        self._clock += 1
+        return len(self._lives) - 1
+
+    def give(self, address: int) -> None:
+        lower, nbytes, _ = self._lives[address]
+        self._lives[address] = (lower, nbytes, self._clock)
+        self._clock += 1
+
+    def finish(self) -> tuple[Buffer, ...]:
+        return tuple(
+            Buffer(
+                id=index,
+                lower=lower,
+                upper=self._clock if upper is None else upper,
+                nbytes=nbytes,
+                alignment=ALIGNMENT_BYTES,
+            )
+            for index, (lower, nbytes, upper) in enumerate(self._lives)
+        )
+
+
+class _Requests:
+    def __init__(self, trace: Trace, costs: Costs, pool: _Pool) -> None:
+        self._trace, self._costs, self._pool = trace, costs, pool
         self._index = {op.tick: index for index, op in enumerate(trace.ops)}
         self._ends: dict[int, list[int]] = {}  # addresses, by the tick before which they go
-        self._reserved = self._allocated = 0
 
-    def finish(self, stays: Sequence[Stay], reruns: Sequence[Rerun]) -> Reservation:
+    def make(self, stays: Sequence[Stay], reruns: Sequence[Rerun]) -> None:
+        """Ask the pool for every block of a step in turn, and give back what is over by the step's end."""
         begins: dict[int, list[Stay]] = {}
         for stay in sorted(stays, key=lambda stay: (stay.begin, stay.storage, stay.end)):
             if stay.begin < stay.end:
@@ -93,15 +159,10 @@ class _Placing:
             runs.setdefault(rerun.tick, []).append(rerun)
         for tick in range(self._trace.end):
             for address in self._ends.pop(tick, ()):
-                self._allocator.give(address)
+                self._pool.give(address)
             self._come(begins.get(tick, []), runs.get(tick, []))
             if tick in self._index:
                 self._run_inside(self._index[tick])
-        return Reservation(
-            reserved_bytes=self._reserved,
-            fragmented_bytes=self._reserved - self._allocated,
-            allocated_bytes=self._allocated,
-        )
 
     def _come(self, stays: list[Stay], reruns: list[Rerun]) -> None:
         """Place what begins at one tick: what replays make, where they make it."""
@@ -144,13 +205,8 @@ class _Placing:
 
     def _take(self, nbytes: int) -> int | None:
         """A block; none for no bytes."""
-        if nbytes <= 0:
-            return None
-        address = self._allocator.take(nbytes)
-        self._reserved = max(self._reserved, self._allocator.reserved_bytes)
-        self._allocated = max(self._allocated, self._allocator.allocated_bytes)
-        return address
+        return None if nbytes <= 0 else self._pool.take(nbytes)
 
     def _give(self, address: int | None) -> None:
         if address is not None:
-            self._allocator.give(address)
+            self._pool.give(address)

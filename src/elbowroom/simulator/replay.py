@@ -15,20 +15,25 @@ plan is exact arithmetic, and only the seconds are a forecast. Where copies are 
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from elbowroom.errors import TraceError, UnknownMember
 from elbowroom.ir.actions import Action, Offload, Recompute, Release, Wait
+from elbowroom.ir.buffers import Buffer
 from elbowroom.ir.costs import Costs
 from elbowroom.ir.events import Event, StorageFreed, StorageNeeded, StorageSaved
 from elbowroom.ir.forecast import Forecast
+from elbowroom.ir.placement import Berth, Placement
 from elbowroom.ir.plan import Plan
 from elbowroom.ir.trace import Trace, find_claims
+from elbowroom.layout.arena import lay_out
+from elbowroom.layout.copies import lay_out_copies
 from elbowroom.residency import planned
 from elbowroom.residency.machine import Machine
-from elbowroom.simulator.addresses import Allocator, Rerun, Stay, reserve
+from elbowroom.simulator.addresses import Allocator, Rerun, Stay, list_blocks, reserve
 from elbowroom.simulator.admission import admit
 from elbowroom.simulator.lanes import Lanes
 from elbowroom.simulator.overflow import find_overflow
@@ -44,13 +49,16 @@ def simulate(
     *,
     host_bytes: int | None = None,
     allocator: Allocator | str = Allocator.EXACT,
+    placement: Placement | None = None,
 ) -> Forecast:
     """Forecast one step of `trace` under `plan`.
 
     Args:
         host_bytes: what the tier below may hold before copies go on to the disk behind it, where the costs have a
             link to one; None for any amount.
-        allocator: "caching" to know besides what PyTorch's allocator would take from the device (`layout.caching`).
+        allocator: "caching" to know besides what PyTorch's allocator would take from the device (`layout.caching`);
+            "planned" for that, and the arenas that blocks and copies take if they are laid out.
+        placement: of the plan's copies, where it is known; made for "planned" where not.
 
     Raises:
         TraceError: costs or plan belong to another trace, or a link moves nothing.
@@ -58,7 +66,7 @@ def simulate(
     """
     if allocator not in list(Allocator):
         raise UnknownMember("allocator", str(allocator), tuple(Allocator))
-    return Replay(trace, costs, host_bytes=host_bytes).run(plan, allocator=Allocator(allocator))
+    return Replay(trace, costs, host_bytes=host_bytes).run(plan, allocator=Allocator(allocator), placement=placement)
 
 
 class Replay:
@@ -99,22 +107,49 @@ class Replay:
         self._unsaved = change
         self._claims = find_claims(trace)
 
-    def run(self, plan: Plan, *, allocator: Allocator = Allocator.EXACT) -> Forecast:
-        """Forecast the step under a plan."""
+    def run(
+        self, plan: Plan, *, allocator: Allocator = Allocator.EXACT, placement: Placement | None = None
+    ) -> Forecast:
+        """Forecast the step under a plan; for the arguments see `simulate`."""
+        run = self._begin(plan)
+        if allocator is Allocator.PLANNED and placement is None:
+            placement = lay_out_copies(run.berths, self.trace.end)
+        figures: dict[str, Any] = {}
+        if placement is not None:
+            figures |= {"lower_arena_bytes": placement.lower_bytes, "disk_arena_bytes": placement.disk_bytes}
+        if allocator is not Allocator.EXACT:
+            found = reserve(self.trace, self.costs, run.list_stays(), run.reruns)
+            figures |= {"reserved_bytes": found.reserved_bytes, "fragmented_bytes": found.fragmented_bytes}
+        if allocator is Allocator.PLANNED:
+            figures["arena_bytes"] = lay_out(self.list_blocks(plan)).arena_bytes
+        return dataclasses.replace(run.finish(), **figures)
+
+    def list_blocks(self, plan: Plan) -> tuple[Buffer, ...]:
+        """The blocks on the device under a plan, as what wants an offset: what comes back, what replays make on their
+        way, and workspaces included. Time counts requests.
+
+        Raises:
+            TraceError: the plan is for another trace.
+        """
+        run = self._begin(plan)
+        return list_blocks(self.trace, self.costs, run.list_stays(), run.reruns)
+
+    def place(self, plan: Plan) -> Placement:
+        """Where the copies lie that a plan has made.
+
+        Raises:
+            TraceError: the plan is for another trace.
+        """
+        return lay_out_copies(self._begin(plan).berths, self.trace.end)
+
+    def _begin(self, plan: Plan) -> _Run:
         if plan.trace_digest != self.costs.trace_digest:
             raise TraceError(f"the plan is for trace {plan.trace_digest[:12]}, not {self.costs.trace_digest[:12]}")
         moved = {decision.storage for decision in plan.decisions}
         moved |= {leaf for segment in plan.segments for leaf in segment.leaves if leaf in self._claims}
         machine = Machine(planned.Policy(plan), plan.segments)
         events = [event for event in self.events if not isinstance(event, StorageFreed) or event.storage in moved]
-        run = _Run(self, plan, machine, events)
-        forecast = run.finish()
-        if allocator is Allocator.EXACT:
-            return forecast
-        found = reserve(self.trace, self.costs, run.list_stays(), run.reruns)
-        return dataclasses.replace(
-            forecast, reserved_bytes=found.reserved_bytes, fragmented_bytes=found.fragmented_bytes
-        )
+        return _Run(self, plan, machine, events)
 
 
 class _Run:
@@ -131,8 +166,8 @@ class _Run:
         self.spikes: dict[int, int] = {}
         self.reruns: list[Rerun] = []
         self.in_lower = self.lower_peak = self.on_disk = self.disk_peak = 0
-        self.copied: set[int] = set()
-        self.spilled: set[int] = set()
+        self.below: dict[int, Berth] = {}
+        self.berths: list[Berth] = []
         self.recompute_seconds = self.stall_seconds = 0.0
         self.offloaded_bytes = self.reloaded_bytes = 0
         for event in events:
@@ -141,7 +176,7 @@ class _Run:
             for action in machine.feed(event):
                 self.perform(action, event)
             if isinstance(event, StorageFreed):
-                self.forget(event.storage)
+                self.forget(event.storage, event.tick)
 
     def perform(self, action: Action, event: Event) -> None:
         replay, tick = self.replay, event.tick
@@ -167,7 +202,7 @@ class _Run:
             self.claims.setdefault(storage, []).append((self.held_since.pop(storage), end))
         elif isinstance(action, Offload):
             self.offloaded_bytes += nbytes
-            self.send(storage, nbytes, now)
+            self.send(storage, nbytes, tick)
         else:
             self.held_since[storage] = tick
             self.note_double(storage, tick)
@@ -179,40 +214,43 @@ class _Run:
         self.late += seconds
         self.stall_seconds += seconds
 
-    def send(self, storage: int, nbytes: int, now: float) -> None:
+    def send(self, storage: int, nbytes: int, tick: int) -> None:
         """Begin a copy to the tier below; where that is full, make one on the disk."""
         rounded, overflow = int(self.replay.rounded[storage]), self.replay.overflow
-        if overflow is not None and self.in_lower + rounded > overflow.host_room_bytes:
+        now = float(self.replay.begins[tick]) + self.late
+        is_full = overflow is not None and self.in_lower + rounded > overflow.host_room_bytes
+        self.below[storage] = Berth(storage=storage, begin=tick, end=tick, nbytes=nbytes, is_on_disk=is_full)
+        if overflow is not None and is_full:
             self.done[storage] = self.lanes.send_through(overflow.disk, overflow.piece_bytes, nbytes, now)
             self.wait(self.done[storage] - now)
-            self.spilled.add(storage)
             self.on_disk += rounded
             self.disk_peak = max(self.disk_peak, self.on_disk)
             return
         self.done[storage] = self.lanes.send(nbytes, now)
         self.late += nbytes * self.replay.costs.link.drag_seconds_per_byte
-        self.copied.add(storage)
         self.in_lower += rounded
         self.lower_peak = max(self.lower_peak, self.in_lower)
 
     def fetch(self, storage: int, nbytes: int, now: float) -> None:
         """Begin a copy back, from wherever it is."""
         overflow = self.replay.overflow
-        if overflow is not None and storage in self.spilled:
+        if overflow is not None and self.below[storage].is_on_disk:
             read, self.done[storage] = self.lanes.fetch_through(overflow.disk, overflow.piece_bytes, nbytes, now)
             self.wait(read - now)
             return
         self.done[storage] = self.lanes.fetch(nbytes, now)
         self.late += nbytes * self.replay.costs.link.drag_seconds_per_byte
 
-    def forget(self, storage: int) -> None:
+    def forget(self, storage: int, tick: int) -> None:
         """Its claim has ended, and its copy goes."""
-        if storage in self.copied:
-            self.copied.discard(storage)
-            self.in_lower -= int(self.replay.rounded[storage])
-        elif storage in self.spilled:
-            self.spilled.discard(storage)
+        copy = self.below.pop(storage, None)
+        if copy is None:
+            return
+        self.berths.append(dataclasses.replace(copy, end=tick))
+        if copy.is_on_disk:
             self.on_disk -= int(self.replay.rounded[storage])
+        else:
+            self.in_lower -= int(self.replay.rounded[storage])
 
     def note_double(self, storage: int, tick: int) -> None:
         """What comes back is a new block: while the program still holds the old one, both count."""

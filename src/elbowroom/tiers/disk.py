@@ -8,7 +8,7 @@ import os
 import tempfile
 
 from elbowroom.errors import TierFull, TransferFailed, UsageError
-from elbowroom.layout.free_list import FreeList
+from elbowroom.layout.free_list import ALIGNMENT_BYTES, FreeList
 
 NAME = "the spill file"
 
@@ -19,6 +19,9 @@ class SpillFile:
     Args:
         folder: where; the system's temporary folder if None.
         capacity_bytes: the most it may hold; None for as much as the disk has.
+
+    Attributes:
+        file_bytes: what it takes on the disk now.
 
     Raises:
         UsageError: the folder is missing or not writable.
@@ -33,27 +36,43 @@ class SpillFile:
                 f"cannot spill to {self.folder}: {error.strerror or error}; pass spill_folder= a writable folder"
             ) from error
         self._free = FreeList(capacity_bytes)
-        self._allocated_bytes = 0
+        self._planned_bytes = self.file_bytes = 0
 
-    def reserve(self, nbytes: int) -> int:
+    def reserve(self, nbytes: int, at: int | None = None) -> int:
         """Room for a block; returns its offset.
+
+        Args:
+            at: where it was planned to be. If that is taken, it lies beyond what is planned, in nobody's way.
 
         Raises:
             TierFull: the capacity or the disk is used up.
         """
-        offset = self._free.take(nbytes)
+        offset = self._take(nbytes, at)
         if offset is None:
             advice = "Give it more with host_bytes= or another spill_folder=."
             raise TierFull(f"{NAME} in {self.folder}", nbytes, self._free.free_bytes or 0, advice)
-        if offset + nbytes > self._allocated_bytes:
-            self._grow(offset, nbytes)
+        if offset + nbytes > self.file_bytes:
+            try:
+                self._grow(offset, nbytes)
+            except TierFull:
+                if at is None:
+                    raise
+                return self.reserve(nbytes)  # lower down there may be room that the file has already
         return offset
+
+    def _take(self, nbytes: int, at: int | None) -> int | None:
+        if at is None:
+            return self._free.take(nbytes)
+        if self._free.take_at(at, nbytes):
+            return at
+        offset = self._free.take(nbytes, self._planned_bytes)
+        return self._free.take(nbytes) if offset is None else offset
 
     def _grow(self, offset: int, nbytes: int) -> None:
         # The disk's blocks are claimed here, so that a full disk is noticed before anything is written.
         end = offset + nbytes
         try:
-            os.posix_fallocate(self._file.fileno(), self._allocated_bytes, end - self._allocated_bytes)
+            os.posix_fallocate(self._file.fileno(), self.file_bytes, end - self.file_bytes)
         except OSError as error:
             self._free.give(offset, nbytes)
             if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
@@ -63,11 +82,25 @@ class SpillFile:
                 f"{NAME} in {self.folder}", nbytes, status.f_bavail * status.f_frsize,
                 "Free some disk space, or pass spill_folder= a folder on a larger disk."
             ) from error  # fmt: skip
-        self._allocated_bytes = end
+        self.file_bytes = end
 
     def free(self, offset: int, nbytes: int) -> None:
         """Give a block's room back."""
         self._free.give(offset, nbytes)
+
+    def prepare(self, planned_bytes: int, *, gives_back: bool) -> None:
+        """What will be reserved with an offset lies below `planned_bytes`.
+
+        Args:
+            gives_back: whether the disk gets back what lies beyond, but for what was in use since the last time.
+        """
+        self._planned_bytes = -(-planned_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+        if not gives_back:
+            return
+        least = max(self._planned_bytes, self._free.forget_end())
+        if self.file_bytes > least:
+            os.ftruncate(self._file.fileno(), least)
+            self.file_bytes = least
 
     def write(self, offset: int, address: int, nbytes: int) -> None:
         """Copy bytes from memory into a block. Releases the interpreter while it copies.

@@ -1,6 +1,7 @@
 """Host memory that a device can copy to and from by itself: a few big slabs, cut into blocks by offset.
 
-    slab 0 |block|block|......|block|      slab 1 |.....|block|.........|
+    of a planned step    |block|block|......|block|      one slab, as large as what was laid out
+    of others            |.....|block|.........|         a chunk at a time
 
 Pinning through the framework's own allocator would round every request up to a power of two and take milliseconds for
 each. Here whole slabs of plain memory are registered with the driver once, and a block is an offset.
@@ -11,17 +12,23 @@ from __future__ import annotations
 import contextlib
 import logging
 import mmap
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 
 from elbowroom.errors import TierFull
-from elbowroom.layout.free_list import FreeList
+from elbowroom.layout.free_list import ALIGNMENT_BYTES, FreeList
 
 NAME = "host memory"
 CHUNK_BYTES = 256 << 20
-ALIGNMENT_BYTES = 512
+SPARE_CHUNK_BYTES = 32 << 20
+"""Taken at a time beside a planned slab, for what was not planned."""
+
+SLACK = 0.01
+"""A planned slab that is larger than its plan by no more than this share stays: registering memory takes long."""
+
 PORTABLE = 1
 """`cudaHostRegisterPortable`: pinned for every device of the process."""
 
@@ -82,6 +89,7 @@ class _Slab:
     memory: torch.Tensor
     free: FreeList
     is_pinned: bool
+    stays: bool = False  # until the end
 
 
 @dataclass(slots=True, eq=False)
@@ -108,8 +116,8 @@ class Block:
 class HostSlabs:
     """Blocks of pinned host memory.
 
-    A block never spans two slabs. A block larger than a chunk gets a slab of its own size; whoever knows how much will
-    be needed passes that as `chunk_bytes`, and nothing is lost between slabs.
+    A block never spans two slabs. A block larger than a chunk gets a slab of its own size. Once `prepare` was told what
+    a step needs, there is one slab of just that size.
 
     Args:
         capacity_bytes: the most that slabs may take together.
@@ -128,15 +136,47 @@ class HostSlabs:
         self._pinning = pinning if pinning is not None else CudaPinning()
         self._may_pin = True
         self._slabs: list[_Slab] = []
+        self._planned: _Slab | None = None
+        self._refused_bytes = 1 << 62
         self.slab_bytes = self.pinned_bytes = self.block_bytes = 0
 
-    def reserve(self, nbytes: int) -> Block:
+    def reserve(self, nbytes: int, at: int | None = None) -> Block:
         """A block of exactly `nbytes`. What is in it is unspecified.
+
+        Args:
+            at: where it was planned to be in the planned slab. If that is taken, it lies in another slab, in nobody's
+                way, as long as the capacity allows one.
 
         Raises:
             TierFull: no slab has room and the capacity or the system allows no further one.
         """
-        for slab in self._slabs:
+        planned = self._planned
+        if at is None or planned is None:
+            return self._reserve_in(self._slabs, nbytes)
+        if planned.free.take_at(at, nbytes):
+            return self._cut(planned, at, nbytes)
+        try:
+            return self._reserve_in([slab for slab in self._slabs if slab is not planned], nbytes)
+        except TierFull:
+            offset = planned.free.take(nbytes)
+            if offset is None:
+                raise
+            return self._cut(planned, offset, nbytes)
+
+    def reserve_apart(self, nbytes: int) -> Block:
+        """A block with a slab of its own, which stays until the end.
+
+        Raises:
+            TierFull: the capacity or the system does not allow it.
+        """
+        if _round(nbytes) > self.capacity_bytes - self.slab_bytes:
+            raise TierFull(NAME, nbytes, self.capacity_bytes - self.slab_bytes, "Give it more with host_bytes=.")
+        slab = self._add(nbytes, _round(nbytes))
+        slab.stays = True
+        return self._cut(slab, slab.free.take(nbytes) or 0, nbytes)
+
+    def _reserve_in(self, slabs: Sequence[_Slab], nbytes: int) -> Block:
+        for slab in slabs:
             offset = slab.free.take(nbytes)
             if offset is not None:
                 return self._cut(slab, offset, nbytes)
@@ -149,6 +189,32 @@ class HostSlabs:
         """Give a block's room back. Its memory may be handed out again at once."""
         block.slab.free.give(block.offset, block.nbytes)
         self.block_bytes -= _round(block.nbytes)
+
+    def prepare(self, planned_bytes: int, *, gives_back: bool, settle: Callable[[], None]) -> None:
+        """What will be reserved with an offset lies below `planned_bytes`: have one slab for that, as soon as may be.
+
+        Args:
+            gives_back: whether the system gets back what is too much, but for slabs that were in use since last time.
+            settle: called before slabs go; afterwards no transfer may be running in what was freed.
+        """
+        others = [slab for slab in self._slabs if not slab.stays]
+        most = sum(slab.memory.numel() for slab in others) + self.capacity_bytes - self.slab_bytes
+        size = min(_round(planned_bytes), most) if planned_bytes else 0
+        has = 0 if self._planned is None else self._planned.memory.numel()
+        unused = [slab for slab in others if slab.free.forget_end() == 0] if gives_back else []
+        is_fitted = size <= has and not (gives_back and has > size * (1 + SLACK))
+        if not is_fitted and not all(slab.free.is_empty for slab in others):
+            return  # some copy lives on: another time
+        going = [slab for slab in unused if slab is not self._planned] if is_fitted else others
+        if going:
+            settle()
+        for slab in going:
+            self._drop(slab)
+        if size and self._planned is None and size < self._refused_bytes:
+            try:
+                self._planned = self._add(size, size, is_planned=True)
+            except TierFull:
+                self._refused_bytes = size  # then it comes in chunks, for as long as they come
 
     def fits_after_release(self, nbytes: int) -> bool:
         """Whether `reserve` would find room once `release_empty` was called."""
@@ -178,34 +244,40 @@ class HostSlabs:
                 f"It may take {self.capacity_bytes} bytes in slabs, none of which has room for the block in one piece. "
                 "Give it more with host_bytes=, or let it overflow to disk with spill_folder=."
             )  # fmt: skip
-        size = max(_round(nbytes), min(self._chunk_bytes, left))
+        chunk = self._chunk_bytes if self._planned is None else min(self._chunk_bytes, SPARE_CHUNK_BYTES)
+        return self._add(nbytes, max(_round(nbytes), min(chunk, left)))
+
+    def _add(self, nbytes: int, size: int, *, is_planned: bool = False) -> _Slab:
+        """A slab, for a block of `nbytes`. One that is planned is pinned, if any can be, or there is none."""
         try:
             memory = _new_memory(size)
         except RuntimeError as error:
             raise TierFull(NAME, nbytes, 0, "The system refuses more memory; lower host_bytes=.") from error
-        is_pinned = self._pin(memory)
+        is_pinned = self._may_pin and self._pinning.pin(memory.data_ptr(), size)
+        if is_planned and is_pinned is not self._may_pin:
+            raise TierFull(NAME, nbytes, 0, "The system refuses to pin so much in one piece.")
+        if not is_pinned:
+            self._give_up_pinning(size)
         slab = _Slab(memory, FreeList(size, ALIGNMENT_BYTES), is_pinned)
         self._slabs.append(slab)
         self.slab_bytes += size
         self.pinned_bytes += size if is_pinned else 0
         return slab
 
-    def _pin(self, memory: torch.Tensor) -> bool:
-        if not self._may_pin:
-            return False
-        if self._pinning.pin(memory.data_ptr(), memory.numel()):
-            return True
-        # What was refused once would be refused for every later slab too.
-        self._may_pin = False
-        logger.warning(
-            "the system refuses to pin %d bytes of host memory (after %d bytes; see `ulimit -l`, or the limits of WSL "
-            "or the container): going on with pageable memory, whose transfers are slower and do not overlap",
-            memory.numel(), self.pinned_bytes,
-        )  # fmt: skip
-        return False
+    def _give_up_pinning(self, nbytes: int) -> None:
+        """What was refused once would be refused for every later slab too."""
+        if self._may_pin:
+            self._may_pin = False
+            logger.warning(
+                "the system refuses to pin %d bytes of host memory (after %d bytes; see `ulimit -l`, or the limits of "
+                "WSL or the container): going on with pageable memory, whose transfers are slower and do not overlap",
+                nbytes, self.pinned_bytes,
+            )  # fmt: skip
 
     def _drop(self, slab: _Slab) -> None:
         self._slabs.remove(slab)
+        if slab is self._planned:
+            self._planned = None
         size = slab.memory.numel()
         self.slab_bytes -= size
         if slab.is_pinned:

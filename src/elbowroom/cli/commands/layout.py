@@ -8,11 +8,14 @@ from typing import Annotated, Any
 
 import typer
 
-from elbowroom.cli.parameters import Json, Output, Picture
+from elbowroom.cli.parameters import CostsFile, Hardware, Json, Output, Picture
 from elbowroom.cli.pictures import check_picture, draw_layout
-from elbowroom.cli.sources import check_writable, load_trace, read_capacity
-from elbowroom.cli.terminal import open_terminal
+from elbowroom.cli.sources import check_writable, find_costs, load_trace, read_capacity
+from elbowroom.cli.terminal import Terminal, open_terminal
+from elbowroom.errors import UsageError
+from elbowroom.ir import files
 from elbowroom.ir.buffers import Buffer, Layout
+from elbowroom.ir.plan import Plan
 from elbowroom.layout.arena import DEFAULT
 from elbowroom.units import format_bytes, format_seconds
 
@@ -37,6 +40,15 @@ def show_layout(
     pinned: Annotated[
         bool, typer.Option("--pinned", help="Leave what has an offset in the table where it is.")
     ] = False,
+    plan_file: Annotated[
+        Path | None,
+        typer.Option(
+            "--plan",
+            help="Written by `elbowroom plan`: lay out the blocks that are there under it, workspace included.",
+        ),
+    ] = None,
+    hardware: Hardware = "this",
+    costs_file: CostsFile = None,
     output: Output = None,
     picture: Picture = None,
     as_json: Json = False,
@@ -51,7 +63,10 @@ def show_layout(
         check_picture(picture)
         check_writable(output)
         capacity_bytes = read_capacity(capacity)
-        buffers = load_buffers(source, pinned)
+        if plan_file is None:
+            buffers = load_buffers(source, pinned)
+        else:
+            buffers = list_planned(terminal, source, plan_file, hardware, costs_file)
         with terminal.progress(f"laying out {len(buffers)} buffers"):
             begin = time.perf_counter()
             layout = lay_out(buffers, allocator, capacity_bytes)
@@ -82,6 +97,25 @@ def load_buffers(source: Path, is_pinned: bool = False) -> tuple[Buffer, ...]:
     if source.suffix.lower() == ".csv":
         return read_buffers(source, is_pinned=is_pinned)
     return list_buffers(load_trace(source))
+
+
+def list_planned(
+    terminal: Terminal, source: Path, plan_file: Path, hardware: str, costs_file: Path | None
+) -> tuple[Buffer, ...]:
+    """The blocks of a step under a plan.
+
+    Raises:
+        UsageError: a file is missing, or no trace.
+        TraceError: a file is damaged, or the plan is for another trace.
+    """
+    from elbowroom.ir.check import check
+    from elbowroom.simulator.replay import Replay
+
+    if source.suffix.lower() == ".csv":
+        raise UsageError(f"--plan: {source} is a table; a plan goes with the trace that it was made for")
+    trace, plan = load_trace(source), files.load(Plan, plan_file)
+    check(trace, plan)
+    return Replay(trace, find_costs(terminal, trace, hardware, costs_file)).list_blocks(plan)
 
 
 def describe(buffers: tuple[Buffer, ...], layout: Layout, seconds: float) -> dict[str, Any]:

@@ -87,7 +87,7 @@ def plan(
         outcome = Outcome(
             plan=made,
             plain=plain,
-            forecast=simulate(trace, costs, made, host_bytes=host_bytes),
+            forecast=problem.drafter.replay.run(made, placement=problem.drafter.replay.place(made)),
             bound=bound,
             planning_seconds=planning_seconds,
         )
@@ -168,7 +168,9 @@ class Outcome:
             "offloaded_bytes": self.forecast.offloaded_bytes,
             "reloaded_bytes": self.forecast.reloaded_bytes,
             "lower_tier_bytes": self.forecast.lower_tier_bytes,
+            "lower_arena_bytes": self.forecast.lower_arena_bytes,
             "disk_bytes": self.forecast.disk_bytes,
+            "disk_arena_bytes": self.forecast.disk_arena_bytes,
             "recompute_seconds": self.forecast.recompute_seconds,
             "stall_seconds": self.forecast.stall_seconds,
             "decisions": self.count_choices(),
@@ -178,11 +180,16 @@ class Outcome:
 
 
 def _list_tiers(forecast: Forecast) -> list[tuple[str, str, str]]:
-    """Where copies are, where that is more than one place."""
-    if not forecast.disk_bytes:
-        return []
-    below = f"and {format_bytes(forecast.lower_tier_bytes)} in the tier before it, at most"
-    return [("on the disk", format_bytes(forecast.disk_bytes), below)]
+    """What copies take, in each tier that has any."""
+    tiers = (
+        ("below the device", forecast.lower_tier_bytes, forecast.lower_arena_bytes),
+        ("on the disk behind", forecast.disk_bytes, forecast.disk_arena_bytes),
+    )
+    return [
+        (name, format_bytes(arena), f"laid out; at most {format_bytes(nbytes)} are there at once")
+        for name, nbytes, arena in tiers
+        if nbytes
+    ]
 
 
 def _count(number: int, what: str) -> str:

@@ -34,7 +34,8 @@ def simulate(
         Allocator,
         typer.Option(
             "--allocator",
-            help="exact: the bytes in blocks. caching: also what PyTorch's allocator would take from a CUDA device.",
+            help="exact: the bytes in blocks. caching: also what PyTorch's allocator would take from a CUDA device. "
+            "planned: also what the same blocks take in one arena, laid out.",
         ),
     ] = Allocator.EXACT,
     as_json: Json = False,
@@ -42,14 +43,16 @@ def simulate(
     """Forecast one step of a trace under a plan: peak, seconds, moves, and why each block is where it is."""
     from elbowroom.planner.bounds import bound_plan
     from elbowroom.report.summary import summarize
-    from elbowroom.simulator.replay import simulate as forecast_step
+    from elbowroom.simulator.replay import Replay
 
     with open_terminal(as_json) as terminal:
         host_bytes = read_host_memory(host_memory)
         trace, plan = load_trace(trace_file), files.load(Plan, plan_file)
         check(trace, plan)
         costs = find_costs(terminal, trace, hardware, costs_file)
-        forecast = forecast_step(trace, costs, plan, host_bytes=host_bytes, allocator=allocator)
+        replay = Replay(trace, costs, host_bytes=host_bytes)
+        with terminal.progress(f"forecasting {trace.name}"):
+            forecast = replay.run(plan, allocator=allocator, placement=replay.place(plan))
         bound_seconds = bound_plan(trace, costs, plan, host_bytes)
         terminal.show_text(
             summarize(
@@ -77,17 +80,37 @@ def simulate(
 
 
 def describe_places(forecast: Forecast) -> list[str]:
-    """Bytes per tier, and what an allocator makes of those on the device, where there is something to tell."""
+    """Bytes per tier, and what addresses make of them, where there is something to tell."""
     lines = []
     if forecast.lower_tier_bytes or forecast.disk_bytes:
-        line = f"Below the device at most {format_bytes(forecast.lower_tier_bytes)}"
+        line = "Below the device at most " + describe_arena(forecast.lower_tier_bytes, forecast.lower_arena_bytes)
         if forecast.disk_bytes:
-            line += f", and {format_bytes(forecast.disk_bytes)} on the disk behind that"
+            line += ", and on the disk behind that " + describe_arena(forecast.disk_bytes, forecast.disk_arena_bytes)
         lines.append("\n" + line)
+    peak = forecast.peak_bytes
     if forecast.reserved_bytes:
-        share = forecast.reserved_bytes / forecast.peak_bytes if forecast.peak_bytes else 1.0
         lines.append(
             f"\nA caching allocator would take {format_bytes(forecast.reserved_bytes)} from the device, "
-            f"{share:.3f} of the peak; {format_bytes(forecast.fragmented_bytes)} of it never in use with the rest"
+            f"{_compare(forecast.reserved_bytes, peak)}; {format_bytes(forecast.fragmented_bytes)} of it never in use "
+            "with the rest"
+        )
+    if forecast.arena_bytes:
+        saved = format_bytes(max(0, forecast.reserved_bytes - forecast.arena_bytes))
+        lines.append(
+            f"Laid out in one arena the same blocks take {format_bytes(forecast.arena_bytes)}, "
+            f"{_compare(forecast.arena_bytes, peak)}: {saved} less"
         )
     return lines
+
+
+def describe_arena(nbytes: int, arena_bytes: int) -> str:
+    """The most bytes that are there at once, and what they take."""
+    if not nbytes:
+        return "nothing"
+    return (
+        f"{format_bytes(nbytes)} at once, laid out in {format_bytes(arena_bytes)} ({arena_bytes / nbytes:.3f} of that)"
+    )
+
+
+def _compare(nbytes: int, peak_bytes: int) -> str:
+    return f"{nbytes / peak_bytes if peak_bytes else 1.0:.3f} of the peak"

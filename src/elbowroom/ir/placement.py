@@ -1,0 +1,56 @@
+"""A Placement: where the copies of one step lie in the tiers below the device.
+
+offset                 a copy is there from the save or need at which its transfer begins
+  |   +-------------+  to the end of autograd's claim on the storage
+  |---+---+   |     |
+  |       |   |-----+--
+  +-------+---+-------- tick
+"""
+
+from __future__ import annotations
+
+import bisect
+import dataclasses
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Berth:
+    """Where one copy lies.
+
+    Attributes:
+        storage: whose contents it is.
+        begin: tick of the save or need at which its transfer begins.
+        end: it is gone before this tick.
+        nbytes: its size.
+        is_on_disk: whether it is in the tier behind the one below the device, which had no room for it.
+        offset: where it begins in its tier.
+    """
+
+    storage: int
+    begin: int
+    end: int
+    nbytes: int
+    is_on_disk: bool = False
+    offset: int = 0
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Placement:
+    """The copies of one step.
+
+    Attributes:
+        berths: by (storage, begin).
+        lower_bytes: what they take in the tier below the device.
+        disk_bytes: what they take in the tier behind that.
+    """
+
+    berths: tuple[Berth, ...] = ()
+    lower_bytes: int = 0
+    disk_bytes: int = 0
+
+    def find(self, storage: int, tick: int) -> Berth | None:
+        """The berth of a storage that leaves at a tick, or somewhat before the plan's; None if it was to stay."""
+        index = bisect.bisect_right(self.berths, (storage, tick), key=lambda berth: (berth.storage, berth.end))
+        if index == len(self.berths) or self.berths[index].storage != storage:
+            return None
+        return self.berths[index]
