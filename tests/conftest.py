@@ -25,17 +25,18 @@ hypothesis.settings.register_profile("explore", deadline=None, max_examples=1500
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeat"))
 
 
+@pytest.fixture(autouse=True, scope="module")
+def what_is_there_stays() -> None:
+    """A collection that a test asks for need not look through all that was imported before its file."""
+    gc.collect()
+    gc.freeze()
+
+
 @functools.cache
 def _why_no_cuda() -> str:
     import torch
 
     return "" if torch.cuda.is_available() else "needs a CUDA device, and torch finds none"
-
-
-def pytest_collection_finish() -> None:
-    """What importing has left is there to stay: a collection that a test asks for need not look through all of it."""
-    gc.collect()
-    gc.freeze()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
