@@ -23,7 +23,7 @@ TIGHT, MODERATE = 0.1, 0.5
 """How far each budget lies on the way from the smallest one that works to the plain peak."""
 
 SOME = ("gpt2_accumulation", "gpt2_bfloat16", "lstm", "mobilenet_v3_large", "unet")
-"""Of every kind one: with half of the way to go, more stays, and what leaves is of the same kinds as where less does."""
+"""One of each kind: with half of the way to go, more stays, and what leaves is of the kinds that leave with less."""
 
 
 @functools.cache

@@ -24,7 +24,9 @@ SHARES = {"smallest": 0.0, "third": 1 / 3, "two thirds": 2 / 3}
 """How far each budget lies on the way from the smallest one that works to the plain peak."""
 
 CASES = [
-    (name, share) for index, name in enumerate(sorted(MODELS)) for share in ("smallest", ("third", "two thirds")[index % 2])
+    (name, share)
+    for index, name in enumerate(sorted(MODELS))
+    for share in ("smallest", ("third", "two thirds")[index % 2])
 ]
 """Every model within the smallest budget, and in turn within one of the others."""
 
