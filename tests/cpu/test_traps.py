@@ -1143,7 +1143,7 @@ def test_a_step_that_leaves_its_trace(runner: Runner, kind: str) -> None:
     def make() -> Made:
         torch.manual_seed(5)
         model = Layers(layers=4)
-        optimizer = sgd(model)
+        optimizer = adam(model)
 
         def step(index: int) -> Any:
             odd = index in (4, 6, 7)
