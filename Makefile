@@ -41,8 +41,9 @@ lint: $(READY)
 	$(BIN)/lint-imports
 
 # Idle OpenMP threads spin by default, which takes the cores from whoever has work: here they sleep.
-# The tests run, and their summary comes last, whatever lint has found. Files are spread over up to four cores.
-PYTEST := $(BIN)/python -m pytest --numprocesses logical --maxprocesses 4 --dist loadfile
+# The tests run, and their summary comes last, whatever lint has found. Files are spread over up to four cores, in the
+# order of tests/conftest.py.
+PYTEST := $(BIN)/python -m pytest --numprocesses logical --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 test: export OMP_WAIT_POLICY ?= passive
 test: $(READY)
 	@failed=0; $(MAKE) --no-print-directory lint || failed=1; \

@@ -130,22 +130,29 @@ def _torchvision(name: str, **figures: Any) -> Callable[[], nn.Module]:
 
 
 def _vgg16_bn() -> nn.Module:
-    """VGG-16 with batch norm and one linear classifier, as it is trained on small images.
+    """VGG-16 of half the width, with batch norm and one linear classifier, as it is trained on small images.
 
     The published classifier alone has 120 million parameters, which would outweigh all activations.
     """
     vgg = import_package("torchvision").models.vgg
-    layers = vgg.make_layers(vgg.cfgs["D"], batch_norm=True)
-    return nn.Sequential(layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Dropout(0.5), nn.Linear(512, CLASSES))
+    layers = vgg.make_layers([each if each == "M" else each // 2 for each in vgg.cfgs["D"]], batch_norm=True)
+    return nn.Sequential(layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Dropout(0.5), nn.Linear(256, CLASSES))
+
+
+def _densenet121() -> nn.Module:
+    """DenseNet-121 with half of the layers in each block: every layer reads what all before it in its block made."""
+    models = import_package("torchvision").models
+    made: nn.Module = models.DenseNet(growth_rate=32, block_config=(3, 6, 12, 8), num_classes=CLASSES)
+    return made
 
 
 def _vit() -> nn.Module:
-    """torchvision's VisionTransformer in the tiny size: all 12 layers, patches of 8 pixels, dropout on."""
+    """torchvision's VisionTransformer in the tiny size: 6 layers, patches of 8 pixels, dropout on."""
     models = import_package("torchvision").models
     made: nn.Module = models.VisionTransformer(
         image_size=64,
         patch_size=8,
-        num_layers=12,
+        num_layers=6,
         num_heads=3,
         hidden_dim=192,
         mlp_dim=768,
@@ -273,7 +280,7 @@ def _gpt2(*, checkpoint: bool = False) -> Callable[[], nn.Module]:
     def model() -> nn.Module:
         transformers = import_package("transformers")
         config = transformers.GPT2Config(
-            vocab_size=VOCABULARY, n_positions=256, n_embd=192, n_layer=6, n_head=6, use_cache=False,
+            vocab_size=VOCABULARY, n_positions=256, n_embd=192, n_layer=4, n_head=6, use_cache=False,
             bos_token_id=0, eos_token_id=0,
         )  # fmt: skip
         made = transformers.GPT2LMHeadModel(config)
@@ -290,7 +297,7 @@ def _gpt2(*, checkpoint: bool = False) -> Callable[[], nn.Module]:
 def _bert() -> nn.Module:
     transformers = import_package("transformers")
     config = transformers.BertConfig(
-        vocab_size=VOCABULARY, hidden_size=192, num_hidden_layers=6, num_attention_heads=6, intermediate_size=768
+        vocab_size=VOCABULARY, hidden_size=192, num_hidden_layers=4, num_attention_heads=6, intermediate_size=768
     )
     made: nn.Module = transformers.BertForMaskedLM(config)
     return made
@@ -300,7 +307,7 @@ def _t5() -> nn.Module:
     """T5: encoder and decoder share one embedding, and all layers of each share one position bias."""
     transformers = import_package("transformers")
     config = transformers.T5Config(
-        vocab_size=VOCABULARY, d_model=192, d_kv=32, d_ff=768, num_layers=4, num_heads=6, use_cache=False,
+        vocab_size=VOCABULARY, d_model=192, d_kv=32, d_ff=768, num_layers=3, num_heads=6, use_cache=False,
         decoder_start_token_id=0,
     )  # fmt: skip
     made: nn.Module = transformers.T5ForConditionalGeneration(config)
@@ -311,15 +318,15 @@ def _t5() -> nn.Module:
 
 
 def _all_cases() -> tuple[Case, ...]:
-    resnet50, gpt2 = _torchvision("resnet50"), _gpt2()
+    resnet50, gpt2 = _torchvision("resnet50", width_per_group=16), _gpt2()
     mobilenet = _torchvision("mobilenet_v3_large")
     label, language = _classification, _own_loss
     return (
-        _case("resnet50", resnet50, _images(8, 96), label, sgd),
+        _case("resnet50", resnet50, _images(4, 64), label, sgd),
         _case("resnet50_channels_last", resnet50, _images(8, 96), label, sgd, channels_last=True),
-        _case("resnet18_bfloat16", _torchvision("resnet18"), _images(20, 96), label, sgd, autocast=True),
-        _case("vgg16_bn", _vgg16_bn, _images(8, 64), label, sgd, draws=True),
-        _case("densenet121", _torchvision("densenet121"), _images(6, 64), label, sgd),
+        _case("resnet18_bfloat16", _torchvision("resnet18"), _images(12, 96), label, sgd, autocast=True),
+        _case("vgg16_bn", _vgg16_bn, _images(4, 64), label, sgd, draws=True),
+        _case("densenet121", _densenet121, _images(6, 64), label, sgd),
         _case("mobilenet_v3_large", mobilenet, _images(8, 96), label, adamw, draws=True),
         _case("unet", UNet, _masks(8, 64), label, adamw),
         _case("vit", _vit, _images(4, 64), label, adamw, draws=True),

@@ -47,7 +47,7 @@ def test_plans_are_sound_fit_and_repeat(strategy: str, job: tuple[Trace, Costs],
 
 
 @pytest.mark.parametrize("strategy", sorted(SLOW))
-@settings(max_examples=20)
+@settings(max_examples=12)
 @given(job=jobs(), share=shares)
 def test_plans_of_searches_are_sound_fit_and_repeat(strategy: str, job: tuple[Trace, Costs], share: float) -> None:
     expect_sound_plans(strategy, *job, share)
@@ -83,6 +83,7 @@ def test_auto_is_never_beaten_by_the_quick_ones(job: tuple[Trace, Costs], share:
         assert seconds <= simulate(trace, costs, other).step_seconds * 1.005, strategy
 
 
+@settings(max_examples=20)
 @given(job=jobs())
 def test_the_smallest_budget_is_the_smallest(job: tuple[Trace, Costs]) -> None:
     trace, costs = job

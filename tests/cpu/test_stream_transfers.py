@@ -66,7 +66,7 @@ def goes_wrong(
     return False
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(seed=st.integers(0, 1 << 30), schedule=st.sampled_from(sorted(SCHEDULES)), spills=st.booleans())
 def test_whatever_comes_back_is_what_left(
     seed: int, schedule: str, spills: bool, tmp_path_factory: pytest.TempPathFactory

@@ -77,6 +77,7 @@ def test_an_interruption_at_once_still_gives_a_plan_that_fits(monkeypatch: pytes
     assert seconds_of(problem) >= problem.plain.step_seconds
 
 
+@settings(max_examples=20)
 @given(job=jobs(), share=some.floats(0, 1))
 def test_never_slower_than_what_it_asks(job: tuple[Trace, Costs], share: float) -> None:
     problem = pose_at(*job, share)
