@@ -26,7 +26,7 @@ from elbowroom.hooks.estimates import Estimates
 from elbowroom.ir.hardware import HardwareProfile
 from elbowroom.ir.journal import Mode, StepRecord
 from elbowroom.residency import policies
-from elbowroom.runtime import engine, online_engine
+from elbowroom.runtime import engine, patience
 from elbowroom.runtime.account import Account
 from elbowroom.runtime.finishing import finishing
 from elbowroom.runtime.online_engine import OnlineEngine
@@ -676,20 +676,20 @@ NARROW = 800_000
 def test_a_step_that_does_not_get_on_is_said_and_ended(
     lost: str, profile: HardwareProfile, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(online_engine, "NOT_LONG", 1e-9)
+    monkeypatch.setattr(patience, "NOT_LONG", 1e-9)
     model, optimizer, step = make_deep()
     options = DEEP | {"policy": "lru" if lost == "moves" else "dtr", "profile": profile}
     budget = NARROW if lost == "moves" else 3 * NARROW // 2  # a chain of replays takes more
     with elbowroom.fit(model, optimizer, budget, **options) as room:
         with room.step():
             step(300)
-        monkeypatch.setattr(online_engine, "WORTH_SAYING", 1e-9)
+        monkeypatch.setattr(patience, "WORTH_SAYING", 1e-9)
         caplog.clear()
         with room.step():
             step(300)
         assert caplog.text.count("waiting for moves") == 1
         before = [each.detach().clone() for each in model.parameters()]
-        monkeypatch.setattr(online_engine, "ENOUGH", 1e-9)
+        monkeypatch.setattr(patience, "ENOUGH", 1e-9)
         with pytest.raises(Thrashing, match=r"computing again .* waiting for moves, for .* s of its own") as caught:
             run_in(room, step, 300)
         assert (caught.value.move_seconds if lost == "moves" else caught.value.replay_seconds) > 0

@@ -78,7 +78,7 @@ class Account(Identities[Residence]):
                 self.counted_bytes += nbytes
             self.counted_bytes -= reserved_bytes
 
-    def see(self, storage: torch.UntypedStorage, *, is_outside: bool) -> Residence:
+    def see(self, storage: torch.UntypedStorage, *, is_outside: bool = True) -> Residence:
         """The residence of a storage; counted from now on if it was not."""
         place = self._places.get(id(storage))
         if place is not None and place() is storage and place.item is not None:

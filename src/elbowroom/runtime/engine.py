@@ -12,7 +12,6 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 
@@ -22,16 +21,15 @@ from elbowroom.hooks.identity import Identities, get_any_storage, get_plain_stor
 from elbowroom.ir.actions import Action, Offload, Recompute, Release, Reload
 from elbowroom.ir.events import StorageFreed, StorageNeeded, StorageSaved
 from elbowroom.residency.machine import Machine, State
+from elbowroom.runtime.account import Account
 from elbowroom.runtime.calls import Recording, check_version, replay
 from elbowroom.runtime.follower import Follower, Known, Observer
+from elbowroom.runtime.past import Past
 from elbowroom.runtime.residence import Handle, Keepsake, Residence
 from elbowroom.runtime.transfers import Transfers
 from elbowroom.runtime.watcher import Watcher
 
 logger = logging.getLogger(__name__)
-
-Passing = StorageSaved | StorageNeeded | StorageFreed
-"""What autograd does."""
 
 NO_STORAGE = -1
 """Of a tensor that is no plain block of bytes, or is there whatever happens: nothing moves it, but what is planned for
@@ -45,6 +43,7 @@ class Engine:
     Args:
         transfers: moves bytes, for all steps of a room.
         device: storages elsewhere are left alone.
+        account: of what is there.
         list_staying: the storages that may not leave: parameters, buffers and what else outlives the step.
         min_bytes: smaller storages stay, where no plan says otherwise.
         known: what the step may be, the likeliest first.
@@ -61,11 +60,13 @@ class Engine:
 
     _machine: Machine
     watcher: Watcher
+    _paused: Paused
 
     def __init__(
         self,
         transfers: Transfers,
         device: torch.device,
+        account: Account,
         list_staying: Callable[[], Identities[bool]],
         min_bytes: int,
         *,
@@ -80,17 +81,16 @@ class Engine:
         # Not reentrant: what the garbage collector frees in the middle of a move has to wait.
         self._lock = threading.Lock()
         self._retired: deque[tuple[int, Residence | None]] = deque()
-        self._identities: Identities[Residence] = Identities()
+        self.account = account
         self._bound: dict[int, Residence] = {}
         self._own_ids = max((len(each.trace.storages) for each in known), default=0)
         self.saves = self.needs = self.recomputed = 0
         self.sizes: list[int] = []
         self.drift = self.refusal = ""
         self._follower = Follower(known, min_bytes, self._bound, self._leave_trace, self._count_ops)
-        self._past: list[Any] | None = None
+        self._past: Past | None = None
         self._is_calm = False
         self._unobserved = Paused([] if observer is None else [observer])
-        self._paused = Paused([] if observer is None else [observer])
 
     # -- what autograd calls --------------------------------------------------------------------------------------
 
@@ -110,9 +110,9 @@ class Engine:
                 with self._paused:
                     alias = tensor.detach()
                 return self._keep(index, alias, tensor._version, tick)
-            residence = self._find_residence(storage)
+            residence = self.account.see(storage)
             if not residence.views:
-                self._measure(storage, residence)
+                self.account.measure(storage, residence)  # an `out=` may have grown it since it was first seen
             self.sizes.append(residence.nbytes)
             tick = self._follower.follow_save(index, residence)
             with Hidden():
@@ -126,7 +126,7 @@ class Engine:
                 self._bound[residence.id] = residence
             handle = Handle(self, index, residence, None, tensor._version)
             if self._past is not None:
-                self._put_down(StorageSaved, residence.id, tick, residence.nbytes)
+                self._past.add(StorageSaved, residence.id, tick, residence.nbytes)
                 if self._is_calm:
                     return handle
             del storage, alias
@@ -151,7 +151,7 @@ class Engine:
                 if view.tensor._version != handle.version:
                     check_version(view.tensor, (view.geometry or view.tensor).shape, handle.version)
                 if self._past is not None:
-                    self._put_down(StorageNeeded, residence.id, tick, 0)
+                    self._past.add(StorageNeeded, residence.id, tick)
                 actions = () if self._is_calm else self._machine.feed(StorageNeeded(residence.id, tick))
                 given = self._serve(residence, handle.index, actions) if actions else residence.view(handle.index)
             else:
@@ -173,7 +173,7 @@ class Engine:
     def _pass(self, event: type[StorageSaved | StorageNeeded], tick: int) -> None:
         """What is saved or needed stays where it is, but something else may be due."""
         if self._past is not None:
-            self._put_down(event, NO_STORAGE, tick, 0)
+            self._past.add(event, NO_STORAGE, tick)
         if not self._is_calm:
             self._carry_out(self._machine.feed(event(NO_STORAGE, tick)))
 
@@ -212,7 +212,7 @@ class Engine:
         if residence.views or residence.readers or residence.id < 0:
             return
         if self._past is not None:
-            self._put_down(StorageFreed, residence.id, 0, 0)
+            self._past.add(StorageFreed, residence.id, 0)
         if not self._is_calm:  # else it has never moved
             if residence.copy is not None and self._machine.is_on_device(residence.id):
                 with contextlib.suppress(TierError):  # nobody needs what may have been lost
@@ -224,10 +224,6 @@ class Engine:
         residence.storage = residence.ghost = None
         self._bound.pop(residence.id, None)
         residence.id = -1  # the program may hold the storage still, and autograd may save it anew
-
-    def _put_down(self, event: type[Passing], storage: int, tick: int, nbytes: int) -> None:
-        """Something happens that who decides may be told of later."""
-        raise NotImplementedError
 
     # -- what the one who decides answers -------------------------------------------------------------------------
 
@@ -321,7 +317,7 @@ class Engine:
             return  # it was to leave at this very tick, and could not
         with Hidden():
             residence.storage = self._transfers.reload(residence.copy)
-        self._identities.put(residence.storage, residence)
+        self.account.put(residence.storage, residence)
 
     def _discard_copy(self, residence: Residence) -> None:
         if residence.copy is not None:
@@ -376,12 +372,12 @@ class Engine:
             self.recomputed += 1
         for residence in missing:
             assert residence.storage is not None
-            self._identities.put(residence.storage, residence)
+            self.account.put(residence.storage, residence)
         for residence in outputs:
             self._forget_recording(residence)
 
     def _find_written(self, tensor: torch.Tensor) -> Residence | None:
-        return None if (storage := get_any_storage(tensor)) is None else self._identities.find(storage)
+        return None if (storage := get_any_storage(tensor)) is None else self.account.find(storage)
 
     def written(self, tensor: torch.Tensor) -> None:
         """An op has written to a tensor in place. What autograd then finds is what was written, as without us."""
@@ -402,14 +398,3 @@ class Engine:
             residence.may_move = False
             self._machine.refuse(residence.id)
             self._forget_recording(residence)
-
-    # -- storages -------------------------------------------------------------------------------------------------
-
-    def _find_residence(self, storage: torch.UntypedStorage) -> Residence:
-        if (residence := self._identities.find(storage)) is None:
-            residence = Residence(storage.nbytes())
-            self._identities.put(storage, residence)
-        return residence
-
-    def _measure(self, storage: torch.UntypedStorage, residence: Residence) -> None:
-        residence.nbytes = storage.nbytes()  # an `out=` may have grown it since it was first seen

@@ -20,12 +20,12 @@ from typing import Any
 import torch
 
 from elbowroom._family import get
-from elbowroom.errors import Infeasible, Thrashing
+from elbowroom.errors import Infeasible
 from elbowroom.hooks.estimates import UNSEEN_BYTES, Estimates
 from elbowroom.hooks.hidden import Paused
 from elbowroom.hooks.identity import Identities, is_shared
 from elbowroom.ir.actions import Action, Recompute, Release
-from elbowroom.ir.events import PressureRaised, StorageRestored, StorageSaved
+from elbowroom.ir.events import PressureRaised, StorageRestored
 from elbowroom.ir.hardware import HardwareProfile
 from elbowroom.ir.trace import Role, Trace
 from elbowroom.residency import policies
@@ -33,25 +33,21 @@ from elbowroom.residency.capacity_first import Policy as CapacityFirst
 from elbowroom.residency.guided import Policy as Guided
 from elbowroom.residency.habits import Habits
 from elbowroom.residency.machine import Drop, Machine, Policy, State, count_reads
-from elbowroom.residency.online import AHEAD, Moment, Online
+from elbowroom.residency.online import AHEAD, Online
 from elbowroom.runtime.account import Account
-from elbowroom.runtime.engine import Engine, Passing
+from elbowroom.runtime.engine import Engine
 from elbowroom.runtime.facts import StepFacts
 from elbowroom.runtime.follower import Follower, Known, Observer
 from elbowroom.runtime.historian import Historian
 from elbowroom.runtime.history import count_bytes
+from elbowroom.runtime.past import Past
+from elbowroom.runtime.patience import Patience
 from elbowroom.runtime.recorder import Recorder
 from elbowroom.runtime.residence import Residence
 from elbowroom.runtime.transfers import Transfers
 from elbowroom.runtime.watcher import Run
 
 logger = logging.getLogger(__name__)
-
-WORTH_SAYING, ENOUGH = 10.0, 100.0
-"""Replays and waits for moves that take so many times what the step's ops took: worth a warning, and the end."""
-
-NOT_LONG = 1.0
-"""Seconds below which neither is said."""
 
 NO_LIMIT = 1 << 62
 """Bytes. Of a step that is asleep, and of one that is over."""
@@ -96,12 +92,12 @@ class OnlineEngine(Engine):
         observer: Observer | None = None,
     ) -> None:
         super().__init__(
-            transfers, device, list_staying, min_bytes, known=known, spare_bytes=spare_bytes, observer=observer
-        )
+            transfers, device, Account(profile.alignment_bytes), list_staying, min_bytes,
+            known=known, spare_bytes=spare_bytes, observer=observer,
+        )  # fmt: skip
         self._list_residents, self._known = list_residents, known
         self.followed = self._follower.followed
         self._limit_bytes, self._budget_bytes = NO_LIMIT, budget_bytes
-        self._identities = self.account = Account(profile.alignment_bytes)
         first = known[0].plan if known else None
         self._facts = StepFacts(self.account, self._bound, profile.links[0], self._may_move, budget_bytes)
         self._segments, self._pinned = self._facts.segments, self._facts.pinned
@@ -109,8 +105,7 @@ class OnlineEngine(Engine):
             self._segments += first.segments
         self._planned_segments = len(self._segments)
         self._gone: dict[int, int] = {}  # what computing again takes at most, of what was dropped on a way found here
-        self._replay_seconds, self._has_said = 0.0, False
-        self._stalled_before, self._is_over = transfers.stall_seconds, False
+        self._patience, self._stalled_before = Patience(budget_bytes), transfers.stall_seconds
         self._online: Online | None = None
         self._guide: Guided | None = None
         decider: Policy = CapacityFirst(self._may_move)
@@ -127,15 +122,15 @@ class OnlineEngine(Engine):
         if is_awake:
             self._wake()
             if self._online is not None and self._guide is None and self._online.may_wait():
-                self._past, self._is_calm = [], True
+                self._past, self._is_calm = Past(self._facts.begin, self.historian, self.account), True
                 self._limit_bytes -= int(AHEAD * budget_bytes)
         elif self._segments and first is not None:
-            self.recorder = Recorder(known[0].trace, first, self._find_residence, self._leave_ops)
+            self.recorder = Recorder(known[0].trace, first, self.account.see, self._leave_ops)
             self.historian.sleep(self.recorder.run)
         else:
             self.historian.sleep(super(Historian, self.historian).run)
         if not is_awake:
-            self._past = []
+            self._past = Past(self._facts.begin, self.historian, self.account)
         self.watcher = self.historian
         self._paused = Paused([self.historian] if observer is None else [self.historian, observer])
 
@@ -175,24 +170,15 @@ class OnlineEngine(Engine):
             self._catch_up()
             self._guide.wake(self._list_gone())
 
-    def _put_down(self, event: type[Passing], storage: int, tick: int, nbytes: int) -> None:
-        assert self._past is not None
-        # Flat, and of numbers: an object for each would make the garbage collector slow.
-        self._past += (
-            event, storage, tick, nbytes, time.perf_counter(), self.historian.busy_seconds, self.account.counted_bytes,
-        )  # fmt: skip
-
     def _catch_up(self) -> None:
         """Tell who decides what was put down so far; from now on, of everything at once."""
-        past, self._past = iter(self._past or ()), None
+        past, self._past = self._past, None
         if self._is_calm:
             self._end_calm()
             self._limit_bytes = self._budget_bytes
-        assert self._online is not None
-        for event, storage, tick, nbytes, seconds, busy_seconds, live_bytes in zip(*[past] * 7, strict=True):
-            moment = Moment(seconds - self._facts.begin, busy_seconds, live_bytes, live_bytes)
-            is_gone = event is StorageSaved and storage >= 0 and storage not in self._bound
-            self._online.watch(event(storage, tick), moment, nbytes if is_gone else None)
+        assert self._online is not None and past is not None
+        for event, moment, nbytes in past.tell(self._bound):
+            self._online.watch(event, moment, nbytes)
 
     def _end_calm(self) -> None:
         self._is_calm = False
@@ -239,12 +225,6 @@ class OnlineEngine(Engine):
                     in_the_way=tuple(in_the_way),
                 )  # fmt: skip
             self._carry_out(actions)
-
-    def _measure(self, storage: torch.UntypedStorage, residence: Residence) -> None:
-        self.account.measure(storage, residence)
-
-    def _find_residence(self, storage: torch.UntypedStorage) -> Residence:
-        return self.account.see(storage, is_outside=True)
 
     def _may_move(self, storage: int) -> bool:
         """As in any step; while awake what outlives the step is marked, and need not be listed."""
@@ -300,7 +280,7 @@ class OnlineEngine(Engine):
             super()._recompute(action)
         finally:
             self.account.reserve(-nbytes)
-        self._replay_seconds += time.perf_counter() - begin
+        self._patience.replay_seconds += time.perf_counter() - begin
         self._watch_thrashing()
         for leaf in self._segments[action.segment].leaves:
             self._pinned[-1][leaf] -= 1
@@ -320,15 +300,8 @@ class OnlineEngine(Engine):
             self._watch_thrashing()
 
     def _watch_thrashing(self) -> None:
-        busy, moves = self.historian.busy_seconds, self._transfers.stall_seconds - self._stalled_before
-        lost = (self._replay_seconds + moves) / max(NOT_LONG, busy)
-        if lost <= (ENOUGH if self._has_said else WORTH_SAYING):
-            return
-        error = Thrashing(self._replay_seconds, moves, busy, self._budget_bytes)
-        if lost > ENOUGH and not self._is_over:
-            raise error
-        self._has_said = True
-        logger.warning("%s", error)
+        moves = self._transfers.stall_seconds - self._stalled_before
+        self._patience.watch(moves, self.historian.busy_seconds)
 
     def _prepare_replay(self, residence: Residence) -> bool:
         segment = self._machine.segment_of(residence.id)
@@ -380,7 +353,10 @@ class OnlineEngine(Engine):
 
     def finish(self) -> None:
         """The step is over: nobody watches writes from now on, and nobody makes room."""
-        self._is_over, self._facts.may_drop = True, False  # room for what is settled comes from moving the rest
+        self._patience.is_endless, self._facts.may_drop = (
+            True,
+            False,
+        )  # room for what is settled comes from moving the rest
         with self._lock:
             self._drain()
             if self._is_calm:
