@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from elbowroom.arena.use import serving
 from elbowroom.config import Config
 from elbowroom.errors import Infeasible, TraceError, UsageError
 from elbowroom.hardware.memory import cut_blocks_to_size, tune_allocator
@@ -238,7 +239,7 @@ class Room:
     ) -> Generator[None, None, float]:
         """Let the block run, and say how many seconds it took. `plain`: what it is expected to be, with no engine."""
         self._engine, self._calls = engine, Counter()
-        with contextlib.ExitStack() as stack:
+        with serving(self._device), contextlib.ExitStack() as stack:
             self._start(meter, stack)
             place, gradients = Place(), self._tell_gradients() if plain is not None else None
 
