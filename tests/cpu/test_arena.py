@@ -58,7 +58,7 @@ def cuda(library: pathlib.Path, runtime: ctypes.CDLL) -> Iterator[Memory]:
 
 
 class Program:
-    """Steps whose blocks are known by name, each filled with its own bytes, which are looked at when it is given back."""
+    """Steps whose blocks are known by name, each filled with its own bytes and looked at when it is given back."""
 
     def __init__(self, memory: Memory, stream: int = 0) -> None:
         self.memory, self.stream = memory, stream
@@ -306,6 +306,19 @@ def test_free_neighbours_are_joined_and_empty_segments_go_back(memory: Memory) -
     assert memory.count().reserved_peak_bytes == 0
 
 
+def test_what_stays_keeps_few_segments(memory: Memory) -> None:
+    """Optimizer state is made when the activations of the first step have gone."""
+    activations = [memory.take(4 * MIB) for _ in range(50)]
+    for block in activations:
+        assert memory.give(block or 0)
+    assert memory.count().reserved_bytes == 200 * MIB
+    state = [memory.take(2 * MIB) for _ in range(20)]
+    memory.empty()
+    assert memory.count().reserved_bytes == 40 * MIB
+    for block in state:
+        assert memory.give(block or 0)
+
+
 def test_memory_never_changes_streams(memory: Memory) -> None:
     mine = [memory.take(3000, stream=1) for _ in range(100)]
     for block in mine:
@@ -457,6 +470,18 @@ def test_what_is_not_whole_teaches_nothing() -> None:
     assert learner.read(events(BEGIN, (512, 3, 0), (0, 3, 0), END)) == []
     assert len(learner.read(events(BEGIN, (512, 4, 0), (0, 4, 0), END))) == 1
     assert learner.read(events(BEGIN, (512, 5, 0), (0, 5, 0), END)) == []  # nothing new
+
+
+def test_a_record_that_nobody_reads_does_not_grow_for_ever(memory: Memory) -> None:
+    memory.record(0, True)
+    for _ in range((1 << 19) + 1):
+        memory.give(memory.take(512) or 0)
+    assert memory.drain() is None
+    memory.give(memory.take(1024) or 0)
+    assert memory.drain()["nbytes"].tolist() == [1024, 0]
+    for _ in range(20_000):  # more than is handed over at a time
+        memory.give(memory.take(512) or 0)
+    assert memory.drain()["nbytes"].tolist() == [512, 0] * 20_000
 
 
 # A CUDA runtime -------------------------------------------------------------------------------------------------------

@@ -41,8 +41,9 @@ def test_random_requests_with_addresses_checked(tmp_path: pathlib.Path) -> None:
     assert min(alone[each] for each in ("missed", "blocked", "apart")) > 1000
     beside = drive(driver, 80_000, 4, 2, 1 << 29)
     assert beside["hits"] > 0 and beside["unknown"] > 0
-    full = drive(driver, 20_000, 4, 3, 1 << 26)
-    assert full["refused"] > 0 and full["retries"] > 0
+    for threads, capacity_bytes in ((4, 1 << 26), (1, 1 << 22)):
+        full = drive(driver, 20_000, threads, 3, capacity_bytes)
+        assert full["refused"] > 0 and full["retries"] > 0
 
 
 def test_random_requests_from_several_threads(tmp_path: pathlib.Path) -> None:

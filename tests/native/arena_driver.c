@@ -1,13 +1,14 @@
 /* Millions of random requests to the arena's library, each block filled and looked at again.
 
-   usage: driver REQUESTS THREADS SEED CAPACITY_BYTES [untouched]
+   usage: driver REQUESTS THREADS SEED CAPACITY_BYTES [planned | pool | malloc | nothing]
 
    Thread 0 runs steps on stream 1: a few scripts, repeated with planned offsets, mostly true to the script, sometimes
    with requests that are left out, added or changed, and blocks that are given back too late. The others take and give at
    random, on streams of their own and on stream 1. Every 512 bytes of a block are marked with the block and its stream;
    a mark that has changed means that two blocks lay upon each other, and one that a fresh block finds of another stream
    means that memory changed streams without a wait. Prints what was counted, as JSON; ends with 1 where something is
-   wrong. `untouched` marks nothing and has no second threads: it is for taking times. */
+   wrong. The last argument is for taking times: blocks are not touched, steps are true to their scripts, and requests go
+   to planned addresses, to the pool alone, to malloc, or to nobody, which is what the driver itself takes. */
 
 #define _GNU_SOURCE
 #include "memory.h"
@@ -27,7 +28,7 @@
 
 static struct memory *memory;
 static int64_t total, threads, capacity;
-static int is_touched = 1;
+static int is_touched = 1, is_planned = 1, is_ours = 1, is_plain = 0;
 
 struct held {
     char *address;
@@ -94,7 +95,9 @@ static void look(const struct held *held)
 
 static int take(struct worker *worker, struct held *held, int64_t nbytes, int stream, int64_t due)
 {
-    held->address = memory_take(memory, nbytes, 0, (void *)(intptr_t)stream);
+    held->address = is_ours    ? memory_take(memory, nbytes, 0, (void *)(intptr_t)stream)
+                    : is_plain ? malloc((size_t)nbytes)
+                               : (char *)held;
     held->nbytes = (nbytes + UNIT - 1) / UNIT * UNIT;
     held->stream = stream;
     held->due = due;
@@ -103,7 +106,7 @@ static int take(struct worker *worker, struct held *held, int64_t nbytes, int st
         worker->refused++;
         return 0;
     }
-    if ((uintptr_t)held->address % UNIT != 0)
+    if ((uintptr_t)held->address % UNIT != 0 && is_ours)
         fail("not aligned", held);
     if (is_touched)
         fill(worker, held);
@@ -114,7 +117,9 @@ static void give(struct held *held)
 {
     if (is_touched)
         look(held);
-    if (memory_give(memory, held->address) != 0)
+    if (is_plain)
+        free(held->address);
+    else if (is_ours && memory_give(memory, held->address) != 0)
         fail("not known", held);
 }
 
@@ -167,7 +172,7 @@ static void write_script(struct worker *worker, struct script *script)
         if (offset >= 0 && offset + script->sizes[line] > script->nbytes)
             script->nbytes = offset + script->sizes[line];
     }
-    if (memory_plan(memory, 0, (void *)1, script->count, script->sizes, script->offsets, script->nbytes) != 0)
+    if (is_planned && memory_plan(memory, 0, (void *)1, script->count, script->sizes, script->offsets, script->nbytes) != 0)
         abort();
 }
 
@@ -271,6 +276,9 @@ int main(int given, char **arguments)
     threads = atoll(arguments[2]);
     capacity = atoll(arguments[4]);
     is_touched = given < 6;
+    is_planned = is_touched || strcmp(arguments[5], "planned") == 0;
+    is_plain = !is_touched && strcmp(arguments[5], "malloc") == 0;
+    is_ours = is_planned || strcmp(arguments[5], "pool") == 0;
     memory = memory_open_host(capacity);
     struct worker workers[16] = {{0}};
     struct timespec begin, end;

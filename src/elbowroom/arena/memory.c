@@ -273,8 +273,6 @@ int64_t memory_drain(struct memory *memory, int device, struct event *events, in
     struct log *log = &memory->devices[device].log;
     int64_t count = log->count < most ? log->count : most;
     bool was_torn = log->is_torn;
-    if (was_torn)
-        count = log->count = 0;
     for (int64_t index = 0; index < count; index++)
         events[index] = log->events[index];
     for (int64_t index = count; index < log->count; index++)
@@ -346,11 +344,14 @@ static int check_device(struct memory *memory, int device)
     for (struct lane *lane = memory->devices[device].lanes; lane != NULL; lane = lane->next) {
         reserved_bytes += lane->arena_bytes;
         arena_bytes += lane->arena_bytes;
-        for (int is_small = 0; is_small < 2; is_small++) {
-            for (struct block *block = find_above(lane->free[is_small], 0, 0); block != NULL;
-                 block = find_above(lane->free[is_small], block->key, block->address + 1)) {
+        for (int which = 0; which < 4; which++) {
+            bool is_small = which / 2, is_whole = which % 2;
+            struct block *tree = lane->free[is_small][is_whole];
+            for (struct block *block = find_above(tree, 0, 0); block != NULL;
+                 block = find_above(tree, block->key, block->address + 1)) {
                 DEMAND(block->state == FREE && block->key == block->nbytes && block->lane == lane);
-                DEMAND(block->is_small == (bool)is_small && block->uses == NULL);
+                DEMAND(block->is_small == is_small && block->uses == NULL);
+                DEMAND((block->before == NULL && block->after == NULL) == is_whole);
                 DEMAND(block->before == NULL || block->before->state != FREE);
                 DEMAND(block->after == NULL || block->after->state != FREE);
                 reserved_bytes += block->nbytes;

@@ -46,7 +46,7 @@ struct plan {
 struct lane {
     int device;
     void *stream;
-    struct block *free[2]; /* trees: large blocks, small ones */
+    struct block *free[2][2]; /* trees, by whether blocks are small, and whether they are whole segments */
     uintptr_t arena;
     int64_t arena_bytes, arena_blocks;
     int64_t pause;         /* for so many steps no larger arena is asked for */

@@ -14,10 +14,11 @@
 #include <stdlib.h>
 #include <string.h>
 
-#define MOST_PLANS 8      /* of one stream */
-#define FARTHEST 1024     /* places ahead that are looked at by a step that has lost its place */
-#define MOST_DRAINED 2    /* steps in a row without a plan, so that an arena becomes free and can be a larger one */
-#define PAUSE 64          /* steps until a larger arena is asked for again */
+#define MOST_PLANS 8          /* of one stream */
+#define FARTHEST 1024         /* places ahead that are looked at by a step that has lost its place */
+#define MOST_DRAINED 2        /* steps in a row without a plan, so that an arena becomes free and can be a larger one */
+#define MOST_LOGGED (1 << 20) /* events that are kept for whoever drains them */
+#define PAUSE 64              /* steps until a larger arena is asked for again */
 
 void note_event(struct device *device, int64_t nbytes, int64_t serial, void *stream)
 {
@@ -26,9 +27,10 @@ void note_event(struct device *device, int64_t nbytes, int64_t serial, void *str
         return;
     if (log->count == log->room) {
         int64_t room = log->room ? 2 * log->room : 1024;
-        struct event *events = realloc(log->events, (size_t)room * sizeof *events);
+        struct event *events = room > MOST_LOGGED ? NULL : realloc(log->events, (size_t)room * sizeof *events);
         if (events == NULL) {
-            log->is_torn = true;
+            free(log->events);
+            *log = (struct log){.is_on = true, .is_torn = true};
             return;
         }
         log->events = events;

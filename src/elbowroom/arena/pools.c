@@ -1,6 +1,7 @@
 /* Pools: segments of a stream, cut into blocks as they are asked for; free neighbours are joined again.
 
-   Blocks of up to 1 MiB have segments of their own, so that they do not cut up the large ones. */
+   Blocks of up to 1 MiB have segments of their own, so that they do not cut up the large ones. A segment that is free as
+   a whole is cut only where no other has room: what stays for long keeps as few segments as it can. */
 
 #include "parts.h"
 
@@ -21,22 +22,24 @@ static int64_t round_pages(int64_t nbytes)
     return (nbytes + PAGE_BYTES - 1) / PAGE_BYTES * PAGE_BYTES;
 }
 
+static struct block **find_tree(struct block *block)
+{
+    return &block->lane->free[block->is_small][block->before == NULL && block->after == NULL];
+}
+
 /* Gives the free segments of a device back. Returns their bytes. */
 int64_t give_segments(struct memory *memory, int device)
 {
     int64_t given = 0;
     for (struct lane *lane = memory->devices[device].lanes; lane != NULL; lane = lane->next) {
         for (int is_small = 0; is_small < 2; is_small++) {
-            struct block *block = find_above(lane->free[is_small], 0, 0);
-            while (block != NULL) {
-                struct block *next = find_above(lane->free[is_small], block->key, block->address + 1);
-                if (block->before == NULL && block->after == NULL) {
-                    pull(&lane->free[is_small], block);
-                    memory->calls.give(memory->calls.context, device, block->address, block->nbytes);
-                    given += block->nbytes;
-                    drop_block(memory, block);
-                }
-                block = next;
+            struct block **whole = &lane->free[is_small][true];
+            while (*whole != NULL) {
+                struct block *block = *whole;
+                pull(whole, block);
+                memory->calls.give(memory->calls.context, device, block->address, block->nbytes);
+                given += block->nbytes;
+                drop_block(memory, block);
             }
         }
     }
@@ -60,12 +63,15 @@ static struct block *add_segment(struct memory *memory, struct lane *lane, int64
     return block;
 }
 
-/* The smallest free block that is large enough, of those the lowest. */
+/* The smallest free block that is large enough, of those the lowest; a whole segment only where it is about the size. */
 static struct block *find_free(struct lane *lane, int64_t nbytes, bool is_small)
 {
-    struct block *block = find_above(lane->free[is_small], nbytes, 0);
+    struct block *block = find_above(lane->free[is_small][false], nbytes, 0);
+    struct block *whole = find_above(lane->free[is_small][true], nbytes, 0);
+    if (block == NULL || (whole != NULL && whole->nbytes < block->nbytes && whole->nbytes - nbytes < PAGE_BYTES))
+        block = whole;
     if (block != NULL)
-        pull(&lane->free[is_small], block);
+        pull(find_tree(block), block);
     return block;
 }
 
@@ -126,7 +132,7 @@ struct block *take_from_pool(struct memory *memory, struct lane *lane, int64_t n
             rest->after->before = rest;
         block->after = rest;
         block->nbytes = nbytes;
-        put(&lane->free[rest->is_small], rest, rest->nbytes);
+        put(find_tree(rest), rest, rest->nbytes);
     }
     return block;
 }
@@ -154,13 +160,13 @@ void release(struct memory *memory, struct block *block)
     }
     block->state = FREE;
     if (block->after != NULL && block->after->state == FREE) {
-        pull(&lane->free[block->is_small], block->after);
+        pull(find_tree(block->after), block->after);
         join(memory, block);
     }
     if (block->before != NULL && block->before->state == FREE) {
         block = block->before;
-        pull(&lane->free[block->is_small], block);
+        pull(find_tree(block), block);
         join(memory, block);
     }
-    put(&lane->free[block->is_small], block, block->nbytes);
+    put(find_tree(block), block, block->nbytes);
 }

@@ -33,6 +33,9 @@ class StepKeeper:
     Args:
         memory: the library.
         device: index.
+
+    Attributes:
+        bound_bytes: what the blocks that were planned last have at once at most: no arena for them is smaller.
     """
 
     def __init__(self, memory: Memory, device: int) -> None:
@@ -41,6 +44,7 @@ class StepKeeper:
         self._is_recording = True
         self._futile = self._count = 0
         self._before = Counts()
+        self.bound_bytes = 0
         memory.record(device, True)
 
     def begin(self) -> bool:
@@ -78,6 +82,7 @@ class StepKeeper:
         plans = self._learner.read(events)
         self._futile = 0 if plans else self._futile + 1
         for plan in plans:
+            self.bound_bytes = plan.bound_bytes
             self._memory.plan(self._device, plan.stream, plan.sizes, plan.offsets, plan.arena_bytes)
             logger.info(
                 "device %d, stream %d: %d requests of a step lie in an arena of %s from now on, %.2f%% over the bound",
