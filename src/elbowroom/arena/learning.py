@@ -7,12 +7,15 @@ outlives its step is planned if the next one gives it back before the request th
               |      b......|  |..b' b.......|         a: [0, 5)       b: [5, 2), which wraps
 
 Once a step has come twice, it is laid out. Every later one that was recorded can only make lifetimes longer.
+
+Segments that blocks lie in which stay for good (weights, the state of optimizers) are there whatever a plan says, and so
+is what is free in them. So what the pool has served from there in the step that is laid out is left to it.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from elbowroom.arena.library import STEP_BEGINS, STEP_ENDS
@@ -38,10 +41,12 @@ class Requests:
         sizes: bytes of each request.
         ends: the number of requests at which each block is given back: beyond those of the step, those of the next one
             are counted on; OUTLIVES, UNKNOWN.
+        segments: where each block's segment begins; 0 in an arena.
     """
 
     sizes: list[int] = dataclasses.field(default_factory=list)
     ends: list[int] = dataclasses.field(default_factory=list)
+    segments: list[int] = dataclasses.field(default_factory=list)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,9 +69,14 @@ class StreamPlan:
 
 
 class Learner:
-    """Reads what was recorded on one device."""
+    """Reads what was recorded on one device.
 
-    def __init__(self) -> None:
+    Args:
+        list_blocks: the blocks that are handed out now, in the form of what is recorded.
+    """
+
+    def __init__(self, list_blocks: Callable[[], Any]) -> None:
+        self._list_blocks = list_blocks
         self._steps: dict[tuple[int, tuple[int, ...]], list[int]] = {}  # the ends, by stream and sizes
         self._planned: dict[tuple[int, tuple[int, ...]], tuple[int, ...]] = {}
         self.forget()
@@ -83,7 +93,7 @@ class Learner:
         Cost: searches a layout for each of them, up to some seconds for ten thousand requests.
         """
         found: list[StreamPlan] = []
-        for nbytes, serial, stream in events.tolist():
+        for nbytes, serial, stream, segment in events.tolist():
             if nbytes == STEP_BEGINS:
                 self._now = {}
             elif nbytes == STEP_ENDS and self._now is not None:
@@ -94,6 +104,7 @@ class Learner:
                 self._there[serial] = stream, requests, len(requests.sizes)
                 requests.sizes.append(nbytes)
                 requests.ends.append(UNKNOWN)
+                requests.segments.append(segment)
             elif nbytes == 0 and serial in self._there:
                 self._give(*self._there.pop(serial))
         return found
@@ -119,8 +130,17 @@ class Learner:
                 self._remember(kind, requests.ends)
                 if self._planned.get(kind) != tuple(self._steps[kind]):
                     self._planned[kind] = tuple(self._steps[kind])
-                    found.append(make_plan(stream, requests.sizes, self._steps[kind]))
+                    found.append(make_plan(stream, requests.sizes, self._keep_apart(kind, requests)))
         return found
+
+    def _keep_apart(self, kind: tuple[int, tuple[int, ...]], requests: Requests) -> list[int]:
+        """The ends of requests, and OUTLIVES for those that lay beside what stays."""
+        ends = self._steps[kind]
+        leaving = {
+            serial for serial, (_, whose, place) in self._there.items() if whose is requests and ends[place] != OUTLIVES
+        }
+        kept = {segment for _, serial, _, segment in self._list_blocks().tolist() if serial not in leaving} - {0}
+        return [OUTLIVES if segment in kept else end for end, segment in zip(ends, requests.segments, strict=True)]
 
     def _remember(self, kind: tuple[int, tuple[int, ...]], ends: Sequence[int]) -> None:
         known = self._steps.pop(kind, None)

@@ -11,8 +11,9 @@ import numpy as np
 
 from elbowroom.errors import UsageError
 
-EVENT = np.dtype([("nbytes", np.int64), ("serial", np.int64), ("stream", np.uint64)])
-"""What was recorded: bytes that were taken, 0 for a block given back, or one of the two below; the block's number."""
+EVENT = np.dtype([("nbytes", np.int64), ("serial", np.int64), ("stream", np.uint64), ("segment", np.uint64)])
+"""What was recorded: bytes that were taken, 0 for a block given back, or one of the two below; the block's number, its
+stream, and where its segment begins: 0 in an arena."""
 
 STEP_BEGINS, STEP_ENDS = -1, -2
 
@@ -83,6 +84,7 @@ _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "memory_end_step": (_INT, (_ADDRESS, _INT)),
     "memory_record": (None, (_ADDRESS, _INT, _INT)),
     "memory_drain": (_WIDE, (_ADDRESS, _INT, _ADDRESS, _WIDE)),
+    "memory_list": (_WIDE, (_ADDRESS, _INT, _ADDRESS, _WIDE)),
     "memory_count": (None, (_ADDRESS, _INT, ctypes.POINTER(Counts))),
     "memory_reset_peaks": (None, (_ADDRESS, _INT)),
     "memory_check": (_INT, (_ADDRESS,)),
@@ -180,6 +182,16 @@ class Memory:
             parts.append(part[:count])
             if count < len(part):
                 return np.concatenate(parts)
+
+    def list_blocks(self, device: int = 0) -> Any:
+        """The blocks that are handed out on a device, as an array of `EVENT`."""
+        room = MOST_EVENTS
+        while True:
+            blocks = np.empty(room, EVENT)
+            count = self._library.memory_list(self._memory, device, blocks.ctypes.data, room)
+            if count <= room:
+                return blocks[:count]
+            room = count
 
     def count(self, device: int = 0) -> Counts:
         """What has been counted so far."""

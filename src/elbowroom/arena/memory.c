@@ -90,6 +90,12 @@ struct lane *find_lane(struct memory *memory, int device, void *stream)
     return lane;
 }
 
+static struct event describe(const struct block *block, int64_t nbytes)
+{
+    return (struct event){
+        .nbytes = nbytes, .serial = block->serial, .stream = block->lane->stream, .segment = (void *)block->segment};
+}
+
 void *memory_take(struct memory *memory, int64_t nbytes, int device, void *stream)
 {
     if (nbytes <= 0 || device < 0 || device >= MOST_DEVICES)
@@ -115,7 +121,7 @@ void *memory_take(struct memory *memory, int64_t nbytes, int device, void *strea
     block->state = LIVE;
     block->serial = ++memory->serial;
     put(&memory->live, block, 0);
-    note_event(there, block->nbytes, block->serial, stream);
+    note_event(there, describe(block, block->nbytes));
     counts->requests++;
     counts->arena_used_bytes += block->is_in_arena ? block->nbytes : 0;
     counts->allocated_bytes += block->nbytes;
@@ -203,7 +209,7 @@ int memory_give(struct memory *memory, void *address)
         memory->devices[0].counts.unknown++; /* nobody knows whose it would be */
     } else {
         struct device *there = &memory->devices[block->lane->device];
-        note_event(there, 0, block->serial, block->lane->stream);
+        note_event(there, describe(block, 0));
         there->counts.allocated_bytes -= block->nbytes;
         there->counts.arena_used_bytes -= block->is_in_arena ? block->nbytes : 0;
         if (block->uses != NULL || block->must_settle)
@@ -281,6 +287,22 @@ int64_t memory_drain(struct memory *memory, int device, struct event *events, in
     log->is_torn = false;
     pthread_mutex_unlock(&memory->lock);
     return was_torn ? -1 : count;
+}
+
+int64_t memory_list(struct memory *memory, int device, struct event *blocks, int64_t most)
+{
+    int64_t count = 0;
+    pthread_mutex_lock(&memory->lock);
+    for (struct block *block = find_above(memory->live, 0, 0); block != NULL;
+         block = find_above(memory->live, 0, block->address + 1)) {
+        if (block->lane->device != device || block->state != LIVE)
+            continue;
+        if (count < most)
+            blocks[count] = describe(block, block->nbytes);
+        count++;
+    }
+    pthread_mutex_unlock(&memory->lock);
+    return count;
 }
 
 void memory_count(struct memory *memory, int device, struct counts *counts)

@@ -44,6 +44,7 @@ struct event {
     int64_t nbytes; /* taken (a multiple of 512); 0: given back; STEP_BEGINS, STEP_ENDS */
     int64_t serial; /* of the block: every request has its own, and they go up */
     void *stream;   /* the block's */
+    void *segment;  /* where the segment begins that the block lies in; NULL in an arena */
 };
 
 #define STEP_BEGINS (-1)
@@ -85,6 +86,10 @@ EXPORTED void memory_record(struct memory *memory, int device, int is_on);
 /* Hand over at most `most` events, the oldest first, and forget them. Returns how many there were; -1 if some were lost
    because there was no room to write them down, after which none are left. */
 EXPORTED int64_t memory_drain(struct memory *memory, int device, struct event *events, int64_t most);
+
+/* Describes at most `most` of the blocks that are handed out on a device, as if they had just been taken. Returns how many
+   there are. */
+EXPORTED int64_t memory_list(struct memory *memory, int device, struct event *blocks, int64_t most);
 
 EXPORTED void memory_count(struct memory *memory, int device, struct counts *counts);
 EXPORTED void memory_reset_peaks(struct memory *memory, int device);

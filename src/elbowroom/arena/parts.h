@@ -23,6 +23,7 @@ struct block {
     bool is_small, is_in_arena;
     bool must_settle;            /* another stream used it, and there was no room to note which */
     struct lane *lane;
+    uintptr_t segment;            /* where its segment begins; 0 in an arena */
     struct block *before, *after; /* its neighbours in the segment */
     struct block *next;           /* unused nodes, and blocks that are leaving */
     struct use *uses;
@@ -122,7 +123,7 @@ struct block *take_planned(struct memory *memory, struct lane *lane, int64_t nby
 struct block *take_gap(struct memory *memory, struct lane *lane, int64_t nbytes);
 bool give_arena(struct memory *memory, struct lane *lane);
 void drop_plans(struct lane *lane);
-void note_event(struct device *device, int64_t nbytes, int64_t serial, void *stream);
+void note_event(struct device *device, struct event event);
 
 /* memory.c */
 struct lane *find_lane(struct memory *memory, int device, void *stream);

@@ -20,7 +20,7 @@
 #define MOST_LOGGED (1 << 20) /* events that are kept for whoever drains them */
 #define PAUSE 64              /* steps until a larger arena is asked for again */
 
-void note_event(struct device *device, int64_t nbytes, int64_t serial, void *stream)
+void note_event(struct device *device, struct event event)
 {
     struct log *log = &device->log;
     if (!log->is_on || log->is_torn)
@@ -36,7 +36,7 @@ void note_event(struct device *device, int64_t nbytes, int64_t serial, void *str
         log->events = events;
         log->room = room;
     }
-    log->events[log->count++] = (struct event){.nbytes = nbytes, .serial = serial, .stream = stream};
+    log->events[log->count++] = event;
 }
 
 /* Plans ----------------------------------------------------------------------------------------------------------- */
@@ -207,7 +207,7 @@ int memory_begin_step(struct memory *memory, int device)
     struct device *there = &memory->devices[device];
     bool is_first = !there->is_in_step;
     if (is_first) {
-        note_event(there, STEP_BEGINS, memory->serial, NULL);
+        note_event(there, (struct event){.nbytes = STEP_BEGINS});
         for (struct lane *lane = there->lanes; lane != NULL; lane = lane->next) {
             lane->plan = NULL;
             lane->cursor = 0;
@@ -247,7 +247,7 @@ int memory_end_step(struct memory *memory, int device)
         lane->before = lane->plan;
     }
     if (was_in_step)
-        note_event(there, STEP_ENDS, memory->serial, NULL);
+        note_event(there, (struct event){.nbytes = STEP_ENDS});
     pthread_mutex_unlock(&memory->lock);
     return was_in_step ? 0 : -1;
 }

@@ -57,6 +57,7 @@ static struct block *add_segment(struct memory *memory, struct lane *lane, int64
         return NULL;
     }
     block->nbytes = nbytes;
+    block->segment = block->address;
     block->lane = lane;
     block->is_small = is_small;
     count_reserved(&memory->devices[lane->device], nbytes);
@@ -124,6 +125,7 @@ struct block *take_from_pool(struct memory *memory, struct lane *lane, int64_t n
     if (rest != NULL) { /* where there is no room to write the rest down, it stays with the block */
         rest->address = block->address + (uintptr_t)nbytes;
         rest->nbytes = block->nbytes - nbytes;
+        rest->segment = block->segment;
         rest->lane = lane;
         rest->is_small = block->is_small;
         rest->before = block;

@@ -40,7 +40,7 @@ class StepKeeper:
 
     def __init__(self, memory: Memory, device: int) -> None:
         self._memory, self._device = memory, device
-        self._learner = Learner()
+        self._learner = Learner(lambda: memory.list_blocks(device))
         self._is_recording = True
         self._futile = self._count = 0
         self._before = Counts()
