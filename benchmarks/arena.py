@@ -2,11 +2,11 @@
 
     python benchmarks/arena.py --parts random times real league --output benchmarks/results/arena.json
 
-random: blocks are marked and looked at, in programs with the address sanitizer and with the thread sanitizer. times: what
-a request costs beside malloc. real: the allocations of training on this CPU, from building the model on, as the profiler
-reports them. league: the steps of the league's models as they are captured for cards. The last two go through the C
-interface as a program on a device would send them, step after step, on host memory that nobody touches; beside it what
-the library's pool alone and PyTorch's allocator (its model, in two settings) would reserve for the same requests.
+random: blocks are marked and looked at, in programs with the address sanitizer and with the thread sanitizer. times:
+what a request costs beside malloc. real: the allocations of training on this CPU, from building the model on, as the
+profiler reports them. league: the steps of the league's models as they are captured for cards. The last two go through
+the C interface as a program on a device would send them, step after step, on host memory that nobody touches; beside it
+what the library's pool alone and PyTorch's allocator (its model, in two settings) would reserve for the same requests.
 """
 
 from __future__ import annotations
@@ -48,6 +48,9 @@ REAL: dict[str, tuple[str, dict[str, Any]]] = {
     "BERT-base, 4 x 128": ("transformers:bert-base-uncased", {"batch": 4, "sequence_length": 128}),
     "GPT-2 small, 2 x 256": ("transformers:gpt2", {"batch": 2, "sequence_length": 256}),
 }
+
+SERVED = ("requests", "hits", "apart", "missed", "blocked", "unplanned")
+"""What is counted of the last step."""
 
 Event = tuple[str, int, int]
 """take (block, bytes), give (block), begin or end of a step."""
@@ -94,7 +97,13 @@ def time_requests(millions: float, folder: pathlib.Path) -> dict[str, Any]:
     ways = ("planned", "pool", "malloc", "nothing")
     least = {way: min(drive(driver, count, 1, 7, 1 << 36, way)["seconds"] for _ in range(3)) for way in ways}
     found = {f"{way}_ns": round((least[way] - least["nothing"]) / count * 1e9, 1) for way in ways[:3]}
-    return {"part": "times", "name": "ns a request", "requests": count, "driver_ns": least["nothing"] / count * 1e9, **found}
+    return {
+        "part": "times",
+        "name": "ns a request",
+        "requests": count,
+        "driver_ns": least["nothing"] / count * 1e9,
+        **found,
+    }
 
 
 # Requests of training -------------------------------------------------------------------------------------------------
@@ -139,7 +148,9 @@ def list_events(model: str, cache: pathlib.Path) -> list[Event]:
     )
     events: list[Event] = [("take", buffer.id, buffer.nbytes) for buffer in buffers if buffer.id in lasting]
     for _ in range(STEPS):
-        step: list[Event] = [("take" if takes else "give", name, nbytes if takes else 0) for _, takes, name, nbytes in rows]
+        step: list[Event] = [
+            ("take" if takes else "give", name, nbytes if takes else 0) for _, takes, name, nbytes in rows
+        ]
         events += [("begin", 0, 0), *step, ("end", 0, 0)]
     return events
 
@@ -180,20 +191,23 @@ def measure(part: str, name: str, events: list[Event]) -> dict[str, Any]:
     others = {"caching": CachingAllocator(), "expandable": ExpandableAllocator()}
     for other in others.values():
         send(events, other.take, other.give, lambda what: None)
-    planned = now.hits - before.hits
     outside = now.reserved_bytes - now.arena_bytes
     found = {
-        "part": part, "name": name, "requests": now.requests - before.requests, "hits": planned,
-        "apart": now.apart - before.apart, "missed": now.missed - before.missed, "blocked": now.blocked - before.blocked,
+        "part": part, "name": name,
+        **{field: getattr(now, field) - getattr(before, field) for field in SERVED},
         "arena_bytes": now.arena_bytes, "bound_bytes": keeper.bound_bytes, "outside_bytes": outside,
         "reserved_bytes": now.reserved_peak_bytes, "allocated_peak_bytes": now.allocated_peak_bytes,
         "pool_bytes": pool.count().reserved_peak_bytes,
         **{f"{other}_bytes": allocator.reserved_bytes for other, allocator in others.items()},
     }  # fmt: skip
-    saved = ", ".join(f"{each} {1 - found['reserved_bytes'] / found[f'{each}_bytes']:.1%}" for each in ("pool", *others))
-    print(f"{name:28} {found['hits']}+{found['apart']} of {found['requests']}, arena {found['arena_bytes'] / 2**20:.0f} MiB "
-          f"{found['arena_bytes'] / max(found['bound_bytes'], 1):.4f} of its bound, reserved "
-          f"{found['reserved_bytes'] / found['allocated_peak_bytes']:.4f} of the peak; less than {saved}", flush=True)  # fmt: skip
+    reserved, arena, bound = found["reserved_bytes"], found["arena_bytes"], max(found["bound_bytes"], 1)
+    saved = ", ".join(f"{each} {1 - reserved / found[f'{each}_bytes']:.1%}" for each in ("pool", *others))
+    print(
+        f"{name:28} {found['hits']}+{found['apart']} of {found['requests']}, arena {arena / 2**20:.0f} MiB, "
+        f"{arena / bound:.4f} of its bound, reserved {reserved / found['allocated_peak_bytes']:.4f} of the peak; "
+        f"less than {saved}",
+        flush=True,
+    )
     return found
 
 

@@ -458,6 +458,44 @@ def test_no_block_lies_upon_another(
     assert memory.close() == 0
 
 
+LINES = st.lists(
+    st.tuples(st.sampled_from([600, 3000, 70_000, 2 * MIB, 11 * MIB]), st.integers(1, 40), st.integers(0, 1)),
+    min_size=1, max_size=30,
+)  # fmt: skip
+
+
+@settings(max_examples=60)
+@given(lines=LINES, weights=st.lists(st.sampled_from([3000, 3 * MIB]), max_size=6))
+def test_every_step_that_repeats_is_served_as_planned(
+    library: pathlib.Path, lines: list[tuple[int, int, int]], weights: list[int]
+) -> None:
+    """Each line is a request, for how many requests its block is there (into the next steps, too), and its stream."""
+    memory = Memory(library)
+    learner = Learner(memory.list_blocks)
+    memory.record(0, True)
+    there: list[tuple[int, int]] = [(1 << 60, memory.take(nbytes) or 0) for nbytes in weights]
+    for step in range(6):
+        before = memory.count()
+        memory.begin_step()
+        for place, (nbytes, life, stream) in enumerate(lines):
+            now = step * len(lines) + place
+            for _, address in [each for each in there if each[0] <= now]:
+                assert memory.give(address)
+            there = [each for each in there if each[0] > now]
+            there.append((now + life, memory.take(nbytes, 0, stream) or 0))
+        memory.end_step()
+        for plan in learner.read(memory.drain()):
+            assert memory.plan(0, plan.stream, plan.sizes, plan.offsets, plan.arena_bytes)
+        count = memory.count()
+        if step >= 4:  # by then, what lives for several steps has shown that it does
+            assert (count.missed, count.blocked) == (before.missed, before.blocked)
+            assert count.hits + count.apart == before.hits + before.apart + len(lines)
+        assert memory.check() == 0
+    for _, address in there:
+        assert memory.give(address)
+    assert memory.close() == 0
+
+
 # What is learnt -------------------------------------------------------------------------------------------------------
 
 

@@ -8,8 +8,8 @@ outlives its step is planned if the next one gives it back before the request th
 
 Once a step has come twice, it is laid out. Every later one that was recorded can only make lifetimes longer.
 
-Segments that blocks lie in which stay for good (weights, the state of optimizers) are there whatever a plan says, and so
-is what is free in them. So what the pool has served from there in the step that is laid out is left to it.
+Segments in which blocks lie that stay for good (weights, the state of optimizers) are there whatever a plan says, and
+so is what is free in them. So what the pool has served from there in the step that is laid out is left to it.
 """
 
 from __future__ import annotations
