@@ -91,7 +91,7 @@ def try_random(millions: float, folder: pathlib.Path) -> Iterator[dict[str, Any]
 
 
 def time_requests(millions: float, folder: pathlib.Path) -> dict[str, Any]:
-    """Nanoseconds of a request together with giving the block back; what the driver itself takes is taken off."""
+    """Nanoseconds of processor time of a request together with giving the block back, without what the driver takes."""
     driver = compile_driver(folder, "-O2")
     count = int(millions * 1e6)
     ways = ("planned", "pool", "malloc", "nothing")

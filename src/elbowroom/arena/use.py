@@ -21,7 +21,7 @@ from elbowroom.units import format_bytes
 logger = logging.getLogger(__name__)
 
 LEAST_SERVED = 0.9
-"""A step with a smaller share of requests at their planned addresses is looked at anew."""
+"""A step with a smaller share of requests that went as planned is looked at anew."""
 
 MOST_FUTILE = 8
 """So many steps in a row are recorded without learning anything, and then two in so many."""
@@ -70,9 +70,11 @@ class StepKeeper:
     def _is_strange(self) -> bool:
         """Whether too many requests of the step were not served as planned."""
         now, before = self._memory.count(self._device), self._before
-        hits = now.hits - before.hits
-        others = sum(getattr(now, each) - getattr(before, each) for each in ("missed", "blocked", "unplanned"))
-        return bool(hits < LEAST_SERVED * (hits + others))
+        served, others = (
+            sum(getattr(now, name) - getattr(before, name) for name in names)
+            for names in (("hits", "apart"), ("missed", "blocked", "unplanned"))
+        )
+        return bool(served < LEAST_SERVED * (served + others))
 
     def _learn(self) -> None:
         events = self._memory.drain(self._device)
