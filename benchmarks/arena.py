@@ -7,6 +7,7 @@ what a request costs beside malloc. real: the allocations of training on this CP
 profiler reports them. league: the steps of the league's models as they are captured for cards. The last two go through
 the C interface as a program on a device would send them, step after step, on host memory that nobody touches; beside it
 what the library's pool alone and PyTorch's allocator (its model, in two settings) would reserve for the same requests.
+What the library reserves is the peak of the last step, in which it follows its plan; the others give nothing back.
 """
 
 from __future__ import annotations
