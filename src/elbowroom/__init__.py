@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from elbowroom.api import capture as capture
     from elbowroom.api import fit as fit
+    from elbowroom.arena.use import use_arena as use_arena
     from elbowroom.cost.price import price as price
     from elbowroom.hardware.probe import probe as probe
     from elbowroom.ir.check import check as check
@@ -31,6 +32,7 @@ _VERBS = {
     "simulate": "elbowroom.simulator.replay",
     "save": "elbowroom.ir.files",
     "load": "elbowroom.ir.files",
+    "use_arena": "elbowroom.arena.use",
 }
 
 __all__ = ["__version__", *_VERBS]

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from elbowroom.arena.use import serving
 from elbowroom.config import Config
 from elbowroom.errors import Infeasible, TraceError, UsageError
 from elbowroom.hardware.memory import cut_blocks_to_size, tune_allocator
@@ -242,7 +243,7 @@ class Room:
     ) -> Generator[None, None, float]:
         """Let the block run, and say how many seconds it took. `plain`: what it is expected to be, with no engine."""
         self._engine, self._calls = engine, Counter()
-        with contextlib.ExitStack() as stack:
+        with serving(self._device), contextlib.ExitStack() as stack:
             self._start(meter, stack)
             place, gradients = Place(), self._tell_gradients() if plain is not None else None
 
@@ -373,8 +374,7 @@ class Room:
         trace = capture.finish()
         if not (capture.is_settled and is_whole) and self._captures < self.config.settling_steps:
             return
-        self._captures = 0
-        known = self._repertoire
+        known, self._captures = self._repertoire, 0
         # Beside others it is planned when it recurs.
         if known.acts and (known.knows(trace) or not known.strayed(list_sizes(trace))):
             self._put_off_capture()
