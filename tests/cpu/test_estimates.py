@@ -87,3 +87,27 @@ def test_what_isin_finds_among_equal_numbers_may_take_less() -> None:
         torch.isin(torch.zeros(90000), torch.arange(30000.0))
     estimated, measured = comparison.found["isin"]
     assert measured <= estimated
+
+
+@pytest.mark.parametrize("is_expanded", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    ("inner", "outer", "images", "pixels", "stride"),
+    [
+        *((1024, 2048, 4, 4, 2), (512, 512, 3, 4, 2), (16, 64, 6, 4, 3), (768, 2048, 2, 3, 2), (16, 1024, 2, 28, 2)),
+        *((1024, 16, 8, 14, 1), (128, 64, 8, 28, 3), (768, 512, 2, 2, 1)),
+    ],
+)
+def test_estimates_cover_convolutions_whose_weights_outweigh_images(
+    inner: int, outer: int, images: int, pixels: int, stride: int, dtype: torch.dtype, is_expanded: bool
+) -> None:
+    for layout in (torch.contiguous_format, torch.channels_last):
+        given = numbers(images, inner, pixels, pixels, dtype=dtype).to(memory_format=layout).requires_grad_()
+        weight = numbers(outer, inner, 1, 1, dtype=dtype).to(memory_format=layout).requires_grad_()
+        with Comparison() as comparison:
+            result = torch.nn.functional.conv2d(given, weight, stride=stride)
+            ones = torch.ones_like(result)
+            result.backward(ones[:1, :1, :1, :1].expand_as(ones) if is_expanded else ones)
+        for op in ("convolution", "convolution_backward"):
+            estimated, measured = comparison.found[op]
+            assert measured <= estimated, op

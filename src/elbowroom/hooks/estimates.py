@@ -98,6 +98,8 @@ class Estimates:
             if kwargs:
                 key += kwargs
                 _describe(kwargs.values(), key, is_rough, self._is_here)
+            if kind.is_convolution:
+                key.append(_count_expanded(args))
             known = tuple(key)
             found = self._known.get(known)
         except (TypeError, RuntimeError):
@@ -178,7 +180,8 @@ class Estimates:
         views = [_view(tensor, place) for place, tensor in enumerate((*given, *made))]
         reads, writes = tuple(views[: len(given)]), tuple(views[len(given) :])
         op = Op(tick=0, name=str(func), reads=reads, writes=writes, flops=0, barrier="")
-        return self._round_up(estimate_workspace(op))
+        expanded_bytes = _count_expanded(given) if find_kind(func).is_convolution else 0
+        return self._round_up(estimate_workspace(op) + expanded_bytes)
 
     def _round_up(self, nbytes: int) -> int:
         return -(-nbytes // self._block_bytes) * self._block_bytes
@@ -208,6 +211,12 @@ def _describe(values: Iterable[Any], key: list[Any], is_rough: bool, is_here: Ca
         else:
             # Of a storage or a generator, only what it is: what is remembered must not keep it.
             key.append(value if isinstance(value, _REMEMBERED) else made_as)
+
+
+def _count_expanded(values: Iterable[Any]) -> int:
+    """Bytes of those tensors, were they written out, whose elements stand for several each."""
+    tensors = (value for value in values if isinstance(value, torch.Tensor))
+    return sum(tensor.nbytes for tensor in tensors if 0 in tensor.stride() and tensor.numel() > 1)
 
 
 def _is_strided(tensor: torch.Tensor) -> bool:
