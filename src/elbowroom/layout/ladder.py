@@ -25,7 +25,7 @@ from typing import Any
 
 import numpy as np
 
-from elbowroom.layout.desk import WORK, Desk, make_desk
+from elbowroom.layout.desk import WORK, Desk, make_desk, set_order
 from elbowroom.layout.fitting import fit
 from elbowroom.layout.instance import Instance, select
 from elbowroom.layout.orders import find_areas, find_durations, find_pressures, order_by
@@ -36,8 +36,11 @@ Array = Any
 LIMIT, LIMIT_PER_BUFFER = 1 << 23, 1 << 14
 """Work of a short trial."""
 
-FEWEST = 1250
-"""Of many buffers, so many are searched first."""
+MOST = 5000
+"""Up to so many buffers are searched at once: a desk for more would take half a second and some hundred MB."""
+
+FIT_PER_BUFFER = 1500
+"""Work of placing one buffer after the other, in units of the search."""
 
 ANY = 1 << 61
 """A capacity that is never too small."""
@@ -89,12 +92,13 @@ class Ladder:
 
     def climb(self, most_work: int) -> None:
         """Go on until the smallest is proven or the work is done."""
-        found, grain = self.found, self._grain
+        if self.is_done:
+            return
+        found, grain, desk = self.found, self._grain, make_desk(self._instance)
         shortest = LIMIT + LIMIT_PER_BUFFER * len(found.offsets)
         step = max((found.arena_bytes - found.refuted_bytes) // 2 // grain, 1)
-        for trial, desk in enumerate(list_desks(self._instance), start=1):
-            if self.is_done or found.work >= most_work:
-                return
+        for trial, (order, is_local) in enumerate(list_orders(self._instance), start=1):
+            set_order(desk, order, is_local=is_local)
             limit = shortest * find_luby(trial)
             self._try(desk, found.refuted_bytes + grain, min(limit, most_work - found.work))
             rungs = (found.arena_bytes - found.refuted_bytes) // grain - 1
@@ -102,31 +106,38 @@ class Ladder:
                 step = min(step, rungs - 1)
                 verdict = self._try(desk, found.arena_bytes - step * grain, min(limit, most_work - found.work))
                 step = 2 * step if verdict == SOLVED else step // 2 or rungs // 2
+            if self.is_done or found.work >= most_work:
+                return
 
     def _try(self, desk: Desk, capacity: int, limit: int) -> int:
         """One order at one capacity."""
         verdict = search(desk, capacity, limit)
         self.found.work += int(desk.tally[WORK])
         if verdict == SOLVED:
-            self.found.keep(desk.offset, self._instance.nbytes)
+            self.found.keep(desk.blocks["offset"], self._instance.nbytes)
         if verdict == REFUTED:
             self.found.refuted_bytes = max(self.found.refuted_bytes, capacity)
         return verdict
 
 
-def list_desks(instance: Instance) -> Iterator[Desk]:
-    """Orders to search in, without end: first some that are often good, then these changed by chance."""
+def list_orders(instance: Instance) -> Iterator[tuple[Array, bool]]:
+    """Orders to search in, without end, and whether locally: some that are often good, then these changed by chance."""
     areas, durations, pressures = find_areas(instance), find_durations(instance), find_pressures(instance)
-    lengths = instance.last - instance.first + instance.wrap
-    yield make_desk(instance, order_by(instance, pressures, durations, areas), renews=True)
-    yield make_desk(instance, order_by(instance, pressures, lengths, instance.nbytes), renews=True)
-    yield make_desk(instance, order_by(instance, durations, areas, pressures), renews=False)
+    for keys in (
+        (pressures, durations, areas),
+        (pressures, instance.lengths, instance.nbytes),
+        (pressures, areas),
+        (durations, areas, pressures),
+    ):
+        for is_local in (False, True):
+            yield order_by(instance, *keys), is_local
     chance = random.Random(0)
     for trial in itertools.count():
-        figures = (durations, areas, lengths, instance.nbytes, durations)[trial % 5]
+        figures = (durations, areas, instance.lengths, instance.nbytes, durations)[trial % 5]
         changed = figures * np.array([1 + SPREAD * (chance.random() - 0.5) for _ in figures])
         first, second = (pressures, changed) if trial % 5 < 4 else (changed, pressures)
-        yield make_desk(instance, order_by(instance, first, second), renews=trial % 10 not in (0, 4, 9))
+        for is_local in (False, True):
+            yield order_by(instance, first, second), is_local
 
 
 def find_luby(trial: int) -> int:
@@ -142,25 +153,25 @@ def find_luby(trial: int) -> int:
 
 
 def search_large(instance: Instance, found: Found, most_work: int) -> None:
-    """Search the large buffers, more of them from time to time, and put the small ones into what they leave."""
+    """Search the large buffers, fewer of them from time to time, and put the small ones into what they leave."""
     by_size = order_by(instance, instance.nbytes)
-    once = len(by_size) ** 2 * 2 // 5  # what it takes to place all, measured
-    found.work += once
-    count = FEWEST
-    while count < len(by_size):
-        large = by_size[:count]
-        for desk in itertools.islice(list_desks(select(instance, large)), 2):
+    for count in (MOST, MOST // 2, MOST // 4):
+        large, before = by_size[:count], None
+        part = select(instance, large)
+        desk = make_desk(part)
+        for order, is_local in itertools.islice(list_orders(part), 4):
+            set_order(desk, order, is_local=is_local)
             for capacity in (ANY, instance.bound_bytes):  # as it comes, and as if it had to
                 if found.arena_bytes <= instance.bound_bytes or found.work >= most_work:
                     return
-                verdict = search(desk, capacity, min(most_work - found.work, count << 18))
+                verdict = search(desk, capacity, min(most_work - found.work, LIMIT + count * LIMIT_PER_BUFFER))
                 found.work += int(desk.tally[WORK])
-                if verdict == SOLVED:
-                    fixed = np.full(len(by_size), -1)
-                    fixed[large] = desk.offset
+                offsets = desk.blocks["offset"].copy()
+                if verdict == SOLVED and not np.array_equal(offsets, before):
+                    before, fixed = offsets, np.full(len(by_size), -1)
+                    fixed[large] = offsets
                     found.keep(fit(instance, by_size, fixed=fixed), instance.nbytes)
-                    found.work += once
-        count *= 2
+                    found.work += FIT_PER_BUFFER * len(by_size)
 
 
 def find_grain(instance: Instance) -> int:
@@ -168,8 +179,3 @@ def find_grain(instance: Instance) -> int:
     if (instance.pinned >= 0).any():
         return 1
     return math.gcd(*map(int, np.unique(instance.nbytes)), *map(int, np.unique(instance.alignment))) or 1
-
-
-def measure(instance: Instance, offsets: Array) -> int:
-    """Bytes of the arena of some offsets."""
-    return int((offsets + instance.nbytes).max(initial=0))

@@ -1,192 +1,230 @@
 """A search for offsets below a capacity: from the bottom up, depth first, in machine code.
 
-    offset                    Placed so far, none below a later one: each new block goes to the lowest offset that what
-      |        +--+           overlaps it in time leaves, so a partial layout is a pile that only grows upwards. Of the
-      |  +-----+  |  ?        blocks that are left, `low` is that offset, `release` of one-machine scheduling.
-      |  |   +--+----+
-      +--+---+-------+-- time
+    offset                  What is placed is a pile that only grows upwards. Of the blocks that are left, `low` is the
+      |        +--+         lowest offset that is left to them. A block that is at least as low as all that overlap it
+      |  +-----+  |  x      is decided on: it lies there; or it lies higher, on one of these, and `low` is raised to
+      |  |   +--+----+      where the lowest of them can end. Every layout can be pressed down into one that is found so.
+      +--+---+-------+ time
 
 What makes it fast is what it does not look at:
 
-- Only canonical layouts: blocks in order of (offset, rank). Every layout can be pressed down into one of them.
-- None with a gap that a block which is left would fill.
-- None where some section of time cannot hold what is left: what must lie above an offset t, and t, are more than the
-  capacity, for any t.
-- Where what is left falls into stretches of time that share nothing, each is searched by itself; if one fails, the
-  block whose placement parted them is placed elsewhere.
-- Of two equal blocks, the second is not placed first.
+- Where nothing overlaps in time, the order of decisions makes no difference, and only one is tried.
+- A section of time whose blocks cannot all lie below the capacity: those that must lie above an offset t, and t, are
+  more than it, for any t.
+- What has nothing to do with a failure: of each raise it is known which decisions it follows from, and so of each
+  failure. The last of these decisions is taken back, and all after it; the others would fail in the same way.
+- Of equal blocks, one that is earlier in the order lies lower.
 
 Source: Moffitt, "MiniMalloc: A Lightweight Memory Allocator for Hardware-Accelerated Machine Learning", ASPLOS 2023
-(canonical form, dominance, decomposition; its bound is the one here with t the lowest offset of a section alone). The
-bound for every t is Jackson's, of scheduling one machine with release times. Twins: inferred.
+(layouts that are pressed down; its bound is the one here with t the lowest offset of a section alone). The bound for
+every t is Jackson's, of scheduling one machine with release times; the way back is Prosser's, "Hybrid algorithms for
+the constraint satisfaction problem", 1993. Decisions that are local in time, and equal blocks: inferred.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
 from elbowroom._compiled import compiled
-from elbowroom.layout.desk import RANKED, WORK, Desk, overlaps
-from elbowroom.layout.stretches import part, sort
+from elbowroom.layout.blame import add_cause, explain, find_last, forget, justify
+from elbowroom.layout.desk import JUMPS, LOOKS, WORK, Desk
+
+Array = Any
 
 SOLVED, REFUTED, STOPPED = 1, 0, -1
+
+NOWHERE = 1 << 62
 
 
 @compiled
 def search(desk: Desk, capacity: int, most_work: int) -> int:
-    """Place every block below the capacity: SOLVED, with `desk.offset`; REFUTED: it cannot be done; or STOPPED."""
-    count = len(desk.rank)
-    desk.tally[WORK] = desk.tally[RANKED] = 0
-    for block in range(count):
-        desk.pool[block] = block
-        desk.offset[block] = -1
-        desk.low[block] = max(desk.pinned[block], 0)
-        desk.rank[block] = desk.order[block]
-    head, agenda_top = part(desk, 0, count, 0, len(desk.load), -1, -1, 0)
-    top, logged = -1, 0
-    while head >= 0:
-        if desk.tally[WORK] > most_work:
-            return STOPPED
-        parent = desk.agenda[head].parent
-        verdict = _open(desk, capacity, head, agenda_top, top, logged)
-        if verdict == STOPPED:
-            return STOPPED
-        if verdict == SOLVED:
-            top += 1
-            parent = top
-        while True:  # go on with the next thing to try of the last choice that has one
-            if parent < 0:
-                return REFUTED
-            frame = desk.frames[parent]
-            _undo(desk, parent, top, logged)
-            top, logged = parent, frame.logged
-            if frame.cursor < frame.end:
-                break
-            parent = frame.parent
-        block = desk.tries[frame.cursor]
-        frame.cursor += 1
-        frame.placed = block
-        if logged + 2 * (frame.hi - frame.lo) > len(desk.log_low):
-            return STOPPED
-        logged = _place(desk, block, frame.lo, frame.hi, logged)
-        logged = _support(desk, block, frame.lo, sort(desk, frame.lo, frame.hi), logged)
-        head, agenda_top = part(
-            desk, frame.lo, frame.hi, frame.first, frame.last, parent, frame.agenda, frame.agenda_top
-        )
-    return SOLVED
-
-
-@compiled
-def _undo(desk: Desk, frame: int, top: int, logged: int) -> None:
-    """Take back what was placed by a frame and by those above it."""
-    for index in range(frame, top + 1):
-        if desk.frames[index].placed >= 0:
-            desk.offset[desk.frames[index].placed] = -1
-            desk.frames[index].placed = -1
-    for index in range(logged - 1, desk.frames[frame].logged - 1, -1):
-        desk.low[desk.log_block[index]] = desk.log_low[index]
-    for index in range(desk.tally[RANKED] - 1, desk.frames[frame].ranked - 1, -1):
-        desk.rank[desk.ranked_block[index]] = desk.ranked_rank[index]
-    desk.tally[RANKED] = desk.frames[frame].ranked
-
-
-@compiled
-def _place(desk: Desk, block: int, lo: int, hi: int, logged: int) -> int:
-    """Put a block at its lowest offset, and what overlaps it above it; returns the new end of the log."""
-    desk.offset[block] = desk.low[block]
-    top = desk.low[block] + desk.nbytes[block]
-    desk.tally[WORK] += 4 * (hi - lo)
-    for index in range(lo, hi):
-        other = desk.pool[index]
-        if desk.offset[other] < 0 and desk.low[other] < top and overlaps(desk, block, other):
-            desk.log_block[logged], desk.log_low[logged] = other, desk.low[other]
-            logged += 1
-            desk.low[other] = -(-top // desk.alignment[other]) * desk.alignment[other]
-    return logged
-
-
-@compiled
-def _support(desk: Desk, placed: int, lo: int, hi: int, logged: int) -> int:
-    """Raise what may no longer lie at its lowest offset: it will lie on something else; returns the log's end."""
-    floor, rank = desk.offset[placed], desk.rank[placed]
-    end = lo
-    while end < hi:  # the pool is sorted: what has come too late is in front
-        block = desk.pool[end]
-        if desk.low[block] > floor or (desk.low[block] == floor and desk.rank[block] > rank):
-            break
-        lowest = np.int64(1 << 62)
-        for place in range(lo, hi):
-            other = desk.pool[place]
-            if desk.low[other] >= lowest:
-                break
-            top = max(desk.low[other], floor) + desk.nbytes[other]
-            desk.tally[WORK] += 4
-            if top < lowest and other != block and overlaps(desk, block, other):
-                lowest = top
-        desk.need[block] = -(-lowest // desk.alignment[block]) * desk.alignment[block]
-        end += 1
-    for index in range(lo, end):
-        block = desk.pool[index]
-        desk.log_block[logged], desk.log_low[logged] = block, desk.low[block]
-        logged += 1
-        desk.low[block] = desk.need[block]
-    return logged
-
-
-@compiled
-def _is_hopeless(desk: Desk, lo: int, hi: int, first: int, last: int, floor: int, capacity: int) -> bool:
-    """Whether what is left cannot all lie below the capacity."""
-    load = desk.load
-    for section in range(first, last):
-        load[section] = 0
-    for index in range(hi - 1, lo - 1, -1):
-        block = desk.pool[index]
-        low, nbytes = desk.low[block], desk.nbytes[block]
-        if desk.pinned[block] >= 0 and low > desk.pinned[block]:
-            return True
-        room = capacity - max(low, floor)
-        most = 0
-        for section in range(desk.first[block], desk.last[block]):
-            load[section] += nbytes
-            most = max(most, load[section])
-        for section in range(desk.wrap[block]):
-            load[section] += nbytes
-            most = max(most, load[section])
-        desk.tally[WORK] += desk.last[block] - desk.first[block] + desk.wrap[block] + 8
-        if most > room:
-            return True
-    return False
-
-
-@compiled
-def _open(desk: Desk, capacity: int, head: int, agenda_top: int, top: int, logged: int) -> int:
-    """A new frame for a stretch: SOLVED; REFUTED where nothing can come of it; STOPPED where room is used up."""
-    stretch = desk.agenda[head]
-    lo, hi, floor, rank = stretch.lo, stretch.hi, stretch.floor, stretch.rank
-    if _is_hopeless(desk, lo, hi, stretch.first, stretch.last, floor, capacity):
+    """Place every block below the capacity: SOLVED, with their offsets; REFUTED: it cannot be done; or STOPPED."""
+    blocks, frames, tally = desk.blocks, desk.frames, desk.tally
+    if not _begin(desk, capacity):
         return REFUTED
-    ceiling = np.int64(1 << 62)
-    for index in range(lo, hi):
-        block = desk.pool[index]
-        ceiling = min(ceiling, desk.low[block] + desk.nbytes[block])
-    frame = desk.frames[top + 1]
-    frame.lo, frame.hi, frame.first, frame.last = lo, hi, stretch.first, stretch.last
-    frame.candidates = frame.cursor = desk.frames[top].end if top >= 0 else 0
-    frame.parent, frame.agenda, frame.agenda_top, frame.logged = stretch.parent, stretch.next, agenda_top, logged
-    frame.placed = -1
-    frame.ranked = desk.tally[RANKED]
-    end = frame.cursor
-    for index in range(lo, hi):
-        block = desk.pool[index]
-        if desk.low[block] >= ceiling:
-            break
-        if desk.low[block] < floor or (desk.low[block] == floor and desk.rank[block] < rank):
-            continue
-        if desk.twin[block] >= 0 and desk.offset[desk.twin[block]] < 0:
-            continue
-        if end == len(desk.tries):
+    top, raised = 0, 0
+    while tally[WORK] <= most_work:
+        block = _choose(desk)
+        if block < 0:
+            return SOLVED
+        if top == len(frames) or raised + 2 * len(blocks) >= len(desk.raises):
             return STOPPED
-        desk.tries[end] = block
-        end += 1
-    frame.end = end
-    return SOLVED
+        frames[top].block, frames[top].offset = block, blocks[block].low
+        frames[top].is_open, frames[top].raises = 1, raised
+        begin, raised = raised, _place(desk, block, top, raised)
+        top += 1
+        while not _has_room(desk, begin, raised, capacity):
+            last = find_last(desk, top)
+            if last < 0:
+                return REFUTED
+            if last + 1 < top:
+                tally[JUMPS] += 1
+            raised = _take_back(desk, last, top, raised)
+            begin, top = raised, last + 1
+            justify(desk, last, frames[last].block)
+            raised = _lift(desk, frames[last].block, last, raised)
+    return STOPPED
+
+
+@compiled
+def _begin(desk: Desk, capacity: int) -> bool:
+    """Nothing is placed; whether every section has room."""
+    blocks = desk.blocks
+    desk.tally[WORK] = desk.tally[JUMPS] = desk.tally[LOOKS] = 0
+    for block in range(len(blocks)):
+        blocks[block].offset = blocks[block].raised = -1
+        blocks[block].low = max(blocks[block].pinned, 0)
+    for block in range(len(blocks)):
+        if blocks[block].under < 0:
+            below, above = block, blocks[block].above
+            while above >= 0:
+                blocks[above].low = _align(blocks[above].alignment, blocks[below].low + blocks[below].nbytes)
+                below, above = above, blocks[above].above
+    for section in range(len(desk.seen)):
+        desk.seen[section] = 0
+        if _find_overfull(desk, section, capacity) >= 0:
+            return False
+    return True
+
+
+@compiled
+def _choose(desk: Desk) -> int:
+    """What is decided on next, -1 if everything is placed: a block that nothing can lie below any more.
+
+    That is the lowest of all; or the lowest of those around the first in the order, and of those around that.
+    """
+    blocks, chosen = desk.blocks, -1
+    desk.tally[WORK] += len(blocks)
+    is_local = desk.is_local[0]
+    for block in range(len(blocks)):
+        if blocks[block].offset < 0 and (
+            chosen < 0
+            or (blocks[block].rank < blocks[chosen].rank if is_local else _is_lower(blocks[block], blocks[chosen]))
+        ):
+            chosen = block
+    while is_local and chosen >= 0:
+        begin = chosen
+        desk.tally[WORK] += blocks[begin].far - blocks[begin].near
+        for place in range(blocks[begin].near, blocks[begin].far):
+            block = desk.near[place]
+            if blocks[block].offset < 0 and _is_lower(blocks[block], blocks[chosen]):
+                chosen = block
+        if chosen == begin:
+            break
+    return chosen
+
+
+@compiled
+def _is_lower(one: Any, other: Any) -> bool:
+    return bool(one.low < other.low or (one.low == other.low and one.rank < other.rank))
+
+
+@compiled
+def _align(alignment: int, offset: int) -> int:
+    return -(-offset // alignment) * alignment
+
+
+@compiled
+def _place(desk: Desk, block: int, frame: int, raised: int) -> int:
+    """Put a block at its lowest offset, and what overlaps it above it; returns how many raises there are."""
+    this = desk.blocks[block]
+    this.offset, this.frame = this.low, frame
+    top = this.low + this.nbytes
+    desk.tally[WORK] += 2 * (this.far - this.near)
+    for place in range(this.near, this.far):
+        other = desk.near[place]
+        if desk.blocks[other].offset < 0 and desk.blocks[other].low < top:
+            raised = _raise(desk, other, frame, top, raised)
+    return raised
+
+
+@compiled
+def _lift(desk: Desk, block: int, frame: int, raised: int) -> int:
+    """A block does not lie at its lowest offset: raise it to where it can lie on another; returns as `_place`."""
+    this, lowest = desk.blocks[block], np.int64(NOWHERE)
+    desk.tally[WORK] += 2 * (this.far - this.near)
+    for place in range(this.near, this.far):
+        other = desk.blocks[desk.near[place]]
+        if other.offset < 0:
+            lowest = min(lowest, other.low + other.nbytes)
+    return _raise(desk, block, frame, lowest, raised)
+
+
+@compiled
+def _raise(desk: Desk, block: int, frame: int, low: int, raised: int) -> int:
+    """Raise a block, and with it those that are equal and lie above it."""
+    while block >= 0 and desk.blocks[block].low < low:
+        this, entry = desk.blocks[block], desk.raises[raised]
+        entry.block, entry.low, entry.frame, entry.before = block, this.low, frame, this.raised
+        this.low, this.raised = _align(this.alignment, low), raised
+        raised += 1
+        block, frame, low = this.above, -1, this.low + this.nbytes
+    return raised
+
+
+@compiled
+def _take_back(desk: Desk, frame: int, top: int, raised: int) -> int:
+    """Undo what followed from a decision and those after it; returns how many raises are left."""
+    for index in range(frame, top):
+        if desk.frames[index].is_open:
+            desk.blocks[desk.frames[index].block].offset = -1
+    for index in range(raised - 1, desk.frames[frame].raises - 1, -1):
+        entry = desk.raises[index]
+        desk.blocks[entry.block].low, desk.blocks[entry.block].raised = entry.low, entry.before
+    return int(desk.frames[frame].raises)
+
+
+@compiled
+def _has_room(desk: Desk, begin: int, end: int, capacity: int) -> bool:
+    """Whether what some raises raised has room below the capacity; if not, `clash` says why."""
+    for index in range(end - 1, begin - 1, -1):
+        block = desk.raises[index].block
+        this = desk.blocks[block]
+        if this.low >= NOWHERE or (this.pinned >= 0 and this.low > this.pinned):
+            forget(desk)
+            add_cause(desk, block, this.pinned + 1 if this.pinned >= 0 else this.low, desk.clash)
+            return False
+    desk.tally[LOOKS] += 1
+    for index in range(end - 1, begin - 1, -1):
+        this = desk.blocks[desk.raises[index].block]
+        for part in range(2):
+            for section in range(this.first if part == 0 else 0, this.last if part == 0 else this.wrap):
+                if desk.seen[section] == desk.tally[LOOKS]:
+                    continue
+                desk.seen[section] = desk.tally[LOOKS]
+                lowest = _find_overfull(desk, section, capacity)
+                if lowest >= 0:
+                    explain(desk, section, lowest, capacity)
+                    return False
+    return True
+
+
+@compiled
+def _find_overfull(desk: Desk, section: int, capacity: int) -> int:
+    """The lowest of those in a section, by place in `members`, that cannot all lie above it; -1 if there is room."""
+    members, blocks = desk.members, desk.blocks
+    begin, end = desk.begins[section], desk.begins[section + 1]
+    moves = 0
+    for index in range(begin + 1, end):  # nearly sorted, as it was left the last time; what is placed comes first
+        block, place = members[index], index
+        low = blocks[block].low if blocks[block].offset < 0 else -1
+        while place > begin:
+            other = blocks[members[place - 1]]
+            if other.offset >= 0 or other.low <= low:
+                break
+            members[place] = members[place - 1]
+            place -= 1
+        members[place] = block
+        moves += index - place
+    desk.tally[WORK] += moves + 3 * (end - begin)
+    total = np.int64(0)
+    for index in range(end - 1, begin - 1, -1):
+        this = blocks[members[index]]
+        if this.offset >= 0:
+            break
+        total += this.nbytes
+        if total + this.low > capacity:
+            return index
+    return -1
