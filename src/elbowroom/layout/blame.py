@@ -42,48 +42,49 @@ def find_last(desk: Desk, top: int) -> int:
 @compiled
 def justify(desk: Desk, frame: int, block: int) -> None:
     """Close a frame: write down why its block, which is not at its lowest offset, can only lie on one that is left."""
-    reasons, this = desk.reasons[frame], desk.blocks[block]
+    reasons, this, low = desk.reasons[frame], desk.blocks[block], desk.low
     desk.frames[frame].is_open = 0
     desk.clash[frame >> 6] &= ~(np.int64(1) << np.int64(frame & 63))
     for word in range(len(reasons)):
         reasons[word] = desk.clash[word]
-    add_cause(desk, block, this.low, reasons)
+    add_cause(desk, block, low[block], reasons)
     lowest = np.int64(1 << 62)
     for place in range(this.near, this.far):
-        other = desk.blocks[desk.near[place]]
-        if other.offset < 0:
-            lowest = min(lowest, other.low + other.nbytes)
+        other = desk.near[place]
+        if low[other] >= 0:
+            lowest = min(lowest, low[other] + desk.nbytes[other])
     desk.tally[WORK] += 8 * (this.far - this.near)
     for place in range(this.near, this.far):
-        other = desk.blocks[desk.near[place]]
-        if other.offset < 0:
-            add_cause(desk, desk.near[place], lowest - other.nbytes, reasons)
+        other = desk.near[place]
+        if low[other] >= 0:
+            add_cause(desk, other, lowest - desk.nbytes[other], reasons)
         else:
-            _add_frame(desk, other.frame, reasons)
+            _add_frame(desk, desk.blocks[other].frame, reasons)
 
 
 @compiled
 def explain(desk: Desk, section: int, lowest: int, capacity: int) -> None:
     """Why a section has no room, by as few and as early decisions as will do: the fewer, the farther back."""
     forget(desk)
-    members, blocks = desk.members, desk.blocks
-    end, least = desk.begins[section + 1], blocks[members[lowest]].low
+    members, blocks, nbytes = desk.members, desk.blocks, desk.nbytes
+    end, least = desk.begins[section + 1], desk.low[members[lowest]]
     excess = least - capacity
     for index in range(lowest, end):
-        excess += blocks[members[index]].nbytes
+        excess += nbytes[members[index]]
     while True:  # leave out what was raised last and is not needed
         spare, last = -1, -1
         for index in range(lowest, end):
-            this = blocks[members[index]]
-            if this.nbytes < excess and this.raised > last:
-                spare, last = index, this.raised
+            block = members[index]
+            if nbytes[block] < excess and blocks[block].raised > last:
+                spare, last = index, blocks[block].raised
         if spare < 0:
             break
-        excess -= blocks[members[spare]].nbytes
+        excess -= nbytes[members[spare]]
         members[spare], members[lowest] = members[lowest], members[spare]
         lowest += 1
     desk.tally[WORK] += 8 * (end - lowest)
     for index in range(lowest, end):
+        blocks[members[index]].clashes += 1
         add_cause(desk, members[index], least, desk.clash)
 
 
@@ -98,14 +99,14 @@ def add_cause(desk: Desk, block: int, least: int, reasons: Array) -> None:
             return  # it begins there
         frame = desk.raises[raised].frame
         if frame < 0:
-            least -= desk.blocks[desk.blocks[block].under].nbytes
             block = desk.blocks[block].under
+            least -= desk.nbytes[block]
             raised = desk.blocks[block].raised
             continue
         _add_frame(desk, frame, reasons)
         if not desk.frames[frame].is_open:
             return
-        least = desk.frames[frame].offset - desk.blocks[block].nbytes + 1  # or it would lie below
+        least = desk.frames[frame].offset - desk.nbytes[block] + 1  # or it would lie below
         raised = desk.raises[raised].before
 
 

@@ -18,18 +18,17 @@ MOST_RAISES = 1 << 22
 
 BLOCK = np.dtype(
     [
-        ("low", np.int64),  # the lowest offset that is left to it
-        ("offset", np.int64),  # where it is, -1 while it is not placed
-        ("nbytes", np.int64), ("alignment", np.int64), ("pinned", np.int64),
+        ("offset", np.int64),  # where it is, if it is placed
+        ("alignment", np.int64), ("pinned", np.int64),
         ("first", np.int64), ("last", np.int64), ("wrap", np.int64),  # its sections, [first, last) and [0, wrap)
-        ("rank", np.int64),  # its place in the order
         ("near", np.int64), ("far", np.int64),  # what overlaps it in time, in `near`
         ("raised", np.int64),  # the last raise of `low`, -1 for none
         ("frame", np.int64),  # the decision by which it is placed
+        ("clashes", np.int64),  # how often it had no room
         ("under", np.int64), ("above", np.int64),  # equal blocks, in the order in which they lie; -1 for none
     ]
 )  # fmt: skip
-"""A buffer."""
+"""A buffer, but for what is looked at most."""
 
 FRAME = np.dtype([("block", np.int64), ("offset", np.int64), ("is_open", np.int64), ("raises", np.int64)])
 """A decision: a block lies at its lowest offset; not open any more: for known reasons it does not. `raises`: how many
@@ -43,6 +42,8 @@ class Desk(NamedTuple):
     """What a search works with.
 
     Attributes:
+        low: of each block the lowest offset that is left to it; -1 where it is placed.
+        nbytes, rank: of each block; its place in the order.
         blocks, frames, raises: see above.
         near: of each block those that overlap it in time.
         begins, members: of each section its blocks, [begins, next begins) of `members`, about in order of `low`.
@@ -52,11 +53,15 @@ class Desk(NamedTuple):
         is_local: whether what is first in the order, and what lies below that, is decided on first.
     """
 
+    low: Array
+    nbytes: Array
+    rank: Array
     blocks: Array
     near: Array
     begins: Array
     members: Array
     seen: Array
+    suspects: Array
     frames: Array
     raises: Array
     reasons: Array
@@ -73,7 +78,7 @@ def make_desk(instance: Instance) -> Desk:
     count = len(instance.nbytes)
     first, last, wrap = instance.first, instance.last, instance.wrap
     blocks = np.zeros(count, BLOCK)
-    for name in ("first", "last", "wrap", "nbytes", "alignment", "pinned"):
+    for name in ("first", "last", "wrap", "alignment", "pinned"):
         blocks[name] = getattr(instance, name)
     meets = (first[:, None] < last) & (first < last[:, None])
     meets |= (wrap[:, None] > first) | (wrap > first[:, None]) | ((wrap[:, None] > 0) & (wrap > 0))
@@ -85,8 +90,10 @@ def make_desk(instance: Instance) -> Desk:
     most = 8 * count + 64  # decisions, those that are not open any more included
     words = most // 64 + 1
     return Desk(
+        low=np.zeros(count, np.int64), nbytes=instance.nbytes, rank=np.zeros(count, np.int64),
         blocks=blocks, near=np.nonzero(meets)[1], members=np.nonzero(inside)[1],
         begins=np.concatenate([[0], np.cumsum(inside.sum(axis=1))]), seen=np.zeros(instance.sections, np.int64),
+        suspects=np.zeros(4, np.int64),
         frames=np.zeros(most, FRAME), raises=np.zeros(min(2 * count * count + 64, MOST_RAISES), RAISE),
         reasons=np.zeros((most, words), np.int64), clash=np.zeros(words, np.int64),
         is_local=np.zeros(1, np.bool_), tally=np.zeros(3, np.int64),
@@ -97,9 +104,10 @@ def set_order(desk: Desk, order: Array, *, is_local: bool) -> None:
     """Decide on blocks in this order from now on; see `Desk.is_local`."""
     desk.is_local[0] = is_local
     blocks = desk.blocks
-    blocks["rank"][order] = np.arange(len(order))
+    desk.rank[order] = np.arange(len(order))
     blocks["under"] = blocks["above"] = -1
-    kinds = blocks[["first", "last", "wrap", "nbytes", "alignment"]].tolist()
+    lives = blocks[["first", "last", "wrap", "alignment"]].tolist()
+    kinds = list(zip(lives, desk.nbytes.tolist(), strict=True))
     below: dict[Any, int] = {}
     for block in order:
         if blocks["pinned"][block] < 0:

@@ -19,7 +19,6 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-import random
 from collections.abc import Iterator
 from typing import Any
 
@@ -33,8 +32,8 @@ from elbowroom.layout.searching import REFUTED, SOLVED, search
 
 Array = Any
 
-LIMIT, LIMIT_PER_BUFFER = 1 << 23, 1 << 14
-"""Work of a short trial."""
+LIMIT, LIMIT_PER_PAIR = 1 << 22, 1 << 8
+"""Work of a short trial: to place everything once, without a step back, takes up to 150 a pair that overlaps in time."""
 
 MOST = 5000
 """Up to so many buffers are searched at once: a desk for more would take half a second and some hundred MB."""
@@ -46,7 +45,10 @@ ANY = 1 << 61
 """A capacity that is never too small."""
 
 SPREAD = 0.1
-"""How much chance changes the figures that buffers are ordered by."""
+"""How much chance, or what has clashed, changes the figures that buffers are ordered by."""
+
+MEMORY = 0.9
+"""How much of what has clashed counts in the order after the next: about ten orders are remembered."""
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -95,16 +97,19 @@ class Ladder:
         if self.is_done:
             return
         found, grain, desk = self.found, self._grain, make_desk(self._instance)
-        shortest = LIMIT + LIMIT_PER_BUFFER * len(found.offsets)
+        shortest = LIMIT + LIMIT_PER_PAIR * len(desk.near)
         step = max((found.arena_bytes - found.refuted_bytes) // 2 // grain, 1)
-        for trial, (order, is_local) in enumerate(list_orders(self._instance), start=1):
-            set_order(desk, order, is_local=is_local)
-            limit = shortest * find_luby(trial)
-            self._try(desk, found.refuted_bytes + grain, min(limit, most_work - found.work))
+        orders, long_first = list_orders(self._instance, desk), list_long_first(self._instance)
+        for trial in itertools.count(1):
+            set_order(desk, next(orders), is_local=trial % 2 == 0)
+            limit = min(shortest * find_luby(trial), most_work - found.work)
+            self._try(desk, found.refuted_bytes + grain, limit)
             rungs = (found.arena_bytes - found.refuted_bytes) // grain - 1
             if rungs > 1:
                 step = min(step, rungs - 1)
-                verdict = self._try(desk, found.arena_bytes - step * grain, min(limit, most_work - found.work))
+                set_order(desk, next(long_first), is_local=trial % 2 == 0)
+                limit = min(shortest, most_work - found.work)
+                verdict = self._try(desk, found.arena_bytes - step * grain, limit)
                 step = 2 * step if verdict == SOLVED else step // 2 or rungs // 2
             if self.is_done or found.work >= most_work:
                 return
@@ -120,24 +125,44 @@ class Ladder:
         return verdict
 
 
-def list_orders(instance: Instance) -> Iterator[tuple[Array, bool]]:
-    """Orders to search in, without end, and whether locally: some that are often good, then these changed by chance."""
+def list_orders(instance: Instance, desk: Desk) -> Iterator[Array]:
+    """Orders to search in where there is no room to spare, without end: what has clashed comes first in the end.
+
+    Clashes are those of the searches on the desk since the order before, and count the less the longer they are past.
+    """
     areas, durations, pressures = find_areas(instance), find_durations(instance), find_pressures(instance)
-    for keys in (
-        (pressures, durations, areas),
-        (pressures, instance.lengths, instance.nbytes),
-        (pressures, areas),
-        (durations, areas, pressures),
-    ):
-        for is_local in (False, True):
-            yield order_by(instance, *keys), is_local
-    chance = random.Random(0)
+    lengths, nbytes = instance.lengths, instance.nbytes
+    for keys in ((pressures, durations, areas), (pressures, lengths, nbytes), (pressures, areas)):
+        yield order_by(instance, *keys)
+        yield order_by(instance, *keys)
+    weights, chance = np.zeros(len(areas)), np.random.default_rng(0)
     for trial in itertools.count():
-        figures = (durations, areas, instance.lengths, instance.nbytes, durations)[trial % 5]
-        changed = figures * np.array([1 + SPREAD * (chance.random() - 0.5) for _ in figures])
-        first, second = (pressures, changed) if trial % 5 < 4 else (changed, pressures)
-        for is_local in (False, True):
-            yield order_by(instance, first, second), is_local
+        clashes = desk.blocks["clashes"]
+        weights = weights * MEMORY + clashes / max(clashes.sum(), 1)
+        clashes[:] = 0
+        changed = (durations, areas, lengths, nbytes)[trial % 4] * _shake(chance, len(weights), SPREAD)
+        if trial % 4 < 2:
+            yield order_by(instance, weights * _shake(chance, len(weights), 1), pressures, changed)
+        else:
+            yield order_by(instance, pressures * (1 + SPREAD * weights / max(weights.mean(), 1e-12)), changed)
+
+
+def list_long_first(instance: Instance) -> Iterator[Array]:
+    """Orders where there is room to spare: what is there for long comes first, since the rest fits anywhere."""
+    areas, durations, pressures = find_areas(instance), find_durations(instance), find_pressures(instance)
+    chance, spread = np.random.default_rng(0), 0.0
+    while True:
+        for keys in ((durations, areas), (instance.lengths, pressures)):
+            for changed in (0, 1):
+                figures = list(keys)
+                figures[changed] = keys[changed] * _shake(chance, len(areas), spread)
+                yield order_by(instance, *figures)
+        spread = SPREAD
+
+
+def _shake(chance: np.random.Generator, count: int, spread: float) -> Array:
+    """Factors around 1."""
+    return 1 + spread * (chance.random(count) - 0.5)
 
 
 def find_luby(trial: int) -> int:
@@ -159,12 +184,12 @@ def search_large(instance: Instance, found: Found, most_work: int) -> None:
         large, before = by_size[:count], None
         part = select(instance, large)
         desk = make_desk(part)
-        for order, is_local in itertools.islice(list_orders(part), 4):
-            set_order(desk, order, is_local=is_local)
+        for trial, order in enumerate(itertools.islice(list_orders(part, desk), 4)):
+            set_order(desk, order, is_local=trial % 2 == 1)
             for capacity in (ANY, instance.bound_bytes):  # as it comes, and as if it had to
                 if found.arena_bytes <= instance.bound_bytes or found.work >= most_work:
                     return
-                verdict = search(desk, capacity, min(most_work - found.work, LIMIT + count * LIMIT_PER_BUFFER))
+                verdict = search(desk, capacity, min(most_work - found.work, LIMIT + count * count + LIMIT_PER_PAIR * len(desk.near)))
                 found.work += int(desk.tally[WORK])
                 offsets = desk.blocks["offset"].copy()
                 if verdict == SOLVED and not np.array_equal(offsets, before):

@@ -41,7 +41,7 @@ NOWHERE = 1 << 62
 @compiled
 def search(desk: Desk, capacity: int, most_work: int) -> int:
     """Place every block below the capacity: SOLVED, with their offsets; REFUTED: it cannot be done; or STOPPED."""
-    blocks, frames, tally = desk.blocks, desk.frames, desk.tally
+    frames, tally = desk.frames, desk.tally
     if not _begin(desk, capacity):
         return REFUTED
     top, raised = 0, 0
@@ -49,9 +49,9 @@ def search(desk: Desk, capacity: int, most_work: int) -> int:
         block = _choose(desk)
         if block < 0:
             return SOLVED
-        if top == len(frames) or raised + 2 * len(blocks) >= len(desk.raises):
+        if top == len(frames) or raised + 2 * len(desk.low) >= len(desk.raises):
             return STOPPED
-        frames[top].block, frames[top].offset = block, blocks[block].low
+        frames[top].block, frames[top].offset = block, desk.low[block]
         frames[top].is_open, frames[top].raises = 1, raised
         begin, raised = raised, _place(desk, block, top, raised)
         top += 1
@@ -71,16 +71,16 @@ def search(desk: Desk, capacity: int, most_work: int) -> int:
 @compiled
 def _begin(desk: Desk, capacity: int) -> bool:
     """Nothing is placed; whether every section has room."""
-    blocks = desk.blocks
+    blocks, low = desk.blocks, desk.low
     desk.tally[WORK] = desk.tally[JUMPS] = desk.tally[LOOKS] = 0
-    for block in range(len(blocks)):
-        blocks[block].offset = blocks[block].raised = -1
-        blocks[block].low = max(blocks[block].pinned, 0)
-    for block in range(len(blocks)):
+    for block in range(len(low)):
+        blocks[block].raised = -1
+        low[block] = max(blocks[block].pinned, 0)
+    for block in range(len(low)):
         if blocks[block].under < 0:
             below, above = block, blocks[block].above
             while above >= 0:
-                blocks[above].low = _align(blocks[above].alignment, blocks[below].low + blocks[below].nbytes)
+                low[above] = _align(blocks[above].alignment, low[below] + desk.nbytes[below])
                 below, above = above, blocks[above].above
     for section in range(len(desk.seen)):
         desk.seen[section] = 0
@@ -95,30 +95,30 @@ def _choose(desk: Desk) -> int:
 
     That is the lowest of all; or the lowest of those around the first in the order, and of those around that.
     """
-    blocks, chosen = desk.blocks, -1
-    desk.tally[WORK] += len(blocks)
+    low, rank, chosen = desk.low, desk.rank, -1
+    desk.tally[WORK] += len(low)
     is_local = desk.is_local[0]
-    for block in range(len(blocks)):
-        if blocks[block].offset < 0 and (
+    for block in range(len(low)):
+        if low[block] >= 0 and (
             chosen < 0
-            or (blocks[block].rank < blocks[chosen].rank if is_local else _is_lower(blocks[block], blocks[chosen]))
+            or (is_local and rank[block] < rank[chosen])
+            or (
+                not is_local
+                and (low[block] < low[chosen] or (low[block] == low[chosen] and rank[block] < rank[chosen]))
+            )
         ):
             chosen = block
     while is_local and chosen >= 0:
         begin = chosen
-        desk.tally[WORK] += blocks[begin].far - blocks[begin].near
-        for place in range(blocks[begin].near, blocks[begin].far):
+        this = desk.blocks[begin]
+        desk.tally[WORK] += this.far - this.near
+        for place in range(this.near, this.far):
             block = desk.near[place]
-            if blocks[block].offset < 0 and _is_lower(blocks[block], blocks[chosen]):
+            if 0 <= low[block] <= low[chosen] and (low[block] < low[chosen] or rank[block] < rank[chosen]):
                 chosen = block
         if chosen == begin:
             break
     return chosen
-
-
-@compiled
-def _is_lower(one: Any, other: Any) -> bool:
-    return bool(one.low < other.low or (one.low == other.low and one.rank < other.rank))
 
 
 @compiled
@@ -129,13 +129,14 @@ def _align(alignment: int, offset: int) -> int:
 @compiled
 def _place(desk: Desk, block: int, frame: int, raised: int) -> int:
     """Put a block at its lowest offset, and what overlaps it above it; returns how many raises there are."""
-    this = desk.blocks[block]
-    this.offset, this.frame = this.low, frame
-    top = this.low + this.nbytes
+    this, low = desk.blocks[block], desk.low
+    this.offset, this.frame = low[block], frame
+    top = low[block] + desk.nbytes[block]
+    low[block] = -1
     desk.tally[WORK] += 2 * (this.far - this.near)
     for place in range(this.near, this.far):
         other = desk.near[place]
-        if desk.blocks[other].offset < 0 and desk.blocks[other].low < top:
+        if 0 <= low[other] < top:
             raised = _raise(desk, other, frame, top, raised)
     return raised
 
@@ -146,21 +147,23 @@ def _lift(desk: Desk, block: int, frame: int, raised: int) -> int:
     this, lowest = desk.blocks[block], np.int64(NOWHERE)
     desk.tally[WORK] += 2 * (this.far - this.near)
     for place in range(this.near, this.far):
-        other = desk.blocks[desk.near[place]]
-        if other.offset < 0:
-            lowest = min(lowest, other.low + other.nbytes)
+        other = desk.near[place]
+        if desk.low[other] >= 0:
+            lowest = min(lowest, desk.low[other] + desk.nbytes[other])
     return _raise(desk, block, frame, lowest, raised)
 
 
 @compiled
-def _raise(desk: Desk, block: int, frame: int, low: int, raised: int) -> int:
+def _raise(desk: Desk, block: int, frame: int, least: int, raised: int) -> int:
     """Raise a block, and with it those that are equal and lie above it."""
-    while block >= 0 and desk.blocks[block].low < low:
+    low = desk.low
+    while block >= 0 and low[block] < least:
         this, entry = desk.blocks[block], desk.raises[raised]
-        entry.block, entry.low, entry.frame, entry.before = block, this.low, frame, this.raised
-        this.low, this.raised = _align(this.alignment, low), raised
+        entry.block, entry.low, entry.frame, entry.before = block, low[block], frame, this.raised
+        low[block], this.raised = _align(this.alignment, least), raised
         raised += 1
-        block, frame, low = this.above, -1, this.low + this.nbytes
+        least = low[block] + desk.nbytes[block]
+        block, frame = this.above, -1
     return raised
 
 
@@ -169,10 +172,10 @@ def _take_back(desk: Desk, frame: int, top: int, raised: int) -> int:
     """Undo what followed from a decision and those after it; returns how many raises are left."""
     for index in range(frame, top):
         if desk.frames[index].is_open:
-            desk.blocks[desk.frames[index].block].offset = -1
+            desk.low[desk.frames[index].block] = desk.frames[index].offset
     for index in range(raised - 1, desk.frames[frame].raises - 1, -1):
         entry = desk.raises[index]
-        desk.blocks[entry.block].low, desk.blocks[entry.block].raised = entry.low, entry.before
+        desk.low[entry.block], desk.blocks[entry.block].raised = entry.low, entry.before
     return int(desk.frames[frame].raises)
 
 
@@ -181,21 +184,36 @@ def _has_room(desk: Desk, begin: int, end: int, capacity: int) -> bool:
     """Whether what some raises raised has room below the capacity; if not, `clash` says why."""
     for index in range(end - 1, begin - 1, -1):
         block = desk.raises[index].block
-        this = desk.blocks[block]
-        if this.low >= NOWHERE or (this.pinned >= 0 and this.low > this.pinned):
+        low, pinned = desk.low[block], desk.blocks[block].pinned
+        if low >= NOWHERE or 0 <= pinned < low:
             forget(desk)
-            add_cause(desk, block, this.pinned + 1 if this.pinned >= 0 else this.low, desk.clash)
+            add_cause(desk, block, pinned + 1 if pinned >= 0 else low, desk.clash)
             return False
     desk.tally[LOOKS] += 1
+    look = desk.tally[LOOKS]
+    if end > begin:
+        for index in range(len(desk.suspects)):
+            section = desk.suspects[index]
+            desk.seen[section] = look
+            lowest = _find_overfull(desk, section, capacity)
+            if lowest >= 0:
+                for place in range(index, 0, -1):
+                    desk.suspects[place] = desk.suspects[place - 1]
+                desk.suspects[0] = section
+                explain(desk, section, lowest, capacity)
+                return False
     for index in range(end - 1, begin - 1, -1):
         this = desk.blocks[desk.raises[index].block]
         for part in range(2):
             for section in range(this.first if part == 0 else 0, this.last if part == 0 else this.wrap):
-                if desk.seen[section] == desk.tally[LOOKS]:
+                if desk.seen[section] == look:
                     continue
-                desk.seen[section] = desk.tally[LOOKS]
+                desk.seen[section] = look
                 lowest = _find_overfull(desk, section, capacity)
                 if lowest >= 0:
+                    for place in range(len(desk.suspects) - 1, 0, -1):
+                        desk.suspects[place] = desk.suspects[place - 1]
+                    desk.suspects[0] = section
                     explain(desk, section, lowest, capacity)
                     return False
     return True
@@ -204,16 +222,12 @@ def _has_room(desk: Desk, begin: int, end: int, capacity: int) -> bool:
 @compiled
 def _find_overfull(desk: Desk, section: int, capacity: int) -> int:
     """The lowest of those in a section, by place in `members`, that cannot all lie above it; -1 if there is room."""
-    members, blocks = desk.members, desk.blocks
+    members, low = desk.members, desk.low
     begin, end = desk.begins[section], desk.begins[section + 1]
     moves = 0
     for index in range(begin + 1, end):  # nearly sorted, as it was left the last time; what is placed comes first
         block, place = members[index], index
-        low = blocks[block].low if blocks[block].offset < 0 else -1
-        while place > begin:
-            other = blocks[members[place - 1]]
-            if other.offset >= 0 or other.low <= low:
-                break
+        while place > begin and low[members[place - 1]] > low[block]:
             members[place] = members[place - 1]
             place -= 1
         members[place] = block
@@ -221,10 +235,10 @@ def _find_overfull(desk: Desk, section: int, capacity: int) -> int:
     desk.tally[WORK] += moves + 3 * (end - begin)
     total = np.int64(0)
     for index in range(end - 1, begin - 1, -1):
-        this = blocks[members[index]]
-        if this.offset >= 0:
+        block = members[index]
+        if low[block] < 0:
             break
-        total += this.nbytes
-        if total + this.low > capacity:
+        total += desk.nbytes[block]
+        if total + low[block] > capacity:
             return index
     return -1
