@@ -5,8 +5,8 @@
     by a lift            why it does not lie lower, and why all that it could lie on do not
     with its equal       why that one is not lower
 
-A frame that is not open follows from others, which stand in its place. So a set names decisions and nothing else, and
-what follows from them holds whatever else is decided.
+A frame that is not open follows from others, which stand in its place. So a set names decisions and nothing else. Where
+offsets are aligned a set may lack one; so going back by it finds layouts, and proves nothing.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from elbowroom._compiled import compiled
-from elbowroom.layout.desk import WORK, Desk
+from elbowroom.layout.desk import CLASHES, WORK, Desk
 
 Array = Any
 
@@ -66,6 +66,7 @@ def justify(desk: Desk, frame: int, block: int) -> None:
 def explain(desk: Desk, section: int, lowest: int, capacity: int) -> None:
     """Why a section has no room, by as few and as early decisions as will do: the fewer, the farther back."""
     forget(desk)
+    desk.tally[CLASHES] += 1
     members, blocks, nbytes = desk.members, desk.blocks, desk.nbytes
     end, least = desk.begins[section + 1], desk.low[members[lowest]]
     excess = least - capacity
@@ -84,8 +85,10 @@ def explain(desk: Desk, section: int, lowest: int, capacity: int) -> None:
         lowest += 1
     desk.tally[WORK] += 8 * (end - lowest)
     for index in range(lowest, end):
-        blocks[members[index]].clashes += 1
-        add_cause(desk, members[index], least, desk.clash)
+        block = members[index]
+        blocks[block].clashes += 1
+        desk.recent[block] = desk.tally[CLASHES]
+        add_cause(desk, block, least, desk.clash)
 
 
 @compiled

@@ -10,11 +10,14 @@ from elbowroom.layout.instance import Instance
 
 Array = Any  # of numpy; machine code is typed by what it is called with
 
-WORK, JUMPS, LOOKS = 0, 1, 2
-"""Fields of `Desk.tally`: units of about 4 ns; how often decisions were passed over on the way back; how often it was
-asked whether there is room."""
+WORK, JUMPS, CLASHES = 0, 1, 2
+"""Fields of `Desk.tally`: units of about 5 ns; how often decisions were passed over on the way back; how often a
+section had no room."""
 
 MOST_RAISES = 1 << 22
+
+SUSPECTS = 4
+"""Sections that are looked at first, since they had no room a moment ago: few, as each is looked at each time."""
 
 BLOCK = np.dtype(
     [
@@ -47,20 +50,24 @@ class Desk(NamedTuple):
         blocks, frames, raises: see above.
         near: of each block those that overlap it in time.
         begins, members: of each section its blocks, [begins, next begins) of `members`, about in order of `low`.
-        seen: by section, when it was last looked at.
+        starts, ends: of each section how many blocks that are left begin and end there.
+        suspects: sections that had no room last.
+        recent: of each block when it last was in a section without room: after so many clashes.
         reasons: by frame that is not open, the decisions because of which it is not; a bit each.
         clash: the decisions because of which something has no room; a bit each.
-        is_local: whether what is first in the order, and what lies below that, is decided on first.
+        is_local: whether what has clashed last, and what lies below that, is decided on first.
     """
 
     low: Array
     nbytes: Array
     rank: Array
+    recent: Array
     blocks: Array
     near: Array
     begins: Array
     members: Array
-    seen: Array
+    starts: Array
+    ends: Array
     suspects: Array
     frames: Array
     raises: Array
@@ -89,11 +96,12 @@ def make_desk(instance: Instance) -> Desk:
     inside = ((first <= sections) & (sections < last)) | (sections < wrap)
     most = 8 * count + 64  # decisions, those that are not open any more included
     words = most // 64 + 1
+    numbers = {name: np.zeros(count, np.int64) for name in ("low", "rank", "recent")}
+    by_section = {name: np.zeros(instance.sections, np.int64) for name in ("starts", "ends")}
     return Desk(
-        low=np.zeros(count, np.int64), nbytes=instance.nbytes, rank=np.zeros(count, np.int64),
-        blocks=blocks, near=np.nonzero(meets)[1], members=np.nonzero(inside)[1],
-        begins=np.concatenate([[0], np.cumsum(inside.sum(axis=1))]), seen=np.zeros(instance.sections, np.int64),
-        suspects=np.zeros(4, np.int64),
+        **numbers, **by_section, nbytes=instance.nbytes, blocks=blocks,
+        near=np.nonzero(meets)[1], members=np.nonzero(inside)[1],
+        begins=np.concatenate([[0], np.cumsum(inside.sum(axis=1))]), suspects=np.zeros(SUSPECTS, np.int64),
         frames=np.zeros(most, FRAME), raises=np.zeros(min(2 * count * count + 64, MOST_RAISES), RAISE),
         reasons=np.zeros((most, words), np.int64), clash=np.zeros(words, np.int64),
         is_local=np.zeros(1, np.bool_), tally=np.zeros(3, np.int64),

@@ -33,7 +33,7 @@ from elbowroom.layout.searching import REFUTED, SOLVED, search
 Array = Any
 
 LIMIT, LIMIT_PER_PAIR = 1 << 22, 1 << 8
-"""Work of a short trial: to place everything once, without a step back, takes up to 150 a pair that overlaps in time."""
+"""Work of a short trial: to place everything once, without a step back, takes up to 150 a pair that overlaps."""
 
 MOST = 5000
 """Up to so many buffers are searched at once: a desk for more would take half a second and some hundred MB."""
@@ -46,6 +46,9 @@ ANY = 1 << 61
 
 SPREAD = 0.1
 """How much chance, or what has clashed, changes the figures that buffers are ordered by."""
+
+PROOF = 8
+"""One trial of so many, the first one too, goes back step by step, and so may prove that a capacity is too small."""
 
 MEMORY = 0.9
 """How much of what has clashed counts in the order after the next: about ten orders are remembered."""
@@ -103,20 +106,20 @@ class Ladder:
         for trial in itertools.count(1):
             set_order(desk, next(orders), is_local=trial % 2 == 0)
             limit = min(shortest * find_luby(trial), most_work - found.work)
-            self._try(desk, found.refuted_bytes + grain, limit)
+            self._try(desk, found.refuted_bytes + grain, limit, may_jump=trial % PROOF != 1)
             rungs = (found.arena_bytes - found.refuted_bytes) // grain - 1
             if rungs > 1:
                 step = min(step, rungs - 1)
                 set_order(desk, next(long_first), is_local=trial % 2 == 0)
                 limit = min(shortest, most_work - found.work)
-                verdict = self._try(desk, found.arena_bytes - step * grain, limit)
+                verdict = self._try(desk, found.arena_bytes - step * grain, limit, may_jump=True)
                 step = 2 * step if verdict == SOLVED else step // 2 or rungs // 2
             if self.is_done or found.work >= most_work:
                 return
 
-    def _try(self, desk: Desk, capacity: int, limit: int) -> int:
+    def _try(self, desk: Desk, capacity: int, limit: int, *, may_jump: bool) -> int:
         """One order at one capacity."""
-        verdict = search(desk, capacity, limit)
+        verdict = search(desk, capacity, limit, may_jump)
         self.found.work += int(desk.tally[WORK])
         if verdict == SOLVED:
             self.found.keep(desk.blocks["offset"], self._instance.nbytes)
@@ -181,15 +184,16 @@ def search_large(instance: Instance, found: Found, most_work: int) -> None:
     """Search the large buffers, fewer of them from time to time, and put the small ones into what they leave."""
     by_size = order_by(instance, instance.nbytes)
     for count in (MOST, MOST // 2, MOST // 4):
-        large, before = by_size[:count], None
+        large, before = by_size[:count], np.full(count, -1)
         part = select(instance, large)
         desk = make_desk(part)
+        limit = LIMIT + count * count + LIMIT_PER_PAIR * len(desk.near)
         for trial, order in enumerate(itertools.islice(list_orders(part, desk), 4)):
             set_order(desk, order, is_local=trial % 2 == 1)
             for capacity in (ANY, instance.bound_bytes):  # as it comes, and as if it had to
                 if found.arena_bytes <= instance.bound_bytes or found.work >= most_work:
                     return
-                verdict = search(desk, capacity, min(most_work - found.work, LIMIT + count * count + LIMIT_PER_PAIR * len(desk.near)))
+                verdict = search(desk, capacity, min(most_work - found.work, limit), True)
                 found.work += int(desk.tally[WORK])
                 offsets = desk.blocks["offset"].copy()
                 if verdict == SOLVED and not np.array_equal(offsets, before):

@@ -33,7 +33,7 @@ def place_by_time(instance: Instance) -> Array:
 
 
 def place_in_smallest_gaps(instance: Instance) -> Array:
-    """The largest first, each into the smallest gap that has room; those that cross the iteration in a region of theirs.
+    """The largest first, each into the smallest gap that has room; what crosses the iteration has a region of its own.
 
     Raises:
         UsageError: some cross the iteration and some are pinned, which the regions have no place for.

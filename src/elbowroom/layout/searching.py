@@ -3,7 +3,7 @@
     offset                  What is placed is a pile that only grows upwards. Of the blocks that are left, `low` is the
       |        +--+         lowest offset that is left to them. A block that is at least as low as all that overlap it
       |  +-----+  |  x      is decided on: it lies there; or it lies higher, on one of these, and `low` is raised to
-      |  |   +--+----+      where the lowest of them can end. Every layout can be pressed down into one that is found so.
+      |  |   +--+----+      where the lowest of them can end. Every layout can be pressed down to one that is found so.
       +--+---+-------+ time
 
 What makes it fast is what it does not look at:
@@ -29,7 +29,7 @@ import numpy as np
 
 from elbowroom._compiled import compiled
 from elbowroom.layout.blame import add_cause, explain, find_last, forget, justify
-from elbowroom.layout.desk import JUMPS, LOOKS, WORK, Desk
+from elbowroom.layout.desk import CLASHES, JUMPS, WORK, Desk
 
 Array = Any
 
@@ -39,8 +39,11 @@ NOWHERE = 1 << 62
 
 
 @compiled
-def search(desk: Desk, capacity: int, most_work: int) -> int:
-    """Place every block below the capacity: SOLVED, with their offsets; REFUTED: it cannot be done; or STOPPED."""
+def search(desk: Desk, capacity: int, most_work: int, may_jump: bool) -> int:
+    """Place every block below the capacity: SOLVED, with their offsets; REFUTED: it cannot be done; or STOPPED.
+
+    Who passes over decisions that are not to blame finds more and proves nothing: once it has, it is never REFUTED.
+    """
     frames, tally = desk.frames, desk.tally
     if not _begin(desk, capacity):
         return REFUTED
@@ -56,11 +59,14 @@ def search(desk: Desk, capacity: int, most_work: int) -> int:
         begin, raised = raised, _place(desk, block, top, raised)
         top += 1
         while not _has_room(desk, begin, raised, capacity):
-            last = find_last(desk, top)
-            if last < 0:
-                return REFUTED
-            if last + 1 < top:
+            open_frame = top - 1
+            while open_frame >= 0 and not frames[open_frame].is_open:
+                open_frame -= 1
+            last = find_last(desk, top) if may_jump else open_frame
+            if last < open_frame:
                 tally[JUMPS] += 1
+            if last < 0:
+                return REFUTED if tally[JUMPS] == 0 else STOPPED
             raised = _take_back(desk, last, top, raised)
             begin, top = raised, last + 1
             justify(desk, last, frames[last].block)
@@ -72,9 +78,10 @@ def search(desk: Desk, capacity: int, most_work: int) -> int:
 def _begin(desk: Desk, capacity: int) -> bool:
     """Nothing is placed; whether every section has room."""
     blocks, low = desk.blocks, desk.low
-    desk.tally[WORK] = desk.tally[JUMPS] = desk.tally[LOOKS] = 0
+    desk.tally[WORK] = desk.tally[JUMPS] = desk.tally[CLASHES] = 0
     for block in range(len(low)):
         blocks[block].raised = -1
+        desk.recent[block] = 0
         low[block] = max(blocks[block].pinned, 0)
     for block in range(len(low)):
         if blocks[block].under < 0:
@@ -82,31 +89,34 @@ def _begin(desk: Desk, capacity: int) -> bool:
             while above >= 0:
                 low[above] = _align(blocks[above].alignment, low[below] + desk.nbytes[below])
                 below, above = above, blocks[above].above
-    for section in range(len(desk.seen)):
-        desk.seen[section] = 0
-        if _find_overfull(desk, section, capacity) >= 0:
-            return False
-    return True
+    for section in range(len(desk.starts)):
+        desk.starts[section] = desk.ends[section] = 0
+    for block in range(len(low)):
+        _count(desk, block, 1)
+    for place in range(len(desk.suspects)):
+        desk.suspects[place] = 0
+    has_room = True
+    for section in range(len(desk.starts)):
+        has_room &= _find_overfull(desk, section, capacity) < 0
+    return has_room
 
 
 @compiled
 def _choose(desk: Desk) -> int:
     """What is decided on next, -1 if everything is placed: a block that nothing can lie below any more.
 
-    That is the lowest of all; or the lowest of those around the first in the order, and of those around that.
+    That is the lowest of all; or the lowest of those around what has clashed last, and of those around that.
     """
-    low, rank, chosen = desk.low, desk.rank, -1
+    low, rank, first, is_local, chosen = desk.low, desk.rank, desk.recent, desk.is_local[0], -1
     desk.tally[WORK] += len(low)
-    is_local = desk.is_local[0]
     for block in range(len(low)):
-        if low[block] >= 0 and (
-            chosen < 0
-            or (is_local and rank[block] < rank[chosen])
-            or (
-                not is_local
-                and (low[block] < low[chosen] or (low[block] == low[chosen] and rank[block] < rank[chosen]))
-            )
-        ):
+        if low[block] < 0:
+            continue
+        if chosen < 0:
+            chosen = block
+            continue
+        more = first[block] - first[chosen] if is_local else low[chosen] - low[block]
+        if more > 0 or (more == 0 and rank[block] < rank[chosen]):
             chosen = block
     while is_local and chosen >= 0:
         begin = chosen
@@ -133,6 +143,7 @@ def _place(desk: Desk, block: int, frame: int, raised: int) -> int:
     this.offset, this.frame = low[block], frame
     top = low[block] + desk.nbytes[block]
     low[block] = -1
+    _count(desk, block, -1)
     desk.tally[WORK] += 2 * (this.far - this.near)
     for place in range(this.near, this.far):
         other = desk.near[place]
@@ -144,7 +155,7 @@ def _place(desk: Desk, block: int, frame: int, raised: int) -> int:
 @compiled
 def _lift(desk: Desk, block: int, frame: int, raised: int) -> int:
     """A block does not lie at its lowest offset: raise it to where it can lie on another; returns as `_place`."""
-    this, lowest = desk.blocks[block], np.int64(NOWHERE)
+    this, lowest = desk.blocks[block], NOWHERE
     desk.tally[WORK] += 2 * (this.far - this.near)
     for place in range(this.near, this.far):
         other = desk.near[place]
@@ -168,11 +179,23 @@ def _raise(desk: Desk, block: int, frame: int, least: int, raised: int) -> int:
 
 
 @compiled
+def _count(desk: Desk, block: int, change: int) -> None:
+    """One more or less that is left begins and ends in the sections that a block begins and ends in."""
+    this = desk.blocks[block]
+    desk.starts[this.first] += change
+    desk.ends[this.last - 1] += change
+    if this.wrap > 0:
+        desk.starts[0] += change
+        desk.ends[this.wrap - 1] += change
+
+
+@compiled
 def _take_back(desk: Desk, frame: int, top: int, raised: int) -> int:
     """Undo what followed from a decision and those after it; returns how many raises are left."""
     for index in range(frame, top):
         if desk.frames[index].is_open:
             desk.low[desk.frames[index].block] = desk.frames[index].offset
+            _count(desk, desk.frames[index].block, 1)
     for index in range(raised - 1, desk.frames[frame].raises - 1, -1):
         entry = desk.raises[index]
         desk.low[entry.block], desk.blocks[entry.block].raised = entry.low, entry.before
@@ -182,40 +205,41 @@ def _take_back(desk: Desk, frame: int, top: int, raised: int) -> int:
 @compiled
 def _has_room(desk: Desk, begin: int, end: int, capacity: int) -> bool:
     """Whether what some raises raised has room below the capacity; if not, `clash` says why."""
-    for index in range(end - 1, begin - 1, -1):
+    first, last, wrap = len(desk.starts), 0, 0
+    for index in range(begin, end):
         block = desk.raises[index].block
-        low, pinned = desk.low[block], desk.blocks[block].pinned
-        if low >= NOWHERE or 0 <= pinned < low:
+        this, low = desk.blocks[block], desk.low[block]
+        if low >= NOWHERE or 0 <= this.pinned < low:
             forget(desk)
-            add_cause(desk, block, pinned + 1 if pinned >= 0 else low, desk.clash)
+            add_cause(desk, block, this.pinned + 1 if this.pinned >= 0 else low, desk.clash)
             return False
-    desk.tally[LOOKS] += 1
-    look = desk.tally[LOOKS]
-    if end > begin:
-        for index in range(len(desk.suspects)):
-            section = desk.suspects[index]
-            desk.seen[section] = look
-            lowest = _find_overfull(desk, section, capacity)
-            if lowest >= 0:
-                for place in range(index, 0, -1):
-                    desk.suspects[place] = desk.suspects[place - 1]
-                desk.suspects[0] = section
-                explain(desk, section, lowest, capacity)
-                return False
-    for index in range(end - 1, begin - 1, -1):
-        this = desk.blocks[desk.raises[index].block]
-        for part in range(2):
-            for section in range(this.first if part == 0 else 0, this.last if part == 0 else this.wrap):
-                if desk.seen[section] == look:
-                    continue
-                desk.seen[section] = look
-                lowest = _find_overfull(desk, section, capacity)
-                if lowest >= 0:
-                    for place in range(len(desk.suspects) - 1, 0, -1):
-                        desk.suspects[place] = desk.suspects[place - 1]
-                    desk.suspects[0] = section
-                    explain(desk, section, lowest, capacity)
+        first, last, wrap = min(first, this.first), max(last, this.last), max(wrap, this.wrap)
+    if begin == end:
+        return True
+    for place in range(len(desk.suspects)):  # most often it is a section that had no room a moment ago
+        if _is_overfull(desk, desk.suspects[place], place, capacity):
+            return False
+    for start, stop in ((first, last), (0, wrap)):
+        has_start = True
+        for section in range(start, stop):
+            has_start |= desk.starts[section] > 0
+            if has_start and desk.ends[section] > 0:  # or the one before it, or the next one, has all of its blocks
+                has_start = False
+                if _is_overfull(desk, section, len(desk.suspects) - 1, capacity):
                     return False
+    return True
+
+
+@compiled
+def _is_overfull(desk: Desk, section: int, place: int, capacity: int) -> bool:
+    """Whether a section has no room: if so, it becomes the first suspect, and `clash` says why."""
+    lowest = _find_overfull(desk, section, capacity)
+    if lowest < 0:
+        return False
+    for index in range(place, 0, -1):
+        desk.suspects[index] = desk.suspects[index - 1]
+    desk.suspects[0] = section
+    explain(desk, section, lowest, capacity)
     return True
 
 
