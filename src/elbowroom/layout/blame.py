@@ -29,6 +29,15 @@ def forget(desk: Desk) -> None:
 
 
 @compiled
+def blame_all(desk: Desk, top: int) -> None:
+    """Every decision has to do with the clash."""
+    forget(desk)
+    for frame in range(top):
+        if desk.frames[frame].is_open:
+            desk.clash[frame >> 6] |= np.int64(1) << np.int64(frame & 63)
+
+
+@compiled
 def find_last(desk: Desk, top: int) -> int:
     """The last decision that has to do with the clash; -1 for none."""
     for word in range(top >> 6, -1, -1):

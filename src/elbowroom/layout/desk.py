@@ -84,7 +84,7 @@ def make_desk(instance: Instance) -> Desk:
     """
     count = len(instance.nbytes)
     first, last, wrap = instance.first, instance.last, instance.wrap
-    blocks = np.zeros(count, BLOCK)
+    blocks = np.zeros(count, BLOCK).view(np.recarray)  # fields are attributes without a compiler, too
     for name in ("first", "last", "wrap", "alignment", "pinned"):
         blocks[name] = getattr(instance, name)
     meets = (first[:, None] < last) & (first < last[:, None])
@@ -94,7 +94,7 @@ def make_desk(instance: Instance) -> Desk:
     blocks["near"] = blocks["far"] - meets.sum(axis=1)
     sections = np.arange(instance.sections)[:, None]
     inside = ((first <= sections) & (sections < last)) | (sections < wrap)
-    most = 8 * count + 64  # decisions, those that are not open any more included
+    most = 8 * count + 128  # decisions, those that are not open any more included
     words = most // 64 + 1
     numbers = {name: np.zeros(count, np.int64) for name in ("low", "rank", "recent")}
     by_section = {name: np.zeros(instance.sections, np.int64) for name in ("starts", "ends")}
@@ -102,7 +102,8 @@ def make_desk(instance: Instance) -> Desk:
         **numbers, **by_section, nbytes=instance.nbytes, blocks=blocks,
         near=np.nonzero(meets)[1], members=np.nonzero(inside)[1],
         begins=np.concatenate([[0], np.cumsum(inside.sum(axis=1))]), suspects=np.zeros(SUSPECTS, np.int64),
-        frames=np.zeros(most, FRAME), raises=np.zeros(min(2 * count * count + 64, MOST_RAISES), RAISE),
+        frames=np.zeros(most, FRAME).view(np.recarray),
+        raises=np.zeros(min(2 * count * count + 1024, MOST_RAISES), RAISE).view(np.recarray),
         reasons=np.zeros((most, words), np.int64), clash=np.zeros(words, np.int64),
         is_local=np.zeros(1, np.bool_), tally=np.zeros(3, np.int64),
     )  # fmt: skip

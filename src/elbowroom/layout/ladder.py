@@ -28,7 +28,7 @@ from elbowroom.layout.desk import WORK, Desk, make_desk, set_order
 from elbowroom.layout.fitting import fit
 from elbowroom.layout.instance import Instance, select
 from elbowroom.layout.orders import find_areas, find_durations, find_pressures, order_by
-from elbowroom.layout.searching import REFUTED, SOLVED, search
+from elbowroom.layout.searching import REFUTED, SOLVED, UNPROVEN, search
 
 Array = Any
 
@@ -46,9 +46,6 @@ ANY = 1 << 61
 
 SPREAD = 0.1
 """How much chance, or what has clashed, changes the figures that buffers are ordered by."""
-
-PROOF = 8
-"""One trial of so many, the first one too, goes back step by step, and so may prove that a capacity is too small."""
 
 MEMORY = 0.9
 """How much of what has clashed counts in the order after the next: about ten orders are remembered."""
@@ -106,21 +103,24 @@ class Ladder:
         for trial in itertools.count(1):
             set_order(desk, next(orders), is_local=trial % 2 == 0)
             limit = min(shortest * find_luby(trial), most_work - found.work)
-            self._try(desk, found.refuted_bytes + grain, limit, may_jump=trial % PROOF != 1)
+            self._try(desk, found.refuted_bytes + grain, limit)
             rungs = (found.arena_bytes - found.refuted_bytes) // grain - 1
             if rungs > 1:
                 step = min(step, rungs - 1)
                 set_order(desk, next(long_first), is_local=trial % 2 == 0)
                 limit = min(shortest, most_work - found.work)
-                verdict = self._try(desk, found.arena_bytes - step * grain, limit, may_jump=True)
+                verdict = self._try(desk, found.arena_bytes - step * grain, limit)
                 step = 2 * step if verdict == SOLVED else step // 2 or rungs // 2
             if self.is_done or found.work >= most_work:
                 return
 
-    def _try(self, desk: Desk, capacity: int, limit: int, *, may_jump: bool) -> int:
-        """One order at one capacity."""
-        verdict = search(desk, capacity, limit, may_jump)
+    def _try(self, desk: Desk, capacity: int, limit: int) -> int:
+        """One order at one capacity; again step by step where it came to an end that proves nothing."""
+        verdict = search(desk, capacity, limit, True)
         self.found.work += int(desk.tally[WORK])
+        if verdict == UNPROVEN:
+            verdict = search(desk, capacity, limit, False)
+            self.found.work += int(desk.tally[WORK])
         if verdict == SOLVED:
             self.found.keep(desk.blocks["offset"], self._instance.nbytes)
         if verdict == REFUTED:

@@ -8,6 +8,8 @@
 
 What makes it fast is what it does not look at:
 
+- A block whose lowest offset is above everything that is placed, since the lowest of those that are left lies on the
+  ground or on what is placed.
 - Where nothing overlaps in time, the order of decisions makes no difference, and only one is tried.
 - A section of time whose blocks cannot all lie below the capacity: those that must lie above an offset t, and t, are
   more than it, for any t.
@@ -28,12 +30,12 @@ from typing import Any
 import numpy as np
 
 from elbowroom._compiled import compiled
-from elbowroom.layout.blame import add_cause, explain, find_last, forget, justify
+from elbowroom.layout.blame import add_cause, blame_all, explain, find_last, forget, justify
 from elbowroom.layout.desk import CLASHES, JUMPS, WORK, Desk
 
 Array = Any
 
-SOLVED, REFUTED, STOPPED = 1, 0, -1
+SOLVED, REFUTED, STOPPED, UNPROVEN = 1, 0, -1, -2
 
 NOWHERE = 1 << 62
 
@@ -42,23 +44,29 @@ NOWHERE = 1 << 62
 def search(desk: Desk, capacity: int, most_work: int, may_jump: bool) -> int:
     """Place every block below the capacity: SOLVED, with their offsets; REFUTED: it cannot be done; or STOPPED.
 
-    Who passes over decisions that are not to blame finds more and proves nothing: once it has, it is never REFUTED.
+    Who jumps, passing over decisions that are not to blame, finds more and proves nothing: where REFUTED would rest on
+    that, it is UNPROVEN.
     """
     frames, tally = desk.frames, desk.tally
     if not _begin(desk, capacity):
         return REFUTED
     top, raised = 0, 0
     while tally[WORK] <= most_work:
-        block = _choose(desk)
-        if block < 0:
-            return SOLVED
         if top == len(frames) or raised + 2 * len(desk.low) >= len(desk.raises):
             return STOPPED
-        frames[top].block, frames[top].offset = block, desk.low[block]
-        frames[top].is_open, frames[top].raises = 1, raised
-        begin, raised = raised, _place(desk, block, top, raised)
-        top += 1
-        while not _has_room(desk, begin, raised, capacity):
+        block = _choose(desk)
+        if block < 0 and not _is_left(desk):
+            return SOLVED
+        begin = raised
+        if block < 0:
+            blame_all(desk, top)
+        else:
+            frames[top].block, frames[top].offset = block, desk.low[block]
+            frames[top].is_open, frames[top].raises = 1, raised
+            raised = _place(desk, block, top, raised)
+            top += 1
+        while block < 0 or not _has_room(desk, begin, raised, capacity):
+            block = 0
             open_frame = top - 1
             while open_frame >= 0 and not frames[open_frame].is_open:
                 open_frame -= 1
@@ -66,7 +74,7 @@ def search(desk: Desk, capacity: int, most_work: int, may_jump: bool) -> int:
             if last < open_frame:
                 tally[JUMPS] += 1
             if last < 0:
-                return REFUTED if tally[JUMPS] == 0 else STOPPED
+                return REFUTED if tally[JUMPS] == 0 else UNPROVEN
             raised = _take_back(desk, last, top, raised)
             begin, top = raised, last + 1
             justify(desk, last, frames[last].block)
@@ -103,32 +111,68 @@ def _begin(desk: Desk, capacity: int) -> bool:
 
 @compiled
 def _choose(desk: Desk) -> int:
-    """What is decided on next, -1 if everything is placed: a block that nothing can lie below any more.
+    """What is decided on next, -1 if nothing can be: a block that nothing can lie below any more.
 
-    That is the lowest of all; or the lowest of those around what has clashed last, and of those around that.
+    That is the lowest that has something to lie on, as the lowest of those that are left will have; or the lowest of
+    those around what has clashed last, and of those around that, if it has.
     """
-    low, rank, first, is_local, chosen = desk.low, desk.rank, desk.recent, desk.is_local[0], -1
+    low, rank, chosen = desk.low, desk.rank, -1
     desk.tally[WORK] += len(low)
-    for block in range(len(low)):
-        if low[block] < 0:
-            continue
-        if chosen < 0:
-            chosen = block
-            continue
-        more = first[block] - first[chosen] if is_local else low[chosen] - low[block]
-        if more > 0 or (more == 0 and rank[block] < rank[chosen]):
-            chosen = block
-    while is_local and chosen >= 0:
-        begin = chosen
-        this = desk.blocks[begin]
-        desk.tally[WORK] += this.far - this.near
-        for place in range(this.near, this.far):
-            block = desk.near[place]
-            if 0 <= low[block] <= low[chosen] and (low[block] < low[chosen] or rank[block] < rank[chosen]):
+    if desk.is_local[0]:
+        for block in range(len(low)):
+            if low[block] >= 0 and (
+                chosen < 0
+                or desk.recent[block] > desk.recent[chosen]
+                or (desk.recent[block] == desk.recent[chosen] and rank[block] < rank[chosen])
+            ):
                 chosen = block
-        if chosen == begin:
-            break
+        begin = -1
+        while begin != chosen:
+            begin = chosen
+            this = desk.blocks[begin]
+            desk.tally[WORK] += this.far - this.near
+            for place in range(this.near, this.far):
+                block = desk.near[place]
+                if low[block] >= 0 and _is_lower(desk, block, chosen):
+                    chosen = block
+        if chosen >= 0 and _is_supported(desk, chosen):
+            return chosen
+    chosen = -1
+    for block in range(len(low)):
+        if low[block] >= 0 and (chosen < 0 or _is_lower(desk, block, chosen)) and _is_supported(desk, block):
+            chosen = block
     return chosen
+
+
+@compiled
+def _is_left(desk: Desk) -> bool:
+    """Whether anything is not placed."""
+    is_left = False
+    for block in range(len(desk.low)):
+        is_left |= desk.low[block] >= 0
+    return is_left
+
+
+@compiled
+def _is_lower(desk: Desk, one: int, other: int) -> bool:
+    low = desk.low
+    return bool(low[one] < low[other] or (low[one] == low[other] and desk.rank[one] < desk.rank[other]))
+
+
+@compiled
+def _is_supported(desk: Desk, block: int) -> bool:
+    """Whether a block would lie on the ground, on what is placed, or where it is pinned."""
+    this, low = desk.blocks[block], desk.low[block]
+    if low == 0 or this.pinned >= 0:
+        return True
+    desk.tally[WORK] += this.far - this.near
+    for place in range(this.near, this.far):
+        other = desk.near[place]
+        if desk.low[other] < 0:
+            top = desk.blocks[other].offset + desk.nbytes[other]
+            if top <= low < top + this.alignment:
+                return True
+    return False
 
 
 @compiled
@@ -161,7 +205,7 @@ def _lift(desk: Desk, block: int, frame: int, raised: int) -> int:
         other = desk.near[place]
         if desk.low[other] >= 0:
             lowest = min(lowest, desk.low[other] + desk.nbytes[other])
-    return _raise(desk, block, frame, lowest, raised)
+    return _raise(desk, block, frame, max(lowest, desk.low[block] + 1), raised)
 
 
 @compiled
