@@ -47,6 +47,9 @@ ANY = 1 << 61
 SPREAD = 0.1
 """How much chance, or what has clashed, changes the figures that buffers are ordered by."""
 
+FEW = 64
+"""Of so few buffers every other trial is one that proves: it often comes to its end."""
+
 MEMORY = 0.9
 """How much of what has clashed counts in the order after the next: about ten orders are remembered."""
 
@@ -102,21 +105,22 @@ class Ladder:
         orders, long_first = list_orders(self._instance, desk), list_long_first(self._instance)
         for trial in itertools.count(1):
             set_order(desk, next(orders), is_local=trial % 2 == 0)
+            may_jump = len(desk.low) > FEW or trial % 2 == 0
             limit = min(shortest * find_luby(trial), most_work - found.work)
-            self._try(desk, found.refuted_bytes + grain, limit)
+            self._try(desk, found.refuted_bytes + grain, limit, may_jump)
             rungs = (found.arena_bytes - found.refuted_bytes) // grain - 1
             if rungs > 1:
                 step = min(step, rungs - 1)
                 set_order(desk, next(long_first), is_local=trial % 2 == 0)
                 limit = min(shortest, most_work - found.work)
-                verdict = self._try(desk, found.arena_bytes - step * grain, limit)
+                verdict = self._try(desk, found.arena_bytes - step * grain, limit, may_jump)
                 step = 2 * step if verdict == SOLVED else step // 2 or rungs // 2
             if self.is_done or found.work >= most_work:
                 return
 
-    def _try(self, desk: Desk, capacity: int, limit: int) -> int:
+    def _try(self, desk: Desk, capacity: int, limit: int, may_jump: bool) -> int:
         """One order at one capacity; again step by step where it came to an end that proves nothing."""
-        verdict = search(desk, capacity, limit, True)
+        verdict = search(desk, capacity, limit, may_jump)
         self.found.work += int(desk.tally[WORK])
         if verdict == UNPROVEN:
             verdict = search(desk, capacity, limit, False)

@@ -8,8 +8,8 @@
 
 What makes it fast is what it does not look at:
 
-- A block whose lowest offset is above everything that is placed, since the lowest of those that are left lies on the
-  ground or on what is placed.
+- In a search that proves: a block whose lowest offset is above everything that is placed, since the lowest of those
+  that are left lies on the ground or on what is placed.
 - Where nothing overlaps in time, the order of decisions makes no difference, and only one is tried.
 - A section of time whose blocks cannot all lie below the capacity: those that must lie above an offset t, and t, are
   more than it, for any t.
@@ -44,17 +44,17 @@ NOWHERE = 1 << 62
 def search(desk: Desk, capacity: int, most_work: int, may_jump: bool) -> int:
     """Place every block below the capacity: SOLVED, with their offsets; REFUTED: it cannot be done; or STOPPED.
 
-    Who jumps, passing over decisions that are not to blame, finds more and proves nothing: where REFUTED would rest on
-    that, it is UNPROVEN.
+    Who jumps, passing over decisions that are not to blame, and deciding on what may have nothing to lie on, finds more
+    and proves less: UNPROVEN where it comes to an end that is no proof, or to the end of what it can write down.
     """
     frames, tally = desk.frames, desk.tally
     if not _begin(desk, capacity):
         return REFUTED
     top, raised = 0, 0
     while tally[WORK] <= most_work:
-        if top == len(frames) or raised + 2 * len(desk.low) >= len(desk.raises):
-            return STOPPED
-        block = _choose(desk)
+        if top == len(frames) or raised + 3 * len(desk.low) >= len(desk.raises):
+            return UNPROVEN
+        block = _choose(desk) if may_jump else _choose_resting(desk)
         if block < 0 and not _is_left(desk):
             return SOLVED
         begin = raised
@@ -63,6 +63,8 @@ def search(desk: Desk, capacity: int, most_work: int, may_jump: bool) -> int:
         else:
             frames[top].block, frames[top].offset = block, desk.low[block]
             frames[top].is_open, frames[top].raises = 1, raised
+            if not may_jump:
+                raised = _settle(desk, block, top, raised)
             raised = _place(desk, block, top, raised)
             top += 1
         while block < 0 or not _has_room(desk, begin, raised, capacity):
@@ -111,33 +113,39 @@ def _begin(desk: Desk, capacity: int) -> bool:
 
 @compiled
 def _choose(desk: Desk) -> int:
-    """What is decided on next, -1 if nothing can be: a block that nothing can lie below any more.
+    """What is decided on next, -1 if everything is placed: a block that nothing can lie below any more.
 
-    That is the lowest that has something to lie on, as the lowest of those that are left will have; or the lowest of
-    those around what has clashed last, and of those around that, if it has.
+    That is the lowest of all; or the lowest of those around what has clashed last, and of those around that.
     """
-    low, rank, chosen = desk.low, desk.rank, -1
+    low, rank, recent, is_local, chosen = desk.low, desk.rank, desk.recent, desk.is_local[0], -1
     desk.tally[WORK] += len(low)
-    if desk.is_local[0]:
-        for block in range(len(low)):
-            if low[block] >= 0 and (
-                chosen < 0
-                or desk.recent[block] > desk.recent[chosen]
-                or (desk.recent[block] == desk.recent[chosen] and rank[block] < rank[chosen])
-            ):
+    for block in range(len(low)):
+        if low[block] < 0:
+            continue
+        if chosen < 0:
+            chosen = block
+            continue
+        more = recent[block] - recent[chosen] if is_local else low[chosen] - low[block]
+        if more > 0 or (more == 0 and rank[block] < rank[chosen]):
+            chosen = block
+    while is_local and chosen >= 0:
+        begin = chosen
+        this = desk.blocks[begin]
+        desk.tally[WORK] += this.far - this.near
+        for place in range(this.near, this.far):
+            block = desk.near[place]
+            if low[block] >= 0 and _is_lower(desk, block, chosen):
                 chosen = block
-        begin = -1
-        while begin != chosen:
-            begin = chosen
-            this = desk.blocks[begin]
-            desk.tally[WORK] += this.far - this.near
-            for place in range(this.near, this.far):
-                block = desk.near[place]
-                if low[block] >= 0 and _is_lower(desk, block, chosen):
-                    chosen = block
-        if chosen >= 0 and _is_supported(desk, chosen):
-            return chosen
-    chosen = -1
+        if chosen == begin:
+            break
+    return chosen
+
+
+@compiled
+def _choose_resting(desk: Desk) -> int:
+    """The same of a search that proves: the lowest that has something to lie on, -1 if nothing has."""
+    low, chosen = desk.low, -1
+    desk.tally[WORK] += len(low)
     for block in range(len(low)):
         if low[block] >= 0 and (chosen < 0 or _is_lower(desk, block, chosen)) and _is_supported(desk, block):
             chosen = block
@@ -193,6 +201,22 @@ def _place(desk: Desk, block: int, frame: int, raised: int) -> int:
         other = desk.near[place]
         if 0 <= low[other] < top:
             raised = _raise(desk, other, frame, top, raised)
+    return raised
+
+
+@compiled
+def _settle(desk: Desk, block: int, frame: int, raised: int) -> int:
+    """Where a block is the lowest that has something to lie on, raise what is lower: it lies on what is not placed."""
+    low, floor = desk.low, desk.low[block]
+    for other in range(len(low)):
+        if 0 <= low[other] < floor:
+            lowest, this = NOWHERE, desk.blocks[other]
+            desk.tally[WORK] += 2 * (this.far - this.near)
+            for place in range(this.near, this.far):
+                under = desk.near[place]
+                if low[under] >= 0:
+                    lowest = min(lowest, max(low[under], floor) + desk.nbytes[under])
+            raised = _raise(desk, other, frame, lowest, raised)
     return raised
 
 
