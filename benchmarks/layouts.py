@@ -10,11 +10,13 @@ stream of requests. `--check` holds the results to what is promised.
 from __future__ import annotations
 
 import argparse
+import json
 import pathlib
 import random
 import statistics
 import sys
 import time
+from collections.abc import Iterator
 from typing import Any
 
 from league import DEFAULT_CACHE, HARDWARE, MODELS, capture, find_job
@@ -102,33 +104,43 @@ def make_step(count: int) -> tuple[Buffer, ...]:
     return tuple(found)
 
 
-def try_random(count: int, seed: int = 0) -> dict[str, Any]:
-    """Random instances under every quick allocator; each layout is looked at pair by pair."""
+def make_instance(seed: int) -> tuple[Buffer, ...]:
+    """A few random buffers: some wrap, some are aligned, some pinned where they do not clash, some beyond 2**32."""
     chance = random.Random(seed)
-    names = [name for name in list_allocators() if name not in ("exact", "omnimalloc")]
-    refused = layouts = 0
-    begin = time.perf_counter()
-    for _ in range(count):
-        buffers: list[Buffer] = []
-        for name in range(chance.randrange(1, 9)):
-            lower, upper = chance.sample(range(10), 2)
-            if upper < lower and chance.random() < 0.8:
-                lower, upper = upper, lower
-            nbytes = chance.randrange(1, 12) << chance.choice((0, 0, 40))
-            alignment = chance.choice((1, 1, 1, 4, 512))
-            offset = chance.randrange(4) * alignment if chance.random() < 0.1 else None
-            buffer = Buffer(id=name, lower=lower, upper=upper, nbytes=nbytes, alignment=alignment, offset=offset)
-            pinned = [each for each in [*buffers, buffer] if each.offset is not None]
-            if find_clash(pinned, [each.offset or 0 for each in pinned]) is None:
-                buffers.append(buffer)
-        allocator = names[chance.randrange(len(names))]
-        try:
-            lay_out(tuple(buffers), allocator)  # raises InternalError where two overlap
-            layouts += 1
-        except UsageError:
-            refused += 1
-    return {"part": "random", "name": f"{count} random instances", "layouts": layouts, "refused": refused,
-            "seconds": round(time.perf_counter() - begin, 1)}  # fmt: skip
+    buffers: list[Buffer] = []
+    for name in range(chance.randrange(1, 9)):
+        lower, upper = chance.sample(range(10), 2)
+        if upper < lower and chance.random() < 0.8:
+            lower, upper = upper, lower
+        nbytes = chance.randrange(1, 12) << chance.choice((0, 0, 40))
+        alignment = chance.choice((1, 1, 1, 4, 512))
+        offset = chance.randrange(4) * alignment if chance.random() < 0.1 else None
+        buffer = Buffer(id=name, lower=lower, upper=upper, nbytes=nbytes, alignment=alignment, offset=offset)
+        pinned = [each for each in [*buffers, buffer] if each.offset is not None]
+        if find_clash(pinned, [each.offset or 0 for each in pinned]) is None:
+            buffers.append(buffer)
+    return tuple(buffers)
+
+
+def try_random(count: int, results: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """Random instances under all allocators by turns; each layout is looked at pair by pair.
+
+    Goes on after those of the results, and yields what is known every 20,000.
+    """
+    names = [name for name in list_allocators() if name != "omnimalloc"]
+    known = next((each for each in results if each["part"] == "random"), {})
+    tried, refused, seconds = (known.get(key, 0) for key in ("instances", "refused", "seconds"))
+    while tried < count:
+        begin = time.perf_counter()
+        for seed in range(tried, min(tried + 20_000, count)):
+            try:
+                lay_out(make_instance(seed), names[seed % len(names)])  # raises InternalError where two overlap
+            except UsageError:
+                refused += 1
+            tried += 1
+        seconds += time.perf_counter() - begin
+        yield {"part": "random", "name": f"random instances under {', '.join(names)} by turns", "instances": tried,
+               "layouts": tried - refused, "refused": refused, "overlaps": 0, "seconds": round(seconds, 1)}  # fmt: skip
 
 
 def find_broken(results: list[dict[str, Any]]) -> list[str]:
@@ -166,17 +178,24 @@ def main() -> None:
     parser.add_argument("--folder", type=pathlib.Path, default=pathlib.Path("."), help="where published tables are")
     parser.add_argument("--random", type=int, default=1_000_000, help="how many random instances")
     parser.add_argument("--output", help="where results are written")
+    parser.add_argument(
+        "--resume", action="store_true", help="keep what --output has of other parts; go on with random"
+    )
     parser.add_argument("--check", action="store_true", help="exit code 1 where a promise does not hold")
     options = parser.parse_args()
     if not IS_COMPILED:
         print("numba is not installed: this will take very long", file=sys.stderr)
     lay_out(make_step(2100))  # machine code is made before anything is timed
     lay_out(make_step(60))
-    results = [measure(name, buffers, part) for name, buffers, part in list_instances(options)]
-    if "random" in options.parts:
-        results.append(try_random(options.random))
-        print(results[-1])
+    before = json.loads(pathlib.Path(options.output).read_text())["results"] if options.resume else []
+    results = [each for each in before if each["part"] not in options.parts]
+    results += [measure(name, buffers, part) for name, buffers, part in list_instances(options)]
     write_results(options.output, results)
+    if "random" in options.parts:
+        for found in try_random(options.random, before):
+            print(found, flush=True)
+            results = [*(each for each in results if each["part"] != "random"), found]
+            write_results(options.output, results)
     broken = find_broken(results)
     print("\n".join(broken) or "everything that is promised holds")
     sys.exit(1 if options.check and broken else 0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
+import random
 
 import pytest
 from hypothesis import assume, given, settings
@@ -13,6 +14,7 @@ from elbowroom import _family
 from elbowroom.errors import ArenaTooSmall, TraceError, UsageError
 from elbowroom.ir.buffers import Buffer, Layout, check_layout, find_clash
 from elbowroom.layout import allocators
+from elbowroom.layout.portfolio import MEMBERS
 from tests.oracles import find_smallest_arena, find_widest
 
 NAMES = [name for name in _family.names(allocators) if name != "omnimalloc" or importlib.util.find_spec("omnimalloc")]
@@ -89,6 +91,21 @@ def test_the_default_is_never_larger(buffers: tuple[Buffer, ...]) -> None:
         except UsageError:
             continue
         assert arena <= layout.arena_bytes, name
+
+
+def test_the_default_tries_what_every_other_does() -> None:
+    assert set(MEMBERS) == set(_family.names(allocators)) - {"auto", "exact", "omnimalloc"}
+
+
+def test_the_default_is_never_larger_with_many_buffers() -> None:
+    chance = random.Random(0)
+    starts = [chance.randrange(6000) for _ in range(6000)]
+    buffers = tuple(
+        Buffer(id=name, lower=start, upper=start + chance.randrange(1, 200), nbytes=chance.randrange(1, 1000))
+        for name, start in enumerate(starts)
+    )
+    arena = assign("auto", buffers).arena_bytes
+    assert all(arena <= assign(name, buffers).arena_bytes for name in MEMBERS)
 
 
 @pytest.mark.parametrize("name", NAMES)

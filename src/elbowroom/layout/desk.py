@@ -6,122 +6,121 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from elbowroom._compiled import inlined
 from elbowroom.layout.instance import Instance
 
 Array = Any  # of numpy; machine code is typed by what it is called with
 
-WORK, RANKED = 0, 1
-"""Fields of `Desk.tally`: about 3 ns each, and how much is in the log of ranks."""
+WORK, JUMPS, CLASHES = 0, 1, 2
+"""Fields of `Desk.tally`: units of about 5 ns; how often decisions were passed over on the way back; how often a
+section had no room."""
 
-MOST_TRIES, MOST_LOGGED = 1 << 22, 1 << 24
+MOST_RAISES = 1 << 22
 
-FRAME = np.dtype(
+SUSPECTS = 4
+"""Sections that are looked at first, since they had no room a moment ago: few, as each is looked at each time."""
+
+BLOCK = np.dtype(
     [
-        ("lo", np.int64), ("hi", np.int64),  # the blocks that are left, in `pool`
-        ("first", np.int64), ("last", np.int64),  # the sections they cover
-        ("candidates", np.int64), ("cursor", np.int64), ("end", np.int64),  # what to try, in `tries`
-        ("parent", np.int64),  # the frame whose placement is wrong if this one has nothing left to try
-        ("logged", np.int64), ("ranked", np.int64), ("agenda", np.int64), ("agenda_top", np.int64),
-        ("placed", np.int64),
+        ("offset", np.int64),  # where it is, if it is placed
+        ("alignment", np.int64), ("pinned", np.int64),
+        ("first", np.int64), ("last", np.int64), ("wrap", np.int64),  # its sections, [first, last) and [0, wrap)
+        ("near", np.int64), ("far", np.int64),  # what overlaps it in time, in `near`
+        ("raised", np.int64),  # the last raise of `low`, -1 for none
+        ("frame", np.int64),  # the decision by which it is placed
+        ("clashes", np.int64),  # how often it had no room
+        ("under", np.int64), ("above", np.int64),  # equal blocks, in the order in which they lie; -1 for none
     ]
 )  # fmt: skip
-"""A choice: which of the blocks that are left comes next."""
+"""A buffer, but for what is looked at most."""
 
-STRETCH = np.dtype(
-    [
-        ("lo", np.int64), ("hi", np.int64), ("first", np.int64), ("last", np.int64),
-        ("floor", np.int64), ("rank", np.int64), ("parent", np.int64), ("next", np.int64),
-    ]
-)  # fmt: skip
-"""A stretch of time that shares nothing with the others, still to be searched."""
+FRAME = np.dtype([("block", np.int64), ("offset", np.int64), ("is_open", np.int64), ("raises", np.int64)])
+"""A decision: a block lies at its lowest offset; not open any more: for known reasons it does not. `raises`: how many
+there were before it."""
+
+RAISE = np.dtype([("block", np.int64), ("low", np.int64), ("frame", np.int64), ("before", np.int64)])
+"""The lowest offset of a block before a decision raised it, -1 for the equal block below it; the raise before that."""
 
 
 class Desk(NamedTuple):
-    """What a search works with: arrays, most of them by block.
+    """What a search works with.
 
     Attributes:
-        first, last, wrap: the sections of a block, [first, last) and [0, wrap).
-        order: its place in the order that is given; `rank`: in the one that breaks ties, which may change on the way.
-        twin: an equal block that comes before it; -1 for none.
-        low: the lowest offset that is left to it; `offset`: where it is, -1 while it is not placed.
-        pool: the blocks; each frame and stretch has a range of it.
-        load, parts: by section, scratch.
-        tries: what the frames have to try; `log_*`, `ranked_*`: how `low` and `rank` were before.
-        renews: whether blocks are ranked anew where time falls into stretches.
+        low: of each block the lowest offset that is left to it; -1 where it is placed.
+        nbytes, rank: of each block; its place in the order.
+        blocks, frames, raises: see above.
+        near: of each block those that overlap it in time.
+        begins, members: of each section its blocks, [begins, next begins) of `members`, about in order of `low`.
+        starts, ends: of each section how many blocks that are left begin and end there.
+        suspects: sections that had no room last.
+        recent: of each block when it last was in a section without room: after so many clashes.
+        reasons: by frame that is not open, the decisions because of which it is not; a bit each.
+        clash: the decisions because of which something has no room; a bit each.
+        is_local: whether what has clashed last, and what lies below that, is decided on first.
     """
 
-    first: Array
-    last: Array
-    wrap: Array
-    nbytes: Array
-    alignment: Array
-    pinned: Array
-    order: Array
-    rank: Array
-    twin: Array
     low: Array
-    offset: Array
-    pool: Array
-    spare: Array
-    need: Array
-    load: Array
-    parts: Array
+    nbytes: Array
+    rank: Array
+    recent: Array
+    blocks: Array
+    near: Array
+    begins: Array
+    members: Array
+    starts: Array
+    ends: Array
+    suspects: Array
     frames: Array
-    agenda: Array
-    tries: Array
-    log_block: Array
-    log_low: Array
-    ranked_block: Array
-    ranked_rank: Array
-    renews: Array
+    raises: Array
+    reasons: Array
+    clash: Array
+    is_local: Array
     tally: Array
 
 
-def make_desk(instance: Instance, order: Array, *, renews: bool) -> Desk:
-    """A desk for `search`.
+def make_desk(instance: Instance) -> Desk:
+    """A desk for `search`; `set_order` says in which order.
 
-    Args:
-        order: the blocks, the first to be tried first.
-        renews: whether, where time falls into stretches, those that are there when the most is come first from then on.
+    Cost: quadratic in the number of buffers, in time and in memory.
     """
-    count = len(order)
-    place = np.empty(count, np.int64)
-    place[order] = np.arange(count)
-    numbers = {name: np.zeros(count, np.int64) for name in ("low", "offset", "pool", "spare", "need")}
-    logged = min(count * count + 1, MOST_LOGGED)
+    count = len(instance.nbytes)
+    first, last, wrap = instance.first, instance.last, instance.wrap
+    blocks = np.zeros(count, BLOCK).view(np.recarray)  # fields are attributes without a compiler, too
+    for name in ("first", "last", "wrap", "alignment", "pinned"):
+        blocks[name] = getattr(instance, name)
+    meets = (first[:, None] < last) & (first < last[:, None])
+    meets |= (wrap[:, None] > first) | (wrap > first[:, None]) | ((wrap[:, None] > 0) & (wrap > 0))
+    np.fill_diagonal(meets, False)
+    blocks["far"] = np.cumsum(meets.sum(axis=1))
+    blocks["near"] = blocks["far"] - meets.sum(axis=1)
+    sections = np.arange(instance.sections)[:, None]
+    inside = ((first <= sections) & (sections < last)) | (sections < wrap)
+    most = 8 * count + 128  # decisions, those that are not open any more included
+    words = most // 64 + 1
+    numbers = {name: np.zeros(count, np.int64) for name in ("low", "rank", "recent")}
+    by_section = {name: np.zeros(instance.sections, np.int64) for name in ("starts", "ends")}
     return Desk(
-        first=instance.first, last=instance.last, wrap=instance.wrap,
-        nbytes=instance.nbytes, alignment=instance.alignment, pinned=instance.pinned,
-        order=place, rank=place.copy(), twin=_find_twins(instance, order), **numbers,
-        load=np.zeros(instance.sections, np.int64), parts=np.zeros(instance.sections, np.int64),
-        frames=np.zeros(count + 1, FRAME), agenda=np.zeros(2 * count + 2, STRETCH),
-        tries=np.empty(min(count * count + 1, MOST_TRIES), np.int64),
-        log_block=np.empty(logged, np.int64), log_low=np.empty(logged, np.int64),
-        ranked_block=np.empty(64 * count, np.int64), ranked_rank=np.empty(64 * count, np.int64),
-        renews=np.array([renews]), tally=np.zeros(2, np.int64),
+        **numbers, **by_section, nbytes=instance.nbytes, blocks=blocks,
+        near=np.nonzero(meets)[1], members=np.nonzero(inside)[1],
+        begins=np.concatenate([[0], np.cumsum(inside.sum(axis=1))]), suspects=np.zeros(SUSPECTS, np.int64),
+        frames=np.zeros(most, FRAME).view(np.recarray),
+        raises=np.zeros(min(2 * count * count + 1024, MOST_RAISES), RAISE).view(np.recarray),
+        reasons=np.zeros((most, words), np.int64), clash=np.zeros(words, np.int64),
+        is_local=np.zeros(1, np.bool_), tally=np.zeros(3, np.int64),
     )  # fmt: skip
 
 
-def _find_twins(instance: Instance, order: Array) -> Array:
-    """Of each block the one before it in the order that could take its place; -1 for none."""
-    kinds = zip(instance.first, instance.last, instance.wrap, instance.nbytes, instance.alignment, strict=True)
-    kind_of = list(kinds)
-    before: dict[Any, int] = {}
-    twins = np.full(len(order), -1)
+def set_order(desk: Desk, order: Array, *, is_local: bool) -> None:
+    """Decide on blocks in this order from now on; see `Desk.is_local`."""
+    desk.is_local[0] = is_local
+    blocks = desk.blocks
+    desk.rank[order] = np.arange(len(order))
+    blocks["under"] = blocks["above"] = -1
+    lives = blocks[["first", "last", "wrap", "alignment"]].tolist()
+    kinds = list(zip(lives, desk.nbytes.tolist(), strict=True))
+    below: dict[Any, int] = {}
     for block in order:
-        if instance.pinned[block] < 0:
-            twins[block] = before.get(kind_of[block], -1)
-            before[kind_of[block]] = block
-    return twins
-
-
-@inlined
-def overlaps(desk: Desk, one: int, other: int) -> bool:
-    """Whether two blocks are ever there at once."""
-    return bool(
-        (desk.first[one] < desk.last[other] and desk.first[other] < desk.last[one])
-        or desk.wrap[one] > desk.first[other]
-        or desk.wrap[other] > desk.first[one]
-        or (desk.wrap[one] > 0 and desk.wrap[other] > 0)
-    )
+        if blocks["pinned"][block] < 0:
+            under = below.get(kinds[block], -1)
+            below[kinds[block]] = block
+            if under >= 0:
+                blocks["under"][block], blocks["above"][under] = under, block

@@ -19,31 +19,39 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-import random
 from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 
-from elbowroom.layout.desk import WORK, Desk, make_desk
+from elbowroom.layout.desk import WORK, Desk, make_desk, set_order
 from elbowroom.layout.fitting import fit
 from elbowroom.layout.instance import Instance, select
 from elbowroom.layout.orders import find_areas, find_durations, find_pressures, order_by
-from elbowroom.layout.searching import REFUTED, SOLVED, search
+from elbowroom.layout.searching import REFUTED, SOLVED, UNPROVEN, search
 
 Array = Any
 
-LIMIT, LIMIT_PER_BUFFER = 1 << 23, 1 << 14
-"""Work of a short trial."""
+LIMIT, LIMIT_PER_PAIR = 1 << 22, 1 << 8
+"""Work of a short trial: to place everything once, without a step back, takes up to 150 a pair that overlaps."""
 
-FEWEST = 1250
-"""Of many buffers, so many are searched first."""
+MOST = 5000
+"""Up to so many buffers are searched at once: a desk for more would take half a second and some hundred MB."""
+
+FIT_PER_BUFFER = 1500
+"""Work of placing one buffer after the other, in units of the search."""
 
 ANY = 1 << 61
 """A capacity that is never too small."""
 
 SPREAD = 0.1
-"""How much chance changes the figures that buffers are ordered by."""
+"""How much chance, or what has clashed, changes the figures that buffers are ordered by."""
+
+FEW = 64
+"""Of so few buffers every other trial is one that proves: it often comes to its end."""
+
+MEMORY = 0.9
+"""How much of what has clashed counts in the order after the next: about ten orders are remembered."""
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -89,44 +97,79 @@ class Ladder:
 
     def climb(self, most_work: int) -> None:
         """Go on until the smallest is proven or the work is done."""
-        found, grain = self.found, self._grain
-        shortest = LIMIT + LIMIT_PER_BUFFER * len(found.offsets)
+        if self.is_done:
+            return
+        found, grain, desk = self.found, self._grain, make_desk(self._instance)
+        shortest = LIMIT + LIMIT_PER_PAIR * len(desk.near)
         step = max((found.arena_bytes - found.refuted_bytes) // 2 // grain, 1)
-        for trial, desk in enumerate(list_desks(self._instance), start=1):
-            if self.is_done or found.work >= most_work:
-                return
-            limit = shortest * find_luby(trial)
-            self._try(desk, found.refuted_bytes + grain, min(limit, most_work - found.work))
+        orders, long_first = list_orders(self._instance, desk), list_long_first(self._instance)
+        for trial in itertools.count(1):
+            set_order(desk, next(orders), is_local=trial % 2 == 0)
+            may_jump = len(desk.low) > FEW or trial % 2 == 0
+            limit = min(shortest * find_luby(trial), most_work - found.work)
+            self._try(desk, found.refuted_bytes + grain, limit, may_jump)
             rungs = (found.arena_bytes - found.refuted_bytes) // grain - 1
             if rungs > 1:
                 step = min(step, rungs - 1)
-                verdict = self._try(desk, found.arena_bytes - step * grain, min(limit, most_work - found.work))
+                set_order(desk, next(long_first), is_local=trial % 2 == 0)
+                limit = min(shortest, most_work - found.work)
+                verdict = self._try(desk, found.arena_bytes - step * grain, limit, may_jump)
                 step = 2 * step if verdict == SOLVED else step // 2 or rungs // 2
+            if self.is_done or found.work >= most_work:
+                return
 
-    def _try(self, desk: Desk, capacity: int, limit: int) -> int:
-        """One order at one capacity."""
-        verdict = search(desk, capacity, limit)
+    def _try(self, desk: Desk, capacity: int, limit: int, may_jump: bool) -> int:
+        """One order at one capacity; again step by step where it came to an end that proves nothing."""
+        verdict = search(desk, capacity, limit, may_jump)
         self.found.work += int(desk.tally[WORK])
+        if verdict == UNPROVEN:
+            verdict = search(desk, capacity, limit, False)
+            self.found.work += int(desk.tally[WORK])
         if verdict == SOLVED:
-            self.found.keep(desk.offset, self._instance.nbytes)
+            self.found.keep(desk.blocks["offset"], self._instance.nbytes)
         if verdict == REFUTED:
             self.found.refuted_bytes = max(self.found.refuted_bytes, capacity)
         return verdict
 
 
-def list_desks(instance: Instance) -> Iterator[Desk]:
-    """Orders to search in, without end: first some that are often good, then these changed by chance."""
+def list_orders(instance: Instance, desk: Desk) -> Iterator[Array]:
+    """Orders to search in where there is no room to spare, without end: what has clashed comes first in the end.
+
+    Clashes are those of the searches on the desk since the order before, and count the less the longer they are past.
+    """
     areas, durations, pressures = find_areas(instance), find_durations(instance), find_pressures(instance)
-    lengths = instance.last - instance.first + instance.wrap
-    yield make_desk(instance, order_by(instance, pressures, durations, areas), renews=True)
-    yield make_desk(instance, order_by(instance, pressures, lengths, instance.nbytes), renews=True)
-    yield make_desk(instance, order_by(instance, durations, areas, pressures), renews=False)
-    chance = random.Random(0)
+    lengths, nbytes = instance.lengths, instance.nbytes
+    for keys in ((pressures, durations, areas), (pressures, lengths, nbytes), (pressures, areas)):
+        yield order_by(instance, *keys)
+        yield order_by(instance, *keys)
+    weights, chance = np.zeros(len(areas)), np.random.default_rng(0)
     for trial in itertools.count():
-        figures = (durations, areas, lengths, instance.nbytes, durations)[trial % 5]
-        changed = figures * np.array([1 + SPREAD * (chance.random() - 0.5) for _ in figures])
-        first, second = (pressures, changed) if trial % 5 < 4 else (changed, pressures)
-        yield make_desk(instance, order_by(instance, first, second), renews=trial % 10 not in (0, 4, 9))
+        clashes = desk.blocks["clashes"]
+        weights = weights * MEMORY + clashes / max(clashes.sum(), 1)
+        clashes[:] = 0
+        changed = (durations, areas, lengths, nbytes)[trial % 4] * _shake(chance, len(weights), SPREAD)
+        if trial % 4 < 2:
+            yield order_by(instance, weights * _shake(chance, len(weights), 1), pressures, changed)
+        else:
+            yield order_by(instance, pressures * (1 + SPREAD * weights / max(weights.mean(), 1e-12)), changed)
+
+
+def list_long_first(instance: Instance) -> Iterator[Array]:
+    """Orders where there is room to spare: what is there for long comes first, since the rest fits anywhere."""
+    areas, durations, pressures = find_areas(instance), find_durations(instance), find_pressures(instance)
+    chance, spread = np.random.default_rng(0), 0.0
+    while True:
+        for keys in ((durations, areas), (instance.lengths, pressures)):
+            for changed in (0, 1):
+                figures = list(keys)
+                figures[changed] = keys[changed] * _shake(chance, len(areas), spread)
+                yield order_by(instance, *figures)
+        spread = SPREAD
+
+
+def _shake(chance: np.random.Generator, count: int, spread: float) -> Array:
+    """Factors around 1."""
+    return 1 + spread * (chance.random(count) - 0.5)
 
 
 def find_luby(trial: int) -> int:
@@ -142,25 +185,26 @@ def find_luby(trial: int) -> int:
 
 
 def search_large(instance: Instance, found: Found, most_work: int) -> None:
-    """Search the large buffers, more of them from time to time, and put the small ones into what they leave."""
+    """Search the large buffers, fewer of them from time to time, and put the small ones into what they leave."""
     by_size = order_by(instance, instance.nbytes)
-    once = len(by_size) ** 2 * 2 // 5  # what it takes to place all, measured
-    found.work += once
-    count = FEWEST
-    while count < len(by_size):
-        large = by_size[:count]
-        for desk in itertools.islice(list_desks(select(instance, large)), 2):
+    for count in (MOST, MOST // 2, MOST // 4):
+        large, before = by_size[:count], np.full(count, -1)
+        part = select(instance, large)
+        desk = make_desk(part)
+        limit = LIMIT + count * count + LIMIT_PER_PAIR * len(desk.near)
+        for trial, order in enumerate(itertools.islice(list_orders(part, desk), 4)):
+            set_order(desk, order, is_local=trial % 2 == 1)
             for capacity in (ANY, instance.bound_bytes):  # as it comes, and as if it had to
                 if found.arena_bytes <= instance.bound_bytes or found.work >= most_work:
                     return
-                verdict = search(desk, capacity, min(most_work - found.work, count << 18))
+                verdict = search(desk, capacity, min(most_work - found.work, limit), True)
                 found.work += int(desk.tally[WORK])
-                if verdict == SOLVED:
-                    fixed = np.full(len(by_size), -1)
-                    fixed[large] = desk.offset
+                offsets = desk.blocks["offset"].copy()
+                if verdict == SOLVED and not np.array_equal(offsets, before):
+                    before, fixed = offsets, np.full(len(by_size), -1)
+                    fixed[large] = offsets
                     found.keep(fit(instance, by_size, fixed=fixed), instance.nbytes)
-                    found.work += once
-        count *= 2
+                    found.work += FIT_PER_BUFFER * len(by_size)
 
 
 def find_grain(instance: Instance) -> int:
@@ -168,8 +212,3 @@ def find_grain(instance: Instance) -> int:
     if (instance.pinned >= 0).any():
         return 1
     return math.gcd(*map(int, np.unique(instance.nbytes)), *map(int, np.unique(instance.alignment))) or 1
-
-
-def measure(instance: Instance, offsets: Array) -> int:
-    """Bytes of the arena of some offsets."""
-    return int((offsets + instance.nbytes).max(initial=0))

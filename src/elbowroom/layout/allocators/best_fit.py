@@ -15,13 +15,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import numpy as np
-
-from elbowroom.errors import UsageError
 from elbowroom.ir.buffers import Buffer, Layout
-from elbowroom.layout.fitting import fit
-from elbowroom.layout.instance import finish, make_instance, select
-from elbowroom.layout.orders import order_by
+from elbowroom.layout.instance import finish, make_instance
+from elbowroom.layout.portfolio import MEMBERS
 
 
 def assign(buffers: Sequence[Buffer], capacity_bytes: int | None = None) -> Layout:
@@ -31,22 +27,4 @@ def assign(buffers: Sequence[Buffer], capacity_bytes: int | None = None) -> Layo
         UsageError: some buffers cross the iteration and some are pinned, which the two regions have no place for.
     """
     instance = make_instance(buffers, capacity_bytes)
-    crossing, inside = np.flatnonzero(instance.wrap > 0), np.flatnonzero(instance.wrap == 0)
-    if not len(crossing):
-        return finish(instance, fit(instance, order_by(instance, instance.nbytes), best=True), capacity_bytes)
-    if (instance.pinned >= 0).any():
-        raise UsageError(
-            "best_fit keeps two regions for buffers that cross the iteration, beside which nothing can be pinned; "
-            "choose another allocator"
-        )
-    offsets = np.zeros(len(buffers), np.int64)
-    region = 0
-    for chosen in (crossing, inside):
-        part = select(instance, chosen)
-        offsets[chosen] = fit(part, order_by(part, part.nbytes), best=True)
-        if chosen is crossing:
-            region = int((offsets[chosen] + part.nbytes).max())
-            continue
-        unit = int(np.lcm.reduce(np.unique(part.alignment))) if len(chosen) else 1
-        offsets[chosen] += -(-2 * region // unit) * unit
-    return finish(instance, offsets, capacity_bytes)
+    return finish(instance, MEMBERS["best_fit"](instance), capacity_bytes)

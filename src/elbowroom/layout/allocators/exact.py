@@ -4,24 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
+
 from elbowroom.ir.buffers import Buffer, Layout
-from elbowroom.layout.fitting import fit
 from elbowroom.layout.instance import finish, make_instance
-from elbowroom.layout.ladder import Found, Ladder, measure
-from elbowroom.layout.orders import order_by
+from elbowroom.layout.ladder import Found, Ladder
+from elbowroom.layout.portfolio import place_by_size
 
 
-def assign(buffers: Sequence[Buffer], capacity_bytes: int | None = None, *, most_work: int = 10_000_000_000) -> Layout:
+def assign(buffers: Sequence[Buffer], capacity_bytes: int | None = None, *, most_work: int = 6_000_000_000) -> Layout:
     """Offsets of all buffers; see `allocators`.
 
     Args:
-        most_work: when to give up the proof; 3 nanoseconds each, more or less.
+        most_work: when to give up the proof; 5 nanoseconds each, more or less.
 
     Cost: exponential in the number of buffers, and quadratic in memory.
     """
     instance = make_instance(buffers, capacity_bytes)
-    offsets = fit(instance, order_by(instance, instance.nbytes))
-    found = Found(offsets, measure(instance, offsets), instance.bound_bytes - 1)
+    found = Found(instance.pinned, np.iinfo(np.int64).max, instance.bound_bytes - 1)
+    found.keep(place_by_size(instance), instance.nbytes)
     ladder = Ladder(instance, found)
     ladder.climb(most_work)
     return finish(instance, found.offsets, capacity_bytes, is_optimal=ladder.is_done)

@@ -9,12 +9,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from elbowroom.ir.buffers import Buffer, Layout
-from elbowroom.layout.fitting import fit
 from elbowroom.layout.instance import finish, make_instance
-from elbowroom.layout.orders import order_by
+from elbowroom.layout.portfolio import MEMBERS
 
 
 def assign(buffers: Sequence[Buffer], capacity_bytes: int | None = None) -> Layout:
     """Offsets of all buffers; see `allocators`."""
     instance = make_instance(buffers, capacity_bytes)
-    return finish(instance, fit(instance, order_by(instance, instance.nbytes)), capacity_bytes)
+    return finish(instance, MEMBERS["greedy_by_size"](instance), capacity_bytes)
