@@ -21,7 +21,7 @@ from elbowroom.cost.shapes import element_bytes, view_bytes
 from elbowroom.ir.trace import Op, View
 
 _BLOCK = 16
-_SMALL_BYTES = 96 << 10
+_SMALL_BYTES = 128 << 10
 """What the scratch of each call takes, whatever its shape."""
 
 _COEFFICIENTS = {
@@ -37,7 +37,7 @@ _COEFFICIENTS = {
     (False, "other grouped", "single"): (0, 0.53, 0, 0.91, 128.04, 4.67, 0),
     (False, "pointwise", "half"): (0, 0.39, 1.05, 0.32, 1.05, 0.49, 4.08),
     (False, "pointwise", "single"): (0, 0.01, 1.0, 0.83, 0.98, 0.02, 1.04),
-    (False, "strided pointwise", "half"): (0, 0.55, 1.12, 0.5, 1.05, 0.61, 3.01),
+    (False, "strided pointwise", "half"): (0, 0.55, 1.12, 1.0, 1.05, 0.61, 3.01),
     (False, "strided pointwise", "single"): (1.05, 0.02, 0.11, 0, 1.21, 0.5, 0),
     (True, "dense", "half"): (0.36, 0, 0.95, 0.73, 4.05, 1.83, 2.26),
     (True, "dense", "single"): (0.74, 0, 1.05, 0.14, 2.82, 0, 0.89),
@@ -51,8 +51,8 @@ _COEFFICIENTS = {
     (True, "other grouped", "single"): (0, 0.51, 0, 1.25, 256.97, 0.69, 0.4),
     (True, "pointwise", "half"): (0, 0.18, 0.91, 1.04, 2.1, 2.62, 1.56),
     (True, "pointwise", "single"): (0.01, 0, 1.01, 1.01, 2.05, 0, 0),
-    (True, "strided pointwise", "half"): (0.33, 0, 1.65, 0, 2.1, 0, 4.63),
-    (True, "strided pointwise", "single"): (0.96, 0, 0.99, 0, 2.0, 0, 1.4),
+    (True, "strided pointwise", "half"): (1.0, 0, 1.05, 0, 2.1, 0.4, 4.63),
+    (True, "strided pointwise", "single"): (1.0, 0, 1.05, 0, 2.0, 0, 2.05),
 }
 """Bytes allocated per byte of: the larger and the smaller of input and output, input, output, weight, one image of the
 input, one image of the output; channels of all of them rounded up to whole blocks. By (backward, kind, precision)."""
