@@ -154,7 +154,9 @@ def train(model: str, batch: int, budget_bytes: int | None, policy: str, steps: 
     if budget_bytes is None:
         peaks = [measure_peak(workload, step) for _ in range(steps)]
     else:
-        options = {"step": workload.step} if policy == "auto" else {"mode": "dynamic", "policy": policy}
+        # Of planned steps one is watched op by op, as long as all of these are.
+        planned = {"step": workload.step, "settling_steps": 1}
+        options = planned if policy == "auto" else {"mode": "dynamic", "policy": policy}
         room = elbowroom.fit(workload.model, workload.optimizer, budget_bytes, meter_every=1, **options)
         try:
             for _ in range(steps):

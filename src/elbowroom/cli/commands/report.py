@@ -100,7 +100,7 @@ def _load_step(
     terminal: Terminal, trace_file: Path | None, plan_file: Path | None, hardware: str, costs_file: Path | None
 ) -> tuple[Trace | None, Costs | None, Plan | None, Forecast | None]:
     """What is known beside the journal."""
-    from elbowroom.simulator.replay import simulate
+    from elbowroom.simulator.replay import Replay
 
     plan = None if plan_file is None else files.load(Plan, plan_file)
     if trace_file is None:
@@ -109,4 +109,7 @@ def _load_step(
     if plan is not None:
         check(trace, plan)
     costs = find_costs(terminal, trace, hardware, costs_file)
-    return trace, costs, plan, None if plan is None else simulate(trace, costs, plan)
+    if plan is None:
+        return trace, costs, None, None
+    replay = Replay(trace, costs)
+    return trace, costs, plan, replay.run(plan, placement=replay.place(plan))
