@@ -25,6 +25,10 @@ second for 5,000."""
 LARGE_WORK, LARGE_WORK_PER_BUFFER = 1_000_000_000, 25_000
 """What it may take for the large ones of many: five seconds, and for 10,000 buffers one and a quarter."""
 
+FEW, NEAR = 1500, 1.0001
+"""Of more buffers nothing better than so many times the bound is searched for: it would cost seconds, and nobody would
+see it."""
+
 
 def assign(buffers: Sequence[Buffer], capacity_bytes: int | None = None) -> Layout:
     """Offsets of all buffers; see `allocators`.
@@ -44,6 +48,8 @@ def assign(buffers: Sequence[Buffer], capacity_bytes: int | None = None) -> Layo
         found.keep(offsets, instance.nbytes)
         if found.arena_bytes <= instance.bound_bytes:
             return finish(instance, found.offsets, capacity_bytes, is_optimal=True)
+    if len(buffers) > FEW and found.arena_bytes <= NEAR * instance.bound_bytes:
+        return finish(instance, found.offsets, capacity_bytes)
     if len(buffers) > MOST:
         search_large(instance, found, min(LARGE_WORK, len(buffers) * LARGE_WORK_PER_BUFFER))
         return finish(instance, found.offsets, capacity_bytes)
