@@ -224,3 +224,33 @@ def test_a_plain_step_that_calls_its_model_again(backward_first: bool, profile: 
                 twice(2 if index == 6 else 1)
             optimizer.zero_grad()
         assert max(record.peak_bytes for record in room.journal().steps) <= budget
+
+
+@pytest.mark.parametrize("strategy", ["recompute_all", "offload_all"])
+def test_a_step_whose_saves_its_program_takes_itself(strategy: str, profile: HardwareProfile) -> None:
+    """Its own hooks keep all that the plan counts on to leave, and nothing else tells that it stays."""
+    model, optimizer = make(layers=40, drop=0.0)
+
+    def step(is_own: bool) -> None:
+        own = torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
+        with own if is_own else contextlib.nullcontext():
+            loss = model(torch.randn(512, WIDTH)).square().mean()
+        loss.backward()
+        optimizer.step()
+
+    with fit(model, optimizer, 1 << 40, profile=profile) as room:
+        for _ in range(3):
+            with room.step():
+                step(False)
+            optimizer.zero_grad()
+        assert room.planned is not None
+        budget = room.planned.forecast.peak_bytes // 2
+    with fit(model, optimizer, budget, profile=profile, strategy=strategy) as room:
+        for index in range(7):
+            refusal = pytest.raises(Infeasible) if index == 5 else contextlib.nullcontext()
+            with refusal, room.step():
+                step(index == 5)
+            optimizer.zero_grad()
+        records = room.journal().steps
+    assert [record.mode for record in records[2:5]] == [Mode.PLANNED] * 3
+    assert max(record.peak_bytes for record in records) <= budget

@@ -195,7 +195,7 @@ class Online:
         if isinstance(event, PressureRaised):
             return self._relieve(event.nbytes)
         self.watch(event)
-        if self._away and isinstance(event, StorageNeeded) and event.storage >= 0:
+        if self._away and isinstance(event, StorageNeeded):
             return self._come_early()
         if self.is_early and event.storage in self._place and isinstance(event, StorageSaved):
             return self._copy_early(event.storage)

@@ -72,7 +72,10 @@ class Recording:
         calls: the ops, by tick, in order; none if nothing here makes the target.
         leaves: what the replay reads from autograd's claims.
         sources: what it reads of the program's own: parameters, buffers, inputs.
+        nbytes: most that it allocates at once; None where nobody has counted.
     """
+
+    nbytes: int | None = None
 
     def __init__(self, calls: Mapping[int, Call], target: Residence) -> None:
         self.target = target

@@ -112,7 +112,7 @@ class StepFacts:
     def own_bytes(self, storage: int) -> int:
         """What that allocates at once, with the storage itself."""
         way = self.find_way(storage)
-        return 0 if way is None else way.nbytes
+        return 0 if way is None else way.recording.nbytes or 0
 
     def replay_seconds(self, storage: int) -> float:
         """What it takes to compute it again, with all that has left before it; infinite where there is no way."""

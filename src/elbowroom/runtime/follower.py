@@ -30,6 +30,13 @@ class Known(NamedTuple):
     placement: Placement = Placement()
 
 
+SLACK_OPS = 64
+"""A save may come so much later than in the trace: programs measure something now and then."""
+
+NEVER = 1 << 60
+"""More ops than any step has."""
+
+
 class Follower:
     """Gives saves and needs the ticks they have in a trace, for as long as the step is one that is known.
 
@@ -46,6 +53,8 @@ class Follower:
 
     Attributes:
         followed: which of the traces the step has been the same as so far; None if it is none of them.
+        due_ops: after so many ops the next save should have come at the latest; `NEVER` where a need comes first, or
+            nothing does.
     """
 
     def __init__(
@@ -60,6 +69,7 @@ class Follower:
         self._count_ops, self._may_doubt = count_ops, len(known) > 1
         self.followed: int | None = 0 if known else None
         self._saves = self._needs = self.tick = 0
+        self.due_ops = self._find_due()
 
     @property
     def trace(self) -> Trace | None:
@@ -73,7 +83,7 @@ class Follower:
     def stop(self, why: str) -> None:
         """The step is none that is known."""
         if self.followed is not None:
-            self.followed = None
+            self.followed, self.due_ops = None, NEVER
             self._on_change(why)
 
     def leave(self, why: str) -> None:
@@ -103,6 +113,7 @@ class Follower:
             residence.id = save.storage
             self._bound[residence.id] = residence
         self.tick = save.tick
+        self.due_ops = self._find_due()
         return save.tick
 
     def follow_need(self, index: int, save: int) -> int:
@@ -125,12 +136,23 @@ class Follower:
         if trace is None:
             return index
         self.tick = trace.needs[index].tick
+        self.due_ops = self._find_due()
         return self.tick
+
+    def _find_due(self) -> int:
+        trace = self.trace
+        if trace is None or self._saves >= len(trace.saves):
+            return NEVER
+        tick = trace.saves[self._saves].tick
+        if self._needs < len(trace.needs) and trace.needs[self._needs].tick < tick:
+            return NEVER
+        return tick - self._saves - self._needs + SLACK_OPS
 
     def _go_on(self, why: str, compare: Callable[[Trace], str]) -> Trace | None:
         """Follow another trace that all has been the same as so far, and that `compare` finds nothing wrong with."""
         if self.followed is not None:
             self.followed = self._find_other(compare)
+            self.due_ops = self._find_due()
             self._on_change(why)
         return self.trace
 

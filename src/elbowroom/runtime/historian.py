@@ -30,6 +30,10 @@ class Host(Protocol):
         """Make room for what an op is about to allocate, and reserve it in the account until the op has run."""
         ...
 
+    def is_late(self, ops: int) -> bool:
+        """Whether a step that was asleep has gone on for too long without what was expected, and is awake now."""
+        ...
+
 
 Results = list[tuple[Residence, torch.Tensor]]
 """The results of an op that lie on the device, in order."""
@@ -99,8 +103,12 @@ class Historian(Watcher):
         def count(
             kind: Kind, args: tuple[Any, ...], kwargs: dict[str, Any], targets: Sequence[torch.Tensor] = ()
         ) -> Any:
+            if kind.is_idle:
+                return run(kind, args, kwargs, targets)
+            if self._host.is_late(self.ops):
+                return self.run(kind, args, kwargs, targets)
             result = run(kind, args, kwargs, targets)
-            if not kind.is_idle and not targets:
+            if not targets:
                 self._count(result)
             return result
 

@@ -58,13 +58,11 @@ class Way(NamedTuple):
 
     Attributes:
         seconds: its runs took so long.
-        nbytes: most that it allocates at once.
         versions: of the leaves and the sources.
     """
 
     recording: Recording
     seconds: float
-    nbytes: int
     versions: tuple[int, ...]
 
     def is_open(self) -> bool:
@@ -98,15 +96,10 @@ def find_way(target: Residence) -> Way | None:
                 seen.add(read)
                 stack.append(read)
     recording = Recording({place: run.keep() for place, run in runs.items()}, target)
-    taken = [runs[index] for index in recording.calls]
-    return Way(
-        recording=recording,
-        seconds=sum(run.estimate.pace.seconds for run in taken),
-        nbytes=count_bytes(
-            recording.calls, (target,), {place: run.estimate.inner_bytes for place, run in runs.items()}
-        ),
-        versions=_list_versions(recording),
-    )
+    inner_bytes = {place: run.estimate.inner_bytes for place, run in runs.items()}
+    recording.nbytes = count_bytes(recording.calls, (target,), inner_bytes)
+    seconds = sum(runs[place].estimate.pace.seconds for place in recording.calls)
+    return Way(recording, seconds, _list_versions(recording))
 
 
 def _list_versions(recording: Recording) -> tuple[int, ...]:

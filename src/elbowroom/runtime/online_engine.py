@@ -104,7 +104,6 @@ class OnlineEngine(Engine):
         if first is not None and not is_awake:
             self._segments += first.segments
         self._planned_segments = len(self._segments)
-        self._gone: dict[int, int] = {}  # what computing again takes at most, of what was dropped on a way found here
         self._patience, self._stalled_before = Patience(budget_bytes), transfers.stall_seconds
         self._online: Online | None = None
         self._guide: Guided | None = None
@@ -154,6 +153,13 @@ class OnlineEngine(Engine):
         with self._lock:
             self._follower.leave(why)
         return self.historian.run
+
+    def is_late(self, ops: int) -> bool:
+        """Where the program's own hooks take what is saved, nothing else tells that nothing will leave."""
+        if ops <= self._follower.due_ops:
+            return False
+        self._leave_ops(f"{ops} ops without a save that should have come before")
+        return self.is_awake
 
     def _leave_trace(self, why: str) -> None:
         """The step is another one that is known, or none: its plan, if it has one, decides from now on."""
@@ -287,11 +293,12 @@ class OnlineEngine(Engine):
 
     def _count_replay(self, outputs: Sequence[int]) -> int:
         missing = [each for each in map(self._bound.__getitem__, outputs) if each.find_ghost() is None]
-        if all(each.id in self._gone for each in missing):
-            return sum(self.account.round(self._gone[each.id]) for each in missing)
+        recordings = [each.recording for each in missing if each.recording is not None]
+        counts = [each.nbytes for each in recordings if each.nbytes is not None]
+        if len(counts) == len(missing):
+            return sum(map(self.account.round, counts))
         # Dropped as planned: what several are computed from is computed once.
-        made = [each.recording.calls for each in missing if each.recording is not None]
-        calls = {tick: call for part in made for tick, call in part.items()}
+        calls = {tick: call for each in recordings for tick, call in each.calls.items()}
         return self.account.round(count_bytes(dict(sorted(calls.items())), missing, {}))
 
     def _wait(self, residence: Residence) -> None:
@@ -322,13 +329,8 @@ class OnlineEngine(Engine):
             if way is None:
                 return False
             recording = way.recording
-            self._gone[residence.id] = way.nbytes
         self._hold_recording(residence, recording)
         return True
-
-    def _forget_recording(self, residence: Residence) -> None:
-        self._gone.pop(residence.id, None)
-        super()._forget_recording(residence)
 
     def _free_if_unused(self, residence: Residence) -> None:
         storage = residence.id
@@ -353,10 +355,8 @@ class OnlineEngine(Engine):
 
     def finish(self) -> None:
         """The step is over: nobody watches writes from now on, and nobody makes room."""
-        self._patience.is_endless, self._facts.may_drop = (
-            True,
-            False,
-        )  # room for what is settled comes from moving the rest
+        # Room for what is settled comes from moving the rest.
+        self._patience.is_endless, self._facts.may_drop = True, False
         with self._lock:
             self._drain()
             if self._is_calm:

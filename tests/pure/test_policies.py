@@ -1,13 +1,15 @@
-"""Which blocks leave together, by their addresses."""
+"""What policies pick: which blocks leave together, by their addresses; and what comes back early."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
-from elbowroom.ir.actions import Offload, Release
-from elbowroom.ir.events import PressureRaised, StorageFreed, StorageSaved
+from elbowroom.ir.actions import Offload, Release, Reload
+from elbowroom.ir.events import PressureRaised, StorageFreed, StorageNeeded, StorageSaved
 from elbowroom.residency.habits import Habits
 from elbowroom.residency.machine import Drop
+from elbowroom.residency.policies import delta
 from elbowroom.residency.policies.coop import Policy
 
 SIZE = 4096
@@ -18,14 +20,14 @@ class Facts:
 
     def __init__(self, addresses: Mapping[int, int | None], costs: Mapping[int, float], held: int = -1) -> None:
         self.addresses, self.costs, self.held = addresses, costs, held
-        self.seconds = 0.0
+        self.seconds, self.spare = 0.0, 0
 
     def now(self) -> float:
         self.seconds += 1e-9
         return self.seconds
 
     def spare_bytes(self) -> int:
-        return 0
+        return self.spare
 
     def budget_bytes(self) -> int:
         return 1 << 30
@@ -57,7 +59,7 @@ class Facts:
         return ()
 
     def may_move(self, storage: int) -> bool:
-        return True
+        return storage >= 0
 
     def may_leave(self, storage: int) -> bool:
         return storage != self.held
@@ -100,3 +102,16 @@ def test_without_addresses_or_a_window_the_lowest_rated_leave() -> None:
     scattered = {storage: 10 * storage * SIZE for storage in range(5)}
     assert 0 in list_leaving(Facts(scattered, COSTS), 2 * SIZE)
     assert len(list_leaving(Facts(scattered, COSTS), 2 * SIZE)) == 2
+
+
+def test_what_stays_is_needed_and_what_left_comes_back_early() -> None:
+    """Most needs of a backward pass may be of parameters."""
+    facts = Facts({0: None, 1: None}, {0: math.inf, 1: math.inf})
+    policy = delta.Policy(facts, Habits())
+    for storage in (0, 1):
+        policy.decide(StorageSaved(storage, storage))
+    gone = list(policy.decide(PressureRaised(2 * SIZE, 2)))
+    assert sorted(each.storage for each in gone if isinstance(each, Offload)) == [0, 1]
+    assert list(policy.decide(StorageNeeded(-1, 3))) == []
+    facts.spare = facts.budget_bytes()
+    assert {each.storage for each in policy.decide(StorageNeeded(-1, 4)) if isinstance(each, Reload)} == {0, 1}
