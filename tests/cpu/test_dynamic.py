@@ -29,6 +29,7 @@ from elbowroom.residency import policies
 from elbowroom.runtime import engine, patience
 from elbowroom.runtime.account import Account
 from elbowroom.runtime.finishing import finishing
+from elbowroom.runtime.historian import Historian
 from elbowroom.runtime.online_engine import OnlineEngine
 from elbowroom.runtime.residence import Residence
 from tests.pressure import let_everything_go
@@ -412,9 +413,18 @@ def grow_results(model: nn.Module) -> torch.Tensor:
     return total
 
 
+def save_again(model: nn.Module) -> torch.Tensor:
+    held = model.w * 2
+    held.sin()  # saves it, and forgets it again
+    total = held.sin().exp() + held.cos()
+    del held
+    press()
+    return total.sum()
+
+
 PROGRAMS = (
     *(add_numpy_batch, split_random, conjugate, sparse_product, nest, read_statistics, normalize_two_ways),
-    *(update_a_buffer_first, write_through_a_subclass, refill_the_batch, grow_results),
+    *(update_a_buffer_first, write_through_a_subclass, refill_the_batch, grow_results, save_again),
 )
 
 
@@ -916,3 +926,44 @@ def test_what_numpy_was_shown_and_has_no_room_below_stays(profile: HardwareProfi
             run_in(room, step, 300)
         optimizer.zero_grad()
         run_in(room, step, 3)
+
+
+def test_nothing_is_recorded_where_there_was_always_room(
+    profile: HardwareProfile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor is a step that then needs more than there is refused, or another one."""
+    recorded: list[int] = []
+    make_run = Historian._make_run
+    monkeypatch.setattr(
+        Historian, "_make_run", lambda self, *args: (recorded.append(self.ops), make_run(self, *args))[1]
+    )
+    rows = [64, 64, 64, 1024, 1024, 64]
+
+    def train(budget: int) -> tuple[list[torch.Tensor], list[StepRecord], list[int]]:
+        torch.manual_seed(3)
+        model = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Dropout(0.1)) for _ in range(8)))
+        optimizer = sgd(model)
+        losses, counts = [], []
+        with elbowroom.fit(
+            model, optimizer, budget, mode="dynamic", policy="dtr", min_offload_bytes=1, meter_every=1, profile=profile
+        ) as room:
+            for count in rows:
+                recorded.clear()
+                with room.step():
+                    loss = model(torch.randn(count, WIDTH)).square().mean()
+                    loss.backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
+                losses.append(loss.detach())
+                counts.append(len(recorded))
+            return [*losses, *model.parameters()], room.journal().steps, counts
+
+    expected, records, _ = train(1 << 40)
+    budget = (3 * max(record.peak_bytes for record in records)) // 5
+    assert records[0].peak_bytes < budget // 4
+    found, records, counts = train(budget)
+    assert all(torch.equal(*pair) for pair in zip(expected, found, strict=True))
+    assert max(record.peak_bytes for record in records) <= budget
+    assert counts[0] > 0 and counts[1:3] == [0, 0], "the first might have been too large"
+    assert 0 < counts[3] < counts[4] and counts[5] == counts[0], "there has been too little room now"
+    assert records[3].recomputed > 0 and records[4].recomputed > 0

@@ -12,7 +12,9 @@ from collections.abc import Callable
 from typing import Generic, TypeVar
 
 import torch
+from torch import Tensor, strided
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.nn import Parameter
 
 Item = TypeVar("Item")
 
@@ -79,13 +81,13 @@ def get_plain_storage(tensor: torch.Tensor, *, fake: bool = False) -> torch.Unty
     Args:
         fake: whether fake tensors count as ordinary ones, or as wrapped ones.
     """
-    if (made_as := type(tensor)) is not torch.Tensor and made_as is not torch.nn.Parameter:
+    if (made_as := type(tensor)) is not Tensor and made_as is not Parameter:
         if isinstance(tensor, FakeTensor):  # a Parameter may be one
             if not fake:
                 return None
-        elif not isinstance(tensor, torch.nn.Parameter):
+        elif not isinstance(tensor, Parameter):
             return None
-    if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_conj() or tensor.is_neg():
+    if tensor.layout is not strided or tensor.is_quantized or tensor.is_conj() or tensor.is_neg():
         return None
     try:
         return tensor.untyped_storage()

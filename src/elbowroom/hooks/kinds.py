@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -23,11 +24,13 @@ class Kind:
 
     Attributes:
         func: the op itself, which lives as long as this, so that its identity is not used again.
+        call: calls it; of most ops what their own `__call__` calls, which is a Python function around it.
         is_traced: whether a trace has it.
         is_idle: it only looks at its argument in another way, or asks: nothing is allocated or written to.
         makes_nothing: it allocates nothing.
         may_write: it writes to some of its arguments, or may update statistics.
         writes: (position, name) of the arguments that it writes to by its schema.
+        is_in_place: it changes the elements of its first argument one by one, and nothing else.
         is_replayable: whether it may be replayed, as far as that does not rest on its arguments.
         has_conditions: whether that rests on its arguments, too.
         is_convolution: its kernels want whole operands, and make them of what is expanded.
@@ -35,11 +38,13 @@ class Kind:
     """
 
     __slots__ = (
+        "call",
         "func",
         "has_conditions",
         "has_statistics",
         "is_convolution",
         "is_idle",
+        "is_in_place",
         "is_replayable",
         "is_traced",
         "makes_nothing",
@@ -49,10 +54,12 @@ class Kind:
 
     def __init__(self, func: OpOverload) -> None:
         self.func = func
+        self.call: Callable[..., Any] = getattr(func, "_op", func) if type(func) is OpOverload else func
         self.writes = find_written(func)
         self.has_statistics = has_statistics(func)
         self.is_convolution = "convolution" in func._opname
         self.may_write = bool(self.writes) or self.has_statistics
+        self.is_in_place = [position for position, _ in self.writes] == [0] and torch.Tag.pointwise in func.tags
         self.is_traced = touches_tensors(func)
         self.is_idle = not self.may_write and (is_view(func) or not self.is_traced)
         self.makes_nothing = is_view(func) or func._opname == "set_"

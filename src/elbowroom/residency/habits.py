@@ -82,12 +82,19 @@ class Habits:
     Attributes:
         before, present: the step before, and this one.
         tried: what was foreseen for steps of each shape, and what became of them; anything, to this class.
+        was_short: whether there has ever been too little room.
     """
 
     def __init__(self) -> None:
         self.tried: dict[object, Any] = {}
+        self.was_short, self._steps = False, 0
         self.before, self.present = Record(), Record()
         self._uses: dict[int, list[Use]] = {}
+
+    @property
+    def has_room(self) -> bool:
+        """Whether there was a step before this one, and never too little room."""
+        return self._steps > 1 and not self.was_short
 
     @property
     def events(self) -> int:
@@ -96,6 +103,7 @@ class Habits:
 
     def begin(self) -> None:
         """A step begins. One without any need teaches nothing."""
+        self._steps += 1
         if self.present.needs:
             self.before = self.present
         self.present, self._uses = Record(), {}

@@ -193,6 +193,7 @@ class Online:
     def decide(self, event: Event) -> Iterable[Intent]:
         """What to do once `event` has been served."""
         if isinstance(event, PressureRaised):
+            self.habits.was_short = True
             return self._relieve(event.nbytes)
         self.watch(event)
         if self._away and isinstance(event, StorageNeeded):

@@ -10,6 +10,7 @@ import contextlib
 import functools
 import logging
 import threading
+import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 
@@ -25,7 +26,7 @@ from elbowroom.runtime.account import Account
 from elbowroom.runtime.calls import Recording, check_version, replay
 from elbowroom.runtime.follower import Follower, Known, Observer
 from elbowroom.runtime.past import Past
-from elbowroom.runtime.residence import Handle, Keepsake, Residence
+from elbowroom.runtime.residence import Guest, Handle, Keepsake, Residence
 from elbowroom.runtime.transfers import Transfers
 from elbowroom.runtime.watcher import Watcher
 
@@ -38,7 +39,7 @@ its tick happens then."""
 
 class Engine:
     """Runs one step. Who is derived from it makes the machine, and says when it may be told later: for as long as there
-    is a `_past`, what happens is put down there; for as long as the step `_is_calm`, the machine is not told.
+    is a `_past`, what happens is put down there; while there are `_guests`, nothing moves, and what is saved is one.
 
     Args:
         transfers: moves bytes, for all steps of a room.
@@ -74,7 +75,7 @@ class Engine:
         spare_bytes: int | None = None,
         observer: Observer | None = None,
     ) -> None:
-        self._transfers, self._device_type, self._min_bytes = transfers, device.type, min_bytes
+        self._transfers, self._min_bytes = transfers, min_bytes
         self._is_here = make_test(device.type)
         self._find_staying = functools.cache(list_staying)
         self._spare_bytes, self._observer = spare_bytes, observer
@@ -89,7 +90,7 @@ class Engine:
         self.drift = self.refusal = ""
         self._follower = Follower(known, min_bytes, self._bound, self._leave_trace, self._count_ops)
         self._past: Past | None = None
-        self._is_calm = False
+        self._guests: list[weakref.ref[Guest]] | None = None
         self._unobserved = Paused([] if observer is None else [observer])
 
     # -- what autograd calls --------------------------------------------------------------------------------------
@@ -114,21 +115,21 @@ class Engine:
             if not residence.views:
                 self.account.measure(storage, residence)  # an `out=` may have grown it since it was first seen
             self.sizes.append(residence.nbytes)
-            tick = self._follower.follow_save(index, residence)
+            tick = index if self._guests is not None else self._follower.follow_save(index, residence)
             with Hidden():
                 alias = tensor.detach()  # the tensor itself would hold the graph that holds it
             if residence.is_staying and self._follower.followed is None:
                 return self._keep(index, alias, tensor._version, tick)  # whatever happens, it will be there
-            residence.add_view(index, alias)
             if residence.id < 0:
-                residence.id = self._own_ids
-                self._own_ids += 1
-                self._bound[residence.id] = residence
-            handle = Handle(self, index, residence, None, tensor._version)
+                residence.id, self._own_ids = self._own_ids, self._own_ids + 1
             if self._past is not None:
                 self._past.add(StorageSaved, residence.id, tick, residence.nbytes)
-                if self._is_calm:
-                    return handle
+            if self._guests is not None:
+                self._guests.append(weakref.ref(guest := Guest(index, residence, alias, tensor._version)))
+                return guest
+            self._bound[residence.id] = residence
+            residence.add_view(index, alias)
+            handle = Handle(self, index, residence, None, tensor._version)
             del storage, alias
             if actions := self._machine.feed(StorageSaved(residence.id, tick)):
                 self._carry_out(actions)
@@ -145,20 +146,20 @@ class Engine:
             tick = self._follower.follow_need(self.needs, handle.index)
             self.needs += 1
             residence, given = handle.residence, handle.tensor
-            # Before anything moves: a step that is refused must leave everything as it is.
-            if residence is not None:
+            # Versions first, before anything moves: a step that is refused must leave everything as it is.
+            if given is not None:
+                if given._version != handle.version:
+                    check_version(given, given.shape, handle.version)
+                self._pass(StorageNeeded, tick, NO_STORAGE if residence is None else residence.id)
+            else:
+                assert residence is not None
                 view = residence.views[handle.index]
                 if view.tensor._version != handle.version:
                     check_version(view.tensor, (view.geometry or view.tensor).shape, handle.version)
                 if self._past is not None:
                     self._past.add(StorageNeeded, residence.id, tick)
-                actions = () if self._is_calm else self._machine.feed(StorageNeeded(residence.id, tick))
+                actions = self._machine.feed(StorageNeeded(residence.id, tick))
                 given = self._serve(residence, handle.index, actions) if actions else residence.view(handle.index)
-            else:
-                assert given is not None
-                if given._version != handle.version:
-                    check_version(given, given.shape, handle.version)
-                self._pass(StorageNeeded, tick)
             if self._observer is not None:
                 self._observer.needed(handle.index, given)
             return given
@@ -170,12 +171,12 @@ class Engine:
             return Keepsake(index, alias, version)
         return Handle(self, index, None, alias, version)
 
-    def _pass(self, event: type[StorageSaved | StorageNeeded], tick: int) -> None:
+    def _pass(self, event: type[StorageSaved | StorageNeeded], tick: int, storage: int = NO_STORAGE) -> None:
         """What is saved or needed stays where it is, but something else may be due."""
         if self._past is not None:
-            self._past.add(event, NO_STORAGE, tick)
-        if not self._is_calm:
-            self._carry_out(self._machine.feed(event(NO_STORAGE, tick)))
+            self._past.add(event, storage, tick)
+        if self._guests is None:
+            self._carry_out(self._machine.feed(event(storage, tick)))
 
     def _serve(self, residence: Residence, index: int, actions: Sequence[Action]) -> torch.Tensor:
         """It may be let go as soon as autograd has it."""
@@ -213,14 +214,13 @@ class Engine:
             return
         if self._past is not None:
             self._past.add(StorageFreed, residence.id, 0)
-        if not self._is_calm:  # else it has never moved
-            if residence.copy is not None and self._machine.is_on_device(residence.id):
-                with contextlib.suppress(TierError):  # nobody needs what may have been lost
-                    self._transfers.finish(residence.copy)  # its memory is in use by the transfer until then
-            self._machine.feed(StorageFreed(residence.id, 0))
-            if residence.recording is not None:
-                self._forget_recording(residence)
-            self._discard_copy(residence)
+        if residence.copy is not None and self._machine.is_on_device(residence.id):
+            with contextlib.suppress(TierError):  # nobody needs what may have been lost
+                self._transfers.finish(residence.copy)  # its memory is in use by the transfer until then
+        self._machine.feed(StorageFreed(residence.id, 0))
+        if residence.recording is not None:
+            self._forget_recording(residence)
+        self._discard_copy(residence)
         residence.storage = residence.ghost = None
         self._bound.pop(residence.id, None)
         residence.id = -1  # the program may hold the storage still, and autograd may save it anew

@@ -19,8 +19,8 @@ from elbowroom.runtime.account import Account
 from elbowroom.runtime.calls import Slot
 from elbowroom.runtime.history import Run
 from elbowroom.runtime.residence import Geometry, Residence
+from elbowroom.runtime.watcher import NO_NAMES, Watcher
 from elbowroom.runtime.watcher import Run as Runner
-from elbowroom.runtime.watcher import Watcher
 
 
 class Host(Protocol):
@@ -45,10 +45,6 @@ NOBODYS: Results = []
 NONE: Sequence[Residence] = ()
 """Residences that most ops write to."""
 
-NO_NAMES: dict[str, Any] = {}
-"""Of an op without named arguments; nobody writes to it."""
-
-
 PLAIN = frozenset((bool, int, float, type(None)))
 """Of most arguments that are no tensors."""
 
@@ -67,6 +63,7 @@ class Historian(Watcher):
         device: ops elsewhere are let pass.
         before_write, on_write: as for a Watcher.
         is_recording: whether anything may have to be replayed; else room is all that is looked after.
+        resting_bytes: ops that run while no more than this is there are not recorded.
 
     Attributes:
         busy_seconds: ops took so long.
@@ -85,15 +82,16 @@ class Historian(Watcher):
         on_write: Callable[[torch.Tensor], None],
         *,
         is_recording: bool = True,
+        resting_bytes: int = 0,
     ) -> None:
         super().__init__(before_write, on_write)
-        self._is_recording = is_recording
+        self._is_recording, self._resting_bytes = is_recording, resting_bytes
         self._host, self._account, self._estimates = host, account, estimates
         self._stopwatch = estimates.find_stopwatch(device)
         self._stopwatch.collect()
         self._is_here = make_test(device.type)
         self._places = itertools.count()  # several threads may run ops, and no two share a place
-        self._geometries: dict[Geometry, Geometry] = {}
+        self._geometries: dict[tuple[Any, ...], Geometry] = {}
         self._settings: Settings = ()
         self.busy_seconds = 0.0
 
@@ -123,27 +121,32 @@ class Historian(Watcher):
     def run(
         self, kind: Kind, args: tuple[Any, ...], kwargs: dict[str, Any], targets: Sequence[torch.Tensor] = ()
     ) -> Any:
-        func = kind.func
         estimate = self._estimates.find_of(kind, args, kwargs)
         # Described first: an op may write to what it reads.
-        may_record = self._is_recording and kind.is_replayable and torch.is_grad_enabled()
-        reads = self._describe_all(kind, args, kwargs) if may_record else None
+        may_record = kind.is_replayable and self._is_recording and self._account.counted_bytes > self._resting_bytes
+        reads = self._describe_all(kind, args, kwargs) if may_record and torch.is_grad_enabled() else None
         # What an op takes inside itself is known as an upper bound only, for which no step is refused that is captured.
         nbytes, pace = estimate.nbytes if self._is_recording else estimate.result_bytes, estimate.pace
-        self._host.take_room(nbytes, func)
+        self._host.take_room(nbytes, kind.func)
         try:
             if pace.begun < Pace.ENOUGH:
-                result = self._stopwatch.time(pace, func, args, kwargs)
+                result = self._stopwatch.time(pace, kind.call, args, kwargs)
             else:
-                result = func(*args, **kwargs)
+                result = kind.call(*args, **kwargs)
         except BaseException:
             self._account.reserve(-nbytes)
             raise
         self.busy_seconds += pace.seconds
-        if reads is None and type(result) is torch.Tensor and not targets and self._is_here(result):
-            storage = get_any_storage(result)
-            if storage is not None:
-                self._account.count(storage, nbytes)
+        if type(result) is torch.Tensor and not targets and self._is_here(result):  # as most are
+            if reads is None:
+                if (storage := get_any_storage(result)) is not None:
+                    self._account.count(storage, nbytes)
+                    return result
+            elif (storage := get_plain_storage(result)) is not None:
+                residence = self._account.meet(storage, nbytes)
+                if residence.runs is None and not residence.version and residence not in reads.residences:
+                    made = weakref.ref(residence), self._measure(result)
+                    residence.runs = [self._make_run(kind, reads, made, (), estimate)]
                 return result
         if nbytes:
             self._account.reserve(-nbytes)  # what it made is counted as it is seen
@@ -212,16 +215,23 @@ class Historian(Watcher):
             geometries = {each: self._measure(tensor) for each, tensor in results}
             for residence in written:
                 changes += (weakref.ref(residence), geometries.get(residence, UNKNOWN))
-        if (settings := read_settings()) != self._settings:
-            self._settings = settings
-        place = next(self._places)
-        run = Run(place, kind.func, reads.args, reads.kwargs, tuple(found), tuple(changes), self._settings, estimate)
+        run = self._make_run(kind, reads, tuple(found), tuple(changes), estimate)
         for residence in made:
             if not residence.is_outside:
                 residence.runs = [run]
         for residence in written:
             if residence.runs is not None and not residence.is_outside:
                 residence.runs.append(run)
+
+    def _make_run(
+        self, kind: Kind, reads: _Reads, made: tuple[Any, ...], written: tuple[Any, ...], estimate: Estimate
+    ) -> Run:
+        if (settings := read_settings()) != self._settings:
+            self._settings = settings  # one object for all that ran under the same
+        args, kwargs, _ = reads
+        return tuple.__new__(
+            Run, (next(self._places), kind.func, args, kwargs, made, written, self._settings, estimate)
+        )
 
     def _describe_all(self, kind: Kind, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Reads | None:
         """Arguments with slots in the place of tensors; None if they cannot be had again, or the op may not be."""
@@ -237,12 +247,12 @@ class Historian(Watcher):
             for position in find_statistics(kind.func, args):
                 if isinstance(described[position], Slot):
                     described[position] = described[position]._replace(is_read=False)
-        return _Reads(tuple(described), named, residences)
+        return tuple.__new__(_Reads, (tuple(described), named, residences))
 
     def _measure(self, tensor: torch.Tensor) -> Geometry:
         """Of many tensors alike, one geometry is kept: what is there makes the garbage collector slow."""
-        geometry = Geometry.of(tensor)
-        return self._geometries.setdefault(geometry, geometry)
+        lies = tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset()
+        return self._geometries.get(lies) or self._geometries.setdefault(lies, Geometry.of(tensor))
 
     def _describe(self, values: Iterable[Any], residences: list[Residence]) -> list[Any]:
         described: list[Any] = []

@@ -49,6 +49,10 @@ from elbowroom.runtime.watcher import Run
 
 logger = logging.getLogger(__name__)
 
+RESTING = 0.25
+"""Of the budget: while no more is taken nothing is recorded, if there was a step before and never too little room. Were
+there too little this time, what was made by then could be offloaded, but not computed again."""
+
 NO_LIMIT = 1 << 62
 """Bytes. Of a step that is asleep, and of one that is over."""
 
@@ -115,13 +119,14 @@ class OnlineEngine(Engine):
         self._machine = Machine(decider, self._segments)
         self._facts.is_on_device = self._machine.is_on_device
         self.historian = self._facts.clock = Historian(
-            self, self.account, estimates, device, self.about_to_write, self.written, is_recording=policy is not None
-        )
+            self, self.account, estimates, device, self.about_to_write, self.written, is_recording=policy is not None,
+            resting_bytes=int(RESTING * budget_bytes) if habits.has_room and not known else 0,
+        )  # fmt: skip
         self.recorder: Recorder | None = None
         if is_awake:
             self._wake()
             if self._online is not None and self._guide is None and self._online.may_wait():
-                self._past, self._is_calm = Past(self._facts.begin, self.historian, self.account), True
+                self._past, self._guests = Past(self._facts.begin, self.historian, self.account), []
                 self._limit_bytes -= int(AHEAD * budget_bytes)
         elif self._segments and first is not None:
             self.recorder = Recorder(known[0].trace, first, self.account.see, self._leave_ops)
@@ -179,17 +184,15 @@ class OnlineEngine(Engine):
     def _catch_up(self) -> None:
         """Tell who decides what was put down so far; from now on, of everything at once."""
         past, self._past = self._past, None
-        if self._is_calm:
-            self._end_calm()
-            self._limit_bytes = self._budget_bytes
+        if self._guests is not None:
+            guests, self._guests, self._limit_bytes = self._guests, None, self._budget_bytes
+            for guest in filter(None, (find() for find in guests)):
+                guest.settle(self)
+                self._bound[guest.residence.id] = guest.residence
+                self._machine.add(guest.residence.id)
         assert self._online is not None and past is not None
         for event, moment, nbytes in past.tell(self._bound):
             self._online.watch(event, moment, nbytes)
-
-    def _end_calm(self) -> None:
-        self._is_calm = False
-        for storage in self._bound:
-            self._machine.add(storage)
 
     def _find_outside(self, trace: Trace) -> None:
         """Tell a batch from what the step has made, before ops were looked at. What no op touches any more, and neither
@@ -214,7 +217,7 @@ class OnlineEngine(Engine):
         if not self.account.reserve_within(nbytes, self._limit_bytes):
             with self._lock:
                 self._drain()
-                if self._is_calm:
+                if self._guests is not None:
                     self._catch_up()
                 self._make_room(nbytes, str(func))
             self.account.reserve_within(nbytes, NO_LIMIT)
@@ -335,7 +338,7 @@ class OnlineEngine(Engine):
     def _free_if_unused(self, residence: Residence) -> None:
         storage = residence.id
         super()._free_if_unused(residence)
-        if residence.id < 0 and not self._is_calm:  # nobody has asked about anything yet
+        if residence.id < 0:
             self._facts.forget(storage)
 
     def _settle(self, storages: Iterable[Residence]) -> None:
@@ -359,9 +362,8 @@ class OnlineEngine(Engine):
         self._patience.is_endless, self._facts.may_drop = True, False
         with self._lock:
             self._drain()
-            if self._is_calm:
-                self._end_calm()
-                self._past = None
+            if self._guests is not None:  # as these are, they may stay
+                self._past, self._guests = None, []
             dropped = [residence for residence in self._bound.values() if residence.recording is not None]
             if not self.is_awake and not dropped:
                 if not self._bound:

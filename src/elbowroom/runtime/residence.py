@@ -226,3 +226,32 @@ class Handle(Keepsake):
 
     def __del__(self) -> None:
         self.engine.retire(self.index, self.residence)
+
+
+class Guest(Keepsake):
+    """What autograd keeps instead of a saved tensor while nothing moves, and nobody has to be told when it dies.
+
+    Attributes:
+        residence: of the tensor's storage.
+        seen: the residence's version when the tensor was saved.
+        handle: tells from then on, once something may move; the residence has the tensor then.
+    """
+
+    __slots__ = ("__weakref__", "handle", "residence", "seen")
+
+    residence: Residence
+
+    def __init__(self, index: int, residence: Residence, tensor: torch.Tensor, version: int) -> None:
+        self.index, self.residence, self.tensor, self.version = index, residence, tensor, version
+        self.seen = residence.version
+        self.handle: Handle | None = None
+
+    def settle(self, engine: Engine) -> None:
+        """Something may move from now on."""
+        if self.tensor is None:
+            return
+        self.residence.add_view(self.index, self.tensor)
+        if self.residence.version != self.seen:
+            self.residence.may_move = False  # as it is where something writes to what was saved
+        self.handle = Handle(engine, self.index, self.residence, None, self.version)
+        self.tensor = None

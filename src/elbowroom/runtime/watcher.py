@@ -18,6 +18,9 @@ from elbowroom.hooks.kinds import Kind, find_kind
 Run = Callable[..., Any]
 """Runs an op: its kind, its arguments, and those of them that it writes to."""
 
+NO_NAMES: dict[str, Any] = {}
+"""Of an op without named arguments; nobody writes to it."""
+
 
 class Watcher(TorchDispatchMode):
     """Reports writes.
@@ -44,17 +47,19 @@ class Watcher(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if kwargs is None:
-            kwargs = {}
-        if self.pauses:
-            return func(*args, **kwargs)
         kind = self._kinds.get(id(func))
         if kind is None:
             kind = self._kinds[id(func)] = find_kind(func)
+        if kwargs is None:
+            kwargs = NO_NAMES
+        if self.pauses:
+            return kind.call(*args, **kwargs)
         self.ops += kind.is_traced
-        if kind.is_idle and self.stand_in is None:
-            return func(*args, **kwargs)
-        run = self.stand_in or self.run
+        run = self.stand_in
+        if run is None:
+            if kind.is_idle:
+                return kind.call(*args, **kwargs)
+            run = self.run
         if not kind.may_write:
             return run(kind, args, kwargs)
         targets = kind.list_written(args, kwargs)
@@ -75,4 +80,4 @@ class Watcher(TorchDispatchMode):
         self, kind: Kind, args: tuple[Any, ...], kwargs: dict[str, Any], targets: Sequence[torch.Tensor] = ()
     ) -> Any:
         """Call the op, which writes to `targets`."""
-        return kind.func(*args, **kwargs)
+        return kind.call(*args, **kwargs)
