@@ -92,7 +92,18 @@ class Estimates:
         if kind.makes_nothing:
             return Estimate(0, 0)
         try:
-            known = self._describe(kind, args, kwargs)
+            if kind.is_in_place and args and type(target := args[0]) in _TENSORS and target.layout is _STRIDED:
+                known: tuple[Any, ...] = id(kind.func), target.numel(), target.dtype, target.device
+            else:
+                key: list[Any] = [id(kind.func), torch.get_default_dtype()]
+                is_rough = bool(kind.writes)  # a new learning rate changes nothing of what an op in place allocates
+                _describe(args, key, is_rough, self._is_here)
+                if kwargs:
+                    key += kwargs
+                    _describe(kwargs.values(), key, is_rough, self._is_here)
+                if kind.is_convolution:
+                    key.append(_count_expanded(args))
+                known = tuple(key)
             found = self._known.get(known)
         except (TypeError, RuntimeError):
             return self._try(kind.func, args, kwargs)  # it has an argument that cannot be remembered
@@ -103,26 +114,6 @@ class Estimates:
                     self._known.clear()
                 self._known[known] = found
         return found
-
-    def _describe(self, kind: Kind, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
-        """What tells an op from others that may take something else.
-
-        Raises:
-            TypeError, RuntimeError: it has an argument that cannot be remembered.
-        """
-        if kind.is_in_place and args:
-            target = args[0]
-            if type(target) in _TENSORS and target.layout is _STRIDED:
-                return id(kind.func), target.numel(), target.dtype, target.device
-        key: list[Any] = [id(kind.func), torch.get_default_dtype()]
-        is_rough = bool(kind.writes)  # a new learning rate changes nothing of what an op in place allocates
-        _describe(args, key, is_rough, self._is_here)
-        if kwargs:
-            key += kwargs
-            _describe(kwargs.values(), key, is_rough, self._is_here)
-        if kind.is_convolution:
-            key.append(_count_expanded(args))
-        return tuple(key)
 
     def find_stopwatch(self, device: torch.device) -> Stopwatch:
         """What the ops on a device are timed with."""

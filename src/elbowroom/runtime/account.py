@@ -88,20 +88,22 @@ class Account(Identities[Residence]):
     def see(self, storage: torch.UntypedStorage, *, is_outside: bool = True) -> Residence:
         """The residence of a storage; counted from now on if it was not."""
         place = self._places.get(id(storage))
-        if place is not None and place() is storage and place.item is not None:
-            return place.item
+        if place is not None and place() is storage:
+            if place.item is not None:
+                return place.item
+            is_outside = False
+        residence = Residence(storage.nbytes())
+        residence.is_outside = is_outside
         with self.lock:
-            is_known = place is not None and place() is storage
-            place = self._find_place(storage)
-            if place.item is None:
-                place.item = Residence(storage.nbytes())
-                place.item.is_outside = is_outside and not is_known
-                self._resize(place, place.item.nbytes)
-            return place.item
-
-    def _find_place(self, storage: torch.UntypedStorage) -> _Place:
-        place = self._places.get(id(storage))  # another thread may have put it
-        return place if place is not None and place() is storage else self._add(storage, storage.nbytes())
+            place = self._places.get(id(storage))  # another thread may have put it
+            if place is None or place() is not storage:
+                place = self._add(storage, residence.nbytes)
+            elif place.item is None:
+                self._resize(place, residence.nbytes)
+            else:
+                return place.item
+            place.item = residence
+            return residence
 
     def _add(self, storage: torch.UntypedStorage, nbytes: int) -> _Place:
         place = _Place(storage, self._on_place_death)

@@ -112,8 +112,8 @@ class Engine:
                     alias = tensor.detach()
                 return self._keep(index, alias, tensor._version, tick)
             residence = self.account.see(storage)
-            if not residence.views:
-                self.account.measure(storage, residence)  # an `out=` may have grown it since it was first seen
+            if storage.nbytes() != residence.nbytes and not residence.views:
+                self.account.measure(storage, residence)  # an `out=` has grown it since it was first seen
             self.sizes.append(residence.nbytes)
             tick = index if self._guests is not None else self._follower.follow_save(index, residence)
             with Hidden():
@@ -143,7 +143,7 @@ class Engine:
         with self._lock:
             if self._retired:
                 self._drain()
-            tick = self._follower.follow_need(self.needs, handle.index)
+            tick = self.needs if self._guests is not None else self._follower.follow_need(self.needs, handle.index)
             self.needs += 1
             residence, given = handle.residence, handle.tensor
             # Versions first, before anything moves: a step that is refused must leave everything as it is.
