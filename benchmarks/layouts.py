@@ -54,17 +54,21 @@ def measure(name: str, buffers: tuple[Buffer, ...], part: str) -> dict[str, Any]
     seconds = time.perf_counter() - begin
     pools = {pool: serve(buffers, make()) for pool, make in POOLS.items()}
     others: dict[str, int] = {}
+    others_seconds: dict[str, float] = {}
     for allocator in list_allocators():
         if allocator in (DEFAULT, "exact") or len(buffers) > MOST_FOR_ALL:
             continue
+        begin = time.perf_counter()
         try:
             others[allocator] = lay_out(buffers, allocator).arena_bytes
         except UsageError:
             continue  # a rival that is not installed, or does not take such buffers
+        others_seconds[allocator] = round(time.perf_counter() - begin, 3)
     found = {
         "part": part, "name": name, "buffers": len(buffers), "bound_bytes": layout.bound_bytes,
         "arena_bytes": layout.arena_bytes, "over_bound": layout.arena_bytes / layout.bound_bytes,
-        "is_optimal": layout.is_optimal, "seconds": round(seconds, 3), "allocators": others, "pools": pools,
+        "is_optimal": layout.is_optimal, "seconds": round(seconds, 3), "allocators": others,
+        "allocators_seconds": others_seconds, "pools": pools,
         "saved": {pool: 1 - layout.arena_bytes / nbytes for pool, nbytes in pools.items()},
     }  # fmt: skip
     saved = ", ".join(f"{pool} {share:.1%}" for pool, share in found["saved"].items())

@@ -49,9 +49,15 @@ def assign(name: str, buffers: tuple[Buffer, ...], capacity_bytes: int | None = 
     return layout
 
 
+def draw_buffers(data: some.DataObject, name: str, most: int = 12) -> tuple[Buffer, ...]:
+    """Such as the member takes, as a rule."""
+    return data.draw(make_buffers(most, plain=name == "omnimalloc"))
+
+
 @pytest.mark.parametrize("name", NAMES)
-@given(buffers=make_buffers())
-def test_nothing_overlaps(name: str, buffers: tuple[Buffer, ...]) -> None:
+@given(data=some.data())
+def test_nothing_overlaps(name: str, data: some.DataObject) -> None:
+    buffers = draw_buffers(data, name)
     layout = assign(name, buffers)
     check_layout(buffers, layout)
     assert find_widest(buffers) <= layout.bound_bytes <= layout.arena_bytes
@@ -59,8 +65,9 @@ def test_nothing_overlaps(name: str, buffers: tuple[Buffer, ...]) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-@given(buffers=make_buffers())
-def test_it_fits_what_it_says_it_fits(name: str, buffers: tuple[Buffer, ...]) -> None:
+@given(data=some.data())
+def test_it_fits_what_it_says_it_fits(name: str, data: some.DataObject) -> None:
+    buffers = draw_buffers(data, name)
     layout = assign(name, buffers)
     assert assign(name, buffers, layout.arena_bytes) == layout
     if layout.arena_bytes:
@@ -72,9 +79,10 @@ def test_it_fits_what_it_says_it_fits(name: str, buffers: tuple[Buffer, ...]) ->
 
 
 @pytest.mark.parametrize("name", NAMES)
-@given(buffers=make_buffers(7))
+@given(data=some.data())
 @settings(max_examples=30)
-def test_what_is_called_optimal_is(name: str, buffers: tuple[Buffer, ...]) -> None:
+def test_what_is_called_optimal_is(name: str, data: some.DataObject) -> None:
+    buffers = draw_buffers(data, name, 7)
     layout = assign(name, buffers)
     smallest = find_smallest_arena(buffers)
     assert layout.bound_bytes <= smallest <= layout.arena_bytes

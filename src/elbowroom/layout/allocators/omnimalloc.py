@@ -19,18 +19,21 @@ def assign(buffers: Sequence[Buffer], capacity_bytes: int | None = None) -> Layo
     """Offsets of all buffers; see `allocators`.
 
     Raises:
-        UsageError: the package is not installed, or buffers wrap, are aligned or pinned.
+        UsageError: the package is not installed, or buffers wrap, are pinned, or are aligned in several ways.
     """
     instance = make_instance(buffers, capacity_bytes)
     try:
         rival = importlib.import_module("omnimalloc")
     except ImportError as error:
         raise UsageError("the allocator omnimalloc needs the package omnimalloc, which is not installed") from error
-    if any(buffer.upper < buffer.lower or buffer.alignment > 1 or buffer.offset is not None for buffer in buffers):
-        raise UsageError("omnimalloc is asked only for buffers that neither wrap nor are aligned or pinned")
+    units = {buffer.alignment for buffer in buffers}
+    if len(units) > 1 or any(buffer.upper < buffer.lower or buffer.offset is not None for buffer in buffers):
+        raise UsageError("omnimalloc is asked only for buffers of one alignment that neither wrap nor are pinned")
+    unit = units.pop() if units else 1  # it knows none: all is counted in units of it
     wanted = tuple(
-        rival.Allocation(id=buffer.id, size=buffer.nbytes, start=buffer.lower, end=buffer.upper) for buffer in buffers
+        rival.Allocation(id=place, size=-(-buffer.nbytes // unit), start=buffer.lower, end=buffer.upper)
+        for place, buffer in enumerate(buffers)
     )
-    placed = {each.id: each.offset for each in rival.allocate(wanted)}
-    offsets = np.array([placed[buffer.id] for buffer in buffers], np.int64)
+    placed = {each.id: each.offset * unit for each in rival.allocate(wanted)}
+    offsets = np.array([placed[place] for place in range(len(buffers))], np.int64)
     return finish(instance, offsets, capacity_bytes)
