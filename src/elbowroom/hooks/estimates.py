@@ -93,14 +93,14 @@ class Estimates:
             return Estimate(0, 0)
         try:
             if kind.is_in_place and args and type(target := args[0]) in _TENSORS and target.layout is _STRIDED:
-                known: tuple[Any, ...] = id(kind.func), target.numel(), target.dtype, target.device
+                known: tuple[Any, ...] = kind.identity, target.numel(), target.dtype, target.device
             else:
-                key: list[Any] = [id(kind.func), torch.get_default_dtype()]
-                is_rough = bool(kind.writes)  # a new learning rate changes nothing of what an op in place allocates
-                _describe(args, key, is_rough, self._is_here)
+                key: list[Any] = [kind.identity, torch.get_default_dtype()]
+                # A new learning rate changes nothing of what an op in place allocates.
+                _describe(args, key, kind.may_write, self._is_here)
                 if kwargs:
                     key += kwargs
-                    _describe(kwargs.values(), key, is_rough, self._is_here)
+                    _describe(kwargs.values(), key, kind.may_write, self._is_here)
                 if kind.is_convolution:
                     key.append(_count_expanded(args))
                 known = tuple(key)

@@ -24,6 +24,7 @@ class Kind:
 
     Attributes:
         func: the op itself, which lives as long as this, so that its identity is not used again.
+        identity: of the op; to hash the op itself takes longer than all the rest.
         call: calls it; of most ops what their own `__call__` calls, which is a Python function around it.
         is_traced: whether a trace has it.
         is_idle: it only looks at its argument in another way, or asks: nothing is allocated or written to.
@@ -42,6 +43,7 @@ class Kind:
         "func",
         "has_conditions",
         "has_statistics",
+        "identity",
         "is_convolution",
         "is_idle",
         "is_in_place",
@@ -53,7 +55,7 @@ class Kind:
     )
 
     def __init__(self, func: OpOverload) -> None:
-        self.func = func
+        self.func, self.identity = func, id(func)
         self.call: Callable[..., Any] = getattr(func, "_op", func) if type(func) is OpOverload else func
         self.writes = find_written(func)
         self.has_statistics = has_statistics(func)

@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from elbowroom.errors import InternalError, TierError
-from elbowroom.hooks.hidden import Below, Hidden, Paused
+from elbowroom.hooks.hidden import Below, Hidden, Paused, get_alias
 from elbowroom.hooks.identity import Identities, get_any_storage, get_plain_storage, is_shared, make_test
 from elbowroom.ir.actions import Action, Offload, Recompute, Release, Reload
 from elbowroom.ir.events import StorageFreed, StorageNeeded, StorageSaved
@@ -116,8 +116,7 @@ class Engine:
                 self.account.measure(storage, residence)  # an `out=` has grown it since it was first seen
             self.sizes.append(residence.nbytes)
             tick = index if self._guests is not None else self._follower.follow_save(index, residence)
-            with Hidden():
-                alias = tensor.detach()  # the tensor itself would hold the graph that holds it
+            alias = get_alias(tensor)  # the tensor itself would hold the graph that holds it
             if residence.is_staying and self._follower.followed is None:
                 return self._keep(index, alias, tensor._version, tick)  # whatever happens, it will be there
             if residence.id < 0:
