@@ -74,7 +74,7 @@ class Room:
         self._captures = self._futile_captures = self._next_capture = 0
         self._engine: OnlineEngine | None = None
         self._calls: Counter[Inputs] = Counter()  # of the model, in this step
-        self._estimates, self._habits = Estimates(device.type), Habits()
+        self._estimates, self._habits = Estimates(device.type), Habits(is_bounded=config.host_bytes is not None)
         self._inside = self._metered = self._blind = self._has_refused = self._has_recurred = False
         self._transfers = open_transfers(device, config.spill_folder, config.host_bytes)
         try:

@@ -939,14 +939,15 @@ def test_nothing_is_recorded_where_there_was_always_room(
     )
     rows = [64, 64, 64, 1024, 1024, 64]
 
-    def train(budget: int) -> tuple[list[torch.Tensor], list[StepRecord], list[int]]:
+    def train(budget: int, **options: Any) -> tuple[list[torch.Tensor], list[StepRecord], list[int]]:
         torch.manual_seed(3)
         model = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Dropout(0.1)) for _ in range(8)))
         optimizer = sgd(model)
         losses, counts = [], []
         with elbowroom.fit(
-            model, optimizer, budget, mode="dynamic", policy="dtr", min_offload_bytes=1, meter_every=1, profile=profile
-        ) as room:
+            model, optimizer, budget, mode="dynamic", policy="dtr", min_offload_bytes=1, meter_every=1, profile=profile,
+            **options,
+        ) as room:  # fmt: skip
             for count in rows:
                 recorded.clear()
                 with room.step():
@@ -967,3 +968,6 @@ def test_nothing_is_recorded_where_there_was_always_room(
     assert counts[0] > 0 and counts[1:3] == [0, 0], "the first might have been too large"
     assert 0 < counts[3] < counts[4] and counts[5] == counts[0], "there has been too little room now"
     assert records[3].recomputed > 0 and records[4].recomputed > 0
+    found, records, counts = train(budget, host_bytes=1)
+    assert all(torch.equal(*pair) for pair in zip(expected, found, strict=True))
+    assert counts == [counts[0]] * 3 + [counts[4]] * 2 + [counts[0]], "all that is too much has to be computed again"

@@ -111,3 +111,11 @@ def test_estimates_cover_convolutions_whose_weights_outweigh_images(
         for op in ("convolution", "convolution_backward"):
             estimated, measured = comparison.found[op]
             assert measured <= estimated, op
+
+
+def test_what_an_op_in_place_casts_counts_whatever_came_before() -> None:
+    x, other = torch.zeros(1 << 16), torch.ones(1 << 16, dtype=torch.bfloat16)
+    op, known = torch.ops.aten.addcmul_.default, Estimates("cpu")
+    before = known.find(op, (x, x, x), {}).nbytes
+    found = known.find(op, (x, other, other), {}).nbytes
+    assert before < found == Estimates("cpu").find(op, (x, other, other), {}).nbytes

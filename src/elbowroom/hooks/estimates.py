@@ -92,18 +92,15 @@ class Estimates:
         if kind.makes_nothing:
             return Estimate(0, 0)
         try:
-            if kind.is_in_place and args and type(target := args[0]) in _TENSORS and target.layout is _STRIDED:
-                known: tuple[Any, ...] = kind.identity, target.numel(), target.dtype, target.device
-            else:
-                key: list[Any] = [kind.identity, torch.get_default_dtype()]
-                # A new learning rate changes nothing of what an op in place allocates.
-                _describe(args, key, kind.may_write, self._is_here)
-                if kwargs:
-                    key += kwargs
-                    _describe(kwargs.values(), key, kind.may_write, self._is_here)
-                if kind.is_convolution:
-                    key.append(_count_expanded(args))
-                known = tuple(key)
+            key: list[Any] = [kind.identity, torch.get_default_dtype()]
+            # A new learning rate changes nothing of what an op in place allocates.
+            _describe(args, key, kind.may_write, self._is_here)
+            if kwargs:
+                key += kwargs
+                _describe(kwargs.values(), key, kind.may_write, self._is_here)
+            if kind.is_convolution:
+                key.append(_count_expanded(args))
+            known = tuple(key)
             found = self._known.get(known)
         except (TypeError, RuntimeError):
             return self._try(kind.func, args, kwargs)  # it has an argument that cannot be remembered

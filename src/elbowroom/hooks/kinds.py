@@ -31,7 +31,6 @@ class Kind:
         makes_nothing: it allocates nothing.
         may_write: it writes to some of its arguments, or may update statistics.
         writes: (position, name) of the arguments that it writes to by its schema.
-        is_in_place: it changes the elements of its first argument one by one, and nothing else.
         is_replayable: whether it may be replayed, as far as that does not rest on its arguments.
         has_conditions: whether that rests on its arguments, too.
         is_convolution: its kernels want whole operands, and make them of what is expanded.
@@ -46,7 +45,6 @@ class Kind:
         "identity",
         "is_convolution",
         "is_idle",
-        "is_in_place",
         "is_replayable",
         "is_traced",
         "makes_nothing",
@@ -61,7 +59,6 @@ class Kind:
         self.has_statistics = has_statistics(func)
         self.is_convolution = "convolution" in func._opname
         self.may_write = bool(self.writes) or self.has_statistics
-        self.is_in_place = [position for position, _ in self.writes] == [0] and torch.Tag.pointwise in func.tags
         self.is_traced = touches_tensors(func)
         self.is_idle = not self.may_write and (is_view(func) or not self.is_traced)
         self.makes_nothing = is_view(func) or func._opname == "set_"

@@ -79,22 +79,27 @@ class Record:
 class Habits:
     """Remembers one step while the next one goes on.
 
+    Args:
+        is_bounded: whether there may be too little room below the device.
+
     Attributes:
         before, present: the step before, and this one.
         tried: what was foreseen for steps of each shape, and what became of them; anything, to this class.
         was_short: whether there has ever been too little room.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, is_bounded: bool = False) -> None:
+        self._is_bounded = is_bounded
         self.tried: dict[object, Any] = {}
         self.was_short, self._steps = False, 0
         self.before, self.present = Record(), Record()
         self._uses: dict[int, list[Use]] = {}
 
     @property
-    def has_room(self) -> bool:
-        """Whether there was a step before this one, and never too little room."""
-        return self._steps > 1 and not self.was_short
+    def may_rest(self) -> bool:
+        """Whether it will do if what a step makes first can be offloaded alone: there was a step before this one, and
+        never too little room."""
+        return self._steps > 1 and not self.was_short and not self._is_bounded
 
     @property
     def events(self) -> int:
