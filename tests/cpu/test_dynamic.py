@@ -469,6 +469,48 @@ def test_odd_programs(
     assert all(torch.equal(*pair) for pair in zip(expected, found, strict=True))
 
 
+def write_to_a_buffer(model: nn.Module) -> torch.Tensor:
+    total = (model.w * model.x.sin()).sum()
+    model.x.add_(1)
+    return total
+
+
+def write_to_what_was_saved(model: nn.Module) -> torch.Tensor:
+    x = model.w.detach() * 1.5
+    total = (model.w * x.sin()).sum() + (model.w * x.cos()).sum() + (model.w * x).sum()
+    x.data.add_(1)
+    return total
+
+
+@pytest.mark.parametrize("program", [write_to_a_buffer, write_to_what_was_saved], ids=lambda program: program.__name__)
+def test_room_gets_short_where_something_is_written(
+    program: Program, profile: HardwareProfile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing is dropped then that would be computed from it: the op is about to write."""
+
+    def take_room(engine: OnlineEngine, nbytes: int, func: Any) -> None:
+        if "add_" in str(func):
+            let_everything_go(engine, nbytes, func)
+        else:
+            engine.account.reserve(nbytes)
+
+    def find(room: Any) -> torch.Tensor:
+        with room.step() if room is not None else contextlib.nullcontext():
+            loss = program(model)
+            loss.backward()
+        return model.w.grad
+
+    model = make_odd()
+    expected = find(None)
+    monkeypatch.setattr(OnlineEngine, "take_room", take_room)
+    model = make_odd()
+    options: dict[str, Any] = {"mode": "dynamic", "policy": "dtr", "min_offload_bytes": 1, "profile": profile}
+    with elbowroom.fit(model, sgd(model), 1 << 40, **options) as room:
+        assert torch.equal(find(room), expected)
+        record = room.journal().steps[-1]
+        assert record.offloaded_bytes + record.recomputed > 0
+
+
 def test_a_graph_that_outlives_an_exception(profile: HardwareProfile, monkeypatch: pytest.MonkeyPatch) -> None:
     def run(model: nn.Module, room: Any) -> torch.Tensor:
         losses = []

@@ -343,14 +343,15 @@ class OnlineEngine(Engine):
 
     def _settle(self, storages: Iterable[Residence]) -> None:
         """Compute what was dropped while that can still be done."""
-        dropped = [each.id for each in storages if each.recording is not None]
-        if dropped:
-            self._carry_out(self._machine.evict(dropped))
+        self._carry_out(self._machine.evict([each.id for each in storages if each.recording is not None]))
 
     def about_to_write(self, tensor: torch.Tensor) -> None:
-        """An op will write to a tensor. What is to be computed from its present contents is computed now."""
-        residence = self._find_written(tensor)
-        if residence is not None and residence.readers:
+        """An op will write to a tensor. What is to be computed from its present contents is computed now, and nothing
+        else will be: room is made for that, and for the op, before it writes."""
+        if (residence := self._find_written(tensor)) is None:
+            return
+        residence.version += 1
+        if residence.readers:
             with self._lock:
                 if not self.is_awake:
                     self._follower.stop("an op writes to what a replay would read")
@@ -384,8 +385,7 @@ class OnlineEngine(Engine):
         try:
             self._settle(dropped)
         except Infeasible as error:
-            # A graph that lives on must not rest on what may be written to. One replay after the other takes what
-            # it takes, and is offloaded at once.
+            # A graph that lives on must not rest on what may be written to: each is offloaded as it is computed.
             logger.warning("what the step leaves behind does not fit: %s", error)
             self._limit_bytes = NO_LIMIT
             self._settle(list(self._bound.values()))
