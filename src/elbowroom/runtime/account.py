@@ -71,19 +71,21 @@ class Account(Identities[Residence]):
         place = _Place(storage, self._on_place_death)
         place.item, place.key = item, key
         place.nbytes = nbytes = -(-storage.nbytes() // self._alignment) * self._alignment
-        self._places[key] = place  # no other thread has this storage yet: an op has just made it
         with self.lock:
-            self.counted_bytes += nbytes - reserved_bytes
+            before = self._places.get(key)
+            if before is None or before() is not storage:  # nor has another thread counted it meanwhile
+                self._places[key] = place
+                self.counted_bytes += nbytes
+            self.counted_bytes -= reserved_bytes
 
     def meet(self, storage: torch.UntypedStorage, reserved_bytes: int) -> Residence:
         """The same of one that will be asked for; its residence, which is new unless the storage was known."""
         place = self._places.get(id(storage))
         if place is not None and place() is storage:
             self.reserve(-reserved_bytes)
-            return self.see(storage)
-        residence = Residence(storage.nbytes())
-        self.count(storage, reserved_bytes, residence)
-        return residence
+        else:
+            self.count(storage, reserved_bytes, Residence(storage.nbytes()))
+        return self.see(storage)
 
     def see(self, storage: torch.UntypedStorage, *, is_outside: bool = True) -> Residence:
         """The residence of a storage; counted from now on if it was not."""

@@ -89,12 +89,12 @@ class Recording:
         self.calls = dict(reversed(taken))
         made = {slot.residence for call in self.calls.values() for slot in call.results}
         self.leaves = tuple(residence for residence in needed if residence not in made)
-        slots = [slot for _, call in taken for slot in iterate_slots((call.args, call.kwargs))]
-        self._read = [slot for slot in slots if slot.kept is not None and slot.is_read]
-        self.sources = tuple({slot.residence for slot in self._read})
+        slots = [slot for _, call in taken for slot in iterate_slots((call.args, call.kwargs)) if slot.is_read]
+        self.sources = tuple({slot.residence for slot in slots if slot.kept is not None})
+        self._read = [slot for slot in slots if slot.kept is not None or slot.residence in self.leaves]
 
     def is_current(self) -> bool:
-        """Whether nobody has written to what it reads of the program's own, since the ops read it."""
+        """Whether nobody has written to what it reads, since the ops read it."""
         return all(slot.residence.version == slot.seen for slot in self._read)
 
 

@@ -144,7 +144,8 @@ class Historian(Watcher):
                     return result
             elif (storage := get_plain_storage(result)) is not None:
                 residence = self._account.meet(storage, nbytes)
-                if residence.runs is None and not residence.version and residence not in reads.residences:
+                is_known = residence.is_outside or residence.version or residence in reads.residences
+                if residence.runs is None and not is_known:
                     made = weakref.ref(residence), self._measure(result)
                     residence.runs = [self._make_run(kind, reads, made, (), estimate)]
                 return result

@@ -217,7 +217,7 @@ class OnlineEngine(Engine):
         if not self.account.reserve_within(nbytes, self._limit_bytes):
             with self._lock:
                 self._drain()
-                if self._guests is not None:
+                if self._past is not None:
                     self._catch_up()
                 self._make_room(nbytes, str(func))
             self.account.reserve_within(nbytes, NO_LIMIT)

@@ -47,13 +47,13 @@ class Watcher(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        kind = self._kinds.get(id(func))
-        if kind is None:
-            kind = self._kinds[id(func)] = find_kind(func)
         if kwargs is None:
             kwargs = NO_NAMES
         if self.pauses:
-            return kind.call(*args, **kwargs)
+            return func(*args, **kwargs)
+        kind = self._kinds.get(id(func))
+        if kind is None:
+            kind = self._kinds[id(func)] = find_kind(func)
         self.ops += kind.is_traced
         run = self.stand_in
         if run is None:
