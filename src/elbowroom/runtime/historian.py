@@ -130,7 +130,7 @@ class Historian(Watcher):
         self._host.take_room(nbytes, kind.func)
         try:
             if pace.begun < Pace.ENOUGH:
-                result = self._stopwatch.time(pace, kind.call, args, kwargs)
+                result = self._stopwatch.time(pace, kind.func, args, kwargs)
             else:
                 result = kind.call(*args, **kwargs)
         except BaseException:
