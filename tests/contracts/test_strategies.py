@@ -15,7 +15,7 @@ from elbowroom.planner.problem import list_strategies, plan
 from elbowroom.residency import planned
 from elbowroom.residency.machine import Machine
 from elbowroom.simulator.replay import simulate
-from tests.generators import jobs, keep_everything
+from tests.generators import Layer, jobs, keep_everything, make_costs, make_trace
 from tests.oracles import follow
 
 STRATEGIES = list_strategies()
@@ -51,6 +51,13 @@ def test_plans_are_sound_fit_and_repeat(strategy: str, job: tuple[Trace, Costs],
 @given(job=jobs(), share=shares)
 def test_plans_of_searches_are_sound_fit_and_repeat(strategy: str, job: tuple[Trace, Costs], share: float) -> None:
     expect_sound_plans(strategy, *job, share)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("share", [0.0, 0.9, 1.0])
+def test_a_step_in_which_nothing_is_saved(strategy: str, share: float) -> None:
+    trace = make_trace([Layer(inputs=(-1,), nbytes=1024, keeps=""), Layer(inputs=(0,), nbytes=1024, keeps="")])
+    expect_sound_plans(strategy, trace, make_costs(trace), share)
 
 
 def expect_sound_plans(strategy: str, trace: Trace, costs: Costs, share: float) -> None:

@@ -18,6 +18,7 @@ from __future__ import annotations
 import bisect
 import dataclasses
 from collections.abc import Callable, Iterable
+from itertools import pairwise
 
 import numpy as np
 
@@ -111,7 +112,7 @@ class Sweep:
         absences.
         """
         ticks = list_moments(self._drafter.replay.trace)
-        for tick, upto in zip(ticks, [*ticks[1:], len(self._load.live) - 1], strict=True):
+        for tick, upto in pairwise([*ticks, len(self._load.live) - 1]):
             self._advance(tick)
             self._make_room(tick, upto)
             self._fetch(tick, self._drafter.begins[upto])

@@ -130,7 +130,7 @@ class Timetable:
         tick = 0
         while True:
             over = load.live[tick:] > limit_bytes
-            if not over.any():
+            if not releases or not over.any():
                 return
             tick += int(over.argmax())
             before = self._ticks[max(0, bisect.bisect_left(self._ticks, tick) - 1)]
