@@ -26,12 +26,14 @@ from elbowroom.hooks.estimates import Estimates
 from elbowroom.ir.hardware import HardwareProfile
 from elbowroom.ir.journal import Mode, StepRecord
 from elbowroom.residency import policies
+from elbowroom.runtime import account as accounts
 from elbowroom.runtime import engine, patience
 from elbowroom.runtime.account import Account
+from elbowroom.runtime.calls import Call, Recording, Slot
 from elbowroom.runtime.finishing import finishing
 from elbowroom.runtime.historian import Historian
 from elbowroom.runtime.online_engine import OnlineEngine
-from elbowroom.runtime.residence import Residence
+from elbowroom.runtime.residence import Geometry, Residence
 from tests.pressure import let_everything_go
 
 STEPS, WIDTH = 5, 64
@@ -1015,3 +1017,31 @@ def test_nothing_is_recorded_where_there_was_always_room(
     found, records, counts = train(budget, host_bytes=1)
     assert all(torch.equal(*pair) for pair in zip(expected, found, strict=True))
     assert counts == [counts[0]] * 3 + [counts[4]] * 2 + [counts[0]], "all that is too much has to be computed again"
+
+
+def test_a_storage_that_two_threads_count_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other one comes between the look and the count."""
+    account, storage = Account(64), torch.ones(1024).untyped_storage()
+    make_place, seen = accounts._Place, list[Residence]()
+
+    def make(storage: torch.UntypedStorage, on_death: Any) -> Any:
+        monkeypatch.setattr(accounts, "_Place", make_place)
+        seen.append(account.see(storage))
+        return make_place(storage, on_death)
+
+    monkeypatch.setattr(accounts, "_Place", make)
+    account.count(storage)
+    assert account.counted_bytes == 4096 and account.find(storage) is seen[0]
+    del storage
+    assert account.live_bytes == 0
+
+
+def test_what_a_recording_reads_has_to_be_as_it_was() -> None:
+    """Of autograd's claims, too: `x.data` may be written to, and PyTorch does not notice."""
+    leaf, target = Residence(4), Residence(4)
+    geometry = Geometry.of(torch.ones(1))
+    read, made = (Slot(each, geometry, None, None, 0, each.version) for each in (leaf, target))
+    recording = Recording({1: Call(torch.ops.aten.sin.default, (read,), {}, (made,), (), (), ())}, target)
+    assert recording.leaves == (leaf,) and recording.is_current()
+    leaf.version += 1
+    assert not recording.is_current()

@@ -18,8 +18,8 @@ Hidden = torch._C._DisableTorchDispatch
 
 
 def get_alias(tensor: torch.Tensor) -> torch.Tensor:
-    """A plain tensor without its graph, unseen by modes. Twice as quick as by a `with`: this is done at each save."""
-    hidden = Hidden()  # from here on
+    """A plain tensor without its graph, unseen by modes. Quicker than by a `with`: this is done at each save."""
+    hidden = Hidden()  # in force from here on, until it is gone
     try:
         return tensor.detach()
     finally:

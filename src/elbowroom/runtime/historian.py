@@ -144,8 +144,7 @@ class Historian(Watcher):
                     return result
             elif (storage := get_plain_storage(result)) is not None:
                 residence = self._account.meet(storage, nbytes)
-                is_known = residence.is_outside or residence.version or residence in reads.residences
-                if residence.runs is None and not is_known:
+                if _is_made(residence, reads):
                     made = weakref.ref(residence), self._measure(result)
                     residence.runs = [self._make_run(kind, reads, made, (), estimate)]
                 return result
@@ -204,8 +203,7 @@ class Historian(Watcher):
             for residence in written:
                 residence.runs = None
             return
-        # What an op was given it has not made, even where its schema hides that a result is a view of it.
-        made = [each for each, _ in results if each.runs is None and not each.version and each not in reads.residences]
+        made = [each for each, _ in results if _is_made(each, reads)]
         if not made and not written:
             return
         found: list[Any] = []
@@ -218,8 +216,7 @@ class Historian(Watcher):
                 changes += (weakref.ref(residence), geometries.get(residence, UNKNOWN))
         run = self._make_run(kind, reads, tuple(found), tuple(changes), estimate)
         for residence in made:
-            if not residence.is_outside:
-                residence.runs = [run]
+            residence.runs = [run]
         for residence in written:
             if residence.runs is not None and not residence.is_outside:
                 residence.runs.append(run)
@@ -288,6 +285,12 @@ class _Reads(NamedTuple):
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     residences: list[Residence]
+
+
+def _is_made(residence: Residence, reads: _Reads) -> bool:
+    """Whether an op has made a result: not what it was given, even where its schema hides that it returns a view."""
+    is_known = residence.is_outside or residence.version or residence in reads.residences
+    return residence.runs is None and not is_known
 
 
 class _Foreign(Exception):
