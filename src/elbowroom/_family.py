@@ -6,6 +6,7 @@ member is adding a file.
 
 from __future__ import annotations
 
+import functools
 import importlib
 import pkgutil
 from types import ModuleType
@@ -20,8 +21,9 @@ def names(family: ModuleType) -> tuple[str, ...]:
     return tuple(sorted(name for name in found if not name.startswith("_")))
 
 
+@functools.cache
 def get(family: ModuleType, name: str, entry_point: str) -> Any:
-    """The entry point of one member, importing that member alone.
+    """The entry point of one member, importing that member alone. Found once: the folder is read for that.
 
     Raises:
         UnknownMember: the family has no such member; the message lists the ones it has.

@@ -36,7 +36,7 @@ from elbowroom.runtime.online_engine import OnlineEngine
 from elbowroom.runtime.open import open_transfers
 from elbowroom.tracing.fake import capture_fake
 from elbowroom.tracing.live import LiveCapture
-from elbowroom.tracing.residents import list_residents
+from elbowroom.tracing.residents import list_resident_tensors
 from elbowroom.tracing.tracer import telling_gradients
 
 logger = logging.getLogger(__name__)
@@ -299,7 +299,7 @@ class Room:
         )  # fmt: skip
 
     def _list_residents(self) -> list[torch.Tensor]:
-        return [tensor for tensor, _, _ in list_residents(self._model, self._optimizers)]
+        return list_resident_tensors(self._model, self._optimizers)
 
     def _list_staying(self) -> Identities[bool]:
         """The storages that outlive the step; of those that die all the same, the addresses mean nothing."""

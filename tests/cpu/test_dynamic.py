@@ -1039,9 +1039,8 @@ def test_a_storage_that_two_threads_count_at_once(monkeypatch: pytest.MonkeyPatc
 def test_what_a_recording_reads_has_to_be_as_it_was() -> None:
     """Of autograd's claims, too: `x.data` may be written to, and PyTorch does not notice."""
     leaf, target = Residence(4), Residence(4)
-    geometry = Geometry.of(torch.ones(1))
-    read, made = (Slot(each, geometry, None, None, 0, each.version) for each in (leaf, target))
-    recording = Recording({1: Call(torch.ops.aten.sin.default, (read,), {}, (made,), (), (), ())}, target)
+    read = Slot(leaf, Geometry.of(torch.ones(1)), None, None, 0, leaf.version)
+    recording = Recording({1: Call(torch.ops.aten.sin.default, (read,), {}, (target,), (), (), ())}, target)
     assert recording.leaves == (leaf,) and recording.is_current()
     leaf.version += 1
     assert not recording.is_current()

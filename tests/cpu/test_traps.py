@@ -648,6 +648,25 @@ def test_a_parameter_changes_between_forward_and_backward(runner: Runner) -> Non
     runner.compare(make, drifts=True)
 
 
+def test_parameters_are_given_other_contents_between_forward_and_backward(runner: Runner) -> None:
+    """Averaged or quantised weights are put in place like this. Autograd finds them in what it saved of a parameter
+    itself, and not in a view of one (the weights of a Linear are transposed), nor may a replay."""
+
+    def middle() -> nn.Module:
+        return nn.Sequential(nn.LayerNorm(WIDTH), nn.PReLU(WIDTH), nn.Unflatten(0, (-1, 4)), nn.Conv1d(4, 4, 3))
+
+    def swap(model: nn.Module, index: int) -> torch.Tensor:
+        value: torch.Tensor = model(batch(index)).square().mean()
+        for parameter in model.parameters():
+            parameter.data = parameter.data * 1.25
+        return value
+
+    def make_model() -> nn.Module:
+        return Layers(nn.Sequential(middle(), nn.ZeroPad1d(1), nn.Flatten(0, 1)))
+
+    runner.compare(loop(make_model, swap))
+
+
 # What is saved --------------------------------------------------------------------------------------------------------
 
 Middle = Callable[[torch.Tensor], torch.Tensor]

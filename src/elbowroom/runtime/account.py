@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import deque
+from collections.abc import Iterable
 
 import torch
 
@@ -16,13 +17,25 @@ MOST_DEAD = 256
 
 
 class _Place(weakref.ref[torch.UntypedStorage]):
-    """A storage, its residence, and what is counted for it. One object a storage, since every step makes thousands."""
+    """A storage, its residence if anybody has asked for it, and what is counted for it.
+
+    One object a storage, since every step makes thousands.
+    """
 
     __slots__ = ("item", "key", "nbytes")
 
     item: Residence | None
     key: int
     nbytes: int
+    is_staying = False
+
+
+class _StayingPlace(_Place):
+    """Of a storage that outlives the step."""
+
+    __slots__ = ()
+
+    is_staying = True
 
 
 class Account(Identities[Residence]):
@@ -78,6 +91,27 @@ class Account(Identities[Residence]):
                 self.counted_bytes += nbytes
             self.counted_bytes -= reserved_bytes
 
+    def welcome(self, storages: Iterable[torch.UntypedStorage]) -> None:
+        """Count what was there before the step and will be after it. Few are asked for later."""
+        with self.lock:
+            for storage in storages:
+                place = self._places.get(key := id(storage))
+                if place is not None and place() is storage:  # it is listed twice, or the step has used it
+                    if not place.is_staying:
+                        self.see(storage).is_staying = True
+                    continue
+                self._places[key] = place = _StayingPlace(storage, self._on_place_death)
+                place.item, place.key = None, key
+                place.nbytes = nbytes = -(-storage.nbytes() // self._alignment) * self._alignment
+                self.counted_bytes += nbytes
+
+    def is_staying(self, storage: torch.UntypedStorage) -> bool:
+        """Whether a storage outlives the step, as far as that is known."""
+        place = self._places.get(id(storage))
+        if place is None or place() is not storage:
+            return False
+        return place.is_staying or (place.item is not None and place.item.is_staying)
+
     def meet(self, storage: torch.UntypedStorage, reserved_bytes: int) -> Residence:
         """The same of one that will be asked for; its residence, which is new unless the storage was known."""
         place = self._places.get(id(storage))
@@ -93,9 +127,11 @@ class Account(Identities[Residence]):
         if place is not None and place() is storage:
             if place.item is not None:
                 return place.item
-            is_outside = False
+            is_outside = is_staying = place.is_staying
+        else:
+            is_staying = False
         residence = Residence(storage.nbytes())
-        residence.is_outside = is_outside
+        residence.is_outside, residence.is_staying = is_outside, is_staying
         with self.lock:
             place = self._places.get(id(storage))  # another thread may have put it
             if place is None or place() is not storage:
@@ -140,13 +176,18 @@ class Account(Identities[Residence]):
                 self.most_bytes = self.counted_bytes
             return True
 
-    def measure(self, storage: torch.UntypedStorage, residence: Residence) -> None:
-        """Count a storage anew, which an op may have resized."""
+    def measure(self, storage: torch.UntypedStorage) -> Residence | None:
+        """Count a storage anew, which an op may have resized. Its residence; None if it stays, and nobody has asked."""
+        place = self._places.get(id(storage))
+        if place is None or place() is not storage or (place.item is None and not place.is_staying):
+            return self.see(storage)
         size = storage.nbytes()
-        if size != residence.nbytes:
-            residence.nbytes = size
+        if place.item is not None:
+            place.item.nbytes = size
+        if self.round(size) != place.nbytes:
             with self.lock:
-                self._resize(self._places[id(storage)], size)
+                self._resize(place, size)
+        return place.item
 
     def _resize(self, place: _Place, nbytes: int) -> None:
         nbytes = self.round(nbytes)

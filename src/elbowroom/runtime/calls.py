@@ -32,7 +32,7 @@ def check_version(witness: torch.Tensor, shape: Sequence[int], expected: int) ->
 
 
 class Slot(NamedTuple):
-    """A tensor argument or result: which storage, and how it lies there.
+    """A tensor argument: which storage, and how it lies there.
 
     `kept` is the storage itself where the program holds it anyway (parameters, buffers, inputs), and `witness` a leaf
     tensor that shares its version counter; `seen` is the residence's version then. Statistics that the op only updates
@@ -54,10 +54,14 @@ class Call(NamedTuple):
     func: Any
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    results: tuple[Slot, ...]
-    written: tuple[Slot, ...]  # arguments that the op writes to, which it need not return
+    results: tuple[Residence, ...]  # of each tensor that it returns
+    written: tuple[Residence, ...]  # of arguments that it writes to, which it need not return
     scratch: tuple[int, ...]  # positions of arguments that the op writes to
     settings: Settings  # that it ran under
+
+    def list_used(self) -> list[Residence]:
+        """What it reads and what it returns."""
+        return [*(slot.residence for slot in iterate_slots((self.args, self.kwargs))), *self.results]
 
 
 class Recording:
@@ -83,11 +87,11 @@ class Recording:
         taken: list[tuple[int, Call]] = []
         for tick in sorted(calls, reverse=True):
             call = calls[tick]
-            if any(slot.residence in needed for slot in (*call.results, *call.written)):
+            if not needed.isdisjoint(call.results) or not needed.isdisjoint(call.written):
                 taken.append((tick, call))
                 needed.update(slot.residence for slot in iterate_slots((call.args, call.kwargs)) if slot.kept is None)
         self.calls = dict(reversed(taken))
-        made = {slot.residence for call in self.calls.values() for slot in call.results}
+        made = {residence for call in self.calls.values() for residence in call.results}
         self.leaves = tuple(residence for residence in needed if residence not in made)
         slots = [slot for _, call in taken for slot in iterate_slots((call.args, call.kwargs)) if slot.is_read]
         self.sources = tuple({slot.residence for slot in slots if slot.kept is not None})
@@ -109,10 +113,7 @@ def replay(recordings: Iterable[Recording], outputs: Sequence[Residence]) -> Non
     """
     merged = {tick: call for recording in recordings for tick, call in recording.calls.items()}
     calls = [merged[tick] for tick in sorted(merged)]
-    last_use: dict[Residence, int] = {}
-    for position, call in enumerate(calls):
-        for slot in iterate_slots((call.args, call.kwargs, call.results)):
-            last_use[slot.residence] = position
+    last_use = {residence: position for position, call in enumerate(calls) for residence in call.list_used()}
     made: dict[Residence, torch.UntypedStorage] = {}
     wanted = set(outputs)
 
@@ -140,13 +141,13 @@ def replay(recordings: Iterable[Recording], outputs: Sequence[Residence]) -> Non
                     args[index] = args[index].clone()  # a side effect that must not happen twice
             kwargs = {name: _fill(value, find) for name, value in call.kwargs.items()}
             result = call.func(*args, **kwargs)
-            for tensor, slot in zip(iterate_tensors(result), call.results, strict=True):
-                made.setdefault(slot.residence, tensor.untyped_storage())
+            for tensor, residence in zip(iterate_tensors(result), call.results, strict=True):
+                made.setdefault(residence, tensor.untyped_storage())
                 del tensor
             del args, kwargs, result
-            for slot in iterate_slots((call.args, call.kwargs, call.results)):
-                if last_use[slot.residence] == position and slot.residence not in wanted:
-                    made.pop(slot.residence, None)
+            for residence in call.list_used():
+                if last_use[residence] == position and residence not in wanted:
+                    made.pop(residence, None)
     for residence in outputs:
         residence.storage = made[residence]
 

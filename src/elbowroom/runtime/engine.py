@@ -10,7 +10,6 @@ import contextlib
 import functools
 import logging
 import threading
-import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 
@@ -24,22 +23,19 @@ from elbowroom.ir.events import StorageFreed, StorageNeeded, StorageSaved
 from elbowroom.residency.machine import Machine, State
 from elbowroom.runtime.account import Account
 from elbowroom.runtime.calls import Recording, check_version, replay
+from elbowroom.runtime.calm import Calm, get_witness
 from elbowroom.runtime.follower import Follower, Known, Observer
-from elbowroom.runtime.past import Past
-from elbowroom.runtime.residence import Guest, Handle, Keepsake, Residence
+from elbowroom.runtime.past import NO_STORAGE, Past
+from elbowroom.runtime.residence import Handle, Keepsake, Residence
 from elbowroom.runtime.transfers import Transfers
 from elbowroom.runtime.watcher import Watcher
 
 logger = logging.getLogger(__name__)
 
-NO_STORAGE = -1
-"""Of a tensor that is no plain block of bytes, or is there whatever happens: nothing moves it, but what is planned for
-its tick happens then."""
-
 
 class Engine:
     """Runs one step. Who is derived from it makes the machine, and says when it may be told later: for as long as there
-    is a `_past`, what happens is put down there; while there are `_guests`, nothing moves, and what is saved is one.
+    is a `_past`, what happens is put down there; while it is `_calm`, that is all that is done.
 
     Args:
         transfers: moves bytes, for all steps of a room.
@@ -90,7 +86,7 @@ class Engine:
         self.drift = self.refusal = ""
         self._follower = Follower(known, min_bytes, self._bound, self._leave_trace, self._count_ops)
         self._past: Past | None = None
-        self._guests: list[weakref.ref[Guest]] | None = None
+        self._calm: Calm | None = None
         self._unobserved = Paused([] if observer is None else [observer])
 
     # -- what autograd calls --------------------------------------------------------------------------------------
@@ -98,10 +94,12 @@ class Engine:
     def pack(self, tensor: torch.Tensor) -> Keepsake:
         """Autograd puts a tensor aside; it gets a handle to keep instead."""
         with self._lock:
-            if self._retired:
-                self._drain()
             index = self.saves
             self.saves = index + 1
+            if self._calm is not None:
+                return self._calm.save(index, tensor)
+            if self._retired:
+                self._drain()
             storage = get_plain_storage(tensor) if self._is_here(tensor) else None
             if self._observer is not None:
                 self._observer.saved(tensor)
@@ -113,19 +111,17 @@ class Engine:
                 return self._keep(index, alias, tensor._version, tick)
             residence = self.account.see(storage)
             if storage.nbytes() != residence.nbytes and not residence.views:
-                self.account.measure(storage, residence)  # an `out=` has grown it since it was first seen
+                self.account.measure(storage)  # an `out=` has grown it since it was first seen
             self.sizes.append(residence.nbytes)
-            tick = index if self._guests is not None else self._follower.follow_save(index, residence)
+            tick = self._follower.follow_save(index, residence)
+            is_unknown = self._follower.followed is None
+            if residence.is_staying if is_unknown else self._follower.is_lasting(index):  # whatever happens
+                return self._keep(index, get_witness(tensor), tensor._version, tick)
             alias = get_alias(tensor)  # the tensor itself would hold the graph that holds it
-            if residence.is_staying and self._follower.followed is None:
-                return self._keep(index, alias, tensor._version, tick)  # whatever happens, it will be there
             if residence.id < 0:
                 residence.id, self._own_ids = self._own_ids, self._own_ids + 1
             if self._past is not None:
                 self._past.add(StorageSaved, residence.id, tick, residence.nbytes)
-            if self._guests is not None:
-                self._guests.append(weakref.ref(guest := Guest(index, residence, alias, tensor._version)))
-                return guest
             self._bound[residence.id] = residence
             residence.add_view(index, alias)
             handle = Handle(self, index, residence, None, tensor._version)
@@ -140,10 +136,13 @@ class Engine:
     def unpack(self, handle: Keepsake) -> torch.Tensor:
         """Autograd asks for a tensor back."""
         with self._lock:
+            index = self.needs
+            self.needs = index + 1
+            if self._calm is not None:
+                return self._calm.need(index, handle)
             if self._retired:
                 self._drain()
-            tick = self.needs if self._guests is not None else self._follower.follow_need(self.needs, handle.index)
-            self.needs += 1
+            tick = self._follower.follow_need(index, handle.index)
             residence, given = handle.residence, handle.tensor
             # Versions first, before anything moves: a step that is refused must leave everything as it is.
             if given is not None:
@@ -174,8 +173,7 @@ class Engine:
         """What is saved or needed stays where it is, but something else may be due."""
         if self._past is not None:
             self._past.add(event, storage, tick)
-        if self._guests is None:
-            self._carry_out(self._machine.feed(event(storage, tick)))
+        self._carry_out(self._machine.feed(event(storage, tick)))
 
     def _serve(self, residence: Residence, index: int, actions: Sequence[Action]) -> torch.Tensor:
         """It may be let go as soon as autograd has it."""

@@ -10,7 +10,7 @@ import torch
 from elbowroom.hooks.hidden import Pausable
 from elbowroom.ir.placement import Berth, Placement
 from elbowroom.ir.plan import Plan
-from elbowroom.ir.trace import Trace
+from elbowroom.ir.trace import LASTING, Trace
 from elbowroom.runtime.residence import Residence
 
 
@@ -91,7 +91,7 @@ class Follower:
         self._go_on(why, lambda trace: "")  # of all that begin alike, saves and needs will tell
 
     def follow_save(self, index: int, residence: Residence | None) -> int:
-        """The tick of a save. If it is the trace's, its residence is bound to the trace's storage."""
+        """The tick of a save. Where the trace has it, its residence is bound to the storage there, unless it lasts."""
 
         if self.followed is None:
             self._saves = index + 1
@@ -109,12 +109,17 @@ class Follower:
         if trace is None:
             return index
         save = trace.saves[index]
-        if residence is not None and residence.id < 0:
+        if residence is not None and residence.id < 0 and not self.is_lasting(index):
             residence.id = save.storage
             self._bound[residence.id] = residence
         self.tick = save.tick
         self.due_ops = self._find_due()
         return save.tick
+
+    def is_lasting(self, save: int) -> bool:
+        """Whether a save is, by the trace that the step follows, of what outlives the step: nothing moves that."""
+        trace = self.trace
+        return trace is not None and trace.storages[trace.saves[save].storage].role in LASTING
 
     def follow_need(self, index: int, save: int) -> int:
         """The tick of a need, the step's `index`th, which asks for a `save`."""

@@ -17,7 +17,7 @@ from elbowroom.hooks.settings import Settings, read_settings
 from elbowroom.hooks.stopwatch import Pace
 from elbowroom.runtime.account import Account
 from elbowroom.runtime.calls import Slot
-from elbowroom.runtime.history import Run
+from elbowroom.runtime.history import MOST_RUNS, Run
 from elbowroom.runtime.residence import Geometry, Residence
 from elbowroom.runtime.watcher import NO_NAMES, Watcher
 from elbowroom.runtime.watcher import Run as Runner
@@ -35,8 +35,8 @@ class Host(Protocol):
         ...
 
 
-Results = list[tuple[Residence, torch.Tensor]]
-"""The results of an op that lie on the device, in order."""
+Results = list[Residence]
+"""Of the tensors that an op returns, in order."""
 
 NOBODYS: Results = []
 """Stands for results that could not be told apart."""
@@ -47,10 +47,6 @@ NONE: Sequence[Residence] = ()
 
 PLAIN = frozenset((bool, int, float, type(None)))
 """Of most arguments that are no tensors."""
-
-
-UNKNOWN = Geometry(torch.uint8, torch.Size((0,)), (1,), 0)
-"""Of what an op has written to and does not return."""
 
 
 class Historian(Watcher):
@@ -145,8 +141,8 @@ class Historian(Watcher):
             elif (storage := get_plain_storage(result)) is not None:
                 residence = self._account.meet(storage, nbytes)
                 if _is_made(residence, reads):
-                    made = weakref.ref(residence), self._measure(result)
-                    residence.runs = [self._make_run(kind, reads, made, (), estimate)]
+                    made = weakref.ref(residence), residence.nbytes
+                    residence.made_by = self._make_run(kind, reads, made, (), estimate)
                 return result
         if nbytes:
             self._account.reserve(-nbytes)  # what it made is counted as it is seen
@@ -157,7 +153,7 @@ class Historian(Watcher):
         if not targets or result is not targets[0]:
             self._count(result)
         for residence in written:
-            residence.runs = None
+            residence.forget_runs()
         return result
 
     def _count(self, result: Any) -> None:
@@ -170,13 +166,13 @@ class Historian(Watcher):
                     self._count((tensor._indices(), tensor._values()))
 
     def _note(self, result: Any) -> Results:
-        """The residence of each result, and the result; `NOBODYS` where one has none."""
+        """The residence of each result; `NOBODYS` where one has none."""
         results: Results = []
         is_whole = True
         for tensor in (result,) if type(result) is torch.Tensor else iterate_tensors(result):
             storage = get_plain_storage(tensor) if self._is_here(tensor) else None
             if storage is not None:
-                results.append((self._account.see(storage, is_outside=False), tensor))
+                results.append(self._account.see(storage, is_outside=False))
             else:
                 is_whole = False
                 self._count(tensor)
@@ -188,12 +184,13 @@ class Historian(Watcher):
         for tensor in targets:
             storage = get_any_storage(tensor) if self._is_here(tensor) else None
             if storage is not None:
-                residence = self._account.see(storage, is_outside=True)
+                residence = self._account.measure(storage)
+                if residence is None:
+                    continue  # no op of the step has made it, and none has read it
                 if residence not in written:
-                    self._account.measure(storage, residence)
                     written.append(residence)
-                if residence.runs is not None and get_plain_storage(tensor) is None:
-                    residence.runs = None
+                if residence.made_by is not None and get_plain_storage(tensor) is None:
+                    residence.forget_runs()
         return written
 
     def _record(
@@ -201,25 +198,19 @@ class Historian(Watcher):
     ) -> None:
         if results is NOBODYS:
             for residence in written:
-                residence.runs = None
+                residence.forget_runs()
             return
-        made = [each for each, _ in results if _is_made(each, reads)]
+        made = [each for each in results if _is_made(each, reads)]
         if not made and not written:
             return
-        found: list[Any] = []
-        for residence, tensor in results:
-            found += (weakref.ref(residence), self._measure(tensor))
-        changes: list[Any] = []
-        if written:
-            geometries = {each: self._measure(tensor) for each, tensor in results}
-            for residence in written:
-                changes += (weakref.ref(residence), geometries.get(residence, UNKNOWN))
-        run = self._make_run(kind, reads, tuple(found), tuple(changes), estimate)
+        run = self._make_run(kind, reads, _point_to(results), _point_to(written), estimate)
         for residence in made:
-            residence.runs = [run]
+            residence.made_by = run
         for residence in written:
-            if residence.runs is not None and not residence.is_outside:
-                residence.runs.append(run)
+            if residence.made_by is not None:
+                residence.changed_by += (run,)
+                if len(residence.changed_by) == MOST_RUNS:  # with the one that made it, there are too many
+                    residence.forget_runs()
 
     def _make_run(
         self, kind: Kind, reads: _Reads, made: tuple[Any, ...], written: tuple[Any, ...], estimate: Estimate
@@ -290,7 +281,14 @@ class _Reads(NamedTuple):
 def _is_made(residence: Residence, reads: _Reads) -> bool:
     """Whether an op has made a result: not what it was given, even where its schema hides that it returns a view."""
     is_known = residence.is_outside or residence.version or residence in reads.residences
-    return residence.runs is None and not is_known
+    return residence.made_by is None and not is_known
+
+
+def _point_to(residences: Sequence[Residence]) -> tuple[Any, ...]:
+    flat: list[Any] = []
+    for residence in residences:
+        flat += (weakref.ref(residence), residence.nbytes)
+    return tuple(flat)
 
 
 class _Foreign(Exception):

@@ -17,15 +17,15 @@ from elbowroom.hooks.identity import is_shared
 from elbowroom.hooks.replayable import find_statistics, find_written
 from elbowroom.hooks.settings import Settings
 from elbowroom.runtime.calls import Call, Recording, Slot, iterate_slots
-from elbowroom.runtime.residence import Geometry, Residence
+from elbowroom.runtime.residence import Residence
 
 MOST_RUNS = 64
 """On a way: what takes more is not computed again, so that the room and the time that it takes are bounded."""
 
 
 Results = tuple[Any, ...]
-"""What a run made or wrote to: weak references to residences, each followed by a `Geometry`. In one flat tuple, since
-every object that a step keeps makes the garbage collector slower."""
+"""What a run made or wrote to: weak references to residences, each followed by its bytes. One flat tuple, since every
+object that a step keeps makes the garbage collector slower."""
 
 
 class Run(NamedTuple):
@@ -78,10 +78,10 @@ def find_way(target: Residence) -> Way | None:
     runs: dict[int, Run] = {}
     stack, seen = [target], {target}
     while stack:
-        made_by = stack.pop().runs
-        if not made_by:
+        residence = stack.pop()
+        if residence.made_by is None:
             return None
-        for run in made_by:
+        for run in (residence.made_by, *residence.changed_by):
             if run.place in runs:
                 continue
             if len(runs) == MOST_RUNS:
@@ -110,10 +110,10 @@ def _is_leaf(residence: Residence, slot: Slot) -> bool:
     return residence.id >= 0 and bool(residence.views) and residence.version == slot.seen
 
 
-def _keep(results: Results) -> tuple[Slot, ...]:
+def _keep(results: Results) -> tuple[Residence, ...]:
     """With their residences, or such in their place that nobody asks for."""
     pairs = zip(results[::2], results[1::2], strict=True)
-    return tuple(Slot(find() or Residence(0), geometry, None, None, 0, 0) for find, geometry in pairs)
+    return tuple(find() or Residence(nbytes) for find, nbytes in pairs)
 
 
 def count_bytes(calls: Mapping[int, Call], targets: Collection[Residence], inner_bytes: Mapping[int, int]) -> int:
@@ -121,24 +121,11 @@ def count_bytes(calls: Mapping[int, Call], targets: Collection[Residence], inner
 
     `inner_bytes`: what a call allocates inside itself, where that is known.
     """
-    last: dict[Residence, int] = {}
-    for position, call in calls.items():
-        for slot in iterate_slots((call.args, call.kwargs, call.results)):
-            last[slot.residence] = position
-    live: dict[Residence, int] = {}
+    last = {residence: position for position, call in calls.items() for residence in call.list_used()}
+    live: set[Residence] = set()
     most = 0
     for position, call in calls.items():
-        for slot in call.results:
-            live.setdefault(slot.residence, _reach(slot.geometry))
-        most = max(most, sum(live.values()) + inner_bytes.get(position, 0))
-        for residence in [each for each in live if last[each] == position and each not in targets]:
-            del live[residence]
+        live.update(call.results)
+        most = max(most, sum(each.nbytes for each in live) + inner_bytes.get(position, 0))
+        live -= {each for each in live if last[each] == position and each not in targets}
     return most
-
-
-def _reach(geometry: Geometry) -> int:
-    """Bytes from the beginning of a storage to the end of a tensor in it."""
-    if 0 in geometry.shape:
-        return 0
-    elements = 1 + sum((size - 1) * stride for size, stride in zip(geometry.shape, geometry.stride, strict=True))
-    return (geometry.offset + elements) * geometry.dtype.itemsize

@@ -35,6 +35,7 @@ from elbowroom.residency.habits import Habits
 from elbowroom.residency.machine import Drop, Machine, Policy, State, count_reads
 from elbowroom.residency.online import AHEAD, Online
 from elbowroom.runtime.account import Account
+from elbowroom.runtime.calm import Calm
 from elbowroom.runtime.engine import Engine
 from elbowroom.runtime.facts import StepFacts
 from elbowroom.runtime.follower import Follower, Known, Observer
@@ -118,25 +119,25 @@ class OnlineEngine(Engine):
                 decider = self._guide = Guided(self._online, known[0].plan, is_awake=is_awake)
         self._machine = Machine(decider, self._segments)
         self._facts.is_on_device = self._machine.is_on_device
-        self.historian = self._facts.clock = Historian(
+        self.watcher = self.historian = self._facts.clock = Historian(
             self, self.account, estimates, device, self.about_to_write, self.written, is_recording=policy is not None,
             resting_bytes=int(RESTING * budget_bytes) if habits.may_rest and not known else 0,
         )  # fmt: skip
         self.recorder: Recorder | None = None
         if is_awake:
             self._wake()
-            if self._online is not None and self._guide is None and self._online.may_wait():
-                self._past, self._guests = Past(self._facts.begin, self.historian, self.account), []
-                self._limit_bytes -= int(AHEAD * budget_bytes)
         elif self._segments and first is not None:
             self.recorder = Recorder(known[0].trace, first, self.account.see, self._leave_ops)
             self.historian.sleep(self.recorder.run)
         else:
             self.historian.sleep(super(Historian, self.historian).run)
-        if not is_awake:
-            self._past = Past(self._facts.begin, self.historian, self.account)
-        self.watcher = self.historian
         self._paused = Paused([self.historian] if observer is None else [self.historian, observer])
+        is_calm = is_awake and self._online is not None and self._guide is None and self._online.may_wait()
+        if is_calm or not is_awake:
+            self._past = past = Past(self._facts.begin, self.historian, self.account)
+        if is_calm:
+            self._limit_bytes -= int(AHEAD * budget_bytes)
+            self._calm = Calm(past, self.account, self.sizes, self._is_here, self._paused, self._own_ids)
 
     @property
     def is_awake(self) -> bool:
@@ -150,9 +151,8 @@ class OnlineEngine(Engine):
         self._limit_bytes, self._spare_bytes = self._budget_bytes, None
         self.account.reserve(UNSEEN_BYTES)
         self.historian.stand_in = None
-        for tensor in self._list_residents():
-            if self._is_here(tensor) and tensor.layout is torch.strided:
-                self.account.see(tensor.untyped_storage(), is_outside=True).is_staying = True
+        here = (each for each in self._list_residents() if self._is_here(each) and each.layout is torch.strided)
+        self.account.welcome(each.untyped_storage() for each in here)
 
     def _leave_ops(self, why: str) -> Run:
         with self._lock:
@@ -184,12 +184,12 @@ class OnlineEngine(Engine):
     def _catch_up(self) -> None:
         """Tell who decides what was put down so far; from now on, of everything at once."""
         past, self._past = self._past, None
-        if self._guests is not None:
-            guests, self._guests, self._limit_bytes = self._guests, None, self._budget_bytes
-            for guest in filter(None, (find() for find in guests)):
-                guest.settle(self)
-                self._bound[guest.residence.id] = guest.residence
-                self._machine.add(guest.residence.id)
+        if self._calm is not None:
+            calm, self._calm, self._limit_bytes = self._calm, None, self._budget_bytes
+            for residence in calm.settle(self):
+                self._bound[residence.id] = residence
+                self._machine.add(residence.id)
+            self._own_ids = calm.ids
         assert self._online is not None and past is not None
         for event, moment, nbytes in past.tell(self._bound):
             self._online.watch(event, moment, nbytes)
@@ -363,8 +363,8 @@ class OnlineEngine(Engine):
         self._patience.is_endless, self._facts.may_drop = True, False
         with self._lock:
             self._drain()
-            if self._guests is not None:  # as these are, they may stay
-                self._past, self._guests = None, []
+            if self._calm is not None:
+                self._calm.end()
             dropped = [residence for residence in self._bound.values() if residence.recording is not None]
             if not self.is_awake and not dropped:
                 if not self._bound:

@@ -11,6 +11,10 @@ from elbowroom.residency.online import Moment
 from elbowroom.runtime.account import Account
 from elbowroom.runtime.facts import Clock
 
+NO_STORAGE = -1
+"""Of a tensor that is no plain block of bytes, or is there whatever happens: nothing moves it, but what is planned for
+its tick happens then."""
+
 Passing = StorageSaved | StorageNeeded | StorageFreed
 """What autograd does."""
 

@@ -85,14 +85,20 @@ class Recorder:
             self._unsafe.add(op.tick)  # others may write to what it reads, unseen
             return func(*args, **kwargs)
         result = func(*args, **kwargs)
-        results = tuple(self._slot(tensor, False) for tensor in iterate_tensors(result))
+        results = tuple(self._find_residence(self._find_storage(tensor)) for tensor in iterate_tensors(result))
         described, named = slots
         statistics = find_statistics(func, args)
         places = [(position, name) for position, name in find_written(func) if position not in statistics]
         written = [described[position] if position < len(args) else named.get(name) for position, name in places]
         scratch = {position for position, _ in places if position < len(args)}.union(statistics)
         self._calls[op.tick] = Call(
-            func, described, named, results, tuple(iterate_slots(written)), tuple(sorted(scratch)), settings
+            func,
+            described,
+            named,
+            results,
+            tuple(slot.residence for slot in iterate_slots(written)),
+            tuple(sorted(scratch)),
+            settings,
         )
         return result
 
@@ -116,9 +122,7 @@ class Recorder:
         return described, {key: describe(value) for key, value in kwargs.items()}
 
     def _slot(self, tensor: torch.Tensor, keep: bool) -> Slot:
-        storage = get_plain_storage(tensor)
-        if storage is None:
-            raise InternalError(f"a replayed op has a tensor that is no plain block of bytes: {tensor.layout}")
+        storage = self._find_storage(tensor)
         residence, geometry = self._find_residence(storage), Geometry.of(tensor)
         if not keep:
             return Slot(residence, geometry, None, None, tensor._version, residence.version)
@@ -127,3 +131,9 @@ class Recorder:
         return Slot(
             residence, geometry, storage, leaf if leaf.grad_fn is None else None, tensor._version, residence.version
         )
+
+    def _find_storage(self, tensor: torch.Tensor) -> torch.UntypedStorage:
+        storage = get_plain_storage(tensor)
+        if storage is None:
+            raise InternalError(f"a replayed op has a tensor that is no plain block of bytes: {tensor.layout}")
+        return storage

@@ -88,8 +88,9 @@ class Residence:
         copy: its contents in the tier below, if it was ever offloaded.
         recording: how it is computed again, while it is dropped.
         may_move: whether it may leave the device; None until somebody asks.
-        runs: the ops of this step that made it and wrote to it, in order; None where that is not known. Only in steps
-            that are decided on as they go.
+        made_by: the op of this step that made it; None where that is not known, or something unknown wrote to it since.
+            Only in steps that are decided on as they go.
+        changed_by: the ops that have written to it since, in order.
         readers: dropped storages whose replay reads this one.
         version: how often it was seen to be written to.
         is_outside: whether it was there before the step used it.
@@ -104,12 +105,12 @@ class Residence:
             "id",
             "is_outside",
             "is_staying",
+            "made_by",
             "may_move",
             "nbytes",
             "recording",
-            "runs",
         ),
-        *("readers", "storage", "version", "views"),
+        *("changed_by", "readers", "storage", "version", "views"),
     )
 
     def __init__(self, nbytes: int) -> None:
@@ -122,9 +123,14 @@ class Residence:
         self.recording: Recording | None = None
         self.readers: Set[Residence] = NOBODY
         self.may_move: bool | None = None
-        self.runs: list[Run] | None = None
+        self.made_by: Run | None = None
+        self.changed_by: tuple[Run, ...] = ()
         self.version = 0
         self.is_outside = self.is_staying = False
+
+    def forget_runs(self) -> None:
+        """What wrote to it last is not known."""
+        self.made_by, self.changed_by = None, ()
 
     def add_view(self, index: int, tensor: torch.Tensor) -> None:
         """A tensor of it was saved. Few storages of a step ever are."""

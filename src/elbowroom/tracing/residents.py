@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch.optim import Optimizer
@@ -13,26 +13,9 @@ Resident = tuple[torch.Tensor, Role, str]
 
 
 def list_residents(model: torch.nn.Module, optimizers: Sequence[Optimizer]) -> list[Resident]:
-    """Every tensor a job keeps between steps, with its role and a label; a tensor may come more than once.
-
-    Cost: less than a microsecond a tensor. A room asks in every step, so modules are walked here: PyTorch's own walk
-    takes several times as long.
-    """
-    parameters: list[Resident] = []
-    buffers: list[Resident] = []
-    stack, seen = [(model, "")], set[int]()
-    while stack:
-        module, prefix = stack.pop()
-        if id(module) in seen:
-            continue
-        seen.add(id(module))
-        if own := module._parameters:
-            parameters += [(each, Role.PARAMETER, prefix + name) for name, each in own.items() if each is not None]
-        if kept := module._buffers:
-            buffers += [(each, Role.BUFFER, prefix + name) for name, each in kept.items() if each is not None]
-        if inner := module._modules:
-            children = [(child, f"{prefix}{name}.") for name, child in inner.items() if child is not None]
-            stack += reversed(children)
+    """Every tensor a job keeps between steps, with its role and a label; a tensor may come more than once."""
+    parameters: list[Resident] = [(each, Role.PARAMETER, name) for name, each in model.named_parameters()]
+    buffers: list[Resident] = [(each, Role.BUFFER, name) for name, each in model.named_buffers()]
     gradients = [
         (parameter.grad, Role.GRADIENT, f"gradient of {name}")
         for parameter, _, name in parameters
@@ -41,10 +24,47 @@ def list_residents(model: torch.nn.Module, optimizers: Sequence[Optimizer]) -> l
     known = {id(parameter) for parameter, _, _ in parameters}
     others: list[Resident] = []
     for index, optimizer in enumerate(optimizers):
-        for group in optimizer.param_groups:
-            strange = [each for each in group["params"] if id(each) not in known]
-            others += [(each, Role.PARAMETER, f"optimizer {index} parameter") for each in strange]
-        for state in optimizer.state.values():
-            tensors = [(key, each) for key, each in state.items() if isinstance(each, torch.Tensor)]
-            others += [(each, Role.OPTIMIZER_STATE, str(key)) for key, each in tensors]
+        strange = [each for each in _list_updated(optimizer) if id(each) not in known]
+        others += [(each, Role.PARAMETER, f"optimizer {index} parameter") for each in strange]
+        others += [(each, Role.OPTIMIZER_STATE, key) for key, each in _iterate_state(optimizer)]
     return [*parameters, *buffers, *others, *gradients]
+
+
+def list_resident_tensors(model: torch.nn.Module, optimizers: Sequence[Optimizer]) -> list[torch.Tensor]:
+    """The same tensors alone.
+
+    Cost: less than a microsecond a tensor. A room asks in every step, so modules are walked here: PyTorch's own walk
+    takes several times as long.
+    """
+    kept: list[torch.Tensor | None] = []
+    parameters: list[torch.Tensor | None] = []
+    modules, seen = [model], set[torch.nn.Module]()
+    for module in modules:  # which grows
+        if module is None or module in seen:
+            continue
+        seen.add(module)
+        has = module.__dict__
+        if own := has["_parameters"]:
+            parameters += own.values()
+        if own := has["_buffers"]:
+            kept += own.values()
+        if own := has["_modules"]:
+            modules += own.values()
+    known = set(map(id, parameters))
+    for optimizer in optimizers:
+        kept += [each for each in _list_updated(optimizer) if id(each) not in known]
+        kept += [each for _, each in _iterate_state(optimizer)]
+    there = [each for each in parameters if each is not None]
+    gradients = [gradient for each in there if (gradient := each.grad) is not None]
+    return [*there, *(each for each in kept if each is not None), *gradients]
+
+
+def _list_updated(optimizer: Optimizer) -> list[torch.Tensor]:
+    return [each for group in optimizer.param_groups for each in group["params"]]
+
+
+def _iterate_state(optimizer: Optimizer) -> Iterator[tuple[str, torch.Tensor]]:
+    for state in optimizer.state.values():
+        for key, each in state.items():
+            if isinstance(each, torch.Tensor):
+                yield str(key), each

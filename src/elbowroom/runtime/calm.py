@@ -1,0 +1,108 @@
+"""What autograd saves and needs while nothing has to leave: it is put down, and whoever decides is told when it does.
+
+One flat path for each, since most steps that fit take no other.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch
+
+from elbowroom.hooks.hidden import Paused, get_alias
+from elbowroom.hooks.identity import get_plain_storage
+from elbowroom.ir.events import StorageNeeded, StorageSaved
+from elbowroom.runtime.account import Account
+from elbowroom.runtime.calls import check_version
+from elbowroom.runtime.past import NO_STORAGE, Past
+from elbowroom.runtime.residence import Guest, Keepsake, Residence
+
+if TYPE_CHECKING:
+    from elbowroom.runtime.engine import Engine
+
+
+class Calm:
+    """Stands in for an engine.
+
+    Args:
+        past: where events are put down.
+        account: of what is there.
+        sizes: of the step's saves; grows.
+        is_here: whether a tensor is on the device.
+        paused: a context in which the step's own watcher lets ops pass.
+        ids: the first id that a storage may be given here.
+
+    Attributes:
+        ids: the first that none has.
+    """
+
+    def __init__(
+        self,
+        past: Past,
+        account: Account,
+        sizes: list[int],
+        is_here: Callable[[torch.Tensor], bool],
+        paused: Paused,
+        ids: int,
+    ) -> None:
+        self._note, self._account, self._sizes = past.add, account, sizes
+        self._is_here, self._paused = is_here, paused
+        self._guests: list[weakref.ref[Guest]] = []
+        self.ids = ids
+
+    def save(self, index: int, tensor: torch.Tensor) -> Keepsake:
+        """A handle to a tensor that autograd puts aside."""
+        storage = get_plain_storage(tensor) if self._is_here(tensor) else None
+        if storage is None:
+            self._sizes.append(0)
+            self._note(StorageSaved, NO_STORAGE, index)
+            with self._paused:
+                return Keepsake(index, tensor.detach(), tensor._version)
+        nbytes = storage.nbytes()
+        self._sizes.append(nbytes)
+        account = self._account
+        if account.is_staying(storage):  # whatever happens, it will be there
+            self._note(StorageSaved, NO_STORAGE, index)
+            return Keepsake(index, get_witness(tensor), tensor._version)
+        residence = account.see(storage)
+        if nbytes != residence.nbytes:
+            account.measure(storage)  # an `out=` has grown it since it was first seen
+        if residence.id < 0:
+            residence.id, self.ids = self.ids, self.ids + 1
+        self._note(StorageSaved, residence.id, index, nbytes)
+        guest = Guest(index, residence, get_alias(tensor), tensor._version)
+        self._guests.append(weakref.ref(guest))
+        return guest
+
+    def need(self, tick: int, handle: Keepsake) -> torch.Tensor:
+        """The tensor of a handle."""
+        given, residence = handle.tensor, handle.residence
+        assert given is not None
+        if given._version != handle.version:
+            check_version(given, given.shape, handle.version)
+        self._note(StorageNeeded, NO_STORAGE if residence is None else residence.id, tick)
+        return given
+
+    def settle(self, engine: Engine) -> list[Residence]:
+        """Something may move from now on: what is there is the engine's. Returns the storages of it."""
+        guests = [guest for guest in (find() for find in self._guests) if guest is not None]
+        for guest in guests:
+            guest.settle(engine)
+        return [guest.residence for guest in guests]
+
+    def end(self) -> None:
+        """The step is over, and what is there may stay as it is."""
+        self._guests.clear()
+        self._note = _ignore
+
+
+def get_witness(tensor: torch.Tensor) -> torch.Tensor:
+    """What to keep of a saved tensor that stays. A leaf itself has no graph to hold, and autograd without us would keep
+    just that: a program may give it other contents (`leaf.data = ...`) before they are needed."""
+    return tensor if tensor.is_leaf else get_alias(tensor)
+
+
+def _ignore(event: object, storage: int, tick: int, nbytes: int = 0) -> None:
+    """After the step."""
