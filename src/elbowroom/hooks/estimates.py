@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import _disable_current_modes
 
 from elbowroom.cost.workspace import estimate_workspace
-from elbowroom.hooks.identity import make_test
+from elbowroom.hooks.identity import PLAIN_TENSORS, make_test
 from elbowroom.hooks.kinds import Kind, find_kind
 from elbowroom.hooks.replayable import iterate_tensors
 from elbowroom.hooks.stopwatch import Pace, Stopwatch, make_stopwatch
@@ -50,7 +50,6 @@ _DENSE = {"_sparse_addmm", "addmm"}
 
 _REMEMBERED = (str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
 _SCALARS = frozenset((bool, int, float, complex))
-_TENSORS = frozenset((torch.Tensor, torch.nn.Parameter))
 _STRIDED = torch.strided
 
 
@@ -195,14 +194,14 @@ def _describe(values: Iterable[Any], key: list[Any], is_rough: bool, is_here: Ca
     """
     for value in values:
         made_as = type(value)
-        if made_as in _TENSORS or isinstance(value, torch.Tensor):
+        if made_as in _SCALARS:  # first, since to ask whether it is a tensor takes longer
+            key += (made_as, None if is_rough and made_as is float else value)  # 1, 1.0 and True are equal
+        elif made_as in PLAIN_TENSORS or isinstance(value, torch.Tensor):
             if value.layout is not _STRIDED:
                 raise TypeError  # its shape does not tell how large it is; of a nested one there is none
             if not is_here(value):
                 key.append(value.device)
             key += (value.shape, value.dtype)
-        elif made_as in _SCALARS:
-            key += (made_as, None if is_rough and made_as is float else value)  # 1, 1.0 and True are equal
         elif made_as is list or isinstance(value, (list, tuple)):
             key.append(len(value))
             _describe(value, key, is_rough, is_here)

@@ -18,6 +18,9 @@ from torch.nn import Parameter
 
 Item = TypeVar("Item")
 
+PLAIN_TENSORS = frozenset((Tensor, Parameter))
+"""Of what class almost all tensors are: quicker to ask than `isinstance`."""
+
 
 class _Entry(weakref.ref[torch.UntypedStorage], Generic[Item]):
     """A weak reference that knows what it stands for: one object a storage, since every step makes thousands."""
@@ -81,7 +84,7 @@ def get_plain_storage(tensor: torch.Tensor, *, fake: bool = False) -> torch.Unty
     Args:
         fake: whether fake tensors count as ordinary ones, or as wrapped ones.
     """
-    if (made_as := type(tensor)) is not Tensor and made_as is not Parameter:
+    if type(tensor) not in PLAIN_TENSORS:
         if isinstance(tensor, FakeTensor):  # a Parameter may be one
             if not fake:
                 return None

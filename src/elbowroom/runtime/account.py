@@ -71,8 +71,9 @@ class Account(Identities[Residence]):
         with self.lock:
             self._add(storage, item.nbytes).item = item
 
-    def count(self, storage: torch.UntypedStorage, reserved_bytes: int = 0, item: Residence | None = None) -> None:
-        """Count a storage that the step has made, for which so much was reserved. Few are asked for later.
+    def count(self, storage: torch.UntypedStorage, reserved_bytes: int = 0, item: Residence | None = None) -> bool:
+        """Count a storage that the step has made, for which so much was reserved; whether it is new. Few are asked for
+        later.
 
         One function, since it is called for each result.
         """
@@ -80,16 +81,18 @@ class Account(Identities[Residence]):
         place = self._places.get(key)
         if place is not None and place() is storage:
             self.reserve(-reserved_bytes)
-            return
+            return False
         place = _Place(storage, self._on_place_death)
         place.item, place.key = item, key
         place.nbytes = nbytes = -(-storage.nbytes() // self._alignment) * self._alignment
         with self.lock:
             before = self._places.get(key)
-            if before is None or before() is not storage:  # nor has another thread counted it meanwhile
+            is_new = before is None or before() is not storage  # another thread may have counted it meanwhile
+            if is_new:
                 self._places[key] = place
                 self.counted_bytes += nbytes
             self.counted_bytes -= reserved_bytes
+            return is_new
 
     def welcome(self, storages: Iterable[torch.UntypedStorage]) -> None:
         """Count what was there before the step and will be after it. Few are asked for later."""
@@ -115,10 +118,12 @@ class Account(Identities[Residence]):
     def meet(self, storage: torch.UntypedStorage, reserved_bytes: int) -> Residence:
         """The same of one that will be asked for; its residence, which is new unless the storage was known."""
         place = self._places.get(id(storage))
-        if place is not None and place() is storage:
-            self.reserve(-reserved_bytes)
+        if place is None or place() is not storage:
+            residence = Residence(storage.nbytes())
+            if self.count(storage, reserved_bytes, residence):
+                return residence
         else:
-            self.count(storage, reserved_bytes, Residence(storage.nbytes()))
+            self.reserve(-reserved_bytes)
         return self.see(storage)
 
     def see(self, storage: torch.UntypedStorage, *, is_outside: bool = True) -> Residence:

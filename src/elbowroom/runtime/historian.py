@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from elbowroom.hooks.estimates import Estimate, Estimates
-from elbowroom.hooks.identity import get_any_storage, get_plain_storage, make_test
+from elbowroom.hooks.identity import PLAIN_TENSORS, get_any_storage, get_plain_storage, make_test
 from elbowroom.hooks.kinds import Kind
 from elbowroom.hooks.replayable import find_barrier, find_statistics, iterate_tensors
 from elbowroom.hooks.settings import Settings, read_settings
@@ -249,7 +249,7 @@ class Historian(Watcher):
             made_as = type(value)
             if made_as in PLAIN:
                 described.append(value)
-            elif made_as is torch.Tensor or isinstance(value, torch.Tensor):
+            elif made_as in PLAIN_TENSORS or isinstance(value, torch.Tensor):
                 storage = get_plain_storage(value) if self._is_here(value) else None
                 if storage is None:
                     raise _Foreign
