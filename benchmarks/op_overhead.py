@@ -3,9 +3,10 @@
     python benchmarks/op_overhead.py [--rounds 7] [--output FILE.json]
 
 Loops of small ops in a forward and a backward pass, on the CPU: bare PyTorch, a dispatch mode that only calls the op,
-and two dynamic steps with room for everything: one in a room that never had too little, and one after a step that had
-too little, so that every op is recorded. Rounds take turns in one process; figures are medians over rounds, and of what
-is added the difference of the fastest as well, which other jobs on the machine disturb least.
+and dynamic steps with room for everything: in a room that never had too little ("dynamic"), and after a step that had
+too little, so that what may move is recorded ("short"), or all that there is ("recorded"). Rounds take turns in one
+process; figures are medians over rounds, and of what is added the difference of the fastest as well, which other jobs
+on the machine disturb least.
 Then: what deciding takes, by how many storages there are to choose from.
 """
 
@@ -149,23 +150,28 @@ def main() -> None:
     parser.add_argument("--output")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    step, same_step, counter = make_step(), make_step(), Count()
+    step, counter = make_step(), Count()
     with counter:
         step[2]()
     with contextlib.ExitStack() as stack:
 
-        def make_room(made: tuple[nn.Module, torch.optim.Optimizer, Any], budget_bytes: int) -> elbowroom.Room:
-            return stack.enter_context(elbowroom.fit(*made[:2], budget_bytes, mode="dynamic", meter_every=0))
+        def make_room(
+            made: tuple[nn.Module, torch.optim.Optimizer, Any], nbytes: int, **options: Any
+        ) -> elbowroom.Room:
+            return stack.enter_context(elbowroom.fit(*made[:2], nbytes, mode="dynamic", meter_every=0, **options))
 
-        room, small_room = make_room(step, 1 << 40), make_room(same_step, SMALL_BYTES)
-        with small_room.step():
-            same_step[2](torch.randn(LARGE_ROWS, 32))
-        if not sum(record.offloaded_bytes + record.recomputed for record in small_room.journal().steps):
-            raise SystemExit("the large step fits: nothing is recorded")
         contexts: dict[str, tuple[Callable[[], None], Callable[[], AbstractContextManager[Any]]]] = {
             "plain": (step[2], contextlib.nullcontext), "bare mode": (step[2], Bare),
-            "dynamic": (step[2], room.step), "recorded": (same_step[2], small_room.step),
+            "dynamic": (step[2], make_room(step, 1 << 40).step),
         }  # fmt: skip
+        for name, options in (("short", {}), ("recorded", {"min_offload_bytes": 1})):
+            same_step = make_step()
+            room = make_room(same_step, SMALL_BYTES, **options)
+            with room.step():
+                same_step[2](torch.randn(LARGE_ROWS, 32))
+            if not sum(record.offloaded_bytes + record.recomputed for record in room.journal().steps):
+                raise SystemExit("the large step fits: nothing is recorded")
+            contexts[name] = same_step[2], room.step
         for run, make in contexts.values():
             take(run, make())
         taken: dict[str, list[float]] = {name: [] for name in contexts}
@@ -177,7 +183,7 @@ def main() -> None:
         each = statistics.median(seconds) / counter.ops
         results.append({"what": name, "ops": counter.ops, "seconds_an_op": each})
         print(f"{name:10} {each * 1e6:7.1f} us an op, {counter.ops} ops")
-    for name in ("dynamic", "recorded"):
+    for name in ("dynamic", "short", "recorded"):
         over = statistics.median(b - a for a, b in zip(taken["bare mode"], taken[name], strict=True)) / counter.ops
         least = (min(taken[name]) - min(taken["bare mode"])) / counter.ops
         what = f"{name} over a bare mode"

@@ -33,6 +33,7 @@ class Kind:
         writes: (position, name) of the arguments that it writes to by its schema.
         is_replayable: whether it may be replayed, as far as that does not rest on its arguments.
         has_conditions: whether that rests on its arguments, too.
+        is_source: it makes what it returns of no tensors.
         is_convolution: its kernels want whole operands, and make them of what is expanded.
         has_statistics: whether some of its arguments are statistics that it may update.
     """
@@ -46,6 +47,7 @@ class Kind:
         "is_convolution",
         "is_idle",
         "is_replayable",
+        "is_source",
         "is_traced",
         "makes_nothing",
         "may_write",
@@ -58,6 +60,7 @@ class Kind:
         self.writes = find_written(func)
         self.has_statistics = has_statistics(func)
         self.is_convolution = "convolution" in func._opname
+        self.is_source = not any("Tensor" in str(each.type) for each in func._schema.arguments)
         self.may_write = bool(self.writes) or self.has_statistics
         self.is_traced = touches_tensors(func)
         self.is_idle = not self.may_write and (is_view(func) or not self.is_traced)

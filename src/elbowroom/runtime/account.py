@@ -102,18 +102,22 @@ class Account(Identities[Residence]):
                 if place is not None and place() is storage:  # it is listed twice, or the step has used it
                     if not place.is_staying:
                         self.see(storage).is_staying = True
+                        place.__class__ = _StayingPlace
                     continue
                 self._places[key] = place = _StayingPlace(storage, self._on_place_death)
                 place.item, place.key = None, key
                 place.nbytes = nbytes = -(-storage.nbytes() // self._alignment) * self._alignment
                 self.counted_bytes += nbytes
 
-    def is_staying(self, storage: torch.UntypedStorage) -> bool:
-        """Whether a storage outlives the step, as far as that is known."""
+    def see_moving(self, storage: torch.UntypedStorage) -> Residence | None:
+        """The residence of a storage as `see` finds it, or None if it is known to outlive the step."""
         place = self._places.get(id(storage))
-        if place is None or place() is not storage:
-            return False
-        return place.is_staying or (place.item is not None and place.item.is_staying)
+        if place is not None and place() is storage:
+            if place.is_staying:
+                return None
+            if place.item is not None:
+                return place.item
+        return self.see(storage)
 
     def meet(self, storage: torch.UntypedStorage, reserved_bytes: int) -> Residence:
         """The same of one that will be asked for; its residence, which is new unless the storage was known."""

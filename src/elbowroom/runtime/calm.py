@@ -62,13 +62,12 @@ class Calm:
                 return Keepsake(index, tensor.detach(), tensor._version)
         nbytes = storage.nbytes()
         self._sizes.append(nbytes)
-        account = self._account
-        if account.is_staying(storage):  # whatever happens, it will be there
+        residence = self._account.see_moving(storage)
+        if residence is None:  # whatever happens, it will be there
             self._note(StorageSaved, NO_STORAGE, index)
             return Keepsake(index, get_witness(tensor), tensor._version)
-        residence = account.see(storage)
         if nbytes != residence.nbytes:
-            account.measure(storage)  # an `out=` has grown it since it was first seen
+            self._account.measure(storage)  # an `out=` has grown it since it was first seen
         if residence.id < 0:
             residence.id, self.ids = self.ids, self.ids + 1
         self._note(StorageSaved, residence.id, index, nbytes)

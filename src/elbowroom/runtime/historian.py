@@ -60,6 +60,8 @@ class Historian(Watcher):
         before_write, on_write: as for a Watcher.
         is_recording: whether anything may have to be replayed; else room is all that is looked after.
         resting_bytes: ops that run while no more than this is there are not recorded.
+        least_bytes: nor are ops that take less, which is too little to move. Where one lies on the way to something
+            larger, that can be offloaded only; those that read no tensors, constants most of them, are recorded.
 
     Attributes:
         busy_seconds: ops took so long.
@@ -79,9 +81,10 @@ class Historian(Watcher):
         *,
         is_recording: bool = True,
         resting_bytes: int = 0,
+        least_bytes: int = 0,
     ) -> None:
         super().__init__(before_write, on_write)
-        self._is_recording, self._resting_bytes = is_recording, resting_bytes
+        self._is_recording, self._resting_bytes, self._least_bytes = is_recording, resting_bytes, least_bytes
         self._host, self._account, self._estimates = host, account, estimates
         self._stopwatch = estimates.find_stopwatch(device)
         self._stopwatch.collect()
@@ -119,8 +122,11 @@ class Historian(Watcher):
     ) -> Any:
         estimate = self._estimates.find_of(kind, args, kwargs)
         # Described first: an op may write to what it reads.
-        may_record = kind.is_replayable and self._is_recording and self._account.counted_bytes > self._resting_bytes
-        reads = self._describe_all(kind, args, kwargs) if may_record and torch.is_grad_enabled() else None
+        may_matter = estimate.nbytes >= self._least_bytes or kind.is_source or bool(targets)
+        may_record = may_matter and kind.is_replayable and self._is_recording
+        reads: _Reads | None = None
+        if may_record and self._account.counted_bytes > self._resting_bytes and torch.is_grad_enabled():
+            reads = self._describe_all(kind, args, kwargs)
         # What an op takes inside itself is known as an upper bound only, for which no step is refused that is captured.
         nbytes, pace = estimate.nbytes if self._is_recording else estimate.result_bytes, estimate.pace
         self._host.take_room(nbytes, kind.func)

@@ -121,7 +121,7 @@ class OnlineEngine(Engine):
         self._facts.is_on_device = self._machine.is_on_device
         self.watcher = self.historian = self._facts.clock = Historian(
             self, self.account, estimates, device, self.about_to_write, self.written, is_recording=policy is not None,
-            resting_bytes=int(RESTING * budget_bytes) if habits.may_rest and not known else 0,
+            resting_bytes=int(RESTING * budget_bytes) if habits.may_rest and not known else 0, least_bytes=min_bytes,
         )  # fmt: skip
         self.recorder: Recorder | None = None
         if is_awake:
