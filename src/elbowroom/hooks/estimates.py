@@ -51,6 +51,7 @@ _DENSE = {"_sparse_addmm", "addmm"}
 _REMEMBERED = (str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
 _SCALARS = frozenset((bool, int, float, complex))
 _STRIDED = torch.strided
+_get_default_dtype = torch.get_default_dtype
 
 
 class Estimate:
@@ -91,12 +92,9 @@ class Estimates:
         if kind.makes_nothing:
             return Estimate(0, 0)
         try:
-            key: list[Any] = [kind.identity, torch.get_default_dtype()]
             # A new learning rate changes nothing of what an op in place allocates.
-            _describe(args, key, kind.may_write, self._is_here)
-            if kwargs:
-                key += kwargs
-                _describe(kwargs.values(), key, kind.may_write, self._is_here)
+            key: list[Any] = [kind.identity, _get_default_dtype(), *kwargs]
+            _describe((*args, *kwargs.values()) if kwargs else args, key, kind.may_write, self._is_here)
             if kind.is_convolution:
                 key.append(_count_expanded(args))
             known = tuple(key)

@@ -78,21 +78,16 @@ class Account(Identities[Residence]):
         One function, since it is called for each result.
         """
         key = id(storage)
-        place = self._places.get(key)
-        if place is not None and place() is storage:
-            self.reserve(-reserved_bytes)
-            return False
-        place = _Place(storage, self._on_place_death)
-        place.item, place.key = item, key
-        place.nbytes = nbytes = -(-storage.nbytes() // self._alignment) * self._alignment
         with self.lock:
-            before = self._places.get(key)
-            is_new = before is None or before() is not storage  # another thread may have counted it meanwhile
-            if is_new:
-                self._places[key] = place
-                self.counted_bytes += nbytes
-            self.counted_bytes -= reserved_bytes
-            return is_new
+            place = self._places.get(key)
+            if place is not None and place() is storage:
+                self.counted_bytes -= reserved_bytes
+                return False
+            self._places[key] = place = _Place(storage, self._on_place_death)
+            place.item, place.key = item, key
+            place.nbytes = nbytes = -(-storage.nbytes() // self._alignment) * self._alignment
+            self.counted_bytes += nbytes - reserved_bytes
+            return True
 
     def welcome(self, storages: Iterable[torch.UntypedStorage]) -> None:
         """Count what was there before the step and will be after it. Few are asked for later."""
@@ -175,14 +170,16 @@ class Account(Identities[Residence]):
     def reserve_within(self, nbytes: int, most: int) -> bool:
         """The same if no more than `most` is there then; says whether it was."""
         with self.lock:
+            there = self.counted_bytes + nbytes
             # Whether anything died matters only where there would be too much without it, or more than ever.
-            if self.counted_bytes + nbytes > self.most_bytes or len(self._dead) > MOST_DEAD:
+            if there > self.most_bytes or len(self._dead) > MOST_DEAD:
                 self._bury()
-            if self.counted_bytes + nbytes > most:
+                there = self.counted_bytes + nbytes
+            if there > most:
                 return False
-            self.counted_bytes += nbytes
-            if self.counted_bytes > self.most_bytes:
-                self.most_bytes = self.counted_bytes
+            self.counted_bytes = there
+            if there > self.most_bytes:
+                self.most_bytes = there
             return True
 
     def measure(self, storage: torch.UntypedStorage) -> Residence | None:
