@@ -164,9 +164,9 @@ def main() -> None:
             "plain": (step[2], contextlib.nullcontext), "bare mode": (step[2], Bare),
             "dynamic": (step[2], make_room(step, 1 << 40).step),
         }  # fmt: skip
-        for name, options in (("short", {}), ("recorded", {"min_offload_bytes": 1})):
+        for name, more in (("short", {}), ("recorded", {"min_offload_bytes": 1})):
             same_step = make_step()
-            room = make_room(same_step, SMALL_BYTES, **options)
+            room = make_room(same_step, SMALL_BYTES, **more)
             with room.step():
                 same_step[2](torch.randn(LARGE_ROWS, 32))
             if not sum(record.offloaded_bytes + record.recomputed for record in room.journal().steps):
