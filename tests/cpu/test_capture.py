@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from elbowroom.errors import TraceError, UsageError
 from elbowroom.hooks.meter import CpuMeter
 from elbowroom.ir.hardware import HardwareProfile
 from elbowroom.ir.trace import Role, Trace
-from elbowroom.tracing.residents import list_residents
+from elbowroom.tracing.residents import list_resident_tensors, list_residents
 from tests.models import MODELS, Made
 
 # Others differ: transformers' models look at their masks on real tensors and not on fake ones, and torch's fake kernels
@@ -92,6 +93,43 @@ def test_roles_and_barriers() -> None:
     draws = [op for op in trace.ops if "bernoulli" in op.name]
     assert draws and all(op.barrier for op in draws)
     assert not any(op.barrier for op in trace.ops if op.name == "aten.addmm.default")
+
+
+class Tied(nn.Module):
+    """Shares a module, a weight and, in a circle, itself; has a buffer, and lacks another and a bias."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        shared = nn.Linear(4, 4, bias=False)
+        self.first, self.second, self.third = shared, nn.Sequential(shared, nn.BatchNorm1d(4)), nn.Linear(4, 4)
+        self.third.weight = shared.weight
+        self.register_buffer("there", torch.ones(2))
+        self.register_buffer("missing", None)
+        self.list = nn.ModuleList([self.third])
+        self.list.append(self.list)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
+@pytest.mark.parametrize("kind", ["eager", "scripted"])
+def test_the_quick_list_of_what_lasts_has_the_same_tensors(kind: str) -> None:
+    model: nn.Module = (
+        Tied() if kind == "eager" else torch.jit.script(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)))
+    )
+    strange = nn.Parameter(torch.ones(3))
+    optimizer = torch.optim.AdamW([*model.parameters(), strange])
+    for parameter in (*model.parameters(), strange):
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    for parameter in list(model.parameters())[1:]:
+        parameter.grad = None
+
+    def tell(tensors: Iterable[torch.Tensor]) -> set[int]:
+        return {each.data_ptr() for each in tensors}
+
+    labelled = list_residents(model, [optimizer])
+    assert tell(list_resident_tensors(model, [optimizer])) == tell(tensor for tensor, _, _ in labelled)
+    assert strange.grad.data_ptr() in tell(tensor for tensor, _, _ in labelled)  # type: ignore[union-attr]
+    assert {Role.PARAMETER, Role.BUFFER, Role.GRADIENT, Role.OPTIMIZER_STATE} == {role for _, role, _ in labelled}
 
 
 class Looks(nn.Module):

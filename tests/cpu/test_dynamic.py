@@ -1036,6 +1036,20 @@ def test_a_storage_that_two_threads_count_at_once(monkeypatch: pytest.MonkeyPatc
     assert account.live_bytes == 0
 
 
+def test_what_is_too_small_to_move_is_not_recorded() -> None:
+    """Nobody will compute it again. Constants are, since much is computed from them, and what is written in place."""
+    model = nn.Linear(64, 64)
+    with elbowroom.fit(model, [], 1 << 30, mode="dynamic", min_offload_bytes=1 << 14) as room, room.step():
+        large, small, constant = model.weight.relu(), model.bias.relu(), torch.arange(3)
+        written = model.weight.relu()
+        written[0].mul_(2)  # 256 bytes of them
+        account = room._engine.account  # type: ignore[union-attr]
+        found = {name: account.find(each.untyped_storage()) for name, each in locals().items() if torch.is_tensor(each)}
+        is_recorded = {name: each is not None and each.made_by is not None for name, each in found.items()}
+        assert is_recorded == {"large": True, "small": False, "constant": True, "written": True}
+        assert [run.func for run in found["written"].changed_by] == [torch.ops.aten.mul_.Tensor]  # type: ignore[union-attr]
+
+
 def test_what_a_recording_reads_has_to_be_as_it_was() -> None:
     """Of autograd's claims, too: `x.data` may be written to, and PyTorch does not notice."""
     leaf, target = Residence(4), Residence(4)

@@ -16,18 +16,18 @@ def list_residents(model: torch.nn.Module, optimizers: Sequence[Optimizer]) -> l
     """Every tensor a job keeps between steps, with its role and a label; a tensor may come more than once."""
     parameters: list[Resident] = [(each, Role.PARAMETER, name) for name, each in model.named_parameters()]
     buffers: list[Resident] = [(each, Role.BUFFER, name) for name, each in model.named_buffers()]
+    known = {id(parameter) for parameter, _, _ in parameters}
+    states: list[Resident] = []
+    for index, optimizer in enumerate(optimizers):
+        strange = [each for each in _list_updated(optimizer) if id(each) not in known]
+        parameters += [(each, Role.PARAMETER, f"optimizer {index} parameter") for each in strange]
+        states += [(each, Role.OPTIMIZER_STATE, key) for key, each in _iterate_state(optimizer)]
     gradients = [
         (parameter.grad, Role.GRADIENT, f"gradient of {name}")
         for parameter, _, name in parameters
         if parameter.grad is not None
     ]
-    known = {id(parameter) for parameter, _, _ in parameters}
-    others: list[Resident] = []
-    for index, optimizer in enumerate(optimizers):
-        strange = [each for each in _list_updated(optimizer) if id(each) not in known]
-        others += [(each, Role.PARAMETER, f"optimizer {index} parameter") for each in strange]
-        others += [(each, Role.OPTIMIZER_STATE, key) for key, each in _iterate_state(optimizer)]
-    return [*parameters, *buffers, *others, *gradients]
+    return [*parameters, *buffers, *states, *gradients]
 
 
 def list_resident_tensors(model: torch.nn.Module, optimizers: Sequence[Optimizer]) -> list[torch.Tensor]:
@@ -38,11 +38,11 @@ def list_resident_tensors(model: torch.nn.Module, optimizers: Sequence[Optimizer
     """
     kept: list[torch.Tensor | None] = []
     parameters: list[torch.Tensor | None] = []
-    modules, seen = [model], set[torch.nn.Module]()
+    modules, seen = [model], set[int]()
     for module in modules:  # which grows
-        if module is None or module in seen:
+        if module is None or id(module) in seen:
             continue
-        seen.add(module)
+        seen.add(id(module))
         has = module.__dict__
         if own := has["_parameters"]:
             parameters += own.values()
@@ -52,7 +52,7 @@ def list_resident_tensors(model: torch.nn.Module, optimizers: Sequence[Optimizer
             modules += own.values()
     known = set(map(id, parameters))
     for optimizer in optimizers:
-        kept += [each for each in _list_updated(optimizer) if id(each) not in known]
+        parameters += [each for each in _list_updated(optimizer) if id(each) not in known]
         kept += [each for _, each in _iterate_state(optimizer)]
     there = [each for each in parameters if each is not None]
     gradients = [gradient for each in there if (gradient := each.grad) is not None]
