@@ -1020,17 +1020,20 @@ def test_nothing_is_recorded_where_there_was_always_room(
 
 
 def test_a_storage_that_two_threads_count_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The other one comes between the look and the count."""
+    """The other one comes between the look and the count, and has to wait."""
     account, storage = Account(64), torch.ones(1024).untyped_storage()
     make_place, seen = accounts._Place, list[Residence]()
+    other = threading.Thread(target=lambda each: seen.append(account.see(each)), args=(storage,))
 
     def make(storage: torch.UntypedStorage, on_death: Any) -> Any:
         monkeypatch.setattr(accounts, "_Place", make_place)
-        seen.append(account.see(storage))
+        other.start()
+        other.join(0.2)
         return make_place(storage, on_death)
 
     monkeypatch.setattr(accounts, "_Place", make)
     account.count(storage)
+    other.join()
     assert account.counted_bytes == 4096 and account.find(storage) is seen[0]
     del storage
     assert account.live_bytes == 0
