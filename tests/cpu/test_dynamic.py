@@ -1039,6 +1039,20 @@ def test_a_storage_that_two_threads_count_at_once(monkeypatch: pytest.MonkeyPatc
     assert account.live_bytes == 0
 
 
+def test_what_outlives_a_step_is_known_whenever_that_is_told() -> None:
+    """A step that wakes late has used some of it by then; each storage counts once."""
+    account = Account(64)
+    unseen, counted, seen = storages = [torch.ones(64).untyped_storage() for _ in range(3)]
+    account.count(counted)
+    before = account.see(seen)
+    account.welcome([*storages, unseen])
+    assert account.counted_bytes == 3 * 256 and account.see(seen) is before
+    for storage in storages:
+        assert account.see_moving(storage) is None and account.see(storage).is_staying
+    assert account.see(unseen).is_outside and not account.see(counted).is_outside
+    assert account.see_moving(torch.ones(1).untyped_storage()) is not None
+
+
 def test_what_is_too_small_to_move_is_not_recorded() -> None:
     """Nobody will compute it again. Constants are, since much is computed from them, and what is written in place."""
     model = nn.Linear(64, 64)
