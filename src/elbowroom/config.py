@@ -30,6 +30,9 @@ class Config:
         meter_every: of planned steps, which are metered: the first two and then every so many; 0 for none, so that no
             profiler is ever started.
         settling_steps: how many steps are captured before a step that still changes is planned as it is.
+        always_watch: whether room is watched in steps, too, that fit as they are. It takes some microseconds an op, and
+            is for steps that grow by themselves: where nothing is moved, only the shapes that the model is called with
+            tell that a step may be larger than those before it.
         release_pages: on a CPU, whether freed memory goes back to the system at once (slower) or is kept for the next
             allocation.
     """
@@ -42,6 +45,7 @@ class Config:
     min_offload_bytes: int = 1 << 14
     meter_every: int = 100
     settling_steps: int = 3
+    always_watch: bool = False
     release_pages: bool = False
 
 
@@ -79,7 +83,7 @@ def _read_value(name: str, value: object) -> object:
             if number < (1 if name == "settling_steps" else 0):
                 raise ValueError(f"{name} is {number}")
             return number
-        if name == "release_pages":
+        if name in ("always_watch", "release_pages"):
             return value if isinstance(value, bool) else {"0": False, "1": True}[str(value)]
         text = os.fspath(value)  # type: ignore[call-overload]
         if not isinstance(text, str) or not text:

@@ -24,6 +24,7 @@ from elbowroom.ir.plan import Plan
 from elbowroom.ir.trace import Role, Trace
 from elbowroom.planner.plain import keep_all_if_it_fits
 from elbowroom.planner.problem import plan as make_plan
+from elbowroom.runtime.follower import Known
 from elbowroom.simulator.replay import Replay, simulate
 
 logger = logging.getLogger(__name__)
@@ -55,6 +56,12 @@ class Planned:
     def is_plain(self) -> bool:
         """Whether nothing has to be done at all."""
         return not self.plan.decisions
+
+    def as_known(self) -> Known:
+        """What a step that may be this one is held against."""
+        return Known(
+            self.trace, self.plan, self.placement, self.costs.workspace_bytes, self.forecast.live_bytes,
+        )  # fmt: skip
 
     def count_activations(self) -> int:
         """Bytes at the peak beyond what is there before the step."""

@@ -30,7 +30,6 @@ from elbowroom.repertoire import Act, Planned, Repertoire, list_sizes
 from elbowroom.report.summary import summarize
 from elbowroom.residency.habits import Habits
 from elbowroom.runtime.finishing import finishing
-from elbowroom.runtime.follower import Known
 from elbowroom.runtime.logbook import Logbook
 from elbowroom.runtime.online_engine import OnlineEngine
 from elbowroom.runtime.open import open_transfers
@@ -123,7 +122,7 @@ class Room:
                 yield from self._run_capture()
             elif act is None:
                 yield from self._run_dynamic("it is not known what these steps do")
-            elif act.planned.is_plain and not self._repertoire.varies:
+            elif act.planned.is_plain and not (self._repertoire.varies or self.config.always_watch):
                 yield from self._run_plain(act)
             else:
                 yield from self._run_planned(act)
@@ -294,7 +293,7 @@ class Room:
             self._transfers, self._device, self._list_staying, self.config.min_offload_bytes,
             budget_bytes=self.budget_bytes, policy=policy, estimates=self._estimates,
             profile=self._repertoire.find_profile(), habits=self._habits, list_residents=self._list_residents,
-            known=[Known(act.planned.trace, act.planned.plan, act.planned.placement) for act in acts],
+            known=[act.planned.as_known() for act in acts],
             is_awake=is_awake, spare_bytes=spare_bytes, observer=None if capture is None else capture.tracer,
         )  # fmt: skip
 

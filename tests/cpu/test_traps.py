@@ -1344,8 +1344,8 @@ def test_an_exception_inside_the_step(
                         raise error("on command")
                     values.append(step(index))
             except error:
-                optimizer.zero_grad()
                 values.append(torch.zeros(()))
+            optimizer.zero_grad()  # no step begins with gradients
         return [*values, *model.parameters()]
 
     make = loop(lambda: Layers(Raises.apply))

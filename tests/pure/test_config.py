@@ -23,6 +23,7 @@ def test_the_environment() -> None:
         "ELBOWROOM_MIN_OFFLOAD_BYTES": "1MiB",
         "ELBOWROOM_METER_EVERY": "7",
         "ELBOWROOM_SETTLING_STEPS": "2",
+        "ELBOWROOM_ALWAYS_WATCH": "1",
         "ELBOWROOM_RELEASE_PAGES": "1",
         "ELBOWROOM_UNRELATED": "is left alone",
         "STRATEGY": "is not ours",
@@ -34,6 +35,7 @@ def test_the_environment() -> None:
         min_offload_bytes=1 << 20,
         meter_every=7,
         settling_steps=2,
+        always_watch=True,
         release_pages=True,
     )
 
@@ -46,6 +48,7 @@ def test_what_is_given_comes_first() -> None:
 
 def test_every_option_can_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     texts = {"mode": "dynamic", "strategy": "auto", "policy": "lru", "spill_folder": "/x", "release_pages": "0"}
+    texts["always_watch"] = "1"
     for field in dataclasses.fields(Config):
         monkeypatch.setenv(f"ELBOWROOM_{field.name.upper()}", texts.get(field.name, "5"))
     found = read_config()

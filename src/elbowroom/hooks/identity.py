@@ -16,6 +16,8 @@ from torch import Tensor, strided
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import Parameter
 
+from elbowroom.hooks.hidden import Hidden
+
 Item = TypeVar("Item")
 
 PLAIN_TENSORS = frozenset((Tensor, Parameter))
@@ -96,6 +98,24 @@ def get_plain_storage(tensor: torch.Tensor, *, fake: bool = False) -> torch.Unty
         return tensor.untyped_storage()
     except (NotImplementedError, RuntimeError):
         return None
+
+
+_COMPRESSED_ROWS = ("crow_indices", "col_indices", "values")
+_COMPRESSED_COLUMNS = ("ccol_indices", "row_indices", "values")
+
+_PARTS: dict[torch.layout, tuple[str, ...]] = {
+    torch.sparse_coo: ("_indices", "_values"),
+    torch.sparse_csr: _COMPRESSED_ROWS,
+    torch.sparse_bsr: _COMPRESSED_ROWS,
+    torch.sparse_csc: _COMPRESSED_COLUMNS,
+    torch.sparse_bsc: _COMPRESSED_COLUMNS,
+}
+
+
+def list_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """The tensors that a sparse one is made of, unseen by modes; of another, nothing."""
+    with Hidden():
+        return [getattr(tensor, part)() for part in _PARTS.get(tensor.layout, ())]
 
 
 def make_test(device_type: str) -> Callable[[torch.Tensor], bool]:

@@ -182,6 +182,12 @@ class Account(Identities[Residence]):
                 self.most_bytes = there
             return True
 
+    def has_room(self, nbytes: int, most: int) -> bool:
+        """Whether no more than `most` would be there with so much beside it."""
+        if self.counted_bytes + nbytes <= most and len(self._dead) <= MOST_DEAD:
+            return True
+        return self.live_bytes + nbytes <= most
+
     def measure(self, storage: torch.UntypedStorage) -> Residence | None:
         """Count a storage anew, which an op may have resized. Its residence; None if it stays, and nobody has asked."""
         place = self._places.get(id(storage))

@@ -23,11 +23,20 @@ class Observer(Pausable, Protocol):
 
 
 class Known(NamedTuple):
-    """A step that is known, what is to be done about it, and where its copies are to lie."""
+    """A step that is known, and what is to be done about it.
+
+    Attributes:
+        trace, plan: as they are.
+        placement: where its copies are to lie.
+        workspace_bytes: that each of its ops takes inside itself.
+        live_bytes: that are there during each entry, all of it included.
+    """
 
     trace: Trace
     plan: Plan
-    placement: Placement = Placement()
+    placement: Placement
+    workspace_bytes: Sequence[int]
+    live_bytes: Sequence[int]
 
 
 SLACK_OPS = 64
@@ -79,6 +88,16 @@ class Follower:
     def find_berth(self, storage: int) -> Berth | None:
         """Where the copy of a storage that leaves now was planned to lie; None if nobody planned one."""
         return None if self.followed is None else self._known[self.followed].placement.find(storage, self.tick)
+
+    def foresees(self, index: int, name: str, live_bytes: int) -> bool:
+        """Whether the trace that the step follows has an op of this name as its `index`th, and its plan at least so
+        many bytes there, what the op takes inside itself not included."""
+        if self.followed is None:
+            return False
+        trace, _, _, workspace_bytes, planned_bytes = self._known[self.followed]
+        if index >= len(trace.ops) or trace.ops[index].name != name:
+            return False
+        return live_bytes + workspace_bytes[index] <= planned_bytes[trace.ops[index].tick]
 
     def stop(self, why: str) -> None:
         """The step is none that is known."""

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from elbowroom.hooks.estimates import Estimate, Estimates
-from elbowroom.hooks.identity import PLAIN_TENSORS, get_any_storage, get_plain_storage, make_test
+from elbowroom.hooks.identity import PLAIN_TENSORS, get_any_storage, get_plain_storage, list_parts, make_test
 from elbowroom.hooks.kinds import Kind
 from elbowroom.hooks.replayable import find_barrier, find_statistics, iterate_tensors
 from elbowroom.hooks.settings import Settings, read_settings
@@ -30,8 +30,8 @@ class Host(Protocol):
         """Make room for what an op is about to allocate, and reserve it in the account until the op has run."""
         ...
 
-    def is_late(self, ops: int) -> bool:
-        """Whether a step that was asleep has gone on for too long without what was expected, and is awake now."""
+    def stays_asleep(self, ops: int, func: Any, estimate: Estimate) -> bool:
+        """Whether a step that is asleep has room for the last of its `ops` ops; it is awake now if not."""
         ...
 
 
@@ -95,21 +95,24 @@ class Historian(Watcher):
         self.busy_seconds = 0.0
 
     def sleep(self, run: Runner) -> None:
-        """Have `run` run the ops, and only count what they make: who wakes must know what is there."""
+        """Have `run` run the ops for as long as there is room for them, and count what they make."""
 
-        def count(
+        def watch(
             kind: Kind, args: tuple[Any, ...], kwargs: dict[str, Any], targets: Sequence[torch.Tensor] = ()
         ) -> Any:
             if kind.is_idle:
                 return run(kind, args, kwargs, targets)
-            if self._host.is_late(self.ops):
+            estimate = self._estimates.find_of(kind, args, kwargs)
+            if not self._host.stays_asleep(self.ops, kind.func, estimate):
                 return self.run(kind, args, kwargs, targets)
             result = run(kind, args, kwargs, targets)
-            if not targets:
+            if targets and estimate.result_bytes:
+                self._note_written(targets)  # it may have grown them
+            if not targets or result is not targets[0]:
                 self._count(result)
             return result
 
-        self.stand_in = count
+        self.stand_in = watch
 
     def close(self) -> None:
         """The step is over: let every op pass, and let go of who asked."""
@@ -168,8 +171,8 @@ class Historian(Watcher):
             if self._is_here(tensor):
                 if (storage := get_any_storage(tensor)) is not None:
                     self._account.count(storage)
-                elif tensor.layout is torch.sparse_coo:
-                    self._count((tensor._indices(), tensor._values()))
+                elif tensor.layout is not torch.strided:
+                    self._count(list_parts(tensor))
 
     def _note(self, result: Any) -> Results:
         """The residence of each result; `NOBODYS` where one has none."""

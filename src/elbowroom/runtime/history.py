@@ -9,7 +9,7 @@ what is as it was when the run read it.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from elbowroom.hooks.estimates import Estimate
@@ -114,6 +114,17 @@ def _keep(results: Results) -> tuple[Residence, ...]:
     """With their residences, or such in their place that nobody asks for."""
     pairs = zip(results[::2], results[1::2], strict=True)
     return tuple(find() or Residence(nbytes) for find, nbytes in pairs)
+
+
+def count_replay(missing: Sequence[Residence], round_up: Callable[[int], int]) -> int:
+    """Most that it takes to compute some dropped storages again, all at once. `round_up`: to what a block takes."""
+    recordings = [each.recording for each in missing if each.recording is not None]
+    counts = [each.nbytes for each in recordings if each.nbytes is not None]
+    if len(counts) == len(missing):
+        return sum(map(round_up, counts))
+    # Dropped as planned: what several are computed from is computed once.
+    calls = {tick: call for each in recordings for tick, call in each.calls.items()}
+    return round_up(count_bytes(dict(sorted(calls.items())), missing, {}))
 
 
 def count_bytes(calls: Mapping[int, Call], targets: Collection[Residence], inner_bytes: Mapping[int, int]) -> int:

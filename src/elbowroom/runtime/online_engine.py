@@ -1,8 +1,8 @@
 """One step within the budget: by its plan as long as it has one, and decided on as it goes as soon as it has none.
 
-Asleep, a step follows the plan that it is expected to follow, whose bytes are known; of ops, only what they make is
-counted, and those are recorded that the plan wants to replay. As soon as the step is another one it wakes: from then on
-there has to be room before each op, each reload and each replay; where there is not, the machine is told of the
+Asleep, a step follows the plan that it is expected to follow, whose bytes are known; what ops make is counted, and
+those are recorded that the plan wants to replay. As soon as the step is another one it wakes, or takes more than its
+plan has room for. From then on room is made before each op, each reload and each replay: the machine is told of the
 pressure, and its policy says what leaves. Only what autograd alone holds can: what the program holds stays.
 
 A step that is awake without a plan is calm for as long as there is plenty of room: what autograd saves and needs is
@@ -21,7 +21,7 @@ import torch
 
 from elbowroom._family import get
 from elbowroom.errors import Infeasible
-from elbowroom.hooks.estimates import UNSEEN_BYTES, Estimates
+from elbowroom.hooks.estimates import UNSEEN_BYTES, Estimate, Estimates
 from elbowroom.hooks.hidden import Paused
 from elbowroom.hooks.identity import Identities, is_shared
 from elbowroom.ir.actions import Action, Recompute, Release
@@ -40,7 +40,7 @@ from elbowroom.runtime.engine import Engine
 from elbowroom.runtime.facts import StepFacts
 from elbowroom.runtime.follower import Follower, Known, Observer
 from elbowroom.runtime.historian import Historian
-from elbowroom.runtime.history import count_bytes
+from elbowroom.runtime.history import count_replay
 from elbowroom.runtime.past import Past
 from elbowroom.runtime.patience import Patience
 from elbowroom.runtime.recorder import Recorder
@@ -78,6 +78,9 @@ class OnlineEngine(Engine):
         historian: sees every op.
     """
 
+    _online: Online | None = None
+    _guide: Guided | None = None
+
     def __init__(
         self,
         transfers: Transfers,
@@ -103,15 +106,12 @@ class OnlineEngine(Engine):
         self._list_residents, self._known = list_residents, known
         self.followed = self._follower.followed
         self._limit_bytes, self._budget_bytes = NO_LIMIT, budget_bytes
-        first = known[0].plan if known else None
         self._facts = StepFacts(self.account, self._bound, profile.links[0], self._may_move, budget_bytes)
         self._segments, self._pinned = self._facts.segments, self._facts.pinned
-        if first is not None and not is_awake:
-            self._segments += first.segments
+        if not is_awake:
+            self._segments += known[0].plan.segments
         self._planned_segments = len(self._segments)
         self._patience, self._stalled_before = Patience(budget_bytes), transfers.stall_seconds
-        self._online: Online | None = None
-        self._guide: Guided | None = None
         decider: Policy = CapacityFirst(self._may_move)
         if policy is not None:
             decider = self._online = get(policies, policy, "Policy")(self._facts, habits)
@@ -124,10 +124,12 @@ class OnlineEngine(Engine):
             resting_bytes=int(RESTING * budget_bytes) if habits.may_rest and not known else 0, least_bytes=min_bytes,
         )  # fmt: skip
         self.recorder: Recorder | None = None
+        self.account.reserve(UNSEEN_BYTES)
+        self._count_residents()
         if is_awake:
-            self._wake()
-        elif self._segments and first is not None:
-            self.recorder = Recorder(known[0].trace, first, self.account.see, self._leave_ops)
+            self._limit_bytes, self._spare_bytes = budget_bytes, None
+        elif self._segments:
+            self.recorder = Recorder(known[0].trace, known[0].plan, self.account.see, self._leave_ops)
             self.historian.sleep(self.recorder.run)
         else:
             self.historian.sleep(super(Historian, self.historian).run)
@@ -146,11 +148,7 @@ class OnlineEngine(Engine):
 
     # -- waking up ------------------------------------------------------------------------------------------------
 
-    def _wake(self) -> None:
-        """From now on there has to be room."""
-        self._limit_bytes, self._spare_bytes = self._budget_bytes, None
-        self.account.reserve(UNSEEN_BYTES)
-        self.historian.stand_in = None
+    def _count_residents(self) -> None:
         here = (each for each in self._list_residents() if self._is_here(each) and each.layout is torch.strided)
         self.account.welcome(each.untyped_storage() for each in here)
 
@@ -159,12 +157,17 @@ class OnlineEngine(Engine):
             self._follower.leave(why)
         return self.historian.run
 
-    def is_late(self, ops: int) -> bool:
-        """Where the program's own hooks take what is saved, nothing else tells that nothing will leave."""
-        if ops <= self._follower.due_ops:
-            return False
-        self._leave_ops(f"{ops} ops without a save that should have come before")
-        return self.is_awake
+    def stays_asleep(self, ops: int, func: Any, estimate: Estimate) -> bool:
+        """Saves and needs do not tell of all that a step takes, nor, where the program's own hooks take what is saved,
+        that nothing will leave."""
+        if not self.account.has_room(estimate.nbytes, self._budget_bytes):
+            # What an op takes inside itself is known as an upper bound, and better where it is the plan's own.
+            live_bytes = self.account.live_bytes + estimate.result_bytes
+            if not self._follower.foresees(ops - 1, str(func), live_bytes):
+                self._leave_ops(f"{func} takes {estimate.nbytes} bytes, for which its plan has no room")
+        elif ops > self._follower.due_ops:
+            self._leave_ops(f"{ops} ops without a save that should have come before")
+        return not self.is_awake
 
     def _leave_trace(self, why: str) -> None:
         """The step is another one that is known, or none: its plan, if it has one, decides from now on."""
@@ -177,7 +180,9 @@ class OnlineEngine(Engine):
         self._guide.follow(None if followed is None else self._known[followed].plan, self._follower.tick)
         if not self.is_awake:
             self._find_outside(self._known[0].trace)
-            self._wake()
+            self._limit_bytes, self._spare_bytes = self._budget_bytes, None
+            self.historian.stand_in = None
+            self._count_residents()  # there may be others by now
             self._catch_up()
             self._guide.wake(self._list_gone())
 
@@ -222,6 +227,12 @@ class OnlineEngine(Engine):
                 self._make_room(nbytes, str(func))
             self.account.reserve_within(nbytes, NO_LIMIT)
 
+    def _find_room(self, nbytes: int, what: str) -> None:
+        """For what comes back: by its plan there is room for it, if the step takes no more than that."""
+        if not self.is_awake and not self.account.has_room(nbytes, self._budget_bytes):
+            self._follower.leave(f"there is no room for {what}")
+        self._make_room(nbytes, what)
+
     def _make_room(self, nbytes: int, what: str) -> None:
         while (missing := self.account.live_bytes + nbytes - self._limit_bytes) > 0:
             actions = self._machine.feed(PressureRaised(missing, self.saves + self.needs))
@@ -251,8 +262,7 @@ class OnlineEngine(Engine):
 
     def _carry_out(self, actions: Sequence[Action], later: Sequence[Action] = ()) -> None:
         """As in any step; while a chain is computed, what its later links read may not leave."""
-        if not actions or not self.is_awake:
-            super()._carry_out(actions, later)
+        if not actions:
             return
         self._pinned.append(count_reads(actions, self._segments))
         try:
@@ -262,7 +272,7 @@ class OnlineEngine(Engine):
 
     def _reload(self, residence: Residence) -> None:
         if residence.find_ghost() is None:
-            self._make_room(self.account.round(residence.nbytes), f"a reload of {residence.nbytes} bytes")
+            self._find_room(self.account.round(residence.nbytes), f"a reload of {residence.nbytes} bytes")
         super()._reload(residence)
 
     def _keep_instead(self, residence: Residence, why: str) -> bool:
@@ -278,31 +288,20 @@ class OnlineEngine(Engine):
         super()._discard_copy(residence)
 
     def _recompute(self, action: Recompute) -> None:
-        if not self.is_awake:
-            super()._recompute(action)
-            return
-        nbytes = self._count_replay(action.outputs)
-        self._make_room(nbytes, f"a replay of {len(self._segments[action.segment].ops)} ops")
+        missing = [each for each in map(self._bound.__getitem__, action.outputs) if each.find_ghost() is None]
+        nbytes = count_replay(missing, self.account.round)
+        self._find_room(nbytes, f"a replay of {len(self._segments[action.segment].ops)} ops")
         self.account.reserve(nbytes)
         begin = time.perf_counter()
         try:
             super()._recompute(action)
         finally:
             self.account.reserve(-nbytes)
-        self._patience.replay_seconds += time.perf_counter() - begin
-        self._watch_thrashing()
+        if self.is_awake:
+            self._patience.replay_seconds += time.perf_counter() - begin
+            self._watch_thrashing()
         for leaf in self._segments[action.segment].leaves:
             self._pinned[-1][leaf] -= 1
-
-    def _count_replay(self, outputs: Sequence[int]) -> int:
-        missing = [each for each in map(self._bound.__getitem__, outputs) if each.find_ghost() is None]
-        recordings = [each.recording for each in missing if each.recording is not None]
-        counts = [each.nbytes for each in recordings if each.nbytes is not None]
-        if len(counts) == len(missing):
-            return sum(map(self.account.round, counts))
-        # Dropped as planned: what several are computed from is computed once.
-        calls = {tick: call for each in recordings for tick, call in each.calls.items()}
-        return self.account.round(count_bytes(dict(sorted(calls.items())), missing, {}))
 
     def _wait(self, residence: Residence) -> None:
         super()._wait(residence)
@@ -367,9 +366,10 @@ class OnlineEngine(Engine):
                 self._calm.end()
             dropped = [residence for residence in self._bound.values() if residence.recording is not None]
             if not self.is_awake and not dropped:
+                self._budget_bytes = NO_LIMIT  # it goes on as planned, if there is anything left of it
                 if not self._bound:
                     self._break_cycles()
-                return  # it goes on as planned, if there is anything left of it
+                return
             if dropped:
                 self._follower.stop("it ended before its backward pass did")
             try:
@@ -386,7 +386,7 @@ class OnlineEngine(Engine):
             self._settle(dropped)
         except Infeasible as error:
             # A graph that lives on must not rest on what may be written to: each is offloaded as it is computed.
-            logger.warning("what the step leaves behind does not fit: %s", error)
+            logger.warning("what the step leaves behind does not fit: %s", str(error))  # whose frames hold the step
             self._limit_bytes = NO_LIMIT
             self._settle(list(self._bound.values()))
 

@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from elbowroom.hooks.estimates import UNSEEN_BYTES
-from elbowroom.hooks.identity import Identities, get_plain_storage, is_shared
+from elbowroom.hooks.identity import Identities, get_plain_storage, is_shared, list_parts
 from elbowroom.hooks.meter import Meter
 from elbowroom.hooks.replayable import find_barrier, find_statistics, find_written, iterate_tensors, touches_tensors
 from elbowroom.ir.trace import Need, Op, Role, Save, Storage, Trace, View
@@ -133,7 +133,8 @@ class Tracer(TorchDispatchMode):
                     seen.version += 1
                     seen.nbytes = max(seen.nbytes, tensor.untyped_storage().nbytes())  # an `out=` may have grown
         writes = []
-        for tensor in iterate_tensors(result):
+        results = list(iterate_tensors(result))
+        for tensor in (*results, *(part for each in results for part in list_parts(each))):
             view = self._view(tensor, created=tick, label=str(func))
             if view is not None and (self._seen[view.storage].created == tick or view.storage in written):
                 writes.append(view)  # anything else is a view of what was there
