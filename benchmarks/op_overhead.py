@@ -1,12 +1,12 @@
-"""What does dynamic mode add to each op, over a dispatch mode in Python that does nothing?
+"""What does a room add to each op, over a dispatch mode in Python that does nothing?
 
     python benchmarks/op_overhead.py [--rounds 7] [--output FILE.json]
 
 Loops of small ops in a forward and a backward pass, on the CPU: bare PyTorch, a dispatch mode that only calls the op,
 and dynamic steps with room for everything: in a room that never had too little ("dynamic"), and after a step that had
-too little, so that what may move is recorded ("short"), or all that there is ("recorded"). Rounds take turns in one
-process; figures are medians over rounds, and of what is added the difference of the fastest as well, which other jobs
-on the machine disturb least.
+too little, so that what may move is recorded ("short"), or all that there is ("recorded"). And steps that follow a plan
+that moves nothing ("planned"). Rounds take turns in one process; figures are medians over rounds, and of what is added
+the difference of the fastest as well, which other jobs on the machine disturb least.
 Then: what deciding takes, by how many storages there are to choose from.
 """
 
@@ -28,6 +28,7 @@ from writing import write_results
 import elbowroom
 from elbowroom._family import get, names
 from elbowroom.ir.events import PressureRaised, StorageSaved
+from elbowroom.ir.journal import Mode
 from elbowroom.residency import policies
 from elbowroom.residency.habits import Habits
 
@@ -158,7 +159,8 @@ def main() -> None:
         def make_room(
             made: tuple[nn.Module, torch.optim.Optimizer, Any], nbytes: int, **options: Any
         ) -> elbowroom.Room:
-            return stack.enter_context(elbowroom.fit(*made[:2], nbytes, mode="dynamic", meter_every=0, **options))
+            options = {"mode": "dynamic", "meter_every": 0} | options
+            return stack.enter_context(elbowroom.fit(*made[:2], nbytes, **options))
 
         contexts: dict[str, tuple[Callable[[], None], Callable[[], AbstractContextManager[Any]]]] = {
             "plain": (step[2], contextlib.nullcontext), "bare mode": (step[2], Bare),
@@ -172,6 +174,11 @@ def main() -> None:
             if not sum(record.offloaded_bytes + record.recomputed for record in room.journal().steps):
                 raise SystemExit("the large step fits: nothing is recorded")
             contexts[name] = same_step[2], room.step
+        planned = make_step()
+        room = make_room(planned, 1 << 40, mode="auto", always_watch=True)
+        while room.planned is None or room.journal().steps[-1].mode is not Mode.PLANNED:
+            take(planned[2], room.step())
+        contexts["planned"] = planned[2], room.step
         for run, make in contexts.values():
             take(run, make())
         taken: dict[str, list[float]] = {name: [] for name in contexts}
@@ -183,7 +190,7 @@ def main() -> None:
         each = statistics.median(seconds) / counter.ops
         results.append({"what": name, "ops": counter.ops, "seconds_an_op": each})
         print(f"{name:10} {each * 1e6:7.1f} us an op, {counter.ops} ops")
-    for name in ("dynamic", "short", "recorded"):
+    for name in ("dynamic", "short", "recorded", "planned"):
         over = statistics.median(b - a for a, b in zip(taken["bare mode"], taken[name], strict=True)) / counter.ops
         least = (min(taken[name]) - min(taken["bare mode"])) / counter.ops
         what = f"{name} over a bare mode"
