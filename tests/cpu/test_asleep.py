@@ -13,6 +13,7 @@ import elbowroom
 from elbowroom.errors import Infeasible
 from elbowroom.ir.hardware import HardwareProfile
 from elbowroom.ir.journal import Mode, StepRecord
+from elbowroom.planner.problem import pose
 
 WIDTH, ROWS, LAYERS = 128, 1024, 6
 SMALL, LARGE = 16, 8 * WIDTH
@@ -155,6 +156,33 @@ def test_a_step_as_planned_goes_on_asleep(profile: HardwareProfile) -> None:
             except Infeasible:
                 continue
             assert {record.mode for record in records[3:]} == {Mode.PLANNED}
+
+
+def measured_now_and_then(model: nn.Module, columns: int) -> torch.Tensor:
+    """Ops that the plan does not have, beside others that take less inside themselves than the rules say."""
+    x = torch.randn(ROWS, WIDTH)
+    if columns == LARGE:
+        x[:1, :2].mul(2).sum().item()
+    loss = functional.layer_norm(functional.layer_norm(model(x), (WIDTH,)), (WIDTH,)).square().mean()
+    loss.backward()
+    return loss
+
+
+def test_a_step_that_is_measured_goes_on_asleep(profile: HardwareProfile) -> None:
+    """However tight the budget is: what follows the first save after it is in its place again."""
+    model, optimizer = make()
+    with elbowroom.fit(model, optimizer, 1 << 40, profile=profile, strategy="keep_all") as room:
+        for _ in range(4):
+            with room.step():
+                measured_now_and_then(model, SMALL)
+                optimizer.step()
+                optimizer.zero_grad()
+        assert room.planned is not None
+        floor = pose(room.planned.trace, room.planned.costs, 1, min_offload_bytes=1).floor.peak_bytes
+    for budget in (floor, int(1.03 * floor)):
+        _, records = train(measured_now_and_then, budget, profile, strategy="offload_all", min_offload_bytes=1)
+        assert {record.mode for record in records[3:]} == {Mode.PLANNED}
+        assert max(record.peak_bytes for record in records) <= budget
 
 
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda each: each.__name__)

@@ -78,6 +78,7 @@ class Follower:
         self._count_ops, self._may_doubt = count_ops, len(known) > 1
         self.followed: int | None = 0 if known else None
         self._saves = self._needs = self.tick = 0
+        self._extra_ops = 0  # that the trace does not have, up to the last save or need
         self.due_ops = self._find_due()
 
     @property
@@ -89,13 +90,14 @@ class Follower:
         """Where the copy of a storage that leaves now was planned to lie; None if nobody planned one."""
         return None if self.followed is None else self._known[self.followed].placement.find(storage, self.tick)
 
-    def foresees(self, index: int, name: str, live_bytes: int) -> bool:
-        """Whether the trace that the step follows has an op of this name as its `index`th, and its plan at least so
-        many bytes there, what the op takes inside itself not included."""
+    def foresees(self, name: str, live_bytes: int) -> bool:
+        """Whether the op that is about to run is in the trace by this name, and its plan has at least so many bytes
+        there, what the op takes inside itself not included."""
         if self.followed is None:
             return False
         trace, _, _, workspace_bytes, planned_bytes = self._known[self.followed]
-        if index >= len(trace.ops) or trace.ops[index].name != name:
+        index = self._count_ops() - 1 - self._extra_ops
+        if not 0 <= index < len(trace.ops) or trace.ops[index].name != name:
             return False
         return live_bytes + workspace_bytes[index] <= planned_bytes[trace.ops[index].tick]
 
@@ -131,9 +133,7 @@ class Follower:
         if residence is not None and residence.id < 0 and not self.is_lasting(index):
             residence.id = save.storage
             self._bound[residence.id] = residence
-        self.tick = save.tick
-        self.due_ops = self._find_due()
-        return save.tick
+        return self._reach(save.tick)
 
     def is_lasting(self, save: int) -> bool:
         """Whether a save is, by the trace that the step follows, of what outlives the step: nothing moves that."""
@@ -159,9 +159,14 @@ class Follower:
         self._needs = index + 1
         if trace is None:
             return index
-        self.tick = trace.needs[index].tick
+        return self._reach(trace.needs[index].tick)
+
+    def _reach(self, tick: int) -> int:
+        """The step has come to the save or need that the trace has at `tick`."""
+        self.tick = tick
+        self._extra_ops = self._count_ops() - (tick + 1 - self._saves - self._needs)
         self.due_ops = self._find_due()
-        return self.tick
+        return tick
 
     def _find_due(self) -> int:
         trace = self.trace

@@ -163,7 +163,7 @@ class OnlineEngine(Engine):
         if not self.account.has_room(estimate.nbytes, self._budget_bytes):
             # What an op takes inside itself is known as an upper bound, and better where it is the plan's own.
             live_bytes = self.account.live_bytes + estimate.result_bytes
-            if not self._follower.foresees(ops - 1, str(func), live_bytes):
+            if not self._follower.foresees(str(func), live_bytes):
                 self._leave_ops(f"{func} takes {estimate.nbytes} bytes, for which its plan has no room")
         elif ops > self._follower.due_ops:
             self._leave_ops(f"{ops} ops without a save that should have come before")
