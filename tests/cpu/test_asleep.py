@@ -147,6 +147,7 @@ def test_a_planned_step_that_takes_more_stays_within_the_budget(
 def test_a_step_as_planned_goes_on_asleep(profile: HardwareProfile) -> None:
     """What its ops take inside themselves is known, and less than the bound that holds for any op."""
     _, plain = train(more_inside_an_op, 1 << 40, profile, odd=-1)
+    seen = set()
     for share in (0.65, 0.75, 0.9):
         for strategy in STRATEGIES:
             try:
@@ -156,6 +157,8 @@ def test_a_step_as_planned_goes_on_asleep(profile: HardwareProfile) -> None:
             except Infeasible:
                 continue
             assert {record.mode for record in records[3:]} == {Mode.PLANNED}
+            seen.add(strategy)
+    assert seen == set(STRATEGIES)
 
 
 def measured_now_and_then(model: nn.Module, columns: int) -> torch.Tensor:
@@ -183,6 +186,32 @@ def test_a_step_that_is_measured_goes_on_asleep(profile: HardwareProfile) -> Non
         _, records = train(measured_now_and_then, budget, profile, strategy="offload_all", min_offload_bytes=1)
         assert {record.mode for record in records[3:]} == {Mode.PLANNED}
         assert max(record.peak_bytes for record in records) <= budget
+
+
+def test_a_backward_pass_after_a_step_that_slept(profile: HardwareProfile) -> None:
+    """Nobody watches by then. Where it is not the plan's any more, the step wakes all the same."""
+
+    def run(budget: int, is_late: bool, **options: object) -> tuple[list[torch.Tensor], bool]:
+        model, optimizer = make()
+        gradients: list[torch.Tensor] = []
+        with elbowroom.fit(model, optimizer, budget, profile=profile, min_offload_bytes=1, **options) as room:
+            for index in range(5):
+                with room.step():
+                    loss = model(torch.randn(ROWS, WIDTH)).square().mean()
+                    if index < 4 or not is_late:
+                        loss.backward(retain_graph=index == 4)
+                if index == 4:
+                    engine = room._engine
+                    for _ in range(1 + is_late):
+                        loss.backward(retain_graph=True)
+                gradients += [each.grad.clone() for each in model.parameters() if each.grad is not None]
+                optimizer.zero_grad()
+            assert room.journal().steps[-1].mode is (Mode.PLANNED if options else Mode.PLAIN)
+            return gradients, engine is not None and engine.is_awake
+
+    (expected, _), (found, is_awake) = run(1 << 40, False), run(1 << 40, True, strategy="offload_all")
+    assert is_awake
+    assert all(torch.equal(one, other) for one, other in zip(expected, found, strict=True))
 
 
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda each: each.__name__)

@@ -105,7 +105,7 @@ class OnlineEngine(Engine):
         )  # fmt: skip
         self._list_residents, self._known = list_residents, known
         self.followed = self._follower.followed
-        self._limit_bytes, self._budget_bytes = NO_LIMIT, budget_bytes
+        self._limit_bytes, self._budget_bytes, self._alarm_bytes = NO_LIMIT, budget_bytes, budget_bytes
         self._facts = StepFacts(self.account, self._bound, profile.links[0], self._may_move, budget_bytes)
         self._segments, self._pinned = self._facts.segments, self._facts.pinned
         if not is_awake:
@@ -148,7 +148,7 @@ class OnlineEngine(Engine):
 
     # -- waking up ------------------------------------------------------------------------------------------------
 
-    def _count_residents(self) -> None:
+    def _count_residents(self) -> None:  # again at waking: there may be others by then
         here = (each for each in self._list_residents() if self._is_here(each) and each.layout is torch.strided)
         self.account.welcome(each.untyped_storage() for each in here)
 
@@ -160,7 +160,7 @@ class OnlineEngine(Engine):
     def stays_asleep(self, ops: int, func: Any, estimate: Estimate) -> bool:
         """Saves and needs do not tell of all that a step takes, nor, where the program's own hooks take what is saved,
         that nothing will leave."""
-        if not self.account.has_room(estimate.nbytes, self._budget_bytes):
+        if not self.account.has_room(estimate.nbytes, self._alarm_bytes):
             # What an op takes inside itself is known as an upper bound, and better where it is the plan's own.
             live_bytes = self.account.live_bytes + estimate.result_bytes
             if not self._follower.foresees(str(func), live_bytes):
@@ -182,7 +182,7 @@ class OnlineEngine(Engine):
             self._find_outside(self._known[0].trace)
             self._limit_bytes, self._spare_bytes = self._budget_bytes, None
             self.historian.stand_in = None
-            self._count_residents()  # there may be others by now
+            self._count_residents()
             self._catch_up()
             self._guide.wake(self._list_gone())
 
@@ -229,7 +229,7 @@ class OnlineEngine(Engine):
 
     def _find_room(self, nbytes: int, what: str) -> None:
         """For what comes back: by its plan there is room for it, if the step takes no more than that."""
-        if not self.is_awake and not self.account.has_room(nbytes, self._budget_bytes):
+        if not self.is_awake and not self.account.has_room(nbytes, self._alarm_bytes):
             self._follower.leave(f"there is no room for {what}")
         self._make_room(nbytes, what)
 
@@ -366,7 +366,7 @@ class OnlineEngine(Engine):
                 self._calm.end()
             dropped = [residence for residence in self._bound.values() if residence.recording is not None]
             if not self.is_awake and not dropped:
-                self._budget_bytes = NO_LIMIT  # it goes on as planned, if there is anything left of it
+                self._alarm_bytes = NO_LIMIT  # it goes on as planned, if there is anything left of it
                 if not self._bound:
                     self._break_cycles()
                 return
