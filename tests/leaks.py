@@ -20,6 +20,8 @@ _ROOM_MARK = "_elbowroom_room"
 @pytest.fixture(scope="session")
 def profile() -> HardwareProfile:
     """A machine of two slow cores with a fast disk."""
+    from elbowroom.hooks.processor import find_isa  # with torch, which many tests do without
+
     kinds = (("matmul", 1e11), ("convolution", 1e11), ("attention", 1e11), ("elementwise", 2e10))
     rates = tuple(
         Rate(kind=kind, dtype=dtype, per_second=per_second, source="made up")
@@ -31,7 +33,7 @@ def profile() -> HardwareProfile:
         back_bytes_per_second=5e9, half_duplex=False, drag_seconds_per_byte=1e-10, source="made up"
     )  # fmt: skip
     return HardwareProfile(
-        name="paper machine", device="cpu", rates=rates,
+        name="paper machine", device="cpu", isa=find_isa(), rates=rates,
         tiers=(Tier(name="ram", capacity_bytes=1 << 35), Tier(name="disk", capacity_bytes=1 << 38)),
         links=(link,), op_latency_seconds=1e-6, hook_seconds=1e-6, alignment_bytes=64,
     )  # fmt: skip

@@ -312,14 +312,13 @@ class Room:
         """Let a meter count until the stack unwinds."""
         if meter is not None:
             # What was made in a step that was not metered is freed unseen: gradients, where a step begins with them.
-            self._blind = (
-                not self._metered
-                and self._device.type == "cpu"
-                and any(each.grad is not None for each in self._model.parameters())
-            )
+            has_gradients = any(each.grad is not None for each in self._model.parameters())
+            self._blind = has_gradients and not self._metered and self._device.type == "cpu"
             storages = () if self.planned is None else self.planned.trace.storages
             inputs = sum(storage.nbytes for storage in storages if storage.created < 0 and storage.role is Role.INPUT)
             meter.start(self._list_residents(), inputs)
+            if self._engine is not None:
+                stack.enter_context(self._engine.historian.learning(meter))  # once it has stopped
             stack.callback(meter.stop)
 
     def _is_metered(self) -> bool:

@@ -7,11 +7,20 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
+from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import elbowroom
+from elbowroom.cost.roofline import find_kind
+from elbowroom.cost.workspace import estimate_workspace
 from elbowroom.hooks.estimates import Estimates
+from elbowroom.hooks.kinds import find_kind as find_kind_of_op
 from elbowroom.hooks.meter import CpuMeter
 from elbowroom.hooks.replayable import is_view, touches_tensors
+from elbowroom.ir.hardware import HardwareProfile
+from elbowroom.ir.journal import Journal
+from elbowroom.ir.trace import Op
 
 
 class Comparison(TorchDispatchMode):
@@ -119,3 +128,140 @@ def test_what_an_op_in_place_casts_counts_whatever_came_before() -> None:
     before = known.find(op, (x, x, x), {}).nbytes
     found = known.find(op, (x, other, other), {}).nbytes
     assert before < found == Estimates("cpu").find(op, (x, other, other), {}).nbytes
+
+
+Convolve = Callable[..., torch.Tensor]
+conv2d, transposed2d = functional.conv2d, functional.conv_transpose2d
+
+
+@pytest.mark.parametrize(
+    ("convolve", "given", "weight", "options", "dtype"),
+    [
+        # Whatever the processor, PyTorch hands no float64 to oneDNN: all windows are written out.
+        (conv2d, (1, 32, 96, 96), (20, 32, 7, 7), {"padding": 1}, torch.float64),
+        (conv2d, (4, 64, 28, 28), (64, 4, 3, 3), {"padding": 1, "groups": 16}, torch.float64),
+        (conv2d, (3, 24, 30, 30), (24, 24, 3, 3), {"padding": 2, "dilation": 2}, torch.float64),
+        (transposed2d, (4, 64, 20, 20), (64, 32, 4, 4), {"stride": 2, "padding": 1}, torch.float64),
+        (functional.conv1d, (4, 64, 900), (64, 64, 9), {"padding": 4}, torch.float64),
+        (functional.conv3d, (2, 16, 12, 12, 12), (16, 16, 3, 3, 3), {"padding": 1}, torch.float64),
+        # Nor bfloat16 where there is no AVX-512, nor float16 on most.
+        (conv2d, (4, 128, 28, 28), (32, 128, 3, 3), {"padding": 1}, torch.bfloat16),
+        (conv2d, (4, 128, 28, 28), (32, 128, 3, 3), {"padding": 1}, torch.float16),
+        # What its AVX2 kernels cannot do is multiplied: kernels larger than images, windows with gaps.
+        (conv2d, (6, 128, 2, 2), (32, 128, 3, 3), {"padding": 1}, torch.float32),
+        (conv2d, (2, 128, 3, 3), (128, 128, 5, 5), {"padding": 2}, torch.float32),
+        (conv2d, (2, 512, 10, 10), (384, 512, 3, 3), {"padding": 1, "dilation": 2}, torch.float32),
+        (conv2d, (2, 12, 224, 224), (48, 12, 11, 11), {"stride": 3, "padding": 3, "dilation": 2}, torch.float32),
+        (conv2d, (4, 48, 112, 112), (48, 8, 3, 3), {"stride": 2, "padding": 1, "groups": 6}, torch.float32),
+    ],
+)
+@pytest.mark.parametrize("has_onednn", [True, False])
+def test_estimates_cover_convolutions_by_whatever_kernel(
+    convolve: Convolve,
+    given: tuple[int, ...],
+    weight: tuple[int, ...],
+    options: dict[str, int],
+    dtype: torch.dtype,
+    has_onednn: bool,
+) -> None:
+    x, kernel = numbers(*given, dtype=dtype).requires_grad_(), numbers(*weight, dtype=dtype).requires_grad_()
+    with torch.backends.mkldnn.flags(enabled=has_onednn), Comparison() as comparison:
+        convolve(x, kernel, **options).sum().backward()
+    for op in ("convolution", "convolution_backward"):
+        estimated, measured = comparison.found[op]
+        assert measured <= estimated, op
+
+
+def test_estimates_cover_copies_of_what_is_not_contiguous() -> None:
+    x = numbers(2, 56, 56, 96, dtype=torch.float32)
+    small = numbers(2, 64, 8, 8, dtype=torch.float32).requires_grad_()
+    table, places = numbers(32, 8, dtype=torch.float32).requires_grad_(), torch.arange(4096).reshape(64, 64) % 32
+    with Comparison() as comparison:
+        x.roll((3, 3), (1, 2))
+        functional.softmax(x.permute(0, 3, 1, 2), -1)
+        functional.embedding(places, table).permute(2, 0, 1).contiguous().sum().mul(1.0).backward()
+        functional.interpolate(small, (32, 32), mode="bilinear").permute(0, 2, 3, 1).contiguous().sum().backward()
+        functional.layer_norm(x.bfloat16().permute(0, 2, 1, 3), (96,), torch.ones(96), torch.zeros(96))
+    expected = ("roll", "_softmax", "embedding_dense_backward", "upsample_bilinear2d_backward", "native_layer_norm")
+    assert {*expected} <= comparison.found.keys()
+    for op, (estimated, measured) in comparison.found.items():
+        assert measured <= estimated, op
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    ("left", "right", "ends"),
+    [
+        ((256, 640), (640, 304), (160, 320, 640)),
+        ((256, 640), (3, 640, 304), (100, 200, 256)),
+        ((3, 256, 640), (640, 304), (100, 200, 304)),
+        ((3, 256, 640), (3, 640, 304), None),
+    ],
+)
+def test_estimates_cover_products_in_groups(
+    left: tuple[int, ...],
+    right: tuple[int, ...],
+    ends: tuple[int, ...] | None,
+    dtype: torch.dtype,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    """As experts multiply. Fake tensors know these in bfloat16 alone, and of others PyTorch says that, at length."""
+    places = None if ends is None else torch.tensor(ends, dtype=torch.int32)
+    with Comparison() as comparison:
+        torch._grouped_mm(numbers(*left, dtype=dtype), numbers(*right, dtype=dtype), places)
+    estimated, measured = comparison.found["_grouped_mm"]
+    assert measured <= estimated <= 1.4 * measured
+    assert "Traceback" not in "".join(capfd.readouterr())
+
+
+def underestimate(op: Op, *rest: Any, **options: Any) -> int:
+    return 0 if find_kind(op) == "convolution" else estimate_workspace(op, *rest, **options)
+
+
+def test_what_ops_took_in_a_step_that_was_metered_is_counted_from_then_on(
+    profile: HardwareProfile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rules know a few machines; what they do not foresee makes one step too large, and no more."""
+
+    def run(budget_bytes: int) -> Journal:
+        torch.manual_seed(0)
+        layers = [nn.Sequential(nn.Conv2d(8, 8, 2), nn.ReLU()) for _ in range(24)]
+        model = nn.Sequential(*layers).double()
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+        x = torch.randn(4, 8, 64, 64, dtype=torch.float64)
+        with elbowroom.fit(model, optimizer, budget_bytes, mode="dynamic", profile=profile) as room:
+            for _ in range(3):
+                with room.step():
+                    model(x).square().mean().backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
+            return room.journal()
+
+    budget_bytes = max(record.peak_bytes for record in run(1 << 40).steps) * 9 // 10
+    assert max(record.peak_bytes for record in run(budget_bytes).steps) <= budget_bytes
+    monkeypatch.setattr("elbowroom.hooks.trials.estimate_workspace", underestimate)
+    first, *others = run(budget_bytes).steps
+    assert first.peak_bytes > budget_bytes, "this case shows nothing"
+    assert max(record.peak_bytes for record in others) <= budget_bytes
+
+
+def test_what_an_op_took_stands_for_the_same_op_alone() -> None:
+    known, kind = Estimates("cpu"), find_kind_of_op(torch.ops.aten.convolution.default)
+    x, weight = torch.zeros(2, 8, 16, 16), torch.zeros(8, 8, 3, 3)
+    rest: tuple[Any, ...] = (None, [1, 1], [1, 1], [1, 1], False, [0, 0], 1)
+    estimate = known.find_of(kind, (x, weight, *rest), {})
+    assert known.find_measured(kind, (x, weight, *rest), {}) is None
+    expected_bytes = estimate.inner_bytes
+    known.learn(known.tell_apart(kind, (x, weight, *rest), {}), estimate, estimate.result_bytes + 640)
+    assert known.find_measured(kind, (x, weight, *rest), {}) == 640
+    assert estimate.inner_bytes == expected_bytes, "with other strides it may still take as much"
+    assert known.find_measured(kind, (x.to(memory_format=torch.channels_last), weight, *rest), {}) is None
+    with torch.backends.mkldnn.flags(enabled=False):
+        assert known.find_measured(kind, (x, weight, *rest), {}) is None
+    known.learn(None, estimate, 1 << 30)
+    assert estimate.nbytes == 1 << 30 == estimate.result_bytes + estimate.inner_bytes
+    assert known.find_of(kind, (x, weight, *rest), {}) is estimate
+    # What isin takes rests on what it finds.
+    isin, numbers_there = find_kind_of_op(torch.ops.aten.isin.Tensor_Tensor), (torch.zeros(9), torch.ones(9))
+    known.learn(known.tell_apart(isin, numbers_there, {}), known.find_of(isin, numbers_there, {}), 64)
+    assert known.find_measured(isin, numbers_there, {}) is None

@@ -111,7 +111,7 @@ def machine() -> HardwareProfile:
         back_bytes_per_second=2e10, half_duplex=False, drag_seconds_per_byte=0.0, source="made up"
     )  # fmt: skip
     return HardwareProfile(
-        name="paper card", device="cuda", rates=rates,
+        name="paper card", device="cuda", isa="", rates=rates,
         tiers=(Tier(name="device", capacity_bytes=1 << 34), Tier(name="host", capacity_bytes=1 << 36)),
         links=(link,), op_latency_seconds=1e-5, hook_seconds=1e-6, alignment_bytes=512,
     )  # fmt: skip

@@ -37,6 +37,7 @@ LINK = Link(
 PROFILE = HardwareProfile(
     name="paper machine",
     device="cpu",
+    isa="AVX512",
     rates=(
         Rate(kind="matmul", dtype="float32", per_second=1e11, source="made up"),
         Rate(kind="convolution", dtype="float32", per_second=5e10, source="made up"),
@@ -334,6 +335,33 @@ def convolution(batch: int, channels: int, size: int, outputs: int, kernel: int,
 )
 def test_workspaces_cover_what_was_measured(op: Op, measured_bytes: int, slack: float) -> None:
     assert measured_bytes <= estimate_workspace(op) <= slack * measured_bytes
+
+
+def backward(op: Op) -> Op:
+    source, weight, *_ = op.reads
+    made = dataclasses.replace(source, storage=3), dataclasses.replace(weight, storage=4)
+    return make_op("aten.convolution_backward.default", (op.writes[0], source, weight), made)
+
+
+@pytest.mark.parametrize(
+    ("op", "is_dilated", "measured_bytes", "slack"),
+    [
+        # All windows: nine times the input, for the whole batch.
+        (convolution(4, 128, 28, 32, 3, "bfloat16"), False, 7_225_344, 1.2),
+        (convolution(1, 32, 96, 20, 7, "float64"), False, 115_605_504, 1.1),
+        # A kernel larger than the images, and one with gaps, whose windows look the same.
+        (backward(convolution(6, 128, 2, 32, 3)), False, 1_219_840, 1.2),
+        (backward(convolution(2, 2048, 16, 256, 3)), True, 188_743_936, 1.2),
+        (convolution(2, 64, 112, 64, 3), False, 0, math.inf),
+    ],
+)
+def test_workspaces_without_avx_512_cover_what_was_measured(
+    op: Op, is_dilated: bool, measured_bytes: int, slack: float
+) -> None:
+    found = estimate_workspace(op, isa="AVX2", is_dilated=is_dilated)
+    assert measured_bytes <= found <= slack * measured_bytes or not measured_bytes
+    # Where the processor is not known, all that may be counts.
+    assert estimate_workspace(op, isa="") >= estimate_workspace(op, isa="AVX512")
 
 
 def test_most_ops_allocate_nothing_of_size() -> None:

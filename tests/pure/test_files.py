@@ -39,6 +39,7 @@ def _make_nouns() -> dict[str, Any]:
     profile = HardwareProfile(
         name='Gerät Nr. 1 "quick" \\ \t',
         device="cuda",
+        isa="",
         rates=(Rate(kind="matmul", dtype="float32", per_second=1.5e13, source="measured"),),
         tiers=(Tier(name="device", capacity_bytes=1 << 34), Tier(name="below", capacity_bytes=1 << 37)),
         links=(make_link(half_duplex=True),),

@@ -1,14 +1,18 @@
-"""What a convolution allocates inside itself: copies of its operands in the layouts its kernels want.
+"""What a convolution allocates inside itself on a CPU: copies of its operands in the layouts its kernels want.
 
-On a CPU oneDNN works on blocked layouts (channels in groups of 16), so operands are copied in and results out; in half
-precision gradients of weights are summed in float32 as well. How many copies are alive at once depends on layouts,
-which a trace does not record, and on kernels that oneDNN picks by shape. So the coefficients below were fitted to
-measurements, by linear programming: as small as possible, yet never below what was seen.
+- **Blocked.** oneDNN works on blocked layouts (channels in groups of 16), so operands are copied in and results out; in
+  half precision gradients of weights are summed in float32 as well. How many copies are alive at once depends on
+  layouts, which a trace does not record, and on kernels that oneDNN picks by shape. So the coefficients below were
+  fitted to measurements, by linear programming: as small as possible, yet never below what was seen.
+- **Multiplied.** What its kernels without AVX-512 cannot do, it does by multiplying matrices.
+- **Written out.** What PyTorch does not hand to oneDNN, it does itself: the window of every element of the result is
+  written out, for the whole batch.
 
-Source: measured with torch 2.13 (oneDNN inside), two threads, AVX-512: 6,500 different convolutions, both ways,
+Source: measured with torch 2.13 (oneDNN inside), two threads. With AVX-512: 6,500 different convolutions, both ways,
     of ResNet-50, VGG-16, DenseNet-121, MobileNetV3, ConvNeXt, ViT, a U-Net and 2,000 random shapes, float32 and
-    bfloat16, contiguous and channels_last; 3,000 random shapes more raised the coefficients of 1x1 kernels. More
-    threads need more, where each thread has its own scratch.
+    bfloat16, contiguous and channels_last; 3,000 random shapes more raised the coefficients of 1x1 kernels. With AVX2:
+    6,200 in float32, which the same coefficients cover but for what is multiplied and for small groups; 7,800 in other
+    dtypes, all written out. More threads need more, where each thread has its own scratch.
 """
 
 from __future__ import annotations
@@ -57,6 +61,12 @@ _COEFFICIENTS = {
 """Bytes allocated per byte of: the larger and the smaller of input and output, input, output, weight, one image of the
 input, one image of the output; channels of all of them rounded up to whole blocks. By (backward, kind, precision)."""
 
+_BLOCKED = {"AVX512": ("float32", "bfloat16"), "AVX2": ("float32",)}
+"""What PyTorch hands to oneDNN, by instruction set."""
+
+_WRITTEN_OUT = {"AVX512": ("float64",), "AVX2": ("float64", "bfloat16", "float16")}
+"""What it never does; of what is in neither, either may be."""
+
 
 class _Geometry(NamedTuple):
     source: View
@@ -65,18 +75,31 @@ class _Geometry(NamedTuple):
     groups: int
 
 
-def estimate_convolution(op: Op, *, backward: bool) -> int:
+def estimate_convolution(op: Op, *, backward: bool, isa: str, is_dilated: bool) -> int:
     """Bytes that a convolution allocates inside itself, beyond its results.
 
     Args:
         op: reads input, weight and perhaps a bias; backward the gradient of the result before them.
+        isa: the processor's instruction set, as in `HardwareProfile`.
+        is_dilated: whether its windows have gaps.
     """
     geometry = _read_geometry(op, backward=backward)
     if geometry is None:
         return sum(view_bytes(view) for view in op.reads + op.writes)
-    source, weight, result, groups = geometry
-    inputs, outputs = _blocked_bytes(source, (1,)), _blocked_bytes(result, (1,))
-    weights = _blocked_bytes(weight, (0, 1)) if groups == 1 else view_bytes(weight)
+    dtype = geometry.source.dtype
+    if dtype in _WRITTEN_OUT.get(isa, ()):
+        return _estimate_written_out(geometry)
+    blocked = _estimate_blocked(geometry, backward=backward)
+    if dtype not in _BLOCKED.get(isa, ()):
+        return max(blocked, _estimate_written_out(geometry))
+    if isa == "AVX512":
+        return blocked
+    return max(blocked, _estimate_multiplied(geometry, backward=backward, is_dilated=is_dilated))
+
+
+def _estimate_blocked(geometry: _Geometry, *, backward: bool) -> int:
+    source, _, result, _ = geometry
+    inputs, outputs, weights = _count_blocked(geometry)
     precision = "half" if element_bytes(source.dtype) < 4 else "single"
     coefficients = _COEFFICIENTS[backward, _name_kind(geometry), precision]
     amounts = (
@@ -89,6 +112,42 @@ def estimate_convolution(op: Op, *, backward: bool) -> int:
         outputs / max(result.shape[0], 1),
     )
     return _SMALL_BYTES + math.ceil(math.fsum(map(operator.mul, coefficients, amounts)))
+
+
+def _estimate_multiplied(geometry: _Geometry, *, backward: bool, is_dilated: bool) -> int:
+    """The windows of an image for each of two threads, and gradients of weights by image, in several layouts."""
+    source, weight, _, groups = geometry
+    inputs, outputs, weights = _count_blocked(geometry)
+    is_large = any(kernel > pixels for kernel, pixels in zip(weight.shape[2:], source.shape[2:], strict=True))
+    if backward and (is_dilated or is_large):
+        images = max(source.shape[0], 1)
+        copies = 8.4 if images > 1 else 4.2
+        windows = 2 * _count_windows(geometry) / images
+        windows = windows if is_dilated else min(windows, 2 * weights)
+        return _SMALL_BYTES + math.ceil(1.05 * (inputs + outputs) + copies * weights + windows)
+    return _SMALL_BYTES + inputs + outputs + weights if groups > 1 else 0
+
+
+def _estimate_written_out(geometry: _Geometry) -> int:
+    """Every window, and a copy of each operand that is laid out in another way, or of each group of it."""
+    source, weight, result, _ = geometry
+    copies = sum(map(view_bytes, (source, weight, result)))
+    return _SMALL_BYTES + copies + _count_windows(geometry)
+
+
+def _count_windows(geometry: _Geometry) -> int:
+    """Bytes of the windows of a whole batch. Transposed, what is written out are windows of the result."""
+    source, weight, result, _ = geometry
+    window = math.prod(weight.shape[2:]) * element_bytes(source.dtype) * source.shape[0]
+    forward, transposed = source.shape[1] * math.prod(result.shape[2:]), result.shape[1] * math.prod(source.shape[2:])
+    return window * (max(forward, transposed) if _may_be_transposed(geometry) else forward)
+
+
+def _count_blocked(geometry: _Geometry) -> tuple[int, int, int]:
+    """Bytes of input, result and weight, channels rounded up to whole blocks."""
+    source, weight, result, groups = geometry
+    weights = _blocked_bytes(weight, (0, 1)) if groups == 1 else view_bytes(weight)
+    return _blocked_bytes(source, (1,)), _blocked_bytes(result, (1,)), weights
 
 
 def _read_geometry(op: Op, *, backward: bool) -> _Geometry | None:
@@ -108,7 +167,7 @@ def _read_geometry(op: Op, *, backward: bool) -> _Geometry | None:
 def _name_kind(geometry: _Geometry) -> str:
     source, weight, result, groups = geometry
     inner, outer = math.prod(source.shape[2:]), math.prod(result.shape[2:])
-    transposed = weight.shape[0] != result.shape[1] or outer > inner
+    transposed = _may_be_transposed(geometry)
     dimensions = len(source.shape) - 2
     if groups > 1:
         if transposed or dimensions != 2:
@@ -119,6 +178,11 @@ def _name_kind(geometry: _Geometry) -> str:
     if math.prod(weight.shape[2:]) > 1:
         return "dense"
     return "pointwise" if inner == outer else "strided pointwise"
+
+
+def _may_be_transposed(geometry: _Geometry) -> bool:
+    source, weight, result, _ = geometry
+    return weight.shape[0] != result.shape[1] or math.prod(result.shape[2:]) > math.prod(source.shape[2:])
 
 
 def _blocked_bytes(view: View, dimensions: tuple[int, ...]) -> int:

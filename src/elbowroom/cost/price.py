@@ -41,7 +41,7 @@ def price(
         rates = index_rates(profile)
         op_seconds = tuple(estimate_seconds(op, trace.storages, rates, profile) for op in trace.ops)
         cuda_rates = rates if profile.device.startswith("cuda") else None
-        workspace_bytes = tuple(estimate_workspace(op, cuda_rates) for op in trace.ops)
+        workspace_bytes = tuple(estimate_workspace(op, cuda_rates, isa=profile.isa) for op in trace.ops)
         overhead_seconds = 0.0
     else:
         _check_measurements(trace, measurements)

@@ -89,7 +89,13 @@ _LOSSES = {
 _HEAVY = ("linalg_", "_linalg_", "fft_", "_fft_", "cholesky", "svd", "triangular_solve", "lu_", "_cdist", "_ctc")
 
 
-def estimate_workspace(op: Op, cuda_rates: Mapping[tuple[str, str], float] | None = None) -> int:
+def estimate_workspace(
+    op: Op,
+    cuda_rates: Mapping[tuple[str, str], float] | None = None,
+    *,
+    isa: str = "AVX512",
+    is_dilated: bool = False,
+) -> int:
     """Bytes that an op allocates inside itself at most, beyond its results.
 
     An op that is not known is taken to allocate nothing of size, as most do, unless it is a decomposition, a transform
@@ -97,6 +103,8 @@ def estimate_workspace(op: Op, cuda_rates: Mapping[tuple[str, str], float] | Non
 
     Args:
         cuda_rates: of a CUDA device, by (kind, dtype); None for a CPU.
+        isa: of a CPU, as in `HardwareProfile`.
+        is_dilated: of a convolution, whether its windows have gaps, which a trace does not tell.
     """
     if touches_no_bytes(op) or not op.reads:
         return 0
@@ -105,7 +113,7 @@ def estimate_workspace(op: Op, cuda_rates: Mapping[tuple[str, str], float] | Non
         backward = "backward" in name
         if cuda_rates is not None:
             return estimate_cudnn(op, cuda_rates, backward=backward)
-        return estimate_convolution(op, backward=backward)
+        return estimate_convolution(op, backward=backward, isa=isa, is_dilated=is_dilated)
     rule = _RULES.get(name) or _RULES.get(name.rstrip("_"))
     if rule is not None:
         return max(_SCALAR_BYTES, rule(op))
@@ -203,6 +211,12 @@ def _recurrent(op: Op) -> int:
     return math.ceil(1.05 * (gates + copies * weights)) + (64 << 10)
 
 
+def _normalize_layer(op: Op) -> int:
+    """A copy of an input that is not contiguous (the transposed one of a vision transformer); statistics in float32."""
+    rows = math.prod(op.reads[0].shape[:-1]) if _is_half(op.reads[0]) else 0
+    return _largest(op) + 2 * 4 * rows
+
+
 def _batch_norm_backward(op: Op) -> int:
     """A copy of the gradient where it is laid out unlike the input; of small images, of both."""
     inputs = max(op.reads, key=view_bytes)
@@ -261,8 +275,7 @@ _RULES: dict[str, Callable[[Op], int]] = {
     "native_batch_norm": lambda op: 64 * _channels(op),
     "_native_batch_norm_legit": lambda op: 64 * _channels(op),
     "native_batch_norm_backward": _batch_norm_backward,
-    # A layer norm copies an input that is not contiguous (the transposed one of a vision transformer).
-    "native_layer_norm": _largest,
+    "native_layer_norm": _normalize_layer,
     "native_layer_norm_backward": lambda op: math.ceil(2.02 * _largest(op)) + (16 << 10),
     "native_group_norm": lambda op: 32 * _channels(op) * max(op.reads[0].shape[:1], default=1) + 1024,
     "native_group_norm_backward": lambda op: 32 * _channels(op) * max(op.reads[0].shape[:1], default=1) + 1024,
@@ -274,6 +287,9 @@ _RULES: dict[str, Callable[[Op], int]] = {
     "upsample_nearest2d": lambda op: sum(view_bytes(view) for view in op.reads + op.writes),
     "upsample_bilinear2d": lambda op: sum(view_bytes(view) for view in op.reads + op.writes) + (16 << 10),
     "upsample_bicubic2d": lambda op: sum(view_bytes(view) for view in op.reads + op.writes) + (16 << 10),
+    # Their gradient, where it is not contiguous.
+    **dict.fromkeys([f"upsample_{kind}2d_backward" for kind in ("nearest", "bilinear", "bicubic")], _largest),
+    "roll": _largest,  # by more than one dimension, one after the other
     "im2col": lambda op: view_bytes(op.reads[0]),
     "col2im": _largest,
     "_adaptive_avg_pool2d_backward": _largest,

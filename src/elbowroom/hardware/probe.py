@@ -16,6 +16,7 @@ import torch
 from elbowroom.errors import UsageError
 from elbowroom.hardware.links import check_spill_folder, measure_device_link, measure_disk_link, name_file_system
 from elbowroom.hardware.rates import measure_hook, measure_op_latency, measure_rates
+from elbowroom.hooks.processor import find_isa
 from elbowroom.ir.hardware import HardwareProfile, Link, Tier
 
 logger = logging.getLogger(__name__)
@@ -113,6 +114,7 @@ def _measure(device: torch.device, folder: str, report: Progress) -> HardwarePro
     return HardwareProfile(
         name=_name(device),
         device=device.type,
+        isa=find_isa() if device.type == "cpu" else "",
         rates=rates,
         tiers=tiers,
         links=links,

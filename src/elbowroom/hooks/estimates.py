@@ -5,22 +5,17 @@ An op is tried on fake tensors the first time its kind, shapes and dtypes are se
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import Any, TypeAlias
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import _disable_current_modes
 
-from elbowroom.cost.workspace import estimate_workspace
 from elbowroom.hooks.identity import PLAIN_TENSORS, make_test
 from elbowroom.hooks.kinds import Kind, find_kind
 from elbowroom.hooks.replayable import iterate_tensors
+from elbowroom.hooks.settings import Settings, read_settings
 from elbowroom.hooks.stopwatch import Pace, Stopwatch, make_stopwatch
-from elbowroom.ir.trace import Op, View
-
-logger = logging.getLogger(__name__)
+from elbowroom.hooks.trials import Trials
 
 MOST_KEPT = 1 << 16
 """Kinds of op that are remembered; beyond, all are forgotten and found again."""
@@ -29,29 +24,17 @@ UNSEEN_BYTES = 1 << 14
 """Counted in every step for what it allocates without an op that a dispatch mode sees: states of random generators, the
 scalars of a loop. It was some hundred bytes at most in all that was measured."""
 
-_KNOWN_SPACES = ("aten", "prim", "prims")
-
-BLOCK_BYTES = {"cpu": 64, "cuda": 512}
-"""What PyTorch's allocators round small blocks up to."""
-
-
-_COUNTS: dict[str, Callable[[torch.Tensor], int]] = {
-    "repeat_interleave": lambda repeats: int(repeats.sum()),
-    "bincount": lambda values: int(values.max()) + 1 if values.numel() else 0,
-}
-"""Elements of results that only the values of the first argument tell."""
-
-_OUTPUTS = {"_unique2": 4, "unique_dim": 4, "unique_consecutive": 4, "allclose": 0}
-"""Results, of which each may have as many elements as the argument, and one more for sorting."""
-
-
-_DENSE = {"_sparse_addmm", "addmm"}
-"""Their result is dense, though one of their matrices is sparse."""
+_BY_SHAPES = ("convolution", "mm", "norm", "attention", "rnn")
+"""In the names of ops that take what the shapes and the layouts of their arguments tell, whatever the values."""
 
 _REMEMBERED = (str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
 _SCALARS = frozenset((bool, int, float, complex))
 _STRIDED = torch.strided
 _get_default_dtype = torch.get_default_dtype
+
+
+Exact: TypeAlias = tuple[tuple[Any, ...], tuple[tuple[int, ...], ...], Settings]
+"""An op's kind, the shapes of its arguments and what else an estimate rests on; their strides; and the settings."""
 
 
 class Estimate:
@@ -76,11 +59,9 @@ class Estimates:
     """Remembers what ops take on one kind of device."""
 
     def __init__(self, device_type: str) -> None:
-        self._device_type, self._is_here = device_type, make_test(device_type)
-        self._block_bytes = BLOCK_BYTES[device_type]
+        self._is_here, self._trials = make_test(device_type), Trials(device_type)
         self._known: dict[Any, Estimate] = {}
-        self._told: set[Any] = set()
-        self._fake = FakeTensorMode(allow_non_fake_inputs=True)
+        self._measured: dict[Exact, int] = {}
         self._stopwatches: dict[torch.device, Stopwatch] = {}
 
     def find(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Estimate:
@@ -92,96 +73,59 @@ class Estimates:
         if kind.makes_nothing:
             return Estimate(0, 0)
         try:
-            # A new learning rate changes nothing of what an op in place allocates.
-            key: list[Any] = [kind.identity, _get_default_dtype(), *kwargs]
-            _describe((*args, *kwargs.values()) if kwargs else args, key, kind.may_write, self._is_here)
-            if kind.is_convolution:
-                key.append(_count_expanded(args))
-            known = tuple(key)
+            known = self._make_key(kind, args, kwargs)
             found = self._known.get(known)
         except (TypeError, RuntimeError):
-            return self._try(kind.func, args, kwargs)  # it has an argument that cannot be remembered
+            return Estimate(*self._trials.run(kind, args, kwargs))  # it has an argument that cannot be remembered
         if found is None:
-            found = self._try(kind.func, args, kwargs)
-            if kind.func._opname not in _COUNTS:  # there the values tell, and they may be others the next time
+            found = Estimate(*self._trials.run(kind, args, kwargs))
+            if not kind.rests_on_values:  # which may be others the next time
                 if len(self._known) >= MOST_KEPT:
                     self._known.clear()
                 self._known[known] = found
         return found
+
+    def _make_key(self, kind: Kind, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+        # A new learning rate changes nothing of what an op in place allocates.
+        key: list[Any] = [kind.identity, _get_default_dtype(), *kwargs]
+        _describe((*args, *kwargs.values()) if kwargs else args, key, kind.may_write, self._is_here)
+        if kind.count_copied is not None:
+            key += (kind.count_copied(args), torch._C._get_mkldnn_enabled())
+        return tuple(key)
+
+    def tell_apart(self, kind: Kind, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Exact | None:
+        """What an op with these arguments has in common with those alone that take the same; None if that is not to be
+        told."""
+        try:
+            exact = self._make_key(kind, args, kwargs)
+            hash(exact)
+        except (TypeError, RuntimeError):
+            return None
+        return exact, tuple(each.stride() for each in iterate_tensors((*args, *kwargs.values()))), read_settings()
+
+    def learn(self, exact: Exact | None, estimate: Estimate, nbytes: int) -> None:
+        """An op was seen to take so much: all that are estimated alike may."""
+        inner_bytes = max(0, nbytes - estimate.result_bytes)
+        if inner_bytes > estimate.inner_bytes:
+            estimate.inner_bytes, estimate.nbytes = inner_bytes, estimate.result_bytes + inner_bytes
+        if exact is not None:
+            if len(self._measured) >= MOST_KEPT:
+                self._measured.clear()
+            self._measured[exact] = max(inner_bytes, self._measured.get(exact, 0))
+
+    def find_measured(self, kind: Kind, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
+        """Bytes that the same op took inside itself when it was measured; None if it never was, or if what it takes
+        rests on values."""
+        if not any(part in kind.func._opname for part in _BY_SHAPES):
+            return None
+        exact = self.tell_apart(kind, args, kwargs)
+        return None if exact is None else self._measured.get(exact)
 
     def find_stopwatch(self, device: torch.device) -> Stopwatch:
         """What the ops on a device are timed with."""
         if device not in self._stopwatches:
             self._stopwatches[device] = make_stopwatch(device)
         return self._stopwatches[device]
-
-    def _try(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Estimate:
-        given: list[tuple[torch.Tensor, int]] = []
-
-        def fake(value: Any) -> Any:
-            if isinstance(value, torch.Tensor):
-                if value.layout is not torch.strided:
-                    made = torch.empty(value.shape, dtype=value.dtype, device=value.device)
-                else:
-                    made = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
-                given.append((made, made.untyped_storage().nbytes()))
-                return made
-            if isinstance(value, (list, tuple)):
-                return type(value)(map(fake, value))
-            return value
-
-        tensors = list(iterate_tensors((*args, *kwargs.values())))
-        if not all(map(_is_strided, tensors)) and func._opname not in _DENSE:
-            return self._bound(func, tensors)
-        try:
-            # Modes that are there would see the op on trial.
-            with _disable_current_modes(), self._fake:
-                result = func(*map(fake, args), **{name: fake(value) for name, value in kwargs.items()})
-        except Exception:
-            self._tell(func)
-            return self._bound(func, tensors)  # its results depend on values, or it knows no fake tensors
-        if not all(map(_is_strided, iterate_tensors(result))):
-            return self._bound(func, tensors)
-        known = {id(tensor.untyped_storage()) for tensor, _ in given}
-        made = [
-            each
-            for each in iterate_tensors(result)
-            if each.device.type == self._device_type and id(each.untyped_storage()) not in known
-        ]
-        grown = sum(max(0, tensor.untyped_storage().nbytes() - before) for tensor, before in given)
-        blocks = {id(each.untyped_storage()): int(each.untyped_storage().nbytes()) for each in made}
-        return Estimate(sum(map(self._round_up, blocks.values())) + grown, self._find_workspace(func, tensors, made))
-
-    def _tell(self, func: Any) -> None:
-        """Say once of an op from outside of PyTorch that it is guessed at."""
-        if func.namespace not in _KNOWN_SPACES and func not in self._told:
-            self._told.add(func)
-            logger.warning(
-                "%s does not run on fake tensors, so what it allocates is a guess from what it is given; "
-                "torch.library.register_fake tells",
-                func,
-            )
-
-    def _bound(self, func: Any, tensors: list[torch.Tensor]) -> Estimate:
-        """Positions of all elements, which is the most that selecting among them gives."""
-        count = _COUNTS.get(func._opname)
-        if count is not None and _is_strided(tensors[0]):
-            return Estimate(self._round_up(8 * count(tensors[0])), 0)
-        most = _OUTPUTS.get(func._opname, 1) * sum(
-            tensor.numel() * max(8, tensor.element_size()) * max(1, tensor.dim()) for tensor in tensors
-        )
-        strided = [each for each in tensors if _is_strided(each)]
-        return Estimate(0, self._round_up(most) + self._find_workspace(func, strided, []))
-
-    def _find_workspace(self, func: Any, given: Sequence[torch.Tensor], made: Sequence[torch.Tensor]) -> int:
-        views = [_view(tensor, place) for place, tensor in enumerate((*given, *made))]
-        reads, writes = tuple(views[: len(given)]), tuple(views[len(given) :])
-        op = Op(tick=0, name=str(func), reads=reads, writes=writes, flops=0, barrier="")
-        expanded_bytes = _count_expanded(given) if find_kind(func).is_convolution else 0
-        return self._round_up(estimate_workspace(op) + expanded_bytes)
-
-    def _round_up(self, nbytes: int) -> int:
-        return -(-nbytes // self._block_bytes) * self._block_bytes
 
 
 def _describe(values: Iterable[Any], key: list[Any], is_rough: bool, is_here: Callable[[torch.Tensor], bool]) -> None:
@@ -208,18 +152,3 @@ def _describe(values: Iterable[Any], key: list[Any], is_rough: bool, is_here: Ca
         else:
             # Of a storage or a generator, only what it is: what is remembered must not keep it.
             key.append(value if isinstance(value, _REMEMBERED) else made_as)
-
-
-def _count_expanded(values: Iterable[Any]) -> int:
-    """Bytes of those tensors, were they written out, whose elements stand for several each."""
-    tensors = (value for value in values if isinstance(value, torch.Tensor))
-    return sum(tensor.nbytes for tensor in tensors if 0 in tensor.stride() and tensor.numel() > 1)
-
-
-def _is_strided(tensor: torch.Tensor) -> bool:
-    return tensor.layout is torch.strided and not tensor.is_nested
-
-
-def _view(tensor: torch.Tensor, storage: int) -> View:
-    dtype = str(tensor.dtype).removeprefix("torch.")
-    return View(storage=storage, version=0, dtype=dtype, shape=tuple(map(int, tensor.shape)))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+import logging
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -24,6 +26,16 @@ def get_alias(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.detach()
     finally:
         del hidden
+
+
+@contextlib.contextmanager
+def silenced(logger: logging.Logger) -> Iterator[None]:
+    """What somebody else logs in here is of no interest."""
+    before, logger.disabled = logger.disabled, True
+    try:
+        yield
+    finally:
+        logger.disabled = before
 
 
 def hide_from_compiler(function: Callable[..., Any]) -> bool:

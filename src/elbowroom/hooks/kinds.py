@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -17,6 +17,27 @@ from elbowroom.hooks.replayable import (
     may_be_replayed,
     touches_tensors,
 )
+
+_WANT_ROWS = {
+    "_softmax",
+    "_log_softmax",
+    "_softmax_backward_data",
+    "_log_softmax_backward_data",
+    "embedding_dense_backward",
+}
+"""Their kernels copy what is not contiguous."""
+
+
+def _count_expanded(values: Sequence[Any]) -> int:
+    """Bytes of those tensors, were they written out, whose elements stand for several each."""
+    tensors = (value for value in values if isinstance(value, torch.Tensor))
+    return sum(tensor.nbytes for tensor in tensors if 0 in tensor.stride() and tensor.numel() > 1)
+
+
+def _count_scattered(values: Sequence[Any]) -> int:
+    """Bytes of those tensors that are not contiguous."""
+    tensors = (value for value in values if isinstance(value, torch.Tensor))
+    return sum(tensor.nbytes for tensor in tensors if not tensor.is_contiguous())
 
 
 class Kind:
@@ -34,23 +55,26 @@ class Kind:
         is_replayable: whether it may be replayed, as far as that does not rest on its arguments.
         has_conditions: whether that rests on its arguments, too.
         is_source: it makes what it returns of no tensors.
-        is_convolution: its kernels want whole operands, and make them of what is expanded.
+        count_copied: bytes of those of its arguments that its kernels do not take as they lie, and copy; None if there
+            are none, or a rule of its own counts them (`cost.workspace`).
+        rests_on_values: how much it makes.
         has_statistics: whether some of its arguments are statistics that it may update.
     """
 
     __slots__ = (
         "call",
+        "count_copied",
         "func",
         "has_conditions",
         "has_statistics",
         "identity",
-        "is_convolution",
         "is_idle",
         "is_replayable",
         "is_source",
         "is_traced",
         "makes_nothing",
         "may_write",
+        "rests_on_values",
         "writes",
     )
 
@@ -59,7 +83,12 @@ class Kind:
         self.call: Callable[..., Any] = getattr(func, "_op", func) if type(func) is OpOverload else func
         self.writes = find_written(func)
         self.has_statistics = has_statistics(func)
-        self.is_convolution = "convolution" in func._opname
+        self.rests_on_values = func._opname in ("repeat_interleave", "bincount")
+        self.count_copied: Callable[[Sequence[Any]], int] | None = None
+        if "convolution" in func._opname:
+            self.count_copied = _count_expanded
+        elif func._opname in _WANT_ROWS:
+            self.count_copied = _count_scattered
         self.is_source = not any("Tensor" in str(each.type) for each in func._schema.arguments)
         self.may_write = bool(self.writes) or self.has_statistics
         self.is_traced = touches_tensors(func)

@@ -60,6 +60,11 @@ class Meter(Protocol):
         """Most that each of the first ops allocated inside itself, beyond the results that it `created`."""
         ...
 
+    def count_taken(self, begins: Sequence[int], ends: Sequence[int]) -> list[int]:
+        """Most that was there in each span between two moments of `time.time_ns`, beyond what there was at its begin;
+        nothing where the meter cannot tell."""
+        ...
+
 
 def make_meter(device: torch.device) -> Meter:
     """The meter for a device."""
@@ -143,14 +148,19 @@ class CpuMeter:
     def workspace_bytes(self, created_bytes: Sequence[int]) -> tuple[int, ...]:
         if not len(self._times):
             return (0,) * len(created_bytes)
-        firsts = np.searchsorted(self._times, self._begins, side="left").tolist()
-        lasts = np.searchsorted(self._times, self._ends, side="right").tolist()
+        taken = self.count_taken(self._begins, self._ends)
+        return tuple(max(0, most - created) for most, created in zip(taken, created_bytes, strict=False))
+
+    def count_taken(self, begins: Sequence[int], ends: Sequence[int]) -> list[int]:
+        if not len(self._times):
+            return []
+        firsts = np.searchsorted(self._times, begins, side="left").tolist()
+        lasts = np.searchsorted(self._times, ends, side="right").tolist()
         found = []
-        for first, last, created in zip(firsts, lasts, created_bytes, strict=False):
+        for first, last in zip(firsts, lasts, strict=True):
             before = int(self._live[first - 1])
-            most = int(self._live[first:last].max()) if last > first else before
-            found.append(max(0, most - before - created))
-        return tuple(found)
+            found.append(max(0, int(self._live[first:last].max()) - before) if last > first else 0)
+        return found
 
 
 class CudaMeter:
@@ -208,6 +218,9 @@ class CudaMeter:
         return tuple(
             max(0, inner - -(-created // 512) * 512) for inner, created in zip(self._inner, created_bytes, strict=False)
         )
+
+    def count_taken(self, begins: Sequence[int], ends: Sequence[int]) -> list[int]:
+        return []  # the allocator keeps no record of when
 
 
 def reset_resident_peak() -> None:

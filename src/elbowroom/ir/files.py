@@ -44,6 +44,7 @@ _FORMATS: dict[type, str] = {
 
 _ADDED: dict[type, tuple[dict[str, Any], ...]] = {
     Costs: ({"further_links": []},),
+    HardwareProfile: ({"isa": ""},),
     Forecast: (
         {"disk_bytes": 0, "reserved_bytes": 0, "fragmented_bytes": 0},
         {"arena_bytes": 0, "lower_arena_bytes": 0, "disk_arena_bytes": 0},

@@ -59,6 +59,8 @@ class HardwareProfile:
     Attributes:
         name: "this machine", "NVIDIA A100 SXM4 40GB", ...
         device: kind of the top tier, "cpu" or "cuda".
+        isa: the widest instructions of a CPU, "AVX512" or "AVX2", by which it is known what its kernels allocate; empty
+            for others, and for CUDA.
         tiers: top first; links[i] joins tiers[i] and tiers[i + 1].
         op_latency_seconds: the least time any op takes, launch included.
         hook_seconds: what one saved-tensor hook costs the program.
@@ -67,6 +69,7 @@ class HardwareProfile:
 
     name: str
     device: str
+    isa: str
     rates: tuple[Rate, ...]
     tiers: tuple[Tier, ...]
     links: tuple[Link, ...]

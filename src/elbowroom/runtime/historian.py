@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+import time
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
 
+from elbowroom.errors import Infeasible
 from elbowroom.hooks.estimates import Estimate, Estimates
 from elbowroom.hooks.identity import PLAIN_TENSORS, get_any_storage, get_plain_storage, list_parts, make_test
 from elbowroom.hooks.kinds import Kind
+from elbowroom.hooks.lessons import Lessons
+from elbowroom.hooks.meter import Meter
 from elbowroom.hooks.replayable import find_barrier, find_statistics, iterate_tensors
 from elbowroom.hooks.settings import Settings, read_settings
 from elbowroom.hooks.stopwatch import Pace
@@ -93,6 +98,7 @@ class Historian(Watcher):
         self._geometries: dict[tuple[Any, ...], Geometry] = {}
         self._settings: Settings = ()
         self.busy_seconds = 0.0
+        self._lessons: Lessons | None = None  # told of each op, in a step that a meter counts
 
     def sleep(self, run: Runner) -> None:
         """Have `run` run the ops for as long as there is room for them, and count what they make."""
@@ -114,6 +120,15 @@ class Historian(Watcher):
 
         self.stand_in = watch
 
+    @contextlib.contextmanager
+    def learning(self, meter: Meter) -> Iterator[None]:
+        """What ops take in here is learned from a meter that runs for as long."""
+        lessons = self._lessons = Lessons(self._estimates)
+        try:
+            yield
+        finally:
+            lessons.learn(meter)
+
     def close(self) -> None:
         """The step is over: let every op pass, and let go of who asked."""
         self.pauses += 1
@@ -132,7 +147,16 @@ class Historian(Watcher):
             reads = self._describe_all(kind, args, kwargs)
         # What an op takes inside itself is known as an upper bound only, for which no step is refused that is captured.
         nbytes, pace = estimate.nbytes if self._is_recording else estimate.result_bytes, estimate.pace
-        self._host.take_room(nbytes, kind.func)
+        try:
+            self._host.take_room(nbytes, kind.func)
+        except Infeasible:
+            # Before a step is refused for a bound, what the same op has taken counts instead.
+            inner_bytes = self._estimates.find_measured(kind, args, kwargs)
+            if inner_bytes is None or estimate.result_bytes + inner_bytes >= nbytes:
+                raise
+            nbytes = estimate.result_bytes + inner_bytes
+            self._host.take_room(nbytes, kind.func)
+        lesson = None if self._lessons is None else self._lessons.begin(kind, args, kwargs, estimate)
         try:
             if pace.begun < Pace.ENOUGH:
                 result = self._stopwatch.time(pace, kind.func, args, kwargs)
@@ -141,6 +165,8 @@ class Historian(Watcher):
         except BaseException:
             self._account.reserve(-nbytes)
             raise
+        if lesson is not None:
+            lesson.end = time.time_ns()
         self.busy_seconds += pace.seconds
         if type(result) is torch.Tensor and not targets and self._is_here(result):  # as most are
             if reads is None:

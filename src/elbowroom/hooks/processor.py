@@ -1,0 +1,12 @@
+"""What kind of processor this is, as far as what kernels allocate rests on it."""
+
+from __future__ import annotations
+
+import torch
+
+
+def find_isa() -> str:
+    """The widest instructions that convolutions use here, as in `HardwareProfile`."""
+    if torch.cpu._is_avx512_supported():
+        return "AVX512"
+    return "AVX2" if torch.cpu._is_avx2_supported() else ""
