@@ -188,6 +188,38 @@ def test_estimates_cover_copies_of_what_is_not_contiguous() -> None:
         assert measured <= estimated, op
 
 
+@pytest.mark.parametrize(
+    ("steps", "images", "inner", "width"), [(32, 64, 100, 128), (8, 100, 50, 16), (100, 4, 8, 100), (5, 32, 512, 256)]
+)
+def test_estimates_cover_what_recurrent_layers_keep(steps: int, images: int, inner: int, width: int) -> None:
+    """Fake tensors do not tell how large that is, and it is more than everything else."""
+    layer = nn.LSTM(inner, width, num_layers=2)
+    with Comparison() as comparison:
+        layer(numbers(steps, images, inner, dtype=torch.float32))[0].sum().backward()
+    for op in ("mkldnn_rnn_layer", "mkldnn_rnn_layer_backward"):
+        estimated, measured = comparison.found[op]
+        assert measured <= estimated <= 2 * measured, op
+
+
+def test_estimates_cover_copies_of_what_is_neither_in_rows_nor_in_columns() -> None:
+    x, weight = numbers(1024, 64, dtype=torch.float32).requires_grad_(), numbers(256, 64, dtype=torch.float32)
+    with Comparison() as comparison:
+        functional.linear(x, weight.requires_grad_()).sum().backward()
+        torch.bmm(numbers(16, 128, 64, dtype=torch.float32)[..., ::2], numbers(16, 32, 32, dtype=torch.float32))
+    for op in ("mm", "bmm"):
+        estimated, measured = comparison.found[op]
+        assert measured <= estimated, op
+
+
+def test_estimates_cover_attention_in_float64() -> None:
+    queries, keys, values = (numbers(4, 4, 300, 32, dtype=torch.float64).requires_grad_() for _ in range(3))
+    with Comparison() as comparison:
+        functional.scaled_dot_product_attention(queries, keys, values).sum().backward()
+    assert len(comparison.found) > 1
+    for op, (estimated, measured) in comparison.found.items():
+        assert measured <= estimated, op
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(
     ("left", "right", "ends"),

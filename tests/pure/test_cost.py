@@ -280,7 +280,7 @@ def convolution(batch: int, channels: int, size: int, outputs: int, kernel: int,
             make_op(
                 "aten.mkldnn_rnn_layer.default",
                 (view(0, (64, 16, 256)), view(1, (2048, 256)), view(2, (2048, 512)), view(3, (2048,))),
-                (view(4, (64, 16, 512)),),
+                (view(4, (64, 16, 512)), view(5, (1 << 20,), dtype="uint8")),
             ),
             14_881_336,
             1.1,

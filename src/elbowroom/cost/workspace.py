@@ -178,7 +178,8 @@ def _attention(op: Op) -> int:
         return _largest(op)
     length, width = query.shape[-2:]
     rows, columns = _tile(length), min(key.shape[-2], 512)
-    tile = rows * columns * (6 if _is_half(query) else 4) + 4 * rows * (width + 2)
+    single = max(4, element_bytes(query.dtype))
+    tile = rows * columns * (6 if _is_half(query) else single) + single * rows * (width + 2)
     return _THREADS * tile
 
 
@@ -189,7 +190,8 @@ def _attention_backward(op: Op) -> int:
         return 2 * _largest(op)
     rows, columns = _tile(query.shape[-2]), min(key.shape[-2], 512)
     half = _is_half(query)
-    tile = rows * columns * (15 if half else 8) + rows * 512 + (16_384 if half else 0)
+    single = max(4, element_bytes(query.dtype))
+    tile = rows * columns * (15 if half else 2 * single) + rows * 128 * single + (16_384 if half else 0)
     return view_bytes(gradient) + _THREADS * tile
 
 
@@ -198,17 +200,29 @@ def _tile(length: int) -> int:
 
 
 def _recurrent(op: Op) -> int:
-    """The weights in blocked layouts, and the gates of every step of the sequence in float32."""
+    """The weights in blocked layouts, and the gates of every step of the sequence in float32. Forward, beside that,
+    what is kept for the backward pass, where nothing tells how large that is."""
     inputs, *others = op.reads
     matrices = [view for view in others if len(view.shape) == 2][:2]
     if not matrices or len(inputs.shape) != 3:
         return _largest(op)
     gates = 4 * count_elements(inputs) // max(inputs.shape[-1], 1) * matrices[0].shape[0]
     weights = sum(view_bytes(view) for view in matrices)
-    copies: float = 1
     if "backward" in short_name(op):
         copies = 3 if _is_half(inputs) else 2
-    return math.ceil(1.05 * (gates + copies * weights)) + (64 << 10)
+        states = view_bytes(inputs) + gates // 2
+        return math.ceil(1.1 * (gates + copies * weights)) + states + (64 << 10)
+    is_known = any(view.dtype == "uint8" and count_elements(view) for view in op.writes)
+    kept = 0 if is_known else _count_kept(inputs, matrices[0].shape[0] // 4, gates)
+    return math.ceil(1.05 * (gates + weights)) + kept + (64 << 10)
+
+
+def _count_kept(inputs: View, width: int, gates: int) -> int:
+    """States of every step, inputs and gradients among them, in rows of whole blocks; each kind on pages of its own."""
+    row = 4 * (math.ceil(max(width, inputs.shape[-1]) / 16) * 16 + 16)
+    steps, others = inputs.shape[0] + 1, inputs.shape[1] + 1
+    rows = max(steps * inputs.shape[1], others * inputs.shape[0])  # whichever of the first two counts the steps
+    return gates + math.ceil(11.2 * row * rows) + 10 * 4096
 
 
 def _normalize_layer(op: Op) -> int:
@@ -282,6 +296,9 @@ _RULES: dict[str, Callable[[Op], int]] = {
     # Positions that are expanded (the token types of BERT) are copied.
     "embedding": lambda op: sum(view_bytes(view) for view in op.reads if not is_floating(view.dtype)),
     "embedding_dense_backward": lambda op: sum(view_bytes(view) for view in op.reads if not is_floating(view.dtype)),
+    # The largest of a bag are found with their positions.
+    "_embedding_bag": lambda op: 2 * sum(view_bytes(view) for view in op.reads[1:]) + _SCALAR_BYTES,
+    "_embedding_bag_backward": lambda op: sum(view_bytes(view) for view in op.reads + op.writes),
     "_safe_softmax": lambda op: math.ceil(0.26 * _largest(op)) + _SCALAR_BYTES,
     "logsumexp": lambda op: _largest(op) + 4 * sum(view_bytes(view) for view in op.writes),
     "upsample_nearest2d": lambda op: sum(view_bytes(view) for view in op.reads + op.writes),

@@ -27,6 +27,9 @@ _WANT_ROWS = {
 }
 """Their kernels copy what is not contiguous."""
 
+_WANT_MATRICES = {"mm", "bmm", "addmm", "baddbmm", "mv", "addmv"}
+"""Their kernels take rows or columns, and copy what lies otherwise."""
+
 
 def _count_expanded(values: Sequence[Any]) -> int:
     """Bytes of those tensors, were they written out, whose elements stand for several each."""
@@ -38,6 +41,17 @@ def _count_scattered(values: Sequence[Any]) -> int:
     """Bytes of those tensors that are not contiguous."""
     tensors = (value for value in values if isinstance(value, torch.Tensor))
     return sum(tensor.nbytes for tensor in tensors if not tensor.is_contiguous())
+
+
+def _count_askew(values: Sequence[Any]) -> int:
+    """Bytes of those matrices whose elements lie next to each other neither in rows nor in columns."""
+    nbytes = 0
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            strides = value.stride()
+            if 0 in strides or 1 not in strides[-2:]:
+                nbytes += value.nbytes
+    return nbytes
 
 
 class Kind:
@@ -87,6 +101,8 @@ class Kind:
         self.count_copied: Callable[[Sequence[Any]], int] | None = None
         if "convolution" in func._opname:
             self.count_copied = _count_expanded
+        elif func._opname in _WANT_MATRICES:
+            self.count_copied = _count_askew
         elif func._opname in _WANT_ROWS:
             self.count_copied = _count_scattered
         self.is_source = not any("Tensor" in str(each.type) for each in func._schema.arguments)
