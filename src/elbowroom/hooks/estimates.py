@@ -1,6 +1,6 @@
 """What an op is about to allocate, before it runs, and how long it took before.
 
-An op is tried on fake tensors the first time its kind, shapes and dtypes are seen; after that it is looked up.
+An op is tried on fake tensors the first time its kind is seen with such arguments; after that it is looked up.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import torch
 
 from elbowroom.hooks.identity import PLAIN_TENSORS, make_test
 from elbowroom.hooks.kinds import Kind, find_kind
-from elbowroom.hooks.replayable import iterate_tensors
 from elbowroom.hooks.settings import Settings, read_settings
 from elbowroom.hooks.stopwatch import Pace, Stopwatch, make_stopwatch
 from elbowroom.hooks.trials import Trials
@@ -30,11 +29,12 @@ _BY_SHAPES = ("convolution", "mm", "norm", "attention", "rnn")
 _REMEMBERED = (str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
 _SCALARS = frozenset((bool, int, float, complex))
 _STRIDED = torch.strided
+_SIZES = frozenset((bool, int))
 _get_default_dtype = torch.get_default_dtype
 
 
-Exact: TypeAlias = tuple[tuple[Any, ...], tuple[tuple[int, ...], ...], Settings]
-"""An op's kind, the shapes of its arguments and what else an estimate rests on; their strides; and the settings."""
+Exact: TypeAlias = tuple[tuple[Any, ...], Settings]
+"""What an estimate rests on, and the settings."""
 
 
 class Estimate:
@@ -73,7 +73,12 @@ class Estimates:
         if kind.makes_nothing:
             return Estimate(0, 0)
         try:
-            known = self._make_key(kind, args, kwargs)
+            # A new learning rate changes nothing of what an op in place allocates.
+            key = [kind.identity, _get_default_dtype(), *kwargs]
+            _describe((*args, *kwargs.values()) if kwargs else args, key, kind, self._is_here)
+            if kind.is_convolution:
+                key.append(torch._C._get_mkldnn_enabled())
+            known = tuple(key)
             found = self._known.get(known)
         except (TypeError, RuntimeError):
             return Estimate(*self._trials.run(kind, args, kwargs))  # it has an argument that cannot be remembered
@@ -85,23 +90,17 @@ class Estimates:
                 self._known[known] = found
         return found
 
-    def _make_key(self, kind: Kind, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
-        # A new learning rate changes nothing of what an op in place allocates.
-        key: list[Any] = [kind.identity, _get_default_dtype(), *kwargs]
-        _describe((*args, *kwargs.values()) if kwargs else args, key, kind.may_write, self._is_here)
-        if kind.count_copied is not None:
-            key += (kind.count_copied(args), torch._C._get_mkldnn_enabled())
-        return tuple(key)
-
     def tell_apart(self, kind: Kind, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Exact | None:
         """What an op with these arguments has in common with those alone that take the same; None if that is not to be
         told."""
+        key = [kind.identity, _get_default_dtype(), *kwargs]
         try:
-            exact = self._make_key(kind, args, kwargs)
-            hash(exact)
+            _describe((*args, *kwargs.values()), key, kind, self._is_here)
+            known = tuple(key)
+            hash(known)
         except (TypeError, RuntimeError):
             return None
-        return exact, tuple(each.stride() for each in iterate_tensors((*args, *kwargs.values()))), read_settings()
+        return known, read_settings()
 
     def learn(self, exact: Exact | None, estimate: Estimate, nbytes: int) -> None:
         """An op was seen to take so much: all that are estimated alike may."""
@@ -128,25 +127,30 @@ class Estimates:
         return self._stopwatches[device]
 
 
-def _describe(values: Iterable[Any], key: list[Any], is_rough: bool, is_here: Callable[[torch.Tensor], bool]) -> None:
+def _describe(values: Iterable[Any], key: list[Any], kind: Kind, is_here: Callable[[torch.Tensor], bool]) -> None:
     """Append what tells these arguments from others of the same op. What comes first tells what it describes.
 
     Raises:
-        TypeError, RuntimeError: one cannot be remembered.
+        TypeError, RuntimeError: one cannot be remembered. Of a nested tensor there is no shape, for one.
     """
     for value in values:
         made_as = type(value)
         if made_as in _SCALARS:  # first, since to ask whether it is a tensor takes longer
-            key += (made_as, None if is_rough and made_as is float else value)  # 1, 1.0 and True are equal
+            key += (made_as, None if made_as is float and kind.may_write else value)  # 1, 1.0 and True are equal
         elif made_as in PLAIN_TENSORS or isinstance(value, torch.Tensor):
-            if value.layout is not _STRIDED:
-                raise TypeError  # its shape does not tell how large it is; of a nested one there is none
+            strides = value.stride()
+            # Of sparse and opaque ones the shape does not tell how large they are.
+            if (0 in strides or made_as not in PLAIN_TENSORS) and value.layout is not _STRIDED:
+                raise TypeError
             if not is_here(value):
                 key.append(value.device)
-            key += (value.shape, value.dtype)
+            key += (value.shape, strides, value.dtype)
         elif made_as is list or isinstance(value, (list, tuple)):
+            if value and type(value[0]) in _SIZES and not kind.mixes_scalars:
+                key.append(tuple(value))
+                continue
             key.append(len(value))
-            _describe(value, key, is_rough, is_here)
+            _describe(value, key, kind, is_here)
         elif isinstance(value, (int, float, complex)):  # of a class of its own
             key += (made_as, value)
         else:

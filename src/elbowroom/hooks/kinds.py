@@ -68,9 +68,11 @@ class Kind:
         writes: (position, name) of the arguments that it writes to by its schema.
         is_replayable: whether it may be replayed, as far as that does not rest on its arguments.
         has_conditions: whether that rests on its arguments, too.
+        is_convolution: of one kind or another, or its gradient.
         is_source: it makes what it returns of no tensors.
         count_copied: bytes of those of its arguments that its kernels do not take as they lie, and copy; None if there
             are none, or a rule of its own counts them (`cost.workspace`).
+        mixes_scalars: it takes lists of numbers that may be of several types.
         rests_on_values: how much it makes.
         has_statistics: whether some of its arguments are statistics that it may update.
     """
@@ -82,12 +84,14 @@ class Kind:
         "has_conditions",
         "has_statistics",
         "identity",
+        "is_convolution",
         "is_idle",
         "is_replayable",
         "is_source",
         "is_traced",
         "makes_nothing",
         "may_write",
+        "mixes_scalars",
         "rests_on_values",
         "writes",
     )
@@ -97,9 +101,11 @@ class Kind:
         self.call: Callable[..., Any] = getattr(func, "_op", func) if type(func) is OpOverload else func
         self.writes = find_written(func)
         self.has_statistics = has_statistics(func)
+        self.mixes_scalars = any("List[number]" in str(each.type) for each in func._schema.arguments)
         self.rests_on_values = func._opname in ("repeat_interleave", "bincount")
         self.count_copied: Callable[[Sequence[Any]], int] | None = None
-        if "convolution" in func._opname:
+        self.is_convolution = "convolution" in func._opname
+        if self.is_convolution:
             self.count_copied = _count_expanded
         elif func._opname in _WANT_MATRICES:
             self.count_copied = _count_askew

@@ -113,7 +113,7 @@ class Historian(Watcher):
                 return self.run(kind, args, kwargs, targets)
             result = run(kind, args, kwargs, targets)
             if targets and estimate.result_bytes:
-                self._note_written(targets)  # it may have grown them
+                self._note_written(targets, may_grow=True)
             if not targets or result is not targets[0]:
                 self._count(result)
             return result
@@ -179,9 +179,12 @@ class Historian(Watcher):
                     made = weakref.ref(residence), residence.nbytes
                     residence.made_by = self._make_run(kind, reads, made, (), estimate)
                 return result
+        if reads is None and type(result) is tuple and not targets:
+            self._count(result, nbytes)
+            return result
         if nbytes:
             self._account.reserve(-nbytes)  # what it made is counted as it is seen
-        written = self._note_written(targets) if targets else NONE
+        written = self._note_written(targets, may_grow=estimate.result_bytes > 0) if targets else NONE
         if reads is not None:
             self._record(kind, reads, self._note(result), written, estimate)
             return result
@@ -191,20 +194,23 @@ class Historian(Watcher):
             residence.forget_runs()
         return result
 
-    def _count(self, result: Any) -> None:
-        """Results that are not recorded take room all the same."""
-        for tensor in (result,) if type(result) is torch.Tensor else iterate_tensors(result):
+    def _count(self, result: Any, reserved_bytes: int = 0) -> None:
+        """Results that are not recorded take room all the same. `reserved_bytes`: for them."""
+        for tensor in _list_tensors(result):
             if self._is_here(tensor):
                 if (storage := get_any_storage(tensor)) is not None:
-                    self._account.count(storage)
+                    self._account.count(storage, reserved_bytes)
+                    reserved_bytes = 0
                 elif tensor.layout is not torch.strided:
                     self._count(list_parts(tensor))
+        if reserved_bytes:
+            self._account.reserve(-reserved_bytes)
 
     def _note(self, result: Any) -> Results:
         """The residence of each result; `NOBODYS` where one has none."""
         results: Results = []
         is_whole = True
-        for tensor in (result,) if type(result) is torch.Tensor else iterate_tensors(result):
+        for tensor in _list_tensors(result):
             storage = get_plain_storage(tensor) if self._is_here(tensor) else None
             if storage is not None:
                 results.append(self._account.see(storage, is_outside=False))
@@ -213,13 +219,14 @@ class Historian(Watcher):
                 self._count(tensor)
         return results if is_whole else NOBODYS
 
-    def _note_written(self, targets: Sequence[torch.Tensor]) -> list[Residence]:
+    def _note_written(self, targets: Sequence[torch.Tensor], *, may_grow: bool) -> list[Residence]:
         """The residences of what an op wrote to, whose version is new once `on_write` has been told."""
+        see = self._account.measure if may_grow else self._account.see_moving
         written: list[Residence] = []
         for tensor in targets:
             storage = get_any_storage(tensor) if self._is_here(tensor) else None
             if storage is not None:
-                residence = self._account.measure(storage)
+                residence = see(storage)
                 if residence is None:
                     continue  # no op of the step has made it, and none has read it
                 if residence not in written:
@@ -303,6 +310,15 @@ class Historian(Watcher):
             else:
                 described.append(value)
         return described
+
+
+def _list_tensors(result: Any) -> Iterable[torch.Tensor]:
+    """As `iterate_tensors`, quicker where an op returns what most do."""
+    if type(result) is torch.Tensor:
+        return (result,)
+    if type(result) is tuple and PLAIN_TENSORS.issuperset(map(type, result)):
+        return result
+    return iterate_tensors(result)
 
 
 class _Reads(NamedTuple):
