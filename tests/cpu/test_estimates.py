@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +17,7 @@ from elbowroom.cost.roofline import find_kind
 from elbowroom.cost.workspace import estimate_workspace
 from elbowroom.hooks.estimates import Estimates
 from elbowroom.hooks.kinds import find_kind as find_kind_of_op
+from elbowroom.hooks.lessons import Lessons
 from elbowroom.hooks.meter import CpuMeter
 from elbowroom.hooks.replayable import is_view, touches_tensors
 from elbowroom.ir.hardware import HardwareProfile
@@ -275,6 +277,36 @@ def test_what_ops_took_in_a_step_that_was_metered_is_counted_from_then_on(
     first, *others = run(budget_bytes).steps
     assert first.peak_bytes > budget_bytes, "this case shows nothing"
     assert max(record.peak_bytes for record in others) <= budget_bytes
+
+
+def test_nothing_is_learned_of_ops_that_ran_side_by_side() -> None:
+    """The meter counts bytes of all threads that run the step."""
+    known, kind = Estimates("cpu"), find_kind_of_op(torch.ops.aten.mm.default)
+    lessons, meter, taken = Lessons(known), CpuMeter(), {}
+    meter.start()
+    for size in (8, 16, 24, 32):
+        given = torch.zeros(size, size), torch.zeros(size, size)
+        estimate = known.find_of(kind, given, {})
+        lesson = lessons.begin(kind, given, {}, estimate)
+        if size == 16:
+            other = torch.zeros(1 << 18), lesson  # takes until the next one has begun
+        else:
+            lesson.end = time.time_ns()
+        if size == 24:
+            other[1].end = time.time_ns()
+        taken[size] = estimate
+        torch.zeros(1 << 16)
+    meter.stop()
+    lessons.learn(meter)
+    measured = [known.find_measured(kind, (torch.zeros(size, size), torch.zeros(size, size)), {}) for size in taken]
+    assert measured == [0, None, None, 0]
+    assert all(estimate.inner_bytes <= 64 for estimate in taken.values())
+
+
+def test_sparse_matrices_lie_in_no_way() -> None:
+    dense, ones = torch.zeros(8, 8), torch.eye(8)
+    for sparse in (ones.to_sparse(), ones.to_sparse_csr()):
+        assert Estimates("cpu").find(torch.ops.aten.addmm.default, (dense, sparse, dense), {}).result_bytes == 256
 
 
 def test_what_an_op_took_stands_for_the_same_op_alone() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
@@ -30,12 +31,17 @@ def get_alias(tensor: torch.Tensor) -> torch.Tensor:
 
 @contextlib.contextmanager
 def silenced(logger: logging.Logger) -> Iterator[None]:
-    """What somebody else logs in here is of no interest."""
-    before, logger.disabled = logger.disabled, True
+    """What somebody else logs in here, in this thread, is of no interest."""
+    thread = threading.get_ident()
+
+    def is_of_interest(record: logging.LogRecord) -> bool:
+        return record.thread != thread
+
+    logger.addFilter(is_of_interest)
     try:
         yield
     finally:
-        logger.disabled = before
+        logger.removeFilter(is_of_interest)
 
 
 def hide_from_compiler(function: Callable[..., Any]) -> bool:

@@ -5,6 +5,7 @@ Rules for what kernels allocate were fitted on a few machines; others have other
 
 from __future__ import annotations
 
+import itertools
 import time
 from typing import Any
 
@@ -43,8 +44,19 @@ class Lessons:
 
     def learn(self, meter: Meter) -> None:
         """The step is over, and its meter has stopped."""
-        lessons = [each for each in self._lessons if each.end]
+        lessons = _list_lone([each for each in self._lessons if each.end])
         self._lessons.clear()
         taken = meter.count_taken([each.begin for each in lessons], [each.end for each in lessons])
         for lesson, nbytes in zip(lessons, taken, strict=False):  # nothing is counted where nobody can
             self._estimates.learn(lesson.exact, lesson.estimate, nbytes)
+
+
+def _list_lone(lessons: list[Lesson]) -> list[Lesson]:
+    """Those of ops that ran while no other thread ran one, whose bytes would be taken for theirs."""
+    lessons.sort(key=lambda lesson: lesson.begin)
+    lone, busy_until = [], 0
+    for lesson, following in itertools.zip_longest(lessons, lessons[1:]):
+        if lesson.begin >= busy_until and (following is None or lesson.end <= following.begin):
+            lone.append(lesson)
+        busy_until = max(busy_until, lesson.end)
+    return lone

@@ -119,7 +119,7 @@ class Trials:
         op = Op(tick=0, name=str(kind.func), reads=reads, writes=writes, flops=0, barrier="")
         isa = self._isa if torch._C._get_mkldnn_enabled() else ""  # PyTorch's own kernels are at work without
         workspace_bytes = estimate_workspace(op, isa=isa, is_dilated=_is_dilated(kind.func, args))
-        copied_bytes = 0 if kind.count_copied is None else kind.count_copied(given)
+        copied_bytes = 0 if kind.count_copied is None else kind.count_copied(list(filter(_is_strided, given)))
         return self._round_up(workspace_bytes + copied_bytes)
 
     def _round_up(self, nbytes: int) -> int:
