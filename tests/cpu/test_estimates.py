@@ -156,6 +156,7 @@ conv2d, transposed2d = functional.conv2d, functional.conv_transpose2d
         (conv2d, (2, 512, 10, 10), (384, 512, 3, 3), {"padding": 1, "dilation": 2}, torch.float32),
         (conv2d, (2, 12, 224, 224), (48, 12, 11, 11), {"stride": 3, "padding": 3, "dilation": 2}, torch.float32),
         (conv2d, (4, 48, 112, 112), (48, 8, 3, 3), {"stride": 2, "padding": 1, "groups": 6}, torch.float32),
+        (conv2d, (6, 1536, 16, 16), (384, 1536, 3, 1), {"stride": 2, "padding": 1}, torch.float32),
     ],
 )
 @pytest.mark.parametrize("has_onednn", [True, False])

@@ -11,7 +11,7 @@
 Source: measured with torch 2.13 (oneDNN inside), two threads. With AVX-512: 6,500 different convolutions, both ways,
     of ResNet-50, VGG-16, DenseNet-121, MobileNetV3, ConvNeXt, ViT, a U-Net and 2,000 random shapes, float32 and
     bfloat16, contiguous and channels_last; 3,000 random shapes more raised the coefficients of 1x1 kernels. With AVX2:
-    6,200 in float32, which the same coefficients cover but for what is multiplied and for small groups; 7,800 in other
+    16,000 in float32, which the same coefficients cover but for what is multiplied and for groups; 9,000 in other
     dtypes, all written out. More threads need more, where each thread has its own scratch.
 """
 
@@ -81,17 +81,17 @@ def estimate_convolution(op: Op, *, backward: bool, isa: str, is_dilated: bool) 
     Args:
         op: reads input, weight and perhaps a bias; backward the gradient of the result before them.
         isa: the processor's instruction set, as in `HardwareProfile`.
-        is_dilated: whether its windows have gaps.
+        is_dilated: whether its windows have gaps, or some lie beside the image altogether.
     """
     geometry = _read_geometry(op, backward=backward)
     if geometry is None:
         return sum(view_bytes(view) for view in op.reads + op.writes)
     dtype = geometry.source.dtype
     if dtype in _WRITTEN_OUT.get(isa, ()):
-        return _estimate_written_out(geometry)
+        return _estimate_written_out(geometry, backward=backward)
     blocked = _estimate_blocked(geometry, backward=backward)
     if dtype not in _BLOCKED.get(isa, ()):
-        return max(blocked, _estimate_written_out(geometry))
+        return max(blocked, _estimate_written_out(geometry, backward=backward))
     if isa == "AVX512":
         return blocked
     return max(blocked, _estimate_multiplied(geometry, backward=backward, is_dilated=is_dilated))
@@ -119,20 +119,25 @@ def _estimate_multiplied(geometry: _Geometry, *, backward: bool, is_dilated: boo
     source, weight, _, groups = geometry
     inputs, outputs, weights = _count_blocked(geometry)
     is_large = any(kernel > pixels for kernel, pixels in zip(weight.shape[2:], source.shape[2:], strict=True))
-    if backward and (is_dilated or is_large):
+    if is_dilated or (backward and is_large):
         images = max(source.shape[0], 1)
-        copies = 8.4 if images > 1 else 4.2
+        copies = 2 if not backward else 8.4 if images > 1 else 4.2
         windows = 2 * _count_windows(geometry) / images
         windows = windows if is_dilated else min(windows, 2 * weights)
         return _SMALL_BYTES + math.ceil(1.05 * (inputs + outputs) + copies * weights + windows)
-    return _SMALL_BYTES + inputs + outputs + weights if groups > 1 else 0
+    if groups == 1:
+        return 0
+    more = max(inputs, outputs) if backward else 0
+    return _SMALL_BYTES + math.ceil(1.1 * (inputs + outputs)) + more + weights
 
 
-def _estimate_written_out(geometry: _Geometry) -> int:
-    """Every window, and a copy of each operand that is laid out in another way, or of each group of it."""
+def _estimate_written_out(geometry: _Geometry, *, backward: bool) -> int:
+    """Every window, and a copy of each operand that is laid out in another way, or of each group of it. In half
+    precision the gradient of a bias is summed in float32."""
     source, weight, result, _ = geometry
     copies = sum(map(view_bytes, (source, weight, result)))
-    return _SMALL_BYTES + copies + _count_windows(geometry)
+    bias = 3 * view_bytes(result) if backward and element_bytes(result.dtype) < 4 else 0
+    return _SMALL_BYTES + max(copies + _count_windows(geometry), bias)
 
 
 def _count_windows(geometry: _Geometry) -> int:

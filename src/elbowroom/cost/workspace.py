@@ -104,7 +104,8 @@ def estimate_workspace(
     Args:
         cuda_rates: of a CUDA device, by (kind, dtype); None for a CPU.
         isa: of a CPU, as in `HardwareProfile`.
-        is_dilated: of a convolution, whether its windows have gaps, which a trace does not tell.
+        is_dilated: of a convolution, whether its windows have gaps, or some lie beside the image altogether; a trace
+            does not tell.
     """
     if touches_no_bytes(op) or not op.reads:
         return 0

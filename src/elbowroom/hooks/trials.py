@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -127,12 +128,14 @@ class Trials:
 
 
 def _is_dilated(func: Any, args: tuple[Any, ...]) -> bool:
-    """Whether the windows of a convolution have gaps; said of those, too, of which nothing tells."""
-    names = [argument.name for argument in func._schema.arguments]
-    if "dilation" not in names:
+    """Whether the windows of a convolution have gaps, or some lie in the padding altogether."""
+    places = {argument.name: place for place, argument in enumerate(func._schema.arguments)}
+    if not {"weight", "padding", "dilation"} <= places.keys() or max(places["padding"], places["dilation"]) >= len(
+        args
+    ):
         return False
-    position = names.index("dilation")
-    return position >= len(args) or any(each != 1 for each in args[position])
+    kernel, padding = args[places["weight"]].shape[2:], args[places["padding"]]
+    return any(each != 1 for each in args[places["dilation"]]) or any(map(operator.ge, padding, kernel))
 
 
 def _count_groups(left: torch.Tensor, right: torch.Tensor, ends: torch.Tensor | None = None) -> int:
