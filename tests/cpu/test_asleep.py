@@ -227,3 +227,20 @@ def test_a_step_that_fits_as_it_is_can_be_watched(program: Program, profile: Har
     assert not any(
         record.offloaded_bytes or record.recomputed for index, record in enumerate(records) if 0 < index < ODD
     )
+
+
+def test_what_grows_in_a_step_that_sleeps_is_counted(profile: HardwareProfile) -> None:
+    """How large the positions of what is not zero get, only values tell."""
+    model, optimizer = make()
+    with elbowroom.fit(model, optimizer, 1 << 40, profile=profile, always_watch=True) as room:
+        for _ in range(4):
+            with room.step():
+                engine = room._engine
+                measured_now_and_then(model, SMALL)
+                optimizer.step()
+                optimizer.zero_grad()
+                assert engine is not None
+                before, found = engine.account.live_bytes, torch.empty(0, dtype=torch.int64)
+                torch.nonzero(torch.ones(1 << 16), out=found)
+                assert engine.account.live_bytes == before + (8 << 16)
+        assert room.journal().steps[-1].mode is Mode.PLANNED

@@ -554,6 +554,10 @@ def test_bytes_are_counted_right_whatever_is_resized(profile: HardwareProfile) -
         sparse = torch.sparse_coo_tensor(torch.arange(1 << 10)[None], torch.ones(1 << 10), (1 << 12,)).coalesce()
         assert account.live_bytes >= before + (4 << 16) + 12 * (1 << 10)
         del grown, sparse
+        # How large this gets, only values tell.
+        found = torch.empty(0, dtype=torch.int64)
+        torch.nonzero(torch.ones(1 << 16), out=found)
+        assert account.live_bytes == before + (8 << 16)
 
 
 def test_inputs_are_not_kept(profile: HardwareProfile, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -178,6 +178,16 @@ def test_estimates_cover_convolutions_by_whatever_kernel(
         assert measured <= estimated, op
 
 
+@pytest.mark.parametrize("options", [{"padding": "same", "dilation": 2}, {"padding": 1, "dilation": 2}, {"padding": 4}])
+def test_estimates_cover_convolutions_without_gradients(options: dict[str, Any]) -> None:
+    """PyTorch calls them by other names then."""
+    given, weight = numbers(4, 16, 32, 32, dtype=torch.float32), numbers(16, 16, 3, 3, dtype=torch.float32)
+    with torch.inference_mode(), Comparison() as comparison:
+        functional.conv2d(given, weight, **options)
+    estimated, measured = comparison.found["conv2d"]
+    assert measured <= estimated
+
+
 def test_estimates_cover_copies_of_what_is_not_contiguous() -> None:
     x = numbers(2, 56, 56, 96, dtype=torch.float32)
     small = numbers(2, 64, 8, 8, dtype=torch.float32).requires_grad_()

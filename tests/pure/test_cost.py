@@ -352,14 +352,13 @@ def backward(op: Op) -> Op:
         # A kernel larger than the images, and one with gaps, whose windows look the same.
         (backward(convolution(6, 128, 2, 32, 3)), False, 1_219_840, 1.2),
         (backward(convolution(2, 2048, 16, 256, 3)), True, 188_743_936, 1.2),
-        (convolution(2, 64, 112, 64, 3), False, 0, math.inf),
     ],
 )
 def test_workspaces_without_avx_512_cover_what_was_measured(
     op: Op, is_dilated: bool, measured_bytes: int, slack: float
 ) -> None:
     found = estimate_workspace(op, isa="AVX2", is_dilated=is_dilated)
-    assert measured_bytes <= found <= slack * measured_bytes or not measured_bytes
+    assert measured_bytes <= found <= slack * measured_bytes
     # Where the processor is not known, all that may be counts.
     assert estimate_workspace(op, isa="") >= estimate_workspace(op, isa="AVX512")
 

@@ -84,7 +84,7 @@ class Estimates:
             return Estimate(*self._trials.run(kind, args, kwargs))  # it has an argument that cannot be remembered
         if found is None:
             found = Estimate(*self._trials.run(kind, args, kwargs))
-            if not kind.rests_on_values:  # which may be others the next time
+            if kind.count_results is None:  # else values tell, which may be others the next time
                 if len(self._known) >= MOST_KEPT:
                     self._known.clear()
                 self._known[known] = found

@@ -18,6 +18,11 @@ from elbowroom.hooks.replayable import (
     touches_tensors,
 )
 
+_COUNTS: dict[str, Callable[[torch.Tensor], int]] = {
+    "repeat_interleave": lambda repeats: int(repeats.sum()),
+    "bincount": lambda values: int(values.max()) + 1 if values.numel() else 0,
+}
+
 _WANT_ROWS = {
     "_softmax",
     "_log_softmax",
@@ -72,14 +77,15 @@ class Kind:
         is_source: it makes what it returns of no tensors.
         count_copied: bytes of those of its arguments that its kernels do not take as they lie, and copy; None if there
             are none, or a rule of its own counts them (`cost.workspace`).
+        count_results: elements of its results, which only the values of its first argument tell; None of most ops.
         mixes_scalars: it takes lists of numbers that may be of several types.
-        rests_on_values: how much it makes.
         has_statistics: whether some of its arguments are statistics that it may update.
     """
 
     __slots__ = (
         "call",
         "count_copied",
+        "count_results",
         "func",
         "has_conditions",
         "has_statistics",
@@ -92,7 +98,6 @@ class Kind:
         "makes_nothing",
         "may_write",
         "mixes_scalars",
-        "rests_on_values",
         "writes",
     )
 
@@ -102,7 +107,7 @@ class Kind:
         self.writes = find_written(func)
         self.has_statistics = has_statistics(func)
         self.mixes_scalars = any("List[number]" in str(each.type) for each in func._schema.arguments)
-        self.rests_on_values = func._opname in ("repeat_interleave", "bincount")
+        self.count_results = _COUNTS.get(func._opname)
         self.count_copied: Callable[[Sequence[Any]], int] | None = None
         self.is_convolution = "convolution" in func._opname
         if self.is_convolution:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -24,12 +24,6 @@ BLOCK_BYTES = {"cpu": 64, "cuda": 512}
 """What PyTorch's allocators round small blocks up to."""
 
 _KNOWN_SPACES = ("aten", "prim", "prims")
-
-_COUNTS: dict[str, Callable[[torch.Tensor], int]] = {
-    "repeat_interleave": lambda repeats: int(repeats.sum()),
-    "bincount": lambda values: int(values.max()) + 1 if values.numel() else 0,
-}
-"""Elements of results that only the values of the first argument tell (`Kind.rests_on_values`)."""
 
 _OUTPUTS = {"_unique2": 4, "unique_dim": 4, "unique_consecutive": 4, "allclose": 0}
 """Results, of which each may have as many elements as the argument, and one more for sorting."""
@@ -101,9 +95,8 @@ class Trials:
 
     def _bound(self, kind: Kind, tensors: list[torch.Tensor], args: tuple[Any, ...]) -> tuple[int, int]:
         """Positions of all elements, which is the most that selecting among them gives."""
-        count = _COUNTS.get(kind.func._opname)
-        if count is not None and _is_strided(tensors[0]):
-            return self._round_up(8 * count(tensors[0])), 0
+        if kind.count_results is not None and _is_strided(tensors[0]):
+            return self._round_up(8 * kind.count_results(tensors[0])), 0
         if kind.func._opname == "_grouped_mm":  # fakes know it in bfloat16 alone
             return self._round_up(_count_groups(*tensors[:3])), self._find_workspace(kind, tensors, [], args)
         most = _OUTPUTS.get(kind.func._opname, 1) * sum(
@@ -129,13 +122,14 @@ class Trials:
 
 def _is_dilated(func: Any, args: tuple[Any, ...]) -> bool:
     """Whether the windows of a convolution have gaps, or some lie in the padding altogether."""
-    places = {argument.name: place for place, argument in enumerate(func._schema.arguments)}
-    if not {"weight", "padding", "dilation"} <= places.keys() or max(places["padding"], places["dilation"]) >= len(
-        args
-    ):
+    given = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False))
+    weight, padding, dilation = (given.get(name) for name in ("weight", "padding", "dilation"))
+    if isinstance(dilation, (list, tuple)) and any(each != 1 for each in dilation):
+        return True
+    # Without gradients PyTorch may call it by another name, where "same" is a padding as well.
+    if not isinstance(padding, (list, tuple)) or not isinstance(weight, torch.Tensor):
         return False
-    kernel, padding = args[places["weight"]].shape[2:], args[places["padding"]]
-    return any(each != 1 for each in args[places["dilation"]]) or any(map(operator.ge, padding, kernel))
+    return any(map(operator.ge, padding, weight.shape[2:]))
 
 
 def _count_groups(left: torch.Tensor, right: torch.Tensor, ends: torch.Tensor | None = None) -> int:

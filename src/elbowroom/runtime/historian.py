@@ -112,8 +112,8 @@ class Historian(Watcher):
             if not self._host.stays_asleep(self.ops, kind.func, estimate):
                 return self.run(kind, args, kwargs, targets)
             result = run(kind, args, kwargs, targets)
-            if targets and estimate.result_bytes:
-                self._note_written(targets, may_grow=True)
+            if targets:
+                self._note_written(targets)  # it may have grown them
             if not targets or result is not targets[0]:
                 self._count(result)
             return result
@@ -127,6 +127,7 @@ class Historian(Watcher):
         try:
             yield
         finally:
+            self._lessons = None
             lessons.learn(meter)
 
     def close(self) -> None:
@@ -184,7 +185,7 @@ class Historian(Watcher):
             return result
         if nbytes:
             self._account.reserve(-nbytes)  # what it made is counted as it is seen
-        written = self._note_written(targets, may_grow=estimate.result_bytes > 0) if targets else NONE
+        written = self._note_written(targets) if targets else NONE
         if reads is not None:
             self._record(kind, reads, self._note(result), written, estimate)
             return result
@@ -219,14 +220,13 @@ class Historian(Watcher):
                 self._count(tensor)
         return results if is_whole else NOBODYS
 
-    def _note_written(self, targets: Sequence[torch.Tensor], *, may_grow: bool) -> list[Residence]:
+    def _note_written(self, targets: Sequence[torch.Tensor]) -> list[Residence]:
         """The residences of what an op wrote to, whose version is new once `on_write` has been told."""
-        see = self._account.measure if may_grow else self._account.see_moving
         written: list[Residence] = []
         for tensor in targets:
             storage = get_any_storage(tensor) if self._is_here(tensor) else None
             if storage is not None:
-                residence = see(storage)
+                residence = self._account.measure(storage)
                 if residence is None:
                     continue  # no op of the step has made it, and none has read it
                 if residence not in written:
