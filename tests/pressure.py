@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
+import pytest
+
 from elbowroom.ir.events import PressureRaised
+from elbowroom.runtime.account import Account
 from elbowroom.runtime.online_engine import OnlineEngine
 
 EVERYTHING = 1 << 40
@@ -18,3 +22,11 @@ def let_everything_go(engine: OnlineEngine, nbytes: int, func: Any) -> None:
             engine._catch_up()
         engine._carry_out(engine._machine.feed(PressureRaised(EVERYTHING, 0)))
     engine.account.reserve(nbytes)
+
+
+def ask_at_every_op(
+    monkeypatch: pytest.MonkeyPatch, take_room: Callable[[OnlineEngine, int, Any], None] = let_everything_go
+) -> None:
+    """Have `take_room` make room for every op, though there may be enough."""
+    monkeypatch.setattr(Account, "reserve_within", lambda account, nbytes: False)
+    monkeypatch.setattr(OnlineEngine, "take_room", take_room)

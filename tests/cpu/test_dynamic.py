@@ -27,14 +27,14 @@ from elbowroom.ir.hardware import HardwareProfile
 from elbowroom.ir.journal import Mode, StepRecord
 from elbowroom.residency import policies
 from elbowroom.runtime import account as accounts
-from elbowroom.runtime import engine, patience
+from elbowroom.runtime import mover, patience
 from elbowroom.runtime.account import Account
 from elbowroom.runtime.calls import Call, Recording, Slot
 from elbowroom.runtime.finishing import finishing
 from elbowroom.runtime.historian import Historian
 from elbowroom.runtime.online_engine import OnlineEngine
 from elbowroom.runtime.residence import Geometry, Residence
-from tests.pressure import let_everything_go
+from tests.pressure import ask_at_every_op, let_everything_go
 
 STEPS, WIDTH = 5, 64
 Step = Callable[[int], torch.Tensor]
@@ -463,7 +463,7 @@ def test_odd_programs(
             let_everything_go(engine, nbytes, func)
 
     expected = train(make_odd(), None)
-    monkeypatch.setattr(OnlineEngine, "take_room", take_room)
+    ask_at_every_op(monkeypatch, take_room)
     model = make_odd()
     options: dict[str, Any] = {"mode": "dynamic", "policy": policy, "min_offload_bytes": 1, "profile": profile}
     with elbowroom.fit(model, sgd(model), 1 << 40, **options) as room:
@@ -509,7 +509,7 @@ def test_room_gets_short_at_one_op(program: Program, profile: HardwareProfile, m
         return [model.w.grad, *model.state_dict().values()]
 
     expected = find(0)
-    monkeypatch.setattr(OnlineEngine, "take_room", take_room)
+    ask_at_every_op(monkeypatch, take_room)
     while short < last:
         short += 1
         assert all(torch.equal(*pair) for pair in zip(expected, find(1 << 40), strict=True)), short
@@ -530,7 +530,7 @@ def test_a_graph_that_outlives_an_exception(profile: HardwareProfile, monkeypatc
         return model.w.grad.clone()
 
     expected = run(make_odd(), None)
-    monkeypatch.setattr(OnlineEngine, "take_room", let_everything_go)
+    ask_at_every_op(monkeypatch)
     model = make_odd()
     options: dict[str, Any] = {"mode": "dynamic", "policy": "dtr", "min_offload_bytes": 1, "profile": profile}
     with elbowroom.fit(model, sgd(model), 1 << 40, **options) as room:
@@ -561,7 +561,7 @@ def test_bytes_are_counted_right_whatever_is_resized(profile: HardwareProfile) -
 
 
 def test_inputs_are_not_kept(profile: HardwareProfile, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(OnlineEngine, "take_room", let_everything_go)
+    ask_at_every_op(monkeypatch)
     model, seen = make_odd(), []
     options: dict[str, Any] = {"mode": "dynamic", "policy": "dtr", "min_offload_bytes": 1, "profile": profile}
     gc.collect()
@@ -853,7 +853,7 @@ class FailsIn(TorchDispatchMode):
 @pytest.mark.parametrize("at", [1, 2, 5])
 def test_an_error_inside_a_replay(at: int, profile: HardwareProfile, monkeypatch: pytest.MonkeyPatch) -> None:
     running = [0]
-    replay = engine.replay
+    replay = mover.replay
 
     def noted(*args: Any) -> None:
         running[0] += 1
@@ -862,7 +862,7 @@ def test_an_error_inside_a_replay(at: int, profile: HardwareProfile, monkeypatch
         finally:
             running[0] -= 1
 
-    monkeypatch.setattr(engine, "replay", noted)
+    monkeypatch.setattr(mover, "replay", noted)
     model, optimizer, step = make_deep()
     options = DEEP | {"policy": "dtr", "meter_every": 1, "profile": profile}
     mode = FailsIn(lambda: bool(running[0]))
@@ -950,7 +950,7 @@ def test_what_has_side_effects_runs_as_often_as_without_us(
     model, optimizer, _ = make_deep(4)
     expected = train(None)
     model, optimizer, _ = make_deep(4)
-    monkeypatch.setattr(OnlineEngine, "take_room", let_everything_go)
+    ask_at_every_op(monkeypatch)
     with elbowroom.fit(model, optimizer, 1 << 40, policy=policy, profile=profile, **DEEP) as room:
         found = train(room)
         assert sum(record.offloaded_bytes + record.recomputed for record in room.journal().steps) > 0

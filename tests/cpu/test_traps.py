@@ -36,8 +36,7 @@ from elbowroom.ir.hardware import HardwareProfile
 from elbowroom.ir.journal import Mode
 from elbowroom.planner.problem import pose
 from elbowroom.room import Room
-from elbowroom.runtime.online_engine import OnlineEngine
-from tests.pressure import let_everything_go
+from tests.pressure import ask_at_every_op
 
 STEPS = 7
 WAYS = ("capture", "offload_all", "recompute_all", "smallest", "pressed")
@@ -60,7 +59,7 @@ class Runner:
             # A budget that everything fits is the only one at which both strategies always have a plan.
             monkeypatch.setattr(elbowroom.repertoire, "keep_all_if_it_fits", lambda *_: None)
         elif way == "pressed":
-            monkeypatch.setattr(OnlineEngine, "take_room", let_everything_go)
+            ask_at_every_op(monkeypatch)
         self._budget = HUGE
 
     def fit(self, model: nn.Module, optimizers: Optimizers, **options: Any) -> Room:

@@ -13,6 +13,7 @@ import torch
 from elbowroom.hooks.identity import PLAIN_TENSORS, make_test
 from elbowroom.hooks.kinds import Kind, find_kind
 from elbowroom.hooks.settings import Settings, read_settings
+from elbowroom.hooks.sightings import Order, Sighting
 from elbowroom.hooks.stopwatch import Pace, Stopwatch, make_stopwatch
 from elbowroom.hooks.trials import Trials
 
@@ -60,9 +61,13 @@ class Estimates:
 
     def __init__(self, device_type: str) -> None:
         self._is_here, self._trials = make_test(device_type), Trials(device_type)
-        self._known: dict[Any, Estimate] = {}
+        self._forget()
         self._measured: dict[Exact, int] = {}
         self._stopwatches: dict[torch.device, Stopwatch] = {}
+
+    def _forget(self) -> None:
+        self._known: dict[Any, Sighting[Estimate]] = {}
+        self._order = Order[Estimate]()
 
     def find(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Estimate:
         """What an op with these arguments takes. Cost: one or two microseconds; the first time, some hundred."""
@@ -72,10 +77,13 @@ class Estimates:
         """The same, where the kind of op is known."""
         if kind.makes_nothing:
             return Estimate(0, 0)
+        values = (*args, *kwargs.values()) if kwargs else args
+        expected = self._order.expect(kind, values, kwargs)
+        if expected is not None:
+            return expected
         try:
-            # A new learning rate changes nothing of what an op in place allocates.
             key = [kind.identity, _get_default_dtype(), *kwargs]
-            _describe((*args, *kwargs.values()) if kwargs else args, key, kind, self._is_here)
+            _describe(values, key, kind, self._is_here)
             if kind.is_convolution:
                 key.append(torch._C._get_mkldnn_enabled())
             known = tuple(key)
@@ -83,12 +91,16 @@ class Estimates:
         except (TypeError, RuntimeError):
             return Estimate(*self._trials.run(kind, args, kwargs))  # it has an argument that cannot be remembered
         if found is None:
-            found = Estimate(*self._trials.run(kind, args, kwargs))
-            if kind.count_results is None:  # else values tell, which may be others the next time
-                if len(self._known) >= MOST_KEPT:
-                    self._known.clear()
-                self._known[known] = found
-        return found
+            estimate = Estimate(*self._trials.run(kind, args, kwargs))
+            if kind.count_results is not None:
+                return estimate  # values tell, which may be others the next time
+            if len(self._known) >= MOST_KEPT:
+                self._forget()
+            found = self._known[known] = Sighting(kind, values, kwargs, estimate)
+        elif found.is_certain and not found.is_again(values, kwargs):  # of another class, or with a gradient
+            found = self._known[known] = Sighting(kind, values, kwargs, found.item)
+        self._order.follow(found)
+        return found.item
 
     def tell_apart(self, kind: Kind, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Exact | None:
         """What an op with these arguments has in common with those alone that take the same; None if that is not to be

@@ -72,3 +72,8 @@ class Plan:
     budget_bytes: int
     decisions: tuple[Decision, ...]
     segments: tuple[Segment, ...]
+
+    def find_touched(self) -> frozenset[int]:
+        """The storages that move, and those that a replay makes or reads."""
+        moved = {decision.storage for decision in self.decisions if decision.choice is not Choice.KEEP}
+        return frozenset(moved.union(*((*segment.outputs, *segment.leaves) for segment in self.segments)))

@@ -40,6 +40,13 @@ class Policy:
         for intent in gone:
             self._online.learn(intent)
 
+    @property
+    def due_tick(self) -> int:
+        """Before this, it does not matter whether it is told of what autograd saves and needs, and is not to move."""
+        if self._is_awake:
+            return -1
+        return planned.NEVER if self._moves is None else self._moves.due_tick
+
     def decide(self, event: Event) -> Iterable[Intent]:
         """What to do once `event` has been served."""
         if not self._is_awake:

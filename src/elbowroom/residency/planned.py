@@ -9,6 +9,9 @@ from elbowroom.ir.events import Event, StorageNeeded, StorageSaved
 from elbowroom.ir.plan import Choice, Plan
 from elbowroom.residency.machine import Drop, Intent
 
+NEVER = 1 << 60
+"""After every tick."""
+
 # Within one tick: make room first, then fill it.
 _COPIES, _RELEASES, _RELOADS = range(3)
 
@@ -40,6 +43,11 @@ class Policy:
         self._ticks = [move[0] for move in moves]
         self._moves = [move[3] for move in moves]
         self._next = 0
+
+    @property
+    def due_tick(self) -> int:
+        """Before this, it does not matter whether it is told of anything."""
+        return NEVER if self._next == len(self._ticks) else self._ticks[self._next]
 
     def decide(self, event: Event) -> Iterable[Intent]:
         if not isinstance(event, StorageSaved | StorageNeeded):

@@ -12,6 +12,9 @@ import torch
 from elbowroom.hooks.identity import Identities
 from elbowroom.runtime.residence import Residence
 
+NO_LIMIT = 1 << 62
+"""Bytes. Of a step that is asleep, and of one that is over."""
+
 MOST_DEAD = 256
 """Storages that are counted after their death, where there is room all the same."""
 
@@ -47,6 +50,7 @@ class Account(Identities[Residence]):
     Attributes:
         lock: held while anything is counted.
         counted_bytes: what is there, what was reserved, and what has died since somebody looked.
+        limit_bytes: no more is to be there; whoever makes room says so.
         most_bytes: most that there was when room was reserved; whoever asks for it sets it back.
     """
 
@@ -58,6 +62,7 @@ class Account(Identities[Residence]):
         self._on_place_death = self._dead.append  # a method of C: quick, and safe at any moment
         self._alignment = alignment_bytes
         self.counted_bytes = 0
+        self.limit_bytes = NO_LIMIT
         self.most_bytes = 0
         self.lock = threading.RLock()
 
@@ -167,15 +172,15 @@ class Account(Identities[Residence]):
         with self.lock:
             self.counted_bytes += nbytes
 
-    def reserve_within(self, nbytes: int, most: int) -> bool:
-        """The same if no more than `most` is there then; says whether it was."""
+    def reserve_within(self, nbytes: int) -> bool:
+        """The same if no more than the limit is there then; says whether it was."""
         with self.lock:
             there = self.counted_bytes + nbytes
             # Whether anything died matters only where there would be too much without it, or more than ever.
             if there > self.most_bytes or len(self._dead) > MOST_DEAD:
                 self._bury()
                 there = self.counted_bytes + nbytes
-            if there > most:
+            if there > self.limit_bytes:
                 return False
             self.counted_bytes = there
             if there > self.most_bytes:

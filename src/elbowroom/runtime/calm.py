@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -17,10 +16,7 @@ from elbowroom.ir.events import StorageNeeded, StorageSaved
 from elbowroom.runtime.account import Account
 from elbowroom.runtime.calls import check_version
 from elbowroom.runtime.past import NO_STORAGE, Past
-from elbowroom.runtime.residence import Guest, Keepsake, Residence
-
-if TYPE_CHECKING:
-    from elbowroom.runtime.engine import Engine
+from elbowroom.runtime.residence import Guest, Keepsake
 
 
 class Calm:
@@ -49,7 +45,7 @@ class Calm:
     ) -> None:
         self._note, self._account, self._sizes = past.add, account, sizes
         self._is_here, self._paused = is_here, paused
-        self._guests: list[weakref.ref[Guest]] = []
+        self._guests = past.guests
         self.ids = ids
 
     def save(self, index: int, tensor: torch.Tensor) -> Keepsake:
@@ -83,13 +79,6 @@ class Calm:
             check_version(given, given.shape, handle.version)
         self._note(StorageNeeded, NO_STORAGE if residence is None else residence.id, tick)
         return given
-
-    def settle(self, engine: Engine) -> list[Residence]:
-        """Something may move from now on: what is there is the engine's. Returns the storages of it."""
-        guests = [guest for guest in (find() for find in self._guests) if guest is not None]
-        for guest in guests:
-            guest.settle(engine)
-        return [guest.residence for guest in guests]
 
     def end(self) -> None:
         """The step is over, and what is there may stay as it is."""

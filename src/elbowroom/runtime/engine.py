@@ -1,4 +1,4 @@
-"""The part of a step that moves: what autograd saves and needs becomes events, and the actions that come back are done.
+"""What autograd saves and needs becomes events, and the machine's answers are carried out.
 
 What should move is for `OnlineEngine` to say. Each step has an engine of its own, and the handles that autograd holds
 point to it: several graphs can be in flight, a backward can come late, twice, or never.
@@ -10,32 +10,33 @@ import contextlib
 import functools
 import logging
 import threading
+import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
-from elbowroom.errors import InternalError, TierError
-from elbowroom.hooks.hidden import Below, Hidden, Paused, get_alias
+from elbowroom.errors import TierError
+from elbowroom.hooks.hidden import Hidden, Paused, get_alias
 from elbowroom.hooks.identity import Identities, get_any_storage, get_plain_storage, is_shared, make_test
-from elbowroom.ir.actions import Action, Offload, Recompute, Release, Reload
+from elbowroom.ir.actions import Action, Release
 from elbowroom.ir.events import StorageFreed, StorageNeeded, StorageSaved
-from elbowroom.residency.machine import Machine, State
 from elbowroom.runtime.account import Account
-from elbowroom.runtime.calls import Recording, check_version, replay
+from elbowroom.runtime.calls import check_version
 from elbowroom.runtime.calm import Calm, get_witness
 from elbowroom.runtime.follower import Follower, Known, Observer
+from elbowroom.runtime.mover import Mover
 from elbowroom.runtime.past import NO_STORAGE, Past
-from elbowroom.runtime.residence import Handle, Keepsake, Residence
+from elbowroom.runtime.residence import Guest, Handle, Keepsake, Residence
 from elbowroom.runtime.transfers import Transfers
-from elbowroom.runtime.watcher import Watcher
 
 logger = logging.getLogger(__name__)
 
 
-class Engine:
-    """Runs one step. Who is derived from it makes the machine, and says when it may be told later: for as long as there
-    is a `_past`, what happens is put down there; while it is `_calm`, that is all that is done.
+class Engine(Mover):
+    """Runs one step. Who is derived from it says when the machine may be told later: for as long as there is a `_past`,
+    what happens is put down there; while it is `_calm`, that is all that is done. Where only what is `_touched` may
+    move, the machine need not know of the rest, nor anybody when that is given up: it is a guest.
 
     Args:
         transfers: moves bytes, for all steps of a room.
@@ -48,15 +49,11 @@ class Engine:
         observer: told what autograd does.
 
     Attributes:
-        saves, needs, recomputed: hook calls so far, and segments replayed.
+        saves, needs: hook calls so far.
         sizes: bytes of each save, 0 for what is no plain block of bytes.
         drift: why the step left the traces that were known.
-        refusal: why a storage could not leave the device.
-        watcher: the dispatch mode that this step needs around it; made by who is derived.
     """
 
-    _machine: Machine
-    watcher: Watcher
     _paused: Paused
 
     def __init__(
@@ -71,23 +68,22 @@ class Engine:
         spare_bytes: int | None = None,
         observer: Observer | None = None,
     ) -> None:
-        self._transfers, self._min_bytes = transfers, min_bytes
+        super().__init__(transfers, account, spare_bytes, observer)
+        self._min_bytes, self._observer = min_bytes, observer
         self._is_here = make_test(device.type)
         self._find_staying = functools.cache(list_staying)
-        self._spare_bytes, self._observer = spare_bytes, observer
         # Not reentrant: what the garbage collector frees in the middle of a move has to wait.
         self._lock = threading.Lock()
         self._retired: deque[tuple[int, Residence | None]] = deque()
-        self.account = account
-        self._bound: dict[int, Residence] = {}
         self._own_ids = max((len(each.trace.storages) for each in known), default=0)
-        self.saves = self.needs = self.recomputed = 0
+        self.saves = self.needs = 0
         self.sizes: list[int] = []
-        self.drift = self.refusal = ""
+        self.drift = ""
         self._follower = Follower(known, min_bytes, self._bound, self._leave_trace, self._count_ops)
         self._past: Past | None = None
         self._calm: Calm | None = None
-        self._unobserved = Paused([] if observer is None else [observer])
+        self._touched: frozenset[int] | None = None
+        self._due_tick = -1
 
     # -- what autograd calls --------------------------------------------------------------------------------------
 
@@ -120,6 +116,12 @@ class Engine:
             alias = get_alias(tensor)  # the tensor itself would hold the graph that holds it
             if residence.id < 0:
                 residence.id, self._own_ids = self._own_ids, self._own_ids + 1
+            if self._touched is not None and residence.id not in self._touched:
+                assert self._past is not None
+                guest = Guest(index, residence, alias, tensor._version)
+                self._past.guests.append(weakref.ref(guest))
+                self._pass(StorageSaved, tick, residence.id, residence.nbytes)
+                return guest
             if self._past is not None:
                 self._past.add(StorageSaved, residence.id, tick, residence.nbytes)
             self._bound[residence.id] = residence
@@ -169,11 +171,15 @@ class Engine:
             return Keepsake(index, alias, version)
         return Handle(self, index, None, alias, version)
 
-    def _pass(self, event: type[StorageSaved | StorageNeeded], tick: int, storage: int = NO_STORAGE) -> None:
+    def _pass(
+        self, event: type[StorageSaved | StorageNeeded], tick: int, storage: int = NO_STORAGE, nbytes: int = 0
+    ) -> None:
         """What is saved or needed stays where it is, but something else may be due."""
         if self._past is not None:
-            self._past.add(event, storage, tick)
-        self._carry_out(self._machine.feed(event(storage, tick)))
+            self._past.add(event, storage, tick, nbytes)
+        if tick >= self._due_tick:
+            self._carry_out(self._machine.feed(event(NO_STORAGE, tick)))
+            self._due_tick = self._find_due_tick()
 
     def _serve(self, residence: Residence, index: int, actions: Sequence[Action]) -> torch.Tensor:
         """It may be let go as soon as autograd has it."""
@@ -222,18 +228,32 @@ class Engine:
         self._bound.pop(residence.id, None)
         residence.id = -1  # the program may hold the storage still, and autograd may save it anew
 
+    def _settle_in(self, guests: Iterable[Guest]) -> None:
+        """Something else may move from now on."""
+        for guest in guests:
+            guest.settle(self)
+            self._bound[guest.residence.id] = guest.residence
+            self._machine.add(guest.residence.id)
+        self._free_unused()
+
+    def _free_unused(self, guests: Iterable[Guest] = ()) -> None:
+        """Of what autograd has given up but for some guests: nobody is told when one goes."""
+        there = {guest.residence for guest in guests}
+        for residence in [each for each in self._bound.values() if each not in there]:
+            self._free_if_unused(residence)
+
     # -- what the one who decides answers -------------------------------------------------------------------------
 
     def _leave_trace(self, why: str) -> None:
         """The step is not the trace that it followed."""
         raise NotImplementedError
 
+    def _find_due_tick(self) -> int:
+        """Before this, nothing that is planned is due; -1 where that is not known."""
+        return -1
+
     def _count_ops(self) -> int:
         return self.watcher.ops
-
-    def _prepare_replay(self, residence: Residence) -> bool:
-        """Make sure a storage about to be dropped can be computed again, whatever the step does next."""
-        raise NotImplementedError
 
     def _may_move(self, storage: int) -> bool:
         """Whether a storage may leave the device, where no plan says so."""
@@ -245,133 +265,6 @@ class Engine:
             # Of what others write to unseen, autograd finds what they have written.
             residence.may_move = home is None or not (is_shared(home) or self._find_staying().find(home))
         return residence.may_move
-
-    # -- actions --------------------------------------------------------------------------------------------------
-
-    def _carry_out(self, actions: Sequence[Action], later: Sequence[Action] = ()) -> None:
-        """Perform actions in order. If one fails, the machine is told what became of it and of those after it."""
-        for position, action in enumerate(actions):
-            try:
-                self._perform(action)
-            except BaseException:
-                for undone in (*actions[position:], *later):
-                    self._correct(undone)
-                raise
-
-    def _correct(self, action: Action) -> None:
-        """The machine believes an action done that was not: tell it where the storages really are."""
-        for storage in action.outputs if isinstance(action, Recompute) else (action.storage,):
-            residence = self._bound.get(storage)
-            if residence is None:
-                continue
-            copied = residence.copy is not None
-            if residence.find_storage() is None:
-                self._machine.correct(storage, State.AWAY if copied else State.DROPPED, copied)
-            elif not copied:
-                self._machine.correct(storage, State.RESIDENT, copied)
-            else:
-                self._machine.correct(storage, State.LEAVING if residence.storage is None else State.ARRIVING, copied)
-
-    def _perform(self, action: Action) -> None:
-        if isinstance(action, Recompute):
-            self._recompute(action)
-            return
-        residence = self._bound[action.storage]
-        if isinstance(action, Offload):
-            self._offload(residence)
-        elif isinstance(action, Reload):
-            self._reload(residence)
-        elif isinstance(action, Release):
-            dropped = self._machine.segment_of(residence.id) is not None
-            if self._prepare_replay(residence) if dropped else residence.copy is not None:
-                with Hidden():
-                    residence.let_go()
-            else:
-                self._machine.refuse(residence.id)
-                if dropped and self._may_move(residence.id):  # no way back as planned, and its room is spoken for
-                    self._carry_out(self._machine.evict([residence.id]))
-        else:
-            self._wait(residence)
-
-    def _offload(self, residence: Residence) -> None:
-        storage = residence.find_storage()
-        assert storage is not None
-        try:
-            with Hidden():
-                residence.copy = self._transfers.offload(storage, self._follower.find_berth(residence.id))
-        except TierError as error:
-            if not self._keep_instead(residence, str(error)):
-                raise
-
-    def _reload(self, residence: Residence) -> None:
-        if residence.revive():
-            self._discard_copy(residence)
-            self._machine.refuse(residence.id)
-            return
-        if residence.copy is None:
-            if residence.find_storage() is None:
-                raise InternalError(f"storage {residence.id} is to be reloaded, and there is no copy of it")
-            return  # it was to leave at this very tick, and could not
-        with Hidden():
-            residence.storage = self._transfers.reload(residence.copy)
-        self.account.put(residence.storage, residence)
-
-    def _discard_copy(self, residence: Residence) -> None:
-        if residence.copy is not None:
-            self._transfers.discard(residence.copy)
-            residence.copy = None
-
-    def _wait(self, residence: Residence) -> None:
-        if residence.copy is None:
-            return
-        try:
-            self._transfers.finish(residence.copy)
-        except TierError as error:
-            if residence.storage is not None:
-                # It was coming back, and there is nothing else to give autograd; but its copy is still there.
-                residence.storage = None
-                raise
-            self._discard_copy(residence)
-            if not self._keep_instead(residence, str(error)):
-                raise
-
-    def _keep_instead(self, residence: Residence, why: str) -> bool:
-        """A storage could not leave. It stays if there is room for it, or nobody knows how much there is."""
-        self._machine.refuse(residence.id)
-        if self._spare_bytes is not None:
-            if residence.nbytes > self._spare_bytes:
-                return False
-            self._spare_bytes -= residence.nbytes
-        self.refusal = self.refusal or why
-        return True
-
-    def _hold_recording(self, residence: Residence, recording: Recording) -> None:
-        residence.recording = recording
-        for read in (*recording.leaves, *recording.sources):
-            read.add_reader(residence)
-
-    def _forget_recording(self, residence: Residence) -> None:
-        recording, residence.recording = residence.recording, None
-        if recording is not None:
-            for read in (*recording.leaves, *recording.sources):
-                read.discard_reader(residence)
-                self._free_if_unused(read)
-
-    def _recompute(self, action: Recompute) -> None:
-        outputs = [self._bound[storage] for storage in action.outputs]
-        missing = [residence for residence in outputs if not residence.revive()]
-        recordings = [residence.recording for residence in missing if residence.recording is not None]
-        if len(recordings) != len(missing):
-            raise InternalError(f"segment {action.segment} was not recorded")
-        if missing:
-            with self._unobserved, Below(self.watcher):
-                replay(recordings, missing)
-            self.recomputed += 1
-        for residence in missing:
-            assert residence.storage is not None
-            self.account.put(residence.storage, residence)
-        for residence in outputs:
-            self._forget_recording(residence)
 
     def _find_written(self, tensor: torch.Tensor) -> Residence | None:
         return None if (storage := get_any_storage(tensor)) is None else self.account.find(storage)

@@ -62,6 +62,7 @@ class Follower:
 
     Attributes:
         followed: which of the traces the step has been the same as so far; None if it is none of them.
+        trace: that one.
         due_ops: after so many ops the next save should have come at the latest; `NEVER` where a need comes first, or
             nothing does.
     """
@@ -76,15 +77,15 @@ class Follower:
     ) -> None:
         self._known, self._min_bytes, self._bound, self._on_change = known, min_bytes, bound, on_change
         self._count_ops, self._may_doubt = count_ops, len(known) > 1
-        self.followed: int | None = 0 if known else None
+        self.followed: int | None = None
+        self.trace: Trace | None = None
+        self._take(0 if known else None)
         self._saves = self._needs = self.tick = 0
         self._extra_ops = 0  # that the trace does not have, up to the last save or need
         self.due_ops = self._find_due()
 
-    @property
-    def trace(self) -> Trace | None:
-        """The trace that the step has been the same as so far."""
-        return None if self.followed is None else self._known[self.followed].trace
+    def _take(self, followed: int | None) -> None:
+        self.followed, self.trace = followed, None if followed is None else self._known[followed].trace
 
     def find_berth(self, storage: int) -> Berth | None:
         """Where the copy of a storage that leaves now was planned to lie; None if nobody planned one."""
@@ -104,7 +105,8 @@ class Follower:
     def stop(self, why: str) -> None:
         """The step is none that is known."""
         if self.followed is not None:
-            self.followed, self.due_ops = None, NEVER
+            self._take(None)
+            self.due_ops = NEVER
             self._on_change(why)
 
     def leave(self, why: str) -> None:
@@ -113,19 +115,13 @@ class Follower:
 
     def follow_save(self, index: int, residence: Residence | None) -> int:
         """The tick of a save. Where the trace has it, its residence is bound to the storage there, unless it lasts."""
-
-        if self.followed is None:
-            self._saves = index + 1
-            return index
-
-        def compare(trace: Trace) -> str:
-            return self._compare_save(trace, index, residence)
-
         trace = self.trace
-        if trace is not None and (why := compare(trace)):
-            trace = self._go_on(why, compare)
-        elif trace is not None and self._may_doubt:
-            trace = self._doubt(trace, index, self._count_ops() + index + self._needs, compare)
+        if trace is not None:
+            if why := self._compare_save(trace, index, residence):
+                trace = self._go_on(why, lambda other: self._compare_save(other, index, residence))
+            elif self._may_doubt:
+                tick = self._count_ops() + index + self._needs
+                trace = self._doubt(trace, index, tick, lambda other: self._compare_save(other, index, residence))
         self._saves = index + 1
         if trace is None:
             return index
@@ -142,24 +138,11 @@ class Follower:
 
     def follow_need(self, index: int, save: int) -> int:
         """The tick of a need, the step's `index`th, which asks for a `save`."""
-
-        if self.followed is None:
-            self._needs = index + 1
-            return index
-
-        def compare(trace: Trace) -> str:
-            if index >= len(trace.needs):
-                return "it asks for saved tensors again"
-            expected = trace.needs[index].save
-            return "" if expected == save else f"need {index} is of save {save}, where the trace has save {expected}"
-
         trace = self.trace
-        if trace is not None and (why := compare(trace)):
-            trace = self._go_on(why, compare)
+        if trace is not None and (why := _compare_need(trace, index, save)):
+            trace = self._go_on(why, lambda other: _compare_need(other, index, save))
         self._needs = index + 1
-        if trace is None:
-            return index
-        return self._reach(trace.needs[index].tick)
+        return index if trace is None else self._reach(trace.needs[index].tick)
 
     def _reach(self, tick: int) -> int:
         """The step has come to the save or need that the trace has at `tick`."""
@@ -180,7 +163,7 @@ class Follower:
     def _go_on(self, why: str, compare: Callable[[Trace], str]) -> Trace | None:
         """Follow another trace that all has been the same as so far, and that `compare` finds nothing wrong with."""
         if self.followed is not None:
-            self.followed = self._find_other(compare)
+            self._take(self._find_other(compare))
             self.due_ops = self._find_due()
             self._on_change(why)
         return self.trace
@@ -194,7 +177,7 @@ class Follower:
         if other is None:
             self._may_doubt = False  # an op more or less, which no trace tells of
             return trace
-        self.followed = other
+        self._take(other)
         self._on_change(f"save {index} comes at tick {tick}, where the trace has it at {trace.saves[index].tick}")
         return self.trace
 
@@ -231,3 +214,10 @@ class Follower:
         if bound is not residence and (bound is not None or residence.id not in (-1, home.id)):
             return f"save {index} is of another storage than in the trace"
         return ""
+
+
+def _compare_need(trace: Trace, index: int, save: int) -> str:
+    if index >= len(trace.needs):
+        return "it asks for saved tensors again"
+    expected = trace.needs[index].save
+    return "" if expected == save else f"need {index} is of save {save}, where the trace has save {expected}"

@@ -139,15 +139,57 @@ class Historian(Watcher):
     def run(
         self, kind: Kind, args: tuple[Any, ...], kwargs: dict[str, Any], targets: Sequence[torch.Tensor] = ()
     ) -> Any:
+        account = self._account
         estimate = self._estimates.find_of(kind, args, kwargs)
         # Described first: an op may write to what it reads.
-        may_matter = estimate.nbytes >= self._least_bytes or kind.is_source or bool(targets)
-        may_record = may_matter and kind.is_replayable and self._is_recording
         reads: _Reads | None = None
-        if may_record and self._account.counted_bytes > self._resting_bytes and torch.is_grad_enabled():
-            reads = self._describe_all(kind, args, kwargs)
+        if account.counted_bytes > self._resting_bytes:
+            may_matter = estimate.nbytes >= self._least_bytes or kind.is_source or bool(targets)
+            if may_matter and kind.is_replayable and self._is_recording and torch.is_grad_enabled():
+                reads = self._describe_all(kind, args, kwargs)
         # What an op takes inside itself is known as an upper bound only, for which no step is refused that is captured.
         nbytes, pace = estimate.nbytes if self._is_recording else estimate.result_bytes, estimate.pace
+        if not account.reserve_within(nbytes):
+            nbytes = self._take_room(kind, args, kwargs, nbytes, estimate)
+        lesson = None if self._lessons is None else self._lessons.begin(kind, args, kwargs, estimate)
+        try:
+            if pace.begun < Pace.ENOUGH:
+                result = self._stopwatch.time(pace, kind.func, args, kwargs)
+            else:
+                result = kind.call(*args, **kwargs)
+        except BaseException:
+            account.reserve(-nbytes)
+            raise
+        if lesson is not None:
+            lesson.end = time.time_ns()
+        self.busy_seconds += pace.seconds
+        if not targets:  # as of most
+            if reads is None:
+                self._count(result, nbytes)
+                return result
+            storage = get_plain_storage(result) if type(result) is torch.Tensor and self._is_here(result) else None
+            if storage is not None:
+                residence = account.meet(storage, nbytes)
+                if _is_made(residence, reads):
+                    made = weakref.ref(residence), residence.nbytes
+                    residence.made_by = self._make_run(kind, reads, made, (), estimate)
+                return result
+        if nbytes:
+            account.reserve(-nbytes)  # what it made is counted as it is seen
+        written = self._note_written(targets) if targets else NONE
+        if reads is not None:
+            self._record(kind, reads, self._note(result), written, estimate)
+            return result
+        if result is not targets[0]:
+            self._count(result)
+        for residence in written:
+            residence.forget_runs()
+        return result
+
+    def _take_room(
+        self, kind: Kind, args: tuple[Any, ...], kwargs: dict[str, Any], nbytes: int, estimate: Estimate
+    ) -> int:
+        """There is no room for so many bytes: have it made. Returns those that are reserved in the end."""
         try:
             self._host.take_room(nbytes, kind.func)
         except Infeasible:
@@ -157,46 +199,13 @@ class Historian(Watcher):
                 raise
             nbytes = estimate.result_bytes + inner_bytes
             self._host.take_room(nbytes, kind.func)
-        lesson = None if self._lessons is None else self._lessons.begin(kind, args, kwargs, estimate)
-        try:
-            if pace.begun < Pace.ENOUGH:
-                result = self._stopwatch.time(pace, kind.func, args, kwargs)
-            else:
-                result = kind.call(*args, **kwargs)
-        except BaseException:
-            self._account.reserve(-nbytes)
-            raise
-        if lesson is not None:
-            lesson.end = time.time_ns()
-        self.busy_seconds += pace.seconds
-        if type(result) is torch.Tensor and not targets and self._is_here(result):  # as most are
-            if reads is None:
-                if (storage := get_any_storage(result)) is not None:
-                    self._account.count(storage, nbytes)
-                    return result
-            elif (storage := get_plain_storage(result)) is not None:
-                residence = self._account.meet(storage, nbytes)
-                if _is_made(residence, reads):
-                    made = weakref.ref(residence), residence.nbytes
-                    residence.made_by = self._make_run(kind, reads, made, (), estimate)
-                return result
-        if reads is None and type(result) is tuple and not targets:
-            self._count(result, nbytes)
-            return result
-        if nbytes:
-            self._account.reserve(-nbytes)  # what it made is counted as it is seen
-        written = self._note_written(targets) if targets else NONE
-        if reads is not None:
-            self._record(kind, reads, self._note(result), written, estimate)
-            return result
-        if not targets or result is not targets[0]:
-            self._count(result)
-        for residence in written:
-            residence.forget_runs()
-        return result
+        return nbytes
 
     def _count(self, result: Any, reserved_bytes: int = 0) -> None:
         """Results that are not recorded take room all the same. `reserved_bytes`: for them."""
+        if type(result) is torch.Tensor and self._is_here(result) and (storage := get_any_storage(result)) is not None:
+            self._account.count(storage, reserved_bytes)  # as of most
+            return
         for tensor in _list_tensors(result):
             if self._is_here(tensor):
                 if (storage := get_any_storage(tensor)) is not None:

@@ -34,7 +34,7 @@ from elbowroom.residency.guided import Policy as Guided
 from elbowroom.residency.habits import Habits
 from elbowroom.residency.machine import Drop, Machine, Policy, State, count_reads
 from elbowroom.residency.online import AHEAD, Online
-from elbowroom.runtime.account import Account
+from elbowroom.runtime.account import NO_LIMIT, Account
 from elbowroom.runtime.calm import Calm
 from elbowroom.runtime.engine import Engine
 from elbowroom.runtime.facts import StepFacts
@@ -53,9 +53,6 @@ logger = logging.getLogger(__name__)
 RESTING = 0.25
 """Of the budget: while no more is taken nothing is recorded, if there was a step before and never too little room. Were
 there too little this time, what was made by then could be offloaded, but not computed again."""
-
-NO_LIMIT = 1 << 62
-"""Bytes. Of a step that is asleep, and of one that is over."""
 
 
 class OnlineEngine(Engine):
@@ -103,9 +100,8 @@ class OnlineEngine(Engine):
             transfers, device, Account(profile.alignment_bytes), list_staying, min_bytes,
             known=known, spare_bytes=spare_bytes, observer=observer,
         )  # fmt: skip
-        self._list_residents, self._known = list_residents, known
-        self.followed = self._follower.followed
-        self._limit_bytes, self._budget_bytes, self._alarm_bytes = NO_LIMIT, budget_bytes, budget_bytes
+        self._list_residents, self._known, self.followed = list_residents, known, self._follower.followed
+        self._budget_bytes = self._alarm_bytes = budget_bytes
         self._facts = StepFacts(self.account, self._bound, profile.links[0], self._may_move, budget_bytes)
         self._segments, self._pinned = self._facts.segments, self._facts.pinned
         if not is_awake:
@@ -127,7 +123,7 @@ class OnlineEngine(Engine):
         self.account.reserve(UNSEEN_BYTES)
         self._count_residents()
         if is_awake:
-            self._limit_bytes, self._spare_bytes = budget_bytes, None
+            self.account.limit_bytes, self._spare_bytes = budget_bytes, None
         elif self._segments:
             self.recorder = Recorder(known[0].trace, known[0].plan, self.account.see, self._leave_ops)
             self.historian.sleep(self.recorder.run)
@@ -137,14 +133,16 @@ class OnlineEngine(Engine):
         is_calm = is_awake and self._online is not None and self._guide is None and self._online.may_wait()
         if is_calm or not is_awake:
             self._past = past = Past(self._facts.begin, self.historian, self.account)
+        if observer is None and not is_awake and self._guide is not None:
+            self._touched, self._due_tick = known[0].plan.find_touched(), self._guide.due_tick
         if is_calm:
-            self._limit_bytes -= int(AHEAD * budget_bytes)
+            self.account.limit_bytes -= int(AHEAD * budget_bytes)
             self._calm = Calm(past, self.account, self.sizes, self._is_here, self._paused, self._own_ids)
 
     @property
     def is_awake(self) -> bool:
         """Whether room is watched."""
-        return self._limit_bytes < NO_LIMIT
+        return self.account.limit_bytes < NO_LIMIT
 
     # -- waking up ------------------------------------------------------------------------------------------------
 
@@ -180,7 +178,7 @@ class OnlineEngine(Engine):
         self._guide.follow(None if followed is None else self._known[followed].plan, self._follower.tick)
         if not self.is_awake:
             self._find_outside(self._known[0].trace)
-            self._limit_bytes, self._spare_bytes = self._budget_bytes, None
+            self.account.limit_bytes, self._spare_bytes = self._budget_bytes, None
             self.historian.stand_in = None
             self._count_residents()
             self._catch_up()
@@ -190,12 +188,10 @@ class OnlineEngine(Engine):
         """Tell who decides what was put down so far; from now on, of everything at once."""
         past, self._past = self._past, None
         if self._calm is not None:
-            calm, self._calm, self._limit_bytes = self._calm, None, self._budget_bytes
-            for residence in calm.settle(self):
-                self._bound[residence.id] = residence
-                self._machine.add(residence.id)
-            self._own_ids = calm.ids
+            self._own_ids, self._calm, self.account.limit_bytes = self._calm.ids, None, self._budget_bytes
+        self._touched, self._due_tick = None, -1
         assert self._online is not None and past is not None
+        self._settle_in(past.list_guests())
         for event, moment, nbytes in past.tell(self._bound):
             self._online.watch(event, moment, nbytes)
 
@@ -219,13 +215,12 @@ class OnlineEngine(Engine):
         Raises:
             Infeasible: everything that may leave has left, and there is not enough.
         """
-        if not self.account.reserve_within(nbytes, self._limit_bytes):
+        while not self.account.reserve_within(nbytes):
             with self._lock:
                 self._drain()
                 if self._past is not None:
                     self._catch_up()
                 self._make_room(nbytes, str(func))
-            self.account.reserve_within(nbytes, NO_LIMIT)
 
     def _find_room(self, nbytes: int, what: str) -> None:
         """For what comes back: by its plan there is room for it, if the step takes no more than that."""
@@ -234,14 +229,14 @@ class OnlineEngine(Engine):
         self._make_room(nbytes, what)
 
     def _make_room(self, nbytes: int, what: str) -> None:
-        while (missing := self.account.live_bytes + nbytes - self._limit_bytes) > 0:
+        while (missing := self.account.live_bytes + nbytes - (limit_bytes := self.account.limit_bytes)) > 0:
             actions = self._machine.feed(PressureRaised(missing, self.saves + self.needs))
             if not actions:
                 in_the_way = [("the op's own results and workspace", nbytes)]
                 if stuck := self._facts.stuck:
                     in_the_way.append((f"what cannot leave since {self.refusal}", sum(stuck.values())))
                 raise Infeasible(
-                    needed_bytes=self._limit_bytes + missing, budget_bytes=self._limit_bytes, op=what,
+                    needed_bytes=limit_bytes + missing, budget_bytes=limit_bytes, op=what,
                     in_the_way=tuple(in_the_way),
                 )  # fmt: skip
             self._carry_out(actions)
@@ -334,6 +329,9 @@ class OnlineEngine(Engine):
         self._hold_recording(residence, recording)
         return True
 
+    def _find_due_tick(self) -> int:
+        return -1 if self._guide is None else self._guide.due_tick
+
     def _free_if_unused(self, residence: Residence) -> None:
         storage = residence.id
         super()._free_if_unused(residence)
@@ -367,6 +365,7 @@ class OnlineEngine(Engine):
             dropped = [residence for residence in self._bound.values() if residence.recording is not None]
             if not self.is_awake and not dropped:
                 self._alarm_bytes = NO_LIMIT  # it goes on as planned, if there is anything left of it
+                self._free_unused(() if self._past is None else self._past.list_guests())
                 if not self._bound:
                     self._break_cycles()
                 return
@@ -378,7 +377,7 @@ class OnlineEngine(Engine):
                 # Where that failed, an error in a later backward pass is better than a replay of what is no more.
                 for residence in list(self._bound.values()):
                     self._forget_recording(residence)
-                self._limit_bytes = NO_LIMIT
+                self.account.limit_bytes = NO_LIMIT
                 self._break_cycles()
 
     def _settle_all(self, dropped: Iterable[Residence]) -> None:
@@ -387,7 +386,7 @@ class OnlineEngine(Engine):
         except Infeasible as error:
             # A graph that lives on must not rest on what may be written to: each is offloaded as it is computed.
             logger.warning("what the step leaves behind does not fit: %s", str(error))  # whose frames hold the step
-            self._limit_bytes = NO_LIMIT
+            self.account.limit_bytes = NO_LIMIT
             self._settle(list(self._bound.values()))
 
     def _break_cycles(self) -> None:

@@ -1,8 +1,9 @@
-"""What autograd has done while nobody had to decide anything."""
+"""What autograd has done while nobody had to decide anything, and what it was given to keep."""
 
 from __future__ import annotations
 
 import time
+import weakref
 from collections.abc import Container, Iterator
 from typing import Any
 
@@ -10,6 +11,7 @@ from elbowroom.ir.events import StorageFreed, StorageNeeded, StorageSaved
 from elbowroom.residency.online import Moment
 from elbowroom.runtime.account import Account
 from elbowroom.runtime.facts import Clock
+from elbowroom.runtime.residence import Guest
 
 NO_STORAGE = -1
 """Of a tensor that is no plain block of bytes, or is there whatever happens: nothing moves it, but what is planned for
@@ -26,10 +28,14 @@ class Past:
         begin: when the step began, on the clock of `time.perf_counter`.
         clock: times the step's own ops.
         account: counts what is there.
+
+    Attributes:
+        guests: what autograd was given, and has not given up.
     """
 
     def __init__(self, begin: float, clock: Clock, account: Account) -> None:
         self._begin, self._clock, self._account = begin, clock, account
+        self.guests: list[weakref.ref[Guest]] = []
         self._events: list[Any] = []  # flat: an object for each would make the garbage collector slow
 
     def add(self, event: type[Passing], storage: int, tick: int, nbytes: int = 0) -> None:
@@ -45,3 +51,7 @@ class Past:
             is_gone = event is StorageSaved and storage >= 0 and storage not in present
             moment = Moment(seconds - self._begin, busy_seconds, live_bytes, live_bytes)
             yield event(storage, tick), moment, nbytes if is_gone else None
+
+    def list_guests(self) -> list[Guest]:
+        """Those that are there."""
+        return [guest for guest in (find() for find in self.guests) if guest is not None]

@@ -1,0 +1,198 @@
+"""What the plan of a sleeping step leaves alone: nobody is told when it goes, and the machine does not know of it."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import elbowroom
+from elbowroom.ir.events import Event, StorageNeeded, StorageSaved
+from elbowroom.ir.hardware import HardwareProfile
+from elbowroom.ir.journal import Mode
+from elbowroom.residency.machine import Machine
+from elbowroom.room import Room
+from elbowroom.runtime.engine import Engine
+from elbowroom.runtime.residence import Guest, Handle
+
+WIDTH, ROWS, LAYERS = 128, 1024, 8
+
+
+def make() -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(3)
+    layers = [each for _ in range(LAYERS) for each in (nn.Linear(WIDTH, WIDTH), nn.Sigmoid(), nn.Dropout(0.1))]
+    model = nn.Sequential(*layers)
+    return model, torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def find_budget(profile: HardwareProfile, share: float) -> int:
+    """So far down from what a plain step takes to the least."""
+    model, optimizer = make()
+    with elbowroom.fit(model, optimizer, 1 << 40, profile=profile) as room:
+        for _ in range(4):
+            with room.step():
+                take(model, optimizer)
+        assert room.planned is not None
+        room_of_activations = room.planned.count_activations()
+        return room.planned.forecast.peak_bytes - int(share * room_of_activations)
+
+
+def take(model: nn.Module, optimizer: torch.optim.Optimizer, extra_rows: int = 0) -> torch.Tensor:
+    y = model(torch.randn(ROWS, WIDTH))
+    held = torch.randn(extra_rows, WIDTH)  # no save tells of it
+    loss = y.square().mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.detach() + 0 * held.sum()
+
+
+def settle(room: Room, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Until steps are planned, and are not watched any more."""
+    for _ in range(12):
+        with room.step():
+            take(model, optimizer)
+    assert [record.mode for record in room.journal().steps[-5:]] == [Mode.PLANNED] * 5
+
+
+@pytest.fixture
+def kept(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """What autograd was given to keep."""
+    given: list[Any] = []
+    pack = Engine.pack
+
+    def noted(self: Engine, tensor: torch.Tensor) -> Any:
+        handle = pack(self, tensor)
+        given.append((type(handle), weakref.ref(handle) if isinstance(handle, Guest) else None))
+        return handle
+
+    monkeypatch.setattr(Engine, "pack", noted)
+    return given
+
+
+def test_the_machine_knows_of_what_the_plan_touches(
+    profile: HardwareProfile, kept: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, optimizer = make()
+    told: set[int] = set()
+    feed = Machine.feed
+
+    def noted(machine: Machine, event: Event) -> Any:
+        if isinstance(event, StorageSaved | StorageNeeded):
+            told.add(event.storage)
+        return feed(machine, event)
+
+    with elbowroom.fit(
+        model, optimizer, find_budget(profile, 0.3), profile=profile, strategy="auto:effort=0.1"
+    ) as room:
+        settle(room, model, optimizer)
+        monkeypatch.setattr(Machine, "feed", noted)
+        kept.clear()
+        with room.step():
+            take(model, optimizer)
+        record = room.journal().steps[-1]
+        assert room.planned is not None
+        touched = room.planned.plan.find_touched()
+    assert record.mode is Mode.PLANNED
+    assert record.offloaded_bytes + record.recomputed > 0
+    classes = [made_as for made_as, _ in kept]
+    assert Guest in classes and Handle in classes
+    assert told - {-1} == touched
+
+
+def test_nothing_of_a_step_waits_for_the_garbage_collector(profile: HardwareProfile, kept: list[Any]) -> None:
+    model, optimizer = make()
+    with elbowroom.fit(
+        model, optimizer, find_budget(profile, 0.3), profile=profile, strategy="auto:effort=0.1"
+    ) as room:
+        settle(room, model, optimizer)
+        gc.collect()
+        gc.disable()
+        try:
+            kept.clear()
+            with room.step():
+                engine = weakref.ref(room._engine)  # type: ignore[arg-type]
+                take(model, optimizer)
+            assert room.journal().steps[-1].mode is Mode.PLANNED
+            assert Guest in [made_as for made_as, _ in kept]
+            with room.step():
+                take(model, optimizer)
+            assert engine() is None or not engine()._bound  # type: ignore[union-attr]
+            assert not [find for made_as, find in kept if made_as is Guest and find() is not None]
+        finally:
+            gc.enable()
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_a_graph_that_outlives_its_step(times: int, profile: HardwareProfile, kept: list[Any]) -> None:
+    """Backpropagated after it, by what it left as it was and by what it moved."""
+
+    def train(room: Room | None) -> list[torch.Tensor]:
+        torch.manual_seed(5)
+        found = []
+        for index in range(2):
+            kept.clear()
+            if room is None:
+                loss = model(torch.randn(ROWS, WIDTH)).square().mean()
+            else:
+                with room.step():
+                    loss = model(torch.randn(ROWS, WIDTH)).square().mean()
+                # The one after it is captured: this may be what steps are like from now on.
+                assert index or Guest in [made_as for made_as, _ in kept]
+            for _ in range(times):
+                loss.backward(retain_graph=True)
+            found += [loss.detach(), *(each.grad.clone() for each in model.parameters())]
+            optimizer.zero_grad()
+            del loss
+        return found
+
+    model, optimizer = make()
+    for _ in range(3):
+        take(model, optimizer)
+    start = {name: value.clone() for name, value in model.state_dict().items()}
+    expected = train(None)
+    model, optimizer = make()
+    with elbowroom.fit(
+        model, optimizer, find_budget(profile, 0.3), profile=profile, strategy="auto:effort=0.1"
+    ) as room:
+        settle(room, model, optimizer)
+        model.load_state_dict(start)
+        found = train(room)
+    assert all(torch.equal(*pair) for pair in zip(expected, found, strict=True))
+
+
+@pytest.mark.parametrize("share", [0.05, 0.1])
+def test_bystanders_leave_once_the_step_wakes(share: float, profile: HardwareProfile, kept: list[Any]) -> None:
+    """Something is held that no plan knows of; so much that it takes more than what was to move anyway."""
+    budget = find_budget(profile, share)
+
+    def train(room: Room | None) -> list[torch.Tensor]:
+        torch.manual_seed(5)
+        found = []
+        for rows in (0, LAYERS * ROWS, 0):
+            if room is None:
+                found.append(take(model, optimizer, rows))
+            else:
+                with room.step():
+                    found.append(take(model, optimizer, rows))
+        return [*found, *(each.detach().clone() for each in model.parameters())]
+
+    model, optimizer = make()
+    start = {name: value.clone() for name, value in model.state_dict().items()}
+    expected = train(None)
+    model, optimizer = make()
+    options: dict[str, Any] = {"profile": profile, "meter_every": 1, "min_offload_bytes": 1}
+    with elbowroom.fit(model, optimizer, budget, strategy="auto:effort=0.1", **options) as room:
+        settle(room, model, optimizer)
+        moved = room.journal().steps[-1]
+        model.load_state_dict(start)
+        found = train(room)
+        records = room.journal().steps[-3:]
+    assert [record.mode for record in records][1] is Mode.DRIFTED
+    assert all(torch.equal(*pair) for pair in zip(expected, found, strict=True))
+    assert max(record.peak_bytes for record in records) <= budget
+    assert records[1].offloaded_bytes > moved.offloaded_bytes
