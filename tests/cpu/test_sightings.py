@@ -70,6 +70,24 @@ def test_other_scalars() -> None:
     assert not is_again(norm, X, [6], None, None, 1e-6)
 
 
+def test_a_learning_rate_may_change() -> None:
+    """As it does in every step of Adam; but what an op does to a number of another type is another thing."""
+    seen = see(aten.addcdiv_.default, X, X.clone(), X.clone(), value=-0.1)
+    assert is_again(seen, X, X.clone(), X.clone(), value=-0.2)
+    assert not is_again(seen, X, X.clone(), X.clone(), value=1)
+    assert not is_again(see(aten.mul.Scalar, X, 0.1), X, 0.2)  # no op in place
+
+
+@pytest.mark.parametrize(
+    ("schema", "one", "other"), [("Any", 1, 1.0), ("Scalar?[]", [1], [1.0]), ("Scalar[]", [1], [1.0])]
+)
+def test_arguments_of_several_types(schema: str, one: Any, other: Any) -> None:
+    name = "several_" + schema.replace("?", "_or_none").replace("[]", "_list").lower()
+    torch.library.define(f"elbowroom_test::{name}", f"(Tensor x, {schema} y) -> Tensor")
+    seen = see(getattr(torch.ops.elbowroom_test, name).default, X, one)
+    assert not (seen.is_certain and is_again(seen, X, other))
+
+
 def test_a_list_that_changes_later() -> None:
     sizes = [0]
     seen = see(aten.sum.dim_IntList, X, sizes)

@@ -64,6 +64,7 @@ class Kind:
 
     Attributes:
         func: the op itself, which lives as long as this, so that its identity is not used again.
+        name: of the op, as traces have it.
         identity: of the op; to hash the op itself takes longer than all the rest.
         call: calls it; of most ops what their own `__call__` calls, which is a Python function around it.
         is_traced: whether a trace has it.
@@ -98,11 +99,12 @@ class Kind:
         "makes_nothing",
         "may_write",
         "mixes_scalars",
+        "name",
         "writes",
     )
 
     def __init__(self, func: OpOverload) -> None:
-        self.func, self.identity = func, id(func)
+        self.func, self.identity, self.name = func, id(func), str(func)
         self.call: Callable[..., Any] = getattr(func, "_op", func) if type(func) is OpOverload else func
         self.writes = find_written(func)
         self.has_statistics = has_statistics(func)

@@ -27,6 +27,12 @@ Item = TypeVar("Item")
 MOST_AFTER = 8
 """Ops that are tried after another one."""
 
+_LISTS = frozenset(form.format(f"List[{each}]") for each in ("int", "bool", "float") for form in ("{}", "Optional[{}]"))
+_ONE_TYPE = _LISTS.union(
+    form.format(each) for each in ("int", "bool", "float", "str", "Device") for form in ("{}", "Optional[{}]")
+)
+"""In schemas, of arguments that come as one type, or not at all; dtypes and layouts are integers there."""
+
 _NUMBERS = frozenset((bool, int, float))
 _COMPARED = (bool, int, float, complex, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
 
@@ -48,8 +54,8 @@ class Sighting(Generic[Item]):
     """
 
     __slots__ = (
-        *("_are_alike", "_count", "_default_dtype", "_expected", "_has_mkldnn", "_names", "_others", "_pick", "_types"),
-        *("after", "is_certain", "item", "kind"),
+        *("_are_alike", "_count", "_default_dtype", "_expected", "_has_mkldnn", "_is_mixed", "_names", "_others"),
+        *("_pick", "_types", "after", "is_certain", "item", "kind"),
     )
 
     def __init__(self, kind: Kind, values: tuple[Any, ...], names: Collection[str], item: Item) -> None:
@@ -59,16 +65,20 @@ class Sighting(Generic[Item]):
         self._has_mkldnn = torch._C._get_mkldnn_enabled() if kind.is_convolution else None
         tensors = [place for place, value in enumerate(values) if type(value) in PLAIN_TENSORS]
         others = [place for place, value in enumerate(values) if type(value) not in PLAIN_TENSORS]
-        self._pick, self._others = _make_getter(tensors), _make_getter(others)
+        types = {each.name: str(each.type) for each in kind.func._schema.arguments}
+        schema = [*list(types.values())[: len(values) - len(names)], *(types[name] for name in names)]
+        # A new learning rate changes nothing of what an op in place allocates.
+        compared = [place for place in others if not (kind.may_write and type(values[place]) is float)]
+        self._pick, self._others, self._is_mixed = _make_getter(tensors), _make_getter(compared), bool(others)
         self._are_alike = _make_test(self._pick(values))
-        self.is_certain = self._are_alike is not None and all(_may_compare(each, kind) for each in self._others(values))
+        self.is_certain = self._are_alike is not None and all(
+            _may_compare(values[place], schema[place]) for place in others
+        )
         if not self.is_certain:
             return  # before anything is kept that may be a tensor
         self._expected = tuple(list(each) if type(each) is list else each for each in self._others(values))
-        # 1, 1.0 and True are equal, and to compare tensors would be an op. Elsewhere a schema has one type only.
-        types = {each.name: str(each.type) for each in kind.func._schema.arguments}
-        schema = [*list(types.values())[: len(values) - len(names)], *(types[name] for name in names)]
-        loose = [place for place in others if "Tensor" in schema[place] or "number" in schema[place]]
+        # 1, 1.0 and True are equal, and to compare tensors would be an op: types first, where there may be several.
+        loose = [place for place in others if place not in compared or schema[place] not in _ONE_TYPE]
         self._types = [(place, type(values[place])) for place in loose]
 
     def is_again(self, values: tuple[Any, ...], names: Collection[str]) -> bool:
@@ -81,13 +91,13 @@ class Sighting(Generic[Item]):
             return False
         if (names or self._names) and tuple(names) != self._names:
             return False
-        if self._expected:
+        if self._has_mkldnn is not None and torch._C._get_mkldnn_enabled() is not self._has_mkldnn:
+            return False
+        if self._is_mixed:
             for place, made_as in self._types:
                 if type(values[place]) is not made_as:
                     return False
             if self._others(values) != self._expected:
-                return False
-            if self._has_mkldnn is not None and torch._C._get_mkldnn_enabled() is not self._has_mkldnn:
                 return False
             values = self._pick(values)
         assert self._are_alike is not None
@@ -136,8 +146,8 @@ def _make_test(tensors: Sequence[torch.Tensor]) -> Callable[..., bool] | None:
         return None
 
 
-def _may_compare(value: Any, kind: Kind) -> bool:
+def _may_compare(value: Any, schema: str) -> bool:
     """Whether it is told by its type and by what it equals."""
     if type(value) is list:
-        return not kind.mixes_scalars and bool(value) and _NUMBERS.issuperset(map(type, value))
+        return schema in _LISTS and bool(value) and _NUMBERS.issuperset(map(type, value))
     return isinstance(value, _COMPARED)

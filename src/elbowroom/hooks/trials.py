@@ -110,7 +110,7 @@ class Trials:
     ) -> int:
         views = [_view(tensor, place) for place, tensor in enumerate((*given, *made))]
         reads, writes = tuple(views[: len(given)]), tuple(views[len(given) :])
-        op = Op(tick=0, name=str(kind.func), reads=reads, writes=writes, flops=0, barrier="")
+        op = Op(tick=0, name=kind.name, reads=reads, writes=writes, flops=0, barrier="")
         isa = self._isa if torch._C._get_mkldnn_enabled() else ""  # PyTorch's own kernels are at work without
         workspace_bytes = estimate_workspace(op, isa=isa, is_dilated=_is_dilated(kind.func, args))
         copied_bytes = 0 if kind.count_copied is None else kind.count_copied(list(filter(_is_strided, given)))

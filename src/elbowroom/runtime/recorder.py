@@ -14,7 +14,7 @@ import torch
 from elbowroom.errors import InternalError
 from elbowroom.hooks.identity import get_plain_storage, is_shared
 from elbowroom.hooks.kinds import Kind
-from elbowroom.hooks.replayable import find_statistics, find_written, iterate_tensors, touches_tensors
+from elbowroom.hooks.replayable import find_statistics, find_written, iterate_tensors
 from elbowroom.hooks.settings import read_settings
 from elbowroom.ir.plan import Plan
 from elbowroom.ir.trace import LASTING, Op, Trace
@@ -49,7 +49,6 @@ class Recorder:
         # Every other leaf is claimed by autograd.
         leaves = {leaf for segment in plan.segments for leaf in segment.leaves}
         self._kept = frozenset(leaf for leaf in leaves if trace.storages[leaf].role in LASTING)
-        self._names: dict[Any, str] = {}
         self._position = 0
         self._calls: dict[int, Call] = {}
         self._unsafe: set[int] = set()  # ticks of ops that the trace did not show to be so
@@ -67,19 +66,16 @@ class Recorder:
         self, kind: Kind, args: tuple[Any, ...], kwargs: dict[str, Any], targets: Sequence[torch.Tensor] = ()
     ) -> Any:
         """Run an op, and record it if it is wanted."""
-        func = kind.func
-        if self._position == self._count or not touches_tensors(func):
-            return func(*args, **kwargs)
+        if self._position == self._count or not kind.is_traced:
+            return kind.call(*args, **kwargs)
         op = self._ops[self._position]
         self._position += 1
-        name = self._names.get(func)
-        if name is None:
-            name = self._names[func] = str(func)
-        if name != op.name:
-            run = self._on_drift(f"op {self._position - 1} is {name}, where the trace has {op.name}")
+        if kind.name != op.name:
+            run = self._on_drift(f"op {self._position - 1} is {kind.name}, where the trace has {op.name}")
             return run(kind, args, kwargs, targets)
         if op.tick not in self._wanted:
-            return func(*args, **kwargs)
+            return kind.call(*args, **kwargs)
+        func = kind.func
         slots, settings = self._describe(func, op, args, kwargs), read_settings()
         if any(slot.is_read and slot.kept is not None and is_shared(slot.kept) for slot in iterate_slots(slots)):
             self._unsafe.add(op.tick)  # others may write to what it reads, unseen
