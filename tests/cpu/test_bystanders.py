@@ -11,13 +11,15 @@ import torch
 from torch import nn
 
 import elbowroom
-from elbowroom.ir.events import Event, StorageNeeded, StorageSaved
+from elbowroom.ir.events import Event, PressureRaised, StorageNeeded, StorageSaved
 from elbowroom.ir.hardware import HardwareProfile
 from elbowroom.ir.journal import Mode
 from elbowroom.residency.machine import Machine
 from elbowroom.room import Room
 from elbowroom.runtime.engine import Engine
+from elbowroom.runtime.online_engine import OnlineEngine
 from elbowroom.runtime.residence import Guest, Handle
+from tests.pressure import EVERYTHING
 
 WIDTH, ROWS, LAYERS = 128, 1024, 8
 
@@ -162,6 +164,51 @@ def test_a_graph_that_outlives_its_step(times: int, profile: HardwareProfile, ke
         settle(room, model, optimizer)
         model.load_state_dict(start)
         found = train(room)
+    assert all(torch.equal(*pair) for pair in zip(expected, found, strict=True))
+
+
+def test_what_is_needed_stays_while_the_step_wakes(profile: HardwareProfile, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A reload that is due at a need finds no room, and everything that may leave does: but not what is needed."""
+    find_room, calls, at = OnlineEngine._find_room, [0], [0]
+
+    def noted(engine: OnlineEngine, nbytes: int, what: str) -> None:
+        calls[0] += 1
+        if calls[0] == at[0]:
+            engine._follower.leave("a test")
+            engine._carry_out(engine._machine.feed(PressureRaised(EVERYTHING, 0)))
+        find_room(engine, nbytes, what)
+
+    def train(room: Room | None) -> list[torch.Tensor]:
+        torch.manual_seed(5)
+        found = []
+        for at[0] in range(1, 13):
+            calls[0] = 0
+            if room is None:
+                found.append(take(model, optimizer))
+                continue
+            with room.step():
+                found.append(take(model, optimizer))
+            at[0] = 0
+            for _ in range(3):  # until it is planned again
+                state = torch.get_rng_state(), {name: each.clone() for name, each in model.state_dict().items()}
+                with room.step():
+                    take(model, optimizer)
+                torch.set_rng_state(state[0])
+                model.load_state_dict(state[1])
+        return [*found, *(each.detach().clone() for each in model.parameters())]
+
+    model, optimizer = make()
+    start = {name: value.clone() for name, value in model.state_dict().items()}
+    expected = train(None)
+    model, optimizer = make()
+    monkeypatch.setattr(OnlineEngine, "_find_room", noted)
+    options: dict[str, Any] = {"profile": profile, "meter_every": 1, "min_offload_bytes": 1}
+    with elbowroom.fit(model, optimizer, find_budget(profile, 0.5), strategy="offload_all", **options) as room:
+        settle(room, model, optimizer)
+        model.load_state_dict(start)
+        found = train(room)
+        woken = [record for record in room.journal().steps[12:] if record.mode is Mode.DRIFTED]
+    assert len(woken) > 6
     assert all(torch.equal(*pair) for pair in zip(expected, found, strict=True))
 
 

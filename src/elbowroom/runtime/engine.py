@@ -11,7 +11,7 @@ import functools
 import logging
 import threading
 import weakref
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 
 import torch
@@ -185,8 +185,12 @@ class Engine(Mover):
         """It may be let go as soon as autograd has it."""
         gone = Release(residence.id)
         served = actions.index(gone) if gone in actions else len(actions)
-        self._carry_out(actions[:served], actions[served:])
-        given = residence.view(index)
+        self._pinned.append(Counter((residence.id,)))  # or what is due beside it may have it leave again
+        try:
+            self._carry_out(actions[:served], actions[served:])
+            given = residence.view(index)
+        finally:
+            self._pinned.pop()
         self._carry_out(actions[served:])
         return given
 

@@ -5,6 +5,7 @@ If an action fails, the machine is told where the storages really are.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 
 from elbowroom.errors import InternalError, TierError
@@ -43,6 +44,7 @@ class Mover:
     ) -> None:
         self._transfers, self.account, self._spare_bytes = transfers, account, spare_bytes
         self._bound: dict[int, Residence] = {}
+        self._pinned: list[Counter[int]] = []  # by whoever needs them to be there: how often
         self._unobserved = Paused([] if observer is None else [observer])
         self.recomputed, self.refusal = 0, ""
 
