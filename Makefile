@@ -16,6 +16,7 @@ PYTHON ?= $(shell for name in python3.11 python3; do \
 	"$$name" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo "$$name" && break; done)
 BIN := .venv/bin
 READY := .venv/.ready
+BUILT := .venv/.built
 
 help:
 	@sed -n 's/^# \{0,1\}//p' Makefile | head -3
@@ -32,7 +33,11 @@ $(READY): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --constraint constraints.txt --no-build-isolation --editable '.[models,pictures,tuning,dev]'
 	touch $(READY)
 
-demo: $(READY)
+# What watches ops in machine code. Everything works without: where there is no C++ compiler, say.
+$(BUILT): $(READY) $(wildcard src/elbowroom/quick/*.cpp src/elbowroom/quick/*.h)
+	$(BIN)/elbowroom build && touch $(BUILT) || echo "Ops are watched in Python, then: slower, and otherwise the same." >&2
+
+demo: $(BUILT)
 	$(BIN)/elbowroom demo
 
 lint: $(READY)
@@ -45,7 +50,7 @@ lint: $(READY)
 # order of tests/conftest.py.
 PYTEST := $(BIN)/python -m pytest --numprocesses logical --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 test: export OMP_WAIT_POLICY ?= passive
-test: $(READY)
+test: $(BUILT)
 	@failed=0; $(MAKE) --no-print-directory lint || failed=1; \
 	echo "$(PYTEST)"; $(PYTEST) || failed=1; exit $$failed
 

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from elbowroom.ir.events import PressureRaised
-from elbowroom.runtime.account import Account
 from elbowroom.runtime.online_engine import OnlineEngine
+from tests.speeds import list_engines
 
 EVERYTHING = 1 << 40
 
@@ -28,5 +28,6 @@ def ask_at_every_op(
     monkeypatch: pytest.MonkeyPatch, take_room: Callable[[OnlineEngine, int, Any], None] = let_everything_go
 ) -> None:
     """Have `take_room` make room for every op, though there may be enough."""
-    monkeypatch.setattr(Account, "reserve_within", lambda account, nbytes: False)
+    for engine in list_engines():
+        monkeypatch.setattr(engine.account_class, "reserve_within", lambda account, nbytes: False)
     monkeypatch.setattr(OnlineEngine, "take_room", take_room)

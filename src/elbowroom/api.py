@@ -49,7 +49,7 @@ def fit(
             nothing changes), so that the first step is already planned; else the first steps run capacity-first.
         profile: of this machine, from `probe`; measured when it is needed otherwise.
         **options: fields of `elbowroom.config.Config`: mode, strategy, policy, spill_folder, host_bytes,
-            min_offload_bytes, meter_every, settling_steps, always_watch, release_pages.
+            min_offload_bytes, meter_every, settling_steps, always_watch, quick, release_pages.
 
     Raises:
         UnknownMember: there is no such policy.

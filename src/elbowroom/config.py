@@ -33,6 +33,7 @@ class Config:
         always_watch: whether room is watched in steps, too, that fit as they are. It takes some microseconds an op, and
             is for steps that grow by themselves: where nothing is moved, only the shapes that the model is called with
             tell that a step may be larger than those before it.
+        quick: whether ops are watched in machine code, where that has been built (`elbowroom build`).
         release_pages: on a CPU, whether freed memory goes back to the system at once (slower) or is kept for the next
             allocation.
     """
@@ -46,6 +47,7 @@ class Config:
     meter_every: int = 100
     settling_steps: int = 3
     always_watch: bool = False
+    quick: bool = True
     release_pages: bool = False
 
 
@@ -83,7 +85,7 @@ def _read_value(name: str, value: object) -> object:
             if number < (1 if name == "settling_steps" else 0):
                 raise ValueError(f"{name} is {number}")
             return number
-        if name in ("always_watch", "release_pages"):
+        if name in ("always_watch", "quick", "release_pages"):
             return value if isinstance(value, bool) else {"0": False, "1": True}[str(value)]
         text = os.fspath(value)  # type: ignore[call-overload]
         if not isinstance(text, str) or not text:

@@ -33,6 +33,7 @@ from elbowroom.runtime.finishing import finishing
 from elbowroom.runtime.logbook import Logbook
 from elbowroom.runtime.online_engine import OnlineEngine
 from elbowroom.runtime.open import open_transfers
+from elbowroom.runtime.quickened import choose
 from elbowroom.tracing.fake import capture_fake
 from elbowroom.tracing.live import LiveCapture
 from elbowroom.tracing.residents import list_resident_tensors
@@ -69,11 +70,12 @@ class Room:
         self._name = type(model).__name__
         self._repertoire = Repertoire(budget_bytes, config, device, profile)
         self._detached = True  # until there is something to detach
-        self._logbook = Logbook()
         self._captures = self._futile_captures = self._next_capture = 0
         self._engine: OnlineEngine | None = None
         self._calls: Counter[Inputs] = Counter()  # of the model, in this step
-        self._estimates, self._habits = Estimates(device.type), Habits(is_bounded=config.host_bytes is not None)
+        self._logbook, self._made_of = Logbook(), choose(is_quick=config.quick)
+        self._estimates = Estimates(device.type, self._made_of.sightings)
+        self._habits = Habits(is_bounded=config.host_bytes is not None)
         self._inside = self._metered = self._blind = self._has_refused = self._has_recurred = False
         self._transfers = open_transfers(device, config.spill_folder, config.host_bytes)
         try:
@@ -289,7 +291,7 @@ class Room:
         self, policy: str | None, acts: Sequence[Act], capture: LiveCapture | None, *, is_awake: bool = True
     ) -> OnlineEngine:
         spare_bytes = None if is_awake or not acts else self.budget_bytes - acts[0].planned.forecast.peak_bytes
-        return OnlineEngine(
+        return self._made_of.engine(
             self._transfers, self._device, self._list_staying, self.config.min_offload_bytes,
             budget_bytes=self.budget_bytes, policy=policy, estimates=self._estimates,
             profile=self._repertoire.find_profile(), habits=self._habits, list_residents=self._list_residents,

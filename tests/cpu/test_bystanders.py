@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -16,10 +17,10 @@ from elbowroom.ir.hardware import HardwareProfile
 from elbowroom.ir.journal import Mode
 from elbowroom.residency.machine import Machine
 from elbowroom.room import Room
-from elbowroom.runtime.engine import Engine
 from elbowroom.runtime.online_engine import OnlineEngine
 from elbowroom.runtime.residence import Guest, Handle
 from tests.pressure import EVERYTHING
+from tests.speeds import list_engines
 
 WIDTH, ROWS, LAYERS = 128, 1024, 8
 
@@ -64,14 +65,17 @@ def settle(room: Room, model: nn.Module, optimizer: torch.optim.Optimizer) -> No
 def kept(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """What autograd was given to keep."""
     given: list[Any] = []
-    pack = Engine.pack
 
-    def noted(self: Engine, tensor: torch.Tensor) -> Any:
-        handle = pack(self, tensor)
-        given.append((type(handle), weakref.ref(handle) if isinstance(handle, Guest) else None))
-        return handle
+    def spy(pack: Callable[[OnlineEngine, torch.Tensor], Any]) -> Callable[[OnlineEngine, torch.Tensor], Any]:
+        def noted(self: OnlineEngine, tensor: torch.Tensor) -> Any:
+            handle = pack(self, tensor)
+            given.append((type(handle), weakref.ref(handle) if isinstance(handle, Guest) else None))
+            return handle
 
-    monkeypatch.setattr(Engine, "pack", noted)
+        return noted
+
+    for engine, pack in [(each, each.pack) for each in list_engines()]:
+        monkeypatch.setattr(engine, "pack", spy(pack))
     return given
 
 

@@ -33,6 +33,7 @@ from elbowroom.runtime.calls import Call, Recording, Slot
 from elbowroom.runtime.finishing import finishing
 from elbowroom.runtime.historian import Historian
 from elbowroom.runtime.online_engine import OnlineEngine
+from elbowroom.runtime.quickened import choose
 from elbowroom.runtime.residence import Geometry, Residence
 from tests.pressure import ask_at_every_op, let_everything_go
 
@@ -667,8 +668,9 @@ def test_what_is_remembered_of_ops_keeps_nothing() -> None:
     assert estimates.find(torch.ops.aten.arange.start_step, (0, 10, 0.01), {}).result_bytes == 4032
 
 
-def test_threads_do_not_miscount() -> None:
-    account, before = Account(64), sys.getswitchinterval()
+@pytest.mark.parametrize("is_quick", [False, True])
+def test_threads_do_not_miscount(is_quick: bool) -> None:
+    account, before = choose(is_quick=is_quick).engine.account_class(64), sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
 
     def count() -> None:
@@ -677,7 +679,9 @@ def test_threads_do_not_miscount() -> None:
             storage = torch.empty(16).untyped_storage()
             account.put(storage, Residence(64))
             assert account.live_bytes >= 64
-            del storage
+            another = torch.empty(16).untyped_storage()
+            assert account.reserve_within(64) and account.count(another, 64)
+            del storage, another
             account.reserve(-7)
 
     threads = [threading.Thread(target=count) for _ in range(4)]
@@ -1043,9 +1047,10 @@ def test_a_storage_that_two_threads_count_at_once(monkeypatch: pytest.MonkeyPatc
     assert account.live_bytes == 0
 
 
-def test_what_outlives_a_step_is_known_whenever_that_is_told() -> None:
+@pytest.mark.parametrize("is_quick", [False, True])
+def test_what_outlives_a_step_is_known_whenever_that_is_told(is_quick: bool) -> None:
     """A step that wakes late has used some of it by then; each storage counts once."""
-    account = Account(64)
+    account = choose(is_quick=is_quick).engine.account_class(64)
     unseen, counted, seen = storages = [torch.ones(64).untyped_storage() for _ in range(3)]
     account.count(counted)
     before = account.see(seen)

@@ -6,14 +6,15 @@ An op is tried on fake tensors the first time its kind is seen with such argumen
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from types import ModuleType
 from typing import Any, TypeAlias
 
 import torch
 
+from elbowroom.hooks import sightings
 from elbowroom.hooks.identity import PLAIN_TENSORS, make_test
 from elbowroom.hooks.kinds import Kind, find_kind
 from elbowroom.hooks.settings import Settings, read_settings
-from elbowroom.hooks.sightings import Order, Sighting
 from elbowroom.hooks.stopwatch import Pace, Stopwatch, make_stopwatch
 from elbowroom.hooks.trials import Trials
 
@@ -57,17 +58,22 @@ class Estimate:
 
 
 class Estimates:
-    """Remembers what ops take on one kind of device."""
+    """Remembers what ops take on one kind of device.
 
-    def __init__(self, device_type: str) -> None:
+    Args:
+        told_by: has the classes `Sighting` and `Order`.
+    """
+
+    def __init__(self, device_type: str, told_by: ModuleType = sightings) -> None:
+        self._told_by = told_by
         self._is_here, self._trials = make_test(device_type), Trials(device_type)
         self._forget()
         self._measured: dict[Exact, int] = {}
         self._stopwatches: dict[torch.device, Stopwatch] = {}
 
     def _forget(self) -> None:
-        self._known: dict[Any, Sighting[Estimate]] = {}
-        self._order = Order[Estimate]()
+        self._known: dict[Any, sightings.Sighting[Estimate]] = {}
+        self._order: sightings.Order[Estimate] = self._told_by.Order()
 
     def find(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Estimate:
         """What an op with these arguments takes. Cost: one or two microseconds; the first time, some hundred."""
@@ -96,9 +102,9 @@ class Estimates:
                 return estimate  # values tell, which may be others the next time
             if len(self._known) >= MOST_KEPT:
                 self._forget()
-            found = self._known[known] = Sighting(kind, values, kwargs, estimate)
+            found = self._known[known] = self._told_by.Sighting(kind, values, kwargs, estimate)
         elif found.is_certain and not found.is_again(values, kwargs):  # of another class, or with a gradient
-            found = self._known[known] = Sighting(kind, values, kwargs, found.item)
+            found = self._known[known] = self._told_by.Sighting(kind, values, kwargs, found.item)
         self._order.follow(found)
         return found.item
 

@@ -15,7 +15,7 @@ from elbowroom.hooks.identity import get_plain_storage
 from elbowroom.ir.events import StorageNeeded, StorageSaved
 from elbowroom.runtime.account import Account
 from elbowroom.runtime.calls import check_version
-from elbowroom.runtime.past import NO_STORAGE, Past
+from elbowroom.runtime.past import NO_STORAGE, Passing, Past
 from elbowroom.runtime.residence import Guest, Keepsake
 
 
@@ -43,7 +43,8 @@ class Calm:
         paused: Paused,
         ids: int,
     ) -> None:
-        self._note, self._account, self._sizes = past.add, account, sizes
+        self._past: Past | None = past
+        self._account, self._sizes = account, sizes
         self._is_here, self._paused = is_here, paused
         self._guests = past.guests
         self.ids = ids
@@ -83,14 +84,14 @@ class Calm:
     def end(self) -> None:
         """The step is over, and what is there may stay as it is."""
         self._guests.clear()
-        self._note = _ignore
+        self._past = None
+
+    def _note(self, event: type[Passing], storage: int, tick: int, nbytes: int = 0) -> None:
+        if self._past is not None:
+            self._past.add(event, storage, tick, nbytes)
 
 
 def get_witness(tensor: torch.Tensor) -> torch.Tensor:
     """What to keep of a saved tensor that stays. A leaf itself has no graph to hold, and autograd without us would keep
     just that: a program may give it other contents (`leaf.data = ...`) before they are needed."""
     return tensor if tensor.is_leaf else get_alias(tensor)
-
-
-def _ignore(event: object, storage: int, tick: int, nbytes: int = 0) -> None:
-    """After the step."""

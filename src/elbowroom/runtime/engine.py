@@ -54,6 +54,7 @@ class Engine(Mover):
         drift: why the step left the traces that were known.
     """
 
+    follower_class = Follower
     _paused: Paused
 
     def __init__(
@@ -79,7 +80,7 @@ class Engine(Mover):
         self.saves = self.needs = 0
         self.sizes: list[int] = []
         self.drift = ""
-        self._follower = Follower(known, min_bytes, self._bound, self._leave_trace, self._count_ops)
+        self._follower = self.follower_class(known, min_bytes, self._bound, self._leave_trace, self._count_ops)
         self._past: Past | None = None
         self._calm: Calm | None = None
         self._touched: frozenset[int] | None = None

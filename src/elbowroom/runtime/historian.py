@@ -93,32 +93,45 @@ class Historian(Watcher):
         self._host, self._account, self._estimates = host, account, estimates
         self._stopwatch = estimates.find_stopwatch(device)
         self._stopwatch.collect()
-        self._is_here = make_test(device.type)
+        self._device_type, self._is_here = device.type, make_test(device.type)
         self._places = itertools.count()  # several threads may run ops, and no two share a place
         self._geometries: dict[tuple[Any, ...], Geometry] = {}
         self._settings: Settings = ()
         self.busy_seconds = 0.0
+        self._run_asleep: Runner | None = None
         self._lessons: Lessons | None = None  # told of each op, in a step that a meter counts
 
-    def sleep(self, run: Runner) -> None:
-        """Have `run` run the ops for as long as there is room for them, and count what they make."""
+    def sleep(self, run: Runner | None = None) -> None:
+        """From now on count what ops make, for as long as there is room for them. `run`: runs them; None where they are
+        but called."""
+        self.stand_in, self._run_asleep = self.watch, run
 
-        def watch(
-            kind: Kind, args: tuple[Any, ...], kwargs: dict[str, Any], targets: Sequence[torch.Tensor] = ()
-        ) -> Any:
-            if kind.is_idle:
-                return run(kind, args, kwargs, targets)
-            estimate = self._estimates.find_of(kind, args, kwargs)
-            if not self._host.stays_asleep(self.ops, kind.func, estimate):
-                return self.run(kind, args, kwargs, targets)
-            result = run(kind, args, kwargs, targets)
-            if targets:
-                self._note_written(targets)  # it may have grown them
-            if not targets or result is not targets[0]:
-                self._count(result)
-            return result
+    def watch(
+        self, kind: Kind, args: tuple[Any, ...], kwargs: dict[str, Any], targets: Sequence[torch.Tensor] = ()
+    ) -> Any:
+        """Run an op asleep."""
+        if kind.is_idle:
+            return kind.call(*args, **kwargs) if self._run_asleep is None else self._run_asleep(kind, args, kwargs)
+        return self.watch_as(self._estimates.find_of(kind, args, kwargs), kind, args, kwargs, targets)
 
-        self.stand_in = watch
+    def watch_as(
+        self,
+        estimate: Estimate,
+        kind: Kind,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        targets: Sequence[torch.Tensor] = (),
+    ) -> Any:
+        """The same, where it is known what the op takes."""
+        if not self._host.stays_asleep(self.ops, kind.func, estimate):
+            return self.run_as(estimate, kind, args, kwargs, targets)
+        run = self._run_asleep
+        result = kind.call(*args, **kwargs) if run is None else run(kind, args, kwargs, targets)
+        if targets:
+            self._note_written(targets)  # it may have grown them
+        if not targets or result is not targets[0]:
+            self._count(result)
+        return result
 
     @contextlib.contextmanager
     def learning(self, meter: Meter) -> Iterator[None]:
@@ -133,14 +146,24 @@ class Historian(Watcher):
     def close(self) -> None:
         """The step is over: let every op pass, and let go of who asked."""
         self.pauses += 1
-        self.stand_in = None
+        self.stand_in = self._run_asleep = None
         del self._host, self._before_write, self._on_write
 
     def run(
         self, kind: Kind, args: tuple[Any, ...], kwargs: dict[str, Any], targets: Sequence[torch.Tensor] = ()
     ) -> Any:
+        return self.run_as(self._estimates.find_of(kind, args, kwargs), kind, args, kwargs, targets)
+
+    def run_as(
+        self,
+        estimate: Estimate,
+        kind: Kind,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        targets: Sequence[torch.Tensor] = (),
+    ) -> Any:
+        """The same, where it is known what the op takes."""
         account = self._account
-        estimate = self._estimates.find_of(kind, args, kwargs)
         # Described first: an op may write to what it reads.
         reads: _Reads | None = None
         if account.counted_bytes > self._resting_bytes:

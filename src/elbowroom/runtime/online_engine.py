@@ -75,6 +75,7 @@ class OnlineEngine(Engine):
         historian: sees every op.
     """
 
+    account_class, historian_class, calm_class, past_class = Account, Historian, Calm, Past
     _online: Online | None = None
     _guide: Guided | None = None
 
@@ -97,7 +98,7 @@ class OnlineEngine(Engine):
         observer: Observer | None = None,
     ) -> None:
         super().__init__(
-            transfers, device, Account(profile.alignment_bytes), list_staying, min_bytes,
+            transfers, device, self.account_class(profile.alignment_bytes), list_staying, min_bytes,
             known=known, spare_bytes=spare_bytes, observer=observer,
         )  # fmt: skip
         self._list_residents, self._known, self.followed = list_residents, known, self._follower.followed
@@ -115,7 +116,7 @@ class OnlineEngine(Engine):
                 decider = self._guide = Guided(self._online, known[0].plan, is_awake=is_awake)
         self._machine = Machine(decider, self._segments)
         self._facts.is_on_device = self._machine.is_on_device
-        self.watcher = self.historian = self._facts.clock = Historian(
+        self.watcher = self.historian = self._facts.clock = self.historian_class(
             self, self.account, estimates, device, self.about_to_write, self.written, is_recording=policy is not None,
             resting_bytes=int(RESTING * budget_bytes) if habits.may_rest and not known else 0, least_bytes=min_bytes,
         )  # fmt: skip
@@ -128,16 +129,16 @@ class OnlineEngine(Engine):
             self.recorder = Recorder(known[0].trace, known[0].plan, self.account.see, self._leave_ops)
             self.historian.sleep(self.recorder.run)
         else:
-            self.historian.sleep(super(Historian, self.historian).run)
+            self.historian.sleep()
         self._paused = Paused([self.historian] if observer is None else [self.historian, observer])
         is_calm = is_awake and self._online is not None and self._guide is None and self._online.may_wait()
         if is_calm or not is_awake:
-            self._past = past = Past(self._facts.begin, self.historian, self.account)
+            self._past = past = self.past_class(self._facts.begin, self.historian, self.account)
         if observer is None and not is_awake and self._guide is not None:
             self._touched, self._due_tick = known[0].plan.find_touched(), self._guide.due_tick
         if is_calm:
             self.account.limit_bytes -= int(AHEAD * budget_bytes)
-            self._calm = Calm(past, self.account, self.sizes, self._is_here, self._paused, self._own_ids)
+            self._calm = self.calm_class(past, self.account, self.sizes, self._is_here, self._paused, self._own_ids)
 
     @property
     def is_awake(self) -> bool:

@@ -1,0 +1,87 @@
+"""The system's own compilers, for what is compiled on the user's machine, once, and kept."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pathlib
+import shlex
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from elbowroom.errors import UsageError
+
+
+class Language(NamedTuple):
+    """What a compiler compiles.
+
+    Attributes:
+        name: of the language.
+        variable: of the environment, which may name a compiler.
+        commands: that are looked for otherwise.
+    """
+
+    name: str
+    variable: str
+    commands: tuple[str, ...]
+
+
+C = Language("C", "CC", ("cc", "gcc", "clang"))
+CPP = Language("C++", "CXX", ("c++", "g++", "clang++"))
+
+
+def find_compiler(what: str, language: Language) -> list[str]:
+    """The command of a compiler: what the environment says, or the first that is there.
+
+    Args:
+        what: is compiled, for the message.
+
+    Raises:
+        UsageError: there is none.
+    """
+    named = shlex.split(os.environ.get(language.variable, ""))
+    for command in [named] if named else [[name] for name in language.commands]:
+        if shutil.which(command[0]):
+            return command
+    raise UsageError(
+        f"{what} is compiled on this machine, and there is no {language.name} compiler: "
+        f"{' or '.join(named[:1] or language.commands)} was not found. Install one (apt-get install "
+        f"{language.commands[1]}, say), or name it in the environment variable {language.variable}."
+    )
+
+
+def compile_sources(
+    what: str, language: Language, made: pathlib.Path, sources: Sequence[pathlib.Path], flags: Sequence[str],
+    libraries: Sequence[str],
+) -> None:  # fmt: skip
+    """Compile and link in one go. The file is there whole or not at all, whoever else is making it.
+
+    Raises:
+        UsageError: there is no compiler, or it does not compile.
+    """
+    compiler = find_compiler(what, language)
+    made.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    number, part = tempfile.mkstemp(dir=made.parent, prefix=made.stem, suffix=".part")
+    os.close(number)
+    command = [*compiler, *flags, "-o", part, *map(str, sources), *libraries]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode != 0:
+            raise UsageError(
+                f"{what} does not compile: {shlex.join(command)} ended with {done.returncode}: "
+                f"{done.stderr.strip()[-2000:]}. Name another compiler in the environment variable "
+                f"{language.variable}."
+            )
+        os.replace(part, made)
+    finally:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(part)
+
+
+def find_folder() -> pathlib.Path:
+    """Where what was compiled is kept: the user's cache."""
+    cache = os.environ.get("XDG_CACHE_HOME")
+    return (pathlib.Path(cache) if cache else pathlib.Path.home() / ".cache") / "elbowroom"

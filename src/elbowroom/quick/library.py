@@ -1,0 +1,81 @@
+"""The library in C++: compiled by `elbowroom build`, once for each PyTorch, and used wherever it is there."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import importlib.util
+import logging
+import pathlib
+import platform
+import sys
+import sysconfig
+from types import ModuleType
+
+import torch
+
+from elbowroom import _compiler
+from elbowroom.errors import UsageError
+
+logger = logging.getLogger(__name__)
+
+SOURCES = pathlib.Path(__file__).parent
+WHAT = "what watches ops in machine code"
+FLAGS = ("-std=c++20", "-O2", "-g", "-fPIC", "-shared", "-fvisibility=hidden", "-pthread")
+NAME = "elbowroom._quick"
+
+
+def list_sources() -> list[pathlib.Path]:
+    """Every file the library is made of."""
+    return sorted([*SOURCES.glob("*.cpp"), *SOURCES.glob("*.h")])
+
+
+def find_library(folder: pathlib.Path | None = None) -> pathlib.Path:
+    """Where the library is, or would be: there is one for each source, PyTorch and Python.
+
+    Args:
+        folder: where it is kept; by default the user's cache.
+    """
+    stands_on = torch.__version__, torch.version.git_version, torch.compiled_with_cxx11_abi(), sys.version, FLAGS
+    stamp = hashlib.sha256(repr((*stands_on, platform.machine())).encode())
+    for source in list_sources():
+        stamp.update(source.name.encode() + source.read_bytes())
+    return (_compiler.find_folder() if folder is None else folder) / f"quick-{stamp.hexdigest()[:16]}.so"
+
+
+def build_library(folder: pathlib.Path | None = None) -> pathlib.Path:
+    """The library's file; compiled if it is not there, which takes a good part of a minute and a gigabyte.
+
+    Raises:
+        UsageError: there is no compiler, it does not compile, or not for this Python.
+    """
+    library = find_library(folder)
+    if not library.exists():
+        if sysconfig.get_config_var("Py_GIL_DISABLED"):
+            raise UsageError(f"{WHAT} rests on Python's global lock, which this Python is without")
+        parts = pathlib.Path(torch.__file__).parent
+        headers = [parts / "include", parts / "include" / "torch" / "csrc" / "api" / "include"]
+        includes = [f"-isystem{path}" for path in (*headers, sysconfig.get_paths()["include"])]
+        abi = f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}"
+        linked = [f"-L{parts / 'lib'}", "-ltorch_python", "-ltorch", "-ltorch_cpu", "-lc10"]
+        sources = [path for path in list_sources() if path.suffix == ".cpp"]
+        _compiler.compile_sources(WHAT, _compiler.CPP, library, sources, [*FLAGS, abi, *includes], linked)
+    return library
+
+
+@functools.cache
+def load() -> ModuleType | None:
+    """The library, if it has been built."""
+    library = find_library()
+    if not library.exists():
+        logger.info("ops are watched in Python; `elbowroom build` makes that several times as fast")
+        return None
+    try:
+        spec = importlib.util.spec_from_file_location(NAME, library)
+        assert spec is not None and spec.loader is not None
+        made = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(made)
+    except ImportError as error:
+        logger.warning("%s cannot be used, so Python does without: %s", library, error)
+        return None
+    return made
