@@ -286,6 +286,10 @@ def test_nothing_of_a_step_is_kept(profile: HardwareProfile, quick: Any) -> None
                     assert engine is not None
                     each = [engine, engine.historian, engine.account, engine._follower, engine._past, engine._calm]
                     assert all(type(part).__mro__[1].__module__ == "elbowroom._quick" for part in each)
+                    made = room._engine._past.list_guests()[0]  # type: ignore[union-attr]
+                    for part in (made, made.residence):  # all that Python would have given it
+                        assert all(hasattr(part, name) for name in type(part).__slots__)
+                    del made, part
                     gone += map(weakref.ref, each)
                     loss.backward()
                     optimizer.step()
@@ -354,6 +358,8 @@ def test_calls_that_mean_nothing(quick: Any) -> None:
         quick.learn({"Place": type("Place", (), {"item": 1})})
     with pytest.raises(TypeError, match="not 1"):
         quick.Watch().__torch_dispatch__(None)
+    with pytest.raises(TypeError, match="in a tuple"):
+        quick.Watch().__torch_dispatch__(torch.ops.aten.relu.default, (), [torch.ones(1)])
     with pytest.raises(TypeError, match="a Sighting follows"):
         quick.Order().follow(3)
     with pytest.raises(TypeError):

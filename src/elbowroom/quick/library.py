@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 SOURCES = pathlib.Path(__file__).parent
 WHAT = "what watches ops in machine code"
-FLAGS = ("-std=c++20", "-O2", "-g", "-fPIC", "-shared", "-fvisibility=hidden", "-pthread")
+FLAGS = ("-std=c++20", "-O2", "-fPIC", "-shared", "-fvisibility=hidden", "-pthread")
 NAME = "elbowroom._quick"
 
 

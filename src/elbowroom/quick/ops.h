@@ -290,11 +290,16 @@ inline PyObject* watch_dispatch(PyObject* self, PyObject* const* given, Py_ssize
     PyErr_Format(PyExc_TypeError, "__torch_dispatch__ takes an op, types, arguments and named ones, not %zd", count);
     return nullptr;
   }
+  const bool is_named = count > 3 && given[3] != Py_None;
+  if ((count > 2 && !PyTuple_Check(given[2])) || (is_named && !PyDict_Check(given[3]))) {
+    PyErr_SetString(PyExc_TypeError, "__torch_dispatch__ takes arguments in a tuple, and named ones in a dict");
+    return nullptr;
+  }
   Watch* watch = as<Watch>(self);
   PyObject* func = given[0];
   return guarded([&]() -> PyObject* {
     Ref all = count > 2 ? Ref::borrow(given[2]) : need(PyTuple_New(0));
-    PyObject *args = all.get(), *named = count > 3 && given[3] != Py_None ? given[3] : no_names;
+    PyObject *args = all.get(), *named = is_named ? given[3] : no_names;
     if (watch->pauses != 0) return PyObject_Call(func, args, named);
     const Kind* kind = get_kind(func);
     watch->ops += kind->is_traced;

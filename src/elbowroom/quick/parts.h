@@ -122,11 +122,8 @@ PyObject* guarded(Function function) {
     return function();
   } catch (const Failed&) {
     return nullptr;
-  } catch (python_error& error) {
-    error.restore();
-    return nullptr;
-  } catch (const std::exception& error) {
-    if (!PyErr_Occurred()) PyErr_SetString(PyExc_RuntimeError, error.what());
+  } catch (...) {
+    torch::translate_exception_to_python(std::current_exception());
     return nullptr;
   }
 }

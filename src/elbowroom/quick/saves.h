@@ -115,26 +115,26 @@ inline void append_number(PyObject* list, int64_t number) {
 
 // -- Follower -----------------------------------------------------------------------------------------------------
 
-inline Course* find_course(Track* track) {
+inline Timetable* find_timetable(Track* track) {
   if (is_none(track->trace)) return nullptr;
   if (track->described != track->trace) {
-    delete std::exchange(track->course, nullptr);
+    delete std::exchange(track->timetable, nullptr);
     Py_CLEAR(track->described);
-    track->course = new Course(track->trace);
+    track->timetable = new Timetable(track->trace);
     track->described = Py_NewRef(track->trace);
   }
-  return track->course;
+  return track->timetable;
 }
 
-inline void reach(Track* track, const Course* course, int64_t tick, int64_t ops) {
+inline void reach(Track* track, const Timetable* timetable, int64_t tick, int64_t ops) {
   track->tick = tick;
   track->extra_ops = ops - (tick + 1 - track->saves - track->needs);
   const size_t next = static_cast<size_t>(track->saves), also = static_cast<size_t>(track->needs);
-  if (next >= course->saves.size() ||
-      (also < course->needs.size() && course->needs[also].tick < course->saves[next].tick)) {
+  if (next >= timetable->saves.size() ||
+      (also < timetable->needs.size() && timetable->needs[also].tick < timetable->saves[next].tick)) {
     track->due_ops = NEVER;
   } else {
-    track->due_ops = course->saves[next].tick - track->saves - track->needs + SLACK_OPS;
+    track->due_ops = timetable->saves[next].tick - track->saves - track->needs + SLACK_OPS;
   }
 }
 
@@ -193,9 +193,9 @@ inline Ref save_asleep(Hooks* hooks, Watch* watch, Book* book, PyObject* tensor)
   Log* log = find<Log>(hooks->past, log_class);
   Track* track = as<Track>(hooks->follower);
   const int64_t index = hooks->saves;
-  Course* course = find_course(track);
-  if (!is_able(log) || course == nullptr || static_cast<size_t>(index) >= course->saves.size()) return Ref();
-  const Course::Save& save = course->saves[index];
+  Timetable* timetable = find_timetable(track);
+  if (!is_able(log) || timetable == nullptr || static_cast<size_t>(index) >= timetable->saves.size()) return Ref();
+  const Timetable::Save& save = timetable->saves[index];
   if (save.tick >= hooks->due_tick || save.nbytes == 0) return Ref();
   if (track->may_doubt != Py_False && save.tick != watch->ops + index + track->needs) return Ref();
   const Given given = look(watch, book, tensor);
@@ -229,7 +229,7 @@ inline Ref save_asleep(Hooks* hooks, Watch* watch, Book* book, PyObject* tensor)
   append_number(hooks->sizes, given.nbytes);
   hooks->saves = index + 1;
   track->saves = index + 1;
-  reach(track, course, save.tick, watch->ops);
+  reach(track, timetable, save.tick, watch->ops);
   return made;
 }
 
@@ -258,15 +258,15 @@ inline Ref need_asleep(Hooks* hooks, Watch* watch, PyObject* handle) {
   Log* log = find<Log>(hooks->past, log_class);
   Track* track = as<Track>(hooks->follower);
   const int64_t index = hooks->needs;
-  Course* course = find_course(track);
-  if (!is_able(log) || course == nullptr || static_cast<size_t>(index) >= course->needs.size()) return Ref();
-  const Course::Need& need = course->needs[index];
+  Timetable* timetable = find_timetable(track);
+  if (!is_able(log) || timetable == nullptr || static_cast<size_t>(index) >= timetable->needs.size()) return Ref();
+  const Timetable::Need& need = timetable->needs[index];
   PyObject* residence;
   PyObject* given = need.tick < hooks->due_tick ? find_kept(handle, &residence) : nullptr;
   if (given == nullptr || keepsake_index.number(handle) != need.save) return Ref();
   note(log, NEEDED, residence == nullptr ? NO_STORAGE : residence_id.number(residence), need.tick, 0);
   hooks->needs = track->needs = index + 1;
-  reach(track, course, need.tick, watch->ops);
+  reach(track, timetable, need.tick, watch->ops);
   return Ref::borrow(given);
 }
 

@@ -106,8 +106,7 @@ inline bool is_alike(const Argument& seen, PyObject* given) {
   }
   if (Py_TYPE(given) != seen.made_as) return false;
   const c10::TensorImpl* impl = find_impl(given);
-  if (impl->key_set() != seen.keys || impl->dtype() != seen.dtype) return false;
-  // Of one that has sizes of its own making, the layout was another one as well.
+  if (impl->key_set() != seen.keys || impl->dtype() != seen.dtype || impl->has_symbolic_sizes_strides()) return false;
   const auto sizes = impl->sizes(), strides = impl->strides();
   const size_t count = sizes.size();
   if (2 * count != seen.lies.size()) return false;

@@ -84,7 +84,7 @@ inline PyMemberDef lull_members[] = {
     {nullptr}};
 
 // A trace, as it is followed.
-struct Course {
+struct Timetable {
   struct Save {
     int64_t tick, storage, nbytes;
     bool is_lasting;
@@ -95,7 +95,7 @@ struct Course {
   std::vector<Save> saves;
   std::vector<Need> needs;
 
-  explicit Course(PyObject* trace) {
+  explicit Timetable(PyObject* trace) {
     PyObject *all_saves = trace_saves.get(trace), *all_needs = trace_needs.get(trace);
     PyObject* storages = trace_storages.get(trace);
     for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(all_saves); i++) {
@@ -119,10 +119,10 @@ struct Track {
   PyObject_HEAD
   long long saves, needs, tick, extra_ops, due_ops;
   PyObject *trace, *bound, *may_doubt;
-  PyObject* described;  // the trace that `course` is of
-  Course* course;
+  PyObject* described;  // the trace that `timetable` is of
+  Timetable* timetable;
   static constexpr PyObject* Track::*owned[] = {&Track::trace, &Track::bound, &Track::may_doubt, &Track::described};
-  void close() { delete course; }
+  void close() { delete timetable; }
 };
 
 inline PyMemberDef track_members[] = {
