@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import weakref
 from collections.abc import Callable
@@ -12,13 +13,14 @@ import torch
 from torch import nn
 
 import elbowroom
+from elbowroom.errors import Infeasible
 from elbowroom.ir.events import Event, PressureRaised, StorageNeeded, StorageSaved
 from elbowroom.ir.hardware import HardwareProfile
 from elbowroom.ir.journal import Mode
-from elbowroom.residency.machine import Machine
+from elbowroom.residency.machine import Machine, State
 from elbowroom.room import Room
 from elbowroom.runtime.online_engine import OnlineEngine
-from elbowroom.runtime.residence import Guest, Handle
+from elbowroom.runtime.residence import Guest, Handle, Residence
 from tests.pressure import EVERYTHING
 from tests.speeds import list_engines
 
@@ -212,6 +214,45 @@ def test_what_is_needed_stays_while_the_step_wakes(profile: HardwareProfile, mon
         found = train(room)
         woken = [record for record in room.journal().steps[12:] if record.mode is Mode.DRIFTED]
     assert len(woken) > 6
+    assert all(torch.equal(*pair) for pair in zip(expected, found, strict=True))
+
+
+def test_a_reload_that_comes_early_may_wait(profile: HardwareProfile, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It finds no room at the tick that it was planned for, and there is some when it is needed."""
+    find_room, refused, is_full = OnlineEngine._find_room, list[str](), [False]
+    reload = OnlineEngine._reload
+
+    def come(engine: OnlineEngine, residence: Residence) -> None:
+        is_full[0] = is_busy[0] and engine._machine.state(residence.id) is State.ARRIVING
+        reload(engine, residence)
+
+    def refuse(engine: OnlineEngine, nbytes: int, what: str) -> None:
+        if is_full[0]:
+            refused.append(what)
+            raise Infeasible(needed_bytes=2, budget_bytes=1, op=what)
+        find_room(engine, nbytes, what)
+
+    def train(room: Room | None) -> list[torch.Tensor]:
+        torch.manual_seed(5)
+        found = []
+        for is_busy[0] in (True, False, True):
+            with room.step() if room is not None else contextlib.nullcontext():
+                found.append(take(model, optimizer))
+        return [*found, *(each.detach().clone() for each in model.parameters())]
+
+    model, optimizer = make()
+    for _ in range(3):
+        take(model, optimizer)
+    is_busy, start = [False], {name: value.clone() for name, value in model.state_dict().items()}
+    expected = train(None)
+    model, optimizer = make()
+    monkeypatch.setattr(OnlineEngine, "_reload", come)
+    monkeypatch.setattr(OnlineEngine, "_find_room", refuse)
+    with elbowroom.fit(model, optimizer, find_budget(profile, 0.5), profile=profile, strategy="capuchin") as room:
+        settle(room, model, optimizer)
+        model.load_state_dict(start)
+        found = train(room)
+    assert len(refused) > 2
     assert all(torch.equal(*pair) for pair in zip(expected, found, strict=True))
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from elbowroom.errors import InternalError, TierError
+from elbowroom.errors import Infeasible, InternalError, TierError
 from elbowroom.hooks.hidden import Below, Hidden, Paused
 from elbowroom.ir.actions import Action, Offload, Recompute, Release, Reload
 from elbowroom.residency.machine import Machine, State
@@ -65,7 +65,11 @@ class Mover:
         for position, action in enumerate(actions):
             try:
                 self._perform(action)
-            except BaseException:
+            except BaseException as error:
+                is_early = isinstance(action, Reload) and self._machine.state(action.storage) is State.ARRIVING
+                if is_early and isinstance(error, Infeasible):
+                    self._correct(action)  # nobody waits for it: it comes when it is needed, and may find room then
+                    continue
                 for undone in (*actions[position:], *later):
                     self._correct(undone)
                 raise
