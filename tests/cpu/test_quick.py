@@ -328,7 +328,7 @@ def test_programs_in_several_threads(profile: HardwareProfile, quick: Any) -> No
         for each in model.parameters():
             each.data.fill_(0.01 * (index + 1))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-        options = {"profile": profile, "quick": is_quick, "mode": "dynamic", "meter_every": 0}
+        options = {"profile": profile, "quick": is_quick, "mode": "dynamic"}
         with elbowroom.fit(model, optimizer, 1 << 40, **options) as room:
             for step in range(20):
                 with room.step():

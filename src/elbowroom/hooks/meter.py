@@ -7,6 +7,7 @@ that goes through its allocator, those inside kernels included; and the system k
 from __future__ import annotations
 
 import os
+import threading
 import time
 from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
@@ -71,6 +72,10 @@ def make_meter(device: torch.device) -> Meter:
     return CudaMeter(device) if device.type == "cuda" else CpuMeter()
 
 
+_PROFILING = threading.Lock()
+"""Held by the one meter of this process that runs a profiler."""
+
+
 class CpuMeter:
     """Reads every allocation from the profiler; if another profiler is running, counts no tensor bytes."""
 
@@ -92,7 +97,8 @@ class CpuMeter:
         }
         self._other_bytes = other_bytes
         reset_resident_peak()
-        if torch._C._autograd._profiler_enabled():
+        # Of profilers in other threads PyTorch does not say that they run, and two at once end the process.
+        if torch._C._autograd._profiler_enabled() or not _PROFILING.acquire(blocking=False):
             return
         # Kineto writes a line to the terminal whenever it starts and stops, unless it is told not to.
         os.environ.setdefault("KINETO_LOG_LEVEL", "99")
@@ -100,8 +106,12 @@ class CpuMeter:
         # as much time again as the allocations that are asked for.
         config = torch.autograd.profiler.profile(use_cpu=True, profile_memory=True, acc_events=False).config()
         activities = {torch._C._profiler.ProfilerActivity.CPU}
-        torch._C._autograd._prepare_profiler(config, activities)
-        torch._C._autograd._enable_profiler(config, activities, {torch._C._profiler.RecordScope.USER_SCOPE})  # type: ignore[call-arg]
+        try:
+            torch._C._autograd._prepare_profiler(config, activities)
+            torch._C._autograd._enable_profiler(config, activities, {torch._C._profiler.RecordScope.USER_SCOPE})  # type: ignore[call-arg]
+        except BaseException:
+            _PROFILING.release()
+            raise
         self._is_running, self._begin = True, time.time_ns()
 
     def begin_op(self) -> None:
@@ -115,7 +125,10 @@ class CpuMeter:
         if not self._is_running:
             return
         self._is_running = False
-        pending: list[Any] = torch._C._autograd._disable_profiler().experimental_event_tree()
+        try:
+            pending: list[Any] = torch._C._autograd._disable_profiler().experimental_event_tree()
+        finally:
+            _PROFILING.release()
         events = []
         while pending:
             event = pending.pop()

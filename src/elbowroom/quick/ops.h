@@ -216,7 +216,8 @@ inline bool has_reserved(Book* book, int64_t nbytes) {
   return call_method(reinterpret_cast<PyObject*>(book), reserve_within, asked.get()).get() == Py_True;
 }
 
-inline Ref run_awake(Watch* watch, Book* book, const Kind* kind, PyObject* args, PyObject* named, const Target& target) {
+inline Ref run_awake(
+    Watch* watch, Book* book, const Kind* kind, PyObject* args, PyObject* named, const Target& target) {
   static PyObject* const run_as = intern("run_as");
   const Found found = find_estimate(watch, kind, args, named);
   PyObject* estimate = found.estimate.get();

@@ -69,16 +69,19 @@ PyObject* learn(PyObject*, PyObject* given) {
 }
 
 // A class that those in Python are derived from, or whole in itself.
-PyTypeObject* make_type(PyObject* module, const char* name, int size, unsigned long flags, std::vector<PyType_Slot> slots) {
+PyTypeObject* make_type(
+    PyObject* module, const char* name, int size, unsigned long more, std::vector<PyType_Slot> slots) {
   slots.push_back({0, nullptr});
-  PyType_Spec spec = {name, size, 0, static_cast<unsigned>(Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | flags), slots.data()};
+  const auto flags = static_cast<unsigned>(Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | more);
+  PyType_Spec spec = {name, size, 0, flags, slots.data()};
   Ref made = need(PyType_FromModuleAndSpec(module, &spec, nullptr));
   if (PyModule_AddType(module, as<PyTypeObject>(made.get())) < 0) throw Failed();
   return as<PyTypeObject>(made.release());
 }
 
 template <typename Made>
-PyTypeObject* make_base(PyObject* module, const char* name, PyMemberDef* members, std::vector<PyType_Slot> slots = {}) {
+PyTypeObject* make_base(
+    PyObject* module, const char* name, PyMemberDef* members, std::vector<PyType_Slot> slots = {}) {
   slots.insert(
       slots.end(),
       {{Py_tp_dealloc, reinterpret_cast<void*>(free<Made>)},

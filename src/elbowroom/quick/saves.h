@@ -273,9 +273,10 @@ inline Ref need_asleep(Hooks* hooks, Watch* watch, PyObject* handle) {
 enum Way { CALM, ASLEEP, ELSE };
 
 inline Way find_way(const Hooks* hooks) {
-  if (find<Watch>(hooks->watcher, watch_class) == nullptr || find<Book>(hooks->account, book_class) == nullptr) return ELSE;
+  const bool is_counted = find<Book>(hooks->account, book_class) != nullptr;
+  if (!is_counted || find<Watch>(hooks->watcher, watch_class) == nullptr) return ELSE;
   if (!is_none(hooks->calm)) return PyObject_TypeCheck(hooks->calm, lull_class) ? CALM : ELSE;
-  const bool is_asleep = !is_none(hooks->touched) && is_none(hooks->observer) && 
+  const bool is_asleep = !is_none(hooks->touched) && is_none(hooks->observer) &&
       find<Track>(hooks->follower, track_class) != nullptr && PyObject_Size(hooks->retired) == 0;
   return is_asleep ? ASLEEP : ELSE;
 }
