@@ -401,6 +401,30 @@ def test_planning_ahead_leaves_no_trace_in_python(kind: str, profile: HardwarePr
     assert losses(ahead=False) == losses(ahead=True)
 
 
+@pytest.mark.parametrize("strategy", ["recompute_all", "offload_all"])
+def test_nested_tensors_and_ops_that_fail(strategy: str, profile: HardwareProfile) -> None:
+    """In the step that is captured, too; what nested tensors hold is in the trace."""
+
+    def step(net: Net, x: torch.Tensor, index: int) -> torch.Tensor:
+        h = net.a(x).tanh()
+        nested = torch.nested.as_nested_tensor([h[:100], h[100:]])
+        padded = torch.nested.to_padded_tensor(nested * nested, 0.0)
+        with pytest.raises(RuntimeError, match="cannot be multiplied"):
+            torch.mm(h, torch.ones(WIDTH + 1, 2))
+        loss = net.b(padded).square().mean() + net.c(h).mean()
+        loss.backward()
+        return loss.detach()
+
+    known: list[Planned | None] = []
+    plain, _ = train(step)
+    found, records = train(step, known, profile=profile, strategy=strategy, min_offload_bytes=1)
+    assert_same(found, plain)
+    assert records[-1].mode is Mode.PLANNED and records[-1].offloaded_bytes + records[-1].recomputed > 0
+    trace = known[-1].trace  # type: ignore[union-attr]
+    made = [op.writes for op in trace.ops if op.name == "aten._nested_tensor_from_tensor_list.default"]
+    assert [[trace.storages[view.storage].nbytes for view in writes] for writes in made] == [[4 * ROWS * WIDTH]]
+
+
 def test_a_pickled_model_has_no_room(profile: HardwareProfile) -> None:
     """Wherever it comes to lie in memory."""
     for _ in range(20):

@@ -19,7 +19,8 @@ from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import elbowroom
-from elbowroom.errors import UsageError
+from elbowroom.errors import Infeasible, UsageError
+from elbowroom.hooks import kinds
 from elbowroom.ir.hardware import HardwareProfile
 from elbowroom.ir.journal import Mode
 from elbowroom.quick import library
@@ -81,6 +82,11 @@ def views_and_writes(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
     both = torch.stack((wide, wide.flip(0)))
     z = torch.zeros_like(both)
     z[1:] = both[1:]
+    other = torch.zeros(3)
+    with torch.no_grad():
+        other.set_(torch.ones(2, 5).t()).mul_(2)  # type: ignore[call-overload]
+        other.resize_(40).zero_()
+    z = z + other.sum()
     turned = torch.view_as_real((torch.complex(z, both).conj() * 2).resolve_conj())
     return torch.where(turned > 0, turned, -0.1 * turned).mean() + y.topk(3).values.var()
 
@@ -351,15 +357,103 @@ def test_programs_in_several_threads(profile: HardwareProfile, quick: Any) -> No
         assert_same(found[index, True], found[index, False])
 
 
+def test_two_threads_meet_an_op_for_the_first_time(profile: HardwareProfile, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One has found its kind, and is still using it when the other has."""
+    barrier, made = threading.Barrier(2, timeout=20), kinds.Kind.__init__
+
+    @torch.library.custom_op("elbowroom_test::met_by_two", mutates_args=[])
+    def met(x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @met.register_fake
+    def _(x: torch.Tensor) -> torch.Tensor:
+        if threading.current_thread() is first:
+            has_found.wait(20)
+        return torch.empty_like(x)
+
+    def make(self: Any, func: Any) -> None:
+        made(self, func)
+        if func._opname == "met_by_two":
+            barrier.wait()
+            if threading.current_thread() is not first:
+                is_under_way.wait(20)
+
+    def run() -> None:
+        model = nn.Linear(8, 8)
+        with elbowroom.fit(model, [], 1 << 40, profile=profile, mode="dynamic", quick=True, meter_every=0) as room:
+            for _ in range(2):
+                with room.step():
+                    found.append(torch.ops.elbowroom_test.met_by_two(model(torch.ones(4, 8))).shape)
+                    (is_under_way if threading.current_thread() is first else has_found).set()
+
+    monkeypatch.setattr(kinds.Kind, "__init__", make)
+    found: list[torch.Size] = []
+    has_found, is_under_way = threading.Event(), threading.Event()
+    first, other = threading.Thread(target=run), threading.Thread(target=run)
+    threading.Timer(1, is_under_way.set).start()
+    for thread in (first, other):
+        thread.start()
+    for thread in (first, other):
+        thread.join()
+    assert found == [torch.Size((4, 8))] * 4
+
+
+@pytest.mark.parametrize("is_quick", [False, True])
+def test_what_no_number_of_the_library_holds(is_quick: bool, profile: HardwareProfile) -> None:
+    model = make_model()
+    with elbowroom.fit(model, [], 1 << 30, profile=profile, mode="dynamic", quick=is_quick) as room:
+        for _ in range(5):
+            with room.step():
+                plain_layers(model, torch.randn(8, WIDTH))
+                with pytest.raises(Infeasible, match=r"8388608\.00 TiB"):
+                    torch.empty((1 << 61) - 2, dtype=torch.int32)
+
+
+def test_the_compiler_leaves_ours_alone(profile: HardwareProfile, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What machine code calls is seen by no hidden function of Python's."""
+    from torch._dynamo import convert_frame
+
+    monkeypatch.setattr("elbowroom.repertoire.keep_all_if_it_fits", lambda *_: None)
+    begun: list[str] = []
+    convert = convert_frame.ConvertFrameAssert.__call__
+
+    def note(self: Any, frame: Any, *args: Any, **kwargs: Any) -> Any:
+        begun.append(frame.f_code.co_filename)
+        return convert(self, frame, *args, **kwargs)
+
+    monkeypatch.setattr(convert_frame.ConvertFrameAssert, "__call__", note)
+    torch._dynamo.reset()
+    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(3)))
+    for strategy in ("recompute_all", "offload_all"):
+
+        def forward(x: torch.Tensor) -> torch.Tensor:
+            for layer in model:
+                x = layer(x).tanh()
+            return x.square().mean()
+
+        compiled = torch.compile(forward, backend="eager")
+        options: dict[str, Any] = {"profile": profile, "strategy": strategy, "min_offload_bytes": 1, "meter_every": 0}
+        with elbowroom.fit(model, [], 1 << 40, quick=True, **options) as room:
+            for _ in range(6):
+                with room.step():
+                    compiled(torch.randn(8, WIDTH)).backward()
+            assert room.journal().steps[-1].mode is Mode.PLANNED
+    torch._dynamo.reset()
+    assert not [name for name in begun if "elbowroom" in pathlib.Path(name).parent.parts[-2:]]
+
+
 def test_calls_that_mean_nothing(quick: Any) -> None:
     with pytest.raises(KeyError, match="Place"):
         quick.learn({})
     with pytest.raises(TypeError, match="no slot item"):
         quick.learn({"Place": type("Place", (), {"item": 1})})
-    with pytest.raises(TypeError, match="not 1"):
-        quick.Watch().__torch_dispatch__(None)
-    with pytest.raises(TypeError, match="in a tuple"):
-        quick.Watch().__torch_dispatch__(torch.ops.aten.relu.default, (), [torch.ones(1)])
+    relu, x = torch.ops.aten.relu.default, torch.ones(1)
+    watch = quick.Watch()
+    watch.pauses = 1
+    assert watch.__torch_dispatch__(relu, (), (x,)) == watch.__torch_dispatch__(relu, (), args=(x,), kwargs={}) == x
+    for args, named in (((None,), {}), ((relu, (), [x]), {}), ((relu, (), (x,), [x]), {}), ((relu, ()), {"args": x})):
+        with pytest.raises(TypeError, match="arguments in a tuple"):
+            watch.__torch_dispatch__(*args, **named)
     with pytest.raises(TypeError, match="a Sighting follows"):
         quick.Order().follow(3)
     with pytest.raises(TypeError):

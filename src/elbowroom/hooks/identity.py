@@ -92,7 +92,7 @@ def get_plain_storage(tensor: torch.Tensor, *, fake: bool = False) -> torch.Unty
                 return None
         elif not isinstance(tensor, Parameter):
             return None
-    if tensor.layout is not strided or tensor.is_quantized or tensor.is_conj() or tensor.is_neg():
+    if tensor.layout is not strided or tensor.is_quantized or tensor.is_nested or tensor.is_conj() or tensor.is_neg():
         return None
     try:
         return tensor.untyped_storage()
@@ -113,8 +113,10 @@ _PARTS: dict[torch.layout, tuple[str, ...]] = {
 
 
 def list_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """The tensors that a sparse one is made of, unseen by modes; of another, nothing."""
+    """The tensors that a sparse or nested one is made of, unseen by modes; of another, nothing."""
     with Hidden():
+        if tensor.is_nested and type(tensor) in PLAIN_TENSORS:
+            return [tensor.values()]
         return [getattr(tensor, part)() for part in _PARTS.get(tensor.layout, ())]
 
 

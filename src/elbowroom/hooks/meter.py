@@ -41,12 +41,12 @@ class Meter(Protocol):
         """
         ...
 
-    def begin_op(self) -> None:
-        """An op is about to run."""
+    def begin_op(self) -> Any:
+        """An op is about to run. Returns what to give to `end_op`."""
         ...
 
-    def end_op(self) -> None:
-        """It has run, or been handed to the device."""
+    def end_op(self, begun: Any) -> None:
+        """It has run, or been handed to the device. One that failed is never told of."""
         ...
 
     def stop(self) -> None:
@@ -114,10 +114,11 @@ class CpuMeter:
             raise
         self._is_running, self._begin = True, time.time_ns()
 
-    def begin_op(self) -> None:
-        self._begins.append(time.time_ns())
+    def begin_op(self) -> int:
+        return time.time_ns()
 
-    def end_op(self) -> None:
+    def end_op(self, begun: int) -> None:
+        self._begins.append(begun)
         self._ends.append(time.time_ns())
 
     def stop(self) -> None:
@@ -188,31 +189,31 @@ class CudaMeter:
         self.peak_bytes = self.resident_bytes = self.base_bytes = 0
         self._device = device
         self._spans: list[tuple[Any, Any]] = []
-        self._open: Any = None
-        self._before = 0
         self._inner: list[int] = []
 
     def start(self, there: Iterable[torch.Tensor] = (), other_bytes: int = 0) -> None:
         torch.cuda.reset_peak_memory_stats(self._device)
         self.base_bytes = torch.cuda.memory_allocated(self._device)
 
-    def begin_op(self) -> None:
+    def begin_op(self) -> tuple[Any, int]:
         self._note_peak()
-        self._before = torch.cuda.memory_allocated(self._device)
+        before = torch.cuda.memory_allocated(self._device)
         torch.cuda.reset_peak_memory_stats(self._device)
-        self._open = torch.cuda.Event(enable_timing=True)
+        begin = torch.cuda.Event(enable_timing=True)
         with torch.cuda.device(self._device):
             # A device that waits for the host would measure how long the host takes to hand the op out, which in a
             # step that is not watched happens while earlier ops run. So the host gets a head start.
             torch.cuda._sleep(HEAD_START_CYCLES)
-            self._open.record()
+            begin.record()
+        return begin, before
 
-    def end_op(self) -> None:
+    def end_op(self, begun: tuple[Any, int]) -> None:
+        begin, before = begun
         end = torch.cuda.Event(enable_timing=True)
         with torch.cuda.device(self._device):
             end.record()
-        self._spans.append((self._open, end))
-        self._inner.append(torch.cuda.max_memory_allocated(self._device) - self._before)
+        self._spans.append((begin, end))
+        self._inner.append(torch.cuda.max_memory_allocated(self._device) - before)
 
     def stop(self) -> None:
         torch.cuda.synchronize(self._device)

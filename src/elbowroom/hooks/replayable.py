@@ -24,7 +24,7 @@ def by_op(find: Callable[[OpOverload], Fact]) -> Callable[[OpOverload], Fact]:
     def remember(func: OpOverload) -> Fact:
         found = known.get(id(func))
         if found is None:
-            found = known[id(func)] = (func, find(func))
+            found = known.setdefault(id(func), (func, find(func)))  # another thread may have come first
         return found[1]
 
     return remember

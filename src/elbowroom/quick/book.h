@@ -74,6 +74,7 @@ inline void reserve(Book* book, int64_t nbytes) {
 
 inline bool reserve_within(Book* book, int64_t nbytes) {
   Held held(book->lock);
+  if (nbytes >= MOST_BYTES) return false;
   int64_t there = book->counted_bytes + nbytes;
   if (there > book->most_bytes || PyObject_Size(book->dead) > MOST_DEAD) {
     bury(book);
@@ -113,7 +114,7 @@ inline PyObject* book_reserve(PyObject* self, PyObject* nbytes) {
 }
 
 inline PyObject* book_reserve_within(PyObject* self, PyObject* nbytes) {
-  return guarded([&] { return PyBool_FromLong(reserve_within(as<Book>(self), as_int(nbytes))); });
+  return guarded([&] { return PyBool_FromLong(reserve_within(as<Book>(self), as_bytes(nbytes))); });
 }
 
 inline PyObject* book_find(PyObject* self, PyObject* storage) {

@@ -19,15 +19,14 @@ inline PyObject *no_names, *find_kind;
 
 // What `Kind` has, as it is asked for here.
 struct Kind {
-  PyObject *object, *func, *call;  // owned, for good: as are the ops themselves
+  Ref object, func, call;  // for good: as are the ops themselves
   Py_ssize_t written = -1;         // position of the one argument that it writes to; -1 where that is not so simple
   bool may_write, is_idle, is_traced, is_replayable, is_source, is_certain;
 };
 
 inline const Kind* get_kind(PyObject* func) {
-  static std::unordered_map<PyObject*, std::unique_ptr<Kind>> known;
-  auto& found = known[func];
-  if (found) return found.get();
+  static auto& known = *new std::unordered_map<PyObject*, std::unique_ptr<Kind>>();  // Python is gone before statics
+  if (const auto found = known.find(func); found != known.end()) return found->second.get();
   auto made = std::make_unique<Kind>();
   Ref object = need(PyObject_CallOneArg(find_kind, func));
   const auto ask = [&](const char* name) {
@@ -43,10 +42,10 @@ inline const Kind* get_kind(PyObject* func) {
   if (PyTuple_GET_SIZE(writes.get()) == 1 && !ask("has_statistics")) {
     made->written = as_int(PyTuple_GET_ITEM(PyTuple_GET_ITEM(writes.get(), 0), 0));
   }
-  made->call = need(PyObject_GetAttrString(object.get(), "call")).release();
-  made->func = Py_NewRef(func);
-  made->object = object.release();
-  return (known[func] = std::move(made)).get();
+  made->call = need(PyObject_GetAttrString(object.get(), "call"));
+  made->func = Ref::borrow(func);
+  made->object = std::move(object);
+  return known.try_emplace(func, std::move(made)).first->second.get();  // another thread may have come first
 }
 
 // -- writes -------------------------------------------------------------------------------------------------------
@@ -103,12 +102,12 @@ inline Ref write(Watch* watch, const Kind* kind, PyObject* args, PyObject* named
   static PyObject *const list_written = intern("list_written"), *const before_write = intern("_before_write"),
                          *const on_write = intern("_on_write"), *const run = intern("run");
   PyObject* self = reinterpret_cast<PyObject*>(watch);
-  Ref targets = call_method(kind->object, list_written, args, named);
+  Ref targets = call_method(kind->object.get(), list_written, args, named);
   Ref told = need(PySequence_Tuple(targets.get()));
   const Py_ssize_t count = PyTuple_GET_SIZE(told.get());
   for (Py_ssize_t i = 0; i < count; i++) tell(self, before_write, PyTuple_GET_ITEM(told.get(), i));
   Ref runner = stand_in == nullptr ? need(PyObject_GetAttr(self, run)) : Ref::borrow(stand_in);
-  PyObject* given[] = {kind->object, args, named, targets.get()};
+  PyObject* given[] = {kind->object.get(), args, named, targets.get()};
   Ref result = need(PyObject_Vectorcall(runner.get(), given, 4, nullptr));
   for (Py_ssize_t i = 0; i < count; i++) tell(self, on_write, PyTuple_GET_ITEM(told.get(), i));
   return result;
@@ -177,16 +176,16 @@ inline Found find_estimate(Watch* watch, const Kind* kind, PyObject* args, PyObj
   Ref order = need(PyObject_GetAttr(watch->estimates, order_name));
   if (Py_IS_TYPE(order.get(), order_class)) {
     const Values values(args, named);
-    Sighting* found = expect(as<Order>(order.get()), kind->object, values.get(), values.size(), named);
+    Sighting* found = expect(as<Order>(order.get()), kind->object.get(), values.get(), values.size(), named);
     if (found != nullptr) {
       return {Ref::borrow(found->item), Ref::borrow(reinterpret_cast<PyObject*>(found))};
     }
   }
-  return {call_method(watch->estimates, find_of, kind->object, args, named), Ref()};
+  return {call_method(watch->estimates, find_of, kind->object.get(), args, named), Ref()};
 }
 
 inline Ref call(const Kind* kind, PyObject* args, PyObject* named) {
-  return need(PyObject_Call(kind->call, args, PyDict_GET_SIZE(named) == 0 ? nullptr : named));
+  return need(PyObject_Call(kind->call.get(), args, PyDict_GET_SIZE(named) == 0 ? nullptr : named));
 }
 
 // By the method of Python's that runs an op of which it is known what it takes.
@@ -196,18 +195,22 @@ inline Ref run_else(
   static PyObject* const on_write = intern("_on_write");
   PyObject* self = reinterpret_cast<PyObject*>(watch);
   Ref targets = need(target.tensor == nullptr ? PyTuple_New(0) : PyTuple_Pack(1, target.tensor));
-  Ref result = call_method(self, method, found.estimate.get(), kind->object, args, named, targets.get());
+  Ref result = call_method(self, method, found.estimate.get(), kind->object.get(), args, named, targets.get());
   if (target.tensor != nullptr) tell(self, on_write, target.tensor);
   return result;
 }
 
 inline void count_written(Watch* watch, Book* book, PyObject* result, const Target& target) {
-  tell_size(book, target.storage.get());
-  if (result != target.tensor) count_result(watch, book, result, 0);
-  if (!note_write(book, target.storage.get())) {
-    static PyObject* const on_write = intern("_on_write");
-    tell(reinterpret_cast<PyObject*>(watch), on_write, target.tensor);
+  static PyObject *const on_write = intern("_on_write"), *const note_written = intern("_note_written");
+  PyObject* self = reinterpret_cast<PyObject*>(watch);
+  const bool is_same = find_storage(watch, target.tensor).get() == target.storage.get();  // `set_` gives it another one
+  if (is_same) {
+    tell_size(book, target.storage.get());
+  } else {
+    call_method(self, note_written, need(PyTuple_Pack(1, target.tensor)).get());
   }
+  if (result != target.tensor) count_result(watch, book, result, 0);
+  if (!is_same || !note_write(book, target.storage.get())) tell(self, on_write, target.tensor);
 }
 
 inline bool has_reserved(Book* book, int64_t nbytes) {
@@ -222,7 +225,7 @@ inline Ref run_awake(
   const Found found = find_estimate(watch, kind, args, named);
   PyObject* estimate = found.estimate.get();
   PyObject* pace = estimate_pace.get(estimate);
-  const int64_t all_bytes = estimate_nbytes.number(estimate);
+  const int64_t all_bytes = as_bytes(estimate_nbytes.get(estimate));
   const bool is_recording = watch->is_recording == Py_True;
   bool is_flat = is_none(watch->lessons) && pace_begun.number(pace) >= ENOUGH_RUNS;
   bool is_recorded = false;
@@ -235,9 +238,9 @@ inline Ref run_awake(
     is_flat = target.tensor == nullptr && kind->is_certain && found.sighting &&
         describe(record, watch, book, as<Sighting>(found.sighting.get()), args, named);
   }
-  const int64_t nbytes = is_recording ? all_bytes : estimate_result_bytes.number(estimate);
+  const int64_t nbytes = is_recording ? all_bytes : as_bytes(estimate_result_bytes.get(estimate));
   if (!is_flat || !has_reserved(book, nbytes)) return run_else(watch, run_as, found, kind, args, named, target);
-  Ref result(PyObject_Call(kind->call, args, PyDict_GET_SIZE(named) == 0 ? nullptr : named));
+  Ref result(PyObject_Call(kind->call.get(), args, PyDict_GET_SIZE(named) == 0 ? nullptr : named));
   if (!result) {
     PyObject *type, *value, *trace;
     PyErr_Fetch(&type, &value, &trace);
@@ -247,7 +250,7 @@ inline Ref run_awake(
   }
   watch->busy_seconds += PyFloat_AsDouble(pace_seconds.get(pace));
   if (is_recorded) {
-    put_down(record, watch, book, kind->object, kind->func, result.get(), nbytes, estimate);
+    put_down(record, watch, book, kind->object.get(), kind->func.get(), result.get(), nbytes, estimate);
   } else if (target.tensor == nullptr) {
     count_result(watch, book, result.get(), nbytes);
   } else {
@@ -257,16 +260,22 @@ inline Ref run_awake(
   return result;
 }
 
+// As `OnlineEngine.stays_asleep`, where nothing has to be done for it. Another thread may have ended the step, or
+// woken it.
+inline bool stays_asleep(const Watch* watch, const Book* book, int64_t nbytes) {
+  const Hooks* host = find<Hooks>(watch->host, hooks_class);
+  const Track* track = host == nullptr ? nullptr : find<Track>(host->follower, track_class);
+  return track != nullptr && !is_none(watch->stand_in) && book->limit_bytes >= MOST_BYTES &&
+      book->counted_bytes + nbytes <= host->alarm_bytes && PyObject_Size(book->dead) <= MOST_DEAD &&
+      watch->ops <= track->due_ops;
+}
+
 // As planned, where that is no more than the plan has room for.
 inline Ref run_asleep(
-    Watch* watch, Book* book, const Hooks* host, const Kind* kind, PyObject* args, PyObject* named,
-    const Target& target) {
+    Watch* watch, Book* book, const Kind* kind, PyObject* args, PyObject* named, const Target& target) {
   static PyObject* const watch_as = intern("watch_as");
   const Found found = find_estimate(watch, kind, args, named);
-  const Track* track = find<Track>(host->follower, track_class);
-  const int64_t there = book->counted_bytes + estimate_nbytes.number(found.estimate.get());
-  if (track == nullptr || there > host->alarm_bytes || PyObject_Size(book->dead) > MOST_DEAD ||
-      watch->ops > track->due_ops) {
+  if (!stays_asleep(watch, book, as_bytes(estimate_nbytes.get(found.estimate.get())))) {
     return run_else(watch, watch_as, found, kind, args, named, target);
   }
   Ref result;
@@ -275,7 +284,7 @@ inline Ref run_asleep(
   } else {
     Ref runner = Ref::borrow(watch->run_asleep);  // it may be gone before the op is
     Ref targets = need(target.tensor == nullptr ? PyTuple_New(0) : PyTuple_Pack(1, target.tensor));
-    PyObject* given[] = {kind->object, args, named, targets.get()};
+    PyObject* given[] = {kind->object.get(), args, named, targets.get()};
     result = need(PyObject_Vectorcall(runner.get(), given, 4, nullptr));
   }
   if (target.tensor == nullptr) {
@@ -286,21 +295,24 @@ inline Ref run_asleep(
   return result;
 }
 
-inline PyObject* watch_dispatch(PyObject* self, PyObject* const* given, Py_ssize_t count) {
-  if (count < 2 || count > 4) {
-    PyErr_Format(PyExc_TypeError, "__torch_dispatch__ takes an op, types, arguments and named ones, not %zd", count);
-    return nullptr;
+// As PyTorch calls it: the op, types, `args`, and `kwargs` or nothing.
+inline PyObject* watch_dispatch(PyObject* self, PyObject* const* given, Py_ssize_t count, PyObject* names) {
+  PyObject *func = count > 0 ? given[0] : nullptr, *args = count > 2 ? given[2] : nullptr;
+  PyObject* named = count > 3 ? given[3] : nullptr;
+  for (Py_ssize_t i = 0; names != nullptr && i < PyTuple_GET_SIZE(names); i++) {
+    const bool is_args = PyUnicode_CompareWithASCIIString(PyTuple_GET_ITEM(names, i), "args") == 0;
+    (is_args ? args : named) = given[count + i];
   }
-  const bool is_named = count > 3 && given[3] != Py_None;
-  if ((count > 2 && !PyTuple_Check(given[2])) || (is_named && !PyDict_Check(given[3]))) {
-    PyErr_SetString(PyExc_TypeError, "__torch_dispatch__ takes arguments in a tuple, and named ones in a dict");
+  Ref none(args == nullptr ? PyTuple_New(0) : nullptr);
+  if (args == nullptr) args = none.get();
+  if (is_none(named)) named = no_names;
+  if (count < 2 || count > 4 || args == nullptr || !PyTuple_Check(args) || !PyDict_Check(named)) {
+    PyErr_SetString(
+        PyExc_TypeError, "__torch_dispatch__ takes an op, types, arguments in a tuple, and named ones in a dict");
     return nullptr;
   }
   Watch* watch = as<Watch>(self);
-  PyObject* func = given[0];
   return guarded([&]() -> PyObject* {
-    Ref all = count > 2 ? Ref::borrow(given[2]) : need(PyTuple_New(0));
-    PyObject *args = all.get(), *named = is_named ? given[3] : no_names;
     if (watch->pauses != 0) return PyObject_Call(func, args, named);
     const Kind* kind = get_kind(func);
     watch->ops += kind->is_traced;
@@ -308,12 +320,11 @@ inline PyObject* watch_dispatch(PyObject* self, PyObject* const* given, Py_ssize
     const bool is_plain_asleep = stand_in && is_none(watch->run_asleep);
     if (kind->is_idle && (!stand_in || is_plain_asleep)) return call(kind, args, named).release();
     Book* book = find<Book>(watch->account, book_class);
-    const Hooks* host = find<Hooks>(watch->host, hooks_class);
-    if (book == nullptr || host == nullptr || kind->is_idle) {
+    if (book == nullptr || kind->is_idle) {
       if (kind->may_write) return write(watch, kind, args, named, stand_in.get()).release();
       static PyObject* const run = intern("run");
       Ref runner = stand_in ? std::move(stand_in) : need(PyObject_GetAttr(self, run));
-      PyObject* passed[] = {kind->object, args, named};
+      PyObject* passed[] = {kind->object.get(), args, named};
       return PyObject_Vectorcall(runner.get(), passed, 3, nullptr);
     }
     Target target;
@@ -321,15 +332,15 @@ inline PyObject* watch_dispatch(PyObject* self, PyObject* const* given, Py_ssize
       target = find_target(watch, book, kind, args);
       if (target.tensor == nullptr) return write(watch, kind, args, named, stand_in.get()).release();
     }
-    return (stand_in ? run_asleep(watch, book, host, kind, args, named, target)
+    return (stand_in ? run_asleep(watch, book, kind, args, named, target)
                      : run_awake(watch, book, kind, args, named, target))
         .release();
   });
 }
 
 inline PyMethodDef watch_methods[] = {
-    {"__torch_dispatch__", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(watch_dispatch)), METH_FASTCALL,
-     nullptr},
+    {"__torch_dispatch__", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(watch_dispatch)),
+     METH_FASTCALL | METH_KEYWORDS, nullptr},
     {nullptr}};
 
 }  // namespace quick

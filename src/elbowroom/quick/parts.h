@@ -51,6 +51,16 @@ inline int64_t as_int(PyObject* number) {
   return value;
 }
 
+// No more than this is ever counted, so that two of it can be added.
+constexpr int64_t MOST_BYTES = int64_t{1} << 62;
+
+inline int64_t as_bytes(PyObject* number) {
+  int overflowed = 0;
+  const long long value = PyLong_AsLongLongAndOverflow(number, &overflowed);
+  if (value == -1 && PyErr_Occurred()) throw Failed();
+  return overflowed > 0 || value > MOST_BYTES ? MOST_BYTES : value;
+}
+
 // Where an attribute in `__slots__` of a class lies in its instances: read and written there without a call.
 class Slot {
  public:

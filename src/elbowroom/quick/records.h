@@ -18,6 +18,9 @@ template <typename... Parts>
 Ref make_tuple(PyTypeObject* made_as, Parts... owned) {
   Ref parts[] = {need(owned)...};
   Ref made = need(made_as->tp_alloc(made_as, sizeof...(owned)));
+#if PY_VERSION_HEX >= 0x030E0000
+  as<PyTupleObject>(made.get())->ob_hash = -1;
+#endif
   Py_ssize_t place = 0;
   for (Ref& part : parts) PyTuple_SET_ITEM(made.get(), place++, part.release());
   return made;

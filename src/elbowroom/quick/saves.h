@@ -39,8 +39,10 @@ inline PyObject* log_add(PyObject* self, PyObject* args) {
   for (int each = 0; each < 3; each++) {
     if (events[each] != event) continue;
     if (!is_able(as<Log>(self))) break;
-    note(as<Log>(self), static_cast<Event>(each), storage, tick, nbytes);
-    Py_RETURN_NONE;
+    return guarded([&] {
+      note(as<Log>(self), static_cast<Event>(each), storage, tick, nbytes);
+      return Py_NewRef(Py_None);
+    });
   }
   PyErr_Format(PyExc_TypeError, "no event to put down: %R", event);
   return nullptr;
@@ -50,9 +52,9 @@ inline PyObject* log_add(PyObject* self, PyObject* args) {
 inline PyObject* log_events(PyObject* self, void*) {
   return guarded([&] {
     Ref made = need(PyList_New(0));
-    const auto* entries = as<Log>(self)->entries;
-    if (entries == nullptr) return made.release();
-    for (const Log::Entry& each : *entries) {
+    if (as<Log>(self)->entries == nullptr) return made.release();
+    const auto entries = *as<Log>(self)->entries;  // as they are now: there may be more before all are told
+    for (const Log::Entry& each : entries) {
       Ref parts[] = {
           Ref::borrow(events[each.event]),       need(PyLong_FromLongLong(each.storage)),
           need(PyLong_FromLongLong(each.tick)),  need(PyLong_FromLongLong(each.nbytes)),

@@ -297,19 +297,21 @@ inline PyObject* order_follow(PyObject* self, PyObject* given) {
     PyErr_SetString(PyExc_TypeError, "a Sighting follows");
     return nullptr;
   }
-  Sighting* sighting = as<Sighting>(given);
-  Ref last(std::exchange(as<Order>(self)->last, Py_NewRef(given)));
-  if (last && sighting->is_certain) {
-    auto& after = as<Sighting>(last.get())->after;
-    Ref forgotten;
-    if (after.size() >= MOST_AFTER) {
-      forgotten = Ref(reinterpret_cast<PyObject*>(after.front()));
-      after.erase(after.begin());
+  return guarded([&] {
+    Sighting* sighting = as<Sighting>(given);
+    Ref last(std::exchange(as<Order>(self)->last, Py_NewRef(given)));
+    if (last && sighting->is_certain) {
+      auto& after = as<Sighting>(last.get())->after;
+      Ref forgotten;
+      if (after.size() >= MOST_AFTER) {
+        forgotten = Ref(reinterpret_cast<PyObject*>(after.front()));
+        after.erase(after.begin());
+      }
+      after.push_back(sighting);
+      Py_INCREF(sighting);
     }
-    Py_INCREF(sighting);
-    after.push_back(sighting);
-  }
-  Py_RETURN_NONE;
+    return Py_NewRef(Py_None);
+  });
 }
 
 inline PyMethodDef order_methods[] = {

@@ -98,6 +98,10 @@ struct Timetable {
   explicit Timetable(PyObject* trace) {
     PyObject *all_saves = trace_saves.get(trace), *all_needs = trace_needs.get(trace);
     PyObject* storages = trace_storages.get(trace);
+    if (!PyTuple_Check(all_saves) || !PyTuple_Check(all_needs)) {
+      PyErr_SetString(PyExc_TypeError, "a trace has its saves and needs in tuples");
+      throw Failed();
+    }
     for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(all_saves); i++) {
       PyObject* save = PyTuple_GET_ITEM(all_saves, i);
       const int64_t storage = save_storage.number(save);

@@ -41,7 +41,8 @@ inline Ref find_storage(Watch* watch, PyObject* value) {
 inline Ref find_plain_storage(Watch* watch, PyObject* value) {
   if (!is_plain(value)) return Ref();
   const at::Tensor& tensor = THPVariable_Unpack(value);
-  return tensor.is_quantized() || tensor.is_conj() || tensor.is_neg() ? Ref() : find_storage(watch, value);
+  const bool is_more = tensor.is_quantized() || tensor.is_nested() || tensor.is_conj() || tensor.is_neg();
+  return is_more ? Ref() : find_storage(watch, value);
 }
 
 inline Ref make_residence(int64_t nbytes, bool is_staying) {

@@ -88,9 +88,10 @@ class Account(Identities[Residence]):
             if place is not None and place() is storage:
                 self.counted_bytes -= reserved_bytes
                 return False
-            self._places[key] = place = _Place(storage, self._on_place_death)
+            place = _Place(storage, self._on_place_death)
             place.item, place.key = item, key
             place.nbytes = nbytes = -(-storage.nbytes() // self._alignment) * self._alignment
+            self._places[key] = place  # whole, for whoever looks without the lock
             self.counted_bytes += nbytes - reserved_bytes
             return True
 
@@ -104,9 +105,10 @@ class Account(Identities[Residence]):
                         self.see(storage).is_staying = True
                         place.__class__ = _StayingPlace
                     continue
-                self._places[key] = place = _StayingPlace(storage, self._on_place_death)
+                place = _StayingPlace(storage, self._on_place_death)
                 place.item, place.key = None, key
                 place.nbytes = nbytes = -(-storage.nbytes() // self._alignment) * self._alignment
+                self._places[key] = place
                 self.counted_bytes += nbytes
 
     def see_moving(self, storage: torch.UntypedStorage) -> Residence | None:

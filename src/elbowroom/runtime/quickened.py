@@ -27,6 +27,7 @@ from elbowroom.runtime.follower import Follower
 from elbowroom.runtime.history import Run
 from elbowroom.runtime.online_engine import OnlineEngine
 from elbowroom.runtime.past import Past
+from elbowroom.runtime.recorder import Recorder
 from elbowroom.runtime.residence import NO_VIEWS, NOBODY, Guest, Keepsake, Residence
 from elbowroom.runtime.watcher import NO_NAMES
 
@@ -75,7 +76,7 @@ def _quicken(quick: ModuleType) -> Made:
 _CALLED = (
     *(Historian.run, Historian.run_as, Historian.watch, Historian.watch_as, Historian._count, Historian._note),
     *(Historian._record, Historian._measure, Account.measure, Account.see, Estimates.find_of, Kind.list_written),
-    *(OnlineEngine.about_to_write, OnlineEngine.written, read_settings, find_kind),
+    *(OnlineEngine.about_to_write, OnlineEngine.written, Recorder.run, read_settings, find_kind),
 )
 
 

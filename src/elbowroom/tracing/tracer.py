@@ -101,11 +101,10 @@ class Tracer(TorchDispatchMode):
                     reads.append(view)
                     why = why or self._find_risk(tensor)
         begin = time.perf_counter()
-        if self._meter is not None:
-            self._meter.begin_op()
+        begun = None if self._meter is None else self._meter.begin_op()
         result = func(*args, **kwargs)
         if self._meter is not None:
-            self._meter.end_op()
+            self._meter.end_op(begun)
         end = time.perf_counter()
         with self._lock:
             self._record(func, args, kwargs, tuple(reads), result, why)
