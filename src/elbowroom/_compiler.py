@@ -60,11 +60,17 @@ def compile_sources(
     """Compile and link in one go. The file is there whole or not at all, whoever else is making it.
 
     Raises:
-        UsageError: there is no compiler, or it does not compile.
+        UsageError: there is no compiler, it does not compile, or nothing can be written there.
     """
     compiler = find_compiler(what, language)
-    made.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    number, part = tempfile.mkstemp(dir=made.parent, prefix=made.stem, suffix=".part")
+    try:
+        made.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        number, part = tempfile.mkstemp(dir=made.parent, prefix=made.stem, suffix=".part")
+    except OSError as error:
+        raise UsageError(
+            f"{what} is compiled into {made.parent}, which cannot be written to: {error}. XDG_CACHE_HOME names another "
+            "folder."
+        ) from error
     os.close(number)
     command = [*compiler, *flags, "-o", part, *map(str, sources), *libraries]
     try:

@@ -24,6 +24,7 @@ from elbowroom.ir.hardware import HardwareProfile
 from elbowroom.ir.journal import Journal
 from elbowroom.ir.plan import Plan
 from elbowroom.ir.trace import Trace
+from elbowroom.quick.library import find_library, load
 from elbowroom.units import format_bytes
 
 # Without optimizer state to speak of, so that a budget below the plain peak means something.
@@ -464,6 +465,18 @@ def test_a_result_without_a_measured_peak_is_a_problem() -> None:
     plain = {"losses": ["0x1p0"], "peak_bytes": 100}
     result = results.Result(spec="x", budget_bytes=50, plain=plain, within={"losses": ["0x1p0"], "peak_bytes": 0})
     assert len(results.find_problems([result])) == 1
+
+
+def test_build_says_where_the_library_is(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> None:
+    if load() is None:
+        pytest.skip("the library has not been built: elbowroom build")
+    assert "was there already" in succeed("build")
+    found = document("build")
+    assert (found["library"], found["was_there"], found["is_usable"]) == (str(find_library()), True, True)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    assert "no-such-compiler was not found" in fail(MISUSED, "build")
+    assert list(tmp_path.rglob("*")) == []
 
 
 def test_every_command_takes_json() -> None:

@@ -487,6 +487,12 @@ def test_a_compiler_that_fails_is_quoted(monkeypatch: pytest.MonkeyPatch, tmp_pa
     assert os.listdir(tmp_path / "cache") == []
 
 
+def test_a_folder_that_cannot_be_written_to_is_named(tmp_path: pathlib.Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(UsageError, match=r"compiled into .*file.*XDG_CACHE_HOME names another folder"):
+        library.build_library(tmp_path / "file")
+
+
 @pytest.mark.parametrize("is_damaged", [False, True])
 def test_python_does_without(
     is_damaged: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path, caplog: pytest.LogCaptureFixture
