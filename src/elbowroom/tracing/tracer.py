@@ -96,7 +96,7 @@ class Tracer(TorchDispatchMode):
             for tensor in iterate_tensors(value):
                 view = self._view(tensor)
                 if view is None:
-                    why = "reads what is on another device"
+                    why = "reads what is on another device, or no plain block of bytes"
                 else:
                     reads.append(view)
                     why = why or self._find_risk(tensor)
