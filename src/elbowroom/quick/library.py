@@ -44,7 +44,8 @@ def find_library(folder: pathlib.Path | None = None) -> pathlib.Path:
 
 
 def build_library(folder: pathlib.Path | None = None) -> pathlib.Path:
-    """The library's file; compiled if it is not there, which takes a good part of a minute and a gigabyte.
+    """The library's file; compiled if it is not there, which takes a compiler some twenty seconds of its
+    own and a gigabyte.
 
     Raises:
         UsageError: there is no compiler, it does not compile, or not for this Python.
@@ -68,7 +69,7 @@ def load() -> ModuleType | None:
     """The library, if it has been built."""
     library = find_library()
     if not library.exists():
-        logger.info("ops are watched in Python; `elbowroom build` makes that several times as fast")
+        logger.info("ops are watched in Python; `elbowroom build` makes that two to three times as fast")
         return None
     try:
         spec = importlib.util.spec_from_file_location(NAME, library)

@@ -188,14 +188,14 @@ inline Ref call(const Kind* kind, PyObject* args, PyObject* named) {
   return need(PyObject_Call(kind->call.get(), args, PyDict_GET_SIZE(named) == 0 ? nullptr : named));
 }
 
-// By the method of Python's that runs an op of which it is known what it takes.
+// By a method of Python's, which is told what the op takes.
 inline Ref run_else(
     Watch* watch, PyObject* method, const Found& found, const Kind* kind, PyObject* args, PyObject* named,
     const Target& target) {
   static PyObject* const on_write = intern("_on_write");
   PyObject* self = reinterpret_cast<PyObject*>(watch);
   Ref targets = need(target.tensor == nullptr ? PyTuple_New(0) : PyTuple_Pack(1, target.tensor));
-  Ref result = call_method(self, method, found.estimate.get(), kind->object.get(), args, named, targets.get());
+  Ref result = call_method(self, method, kind->object.get(), args, named, targets.get(), found.estimate.get());
   if (target.tensor != nullptr) tell(self, on_write, target.tensor);
   return result;
 }
@@ -221,7 +221,7 @@ inline bool has_reserved(Book* book, int64_t nbytes) {
 
 inline Ref run_awake(
     Watch* watch, Book* book, const Kind* kind, PyObject* args, PyObject* named, const Target& target) {
-  static PyObject* const run_as = intern("run_as");
+  static PyObject* const run = intern("run");
   const Found found = find_estimate(watch, kind, args, named);
   PyObject* estimate = found.estimate.get();
   PyObject* pace = estimate_pace.get(estimate);
@@ -239,7 +239,7 @@ inline Ref run_awake(
         describe(record, watch, book, as<Sighting>(found.sighting.get()), args, named);
   }
   const int64_t nbytes = is_recording ? all_bytes : as_bytes(estimate_result_bytes.get(estimate));
-  if (!is_flat || !has_reserved(book, nbytes)) return run_else(watch, run_as, found, kind, args, named, target);
+  if (!is_flat || !has_reserved(book, nbytes)) return run_else(watch, run, found, kind, args, named, target);
   Ref result(PyObject_Call(kind->call.get(), args, PyDict_GET_SIZE(named) == 0 ? nullptr : named));
   if (!result) {
     PyObject *type, *value, *trace;
@@ -273,10 +273,10 @@ inline bool stays_asleep(const Watch* watch, const Book* book, int64_t nbytes) {
 // As planned, where that is no more than the plan has room for.
 inline Ref run_asleep(
     Watch* watch, Book* book, const Kind* kind, PyObject* args, PyObject* named, const Target& target) {
-  static PyObject* const watch_as = intern("watch_as");
+  static PyObject* const watch_else = intern("watch");
   const Found found = find_estimate(watch, kind, args, named);
   if (!stays_asleep(watch, book, as_bytes(estimate_nbytes.get(found.estimate.get())))) {
-    return run_else(watch, watch_as, found, kind, args, named, target);
+    return run_else(watch, watch_else, found, kind, args, named, target);
   }
   Ref result;
   if (is_none(watch->run_asleep)) {
@@ -299,14 +299,17 @@ inline Ref run_asleep(
 inline PyObject* watch_dispatch(PyObject* self, PyObject* const* given, Py_ssize_t count, PyObject* names) {
   PyObject *func = count > 0 ? given[0] : nullptr, *args = count > 2 ? given[2] : nullptr;
   PyObject* named = count > 3 ? given[3] : nullptr;
+  bool is_clear = count >= 2 && count <= 4;
   for (Py_ssize_t i = 0; names != nullptr && i < PyTuple_GET_SIZE(names); i++) {
-    const bool is_args = PyUnicode_CompareWithASCIIString(PyTuple_GET_ITEM(names, i), "args") == 0;
+    PyObject* name = PyTuple_GET_ITEM(names, i);
+    const bool is_args = PyUnicode_CompareWithASCIIString(name, "args") == 0;
+    is_clear = is_clear && (is_args || PyUnicode_CompareWithASCIIString(name, "kwargs") == 0);
     (is_args ? args : named) = given[count + i];
   }
   Ref none(args == nullptr ? PyTuple_New(0) : nullptr);
   if (args == nullptr) args = none.get();
   if (is_none(named)) named = no_names;
-  if (count < 2 || count > 4 || args == nullptr || !PyTuple_Check(args) || !PyDict_Check(named)) {
+  if (!is_clear || args == nullptr || !PyTuple_Check(args) || !PyDict_Check(named)) {
     PyErr_SetString(
         PyExc_TypeError, "__torch_dispatch__ takes an op, types, arguments in a tuple, and named ones in a dict");
     return nullptr;

@@ -92,11 +92,6 @@ inline PyObject* intern(const char* name) {
   return made;
 }
 
-inline Ref call_method(PyObject* object, PyObject* name) {
-  PyObject* given[] = {object};
-  return need(PyObject_VectorcallMethod(name, given, 1 | PY_VECTORCALL_ARGUMENTS_OFFSET, nullptr));
-}
-
 template <typename... Given>
 Ref call_method(PyObject* object, PyObject* name, Given... more) {
   PyObject* given[] = {object, more...};

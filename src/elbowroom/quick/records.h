@@ -96,7 +96,7 @@ inline Ref meet(Book* book, PyObject* storage, int64_t reserved_bytes) {
   return call_method(reinterpret_cast<PyObject*>(book), see_else, storage);
 }
 
-// What was described has run. As at the end of `Historian.run_as`.
+// What was described has run. As at the end of `Historian.run`.
 inline void put_down(
     Record& record, Watch* watch, Book* book, PyObject* kind, PyObject* func, PyObject* result, int64_t nbytes,
     PyObject* estimate) {

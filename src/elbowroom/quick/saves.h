@@ -78,10 +78,6 @@ inline PyGetSetDef log_properties[] = {{"_events", log_events, log_forget, nullp
 
 // -- what is kept of a tensor -------------------------------------------------------------------------------------
 
-inline int64_t get_version(const at::Tensor& tensor) {
-  return tensor._version();
-}
-
 // A plain tensor without its graph, unseen by modes.
 inline Ref make_alias(const at::Tensor& tensor) {
   torch::DisableTorchDispatch hidden;
@@ -168,7 +164,7 @@ inline Ref save_calmly(Hooks* hooks, Lull* lull, Watch* watch, Book* book, PyObj
   if (!is_able(log)) return Ref();
   const Given given = look(watch, book, tensor);
   if (given.tensor == nullptr) return Ref();
-  const int64_t index = hooks->saves, version = get_version(*given.tensor);
+  const int64_t index = hooks->saves, version = given.tensor->_version();
   if (Py_IS_TYPE(given.place, staying_class)) {
     Ref made = make_keepsake(keepsake_class, index, make_witness(tensor), version);
     append_number(hooks->sizes, given.nbytes);
@@ -214,7 +210,7 @@ inline Ref save_asleep(Hooks* hooks, Watch* watch, Book* book, PyObject* tensor)
   PyObject* bound = PyDict_GetItemWithError(track->bound, key.get());
   if (bound == nullptr && PyErr_Occurred()) throw Failed();
   if (bound != residence.get() && (bound != nullptr || (id != -1 && id != save.storage))) return Ref();
-  const int64_t version = get_version(*given.tensor);
+  const int64_t version = given.tensor->_version();
   Ref made;
   if (save.is_lasting) {
     made = make_keepsake(keepsake_class, index, make_witness(tensor), version);
@@ -241,7 +237,7 @@ inline PyObject* find_kept(PyObject* handle, PyObject** residence) {
   if (!is_guest && !Py_IS_TYPE(handle, keepsake_class)) return nullptr;
   PyObject* tensor = keepsake_tensor.get(handle);
   if (tensor == Py_None || !is_plain(tensor)) return nullptr;
-  if (get_version(THPVariable_Unpack(tensor)) != keepsake_version.number(handle)) return nullptr;
+  if (THPVariable_Unpack(tensor)._version() != keepsake_version.number(handle)) return nullptr;
   *residence = is_guest ? guest_residence.get(handle) : nullptr;
   return tensor;
 }

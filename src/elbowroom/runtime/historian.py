@@ -107,25 +107,21 @@ class Historian(Watcher):
         self.stand_in, self._run_asleep = self.watch, run
 
     def watch(
-        self, kind: Kind, args: tuple[Any, ...], kwargs: dict[str, Any], targets: Sequence[torch.Tensor] = ()
-    ) -> Any:
-        """Run an op asleep."""
-        if kind.is_idle:
-            return kind.call(*args, **kwargs) if self._run_asleep is None else self._run_asleep(kind, args, kwargs)
-        return self.watch_as(self._estimates.find_of(kind, args, kwargs), kind, args, kwargs, targets)
-
-    def watch_as(
         self,
-        estimate: Estimate,
         kind: Kind,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         targets: Sequence[torch.Tensor] = (),
+        estimate: Estimate | None = None,
     ) -> Any:
-        """The same, where it is known what the op takes."""
-        if not self._host.stays_asleep(self.ops, kind.func, estimate):
-            return self.run_as(estimate, kind, args, kwargs, targets)
+        """Run an op asleep. `estimate`: of what it takes, where that is known."""
         run = self._run_asleep
+        if kind.is_idle:
+            return kind.call(*args, **kwargs) if run is None else run(kind, args, kwargs)
+        if estimate is None:
+            estimate = self._estimates.find_of(kind, args, kwargs)
+        if not self._host.stays_asleep(self.ops, kind.func, estimate):
+            return self.run(kind, args, kwargs, targets, estimate)
         result = kind.call(*args, **kwargs) if run is None else run(kind, args, kwargs, targets)
         if targets:
             self._note_written(targets)  # it may have grown them
@@ -150,19 +146,16 @@ class Historian(Watcher):
         del self._host, self._before_write, self._on_write
 
     def run(
-        self, kind: Kind, args: tuple[Any, ...], kwargs: dict[str, Any], targets: Sequence[torch.Tensor] = ()
-    ) -> Any:
-        return self.run_as(self._estimates.find_of(kind, args, kwargs), kind, args, kwargs, targets)
-
-    def run_as(
         self,
-        estimate: Estimate,
         kind: Kind,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         targets: Sequence[torch.Tensor] = (),
+        estimate: Estimate | None = None,
     ) -> Any:
-        """The same, where it is known what the op takes."""
+        """Run an op awake. `estimate`: of what it takes, where that is known."""
+        if estimate is None:
+            estimate = self._estimates.find_of(kind, args, kwargs)
         account = self._account
         # Described first: an op may write to what it reads.
         reads: _Reads | None = None

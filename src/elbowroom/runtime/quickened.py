@@ -74,7 +74,7 @@ def _quicken(quick: ModuleType) -> Made:
 
 
 _CALLED = (
-    *(Historian.run, Historian.run_as, Historian.watch, Historian.watch_as, Historian._count, Historian._note),
+    *(Historian.run, Historian.watch, Historian._count, Historian._note, Historian._note_written),
     *(Historian._record, Historian._measure, Account.measure, Account.see, Estimates.find_of, Kind.list_written),
     *(OnlineEngine.about_to_write, OnlineEngine.written, Recorder.run, read_settings, find_kind),
 )

@@ -17,8 +17,7 @@ def register(app: typer.Typer) -> None:
 
 
 def build(as_json: Json = False) -> None:
-    """Compile what watches ops, once for each PyTorch (a C++ compiler, half a minute). Optional: Python does the same,
-    slower."""
+    """Compile what watches ops, once for each PyTorch; without it Python does the same, slower (half a minute)."""
     from elbowroom.quick.library import build_library, find_library, load
 
     with open_terminal(as_json) as terminal:
