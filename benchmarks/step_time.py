@@ -1,10 +1,14 @@
 """What does a budget cost? Seconds a step within it over seconds of the plain step, paired in one run.
 
-    python benchmarks/step_time.py [--only resnet50|gpt2] [--rounds 5] [--output FILE.json]
+    python benchmarks/step_time.py [--only NAME] [--rounds 5] [--output FILE.json]
+    python benchmarks/step_time.py --everything-fits [--only NAME] [--rounds 101] [--output FILE.json]
 
 ResNet-50 (batch 16, 224x224) at 50 % of its plain peak; GPT-2 small (batch 4, sequence 512) halfway between the
 smallest budget that works and its plain peak; both with AdamW. Beside it: planned mode with a forced keep-all plan,
 and block-wise `torch.utils.checkpoint` on as few blocks as bring the measured peak down to Elbowroom's.
+
+With `--everything-fits`: small models in a room of ten times their peak, where a step should cost what it costs without
+one. A second plain copy of the model shows how far the pairing can be trusted. Options of the room are the defaults.
 
 All contenders run in one process with the same allocator settings, in turn; ratios are taken round by round. Peaks are
 measured by the profiler's allocation events, in steps of their own.
@@ -39,6 +43,31 @@ SPECS: dict[str, dict[str, Any]] = {
     "gpt2": {"spec": "transformers:gpt2", "batch": 4, "sequence_length": 512},
 }
 
+SMALL_SPECS: dict[str, dict[str, Any]] = {
+    "mobilenet_v3_small": {"spec": "torchvision:mobilenet_v3_small", "batch": 4, "image_size": 64},
+    "gpt2_2_layers": {"spec": "transformers:gpt2", "batch": 1, "sequence_length": 32, "layers": 2},
+    "lstm_cell_loop": {"spec": f"{__name__}:make_lstm_cell_loop"},
+}
+
+
+def make_lstm_cell_loop() -> tuple[torch.nn.Module, torch.optim.Optimizer, Callable[[], torch.Tensor]]:
+    """A recurrent cell called 32 times by a Python loop: many small ops."""
+    cell = torch.nn.LSTMCell(32, 64)
+    optimizer = torch.optim.AdamW(cell.parameters())
+    inputs = torch.randn(32, 8, 32)
+
+    def step() -> torch.Tensor:
+        state = torch.zeros(8, 64), torch.zeros(8, 64)
+        for row in inputs:
+            state = cell(row, state)
+        loss = state[0].square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    return cell, optimizer, step
+
 
 class Checkpointed(torch.nn.Module):
     """A block whose inside is computed again in the backward pass, or not."""
@@ -56,8 +85,10 @@ class Checkpointed(torch.nn.Module):
 
 def make(name: str) -> Workload:
     """The same workload, from the same seed."""
-    options = dict(SPECS[name])
-    return build(options.pop("spec"), optimizer="adamw", seed=0, **options)
+    options = dict((SPECS | SMALL_SPECS)[name])
+    if not options["spec"].startswith(__name__):
+        options["optimizer"] = "adamw"
+    return build(options.pop("spec"), seed=0, **options)
 
 
 def wrap_blocks(model: torch.nn.Module) -> list[Checkpointed]:
@@ -190,18 +221,65 @@ def run(name: str, rounds: int, profile: Any) -> dict[str, Any]:
     return result
 
 
+def run_fitting(name: str, rounds: int, profile: Any) -> dict[str, Any]:
+    """Two plain copies of a small model, and one in a room with ten times the bytes that it needs."""
+    plain, again, ours = make(name), make(name), make(name)
+    plain.step()
+    plain.step()
+    budget = 10 * measure_peak(plain, plain.step)
+    room = elbowroom.fit(ours.model, ours.optimizer, budget, profile=profile)
+    contenders = {"plain": plain.step, "plain again": again.step, "elbowroom": in_room(ours, room)}
+    for _ in range(10):  # a room captures and meters its first steps
+        for step in contenders.values():
+            step()
+    seconds: dict[str, list[float]] = {label: [] for label in contenders}
+    gc.collect()
+    gc.disable()
+    for index in range(rounds):
+        order = list(contenders)
+        for label in order[index % 3 :] + order[: index % 3]:
+            seconds[label].append(timed(contenders[label]))
+    gc.enable()
+    modes = [record.mode.value for record in room.journal().steps]
+    metered = sum(record.resident_bytes > 0 for record in room.journal().steps[10:])
+    room.detach()
+    ratios = {
+        label: [mine / base for mine, base in zip(times, seconds["plain"], strict=True)]
+        for label, times in seconds.items()
+    }
+    medians = {label: statistics.median(values) for label, values in ratios.items()}
+    print(
+        f"{name}: plain {statistics.median(seconds['plain']) * 1e3:.2f} ms; plain again "
+        f"{medians['plain again']:.3f}, Elbowroom {medians['elbowroom']:.3f} of it; {metered} of {rounds} steps metered"
+    )
+    return {
+        "model": name,
+        "budget_bytes": budget,
+        "modes": sorted(set(modes[10:])),
+        "metered_steps": metered,
+        "seconds": seconds,
+        "ratio_medians": medians,
+    }
+
+
 def main() -> None:
     """Run, print a table, write JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", choices=sorted(SPECS))
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--everything-fits", action="store_true", help="small models with more room than they need")
+    parser.add_argument("--only", choices=sorted(SPECS | SMALL_SPECS))
+    parser.add_argument("--rounds", type=int, help="5, or 101 with --everything-fits, if not given")
     parser.add_argument("--output")
     options = parser.parse_args()
     tune_allocator(release_pages=False)
     profile = elbowroom.probe("cpu")
     results = []
+    if options.everything_fits:
+        for name in [options.only] if options.only else SMALL_SPECS:
+            results.append(run_fitting(name, options.rounds or 101, profile))
+        write_results(options.output, results)
+        return
     for name in [options.only] if options.only else SPECS:
-        results.append(run(name, options.rounds, profile))
+        results.append(run(name, options.rounds or 5, profile))
         gc.collect()
     for result in results:
         medians = result["ratio_medians"]

@@ -24,13 +24,12 @@ from elbowroom.hooks.sentry import Inputs, Place, seeing_inputs
 from elbowroom.ir.hardware import HardwareProfile
 from elbowroom.ir.identity import digest
 from elbowroom.ir.journal import Journal, Mode, StepRecord
-from elbowroom.ir.trace import Role
+from elbowroom.metering import Metering
 from elbowroom.planner.bounds import bound_plan
 from elbowroom.repertoire import Act, Planned, Repertoire, list_sizes
 from elbowroom.report.summary import summarize
 from elbowroom.residency.habits import Habits
 from elbowroom.runtime.finishing import finishing
-from elbowroom.runtime.logbook import Logbook
 from elbowroom.runtime.online_engine import OnlineEngine
 from elbowroom.runtime.open import open_transfers
 from elbowroom.runtime.quickened import choose
@@ -73,11 +72,12 @@ class Room:
         self._captures = self._futile_captures = self._next_capture = 0
         self._engine: OnlineEngine | None = None
         self._calls: Counter[Inputs] = Counter()  # of the model, in this step
-        self._logbook, self._made_of = Logbook(), choose(is_quick=config.quick)
+        self._made_of = choose(is_quick=config.quick)
         self._estimates = Estimates(device.type, self._made_of.sightings)
         self._habits = Habits(is_bounded=config.host_bytes is not None)
-        self._inside = self._metered = self._blind = self._has_refused = self._has_recurred = False
+        self._inside = self._has_recurred = False
         self._transfers = open_transfers(device, config.spill_folder, config.host_bytes)
+        self._metering = Metering(model, device, self._transfers, config)
         try:
             if step is not None and config.mode != "dynamic":
                 self._plan_ahead(step)
@@ -120,7 +120,7 @@ class Room:
                 self._transfers.prepare(act.planned.placement, gives_back=not self._repertoire.varies)
             if self.config.mode == "dynamic":
                 yield from self._run_dynamic("")
-            elif (act is None or self._has_recurred) and self._logbook.count >= self._next_capture:
+            elif (act is None or self._has_recurred) and self._metering.steps >= self._next_capture:
                 yield from self._run_capture()
             elif act is None:
                 yield from self._run_dynamic("it is not known what these steps do")
@@ -133,7 +133,7 @@ class Room:
 
     def journal(self) -> Journal:
         """What was measured so far."""
-        return self._logbook.journal()
+        return self._metering.journal()
 
     def report(self) -> str:
         """Forecast beside what was measured, and why each block is where it is, as text."""
@@ -169,13 +169,13 @@ class Room:
 
     def _run_plain(self, act: Act) -> Iterator[None]:
         # That everything fits may so far be an estimate, and stops being true where later steps are larger.
-        meter = make_meter(self._device) if not act.is_measured or self._is_metered() else None
+        meter = self._metering.make_if_due(is_wanted=not act.is_measured)
         acts = tuple(self._repertoire.acts)
         seconds = yield from self._run(None, meter, None, act)
         if self._engine is not None:
             self._settle(acts, self._engine, seconds, meter)
             return
-        record = self._record(Mode.PLAIN, seconds, None, meter, "")
+        record = self._metering.record(Mode.PLAIN, seconds, None, meter, "")
         self._repertoire.followed(act, self._calls)
         self._repertoire.keep_pace(act, record)
         if meter is not None:
@@ -187,7 +187,7 @@ class Room:
     def _run_planned(self, act: Act) -> Iterator[None]:
         # The first steps after planning ahead of any run are watched op by op, to learn what ops really cost.
         measuring = not act.is_measured and act.measured_steps < self.config.settling_steps
-        meter = make_meter(self._device) if measuring or self._is_metered() else None
+        meter = self._metering.make_if_due(is_wanted=measuring)
         capture = self._make_capture(meter) if measuring and meter is not None else None
         acts = tuple(self._repertoire.acts)
         engine = self._make_engine(
@@ -207,7 +207,7 @@ class Room:
         """A step is over that was expected to be one of those that are known: which it was, if any."""
         followed = None if engine.followed is None else acts[engine.followed]
         mode = Mode.DRIFTED if followed is None else Mode.PLANNED
-        record = self._record(mode, seconds, engine, meter, engine.drift)
+        record = self._metering.record(mode, seconds, engine, meter, engine.drift)
         if followed is not None:
             self._repertoire.followed(followed, self._calls)
         elif self._repertoire.strayed(engine.sizes):
@@ -215,10 +215,10 @@ class Room:
         return record, followed
 
     def _run_dynamic(self, note: str) -> Iterator[None]:
-        meter = make_meter(self._device) if self._is_metered() else None
+        meter = self._metering.make_if_due()
         engine = self._make_engine(self.config.policy, (), None)
         seconds = yield from self._run(engine, meter, None)
-        self._record(Mode.DYNAMIC, seconds, engine, meter, note)
+        self._metering.record(Mode.DYNAMIC, seconds, engine, meter, note)
 
     def _run_capture(self) -> Iterator[None]:
         meter = make_meter(self._device)
@@ -226,7 +226,7 @@ class Room:
         engine = self._make_engine(None, (), capture)
         seconds = yield from self._run(engine, meter, capture)
         note = "" if engine.needs else "no backward() ran inside of room.step(), so there is nothing to plan"
-        record = self._record(Mode.CAPTURE, seconds, engine, meter, note)
+        record = self._metering.record(Mode.CAPTURE, seconds, engine, meter, note)
         if note:
             self._put_off_capture(note)
         else:
@@ -235,8 +235,8 @@ class Room:
     def _put_off_capture(self, why: str = "") -> None:
         """A captured step was of no use: later ones may differ, but not all of them pay for that."""
         if why and not self._futile_captures:
-            logger.warning("step %d: %s", self._logbook.count - 1, why)
-        self._next_capture = self._logbook.count - 1 + min(2**self._futile_captures, MOST_STEPS_BETWEEN_CAPTURES)
+            logger.warning("step %d: %s", self._metering.steps - 1, why)
+        self._next_capture = self._metering.steps - 1 + min(2**self._futile_captures, MOST_STEPS_BETWEEN_CAPTURES)
         self._futile_captures += 1
 
     def _run(
@@ -245,7 +245,10 @@ class Room:
         """Let the block run, and say how many seconds it took. `plain`: what it is expected to be, with no engine."""
         self._engine, self._calls = engine, Counter()
         with serving(self._device), contextlib.ExitStack() as stack:
-            self._start(meter, stack)
+            if meter is not None:
+                known = self.planned
+                trace = None if known is None else known.trace
+                self._metering.start(meter, self._list_residents(), trace, engine, stack)
             place, gradients = Place(), self._tell_gradients() if plain is not None else None
 
             def see(inputs: Inputs) -> None:
@@ -309,50 +312,6 @@ class Room:
             if tensor.layout is torch.strided:
                 staying.put(tensor.untyped_storage(), True)
         return staying
-
-    def _start(self, meter: Meter | None, stack: contextlib.ExitStack) -> None:
-        """Let a meter count until the stack unwinds."""
-        if meter is not None:
-            # What was made in a step that was not metered is freed unseen: gradients, where a step begins with them.
-            has_gradients = any(each.grad is not None for each in self._model.parameters())
-            self._blind = has_gradients and not self._metered and self._device.type == "cpu"
-            storages = () if self.planned is None else self.planned.trace.storages
-            inputs = sum(storage.nbytes for storage in storages if storage.created < 0 and storage.role is Role.INPUT)
-            meter.start(self._list_residents(), inputs)
-            if self._engine is not None:
-                stack.enter_context(self._engine.historian.learning(meter))  # once it has stopped
-            stack.callback(meter.stop)
-
-    def _is_metered(self) -> bool:
-        every = self.config.meter_every
-        # One in so many, and the one before it, without which it might be blind to what it frees.
-        return every > 0 and (self._logbook.settled_steps < 2 or (self._logbook.count + 1) % every < 2)
-
-    def _record(
-        self, mode: Mode, seconds: float, engine: OnlineEngine | None, meter: Meter | None, note: str
-    ) -> StepRecord:
-        transfers = self._transfers
-        record = StepRecord(
-            step=self._logbook.count,
-            mode=mode,
-            seconds=seconds,
-            stall_seconds=transfers.stall_seconds,
-            peak_bytes=0 if meter is None or self._blind else meter.peak_bytes,
-            resident_bytes=0 if meter is None else meter.resident_bytes,
-            offloaded_bytes=transfers.offloaded_bytes,
-            reloaded_bytes=transfers.reloaded_bytes,
-            recomputed=0 if engine is None else engine.recomputed,
-            saves=0 if engine is None else engine.saves,
-            needs=0 if engine is None else engine.needs,
-            note=note or ("" if engine is None else engine.refusal),
-        )
-        transfers.stall_seconds = transfers.offloaded_bytes = transfers.reloaded_bytes = 0
-        if engine is not None and engine.refusal and not self._has_refused:
-            self._has_refused = True
-            logger.warning("what should leave the device stays there, as far as there is room: %s", engine.refusal)
-        self._metered = meter is not None
-        self._logbook.add(record)
-        return record
 
     # -- planning -------------------------------------------------------------------------------------------------
 

@@ -206,13 +206,13 @@ def test_the_forecast_keeps_the_pace(profile: HardwareProfile, monkeypatch: pyte
         first = room.planned
         seconds = iter([100.0, 3.0, 5.0, 4.0, 4.0, 4.0, 70.0, 80.0])
         for planned_steps in range(1, 9):
-            record = room._record
+            record = room._metering.record
 
             def told(mode: Any, _: float, *rest: Any, record: Any = record) -> Any:
                 return record(mode, next(seconds), *rest)
 
             with monkeypatch.context() as patch:
-                patch.setattr(room, "_record", told)
+                patch.setattr(room._metering, "record", told)
                 with room.step():
                     step(planned_steps)
             expected = {1: first.forecast.step_seconds, 2: 3.0, 3: 4.0}.get(planned_steps, 4.0)

@@ -15,7 +15,7 @@ class Logbook:
 
     Attributes:
         count: steps so far.
-        settled_steps: of them, those that ran as they will from now on: planned, or dynamic.
+        settled_steps: of them, those that ran as they will from now on: planned, plain or dynamic.
     """
 
     def __init__(self) -> None:
@@ -26,7 +26,7 @@ class Logbook:
     def add(self, record: StepRecord) -> None:
         """A step is over."""
         self.count += 1
-        self.settled_steps += record.mode in (Mode.PLANNED, Mode.DYNAMIC)
+        self.settled_steps += record.mode in (Mode.PLANNED, Mode.PLAIN, Mode.DYNAMIC)
         if len(self._first) < RECORDS_KEPT:
             self._first.append(record)
         else:
