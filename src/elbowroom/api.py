@@ -47,7 +47,7 @@ def fit(
         memory_budget: bytes the job may hold on that device: a number, "8GiB", "8GB", or "60%" of the device.
         step: does one whole training step when called. It is then captured ahead on fake tensors (nothing runs,
             nothing changes), so that the first step is already planned; else the first steps run capacity-first.
-        profile: of this machine, from `probe`; measured when it is needed otherwise.
+        profile: of this machine, from `probe`; measured now otherwise, within the budget, which takes some seconds.
         **options: fields of `elbowroom.config.Config`: mode, strategy, policy, spill_folder, host_bytes,
             min_offload_bytes, meter_every, settling_steps, always_watch, quick, release_pages.
 

@@ -13,7 +13,6 @@ import torch
 from elbowroom.config import Config
 from elbowroom.cost.price import correct, price
 from elbowroom.hardware.memory import trim_allocator
-from elbowroom.hardware.probe import probe
 from elbowroom.hooks.sentry import Inputs
 from elbowroom.ir.costs import Costs, Measurements
 from elbowroom.ir.forecast import Forecast
@@ -97,16 +96,16 @@ class Repertoire:
 
     Args:
         budget_bytes, config, device: of the room.
-        profile: of this machine; measured when it is needed otherwise.
+        profile: of this machine.
 
     Attributes:
+        profile: as given.
         acts: the steps that are known, the one that was run last first.
     """
 
-    def __init__(
-        self, budget_bytes: int, config: Config, device: torch.device, profile: HardwareProfile | None
-    ) -> None:
-        self._budget_bytes, self._config, self._device, self._profile = budget_bytes, config, device, profile
+    def __init__(self, budget_bytes: int, config: Config, device: torch.device, profile: HardwareProfile) -> None:
+        self._budget_bytes, self._config, self._device = budget_bytes, config, device
+        self.profile = profile
         self.acts: list[Act] = []
         self._seen: OrderedDict[int, int] = OrderedDict()
         self._steady = STEADY
@@ -146,12 +145,6 @@ class Repertoire:
 
     # -- planning -------------------------------------------------------------------------------------------------
 
-    def find_profile(self) -> HardwareProfile:
-        """What this machine can do."""
-        if self._profile is None:
-            self._profile = probe(str(self._device), spill_folder=self._config.spill_folder)
-        return self._profile
-
     def add(self, trace: Trace, trace_digest: str, measurements: Measurements | None) -> None:
         """Plan a step, which is expected next.
 
@@ -189,7 +182,7 @@ class Repertoire:
 
     def _decide(self, trace: Trace, trace_digest: str, measurements: Measurements | None) -> Planned:
         config = self._config
-        costs = price(trace, self.find_profile(), measurements, trace_digest=trace_digest)
+        costs = price(trace, self.profile, measurements, trace_digest=trace_digest)
         plan = None
         if config.strategy == "auto":
             plan = keep_all_if_it_fits(trace, costs, self._budget_bytes)

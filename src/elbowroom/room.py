@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
+import weakref
 from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import Any
@@ -16,6 +17,7 @@ from elbowroom.arena.use import serving
 from elbowroom.config import Config
 from elbowroom.errors import Infeasible, TraceError, UsageError
 from elbowroom.hardware.memory import cut_blocks_to_size, tune_allocator
+from elbowroom.hardware.probe import probe
 from elbowroom.hooks.estimates import Estimates
 from elbowroom.hooks.identity import Identities
 from elbowroom.hooks.mark import is_marked, mark, unmark
@@ -67,10 +69,11 @@ class Room:
         self.budget_bytes, self.config = budget_bytes, config
         self._model, self._optimizers, self._device = model, tuple(optimizers), device
         self._name = type(model).__name__
-        self._repertoire = Repertoire(budget_bytes, config, device, profile)
+        self._repertoire = Repertoire(budget_bytes, config, device, profile or self._probe())
         self._detached = True  # until there is something to detach
         self._captures = self._futile_captures = self._next_capture = 0
         self._engine: OnlineEngine | None = None
+        self._parameters: list[weakref.ref[torch.nn.Parameter]] | None = None
         self._calls: Counter[Inputs] = Counter()  # of the model, in this step
         self._made_of = choose(is_quick=config.quick)
         self._estimates = Estimates(device.type, self._made_of.sightings)
@@ -272,7 +275,11 @@ class Room:
 
     def _tell_gradients(self) -> list[tuple[int, int] | None]:
         """Another answer once a backward pass has run."""
-        gradients = (parameter.grad for parameter in self._model.parameters())
+        # Finding the parameters of a model takes as long as some ops. One that was replaced since tells of nothing.
+        if self._parameters is None:
+            self._parameters = [weakref.ref(parameter) for parameter in self._model.parameters()]
+        found = (find() for find in self._parameters)
+        gradients = (None if parameter is None else parameter.grad for parameter in found)
         return [None if gradient is None else (id(gradient), gradient._version) for gradient in gradients]
 
     def _engage(self, place: Place, stack: contextlib.ExitStack, unseen_bytes: int) -> None:
@@ -297,13 +304,21 @@ class Room:
         return self._made_of.engine(
             self._transfers, self._device, self._list_staying, self.config.min_offload_bytes,
             budget_bytes=self.budget_bytes, policy=policy, estimates=self._estimates,
-            profile=self._repertoire.find_profile(), habits=self._habits, list_residents=self._list_residents,
+            profile=self._repertoire.profile, habits=self._habits, list_residents=self._list_residents,
             known=[act.planned.as_known() for act in acts],
             is_awake=is_awake, spare_bytes=spare_bytes, observer=None if capture is None else capture.tracer,
         )  # fmt: skip
 
     def _list_residents(self) -> list[torch.Tensor]:
         return list_resident_tensors(self._model, self._optimizers)
+
+    def _probe(self) -> HardwareProfile:
+        """Measure this machine before the first step, in what the budget leaves beside the model."""
+        storages = (each.untyped_storage() for each in self._list_residents() if each.layout is torch.strided)
+        there = sum({each.data_ptr(): each.nbytes() for each in storages}.values())
+        return probe(
+            str(self._device), spill_folder=self.config.spill_folder, most_bytes=max(0, self.budget_bytes - there)
+        )
 
     def _list_staying(self) -> Identities[bool]:
         """The storages that outlive the step; of those that die all the same, the addresses mean nothing."""

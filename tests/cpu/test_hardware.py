@@ -7,6 +7,7 @@ import os
 import pathlib
 import threading
 import time
+import types
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from elbowroom.errors import UsageError
 from elbowroom.hardware import links
 from elbowroom.hardware.probe import probe
 from elbowroom.hardware.timing import median_seconds
+from elbowroom.hooks.meter import CpuMeter
 from elbowroom.ir import files
 from elbowroom.ir.hardware import HardwareProfile
 
@@ -117,7 +119,7 @@ def test_folders_that_cannot_be_used_are_named(tmp_path: pathlib.Path, monkeypat
     (tmp_path / "file").write_text("")
     with pytest.raises(UsageError, match="spill_folder"):
         probe("cpu", spill_folder=str(tmp_path / "file"))
-    monkeypatch.setattr(links, "BLOCK_BYTES", 1 << 60)
+    monkeypatch.setattr(links.shutil, "disk_usage", lambda _: types.SimpleNamespace(free=1 << 20))
     with pytest.raises(UsageError, match="make room"):
         probe("cpu", spill_folder=str(tmp_path))
 
@@ -150,8 +152,20 @@ def test_a_failing_measurement_cleans_up(tmp_path: pathlib.Path, monkeypatch: py
 
     monkeypatch.setattr(links.os, "pwrite", fail)
     with pytest.raises(UsageError, match="filled up"):
-        links.measure_disk_link("ram", str(tmp_path), fresh_blocks=True, compute=lambda: None, device=CPU)
+        links.measure_disk_link(
+            "ram", str(tmp_path), block_bytes=1 << 20, fresh_blocks=True, compute=lambda: None, device=CPU
+        )
     assert os.listdir(tmp_path) == [] and open_files() == before
+
+
+@pytest.mark.parametrize("most_bytes", [4 << 20, 48 << 20])
+def test_it_measures_within_the_bytes_that_it_is_given(most_bytes: int, tmp_path: pathlib.Path) -> None:
+    meter = CpuMeter()
+    meter.start()
+    profile = probe("cpu", spill_folder=str(tmp_path), most_bytes=most_bytes)
+    meter.stop()
+    assert most_bytes // 8 < meter.peak_bytes <= most_bytes
+    assert all(rate.per_second > 0 for rate in profile.rates)
 
 
 def test_drag_is_the_time_lost_per_byte() -> None:

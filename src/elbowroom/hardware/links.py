@@ -25,14 +25,12 @@ from elbowroom.hardware.timing import wait_for
 from elbowroom.ir.hardware import Link
 from elbowroom.units import format_bytes
 
-BLOCK_BYTES = 40 << 20
-"""Larger than glibc's largest mmap threshold (32 MiB), so that each new block is fresh memory, as in a large step."""
 SMALL_BYTES = 4 << 10
 BLOCKS = 3
 
 
-def check_spill_folder(folder: str) -> None:
-    """Make sure that the folder can hold a spill file of the size measured with.
+def check_spill_folder(folder: str, block_bytes: int) -> None:
+    """Make sure that the folder can hold the file that the link is measured with.
 
     Raises:
         UsageError: it does not exist, is no folder, is not writable, or is nearly full.
@@ -47,10 +45,10 @@ def check_spill_folder(folder: str) -> None:
             f"cannot write into the spill folder {folder!r} ({error.strerror or error}); name another in spill_folder"
         ) from error
     free_bytes = shutil.disk_usage(folder).free
-    if free_bytes < 2 * BLOCKS * BLOCK_BYTES:
+    if free_bytes < 2 * BLOCKS * block_bytes:
         raise UsageError(
             f"the spill folder {folder!r} has {format_bytes(free_bytes)} free and measuring takes "
-            f"{format_bytes(2 * BLOCKS * BLOCK_BYTES)}; make room, or name another one in spill_folder"
+            f"{format_bytes(2 * BLOCKS * block_bytes)}; make room, or name another one in spill_folder"
         )
 
 
@@ -65,12 +63,19 @@ def name_file_system(folder: str) -> str:
 
 
 def measure_disk_link(
-    upper: str, folder: str, *, fresh_blocks: bool, compute: Callable[[], None], device: torch.device
+    upper: str,
+    folder: str,
+    *,
+    block_bytes: int,
+    fresh_blocks: bool,
+    compute: Callable[[], None],
+    device: torch.device,
 ) -> Link:
     """The link from memory to a spill file in `folder`.
 
     Args:
         upper: name of the tier above the disk.
+        block_bytes: size of each of the blocks that are moved; takes six times that in memory.
         fresh_blocks: whether reloading allocates new memory (CPU: `torch.empty`) or fills a standing buffer (CUDA).
         compute: a piece of the step's work, to see how much moving slows it down.
 
@@ -78,17 +83,17 @@ def measure_disk_link(
         UsageError: the disk filled up while measuring.
     """
     with _spill_file(folder) as file, _disk_errors(folder):
-        blocks = [_faulted_in(BLOCK_BYTES) for _ in range(BLOCKS)]
+        blocks = [_faulted_in(block_bytes) for _ in range(BLOCKS)]
 
         def write_all() -> None:
             for index, block in enumerate(blocks):
-                _write(file, block, index * BLOCK_BYTES)
+                _write(file, block, index * block_bytes)
 
         def read_all() -> None:
             # All of them are held until the pass ends: otherwise the allocator hands out the same memory again.
-            held = [_new_block(BLOCK_BYTES) if fresh_blocks else block for block in blocks]
+            held = [_new_block(block_bytes) if fresh_blocks else block for block in blocks]
             for index, block in enumerate(held):
-                _read(file, block, index * BLOCK_BYTES)
+                _read(file, block, index * block_bytes)
 
         # The first pass makes the file grow. A training step writes the same places again and again.
         write_all()
@@ -97,7 +102,7 @@ def measure_disk_link(
         out_small = _median_of(lambda: _write(file, small, 0), 50)
         back_small = _median_of(lambda: _read(file, _new_block(SMALL_BYTES) if fresh_blocks else small, 0), 50)
         drag = measure_drag(_alternate(file, blocks[0], fresh_blocks), compute, device)
-    total = BLOCKS * BLOCK_BYTES
+    total = BLOCKS * block_bytes
     return Link(
         upper=upper,
         lower="disk",
@@ -108,18 +113,18 @@ def measure_disk_link(
         half_duplex=True,  # one thread moves both ways, whatever the disk could do
         drag_seconds_per_byte=drag,
         source=(
-            f"measured with blocks of {format_bytes(BLOCK_BYTES)} in a spill file on {name_file_system(folder)}, "
+            f"measured with blocks of {format_bytes(block_bytes)} in a spill file on {name_file_system(folder)}, "
             "page cache included: slower where memory is too short for the page cache"
         ),
     )
 
 
-def measure_device_link(device: torch.device, compute: Callable[[], None]) -> Link:
+def measure_device_link(device: torch.device, block_bytes: int, compute: Callable[[], None]) -> Link:
     """The link from a CUDA device to pinned host memory. Needs CUDA."""
     with torch.cuda.device(device):
         outward, inward = torch.cuda.Stream(device), torch.cuda.Stream(device)
-        on_device = [torch.zeros(BLOCK_BYTES, dtype=torch.uint8, device=device) for _ in range(2)]
-        on_host = [torch.zeros(BLOCK_BYTES, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
+        on_device = [torch.zeros(block_bytes, dtype=torch.uint8, device=device) for _ in range(2)]
+        on_host = [torch.zeros(block_bytes, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
         # The buffers were filled on the current stream.
         torch.cuda.synchronize(device)
         out_copies = [(outward, on_device[0], on_host[0])]
@@ -133,19 +138,19 @@ def measure_device_link(device: torch.device, compute: Callable[[], None]) -> Li
             with torch.cuda.stream(outward):
                 on_host[0].copy_(on_device[0], non_blocking=True)
             outward.synchronize()
-            return BLOCK_BYTES
+            return block_bytes
 
         drag = measure_drag(move, compute, device)
     return Link(
         upper="device",
         lower="host",
-        out_latency_seconds=_latency(small_out, BLOCK_BYTES / out_seconds),
-        out_bytes_per_second=BLOCK_BYTES / out_seconds,
-        back_latency_seconds=_latency(small_back, BLOCK_BYTES / back_seconds),
-        back_bytes_per_second=BLOCK_BYTES / back_seconds,
+        out_latency_seconds=_latency(small_out, block_bytes / out_seconds),
+        out_bytes_per_second=block_bytes / out_seconds,
+        back_latency_seconds=_latency(small_back, block_bytes / back_seconds),
+        back_bytes_per_second=block_bytes / back_seconds,
         half_duplex=_shares_a_lane(out_seconds, back_seconds, both_seconds),
         drag_seconds_per_byte=drag,
-        source=f"measured with pinned copies of {format_bytes(BLOCK_BYTES)}",
+        source=f"measured with pinned copies of {format_bytes(block_bytes)}",
     )
 
 
@@ -232,11 +237,12 @@ def _mover(move: Callable[[], int]) -> Iterator[Callable[[], int]]:
 def _alternate(file: int, block: torch.Tensor, fresh_blocks: bool) -> Callable[[], int]:
     """A move of a few MiB for `measure_drag`: out and back in turn, as a step does."""
     # Small enough that the count of moved bytes is fine compared with the time it is taken over.
-    nbytes, turn = 8 << 20, [0]
+    block_bytes, turn = block.numel(), [0]
+    nbytes = min(8 << 20, block_bytes)
 
     def move() -> int:
         turn[0] += 1
-        offset = (turn[0] // 2 % BLOCKS) * BLOCK_BYTES
+        offset = (turn[0] // 2 % BLOCKS) * block_bytes
         if turn[0] % 2:
             _write(file, block[:nbytes], offset)
         else:

@@ -16,6 +16,7 @@ import torch
 from elbowroom.errors import UsageError
 from elbowroom.hardware.links import check_spill_folder, measure_device_link, measure_disk_link, name_file_system
 from elbowroom.hardware.rates import measure_hook, measure_op_latency, measure_rates
+from elbowroom.hardware.sizes import LINK_BLOCK_BYTES, Sizes, choose_sizes
 from elbowroom.hooks.processor import find_isa
 from elbowroom.ir.hardware import HardwareProfile, Link, Tier
 
@@ -25,16 +26,23 @@ Progress = Callable[[str, float], None]
 
 
 def probe(
-    device: str = "auto", *, spill_folder: str | None = None, progress: Progress | None = None
+    device: str = "auto",
+    *,
+    spill_folder: str | None = None,
+    most_bytes: int | None = None,
+    progress: Progress | None = None,
 ) -> HardwareProfile:
     """Measure this machine: compute rates, latencies, capacities, and the links between its tiers.
 
-    Takes up to about ten seconds on two processor cores, half a GiB of memory and, while it runs, 120 MiB in the
-    spill folder. Other work on the machine shows in the figures. The program's random state is not touched.
+    Takes up to about ten seconds on two processor cores, 400 MiB of memory on a CPU and 2.5 GiB on a CUDA device and,
+    while it runs, 120 MiB in the spill folder. Other work on the machine shows in the figures. The program's random
+    state is not touched.
 
     Args:
         device: "cpu", "cuda", "cuda:1", or "auto": CUDA where there is any, otherwise the CPU.
         spill_folder: where the disk tier will lie; the system's folder for temporary files if not given.
+        most_bytes: memory that measuring may take on the device. Where that is less than it takes by default, shapes
+            are smaller than those of real layers, and so may the figures be; about 2 MB is the least that works.
         progress: called with what is being measured and the share (0 to 1) that is done.
 
     Returns:
@@ -47,12 +55,13 @@ def probe(
     """
     chosen = _choose_device(device)
     folder = tempfile.gettempdir() if spill_folder is None else spill_folder
-    check_spill_folder(folder)
+    sizes = choose_sizes(chosen.type, most_bytes)
+    check_spill_folder(folder, min(sizes.block_bytes, LINK_BLOCK_BYTES))
     if name_file_system(folder) == "tmpfs":
         logger.warning("the spill folder %s lies in memory (tmpfs): offloading there saves no memory", folder)
     report: Progress = progress if progress is not None else lambda what, share: None
     with _plain_torch(chosen), _scarce_memory(chosen):
-        profile = _measure(chosen, folder, report)
+        profile = _measure(chosen, folder, sizes, report)
     report("done", 1.0)
     return profile
 
@@ -105,12 +114,12 @@ def _scarce_memory(device: torch.device) -> Iterator[None]:
             torch.cuda.empty_cache()
 
 
-def _measure(device: torch.device, folder: str, report: Progress) -> HardwareProfile:
+def _measure(device: torch.device, folder: str, sizes: Sizes, report: Progress) -> HardwareProfile:
     report("op latency", 0.0)
     op_latency_seconds = measure_op_latency(device)
     hook_seconds = measure_hook(device)
-    rates = measure_rates(device, lambda what, share: report(what, 0.05 + 0.5 * share))
-    tiers, links = (_measure_cuda if device.type == "cuda" else _measure_cpu)(device, folder, report)
+    rates = measure_rates(device, sizes, lambda what, share: report(what, 0.05 + 0.5 * share))
+    tiers, links = (_measure_cuda if device.type == "cuda" else _measure_cpu)(device, folder, sizes, report)
     return HardwareProfile(
         name=_name(device),
         device=device.type,
@@ -125,9 +134,14 @@ def _measure(device: torch.device, folder: str, report: Progress) -> HardwarePro
     )
 
 
-def _measure_cpu(device: torch.device, folder: str, report: Progress) -> tuple[tuple[Tier, ...], tuple[Link, ...]]:
+def _measure_cpu(
+    device: torch.device, folder: str, sizes: Sizes, report: Progress
+) -> tuple[tuple[Tier, ...], tuple[Link, ...]]:
     report("link ram to disk", 0.55)
-    link = measure_disk_link("ram", folder, fresh_blocks=True, compute=_mixed_work(device), device=device)
+    link = measure_disk_link(
+        "ram", folder, block_bytes=min(sizes.block_bytes, LINK_BLOCK_BYTES), fresh_blocks=True,
+        compute=_mixed_work(device, sizes), device=device,
+    )  # fmt: skip
     tiers = (
         Tier(name="ram", capacity_bytes=_memory_bytes()),
         Tier(name="disk", capacity_bytes=shutil.disk_usage(folder).free),
@@ -135,12 +149,16 @@ def _measure_cpu(device: torch.device, folder: str, report: Progress) -> tuple[t
     return tiers, (link,)
 
 
-def _measure_cuda(device: torch.device, folder: str, report: Progress) -> tuple[tuple[Tier, ...], tuple[Link, ...]]:
-    compute = _mixed_work(device)
+def _measure_cuda(
+    device: torch.device, folder: str, sizes: Sizes, report: Progress
+) -> tuple[tuple[Tier, ...], tuple[Link, ...]]:
+    compute, block_bytes = _mixed_work(device, sizes), min(sizes.block_bytes, LINK_BLOCK_BYTES)
     report("link device to host", 0.55)
-    upper = measure_device_link(device, compute)
+    upper = measure_device_link(device, block_bytes, compute)
     report("link host to disk", 0.75)
-    lower = measure_disk_link("host", folder, fresh_blocks=False, compute=compute, device=device)
+    lower = measure_disk_link(
+        "host", folder, block_bytes=block_bytes, fresh_blocks=False, compute=compute, device=device
+    )
     tiers = (
         Tier(name="device", capacity_bytes=int(torch.cuda.get_device_properties(device).total_memory)),
         Tier(name="host", capacity_bytes=_memory_bytes()),
@@ -149,9 +167,9 @@ def _measure_cuda(device: torch.device, folder: str, report: Progress) -> tuple[
     return tiers, (upper, lower)
 
 
-def _mixed_work(device: torch.device) -> Callable[[], None]:
+def _mixed_work(device: torch.device, sizes: Sizes) -> Callable[[], None]:
     """About a tenth of a second of matmul and elementwise ops, about half of the time each."""
-    width, count = (4096, 64 << 20) if device.type == "cuda" else (768, 2 << 20)
+    width, count = sizes.work_width, sizes.work_elements
     matrix = torch.ones(width, width, device=device, dtype=torch.float32)
     vector = torch.ones(count, device=device, dtype=torch.float32)
 

@@ -14,6 +14,7 @@ from collections.abc import Callable
 
 import torch
 
+from elbowroom.hardware.sizes import CHANNELS, HEAD_WIDTH, Sizes
 from elbowroom.hardware.timing import median_seconds, wait_for
 from elbowroom.ir.hardware import Rate
 
@@ -21,10 +22,11 @@ Work = tuple[Callable[[], object], float]
 """A call, and the flops it does or the bytes it reads and writes."""
 
 
-def measure_rates(device: torch.device, progress: Callable[[str, float], None]) -> tuple[Rate, ...]:
+def measure_rates(device: torch.device, sizes: Sizes, progress: Callable[[str, float], None]) -> tuple[Rate, ...]:
     """Flops per second of matmul, convolution and attention, and bytes per second of elementwise ops, by dtype.
 
     Args:
+        sizes: shapes of the operands.
         progress: told what is being measured, and the share of this function's work that is done.
     """
     dtypes = [torch.float32, torch.bfloat16] + ([torch.float16] if device.type == "cuda" else [])
@@ -34,8 +36,9 @@ def measure_rates(device: torch.device, progress: Callable[[str, float], None]) 
         for dtype in dtypes:
             name = str(dtype).removeprefix("torch.")
             progress(f"{kind} in {name}", len(found) / (len(makers) * len(dtypes)))
-            call, amount = make(device, dtype)
+            call, amount = make(device, dtype, sizes)
             seconds = median_seconds(call, device)
+            del call  # its operands would lie beside the next ones
             found.append(Rate(kind=kind, dtype=name, per_second=amount / seconds, source="measured"))
     return tuple(found)
 
@@ -46,8 +49,8 @@ def _random(device: torch.device, dtype: torch.dtype, *shape: int) -> torch.Tens
     return torch.randn(shape, generator=generator, device=device, dtype=torch.float32).to(dtype)
 
 
-def _matmul(device: torch.device, dtype: torch.dtype) -> Work:
-    rows, width = (8192, 4096) if device.type == "cuda" else (1024, 768)
+def _matmul(device: torch.device, dtype: torch.dtype, sizes: Sizes) -> Work:
+    rows, width = sizes.rows, sizes.width
     inputs, weight = _random(device, dtype, rows, width), _random(device, dtype, width, width)
     gradient = _random(device, dtype, rows, width)
 
@@ -59,16 +62,15 @@ def _matmul(device: torch.device, dtype: torch.dtype) -> Work:
     return call, 3 * 2.0 * rows * width * width
 
 
-def _convolution(device: torch.device, dtype: torch.dtype) -> Work:
-    batch = 64 if device.type == "cuda" else 4
+def _convolution(device: torch.device, dtype: torch.dtype, sizes: Sizes) -> Work:
+    batch, image = sizes.batch, sizes.image
     calls, flops = [], 0.0
-    # Of a bottleneck block: 3 x 3 among 64 channels, 1 x 1 from 256 to 64.
-    for channels, kernel in ((64, 3), (256, 1)):
+    for channels, kernel in zip(CHANNELS, (3, 1), strict=True):
         inputs, weight = (
-            _random(device, dtype, batch, channels, 56, 56),
+            _random(device, dtype, batch, channels, image, image),
             _random(device, dtype, 64, channels, kernel, kernel),
         )
-        gradient = _random(device, dtype, batch, 64, 56, 56)
+        gradient = _random(device, dtype, batch, 64, image, image)
         geometry = ([1, 1], [kernel // 2, kernel // 2], [1, 1], False, [0, 0], 1)
         calls.append((inputs, weight, gradient, geometry))
         flops += 3 * 2.0 * gradient.numel() * channels * kernel * kernel
@@ -81,8 +83,8 @@ def _convolution(device: torch.device, dtype: torch.dtype) -> Work:
     return call, flops
 
 
-def _attention(device: torch.device, dtype: torch.dtype) -> Work:
-    batch, heads, length, width = (8, 16, 2048, 64) if device.type == "cuda" else (2, 12, 256, 64)
+def _attention(device: torch.device, dtype: torch.dtype, sizes: Sizes) -> Work:
+    batch, heads, length, width = sizes.samples, sizes.heads, sizes.length, HEAD_WIDTH
     query, key, value = (_random(device, dtype, batch, heads, length, width).requires_grad_() for _ in range(3))
     gradient = _random(device, dtype, batch, heads, length, width)
 
@@ -94,10 +96,8 @@ def _attention(device: torch.device, dtype: torch.dtype) -> Work:
     return call, 7 * 2.0 * batch * heads * length * length * width
 
 
-def _elementwise(device: torch.device, dtype: torch.dtype) -> Work:
-    # On a CPU larger than glibc's largest mmap threshold (32 MiB), so that each result is fresh memory and faults its
-    # pages in. Smaller blocks do so or not, by the state of the heap, and ten times as fast or not.
-    nbytes = (256 if device.type == "cuda" else 40) << 20
+def _elementwise(device: torch.device, dtype: torch.dtype, sizes: Sizes) -> Work:
+    nbytes = sizes.block_bytes
     inputs = [_random(device, dtype, nbytes // dtype.itemsize) for _ in range(4)]
     held: collections.deque[torch.Tensor] = collections.deque(maxlen=4)
 
