@@ -21,8 +21,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import elbowroom
 from elbowroom._family import names
-from elbowroom.errors import Infeasible, Thrashing, TransferFailed, UnknownMember, UsageError
+from elbowroom.errors import ElbowroomError, Infeasible, Thrashing, TransferFailed, UnknownMember, UsageError
 from elbowroom.hooks.estimates import Estimates
+from elbowroom.hooks.meter import CpuMeter
 from elbowroom.ir.hardware import HardwareProfile
 from elbowroom.ir.journal import Mode, StepRecord
 from elbowroom.residency import policies
@@ -608,6 +609,71 @@ def test_an_error_is_not_replaced_by_what_cannot_be_settled(profile: HardwarePro
             model[0].bias.add_(0)  # what a replay would have read
         loss[0].backward()
         assert all(torch.equal(one, each.grad) for one, each in zip(expected, model.parameters(), strict=True))
+
+
+class Tied(nn.Module):
+    """Words in and out by one matrix: the last op of the forward pass and the first of the backward pass are large."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(200, 64)
+        self.layers = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.GELU()) for _ in range(4)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        logits = self.layers(self.words(x)) @ self.words.weight.t()
+        return functional.cross_entropy(logits.flatten(0, 1), x.flatten())
+
+
+@pytest.mark.parametrize("share", [0.9, 0.8])
+def test_a_step_that_is_refused_ends_within_its_budget(share: float, profile: HardwareProfile) -> None:
+    """What was dropped or offloaded does not come back all at once while the step unwinds."""
+
+    def run(budget_bytes: int) -> tuple[int, Infeasible | None]:
+        torch.manual_seed(0)
+        model, x, refused, losses = Tied(), torch.randint(0, 200, (8, 64)), None, []
+        options: dict[str, Any] = {"mode": "dynamic", "policy": "dtr", "min_offload_bytes": 1, "profile": profile}
+        meter = CpuMeter()
+        with elbowroom.fit(model, sgd(model), budget_bytes, meter_every=0, **options) as room:
+            meter.start(model.parameters())
+            try:
+                with room.step():
+                    losses.append(model(x))
+                    losses[0].backward()
+            except Infeasible as error:
+                refused = error
+            meter.stop()
+        return meter.peak_bytes, refused
+
+    plain_bytes, refused = run(1 << 40)
+    assert refused is None
+    for budget_bytes in range(plain_bytes, 0, -plain_bytes // 40):
+        _, refused = run(budget_bytes)
+        if refused is not None:
+            break
+    assert refused is not None
+    budget_bytes = int(budget_bytes * share)
+    peak_bytes, refused = run(budget_bytes)
+    assert refused is not None and peak_bytes <= budget_bytes
+
+
+def test_what_cannot_be_computed_at_the_end_is_given_up(
+    profile: HardwareProfile, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(4)))
+    options: dict[str, Any] = {"mode": "dynamic", "policy": "dtr", "min_offload_bytes": 1, "profile": profile}
+    with elbowroom.fit(model, sgd(model), 4 << 20, **options) as room:
+        held: list[torch.Tensor] = []
+        with room.step():
+            loss = model(torch.randn(1024, WIDTH)).sum()
+            with contextlib.suppress(Infeasible):
+                while True:
+                    held.append(torch.empty(1 << 16, dtype=torch.uint8))
+        assert "given up" in caplog.text
+        with pytest.raises(ElbowroomError, match=r"needs was given up then: .* Run its forward pass again"):
+            loss.backward()
+        del held, loss
+        with room.step():
+            model(torch.randn(64, WIDTH)).sum().backward()
 
 
 def plain_loss(model: nn.Sequential, x: torch.Tensor) -> torch.Tensor:

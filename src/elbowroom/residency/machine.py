@@ -129,10 +129,13 @@ class Machine:
         """
         actions: list[Action] = []
         for storage in storages:
+            leaving = [storage]
             if self.segment_of(storage) is not None:
-                self._ensure(storage, actions)
-            self._intend(Offload(storage), actions)
-            self._intend(Release(storage), actions)
+                # What it was computed from goes again, too, or one after the other would stay.
+                leaving = self._ensure(storage, actions)
+            for each in leaving:
+                self._intend(Offload(each), actions)
+                self._intend(Release(each), actions)
         return actions
 
     def refuse(self, storage: int) -> None:

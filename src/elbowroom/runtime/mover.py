@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from elbowroom.errors import Infeasible, InternalError, TierError
+from elbowroom.errors import ElbowroomError, Infeasible, InternalError, TierError
 from elbowroom.hooks.hidden import Below, Hidden, Paused
 from elbowroom.ir.actions import Action, Offload, Recompute, Release, Reload
 from elbowroom.residency.machine import Machine, State
@@ -32,6 +32,7 @@ class Mover:
     Attributes:
         recomputed: segments replayed.
         refusal: why a storage could not leave the device.
+        given_up: why storages could not be computed when the step ended.
         watcher: the dispatch mode that this step needs around it.
     """
 
@@ -47,6 +48,7 @@ class Mover:
         self._pinned: list[Counter[int]] = []  # by whoever needs them to be there: how often
         self._unobserved = Paused([] if observer is None else [observer])
         self.recomputed, self.refusal = 0, ""
+        self.given_up = ""
 
     def _prepare_replay(self, residence: Residence) -> bool:
         """Make sure a storage about to be dropped can be computed again, whatever the step does next."""
@@ -178,6 +180,11 @@ class Mover:
         missing = [residence for residence in outputs if not residence.revive()]
         recordings = [residence.recording for residence in missing if residence.recording is not None]
         if len(recordings) != len(missing):
+            if self.given_up:
+                raise ElbowroomError(
+                    "this graph is of a step that has ended, and what its backward pass needs was given up then: "
+                    f"{self.given_up} Run its forward pass again."
+                )
             raise InternalError(f"segment {action.segment} was not recorded")
         if missing:
             with self._unobserved, Below(self.watcher):

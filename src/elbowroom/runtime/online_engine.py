@@ -382,13 +382,12 @@ class OnlineEngine(Engine):
                 self._break_cycles()
 
     def _settle_all(self, dropped: Iterable[Residence]) -> None:
+        # A graph that lives on must not rest on what may be written to.
         try:
             self._settle(dropped)
         except Infeasible as error:
-            # A graph that lives on must not rest on what may be written to: each is offloaded as it is computed.
-            logger.warning("what the step leaves behind does not fit: %s", str(error))  # whose frames hold the step
-            self.account.limit_bytes = NO_LIMIT
-            self._settle(list(self._bound.values()))
+            self.given_up = why = str(error)  # not the error itself, whose frames hold the step
+            logger.warning("what the step leaves behind was given up, as there is no room to compute it: %s", why)
 
     def _break_cycles(self) -> None:
         """With the last handle this goes at once, and thousands of objects with it: the garbage collector is slow."""
