@@ -37,6 +37,7 @@ class StepFacts:
         segments: how what was dropped can be computed again; grows.
         may_drop: whether anything may be dropped; not once the step is over.
         is_on_device, clock: of the step; given later.
+        base_bytes: of what is there before the step; given later.
         begin: when the step began, on the clock of `time.perf_counter`.
         stuck: bytes of what the tier below had no room for.
         pinned: storages that something at hand needs, and how often; one count for each list of actions under way.
@@ -56,6 +57,7 @@ class StepFacts:
         self.pinned: list[Counter[int]] = []
         self.stuck: dict[int, int] = {}
         self._ways: dict[int, Way | None] = {}
+        self.base_bytes = 0
         self.is_on_device: Callable[[int], bool] = lambda storage: True
         self.clock: Clock | None = None
         self.begin = time.perf_counter()
@@ -115,8 +117,9 @@ class StepFacts:
         return 0 if way is None else way.recording.nbytes or 0
 
     def replay_seconds(self, storage: int) -> float:
-        """What it takes to compute it again, with all that has left before it; infinite where there is no way."""
-        if not self.may_drop:
+        """What it takes to compute it again, with all that has left before it; infinite where there is no way, or where
+        that may take more room than a reload finds."""
+        if not self.may_drop or self._is_tight(storage):
             return float("inf")
         seconds, seen, stack = 0.0, {storage}, [storage]
         while stack:
@@ -172,6 +175,12 @@ class StepFacts:
         way = self.find_way(residence.id)
         is_exposed = way is not None and any(each.is_exposed() for each in (residence, *way.recording.leaves))
         return None if is_exposed else way
+
+    def _is_tight(self, storage: int) -> bool:
+        """Whether there may be no room to compute a storage again, while it could come back from the tier below."""
+        # A replay runs beside what the same node of the graph needs, so it gets half of what the model leaves.
+        is_large = 2 * self.own_bytes(storage) > self._budget_bytes - self.base_bytes
+        return is_large and not self._has_no_room_below(self._bound[storage])
 
     def _has_no_room_below(self, residence: Residence) -> bool:
         return residence.copy is None and bool(self.stuck) and residence.nbytes >= min(self.stuck.values())

@@ -45,6 +45,13 @@ class Run(NamedTuple):
     settings: Settings
     estimate: Estimate
 
+    def count_inner(self) -> int:
+        """Bytes that it allocates inside itself at most. Where nothing told how large its results would be, the
+        estimate has them among these."""
+        estimate = self.estimate
+        unforeseen = max(0, sum(self.results[1::2]) - estimate.result_bytes)
+        return max(0, estimate.inner_bytes - unforeseen)
+
     def keep(self) -> Call:
         """As a call, which keeps what it made."""
         results, written = _keep(self.results), _keep(self.written)
@@ -96,7 +103,7 @@ def find_way(target: Residence) -> Way | None:
                 seen.add(read)
                 stack.append(read)
     recording = Recording({place: run.keep() for place, run in runs.items()}, target)
-    inner_bytes = {place: run.estimate.inner_bytes for place, run in runs.items()}
+    inner_bytes = {place: run.count_inner() for place, run in runs.items()}
     recording.nbytes = count_bytes(recording.calls, (target,), inner_bytes)
     seconds = sum(runs[place].estimate.pace.seconds for place in recording.calls)
     return Way(recording, seconds, _list_versions(recording))

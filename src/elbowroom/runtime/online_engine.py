@@ -123,6 +123,7 @@ class OnlineEngine(Engine):
         self.recorder: Recorder | None = None
         self.account.reserve(UNSEEN_BYTES)
         self._count_residents()
+        self._facts.base_bytes = self.account.live_bytes
         if is_awake:
             self.account.limit_bytes, self._spare_bytes = budget_bytes, None
         elif self._segments:
