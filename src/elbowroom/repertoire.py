@@ -20,9 +20,10 @@ from elbowroom.ir.hardware import HardwareProfile
 from elbowroom.ir.journal import StepRecord
 from elbowroom.ir.placement import Placement
 from elbowroom.ir.plan import Plan
-from elbowroom.ir.trace import Role, Trace
+from elbowroom.ir.trace import Role, Trace, release_unneeded
 from elbowroom.planner.plain import keep_all_if_it_fits
 from elbowroom.planner.problem import plan as make_plan
+from elbowroom.planner.problem import pose
 from elbowroom.runtime.follower import Known
 from elbowroom.simulator.replay import Replay, simulate
 
@@ -154,6 +155,16 @@ class Repertoire:
         planned = self._decide(trace, trace_digest, measurements)
         self.acts.insert(0, Act(planned, is_measured=measurements is not None))
         del self.acts[MOST_PLANS:]
+
+    def fits_without_plan(self, trace: Trace, trace_digest: str, measurements: Measurements | None) -> bool:
+        """Whether a step for which there is no plan may fit all the same, if a policy decides as it goes on."""
+        trace = release_unneeded(trace)
+        costs = price(trace, self.profile, measurements, trace_digest=trace_digest)
+        problem = pose(
+            trace, costs, self._budget_bytes, min_offload_bytes=self._config.min_offload_bytes,
+            host_bytes=self._config.host_bytes,
+        )  # fmt: skip
+        return problem.floor.peak_bytes <= self._budget_bytes
 
     def improve(self, act: Act, measurements: Measurements) -> None:
         """Plan a step again, with what its ops really took.

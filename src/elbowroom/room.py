@@ -23,9 +23,11 @@ from elbowroom.hooks.identity import Identities
 from elbowroom.hooks.mark import is_marked, mark, unmark
 from elbowroom.hooks.meter import Meter, make_meter
 from elbowroom.hooks.sentry import Inputs, Place, seeing_inputs
+from elbowroom.ir.costs import Measurements
 from elbowroom.ir.hardware import HardwareProfile
 from elbowroom.ir.identity import digest
 from elbowroom.ir.journal import Journal, Mode, StepRecord
+from elbowroom.ir.trace import Trace
 from elbowroom.metering import Metering
 from elbowroom.planner.bounds import bound_plan
 from elbowroom.repertoire import Act, Planned, Repertoire, list_sizes
@@ -336,8 +338,25 @@ class Room:
         except TraceError as error:
             logger.warning("%s", error)
             return
-        if trace.needs:  # else there is nothing to plan, and nothing to tell it by
-            self._repertoire.add(trace, digest(trace), None)
+        if not trace.needs:
+            return  # there is nothing to plan, and nothing to tell it by
+        if why := self._add(trace, None):
+            logger.warning("%s", why)
+
+    def _add(self, trace: Trace, measurements: Measurements | None) -> str:
+        """Plan a step. Returns why it stays without a plan and may run all the same, or "".
+
+        Raises:
+            Infeasible: it cannot run within the budget.
+        """
+        trace_digest = digest(trace)
+        try:
+            self._repertoire.add(trace, trace_digest, measurements)
+        except Infeasible as error:
+            if self._repertoire.acts or self._repertoire.fits_without_plan(trace, trace_digest, measurements):
+                return f"steps like this one run without a plan: {error}"
+            raise
+        return ""
 
     def _adopt(self, capture: LiveCapture, record: StepRecord, is_whole: bool) -> None:
         """Plan what has just been captured, unless it is not yet what later steps will be.
@@ -353,12 +372,8 @@ class Room:
         if known.acts and (known.knows(trace) or not known.strayed(list_sizes(trace))):
             self._put_off_capture()
             return
-        try:
-            known.add(trace, digest(trace), capture.measure(trace, record.seconds, record.stall_seconds))
-        except Infeasible as error:
-            if not known.acts:
-                raise
-            self._put_off_capture(f"steps like this one stay without a plan: {error}")  # they do without
+        if why := self._add(trace, capture.measure(trace, record.seconds, record.stall_seconds)):
+            self._put_off_capture(why)
             return
         self._futile_captures, self._has_recurred = 0, False
         known.acts[0].calls = self._calls
@@ -369,6 +384,10 @@ class Room:
         expected = [op.name for op in trace.ops]
         # What the block does after the step that was captured (noting its loss, say) changes nothing.
         if is_followed and [op.name for op in capture.finish().ops[: len(expected)]] == expected:
-            self._repertoire.improve(act, capture.measure(trace, record.seconds, record.stall_seconds))
+            try:
+                self._repertoire.improve(act, capture.measure(trace, record.seconds, record.stall_seconds))
+            except Infeasible as error:  # it ran within the budget, and so may the next one
+                self._repertoire.acts.remove(act)
+                self._put_off_capture(f"steps like this one run without a plan: {error}")
         elif not is_followed or act.measured_steps == self.config.settling_steps:
             self._repertoire.acts.remove(act)  # the real step is not what the fake one was: capture it live

@@ -258,8 +258,27 @@ def test_estimates_cover_products_in_groups(
     with Comparison() as comparison:
         torch._grouped_mm(numbers(*left, dtype=dtype), numbers(*right, dtype=dtype), places)
     estimated, measured = comparison.found["_grouped_mm"]
-    assert measured <= estimated <= 1.4 * measured
+    # In bfloat16 it depends on the processor how much oneDNN packs: up to 263,808 bytes beside results of 155,648.
+    assert measured <= estimated <= (1.4 * measured if dtype is torch.float32 else measured + 2_359_296 + 64)
     assert "Traceback" not in "".join(capfd.readouterr())
+
+
+@pytest.mark.parametrize(
+    ("left", "right", "measured"),
+    [
+        ((256, 640), (640, 304), 616_064),
+        ((256, 640), (3, 640, 304), 313_984),
+        ((3, 256, 640), (640, 304), 419_456),
+        ((3, 256, 640), (3, 640, 304), 665_216),
+    ],
+)
+def test_estimates_cover_what_products_in_groups_took_with_avx512_bf16(
+    left: tuple[int, ...], right: tuple[int, ...], measured: int
+) -> None:
+    ends = None if len(left) == len(right) == 3 else torch.tensor((100, 200, 256), dtype=torch.int32)
+    given = torch.zeros(left, dtype=torch.bfloat16), torch.zeros(right, dtype=torch.bfloat16), ends
+    estimate = Estimates("cpu").find(torch.ops.aten._grouped_mm.default, given, {})
+    assert measured <= estimate.result_bytes + estimate.inner_bytes
 
 
 def underestimate(op: Op, *rest: Any, **options: Any) -> int:

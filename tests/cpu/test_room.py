@@ -15,7 +15,9 @@ import elbowroom
 from elbowroom.errors import Infeasible, UnknownMember, UsageError
 from elbowroom.ir.hardware import HardwareProfile
 from elbowroom.ir.journal import Mode
+from elbowroom.ir.trace import release_unneeded
 from elbowroom.planner.plain import EVERYTHING_FITS
+from elbowroom.planner.problem import pose
 from elbowroom.repertoire import STEPS_THAT_SET_THE_PACE
 
 WIDTH, LAYERS = 64, 6
@@ -153,6 +155,18 @@ def test_nothing_when_nothing_is_needed(profile: HardwareProfile) -> None:
     del attached
 
 
+def test_a_room_in_which_everything_fits_meters_few_steps(profile: HardwareProfile) -> None:
+    model, optimizer, step = make()
+    with elbowroom.fit(model, optimizer, "1GiB", profile=profile) as room:
+        for index in range(30):
+            with room.step():
+                step(index, rows=8)
+        records = room.journal().steps
+    plain = [record for record in records if record.mode is Mode.PLAIN]
+    assert len(plain) > 20
+    assert sum(record.resident_bytes > 0 for record in plain) == 2, "a meter makes a small step twice as long"
+
+
 def test_steps_that_grow_are_planned_when_they_no_longer_fit(profile: HardwareProfile) -> None:
     _, plain_peak = find_range(profile)
     model, optimizer, step = make()
@@ -233,3 +247,61 @@ def test_a_report_at_every_moment(profile: HardwareProfile) -> None:
     room.detach()
     text = room.report()
     assert "planned" in text and "forecast" in text and "away" in text
+
+
+class Adversaries(nn.Module):
+    """A generator and its critic, whose step detaches what the generator made: autograd never asks for its saves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.generator, self.critic = (
+            nn.Sequential(*(each for _ in range(4) for each in (nn.Linear(WIDTH, WIDTH), nn.GELU()))) for _ in range(2)
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        fake = self.generator(x)
+        return self.critic(x).square().mean() + self.critic(fake.detach()).square().mean() + 0 * fake.sum().detach()
+
+
+@pytest.mark.parametrize("is_ahead", [False, True])
+def test_a_step_that_only_a_policy_can_fit_runs_without_a_plan(
+    is_ahead: bool, profile: HardwareProfile, caplog: pytest.LogCaptureFixture
+) -> None:
+    def run(budget: int, **options: Any) -> tuple[list[torch.Tensor], elbowroom.Room]:
+        torch.manual_seed(0)
+        model, losses = Adversaries(), []
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        x = torch.randn(512, WIDTH)
+
+        def step() -> None:
+            loss = model(x)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.detach())
+
+        if is_ahead:
+            options["step"] = step
+        with elbowroom.fit(model, optimizer, budget, profile=profile, meter_every=1, **options) as room:
+            del losses[:]
+            for _ in range(6):
+                with room.step():
+                    step()
+            return losses, room
+
+    expected, room = run(1 << 30)
+    assert room.planned is not None
+    trace = room.planned.trace
+    floor, without = (
+        pose(each, room.planned.costs, 1).floor.peak_bytes for each in (trace, release_unneeded(trace))
+    )  # fmt: skip
+    assert without < 0.9 * floor, "this case shows nothing"
+    budget = (floor + without) // 2
+    found, room = run(budget)
+    assert all(torch.equal(*pair) for pair in zip(expected, found, strict=True))
+    records = room.journal().steps
+    assert max(record.peak_bytes for record in records) <= budget
+    assert Mode.DYNAMIC in {record.mode for record in records}
+    assert "run without a plan" in caplog.text
+    with pytest.raises(Infeasible):
+        run(without // 2)

@@ -162,9 +162,10 @@ def _loss(op: Op) -> int:
 
 def _product(op: Op) -> int:
     """In half precision, threads pack panels of the operands and sum in float32."""
-    if not any(_is_half(view) for view in op.reads):
+    factors = [view for view in op.reads if is_floating(view.dtype)]  # and not the ends of groups
+    if not any(map(_is_half, factors)):
         return 0
-    left = op.reads[-2] if len(op.reads) > 1 else op.reads[0]
+    left = factors[-2] if len(factors) > 1 else factors[0]
     inner = left.shape[-1] if left.shape else 1
     panels = 180_224 + 1280 * inner + count_elements(left) // 16
     # A panel has a largest size; one of a transposed left operand, which only `mm` meets in a step, is larger.
@@ -282,7 +283,8 @@ _RULES: dict[str, Callable[[Op], int]] = {
     **dict.fromkeys(_POINTWISE, _cast_operands),
     **dict.fromkeys(_REDUCTIONS, _reduce),
     **dict.fromkeys(_LOSSES, _loss),
-    **dict.fromkeys(("mm", "bmm", "addmm", "baddbmm", "linear", "mv", "addmv", "dot"), _product),
+    # Products in groups are computed one after another.
+    **dict.fromkeys(("mm", "bmm", "addmm", "baddbmm", "linear", "mv", "addmv", "dot", "_grouped_mm"), _product),
     "_scaled_dot_product_flash_attention_for_cpu": _attention,
     "_scaled_dot_product_flash_attention_for_cpu_backward": _attention_backward,
     "mkldnn_rnn_layer": _recurrent,

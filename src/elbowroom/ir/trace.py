@@ -174,6 +174,20 @@ def find_gaps(trace: Trace) -> dict[int, tuple[Gap, ...]]:
     return {storage: tuple(gaps) for storage, gaps in found.items()}
 
 
+def release_unneeded(trace: Trace) -> Trace:
+    """Return the trace of the same step where autograd lets go at once of what it never asks for again.
+
+    Such storages (a generator's activations, of which only `detach()` is used) have no gap, so plans keep them. A
+    policy can offload them, so this trace tells what a step needs that runs without a plan.
+    """
+    needed = {need.save for need in trace.needs}
+    saves = tuple(
+        save if index in needed else dataclasses.replace(save, released=min(save.released, save.tick + 1))
+        for index, save in enumerate(trace.saves)
+    )
+    return dataclasses.replace(trace, saves=saves)
+
+
 def find_movable(trace: Trace) -> frozenset[int]:
     """The storages whose saved contents may leave the device.
 
