@@ -374,21 +374,17 @@ class OnlineEngine(Engine):
             if dropped:
                 self._follower.stop("it ended before its backward pass did")
             try:
-                self._settle_all(dropped)
+                # A graph that lives on must not rest on what may be written to.
+                self._settle(dropped)
+            except Infeasible as error:
+                self.given_up = why = str(error)  # not the error itself, whose frames hold the step
+                logger.warning("what the step leaves behind was given up, as there is no room to compute it: %s", why)
             finally:
                 # Where that failed, an error in a later backward pass is better than a replay of what is no more.
                 for residence in list(self._bound.values()):
                     self._forget_recording(residence)
                 self.account.limit_bytes = NO_LIMIT
                 self._break_cycles()
-
-    def _settle_all(self, dropped: Iterable[Residence]) -> None:
-        # A graph that lives on must not rest on what may be written to.
-        try:
-            self._settle(dropped)
-        except Infeasible as error:
-            self.given_up = why = str(error)  # not the error itself, whose frames hold the step
-            logger.warning("what the step leaves behind was given up, as there is no room to compute it: %s", why)
 
     def _break_cycles(self) -> None:
         """With the last handle this goes at once, and thousands of objects with it: the garbage collector is slow."""
