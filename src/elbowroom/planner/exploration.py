@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import itertools
 import logging
+from collections.abc import Callable, Sequence
 from typing import Literal
 
 import numpy as np
@@ -21,6 +22,7 @@ from elbowroom.planner.joining import join_replays
 from elbowroom.planner.options import find_strategy
 from elbowroom.planner.pricing import find_space
 from elbowroom.planner.problem import Problem
+from elbowroom.planner.revolve import revolve
 from elbowroom.planner.walks import Best, Walk, walk_all
 from elbowroom.simulator.columns import Array
 from elbowroom.simulator.segments import ANEW, CHOICES, KEEP, OFFLOAD, RECOMPUTE
@@ -132,7 +134,8 @@ def _search(
     """Improve `best`; returns choices and plans that may be worth a look, too."""
     columns, room, terms = composer.columns, composer.room, _terms(problem)
     is_short = len(columns.events) <= EVENTS_ASKED
-    asked = [functools.partial(find_strategy(name), problem) for name in ASKED if is_short and moves == "both"]
+    names = ASKED if is_short and moves == "both" else ()
+    asked = [functools.partial(each, problem) for each in (*map(find_strategy, names), *_seeds(moves))]
     enough = max(ENOUGH, TURNS_A_GAP * len(space.alike))
     turns = int(effort * min(max(FEWEST_TURNS, WORK // len(columns.events)), enough))
     if CHOICES ** len(space.alike) <= turns:
@@ -141,12 +144,12 @@ def _search(
             seconds = try_all(columns, space, all_terms, choices, room)
             if seconds < best.seconds:
                 best.choices, best.seconds, best.slack = choices, seconds, slack
-        return [], [ask() for ask in asked]
+        return [], _ask(asked)
     fluids = _relax(problem, moves, len(columns.events))
     found = [_round(composer, fluid, space) for fluid in fluids] or [best.choices.copy()]
     if not WORK:
         logger.warning("numba is not installed, so this plan is a rough one: pip install numba")
-        return found, [ask() for ask in asked]
+        return found, _ask(asked)
     # A step without compute has no time to measure heat by, but moving everything takes some.
     scale = max(problem.plain.step_seconds, HARDLY * problem.floor.step_seconds)
     prices = float(fluids[0].byte_prices.sum()) if fluids else 0.0
@@ -163,14 +166,23 @@ def _search(
     plans = walk_all(columns, space, terms, [*walks, *look(starts)], best, beside=asked)
     walk_all(columns, space, terms, look([_read(composer, plan, space) for plan in plans]), best)
     slacks = list(itertools.islice(itertools.cycle(SLACKS), FINISHERS))
+    known = min((seconds for seconds, _ in _time(problem, plans)), default=np.inf)
     bound_seconds = fluids[0].seconds if fluids else np.inf
     for again in range(MOST_ROUNDS):
-        if again and best.seconds <= FAR * bound_seconds:
+        if again and (best.seconds <= FAR * bound_seconds or best.seconds > FAR * known):
             break
         walks = [Walk(best.choices.copy(), hot, cold, share, price, slack, again) for slack in slacks]
         walk_all(columns, space, terms, walks, best)
     best.seconds = polish(columns, space, terms._replace(slack=best.slack), best.choices, POLISH * share, room)
     return found, plans
+
+
+def _seeds(moves: Moves) -> Sequence[Callable[[Problem], Plan | None]]:
+    return () if moves == "offload" else (revolve,)
+
+
+def _ask(asked: Sequence[Callable[[], Plan | None]]) -> list[Plan]:
+    return [plan for plan in run_all(asked) if plan is not None]
 
 
 def _find_space(composer: Composer, problem: Problem, moves: Moves) -> Space:

@@ -58,12 +58,15 @@ class Walk:
 
 def walk_all(
     columns: Columns, space: Space, terms: Terms, walks: Sequence[Walk], best: Best,
-    beside: Sequence[Callable[[], Plan]] = (),
+    beside: Sequence[Callable[[], Plan | None]] = (),
 ) -> list[Plan]:  # fmt: skip
     """Go all walks, and set `best` to the best of them and itself.
 
     Args:
-        beside: what else is to be done meanwhile, by the interpreter, which walks leave idle; returns what it makes.
+        beside: what else is to be done meanwhile, by the interpreter, which walks leave idle.
+
+    Returns:
+        The plans that `beside` made.
 
     Raises:
         KeyboardInterrupt: after what was found until then is in `best`.
