@@ -148,7 +148,7 @@ def run(name: str, rounds: int, profile: Any) -> dict[str, Any]:
     for _ in range(4):
         our_step()
     assert room.planned is not None
-    our_peak = max(record.peak_bytes for record in room.journal().steps)
+    our_peak = max(record.peak_bytes or 0 for record in room.journal().steps)
     object.__setattr__(room.config, "meter_every", 0)  # timed steps run without the meter
 
     other = make(name)

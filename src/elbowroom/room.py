@@ -181,7 +181,7 @@ class Room:
         if meter is not None:
             act.measured_steps += 1
             act.is_measured = act.measured_steps >= self.config.settling_steps
-            if record.peak_bytes > self.budget_bytes:
+            if record.peak_bytes is not None and record.peak_bytes > self.budget_bytes:
                 self._repertoire.acts.remove(act)
 
     def _run_planned(self, act: Act) -> Iterator[None]:
@@ -337,8 +337,8 @@ class Room:
             mode=mode,
             seconds=seconds,
             stall_seconds=transfers.stall_seconds,
-            peak_bytes=0 if meter is None or self._blind else meter.peak_bytes,
-            resident_bytes=0 if meter is None else meter.resident_bytes,
+            peak_bytes=None if meter is None or self._blind else meter.peak_bytes,
+            resident_bytes=None if meter is None else meter.resident_bytes,
             offloaded_bytes=transfers.offloaded_bytes,
             reloaded_bytes=transfers.reloaded_bytes,
             recomputed=0 if engine is None else engine.recomputed,

@@ -55,7 +55,7 @@ def summarize(
     lines += _describe_budget(budget_bytes, journal)
     if trace is not None and costs is not None and forecast is not None and forecast.live_bytes:
         lines += ["", "Bytes on the device over the step, forecast (dots: if everything stayed; line: the budget)", ""]
-        begins = count_seconds(trace, costs)
+        begins = forecast.begin_seconds or count_seconds(trace, costs)
         lines += draw_chart(forecast.live_bytes, begins, budget_bytes=budget_bytes, plain_bytes=plain)
         if plan is not None:
             lines += ["", *_describe_peak(trace, costs, plan, forecast)]
@@ -104,7 +104,7 @@ def _compare(
     """Plain, forecast and measured figures side by side."""
     rows = [("", "plain forecast", "forecast", "measured", "")]
     plain_peak = max(plain, default=0)
-    peak, measured_peak = (0 if forecast is None else forecast.peak_bytes), (0 if steady is None else steady.peak_bytes)
+    peak, measured_peak = 0 if forecast is None else forecast.peak_bytes, None if steady is None else steady.peak_bytes
     share = f"{peak / plain_peak:.0%} of plain" if plain_peak and peak else ""
     rows.append(("peak", _bytes(plain_peak), _bytes(peak), _bytes(measured_peak), share))
     if steady is not None and steady.resident_bytes:
@@ -165,13 +165,13 @@ def _describe_budget(budget_bytes: int, journal: Journal) -> list[str]:
     """Whether what was measured stayed within the budget, the first steps included."""
     if not budget_bytes:
         return []
-    over = [record for record in journal.steps if record.peak_bytes > budget_bytes]
-    metered = sum(record.peak_bytes > 0 for record in journal.steps)
+    peaks = [(record.peak_bytes, record.step) for record in journal.steps if record.peak_bytes is not None]
+    over = [(peak, step) for peak, step in peaks if peak > budget_bytes]
     if over:
-        worst = max(over, key=lambda record: record.peak_bytes)
-        beyond = format_bytes(worst.peak_bytes - budget_bytes)
-        return ["", f"OVER BUDGET in {len(over)} of {metered} metered steps; worst in step {worst.step}, by {beyond}"]
-    return ["", f"Within budget in {_whole(metered)}"] if metered else []
+        peak, step = max(over)
+        beyond = format_bytes(peak - budget_bytes)
+        return ["", f"OVER BUDGET in {len(over)} of {len(peaks)} metered steps; worst in step {step}, by {beyond}"]
+    return ["", f"Within budget in {_whole(len(peaks))}"] if peaks else []
 
 
 def _whole(metered: int) -> str:
@@ -212,7 +212,7 @@ def _align(rows: Sequence[Sequence[str]], sides: str) -> list[str]:
     ]  # fmt: skip
 
 
-def _bytes(nbytes: int) -> str:
+def _bytes(nbytes: int | None) -> str:
     return format_bytes(nbytes) if nbytes else "-"
 
 
