@@ -463,8 +463,8 @@ def test_a_part_that_fails_is_named() -> None:
 
 def test_a_result_without_a_measured_peak_is_a_problem() -> None:
     plain = {"losses": ["0x1p0"], "peak_bytes": 100}
-    result = results.Result(spec="x", budget_bytes=50, plain=plain, within={"losses": ["0x1p0"], "peak_bytes": 0})
-    assert len(results.find_problems([result])) == 1
+    result = results.Result(spec="x", budget_bytes=50, plain=plain, within={"losses": ["0x1p0"], "peak_bytes": None})
+    assert results.find_problems([result]) == ["x: no peak was measured"]
 
 
 def test_build_says_where_the_library_is(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> None:

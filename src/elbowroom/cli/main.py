@@ -99,4 +99,5 @@ def _describe(
 
 def _complain(message: str) -> None:
     text = Text.assemble(("elbowroom: ", "bold red"), message)
-    Console(stderr=True).print(text, soft_wrap=True)
+    console = Console(stderr=True)
+    console.print(text, soft_wrap=not console.is_terminal)

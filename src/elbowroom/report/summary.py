@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import textwrap
 from collections.abc import Sequence
 
 from elbowroom.ir.costs import Costs
@@ -15,6 +16,9 @@ from elbowroom.report.chart import draw_chart
 from elbowroom.report.lifetimes import Lifetimes
 from elbowroom.report.steady import Steady, count_modes, find_steady
 from elbowroom.units import format_bytes, format_seconds
+
+COLUMNS = 80
+"""The width of a terminal that nobody has made wider: no line is longer."""
 
 MOST_HELD, MOST_AWAY = 9, 6
 """Rows of the table of blocks: of those on the device at the peak, and of those away."""
@@ -54,7 +58,11 @@ def summarize(
         lines += ["", *_compare(bound_seconds, steady, costs, plan, forecast, plain)]
     lines += _describe_budget(budget_bytes, journal)
     if trace is not None and costs is not None and forecast is not None and forecast.live_bytes:
-        lines += ["", "Bytes on the device over the step, forecast (dots: if everything stayed; line: the budget)", ""]
+        lines += [
+            "",
+            *_wrap("Bytes on the device over the step, forecast (dots: if everything stayed; line: the budget)"),
+        ]
+        lines.append("")
         begins = forecast.begin_seconds or count_seconds(trace, costs)
         lines += draw_chart(forecast.live_bytes, begins, budget_bytes=budget_bytes, plain_bytes=plain)
         if plan is not None:
@@ -89,7 +97,7 @@ def _describe_steps(journal: Journal, plan: Plan | None) -> list[str]:
             notes.setdefault((record.mode, record.note), []).append(record.step)
     for (mode, note), steps in list(notes.items())[:5]:
         which = ", ".join(map(str, steps[:4])) + (f" and {len(steps) - 4} more" if len(steps) > 4 else "")
-        lines.append(f"Note    {_NOTES.get(mode, 'not all moved')} in step {which}: {note}")
+        lines += _wrap(f"Note    {_NOTES.get(mode, 'not all moved')} in step {which}: {note}", " " * 8)
     return lines
 
 
@@ -184,7 +192,7 @@ def _describe_peak(trace: Trace, costs: Costs, plan: Plan, forecast: Forecast) -
     index = Lifetimes(trace).op_at(forecast.peak_tick)
     place = "the beginning" if index is None else f"{shorten(trace.ops[index].name)}, op {index} of {len(trace.ops)}"
     held, away = [b for b in blocks if not b.is_away], [b for b in blocks if b.is_away]
-    lines = [f"Why each block is where it is, at the forecast peak ({place})", ""]
+    lines = [*_wrap(f"Why each block is where it is, at the forecast peak ({place})"), ""]
     lines += _tabulate("on the device", held, MOST_HELD)
     if away:
         lines += ["", *_tabulate("away", away, MOST_AWAY)]
@@ -199,17 +207,33 @@ def _tabulate(title: str, blocks: Sequence[Block], most: int) -> list[str]:
         rows.append((f"{len(rest)} other kinds", str(count), format_bytes(nbytes), "", ""))
     total = sum(block.nbytes for block in blocks)
     rows.append(("together", "", format_bytes(total), "", ""))
-    return ["  " + line for line in _align(rows, "<>><")]
+    return _align(rows, "<>><", "  ")
 
 
-def _align(rows: Sequence[Sequence[str]], sides: str) -> list[str]:
-    """Lines of columns. `sides`: "<" or ">" for each column but the last, which is left as it is."""
+def _align(rows: Sequence[Sequence[str]], sides: str, indent: str = "") -> list[str]:
+    """Lines of columns, none wider than `COLUMNS`: a last cell that does not fit beside the others goes below them.
+
+    Args:
+        sides: "<" or ">" for each column but the last, which is left as it is.
+    """
     widths = [max(len(row[column]) for row in rows) for column in range(len(sides))]
-    return [
-        "  ".join([*(f"{cell:{side}{width}}" for cell, side, width in zip(row, sides, widths, strict=False)), row[-1]])
-        .rstrip()
-        for row in rows
-    ]  # fmt: skip
+    widths[0] = max(8, min(widths[0], COLUMNS - len(indent) - sum(width + 2 for width in widths[1:])))
+    lines: list[str] = []
+    for row in rows:
+        *above, first = textwrap.wrap(row[0], widths[0]) or [""]
+        cells = zip((first, *row[1:-1]), sides, widths, strict=True)
+        line = indent + "  ".join(f"{cell:{side}{width}}" for cell, side, width in cells)
+        lines += [indent + part for part in above]
+        if len(line) + 2 + len(row[-1]) <= COLUMNS:
+            lines.append(f"{line}  {row[-1]}".rstrip())
+        else:
+            lines += [line.rstrip(), *_wrap(indent + "    " + row[-1], indent + "    ")]
+    return lines
+
+
+def _wrap(text: str, indent: str = "") -> list[str]:
+    """Lines of at most `COLUMNS`, all but the first indented; words that are longer than that stay whole."""
+    return textwrap.wrap(text, COLUMNS, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
 
 
 def _bytes(nbytes: int | None) -> str:

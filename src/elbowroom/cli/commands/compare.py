@@ -37,6 +37,8 @@ from elbowroom.cli.terminal import Terminal, open_terminal
 from elbowroom.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from elbowroom.ir.costs import Costs
     from elbowroom.ir.trace import Trace
     from elbowroom.planner.comparison import Comparison, Entry
@@ -82,7 +84,7 @@ def compare_strategies(
 
     Ctrl-C shows what there is so far.
     """
-    from elbowroom.cli.pictures import check_picture, draw_front
+    from elbowroom.cli.pictures import check_picture
     from elbowroom.planner.comparison import Comparison, even_out
     from elbowroom.planner.problem import pose
 
@@ -108,16 +110,7 @@ def compare_strategies(
         entries, stopped = _run(terminal, trace, costs, within, asked, host_bytes)
         comparison = dataclasses.replace(comparison, entries=even_out(entries))
         if entries:
-            terminal.show(*_head(comparison))
-            terminal.show(make_table(comparison))
-            terminal.show(*(Text("\n" + line) for line in list_refusals(comparison)))
-            fields = {**list_fields(comparison), "complete": stopped is None}
-            if picture is not None:
-                draw_front(comparison, picture)
-            save_document(output, "compare", fields)
-            for written in filter(None, (picture, output)):
-                terminal.show_text(f"written to {written}")
-            terminal.write_document("compare", **fields)
+            _show(terminal, comparison, picture, output, is_complete=stopped is None)
         if stopped is not None:
             raise stopped
 
@@ -146,6 +139,24 @@ def _run(
     except (KeyboardInterrupt, Exception) as error:
         return tuple(entries), error
     return tuple(entries), None
+
+
+def _show(
+    terminal: Terminal, comparison: Comparison, picture: Path | None, output: Path | None, *, is_complete: bool
+) -> None:
+    """Print the comparison, and write the files that were asked for."""
+    from elbowroom.cli.pictures import draw_front
+
+    terminal.show(*_head(comparison))
+    terminal.show(make_table(comparison))
+    terminal.show(*(Text("\n" + line) for line in list_refusals(comparison)))
+    fields = {**list_fields(comparison), "complete": is_complete}
+    if picture is not None:
+        draw_front(comparison, picture)
+    save_document(output, "compare", fields)
+    for written in filter(None, (picture, output)):
+        terminal.show_text(f"written to {written}")
+    terminal.write_document("compare", **fields)
 
 
 def _head(comparison: Comparison) -> tuple[Text, ...]:

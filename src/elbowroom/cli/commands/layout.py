@@ -19,6 +19,15 @@ from elbowroom.layout import allocators
 from elbowroom.layout.arena import DEFAULT, list_allocators
 from elbowroom.units import format_bytes, format_seconds
 
+Allocator = Annotated[
+    str,
+    typer.Option(
+        "--allocator",
+        help=f"What chooses the offsets: {', '.join(list_allocators())}.",
+        autocompletion=lambda: list(list_allocators()),
+    ),
+]
+
 
 def register(app: typer.Typer) -> None:
     """Put this command into the program."""
@@ -33,14 +42,7 @@ def show_layout(
             help="Written by `elbowroom capture`; or a table id,lower,upper,size whose name ends in .csv.",
         ),
     ],
-    allocator: Annotated[
-        str,
-        typer.Option(
-            "--allocator",
-            help=f"What chooses the offsets: {', '.join(list_allocators())}.",
-            autocompletion=lambda: list(list_allocators()),
-        ),
-    ] = DEFAULT,
+    allocator: Allocator = DEFAULT,
     capacity: Annotated[
         str | None, typer.Option("--capacity", help="Bytes the arena may take: 8GiB. Any amount if not given.")
     ] = None,

@@ -109,31 +109,18 @@ def run(
             terminal, workload, budget_bytes, steps,
             ahead=ahead, profile=profile, strategy=strategy, spill_folder=spill_folder, mode=mode, policy=policy,
         )  # fmt: skip
-        journal, planned = room.journal(), room.planned
-        if stopped is not None and not journal.steps:
-            raise stopped
-        written = save(journal, output)
-        report = room.report()
-        if planned is not None:
-            save(planned.trace, save_trace)
-            save(planned.plan, save_plan)
-            save(planned.costs, save_costs)
-        terminal.show_text(report)
-        if written:
-            terminal.show_text(f"\nwritten to {written}")
-        terminal.write_document(
-            "run",
-            name=spec,
-            device=str(next(workload.model.parameters()).device),
-            budget_bytes=budget_bytes,
-            **_show_losses(losses),
-            forecast=None if planned is None else _summarize_forecast(to_json(planned.forecast)),
-            journal=to_json(journal),
-            journal_version=version_of(type(journal)),
-            report=report,
-            output=written,
-            complete=stopped is None,
-        )
+        if stopped is None or room.journal().steps:
+            # The journal first: what follows takes time, and Ctrl-C may come again.
+            written = save(room.journal(), output)
+            if room.planned is not None:
+                save(room.planned.trace, save_trace)
+                save(room.planned.plan, save_plan)
+                save(room.planned.costs, save_costs)
+            fields = {**_list_fields(room, workload, losses), "complete": stopped is None}
+            terminal.show_text(fields["report"])
+            if written:
+                terminal.show_text(f"\nwritten to {written}")
+            terminal.write_document("run", name=spec, **fields, output=written)
         if stopped is not None:
             raise stopped
 
@@ -211,6 +198,20 @@ def _train(
         finally:
             room.detach()
     return room, losses, stopped
+
+
+def _list_fields(room: Room, workload: Workload, losses: Sequence[float]) -> dict[str, Any]:
+    """What happened in a room, for a program."""
+    journal, planned = room.journal(), room.planned
+    return {
+        "device": str(next(workload.model.parameters()).device),
+        "budget_bytes": room.budget_bytes,
+        **_show_losses(losses),
+        "forecast": None if planned is None else _summarize_forecast(to_json(planned.forecast)),
+        "journal": to_json(journal),
+        "journal_version": version_of(type(journal)),
+        "report": room.report(),
+    }
 
 
 def _show_losses(losses: Sequence[float]) -> dict[str, Any]:

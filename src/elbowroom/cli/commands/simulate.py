@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich.text import Text
 
 from elbowroom.cli.parameters import CostsFile, Hardware, HostMemory, Json
 from elbowroom.cli.sources import find_costs, load_plan, load_trace, read_host_memory
@@ -64,7 +65,7 @@ def simulate(
             )
         )
         for line in describe_places(forecast):
-            terminal.show_text(line)
+            terminal.show(Text(line))
         document = files.to_json(forecast)
         terminal.write_document(
             "simulate",
