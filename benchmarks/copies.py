@@ -318,12 +318,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_options(parser, ["p100", "rtx4090"])
     parser.add_argument("--parts", nargs="+", choices=("plans", "runs"), default=["plans", "runs"])
-    parser.add_argument("--budgets", default="20%:100%:9", help="shares of the plain peak")
+    parser.add_argument("--budgets", default="20%peak:100%peak:9", help="shares of the plain peak")
     parser.add_argument("--runs", nargs="+", choices=sorted(SMALL), default=list(SMALL), metavar="MODEL")
     parser.add_argument("--spill-folder", help="where the spill file lies")
     options = parser.parse_args()
     pinned._new_memory = make_nothing
-    options.shares = [round(share / 10**6, 6) for share in read_budgets(options.budgets, 10**6)]
+    options.shares = [round(share / 10**6, 6) for share in read_budgets(options.budgets, peak_bytes=10**6)]
     results = read_results(options.output)
     if "plans" in options.parts:
         results += measure_plans(options, results)

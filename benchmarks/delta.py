@@ -163,7 +163,7 @@ def train(model: str, batch: int, budget_bytes: int | None, policy: str, steps: 
             for _ in range(steps):
                 with room.step():
                     step()
-            peaks = [record.peak_bytes for record in room.journal().steps]
+            peaks = [record.peak_bytes or 0 for record in room.journal().steps]
         finally:
             room.detach()
     return {"losses": losses, "seconds": min(seconds[1:]), "peak_bytes": max(peaks)}

@@ -60,7 +60,7 @@ def run(name: str, steps: int, profile: Any) -> dict[str, Any]:
                 forecasts.append(room.planned.forecast.step_seconds)
         records = room.journal().steps[-steps:]
         peak = room.planned.forecast.peak_bytes
-        measured_peak = max(record.peak_bytes for record in room.journal().steps if record.mode == "planned")
+        measured_peak = max(record.peak_bytes or 0 for record in room.journal().steps if record.mode == "planned")
     seconds = statistics.median(record.seconds for record in records)
     return {
         "model": name,

@@ -1,7 +1,7 @@
 """How long does planning take, and in how much memory, by the number of ops?
 
     elbowroom capture transformers:gpt2 --layers 170 --batch 4 --sequence-length 512 -o gpt2-170.json.gz
-    python benchmarks/long_traces.py gpt2-170.json.gz ... [--hardware v100] [--budgets 60%] [--strategy auto]
+    python benchmarks/long_traces.py gpt2-170.json.gz ... [--hardware v100] [--budgets 60%peak] [--strategy auto]
         [--output FILE.json]
 
 Traces are read and priced before the clock starts, and one small plan is made, so that the machine code is loaded.
@@ -30,7 +30,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("traces", nargs="+")
     parser.add_argument("--hardware", default="v100")
-    parser.add_argument("--budgets", default="60%")
+    parser.add_argument("--budgets", default="60%peak")
     parser.add_argument("--strategy", default="auto")
     parser.add_argument("--output")
     options = parser.parse_args()
@@ -40,7 +40,7 @@ def main() -> None:
         trace = elbowroom.load(Trace, path)
         costs = elbowroom.price(trace, profile)
         peak_bytes = pose(trace, costs, 1).plain.peak_bytes
-        for budget in read_budgets(options.budgets, peak_bytes):
+        for budget in read_budgets(options.budgets, peak_bytes=peak_bytes):
             if not place and not results:
                 elbowroom.plan(trace, costs, budget, strategy=options.strategy)
             begin = time.perf_counter()

@@ -1,6 +1,6 @@
 """The planner league: which strategy makes the fastest step, and how far is each from what no plan can beat?
 
-    python benchmarks/planners.py [--models ResNet-50 ...] [--hardware v100 ...] [--budgets 20%:100%:9]
+    python benchmarks/planners.py [--models ResNet-50 ...] [--hardware v100 ...] [--budgets 20%peak:100%peak:9]
         [--strategies all] [--cache FOLDER] [--output FILE.json] [--minutes 9] [--again auto,bound] [--check]
 
 Ten models on four cards within nine budgets each, shares of the plain step's forecast peak. All figures are forecasts
@@ -151,14 +151,14 @@ def main() -> None:
     """Run, print the standings, write JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_options(parser, list(HARDWARE))
-    parser.add_argument("--budgets", default="20%:100%:9")
+    parser.add_argument("--budgets", default="20%peak:100%peak:9")
     parser.add_argument("--strategies", default="all")
     parser.add_argument("--again", default="", help="strategies whose results are made anew; bound for the bounds")
     options = parser.parse_args()
     strategies = read_strategies(options.strategies)
-    options.shares = [round(share / 10**6, 6) for share in read_budgets(options.budgets, 10**6)]
+    options.shares = [round(share / 10**6, 6) for share in read_budgets(options.budgets, peak_bytes=10**6)]
     if max(options.shares) > 1:
-        parser.error("--budgets: shares of the plain peak, which every model has another of: 20%:100%:9, or 30%,50%")
+        parser.error("--budgets: shares of the plain peak, which every model has another of: 20%peak:100%peak:9")
     results = read_results(options.output)
     cells = list_cells(options, results)
     for name in filter(None, options.again.split(",")):

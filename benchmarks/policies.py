@@ -1,6 +1,6 @@
 """Online policies side by side, on the models and budgets of the league: which is best, and what is planning worth?
 
-    python benchmarks/policies.py [--models ResNet-50 ...] [--hardware v100 ...] [--budgets 30%:90%:7]
+    python benchmarks/policies.py [--models ResNet-50 ...] [--hardware v100 ...] [--budgets 30%peak:90%peak:7]
         [--policies habit,delta,...] [--cache FOLDER] [--plans benchmarks/results/planners.json] [--output FILE.json]
         [--minutes 9] [--check]
 
@@ -92,12 +92,12 @@ def main() -> None:
     """Run, print, write JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_options(parser, ["v100"])
-    parser.add_argument("--budgets", default="30%:90%:7")
+    parser.add_argument("--budgets", default="30%peak:90%peak:7")
     parser.add_argument("--policies", default=",".join(names(policies)))
     parser.add_argument("--plans", type=pathlib.Path, default=pathlib.Path(__file__).parent / "results/planners.json")
     options = parser.parse_args()
     chosen = options.policies.split(",")
-    shares = [budget / WHOLE for budget in read_budgets(options.budgets, WHOLE)]
+    shares = [budget / WHOLE for budget in read_budgets(options.budgets, peak_bytes=WHOLE)]
     plans = json.loads(options.plans.read_text())["results"] if options.plans.exists() else []
     results, slice_ = read_results(options.output), Slice(options.minutes)
     for model in options.models:

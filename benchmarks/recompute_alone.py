@@ -1,6 +1,6 @@
 """Recomputation alone, nothing moved: how far over its bound are the default and DTR?
 
-    python benchmarks/recompute_alone.py [--models ResNet-50 ...] [--hardware v100] [--budgets 20%:90%:8]
+    python benchmarks/recompute_alone.py [--models ResNet-50 ...] [--hardware v100] [--budgets 20%peak:90%peak:8]
         [--cache FOLDER] [--output FILE.json] [--minutes 9] [--check]
 
 The default is `auto:moves=recompute`. DTR is simulated over the same step and costs with each of its scores, and the
@@ -65,9 +65,9 @@ def main() -> None:
     """Run, print, write JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_options(parser, ["v100"])
-    parser.add_argument("--budgets", default="20%:90%:8")
+    parser.add_argument("--budgets", default="20%peak:90%peak:8")
     options = parser.parse_args()
-    shares = [budget / WHOLE for budget in read_budgets(options.budgets, WHOLE)]
+    shares = [budget / WHOLE for budget in read_budgets(options.budgets, peak_bytes=WHOLE)]
     results, slice_ = read_results(options.output), Slice(options.minutes)
     for model in options.models:
         for hardware in options.hardware:

@@ -179,7 +179,7 @@ def run(name: str, rounds: int, profile: Any) -> dict[str, Any]:
     for _ in range(4):
         our_step()
     assert room.planned is not None
-    our_peak = max(record.peak_bytes for record in room.journal().steps)
+    our_peak = max(record.peak_bytes or 0 for record in room.journal().steps)
     object.__setattr__(room.config, "meter_every", 0)  # timed steps run without the meter
 
     other = make(name)
@@ -241,7 +241,7 @@ def run_fitting(name: str, rounds: int, profile: Any) -> dict[str, Any]:
             seconds[label].append(timed(contenders[label]))
     gc.enable()
     modes = [record.mode.value for record in room.journal().steps]
-    metered = sum(record.resident_bytes > 0 for record in room.journal().steps[10:])
+    metered = sum(record.resident_bytes is not None for record in room.journal().steps[10:])
     room.detach()
     ratios = {
         label: [mine / base for mine, base in zip(times, seconds["plain"], strict=True)]

@@ -95,7 +95,7 @@ def _compare(case: Any, device: str, profile: Any, autocast: bool) -> dict[str, 
             "notes": sorted({record.note for record in records if record.note}),
             "offloaded_bytes": records[-1].offloaded_bytes,
             "recomputed": records[-1].recomputed,
-            "peak_bytes": max(record.peak_bytes for record in records),
+            "peak_bytes": max(record.peak_bytes or 0 for record in records),
             "differences": _differences(plain, ours),
         })  # fmt: skip
     del plain

@@ -230,7 +230,7 @@ def _measure_room(workload: Any, budget: int, profile: Any, device: Any, steps: 
                 break
         found["settling_seconds"] = time.perf_counter() - begin
         captured = [record for record in room.journal().steps if record.mode is Mode.CAPTURE]
-        found["capture_peak_bytes"] = max((record.peak_bytes for record in captured), default=0)
+        found["capture_peak_bytes"] = max((record.peak_bytes or 0 for record in captured), default=0)
         time_steps(step, device, 1)
         found["peak_bytes"] = measure_peaks(step, workload, device, 1 if device.type == "cpu" else 2)
         seconds = time_steps(step, device, steps)
@@ -249,7 +249,7 @@ def _measure_room(workload: Any, budget: int, profile: Any, device: Any, steps: 
         planned = room.planned
         if planned is not None:
             forecast = dataclasses.asdict(planned.forecast)
-            del forecast["live_bytes"]
+            del forecast["live_bytes"], forecast["begin_seconds"]
             found["forecast"] = forecast
             found["overhead_seconds"] = planned.costs.overhead_seconds
             found["decisions"] = len(planned.plan.decisions)

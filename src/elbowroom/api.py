@@ -14,6 +14,7 @@ from elbowroom.errors import TraceError, UsageError
 from elbowroom.hardware.memory import count_device_bytes
 from elbowroom.ir.hardware import HardwareProfile
 from elbowroom.ir.trace import Trace
+from elbowroom.planner.options import find_strategy
 from elbowroom.residency import policies
 from elbowroom.room import Room
 from elbowroom.tracing.fake import capture_fake
@@ -44,7 +45,8 @@ def fit(
     Args:
         model: any module; all of its parameters on one device.
         optimizer: one, or several.
-        memory_budget: bytes the job may hold on that device: a number, "8GiB", "8GB", or "60%" of the device.
+        memory_budget: bytes the job may hold on that device: a number, "8GiB" or "8G" (1024), "8GB" (1000), or "60%"
+            of all of the device's memory.
         step: does one whole training step when called. It is then captured ahead on fake tensors (nothing runs,
             nothing changes), so that the first step is already planned; else the first steps run capacity-first.
         profile: of this machine, from `probe`; measured now otherwise, within the budget, which takes some seconds.
@@ -52,19 +54,23 @@ def fit(
             min_offload_bytes, meter_every, settling_steps, always_watch, quick, release_pages.
 
     Raises:
-        UnknownMember: there is no such policy.
+        UnknownMember: there is no such policy or strategy.
         UsageError: the budget is malformed, the model has no parameters, lies on two devices, or has a room already;
-            the spill folder is missing or not writable.
+            the spill folder is missing or not writable; an argument is not what it should be.
         Infeasible: with `step`: no plan fits the budget.
     """
     config = read_config(**options)
     get(policies, config.policy, "Policy")
-    device = find_device(model)
+    find_strategy(config.strategy)
+    device, optimizers = find_device(model), list_optimizers(optimizer)
+    _check_step(step)
+    if profile is not None and not isinstance(profile, HardwareProfile):
+        raise UsageError(f"profile is a HardwareProfile, as `elbowroom.probe` returns it, not {_name_type(profile)}")
     try:
-        budget_bytes = parse_bytes(memory_budget, whole_bytes=count_device_bytes(device))
+        budget_bytes = parse_bytes(memory_budget, device_bytes=count_device_bytes(device))
     except ValueError as error:
         raise UsageError(f"memory_budget: {error}") from error
-    return Room(model, list_optimizers(optimizer), budget_bytes, config, device=device, step=step, profile=profile)
+    return Room(model, optimizers, budget_bytes, config, device=device, step=step, profile=profile)
 
 
 def capture(
@@ -77,12 +83,12 @@ def capture(
     """What one training step does, found on fake tensors: nothing is allocated, run or changed.
 
     Raises:
-        UsageError: the model has no parameters or lies on two devices.
+        UsageError: the model has no parameters or lies on two devices; an argument is not what it should be.
         TraceError: the step looks at values, or uses what cannot be faked.
     """
-    trace = capture_fake(
-        step, model, list_optimizers(optimizer), name=name or type(model).__name__, device=find_device(model)
-    )
+    device, optimizers = find_device(model), list_optimizers(optimizer)
+    _check_step(step)
+    trace = capture_fake(step, model, optimizers, name=name or type(model).__name__, device=device)
     if not trace.needs:
         raise TraceError("the step never calls backward, so there is nothing to plan")
     return trace
@@ -92,8 +98,10 @@ def find_device(model: torch.nn.Module) -> torch.device:
     """The one device of a model's parameters.
 
     Raises:
-        UsageError: there are none, or several, or one that is neither a CPU nor CUDA.
+        UsageError: it is no model; there are none, or several, or one that is neither a CPU nor CUDA.
     """
+    if not isinstance(model, torch.nn.Module):
+        raise UsageError(f"expected a torch.nn.Module as the model, not {_name_type(model)}")
     devices = sorted({str(parameter.device) for parameter in model.parameters()})
     if len(devices) != 1:
         raise UsageError(
@@ -113,8 +121,22 @@ def list_optimizers(optimizer: Optimizer | Iterable[Optimizer]) -> tuple[Optimiz
     Raises:
         UsageError: one of them is not an optimizer.
     """
-    found = (optimizer,) if isinstance(optimizer, Optimizer) else tuple(optimizer)
+    expected = "expected a torch.optim.Optimizer, or a list of them, as the optimizer"
+    if isinstance(optimizer, Optimizer):
+        return (optimizer,)
+    if isinstance(optimizer, torch.nn.Module) or not isinstance(optimizer, Iterable):
+        raise UsageError(f"{expected}, not {_name_type(optimizer)}")
+    found = tuple(optimizer)
     for item in found:
         if not isinstance(item, Optimizer):
-            raise UsageError(f"expected a torch.optim.Optimizer or several, not {type(item).__name__}")
+            raise UsageError(f"{expected}; this list has {_name_type(item)} in it")
     return found
+
+
+def _check_step(step: object) -> None:
+    if step is not None and not callable(step):
+        raise UsageError(f"step is a function that does one training step when called, not {_name_type(step)}")
+
+
+def _name_type(value: object) -> str:
+    return "None" if value is None else type(value).__name__

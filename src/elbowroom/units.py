@@ -12,18 +12,23 @@ _POWERS = {"": 1, "b": 1}
 for _power, _letter in enumerate("kmgtp", start=1):
     _POWERS[f"{_letter}b"] = 1000**_power
     _POWERS[f"{_letter}ib"] = 1024**_power
+    _POWERS[_letter] = 1024**_power  # as in Docker, Slurm and Java
 
-_TEXT = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?|\.[0-9]+)\s*([a-z]*|%)\s*", re.IGNORECASE)
+_TEXT = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?|\.[0-9]+)\s*([a-z]*|%|%\s*peak)\s*", re.IGNORECASE)
 
 
-def parse_bytes(value: int | float | str, *, whole_bytes: int | None = None) -> int:
-    """Read an amount of memory: 8589934592, "8GiB", "8GB", "512 MiB", or "60%" of `whole_bytes`.
+def parse_bytes(value: int | float | str, *, device_bytes: int | None = None, peak_bytes: int | None = None) -> int:
+    """Read an amount of memory: 8589934592, "8GiB", "8G" (the same), "8GB", "512 MiB", "60%", or "60%peak".
+
+    Args:
+        device_bytes: all the memory of the device, which "60%" is a share of; None where no device is known.
+        peak_bytes: the peak of the step without a plan, which "60%peak" is a share of; None where it is not known.
 
     Returns:
         Bytes, rounded down, at least 1.
 
     Raises:
-        ValueError: not an amount, not positive, not finite, or a percentage of nothing or outside (0, 100].
+        ValueError: not an amount, not positive, not finite, or a share outside (0, 100] or of what is not known.
     """
     if isinstance(value, bool) or not isinstance(value, (int, float, str)):
         raise ValueError(f"an amount of memory is a number or text like '8GiB', not {value!r}")
@@ -33,9 +38,13 @@ def parse_bytes(value: int | float | str, *, whole_bytes: int | None = None) -> 
             raise ValueError(f"{value!r} is not an amount of memory; write 8589934592, '8GiB', '8GB' or '60%'")
         number, unit = float(match[1]), match[2].lower()
         if unit == "%":
-            return _parse_percentage(value, number, whole_bytes)
+            return _take_share(value, number, device_bytes, "of the device, whose memory")
+        if unit.startswith("%"):
+            return _take_share(value, number, peak_bytes, "of the peak of the step without a plan, which")
         if unit not in _POWERS:
-            raise ValueError(f"{value!r} has no known unit; use KiB MiB GiB TiB (1024) or KB MB GB TB (1000)")
+            raise ValueError(
+                f"{value!r} has no known unit; use KiB MiB GiB TiB or K M G T (1024), or KB MB GB TB (1000)"
+            )
         # Integers stay exact: 2**60 as a float would not.
         exact = int(match[1]) * _POWERS[unit] if match[1].isdigit() else None
         amount: float = exact if exact is not None else number * _POWERS[unit]
@@ -48,11 +57,11 @@ def parse_bytes(value: int | float | str, *, whole_bytes: int | None = None) -> 
     return int(amount)
 
 
-def _parse_percentage(text: str, number: float, whole_bytes: int | None) -> int:
-    if whole_bytes is None:
-        raise ValueError(f"{text!r} is a share, but of what is not known here; give bytes, as in '8GiB'")
+def _take_share(text: str, number: float, whole_bytes: int | None, of: str) -> int:
     if not 0 < number <= 100:
         raise ValueError(f"{text!r} is not a share between 0% and 100%")
+    if whole_bytes is None:
+        raise ValueError(f"{text!r} is a share {of} is not known here; give bytes, as in '8GiB'")
     return max(1, int(whole_bytes * number / 100))
 
 

@@ -126,7 +126,7 @@ def test_a_planned_step_that_takes_more_stays_within_the_budget(
 ) -> None:
     """It was not noticed: what autograd saves is as ever."""
     expected, plain = train(program, 1 << 40, profile)
-    usual = max(record.peak_bytes for index, record in enumerate(plain) if index != ODD)
+    usual = max(record.peak_bytes or 0 for index, record in enumerate(plain) if index != ODD)
     odd = feasible = 0
     for share in (0.7, 0.85):
         budget = int(share * usual)
@@ -136,7 +136,7 @@ def test_a_planned_step_that_takes_more_stays_within_the_budget(
             continue
         feasible += 1
         assert all(torch.equal(one, other) for one, other in zip(expected, found, strict=True))
-        assert max(record.peak_bytes for record in records) <= budget, share
+        assert max(record.peak_bytes or 0 for record in records) <= budget, share
         assert [record.mode for record in records[3:ODD]] == [Mode.PLANNED] * (ODD - 3)
         odd += records[ODD].mode is Mode.DRIFTED
     assert feasible
@@ -185,7 +185,7 @@ def test_a_step_that_is_measured_goes_on_asleep(profile: HardwareProfile) -> Non
     for budget in (floor, int(1.03 * floor)):
         _, records = train(measured_now_and_then, budget, profile, strategy="offload_all", min_offload_bytes=1)
         assert {record.mode for record in records[3:]} == {Mode.PLANNED}
-        assert max(record.peak_bytes for record in records) <= budget
+        assert max(record.peak_bytes or 0 for record in records) <= budget
 
 
 def test_a_backward_pass_after_a_step_that_slept(profile: HardwareProfile) -> None:
@@ -217,11 +217,11 @@ def test_a_backward_pass_after_a_step_that_slept(profile: HardwareProfile) -> No
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda each: each.__name__)
 def test_a_step_that_fits_as_it_is_can_be_watched(program: Program, profile: HardwareProfile) -> None:
     expected, plain = train(program, 1 << 40, profile)
-    usual = max(record.peak_bytes for index, record in enumerate(plain) if index != ODD)
+    usual = max(record.peak_bytes or 0 for index, record in enumerate(plain) if index != ODD)
     budget = usual + 3 * (1 << 14)
     found, records = train(program, budget, profile, always_watch=True)
     assert all(torch.equal(one, other) for one, other in zip(expected, found, strict=True))
-    assert max(record.peak_bytes for record in records) <= budget
+    assert max(record.peak_bytes or 0 for record in records) <= budget
     assert {record.mode for index, record in enumerate(records) if index not in (0, ODD)} == {Mode.PLANNED}
     assert records[ODD].mode is (Mode.DRIFTED if plain[ODD].peak_bytes > budget else Mode.PLANNED)
     assert not any(

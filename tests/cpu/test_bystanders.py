@@ -285,5 +285,5 @@ def test_bystanders_leave_once_the_step_wakes(share: float, profile: HardwarePro
         records = room.journal().steps[-3:]
     assert [record.mode for record in records][1] is Mode.DRIFTED
     assert all(torch.equal(*pair) for pair in zip(expected, found, strict=True))
-    assert max(record.peak_bytes for record in records) <= budget
+    assert max(record.peak_bytes or 0 for record in records) <= budget
     assert records[1].offloaded_bytes > moved.offloaded_bytes

@@ -73,7 +73,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
     elbowroom.save(_paper_machine(), folder / "profile.json")
     succeed("capture", *IMAGES, "-o", folder / "trace.json.gz")
     hardware = ("--hardware", folder / "profile.json")
-    succeed("plan", folder / "trace.json.gz", "--budget", "90%", *hardware, "-o", folder / "plan.json")
+    succeed("plan", folder / "trace.json.gz", "--budget", "90%peak", *hardware, "-o", folder / "plan.json")
     saved = [f"--save-{name}={folder / f'run-{name}.json'}" for name in ("trace", "plan", "costs")]
     run = ("run", *IMAGES, "--device", "cpu", "--budget", "45MiB", "--steps", 5)
     result = call(*run, *hardware, "-o", folder / "run.json", *saved)
@@ -181,10 +181,10 @@ def test_capture_of_a_function_of_ones_own(tmp_path: pathlib.Path, monkeypatch: 
 
 def test_plan(files: pathlib.Path) -> None:
     hardware = ("--hardware", files / "profile.json")
-    shown = succeed("plan", files / "trace.json.gz", "--budget", "90%", *hardware)
+    shown = succeed("plan", files / "trace.json.gz", "--budget", "90%peak", *hardware)
     for name in ("plain peak", "smallest budget that works", "forecast peak", "forecast step", "planned in"):
         assert name in shown
-    found = document("plan", files / "trace.json.gz", "--budget", "90%", *hardware)
+    found = document("plan", files / "trace.json.gz", "--budget", "90%peak", *hardware)
     assert found["smallest_budget_bytes"] <= found["budget_bytes"] < found["plain_peak_bytes"]
     assert found["forecast_peak_bytes"] <= found["budget_bytes"]
     assert found["decisions"]["offload"] + found["decisions"]["recompute"] > 0
@@ -241,7 +241,7 @@ def test_run(files: pathlib.Path) -> None:
 
 def test_run_for_a_program(files: pathlib.Path, tmp_path: pathlib.Path) -> None:
     hardware = ("--hardware", files / "profile.json", "--device", "cpu")
-    found = document("run", *IMAGES, "--budget", "100%", "--steps", 2, *hardware, "--ahead")
+    found = document("run", *IMAGES, "--budget", "100%peak", "--steps", 2, *hardware, "--ahead")
     assert len(found["losses"]) == len(found["journal"]["steps"]) == 2
     assert [float.fromhex(text) for text in found["losses_hex"]] == found["losses"]
     assert all(math.isfinite(loss) for loss in found["losses"])
@@ -252,9 +252,9 @@ def test_run_for_a_program(files: pathlib.Path, tmp_path: pathlib.Path) -> None:
 
 def test_run_without_a_plan(files: pathlib.Path, tmp_path: pathlib.Path) -> None:
     hardware = ("--hardware", files / "profile.json", "--device", "cpu")
-    planned = document("run", *IMAGES, "--budget", "100%", "--steps", 2, *hardware)
+    planned = document("run", *IMAGES, "--budget", "100%peak", "--steps", 2, *hardware)
     for policy in ((), ("--policy", "lru")):
-        found = document("run", *IMAGES, "--budget", "90%", "--steps", 2, *hardware, "--mode", "dynamic", *policy)
+        found = document("run", *IMAGES, "--budget", "90%peak", "--steps", 2, *hardware, "--mode", "dynamic", *policy)
         assert [step["mode"] for step in found["journal"]["steps"]] == ["dynamic", "dynamic"]
         assert found["losses_hex"] == planned["losses_hex"]
         assert found["forecast"] is None
@@ -328,19 +328,19 @@ def test_arguments_that_are_no_arguments() -> None:
 
 def test_unknown_members(files: pathlib.Path) -> None:
     trace = files / "trace.json.gz"
-    said = fail(MISUSED, "plan", trace, "--budget", "90%", "--hardware", "rtx9999")
+    said = fail(MISUSED, "plan", trace, "--budget", "90%peak", "--hardware", "rtx9999")
     assert "rtx3090" in said
     said = fail(
-        MISUSED, "plan", trace, "--budget", "90%", "--hardware", files / "profile.json", "--strategy", "wishful"
+        MISUSED, "plan", trace, "--budget", "90%peak", "--hardware", files / "profile.json", "--strategy", "wishful"
     )
     assert "auto" in said and "keep_all" in said
-    assert "--batch" in fail(MISUSED, "plan", trace, "--budget", "90%", "--batch", "4")
+    assert "--batch" in fail(MISUSED, "plan", trace, "--budget", "90%peak", "--batch", "4")
 
 
 def test_infeasible_says_how_much_is_needed(files: pathlib.Path) -> None:
     hardware = ("--hardware", files / "profile.json")
     said = fail(INFEASIBLE, "plan", files / "trace.json.gz", "--budget", "1MiB", *hardware)
-    needed = document("plan", files / "trace.json.gz", "--budget", "100%", *hardware)["smallest_budget_bytes"]
+    needed = document("plan", files / "trace.json.gz", "--budget", "100%peak", *hardware)["smallest_budget_bytes"]
     assert "1048576 bytes" in said and f"{needed} bytes" in said
     said = fail(INFEASIBLE, "run", *IMAGES, "--budget", "1MiB", *hardware, "--device", "cpu", "--ahead")
     assert "Set memory_budget to at least" in said
@@ -407,7 +407,7 @@ def small_demo(files: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> list[str
         return document(*arguments)
 
     options = {"batch": 8, "image_size": 96}
-    part = demo_command.Part(spec=IMAGES[0], options=options, budget="95%", steps=5, patience_seconds=60)
+    part = demo_command.Part(spec=IMAGES[0], options=options, budget="95%peak", steps=5, patience_seconds=60)
     monkeypatch.setattr(demo_command, "PARTS", (part,))
     monkeypatch.setattr(processes, "run_part", run_part)
     return ran
@@ -453,7 +453,7 @@ def test_demo_fails_when_something_is_wrong(small_demo: list[str], monkeypatch: 
 def test_halfway_is_never_below_what_works() -> None:
     assert demo_command.choose_budget("halfway", 100, 50) == 75
     assert demo_command.choose_budget("halfway", 99, 100) == 100
-    assert demo_command.choose_budget("50%", 1000, 0) == 500
+    assert demo_command.choose_budget("50%peak", 1000, 0) == 500
 
 
 def test_a_part_that_fails_is_named() -> None:
@@ -463,8 +463,8 @@ def test_a_part_that_fails_is_named() -> None:
 
 def test_a_result_without_a_measured_peak_is_a_problem() -> None:
     plain = {"losses": ["0x1p0"], "peak_bytes": 100}
-    result = results.Result(spec="x", budget_bytes=50, plain=plain, within={"losses": ["0x1p0"], "peak_bytes": 0})
-    assert len(results.find_problems([result])) == 1
+    result = results.Result(spec="x", budget_bytes=50, plain=plain, within={"losses": ["0x1p0"], "peak_bytes": None})
+    assert results.find_problems([result]) == ["x: no peak was measured"]
 
 
 def test_build_says_where_the_library_is(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> None:

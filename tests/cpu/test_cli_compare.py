@@ -22,7 +22,7 @@ from elbowroom.planner import comparison
 from elbowroom.planner.problem import list_strategies
 
 STRATEGIES = "auto,keep_all,offload_all"
-BUDGETS = "90%:100%:2"
+BUDGETS = "90%peak:100%peak:2"
 
 
 def call(*arguments: object) -> Result:

@@ -41,7 +41,7 @@ def test_import_plan_simulate(tmp_path: pathlib.Path) -> None:
     assert found["output"] is None and found["costs"] is None
     costs_given = ("--costs", costs_file)
     planned = document(
-        "plan", trace_file, *costs_given, "--budget", "70%", "--strategy", "offload_all", "-o", plan_file
+        "plan", trace_file, *costs_given, "--budget", "70%peak", "--strategy", "offload_all", "-o", plan_file
     )
     assert planned["plain_peak_bytes"] == found["plain_peak_bytes"]
     assert planned["plain_step_seconds"] == found["plain_step_seconds"]

@@ -110,7 +110,7 @@ def test_infeasible_comes_before_anything_has_run(profile: HardwareProfile) -> N
                 step(index)
         records = room.journal().steps
         assert {record.mode for record in records} == {Mode.PLANNED}  # from the first step on
-        assert 0 < max(record.peak_bytes for record in records) <= floor
+        assert 0 < max(record.peak_bytes or 0 for record in records) <= floor
 
 
 def test_infeasible_comes_before_the_op_that_does_not_fit(profile: HardwareProfile) -> None:
@@ -164,7 +164,7 @@ def test_a_room_in_which_everything_fits_meters_few_steps(profile: HardwareProfi
         records = room.journal().steps
     plain = [record for record in records if record.mode is Mode.PLAIN]
     assert len(plain) > 20
-    assert sum(record.resident_bytes > 0 for record in plain) == 2, "a meter makes a small step twice as long"
+    assert sum(record.resident_bytes is not None for record in plain) == 2, "a meter makes a small step twice as long"
 
 
 def test_steps_that_grow_are_planned_when_they_no_longer_fit(profile: HardwareProfile) -> None:
@@ -181,7 +181,7 @@ def test_steps_that_grow_are_planned_when_they_no_longer_fit(profile: HardwarePr
                 assert room.journal().steps[-1].mode is Mode.PLAIN
         records = room.journal().steps
         assert records[-1].mode is Mode.PLANNED
-        assert max(record.peak_bytes for record in records) <= room.budget_bytes
+        assert max(record.peak_bytes or 0 for record in records) <= room.budget_bytes
         assert records[5].mode is Mode.DRIFTED, "what the model was called with told of it"
     assert all(torch.equal(*pair) for pair in zip(model.parameters(), plain.parameters(), strict=True))
 
@@ -300,7 +300,7 @@ def test_a_step_that_only_a_policy_can_fit_runs_without_a_plan(
     found, room = run(budget)
     assert all(torch.equal(*pair) for pair in zip(expected, found, strict=True))
     records = room.journal().steps
-    assert max(record.peak_bytes for record in records) <= budget
+    assert (room.journal().peak_bytes or 0) <= budget
     assert Mode.DYNAMIC in {record.mode for record in records}
     assert "run without a plan" in caplog.text
     with pytest.raises(Infeasible):

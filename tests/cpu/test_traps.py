@@ -111,7 +111,7 @@ class Runner:
                 wanted = Mode.PLAIN  # its peak lies where nothing can leave: the smallest budget is the plain peak
             assert {record.mode for record in records[settles:]} == {wanted}, [(r.mode, r.note) for r in records]
             if self.way == "smallest":
-                assert max(record.peak_bytes for record in records[settles:]) <= room.budget_bytes
+                assert max(record.peak_bytes or 0 for record in records[settles:]) <= room.budget_bytes
             if self.way == "recompute_all":
                 assert records[-1].recomputed > 0, "nothing was recomputed"
         return room

@@ -312,7 +312,7 @@ for _ in range(8):
     with room.step():
         made.step()
     torch.cuda.synchronize()
-    peaks.append(max(torch.cuda.max_memory_allocated(), room.journal().steps[-1].peak_bytes))
+    peaks.append(max(torch.cuda.max_memory_allocated(), room.journal().steps[-1].peak_bytes or 0))
     torch.cuda.reset_peak_memory_stats()
 forecast = room.planned.forecast.peak_bytes
 print(json.dumps([peaks, forecast, [str(record.mode) for record in room.journal().steps]]))

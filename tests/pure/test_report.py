@@ -27,11 +27,9 @@ EMPTY = Journal(steps=())
 
 
 def record(step: int, mode: Mode, **fields: object) -> StepRecord:
-    """One step of a journal; what is not given is 0."""
-    values: dict[str, object] = dict.fromkeys(
-        ("stall_seconds", "peak_bytes", "resident_bytes", "offloaded_bytes", "reloaded_bytes", "recomputed"), 0
-    )
-    values |= {"seconds": 1.0, "saves": 4, "needs": 4, "note": ""} | fields
+    """One step of a journal; what is not given is 0, and not metered."""
+    values: dict[str, object] = dict.fromkeys(("stall_seconds", "offloaded_bytes", "reloaded_bytes", "recomputed"), 0)
+    values |= {"peak_bytes": None, "resident_bytes": None, "seconds": 1.0, "saves": 4, "needs": 4, "note": ""} | fields
     return StepRecord(step=step, mode=mode, **values)  # type: ignore[arg-type]
 
 

@@ -2,46 +2,46 @@
 
 from __future__ import annotations
 
-from elbowroom.cli.sources import read_budget
+from elbowroom.cli.sources import read_amount
 from elbowroom.errors import UsageError
 
 ALL = "all"
 MOST_BUDGETS = 1000
 
 
-def read_budgets(text: str, plain_peak_bytes: int) -> tuple[int, ...]:
-    """Budgets in bytes, smallest first, each once: of "20%:100%:9", "4GiB,6GiB,60%", or both mixed.
+def read_budgets(text: str, *, device_bytes: int | None = None, peak_bytes: int | None = None) -> tuple[int, ...]:
+    """Budgets in bytes, smallest first, each once: of "20%peak:100%peak:9", "4GiB,60%peak,80%", or both mixed.
 
     FROM:TO:COUNT are so many budgets at equal distances, both ends included.
 
+    Args:
+        device_bytes, peak_bytes: what "60%" and "60%peak" are shares of; None where that is not known.
+
     Raises:
-        UsageError: a part is neither a budget nor FROM:TO:COUNT.
+        UsageError: a part is neither a budget nor FROM:TO:COUNT, or a share of what is not known.
     """
+
+    def read(part: str) -> int:
+        return read_amount("--budgets", part, device_bytes=device_bytes, peak_bytes=peak_bytes)
+
     found: set[int] = set()
     for part in text.split(","):
         bounds = part.split(":")
         if len(bounds) == 1:
-            found.add(_read(part, plain_peak_bytes))
+            found.add(read(part))
             continue
         count = bounds[2].strip() if len(bounds) == 3 else ""
         if not (count.isdecimal() and 2 <= int(count) <= MOST_BUDGETS):
             raise UsageError(
                 f"--budgets: {part!r} is not FROM:TO:COUNT with a COUNT of 2 to {MOST_BUDGETS}; "
-                "write, for example, 20%:100%:9"
+                "write, for example, 20%peak:100%peak:9"
             )
-        low, high = (_read(bound, plain_peak_bytes) for bound in bounds[:2])
+        low, high = (read(bound) for bound in bounds[:2])
         if low > high:
             raise UsageError(f"--budgets: {part!r} ends before it begins; the smaller one comes first")
         steps = int(count) - 1
         found |= {low + (high - low) * step // steps for step in range(steps + 1)}
     return tuple(sorted(found))
-
-
-def _read(text: str, plain_peak_bytes: int) -> int:
-    try:
-        return read_budget(text, plain_peak_bytes)
-    except UsageError as error:
-        raise UsageError(str(error).replace("--budget:", "--budgets:", 1)) from error
 
 
 def read_strategies(text: str) -> tuple[str, ...]:

@@ -9,14 +9,16 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import os
-from typing import Any
+import platform
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.text import Text
 
-from elbowroom import _family
+from elbowroom import __version__, _family
 from elbowroom.cli import commands
 from elbowroom.errors import ElbowroomError, Infeasible, TraceError, UsageError
 
@@ -56,7 +58,6 @@ def make_app() -> typer.Typer:
         cls=Program,
         help="Fits PyTorch training into the memory you have.",
         no_args_is_help=True,
-        add_completion=False,
         # An error that is not ours is a bug: Python's own traceback says where, without pages of local variables.
         pretty_exceptions_enable=False,
         context_settings={"help_option_names": ["-h", "--help"]},
@@ -74,10 +75,29 @@ def main() -> None:
     make_app()(prog_name="elbowroom")
 
 
-def _describe() -> None:
+def _show_version(is_asked: bool) -> None:
+    if is_asked:
+        # Without importing torch, which takes seconds.
+        torch_version = importlib.metadata.version("torch")
+        typer.echo(f"elbowroom {__version__}, PyTorch {torch_version}, Python {platform.python_version()}")
+        raise typer.Exit
+
+
+def _describe(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version",
+            help="Print the versions of Elbowroom, PyTorch and Python.",
+            is_eager=True,
+            callback=_show_version,
+        ),
+    ] = False,
+) -> None:
     """Fits PyTorch training into the memory you have."""
 
 
 def _complain(message: str) -> None:
     text = Text.assemble(("elbowroom: ", "bold red"), message)
-    Console(stderr=True).print(text, soft_wrap=True)
+    console = Console(stderr=True)
+    console.print(text, soft_wrap=not console.is_terminal)

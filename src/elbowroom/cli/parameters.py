@@ -7,6 +7,12 @@ from typing import Annotated, Any
 
 import typer
 
+from elbowroom import _family
+from elbowroom.hardware.shipped import list_shipped
+from elbowroom.planner import strategies
+
+AMOUNTS = "8GiB or 8G (1024), 8GB (1000), 60% of the device, or 60%peak of the plain step's peak"
+
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of tables.")]
 Spec = Annotated[
     str,
@@ -22,14 +28,15 @@ TraceOrSpec = Annotated[
 ]
 Budget = Annotated[
     str,
-    typer.Option("--budget", help="Bytes the step may hold: 8GiB, 8GB, or 60% of its plain forecast peak."),
+    typer.Option("--budget", help=f"Bytes the step may hold: {AMOUNTS}."),
 ]
 Hardware = Annotated[
     str,
     typer.Option(
         "--hardware",
         help="What to price for: this (measured now), a file written by `elbowroom probe`, or the name of a shipped "
-        "profile (v100, a100, h100, rtx3090, ...).",
+        f"profile: {', '.join(list_shipped())}.",
+        autocompletion=lambda: ["this", *list_shipped()],
     ),
 ]
 HostMemory = Annotated[
@@ -44,7 +51,15 @@ CostsFile = Annotated[
     Path | None,
     typer.Option("--costs", help="Measured costs instead of --hardware; written by `elbowroom run --save-costs`."),
 ]
-Strategy = Annotated[str, typer.Option("--strategy", help="What makes the plan.")]
+Strategy = Annotated[
+    str,
+    typer.Option(
+        "--strategy",
+        help=f"What makes the plan: {', '.join(_family.names(strategies))}; options follow a colon, as in "
+        "autoswap:score=doa.",
+        autocompletion=lambda: list(_family.names(strategies)),
+    ),
+]
 SpillFolder = Annotated[
     str | None,
     typer.Option("--spill-folder", help="Where the spill file lies; the system's temporary folder if not given."),

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import os
 import pathlib
+import tempfile
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from elbowroom.cli.terminal import Terminal
 from elbowroom.errors import ElbowroomError, TraceError, UsageError
 from elbowroom.ir import files
-from elbowroom.ir.check import check_trace
+from elbowroom.ir.check import check, check_trace
 from elbowroom.ir.costs import Costs
 from elbowroom.ir.hardware import HardwareProfile
 from elbowroom.ir.plan import Plan
 from elbowroom.ir.trace import Trace
-from elbowroom.units import parse_bytes
+from elbowroom.units import format_bytes, parse_bytes
 
 if TYPE_CHECKING:
     from elbowroom.workloads import Workload
@@ -148,14 +149,51 @@ def find_costs(terminal: Terminal, trace: Trace, hardware: str, costs_file: path
         UsageError: there is no such file or profile.
         TraceError: a file is damaged or newer, or the costs are those of another trace.
     """
+    return find_costs_and_device(terminal, trace, hardware, costs_file)[0]
+
+
+def find_costs_and_device(
+    terminal: Terminal, trace: Trace, hardware: str, costs_file: pathlib.Path | None
+) -> tuple[Costs, int | None]:
+    """As `find_costs`, and the bytes of the device; None where a file of costs is all there is, which has no device.
+
+    Raises:
+        UsageError, TraceError: as for `find_costs`.
+    """
     from elbowroom.ir.identity import digest
 
     if costs_file is None:
-        return price_trace(terminal, trace, find_profile(terminal, hardware))
+        profile = find_profile(terminal, hardware)
+        return price_trace(terminal, trace, profile), count_bytes(profile)
     costs = files.load(Costs, costs_file)
     if costs.trace_digest != digest(trace):
         raise TraceError(f"{costs_file} has the costs of trace {costs.trace_digest[:12]}, not {digest(trace)[:12]}")
-    return costs
+    named = None if hardware == THIS_MACHINE else find_profile(terminal, hardware)
+    return costs, None if named is None else count_bytes(named)
+
+
+def count_bytes(profile: HardwareProfile) -> int | None:
+    """All the memory of a profile's device; None if it does not say."""
+    return profile.tiers[0].capacity_bytes if profile.tiers else None
+
+
+def load_plan(path: str | os.PathLike[str], trace: Trace) -> Plan:
+    """The plan in a file, checked against the trace it is to be for.
+
+    Raises:
+        UsageError: there is no such file.
+        TraceError: it is damaged, newer, or for another trace.
+    """
+    from elbowroom.ir.identity import digest
+
+    plan = files.load(Plan, path)
+    if plan.trace_digest != digest(trace):
+        raise TraceError(f"{os.fspath(path)} is a plan for trace {plan.trace_digest[:12]}, not {digest(trace)[:12]}")
+    try:
+        check(trace, plan)
+    except TraceError as error:
+        raise TraceError(f"{os.fspath(path)}: {error}") from error
+    return plan
 
 
 def price_trace(terminal: Terminal, trace: Trace, profile: HardwareProfile) -> Costs:
@@ -169,16 +207,40 @@ def price_trace(terminal: Terminal, trace: Trace, profile: HardwareProfile) -> C
     return price(trace, profile)
 
 
-def read_budget(text: str, plain_peak_bytes: int) -> int:
-    """The bytes that `--budget` says.
+def read_amount(option: str, text: str, *, device_bytes: int | None = None, peak_bytes: int | None = None) -> int:
+    """The bytes that an option says.
+
+    Args:
+        device_bytes, peak_bytes: what "60%" and "60%peak" are shares of; None where that is not known.
 
     Raises:
-        UsageError: it is not an amount of memory.
+        UsageError: it is not an amount of memory, or a share of what is not known.
     """
     try:
-        return parse_bytes(text, whole_bytes=plain_peak_bytes)
+        return parse_bytes(text, device_bytes=device_bytes, peak_bytes=peak_bytes)
     except ValueError as error:
-        raise UsageError(f"--budget: {error}") from error
+        raise UsageError(f"{option}: {error}") from error
+
+
+def check_amount(option: str, text: str) -> None:
+    """Refuse what is no amount of memory before anything is captured or measured.
+
+    Raises:
+        UsageError: it is none, whatever the device and the step are.
+    """
+    read_amount(option, text, device_bytes=1 << 40, peak_bytes=1 << 40)
+
+
+def note_share(terminal: Terminal, option: str, text: str, nbytes: int) -> None:
+    """Say how many bytes a share is."""
+    if "%" in text:
+        whole = "the plain step's peak" if is_share_of_peak(text) else "the device"
+        terminal.note(f"{option} {text}: {format_bytes(nbytes)} ({nbytes} bytes), a share of {whole}")
+
+
+def is_share_of_peak(text: str) -> bool:
+    """Whether a budget can only be told once the peak of the plain step is known."""
+    return text.strip().lower().endswith("peak")
 
 
 def read_host_memory(text: str | None) -> int | None:
@@ -189,24 +251,7 @@ def read_host_memory(text: str | None) -> int | None:
     """
     if text is None or text.strip() == "0":  # nothing, which no other amount of memory may be
         return None if text is None else 0
-    try:
-        return parse_bytes(text)
-    except ValueError as error:
-        raise UsageError(f"--host-memory: {error}") from error
-
-
-def read_capacity(text: str | None) -> int | None:
-    """The bytes that `--capacity` says; None for any amount.
-
-    Raises:
-        UsageError: it is not an amount of memory.
-    """
-    if text is None:
-        return None
-    try:
-        return parse_bytes(text)
-    except ValueError as error:
-        raise UsageError(f"--capacity: {error}") from error
+    return read_amount("--host-memory", text)
 
 
 def save(value: object, path: pathlib.Path | None) -> str | None:
@@ -225,15 +270,26 @@ def save(value: object, path: pathlib.Path | None) -> str | None:
 
 
 def check_writable(*paths: pathlib.Path | None) -> None:
-    """Refuse a result's file before the work is done, and not after it.
+    """Refuse a result's file before the work is done, and not after it. Nothing is left in its folder.
 
     Raises:
-        UsageError: its folder is not there or not writable.
+        UsageError: its folder is not there or not writable, it is there and no regular file, or it is named twice.
     """
-    for path in paths:
-        if path is not None and not os.access(path.parent, os.W_OK):
-            what = "is not writable" if path.parent.is_dir() else "is not a folder"
-            raise UsageError(f"cannot write {path}: {path.parent} {what}")
+    given = [path for path in paths if path is not None]
+    for index, path in enumerate(given):
+        if not path.parent.is_dir():
+            raise UsageError(f"cannot write {path}: {path.parent} is not a folder")
+        if path.exists() and not path.is_file():
+            raise UsageError(f"cannot write {path}: {'it is a folder' if path.is_dir() else 'it is no regular file'}")
+        if path.resolve() in [other.resolve() for other in given[:index]]:
+            raise UsageError(f"cannot write {path}: it is named for two results")
+        try:
+            # A file is the only proof: permissions say nothing to root, and nothing of what the system refuses.
+            handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".part")
+        except OSError as error:
+            raise UsageError(f"cannot write {path}: {error.strerror or error}") from error
+        os.close(handle)
+        os.unlink(temporary)
 
 
 def keep_all(costs: Costs, budget_bytes: int) -> Plan:

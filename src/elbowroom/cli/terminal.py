@@ -50,7 +50,8 @@ class Terminal:
 
     def note(self, text: str) -> None:
         """Say something beside the result, on stderr."""
-        self._err.print(Text(text, style="dim"), soft_wrap=True)
+        # A terminal breaks lines between words; a file has each note in a line.
+        self._err.print(Text(text, style="dim"), soft_wrap=not self._err.is_terminal)
 
     def write_document(self, command: str, **fields: Any) -> None:
         """With `--json`, print the result as the one JSON document on stdout."""

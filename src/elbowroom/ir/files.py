@@ -18,6 +18,7 @@ import tempfile
 import types
 import typing
 import zlib
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 from elbowroom.errors import TraceError, UsageError
@@ -42,22 +43,46 @@ _FORMATS: dict[type, str] = {
     Journal: "elbowroom.journal",
 }
 
-_ADDED: dict[type, tuple[dict[str, Any], ...]] = {
-    Costs: ({"further_links": []},),
-    HardwareProfile: ({"isa": ""},),
+Upgrade = Callable[[dict[str, Any]], dict[str, Any]]
+
+
+def _add(**fields: Any) -> Upgrade:
+    """Add fields that older files do not have, with what their absence means."""
+    return lambda data: {**fields, **data}
+
+
+def _clear_unmetered(data: dict[str, Any]) -> dict[str, Any]:
+    """Read 0 bytes of a step as what it meant: not metered."""
+    steps = data.get("steps")
+    if not isinstance(steps, list):
+        return data
+    names = ("peak_bytes", "resident_bytes")
+    return data | {
+        "steps": [
+            step | {name: None for name in names if step.get(name) == 0} if isinstance(step, dict) else step
+            for step in steps
+        ]
+    }
+
+
+_UPGRADES: dict[type, tuple[Upgrade, ...]] = {
+    Costs: (_add(further_links=[]),),
+    HardwareProfile: (_add(isa=""),),
     Forecast: (
-        {"disk_bytes": 0, "reserved_bytes": 0, "fragmented_bytes": 0},
-        {"arena_bytes": 0, "lower_arena_bytes": 0, "disk_arena_bytes": 0},
+        _add(disk_bytes=0, reserved_bytes=0, fragmented_bytes=0),
+        _add(arena_bytes=0, lower_arena_bytes=0, disk_arena_bytes=0),
+        _add(begin_seconds=[]),
     ),
+    Journal: (_clear_unmetered,),
 }
-"""Fields that came with version 2, 3, ... of a noun, and what files without them mean."""
+"""What turns version 1 of a noun into version 2, version 2 into version 3, ..."""
 
 Noun = TypeVar("Noun")
 
 
 def version_of(kind: type) -> int:
     """The version that is written, and the newest that is read."""
-    return 1 + len(_ADDED.get(kind, ()))
+    return 1 + len(_UPGRADES.get(kind, ()))
 
 
 def to_json(value: Any) -> Any:
@@ -69,6 +94,14 @@ def to_json(value: Any) -> Any:
     if isinstance(value, enum.Enum):
         return value.value
     return value
+
+
+def upgrade(kind: type, data: Any, version: int) -> Any:
+    """Turn plain data of an older version of a noun into that of the newest; what is not an object stays as it is."""
+    for change in _UPGRADES.get(kind, ())[version - 1 :]:
+        if isinstance(data, dict):
+            data = change(data)
+    return data
 
 
 def from_json(kind: type[Noun], data: Any, place: str = "$") -> Noun:
@@ -108,6 +141,8 @@ def _decode(kind: Any, data: Any, place: str) -> Any:
             raise TraceError(
                 f"{place}: {_describe(data)} is not one of {', '.join(member.value for member in kind)}"
             ) from None
+    if typing.get_origin(kind) is types.UnionType:
+        return None if data is None else _decode(typing.get_args(kind)[0], data, place)
     return _decode_scalar(kind, data, place)
 
 
@@ -202,10 +237,7 @@ def load(kind: type[Noun], path: str | os.PathLike[str]) -> Noun:
     version = document.get("version")
     if not isinstance(version, int) or isinstance(version, bool) or not 1 <= version <= version_of(kind):
         raise TraceError(f"{path} has version {_describe(version)}; this Elbowroom reads up to {version_of(kind)}")
-    data = document.get("value")
-    if isinstance(data, dict):
-        for added in _ADDED.get(kind, ())[version - 1 :]:
-            data = {**added, **data}
+    data = upgrade(kind, document.get("value"), version)
     try:
         value = from_json(kind, data)
         check_noun(value)

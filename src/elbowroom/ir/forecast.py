@@ -13,6 +13,8 @@ class Forecast:
         peak_bytes: most bytes on the device at once.
         peak_tick: where.
         live_bytes: bytes on the device during each entry of the trace, its inner peak included; `Trace.end` figures.
+        begin_seconds: when each entry begins, and when the last one ends: with waits, replays, and the time that is in
+            no op spread over all of them. One figure more than live_bytes; none in a forecast of an older version.
         step_seconds: the whole step.
         compute_seconds: the ops alone, each once.
         recompute_seconds: replayed ops.
@@ -43,3 +45,4 @@ class Forecast:
     arena_bytes: int = 0
     lower_arena_bytes: int = 0
     disk_arena_bytes: int = 0
+    begin_seconds: tuple[float, ...] = ()

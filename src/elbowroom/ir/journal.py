@@ -24,9 +24,9 @@ class StepRecord:
         step: counts from 0.
         seconds: wall time between the `with` block's two ends.
         stall_seconds: of it, time the program waited for transfers (host time).
-        peak_bytes: most tensor bytes on the device at once; 0 where this step was not metered.
+        peak_bytes: most tensor bytes on the device at once; None where this step was not metered.
         resident_bytes: the process's peak resident memory during the step (CPU), or the allocator's peak reserved
-            bytes (CUDA); 0 where this step was not metered.
+            bytes (CUDA); None where this step was not metered.
         offloaded_bytes, reloaded_bytes: moved each way.
         recomputed: segments replayed.
         saves, needs: hook calls.
@@ -37,8 +37,8 @@ class StepRecord:
     mode: Mode
     seconds: float
     stall_seconds: float
-    peak_bytes: int
-    resident_bytes: int
+    peak_bytes: int | None
+    resident_bytes: int | None
     offloaded_bytes: int
     reloaded_bytes: int
     recomputed: int
@@ -52,3 +52,8 @@ class Journal:
     """The steps of one room, oldest first; long runs keep the first and the most recent ones."""
 
     steps: tuple[StepRecord, ...]
+
+    @property
+    def peak_bytes(self) -> int | None:
+        """The most of all steps that were metered; None where none was."""
+        return max((record.peak_bytes for record in self.steps if record.peak_bytes is not None), default=None)

@@ -160,9 +160,7 @@ def _find_orders(trace: Trace) -> list[int]:
             first[tick], last[tick] = min(first[tick], need.tick), max(last[tick], need.tick)
     earliest = [trace.end, *itertools.accumulate(first, min)]  # of what is saved before each tick
     latest = [*itertools.accumulate(reversed(last), max)][::-1]  # of what is saved from it on
-    return [
-        earliest[tick] if 0 <= latest[tick] < earliest[tick] < trace.end else 0 for tick in range(forward_end)
-    ]
+    return [earliest[tick] if 0 <= latest[tick] < earliest[tick] < trace.end else 0 for tick in range(forward_end)]
 
 
 def _thin(cuts: list[tuple[int, int]]) -> list[tuple[int, int]]:

@@ -12,7 +12,7 @@ import math
 import time
 from collections.abc import Iterator, Sequence
 
-from elbowroom.errors import Infeasible
+from elbowroom.errors import Infeasible, UsageError
 from elbowroom.ir.costs import Costs
 from elbowroom.ir.forecast import Forecast
 from elbowroom.ir.trace import Trace
@@ -55,12 +55,15 @@ class Attempt:
         needed_bytes: the peak of its plan, or what it would need to find one.
         needed_host_bytes: most bytes that its plan has in the tier below; 0 where the device is what it does not fit.
         planning_seconds: everything from the trace to the judged plan.
+        refusal: why the strategy did not try: the step is too large for it, or it needs what is not installed; "" where
+            it tried. `needed_bytes` is 0 then.
     """
 
     outcome: Outcome | None
     needed_bytes: int
     needed_host_bytes: int
     planning_seconds: float
+    refusal: str = ""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,7 +132,7 @@ def attempt(trace: Trace, costs: Costs, budget_bytes: int, strategy: str, *, hos
 
     Raises:
         UnknownMember: there is no such strategy.
-        UsageError: it has no such option.
+        UsageError: it has no such option, or refuses this step.
         TraceError: the costs belong to another trace.
     """
     begin = time.perf_counter()
@@ -154,10 +157,28 @@ def attempt(trace: Trace, costs: Costs, budget_bytes: int, strategy: str, *, hos
     )
 
 
+def try_strategy(
+    trace: Trace, costs: Costs, budget_bytes: int, strategy: str, *, host_bytes: int | None = None
+) -> Attempt:
+    """As `attempt`, but where the strategy refuses the step, an attempt that says why.
+
+    Raises:
+        TraceError: the costs belong to another trace.
+    """
+    begin = time.perf_counter()
+    try:
+        return attempt(trace, costs, budget_bytes, strategy, host_bytes=host_bytes)
+    except UsageError as error:
+        seconds = time.perf_counter() - begin
+        return Attempt(outcome=None, needed_bytes=0, needed_host_bytes=0, planning_seconds=seconds, refusal=str(error))
+
+
 def compare(
     trace: Trace, costs: Costs, budgets: Sequence[int], strategies: Sequence[str], *, host_bytes: int | None = None
 ) -> Iterator[Entry]:
     """Every strategy within every budget, each entry as soon as it is there; budget by budget.
+
+    A strategy that refuses the step does not end the rest: its entry says why (`Attempt.refusal`).
 
     Args:
         host_bytes: as for `attempt`.
@@ -186,7 +207,7 @@ def _compare(
                 budget_bytes=budget_bytes,
                 plain_seconds=problem.plain.step_seconds,
                 bound_seconds=bound_seconds,
-                attempt=attempt(trace, costs, budget_bytes, strategy, host_bytes=host_bytes),
+                attempt=try_strategy(trace, costs, budget_bytes, strategy, host_bytes=host_bytes),
             )
 
 

@@ -19,7 +19,7 @@ class Steady:
         seconds: median step time, of steps that were not metered where there are any.
         timed_steps: how many steps that median is of.
         metered_only: whether it had to be taken from metered steps, which are slower than others.
-        peak_bytes, resident_bytes: the most of the metered ones; 0 if none was.
+        peak_bytes, resident_bytes: the most of the metered ones; None if none was.
         stall_seconds: median.
         offloaded_bytes, reloaded_bytes, recomputed: of the last step.
     """
@@ -29,8 +29,8 @@ class Steady:
     seconds: float
     timed_steps: int
     metered_only: bool
-    peak_bytes: int
-    resident_bytes: int
+    peak_bytes: int | None
+    resident_bytes: int | None
     stall_seconds: float
     offloaded_bytes: int
     reloaded_bytes: int
@@ -65,7 +65,7 @@ def count_modes(journal: Journal) -> dict[Mode, int]:
 
 def is_metered(record: StepRecord) -> bool:
     """Whether a step's bytes were measured, which costs it some time."""
-    return record.peak_bytes > 0 or record.resident_bytes > 0
+    return record.peak_bytes is not None or record.resident_bytes is not None
 
 
 def _summarize(records: list[StepRecord]) -> Steady:
@@ -78,8 +78,8 @@ def _summarize(records: list[StepRecord]) -> Steady:
         seconds=statistics.median(record.seconds for record in timed),
         timed_steps=len(timed),
         metered_only=not quiet,
-        peak_bytes=max(record.peak_bytes for record in records),
-        resident_bytes=max(record.resident_bytes for record in records),
+        peak_bytes=Journal(steps=tuple(records)).peak_bytes,
+        resident_bytes=max((each.resident_bytes for each in records if each.resident_bytes is not None), default=None),
         stall_seconds=statistics.median(record.stall_seconds for record in timed),
         offloaded_bytes=last.offloaded_bytes,
         reloaded_bytes=last.reloaded_bytes,

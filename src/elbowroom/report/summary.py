@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import textwrap
 from collections.abc import Sequence
 
 from elbowroom.ir.costs import Costs
@@ -15,6 +16,9 @@ from elbowroom.report.chart import draw_chart
 from elbowroom.report.lifetimes import Lifetimes
 from elbowroom.report.steady import Steady, count_modes, find_steady
 from elbowroom.units import format_bytes, format_seconds
+
+COLUMNS = 80
+"""The width of a terminal that nobody has made wider: no line is longer."""
 
 MOST_HELD, MOST_AWAY = 9, 6
 """Rows of the table of blocks: of those on the device at the peak, and of those away."""
@@ -54,8 +58,12 @@ def summarize(
         lines += ["", *_compare(bound_seconds, steady, costs, plan, forecast, plain)]
     lines += _describe_budget(budget_bytes, journal)
     if trace is not None and costs is not None and forecast is not None and forecast.live_bytes:
-        lines += ["", "Bytes on the device over the step, forecast (dots: if everything stayed; line: the budget)", ""]
-        begins = count_seconds(trace, costs)
+        lines += [
+            "",
+            *_wrap("Bytes on the device over the step, forecast (dots: if everything stayed; line: the budget)"),
+        ]
+        lines.append("")
+        begins = forecast.begin_seconds or count_seconds(trace, costs)
         lines += draw_chart(forecast.live_bytes, begins, budget_bytes=budget_bytes, plain_bytes=plain)
         if plan is not None:
             lines += ["", *_describe_peak(trace, costs, plan, forecast)]
@@ -89,7 +97,7 @@ def _describe_steps(journal: Journal, plan: Plan | None) -> list[str]:
             notes.setdefault((record.mode, record.note), []).append(record.step)
     for (mode, note), steps in list(notes.items())[:5]:
         which = ", ".join(map(str, steps[:4])) + (f" and {len(steps) - 4} more" if len(steps) > 4 else "")
-        lines.append(f"Note    {_NOTES.get(mode, 'not all moved')} in step {which}: {note}")
+        lines += _wrap(f"Note    {_NOTES.get(mode, 'not all moved')} in step {which}: {note}", " " * 8)
     return lines
 
 
@@ -104,7 +112,7 @@ def _compare(
     """Plain, forecast and measured figures side by side."""
     rows = [("", "plain forecast", "forecast", "measured", "")]
     plain_peak = max(plain, default=0)
-    peak, measured_peak = (0 if forecast is None else forecast.peak_bytes), (0 if steady is None else steady.peak_bytes)
+    peak, measured_peak = 0 if forecast is None else forecast.peak_bytes, None if steady is None else steady.peak_bytes
     share = f"{peak / plain_peak:.0%} of plain" if plain_peak and peak else ""
     rows.append(("peak", _bytes(plain_peak), _bytes(peak), _bytes(measured_peak), share))
     if steady is not None and steady.resident_bytes:
@@ -165,13 +173,13 @@ def _describe_budget(budget_bytes: int, journal: Journal) -> list[str]:
     """Whether what was measured stayed within the budget, the first steps included."""
     if not budget_bytes:
         return []
-    over = [record for record in journal.steps if record.peak_bytes > budget_bytes]
-    metered = sum(record.peak_bytes > 0 for record in journal.steps)
+    peaks = [(record.peak_bytes, record.step) for record in journal.steps if record.peak_bytes is not None]
+    over = [(peak, step) for peak, step in peaks if peak > budget_bytes]
     if over:
-        worst = max(over, key=lambda record: record.peak_bytes)
-        beyond = format_bytes(worst.peak_bytes - budget_bytes)
-        return ["", f"OVER BUDGET in {len(over)} of {metered} metered steps; worst in step {worst.step}, by {beyond}"]
-    return ["", f"Within budget in {_whole(metered)}"] if metered else []
+        peak, step = max(over)
+        beyond = format_bytes(peak - budget_bytes)
+        return ["", f"OVER BUDGET in {len(over)} of {len(peaks)} metered steps; worst in step {step}, by {beyond}"]
+    return ["", f"Within budget in {_whole(len(peaks))}"] if peaks else []
 
 
 def _whole(metered: int) -> str:
@@ -184,7 +192,7 @@ def _describe_peak(trace: Trace, costs: Costs, plan: Plan, forecast: Forecast) -
     index = Lifetimes(trace).op_at(forecast.peak_tick)
     place = "the beginning" if index is None else f"{shorten(trace.ops[index].name)}, op {index} of {len(trace.ops)}"
     held, away = [b for b in blocks if not b.is_away], [b for b in blocks if b.is_away]
-    lines = [f"Why each block is where it is, at the forecast peak ({place})", ""]
+    lines = [*_wrap(f"Why each block is where it is, at the forecast peak ({place})"), ""]
     lines += _tabulate("on the device", held, MOST_HELD)
     if away:
         lines += ["", *_tabulate("away", away, MOST_AWAY)]
@@ -199,20 +207,36 @@ def _tabulate(title: str, blocks: Sequence[Block], most: int) -> list[str]:
         rows.append((f"{len(rest)} other kinds", str(count), format_bytes(nbytes), "", ""))
     total = sum(block.nbytes for block in blocks)
     rows.append(("together", "", format_bytes(total), "", ""))
-    return ["  " + line for line in _align(rows, "<>><")]
+    return _align(rows, "<>><", "  ")
 
 
-def _align(rows: Sequence[Sequence[str]], sides: str) -> list[str]:
-    """Lines of columns. `sides`: "<" or ">" for each column but the last, which is left as it is."""
+def _align(rows: Sequence[Sequence[str]], sides: str, indent: str = "") -> list[str]:
+    """Lines of columns, none wider than `COLUMNS`: a last cell that does not fit beside the others goes below them.
+
+    Args:
+        sides: "<" or ">" for each column but the last, which is left as it is.
+    """
     widths = [max(len(row[column]) for row in rows) for column in range(len(sides))]
-    return [
-        "  ".join([*(f"{cell:{side}{width}}" for cell, side, width in zip(row, sides, widths, strict=False)), row[-1]])
-        .rstrip()
-        for row in rows
-    ]  # fmt: skip
+    widths[0] = max(8, min(widths[0], COLUMNS - len(indent) - sum(width + 2 for width in widths[1:])))
+    lines: list[str] = []
+    for row in rows:
+        *above, first = textwrap.wrap(row[0], widths[0]) or [""]
+        cells = zip((first, *row[1:-1]), sides, widths, strict=True)
+        line = indent + "  ".join(f"{cell:{side}{width}}" for cell, side, width in cells)
+        lines += [indent + part for part in above]
+        if len(line) + 2 + len(row[-1]) <= COLUMNS:
+            lines.append(f"{line}  {row[-1]}".rstrip())
+        else:
+            lines += [line.rstrip(), *_wrap(indent + "    " + row[-1], indent + "    ")]
+    return lines
 
 
-def _bytes(nbytes: int) -> str:
+def _wrap(text: str, indent: str = "") -> list[str]:
+    """Lines of at most `COLUMNS`, all but the first indented; words that are longer than that stay whole."""
+    return textwrap.wrap(text, COLUMNS, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+
+
+def _bytes(nbytes: int | None) -> str:
     return format_bytes(nbytes) if nbytes else "-"
 
 

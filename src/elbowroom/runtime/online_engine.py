@@ -78,6 +78,7 @@ class OnlineEngine(Engine):
     account_class, historian_class, calm_class, past_class = Account, Historian, Calm, Past
     _online: Online | None = None
     _guide: Guided | None = None
+    recorder: Recorder | None = None
 
     def __init__(
         self,
@@ -120,7 +121,6 @@ class OnlineEngine(Engine):
             self, self.account, estimates, device, self.about_to_write, self.written, is_recording=policy is not None,
             resting_bytes=int(RESTING * budget_bytes) if habits.may_rest and not known else 0, least_bytes=min_bytes,
         )  # fmt: skip
-        self.recorder: Recorder | None = None
         self.account.reserve(UNSEEN_BYTES)
         self._count_residents()
         self._facts.base_bytes = self.account.live_bytes

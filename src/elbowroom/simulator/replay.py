@@ -159,6 +159,7 @@ class _Run:
         self.replay, self.plan = replay, plan
         self.lanes = Lanes(replay.costs.link)
         self.late = 0.0  # seconds behind the plain step
+        self.delays: dict[int, float] = {}  # of them, by entry, what came with its event
         self.done: dict[int, float] = {}
         self.held_since = dict[int, int]()
         self.claims: dict[int, Spans] = {}
@@ -173,8 +174,11 @@ class _Run:
         for event in events:
             if isinstance(event, StorageSaved):
                 self.held_since.setdefault(event.storage, event.tick)
+            before = self.late
             for action in machine.feed(event):
                 self.perform(action, event)
+            if self.late > before:
+                self.delays[event.tick] = self.delays.get(event.tick, 0.0) + self.late - before
             if isinstance(event, StorageFreed):
                 self.forget(event.storage, event.tick)
 
@@ -267,6 +271,7 @@ class _Run:
             peak_bytes=int(live[peak_tick]) if len(live) else 0,
             peak_tick=peak_tick,
             live_bytes=tuple(live.tolist()),
+            begin_seconds=self._list_begins(),
             step_seconds=float(replay.begins[-1]) + self.late + replay.costs.overhead_seconds,
             compute_seconds=compute,
             recompute_seconds=self.recompute_seconds,
@@ -276,6 +281,15 @@ class _Run:
             lower_tier_bytes=self.lower_peak,
             disk_bytes=self.disk_peak,
         )
+
+    def _list_begins(self) -> tuple[float, ...]:
+        """When each entry begins; a delay is part of the entry at which it comes about."""
+        plain, overhead = self.replay.begins, self.replay.costs.overhead_seconds
+        shares = plain / plain[-1] if plain[-1] else np.linspace(0.0, 1.0, len(plain))
+        delays = np.zeros(len(plain))
+        ends = [min(tick + 1, len(plain) - 1) for tick in self.delays]
+        np.add.at(delays, np.array(ends, dtype=np.intp), list(self.delays.values()))
+        return tuple((plain + overhead * shares + np.cumsum(delays)).tolist())
 
     def list_spans(self, storage: int) -> Spans:
         """When a saved storage is on the device, without what comes back beside its old block."""

@@ -13,6 +13,7 @@ from rich.text import Text
 from elbowroom.cli.documents import save_document
 from elbowroom.cli.lists import read_budgets, read_strategies
 from elbowroom.cli.parameters import (
+    AMOUNTS,
     Batch,
     ChannelsLast,
     CostsFile,
@@ -31,21 +32,20 @@ from elbowroom.cli.parameters import (
     TraceOrSpec,
     collect_options,
 )
-from elbowroom.cli.sources import check_writable, find_costs, find_trace, read_host_memory
+from elbowroom.cli.sources import check_writable, find_costs_and_device, find_trace, read_host_memory
 from elbowroom.cli.terminal import Terminal, open_terminal
-from elbowroom.errors import ElbowroomError
 from elbowroom.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from elbowroom.ir.costs import Costs
     from elbowroom.ir.trace import Trace
     from elbowroom.planner.comparison import Comparison, Entry
 
 Budgets = Annotated[
     str,
-    typer.Option(
-        "--budgets", help="FROM:TO:COUNT, or a list: 4GiB,6GiB,60%. Shares are of the plain step's forecast peak."
-    ),
+    typer.Option("--budgets", help=f"FROM:TO:COUNT, or a list: 4GiB,60%peak,80%. Each is {AMOUNTS}."),
 ]
 Strategies = Annotated[
     str,
@@ -62,7 +62,7 @@ def register(app: typer.Typer) -> None:
 
 def compare_strategies(
     source: TraceOrSpec,
-    budgets: Budgets = "20%:100%:9",
+    budgets: Budgets = "20%peak:100%peak:9",
     strategies: Strategies = "all",
     hardware: Hardware = "this",
     costs_file: CostsFile = None,
@@ -84,7 +84,7 @@ def compare_strategies(
 
     Ctrl-C shows what there is so far.
     """
-    from elbowroom.cli.pictures import check_picture, draw_front
+    from elbowroom.cli.pictures import check_picture
     from elbowroom.planner.comparison import Comparison, even_out
     from elbowroom.planner.problem import pose
 
@@ -92,10 +92,11 @@ def compare_strategies(
     with open_terminal(as_json) as terminal:
         check_writable(output)
         check_picture(picture)
-        read_budgets(budgets, 1 << 40)  # what means nothing is refused before anything is captured or measured
+        # What means nothing is refused before anything is captured or measured.
+        read_budgets(budgets, device_bytes=1 << 40, peak_bytes=1 << 40)
         asked, host_bytes = read_strategies(strategies), read_host_memory(host_memory)
         trace = find_trace(terminal, source, options)
-        costs = find_costs(terminal, trace, hardware, costs_file)
+        costs, device_bytes = find_costs_and_device(terminal, trace, hardware, costs_file)
         problem = pose(trace, costs, 1)
         comparison = Comparison(
             name=trace.name,
@@ -105,19 +106,11 @@ def compare_strategies(
             smallest_bytes=problem.floor.peak_bytes,
             entries=(),
         )
-        within = read_budgets(budgets, comparison.plain_peak_bytes)
+        within = read_budgets(budgets, device_bytes=device_bytes, peak_bytes=comparison.plain_peak_bytes)
         entries, stopped = _run(terminal, trace, costs, within, asked, host_bytes)
         comparison = dataclasses.replace(comparison, entries=even_out(entries))
         if entries:
-            terminal.show(*_head(comparison))
-            terminal.show(make_table(comparison))
-            fields = {**list_fields(comparison), "complete": stopped is None}
-            if picture is not None:
-                draw_front(comparison, picture)
-            save_document(output, "compare", fields)
-            for written in filter(None, (picture, output)):
-                terminal.show_text(f"written to {written}")
-            terminal.write_document("compare", **fields)
+            _show(terminal, comparison, picture, output, is_complete=stopped is None)
         if stopped is not None:
             raise stopped
 
@@ -143,9 +136,27 @@ def _run(
                 what = f"{strategy} within {format_bytes(budget)} ({done + 1} of {len(places)})"
                 advance(what, done / len(places))
                 entries.append(next(running))
-    except (KeyboardInterrupt, ElbowroomError) as error:
+    except (KeyboardInterrupt, Exception) as error:
         return tuple(entries), error
     return tuple(entries), None
+
+
+def _show(
+    terminal: Terminal, comparison: Comparison, picture: Path | None, output: Path | None, *, is_complete: bool
+) -> None:
+    """Print the comparison, and write the files that were asked for."""
+    from elbowroom.cli.pictures import draw_front
+
+    terminal.show(*_head(comparison))
+    terminal.show(make_table(comparison))
+    terminal.show(*(Text("\n" + line) for line in list_refusals(comparison)))
+    fields = {**list_fields(comparison), "complete": is_complete}
+    if picture is not None:
+        draw_front(comparison, picture)
+    save_document(output, "compare", fields)
+    for written in filter(None, (picture, output)):
+        terminal.show_text(f"written to {written}")
+    terminal.write_document("compare", **fields)
 
 
 def _head(comparison: Comparison) -> tuple[Text, ...]:
@@ -171,7 +182,7 @@ def make_table(comparison: Comparison) -> Table:
     plain = comparison.plain_seconds
     for budget in comparison.list_budgets():
         entries = comparison.find_entries(budget_bytes=budget)
-        share = f"{budget / comparison.plain_peak_bytes:.0%}" if comparison.plain_peak_bytes else ""
+        share = f"{budget / comparison.plain_peak_bytes:.0%}peak" if comparison.plain_peak_bytes else ""
         bound = f"{entries[0].bound_seconds / plain:.3f} x" if plain and budget >= comparison.smallest_bytes else "-"
         table.add_row(f"{share} {format_bytes(budget)}", "", bound, "", "", "", "bound", style="cyan")
         fastest = find_fastest(entries)
@@ -183,6 +194,8 @@ def make_table(comparison: Comparison) -> Table:
 def _cells(entry: Entry) -> tuple[str, ...]:
     outcome, attempt = entry.outcome, entry.attempt
     planned = format_seconds(attempt.planning_seconds)
+    if outcome is None and attempt.refusal:
+        return f"  {entry.strategy}", "refused", "-", "", "", planned, ""
     if outcome is None:
         needs = format_bytes(attempt.needed_host_bytes or attempt.needed_bytes)
         needs += " below" if attempt.needed_host_bytes else ""
@@ -196,6 +209,17 @@ def _cells(entry: Entry) -> tuple[str, ...]:
         planned,
         f"{outcome.over(entry.bound_seconds) - 1:.1%}",
     )
+
+
+def list_refusals(comparison: Comparison) -> list[str]:
+    """Why cells are empty: for each strategy the first reason, and in how many cells it refused."""
+    lines = []
+    for strategy in comparison.list_strategies():
+        entries = comparison.find_entries(strategy=strategy)
+        reasons = [entry.attempt.refusal for entry in entries if entry.attempt.refusal]
+        if reasons:
+            lines.append(f"{strategy} refused {len(reasons)} of {len(entries)} budgets: {reasons[0]}")
+    return lines
 
 
 def list_fields(comparison: Comparison) -> dict[str, Any]:
@@ -223,7 +247,8 @@ def _fields(entry: Entry) -> dict[str, Any]:
         "budget_bytes": entry.budget_bytes,
         "strategy": entry.strategy,
         "fits": outcome is not None,
-        "needed_bytes": entry.attempt.needed_bytes,
+        "refusal": entry.attempt.refusal or None,
+        "needed_bytes": None if entry.attempt.refusal else entry.attempt.needed_bytes,
         "needed_host_bytes": entry.attempt.needed_host_bytes,
         "bound_seconds": entry.bound_seconds if math.isfinite(entry.bound_seconds) else None,
         "planning_seconds": entry.attempt.planning_seconds,

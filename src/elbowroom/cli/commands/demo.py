@@ -12,7 +12,7 @@ import typer
 from rich.text import Text
 
 from elbowroom.cli.parameters import Json
-from elbowroom.cli.sources import read_budget
+from elbowroom.cli.sources import read_amount
 from elbowroom.cli.terminal import Terminal, open_terminal
 from elbowroom.ir import files
 from elbowroom.ir.hardware import HardwareProfile
@@ -27,7 +27,8 @@ class Part:
     """One model of the demo.
 
     Attributes:
-        budget: a share of the plain peak, or "halfway": between the smallest budget that works and the plain peak.
+        budget: an amount of memory, as "50%peak", or "halfway": between the smallest budget that works and the plain
+            peak.
         steps: how many; two are captured, two metered, and the rest give the time.
         patience_seconds: on a slow machine there are fewer steps, so that the plain ones take no longer than this.
     """
@@ -44,7 +45,7 @@ PARTS = (
     Part(
         spec="torchvision:resnet50",
         options={"batch": 16, "image_size": 224},
-        budget="50%",
+        budget="50%peak",
         steps=7,
         patience_seconds=35,
     ),
@@ -118,7 +119,7 @@ def choose_budget(budget: str, plain_peak_bytes: int, smallest_bytes: int) -> in
     if budget == "halfway":
         # Where the two are next to each other, measured and forecast bytes may be in the wrong order.
         return max(smallest_bytes, (smallest_bytes + plain_peak_bytes) // 2)
-    return read_budget(budget, plain_peak_bytes)
+    return read_amount("--budget", budget, peak_bytes=plain_peak_bytes)
 
 
 def run_one(

@@ -8,16 +8,25 @@ from typing import Annotated, Any
 
 import typer
 
+from elbowroom._family import get
 from elbowroom.cli.parameters import CostsFile, Hardware, Json, Output, Picture
 from elbowroom.cli.pictures import check_picture, draw_layout
-from elbowroom.cli.sources import check_writable, find_costs, load_trace, read_capacity
+from elbowroom.cli.sources import check_writable, find_costs, load_plan, load_trace, read_amount
 from elbowroom.cli.terminal import Terminal, open_terminal
 from elbowroom.errors import UsageError
-from elbowroom.ir import files
 from elbowroom.ir.buffers import Buffer, Layout
-from elbowroom.ir.plan import Plan
-from elbowroom.layout.arena import DEFAULT
+from elbowroom.layout import allocators
+from elbowroom.layout.arena import DEFAULT, list_allocators
 from elbowroom.units import format_bytes, format_seconds
+
+Allocator = Annotated[
+    str,
+    typer.Option(
+        "--allocator",
+        help=f"What chooses the offsets: {', '.join(list_allocators())}.",
+        autocompletion=lambda: list(list_allocators()),
+    ),
+]
 
 
 def register(app: typer.Typer) -> None:
@@ -33,7 +42,7 @@ def show_layout(
             help="Written by `elbowroom capture`; or a table id,lower,upper,size whose name ends in .csv.",
         ),
     ],
-    allocator: Annotated[str, typer.Option("--allocator", help="What chooses the offsets.")] = DEFAULT,
+    allocator: Allocator = DEFAULT,
     capacity: Annotated[
         str | None, typer.Option("--capacity", help="Bytes the arena may take: 8GiB. Any amount if not given.")
     ] = None,
@@ -62,7 +71,8 @@ def show_layout(
     with open_terminal(as_json) as terminal:
         check_picture(picture)
         check_writable(output)
-        capacity_bytes = read_capacity(capacity)
+        get(allocators, allocator, "assign")
+        capacity_bytes = None if capacity is None else read_amount("--capacity", capacity)
         if plan_file is None:
             buffers = load_buffers(source, pinned)
         else:
@@ -108,13 +118,12 @@ def list_planned(
         UsageError: a file is missing, or no trace.
         TraceError: a file is damaged, or the plan is for another trace.
     """
-    from elbowroom.ir.check import check
     from elbowroom.simulator.replay import Replay
 
     if source.suffix.lower() == ".csv":
         raise UsageError(f"--plan: {source} is a table; a plan goes with the trace that it was made for")
-    trace, plan = load_trace(source), files.load(Plan, plan_file)
-    check(trace, plan)
+    trace = load_trace(source)
+    plan = load_plan(plan_file, trace)
     return Replay(trace, find_costs(terminal, trace, hardware, costs_file)).list_blocks(plan)
 
 

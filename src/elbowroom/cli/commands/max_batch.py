@@ -31,10 +31,18 @@ from elbowroom.cli.parameters import (
     Strategy,
     collect_options,
 )
-from elbowroom.cli.sources import capture_spec, check_writable, find_profile, price_trace
+from elbowroom.cli.sources import (
+    capture_spec,
+    check_writable,
+    count_bytes,
+    find_profile,
+    note_share,
+    price_trace,
+    read_amount,
+)
 from elbowroom.cli.terminal import Advance, Terminal, open_terminal
-from elbowroom.errors import ElbowroomError, Infeasible, UsageError
-from elbowroom.units import format_bytes, format_seconds, parse_bytes
+from elbowroom.errors import Infeasible, UsageError
+from elbowroom.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
     from elbowroom.ir.costs import Costs
@@ -46,8 +54,8 @@ Memory = Annotated[
     str | None,
     typer.Option(
         "--memory",
-        help="Bytes the step may hold: 12GiB, 8GB, or 90% of the hardware's device, which is also what is taken if "
-        "this is not given. Nothing is taken off it: leave room for what others hold.",
+        help="Bytes the step may hold: 12GiB or 12G (1024), 12GB (1000), or 90% of the device that --hardware names, "
+        "all of which is taken if this is not given. Nothing is taken off it: leave room for what others hold.",
     ),
 ]
 
@@ -84,11 +92,13 @@ def find_max_batch(
         check_writable(output)
         check_picture(picture)
         find_strategy(strategy)
-        _read_memory(memory, 1 << 40)  # what means nothing is refused before anything is captured or measured
+        if memory is not None:
+            read_amount("--memory", memory, device_bytes=1 << 40)
         if os.path.exists(spec):
             raise UsageError(f"{spec} is a file: a captured trace has one batch, and this needs many; name a SPEC")
         profile = find_profile(terminal, hardware)
-        memory_bytes = _read_memory(memory, profile.tiers[0].capacity_bytes)
+        memory_bytes = read_amount("--memory", memory or "100%", device_bytes=count_bytes(profile))
+        note_share(terminal, "--memory", memory or "100%", memory_bytes)
         host_bytes = profile.tiers[1].capacity_bytes if len(profile.tiers) > 1 else None
         trials, stopped = _run(terminal, spec, options, profile, (memory_bytes, host_bytes), strategy)
         found = Batches(memory_bytes=memory_bytes, host_bytes=host_bytes, strategy=strategy, trials=trials)
@@ -105,13 +115,6 @@ def find_max_batch(
             terminal.write_document("max-batch", **fields)
         if stopped is not None:
             raise stopped
-
-
-def _read_memory(text: str | None, device_bytes: int) -> int:
-    try:
-        return device_bytes if text is None else parse_bytes(text, whole_bytes=device_bytes)
-    except ValueError as error:
-        raise UsageError(f"--memory: {error}") from error
 
 
 def _run(
@@ -146,7 +149,7 @@ def _run(
             for trial in running:
                 advance(f"tried {trial.batch} samples", len(trials) / MOST_TRIALS)
                 trials.append(trial)
-        except (KeyboardInterrupt, ElbowroomError) as error:
+        except (KeyboardInterrupt, Exception) as error:
             stopped: BaseException | None = error
         else:
             stopped = None

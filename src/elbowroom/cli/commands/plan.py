@@ -28,7 +28,17 @@ from elbowroom.cli.parameters import (
     TraceOrSpec,
     collect_options,
 )
-from elbowroom.cli.sources import check_writable, find_costs, find_trace, keep_all, read_budget, read_host_memory, save
+from elbowroom.cli.sources import (
+    check_amount,
+    check_writable,
+    find_costs_and_device,
+    find_trace,
+    keep_all,
+    note_share,
+    read_amount,
+    read_host_memory,
+    save,
+)
 from elbowroom.cli.terminal import open_terminal
 from elbowroom.ir.forecast import Forecast
 from elbowroom.ir.plan import Choice, Plan
@@ -64,6 +74,7 @@ def plan(
 ) -> None:
     """Plan one step within a budget, and say what that costs. Exit code 3 if no plan fits."""
     from elbowroom.planner.bounds import find_bound
+    from elbowroom.planner.options import find_strategy
     from elbowroom.planner.problem import plan as make_plan
     from elbowroom.planner.problem import pose
     from elbowroom.simulator.replay import simulate
@@ -71,13 +82,14 @@ def plan(
     options = collect_options(batch, image_size, sequence_length, layers, dtype, optimizer, device, seed, channels_last)
     with open_terminal(as_json) as terminal:
         check_writable(output)
-        # A budget that means nothing is refused before anything is captured or measured.
-        read_budget(budget, 1 << 40)
+        check_amount("--budget", budget)
+        find_strategy(strategy)
         host_bytes = read_host_memory(host_memory)
         trace = find_trace(terminal, source, options)
-        costs = find_costs(terminal, trace, hardware, costs_file)
+        costs, device_bytes = find_costs_and_device(terminal, trace, hardware, costs_file)
         plain = simulate(trace, costs, keep_all(costs, 0))
-        budget_bytes = read_budget(budget, plain.peak_bytes)
+        budget_bytes = read_amount("--budget", budget, device_bytes=device_bytes, peak_bytes=plain.peak_bytes)
+        note_share(terminal, "--budget", budget, budget_bytes)
         problem = pose(trace, costs, budget_bytes, host_bytes=host_bytes)
         begin = time.perf_counter()
         with terminal.progress(f"planning {trace.name} within {format_bytes(budget_bytes)}"):

@@ -9,11 +9,10 @@ from typing import Annotated, Any
 import typer
 
 from elbowroom.cli.parameters import CostsFile, Hardware, Json
-from elbowroom.cli.sources import find_costs, load_trace
+from elbowroom.cli.sources import find_costs, load_plan, load_trace
 from elbowroom.cli.terminal import Terminal, open_terminal
 from elbowroom.errors import TraceError, UsageError
 from elbowroom.ir import files
-from elbowroom.ir.check import check
 from elbowroom.ir.costs import Costs
 from elbowroom.ir.forecast import Forecast
 from elbowroom.ir.journal import Journal
@@ -93,7 +92,16 @@ def load_journal(path: Path) -> tuple[Journal, int]:
     budget_bytes = document.get("budget_bytes")
     if isinstance(budget_bytes, bool) or not isinstance(budget_bytes, int) or budget_bytes < 1:
         raise TraceError(f"{path}: budget_bytes is not a number of bytes")
-    return files.from_json(Journal, document["journal"], f"{path}: $.journal"), budget_bytes
+    data = files.upgrade(Journal, document["journal"], _read_version(path, document))
+    return files.from_json(Journal, data, f"{path}: $.journal"), budget_bytes
+
+
+def _read_version(path: Path, document: dict[str, Any]) -> int:
+    """The version of the journal in a document; the first ones did not say."""
+    version = document.get("journal_version", 1)
+    if isinstance(version, bool) or not isinstance(version, int) or not 1 <= version <= files.version_of(Journal):
+        raise TraceError(f"{path}: its journal is of a version that this Elbowroom does not read")
+    return version
 
 
 def _load_step(
@@ -102,12 +110,10 @@ def _load_step(
     """What is known beside the journal."""
     from elbowroom.simulator.replay import Replay
 
-    plan = None if plan_file is None else files.load(Plan, plan_file)
     if trace_file is None:
-        return None, None, plan, None
+        return None, None, None if plan_file is None else files.load(Plan, plan_file), None
     trace = load_trace(trace_file)
-    if plan is not None:
-        check(trace, plan)
+    plan = None if plan_file is None else load_plan(plan_file, trace)
     costs = find_costs(terminal, trace, hardware, costs_file)
     if plan is None:
         return trace, costs, None, None

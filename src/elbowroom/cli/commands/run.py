@@ -31,18 +31,22 @@ from elbowroom.cli.parameters import (
 )
 from elbowroom.cli.sources import (
     build,
+    check_amount,
     check_writable,
     find_profile,
+    is_share_of_peak,
     keep_all,
+    note_share,
     price_trace,
-    read_budget,
+    read_amount,
     save,
 )
 from elbowroom.cli.terminal import Terminal, open_terminal
 from elbowroom.config import MODES
 from elbowroom.errors import UsageError
-from elbowroom.ir.files import to_json
+from elbowroom.ir.files import to_json, version_of
 from elbowroom.ir.hardware import HardwareProfile
+from elbowroom.planner.options import find_strategy
 from elbowroom.residency import policies
 from elbowroom.units import format_bytes, format_seconds
 
@@ -68,7 +72,9 @@ def run(
     hardware: Hardware = "this",
     strategy: Strategy = "auto",
     mode: Annotated[str | None, typer.Option("--mode", help=_MODE_HELP)] = None,
-    policy: Annotated[str | None, typer.Option("--policy", help=_POLICY_HELP)] = None,
+    policy: Annotated[
+        str | None, typer.Option("--policy", help=_POLICY_HELP, autocompletion=lambda: list(names(policies)))
+    ] = None,
     spill_folder: SpillFolder = None,
     output: Annotated[Path | None, typer.Option("--output", "-o", help=_FILE_HELP.format("journal"))] = None,
     save_trace: Annotated[Path | None, typer.Option("--save-trace", help=_FILE_HELP.format("trace"))] = None,
@@ -85,41 +91,38 @@ def run(
     channels_last: ChannelsLast = None,
     as_json: Json = False,
 ) -> None:
-    """Train for some steps within a budget, and report what happened. Exit code 3 if no plan fits."""
+    """Train for some steps within a budget, and report what happened. Exit code 3 if no plan fits.
+
+    Ctrl-C, or a step that fails, ends the run: the steps before it are reported and written.
+    """
     options = collect_options(batch, image_size, sequence_length, layers, dtype, optimizer, device, seed, channels_last)
     with open_terminal(as_json) as terminal:
         _check_mode(mode, policy, strategy=strategy, ahead=ahead, files=(save_trace, save_plan, save_costs))
         check_writable(output, save_trace, save_plan, save_costs)
-        read_budget(budget, 1 << 40)
+        check_amount("--budget", budget)
+        find_strategy(strategy)
         with terminal.progress(f"building {spec}"):
             workload = build(spec, options)
         profile = _find_profile(terminal, workload, hardware, spill_folder)
         budget_bytes = _find_budget(terminal, workload, budget, profile)
-        room, losses = _train(
+        room, losses, stopped = _train(
             terminal, workload, budget_bytes, steps,
             ahead=ahead, profile=profile, strategy=strategy, spill_folder=spill_folder, mode=mode, policy=policy,
         )  # fmt: skip
-        journal, planned, report = room.journal(), room.planned, room.report()
-        room.detach()
-        written = save(journal, output)
-        if planned is not None:
-            save(planned.trace, save_trace)
-            save(planned.plan, save_plan)
-            save(planned.costs, save_costs)
-        terminal.show_text(report)
-        if written:
-            terminal.show_text(f"\nwritten to {written}")
-        terminal.write_document(
-            "run",
-            name=spec,
-            device=str(next(workload.model.parameters()).device),
-            budget_bytes=budget_bytes,
-            **_show_losses(losses),
-            forecast=None if planned is None else _summarize_forecast(to_json(planned.forecast)),
-            journal=to_json(journal),
-            report=report,
-            output=written,
-        )
+        if stopped is None or room.journal().steps:
+            # The journal first: what follows takes time, and Ctrl-C may come again.
+            written = save(room.journal(), output)
+            if room.planned is not None:
+                save(room.planned.trace, save_trace)
+                save(room.planned.plan, save_plan)
+                save(room.planned.costs, save_costs)
+            fields = {**_list_fields(room, workload, losses), "complete": stopped is None}
+            terminal.show_text(fields["report"])
+            if written:
+                terminal.show_text(f"\nwritten to {written}")
+            terminal.write_document("run", name=spec, **fields, output=written)
+        if stopped is not None:
+            raise stopped
 
 
 def _check_mode(
@@ -150,22 +153,26 @@ def _find_profile(terminal: Terminal, workload: Workload, hardware: str, spill_f
 
 
 def _find_budget(terminal: Terminal, workload: Workload, budget: str, profile: HardwareProfile) -> int:
-    """Bytes of a budget; only for a share the plain forecast peak has to be known."""
-    if not budget.strip().endswith("%"):
-        return read_budget(budget, 0)
-    from elbowroom.api import capture
+    """Bytes of a budget: shares are of this device, or of the plain forecast peak, for which a step is captured."""
+    from elbowroom.api import capture, find_device
+    from elbowroom.hardware.memory import count_device_bytes
     from elbowroom.simulator.replay import simulate
 
-    with terminal.progress("capturing one step on fake tensors"):
-        trace = capture(workload.step, workload.model, workload.optimizer, name=workload.name)
-    costs = price_trace(terminal, trace, profile)
-    return read_budget(budget, simulate(trace, costs, keep_all(costs, 0)).peak_bytes)
+    device_bytes, peak_bytes = count_device_bytes(find_device(workload.model)), None
+    if is_share_of_peak(budget):
+        with terminal.progress("capturing one step on fake tensors"):
+            trace = capture(workload.step, workload.model, workload.optimizer, name=workload.name)
+        costs = price_trace(terminal, trace, profile)
+        peak_bytes = simulate(trace, costs, keep_all(costs, 0)).peak_bytes
+    budget_bytes = read_amount("--budget", budget, device_bytes=device_bytes, peak_bytes=peak_bytes)
+    note_share(terminal, "--budget", budget, budget_bytes)
+    return budget_bytes
 
 
 def _train(
     terminal: Terminal, workload: Workload, budget_bytes: int, steps: int, *, ahead: bool, **fitting: Any
-) -> tuple[Room, list[float]]:
-    """The room after the steps, and their losses."""
+) -> tuple[Room, list[float], BaseException | None]:
+    """The room after the steps, which is detached; their losses; and what kept the rest from being made."""
     from elbowroom.api import fit
 
     title = f"{workload.name} within {format_bytes(budget_bytes)}"
@@ -184,10 +191,27 @@ def _train(
                 seconds = format_seconds(time.perf_counter() - begin)
                 mode = room.journal().steps[-1].mode
                 advance(f"step {step + 1} of {steps} ({mode}), loss {losses[-1]:.4f}, {seconds}", (step + 1) / steps)
-        except BaseException:
+        except BaseException as error:
+            stopped: BaseException | None = error
+        else:
+            stopped = None
+        finally:
             room.detach()
-            raise
-    return room, losses
+    return room, losses, stopped
+
+
+def _list_fields(room: Room, workload: Workload, losses: Sequence[float]) -> dict[str, Any]:
+    """What happened in a room, for a program."""
+    journal, planned = room.journal(), room.planned
+    return {
+        "device": str(next(workload.model.parameters()).device),
+        "budget_bytes": room.budget_bytes,
+        **_show_losses(losses),
+        "forecast": None if planned is None else _summarize_forecast(to_json(planned.forecast)),
+        "journal": to_json(journal),
+        "journal_version": version_of(type(journal)),
+        "report": room.report(),
+    }
 
 
 def _show_losses(losses: Sequence[float]) -> dict[str, Any]:
@@ -199,5 +223,5 @@ def _show_losses(losses: Sequence[float]) -> dict[str, Any]:
 
 
 def _summarize_forecast(forecast: dict[str, Any]) -> dict[str, Any]:
-    """Without the bytes of every tick, which nobody reads in a result."""
-    return {name: value for name, value in forecast.items() if name != "live_bytes"}
+    """Without the figures of every tick, which nobody reads in a result."""
+    return {name: value for name, value in forecast.items() if name not in ("live_bytes", "begin_seconds")}

@@ -6,15 +6,14 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich.text import Text
 
 from elbowroom.cli.parameters import CostsFile, Hardware, HostMemory, Json
-from elbowroom.cli.sources import find_costs, load_trace, read_host_memory
+from elbowroom.cli.sources import find_costs, load_plan, load_trace, read_host_memory
 from elbowroom.cli.terminal import open_terminal
 from elbowroom.ir import files
-from elbowroom.ir.check import check
 from elbowroom.ir.forecast import Forecast
 from elbowroom.ir.journal import Journal
-from elbowroom.ir.plan import Plan
 from elbowroom.simulator.addresses import Allocator
 from elbowroom.units import format_bytes
 
@@ -47,8 +46,8 @@ def simulate(
 
     with open_terminal(as_json) as terminal:
         host_bytes = read_host_memory(host_memory)
-        trace, plan = load_trace(trace_file), files.load(Plan, plan_file)
-        check(trace, plan)
+        trace = load_trace(trace_file)
+        plan = load_plan(plan_file, trace)
         costs = find_costs(terminal, trace, hardware, costs_file)
         replay = Replay(trace, costs, host_bytes=host_bytes)
         with terminal.progress(f"forecasting {trace.name}"):
@@ -66,7 +65,7 @@ def simulate(
             )
         )
         for line in describe_places(forecast):
-            terminal.show_text(line)
+            terminal.show(Text(line))
         document = files.to_json(forecast)
         terminal.write_document(
             "simulate",

@@ -116,7 +116,7 @@ def run_within(
         "seconds": steady.seconds,
         "quiet_steps": sum(not is_metered(record) for record in journal.steps),
         # The budget holds from the first step on, so the peak is that of every step that was metered.
-        "peak_bytes": max(record.peak_bytes for record in journal.steps),
+        "peak_bytes": journal.peak_bytes,
         "planned_peak_bytes": steady.peak_bytes,
         "resident_bytes": steady.resident_bytes,
         "offloaded_bytes": steady.offloaded_bytes,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from rich.table import Table
@@ -38,7 +38,8 @@ class Result:
     @property
     def budget_held(self) -> bool:
         """Whether every metered step stayed within the budget."""
-        return bool(0 < self.within["peak_bytes"] <= self.budget_bytes)
+        peak_bytes = self.within["peak_bytes"]
+        return peak_bytes is not None and peak_bytes <= self.budget_bytes
 
     def fields(self) -> dict[str, Any]:
         """For a program."""
@@ -65,7 +66,8 @@ def find_problems(results: Sequence[Result]) -> list[str]:
             problems.append(f"{result.spec}: the losses differ {where}")
         if not result.budget_held:
             peak, budget = result.within["peak_bytes"], result.budget_bytes
-            problems.append(f"{result.spec}: the measured peak of {peak} bytes is above the budget of {budget}")
+            found = f"the measured peak of {peak} bytes is above the budget of {budget}"
+            problems.append(f"{result.spec}: {'no peak was measured' if peak is None else found}")
     return problems
 
 
@@ -92,27 +94,23 @@ def _share(value: float, whole: float) -> str:
     return f"{value / whole:.0%}" if whole else ""
 
 
-def _peak(result: Result, nbytes: int) -> tuple[str, str]:
-    return (format_bytes(nbytes), _share(nbytes, result.plain["peak_bytes"]))
-
-
-def _resident(result: Result) -> tuple[str, str]:
-    nbytes = result.within["resident_bytes"]
-    return (format_bytes(nbytes), _share(nbytes, result.plain["resident_bytes"]))
+def _bytes(result: Result, name: str, nbytes: int | None) -> tuple[str, str]:
+    """A number of bytes, and its share of the plain step's."""
+    return ("not measured", "") if nbytes is None else (format_bytes(nbytes), _share(nbytes, result.plain[name]))
 
 
 def _step(result: Result, seconds: float) -> tuple[str, str]:
     return (format_seconds(seconds), f"{seconds / result.plain['seconds']:.2f} x")
 
 
-_ROWS = (
+_ROWS: tuple[tuple[str, Callable[[Result], tuple[str, str]]], ...] = (
     ("plain peak", lambda r: (format_bytes(r.plain["peak_bytes"]), "")),
     ("plain resident memory", lambda r: (format_bytes(r.plain["resident_bytes"]), "")),
     ("plain seconds a step", lambda r: (format_seconds(r.plain["seconds"]), "")),
-    ("budget", lambda r: _peak(r, r.budget_bytes)),
-    ("forecast peak", lambda r: _peak(r, r.within["forecast_peak_bytes"])),
-    ("measured peak", lambda r: _peak(r, r.within["peak_bytes"])),
-    ("resident memory", _resident),
+    ("budget", lambda r: _bytes(r, "peak_bytes", r.budget_bytes)),
+    ("forecast peak", lambda r: _bytes(r, "peak_bytes", r.within["forecast_peak_bytes"])),
+    ("measured peak", lambda r: _bytes(r, "peak_bytes", r.within["peak_bytes"])),
+    ("resident memory", lambda r: _bytes(r, "resident_bytes", r.within["resident_bytes"])),
     ("forecast seconds a step", lambda r: _step(r, r.within["forecast_seconds"])),
     ("measured seconds a step", lambda r: _step(r, r.within["seconds"])),
     ("losses equal", lambda r: (f"{'yes' if r.losses_equal else 'NO'}, all {len(r.plain['losses'])}", "")),
