@@ -175,6 +175,10 @@ class Room:
         if self._engine is not None:
             self._settle(acts, self._engine, seconds, meter)
             return
+        if self._unwatched:
+            self._record(Mode.DRIFTED, seconds, None, meter, f"unusual, and not watched: {self._unwatched}")
+            self._repertoire.strayed(())
+            return
         record = self._record(Mode.PLAIN, seconds, None, meter, "")
         self._repertoire.followed(act, self._calls)
         self._repertoire.keep_pace(act, record)
@@ -243,7 +247,7 @@ class Room:
         self, engine: OnlineEngine | None, meter: Meter | None, capture: LiveCapture | None, plain: Act | None = None
     ) -> Generator[None, None, float]:
         """Let the block run, and say how many seconds it took. `plain`: what it is expected to be, with no engine."""
-        self._engine, self._calls = engine, Counter()
+        self._engine, self._calls, self._unwatched = engine, Counter(), ""
         with serving(self._device), contextlib.ExitStack() as stack:
             self._start(meter, stack)
             place, gradients = Place(), self._tell_gradients() if plain is not None else None
@@ -279,7 +283,12 @@ class Room:
         try:
             place.enter(engine.watcher, engine.pack, engine.unpack, stack)
         except RuntimeError as error:
-            logger.warning("a step that may be larger than those before it cannot be watched: %s", error)
+            if not self._unwatched:
+                logger.warning(
+                    "step %d may be larger than those before it, and cannot be watched from here on: %s; the next one "
+                    "is watched from its beginning", self._logbook.count, error,
+                )  # fmt: skip
+            self._unwatched = str(error)
             return
         stack.enter_context(finishing(engine.finish))
         self._engine = engine

@@ -23,6 +23,9 @@ Item = TypeVar("Item")
 PLAIN_TENSORS = frozenset((Tensor, Parameter))
 """Of what class almost all tensors are: quicker to ask than `isinstance`."""
 
+_NO_DISPATCH = Tensor.__torch_dispatch__
+"""Of classes whose tensors have their bytes themselves."""
+
 
 class _Entry(weakref.ref[torch.UntypedStorage], Generic[Item]):
     """A weak reference that knows what it stands for: one object a storage, since every step makes thousands."""
@@ -72,6 +75,8 @@ class Identities(Generic[Item]):
 
 def get_any_storage(tensor: torch.Tensor) -> torch.UntypedStorage | None:
     """The storage of a tensor of whatever class, if it has one."""
+    if tensor._is_zerotensor():  # its storage has a size and no bytes
+        return None
     try:
         return tensor.untyped_storage()
     except (NotImplementedError, RuntimeError):
@@ -90,14 +95,11 @@ def get_plain_storage(tensor: torch.Tensor, *, fake: bool = False) -> torch.Unty
         if isinstance(tensor, FakeTensor):  # a Parameter may be one
             if not fake:
                 return None
-        elif not isinstance(tensor, Parameter):
+        elif not isinstance(tensor, Parameter) or type(tensor).__torch_dispatch__ is not _NO_DISPATCH:
             return None
     if tensor.layout is not strided or tensor.is_quantized or tensor.is_nested or tensor.is_conj() or tensor.is_neg():
         return None
-    try:
-        return tensor.untyped_storage()
-    except (NotImplementedError, RuntimeError):
-        return None
+    return get_any_storage(tensor)
 
 
 _COMPRESSED_ROWS = ("crow_indices", "col_indices", "values")

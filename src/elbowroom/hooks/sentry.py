@@ -7,7 +7,9 @@ the shapes that the model is called with, and by then the program may be inside 
 from __future__ import annotations
 
 import contextlib
+import operator
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -57,15 +59,33 @@ class Place:
     """A place among nested contexts: where a step begins. What is entered there later comes before what is inside."""
 
     def __init__(self) -> None:
-        self._modes = len(_get_current_dispatch_mode_stack())
+        self._thread, self._backward = threading.get_ident(), torch._C._current_graph_task_id()
+        self._modes = list(_get_current_dispatch_mode_stack())
         self._hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+
+    def _find_obstacle(self) -> str:
+        """Why nothing can be entered at this place for now; "" if it can be. PyTorch keeps contexts by thread, and each
+        backward node runs in copies of them that are gone after it."""
+        if threading.get_ident() != self._thread:
+            return "the model is called in another thread"
+        if torch._C._current_graph_task_id() != self._backward:
+            return "the model is called inside a backward pass"
+        if not torch._C._autograd._saved_tensors_hooks_is_enabled():
+            return "the program has switched saved-tensor hooks off"
+        stack = _get_current_dispatch_mode_stack()
+        if len(stack) < len(self._modes) or any(map(operator.is_not, stack, self._modes)):
+            return "the model is called by a dispatch mode"
+        return ""
 
     def enter(self, mode: TorchDispatchMode, pack: Hook, unpack: Hook, stack: contextlib.ExitStack) -> None:
         """Enter a dispatch mode and saved-tensor hooks at this place; `stack` leaves them.
 
         Raises:
-            RuntimeError: the program has switched saved-tensor hooks off.
+            RuntimeError: the program has switched saved-tensor hooks off, or it is in another thread, a backward pass or
+                a dispatch mode's own code.
         """
+        if obstacle := self._find_obstacle():
+            raise RuntimeError(obstacle)
         autograd = torch._C._autograd
         inner: list[tuple[Hook, Hook]] = []
         while (top := autograd._top_saved_tensors_default_hooks(True)) is not None and top != self._hooks:
@@ -77,7 +97,7 @@ class Place:
         finally:
             for hooks in reversed(inner):
                 autograd._push_saved_tensors_default_hooks(*hooks)
-        modes = [_pop_mode() for _ in range(len(_get_current_dispatch_mode_stack()) - self._modes)]
+        modes = [_pop_mode() for _ in range(len(_get_current_dispatch_mode_stack()) - len(self._modes))]
         try:
             stack.enter_context(mode)
         finally:
