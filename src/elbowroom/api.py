@@ -12,6 +12,7 @@ from elbowroom._family import get
 from elbowroom.config import read_config
 from elbowroom.errors import TraceError, UsageError
 from elbowroom.hardware.memory import count_device_bytes
+from elbowroom.hooks.sharded import find_sharded
 from elbowroom.ir.hardware import HardwareProfile
 from elbowroom.ir.trace import Trace
 from elbowroom.residency import policies
@@ -53,7 +54,8 @@ def fit(
 
     Raises:
         UnknownMember: there is no such policy.
-        UsageError: the budget is malformed, the model has no parameters, lies on two devices, or has a room already;
+        UsageError: the budget is malformed; the model has no parameters, lies on two devices, is sharded (FSDP,
+            DTensor), or has a room already;
             the spill folder is missing or not writable.
         Infeasible: with `step`: no plan fits the budget.
     """
@@ -77,7 +79,7 @@ def capture(
     """What one training step does, found on fake tensors: nothing is allocated, run or changed.
 
     Raises:
-        UsageError: the model has no parameters or lies on two devices.
+        UsageError: the model has no parameters, lies on two devices, or is sharded.
         TraceError: the step looks at values, or uses what cannot be faked.
     """
     trace = capture_fake(
@@ -92,8 +94,13 @@ def find_device(model: torch.nn.Module) -> torch.device:
     """The one device of a model's parameters.
 
     Raises:
-        UsageError: there are none, or several, or one that is neither a CPU nor CUDA.
+        UsageError: there are none, or several, or one that is neither a CPU nor CUDA; or the model is sharded.
     """
+    if sharded := find_sharded(model):
+        raise UsageError(
+            f"the model is spread over several devices ({sharded}); Elbowroom manages one device: use it without "
+            "sharding, or with DistributedDataParallel"
+        )
     devices = sorted({str(parameter.device) for parameter in model.parameters()})
     if len(devices) != 1:
         raise UsageError(

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, strided
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import Parameter
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from elbowroom.hooks.hidden import Hidden
 
@@ -120,6 +121,26 @@ def list_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
         if tensor.is_nested and type(tensor) in PLAIN_TENSORS:
             return [tensor.values()]
         return [getattr(tensor, part)() for part in _PARTS.get(tensor.layout, ())]
+
+
+def unwrap(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """The tensors that have the bytes of a tensor: of a wrapping class (a DTensor, say) those that it wraps; of any
+    other class the tensor itself. Nothing where the class does not tell what it wraps."""
+    if type(tensor) in PLAIN_TENSORS or type(tensor).__torch_dispatch__ is _NO_DISPATCH or isinstance(tensor, FakeTensor):
+        return [tensor]
+    if is_traceable_wrapper_subclass(tensor):
+        names, _ = tensor.__tensor_flatten__()
+        wrapped = [getattr(tensor, name) for name in names]
+        return [part for each in wrapped if isinstance(each, Tensor) for part in unwrap(each)]
+    return [tensor] if _has_bytes(tensor) else []
+
+
+def _has_bytes(tensor: torch.Tensor) -> bool:
+    storage = get_any_storage(tensor)
+    try:
+        return storage is not None and storage.data_ptr() is not None
+    except RuntimeError:
+        return False
 
 
 def make_test(device_type: str) -> Callable[[torch.Tensor], bool]:
