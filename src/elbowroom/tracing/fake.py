@@ -54,7 +54,7 @@ def capture_fake(
         raise UsageError("a FakeTensorMode is active; capture the step outside of it")
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     try:
-        with undone(model, optimizers), _replaced_by_fakes(mode, model, optimizers), mode:
+        with undone(step, model, *optimizers), _replaced_by_fakes(mode, model, optimizers), mode:
             if not count_state(optimizers):
                 step()  # to make it, which takes half as long where nobody writes it down
             for _ in range(SETTLING_STEPS):
