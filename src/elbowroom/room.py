@@ -20,7 +20,7 @@ from elbowroom.hooks.estimates import Estimates
 from elbowroom.hooks.identity import Identities
 from elbowroom.hooks.mark import is_marked, mark, unmark
 from elbowroom.hooks.meter import Meter, make_meter
-from elbowroom.hooks.sentry import Inputs, Place, seeing_inputs
+from elbowroom.hooks.sentry import Inputs, Place, list_gradients, seeing_inputs
 from elbowroom.ir.hardware import HardwareProfile
 from elbowroom.ir.identity import digest
 from elbowroom.ir.journal import Journal, Mode, StepRecord
@@ -172,12 +172,8 @@ class Room:
         meter = make_meter(self._device) if not act.is_measured or self._is_metered() else None
         acts = tuple(self._repertoire.acts)
         seconds = yield from self._run(None, meter, None, act)
-        if self._engine is not None:
+        if self._engine is not None or self._unwatched:
             self._settle(acts, self._engine, seconds, meter)
-            return
-        if self._unwatched:
-            self._record(Mode.DRIFTED, seconds, None, meter, f"unusual, and not watched: {self._unwatched}")
-            self._repertoire.strayed(())
             return
         record = self._record(Mode.PLAIN, seconds, None, meter, "")
         self._repertoire.followed(act, self._calls)
@@ -206,15 +202,15 @@ class Room:
             self._repertoire.keep_pace(act, record)
 
     def _settle(
-        self, acts: Sequence[Act], engine: OnlineEngine, seconds: float, meter: Meter | None
+        self, acts: Sequence[Act], engine: OnlineEngine | None, seconds: float, meter: Meter | None
     ) -> tuple[StepRecord, Act | None]:
         """A step is over that was expected to be one of those that are known: which it was, if any."""
-        followed = None if engine.followed is None else acts[engine.followed]
+        followed = None if engine is None or engine.followed is None else acts[engine.followed]
         mode = Mode.DRIFTED if followed is None else Mode.PLANNED
-        record = self._record(mode, seconds, engine, meter, engine.drift)
+        record = self._record(mode, seconds, engine, meter, self._unwatched if engine is None else engine.drift)
         if followed is not None:
             self._repertoire.followed(followed, self._calls)
-        elif self._repertoire.strayed(engine.sizes):
+        elif self._repertoire.strayed(() if engine is None else engine.sizes):
             self._has_recurred = True
         return record, followed
 
@@ -247,16 +243,16 @@ class Room:
         self, engine: OnlineEngine | None, meter: Meter | None, capture: LiveCapture | None, plain: Act | None = None
     ) -> Generator[None, None, float]:
         """Let the block run, and say how many seconds it took. `plain`: what it is expected to be, with no engine."""
-        self._engine, self._calls, self._unwatched = engine, Counter(), ""
+        self._engine, self._calls, self._unwatched = engine, Counter(), ""  # or why an unusual call was not watched
         with serving(self._device), contextlib.ExitStack() as stack:
             self._start(meter, stack)
-            place, gradients = Place(), self._tell_gradients() if plain is not None else None
+            place, gradients = Place(), list_gradients(self._model) if plain is not None else None
 
             def see(inputs: Inputs) -> None:
                 self._calls[inputs] += 1
                 if plain is not None and self._engine is None and not plain.is_usual(self._calls):
                     # What earlier calls left is there unseen, unless it went with the backward pass.
-                    is_fresh = self._calls.total() == 1 or self._tell_gradients() != gradients
+                    is_fresh = self._calls.total() == 1 or list_gradients(self._model) != gradients
                     self._engage(place, stack, 0 if is_fresh else plain.planned.count_activations())
 
             stack.enter_context(seeing_inputs(self._model, see))
@@ -271,11 +267,6 @@ class Room:
             yield
             return time.perf_counter() - begin
 
-    def _tell_gradients(self) -> list[tuple[int, int] | None]:
-        """Another answer once a backward pass has run."""
-        gradients = (parameter.grad for parameter in self._model.parameters())
-        return [None if gradient is None else (id(gradient), gradient._version) for gradient in gradients]
-
     def _engage(self, place: Place, stack: contextlib.ExitStack, unseen_bytes: int) -> None:
         """What fitted as it was is called with something else: from here on this step is watched."""
         engine = self._make_engine(self.config.policy, self._repertoire.acts, None)
@@ -284,11 +275,8 @@ class Room:
             place.enter(engine.watcher, engine.pack, engine.unpack, stack)
         except RuntimeError as error:
             if not self._unwatched:
-                logger.warning(
-                    "step %d may be larger than those before it, and cannot be watched from here on: %s; the next one "
-                    "is watched from its beginning", self._logbook.count, error,
-                )  # fmt: skip
-            self._unwatched = str(error)
+                logger.warning("step %d may take more than those before it, unwatched: %s", self._logbook.count, error)
+            self._unwatched = f"may have taken more than those before it, unwatched: {error}"
             return
         stack.enter_context(finishing(engine.finish))
         self._engine = engine

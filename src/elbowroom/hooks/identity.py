@@ -126,7 +126,7 @@ def list_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
 def unwrap(tensor: torch.Tensor) -> list[torch.Tensor]:
     """The tensors that have the bytes of a tensor: of a wrapping class (a DTensor, say) those that it wraps; of any
     other class the tensor itself. Nothing where the class does not tell what it wraps."""
-    if type(tensor) in PLAIN_TENSORS or type(tensor).__torch_dispatch__ is _NO_DISPATCH or isinstance(tensor, FakeTensor):
+    if type(tensor).__torch_dispatch__ is _NO_DISPATCH or isinstance(tensor, FakeTensor):
         return [tensor]
     if is_traceable_wrapper_subclass(tensor):
         names, _ = tensor.__tensor_flatten__()

@@ -55,6 +55,12 @@ def seeing_inputs(model: torch.nn.Module, see: Callable[[Inputs], None]) -> Iter
             handle.remove()
 
 
+def list_gradients(model: torch.nn.Module) -> list[tuple[int, int] | None]:
+    """Which gradients there are, and how often each was written to: another answer once a backward pass has run."""
+    gradients = (parameter.grad for parameter in model.parameters())
+    return [None if gradient is None else (id(gradient), gradient._version) for gradient in gradients]
+
+
 class Place:
     """A place among nested contexts: where a step begins. What is entered there later comes before what is inside."""
 
@@ -70,7 +76,7 @@ class Place:
             return "the model is called in another thread"
         if torch._C._current_graph_task_id() != self._backward:
             return "the model is called inside a backward pass"
-        if not torch._C._autograd._saved_tensors_hooks_is_enabled():
+        if not torch._C._autograd._saved_tensors_hooks_is_enabled():  # type: ignore[attr-defined]
             return "the program has switched saved-tensor hooks off"
         stack = _get_current_dispatch_mode_stack()
         if len(stack) < len(self._modes) or any(map(operator.is_not, stack, self._modes)):
@@ -81,8 +87,8 @@ class Place:
         """Enter a dispatch mode and saved-tensor hooks at this place; `stack` leaves them.
 
         Raises:
-            RuntimeError: the program has switched saved-tensor hooks off, or it is in another thread, a backward pass or
-                a dispatch mode's own code.
+            RuntimeError: the program has switched saved-tensor hooks off, or it is in another thread, in a backward
+                pass, or in a dispatch mode's own code.
         """
         if obstacle := self._find_obstacle():
             raise RuntimeError(obstacle)

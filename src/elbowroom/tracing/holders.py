@@ -52,8 +52,7 @@ class DictHolder:
     def put_back(self) -> None:
         items = self._kind.items(self._table)
         if len(items) != len(self._held) or any(
-            old is not new or before is not after
-            for (old, before), (new, after) in zip(self._held, items, strict=True)
+            old is not new or before is not after for (old, before), (new, after) in zip(self._held, items, strict=True)
         ):
             self._kind.clear(self._table)
             for key, value in self._held:
@@ -206,7 +205,11 @@ def _remember_bytes(value: Any, held: Any, all_of_it: Any) -> Callable[[], None]
 
 def _putting_back(read: Callable[[], Any], write: Callable[[Any], object]) -> Callable[[], None]:
     state = read()
-    return lambda: None if write(state) is None else None
+
+    def put_back() -> None:
+        write(state)
+
+    return put_back
 
 
 def _read_cell(cell: CellType) -> Any:

@@ -33,10 +33,15 @@ MOST_OBJECTS = 500_000
 """That are looked at; a second or two."""
 
 _ATOMS = frozenset(
-    (int, float, complex, bool, str, bytes, range, slice, type(None), type(...), type(NotImplemented))
-    + (torch.dtype, torch.device, torch.layout, torch.Size, torch.memory_format)
+    (
+        *(int, float, complex, bool, str, bytes, range, slice, type(None), type(...), type(NotImplemented)),
+        *(torch.dtype, torch.device, torch.layout, torch.Size, torch.memory_format),
+    )
 )
-_OPAQUE = (types.ModuleType, types.CodeType, types.FrameType, weakref.ref, logging.Logger, logging.Handler, threading.Thread)
+_OPAQUE = (
+    *(types.ModuleType, types.CodeType, types.FrameType, weakref.ref),
+    *(logging.Logger, logging.Handler, threading.Thread),
+)
 _BOUND = (types.BuiltinFunctionType, types.MethodWrapperType)
 _WRAPPED = ("__func__", "__self__", "__wrapped__", "func", "args", "keywords", "fget", "fset")
 
@@ -67,7 +72,7 @@ class Reach:
             if type(value) in _ATOMS or id(value) in self._seen or isinstance(value, _OPAQUE):
                 continue
             if len(self._seen) >= MOST_OBJECTS:
-                raise TraceError(f"the step can reach more than {MOST_OBJECTS} Python objects, too many to put back")
+                raise TraceError(f"it can reach more than {MOST_OBJECTS} Python objects, too many to put back")
             self._seen[id(value)] = value
             pending.extend(self._open(value))
 
@@ -165,7 +170,7 @@ def _refuse_iterators(values: Iterable[Any]) -> list[Any]:
     found = list(values)
     for each in found:
         if is_iterator(each):
-            raise TraceError(f"the step can reach a {type(each).__name__} in a tuple; what it takes from it is lost")
+            raise TraceError(f"a {type(each).__name__} is in a tuple or a default: what it took could not be put back")
     return found
 
 
