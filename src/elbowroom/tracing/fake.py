@@ -66,7 +66,7 @@ def capture_fake(
                 if count_state(optimizers) == before:
                     break
         if left := _find_left(mode):
-            raise TraceError(f"its fake tensors are still held by {left}")
+            raise TraceError(f"fake tensors of it are still there, {left}")
         return trace
     except (
         TraceError,
@@ -86,15 +86,17 @@ def capture_fake(
 
 
 def _find_left(mode: FakeTensorMode) -> str:
-    """What holds fake tensors of a mode that is over; "" if nothing does."""
+    """How many fake tensors there are of a mode that is over, and what holds them; "" if there are none."""
     gc.collect()  # a graph may be part of a cycle
     left = [
         each
         for each in gc.get_objects()
         if issubclass(type(each), FakeTensor) and getattr(each, "fake_mode", None) is mode
     ]
-    holders = [type(each).__name__ for each in gc.get_referrers(*left) if each is not left] if left else []
-    return f"{len(holders)} objects ({', '.join(sorted(set(holders)))})" if holders else ""
+    if not left:
+        return ""
+    held = sorted({type(each).__name__ for each in gc.get_referrers(*left) if each is not left})
+    return f"{len(left)} in all, held by a {' and a '.join(held) or 'global'}"
 
 
 def _run(
