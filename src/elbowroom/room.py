@@ -20,7 +20,7 @@ from elbowroom.hooks.estimates import Estimates
 from elbowroom.hooks.identity import Identities
 from elbowroom.hooks.mark import is_marked, mark, unmark
 from elbowroom.hooks.meter import Meter, make_meter
-from elbowroom.hooks.sentry import Inputs, Place, list_gradients, seeing_inputs
+from elbowroom.hooks.sentry import Inputs, OutOfReach, Place, list_gradients, seeing_inputs
 from elbowroom.ir.hardware import HardwareProfile
 from elbowroom.ir.identity import digest
 from elbowroom.ir.journal import Journal, Mode, StepRecord
@@ -273,10 +273,13 @@ class Room:
         engine.account.reserve(unseen_bytes)
         try:
             place.enter(engine.watcher, engine.pack, engine.unpack, stack)
-        except RuntimeError as error:
+        except OutOfReach as error:
             if not self._unwatched:
                 logger.warning("step %d may take more than those before it, unwatched: %s", self._logbook.count, error)
             self._unwatched = f"may have taken more than those before it, unwatched: {error}"
+            return
+        except RuntimeError as error:
+            logger.warning("a step that may be larger than those before it cannot be watched: %s", error)
             return
         stack.enter_context(finishing(engine.finish))
         self._engine = engine

@@ -23,7 +23,7 @@ import elbowroom
 from elbowroom.errors import TraceError
 from elbowroom.ir.hardware import HardwareProfile
 from elbowroom.tracing.iterators import IteratorTaken
-from elbowroom.tracing.undo import undone
+from elbowroom.tracing.reach import Reach
 
 WIDTH, ROWS = 16, 8
 
@@ -270,9 +270,12 @@ def test_an_iterator_is_refused_to_the_step_alone() -> None:
     """Not to other threads, which may prefetch, nor to whoever kept what stood for it."""
     numbers = iter(range(3))
     held = [numbers]
-    with pytest.raises(TraceError, match="next item of a range_iterator"), undone(held), ThreadPoolExecutor(1) as pool:
-        kept = held[0]
+    reach = Reach([held])
+    reach.guard()
+    kept = held[0]
+    with ThreadPoolExecutor(1) as pool:
         assert pool.submit(next, kept).result() == 0
-        with pytest.raises(IteratorTaken):
-            next(kept)
+    with pytest.raises(IteratorTaken, match="next item of a range_iterator"):
+        next(kept)
+    reach.put_back()
     assert held[0] is numbers and next(numbers) == 1 and next(kept) == 2

@@ -61,6 +61,10 @@ def list_gradients(model: torch.nn.Module) -> list[tuple[int, int] | None]:
     return [None if gradient is None else (id(gradient), gradient._version) for gradient in gradients]
 
 
+class OutOfReach(RuntimeError):
+    """Nothing can be entered at a place from where the program is now."""
+
+
 class Place:
     """A place among nested contexts: where a step begins. What is entered there later comes before what is inside."""
 
@@ -76,8 +80,6 @@ class Place:
             return "the model is called in another thread"
         if torch._C._current_graph_task_id() != self._backward:
             return "the model is called inside a backward pass"
-        if not torch._C._autograd._saved_tensors_hooks_is_enabled():  # type: ignore[attr-defined]
-            return "the program has switched saved-tensor hooks off"
         stack = _get_current_dispatch_mode_stack()
         if len(stack) < len(self._modes) or any(map(operator.is_not, stack, self._modes)):
             return "the model is called by a dispatch mode"
@@ -87,11 +89,11 @@ class Place:
         """Enter a dispatch mode and saved-tensor hooks at this place; `stack` leaves them.
 
         Raises:
-            RuntimeError: the program has switched saved-tensor hooks off, or it is in another thread, in a backward
-                pass, or in a dispatch mode's own code.
+            OutOfReach: it is in another thread, in a backward pass, or in a dispatch mode's own code.
+            RuntimeError: the program has switched saved-tensor hooks off.
         """
         if obstacle := self._find_obstacle():
-            raise RuntimeError(obstacle)
+            raise OutOfReach(obstacle)
         autograd = torch._C._autograd
         inner: list[tuple[Hook, Hook]] = []
         while (top := autograd._top_saved_tensors_default_hooks(True)) is not None and top != self._hooks:
