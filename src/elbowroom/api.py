@@ -12,6 +12,7 @@ from elbowroom._family import get
 from elbowroom.config import read_config
 from elbowroom.errors import TraceError, UsageError
 from elbowroom.hardware.memory import count_device_bytes
+from elbowroom.hooks.sharded import find_sharded
 from elbowroom.ir.hardware import HardwareProfile
 from elbowroom.ir.trace import Trace
 from elbowroom.planner.options import find_strategy
@@ -55,8 +56,9 @@ def fit(
 
     Raises:
         UnknownMember: there is no such policy or strategy.
-        UsageError: the budget is malformed, the model has no parameters, lies on two devices, or has a room already;
-            the spill folder is missing or not writable; an argument is not what it should be.
+        UsageError: the budget is malformed; the model has no parameters, lies on two devices, is sharded (FSDP,
+            DTensor), or has a room already; the spill folder is missing or not writable; an argument is not what it
+            should be.
         Infeasible: with `step`: no plan fits the budget.
     """
     config = read_config(**options)
@@ -83,7 +85,8 @@ def capture(
     """What one training step does, found on fake tensors: nothing is allocated, run or changed.
 
     Raises:
-        UsageError: the model has no parameters or lies on two devices; an argument is not what it should be.
+        UsageError: the model has no parameters, lies on two devices, or is sharded; an argument is not what it should
+            be.
         TraceError: the step looks at values, or uses what cannot be faked.
     """
     device, optimizers = find_device(model), list_optimizers(optimizer)
@@ -98,10 +101,16 @@ def find_device(model: torch.nn.Module) -> torch.device:
     """The one device of a model's parameters.
 
     Raises:
-        UsageError: it is no model; there are none, or several, or one that is neither a CPU nor CUDA.
+        UsageError: it is no model; there are none, or several, or one that is neither a CPU nor CUDA; or the model is
+            sharded.
     """
     if not isinstance(model, torch.nn.Module):
         raise UsageError(f"expected a torch.nn.Module as the model, not {_name_type(model)}")
+    if sharded := find_sharded(model):
+        raise UsageError(
+            f"the model is spread over several devices ({sharded}); Elbowroom manages one device: use it without "
+            "sharding, or with DistributedDataParallel"
+        )
     devices = sorted({str(parameter.device) for parameter in model.parameters()})
     if len(devices) != 1:
         raise UsageError(

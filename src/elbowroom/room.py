@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-import weakref
 from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import Any
@@ -22,7 +21,7 @@ from elbowroom.hooks.estimates import Estimates
 from elbowroom.hooks.identity import Identities
 from elbowroom.hooks.mark import is_marked, mark, unmark
 from elbowroom.hooks.meter import Meter, make_meter
-from elbowroom.hooks.sentry import Inputs, Place, seeing_inputs
+from elbowroom.hooks.sentry import GradientVersions, Inputs, OutOfReach, Place, seeing_inputs
 from elbowroom.ir.costs import Measurements
 from elbowroom.ir.hardware import HardwareProfile
 from elbowroom.ir.identity import digest
@@ -75,7 +74,7 @@ class Room:
         self._detached = True  # until there is something to detach
         self._captures = self._futile_captures = self._next_capture = 0
         self._engine: OnlineEngine | None = None
-        self._parameters: list[weakref.ref[torch.nn.Parameter]] | None = None
+        self._gradients = GradientVersions(model)
         self._calls: Counter[Inputs] = Counter()  # of the model, in this step
         self._made_of = choose(is_quick=config.quick)
         self._estimates = Estimates(device.type, self._made_of.sightings)
@@ -177,7 +176,7 @@ class Room:
         meter = self._metering.make_if_due(is_wanted=not act.is_measured)
         acts = tuple(self._repertoire.acts)
         seconds = yield from self._run(None, meter, None, act)
-        if self._engine is not None:
+        if self._engine is not None or self._unwatched:
             self._settle(acts, self._engine, seconds, meter)
             return
         record = self._metering.record(Mode.PLAIN, seconds, None, meter, "")
@@ -207,15 +206,16 @@ class Room:
             self._repertoire.keep_pace(act, record)
 
     def _settle(
-        self, acts: Sequence[Act], engine: OnlineEngine, seconds: float, meter: Meter | None
+        self, acts: Sequence[Act], engine: OnlineEngine | None, seconds: float, meter: Meter | None
     ) -> tuple[StepRecord, Act | None]:
         """A step is over that was expected to be one of those that are known: which it was, if any."""
-        followed = None if engine.followed is None else acts[engine.followed]
+        followed = None if engine is None or engine.followed is None else acts[engine.followed]
         mode = Mode.DRIFTED if followed is None else Mode.PLANNED
-        record = self._metering.record(mode, seconds, engine, meter, engine.drift)
+        why = self._unwatched if engine is None else engine.drift
+        record = self._metering.record(mode, seconds, engine, meter, why)
         if followed is not None:
             self._repertoire.followed(followed, self._calls)
-        elif self._repertoire.strayed(engine.sizes):
+        elif self._repertoire.strayed(() if engine is None else engine.sizes):
             self._has_recurred = True
         return record, followed
 
@@ -248,19 +248,19 @@ class Room:
         self, engine: OnlineEngine | None, meter: Meter | None, capture: LiveCapture | None, plain: Act | None = None
     ) -> Generator[None, None, float]:
         """Let the block run, and say how many seconds it took. `plain`: what it is expected to be, with no engine."""
-        self._engine, self._calls = engine, Counter()
+        self._engine, self._calls, self._unwatched = engine, Counter(), ""  # or why an unusual call was not watched
         with serving(self._device), contextlib.ExitStack() as stack:
             if meter is not None:
                 known = self.planned
                 trace = None if known is None else known.trace
                 self._metering.start(meter, self._list_residents(), trace, engine, stack)
-            place, gradients = Place(), self._tell_gradients() if plain is not None else None
+            place, gradients = Place(), self._gradients.read() if plain is not None else None
 
             def see(inputs: Inputs) -> None:
                 self._calls[inputs] += 1
                 if plain is not None and self._engine is None and not plain.is_usual(self._calls):
                     # What earlier calls left is there unseen, unless it went with the backward pass.
-                    is_fresh = self._calls.total() == 1 or self._tell_gradients() != gradients
+                    is_fresh = self._calls.total() == 1 or self._gradients.read() != gradients
                     self._engage(place, stack, 0 if is_fresh else plain.planned.count_activations())
 
             stack.enter_context(seeing_inputs(self._model, see))
@@ -275,21 +275,17 @@ class Room:
             yield
             return time.perf_counter() - begin
 
-    def _tell_gradients(self) -> list[tuple[int, int] | None]:
-        """Another answer once a backward pass has run."""
-        # Finding the parameters of a model takes as long as some ops. One that was replaced since tells of nothing.
-        if self._parameters is None:
-            self._parameters = [weakref.ref(parameter) for parameter in self._model.parameters()]
-        found = (find() for find in self._parameters)
-        gradients = (None if parameter is None else parameter.grad for parameter in found)
-        return [None if gradient is None else (id(gradient), gradient._version) for gradient in gradients]
-
     def _engage(self, place: Place, stack: contextlib.ExitStack, unseen_bytes: int) -> None:
         """What fitted as it was is called with something else: from here on this step is watched."""
         engine = self._make_engine(self.config.policy, self._repertoire.acts, None)
         engine.account.reserve(unseen_bytes)
         try:
             place.enter(engine.watcher, engine.pack, engine.unpack, stack)
+        except OutOfReach as error:
+            if not self._unwatched:
+                logger.warning("step %d may take more than those before it, unwatched: %s", self._metering.steps, error)
+            self._unwatched = f"may have taken more than those before it, unwatched: {error}"
+            return
         except RuntimeError as error:
             logger.warning("a step that may be larger than those before it cannot be watched: %s", error)
             return

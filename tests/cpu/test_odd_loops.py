@@ -16,6 +16,7 @@ import pytest
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd import forward_ad
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -352,6 +353,34 @@ def test_a_fold_planned_ahead(profile: HardwareProfile) -> None:
             with room.step():
                 step()
         assert max(record.peak_bytes or 0 for record in room.journal().steps) <= budget
+
+
+# Forward-mode derivatives ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("strategy", ["offload_all", "recompute_all", ""])
+def test_forward_mode_derivatives(strategy: str, profile: HardwareProfile) -> None:
+    """They are made of tensors of zeros, too, which have a storage with a size and without bytes."""
+
+    def step(model: Net, x: torch.Tensor, index: int) -> torch.Tensor:
+        with forward_ad.dual_level():
+            dual = forward_ad.make_dual(x, x.cos())
+            value, tangent = forward_ad.unpack_dual(model.c(torch.tanh(model.b(torch.tanh(model.a(dual))))))
+            loss = value.square().mean() + tangent.square().mean()
+        loss.backward()
+        return loss.detach()
+
+    if strategy:
+        compare(step, profile, strategy)
+        return
+    plain = train(step)[0]
+    planned: list[Planned | None] = []
+    train(step, planned, profile=profile)
+    assert planned[0] is not None
+    budget = int(0.9 * planned[0].forecast.peak_bytes)
+    found, records = train(step, profile=profile, mode="dynamic", memory_budget=budget)
+    assert_same(plain, found)
+    assert all(0 < record.peak_bytes <= budget for record in records) and records[0].offloaded_bytes
 
 
 # What looking leaves behind -------------------------------------------------------------------------------------------

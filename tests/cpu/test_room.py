@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -9,12 +10,12 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
 import elbowroom
 from elbowroom.errors import Infeasible, UnknownMember, UsageError
 from elbowroom.ir.hardware import HardwareProfile
-from elbowroom.ir.journal import Mode
+from elbowroom.ir.journal import Mode, StepRecord
 from elbowroom.ir.trace import release_unneeded
 from elbowroom.planner.plain import EVERYTHING_FITS
 from elbowroom.planner.problem import pose
@@ -187,6 +188,110 @@ def test_steps_that_grow_are_planned_when_they_no_longer_fit(profile: HardwarePr
 
 
 @pytest.mark.parametrize("every", [1, 4, 100])
+class BackwardOnly(torch.autograd.Function):
+    """Calls a model in its backward pass, and nowhere else."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, model: nn.Module) -> torch.Tensor:  # type: ignore[override]
+        ctx.model = model
+        ctx.save_for_backward(x)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, None]:  # type: ignore[override]
+        with torch.enable_grad():
+            x = ctx.saved_tensors[0].detach().requires_grad_()
+            torch.autograd.backward(ctx.model(x), gradient)
+        return x.grad, None
+
+
+class CallsModel(TorchDispatchMode):
+    """Calls a model as soon as it sees a hyperbolic sine."""
+
+    model: nn.Module
+    found: torch.Tensor
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.sinh.default:
+            self.found = self.model(args[0])
+        return func(*args, **(kwargs or {}))
+
+
+GROWS_AT, LARGER = 3, 700
+
+
+def call_in_backward(model: nn.Module, x: torch.Tensor, is_larger: bool) -> torch.Tensor:
+    return BackwardOnly.apply(x.exp(), model).square().mean()  # type: ignore[no-any-return, no-untyped-call]
+
+
+def call_in_gradient_hook(model: nn.Module, x: torch.Tensor, is_larger: bool) -> torch.Tensor:
+    y: torch.Tensor = model(x[:256])
+    y.register_hook(lambda gradient: gradient + 1e-3 * model(x.detach()).sum().detach())
+    return y.square().mean()
+
+
+def call_in_thread(model: nn.Module, x: torch.Tensor, is_larger: bool) -> torch.Tensor:
+    found = [model(x[:256])]
+    if is_larger:
+        thread = threading.Thread(target=lambda: found.append(model(x)))
+        thread.start()
+        thread.join()
+    return sum(each.square().mean() for each in found)  # type: ignore[return-value]
+
+
+def call_in_mode(model: nn.Module, x: torch.Tensor, is_larger: bool) -> torch.Tensor:
+    loss: torch.Tensor = model(x[:256]).square().mean()
+    if is_larger:
+        x.detach().sinh()
+        mode = _get_current_dispatch_mode_stack()[0]
+        assert isinstance(mode, CallsModel)
+        loss = loss * mode.found.detach().mean()
+    return loss
+
+
+@pytest.mark.parametrize(
+    ("call", "why"),
+    [
+        (call_in_backward, "inside a backward pass"),
+        (call_in_gradient_hook, "inside a backward pass"),
+        (call_in_thread, "in another thread"),
+        (call_in_mode, "by a dispatch mode"),
+    ],
+)
+def test_a_larger_call_where_nothing_can_begin_to_watch(
+    call: Callable[..., torch.Tensor], why: str, profile: HardwareProfile, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Neither a crash nor a step that passes for usual: the next one is watched from its beginning."""
+
+    def train(room_of: Callable[..., Any]) -> list[float]:
+        model, optimizer, _ = make()
+        mode, losses = CallsModel(), []
+        mode.model = model
+        with mode if call is call_in_mode else contextlib.nullcontext(), room_of(model, optimizer) as room:
+            for index in range(GROWS_AT + 3):
+                is_larger = index >= GROWS_AT
+                x = torch.randn(LARGER if is_larger else 256, WIDTH, generator=torch.Generator().manual_seed(index))
+                with room.step() if room is not None else contextlib.nullcontext():
+                    loss = call(model, x.requires_grad_(), is_larger)
+                    loss.backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
+                losses.append(loss.item())
+                assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+                assert len(_get_current_dispatch_mode_stack()) == (call is call_in_mode)
+            if room is not None:
+                records.extend(room.journal().steps)
+        return losses
+
+    records: list[StepRecord] = []
+    plain = train(lambda model, optimizer: contextlib.nullcontext())
+    assert train(lambda *job: elbowroom.fit(*job, "1GiB", profile=profile)) == plain
+    assert [record.mode for record in records[GROWS_AT - 1 : GROWS_AT + 1]] == [Mode.PLAIN, Mode.DRIFTED]
+    assert why in records[GROWS_AT].note and why in caplog.text
+    assert records[GROWS_AT].saves == 0 and all(record.mode is not Mode.PLAIN for record in records[GROWS_AT:])
+    assert caplog.text.count("may take more than those before it") == 1
+
+
 @pytest.mark.parametrize("zero_first", [False, True])
 def test_what_is_metered_is_right(every: int, zero_first: bool, profile: HardwareProfile) -> None:
     """Also where a step frees what was made in one that nobody metered."""

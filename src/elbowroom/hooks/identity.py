@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, strided
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import Parameter
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from elbowroom.hooks.hidden import Hidden
 
@@ -22,6 +23,9 @@ Item = TypeVar("Item")
 
 PLAIN_TENSORS = frozenset((Tensor, Parameter))
 """Of what class almost all tensors are: quicker to ask than `isinstance`."""
+
+_NO_DISPATCH = Tensor.__torch_dispatch__
+"""Of classes whose tensors have their bytes themselves."""
 
 
 class _Entry(weakref.ref[torch.UntypedStorage], Generic[Item]):
@@ -72,6 +76,8 @@ class Identities(Generic[Item]):
 
 def get_any_storage(tensor: torch.Tensor) -> torch.UntypedStorage | None:
     """The storage of a tensor of whatever class, if it has one."""
+    if tensor._is_zerotensor():  # its storage has a size and no bytes
+        return None
     try:
         return tensor.untyped_storage()
     except (NotImplementedError, RuntimeError):
@@ -90,14 +96,11 @@ def get_plain_storage(tensor: torch.Tensor, *, fake: bool = False) -> torch.Unty
         if isinstance(tensor, FakeTensor):  # a Parameter may be one
             if not fake:
                 return None
-        elif not isinstance(tensor, Parameter):
+        elif not isinstance(tensor, Parameter) or type(tensor).__torch_dispatch__ is not _NO_DISPATCH:
             return None
     if tensor.layout is not strided or tensor.is_quantized or tensor.is_nested or tensor.is_conj() or tensor.is_neg():
         return None
-    try:
-        return tensor.untyped_storage()
-    except (NotImplementedError, RuntimeError):
-        return None
+    return get_any_storage(tensor)
 
 
 _COMPRESSED_ROWS = ("crow_indices", "col_indices", "values")
@@ -118,6 +121,26 @@ def list_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
         if tensor.is_nested and type(tensor) in PLAIN_TENSORS:
             return [tensor.values()]
         return [getattr(tensor, part)() for part in _PARTS.get(tensor.layout, ())]
+
+
+def unwrap(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """The tensors that have the bytes of a tensor: of a wrapping class (a DTensor, say) those that it wraps; of any
+    other class the tensor itself. Nothing where the class does not tell what it wraps."""
+    if type(tensor).__torch_dispatch__ is _NO_DISPATCH or isinstance(tensor, FakeTensor):
+        return [tensor]
+    if is_traceable_wrapper_subclass(tensor):
+        names, _ = tensor.__tensor_flatten__()
+        wrapped = [getattr(tensor, name) for name in names]
+        return [part for each in wrapped if isinstance(each, Tensor) for part in unwrap(each)]
+    return [tensor] if _has_bytes(tensor) else []
+
+
+def _has_bytes(tensor: torch.Tensor) -> bool:
+    storage = get_any_storage(tensor)
+    try:
+        return storage is not None and storage.data_ptr() is not None
+    except RuntimeError:
+        return False
 
 
 def make_test(device_type: str) -> Callable[[torch.Tensor], bool]:

@@ -7,7 +7,10 @@ the shapes that the model is called with, and by then the program may be inside 
 from __future__ import annotations
 
 import contextlib
+import operator
 import sys
+import threading
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -53,19 +56,55 @@ def seeing_inputs(model: torch.nn.Module, see: Callable[[Inputs], None]) -> Iter
             handle.remove()
 
 
+class GradientVersions:
+    """Tells whether a backward pass has run: which gradients a model has, and how often each was written to.
+
+    The parameters are found once, since that takes as long as some ops do. One that is replaced later tells nothing.
+    """
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._parameters = [weakref.ref(parameter) for parameter in model.parameters()]
+
+    def read(self) -> list[tuple[int, int] | None]:
+        """Return what differs once a backward pass has run."""
+        found = (find() for find in self._parameters)
+        gradients = (None if parameter is None else parameter.grad for parameter in found)
+        return [None if gradient is None else (id(gradient), gradient._version) for gradient in gradients]
+
+
+class OutOfReach(RuntimeError):
+    """Nothing can be entered at a place from where the program is now."""
+
+
 class Place:
     """A place among nested contexts: where a step begins. What is entered there later comes before what is inside."""
 
     def __init__(self) -> None:
-        self._modes = len(_get_current_dispatch_mode_stack())
+        self._thread, self._backward = threading.get_ident(), torch._C._current_graph_task_id()
+        self._modes = list(_get_current_dispatch_mode_stack())
         self._hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+
+    def _find_obstacle(self) -> str:
+        """Why nothing can be entered at this place for now; "" if it can be. PyTorch keeps contexts by thread, and each
+        backward node runs in copies of them that are gone after it."""
+        if threading.get_ident() != self._thread:
+            return "the model is called in another thread"
+        if torch._C._current_graph_task_id() != self._backward:
+            return "the model is called inside a backward pass"
+        stack = _get_current_dispatch_mode_stack()
+        if len(stack) < len(self._modes) or any(map(operator.is_not, stack, self._modes)):
+            return "the model is called by a dispatch mode"
+        return ""
 
     def enter(self, mode: TorchDispatchMode, pack: Hook, unpack: Hook, stack: contextlib.ExitStack) -> None:
         """Enter a dispatch mode and saved-tensor hooks at this place; `stack` leaves them.
 
         Raises:
+            OutOfReach: it is in another thread, in a backward pass, or in a dispatch mode's own code.
             RuntimeError: the program has switched saved-tensor hooks off.
         """
+        if obstacle := self._find_obstacle():
+            raise OutOfReach(obstacle)
         autograd = torch._C._autograd
         inner: list[tuple[Hook, Hook]] = []
         while (top := autograd._top_saved_tensors_default_hooks(True)) is not None and top != self._hooks:
@@ -77,7 +116,7 @@ class Place:
         finally:
             for hooks in reversed(inner):
                 autograd._push_saved_tensors_default_hooks(*hooks)
-        modes = [_pop_mode() for _ in range(len(_get_current_dispatch_mode_stack()) - self._modes)]
+        modes = [_pop_mode() for _ in range(len(_get_current_dispatch_mode_stack()) - len(self._modes))]
         try:
             stack.enter_context(mode)
         finally:

@@ -29,11 +29,14 @@ inline int64_t get_nbytes(PyObject* storage) {
   return static_cast<int64_t>(THPStorage_Unpack(storage).nbytes());
 }
 
-// The storage of a tensor that is a block of bytes on the device; empty for any other.
+// The storage of a tensor that is a block of bytes on the device; empty for any other. That of a tensor of zeros without
+// bytes (PyTorch makes them in forward-mode AD) has a size all the same.
 inline Ref find_storage(Watch* watch, PyObject* value) {
   if (!is_plain(value)) return Ref();
   const at::Tensor& tensor = THPVariable_Unpack(value);
-  if (!is_here(watch, tensor) || tensor.layout() != c10::kStrided || !tensor.has_storage()) return Ref();
+  if (!is_here(watch, tensor) || tensor.layout() != c10::kStrided || !tensor.has_storage() || tensor._is_zerotensor()) {
+    return Ref();
+  }
   return need(torch::createPyObject(tensor.storage()));
 }
 

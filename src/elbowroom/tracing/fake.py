@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -24,6 +25,7 @@ from elbowroom.errors import TraceError, UsageError
 from elbowroom.hooks.hidden import Paused
 from elbowroom.hooks.identity import get_plain_storage
 from elbowroom.ir.trace import Trace
+from elbowroom.tracing.iterators import IteratorTaken
 from elbowroom.tracing.live import count_state
 from elbowroom.tracing.residents import list_residents
 from elbowroom.tracing.tracer import Tracer, telling_gradients
@@ -44,17 +46,18 @@ def capture_fake(
     """What `step` does once it has settled, without running it.
 
     The model's and the optimizers' tensors are replaced by fake ones meanwhile and put back, and so is what the step
-    changes in the attributes of its modules, optimizers and schedulers.
+    changes in Python, as far as it can be reached from the step (`undone`).
 
     Raises:
         UsageError: fake tensors are in use already, and two kinds of them do not mix.
-        TraceError: the step looks at values (`.item()`, data-dependent shapes) or uses what cannot be faked.
+        TraceError: the step looks at values (`.item()`, data-dependent shapes), uses what cannot be faked, or changes
+            what cannot be put back: it takes from an iterator, or leaves fake tensors where it could not be followed.
     """
     if any(isinstance(each, FakeTensorMode) for each in _get_current_dispatch_mode_stack()):
         raise UsageError("a FakeTensorMode is active; capture the step outside of it")
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     try:
-        with undone(model, optimizers), _replaced_by_fakes(mode, model, optimizers), mode:
+        with undone(step, model, *optimizers), _replaced_by_fakes(mode, model, optimizers), mode:
             if not count_state(optimizers):
                 step()  # to make it, which takes half as long where nobody writes it down
             for _ in range(SETTLING_STEPS):
@@ -62,8 +65,11 @@ def capture_fake(
                 trace = _run(step, model, optimizers, name, device)
                 if count_state(optimizers) == before:
                     break
-            return trace
+        if left := _find_left(mode):
+            raise TraceError(f"fake tensors of it are still there, {left}")
+        return trace
     except (
+        TraceError,
         DataDependentOutputException,
         DynamicOutputShapeException,
         UnsupportedFakeTensorException,
@@ -72,10 +78,25 @@ def capture_fake(
         NotImplementedError,
         AssertionError,
     ) as error:
+        kind = "" if isinstance(error, (TraceError, IteratorTaken)) else f"{type(error).__name__}: "
         raise TraceError(
-            f"the step cannot be captured on fake tensors ({type(error).__name__}: {str(error).splitlines()[0]}); "
+            f"the step cannot be captured on fake tensors ({kind}{str(error).splitlines()[0]}); "
             "leave out `step=` and the first real step is captured instead"
         ) from error
+
+
+def _find_left(mode: FakeTensorMode) -> str:
+    """How many fake tensors there are of a mode that is over, and what holds them; "" if there are none."""
+    gc.collect()  # a graph may be part of a cycle
+    left = [
+        each
+        for each in gc.get_objects()
+        if issubclass(type(each), FakeTensor) and getattr(each, "fake_mode", None) is mode
+    ]
+    if not left:
+        return ""
+    held = sorted({type(each).__name__ for each in gc.get_referrers(*left) if each is not left})
+    return f"{len(left)} in all, held by a {' and a '.join(held) or 'global'}"
 
 
 def _run(

@@ -7,13 +7,17 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch.optim import Optimizer
 
+from elbowroom.hooks.identity import PLAIN_TENSORS, unwrap
 from elbowroom.ir.trace import Role
 
 Resident = tuple[torch.Tensor, Role, str]
 
 
 def list_residents(model: torch.nn.Module, optimizers: Sequence[Optimizer]) -> list[Resident]:
-    """Every tensor a job keeps between steps, with its role and a label; a tensor may come more than once."""
+    """Every tensor a job keeps between steps, with its role and a label; a tensor may come more than once.
+
+    In the place of one that wraps others (`unwrap`) come those.
+    """
     parameters: list[Resident] = [(each, Role.PARAMETER, name) for name, each in model.named_parameters()]
     buffers: list[Resident] = [(each, Role.BUFFER, name) for name, each in model.named_buffers()]
     known = {id(parameter) for parameter, _, _ in parameters}
@@ -27,7 +31,8 @@ def list_residents(model: torch.nn.Module, optimizers: Sequence[Optimizer]) -> l
         for parameter, _, name in parameters
         if parameter.grad is not None
     ]
-    return [*parameters, *buffers, *states, *gradients]
+    listed = [*parameters, *buffers, *states, *gradients]
+    return [(part, role, label) for each, role, label in listed for part in unwrap(each)]
 
 
 def list_resident_tensors(model: torch.nn.Module, optimizers: Sequence[Optimizer]) -> list[torch.Tensor]:
@@ -56,7 +61,10 @@ def list_resident_tensors(model: torch.nn.Module, optimizers: Sequence[Optimizer
         kept += [each for _, each in _iterate_state(optimizer)]
     there = [each for each in parameters if each is not None]
     gradients = [gradient for each in there if (gradient := each.grad) is not None]
-    return [*there, *(each for each in kept if each is not None), *gradients]
+    listed = [*there, *(each for each in kept if each is not None), *gradients]
+    if PLAIN_TENSORS.issuperset(map(type, listed)):
+        return listed
+    return [part for each in listed for part in unwrap(each)]
 
 
 def _list_updated(optimizer: Optimizer) -> list[torch.Tensor]:

@@ -1,0 +1,23 @@
+"""Finds models that are spread over several devices."""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+
+
+def find_sharded(model: torch.nn.Module) -> str:
+    """The first part of a model that is sharded, in words; "" if none is. Replicas (DistributedDataParallel) are not.
+
+    Whoever has sharded a model has imported what did it: nothing is imported here, which would be slow.
+    """
+    fsdp, tensor = sys.modules.get("torch.distributed.fsdp"), sys.modules.get("torch.distributed.tensor")
+    wrappers = () if fsdp is None else (fsdp.FullyShardedDataParallel, fsdp.FSDPModule)
+    for name, module in model.named_modules():
+        if isinstance(module, wrappers):
+            return f"module {name!r} is sharded by FSDP" if name else "it is sharded by FSDP"
+    for name, parameter in model.named_parameters():
+        if tensor is not None and isinstance(parameter, tensor.DTensor):
+            return f"parameter {name!r} is a DTensor"
+    return ""

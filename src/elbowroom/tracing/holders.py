@@ -1,0 +1,233 @@
+"""What holds values that a step may exchange: attributes, closures, dicts, lists. Each remembers what it held."""
+
+from __future__ import annotations
+
+import array
+import collections
+import operator
+import random
+from collections.abc import Callable, Iterable, Sequence
+from types import CellType
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+MOST_ARRAY_BYTES = 16 << 20
+"""Larger NumPy arrays are not copied, and so not put back."""
+
+_MISSING = object()
+
+
+class Holder(Protocol):
+    """Something that holds values."""
+
+    def list_held(self) -> Iterable[tuple[Any, Any]]:
+        """(key, value) of all that it held when it was remembered."""
+        ...
+
+    def replace(self, key: Any, value: Any) -> None:
+        """Let it hold another value under a key."""
+        ...
+
+    def put_back(self) -> None:
+        """Let it hold what it held, if that has changed."""
+        ...
+
+
+class DictHolder:
+    """A dict, or the attributes of an object."""
+
+    def __init__(self, table: dict[Any, Any]) -> None:
+        # Whatever a class of the program's does at an assignment, it is not to be done here.
+        self._kind: Any = collections.OrderedDict if isinstance(table, collections.OrderedDict) else dict
+        self._table, self._held = table, list(self._kind.items(table))
+
+    def list_held(self) -> Iterable[tuple[Any, Any]]:
+        return self._held
+
+    def replace(self, key: Any, value: Any) -> None:
+        self._kind.__setitem__(self._table, key, value)
+
+    def put_back(self) -> None:
+        items = self._kind.items(self._table)
+        if len(items) != len(self._held) or any(
+            old is not new or before is not after for (old, before), (new, after) in zip(self._held, items, strict=True)
+        ):
+            self._kind.clear(self._table)
+            for key, value in self._held:
+                self._kind.__setitem__(self._table, key, value)
+
+
+class ListHolder:
+    """A list or a deque."""
+
+    def __init__(self, values: list[Any] | collections.deque[Any]) -> None:
+        self._kind: Any = list if isinstance(values, list) else collections.deque
+        self._values, self._held = values, list(values)
+
+    def list_held(self) -> Iterable[tuple[Any, Any]]:
+        return enumerate(self._held)
+
+    def replace(self, key: Any, value: Any) -> None:
+        self._kind.__setitem__(self._values, key, value)
+
+    def put_back(self) -> None:
+        if len(self._values) != len(self._held) or any(map(operator.is_not, self._values, self._held)):
+            self._kind.clear(self._values)
+            self._kind.extend(self._values, self._held)
+
+
+class NamesHolder:
+    """Attributes that something else tells by their names: globals that a function uses, slots, those of a class."""
+
+    def __init__(self, owner: Any, names: Iterable[str]) -> None:
+        self._owner = owner
+        self._get: Callable[[str], Any] = lambda name: getattr(owner, name, _MISSING)
+        self._set: Callable[[str, Any], None] = lambda name, value: _set_attribute(owner, name, value)
+        self._delete: Callable[[str], None] = lambda name: delattr(owner, name)
+        if isinstance(owner, dict):
+            self._get = lambda name: owner.get(name, _MISSING)
+            self._set, self._delete = owner.__setitem__, owner.__delitem__
+        elif isinstance(owner, type):
+            self._get = lambda name: vars(owner).get(name, _MISSING)
+        self._held = [(name, self._get(name)) for name in names]
+
+    def list_held(self) -> Iterable[tuple[Any, Any]]:
+        return [(name, value) for name, value in self._held if value is not _MISSING]
+
+    def replace(self, key: Any, value: Any) -> None:
+        self._set(key, value)
+
+    def put_back(self) -> None:
+        for name, value in self._held:
+            now = self._get(name)
+            if now is not value:
+                if value is _MISSING:
+                    self._delete(name)
+                else:
+                    self._set(name, value)
+
+
+class ClassHolder(NamesHolder):
+    """The attributes of a class, but for those that Python keeps there itself."""
+
+    def __init__(self, owner: type) -> None:
+        super().__init__(owner, [name for name in vars(owner) if not name.startswith("__")])
+        self._class, self._known = owner, set(vars(owner))
+
+    def put_back(self) -> None:
+        super().put_back()
+        for name in [name for name in vars(self._class) if name not in self._known and not name.startswith("__")]:
+            delattr(self._class, name)
+
+
+class CellHolder:
+    """A variable that a function has from the one around it."""
+
+    def __init__(self, cell: CellType) -> None:
+        self._cell, self._held = cell, _read_cell(cell)
+
+    def list_held(self) -> Iterable[tuple[Any, Any]]:
+        return [] if self._held is _MISSING else [("", self._held)]
+
+    def replace(self, key: Any, value: Any) -> None:
+        self._cell.cell_contents = value
+
+    def put_back(self) -> None:
+        if _read_cell(self._cell) is self._held:
+            return
+        if self._held is _MISSING:
+            del self._cell.cell_contents
+        else:
+            self._cell.cell_contents = self._held
+
+
+def remember_contents(value: Any) -> Callable[[], None] | None:
+    """How to put back what something holds that is no Python object: numbers, bytes, the state of a generator of random
+    numbers. None where there is nothing of that kind."""
+    if isinstance(value, torch.Tensor):
+        return _remember_gradient(value)
+    if isinstance(value, set):
+        return _remember_set(value)
+    if isinstance(value, np.ndarray):
+        if not value.flags.writeable or value.nbytes > MOST_ARRAY_BYTES:
+            return None
+        return _remember_bytes(value, value.copy(), slice(None) if value.ndim else ...)
+    if isinstance(value, (bytearray, array.array)):
+        return _remember_bytes(value, value[:], slice(None))
+    if isinstance(value, torch.Generator):
+        return _putting_back(value.get_state, value.set_state)
+    if isinstance(value, np.random.RandomState):
+        return _putting_back(value.get_state, value.set_state)
+    if isinstance(value, np.random.Generator):
+        bits: Any = value.bit_generator
+        return _putting_back(lambda: bits.state, lambda state: setattr(bits, "state", state))
+    if isinstance(value, random.Random) and not isinstance(value, random.SystemRandom):
+        return _putting_back(value.getstate, value.setstate)
+    if callable(clear := getattr(value, "cache_clear", None)) and callable(info := getattr(value, "cache_info", None)):
+        known = info()  # functools.lru_cache: what it computed on fake tensors is not to be found later
+        return lambda: clear() if info().misses != known.misses else None
+    return None
+
+
+def _remember_gradient(tensor: torch.Tensor) -> Callable[[], None] | None:
+    if not tensor.is_leaf:
+        return None
+    gradient, is_required = tensor.grad, tensor.requires_grad
+
+    def put_back() -> None:
+        if tensor.requires_grad is not is_required:
+            tensor.requires_grad_(is_required)
+        if tensor.grad is not gradient:
+            tensor.grad = gradient
+
+    return put_back
+
+
+def _remember_set(values: set[Any]) -> Callable[[], None]:
+    held = list(values)
+
+    def put_back() -> None:
+        if {id(each) for each in values} != {id(each) for each in held}:
+            set.clear(values)
+            set.update(values, held)
+
+    return put_back
+
+
+def _remember_bytes(value: Any, held: Any, all_of_it: Any) -> Callable[[], None]:
+    def put_back() -> None:
+        value[all_of_it] = held
+
+    return put_back
+
+
+def _putting_back(read: Callable[[], Any], write: Callable[[Any], object]) -> Callable[[], None]:
+    state = read()
+
+    def put_back() -> None:
+        write(state)
+
+    return put_back
+
+
+def _read_cell(cell: CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:
+        return _MISSING
+
+
+def _set_attribute(owner: Any, name: str, value: Any) -> None:
+    if isinstance(owner, type):
+        type.__setattr__(owner, name, value)
+    else:
+        object.__setattr__(owner, name, value)  # a frozen class has its own
+
+
+def list_slots(value: object) -> Sequence[str]:
+    """The slots of an object that Python code may set."""
+    named = [vars(each).get("__slots__", ()) for each in type(value).__mro__]
+    slots = [slot for names in named for slot in ((names,) if isinstance(names, str) else tuple(names))]
+    return [slot for slot in slots if not slot.startswith("__")]

@@ -1,0 +1,147 @@
+"""Models that are spread over several devices are refused; replicas, and parameters that wrap tensors, are not."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.testing._internal.two_tensor import TwoTensor
+
+import elbowroom
+from elbowroom.errors import UsageError
+from elbowroom.hooks.identity import get_plain_storage, unwrap
+from elbowroom.hooks.meter import CpuMeter
+from elbowroom.ir.hardware import HardwareProfile
+from elbowroom.tracing.residents import list_resident_tensors, list_residents
+
+WIDTH, ROWS, STEPS = 32, 128, 6
+OPTIONS: dict[str, Any] = {"min_offload_bytes": 1, "strategy": "offload_all"}
+
+pytestmark = pytest.mark.skipif(
+    not dist.is_available() or not dist.is_gloo_available(), reason="needs torch.distributed with gloo"
+)
+
+
+@pytest.fixture(scope="module")
+def group() -> Iterator[None]:
+    """A group of one process."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def make() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*[nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(4)])
+
+
+def shard_fully(model: nn.Sequential) -> nn.Module:
+    from torch.distributed.fsdp import fully_shard
+
+    for layer in model:
+        fully_shard(layer)
+    return fully_shard(model)
+
+
+def shard_one_layer(model: nn.Sequential) -> nn.Module:
+    from torch.distributed.fsdp import fully_shard
+
+    fully_shard(model[1])
+    return model
+
+
+def shard_flat(model: nn.Sequential) -> nn.Module:
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    return FullyShardedDataParallel(model, device_id=torch.device("cpu"))
+
+
+def distribute(model: nn.Sequential) -> nn.Module:
+    from torch.distributed.tensor import distribute_module, init_device_mesh
+
+    return distribute_module(model, init_device_mesh("cpu", (1,)))
+
+
+@pytest.mark.usefixtures("group")
+@pytest.mark.filterwarnings("ignore:FSDP is switching")
+@pytest.mark.parametrize(
+    ("shard", "part"),
+    [
+        (shard_fully, "it is sharded by FSDP"),
+        (shard_one_layer, "module '1' is sharded by FSDP"),
+        (shard_flat, "it is sharded by FSDP"),
+        (distribute, "parameter '0.0.weight' is a DTensor"),
+    ],
+)
+def test_a_sharded_model_is_refused(
+    shard: Callable[[nn.Sequential], nn.Module], part: str, profile: HardwareProfile
+) -> None:
+    model = shard(make())
+    optimizer = torch.optim.Adam(model.parameters())
+    with pytest.raises(UsageError, match=f"spread over several devices.*{part}.*DistributedDataParallel"):
+        elbowroom.fit(model, optimizer, "1GiB", profile=profile)
+    with pytest.raises(UsageError, match=part):
+        elbowroom.capture(lambda: None, model, optimizer)
+
+
+def train(model: nn.Module, budget: str = "", profile: HardwareProfile | None = None) -> tuple[list[float], list[int]]:
+    """The losses of some steps, and their peaks; within a room if there is a budget."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    losses = []
+    room = elbowroom.fit(model, optimizer, budget, profile=profile, **OPTIONS) if budget else None
+    for index in range(STEPS):
+        with contextlib.nullcontext() if room is None else room.step():
+            x = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(index))
+            loss = model(x).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+    if room is None:
+        return losses, []
+    room.detach()
+    return losses, [record.peak_bytes for record in room.journal().steps]
+
+
+@pytest.mark.usefixtures("group")
+@pytest.mark.parametrize("budget", ["1GiB", "180KB"])
+def test_a_replicated_model_trains_alike(budget: str, profile: HardwareProfile) -> None:
+    plain, _ = train(make())
+    found, peaks = train(nn.parallel.DistributedDataParallel(make()), budget, profile)
+    assert found == plain
+    assert max(peaks) <= 180_000 or budget == "1GiB"
+
+
+def make_wrapping() -> nn.Module:
+    """A model whose weights are of a class that wraps two tensors each."""
+    model = make()
+    for layer in model:
+        weight = layer[0].weight.data
+        layer[0].weight = nn.Parameter(TwoTensor(weight.clone(), weight.clone()))
+    return model
+
+
+def test_parameters_that_wrap_tensors_are_counted_by_those(profile: HardwareProfile) -> None:
+    """They have a storage of their own without bytes: asking for its address fails."""
+    model = make_wrapping()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    residents = list_resident_tensors(model, [optimizer])
+    assert len(residents) == 3 * 4 and not any(isinstance(each, TwoTensor) for each in residents)
+    assert {id(each) for each in residents} == {id(each) for each, _, _ in list_residents(model, [optimizer])}
+    meter = CpuMeter()
+    meter.start(residents)
+    meter.stop()
+    assert meter.peak_bytes == 4 * 4 * (2 * WIDTH * WIDTH + WIDTH)
+    assert train(make_wrapping())[0] == train(make_wrapping(), "1GiB", profile)[0]
+
+
+def test_what_has_no_bytes_has_no_storage_to_move() -> None:
+    zeros, wrapped = torch._efficientzerotensor((3,)), nn.Parameter(TwoTensor(torch.ones(3), torch.ones(3)))
+    assert get_plain_storage(zeros) is None and get_plain_storage(wrapped) is None
+    assert [type(each) for each in unwrap(wrapped)] == [torch.Tensor] * 2
+    assert unwrap(zeros)[0] is zeros
