@@ -184,7 +184,7 @@ class Room:
         self._repertoire.keep_pace(act, record)
         if meter is not None:
             act.measured_steps += 1
-            act.is_measured = act.measured_steps >= self.config.settling_steps
+            act.is_measured |= act.measured_steps >= self.config.settling_steps
             if record.peak_bytes is not None and record.peak_bytes > self.budget_bytes:
                 self._repertoire.acts.remove(act)
 
