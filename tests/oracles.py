@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import math
 from collections.abc import Sequence
 
 from elbowroom.ir.actions import Action, Offload, Recompute, Reload, Wait
@@ -9,6 +11,7 @@ from elbowroom.ir.buffers import Buffer, overlap
 from elbowroom.ir.costs import Costs
 from elbowroom.ir.events import StorageFreed, StorageNeeded, StorageSaved
 from elbowroom.ir.trace import Trace, find_movable
+from elbowroom.planner.problem import Problem
 from elbowroom.residency.machine import Machine
 from elbowroom.simulator.replay import list_events
 
@@ -182,3 +185,88 @@ def find_smallest_arena(buffers: Sequence[Buffer]) -> int:
     end = max((offset + buffer.nbytes for buffer, offset in pinned), default=0)
     place(tuple(buffer for buffer in buffers if buffer.offset is None), pinned, end)
     return best
+
+
+@functools.cache
+def count_extra_forwards(stages: int, slots: int) -> int:
+    """Stages of a chain of equal ones that are run again at the least, where so many inputs of stages can be held.
+
+    The chain's own input takes one of the slots. What the running stage reads and makes, and gradients, take none.
+
+    Source: A. Griewank, A. Walther, "Algorithm 799: revolve", ACM Transactions on Mathematical Software 26, 2000.
+    """
+    return _count_forwards(stages, slots) - (stages - 1)
+
+
+@functools.cache
+def _count_forwards(stages: int, slots: int) -> int:
+    """Forward runs before every stage has been reversed; a stage that is reversed is not counted for that."""
+    if stages == 1:
+        return 0
+    if slots == 1:
+        return stages * (stages - 1) // 2
+    return min(
+        ahead + _count_forwards(stages - ahead, slots - 1) + _count_forwards(ahead, slots) for ahead in range(1, stages)
+    )
+
+
+class ChainOracle:
+    """How many ops a chain of equal layers replays at the least.
+
+    Activation k is made of k - 1 by one op, and 0 is there. Backward wants the last, the one before it, and so on. What
+    is not held when it is wanted is replayed from the nearest below, and any made on the way may be held from then on.
+
+    Source: A. Griewank, A. Walther, "Algorithm 799: revolve", ACM Transactions on Mathematical Software 26, 2000, for
+    the recursion. Ours: the room at each tick is what the plain step leaves of the budget there.
+
+    Cost: to the fourth power of the layers.
+    """
+
+    def __init__(self, problem: Problem) -> None:
+        gaps = sorted(problem.drafter.gaps.values(), key=lambda gap: -gap.closes)
+        self.count = len(gaps)
+        self._opens, self._wants = [-1, *(gap.opens for gap in gaps)], [-1, *(gap.closes for gap in gaps)]
+        self._unit = int(problem.drafter.replay.rounded[gaps[0].storage])
+        self._live, self._budget_bytes = problem.plain.live_bytes, problem.budget_bytes
+        ends = [len(self._live), *self._wants[1:]]
+        self._at_want = [0] + [self._count_room(self._wants[k], self._wants[k] + 1) for k in range(1, self.count + 1)]
+        self._until_next = [0] + [self._count_room(self._wants[k], ends[k - 1]) for k in range(1, self.count + 1)]
+        self._before = self._count_room(0, self._wants[-1])
+
+    def _count_room(self, begin: int, end: int) -> int:
+        """How many activations that are not in use may be held at all of these ticks."""
+        idle = [sum(self._opens[k] < tick < self._wants[k] for k in range(1, self.count + 1)) for tick in range(end)]
+        others = max(self._live[tick] - self._unit * idle[tick] for tick in range(begin, end))
+        return (self._budget_bytes - others) // self._unit
+
+    @functools.cache  # noqa: B019
+    def count_replays(self, low: int = 0, held: int = 0) -> float:
+        """In the whole step, if the forward pass has held so many up to `low`, and holds others after that."""
+        if held > self._before:
+            return math.inf
+        further = (
+            self.count_replays(k, held + 1) + self._serve(k, held) + self._replay_all(low, k - 1, held)
+            for k in range(low + 1, self.count + 1)
+        )
+        return min([self._replay_all(low, self.count, held), *further])
+
+    def _serve(self, wanted: int, held: int) -> float:
+        """For what is there, if there is room for it and those held below it."""
+        return 0.0 if held <= self._until_next[wanted] else math.inf
+
+    @functools.cache  # noqa: B019
+    def _replay_all(self, low: int, high: int, held: int) -> float:
+        """For the wants from `high` to above `low`, which is there; none between is."""
+        return 0.0 if high <= low else high - low + self._hold(low, high, held)
+
+    @functools.cache  # noqa: B019
+    def _hold(self, low: int, high: int, held: int) -> float:
+        """After the replay of `high` itself, which is under way and holds nothing above `low` so far."""
+        between = 0 if high - low == 1 else 1  # what `high` is made of
+        fits = held + between <= self._at_want[high]
+        last = self._serve(high, held) + self._replay_all(low, high - 1, held) if fits else math.inf
+        further = (
+            self._hold(k, high, held + 1) + self._serve(k, held) + self._replay_all(low, k - 1, held)
+            for k in range(low + 1, high)
+        )
+        return min([last, *further])

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-import functools
 import math
 
 import pytest
 
+from elbowroom.errors import Infeasible
+from elbowroom.ir.check import check
 from elbowroom.ir.costs import Costs
+from elbowroom.ir.plan import Choice
 from elbowroom.ir.trace import Trace
 from elbowroom.planner.bounds import find_bound
 from elbowroom.planner.problem import Problem, plan, pose
+from elbowroom.planner.revolve import revolve
 from tests.generators import KIB, make_chain, make_costs, make_link, make_residual_net, make_unet
+from tests.oracles import ChainOracle, count_extra_forwards
 
 SMALL: dict[str, Trace] = {
     "residual net": make_residual_net(3, 256 * KIB),
@@ -48,68 +52,6 @@ def test_auto_is_within_a_hundredth_of_exact(name: str, pace: float) -> None:
         assert find_bound(pose_at(trace, costs, budget_bytes)).seconds <= exact * (1 + 1e-12)
 
 
-class ChainOracle:
-    """How many ops a chain of equal layers replays at the least.
-
-    Activation k is made of k - 1 by one op, and 0 is there. Backward wants the last, the one before it, and so on. What
-    is not held when it is wanted is replayed from the nearest below, and any made on the way may be held from then on.
-
-    Source: A. Griewank, A. Walther, "Algorithm 799: revolve", ACM Transactions on Mathematical Software 26, 2000, for
-    the recursion. Ours: the room at each tick is what the plain step leaves of the budget there.
-
-    Cost: to the fourth power of the layers.
-    """
-
-    def __init__(self, problem: Problem) -> None:
-        gaps = sorted(problem.drafter.gaps.values(), key=lambda gap: -gap.closes)
-        self.count = len(gaps)
-        self._opens, self._wants = [-1, *(gap.opens for gap in gaps)], [-1, *(gap.closes for gap in gaps)]
-        self._unit = int(problem.drafter.replay.rounded[gaps[0].storage])
-        self._live, self._budget_bytes = problem.plain.live_bytes, problem.budget_bytes
-        ends = [len(self._live), *self._wants[1:]]
-        self._at_want = [0] + [self._count_room(self._wants[k], self._wants[k] + 1) for k in range(1, self.count + 1)]
-        self._until_next = [0] + [self._count_room(self._wants[k], ends[k - 1]) for k in range(1, self.count + 1)]
-        self._before = self._count_room(0, self._wants[-1])
-
-    def _count_room(self, begin: int, end: int) -> int:
-        """How many activations that are not in use may be held at all of these ticks."""
-        idle = [sum(self._opens[k] < tick < self._wants[k] for k in range(1, self.count + 1)) for tick in range(end)]
-        others = max(self._live[tick] - self._unit * idle[tick] for tick in range(begin, end))
-        return (self._budget_bytes - others) // self._unit
-
-    @functools.cache  # noqa: B019
-    def count_replays(self, low: int = 0, held: int = 0) -> float:
-        """In the whole step, if the forward pass has held so many up to `low`, and holds others after that."""
-        if held > self._before:
-            return math.inf
-        further = (
-            self.count_replays(k, held + 1) + self._serve(k, held) + self._replay_all(low, k - 1, held)
-            for k in range(low + 1, self.count + 1)
-        )
-        return min([self._replay_all(low, self.count, held), *further])
-
-    def _serve(self, wanted: int, held: int) -> float:
-        """For what is there, if there is room for it and those held below it."""
-        return 0.0 if held <= self._until_next[wanted] else math.inf
-
-    @functools.cache  # noqa: B019
-    def _replay_all(self, low: int, high: int, held: int) -> float:
-        """For the wants from `high` to above `low`, which is there; none between is."""
-        return 0.0 if high <= low else high - low + self._hold(low, high, held)
-
-    @functools.cache  # noqa: B019
-    def _hold(self, low: int, high: int, held: int) -> float:
-        """After the replay of `high` itself, which is under way and holds nothing above `low` so far."""
-        between = 0 if high - low == 1 else 1  # what `high` is made of
-        fits = held + between <= self._at_want[high]
-        last = self._serve(high, held) + self._replay_all(low, high - 1, held) if fits else math.inf
-        further = (
-            self._hold(k, high, held + 1) + self._serve(k, held) + self._replay_all(low, k - 1, held)
-            for k in range(low + 1, high)
-        )
-        return min([last, *further])
-
-
 @pytest.mark.parametrize("layers", CHAINS)
 @pytest.mark.parametrize("share", [0.4, 0.5, 0.6, 0.7, 0.8, 0.9])
 def test_on_unit_chains_auto_is_the_optimum(layers: int, share: float) -> None:
@@ -142,3 +84,53 @@ def test_the_oracle_of_chains_is_right_where_everything_can_be_tried() -> None:
             assert seconds == pytest.approx(problem.plain.step_seconds + 1e-3 * fewest, rel=1e-9)
             counts.append(fewest)
     assert len(set(counts)) >= 3 and counts == sorted(counts, reverse=True)
+
+
+def pose_within_slots(layers: int, slots: int) -> Problem:
+    """A chain of equal layers in so many times an activation, and what weights and gradients take."""
+    trace = make_chain([1024 * KIB] * layers)
+    small = 16 * KIB + 2 * 4 * KIB * layers
+    return pose_at(trace, make_costs(trace, op_seconds=1e-3, link=NO_LINK), slots * 1024 * KIB + small)
+
+
+@pytest.mark.parametrize(
+    ("layers", "slots"), [(9, 3), (17, 3), (32, 3), (32, 4), (32, 6), *((48, slots) for slots in range(4, 9))]
+)
+def test_recomputation_alone_is_the_optimum_down_to_the_smallest_budget(layers: int, slots: int) -> None:
+    """Backward holds an activation and two gradients at once, so a third of the slots hold nothing back."""
+    problem = pose_within_slots(layers, slots)
+    replay = problem.drafter.replay
+    fewest = count_extra_forwards(layers, slots - 2)
+    # Hardly any search: no walk finds replays of replays.
+    strategy = "auto:moves=recompute,effort=0.02"
+    made = plan(replay.trace, replay.costs, problem.budget_bytes, strategy=strategy, min_offload_bytes=1)
+    extra = (replay.run(made).step_seconds - problem.plain.step_seconds) / 1e-3
+    assert ChainOracle(problem).count_replays() == fewest
+    assert extra == pytest.approx(fewest, rel=1e-9)
+    assert not any(decision.choice is Choice.OFFLOAD for decision in made.decisions)
+
+
+def test_below_the_smallest_budget_of_a_chain_there_is_no_plan_that_recomputes() -> None:
+    problem = pose_within_slots(17, 2)
+    replay = problem.drafter.replay
+    assert math.isinf(ChainOracle(problem).count_replays())
+    with pytest.raises(Infeasible):
+        plan(replay.trace, replay.costs, problem.budget_bytes, strategy="auto:moves=recompute,effort=0.02",
+             min_offload_bytes=1)  # fmt: skip
+
+
+def test_the_deepest_budgets_of_heterogeneous_chains_are_no_worse_than_their_schedule() -> None:
+    """Stages of different bytes and seconds, whose schedule holds what no vector of choices says."""
+    trace = make_chain([(1 + index * 7 % 11) * 128 * KIB for index in range(24)])
+    costs = make_costs(trace, op_seconds=[1e-4 * (1 + index % 5) for index in range(len(trace.ops))], link=NO_LINK)
+    problem = pose_at(trace, costs, 1)
+    floor, peak, replay = problem.floor.peak_bytes, problem.plain.peak_bytes, problem.drafter.replay
+    for share in (0.1, 0.2, 0.4):
+        problem = pose_at(trace, costs, int(floor + share * (peak - floor)))
+        schedule = revolve(problem)
+        assert schedule is not None
+        check(trace, schedule)
+        made = plan(trace, costs, problem.budget_bytes, strategy="auto:moves=recompute,effort=0.1",
+                    min_offload_bytes=1)  # fmt: skip
+        assert replay.run(schedule).peak_bytes <= problem.budget_bytes
+        assert replay.run(made).step_seconds <= replay.run(schedule).step_seconds

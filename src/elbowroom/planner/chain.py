@@ -26,7 +26,10 @@ from elbowroom.simulator.columns import Array
 WIDE = 0.5
 """Of the forward pass: storages that are read across more of it are kept."""
 
-MOST_STAGES = 100
+FEWEST_STAGES, MOST_STAGES = 3, 100
+
+MOST_INNER = 64
+"""A stage that saves more storages than this is no stage of a chain, and takes long to look at."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,11 +61,13 @@ class Stage:
         passing: to make the next boundary from its own, and nothing else.
         serving: to make what is inner.
         holding: to make both.
+        sparing: to make what is inner, each for its own need, with nothing held for the next.
         forward_bytes: of others in its forward pass.
         forward_own_bytes: of others and its boundary.
         forward_all_bytes: of others, its boundary and what is inner.
         want_bytes: of others at `want`, without what is wanted there.
         backward_bytes: of others, its boundary and what is inner in its backward pass.
+        sparing_bytes: of others, its boundary and what replays take, if they are `sparing`.
     """
 
     boundary: Key | None
@@ -73,15 +78,17 @@ class Stage:
     passing: Replayed
     serving: Replayed
     holding: Replayed
+    sparing: Replayed
     forward_bytes: int
     forward_own_bytes: int
     forward_all_bytes: int
     want_bytes: int
     backward_bytes: int
+    sparing_bytes: int
 
 
 def find_stages(problem: Problem) -> list[Stage]:
-    """The stages of a step, in the order of the forward pass; few or none where it is no chain.
+    """The stages of a step, in the order of the forward pass; none where it is no chain.
 
     Cost: linear in the trace, and in the ops of each stage for each storage that it saves.
     """
@@ -90,7 +97,11 @@ def find_stages(problem: Problem) -> list[Stage]:
         return []
     keys = _find_candidates(problem.drafter)
     cuts = _thin(_find_cuts(trace, keys))
-    return _Measurer(problem, keys, cuts).list_stages() if len(cuts) > 1 else []
+    begins = [tick for tick, _ in cuts]
+    saved = np.searchsorted(begins, [trace.storages[storage].created for storage in keys], side="right")
+    if len(cuts) < FEWEST_STAGES or np.bincount(saved).max(initial=0) > MOST_INNER:
+        return []
+    return _Measurer(problem, keys, cuts).list_stages()
 
 
 def _find_candidates(drafter: Drafter) -> dict[int, Key]:
@@ -164,7 +175,7 @@ def _find_orders(trace: Trace) -> list[int]:
 
 
 def _thin(cuts: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    """No more than so many stages, spread evenly."""
+    """At most `MOST_STAGES` of the cuts, spread evenly."""
     step = -(-len(cuts) // MOST_STAGES)
     return cuts[::step]
 
@@ -233,6 +244,7 @@ class _Measurer:
         own = [] if bound < 0 else [bound]
         onward = [] if following < 0 else [following]
         wanted = [storage for storage in (*own, *inner) if self._drafter.gaps[self._keys[storage]].closes == want]
+        alone = [self._replay([storage], stage) for storage in inner]
         backward_end = self._wants[stage - 1] if stage else self._trace.end
         return Stage(
             boundary=None if bound < 0 else self._keys[bound],
@@ -243,11 +255,16 @@ class _Measurer:
             passing=self._replay(onward, stage),
             serving=self._replay(inner, stage),
             holding=self._replay([*inner, *onward], stage),
+            sparing=Replayed(
+                seconds=sum(each.seconds for each in alone),
+                peak_bytes=max((each.peak_bytes for each in alone), default=0),
+            ),
             forward_bytes=self._find_peak(begin, end, []),
             forward_own_bytes=self._find_peak(begin, end, own),
             forward_all_bytes=self._find_peak(begin, end, [*own, *inner]),
             want_bytes=self._find_peak(want, want + 1, []) - self._count(wanted),
             backward_bytes=self._find_peak(want, backward_end, [*own, *inner]),
+            sparing_bytes=self._find_spared_peak(want, backward_end, own, dict(zip(inner, alone, strict=True))),
         )
 
     def _count(self, storages: Sequence[int]) -> int:
@@ -260,6 +277,15 @@ class _Measurer:
             absent, back = self._find_absence(storage)
             held[max(absent - begin, 0) : max(back - begin, 0)] += self._rounded[storage]
         return int(held.max(initial=0))
+
+    def _find_spared_peak(self, begin: int, end: int, own: Sequence[int], alone: dict[int, Replayed]) -> int:
+        """Most bytes of others, the boundary, and replays of one storage each."""
+        peak = self._find_peak(begin, end, own)
+        for storage, replayed in alone.items():
+            tick = self._drafter.gaps[self._keys[storage]].closes
+            beside = self._find_peak(tick, tick + 1, own) - self._count([storage])
+            peak = max(peak, beside + replayed.peak_bytes)
+        return peak
 
     def _replay(self, storages: Sequence[int], stage: int) -> Replayed:
         """To make these from the boundary of a stage."""

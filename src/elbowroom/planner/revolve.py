@@ -32,13 +32,14 @@ from elbowroom.planner.draft import Key
 from elbowroom.planner.problem import Problem
 from elbowroom.simulator.columns import Array
 
-FEWEST_STAGES = 3
+ABOVE = 17 / 16
+"""Of the budget, for which schedules are looked for first: bytes are counted here rather too high than too low."""
 
 LEVELS = 256
 """Quanta of memory, where the sizes of storages have no common divisor that takes fewer."""
 
-MOST_TRIED = 8
-"""Schedules that are judged, for less and less memory."""
+MOST_TRIED, STEP = 12, 1 / 64
+"""Schedules that are judged, for less and less memory, and by what share of it less."""
 
 Holds = dict[Key, int]
 """By gap: the stage that is served when it is held, or the number of stages if that is in the forward pass."""
@@ -50,18 +51,18 @@ def revolve(problem: Problem) -> Plan | None:
     Cost: to the third power of the stages, times `LEVELS`.
     """
     stages = find_stages(problem)
-    if len(stages) < FEWEST_STAGES:
+    if not stages:
         return None
-    schedule = Schedule(stages, problem.budget_bytes)
-    reserve = 0
-    for _ in range(MOST_TRIED):
-        holds = schedule.find_holds(reserve)
+    schedule = Schedule(stages, int(ABOVE * problem.budget_bytes))
+    known: Holds | None = None
+    for tried in range(MOST_TRIED):
+        holds = schedule.find_holds(tried * max(1, round(STEP * schedule.levels)))
         if holds is None:
             return None
-        plan = _write(problem, stages, holds)
+        plan = None if holds == known else _write(problem, stages, holds)
         if plan is not None and problem.fits(problem.drafter.replay.run(plan)):
             return plan
-        reserve = max(reserve + 1, int(1.5 * reserve))
+        known = holds
     return None
 
 
@@ -84,41 +85,45 @@ def _write(problem: Problem, stages: list[Stage], holds: Holds) -> Plan | None:
 
 
 class Schedule:
-    """The best schedules of a chain, for every number of quanta that are held for stages before it."""
+    """The best schedules of a chain, for every number of quanta that are held for stages before it.
+
+    Attributes:
+        levels: how many such numbers there are.
+    """
 
     def __init__(self, stages: list[Stage], budget_bytes: int) -> None:
         self._stages, self._budget_bytes = stages, budget_bytes
         self._quantum = _find_quantum(stages, budget_bytes)
-        self._levels = max(0, self._count_room(0)) + 1
+        self.levels = max(0, self._count_room(0)) + 1
         count = len(stages)
         self._sizes = [-(-stage.boundary_bytes // self._quantum) for stage in stages]
         self._inner = [-(-stage.inner_bytes // self._quantum) for stage in stages]
         self._reach, self._peaks = self._find_reaches()
         # From stage a to b: seconds by quanta held before a.
-        self._serve: Array = np.full((count, count, self._levels), np.inf)
+        self._serve: Array = np.full((count, count, self.levels), np.inf)
         for length in range(count):
             for begin in range(count - length):
                 end = begin + length
                 self._serve[begin, end] = self._weigh(begin, end).min(axis=0)
-        self._forward: Array = np.full((count, self._levels), np.inf)
+        self._forward: Array = np.full((count, self.levels), np.inf)
         for begin in reversed(range(count)):
             self._forward[begin] = self._weigh_forward(begin).min(axis=0)
 
     def find_holds(self, reserve: int) -> Holds | None:
         """What is held, and from when, if so many quanta are left free; None if there is no schedule."""
-        if reserve >= self._levels or not math.isfinite(self._forward[0, reserve]):
+        if reserve >= self.levels or not math.isfinite(self._forward[0, reserve]):
             return None
         holds: Holds = {}
         pending = self._follow_forward(reserve, holds)
         while pending:
             begin, end, held = pending.pop()
             self._hold_boundary(begin, end, holds)
-            if begin == end:
-                self._hold_inner(begin, end, holds)
-                continue
             option = int(self._weigh(begin, end)[:, held].argmin())
             if option == 0:
                 self._hold_inner(begin, end, holds)
+            if begin == end:
+                continue
+            if option == 0:
                 pending.append((begin + 1, end, held + self._sizes[begin] + self._inner[begin]))
             else:
                 middle = begin + option
@@ -154,28 +159,30 @@ class Schedule:
     def _weigh(self, begin: int, end: int) -> Array:
         """Seconds to serve the stages from `end` to `begin`, by what the first replay does and by quanta held.
 
-        The first row: it holds all that stage `begin` needs. The others: it goes on to one boundary after the other.
+        The first row: it holds all that stage `begin` needs. The others: it goes on to one boundary after the other. Of
+        one stage alone: all that it needs at once, or each part at its own need.
         """
         stage, served = self._stages[begin], self._stages[end]
         around = served.want_bytes + (stage.boundary_bytes if end > begin or stage.inner else 0)
         if begin == end:
-            needed = max(stage.backward_bytes, around + stage.serving.peak_bytes if stage.inner else 0)
-            return self._allow(np.full((1, self._levels), stage.serving.seconds), np.asarray([needed]))
-        rows = np.empty((end - begin + 1, self._levels))
+            needed = [max(stage.backward_bytes, around + stage.serving.peak_bytes), stage.sparing_bytes]
+            seconds = np.asarray([[stage.serving.seconds], [stage.sparing.seconds]])
+            return self._allow(np.repeat(seconds, self.levels, axis=1), np.asarray(needed))
+        rows = np.empty((end - begin + 1, self.levels))
         rows[0] = stage.holding.seconds + self._shift(
             self._serve[begin + 1, end], self._sizes[begin] + self._inner[begin]
         )
         rows[1:] = self._shift(self._serve[begin + 1 : end + 1, end], self._sizes[begin])
         rows[1:] += self._serve[begin, begin:end] + self._reach[begin, begin + 1 : end + 1, None]
-        needed = around + self._peaks[begin, begin : end + 1]
-        needed[0] = max(around + stage.holding.peak_bytes, stage.backward_bytes)
-        return self._allow(rows, needed)
+        room = around + self._peaks[begin, begin : end + 1]
+        room[0] = max(around + stage.holding.peak_bytes, stage.backward_bytes)
+        return self._allow(rows, room)
 
     def _weigh_forward(self, begin: int) -> Array:
         """Seconds for all stages from `begin` on: it holds all that `begin` needs; or what is held next is a later
         boundary, or none."""
         count, stage = len(self._stages), self._stages[begin]
-        rows = np.zeros((count - begin + 1, self._levels))
+        rows = np.zeros((count - begin + 1, self.levels))
         rows[1:] = self._serve[begin, begin:count]
         if begin + 1 < count:
             rows[0] = self._shift(self._forward[begin + 1], self._sizes[begin] + self._inner[begin])
@@ -189,13 +196,13 @@ class Schedule:
     def _allow(self, rows: Array, needed: Array) -> Array:
         """Rows, infinite where what is held before does not leave the bytes that each row needs."""
         room = (self._budget_bytes - needed) // self._quantum
-        return np.where(np.arange(self._levels) <= room[:, None], rows, np.inf)
+        return np.where(np.arange(self.levels) <= room[:, None], rows, np.inf)
 
     def _shift(self, rows: Array, quanta: int) -> Array:
         """Seconds with so many quanta more held."""
         shifted: Array = np.full_like(rows, np.inf)
-        if quanta < self._levels:
-            shifted[..., : self._levels - quanta] = rows[..., quanta:]
+        if quanta < self.levels:
+            shifted[..., : self.levels - quanta] = rows[..., quanta:]
         return shifted
 
     def _count_room(self, nbytes: int) -> int:
