@@ -65,7 +65,8 @@ def fit(
     get(policies, config.policy, "Policy")
     find_strategy(config.strategy)
     device, optimizers = find_device(model), list_optimizers(optimizer)
-    _check_step(step)
+    if step is not None:
+        _check_step(step)
     if profile is not None and not isinstance(profile, HardwareProfile):
         raise UsageError(f"profile is a HardwareProfile, as `elbowroom.probe` returns it, not {_name_type(profile)}")
     try:
@@ -143,7 +144,7 @@ def list_optimizers(optimizer: Optimizer | Iterable[Optimizer]) -> tuple[Optimiz
 
 
 def _check_step(step: object) -> None:
-    if step is not None and not callable(step):
+    if not callable(step):
         raise UsageError(f"step is a function that does one training step when called, not {_name_type(step)}")
 
 

@@ -2,28 +2,41 @@
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 import json
 import math
+import os
 import pathlib
+import platform
 import subprocess
 import sys
 from collections.abc import Sequence
 from typing import Any
 
 import pytest
+import torch
 import typer
 from typer.testing import CliRunner, Result
 
 import elbowroom
+from elbowroom import workloads
 from elbowroom.cli.commands import demo as demo_command
+from elbowroom.cli.commands.report import load_journal
 from elbowroom.cli.demonstration import processes, results
 from elbowroom.cli.main import FAILED, INFEASIBLE, INTERRUPTED, MISUSED, find_exit_code, make_app
 from elbowroom.errors import ElbowroomError, Infeasible, TierFull, TraceError, UnknownMember, UsageError
+from elbowroom.hardware.memory import count_device_bytes
+from elbowroom.hardware.shipped import list_shipped
+from elbowroom.ir import files as files_of_nouns
 from elbowroom.ir.costs import Costs
 from elbowroom.ir.hardware import HardwareProfile
+from elbowroom.ir.identity import digest
 from elbowroom.ir.journal import Journal
 from elbowroom.ir.plan import Plan
 from elbowroom.ir.trace import Trace
+from elbowroom.layout.arena import list_allocators
+from elbowroom.planner.problem import list_strategies
 from elbowroom.quick.library import find_library, load
 from elbowroom.units import format_bytes
 
@@ -131,6 +144,31 @@ def test_ctrl_c(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr("elbowroom.cli.commands.probe.find_profile", interrupt)
     assert "stopped" in fail(INTERRUPTED, "probe")
+
+
+def test_versions() -> None:
+    said = succeed("--version")
+    assert (
+        said == f"elbowroom {elbowroom.__version__}, PyTorch {torch.__version__}, Python {platform.python_version()}\n"
+    )
+
+
+def test_help_names_what_there_is() -> None:
+    words = " ".join(succeed("plan", "--help").replace("│", " ").split())
+    assert ", ".join(list_strategies()) in words and ", ".join(list_shipped()) in words
+    words = " ".join(succeed("layout", "--help").replace("│", " ").split())
+    assert ", ".join(list_allocators()) in words
+
+
+def test_a_shell_completes_commands_options_and_names() -> None:
+    def complete(*words: str) -> list[str]:
+        environment = {"_ELBOWROOM_COMPLETE": "complete_bash", "COMP_WORDS": " ".join(("elbowroom", *words)),
+                       "COMP_CWORD": str(len(words))}  # fmt: skip
+        return CliRunner().invoke(make_app(), prog_name="elbowroom", env=environment).stdout.split()
+
+    assert complete("sim") == ["simulate"]
+    assert complete("plan", "--strategy", "au") == ["auto", "autoswap"]
+    assert complete("plan", "--hardware", "rtx3") == ["rtx3090"]
 
 
 # -- probe, capture, plan, simulate -----------------------------------------------------------------------------------
@@ -277,6 +315,64 @@ def test_modes_and_policies_that_mean_nothing(options: tuple[str, ...], words: t
     assert all(word in said for word in words)
 
 
+@pytest.mark.parametrize(
+    ("error", "code"), [(KeyboardInterrupt(), INTERRUPTED), (Infeasible(needed_bytes=2, budget_bytes=1, op="op"), 3)]
+)
+def test_a_run_that_ends_early_keeps_the_steps_that_are_done(
+    files: pathlib.Path, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, error: BaseException, code: int
+) -> None:
+    build, counter = workloads.build, itertools.count()
+
+    def build_and_stop(spec: str, **options: Any) -> workloads.Workload:
+        workload = build(spec, **options)
+
+        def step() -> object:
+            if next(counter) == 3:
+                raise error
+            return workload.step()
+
+        return dataclasses.replace(workload, step=step)
+
+    monkeypatch.setattr(workloads, "build", build_and_stop)
+    common = ("run", *IMAGES, "--device", "cpu", "--budget", "45M", "--hardware", files / "profile.json", "--json")
+    result = call(*common, "-o", tmp_path / "run.json", "--save-plan", tmp_path / "plan.json")
+    assert result.exit_code == code, result.output
+    found = json.loads(result.stdout)
+    assert not found["complete"] and len(found["losses"]) == 3
+    assert [step.step for step in elbowroom.load(Journal, tmp_path / "run.json").steps] == [0, 1, 2]
+    assert elbowroom.load(Plan, tmp_path / "plan.json").budget_bytes == 45 << 20
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["plan.json", "run.json"]
+    assert ("stopped" if code == INTERRUPTED else "op") in result.stderr
+
+
+def test_a_share_of_this_device_is_what_fit_takes_it_for(files: pathlib.Path) -> None:
+    hardware = ("--hardware", files / "profile.json", "--device", "cpu")
+    result = call("run", *IMAGES, "--budget", "50%", "--steps", 1, *hardware, "--json")
+    nbytes = count_device_bytes(torch.device("cpu")) // 2
+    assert json.loads(result.stdout)["budget_bytes"] == nbytes
+    assert f"({nbytes} bytes), a share of the device" in result.stderr
+
+
+def test_the_result_of_an_older_run_is_read(files: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    steps = [files_of_nouns.to_json(step) for step in elbowroom.load(Journal, files / "run.json").steps]
+    steps[-1] |= {"peak_bytes": 0, "resident_bytes": 0}
+    old = {"command": "run", "budget_bytes": 45 << 20, "journal": {"steps": steps}}
+    (tmp_path / "old.json").write_text(json.dumps(old))
+    journal, budget_bytes = load_journal(tmp_path / "old.json")
+    assert journal.steps[-1].peak_bytes is None and budget_bytes == 45 << 20
+    for version in (0, 99, "2"):
+        (tmp_path / "new.json").write_text(json.dumps(old | {"journal_version": version}))
+        assert "does not read" in fail(MISUSED, "report", tmp_path / "new.json")
+
+
+def test_reports_fit_a_terminal_of_80_columns(files: pathlib.Path) -> None:
+    given = ("--hardware", files / "profile.json")
+    assert max(map(len, (files / "run.txt").read_text().splitlines()[:-1])) <= 80
+    shown = succeed("simulate", files / "trace.json.gz", files / "plan.json", *given)
+    assert "Why each block is where it is" in shown
+    assert max(map(len, shown.partition("\nBelow the device")[0].splitlines())) <= 80
+
+
 def test_report_from_files_is_the_report_of_the_run(files: pathlib.Path) -> None:
     given = [f"--{name}={files / f'run-{name}.json'}" for name in ("trace", "plan", "costs")]
     shown = succeed("report", files / "run.json", *given)
@@ -319,6 +415,42 @@ def test_a_budget_that_means_nothing(command: str, budget: str) -> None:
 )
 def test_what_cannot_mean_anything(arguments: tuple[str, ...], words: str) -> None:
     assert words in fail(MISUSED, *arguments)
+
+
+def test_a_result_that_cannot_be_written_is_noticed_before_the_work(
+    files: pathlib.Path, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def work(*_: object, **__: object) -> None:
+        raise AssertionError("work has begun")
+
+    monkeypatch.setattr("elbowroom.cli.sources.load_trace", work)
+    monkeypatch.setattr("elbowroom.workloads.build", work)
+    common = ("plan", files / "trace.json.gz", "--budget", "1GiB", "--hardware", "v100", "-o")
+    os.mkfifo(tmp_path / "fifo")
+    for path, words in (
+        (tmp_path, "it is a folder"), (tmp_path / "fifo", "no regular file"), (tmp_path / ("x" * 250), "too long"),
+        (tmp_path / "fifo" / "plan.json", "is not a folder"),
+    ):  # fmt: skip
+        assert words in fail(MISUSED, *common, path)
+    twice = ("-o", tmp_path / "run.json", "--save-plan", tmp_path / "." / "run.json")
+    assert "named for two results" in fail(MISUSED, "run", *IMAGES, "--budget", "1GiB", *twice)
+    assert [path.name for path in tmp_path.iterdir()] == ["fifo"]
+
+    def refuse(**_: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr("tempfile.mkstemp", refuse)  # as a file system does that is mounted to be read only
+    assert "Permission denied" in fail(MISUSED, *common, tmp_path / "plan.json")
+
+
+def test_names_that_mean_nothing_are_noticed_before_the_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    def work(*_: object, **__: object) -> None:
+        raise AssertionError("work has begun")
+
+    monkeypatch.setattr("elbowroom.workloads.build", work)
+    assert "auto" in fail(MISUSED, "plan", *IMAGES, "--budget", "1GiB", "--strategy", "autoo")
+    assert "auto" in fail(MISUSED, "run", *IMAGES, "--budget", "1GiB", "--strategy", "autoo")
+    assert "best_fit" in fail(MISUSED, "layout", "no-trace.json", "--allocator", "wishful")
 
 
 def test_arguments_that_are_no_arguments() -> None:
@@ -385,7 +517,13 @@ def test_files_of_another_step(files: pathlib.Path, tmp_path: pathlib.Path) -> N
     other = tmp_path / "other.json.gz"
     succeed("capture", *TEXT, "-o", other)
     hardware = ("--hardware", files / "profile.json")
-    fail(MISUSED, "simulate", other, files / "plan.json", *hardware)
+    own, found = elbowroom.load(Plan, files / "plan.json").trace_digest[:12], digest(elbowroom.load(Trace, other))[:12]
+    for command in (
+        ("simulate", other, files / "plan.json", *hardware),
+        ("layout", other, "--plan", files / "plan.json", *hardware),
+        ("report", files / "run.json", "--trace", other, "--plan", files / "plan.json", *hardware),
+    ):
+        assert f"plan.json is a plan for trace {own}, not {found}" in fail(MISUSED, *command)
     fail(MISUSED, "simulate", other, files / "plan.json", "--costs", files / "run-costs.json")
     (tmp_path / "document.json").write_text('{"command": "plan"}')
     assert "run --json" in fail(MISUSED, "report", tmp_path / "document.json")

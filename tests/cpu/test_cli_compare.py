@@ -18,6 +18,7 @@ from elbowroom.cli.main import FAILED, INFEASIBLE, INTERRUPTED, MISUSED, make_ap
 from elbowroom.errors import InternalError, UnknownMember, UsageError
 from elbowroom.hardware.shipped import load_shipped
 from elbowroom.ir.hardware import HardwareProfile
+from elbowroom.ir.trace import Trace
 from elbowroom.planner import comparison
 from elbowroom.planner.problem import list_strategies
 
@@ -87,16 +88,18 @@ def spec(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> str:
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("20%:100%:5", (200, 400, 600, 800, 1000)),
+        ("20%peak:100%peak:5", (200, 400, 600, 800, 1000)),
+        ("20%peak:1%:2", (200, 1000)),
         ("100:200:3", (100, 150, 200)),
-        ("60%,100,1KB", (100, 600, 1000)),
-        ("50%,500,300:500:2", (300, 500)),
+        ("60%peak,100,1KB", (100, 600, 1000)),
+        ("50%peak,500,300:500:2", (300, 500)),
+        ("2%,1K", (1024, 2000)),
         ("100:100:9", (100,)),
         (" 7 B , 1 : 3 : 3 ", (1, 2, 3, 7)),
     ],
 )
 def test_budgets(text: str, expected: tuple[int, ...]) -> None:
-    assert read_budgets(text, 1000) == expected
+    assert read_budgets(text, device_bytes=100_000, peak_bytes=1000) == expected
 
 
 @pytest.mark.parametrize(
@@ -105,7 +108,12 @@ def test_budgets(text: str, expected: tuple[int, ...]) -> None:
 )  # fmt: skip
 def test_budgets_that_mean_nothing(text: str) -> None:
     with pytest.raises(UsageError, match=r"^--budgets: "):
-        read_budgets(text, 1000)
+        read_budgets(text, device_bytes=1000, peak_bytes=1000)
+
+
+def test_shares_of_what_is_not_known() -> None:
+    with pytest.raises(UsageError, match=r"--budgets: '60%' is a share of the device"):
+        read_budgets("60%", peak_bytes=1000)
 
 
 def test_strategies() -> None:
@@ -289,6 +297,34 @@ def _small_device(folder: pathlib.Path) -> pathlib.Path:
     device = dataclasses.replace(profile.tiers[0], capacity_bytes=1 << 20)
     elbowroom.save(dataclasses.replace(profile, tiers=(device, *profile.tiers[1:])), folder / "small.json")
     return folder / "small.json"
+
+
+def test_shares_are_of_the_device_of_the_hardware(trace: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    given = ("--hardware", "v100", "--strategies", "keep_all")
+    whole = load_shipped("v100").tiers[0].capacity_bytes
+    found = document("compare", trace, "--budgets", "50%:100%:2,100%peak", *given)
+    assert [entry["budget_bytes"] for entry in found["entries"]] == [found["plain_peak_bytes"], whole // 2, whole]
+    planned = call("plan", trace, "--budget", "50%", "--hardware", "v100", "--json")
+    assert json.loads(planned.stdout)["budget_bytes"] == whole // 2
+    assert f"({whole // 2} bytes), a share of the device" in planned.stderr
+    costs = tmp_path / "costs.json"
+    elbowroom.save(elbowroom.price(elbowroom.load(Trace, trace), load_shipped("v100")), costs)
+    assert "a share of the device" in fail(MISUSED, "plan", trace, "--budget", "50%", "--costs", costs)
+    again = document("plan", trace, "--budget", "50%", "--costs", costs, "--hardware", "v100")
+    assert again["budget_bytes"] == whole // 2
+    assert "peak of the step without a plan" in fail(
+        MISUSED, "max-batch", "torchvision:resnet18", "--hardware", "v100", "--memory", "50%peak"
+    )
+
+
+def test_refused_cells_are_empty_and_say_why(trace: pathlib.Path) -> None:
+    arguments = ("compare", trace, "--hardware", "v100", "--budgets", BUDGETS, "--strategies", "exact:most_gaps=0,auto")
+    found = document(*arguments)
+    refused, planned = found["entries"][:2]
+    assert not refused["fits"] and refused["needed_bytes"] is None and "small traces" in refused["refusal"]
+    assert planned["fits"] and planned["refusal"] is None
+    shown = succeed(*arguments)
+    assert "refused" in shown and "exact:most_gaps=0 refused 1 of 2 budgets: exact is for small traces" in shown
 
 
 def test_max_batch_of_models_that_refuse_one_sample() -> None:

@@ -66,6 +66,29 @@ def test_malformed_budgets(budget: Any, profile: HardwareProfile) -> None:
     elbowroom.fit(model, optimizer, "1GiB", profile=profile).detach()  # nothing stayed behind
 
 
+def test_arguments_that_are_something_else(profile: HardwareProfile) -> None:
+    model, optimizer, step = make()
+    fit: Any = elbowroom.fit
+    for arguments, options, words in (
+        ((model, None), {}, "torch.optim.Optimizer.*not None"),
+        ((model, model), {}, "torch.optim.Optimizer.*not Sequential"),
+        ((model, [None]), {}, "Optimizer.*None in it"),
+        ((optimizer, model), {}, "torch.nn.Module as the model, not Adam"),
+        ((None, optimizer), {}, "torch.nn.Module as the model, not None"),
+        ((model, optimizer), {"step": 5}, "step is a function"),
+        ((model, optimizer), {"profile": "v100"}, "HardwareProfile"),
+        ((model, optimizer), {"strategy": "autoo"}, "no strategy is called 'autoo'"),
+        ((model, optimizer), {"strategy": "autoswap:scores=doa"}, "'scores=doa' is not an option"),
+    ):  # fmt: skip
+        with pytest.raises(UsageError, match=words):
+            fit(*arguments, "1GiB", **{"profile": profile} | options)
+    capture: Any = elbowroom.capture
+    for arguments in ((step, optimizer, model), (step, model, None), (None, model, optimizer), (5, model, optimizer)):
+        with pytest.raises(UsageError, match=r"expected|step is a function"):
+            capture(*arguments)
+    elbowroom.fit(model, optimizer, "1GiB", profile=profile).detach()  # nothing stayed behind
+
+
 def test_what_cannot_have_a_room(profile: HardwareProfile) -> None:
     model, optimizer, _ = make()
     with pytest.raises(UsageError, match=r"\['cpu', 'meta'\]"):

@@ -104,6 +104,30 @@ def test_costs_of_another_trace_are_refused() -> None:
         list(compare(make_chain([KIB] * 3), example()[1], [10**9], ["auto"]))
 
 
+def test_a_strategy_that_refuses_a_step_leaves_its_cells_empty() -> None:
+    refusing = "exact:most_gaps=0"
+    found = list(compare(*example(), budgets(), [refusing, "auto"]))
+    assert len(found) == 2 * len(budgets())
+    for entry in found[:-2:2]:
+        assert entry.strategy == refusing and entry.outcome is None and entry.attempt.needed_bytes == 0
+        assert "exact is for small traces" in entry.attempt.refusal and "most_gaps is 0" in entry.attempt.refusal
+    assert found[-2].outcome is not None and not found[-2].attempt.refusal, (
+        "everything fits: there is nothing to refuse"
+    )
+    assert [entry.outcome is None for entry in found[1::2]] == [True, False, False, False]
+    with pytest.raises(UsageError, match="small traces"):
+        comparison.attempt(*example(), budgets()[1], refusing)
+
+
+def test_a_refused_cell_takes_over_what_a_smaller_budget_has() -> None:
+    refused = make_entry(None, 0.0)
+    refused = dataclasses.replace(
+        refused, budget_bytes=100, attempt=dataclasses.replace(refused.attempt, needed_bytes=0, refusal="too large")
+    )
+    attempt = even_out([make_entry(50, 1.0), refused])[1].attempt
+    assert attempt.outcome is not None and attempt.needed_bytes == 50 and attempt.refusal == ""
+
+
 def test_a_plan_that_overfills_the_host_does_not_fit() -> None:
     trace, costs = example()
     free = comparison.attempt(trace, costs, 10**9, "offload_all")

@@ -285,6 +285,8 @@ def test_wrong_types_are_refused_by_place(name: str, path: tuple[Any, ...]) -> N
     wrong += ["\ud800"]
     wrong += [] if isinstance(right, float) else [0.5]
     for each in wrong:
+        if each is None and path[-1] in ("peak_bytes", "resident_bytes") and name == "journal":
+            continue  # not metered
         if isinstance(right, list) and each == right:
             continue
         with pytest.raises(TraceError) as caught:
@@ -447,3 +449,23 @@ def test_links_between_nouns_are_names_only() -> None:
     assert isinstance(NOUNS["plan"], Plan)
     assert issubclass(TraceError, ElbowroomError)
     assert sys.getrecursionlimit() < 100_000
+
+
+def test_a_journal_of_version_1_says_0_where_a_step_was_not_metered(tmp_path: pathlib.Path) -> None:
+    old = json.loads(json.dumps(GOOD["journal"])) | {"version": 1}
+    first, second = old["value"]["steps"]
+    first |= {"peak_bytes": 0, "resident_bytes": 0}
+    second |= {"peak_bytes": 7, "resident_bytes": 0}
+    (tmp_path / "journal.json").write_text(json.dumps(old))
+    steps = files.load(Journal, tmp_path / "journal.json").steps
+    assert [(step.peak_bytes, step.resident_bytes) for step in steps] == [(None, None), (7, None)]
+    files.save(Journal(steps=steps), tmp_path / "again.json")
+    assert files.load(Journal, tmp_path / "again.json").steps == steps
+    assert Journal(steps=steps).peak_bytes == 7 and Journal(steps=steps[:1]).peak_bytes is None
+
+
+def test_damage_in_a_journal_of_version_1_is_named(tmp_path: pathlib.Path) -> None:
+    for steps in (None, [None], [{"peak_bytes": 0}]):
+        (tmp_path / "journal.json").write_text(json.dumps(GOOD["journal"] | {"version": 1, "value": {"steps": steps}}))
+        with pytest.raises(TraceError, match="steps"):
+            files.load(Journal, tmp_path / "journal.json")

@@ -10,6 +10,7 @@ from hypothesis import strategies as some
 
 from elbowroom.ir.costs import Costs
 from elbowroom.ir.forecast import Forecast
+from elbowroom.ir.identity import digest
 from elbowroom.ir.journal import Journal, Mode, StepRecord
 from elbowroom.ir.plan import Plan
 from elbowroom.ir.trace import Trace
@@ -20,8 +21,9 @@ from elbowroom.report.lifetimes import Lifetimes
 from elbowroom.report.steady import find_steady
 from elbowroom.report.summary import summarize
 from elbowroom.simulator.replay import simulate
+from elbowroom.units import format_seconds
 from tests import generators
-from tests.generators import KIB, make_chain, make_costs
+from tests.generators import KIB, make_chain, make_costs, make_link
 
 EMPTY = Journal(steps=())
 
@@ -167,6 +169,43 @@ def test_a_broken_budget_cannot_be_overlooked() -> None:
     assert "OVER BUDGET in 1 of 2 metered steps; worst in step 1, by 50.0 KiB" in page
     page = summarize(budget_bytes=1000 * KIB, journal=JOURNAL, trace=None, costs=None, plan=None, forecast=None)
     assert "Within budget in all 2 steps that were metered" in page
+
+
+def test_the_time_axis_has_waits_and_replays_in_it() -> None:
+    trace = make_chain([64 * KIB] * 6, barriers=frozenset(range(6)))
+    costs = make_costs(trace, link=make_link(per_second=1e6))
+    made, forecast, budget_bytes = planned(trace, costs, 0.0)
+    begins = forecast.begin_seconds
+    assert forecast.stall_seconds > 0 and len(begins) == trace.end + 1
+    assert list(begins) == sorted(begins) and begins[0] == 0
+    assert begins[-1] == pytest.approx(forecast.step_seconds)
+    page = summarize(budget_bytes=budget_bytes, journal=EMPTY, trace=trace, costs=costs, plan=made, forecast=forecast)
+    (axis,) = [line for line in page.splitlines() if line.lstrip().startswith("0 s ")]
+    assert axis.endswith(f" {format_seconds(forecast.step_seconds)}")
+
+
+@given(generators.jobs(), some.floats(0.0, 1.0))
+def test_entries_begin_in_order_and_end_with_the_step(job: tuple[Trace, Costs], share: float) -> None:
+    trace, costs = job
+    _, forecast, _ = planned(trace, costs, share)
+    begins = forecast.begin_seconds
+    assert len(begins) == trace.end + 1 and list(begins) == sorted(begins)
+    assert begins[-1] == pytest.approx(forecast.step_seconds)
+
+
+def test_no_line_is_wider_than_a_terminal() -> None:
+    """Reasons, notes and names of ops may be of any length."""
+    trace, costs = generators.example()
+    ops = tuple(dataclasses.replace(op, name=f"mine.an_op_whose_name_alone_is_{'very_' * 12}long.{op.name}")
+                for op in trace.ops)  # fmt: skip
+    long = dataclasses.replace(trace, ops=ops)
+    records = [record(step, Mode.DRIFTED, note="save 3 is of another size than " + "that before, " * 9)
+               for step in range(6)]  # fmt: skip
+    journal = Journal(steps=(*JOURNAL.steps, *records, *(record(9, Mode.PLANNED, peak_bytes=KIB),)))
+    for job in ((trace, costs), (long, dataclasses.replace(costs, trace_digest=digest(long)))):
+        page = describe(*job, 0.3, journal)
+        assert "save 3 is of another size" in page and "Why each block is where it is" in page
+        assert [line for line in page.splitlines() if len(line) > 80] == []
 
 
 # -- reasons ----------------------------------------------------------------------------------------------------------

@@ -40,6 +40,9 @@ def test_amounts(text: int | float | str, nbytes: int) -> None:
 
 def test_shares() -> None:
     assert parse_bytes("60%", device_bytes=1000) == 600
+    assert parse_bytes("60%", device_bytes=1000, peak_bytes=10) == 600
+    assert parse_bytes("60%peak", device_bytes=1000, peak_bytes=10) == 6
+    assert parse_bytes(" 60 % Peak ", peak_bytes=10) == 6
     assert parse_bytes("12.5 %", device_bytes=1000) == 125
     assert parse_bytes("100%", device_bytes=7) == 7
     assert parse_bytes("0.001%", device_bytes=10) == 1
@@ -88,6 +91,19 @@ def test_shares() -> None:
 def test_what_is_no_amount_is_refused(value: object) -> None:
     with pytest.raises(ValueError, match=r"\S"):
         parse_bytes(value)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("text", "words"), [("60%", "a share of the device"), ("60%peak", "a share of the peak of the step without a plan")]
+)
+def test_a_share_of_what_is_not_known(text: str, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        parse_bytes(text)
+
+
+@pytest.mark.parametrize(("text", "nbytes"), [("8G", 8 << 30), ("8k", 8 << 10), ("1.5 M", 3 << 19), ("2T", 2 << 40)])
+def test_a_letter_alone_counts_in_1024(text: str, nbytes: int) -> None:
+    assert parse_bytes(text) == nbytes
 
 
 @pytest.mark.parametrize("text", ["0%", "101%", "-5%", "nan%", "1000000%"])

@@ -222,11 +222,16 @@ def even_out(entries: Sequence[Entry]) -> tuple[Entry, ...]:
             if place is not None and (outcome := outcomes[place]) is not None:
                 best[strategy, entry.budget_bytes] = outcome
     return tuple(
-        dataclasses.replace(entry, attempt=dataclasses.replace(entry.attempt, outcome=found))
+        dataclasses.replace(entry, attempt=_take_over(entry.attempt, found))
         if (found := best.get((entry.strategy, entry.budget_bytes))) is not None
         else entry
         for entry in entries
     )
+
+
+def _take_over(attempt: Attempt, outcome: Outcome) -> Attempt:
+    needed_bytes = attempt.needed_bytes or outcome.peak_bytes  # 0 where the strategy had refused
+    return dataclasses.replace(attempt, outcome=outcome, needed_bytes=needed_bytes, refusal="")
 
 
 def find_front(entries: Sequence[Entry]) -> tuple[Entry, ...]:

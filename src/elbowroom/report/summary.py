@@ -232,8 +232,8 @@ def _align(rows: Sequence[Sequence[str]], sides: str, indent: str = "") -> list[
 
 
 def _wrap(text: str, indent: str = "") -> list[str]:
-    """Lines of at most `COLUMNS`, all but the first indented; words that are longer than that stay whole."""
-    return textwrap.wrap(text, COLUMNS, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+    """Lines of at most `COLUMNS`, all but the first indented; longer words are broken."""
+    return textwrap.wrap(text, COLUMNS, subsequent_indent=indent, break_on_hyphens=False)
 
 
 def _bytes(nbytes: int | None) -> str:

@@ -284,7 +284,7 @@ class _Run:
 
     def _list_begins(self) -> tuple[float, ...]:
         """When each entry begins; a delay is part of the entry at which it comes about."""
-        plain, overhead = self.replay.begins, self.replay.costs.overhead_seconds
+        plain, overhead = self.replay.begins[: self.replay.trace.end + 1], self.replay.costs.overhead_seconds
         shares = plain / plain[-1] if plain[-1] else np.linspace(0.0, 1.0, len(plain))
         delays = np.zeros(len(plain))
         ends = [min(tick + 1, len(plain) - 1) for tick in self.delays]

@@ -50,7 +50,7 @@ def probe(
 
 
 def _tabulate_memory(profile: HardwareProfile) -> Table:
-    names = ("tier", "bytes", "link", "out", "back", "latencies", "")
+    names = ("tier", "bytes", "link", "out", "back", "latencies", "duplex")
     table = Table(*names, box=None, pad_edge=False, header_style="bold")
     links = {link.upper: link for link in profile.links}
     for tier in profile.tiers:
@@ -60,7 +60,7 @@ def _tabulate_memory(profile: HardwareProfile) -> Table:
             f"{format_bytes(link.out_bytes_per_second)}/s",
             f"{format_bytes(link.back_bytes_per_second)}/s",
             f"{format_seconds(link.out_latency_seconds)}, {format_seconds(link.back_latency_seconds)}",
-            "half duplex" if link.half_duplex else "full duplex",
+            "half" if link.half_duplex else "full",
         )  # fmt: skip
         table.add_row(tier.name, format_bytes(tier.capacity_bytes), *cells)
     return table
