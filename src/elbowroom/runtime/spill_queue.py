@@ -1,10 +1,8 @@
 """A spill file and the thread that reads and writes it, for one process: first come, first served.
 
-An exception may strike between any two lines here, whoever runs them: Ctrl-C in the main thread, or no memory. So
-
-- a copy is recorded before its block is reserved; one that nobody holds any more is freed by the thread;
-- a change of the record and of the file's free blocks that was left halfway is repaired by whoever comes next;
-- a transfer is in the queue before anybody waits for it, and whoever waits makes sure that there is a thread.
+An exception may strike at any line here: Ctrl-C in the main thread, or no memory. So a transfer is in the queue before
+anybody waits for it, whoever waits makes sure that there is a thread, and a copy that nobody holds is freed by the
+thread.
 """
 
 from __future__ import annotations
@@ -15,13 +13,12 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable
 
 import torch
 
-from elbowroom.errors import TierError, TransferFailed
+from elbowroom.errors import TransferFailed
 from elbowroom.ir.placement import Placement
-from elbowroom.runtime.copies import Record, keep_living
+from elbowroom.runtime.copies import Record, Records
 from elbowroom.tiers.disk import SpillFile
 
 CHECK_SECONDS = 1.0
@@ -104,10 +101,9 @@ class SpillQueue:
         self.pid, self.spill = os.getpid(), spill
         self._jobs: queue.SimpleQueue[Job | weakref.ref[object] | None] = queue.SimpleQueue()
         self._owner = weakref.ref(owner, self._jobs.put)  # a method of C: nothing can end it halfway
-        self._records: set[Record] = set()
+        self._records = Records(self._restore, self._jobs.put)
         self._discarded: deque[tuple[Record, Job | None]] = deque()
         self._lock = threading.RLock()  # of what is above and below, and of the blocks of the spill file
-        self._is_whole = True  # False while records and blocks are changed, and where an exception ended that
         self._closing = self._stopped = False
         self._thread: threading.Thread | None = None
         self._working = threading.Lock()  # held by the thread while it works
@@ -121,7 +117,8 @@ class SpillQueue:
         """As `Transfers.prepare`."""
         with self._lock:
             self._sweep()
-            self._change(lambda: self.spill.prepare(placement.lower_bytes, gives_back=gives_back))
+            with self._records.changing():
+                self.spill.prepare(placement.lower_bytes, gives_back=gives_back)
 
     def make_copy(self, nbytes: int, at: int | None) -> SpillCopy:
         """A copy with a block of its own; nothing is in it yet.
@@ -135,18 +132,7 @@ class SpillQueue:
             if self._stopped:
                 raise TransferFailed("the spill file is closed")
             self._sweep()  # what could not be swept in time would be in the way of what is planned to be there
-            record = Record(copy, self._jobs.put)
-            record.block, record.nbytes = None, nbytes
-            self._records.add(record)
-
-            def reserve() -> None:
-                record.block = self.spill.reserve(nbytes, at)
-
-            try:
-                self._change(reserve)
-            except TierError:
-                self._records.discard(record)
-                raise
+            record = self._records.reserve(copy, lambda: self.spill.reserve(nbytes, at))
             copy.record, copy.offset = record, record.block
         return copy
 
@@ -211,17 +197,13 @@ class SpillQueue:
         """Free what was discarded; whether nothing is left, and nobody will come."""
         self._sweep()
         if self._closing or self._owner() is None:
-            for record in self._records - keep_living(self._records):
+            for record in self._records.list_lost():
                 self._free(record)  # the thread would do it, if there ever was one
             self._stopped |= not self._records
         return self._stopped
 
     def _sweep(self) -> None:
-        if not self._is_whole:
-            self._records = keep_living(self._records)
-            taken = [(record.block, record.nbytes) for record in self._records if record.block is not None]
-            self.spill.restore(taken)
-            self._is_whole = True
+        self._records.repair()
         for _ in range(len(self._discarded)):
             record, last = self._discarded.popleft()
             if last is None or last.is_done:
@@ -230,25 +212,10 @@ class SpillQueue:
                 self._discarded.append((record, last))
 
     def _free(self, record: Record) -> None:
-        if record not in self._records:
-            return
+        self._records.free(record, lambda record: self.spill.free(record.block, record.nbytes))
 
-        def free() -> None:
-            if record.block is not None:
-                self.spill.free(record.block, record.nbytes)
-            self._records.discard(record)
-
-        self._change(free)
-
-    def _change(self, change: Callable[[], None]) -> None:
-        """Change what is reserved. An error of the tier's own leaves everything whole."""
-        self._is_whole = False
-        try:
-            change()
-        except TierError:
-            self._is_whole = True
-            raise
-        self._is_whole = True
+    def _restore(self, records: list[Record]) -> None:
+        self.spill.restore([(record.block, record.nbytes) for record in records])
 
     # The thread -------------------------------------------------------------------------------------------------
 

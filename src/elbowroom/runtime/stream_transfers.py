@@ -13,17 +13,21 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
+import threading
 import time
+import weakref
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 
 from elbowroom.cost.transfers import STAGING_BYTES, count_piece_bytes
 from elbowroom.errors import InternalError, TierFull, TransferFailed, UsageError
 from elbowroom.ir.placement import Berth, Placement
+from elbowroom.runtime.copies import Copy, Record, Records
 from elbowroom.runtime.streams import Event, Streams
-from elbowroom.runtime.transfers import Copy
+from elbowroom.runtime.transfers import check_process
 from elbowroom.tiers.disk import SpillFile
 from elbowroom.tiers.pinned import Block, HostSlabs
 
@@ -37,36 +41,45 @@ class StreamCopy:
         nbytes: its size.
         block: where it is in host memory; None if it is in the spill file.
         offset: where it is in the spill file.
+        record: of the copy; None once it is discarded.
         last: the end of the last transfer that was begun; everything before it has ended too.
-        moving: storages that transfers read or write which nothing has been made to wait for yet.
+        moving: transfers that nothing has been made to wait for yet.
         error: what went wrong on the disk.
     """
 
-    __slots__ = ("block", "error", "last", "moving", "nbytes", "offset")
+    __slots__ = ("__weakref__", "block", "error", "last", "moving", "nbytes", "offset", "record")
 
-    def __init__(self, nbytes: int, block: Block | None = None, offset: int = 0) -> None:
-        self.nbytes, self.block, self.offset = nbytes, block, offset
+    def __init__(self, nbytes: int) -> None:
+        self.nbytes = nbytes
+        self.block: Block | None = None
+        self.offset = 0
+        self.record: Record | None = None
         self.last: Event | None = None
-        self.moving: list[torch.UntypedStorage] = []
+        self.moving: list[_Unfinished] = []
         self.error: OSError | None = None
 
 
 class _Unfinished:
-    """A transfer whose copy was discarded while it ran: the host memory it uses, and the storages."""
+    """A transfer that may still run: the host memory that it uses, and the storage until somebody waits for it.
 
-    __slots__ = ("begin", "end", "event", "moving")
+    There is one before the transfer is begun, so that its memory is kept whatever happens meanwhile. `event` is its
+    end; None where an exception came before that was known.
+    """
 
-    def __init__(self, copy: StreamCopy, event: Event) -> None:
+    __slots__ = ("begin", "end", "event", "storage")
+
+    def __init__(self, copy: StreamCopy, storage: torch.UntypedStorage) -> None:
         self.begin = copy.block.address if copy.block is not None else 0
         self.end = self.begin + copy.nbytes if copy.block is not None else 0
-        self.event, self.moving = event, copy.moving
+        self.storage: torch.UntypedStorage | None = storage
+        self.event: Event | None = None
 
 
 class StreamTransfers:
     """Moves storages of a device to host memory and back, and beyond that to a spill file if there is one.
 
-    Storages in flight are held here until `finish`, and those of a copy discarded before that until the transfer has
-    ended, so that no memory is reused under a transfer.
+    Storages in flight are held here until `finish` or until the transfer has ended, so that no memory is reused under a
+    transfer. A process that is forked from this one can move nothing: it cannot use the device.
 
     Args:
         streams: the device's lanes.
@@ -91,16 +104,29 @@ class StreamTransfers:
         if spill is not None:
             self._staging = _Staging(streams, host, spill, count_piece_bytes(host.capacity_bytes, staging_bytes))
         self._unfinished: deque[_Unfinished] = deque()
-        self._copies = 0
-        self._closing = self._stopped = False
+        self._pid = os.getpid()
+        settle = weakref.WeakMethod(self._settle)
+        self._records = Records(self._restore, lambda record: (lost := settle()) and lost(has_lost=True))
+        self._discarded: deque[Record] = deque()
+        self._lock = threading.RLock()  # of records and tiers
+        self._closing = self._stopped = self._has_lost = False
         self.stall_seconds = 0.0
         self.offloaded_bytes = self.reloaded_bytes = 0
 
+    @property
+    def _copies(self) -> int:
+        return len(self._records)
+
     def prepare(self, placement: Placement, *, gives_back: bool) -> None:
         """The next step's copies are laid out like this."""
-        self._host.prepare(placement.lower_bytes, gives_back=gives_back, settle=self._wait_for_unfinished)
-        if self._spill is not None:
-            self._spill.prepare(placement.disk_bytes, gives_back=gives_back)
+        if self._pid != os.getpid():
+            return
+        with self._lock:
+            self._sweep()
+            with self._records.changing():
+                self._host.prepare(placement.lower_bytes, gives_back=gives_back, settle=self._wait_for_unfinished)
+                if self._spill is not None:
+                    self._spill.prepare(placement.disk_bytes, gives_back=gives_back)
 
     def offload(self, storage: torch.UntypedStorage, berth: Berth | None = None) -> StreamCopy:
         """Begin copying a storage down, to where it was planned to lie.
@@ -108,7 +134,9 @@ class StreamTransfers:
         Raises:
             UsageError: the storage is on another device.
             TierFull: there is no room; nothing was begun.
+            TransferFailed: this process was forked from the one that has the device.
         """
+        check_process(self._pid, storage.nbytes())
         if self._stopped:
             raise InternalError("an offload was asked for after the transfers had been closed")
         if storage.device != self._streams.device:
@@ -117,47 +145,43 @@ class StreamTransfers:
                 "fit each device's part of the model by itself"
             )
         self._forget_ended()
-        nbytes = storage.nbytes()
-        at, is_for_disk = (None, False) if berth is None else (berth.offset, berth.is_on_disk)
-        block = None
-        if not is_for_disk or self._staging is None:
-            try:
-                block = self._reserve(nbytes, None if is_for_disk else at)
-            except TierFull:
-                if self._staging is None:
-                    raise
-        if block is None:
-            assert self._staging is not None and self._spill is not None
-            copy = StreamCopy(nbytes, offset=self._spill.reserve(nbytes, at if is_for_disk else None))
-            self._write_out(self._staging, storage, copy)
+        copy = StreamCopy(storage.nbytes())
+        with self._lock:
+            self._sweep()
+            record = self._records.reserve(copy, lambda: self._place(copy.nbytes, berth))
+        copy.record = record
+        if isinstance(record.block, Block):
+            copy.block = record.block
+            unfinished = self._begin(copy, storage)
+            after = [self._streams.record_compute(), *self._users_of(copy.block)]
+            unfinished.event = copy.last = self._streams.copy_out(storage, copy.block.tensor, after)
         else:
-            copy = StreamCopy(nbytes, block)
-            after = [self._streams.record_compute(), *self._users_of(block)]
-            copy.last = self._streams.copy_out(storage, block.tensor, after)
-        copy.moving.append(storage)
-        self._copies += 1
-        self.offloaded_bytes += nbytes
+            copy.offset = record.block
+            self._write_out(storage, copy)
+        self.offloaded_bytes += copy.nbytes
         return copy
 
     def reload(self, copy: Copy) -> torch.UntypedStorage:
         """Make room on the device and begin copying back. The copy stays valid.
 
         Raises:
-            TransferFailed: no memory.
+            TransferFailed: no memory, or this process was forked from the one that has the device.
         """
         assert isinstance(copy, StreamCopy)
+        check_process(self._pid, copy.nbytes)
+        if copy.record is None:
+            raise InternalError("a copy was to be reloaded after it had been discarded")
         self._forget_ended()
         storage = self._streams.allocate(copy.nbytes)
         # Recorded after the allocation: what was computed in this memory before must not come after the copy.
         after = [self._streams.record_compute()]
-        copy.moving.append(storage)
         if copy.last is not None:
             after.append(copy.last)
         if copy.block is not None:
-            copy.last = self._streams.copy_in(copy.block.tensor, storage, after)
+            unfinished = self._begin(copy, storage)
+            unfinished.event = copy.last = self._streams.copy_in(copy.block.tensor, storage, after)
         else:
-            assert self._staging is not None
-            self._read_back(self._staging, storage, copy, after)
+            self._read_back(storage, copy, after)
         self.reloaded_bytes += copy.nbytes
         return storage
 
@@ -168,9 +192,10 @@ class StreamTransfers:
             TransferFailed: it did not complete. After an offload the storage is intact.
         """
         assert isinstance(copy, StreamCopy)
+        check_process(self._pid, copy.nbytes)
         if copy.last is not None:
             self._streams.compute_waits(copy.last)
-        copy.moving.clear()
+        _let_go(copy)
         if copy.error is not None:
             error, copy.error = copy.error, None
             assert self._spill is not None
@@ -184,37 +209,92 @@ class StreamTransfers:
         The program does not wait: a reload in flight is still to be finished before its storage is used.
         """
         assert isinstance(copy, StreamCopy)
+        if self._pid != os.getpid():
+            return
         if copy.last is None or copy.last.is_done():
-            copy.moving.clear()
-        else:
-            self._unfinished.append(_Unfinished(copy, copy.last))
-        if copy.block is not None:
-            self._host.free(copy.block)
-        else:
-            assert self._spill is not None
-            self._spill.free(copy.offset, copy.nbytes)
-        self._copies -= 1
-        self._forget_ended()
-        if self._closing and self._copies == 0:
-            self._stop()
+            _let_go(copy)
+        record = copy.record
+        if record is not None:
+            self._discarded.append(record)
+            copy.record = None
+        self._settle()
 
     def close(self) -> None:
         """Stop, once the last copy is discarded; until then copies can still be reloaded."""
         self._closing = True
-        if self._copies == 0:
+        self._settle()
+
+    def __del__(self) -> None:
+        if hasattr(self, "_lock"):
             self._stop()
 
+    def _settle(self, *, has_lost: bool = False) -> None:
+        """Free what was discarded, and stop if nothing is left to wait for. Called by any thread, at any moment."""
+        self._has_lost |= has_lost
+        if self._pid != os.getpid():
+            self._stop()
+        elif not self._lock._is_owned():  # type: ignore[attr-defined]
+            with self._lock:
+                self._has_lost |= self._closing
+                self._sweep()
+                if self._closing and not self._records:
+                    self._stop()
+        # else the garbage collector is at work in the middle of a change, and whoever makes it sweeps the next time
+
+    def _sweep(self) -> None:
+        self._records.repair()
+        while self._discarded:
+            self._free(self._discarded.popleft())
+        if self._has_lost:  # dropped, and not discarded
+            for record in self._records.list_lost():
+                self._free(record)
+            self._has_lost = False
+        self._forget_ended()
+
+    def _free(self, record: Record) -> None:
+        self._records.free(record, self._give)
+
+    def _give(self, record: Record) -> None:
+        if isinstance(record.block, Block):
+            self._host.free(record.block)
+        else:
+            assert self._spill is not None
+            self._spill.free(record.block, record.nbytes)
+
+    def _restore(self, records: list[Record]) -> None:
+        blocks = [record.block for record in records if isinstance(record.block, Block)]
+        self._host.restore(blocks if self._staging is None else [*blocks, self._staging.block])
+        if self._spill is not None:
+            there = [record for record in records if not isinstance(record.block, Block)]
+            self._spill.restore([(record.block, record.nbytes) for record in there])
+
     def _stop(self) -> None:
-        if self._stopped:
-            return
+        if self._pid == os.getpid():
+            # What runs in the staging memory too.
+            self._wait_for_unfinished()
         self._stopped = True
-        # What runs in the staging memory too: its last transfers belong to copies, and every copy is discarded by now.
-        self._wait_for_unfinished()
         self._host.close()
         if self._spill is not None:
             self._spill.close()
 
     # Host memory ------------------------------------------------------------------------------------------------
+
+    def _place(self, nbytes: int, berth: Berth | None) -> Block | int:
+        """Reserve a block of host memory, or of the spill file."""
+        at, is_for_disk = (None, False) if berth is None else (berth.offset, berth.is_on_disk)
+        if not is_for_disk or self._spill is None:
+            try:
+                return self._reserve(nbytes, None if is_for_disk else at)
+            except TierFull:
+                if self._spill is None:
+                    raise
+        return self._spill.reserve(nbytes, at if is_for_disk else None)
+
+    def _begin(self, copy: StreamCopy, storage: torch.UntypedStorage) -> _Unfinished:
+        unfinished = _Unfinished(copy, storage)
+        self._unfinished.append(unfinished)
+        copy.moving.append(unfinished)
+        return unfinished
 
     def _reserve(self, nbytes: int, at: int | None) -> Block:
         try:
@@ -229,38 +309,54 @@ class StreamTransfers:
         return self._host.reserve(nbytes)
 
     def _users_of(self, block: Block) -> list[Event]:
-        """The ends of discarded transfers that may still run somewhere in a block."""
+        """The ends of transfers that may still run somewhere in a block that was discarded."""
         begin, end = block.address, block.address + block.nbytes
-        return [user.event for user in self._unfinished if user.begin < end and begin < user.end]
+        users = [user.event for user in self._unfinished if user.begin < end and begin < user.end]
+        return [event for event in users if event is not None]
 
     def _forget_ended(self) -> None:
         # Oldest first and no further than the first that still runs: this happens at every transfer.
-        while self._unfinished and self._unfinished[0].event.is_done():
-            self._unfinished.popleft()
+        while self._unfinished:
+            event = self._unfinished[0].event
+            if event is None:  # an exception came in between, and when it ends is not known
+                self._wait_for_unfinished()
+            elif event.is_done():
+                self._unfinished.popleft()
+            else:
+                break
 
     def _wait_for_unfinished(self) -> None:
         with self._stalling():
-            for user in self._unfinished:
-                self._streams.host_waits(user.event)
+            if any(user.event is None for user in self._unfinished):
+                self._streams.host_waits_for_copies()
+            else:
+                for user in self._unfinished:
+                    assert user.event is not None
+                    self._streams.host_waits(user.event)
         self._unfinished.clear()
 
     # The spill file ---------------------------------------------------------------------------------------------
 
-    def _write_out(self, staging: _Staging, storage: torch.UntypedStorage, copy: StreamCopy) -> None:
-        with self._stalling():
-            try:
-                staging.write_out(storage, copy, self._streams.record_compute())
-            except OSError as error:
-                copy.error = error
+    def _write_out(self, storage: torch.UntypedStorage, copy: StreamCopy) -> None:
+        staging = self._staging
+        assert staging is not None
+        self._pass(storage, copy, lambda: staging.write_out(storage, copy, self._streams.record_compute()))
 
-    def _read_back(
-        self, staging: _Staging, storage: torch.UntypedStorage, copy: StreamCopy, after: list[Event]
-    ) -> None:
+    def _read_back(self, storage: torch.UntypedStorage, copy: StreamCopy, after: list[Event]) -> None:
+        staging = self._staging
+        assert staging is not None
+        self._pass(storage, copy, lambda: staging.read_back(storage, copy, after))
+
+    def _pass(self, storage: torch.UntypedStorage, copy: StreamCopy, move: Callable[[], None]) -> None:
+        unfinished = self._begin(copy, storage)
         with self._stalling():
             try:
-                staging.read_back(storage, copy, after)
+                move()
             except OSError as error:
                 copy.error = error
+        unfinished.event = copy.last
+        if copy.last is None:  # nothing was to be moved
+            self._unfinished.remove(unfinished)
 
     @contextlib.contextmanager
     def _stalling(self) -> Iterator[None]:
@@ -271,14 +367,21 @@ class StreamTransfers:
             self.stall_seconds += time.perf_counter() - begin
 
 
+def _let_go(copy: StreamCopy) -> None:
+    """What is computed from now on comes after the copy's transfers, so their storages may be reused."""
+    for unfinished in copy.moving:
+        unfinished.storage = None
+    copy.moving.clear()
+
+
 class _Staging:
     """Two halves of a block of host memory, used in turn: the disk works on one while the device copies the other."""
 
     def __init__(self, streams: Streams, host: HostSlabs, spill: SpillFile, piece_bytes: int) -> None:
         self._streams, self._spill = streams, spill
         self._piece_bytes = piece_bytes
-        block = host.reserve_apart(2 * self._piece_bytes)
-        self._halves = block.tensor.split(self._piece_bytes)
+        self.block = host.reserve_apart(2 * self._piece_bytes)
+        self._halves = self.block.tensor.split(self._piece_bytes)
         self._last: list[Event | None] = [None, None]  # the device's last transfer from or to each half
 
     def write_out(self, storage: torch.UntypedStorage, copy: StreamCopy, computed: Event) -> None:
