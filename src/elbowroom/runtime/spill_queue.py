@@ -58,7 +58,7 @@ class Job:
         error: why it could not read.
     """
 
-    __slots__ = ("_copy", "_is_out", "_storage", "error", "ended", "is_done")
+    __slots__ = ("_copy", "_is_out", "_storage", "ended", "error", "is_done")
 
     def __init__(self, copy: SpillCopy, is_out: bool, storage: torch.UntypedStorage) -> None:
         self._copy: SpillCopy | None = copy

@@ -26,53 +26,14 @@ from elbowroom.cost.transfers import STAGING_BYTES, count_piece_bytes
 from elbowroom.errors import InternalError, TierFull, TransferFailed, UsageError
 from elbowroom.ir.placement import Berth, Placement
 from elbowroom.runtime.copies import Copy, Record, Records
+from elbowroom.runtime.staging import Staging
+from elbowroom.runtime.stream_copies import StreamCopy, Unfinished
 from elbowroom.runtime.streams import Event, Streams
 from elbowroom.runtime.transfers import check_process
 from elbowroom.tiers.disk import SpillFile
 from elbowroom.tiers.pinned import Block, HostSlabs
 
 logger = logging.getLogger(__name__)
-
-
-class StreamCopy:
-    """A storage's block in host memory, or in the spill file if it has none.
-
-    Attributes:
-        nbytes: its size.
-        block: where it is in host memory; None if it is in the spill file.
-        offset: where it is in the spill file.
-        record: of the copy; None once it is discarded.
-        last: the end of the last transfer that was begun; everything before it has ended too.
-        moving: transfers that nothing has been made to wait for yet.
-        error: what went wrong on the disk.
-    """
-
-    __slots__ = ("__weakref__", "block", "error", "last", "moving", "nbytes", "offset", "record")
-
-    def __init__(self, nbytes: int) -> None:
-        self.nbytes = nbytes
-        self.block: Block | None = None
-        self.offset = 0
-        self.record: Record | None = None
-        self.last: Event | None = None
-        self.moving: list[_Unfinished] = []
-        self.error: OSError | None = None
-
-
-class _Unfinished:
-    """A transfer that may still run: the host memory that it uses, and the storage until somebody waits for it.
-
-    There is one before the transfer is begun, so that its memory is kept whatever happens meanwhile. `event` is its
-    end; None where an exception came before that was known.
-    """
-
-    __slots__ = ("begin", "end", "event", "storage")
-
-    def __init__(self, copy: StreamCopy, storage: torch.UntypedStorage) -> None:
-        self.begin = copy.block.address if copy.block is not None else 0
-        self.end = self.begin + copy.nbytes if copy.block is not None else 0
-        self.storage: torch.UntypedStorage | None = storage
-        self.event: Event | None = None
 
 
 class StreamTransfers:
@@ -102,14 +63,15 @@ class StreamTransfers:
         self._streams, self._host, self._spill = streams, host, spill
         self._staging = None
         if spill is not None:
-            self._staging = _Staging(streams, host, spill, count_piece_bytes(host.capacity_bytes, staging_bytes))
-        self._unfinished: deque[_Unfinished] = deque()
+            self._staging = Staging(streams, host, spill, count_piece_bytes(host.capacity_bytes, staging_bytes))
+        self._unfinished: deque[Unfinished] = deque()
         self._pid = os.getpid()
         settle = weakref.WeakMethod(self._settle)
         self._records = Records(self._restore, lambda record: (lost := settle()) and lost(has_lost=True))
         self._discarded: deque[Record] = deque()
         self._lock = threading.RLock()  # of records and tiers
         self._closing = self._stopped = self._has_lost = False
+        self._is_sure = True  # False while a transfer is begun, and after an exception has ended that
         self.stall_seconds = 0.0
         self.offloaded_bytes = self.reloaded_bytes = 0
 
@@ -144,20 +106,19 @@ class StreamTransfers:
                 f"a storage on {storage.device} cannot be moved by the transfers of {self._streams.device}; "
                 "fit each device's part of the model by itself"
             )
-        self._forget_ended()
         copy = StreamCopy(storage.nbytes())
         with self._lock:
             self._sweep()
-            record = self._records.reserve(copy, lambda: self._place(copy.nbytes, berth))
-        copy.record = record
-        if isinstance(record.block, Block):
-            copy.block = record.block
-            unfinished = self._begin(copy, storage)
-            after = [self._streams.record_compute(), *self._users_of(copy.block)]
-            unfinished.event = copy.last = self._streams.copy_out(storage, copy.block.tensor, after)
-        else:
-            copy.offset = record.block
-            self._write_out(storage, copy)
+            self._forget_ended()
+            copy.record = self._records.reserve(copy, lambda: self._place(copy.nbytes, berth))
+            if isinstance(copy.record.block, Block):
+                copy.block = copy.record.block
+                with self._beginning(copy, storage):
+                    after = [self._streams.record_compute(), *self._users_of(copy.block)]
+                    copy.last = self._streams.copy_out(storage, copy.block.tensor, after)
+            else:
+                copy.offset = copy.record.block
+                self._write_out(storage, copy)
         self.offloaded_bytes += copy.nbytes
         return copy
 
@@ -171,17 +132,18 @@ class StreamTransfers:
         check_process(self._pid, copy.nbytes)
         if copy.record is None:
             raise InternalError("a copy was to be reloaded after it had been discarded")
-        self._forget_ended()
-        storage = self._streams.allocate(copy.nbytes)
-        # Recorded after the allocation: what was computed in this memory before must not come after the copy.
-        after = [self._streams.record_compute()]
-        if copy.last is not None:
-            after.append(copy.last)
-        if copy.block is not None:
-            unfinished = self._begin(copy, storage)
-            unfinished.event = copy.last = self._streams.copy_in(copy.block.tensor, storage, after)
-        else:
-            self._read_back(storage, copy, after)
+        with self._lock:
+            self._forget_ended()
+            storage = self._streams.allocate(copy.nbytes)
+            # Recorded after the allocation: what was computed in this memory before must not come after the copy.
+            after = [self._streams.record_compute()]
+            if copy.last is not None:
+                after.append(copy.last)
+            if copy.block is not None:
+                with self._beginning(copy, storage):
+                    copy.last = self._streams.copy_in(copy.block.tensor, storage, after)
+            else:
+                self._read_back(storage, copy, after)
         self.reloaded_bytes += copy.nbytes
         return storage
 
@@ -193,9 +155,12 @@ class StreamTransfers:
         """
         assert isinstance(copy, StreamCopy)
         check_process(self._pid, copy.nbytes)
+        if not self._is_sure:
+            with self._lock:
+                self._forget_ended()
         if copy.last is not None:
             self._streams.compute_waits(copy.last)
-        _let_go(copy)
+        copy.let_go()
         if copy.error is not None:
             error, copy.error = copy.error, None
             assert self._spill is not None
@@ -212,7 +177,7 @@ class StreamTransfers:
         if self._pid != os.getpid():
             return
         if copy.last is None or copy.last.is_done():
-            _let_go(copy)
+            copy.let_go()
         record = copy.record
         if record is not None:
             self._discarded.append(record)
@@ -290,11 +255,16 @@ class StreamTransfers:
                     raise
         return self._spill.reserve(nbytes, at if is_for_disk else None)
 
-    def _begin(self, copy: StreamCopy, storage: torch.UntypedStorage) -> _Unfinished:
-        unfinished = _Unfinished(copy, storage)
+    @contextlib.contextmanager
+    def _beginning(self, copy: StreamCopy, storage: torch.UntypedStorage) -> Iterator[None]:
+        """A transfer is begun in this context; it ends with `copy.last`."""
+        self._is_sure = False
+        unfinished = Unfinished(copy, storage)
         self._unfinished.append(unfinished)
         copy.moving.append(unfinished)
-        return unfinished
+        yield
+        unfinished.event = copy.last
+        self._is_sure = copy.last is not None
 
     def _reserve(self, nbytes: int, at: int | None) -> Block:
         try:
@@ -316,24 +286,20 @@ class StreamTransfers:
 
     def _forget_ended(self) -> None:
         # Oldest first and no further than the first that still runs: this happens at every transfer.
-        while self._unfinished:
-            event = self._unfinished[0].event
-            if event is None:  # an exception came in between, and when it ends is not known
-                self._wait_for_unfinished()
-            elif event.is_done():
-                self._unfinished.popleft()
-            else:
-                break
+        if not self._is_sure:
+            self._wait_for_unfinished()
+        while self._unfinished and (event := self._unfinished[0].event) is not None and event.is_done():
+            self._unfinished.popleft()
 
     def _wait_for_unfinished(self) -> None:
         with self._stalling():
-            if any(user.event is None for user in self._unfinished):
+            if not self._is_sure:  # an exception came in between: when the last one ends is not known
                 self._streams.host_waits_for_copies()
-            else:
-                for user in self._unfinished:
-                    assert user.event is not None
+            for user in self._unfinished:
+                if user.event is not None:
                     self._streams.host_waits(user.event)
         self._unfinished.clear()
+        self._is_sure = True
 
     # The spill file ---------------------------------------------------------------------------------------------
 
@@ -348,15 +314,11 @@ class StreamTransfers:
         self._pass(storage, copy, lambda: staging.read_back(storage, copy, after))
 
     def _pass(self, storage: torch.UntypedStorage, copy: StreamCopy, move: Callable[[], None]) -> None:
-        unfinished = self._begin(copy, storage)
-        with self._stalling():
+        with self._stalling(), self._beginning(copy, storage):
             try:
                 move()
             except OSError as error:
                 copy.error = error
-        unfinished.event = copy.last
-        if copy.last is None:  # nothing was to be moved
-            self._unfinished.remove(unfinished)
 
     @contextlib.contextmanager
     def _stalling(self) -> Iterator[None]:
@@ -365,63 +327,3 @@ class StreamTransfers:
             yield
         finally:
             self.stall_seconds += time.perf_counter() - begin
-
-
-def _let_go(copy: StreamCopy) -> None:
-    """What is computed from now on comes after the copy's transfers, so their storages may be reused."""
-    for unfinished in copy.moving:
-        unfinished.storage = None
-    copy.moving.clear()
-
-
-class _Staging:
-    """Two halves of a block of host memory, used in turn: the disk works on one while the device copies the other."""
-
-    def __init__(self, streams: Streams, host: HostSlabs, spill: SpillFile, piece_bytes: int) -> None:
-        self._streams, self._spill = streams, spill
-        self._piece_bytes = piece_bytes
-        self.block = host.reserve_apart(2 * self._piece_bytes)
-        self._halves = self.block.tensor.split(self._piece_bytes)
-        self._last: list[Event | None] = [None, None]  # the device's last transfer from or to each half
-
-    def write_out(self, storage: torch.UntypedStorage, copy: StreamCopy, computed: Event) -> None:
-        """Copy a storage into the spill file, after an event; back when all is written.
-
-        Raises:
-            OSError: not all could be written.
-        """
-        written = 0
-        for index, begin in enumerate(range(0, copy.nbytes, self._piece_bytes)):
-            half = index % 2
-            piece = self._halves[half][: copy.nbytes - begin]
-            busy = self._last[half]
-            after = [computed] if busy is None else [computed, busy]
-            self._last[half] = copy.last = self._streams.copy_out(storage, piece, after, begin)
-            # The piece before this one is written while this one is on its way.
-            if index > 0:
-                written += self._write(1 - half, copy, written)
-        if written < copy.nbytes:
-            self._write(half, copy, written)
-
-    def _write(self, half: int, copy: StreamCopy, begin: int) -> int:
-        nbytes = min(self._piece_bytes, copy.nbytes - begin)
-        event = self._last[half]
-        assert event is not None
-        self._streams.host_waits(event)
-        self._spill.write(copy.offset + begin, self._halves[half].data_ptr(), nbytes)
-        return nbytes
-
-    def read_back(self, storage: torch.UntypedStorage, copy: StreamCopy, after: list[Event]) -> None:
-        """Copy out of the spill file into a storage, after events; back when all is read.
-
-        Raises:
-            OSError: not all could be read.
-        """
-        for index, begin in enumerate(range(0, copy.nbytes, self._piece_bytes)):
-            half = index % 2
-            piece = self._halves[half][: copy.nbytes - begin]
-            busy = self._last[half]
-            if busy is not None:  # the device may still be copying from what is overwritten here
-                self._streams.host_waits(busy)
-            self._spill.read(copy.offset + begin, piece.data_ptr(), piece.numel())
-            self._last[half] = copy.last = self._streams.copy_in(piece, storage, after, begin)

@@ -28,7 +28,8 @@ class Event(Protocol):
 class Streams(Protocol):
     """Three lanes of one device: the one that computes, one that copies out of it, one that copies back.
 
-    Each lane does what it is given in order, and lanes are ordered by events alone. No call waits, but those of the host.
+    Each lane does what it is given in order, and lanes are ordered by events alone. Only `host_waits` and
+    `host_waits_for_copies` wait.
     Storages and host tensors must stay alive until the event of their copy has been waited for.
     """
 

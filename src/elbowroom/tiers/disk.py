@@ -148,7 +148,7 @@ class SpillFile:
         return self._free.is_empty
 
     def close(self) -> None:
-        """Give the file back to the system. A process that was forked gives up its hold on it, and leaves it as it is."""
+        """Give the file back to the system. A forked process leaves it as it is, and only lets go of it."""
         if not self._file.closed:
             if self._pid == os.getpid():
                 os.ftruncate(self._file.fileno(), 0)  # now, even where a process that was forked holds it too
