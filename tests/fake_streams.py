@@ -109,6 +109,10 @@ class FakeStreams:
         while not event.done:
             assert self.advance(1), "deadlock: the event can never be done"
 
+    def host_waits_for_copies(self) -> None:
+        while self._lanes["out"] or self._lanes["back"]:
+            assert self.advance(1), "deadlock: a copy can never be done"
+
     def allocate(self, nbytes: int) -> torch.UntypedStorage:
         if nbytes == 0:
             return torch.empty(0, dtype=torch.uint8).untyped_storage()
@@ -138,7 +142,7 @@ class FakeStreams:
         return True
 
     def unpin(self, address: int) -> None:
-        end = address + self.pinned.pop(address)
+        end = address + self.pinned.pop(address, 0)
         for operation in (operation for lane in self._lanes.values() for operation in lane):
             if operation.host is not None and operation.host[0] < end and address < operation.host[1]:
                 self.violations.append("host memory was given back under a transfer")

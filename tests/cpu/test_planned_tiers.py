@@ -309,7 +309,7 @@ def test_what_was_freed_late_is_not_in_the_way(tmp_path: pathlib.Path, monkeypat
     storage = torch.empty(4096, dtype=torch.uint8).untyped_storage()
     berth = Berth(storage=0, begin=0, end=9, nbytes=4096, offset=2048)
     with monkeypatch.context() as patch:
-        patch.setattr(transfers, "_sweep", lambda: None)  # as where another thread has the lock
+        patch.setattr(transfers._queue, "settle", lambda: None)  # as in the middle of another change
         for _ in range(3):
             copy = transfers.offload(storage, berth)
             assert isinstance(copy, SpillCopy) and copy.offset == 2048

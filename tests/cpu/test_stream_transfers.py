@@ -126,7 +126,8 @@ def test_each_edge_is_needed_on_the_way_to_the_disk(forgets: tuple[str, str], tm
 class DropsStorages(StreamTransfers):
     def discard(self, copy: Copy) -> None:
         assert isinstance(copy, StreamCopy)
-        copy.moving.clear()
+        for unfinished in copy.moving:
+            unfinished.storage = None
         super().discard(copy)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+from collections.abc import Iterable
 
 ALIGNMENT_BYTES = 512
 """Of blocks in the tiers below the device."""
@@ -86,6 +87,12 @@ class FreeList:
         if index > 0 and self._offsets[index - 1] + self._sizes[index - 1] == offset:
             self._sizes[index - 1] += self._sizes[index]
             del self._offsets[index], self._sizes[index]
+
+    def restore(self, taken: Iterable[tuple[int, int]]) -> None:
+        """Begin anew with what is known to be taken, offset and bytes each: an exception has ended a change halfway."""
+        self._offsets, self._sizes, self.end_bytes = [], [], 0
+        for offset, nbytes in taken:
+            self.take_at(offset, nbytes)
 
     def forget_end(self) -> int:
         """The most that `end_bytes` was since this was asked last; from now on it is what is taken that counts."""

@@ -73,8 +73,8 @@ class Engine(Mover):
         self._min_bytes, self._observer = min_bytes, observer
         self._is_here = make_test(device.type)
         self._find_staying = functools.cache(list_staying)
-        # Not reentrant: what the garbage collector frees in the middle of a move has to wait.
-        self._lock = threading.Lock()
+        # Who retires a handle sees whose it is: what the garbage collector frees in the middle of a move has to wait.
+        self._lock = threading.RLock()
         self._retired: deque[tuple[int, Residence | None]] = deque()
         self._own_ids = max((len(each.trace.storages) for each in known), default=0)
         self.saves = self.needs = 0
@@ -198,16 +198,21 @@ class Engine(Mover):
     def retire(self, index: int, residence: Residence | None) -> None:
         """A handle died. May be called at any moment, in any thread, by the garbage collector."""
         self._retired.append((index, residence))
-        if self._lock.acquire(blocking=False):
-            try:
+        if self._lock._is_owned():  # type: ignore[attr-defined]
+            return
+        try:  # Ctrl-C may come between any two lines: the lock knows whether it is held, and a flag might not
+            if self._lock.acquire(blocking=False):
                 self._drain()
-            finally:
                 self._lock.release()
+        except BaseException:
+            if self._lock._is_owned():  # type: ignore[attr-defined]
+                self._lock.release()
+            raise
 
     def _drain(self) -> None:
         """Where somebody has retired: asked first, since that is done at each call of autograd's."""
         while self._retired:
-            index, residence = self._retired.popleft()
+            index, residence = self._retired[0]
             if self._observer is not None:
                 self._observer.save_released(index)
             if residence is not None:
@@ -216,6 +221,7 @@ class Engine(Mover):
                 residence.views.pop(index, None)
                 if not residence.views:
                     self._free_if_unused(residence)
+            self._retired.popleft()  # done: what an exception has ended is done again by whoever comes next
 
     def _free_if_unused(self, residence: Residence) -> None:
         if residence.views or residence.readers or residence.id < 0:

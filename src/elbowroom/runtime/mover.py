@@ -135,9 +135,9 @@ class Mover:
         self.account.put(residence.storage, residence)
 
     def _discard_copy(self, residence: Residence) -> None:
-        if residence.copy is not None:
-            self._transfers.discard(residence.copy)
-            residence.copy = None
+        copy, residence.copy = residence.copy, None  # first: nothing may be brought back from what has been given up
+        if copy is not None:
+            self._transfers.discard(copy)
 
     def _wait(self, residence: Residence) -> None:
         if residence.copy is None:

@@ -14,9 +14,9 @@ from elbowroom.hooks.identity import is_shared
 
 if TYPE_CHECKING:
     from elbowroom.runtime.calls import Recording
+    from elbowroom.runtime.copies import Copy
     from elbowroom.runtime.engine import Engine
     from elbowroom.runtime.history import Run
-    from elbowroom.runtime.transfers import Copy
 
 
 _SharingVersions = torch._C._SetExcludeDispatchKeyGuard

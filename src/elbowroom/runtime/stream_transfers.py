@@ -13,60 +13,34 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
+import threading
 import time
+import weakref
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 
 from elbowroom.cost.transfers import STAGING_BYTES, count_piece_bytes
 from elbowroom.errors import InternalError, TierFull, TransferFailed, UsageError
 from elbowroom.ir.placement import Berth, Placement
+from elbowroom.runtime.copies import Copy, Record, Records
+from elbowroom.runtime.staging import Staging
+from elbowroom.runtime.stream_copies import StreamCopy, Unfinished
 from elbowroom.runtime.streams import Event, Streams
-from elbowroom.runtime.transfers import Copy
+from elbowroom.runtime.transfers import check_process
 from elbowroom.tiers.disk import SpillFile
 from elbowroom.tiers.pinned import Block, HostSlabs
 
 logger = logging.getLogger(__name__)
 
 
-class StreamCopy:
-    """A storage's block in host memory, or in the spill file if it has none.
-
-    Attributes:
-        nbytes: its size.
-        block: where it is in host memory; None if it is in the spill file.
-        offset: where it is in the spill file.
-        last: the end of the last transfer that was begun; everything before it has ended too.
-        moving: storages that transfers read or write which nothing has been made to wait for yet.
-        error: what went wrong on the disk.
-    """
-
-    __slots__ = ("block", "error", "last", "moving", "nbytes", "offset")
-
-    def __init__(self, nbytes: int, block: Block | None = None, offset: int = 0) -> None:
-        self.nbytes, self.block, self.offset = nbytes, block, offset
-        self.last: Event | None = None
-        self.moving: list[torch.UntypedStorage] = []
-        self.error: OSError | None = None
-
-
-class _Unfinished:
-    """A transfer whose copy was discarded while it ran: the host memory it uses, and the storages."""
-
-    __slots__ = ("begin", "end", "event", "moving")
-
-    def __init__(self, copy: StreamCopy, event: Event) -> None:
-        self.begin = copy.block.address if copy.block is not None else 0
-        self.end = self.begin + copy.nbytes if copy.block is not None else 0
-        self.event, self.moving = event, copy.moving
-
-
 class StreamTransfers:
     """Moves storages of a device to host memory and back, and beyond that to a spill file if there is one.
 
-    Storages in flight are held here until `finish`, and those of a copy discarded before that until the transfer has
-    ended, so that no memory is reused under a transfer.
+    Storages in flight are held here until `finish` or until the transfer has ended, so that no memory is reused under a
+    transfer. A process that is forked from this one can move nothing: it cannot use the device.
 
     Args:
         streams: the device's lanes.
@@ -89,18 +63,32 @@ class StreamTransfers:
         self._streams, self._host, self._spill = streams, host, spill
         self._staging = None
         if spill is not None:
-            self._staging = _Staging(streams, host, spill, count_piece_bytes(host.capacity_bytes, staging_bytes))
-        self._unfinished: deque[_Unfinished] = deque()
-        self._copies = 0
-        self._closing = self._stopped = False
+            self._staging = Staging(streams, host, spill, count_piece_bytes(host.capacity_bytes, staging_bytes))
+        self._unfinished: deque[Unfinished] = deque()
+        self._pid = os.getpid()
+        settle = weakref.WeakMethod(self._settle)
+        self._records = Records(self._restore, lambda record: (lost := settle()) and lost(has_lost=True))
+        self._discarded: deque[Record] = deque()
+        self._lock = threading.RLock()  # of records and tiers
+        self._closing = self._stopped = self._has_lost = False
+        self._is_sure = True  # False while a transfer is begun, and after an exception has ended that
         self.stall_seconds = 0.0
         self.offloaded_bytes = self.reloaded_bytes = 0
 
+    @property
+    def _copies(self) -> int:
+        return len(self._records)
+
     def prepare(self, placement: Placement, *, gives_back: bool) -> None:
         """The next step's copies are laid out like this."""
-        self._host.prepare(placement.lower_bytes, gives_back=gives_back, settle=self._wait_for_unfinished)
-        if self._spill is not None:
-            self._spill.prepare(placement.disk_bytes, gives_back=gives_back)
+        if self._pid != os.getpid():
+            return
+        with self._lock:
+            self._sweep()
+            with self._records.changing():
+                self._host.prepare(placement.lower_bytes, gives_back=gives_back, settle=self._wait_for_unfinished)
+                if self._spill is not None:
+                    self._spill.prepare(placement.disk_bytes, gives_back=gives_back)
 
     def offload(self, storage: torch.UntypedStorage, berth: Berth | None = None) -> StreamCopy:
         """Begin copying a storage down, to where it was planned to lie.
@@ -108,7 +96,9 @@ class StreamTransfers:
         Raises:
             UsageError: the storage is on another device.
             TierFull: there is no room; nothing was begun.
+            TransferFailed: this process was forked from the one that has the device.
         """
+        check_process(self._pid, storage.nbytes())
         if self._stopped:
             raise InternalError("an offload was asked for after the transfers had been closed")
         if storage.device != self._streams.device:
@@ -116,48 +106,44 @@ class StreamTransfers:
                 f"a storage on {storage.device} cannot be moved by the transfers of {self._streams.device}; "
                 "fit each device's part of the model by itself"
             )
-        self._forget_ended()
-        nbytes = storage.nbytes()
-        at, is_for_disk = (None, False) if berth is None else (berth.offset, berth.is_on_disk)
-        block = None
-        if not is_for_disk or self._staging is None:
-            try:
-                block = self._reserve(nbytes, None if is_for_disk else at)
-            except TierFull:
-                if self._staging is None:
-                    raise
-        if block is None:
-            assert self._staging is not None and self._spill is not None
-            copy = StreamCopy(nbytes, offset=self._spill.reserve(nbytes, at if is_for_disk else None))
-            self._write_out(self._staging, storage, copy)
-        else:
-            copy = StreamCopy(nbytes, block)
-            after = [self._streams.record_compute(), *self._users_of(block)]
-            copy.last = self._streams.copy_out(storage, block.tensor, after)
-        copy.moving.append(storage)
-        self._copies += 1
-        self.offloaded_bytes += nbytes
+        copy = StreamCopy(storage.nbytes())
+        with self._lock:
+            self._sweep()
+            self._forget_ended()
+            copy.record = self._records.reserve(copy, lambda: self._place(copy.nbytes, berth))
+            if isinstance(copy.record.block, Block):
+                copy.block = copy.record.block
+                with self._beginning(copy, storage):
+                    after = [self._streams.record_compute(), *self._users_of(copy.block)]
+                    copy.last = self._streams.copy_out(storage, copy.block.tensor, after)
+            else:
+                copy.offset = copy.record.block
+                self._write_out(storage, copy)
+        self.offloaded_bytes += copy.nbytes
         return copy
 
     def reload(self, copy: Copy) -> torch.UntypedStorage:
         """Make room on the device and begin copying back. The copy stays valid.
 
         Raises:
-            TransferFailed: no memory.
+            TransferFailed: no memory, or this process was forked from the one that has the device.
         """
         assert isinstance(copy, StreamCopy)
-        self._forget_ended()
-        storage = self._streams.allocate(copy.nbytes)
-        # Recorded after the allocation: what was computed in this memory before must not come after the copy.
-        after = [self._streams.record_compute()]
-        copy.moving.append(storage)
-        if copy.last is not None:
-            after.append(copy.last)
-        if copy.block is not None:
-            copy.last = self._streams.copy_in(copy.block.tensor, storage, after)
-        else:
-            assert self._staging is not None
-            self._read_back(self._staging, storage, copy, after)
+        check_process(self._pid, copy.nbytes)
+        if copy.record is None:
+            raise InternalError("a copy was to be reloaded after it had been discarded")
+        with self._lock:
+            self._forget_ended()
+            storage = self._streams.allocate(copy.nbytes)
+            # Recorded after the allocation: what was computed in this memory before must not come after the copy.
+            after = [self._streams.record_compute()]
+            if copy.last is not None:
+                after.append(copy.last)
+            if copy.block is not None:
+                with self._beginning(copy, storage):
+                    copy.last = self._streams.copy_in(copy.block.tensor, storage, after)
+            else:
+                self._read_back(storage, copy, after)
         self.reloaded_bytes += copy.nbytes
         return storage
 
@@ -168,9 +154,13 @@ class StreamTransfers:
             TransferFailed: it did not complete. After an offload the storage is intact.
         """
         assert isinstance(copy, StreamCopy)
+        check_process(self._pid, copy.nbytes)
+        if not self._is_sure:
+            with self._lock:
+                self._forget_ended()
         if copy.last is not None:
             self._streams.compute_waits(copy.last)
-        copy.moving.clear()
+        copy.let_go()
         if copy.error is not None:
             error, copy.error = copy.error, None
             assert self._spill is not None
@@ -184,37 +174,97 @@ class StreamTransfers:
         The program does not wait: a reload in flight is still to be finished before its storage is used.
         """
         assert isinstance(copy, StreamCopy)
+        if self._pid != os.getpid():
+            return
         if copy.last is None or copy.last.is_done():
-            copy.moving.clear()
-        else:
-            self._unfinished.append(_Unfinished(copy, copy.last))
-        if copy.block is not None:
-            self._host.free(copy.block)
-        else:
-            assert self._spill is not None
-            self._spill.free(copy.offset, copy.nbytes)
-        self._copies -= 1
-        self._forget_ended()
-        if self._closing and self._copies == 0:
-            self._stop()
+            copy.let_go()
+        record = copy.record
+        if record is not None:
+            self._discarded.append(record)
+            copy.record = None
+        self._settle()
 
     def close(self) -> None:
         """Stop, once the last copy is discarded; until then copies can still be reloaded."""
         self._closing = True
-        if self._copies == 0:
+        self._settle()
+
+    def __del__(self) -> None:
+        if hasattr(self, "_lock"):
             self._stop()
 
+    def _settle(self, *, has_lost: bool = False) -> None:
+        """Free what was discarded, and stop if nothing is left to wait for. Called by any thread, at any moment."""
+        self._has_lost |= has_lost
+        if self._pid != os.getpid():
+            self._stop()
+        elif not self._lock._is_owned():  # type: ignore[attr-defined]
+            with self._lock:
+                self._has_lost |= self._closing
+                self._sweep()
+                if self._closing and not self._records:
+                    self._stop()
+        # else the garbage collector is at work in the middle of a change, and whoever makes it sweeps the next time
+
+    def _sweep(self) -> None:
+        self._records.repair()
+        while self._discarded:
+            self._free(self._discarded.popleft())
+        if self._has_lost:  # dropped, and not discarded
+            for record in self._records.list_lost():
+                self._free(record)
+            self._has_lost = False
+        self._forget_ended()
+
+    def _free(self, record: Record) -> None:
+        self._records.free(record, self._give)
+
+    def _give(self, record: Record) -> None:
+        if isinstance(record.block, Block):
+            self._host.free(record.block)
+        else:
+            assert self._spill is not None
+            self._spill.free(record.block, record.nbytes)
+
+    def _restore(self, records: list[Record]) -> None:
+        blocks = [record.block for record in records if isinstance(record.block, Block)]
+        self._host.restore(blocks if self._staging is None else [*blocks, self._staging.block])
+        if self._spill is not None:
+            there = [record for record in records if not isinstance(record.block, Block)]
+            self._spill.restore([(record.block, record.nbytes) for record in there])
+
     def _stop(self) -> None:
-        if self._stopped:
-            return
+        if self._pid == os.getpid():
+            # What runs in the staging memory too.
+            self._wait_for_unfinished()
         self._stopped = True
-        # What runs in the staging memory too: its last transfers belong to copies, and every copy is discarded by now.
-        self._wait_for_unfinished()
         self._host.close()
         if self._spill is not None:
             self._spill.close()
 
     # Host memory ------------------------------------------------------------------------------------------------
+
+    def _place(self, nbytes: int, berth: Berth | None) -> Block | int:
+        """Reserve a block of host memory, or of the spill file."""
+        at, is_for_disk = (None, False) if berth is None else (berth.offset, berth.is_on_disk)
+        if not is_for_disk or self._spill is None:
+            try:
+                return self._reserve(nbytes, None if is_for_disk else at)
+            except TierFull:
+                if self._spill is None:
+                    raise
+        return self._spill.reserve(nbytes, at if is_for_disk else None)
+
+    @contextlib.contextmanager
+    def _beginning(self, copy: StreamCopy, storage: torch.UntypedStorage) -> Iterator[None]:
+        """A transfer is begun in this context; it ends with `copy.last`."""
+        self._is_sure = False
+        unfinished = Unfinished(copy, storage)
+        self._unfinished.append(unfinished)
+        copy.moving.append(unfinished)
+        yield
+        unfinished.event = copy.last
+        self._is_sure = copy.last is not None
 
     def _reserve(self, nbytes: int, at: int | None) -> Block:
         try:
@@ -229,36 +279,44 @@ class StreamTransfers:
         return self._host.reserve(nbytes)
 
     def _users_of(self, block: Block) -> list[Event]:
-        """The ends of discarded transfers that may still run somewhere in a block."""
+        """The ends of transfers that may still run somewhere in a block that was discarded."""
         begin, end = block.address, block.address + block.nbytes
-        return [user.event for user in self._unfinished if user.begin < end and begin < user.end]
+        users = [user.event for user in self._unfinished if user.begin < end and begin < user.end]
+        return [event for event in users if event is not None]
 
     def _forget_ended(self) -> None:
         # Oldest first and no further than the first that still runs: this happens at every transfer.
-        while self._unfinished and self._unfinished[0].event.is_done():
+        if not self._is_sure:
+            self._wait_for_unfinished()
+        while self._unfinished and (event := self._unfinished[0].event) is not None and event.is_done():
             self._unfinished.popleft()
 
     def _wait_for_unfinished(self) -> None:
         with self._stalling():
+            if not self._is_sure:  # an exception came in between: when the last one ends is not known
+                self._streams.host_waits_for_copies()
             for user in self._unfinished:
-                self._streams.host_waits(user.event)
+                if user.event is not None:
+                    self._streams.host_waits(user.event)
         self._unfinished.clear()
+        self._is_sure = True
 
     # The spill file ---------------------------------------------------------------------------------------------
 
-    def _write_out(self, staging: _Staging, storage: torch.UntypedStorage, copy: StreamCopy) -> None:
-        with self._stalling():
-            try:
-                staging.write_out(storage, copy, self._streams.record_compute())
-            except OSError as error:
-                copy.error = error
+    def _write_out(self, storage: torch.UntypedStorage, copy: StreamCopy) -> None:
+        staging = self._staging
+        assert staging is not None
+        self._pass(storage, copy, lambda: staging.write_out(storage, copy, self._streams.record_compute()))
 
-    def _read_back(
-        self, staging: _Staging, storage: torch.UntypedStorage, copy: StreamCopy, after: list[Event]
-    ) -> None:
-        with self._stalling():
+    def _read_back(self, storage: torch.UntypedStorage, copy: StreamCopy, after: list[Event]) -> None:
+        staging = self._staging
+        assert staging is not None
+        self._pass(storage, copy, lambda: staging.read_back(storage, copy, after))
+
+    def _pass(self, storage: torch.UntypedStorage, copy: StreamCopy, move: Callable[[], None]) -> None:
+        with self._stalling(), self._beginning(copy, storage):
             try:
-                staging.read_back(storage, copy, after)
+                move()
             except OSError as error:
                 copy.error = error
 
@@ -269,56 +327,3 @@ class StreamTransfers:
             yield
         finally:
             self.stall_seconds += time.perf_counter() - begin
-
-
-class _Staging:
-    """Two halves of a block of host memory, used in turn: the disk works on one while the device copies the other."""
-
-    def __init__(self, streams: Streams, host: HostSlabs, spill: SpillFile, piece_bytes: int) -> None:
-        self._streams, self._spill = streams, spill
-        self._piece_bytes = piece_bytes
-        block = host.reserve_apart(2 * self._piece_bytes)
-        self._halves = block.tensor.split(self._piece_bytes)
-        self._last: list[Event | None] = [None, None]  # the device's last transfer from or to each half
-
-    def write_out(self, storage: torch.UntypedStorage, copy: StreamCopy, computed: Event) -> None:
-        """Copy a storage into the spill file, after an event; back when all is written.
-
-        Raises:
-            OSError: not all could be written.
-        """
-        written = 0
-        for index, begin in enumerate(range(0, copy.nbytes, self._piece_bytes)):
-            half = index % 2
-            piece = self._halves[half][: copy.nbytes - begin]
-            busy = self._last[half]
-            after = [computed] if busy is None else [computed, busy]
-            self._last[half] = copy.last = self._streams.copy_out(storage, piece, after, begin)
-            # The piece before this one is written while this one is on its way.
-            if index > 0:
-                written += self._write(1 - half, copy, written)
-        if written < copy.nbytes:
-            self._write(half, copy, written)
-
-    def _write(self, half: int, copy: StreamCopy, begin: int) -> int:
-        nbytes = min(self._piece_bytes, copy.nbytes - begin)
-        event = self._last[half]
-        assert event is not None
-        self._streams.host_waits(event)
-        self._spill.write(copy.offset + begin, self._halves[half].data_ptr(), nbytes)
-        return nbytes
-
-    def read_back(self, storage: torch.UntypedStorage, copy: StreamCopy, after: list[Event]) -> None:
-        """Copy out of the spill file into a storage, after events; back when all is read.
-
-        Raises:
-            OSError: not all could be read.
-        """
-        for index, begin in enumerate(range(0, copy.nbytes, self._piece_bytes)):
-            half = index % 2
-            piece = self._halves[half][: copy.nbytes - begin]
-            busy = self._last[half]
-            if busy is not None:  # the device may still be copying from what is overwritten here
-                self._streams.host_waits(busy)
-            self._spill.read(copy.offset + begin, piece.data_ptr(), piece.numel())
-            self._last[half] = copy.last = self._streams.copy_in(piece, storage, after, begin)

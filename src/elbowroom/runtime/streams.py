@@ -28,7 +28,8 @@ class Event(Protocol):
 class Streams(Protocol):
     """Three lanes of one device: the one that computes, one that copies out of it, one that copies back.
 
-    Each lane does what it is given in order, and lanes are ordered by events alone. No call waits, but `host_waits`.
+    Each lane does what it is given in order, and lanes are ordered by events alone. Only `host_waits` and
+    `host_waits_for_copies` wait.
     Storages and host tensors must stay alive until the event of their copy has been waited for.
     """
 
@@ -59,6 +60,10 @@ class Streams(Protocol):
 
     def host_waits(self, event: Event) -> None:
         """Return when the event is done."""
+        ...
+
+    def host_waits_for_copies(self) -> None:
+        """Return when everything is done that was given to the lanes that copy."""
         ...
 
     def allocate(self, nbytes: int) -> torch.UntypedStorage:
@@ -160,6 +165,12 @@ class CudaStreams:
         """Return when the event is done. Lets other threads run meanwhile."""
         assert isinstance(event, CudaEvent)
         event.event.synchronize()
+
+    def host_waits_for_copies(self) -> None:
+        """Return when everything is done that was given to the streams that copy."""
+        for stream in (self._out, self._back):
+            if stream is not None:
+                stream.synchronize()
 
     def allocate(self, nbytes: int) -> torch.UntypedStorage:
         """New memory, owned by the stream that is current now.

@@ -6,6 +6,7 @@ import ctypes
 import errno
 import os
 import tempfile
+from collections.abc import Iterable
 
 from elbowroom.errors import TierFull, TransferFailed, UsageError
 from elbowroom.layout.free_list import ALIGNMENT_BYTES, FreeList
@@ -35,8 +36,17 @@ class SpillFile:
             raise UsageError(
                 f"cannot spill to {self.folder}: {error.strerror or error}; pass spill_folder= a writable folder"
             ) from error
+        self._pid, self._capacity = os.getpid(), capacity_bytes
         self._free = FreeList(capacity_bytes)
         self._planned_bytes = self.file_bytes = 0
+
+    def open_another(self) -> SpillFile:
+        """A new file like this one: a process that was forked needs its own.
+
+        Raises:
+            UsageError: as for the first.
+        """
+        return SpillFile(self.folder, self._capacity)
 
     def reserve(self, nbytes: int, at: int | None = None) -> int:
         """Room for a block; returns its offset.
@@ -88,6 +98,11 @@ class SpillFile:
         """Give a block's room back."""
         self._free.give(offset, nbytes)
 
+    def restore(self, taken: Iterable[tuple[int, int]]) -> None:
+        """Begin anew with what is known to be taken, offset and bytes each: an exception has ended a change halfway."""
+        self._free.restore(taken)
+        self.file_bytes = os.fstat(self._file.fileno()).st_size
+
     def prepare(self, planned_bytes: int, *, gives_back: bool) -> None:
         """What will be reserved with an offset lies below `planned_bytes`.
 
@@ -133,5 +148,8 @@ class SpillFile:
         return self._free.is_empty
 
     def close(self) -> None:
-        """Give the file back to the system."""
-        self._file.close()
+        """Give the file back to the system. A forked process leaves it as it is, and only lets go of it."""
+        if not self._file.closed:
+            if self._pid == os.getpid():
+                os.ftruncate(self._file.fileno(), 0)  # now, even where a process that was forked holds it too
+            self._file.close()

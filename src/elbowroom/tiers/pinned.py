@@ -12,7 +12,8 @@ from __future__ import annotations
 import contextlib
 import logging
 import mmap
-from collections.abc import Callable, Sequence
+import os
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -43,7 +44,7 @@ class Pinning(Protocol):
         ...
 
     def unpin(self, address: int) -> None:
-        """Undo `pin` of the stretch that begins at `address`."""
+        """Undo `pin` of the stretch that begins at `address`, if it came to that."""
         ...
 
 
@@ -123,11 +124,6 @@ class HostSlabs:
         capacity_bytes: the most that slabs may take together.
         chunk_bytes: what is taken from the system at a time, as long as the capacity allows it.
         pinning: who pins the slabs; the CUDA driver, in the current device's context, if None.
-
-    Attributes:
-        slab_bytes: taken from the system now.
-        pinned_bytes: of these, pinned.
-        block_bytes: of these, handed out, rounding included.
     """
 
     def __init__(self, capacity_bytes: int, chunk_bytes: int = CHUNK_BYTES, *, pinning: Pinning | None = None) -> None:
@@ -138,7 +134,22 @@ class HostSlabs:
         self._slabs: list[_Slab] = []
         self._planned: _Slab | None = None
         self._refused_bytes = 1 << 62
-        self.slab_bytes = self.pinned_bytes = self.block_bytes = 0
+        self._pid = os.getpid()
+
+    @property
+    def slab_bytes(self) -> int:
+        """Bytes taken from the system now."""
+        return sum(slab.memory.numel() for slab in self._slabs)
+
+    @property
+    def pinned_bytes(self) -> int:
+        """Of these, pinned."""
+        return sum(slab.memory.numel() for slab in self._slabs if slab.is_pinned)
+
+    @property
+    def block_bytes(self) -> int:
+        """Of these, handed out, rounding included."""
+        return sum(slab.memory.numel() - (slab.free.free_bytes or 0) for slab in self._slabs)
 
     def reserve(self, nbytes: int, at: int | None = None) -> Block:
         """A block of exactly `nbytes`. What is in it is unspecified.
@@ -188,7 +199,12 @@ class HostSlabs:
     def free(self, block: Block) -> None:
         """Give a block's room back. Its memory may be handed out again at once."""
         block.slab.free.give(block.offset, block.nbytes)
-        self.block_bytes -= _round(block.nbytes)
+
+    def restore(self, blocks: Iterable[Block]) -> None:
+        """Begin anew with what is known to be taken: an exception has ended a change halfway."""
+        taken = list(blocks)
+        for slab in self._slabs:
+            slab.free.restore([(block.offset, block.nbytes) for block in taken if block.slab is slab])
 
     def prepare(self, planned_bytes: int, *, gives_back: bool, settle: Callable[[], None]) -> None:
         """What will be reserved with an offset lies below `planned_bytes`: have one slab for that, as soon as may be.
@@ -227,13 +243,20 @@ class HostSlabs:
             self._drop(slab)
 
     def close(self) -> None:
-        """Give everything back to the system. No transfer may still be running in it."""
+        """Give everything back to the system. No transfer may still be running in it.
+
+        A process that was forked leaves alone what its parent has pinned.
+        """
+        if self._pid != os.getpid():
+            self._slabs.clear()
         while self._slabs:
             self._drop(self._slabs[-1])
-        self.block_bytes = 0
+
+    def __del__(self) -> None:
+        if getattr(self, "_slabs", None):
+            self.close()  # memory must not be freed while it is pinned
 
     def _cut(self, slab: _Slab, offset: int, nbytes: int) -> Block:
-        self.block_bytes += _round(nbytes)
         return Block(nbytes, offset, slab.memory.narrow(0, offset, nbytes), slab)
 
     def _grow(self, nbytes: int) -> _Slab:
@@ -253,15 +276,18 @@ class HostSlabs:
             memory = _new_memory(size)
         except RuntimeError as error:
             raise TierFull(NAME, nbytes, 0, "The system refuses more memory; lower host_bytes=.") from error
-        is_pinned = self._may_pin and self._pinning.pin(memory.data_ptr(), size)
-        if is_planned and is_pinned is not self._may_pin:
+        slab = _Slab(memory, FreeList(size, ALIGNMENT_BYTES), self._may_pin)
+        self._slabs.append(slab)  # before it is pinned: whatever happens there, nothing stays pinned that is not listed
+        try:
+            slab.is_pinned = self._may_pin and self._pinning.pin(memory.data_ptr(), size)
+        except BaseException:
+            self._drop(slab)
+            raise
+        if is_planned and slab.is_pinned is not self._may_pin:
+            self._drop(slab)
             raise TierFull(NAME, nbytes, 0, "The system refuses to pin so much in one piece.")
-        if not is_pinned:
+        if not slab.is_pinned:
             self._give_up_pinning(size)
-        slab = _Slab(memory, FreeList(size, ALIGNMENT_BYTES), is_pinned)
-        self._slabs.append(slab)
-        self.slab_bytes += size
-        self.pinned_bytes += size if is_pinned else 0
         return slab
 
     def _give_up_pinning(self, nbytes: int) -> None:
@@ -275,14 +301,12 @@ class HostSlabs:
             )  # fmt: skip
 
     def _drop(self, slab: _Slab) -> None:
+        if slab.is_pinned:
+            self._pinning.unpin(slab.memory.data_ptr())
+            slab.is_pinned = False
         self._slabs.remove(slab)
         if slab is self._planned:
             self._planned = None
-        size = slab.memory.numel()
-        self.slab_bytes -= size
-        if slab.is_pinned:
-            self.pinned_bytes -= size
-            self._pinning.unpin(slab.memory.data_ptr())
 
 
 def _new_memory(nbytes: int) -> torch.Tensor:

@@ -1,0 +1,70 @@
+"""The way from a device to the spill file and back: through a piece of host memory."""
+
+from __future__ import annotations
+
+import torch
+
+from elbowroom.runtime.stream_copies import StreamCopy
+from elbowroom.runtime.streams import Event, Streams
+from elbowroom.tiers.disk import SpillFile
+from elbowroom.tiers.pinned import HostSlabs
+
+
+class Staging:
+    """Two halves of a block of host memory, used in turn: the disk works on one while the device copies the other.
+
+    Attributes:
+        block: of both.
+
+    Raises:
+        TierFull: the host has no room for it.
+    """
+
+    def __init__(self, streams: Streams, host: HostSlabs, spill: SpillFile, piece_bytes: int) -> None:
+        self._streams, self._spill = streams, spill
+        self._piece_bytes = piece_bytes
+        self.block = host.reserve_apart(2 * self._piece_bytes)
+        self._halves = self.block.tensor.split(self._piece_bytes)
+        self._last: list[Event | None] = [None, None]  # the device's last transfer from or to each half
+
+    def write_out(self, storage: torch.UntypedStorage, copy: StreamCopy, computed: Event) -> None:
+        """Copy a storage into the spill file, after an event; back when all is written.
+
+        Raises:
+            OSError: not all could be written.
+        """
+        written = 0
+        for index, begin in enumerate(range(0, copy.nbytes, self._piece_bytes)):
+            half = index % 2
+            piece = self._halves[half][: copy.nbytes - begin]
+            busy = self._last[half]
+            after = [computed] if busy is None else [computed, busy]
+            self._last[half] = copy.last = self._streams.copy_out(storage, piece, after, begin)
+            # The piece before this one is written while this one is on its way.
+            if index > 0:
+                written += self._write(1 - half, copy, written)
+        if written < copy.nbytes:
+            self._write(half, copy, written)
+
+    def _write(self, half: int, copy: StreamCopy, begin: int) -> int:
+        nbytes = min(self._piece_bytes, copy.nbytes - begin)
+        event = self._last[half]
+        assert event is not None
+        self._streams.host_waits(event)
+        self._spill.write(copy.offset + begin, self._halves[half].data_ptr(), nbytes)
+        return nbytes
+
+    def read_back(self, storage: torch.UntypedStorage, copy: StreamCopy, after: list[Event]) -> None:
+        """Copy out of the spill file into a storage, after events; back when all is read.
+
+        Raises:
+            OSError: not all could be read.
+        """
+        for index, begin in enumerate(range(0, copy.nbytes, self._piece_bytes)):
+            half = index % 2
+            piece = self._halves[half][: copy.nbytes - begin]
+            busy = self._last[half]
+            if busy is not None:  # the device may still be copying from what is overwritten here
+                self._streams.host_waits(busy)
+            self._spill.read(copy.offset + begin, piece.data_ptr(), piece.numel())
+            self._last[half] = copy.last = self._streams.copy_in(piece, storage, after, begin)
