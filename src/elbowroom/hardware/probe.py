@@ -9,6 +9,7 @@ import platform
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 
 import psutil
 import torch
@@ -18,15 +19,12 @@ from elbowroom.hardware.links import check_spill_folder, measure_device_link, me
 from elbowroom.hardware.rates import measure_hook, measure_op_latency, measure_rates
 from elbowroom.hooks.processor import find_isa
 from elbowroom.ir.hardware import HardwareProfile, Link, Tier
+from elbowroom.progress import Advance, announcing
 
 logger = logging.getLogger(__name__)
 
-Progress = Callable[[str, float], None]
 
-
-def probe(
-    device: str = "auto", *, spill_folder: str | None = None, progress: Progress | None = None
-) -> HardwareProfile:
+def probe(device: str = "auto", *, spill_folder: str | None = None, progress: Advance | None = None) -> HardwareProfile:
     """Measure this machine: compute rates, latencies, capacities, and the links between its tiers.
 
     Takes up to about ten seconds on two processor cores, half a GiB of memory and, while it runs, 120 MiB in the
@@ -50,10 +48,10 @@ def probe(
     check_spill_folder(folder)
     if name_file_system(folder) == "tmpfs":
         logger.warning("the spill folder %s lies in memory (tmpfs): offloading there saves no memory", folder)
-    report: Progress = progress if progress is not None else lambda what, share: None
-    with _plain_torch(chosen), _scarce_memory(chosen):
+    announcement = announcing("measuring this machine", steady=False) if progress is None else nullcontext(progress)
+    with announcement as report, _plain_torch(chosen), _scarce_memory(chosen):
         profile = _measure(chosen, folder, report)
-    report("done", 1.0)
+        report("done", 1.0)
     return profile
 
 
@@ -105,7 +103,7 @@ def _scarce_memory(device: torch.device) -> Iterator[None]:
             torch.cuda.empty_cache()
 
 
-def _measure(device: torch.device, folder: str, report: Progress) -> HardwareProfile:
+def _measure(device: torch.device, folder: str, report: Advance) -> HardwareProfile:
     report("op latency", 0.0)
     op_latency_seconds = measure_op_latency(device)
     hook_seconds = measure_hook(device)
@@ -125,7 +123,7 @@ def _measure(device: torch.device, folder: str, report: Progress) -> HardwarePro
     )
 
 
-def _measure_cpu(device: torch.device, folder: str, report: Progress) -> tuple[tuple[Tier, ...], tuple[Link, ...]]:
+def _measure_cpu(device: torch.device, folder: str, report: Advance) -> tuple[tuple[Tier, ...], tuple[Link, ...]]:
     report("link ram to disk", 0.55)
     link = measure_disk_link("ram", folder, fresh_blocks=True, compute=_mixed_work(device), device=device)
     tiers = (
@@ -135,7 +133,7 @@ def _measure_cpu(device: torch.device, folder: str, report: Progress) -> tuple[t
     return tiers, (link,)
 
 
-def _measure_cuda(device: torch.device, folder: str, report: Progress) -> tuple[tuple[Tier, ...], tuple[Link, ...]]:
+def _measure_cuda(device: torch.device, folder: str, report: Advance) -> tuple[tuple[Tier, ...], tuple[Link, ...]]:
     compute = _mixed_work(device)
     report("link device to host", 0.55)
     upper = measure_device_link(device, compute)
