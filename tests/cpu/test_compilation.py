@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import functools
+import pathlib
 import subprocess
 import sys
 
 import pytest
+import torch
 
+import elbowroom
+from elbowroom import _compiled, repertoire
 from elbowroom._compiled import IS_COMPILED
+from elbowroom.ir.hardware import HardwareProfile
 
 AHEAD = """
 import collections
@@ -56,3 +62,26 @@ print("done")
 def test_what_is_compiled_ahead_is_all_there_is() -> None:
     done = subprocess.run([sys.executable, "-c", AHEAD], capture_output=True, text=True, timeout=300, check=False)
     assert (done.stdout, done.returncode) == ("done\n", 0), done.stderr
+
+
+@pytest.mark.parametrize(("mode", "is_kept", "count"), [("auto", False, 1), ("auto", True, 0), ("dynamic", False, 0)])
+def test_fit_says_once_that_the_first_plan_will_compile(
+    mode: str, is_kept: bool, count: int, profile: HardwareProfile, monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(repertoire, "IS_COMPILED", True)
+    monkeypatch.setattr(repertoire, "is_kept", lambda: is_kept)
+    monkeypatch.setattr(repertoire, "_warn_of_compiling", functools.cache(repertoire._warn_of_compiling.__wrapped__))
+    model = torch.nn.Linear(4, 4)
+    for _ in range(2):
+        elbowroom.fit(model, torch.optim.SGD(model.parameters()), "1GiB", mode=mode, profile=profile).detach()
+    said = [record for record in caplog.records if "`elbowroom build` does that ahead" in record.message]
+    assert [record.levelname for record in said] == ["WARNING"] * count
+
+
+def test_machine_code_of_before_is_found(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_compiled, "_cache_folder", lambda: str(tmp_path / "compiled"))
+    assert not _compiled.is_kept()
+    (tmp_path / "compiled" / "planner").mkdir(parents=True)
+    (tmp_path / "compiled" / "planner" / "annealing.anneal-1.nbi").touch()
+    assert _compiled.is_kept()

@@ -30,12 +30,12 @@ def build(as_json: Json = False) -> None:
         with terminal.progress("compiling the planner's loops") as advance:
             compile_loops(advance)
         loops_seconds, begin = time.perf_counter() - begin, time.perf_counter()
-        terminal.show_text(f"the planner's loops: ready in {format_seconds(loops_seconds)}")
         was_there = find_library().exists()
         with terminal.progress("compiling the library that watches ops"), drawing_on(None):
             library = build_library()
         is_usable = load() is not None
         what = "was there already" if was_there else f"compiled in {format_seconds(time.perf_counter() - begin)}"
+        terminal.show_text(f"the planner's loops: ready in {format_seconds(loops_seconds)}")
         terminal.show_text(f"{library}: {what}")
         terminal.write_document(
             "build", library=str(library), was_there=was_there, is_usable=is_usable, loops_seconds=loops_seconds
