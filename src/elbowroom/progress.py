@@ -87,9 +87,11 @@ class _Work:
     task: TaskID | None = None
     bars: Progress | None = None
 
+    def __str__(self) -> str:
+        return f"{self.what} ({self.details})" if self.details else self.what
+
     def describe(self) -> str:
-        stage = f": {self.stage}" if self.stage else ""
-        return f"{self.what} ({self.details}){stage}" if self.details else self.what + stage
+        return f"{self}: {self.stage}" if self.stage else str(self)
 
 
 class _Screen:
@@ -112,7 +114,7 @@ class _Screen:
                 self._bars = work.bars = self._bars or _open_bars(work.steady)
             elif work.what not in self._said:
                 self._said.add(work.what)
-                logger.warning("%s takes longer than %g s", work.describe(), PATIENCE)
+                logger.warning("%s takes longer than %g s", work, PATIENCE)
             if work.bars is None:
                 return
             work.task = work.bars.add_task(work.describe(), total=None)

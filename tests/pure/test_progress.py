@@ -53,7 +53,8 @@ def test_what_is_short_says_nothing(caplog: pytest.LogCaptureFixture) -> None:
 
 def test_what_is_long_is_a_warning_once_in_a_process(caplog: pytest.LogCaptureFixture) -> None:
     for number in range(3):
-        with announcing("planning a step", f"net {number}", after_seconds=0):
+        with announcing("planning a step", f"net {number}", after_seconds=0.05) as advance:
+            advance("something", 0.5)
             wait_for(lambda: caplog.records)
             time.sleep(0.01)
     with announcing("laying out buffers", after_seconds=0):
