@@ -292,10 +292,18 @@ def reproduce_batch(options: argparse.Namespace) -> list[Row]:
         sizes = {
             name: find_accepted(jobs, model, name, plain, most) for name in ("vdnn", "capuchin", "home_pso", "auto")
         }
+        plain_seconds = jobs.seconds(model, plain, "keep_all")
+        rates = {}
+        for name, size in sizes.items():
+            seconds = jobs.seconds(model, size, name)
+            rates[name] = None if seconds is None else size / seconds / (plain / plain_seconds)
         for rival, size, published in (("pytorch", plain, 2.8), ("capuchin", sizes["capuchin"], 1.3)):
             ratios = [sizes[name] / size for name in ("home_pso", "auto")]
             row = make_row("batch", model, f"over {rival}", *ratios, published=published,
-                           batches={"pytorch": plain, **sizes})  # fmt: skip
+                           batches={"pytorch": plain, **sizes}, rates=rates)  # fmt: skip
+            if rival == "capuchin" and sizes["auto"] == size:
+                shares = f"at {rates[rival]:.2f} of the plain samples per second, auto at {rates['auto']:.2f}"
+                row["reason"] += f"; both train {size}, {rival} {shares}"
             rows.append(row)
     return [*rows, sum_up(rows, "over pytorch"), sum_up(rows, "over capuchin")]
 
