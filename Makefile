@@ -33,8 +33,10 @@ $(READY): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --constraint constraints.txt --no-build-isolation --editable '.[models,pictures,tuning,dev]'
 	touch $(READY)
 
-# What watches ops in machine code. Everything works without: where there is no C++ compiler, say.
-$(BUILT): $(READY) $(wildcard src/elbowroom/quick/*.cpp src/elbowroom/quick/*.h)
+# The planner's loops and the library that watches ops, in machine code. Everything works without the library: where
+# there is no C++ compiler, say.
+LOOPS := $(shell grep -rl --include='*.py' '_compiled import' src)
+$(BUILT): $(READY) $(LOOPS) $(wildcard src/elbowroom/quick/*.cpp src/elbowroom/quick/*.h)
 	$(BIN)/elbowroom build && touch $(BUILT) || echo "Ops are watched in Python, then: slower, and otherwise the same." >&2
 
 demo: $(BUILT)

@@ -129,6 +129,47 @@ def test_nothing_names_this_machine() -> None:
             assert not re.search(f"{absolute}|{index}", line), f"{name_of(path)}:{number}: {line.strip()[:120]}"
 
 
+# -- loops in machine code --------------------------------------------------------------------------------------------
+
+IN_MACHINE_CODE = {"compiled", "internal", "inlined"}
+
+
+def decorations(node: ast.AST) -> set[str]:
+    if not isinstance(node, Function):
+        return set()
+    return {each.id for each in node.decorator_list if isinstance(each, ast.Name)}
+
+
+def find_outside(node: ast.AST, names: set[str]) -> Iterator[str]:
+    """Where any of these names is used outside of machine code."""
+    for child in ast.iter_child_nodes(node):
+        if decorations(child) & IN_MACHINE_CODE:
+            continue
+        if isinstance(child, ast.Name) and isinstance(child.ctx, ast.Load) and child.id in names:
+            yield f"{child.id} in line {child.lineno}"
+        yield from find_outside(child, names)
+
+
+def test_internal_loops_are_called_from_machine_code_alone() -> None:
+    """A call from Python would end the process: nothing is made for it, which halves the time that compiling takes."""
+    internal = {
+        ".".join(path.relative_to(SOURCE).with_suffix("").parts): {
+            node.name for node in tree.body if isinstance(node, Function) and "internal" in decorations(node)
+        }
+        for path, tree in TREES.items()
+    }
+    assert sum(map(len, internal.values())) > 50
+    everywhere = [*MODULES, *(ROOT / "tests").rglob("*.py"), *(ROOT / "benchmarks").rglob("*.py")]
+    for path in everywhere:
+        tree = TREES.get(path) or ast.parse(path.read_text())
+        names = set(internal.get(".".join(path.with_suffix("").parts[len(SOURCE.parts) :]), ()))
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ImportFrom) and node.module in internal:
+                here = {each.name: each.asname or each.name for each in node.names}
+                names |= {here[name] for name in internal[node.module] & here.keys()}
+        assert list(find_outside(tree, names)) == [], name_of(path)
+
+
 # -- dependencies -----------------------------------------------------------------------------------------------------
 
 

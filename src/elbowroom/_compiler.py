@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from elbowroom.errors import UsageError
+from elbowroom.progress import announcing
 
 
 class Language(NamedTuple):
@@ -74,7 +75,8 @@ def compile_sources(
     os.close(number)
     command = [*compiler, *flags, "-o", part, *map(str, sources), *libraries]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        with announcing(f"compiling {what}", f"{language.name}, kept for the next time"):
+            done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode != 0:
             raise UsageError(
                 f"{what} does not compile: {shlex.join(command)} ended with {done.returncode}: "

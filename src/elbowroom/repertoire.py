@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
 import statistics
 from collections import Counter, OrderedDict
@@ -10,6 +11,7 @@ from collections.abc import Sequence
 
 import torch
 
+from elbowroom._compiled import IS_COMPILED, is_kept
 from elbowroom.config import Config
 from elbowroom.cost.price import correct, price
 from elbowroom.hardware.memory import trim_allocator
@@ -110,6 +112,8 @@ class Repertoire:
         self.acts: list[Act] = []
         self._seen: OrderedDict[int, int] = OrderedDict()
         self._steady = STEADY
+        if config.mode != "dynamic":
+            _warn_of_compiling()
 
     @property
     def current(self) -> Act | None:
@@ -212,6 +216,16 @@ class Repertoire:
             trace.name, planned.forecast.peak_bytes, self._budget_bytes, len(plan.decisions), plan.strategy
         )  # fmt: skip
         return planned
+
+
+@functools.cache
+def _warn_of_compiling() -> None:
+    """Say, once in a process, what the first plan will wait for."""
+    if IS_COMPILED and not is_kept():
+        logger.warning(
+            "where a step needs a plan, the first one waits half a minute or more for loops to be compiled: "
+            "`elbowroom build` does that ahead"
+        )
 
 
 def _tell_apart(trace: Trace) -> tuple[object, ...]:

@@ -608,8 +608,10 @@ def test_a_result_without_a_measured_peak_is_a_problem() -> None:
 def test_build_says_where_the_library_is(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> None:
     if load() is None:
         pytest.skip("the library has not been built: elbowroom build")
-    assert "was there already" in succeed("build")
+    said = succeed("build")
+    assert "the planner's loops: ready in" in said and "was there already" in said
     found = document("build")
+    assert found["loops_seconds"] > 0
     assert (found["library"], found["was_there"], found["is_usable"]) == (str(find_library()), True, True)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setenv("CXX", "no-such-compiler")

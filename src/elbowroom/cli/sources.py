@@ -16,6 +16,7 @@ from elbowroom.ir.costs import Costs
 from elbowroom.ir.hardware import HardwareProfile
 from elbowroom.ir.plan import Plan
 from elbowroom.ir.trace import Trace
+from elbowroom.progress import announcing
 from elbowroom.units import format_bytes, parse_bytes
 
 if TYPE_CHECKING:
@@ -46,7 +47,8 @@ def load_trace(path: str | os.PathLike[str]) -> Trace:
         UsageError: there is no such file.
         TraceError: it is damaged, newer, or not consistent with itself.
     """
-    trace = files.load(Trace, path)
+    with announcing("reading a trace", str(path)):
+        trace = files.load(Trace, path)
     try:
         check_trace(trace)
     except TraceError as error:

@@ -5,16 +5,16 @@ from __future__ import annotations
 import contextlib
 import json
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, TextIO
 
 from rich.console import Console, RenderableType
-from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.progress import Progress
 from rich.table import Table
 from rich.text import Text
 
-Advance = Callable[[str, float], None]
-"""Told of what is being done, and of the share (0 to 1) that is done."""
+from elbowroom.progress import Advance as Advance
+from elbowroom.progress import drawing_on, list_columns
 
 
 class Terminal:
@@ -72,8 +72,8 @@ class Terminal:
         if not self._err.is_terminal:
             yield self._line_by_line(title)
             return
-        columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(bar_width=24), TimeElapsedColumn())
-        with Progress(*columns, console=self._err, transient=True, auto_refresh=steady) as bar:
+        bar = Progress(*list_columns(), console=self._err, transient=True, auto_refresh=steady)
+        with bar, drawing_on(bar):
             task = bar.add_task(title, total=None)
 
             def advance(what: str, share: float) -> None:

@@ -9,6 +9,7 @@ import platform
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 
 import psutil
 import torch
@@ -19,10 +20,9 @@ from elbowroom.hardware.rates import measure_hook, measure_op_latency, measure_r
 from elbowroom.hardware.sizes import LINK_BLOCK_BYTES, Sizes, choose_sizes
 from elbowroom.hooks.processor import find_isa
 from elbowroom.ir.hardware import HardwareProfile, Link, Tier
+from elbowroom.progress import Advance, announcing
 
 logger = logging.getLogger(__name__)
-
-Progress = Callable[[str, float], None]
 
 
 def probe(
@@ -30,7 +30,7 @@ def probe(
     *,
     spill_folder: str | None = None,
     most_bytes: int | None = None,
-    progress: Progress | None = None,
+    progress: Advance | None = None,
 ) -> HardwareProfile:
     """Measure this machine: compute rates, latencies, capacities, and the links between its tiers.
 
@@ -59,10 +59,10 @@ def probe(
     check_spill_folder(folder, min(sizes.block_bytes, LINK_BLOCK_BYTES))
     if name_file_system(folder) == "tmpfs":
         logger.warning("the spill folder %s lies in memory (tmpfs): offloading there saves no memory", folder)
-    report: Progress = progress if progress is not None else lambda what, share: None
-    with _plain_torch(chosen), _scarce_memory(chosen):
+    announcement = announcing("measuring this machine", steady=False) if progress is None else nullcontext(progress)
+    with announcement as report, _plain_torch(chosen), _scarce_memory(chosen):
         profile = _measure(chosen, folder, sizes, report)
-    report("done", 1.0)
+        report("done", 1.0)
     return profile
 
 
@@ -114,7 +114,7 @@ def _scarce_memory(device: torch.device) -> Iterator[None]:
             torch.cuda.empty_cache()
 
 
-def _measure(device: torch.device, folder: str, sizes: Sizes, report: Progress) -> HardwareProfile:
+def _measure(device: torch.device, folder: str, sizes: Sizes, report: Advance) -> HardwareProfile:
     report("op latency", 0.0)
     op_latency_seconds = measure_op_latency(device)
     hook_seconds = measure_hook(device)
@@ -135,7 +135,7 @@ def _measure(device: torch.device, folder: str, sizes: Sizes, report: Progress) 
 
 
 def _measure_cpu(
-    device: torch.device, folder: str, sizes: Sizes, report: Progress
+    device: torch.device, folder: str, sizes: Sizes, report: Advance
 ) -> tuple[tuple[Tier, ...], tuple[Link, ...]]:
     report("link ram to disk", 0.55)
     link = measure_disk_link(
@@ -150,7 +150,7 @@ def _measure_cpu(
 
 
 def _measure_cuda(
-    device: torch.device, folder: str, sizes: Sizes, report: Progress
+    device: torch.device, folder: str, sizes: Sizes, report: Advance
 ) -> tuple[tuple[Tier, ...], tuple[Link, ...]]:
     compute, block_bytes = _mixed_work(device, sizes), min(sizes.block_bytes, LINK_BLOCK_BYTES)
     report("link device to host", 0.55)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from elbowroom import _family
 from elbowroom.ir.buffers import Buffer, Layout, check_layout
 from elbowroom.layout import allocators
+from elbowroom.progress import announcing
 
 DEFAULT = "auto"
 
@@ -31,7 +32,8 @@ def lay_out(buffers: Sequence[Buffer], allocator: str = DEFAULT, capacity_bytes:
         ArenaTooSmall: they do not fit the capacity.
         UsageError: the allocator does not take buffers that are aligned, pinned or wrap.
     """
-    layout: Layout = _family.get(allocators, allocator, "assign")(buffers, capacity_bytes)
-    if len(buffers) <= MOST_JUDGED:
-        check_layout(buffers, layout)
+    with announcing("laying out buffers", f"{len(buffers):,} of them"):
+        layout: Layout = _family.get(allocators, allocator, "assign")(buffers, capacity_bytes)
+        if len(buffers) <= MOST_JUDGED:
+            check_layout(buffers, layout)
     return layout

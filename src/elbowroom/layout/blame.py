@@ -15,20 +15,20 @@ from typing import Any
 
 import numpy as np
 
-from elbowroom._compiled import compiled
+from elbowroom._compiled import internal
 from elbowroom.layout.desk import CLASHES, WORK, Desk
 
 Array = Any
 
 
-@compiled
+@internal
 def forget(desk: Desk) -> None:
     """Nothing clashes."""
     for word in range(len(desk.clash)):
         desk.clash[word] = 0
 
 
-@compiled
+@internal
 def blame_all(desk: Desk, top: int) -> None:
     """Every decision has to do with the clash."""
     forget(desk)
@@ -37,7 +37,7 @@ def blame_all(desk: Desk, top: int) -> None:
             desk.clash[frame >> 6] |= np.int64(1) << np.int64(frame & 63)
 
 
-@compiled
+@internal
 def find_last(desk: Desk, top: int) -> int:
     """The last decision that has to do with the clash; -1 for none."""
     for word in range(top >> 6, -1, -1):
@@ -48,7 +48,7 @@ def find_last(desk: Desk, top: int) -> int:
     return -1
 
 
-@compiled
+@internal
 def justify(desk: Desk, frame: int, block: int) -> None:
     """Close a frame: write down why its block, which is not at its lowest offset, can only lie on one that is left."""
     reasons, this, low = desk.reasons[frame], desk.blocks[block], desk.low
@@ -71,7 +71,7 @@ def justify(desk: Desk, frame: int, block: int) -> None:
             _add_frame(desk, desk.blocks[other].frame, reasons)
 
 
-@compiled
+@internal
 def explain(desk: Desk, section: int, lowest: int, capacity: int) -> None:
     """Why a section has no room, by as few and as early decisions as will do: the fewer, the farther back."""
     forget(desk)
@@ -100,7 +100,7 @@ def explain(desk: Desk, section: int, lowest: int, capacity: int) -> None:
         add_cause(desk, block, least, desk.clash)
 
 
-@compiled
+@internal
 def add_cause(desk: Desk, block: int, least: int, reasons: Array) -> None:
     """Add why a block is at `least` or above."""
     raised = desk.blocks[block].raised
@@ -122,7 +122,7 @@ def add_cause(desk: Desk, block: int, least: int, reasons: Array) -> None:
         raised = desk.raises[raised].before
 
 
-@compiled
+@internal
 def _add_frame(desk: Desk, frame: int, reasons: Array) -> None:
     if desk.frames[frame].is_open:
         reasons[frame >> 6] |= np.int64(1) << np.int64(frame & 63)

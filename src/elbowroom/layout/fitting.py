@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from elbowroom._compiled import compiled
+from elbowroom._compiled import compiled, internal
 from elbowroom.layout.instance import Instance
 
 Array = Any
@@ -93,7 +93,7 @@ def _fit_all(
             _add(unions, union, parts, low, low + nbytes)
 
 
-@compiled
+@internal
 def _list_unions(first: int, last: int, is_new: bool, levels: Array, todo: Array, listed: Array, end: int) -> int:
     """The unions that a buffer of the sections [first, last) enters, or those that are in its way; their end.
 
@@ -146,7 +146,7 @@ def _list_unions(first: int, last: int, is_new: bool, levels: Array, todo: Array
     return end
 
 
-@compiled
+@internal
 def _find_gap(parts: Array, ways: Array, count: int, nbytes: int, alignment: int, best: bool) -> int:
     """The offset of the first gap that all unions leave, or of the smallest; above everything if there is none."""
     top, found, smallest = np.int64(0), np.int64(-1), np.int64(NOWHERE)
@@ -174,7 +174,7 @@ def _find_gap(parts: Array, ways: Array, count: int, nbytes: int, alignment: int
         top = begin
 
 
-@compiled
+@internal
 def _move(unions: Array, union: int, parts: Array, used: int) -> tuple[Array, int]:
     """Give a union twice the room, at the end of what is used; returns the array, a longer one if need be."""
     at, count = unions[union, AT], unions[union, COUNT]
@@ -190,7 +190,7 @@ def _move(unions: Array, union: int, parts: Array, used: int) -> tuple[Array, in
     return parts, used + room
 
 
-@compiled
+@internal
 def _add(unions: Array, union: int, parts: Array, low: int, high: int) -> None:
     """Put the addresses [low, high) into a union; what touches becomes one."""
     at, count = unions[union, AT], unions[union, COUNT]

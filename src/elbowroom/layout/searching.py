@@ -29,7 +29,7 @@ from typing import Any
 
 import numpy as np
 
-from elbowroom._compiled import compiled
+from elbowroom._compiled import compiled, internal
 from elbowroom.layout.blame import add_cause, blame_all, explain, find_last, forget, justify
 from elbowroom.layout.desk import CLASHES, JUMPS, WORK, Desk
 
@@ -84,7 +84,7 @@ def search(desk: Desk, capacity: int, most_work: int, may_jump: bool) -> int:
     return STOPPED
 
 
-@compiled
+@internal
 def _begin(desk: Desk, capacity: int) -> bool:
     """Nothing is placed; whether every section has room."""
     blocks, low = desk.blocks, desk.low
@@ -111,7 +111,7 @@ def _begin(desk: Desk, capacity: int) -> bool:
     return has_room
 
 
-@compiled
+@internal
 def _choose(desk: Desk) -> int:
     """What is decided on next, -1 if everything is placed: a block that nothing can lie below any more.
 
@@ -141,7 +141,7 @@ def _choose(desk: Desk) -> int:
     return chosen
 
 
-@compiled
+@internal
 def _choose_resting(desk: Desk) -> int:
     """The same of a search that proves: the lowest that has something to lie on, -1 if nothing has."""
     low, chosen = desk.low, -1
@@ -152,7 +152,7 @@ def _choose_resting(desk: Desk) -> int:
     return chosen
 
 
-@compiled
+@internal
 def _is_left(desk: Desk) -> bool:
     """Whether anything is not placed."""
     is_left = False
@@ -161,13 +161,13 @@ def _is_left(desk: Desk) -> bool:
     return is_left
 
 
-@compiled
+@internal
 def _is_lower(desk: Desk, one: int, other: int) -> bool:
     low = desk.low
     return bool(low[one] < low[other] or (low[one] == low[other] and desk.rank[one] < desk.rank[other]))
 
 
-@compiled
+@internal
 def _is_supported(desk: Desk, block: int) -> bool:
     """Whether a block would lie on the ground, on what is placed, or where it is pinned."""
     this, low = desk.blocks[block], desk.low[block]
@@ -183,12 +183,12 @@ def _is_supported(desk: Desk, block: int) -> bool:
     return False
 
 
-@compiled
+@internal
 def _align(alignment: int, offset: int) -> int:
     return -(-offset // alignment) * alignment
 
 
-@compiled
+@internal
 def _place(desk: Desk, block: int, frame: int, raised: int) -> int:
     """Put a block at its lowest offset, and what overlaps it above it; returns how many raises there are."""
     this, low = desk.blocks[block], desk.low
@@ -204,7 +204,7 @@ def _place(desk: Desk, block: int, frame: int, raised: int) -> int:
     return raised
 
 
-@compiled
+@internal
 def _settle(desk: Desk, block: int, frame: int, raised: int) -> int:
     """Where a block is the lowest that has something to lie on, raise what is lower: it lies on what is not placed."""
     low, floor = desk.low, desk.low[block]
@@ -220,7 +220,7 @@ def _settle(desk: Desk, block: int, frame: int, raised: int) -> int:
     return raised
 
 
-@compiled
+@internal
 def _lift(desk: Desk, block: int, frame: int, raised: int) -> int:
     """A block does not lie at its lowest offset: raise it to where it can lie on another; returns as `_place`."""
     this, lowest = desk.blocks[block], NOWHERE
@@ -232,7 +232,7 @@ def _lift(desk: Desk, block: int, frame: int, raised: int) -> int:
     return _raise(desk, block, frame, max(lowest, desk.low[block] + 1), raised)
 
 
-@compiled
+@internal
 def _raise(desk: Desk, block: int, frame: int, least: int, raised: int) -> int:
     """Raise a block, and with it those that are equal and lie above it."""
     low = desk.low
@@ -246,7 +246,7 @@ def _raise(desk: Desk, block: int, frame: int, least: int, raised: int) -> int:
     return raised
 
 
-@compiled
+@internal
 def _count(desk: Desk, block: int, change: int) -> None:
     """One more or less that is left begins and ends in the sections that a block begins and ends in."""
     this = desk.blocks[block]
@@ -257,7 +257,7 @@ def _count(desk: Desk, block: int, change: int) -> None:
         desk.ends[this.wrap - 1] += change
 
 
-@compiled
+@internal
 def _take_back(desk: Desk, frame: int, top: int, raised: int) -> int:
     """Undo what followed from a decision and those after it; returns how many raises are left."""
     for index in range(frame, top):
@@ -270,7 +270,7 @@ def _take_back(desk: Desk, frame: int, top: int, raised: int) -> int:
     return int(desk.frames[frame].raises)
 
 
-@compiled
+@internal
 def _has_room(desk: Desk, begin: int, end: int, capacity: int) -> bool:
     """Whether what some raises raised has room below the capacity; if not, `clash` says why."""
     first, last, wrap = len(desk.starts), 0, 0
@@ -298,7 +298,7 @@ def _has_room(desk: Desk, begin: int, end: int, capacity: int) -> bool:
     return True
 
 
-@compiled
+@internal
 def _is_overfull(desk: Desk, section: int, place: int, capacity: int) -> bool:
     """Whether a section has no room: if so, it becomes the first suspect, and `clash` says why."""
     lowest = _find_overfull(desk, section, capacity)
@@ -311,7 +311,7 @@ def _is_overfull(desk: Desk, section: int, place: int, capacity: int) -> bool:
     return True
 
 
-@compiled
+@internal
 def _find_overfull(desk: Desk, section: int, capacity: int) -> int:
     """The lowest of those in a section, by place in `members`, that cannot all lie above it; -1 if there is room."""
     members, low = desk.members, desk.low

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from elbowroom._compiled import compiled
+from elbowroom._compiled import compiled, inlined, internal
 from elbowroom.simulator.columns import Array, Columns
 from elbowroom.simulator.segments import ANEW, CHOICES, KEEP, LATE, OFFLOAD, RECOMPUTE
 from elbowroom.simulator.sweep import sweep
@@ -102,13 +102,13 @@ def anneal(
             excess_now = find_excess(terms, room)
             accepted = room.outcome[0].seconds + price[0] * excess_now <= limit
         if not accepted:
-            choices[:] = before
+            _copy(before, choices)
             continue
-        before[:] = choices
+        _copy(choices, before)
         seconds, excess = room.outcome[0].seconds, excess_now
         if excess == 0 and seconds < found:
             found = seconds
-            best[:] = choices
+            _copy(choices, best)
     return found
 
 
@@ -169,22 +169,29 @@ def try_all(columns: Columns, space: Space, terms: Terms, best: Array, room: Swe
         carried_out = sweep(columns, choices, terms.budget_bytes, terms.slack, found, room)
         if carried_out and not find_excess(terms, room) and room.outcome[0].seconds < found:
             found = room.outcome[0].seconds
-            best[:] = choices
+            _copy(choices, best)
 
 
-@compiled
+@inlined
+def _copy(source: Array, target: Array) -> None:
+    """Set every number of `target`: as an assignment to a slice, which takes seconds longer to compile."""
+    for index in range(len(target)):
+        target[index] = source[index]
+
+
+@internal
 def _mix(state: int) -> int:
     """The next of a sequence of numbers below 2**48 that look random; the user's own generators stay untouched."""
     return (state * 25214903917 + 11) & 0xFFFFFFFFFFFF
 
 
-@compiled
+@internal
 def _draw(state: int, count: int) -> int:
     """A number below `count`, from the better half of the bits."""
     return (state >> 16) % count
 
 
-@compiled
+@internal
 def _change(space: Space, choices: Array, state: int) -> int:
     """Exchange, copy or set some choices; returns the next state of the numbers."""
     state = _mix(state)
@@ -215,7 +222,7 @@ def _change(space: Space, choices: Array, state: int) -> int:
     return state
 
 
-@compiled
+@internal
 def _draw_length(state: int) -> int:
     """Mostly 1; twice as much a quarter as often."""
     length, draw = 1, _draw(state, 1024)
@@ -224,7 +231,7 @@ def _draw_length(state: int) -> int:
     return length
 
 
-@compiled
+@internal
 def _transplant(space: Space, choices: Array, one: int, other: int, length: int, both_ways: bool) -> None:
     """Give `one` and what follows it in time the choices of `other` and what follows that, while they are alike."""
     first, second = space.rank[one], space.rank[other]
@@ -244,7 +251,7 @@ def _transplant(space: Space, choices: Array, one: int, other: int, length: int,
             choices[other] = mine
 
 
-@compiled
+@internal
 def _other(choice: int, draw: int) -> int:
     """Another choice, for a number below 16; the special manners of dropping are tried seldom."""
     manner = ANEW if draw < 2 else (LATE if draw < 4 else RECOMPUTE)

@@ -18,6 +18,7 @@ from elbowroom.ir.trace import Trace
 from elbowroom.planner.absences import Numbers, find_absences
 from elbowroom.planner.fluid import solve_fluid
 from elbowroom.planner.problem import Problem, pose
+from elbowroom.progress import announcing
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,7 +77,8 @@ def bound_plan(trace: Trace, costs: Costs, plan: Plan, host_bytes: int | None = 
     Raises:
         TraceError: the costs belong to another trace.
     """
-    return find_bound(pose(trace, costs, plan.budget_bytes, host_bytes=host_bytes)).seconds
+    with announcing("proving a bound", f"{trace.name}, {len(trace.ops):,} ops"):
+        return find_bound(pose(trace, costs, plan.budget_bytes, host_bytes=host_bytes)).seconds
 
 
 def _find_waiting(problem: Problem) -> float:

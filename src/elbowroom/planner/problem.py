@@ -15,6 +15,7 @@ from elbowroom.ir.trace import Trace
 from elbowroom.planner import strategies
 from elbowroom.planner.draft import Draft, Drafter, Option
 from elbowroom.planner.options import find_strategy
+from elbowroom.progress import announcing
 from elbowroom.report.blocks import explain_blocks
 from elbowroom.report.lifetimes import Lifetimes
 from elbowroom.simulator.replay import Replay
@@ -82,7 +83,8 @@ def plan(
     make_plan = find_strategy(strategy)
     check_trace(trace)
     problem = pose(trace, costs, budget_bytes, min_offload_bytes=min_offload_bytes, host_bytes=host_bytes)
-    made = make_plan(problem)
+    with announcing("planning a step", f"{trace.name}, {len(trace.ops):,} ops"):
+        made = make_plan(problem)
     check(trace, made)
     forecast = problem.drafter.replay.run(made)
     if forecast.peak_bytes > budget_bytes and strategy == "auto" and problem.floor.peak_bytes <= budget_bytes:

@@ -20,7 +20,7 @@ from elbowroom.errors import UsageError
 logger = logging.getLogger(__name__)
 
 SOURCES = pathlib.Path(__file__).parent
-WHAT = "what watches ops in machine code"
+WHAT = "the library that watches ops"
 FLAGS = ("-std=c++20", "-O2", "-fPIC", "-shared", "-fvisibility=hidden", "-pthread")
 NAME = "elbowroom._quick"
 
@@ -66,10 +66,13 @@ def build_library(folder: pathlib.Path | None = None) -> pathlib.Path:
 
 @functools.cache
 def load() -> ModuleType | None:
-    """The library, if it has been built."""
+    """The library, if it has been built; said once in a process if not."""
     library = find_library()
     if not library.exists():
-        logger.info("ops are watched in Python; `elbowroom build` makes that two to three times as fast")
+        logger.warning(
+            "ops are watched in Python, which takes two to three times as long for each as the library does that "
+            "`elbowroom build` compiles; quick=False says that this is meant to be"
+        )
         return None
     try:
         spec = importlib.util.spec_from_file_location(NAME, library)

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from elbowroom._compiled import compiled
+from elbowroom._compiled import internal
 from elbowroom.simulator.columns import Array, Columns
 
 if TYPE_CHECKING:
     from elbowroom.simulator.segments import Segments
 
 
-@compiled
+@internal
 def walk(columns: Columns, ops: Array, segment: int, room: Segments) -> None:
     """Seconds of a replay, and its peak bytes minus those of the outputs that stay."""
     marks, stamp, storages = room.marks, room.tally[0].stamp, columns.storages
@@ -45,7 +45,7 @@ def walk(columns: Columns, ops: Array, segment: int, room: Segments) -> None:
     room.segments[segment].spike = max(0, peak - stays)
 
 
-@compiled
+@internal
 def _let_go(columns: Columns, storage: int, position: int, segment: int, room: Segments) -> int:
     """The bytes that an intermediate gives back after its last use; 0 for outputs."""
     mark = room.marks[storage]

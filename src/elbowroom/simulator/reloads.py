@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import numpy as np
 
-from elbowroom._compiled import compiled
+from elbowroom._compiled import internal
 from elbowroom.simulator.columns import Columns
 from elbowroom.simulator.segments import OFFLOAD
 from elbowroom.simulator.transit import AWAY, LOOK_AHEAD, Sweep, event_at, fetch, next_slot, slot_of
 
 
-@compiled
+@internal
 def order_reloads(columns: Columns, slack: float, room: Sweep) -> None:
     """Offloaded gaps by when they are wanted, and the latest time at which each reload can begin."""
     moves, order, gaps, link = room.segments.moves, room.order, columns.gaps, columns.link[0]
@@ -32,7 +32,7 @@ def order_reloads(columns: Columns, slack: float, room: Sweep) -> None:
     room.clock[0].reloads = count
 
 
-@compiled
+@internal
 def reload_early(columns: Columns, room: Sweep, budget_bytes: int, leaving: int, event: int) -> None:
     """Begin the reloads that are due before the next event and have room until they are wanted.
 
@@ -66,7 +66,7 @@ def reload_early(columns: Columns, room: Sweep, budget_bytes: int, leaving: int,
         fetch(events, gaps, columns.link, moves, room.clock, room.chosen[index], event)
 
 
-@compiled
+@internal
 def _find_block(columns: Columns, room: Sweep, budget_bytes: int, leaving: int, event: int, gap: int) -> int:
     """The last slot in which a reload that begins now has no room; without one, -1, and its room is taken."""
     begin, window = columns.events[event].at, next_slot(columns.events, event, len(columns.slots))

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from elbowroom._compiled import compiled, inlined
+from elbowroom._compiled import inlined, internal
 from elbowroom.simulator.columns import Array, Columns, make_records
 from elbowroom.simulator.passage import walk
 
@@ -69,9 +69,6 @@ _COUNT = {"segments": "i8", "ops": "i8", "leaves": "i8", "stamp": "i8"}
 MEMO = 128
 """Numbers that are kept of a search; one that takes more is always made again."""
 
-FEW = 32
-"""So many values are sorted fastest by putting each in its place."""
-
 
 class Segments(NamedTuple):
     """Room for the segments of one vector of choices; used again and again."""
@@ -105,7 +102,7 @@ def make_segments(columns: Columns) -> Segments:
     )
 
 
-@compiled
+@internal
 def find_segments(columns: Columns, room: Segments) -> int:
     """Fill `room` for the recomputed gaps among `room.moves`.
 
@@ -134,7 +131,7 @@ def find_segments(columns: Columns, room: Segments) -> int:
     return -1
 
 
-@compiled
+@internal
 def add_segment(columns: Columns, target: int, room: Segments) -> bool:
     """Add the segment that is replayed when a dropped gap closes. Returns whether it can be."""
     count, segments = room.tally[0], room.segments
@@ -149,7 +146,7 @@ def add_segment(columns: Columns, target: int, room: Segments) -> bool:
     return True
 
 
-@compiled
+@internal
 def _recall(
     finds: Array, memos: Array, moves: Array, segments: Array, ops: Array, leaves: Array, tally: Array, target: int,
     tick: int,
@@ -190,7 +187,7 @@ def _hold(moves: Array, gap: int, tick: int) -> None:
         moves[gap].leave = max(moves[gap].leave, tick)
 
 
-@compiled
+@internal
 def _make(columns: Columns, target: int, room: Segments) -> bool:
     """Search for the segment of a gap, and keep what was found."""
     count, storages, gaps, moves, marks = room.tally[0], columns.storages, columns.gaps, room.moves, room.marks
@@ -252,7 +249,7 @@ def _note(memo: Array, size: int, value: int) -> int:
     return size + 1
 
 
-@compiled
+@internal
 def _note_conditions(columns: Columns, ops: Array, tick: int, room: Segments, memo: Array) -> int:
     """Note what the search depended on: all that can differ about the storages that it met. Returns how many."""
     storages, gaps, moves, marks, size = columns.storages, columns.gaps, room.moves, room.marks, 0
@@ -275,21 +272,23 @@ def _note_conditions(columns: Columns, ops: Array, tick: int, room: Segments, me
     return size
 
 
-@compiled
+@internal
 def _sort(values: Array) -> None:
-    """In place: most lists are short, and room for a sorted copy costs more than sorting them."""
-    if len(values) > FEW:
-        values[:] = np.sort(values)
-        return
-    for index in range(1, len(values)):
-        value, position = values[index], index
-        while position > 0 and values[position - 1] > value:
-            values[position] = values[position - 1]
-            position -= 1
-        values[position] = value
+    """In place, by Shell's method: most lists are short, and NumPy's sort takes seconds longer to compile."""
+    gap = 1
+    while gap < len(values) // 3:
+        gap = 3 * gap + 1
+    while gap > 0:
+        for index in range(gap, len(values)):
+            value, position = values[index], index
+            while position >= gap and values[position - gap] > value:
+                values[position] = values[position - gap]
+                position -= gap
+            values[position] = value
+        gap //= 3
 
 
-@compiled
+@internal
 def _search(columns: Columns, target: int, tick: int, room: Segments) -> bool:
     """Collect the ops that make `target` anew at `tick`, and the leaves they read."""
     count, storages, marks, stack = room.tally[0], columns.storages, room.marks, room.stack
@@ -332,7 +331,7 @@ def _search(columns: Columns, target: int, tick: int, room: Segments) -> bool:
     return True
 
 
-@compiled
+@internal
 def _is_there(columns: Columns, moves: Array, storage: int, version: int, tick: int) -> bool:
     storages = columns.storages
     if storages[storage].lasting:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from elbowroom._compiled import compiled, inlined
+from elbowroom._compiled import compiled, inlined, internal
 from elbowroom.simulator.columns import Array, Columns
 from elbowroom.simulator.reloads import order_reloads, reload_early
 from elbowroom.simulator.segments import KEEP, OFFLOAD, RECOMPUTE, find_segments
@@ -72,7 +72,7 @@ def sweep_all(columns: Columns, batch: Array, budget_bytes: int, slack: float, r
             outcomes[row].seconds = np.inf
 
 
-@compiled
+@internal
 def _settle(columns: Columns, choices: Array, moves: Array) -> None:
     """What has a copy below need not be computed again."""
     for gap in range(len(moves)):
@@ -87,7 +87,7 @@ def _settle(columns: Columns, choices: Array, moves: Array) -> None:
                 copied = columns.gaps[gap].claim
 
 
-@compiled
+@internal
 def _stretch(columns: Columns, room: Sweep) -> None:
     """Find when each event begins with the replays before it, and what is replayed at it."""
     events, segments = room.events, room.segments.segments
@@ -102,7 +102,7 @@ def _stretch(columns: Columns, room: Sweep) -> None:
             late += segments[events[event].replay].seconds
 
 
-@compiled
+@internal
 def _outline(columns: Columns, room: Sweep) -> None:
     """The bytes of every slot if whatever is offloaded were away for all of its gap."""
     moves, segments, events, gaps = room.segments.moves, room.segments.segments, columns.events, columns.gaps
@@ -149,7 +149,7 @@ def _spike(change: Array, events: Array, segments: Array, segment: int) -> None:
     change[slot + 1] -= segments[segment].spike
 
 
-@compiled
+@internal
 def _run(columns: Columns, budget_bytes: int, limit: float, room: Sweep) -> bool:
     events, moves, clock = columns.events, room.segments.moves, room.clock[0]
     for claim in range(len(room.copies)):
@@ -188,7 +188,7 @@ def _run(columns: Columns, budget_bytes: int, limit: float, room: Sweep) -> bool
     return bool(room.outcome[0].seconds <= limit)
 
 
-@compiled
+@internal
 def _replay(columns: Columns, room: Sweep, event: int) -> None:
     segments, moves, gaps = room.segments.segments, room.segments.moves, columns.gaps
     segment, tick = room.events[event].replay, columns.events[event].tick
@@ -201,7 +201,7 @@ def _replay(columns: Columns, room: Sweep, event: int) -> None:
     room.clock[0].late += segments[segment].seconds
 
 
-@compiled
+@internal
 def _release(
     events: Array, gaps: Array, moves: Array, copies: Array, pending: Array, profile: Array, clocks: Array,
     budget_bytes: int, event: int,
@@ -237,7 +237,7 @@ def _release(
         clock.first += 1
 
 
-@compiled
+@internal
 def _measure(columns: Columns, room: Sweep) -> None:
     """The bytes of every slot as it turned out, here and below."""
     change, below, outcome, gaps, moves = room.held, room.profile, room.outcome[0], columns.gaps, room.segments.moves

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from elbowroom._compiled import compiled, inlined
+from elbowroom._compiled import inlined, internal
 from elbowroom.simulator.columns import Array, Columns, make_records
 from elbowroom.simulator.segments import Segments, make_segments
 
@@ -96,7 +96,7 @@ def make_outcomes(count: int) -> Array:
     return make_records(_OUTCOME, count)
 
 
-@compiled
+@internal
 def event_at(events: Array, tick: int) -> int:
     """The first event at or after a tick."""
     low, high = 0, len(events) - 1
@@ -122,7 +122,7 @@ def next_slot(events: Array, event: int, slots: int) -> int:
     return int(events[following].at + 1) if following + 1 < len(events) else slots
 
 
-@compiled
+@internal
 def ensure(events: Array, gaps: Array, links: Array, moves: Array, clocks: Array, gap: int, event: int) -> None:
     """Have a storage on the device at an event, whatever it takes."""
     clock = clocks[0]
@@ -135,7 +135,7 @@ def ensure(events: Array, gaps: Array, links: Array, moves: Array, clocks: Array
     moves[gap].state = BACK
 
 
-@compiled
+@internal
 def fetch(events: Array, gaps: Array, links: Array, moves: Array, clocks: Array, gap: int, event: int) -> None:
     """Begin the copy back from the tier below."""
     clock, link = clocks[0], links[0]
@@ -152,7 +152,7 @@ def fetch(events: Array, gaps: Array, links: Array, moves: Array, clocks: Array,
     clock.late += gaps[gap].payload * link.drag
 
 
-@compiled
+@internal
 def send(
     events: Array, gaps: Array, links: Array, moves: Array, copies: Array, pending: Array, clocks: Array, gap: int,
     event: int,
@@ -168,7 +168,7 @@ def send(
     moves[gap].spilled = copy.spilled
 
 
-@compiled
+@internal
 def _send(events: Array, gaps: Array, links: Array, copies: Array, clocks: Array, gap: int, event: int) -> float:
     clock, link = clocks[0], links[0]
     if link.overflows and not _has_room(gaps, links, copies, clocks, gap, events[event].tick):
@@ -181,7 +181,7 @@ def _send(events: Array, gaps: Array, links: Array, copies: Array, clocks: Array
     return float(clock.out_free)
 
 
-@compiled
+@internal
 def _has_room(gaps: Array, links: Array, copies: Array, clocks: Array, gap: int, tick: int) -> bool:
     """Whether the tier below has room for a copy at a tick, which is then taken; the disk always has."""
     clock, copy = clocks[0], copies[gaps[gap].claim]
@@ -200,7 +200,7 @@ def _has_room(gaps: Array, links: Array, copies: Array, clocks: Array, gap: int,
     return not copy.spilled
 
 
-@compiled
+@internal
 def _write_out(events: Array, gaps: Array, links: Array, clocks: Array, gap: int, event: int) -> float:
     """Make a copy on the disk, while the step waits: the twin of `Lanes.send_through`. Returns when it is done."""
     clock, link = clocks[0], links[0]
@@ -224,7 +224,7 @@ def _write_out(events: Array, gaps: Array, links: Array, clocks: Array, gap: int
     return float(done)
 
 
-@compiled
+@internal
 def _read_back(events: Array, gaps: Array, links: Array, moves: Array, clocks: Array, gap: int, event: int) -> None:
     """Begin the copy back from the disk; the step waits until it is read: the twin of `Lanes.fetch_through`."""
     clock, link = clocks[0], links[0]

@@ -25,6 +25,7 @@ from elbowroom.errors import TraceError, UsageError
 from elbowroom.hooks.hidden import Paused
 from elbowroom.hooks.identity import get_plain_storage
 from elbowroom.ir.trace import Trace
+from elbowroom.progress import announcing
 from elbowroom.tracing.iterators import IteratorTaken
 from elbowroom.tracing.live import count_state
 from elbowroom.tracing.residents import list_residents
@@ -57,7 +58,12 @@ def capture_fake(
         raise UsageError("a FakeTensorMode is active; capture the step outside of it")
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     try:
-        with undone(step, model, *optimizers), _replaced_by_fakes(mode, model, optimizers), mode:
+        with (
+            announcing("capturing a step on fake tensors", name),
+            undone(step, model, *optimizers),
+            _replaced_by_fakes(mode, model, optimizers),
+            mode,
+        ):
             if not count_state(optimizers):
                 step()  # to make it, which takes half as long where nobody writes it down
             for _ in range(SETTLING_STEPS):

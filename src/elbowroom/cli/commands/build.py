@@ -1,4 +1,4 @@
-"""`elbowroom build`: what watches ops in machine code."""
+"""`elbowroom build`: machine code for this machine, ahead of the first step that needs it."""
 
 from __future__ import annotations
 
@@ -17,15 +17,26 @@ def register(app: typer.Typer) -> None:
 
 
 def build(as_json: Json = False) -> None:
-    """Compile what watches ops, once for each PyTorch; without it Python does the same, slower (half a minute)."""
+    """Compile what else the first plan waits for, and the library in C++ that watches ops: one to two minutes, once.
+
+    Optional: without the library (it needs a C++ compiler) Python does the same, slower.
+    """
+    from elbowroom.compilation import compile_loops
+    from elbowroom.progress import drawing_on
     from elbowroom.quick.library import build_library, find_library, load
 
     with open_terminal(as_json) as terminal:
-        was_there, begin = find_library().exists(), time.perf_counter()
-        if not was_there:
-            terminal.note("compiling what watches ops in machine code")
-        library = build_library()
+        begin = time.perf_counter()
+        with terminal.progress("compiling the planner's loops") as advance:
+            compile_loops(advance)
+        loops_seconds, begin = time.perf_counter() - begin, time.perf_counter()
+        was_there = find_library().exists()
+        with terminal.progress("compiling the library that watches ops"), drawing_on(None):
+            library = build_library()
         is_usable = load() is not None
         what = "was there already" if was_there else f"compiled in {format_seconds(time.perf_counter() - begin)}"
+        terminal.show_text(f"the planner's loops: ready in {format_seconds(loops_seconds)}")
         terminal.show_text(f"{library}: {what}")
-        terminal.write_document("build", library=str(library), was_there=was_there, is_usable=is_usable)
+        terminal.write_document(
+            "build", library=str(library), was_there=was_there, is_usable=is_usable, loops_seconds=loops_seconds
+        )
