@@ -339,7 +339,7 @@ def test_a_line_that_is_cut_off(tmp_path: pathlib.Path) -> None:
     with pytest.raises(TraceError, match="line 1: expected an instruction"):
         read_log("dtr", path)
     path.write_text("")
-    with pytest.raises(TraceError, match="line 1: not a line of JSON"):
+    with pytest.raises(TraceError, match="no step was logged"):
         read_log("dtr", path)
     with pytest.raises(TraceError, match="no step was logged"):
         read_log("dtr", write(tmp_path, constant("w", 1)))
