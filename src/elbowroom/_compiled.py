@@ -13,6 +13,9 @@ import pathlib
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+from elbowroom._folders import find_cache, make_cache
+from elbowroom.errors import UsageError
+
 numba: Any
 try:
     import numba
@@ -39,9 +42,9 @@ def _compile(function: Function, **options: Any) -> Function:
         return function
     before = numba.config.CACHE_DIR
     try:
-        numba.config.CACHE_DIR = _cache_folder()
+        numba.config.CACHE_DIR = _find_cache()
         made: Function = numba.njit(function, cache=True, nogil=True, error_model="numpy", **options)
-    except (RuntimeError, OSError):  # nowhere to write to: compiled in every process
+    except (RuntimeError, OSError, UsageError):  # nowhere to write to: compiled in every process
         made = numba.njit(function, nogil=True, error_model="numpy", **options)
     finally:
         numba.config.CACHE_DIR = before
@@ -49,7 +52,8 @@ def _compile(function: Function, **options: Any) -> Function:
 
 
 @functools.cache
-def _cache_folder() -> str:
+def _find_cache() -> str:
+    """Where machine code is kept: beside the source, or in the user's cache if nobody else can write there."""
     package = pathlib.Path(__file__).parent
     stamp = hashlib.sha256()
     for path in sorted(package.glob("*/*.py")):
@@ -58,5 +62,6 @@ def _cache_folder() -> str:
             stamp.update(text)
     near = package / "__pycache__"
     if not os.access(near if near.exists() else package, os.W_OK):
-        near = pathlib.Path(os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache") / "elbowroom"
+        near = find_cache()
+        make_cache(near)
     return str(near / f"compiled-{stamp.hexdigest()[:16]}")

@@ -180,6 +180,18 @@ def test_pieces_make_no_difference(tmp_path: pathlib.Path) -> None:
     assert load_journal(path) == (Journal(steps=()), 5)
 
 
+def test_what_a_report_is_of_is_checked(tmp_path: pathlib.Path) -> None:
+    path = tmp_path / "run.json"
+    for budget, said in (("9" * 5000, "too many digits"), ("0", "not a number of bytes"), ("true", "expected an int")):
+        path.write_text(f'{{"command":"run","budget_bytes":{budget},"journal":{{"steps":[]}}}}')
+        with pytest.raises(TraceError, match=said):
+            load_journal(path)
+    for text in ('{"command":"run"}', '{"command":"plan","journal":{"steps":[]}}', '["command"]', '{"command":'):
+        path.write_text(text)
+        with pytest.raises(TraceError, match=r"run\.json"):
+            load_journal(path)
+
+
 @pytest.mark.usefixtures("pieces")
 def test_pieces_hide_no_mistake(tmp_path: pathlib.Path) -> None:
     path = tmp_path / "noun.json"

@@ -155,6 +155,8 @@ def find_costs(terminal: Terminal, trace: Trace, hardware: str, costs_file: path
     costs = files.load(Costs, costs_file)
     if costs.trace_digest != digest(trace):
         raise TraceError(f"{costs_file} has the costs of trace {costs.trace_digest[:12]}, not {digest(trace)[:12]}")
+    if len(costs.op_seconds) != len(trace.ops):
+        raise TraceError(f"{costs_file} has the costs of {len(costs.op_seconds)} ops; the trace has {len(trace.ops)}")
     return costs
 
 

@@ -19,10 +19,11 @@ def register(app: typer.Typer) -> None:
 def build(as_json: Json = False) -> None:
     """Compile what watches ops, once for each PyTorch (a C++ compiler, half a minute). Optional: Python does the same,
     slower."""
+    from elbowroom._compiler import is_made
     from elbowroom.quick.library import build_library, find_library, load
 
     with open_terminal(as_json) as terminal:
-        was_there, begin = find_library().exists(), time.perf_counter()
+        was_there, begin = is_made(find_library()), time.perf_counter()
         if not was_there:
             terminal.note("compiling what watches ops in machine code")
         library = build_library()
