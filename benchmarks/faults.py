@@ -156,9 +156,8 @@ def run_on_streams(strike: Strike, folder: str) -> list[str]:
     streams = FakeStreams(7)
     transfers = StreamTransfers(streams, HostSlabs(24 << 10, 8 << 10, pinning=streams), SpillFile(folder), 3000)
     program = Program(transfers, streams, 7)
-    with strike:
-        with contextlib.suppress(KeyboardInterrupt, MemoryError):
-            program.run(60)
+    with strike, contextlib.suppress(KeyboardInterrupt, MemoryError):
+        program.run(60)
     Program(transfers, streams, 8).run(30)
     del program
     gc.collect()

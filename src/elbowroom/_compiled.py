@@ -20,6 +20,8 @@ from contextlib import ExitStack
 from typing import Any, TypeVar
 
 from elbowroom import progress
+from elbowroom._folders import find_cache, make_cache
+from elbowroom.errors import UsageError
 
 numba: Any
 try:
@@ -50,7 +52,10 @@ def inlined(function: Function) -> Function:
 
 def is_kept() -> bool:
     """Whether machine code of an earlier process is there to be loaded."""
-    return any(pathlib.Path(_cache_folder()).glob("**/*.nbi"))
+    try:
+        return any(pathlib.Path(_find_cache()).glob("**/*.nbi"))
+    except (OSError, UsageError):
+        return False
 
 
 def _compile(function: Function, **options: Any) -> Function:
@@ -60,9 +65,9 @@ def _compile(function: Function, **options: Any) -> Function:
     options = {"nogil": True, "error_model": "numpy", "no_cfunc_wrapper": True, **options}
     before = numba.config.CACHE_DIR
     try:
-        numba.config.CACHE_DIR = _cache_folder()
+        numba.config.CACHE_DIR = _find_cache()
         made: Function = numba.njit(function, cache=True, **options)
-    except (RuntimeError, OSError):  # nowhere to write to: compiled in every process
+    except (RuntimeError, OSError, UsageError):  # nowhere to write to: compiled in every process
         made = numba.njit(function, **options)
     finally:
         numba.config.CACHE_DIR = before
@@ -70,7 +75,8 @@ def _compile(function: Function, **options: Any) -> Function:
 
 
 @functools.cache
-def _cache_folder() -> str:
+def _find_cache() -> str:
+    """Where machine code is kept: beside the source, or in the user's cache if nobody else can write there."""
     package = pathlib.Path(__file__).parent
     stamp = hashlib.sha256()
     for path in sorted(package.glob("*/*.py")):
@@ -79,7 +85,8 @@ def _cache_folder() -> str:
             stamp.update(text)
     near = package / "__pycache__"
     if not os.access(near if near.exists() else package, os.W_OK):
-        near = pathlib.Path(os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache") / "elbowroom"
+        near = find_cache()
+        make_cache(near)
     return str(near / f"compiled-{stamp.hexdigest()[:16]}")
 
 
@@ -116,7 +123,10 @@ def _announce_compiling() -> None:
 
 
 def _say_how() -> str:
-    folder = pathlib.Path(_cache_folder())
+    try:
+        folder = pathlib.Path(_find_cache())
+    except (OSError, UsageError) as error:
+        return f"in every process: {error}"
     there = next(each for each in (folder, *folder.parents) if each.exists())
     if os.access(there, os.W_OK):
         return "kept for the next time; `elbowroom build` does all of it ahead"

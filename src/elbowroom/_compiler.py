@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
 import pathlib
 import shlex
@@ -12,6 +13,7 @@ import tempfile
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from elbowroom._folders import ADVICE, check_private, make_cache
 from elbowroom.errors import UsageError
 from elbowroom.progress import announcing
 
@@ -29,6 +31,9 @@ class Language(NamedTuple):
     variable: str
     commands: tuple[str, ...]
 
+
+SEAL_BYTES = 32
+"""At the end of each compiled file: the SHA-256 of what comes before. Whoever loads such a file does not look there."""
 
 C = Language("C", "CC", ("cc", "gcc", "clang"))
 CPP = Language("C++", "CXX", ("c++", "g++", "clang++"))
@@ -65,13 +70,13 @@ def compile_sources(
     """
     compiler = find_compiler(what, language)
     try:
-        made.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        make_cache(made.parent)
+    except UsageError as error:
+        raise UsageError(f"{what} cannot be compiled into {made.parent}: {error}") from error
+    try:
         number, part = tempfile.mkstemp(dir=made.parent, prefix=made.stem, suffix=".part")
     except OSError as error:
-        raise UsageError(
-            f"{what} is compiled into {made.parent}, which cannot be written to: {error}. XDG_CACHE_HOME names another "
-            "folder."
-        ) from error
+        raise UsageError(f"{what} cannot be compiled into {made.parent}: {error.strerror}. {ADVICE}") from error
     os.close(number)
     command = [*compiler, *flags, "-o", part, *map(str, sources), *libraries]
     try:
@@ -83,13 +88,28 @@ def compile_sources(
                 f"{done.stderr.strip()[-2000:]}. Name another compiler in the environment variable "
                 f"{language.variable}."
             )
+        with open(part, "r+b") as file:
+            file.seek(0, os.SEEK_END)
+            file.write(_digest(pathlib.Path(part).read_bytes()))
         os.replace(part, made)
     finally:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(part)
 
 
-def find_folder() -> pathlib.Path:
-    """Where what was compiled is kept: the user's cache."""
-    cache = os.environ.get("XDG_CACHE_HOME")
-    return (pathlib.Path(cache) if cache else pathlib.Path.home() / ".cache") / "elbowroom"
+def is_made(made: pathlib.Path) -> bool:
+    """Whether a compiled file is there, as it was made: its last bytes are the digest of the others.
+
+    Raises:
+        UsageError: somebody else may have written it, so it must not be loaded.
+    """
+    if not made.exists():
+        return False
+    check_private(made.parent)
+    check_private(made)
+    contents = made.read_bytes()
+    return contents[-SEAL_BYTES:] == _digest(contents[:-SEAL_BYTES])
+
+
+def _digest(contents: bytes) -> bytes:
+    return hashlib.sha256(contents).digest()

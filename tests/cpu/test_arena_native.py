@@ -66,6 +66,33 @@ def test_it_is_compiled_once(tmp_path: pathlib.Path) -> None:
     assert memory.take(1) is not None
 
 
+def test_it_is_made_anew_where_it_is_damaged(tmp_path: pathlib.Path) -> None:
+    need_compiler()
+    made = build_library(tmp_path / "cache")
+    whole = made.read_bytes()
+    for damaged in (whole[: len(whole) // 2], whole[:5000] + bytes([whole[5000] ^ 1]) + whole[5001:]):
+        made.write_bytes(damaged)
+        assert build_library(tmp_path / "cache") == made
+        assert len(made.read_bytes()) == len(whole)
+    assert Memory(made).take(1) is not None
+
+
+def test_what_others_can_write_to_is_not_used(tmp_path: pathlib.Path) -> None:
+    need_compiler()
+    made = build_library(tmp_path / "cache")
+    for exposed in (made, made.parent):
+        for right in (0o020, 0o002):
+            exposed.chmod(0o700 | right)
+            with pytest.raises(UsageError, match=f"others can write to {exposed} .*delete it.*XDG_CACHE_HOME"):
+                build_library(tmp_path / "cache")
+        exposed.chmod(0o700)
+    made.parent.chmod(0o777)
+    made.unlink()
+    with pytest.raises(UsageError, match=f"cannot be compiled into {made.parent}: others can write"):
+        build_library(tmp_path / "cache")
+    assert os.listdir(made.parent) == []
+
+
 def test_without_a_compiler_it_says_what_to_do(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CC", "no-such-compiler -m64")
     with pytest.raises(UsageError, match=r"no-such-compiler was not found.*Install one"):

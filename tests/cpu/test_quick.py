@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
+import hashlib
+import importlib.util
 import logging
 import os
 import pathlib
@@ -595,6 +598,30 @@ def test_python_does_without(
         assert library.load.__wrapped__() is None
     expected = "Python does without" if is_damaged else "as the library does that `elbowroom build` compiles"
     assert [expected in record.message for record in caplog.records] == [True]
+
+
+def test_a_library_that_others_can_write_is_not_loaded(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(importlib.util, "spec_from_file_location", None)  # whoever loads it gets a TypeError
+    planted = library.find_library()
+    planted.parent.mkdir()
+    contents = b"not ours"
+    planted.write_bytes(contents + hashlib.sha256(contents).digest())
+    for folder_mode, file_mode, owner in ((0o777, 0o600, 0), (0o700, 0o666, 0), (0o700, 0o600, 54321)):
+        planted.parent.chmod(folder_mode)
+        planted.chmod(file_mode)
+        with monkeypatch.context() as patched:
+            if owner and os.geteuid() == 0:
+                os.chown(planted, owner, -1)
+            elif owner:
+                patched.setattr(os, "geteuid", functools.partial(int, owner))
+            caplog.clear()
+            with caplog.at_level(logging.WARNING, logger=library.logger.name):
+                assert library.load.__wrapped__() is None
+        said = "belongs to user" if owner else "others can write"
+        assert [said in record.message for record in caplog.records] == [True]
 
 
 def test_it_can_be_refused(profile: HardwareProfile, quick: Any) -> None:

@@ -9,6 +9,7 @@ import random
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 
@@ -17,6 +18,7 @@ import torch
 
 import elbowroom.errors
 from elbowroom.errors import TierFull, TransferFailed, UsageError
+from elbowroom.hardware.probe import probe
 from elbowroom.runtime.transfers import SpillCopy, ThreadTransfers
 from elbowroom.tiers.disk import SpillFile
 from tests.fake_streams import Program, pattern
@@ -263,6 +265,31 @@ def test_a_full_disk_refuses_before_anything_is_written(
     transfers.finish(copy)
     assert holds(back, 6)
     transfers.discard(copy)
+
+
+def test_a_full_disk_is_told_of_a_folder_that_has_another_name(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "spill"
+    folder.mkdir()
+    spill = SpillFile(folder)
+    folder.rename(tmp_path / "moved")
+    monkeypatch.setattr(os, "posix_fallocate", fail_with(errno.ENOSPC))
+    with pytest.raises(TierFull, match="Free some disk space") as caught:
+        spill.reserve(8192)
+    assert caught.value.free_bytes > 0
+    spill.close()
+
+
+def test_without_a_folder_for_temporary_files_it_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail() -> str:
+        raise FileNotFoundError(errno.ENOENT, "No usable temporary directory found in ['/tmp']")
+
+    monkeypatch.setattr(tempfile, "gettempdir", fail)
+    with pytest.raises(UsageError, match=r"no folder for temporary files .*TMPDIR.*spill_folder"):
+        SpillFile(None)
+    with pytest.raises(UsageError, match="no folder for temporary files"):
+        probe("cpu")
 
 
 def test_a_disk_that_cannot_grow_the_file_fails_the_transfer(

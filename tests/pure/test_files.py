@@ -18,7 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as some
 
 from elbowroom.errors import ElbowroomError, Infeasible, TraceError, UsageError
-from elbowroom.ir import files
+from elbowroom.ir import files, text_files
 from elbowroom.ir.check import check
 from elbowroom.ir.costs import Costs, Measurements
 from elbowroom.ir.forecast import Forecast
@@ -220,7 +220,7 @@ def test_files_with_flipped_bits(tmp_path: pathlib.Path) -> None:
 
 
 def test_large_files_are_refused(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(files, "LARGEST_FILE_BYTES", 10_000)
+    monkeypatch.setattr(text_files, "LARGEST_FILE_BYTES", 10_000)
     path = write(tmp_path, " " * 10_001)
     with pytest.raises(TraceError, match="10000 bytes"):
         files.load(Trace, path)
@@ -229,18 +229,19 @@ def test_large_files_are_refused(tmp_path: pathlib.Path, monkeypatch: pytest.Mon
 def test_small_files_that_unpack_to_large_ones_are_refused(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(files, "LARGEST_FILE_BYTES", 1 << 20)
+    monkeypatch.setattr(text_files, "LARGEST_FILE_BYTES", 1 << 20)
     path = tmp_path / "bomb.json.gz"
     path.write_bytes(gzip.compress(b" " * (64 << 20)))
-    assert path.stat().st_size < files.LARGEST_FILE_BYTES
+    assert path.stat().st_size < text_files.LARGEST_FILE_BYTES
     with pytest.raises(TraceError, match="bomb"):
         files.load(Trace, path)
 
 
-def test_files_without_an_end_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(files, "LARGEST_FILE_BYTES", 1 << 20)
-    with pytest.raises(TraceError, match="/dev/zero"):
-        files.load(Trace, "/dev/zero")
+def test_what_is_no_regular_file_is_refused(tmp_path: pathlib.Path) -> None:
+    os.mkfifo(tmp_path / "pipe.json")
+    for path, kind in (("/dev/zero", "device"), (tmp_path / "pipe.json", "pipe")):
+        with pytest.raises(UsageError, match=f"it is a {kind}, not a file"):
+            files.load(Trace, path)
 
 
 # -- wrong inside -----------------------------------------------------------------------------------------------------

@@ -339,8 +339,13 @@ def test_a_line_that_is_cut_off(tmp_path: pathlib.Path) -> None:
     with pytest.raises(TraceError, match="line 1: expected an instruction"):
         read_log("dtr", path)
     path.write_text("")
-    with pytest.raises(TraceError, match="line 1: not a line of JSON"):
+    with pytest.raises(TraceError, match="no step was logged"):
         read_log("dtr", path)
+    start = '{"INSTRUCTION":"ANNOTATE","ANNOTATION":"START"}\n'
+    for earlier in ('{"RESULT":5}\n', '{"RESULT":null,"NAME":[],"DST":{}}\n', '{"RESULT":[5,null]}\n'):
+        path.write_text(earlier + start)
+        with pytest.raises(TraceError, match="no step was logged"):
+            read_log("dtr", path)
     with pytest.raises(TraceError, match="no step was logged"):
         read_log("dtr", write(tmp_path, constant("w", 1)))
 

@@ -49,6 +49,8 @@ def test_a_table_comes_back(tmp_path: pathlib.Path) -> None:
         ("id,lower,upper,size\n1,2,2,8\n", "line 2: nothing lives from 2 to 2"),
         ("id,lower,upper,size\n1,-1,2,8\n", "line 2: nothing lives from -1"),
         ("id,lower,upper,size\n1,0,2,8\n1,0,2,8\n", "line 3: id 1 is also that of line 2"),
+        ("id,lower,upper,size\n3,0,2,8\n\n1,0,2,8\n2,0,2,8\n1,0,2,8\n", "line 6: id 1 is also that of line 4"),
+        ("id,lower,upper,size\n1,0,2," + "9" * 140_000, "line 2: not a line of a table: field larger"),
         ("id,lower,upper,size,offset\n1,0,2,8,-8\n", "line 2: offset -8"),
         ("id,lower,upper,size\n1,0,2," + "9" * 30 + "\n", "line 2: size is"),
     ],

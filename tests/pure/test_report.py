@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as some
 
+from elbowroom.errors import TraceError
 from elbowroom.ir.costs import Costs
 from elbowroom.ir.forecast import Forecast
 from elbowroom.ir.identity import digest
@@ -280,3 +282,18 @@ def test_seconds_follow_the_entries() -> None:
     assert len(begins) == trace.end + 1
     hooks = (len(trace.saves) + len(trace.needs)) * 1e-6
     assert begins[-1] == pytest.approx(sum(costs.op_seconds) + hooks)
+
+
+def test_figures_of_another_step_are_refused() -> None:
+    trace, costs = generators.example()
+    made = plan(trace, costs, 1 << 40)
+    forecast = simulate(trace, costs, made)
+    for change, said in (
+        ({"forecast": dataclasses.replace(forecast, live_bytes=forecast.live_bytes[:-1])}, "forecast of .* entries"),
+        ({"forecast": dataclasses.replace(forecast, live_bytes=(*forecast.live_bytes, 1))}, "forecast of .* entries"),
+        ({"costs": dataclasses.replace(costs, op_seconds=(), workspace_bytes=())}, "costs of 0 ops do not fit"),
+        ({"plan": dataclasses.replace(made, trace_digest="0" * 64)}, "the plan is for trace 000000000000"),
+    ):
+        values: dict[str, Any] = {"costs": costs, "plan": made, "forecast": forecast} | change
+        with pytest.raises(TraceError, match=said):
+            summarize(budget_bytes=1, journal=EMPTY, trace=trace, **values)

@@ -7,7 +7,7 @@ import pathlib
 import platform
 import subprocess
 
-from elbowroom import _compiler
+from elbowroom import _compiler, _folders
 
 SOURCES = pathlib.Path(__file__).parent
 FLAGS = ("-std=c11", "-O2", "-g", "-fPIC", "-shared", "-fvisibility=hidden", "-fexceptions", "-pthread")
@@ -36,14 +36,16 @@ def build_library(folder: pathlib.Path | None = None) -> pathlib.Path:
         folder: where it is kept; by default the user's cache.
 
     Raises:
-        UsageError: there is no compiler, or it does not compile.
+        UsageError: there is no compiler, it does not compile, or others can write to the folder.
     """
     compiler = find_compiler()
-    stamp = hashlib.sha256(repr((compiler, _tell_version(compiler), FLAGS, platform.machine())).encode())
+    stamp = hashlib.sha256(
+        repr((compiler, _tell_version(compiler), FLAGS, _compiler.SEAL_BYTES, platform.machine())).encode()
+    )
     for source in list_sources():
         stamp.update(source.name.encode() + source.read_bytes())
-    library = (_compiler.find_folder() if folder is None else folder) / f"arena-{stamp.hexdigest()[:16]}.so"
-    if not library.exists():
+    library = (_folders.find_cache() if folder is None else folder) / f"arena-{stamp.hexdigest()[:16]}.so"
+    if not _compiler.is_made(library):
         sources = [path for path in list_sources() if path.suffix == ".c"]
         _compiler.compile_sources(WHAT, _compiler.C, library, sources, FLAGS, LIBRARIES)
     return library

@@ -170,6 +170,8 @@ def find_costs_and_device(
     costs = files.load(Costs, costs_file)
     if costs.trace_digest != digest(trace):
         raise TraceError(f"{costs_file} has the costs of trace {costs.trace_digest[:12]}, not {digest(trace)[:12]}")
+    if len(costs.op_seconds) != len(trace.ops):
+        raise TraceError(f"{costs_file} has the costs of {len(costs.op_seconds)} ops; the trace has {len(trace.ops)}")
     named = None if hardware == THIS_MACHINE else find_profile(terminal, hardware)
     return costs, None if named is None else count_bytes(named)
 

@@ -7,13 +7,13 @@ import logging
 import pathlib
 import platform
 import shutil
-import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 
 import psutil
 import torch
 
+from elbowroom._folders import find_temporary
 from elbowroom.errors import UsageError
 from elbowroom.hardware.links import check_spill_folder, measure_device_link, measure_disk_link, name_file_system
 from elbowroom.hardware.rates import measure_hook, measure_op_latency, measure_rates
@@ -54,7 +54,7 @@ def probe(
             or full.
     """
     chosen = _choose_device(device)
-    folder = tempfile.gettempdir() if spill_folder is None else spill_folder
+    folder = find_temporary() if spill_folder is None else spill_folder
     sizes = choose_sizes(chosen.type, most_bytes)
     check_spill_folder(folder, min(sizes.block_bytes, LINK_BLOCK_BYTES))
     if name_file_system(folder) == "tmpfs":

@@ -18,14 +18,12 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-import pathlib
 from collections.abc import Iterator
 
-from elbowroom.errors import TraceError, UsageError
+from elbowroom.errors import TraceError
 from elbowroom.importers import Imported, Release
 from elbowroom.ir.check import check_trace
 from elbowroom.ir.costs import Costs
-from elbowroom.ir.files import LARGEST_FILE_BYTES
 from elbowroom.ir.hardware import Link
 from elbowroom.ir.identity import digest
 from elbowroom.ir.trace import LASTING, Need, Op, Role, Save, Storage, Trace, View
@@ -35,26 +33,6 @@ MOST_BYTES = 2**62
 
 UNKNOWN_ORIGIN = "the log does not say how it is made"
 """The barrier of the op that stands for a block's coming from outside."""
-
-
-def read_lines(path: pathlib.Path) -> list[str]:
-    """The lines of a text file.
-
-    Raises:
-        UsageError: there is no such file, or it cannot be read.
-        TraceError: it is not text, or oversized.
-    """
-    try:
-        with open(path, "rb") as file:
-            data = file.read(LARGEST_FILE_BYTES + 1)
-    except (OSError, ValueError) as error:  # a ValueError is a NUL in the name
-        raise UsageError(f"cannot read {str(path)!r}: {getattr(error, 'strerror', None) or error}") from error
-    if len(data) > LARGEST_FILE_BYTES:
-        raise TraceError(f"{path} holds more than {LARGEST_FILE_BYTES} bytes, the most that is read")
-    try:
-        return data.decode().removesuffix("\n").split("\n")
-    except UnicodeDecodeError as error:
-        raise TraceError(f"{path} is not a text file: {error}") from error
 
 
 @dataclasses.dataclass(slots=True)
@@ -89,6 +67,12 @@ class _Call:
     reads: tuple[tuple[int, int], ...]  # blocks and their versions
     writes: tuple[tuple[int, int], ...]
     barrier: str
+
+
+LARGEST_LOG_BYTES = 1 << 26
+"""The most text that is read of a log. A line of 50 bytes can be an op, a block and what goes with them: logs that are
+made for it take 40 times their text, so this many take as much as the largest file of our own. An op of a real log
+takes 300 bytes of text or more: this is some 200,000 ops."""
 
 
 class Log:
@@ -218,30 +202,28 @@ class _Weaver:
 
     def __init__(self, blocks: list[_Block], calls: list[_Call]) -> None:
         self._blocks, self._calls = blocks, calls
-        count = len(calls)
-        self._runs = [[] if block.role in LASTING else block.runs(count) for block in blocks]
-        needed: list[list[int]] = [[] for _ in range(count + 1)]
-        saved: list[list[int]] = [[] for _ in range(count + 1)]
-        for number, runs in enumerate(self._runs):
+        needed: dict[int, list[tuple[int, int]]] = {}
+        saved: dict[int, list[int]] = {}
+        for number, block in enumerate(blocks):
+            runs = [] if block.role in LASTING else block.runs(len(calls))
             if len(runs) > 1:
-                saved[runs[0][1]].append(number)
-                for first, _ in runs[1:]:
-                    needed[first].append(number)
+                saved.setdefault(runs[0][1], []).append(number)
+                for first, last in runs[1:]:
+                    needed.setdefault(first, []).append((number, last))
         self._begins: list[int] = []  # of each call's entries
         self._op_ticks: list[int] = []
-        self._need_ticks: dict[tuple[int, int], int] = {}
+        self._needs: list[tuple[int, int, int]] = []  # its tick, the block, and the last call of its run
         self._save_ticks: dict[int, int] = {}
         tick = itertools.count()
         self._end = 0
-        for index in range(count + 1):
+        for index in range(len(calls) + 1):
             self._begins.append(self._end)
-            for number in needed[index]:
-                self._need_ticks[number, index] = next(tick)
-            if index < count:
+            self._needs += ((next(tick), number, last) for number, last in needed.get(index, ()))
+            if index < len(calls):
                 self._op_ticks.append(next(tick))
-            for number in saved[index]:
+            for number in saved.get(index, ()):
                 self._save_ticks[number] = next(tick)
-            self._end = len(self._need_ticks) + len(self._op_ticks) + len(self._save_ticks)
+            self._end = len(self._needs) + len(self._op_ticks) + len(self._save_ticks)
 
     def weave(self, name: str) -> Trace:
         """The trace."""
@@ -256,8 +238,7 @@ class _Weaver:
                 for number, tick in self._save_ticks.items()
             ),
             needs=tuple(
-                Need(tick=tick, save=order[number], released=self._run_end(number, first))
-                for (number, first), tick in self._need_ticks.items()
+                Need(tick=tick, save=order[number], released=self._run_end(last)) for tick, number, last in self._needs
             ),
             end=self._end,
         )
@@ -265,8 +246,7 @@ class _Weaver:
     def _gone(self, block: _Block) -> int:
         return self._end if block.released is None else self._begins[block.released]
 
-    def _run_end(self, number: int, first: int) -> int:
-        last = next(last for begin, last in self._runs[number] if begin == first)
+    def _run_end(self, last: int) -> int:
         return self._end if last == len(self._calls) else self._op_ticks[last] + 1
 
     def _storages(self) -> Iterator[Storage]:

@@ -17,6 +17,7 @@ Rematerialization", ICLR 2021, appendix C; the prototype's public repository has
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import pathlib
@@ -25,8 +26,10 @@ from typing import Any
 
 from elbowroom.errors import TraceError
 from elbowroom.importers import Imported, Release
-from elbowroom.importers._log import Log, read_lines
+from elbowroom.importers._log import LARGEST_LOG_BYTES, Log
+from elbowroom.ir.codec import describe
 from elbowroom.ir.hardware import Link
+from elbowroom.ir.text_files import read_lines
 from elbowroom.ir.trace import Role
 
 TITAN_V_LINK = Link(
@@ -50,7 +53,7 @@ def read(path: str | os.PathLike[str], *, release: Release = Release.PROGRAM, li
         TraceError: a line is malformed, or says what cannot be; names the line and the op.
     """
     path = pathlib.Path(path)
-    reader = _Reader(path, read_lines(path))
+    reader = _Reader(path)
     reader.run()
     return reader.log.finish(
         name=path.stem, profile_name="as logged", link=TITAN_V_LINK if link is None else link, release=release
@@ -58,11 +61,13 @@ def read(path: str | os.PathLike[str], *, release: Release = Release.PROGRAM, li
 
 
 class _Reader:
-    """Goes through the lines once."""
+    """Goes through the lines; once more than that to find where the step begins."""
 
-    def __init__(self, path: pathlib.Path, lines: list[str]) -> None:
+    def __init__(self, path: pathlib.Path) -> None:
         self.log = Log()
-        self._path, self._lines, self._next = path, lines, 0
+        self._path = path
+        self._lines = enumerate(read_lines(path, LARGEST_LOG_BYTES), 1)
+        self._at_line = 0  # of the line that was read last
         self._storage_of: dict[str, int] = {}
         self._released: set[str] = set()
         self._earlier: set[str] = set()  # names of the step before START
@@ -81,25 +86,31 @@ class _Reader:
             "ANNOTATE": lambda _: None,
         }
         self._skip_to_start()
-        while self._next < len(self._lines):
-            line = self._read_line()
+        for number, text in self._lines:
+            line = self._parse(number, text)
             kind = line.get("INSTRUCTION")
             if not isinstance(kind, str) or kind not in handlers:
-                raise self._error(f"unknown instruction {kind!r}; there are: {', '.join(handlers)}, MEMORY, ALIAS")
+                raise self._error(
+                    f"unknown instruction {describe(kind)}; there are: {', '.join(handlers)}, MEMORY, ALIAS"
+                )
             handlers[kind](line)
         if not self._has_begun:
             raise TraceError(f"{self._path} has no CALL or MUTATE: no step was logged")
 
     def _skip_to_start(self) -> None:
-        for index, text in enumerate(self._lines):
-            if '"START"' in text and '"ANNOTATE"' in text:
-                for self._next in range(index):
-                    line = self._read_line()
-                    results = line.get("RESULT", [])
-                    self._earlier.update(each for each in (line.get("NAME"), line.get("DST")) if isinstance(each, str))
-                    self._earlier.update(each for each in results if isinstance(each, str))
-                self._next = index + 1
+        starts = (
+            n
+            for n, text in enumerate(read_lines(self._path, LARGEST_LOG_BYTES), 1)
+            if '"START"' in text and '"ANNOTATE"' in text
+        )
+        start = next(starts, 0)
+        for number, text in itertools.islice(self._lines, start):
+            if number == start:
                 return
+            line = self._parse(number, text)
+            results = line.get("RESULT")
+            names = [line.get("NAME"), line.get("DST"), *(results if isinstance(results, list) else [])]
+            self._earlier.update(name for name in names if isinstance(name, str))
 
     # -- instructions ---------------------------------------------------------------------------------------------
 
@@ -190,24 +201,25 @@ class _Reader:
 
     # -- lines ----------------------------------------------------------------------------------------------------
 
-    def _read_line(self) -> dict[str, Any]:
-        if self._next == len(self._lines):
-            raise self._error("the log is cut off here")
-        self._next += 1
+    def _parse(self, number: int, text: str) -> dict[str, Any]:
+        self._at_line = number
         self.log.place = self._place()
         try:
-            line = json.loads(self._lines[self._next - 1])
+            line = json.loads(text)
         except (ValueError, RecursionError) as error:
             raise self._error(f"not a line of JSON, or cut off: {error}") from error
         if not isinstance(line, dict):
-            raise self._error(f"expected an instruction, found {self._lines[self._next - 1][:60]!r}")
+            raise self._error(f"expected an instruction, found {text[:60]!r}")
         return line
 
     def _follow(self, kind: str, name: str, *, least: int = 0) -> int:
         """The number in the MEMORY or ALIAS line that must come now."""
-        line = self._read_line()
+        number, text = next(self._lines, (0, ""))
+        if not number:
+            raise self._error("the log is cut off here")
+        line = self._parse(number, text)
         if line.get("INSTRUCTION") != kind or line.get("NAME") != name:
-            found = f"{line.get('INSTRUCTION')} of {line.get('NAME')}"
+            found = f"{describe(line.get('INSTRUCTION'))} of {describe(line.get('NAME'))}"
             raise self._error(f"expected the {kind} of {name}, found {found}")
         return self._number(line, kind, least=least)
 
@@ -233,7 +245,7 @@ class _Reader:
         return values
 
     def _place(self) -> str:
-        return f"{self._path}, line {self._next}"
+        return f"{self._path}, line {self._at_line}"
 
     def _error(self, what: str) -> TraceError:
         return TraceError(f"{self._place()}: {what}")

@@ -26,8 +26,9 @@ from collections.abc import Iterator
 
 from elbowroom.errors import TraceError
 from elbowroom.importers import Imported, Release
-from elbowroom.importers._log import Log, read_lines
+from elbowroom.importers._log import LARGEST_LOG_BYTES, Log
 from elbowroom.ir.hardware import Link
+from elbowroom.ir.text_files import read_lines
 from elbowroom.ir.trace import Role
 
 CYCLES_PER_SECOND = 1.2e9
@@ -81,7 +82,7 @@ class _Reader:
 
     def __init__(self, path: pathlib.Path) -> None:
         self.log = Log()
-        self._path, self._lines, self._number = path, read_lines(path), 0
+        self._path, self._number = path, 0
         self._known: _Tensors = {}
         self._blocks: dict[str, int] = {}
         self._count = 0
@@ -110,8 +111,8 @@ class _Reader:
                 self.log.release(block)
 
     def _each_line(self) -> Iterator[str]:
-        for index, line in enumerate(self._lines):
-            self._number = index + 1
+        for number, line in enumerate(read_lines(self._path, LARGEST_LOG_BYTES), 1):
+            self._number = number
             self.log.place = f"{self._path}, line {self._number}"
             yield line.strip()
 

@@ -1,37 +1,34 @@
 """Nouns as files: JSON with `format` and `version`, gzipped where the name ends in .gz.
 
-One codec reads and writes every noun from its annotations alone, so a field cannot be forgotten in one direction.
-Readers check everything, name the place of what is wrong, refuse what is newer, and never execute anything.
+Readers check everything, name the place of what is wrong, refuse what is newer, and never execute anything. What they
+take of memory is bounded by the text that they read, and that by a limit (`text_files.py`).
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-import enum
-import functools
 import gzip
 import json
 import os
 import pathlib
-import sys
 import tempfile
-import types
-import typing
-import zlib
-from collections.abc import Callable
+from collections.abc import Iterator, Mapping
 from typing import Any, TypeVar
 
 from elbowroom.errors import TraceError, UsageError
 from elbowroom.ir.check import check_noun
+from elbowroom.ir.codec import build, describe, read_fields, read_noun
+from elbowroom.ir.codec import from_json as from_json
+from elbowroom.ir.codec import to_json as to_json
 from elbowroom.ir.costs import Costs, Measurements
 from elbowroom.ir.forecast import Forecast
 from elbowroom.ir.hardware import HardwareProfile
 from elbowroom.ir.journal import Journal
+from elbowroom.ir.json_text import ABSENT, JsonText
 from elbowroom.ir.plan import Plan
+from elbowroom.ir.text_files import read_text
 from elbowroom.ir.trace import Trace
-
-LARGEST_FILE_BYTES = 1 << 29
-"""A larger file, or one that unpacks to more, is refused unread."""
 
 _FORMATS: dict[type, str] = {
     Trace: "elbowroom.trace",
@@ -43,145 +40,35 @@ _FORMATS: dict[type, str] = {
     Journal: "elbowroom.journal",
 }
 
-Upgrade = Callable[[dict[str, Any]], dict[str, Any]]
-
-
-def _add(**fields: Any) -> Upgrade:
-    """Add fields that older files do not have, with what their absence means."""
-    return lambda data: {**fields, **data}
-
-
-def _clear_unmetered(data: dict[str, Any]) -> dict[str, Any]:
-    """Read 0 bytes of a step as what it meant: not metered."""
-    steps = data.get("steps")
-    if not isinstance(steps, list):
-        return data
-    names = ("peak_bytes", "resident_bytes")
-    return data | {
-        "steps": [
-            step | {name: None for name in names if step.get(name) == 0} if isinstance(step, dict) else step
-            for step in steps
-        ]
-    }
-
-
-_UPGRADES: dict[type, tuple[Upgrade, ...]] = {
-    Costs: (_add(further_links=[]),),
-    HardwareProfile: (_add(isa=""),),
+_ADDED: dict[type, tuple[dict[str, Any], ...]] = {
+    Costs: ({"further_links": []},),
+    HardwareProfile: ({"isa": ""},),
     Forecast: (
-        _add(disk_bytes=0, reserved_bytes=0, fragmented_bytes=0),
-        _add(arena_bytes=0, lower_arena_bytes=0, disk_arena_bytes=0),
-        _add(begin_seconds=[]),
+        {"disk_bytes": 0, "reserved_bytes": 0, "fragmented_bytes": 0},
+        {"arena_bytes": 0, "lower_arena_bytes": 0, "disk_arena_bytes": 0},
+        {"begin_seconds": []},
     ),
-    Journal: (_clear_unmetered,),
+    Journal: ({},),  # `upgrade` says what else changed
 }
-"""What turns version 1 of a noun into version 2, version 2 into version 3, ..."""
+"""Fields that came with version 2, 3, ... of a noun, and what files without them mean."""
 
 Noun = TypeVar("Noun")
 
 
 def version_of(kind: type) -> int:
     """The version that is written, and the newest that is read."""
-    return 1 + len(_UPGRADES.get(kind, ()))
+    return 1 + len(_ADDED.get(kind, ()))
 
 
-def to_json(value: Any) -> Any:
-    """Plain data (dicts, lists, numbers, text) of a noun or of a part of one."""
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {field: to_json(getattr(value, field)) for field in _hints(type(value))}
-    if isinstance(value, tuple):
-        return [to_json(item) for item in value]
-    if isinstance(value, enum.Enum):
-        return value.value
+def upgrade(value: Noun, version: int) -> Noun:
+    """Return a noun from a file of an older version with what it means today."""
+    if isinstance(value, Journal) and version == 1:  # 0 bytes of a step stood for "not metered"
+        steps = (
+            dataclasses.replace(step, peak_bytes=step.peak_bytes or None, resident_bytes=step.resident_bytes or None)
+            for step in value.steps
+        )
+        return dataclasses.replace(value, steps=tuple(steps))
     return value
-
-
-def upgrade(kind: type, data: Any, version: int) -> Any:
-    """Turn plain data of an older version of a noun into that of the newest; what is not an object stays as it is."""
-    for change in _UPGRADES.get(kind, ())[version - 1 :]:
-        if isinstance(data, dict):
-            data = change(data)
-    return data
-
-
-def from_json(kind: type[Noun], data: Any, place: str = "$") -> Noun:
-    """A noun from plain data.
-
-    Raises:
-        TraceError: a field is missing, unknown, of the wrong type, or not finite; names its place.
-    """
-    return typing.cast(Noun, _decode(kind, data, place))
-
-
-@functools.cache
-def _hints(kind: type) -> dict[str, Any]:
-    return typing.get_type_hints(kind)
-
-
-def _decode(kind: Any, data: Any, place: str) -> Any:
-    if dataclasses.is_dataclass(kind):
-        if not isinstance(data, dict):
-            raise TraceError(f"{place}: expected an object, found {_describe(data)}")
-        hints = _hints(typing.cast(type, kind))
-        if data.keys() != hints.keys():
-            missing, unknown = sorted(hints.keys() - data.keys()), sorted(map(str, data.keys() - hints.keys()))
-            listed = ", ".join(_describe(name) for name in unknown[:5])
-            raise TraceError(f"{place}: missing fields {missing}, unknown fields [{listed}]")
-        fields = {name: _decode(hint, data[name], f"{place}.{name}") for name, hint in hints.items()}
-        return typing.cast(type, kind)(**fields)
-    if typing.get_origin(kind) is tuple:
-        if not isinstance(data, list):
-            raise TraceError(f"{place}: expected a list, found {_describe(data)}")
-        item = typing.get_args(kind)[0]
-        return tuple(_decode(item, value, f"{place}[{index}]") for index, value in enumerate(data))
-    if isinstance(kind, type) and issubclass(kind, enum.Enum):
-        try:
-            return kind(data)
-        except ValueError:
-            raise TraceError(
-                f"{place}: {_describe(data)} is not one of {', '.join(member.value for member in kind)}"
-            ) from None
-    if typing.get_origin(kind) is types.UnionType:
-        return None if data is None else _decode(typing.get_args(kind)[0], data, place)
-    return _decode_scalar(kind, data, place)
-
-
-def _decode_scalar(kind: Any, data: Any, place: str) -> Any:
-    if kind is float:
-        # An integer too large for a float is not finite as a float either.
-        if isinstance(data, bool) or not isinstance(data, (int, float)) or not 0 <= data <= sys.float_info.max:
-            raise TraceError(f"{place}: expected a finite number of at least 0, found {_describe(data)}")
-        return float(data)
-    if kind is int:
-        if isinstance(data, bool) or not isinstance(data, int) or not -1 <= data < 2**63:
-            raise TraceError(f"{place}: expected an integer from -1 to 2**63 - 1, found {_describe(data)}")
-        return data
-    if kind in (bool, str):
-        if type(data) is not kind:
-            raise TraceError(f"{place}: expected {kind.__name__}, found {_describe(data)}")
-        if kind is str and not data.isascii() and not _is_unicode(data):
-            raise TraceError(f"{place}: {_describe(data)} is not Unicode text")
-        return data
-    raise TypeError(f"{place}: the codec has no rule for {kind}")
-
-
-def _is_unicode(text: str) -> bool:
-    """JSON can spell half a surrogate pair, which nothing can print."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
-
-
-def _describe(data: Any) -> str:
-    """A short, printable word on data of any kind and size."""
-    if isinstance(data, int) and data.bit_length() > 64:
-        return f"an integer of {data.bit_length()} bits"
-    if isinstance(data, str):
-        data = data[:60]
-    text = ascii(data) if isinstance(data, (int, float, str, bool, types.NoneType)) else type(data).__name__
-    return text if len(text) <= 60 else text[:57] + "..."
 
 
 def save(value: Any, path: str | os.PathLike[str]) -> None:
@@ -219,48 +106,104 @@ def load(kind: type[Noun], path: str | os.PathLike[str]) -> Noun:
 
     Raises:
         UsageError: there is no such file, or it cannot be read.
-        TraceError: it is corrupt, truncated, oversized, of another format or a newer version; names the place.
+        TraceError: it is corrupt, truncated, too large, of another format or a newer version; names the place.
     """
     path = pathlib.Path(path)
-    expected = _format_of(kind)
+    _format_of(kind)  # refuses what is no file before it is looked for
+    with _open_json(path) as text:
+        fields, version = _read_document(kind, path, text)
     try:
-        document = json.loads(_read(path))
-    except OSError as error:
-        raise UsageError(f"cannot read {path}: {error.strerror or error}") from error
-    except (TraceError, UsageError):
-        raise
-    except (ValueError, RecursionError) as error:  # a ValueError is also how Python refuses numbers of many digits
-        raise TraceError(f"{path} is not a JSON file, or is cut off: {error}") from error
-    if not isinstance(document, dict) or document.get("format") != expected:
-        found = document.get("format") if isinstance(document, dict) else document
-        raise TraceError(f"{path} is not a {expected} file: its format is {_describe(found)}")
-    version = document.get("version")
-    if not isinstance(version, int) or isinstance(version, bool) or not 1 <= version <= version_of(kind):
-        raise TraceError(f"{path} has version {_describe(version)}; this Elbowroom reads up to {version_of(kind)}")
-    data = upgrade(kind, document.get("value"), version)
-    try:
-        value = from_json(kind, data)
+        missing = {name: data for added in _ADDED.get(kind, ())[version - 1 :] for name, data in added.items()}
+        value = upgrade(build(kind, fields, missing), version)
         check_noun(value)
     except TraceError as error:
         raise TraceError(f"{path}: {error}") from None
     return value
 
 
+def load_fields(kinds: Mapping[str, type], path: str | os.PathLike[str]) -> dict[str, Any]:
+    """Some fields of a JSON object in a file, each a noun or plain; the others are passed over.
+
+    Args:
+        kinds: what each field is.
+
+    Raises:
+        UsageError: there is no such file, or it cannot be read.
+        TraceError: it is not a JSON object, is too large, or a field is not what it should be; names the place.
+    """
+    path = pathlib.Path(path)
+    with _open_json(path) as text:
+        found: dict[str, Any] = {}
+        if text.peek() != "{":
+            raise TraceError(f"{path} does not hold a JSON object")
+        for name in text.keys():  # noqa: SIM118  # no dict: the text is read by it
+            if name in kinds:
+                found[name] = read_noun(kinds[name], text, f"{path}: $.{name}")
+            else:
+                text.skip()
+        text.finish()
+    return found
+
+
+def peek(path: str | os.PathLike[str], most_chars: int) -> str:
+    """The beginning of the text in a file.
+
+    Raises:
+        UsageError: there is no such file, or it cannot be read.
+        TraceError: it is not text, or too large.
+    """
+    found = ""
+    with contextlib.closing(read_text(pathlib.Path(path))) as pieces:
+        while len(found) < most_chars and (piece := next(pieces, None)) is not None:
+            found += piece
+    return found[:most_chars]
+
+
+@contextlib.contextmanager
+def _open_json(path: pathlib.Path) -> Iterator[JsonText]:
+    """Raises TraceError where the text is not JSON, too."""
+    with contextlib.closing(read_text(path)) as pieces:
+        try:
+            yield JsonText(pieces)
+        except (TraceError, UsageError):
+            raise
+        except ValueError as error:
+            raise TraceError(f"{path} is not a JSON file, or is cut off: {error}") from error
+
+
+def _read_document(kind: type, path: pathlib.Path, text: JsonText) -> tuple[dict[str, Any], int]:
+    """The fields of the noun in a document, and the version it was written in."""
+    marks: dict[str, Any] = {}
+    fields: dict[str, Any] | None = None
+    if text.peek() != "{":
+        raise TraceError(f"{path} is not a {_format_of(kind)} file: it does not hold a JSON object")
+    for name in text.keys():  # noqa: SIM118  # no dict: the text is read by it
+        if name in ("format", "version"):
+            found = text.whole()
+            marks[name] = text.scalar() if found is ABSENT else found
+        elif name == "value":
+            _check_marks(kind, path, marks)
+            fields = read_fields(kind, text, f"{path}: $")
+        else:
+            text.skip()
+    text.finish()
+    _check_marks(kind, path, {"format": None, "version": None, **marks})
+    if fields is None:
+        raise TraceError(f"{path}: $: expected an object, found none")
+    return fields, marks["version"]
+
+
+def _check_marks(kind: type, path: pathlib.Path, marks: Mapping[str, Any]) -> None:
+    """As far as they are known: they come before the value in what is written here, but need not elsewhere."""
+    expected = _format_of(kind)
+    if marks.get("format", expected) != expected:
+        raise TraceError(f"{path} is not a {expected} file: its format is {describe(marks['format'])}")
+    version = marks.get("version", 1)
+    if not isinstance(version, int) or isinstance(version, bool) or not 1 <= version <= version_of(kind):
+        raise TraceError(f"{path} has version {describe(version)}; this Elbowroom reads up to {version_of(kind)}")
+
+
 def _format_of(kind: type) -> str:
     if kind not in _FORMATS:
         raise UsageError(f"a {kind.__name__} is not a file; these are: {', '.join(noun.__name__ for noun in _FORMATS)}")
     return _FORMATS[kind]
-
-
-def _read(path: pathlib.Path) -> bytes:
-    """The contents of a file, unpacked. Never reads further than the limit, whatever the file says of itself."""
-    try:
-        with open(path, "rb") as raw, gzip.open(raw) if path.suffix == ".gz" else raw as file:
-            data = file.read(LARGEST_FILE_BYTES + 1)
-    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
-        raise TraceError(f"{path} is not a gzip file, or is cut off: {error}") from error
-    except ValueError as error:  # a NUL in the name
-        raise UsageError(f"cannot read {str(path)!r}: {error}") from error
-    if len(data) > LARGEST_FILE_BYTES:
-        raise TraceError(f"{path} holds more than {LARGEST_FILE_BYTES} bytes, the most that is read")
-    return data

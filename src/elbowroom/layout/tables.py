@@ -5,17 +5,24 @@ An offset in a file says where a buffer lies, as a solution does; whether it mus
 
 from __future__ import annotations
 
+import array
 import csv
+import itertools
+import operator
 import os
 import pathlib
 from collections.abc import Sequence
 
 from elbowroom.errors import TraceError, UsageError
 from elbowroom.ir.buffers import Buffer, Layout
+from elbowroom.ir.text_files import read_lines
 
 COLUMNS = ("id", "lower", "upper", "size")
 OPTIONAL = ("alignment", "offset")
 MOST_DIGITS = 19
+
+SHARED_BELOW = 1 << 14
+"""Equal numbers below this are one object: of three digits and a comma, each would take 32 bytes."""
 
 
 def read_buffers(path: str | os.PathLike[str], *, is_pinned: bool = False) -> tuple[Buffer, ...]:
@@ -28,32 +35,45 @@ def read_buffers(path: str | os.PathLike[str], *, is_pinned: bool = False) -> tu
         UsageError: it cannot be read.
         TraceError: it is not such a table; names the line.
     """
-    try:
-        text = pathlib.Path(path).read_text(encoding="utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"cannot read {os.fspath(path)}: {error}") from error
-    rows = csv.reader(text.splitlines())
-    header = [name.strip() for name in next(rows, [])]
-    if not set(COLUMNS) <= set(header) <= {*COLUMNS, *OPTIONAL} or len(set(header)) < len(header):
-        raise TraceError(
-            f"{os.fspath(path)}, line 1: the columns are {','.join(header)!r}; expected {','.join(COLUMNS)}, and "
-            f"perhaps {' and '.join(OPTIONAL)}"
-        )
+    path = pathlib.Path(path)
+    rows = csv.reader(read_lines(path))
+    place = f"{path}, line 1"
     found: list[Buffer] = []
-    seen: dict[int, int] = {}
-    for row in rows:
-        if not any(cell.strip() for cell in row):
-            continue
-        place = f"{os.fspath(path)}, line {rows.line_num}"
-        buffer = _read_row(place, header, row, is_pinned)
-        if buffer.id in seen:
-            raise TraceError(f"{place}: id {buffer.id} is also that of line {seen[buffer.id]}")
-        seen[buffer.id] = rows.line_num
-        found.append(buffer)
+    lines = array.array("I")
+    shared: dict[int, int] = {}
+    try:
+        header = [name.strip() for name in next(rows, [])]
+        _check_header(place, header)
+        for row in rows:
+            place = f"{path}, line {rows.line_num}"
+            if any(cell.strip() for cell in row):
+                found.append(_read_row(place, header, row, is_pinned, shared))
+                lines.append(rows.line_num)
+    except csv.Error as error:
+        raise TraceError(f"{path}, line {rows.line_num}: not a line of a table: {error}") from error
+    _check_ids(path, found, lines)
     return tuple(found)
 
 
-def _read_row(place: str, header: list[str], row: list[str], is_pinned: bool) -> Buffer:
+def _check_ids(path: pathlib.Path, buffers: list[Buffer], lines: Sequence[int]) -> None:
+    if all(first.id < second.id for first, second in itertools.pairwise(buffers)):
+        return
+    in_order = sorted(buffers, key=operator.attrgetter("id"))  # a set of ids would take as much as the buffers
+    for first, second in itertools.pairwise(in_order):
+        if first.id == second.id:
+            before, here = (line for line, each in zip(lines, buffers, strict=True) if each is first or each is second)
+            raise TraceError(f"{path}, line {here}: id {first.id} is also that of line {before}")
+
+
+def _check_header(place: str, header: list[str]) -> None:
+    if not set(COLUMNS) <= set(header) <= {*COLUMNS, *OPTIONAL} or len(set(header)) < len(header):
+        raise TraceError(
+            f"{place}: the columns are {','.join(header)[:200]!r}; expected {','.join(COLUMNS)}, and perhaps "
+            f"{' and '.join(OPTIONAL)}"
+        )
+
+
+def _read_row(place: str, header: list[str], row: list[str], is_pinned: bool, shared: dict[int, int]) -> Buffer:
     if len(row) != len(header):
         raise TraceError(f"{place}: {len(row)} values for {len(header)} columns")
     values: dict[str, int] = {}
@@ -62,8 +82,10 @@ def _read_row(place: str, header: list[str], row: list[str], is_pinned: bool) ->
         if name == "offset" and not text:
             continue
         if not text.removeprefix("-").isdecimal() or len(text) > MOST_DIGITS:
-            raise TraceError(f"{place}: {name} is {cell!r}, which is no whole number of at most {MOST_DIGITS} digits")
-        values[name] = int(text)
+            found = repr(cell[:60])
+            raise TraceError(f"{place}: {name} is {found}, which is no whole number of at most {MOST_DIGITS} digits")
+        number = int(text)
+        values[name] = shared.setdefault(number, number) if 0 <= number < SHARED_BELOW else number
     alignment = values.get("alignment", 1)
     offset = values.get("offset") if is_pinned else None
     if values["size"] <= 0:

@@ -14,7 +14,7 @@ from types import ModuleType
 
 import torch
 
-from elbowroom import _compiler
+from elbowroom import _compiler, _folders
 from elbowroom.errors import UsageError
 
 logger = logging.getLogger(__name__)
@@ -36,11 +36,18 @@ def find_library(folder: pathlib.Path | None = None) -> pathlib.Path:
     Args:
         folder: where it is kept; by default the user's cache.
     """
-    stands_on = torch.__version__, torch.version.git_version, torch.compiled_with_cxx11_abi(), sys.version, FLAGS
+    stands_on = (
+        torch.__version__,
+        torch.version.git_version,
+        torch.compiled_with_cxx11_abi(),
+        sys.version,
+        FLAGS,
+        _compiler.SEAL_BYTES,
+    )
     stamp = hashlib.sha256(repr((*stands_on, platform.machine())).encode())
     for source in list_sources():
         stamp.update(source.name.encode() + source.read_bytes())
-    return (_compiler.find_folder() if folder is None else folder) / f"quick-{stamp.hexdigest()[:16]}.so"
+    return (_folders.find_cache() if folder is None else folder) / f"quick-{stamp.hexdigest()[:16]}.so"
 
 
 def build_library(folder: pathlib.Path | None = None) -> pathlib.Path:
@@ -48,10 +55,10 @@ def build_library(folder: pathlib.Path | None = None) -> pathlib.Path:
     own and a gigabyte.
 
     Raises:
-        UsageError: there is no compiler, it does not compile, or not for this Python.
+        UsageError: there is no compiler, it does not compile, or not for this Python; others can write to the folder.
     """
     library = find_library(folder)
-    if not library.exists():
+    if not _compiler.is_made(library):
         if sysconfig.get_config_var("Py_GIL_DISABLED"):
             raise UsageError(f"{WHAT} rests on Python's global lock, which this Python is without")
         parts = pathlib.Path(torch.__file__).parent
@@ -75,11 +82,14 @@ def load() -> ModuleType | None:
         )
         return None
     try:
+        if not _compiler.is_made(library):
+            logger.warning("%s is damaged, so Python does without; `elbowroom build` makes it anew", library)
+            return None
         spec = importlib.util.spec_from_file_location(NAME, library)
         assert spec is not None and spec.loader is not None
         made = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(made)
-    except ImportError as error:
+    except (ImportError, OSError, UsageError) as error:
         logger.warning("%s cannot be used, so Python does without: %s", library, error)
         return None
     return made

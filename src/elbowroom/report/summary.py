@@ -6,6 +6,7 @@ import math
 import textwrap
 from collections.abc import Sequence
 
+from elbowroom.errors import TraceError
 from elbowroom.ir.costs import Costs
 from elbowroom.ir.forecast import Forecast
 from elbowroom.ir.journal import Journal, Mode
@@ -50,7 +51,12 @@ def summarize(
         journal: the steps so far; may be empty.
         trace, costs, plan, forecast: what is known of the step, and decided about it; None where nothing is.
         bound_seconds: of a step that no plan within the plan's budget can beat; 0 if that is not known.
+
+    Raises:
+        TraceError: the costs, the plan or the forecast are those of another step than the trace.
     """
+    if trace is not None:
+        _check_match(trace, costs, plan, forecast)
     lines = [_title(budget_bytes, trace), "", *_describe_steps(journal, plan)]
     plain = Lifetimes(trace).count_plain(costs) if trace is not None and costs is not None else []
     steady = find_steady(journal)
@@ -68,6 +74,18 @@ def summarize(
         if plan is not None:
             lines += ["", *_describe_peak(trace, costs, plan, forecast)]
     return "\n".join(lines)
+
+
+def _check_match(trace: Trace, costs: Costs | None, plan: Plan | None, forecast: Forecast | None) -> None:
+    if costs is not None and not len(costs.op_seconds) == len(costs.workspace_bytes) == len(trace.ops):
+        raise TraceError(f"costs of {len(costs.op_seconds)} ops do not fit {trace.name}, which has {len(trace.ops)}")
+    if costs is not None and plan is not None and plan.trace_digest != costs.trace_digest:
+        raise TraceError(f"the plan is for trace {plan.trace_digest[:12]}, the costs for {costs.trace_digest[:12]}")
+    if forecast is not None and len(forecast.live_bytes) not in (0, trace.end):
+        raise TraceError(
+            f"a forecast of {len(forecast.live_bytes)} entries does not fit {trace.name}, which has {trace.end}: "
+            "simulate the plan with this trace again"
+        )
 
 
 def _title(budget_bytes: int, trace: Trace | None) -> str:

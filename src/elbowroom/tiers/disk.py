@@ -8,6 +8,7 @@ import os
 import tempfile
 from collections.abc import Iterable
 
+from elbowroom._folders import find_temporary
 from elbowroom.errors import TierFull, TransferFailed, UsageError
 from elbowroom.layout.free_list import ALIGNMENT_BYTES, FreeList
 
@@ -29,7 +30,7 @@ class SpillFile:
     """
 
     def __init__(self, folder: str | os.PathLike[str] | None = None, capacity_bytes: int | None = None) -> None:
-        self.folder = os.fspath(folder) if folder is not None else tempfile.gettempdir()
+        self.folder = os.fspath(folder) if folder is not None else find_temporary()
         try:
             self._file = tempfile.TemporaryFile(dir=self.folder, prefix="elbowroom-", buffering=0)  # noqa: SIM115
         except OSError as error:
@@ -87,7 +88,7 @@ class SpillFile:
             self._free.give(offset, nbytes)
             if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
                 raise TransferFailed(f"{NAME} in {self.folder} cannot grow: {error.strerror}") from error
-            status = os.statvfs(self.folder)
+            status = os.fstatvfs(self._file.fileno())  # the folder may have another name by now
             raise TierFull(
                 f"{NAME} in {self.folder}", nbytes, status.f_bavail * status.f_frsize,
                 "Free some disk space, or pass spill_folder= a folder on a larger disk."

@@ -21,6 +21,7 @@ def build(as_json: Json = False) -> None:
 
     Optional: without the library (it needs a C++ compiler) Python does the same, slower.
     """
+    from elbowroom._compiler import is_made
     from elbowroom.compilation import compile_loops
     from elbowroom.progress import drawing_on
     from elbowroom.quick.library import build_library, find_library, load
@@ -30,7 +31,7 @@ def build(as_json: Json = False) -> None:
         with terminal.progress("compiling the planner's loops") as advance:
             compile_loops(advance)
         loops_seconds, begin = time.perf_counter() - begin, time.perf_counter()
-        was_there = find_library().exists()
+        was_there = is_made(find_library())
         with terminal.progress("compiling the library that watches ops"), drawing_on(None):
             library = build_library()
         is_usable = load() is not None

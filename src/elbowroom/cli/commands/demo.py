@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import tempfile
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.text import Text
 
+from elbowroom._folders import hold_temporary
 from elbowroom.cli.parameters import Json
 from elbowroom.cli.sources import read_amount
 from elbowroom.cli.terminal import Terminal, open_terminal
@@ -71,8 +71,8 @@ def demo(as_json: Json = False) -> None:
     from elbowroom.cli.demonstration.results import find_problems, tabulate
 
     begin = time.perf_counter()
-    with open_terminal(as_json) as terminal, tempfile.TemporaryDirectory(prefix="elbowroom-demo-") as folder:
-        profile = Path(folder) / "profile.json"
+    with open_terminal(as_json) as terminal, hold_temporary("elbowroom-demo-") as folder:
+        profile = folder / "profile.json"
         terminal.note(f"1/{1 + 2 * len(PARTS)}  measuring this machine")
         run_part(["probe", "--output", str(profile)])
         results = [_train(terminal, index, part, profile) for index, part in enumerate(PARTS)]

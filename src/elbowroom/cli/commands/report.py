@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -11,7 +10,7 @@ import typer
 from elbowroom.cli.parameters import CostsFile, Hardware, Json
 from elbowroom.cli.sources import find_costs, load_plan, load_trace
 from elbowroom.cli.terminal import Terminal, open_terminal
-from elbowroom.errors import TraceError, UsageError
+from elbowroom.errors import TraceError
 from elbowroom.ir import files
 from elbowroom.ir.costs import Costs
 from elbowroom.ir.forecast import Forecast
@@ -76,32 +75,20 @@ def load_journal(path: Path) -> tuple[Journal, int]:
         UsageError: there is no such file.
         TraceError: it is neither, or damaged.
     """
-    try:
-        with open(path, "rb") as file:
-            begin = file.read(4096)
-    except OSError as error:
-        raise UsageError(f"cannot read {path}: {error.strerror or error}") from error
-    if b'"command"' not in begin:
+    if '"command"' not in files.peek(path, 4096):
         return files.load(Journal, path), 0
-    try:
-        document = json.loads(path.read_bytes())
-    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
-        raise TraceError(f"{path} is not a JSON file, or is cut off: {error}") from error
-    if not isinstance(document, dict) or document.get("command") != "run" or "journal" not in document:
+    document = files.load_fields(
+        {"command": str, "journal": Journal, "journal_version": int, "budget_bytes": int}, path
+    )
+    if document.get("command") != "run" or "journal" not in document:
         raise TraceError(f"{path} is not the result of `elbowroom run --json`")
-    budget_bytes = document.get("budget_bytes")
-    if isinstance(budget_bytes, bool) or not isinstance(budget_bytes, int) or budget_bytes < 1:
+    budget_bytes: int = document.get("budget_bytes", 0)
+    if budget_bytes < 1:
         raise TraceError(f"{path}: budget_bytes is not a number of bytes")
-    data = files.upgrade(Journal, document["journal"], _read_version(path, document))
-    return files.from_json(Journal, data, f"{path}: $.journal"), budget_bytes
-
-
-def _read_version(path: Path, document: dict[str, Any]) -> int:
-    """The version of the journal in a document; the first ones did not say."""
-    version = document.get("journal_version", 1)
-    if isinstance(version, bool) or not isinstance(version, int) or not 1 <= version <= files.version_of(Journal):
+    version = document.get("journal_version", 1)  # the first ones did not say
+    if not 1 <= version <= files.version_of(Journal):
         raise TraceError(f"{path}: its journal is of a version that this Elbowroom does not read")
-    return version
+    return files.upgrade(document["journal"], version), budget_bytes
 
 
 def _load_step(

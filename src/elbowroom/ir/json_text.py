@@ -1,0 +1,184 @@
+"""JSON that is read as it comes: what the text may hold is known, so nothing is built that is not asked for.
+
+Python's own parser makes up to 30 bytes of one of the text ("[],[],[],"), and all of it before anyone can look. Here
+the reader asks for one value after the other, and only the values of a window of the text are made by that parser.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import typing
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from elbowroom.ir.text_files import LONGEST_LINE_CHARS
+
+WINDOW_CHARS = 1 << 15
+"""So many are looked at at once, or all that is left: a value that fits is made in one go."""
+
+ABSENT = object()
+"""There is no whole value in the window."""
+
+_SPACE = re.compile(r"[ \t\n\r]*")
+_FLAT = re.compile(r'[^"\[\]{}]*')
+_NUMBER = re.compile(r"[-+.0-9eE]*")
+_NUMBERS = re.compile(r"[-+.0-9eE, \t\n\r]*")
+_scan: Callable[[str, int], tuple[Any, int]] = typing.cast(Any, json.JSONDecoder()).scan_once
+
+
+class JsonText:
+    """Goes through a JSON text once, from the beginning to the end.
+
+    Every method raises ValueError where the text is not JSON there, or not what was asked for.
+
+    Args:
+        pieces: of the text.
+    """
+
+    def __init__(self, pieces: Iterator[str]) -> None:
+        self._pieces = pieces
+        self._text = ""
+        self._at = 0  # in the window
+        self._before = 0  # the characters before the window
+        self._has_ended = False
+
+    def peek(self) -> str:
+        """The next character that is no space; "" at the end."""
+        while True:
+            self._at = _SPACE.match(self._text, self._at).end()  # type: ignore[union-attr]  # it matches anywhere
+            if self._at < len(self._text) or not self._grow():
+                return self._text[self._at : self._at + 1]
+
+    def finish(self) -> None:
+        """Nothing may come any more."""
+        if self.peek():
+            raise self._error("something comes after the end")
+
+    def keys(self) -> Iterator[str]:
+        """The keys of the object that comes now. After each its value has to be read, or skipped."""
+        return self._each("{", "}")
+
+    def items(self) -> Iterator[None]:
+        """One round for each item of the list that comes now: it has to be read, or skipped."""
+        return (None for _ in self._each("[", "]"))
+
+    def scalar(self) -> Any:
+        """The text, number, true, false or null that comes now."""
+        if self.peek() in ("", "[", "{"):
+            raise self._error("a value is missing here")
+        while True:
+            try:
+                value, end = _scan(self._text, self._at)
+            except json.JSONDecodeError as error:
+                problem = error.msg
+            except StopIteration:
+                problem = "a value is missing here"
+            except ValueError as error:  # how Python refuses numbers of many digits
+                raise self._error("a number has too many digits") from error
+            else:
+                if self._is_whole(end):
+                    self._at = end
+                    return value
+                problem = ""
+            if len(self._text) - self._at > LONGEST_LINE_CHARS:
+                raise self._error(f"a text or number of more than {LONGEST_LINE_CHARS} characters")
+            if not self._grow() and problem:
+                raise self._error(problem)
+
+    def whole(self) -> Any:
+        """The value that comes now, whatever it is, if it lies in the window; ABSENT if it does not, or is no JSON."""
+        self.peek()
+        self._fill()
+        try:
+            value, end = _scan(self._text, self._at)
+        except (StopIteration, ValueError, RecursionError):
+            return ABSENT
+        if not self._is_whole(end):
+            return ABSENT
+        self._at = end
+        return value
+
+    def numbers(self) -> Iterator[list[Any]]:
+        """The items of the list that comes now, some at a time, as long as they are numbers; then `items` goes on.
+
+        Ends before the first item that is none, or at the end of the list.
+        """
+        while True:
+            self.peek()
+            self._fill()
+            run = _NUMBERS.match(self._text, self._at).end()  # type: ignore[union-attr]  # it matches anywhere
+            end = self._text.rfind(",", self._at, run)
+            if end < 0:
+                return
+            try:
+                found, _ = _scan(f"[{self._text[self._at : end]}]", 0)
+            except (StopIteration, ValueError):
+                return  # `scalar` says why
+            self._at = end + 1
+            yield found
+
+    def skip(self) -> None:
+        """Pass over the value that comes now; inside of it only texts and brackets are looked at."""
+        if self.peek() not in ("[", "{"):
+            self.scalar()
+            return
+        depth = 0
+        while True:
+            self._at = _FLAT.match(self._text, self._at).end()  # type: ignore[union-attr]  # it matches anywhere
+            found = self._text[self._at : self._at + 1]
+            if found == '"':
+                self.scalar()
+            elif found:
+                depth += 1 if found in "[{" else -1
+                self._at += 1
+                if not depth:
+                    return
+            elif not self._grow():
+                raise self._error("")
+
+    def _each(self, opening: str, closing: str) -> Iterator[Any]:
+        self._take(opening)
+        if self.peek() == closing:
+            self._at += 1
+            return
+        while True:
+            key = None
+            if opening == "{":
+                if self.peek() != '"':
+                    raise self._error("the name of a field is missing here")
+                key = self.scalar()
+                self._take(":")
+            yield key
+            if self.peek() == closing:
+                self._at += 1
+                return
+            self._take(",")
+
+    def _is_whole(self, end: int) -> bool:
+        """Whether a value ends there: a number may go on after the window, and of "1." the 1 is found as one."""
+        return self._has_ended or _NUMBER.match(self._text, end).end() < len(self._text)  # type: ignore[union-attr]
+
+    def _take(self, character: str) -> None:
+        if self.peek() != character:
+            raise self._error(f"{character!r} is missing here")
+        self._at += 1
+
+    def _fill(self) -> None:
+        while len(self._text) - self._at < WINDOW_CHARS and self._grow():
+            pass
+
+    def _grow(self) -> bool:
+        """One piece more. Returns whether there was one."""
+        if self._has_ended:
+            return False
+        piece = next(self._pieces, None)
+        self._has_ended = piece is None
+        self._before += self._at
+        self._text = self._text[self._at :] + (piece or "")
+        self._at = 0
+        return piece is not None
+
+    def _error(self, problem: str) -> ValueError:
+        place = self._before + self._at
+        return ValueError(f"the text ends at character {place}" if not self.peek() else f"character {place}: {problem}")
