@@ -49,7 +49,8 @@ def fit(
         memory_budget: bytes the job may hold on that device: a number, "8GiB" or "8G" (1024), "8GB" (1000), or "60%"
             of all of the device's memory.
         step: does one whole training step when called. It is then captured ahead on fake tensors (nothing runs,
-            nothing changes), so that the first step is already planned; else the first steps run capacity-first.
+            nothing changes), so that the first step is already planned; else the first steps run capacity-first, and
+            so they do, with a warning, where it looks at values or takes the next item of an iterator.
         profile: of this machine, from `probe`; measured now otherwise, within the budget, which takes some seconds.
         **options: fields of `elbowroom.config.Config`: mode, strategy, policy, spill_folder, host_bytes,
             min_offload_bytes, meter_every, settling_steps, always_watch, quick, release_pages.

@@ -371,7 +371,8 @@ def test_forward_mode_derivatives(strategy: str, profile: HardwareProfile) -> No
         return loss.detach()
 
     if strategy:
-        compare(step, profile, strategy)
+        records = compare(step, profile, strategy)
+        assert not any("failed" in record.note for record in records)
         return
     plain = train(step)[0]
     planned: list[Planned | None] = []
@@ -381,6 +382,7 @@ def test_forward_mode_derivatives(strategy: str, profile: HardwareProfile) -> No
     found, records = train(step, profile=profile, mode="dynamic", memory_budget=budget)
     assert_same(plain, found)
     assert all(0 < record.peak_bytes <= budget for record in records) and records[0].offloaded_bytes
+    assert not any(record.note for record in records)
 
 
 # What looking leaves behind -------------------------------------------------------------------------------------------
