@@ -13,6 +13,7 @@ counted, and the run goes on behind it. --check makes any of it an exit code of 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import copy
 import faulthandler
 import gc
@@ -74,8 +75,11 @@ class Strike:
     def _call(self, frame: FrameType, event: str, argument: object) -> Any:
         name, caller = frame.f_code.co_filename, frame.f_back
         # The made-up device uses the free list too; it is not to be struck.
-        is_ours = name in self._files and (caller is None or not caller.f_code.co_filename.endswith("fake_streams.py")
-                                           or not name.endswith("free_list.py"))
+        is_ours = name in self._files and (
+            caller is None
+            or not caller.f_code.co_filename.endswith("fake_streams.py")
+            or not name.endswith("free_list.py")
+        )
         return self._line if is_ours and not self.place else None
 
     def _line(self, frame: FrameType, event: str, argument: object) -> Any:
@@ -85,7 +89,6 @@ class Strike:
                 self.place = f"{pathlib.Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
                 raise self._error
         return self._line
-
 
     @staticmethod
     def _is_with(frame: FrameType) -> bool:
@@ -153,11 +156,8 @@ def run_on_streams(strike: Strike, folder: str) -> list[str]:
     streams = FakeStreams(7)
     transfers = StreamTransfers(streams, HostSlabs(24 << 10, 8 << 10, pinning=streams), SpillFile(folder), 3000)
     program = Program(transfers, streams, 7)
-    with strike:
-        try:
-            program.run(60)
-        except (KeyboardInterrupt, MemoryError):
-            pass
+    with strike, contextlib.suppress(KeyboardInterrupt, MemoryError):
+        program.run(60)
     Program(transfers, streams, 8).run(30)
     del program
     gc.collect()
@@ -181,9 +181,7 @@ def run_case(way: str, number: int, error: str, options: argparse.Namespace) -> 
     deadline = time.monotonic() + GRACE_SECONDS
     while True:
         gc.collect()
-        left = [
-            f"{kind}: {item}" for kind, items in leaks.find().items() for item in items if item not in before[kind]
-        ]
+        left = [f"{kind}: {item}" for kind, items in leaks.find().items() for item in items if item not in before[kind]]
         if not left or time.monotonic() > deadline:
             break
         time.sleep(0.01)
@@ -202,7 +200,7 @@ def work(options: argparse.Namespace) -> None:
         faulthandler.dump_traceback_later(options.seconds, exit=True)
         found = run_case(way, number, error, options)
         print(json.dumps(found), flush=True)
-        if not found["place"]:
+        if not found["place"] or (options.most is not None and number >= options.first + options.most * options.stride):
             return
 
 
