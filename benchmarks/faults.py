@@ -74,12 +74,11 @@ class Strike:
 
     def _call(self, frame: FrameType, event: str, argument: object) -> Any:
         name, caller = frame.f_code.co_filename, frame.f_back
-        # The made-up device uses the free list too; it is not to be struck.
-        is_ours = name in self._files and (
-            caller is None
-            or not caller.f_code.co_filename.endswith("fake_streams.py")
-            or not name.endswith("free_list.py")
-        )
+        while caller is not None and caller.f_code.co_filename.endswith("free_list.py"):
+            caller = caller.f_back
+        # The made-up device has a free list too, which is not to be struck.
+        is_device = caller is not None and caller.f_code.co_filename.endswith("fake_streams.py")
+        is_ours = name in self._files and not (is_device and name.endswith("free_list.py"))
         return self._line if is_ours and not self.place else None
 
     def _line(self, frame: FrameType, event: str, argument: object) -> Any:
@@ -200,7 +199,7 @@ def work(options: argparse.Namespace) -> None:
         faulthandler.dump_traceback_later(options.seconds, exit=True)
         found = run_case(way, number, error, options)
         print(json.dumps(found), flush=True)
-        if not found["place"]:
+        if not found["place"] or (options.most is not None and number >= options.first + options.most * options.stride):
             return
 
 

@@ -1,0 +1,195 @@
+"""Transfers after a fork, and after an exception that came at a bad moment."""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import pathlib
+import subprocess
+import sys
+import threading
+import traceback
+import warnings
+from collections.abc import Callable
+
+import pytest
+import torch
+
+import elbowroom
+from elbowroom.errors import TransferFailed
+from elbowroom.ir.hardware import HardwareProfile
+from elbowroom.runtime.spill_queue import SpillQueue
+from elbowroom.runtime.stream_transfers import StreamTransfers
+from elbowroom.runtime.transfers import ThreadTransfers
+from elbowroom.tiers.disk import SpillFile
+from elbowroom.tiers.pinned import HostSlabs
+from tests.fake_streams import FakeStreams, pattern
+from tests.leaks import list_nameless_files
+
+ROOT = pathlib.Path(__file__).parents[2]
+
+
+def make_storage(number: int, nbytes: int = 20_000) -> torch.UntypedStorage:
+    return pattern(number, nbytes).untyped_storage()
+
+
+def holds(storage: torch.UntypedStorage, number: int) -> bool:
+    found = torch.empty(0, dtype=torch.uint8).set_(storage)
+    return bool(torch.equal(found, pattern(number, storage.nbytes())))
+
+
+def list_spill_files(folder: pathlib.Path) -> list[str]:
+    """Those of this folder that are open."""
+    return [name for name in list_nameless_files() if str(folder) in name]
+
+
+def in_child(run: Callable[[], None]) -> None:
+    """Run in a forked process, which must end well within a minute."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # a fork beside threads is what is tested
+        pid = os.fork()
+    if pid == 0:
+        try:
+            threading.Timer(60, os._exit, (2,)).start()
+            run()
+        except BaseException:
+            traceback.print_exc()
+            os._exit(1)
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+
+
+def test_a_forked_process_has_a_spill_file_of_its_own(tmp_path: pathlib.Path) -> None:
+    transfers = ThreadTransfers(SpillFile(tmp_path))
+    source = make_storage(1)
+    copy = transfers.offload(source)
+    transfers.finish(copy)
+
+    def child() -> None:
+        other = make_storage(2)
+        mine = transfers.offload(other)  # the parent's block is at the same offset of the parent's file
+        transfers.finish(mine)
+        back = transfers.reload(mine)
+        transfers.finish(mine)
+        assert holds(back, 2)
+        for refused in (transfers.reload, transfers.finish):
+            with pytest.raises(TransferFailed, match="forked"):
+                refused(copy)
+        transfers.discard(copy)
+        transfers.discard(mine)
+        transfers.close()
+        assert list_spill_files(tmp_path) == []
+
+    in_child(child)
+    back = transfers.reload(copy)
+    transfers.finish(copy)
+    assert holds(back, 1)
+    transfers.discard(copy)
+    transfers.close()
+
+
+def test_a_closed_spill_file_takes_no_disk_though_a_forked_process_holds_it(tmp_path: pathlib.Path) -> None:
+    spill = SpillFile(tmp_path)
+    spill.reserve(1 << 20)
+    held = os.dup(spill._file.fileno())
+    in_child(spill.close)
+    assert os.fstat(held).st_size == 1 << 20
+    spill.close()
+    assert os.fstat(held).st_size == 0
+    os.close(held)
+
+
+def test_a_forked_process_cannot_use_the_device_and_leaves_its_memory_alone() -> None:
+    streams = FakeStreams()
+    transfers = StreamTransfers(streams, HostSlabs(1 << 16, 1 << 14, pinning=streams))
+    storage = streams.allocate(4000)
+    copy = transfers.offload(storage)
+
+    def child() -> None:
+        for refused in (lambda: transfers.offload(storage), lambda: transfers.reload(copy)):
+            with pytest.raises(TransferFailed, match="forked"):
+                refused()
+        transfers.discard(copy)
+        transfers.close()
+        assert streams.pinned != {}  # for the driver it is the parent's
+
+    in_child(child)
+    transfers.finish(copy)
+    transfers.discard(copy)
+    transfers.close()
+    assert streams.pinned == {}
+
+
+def test_a_thread_that_cannot_be_started_is_a_failed_transfer(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(self: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    transfers, source = ThreadTransfers(SpillFile(tmp_path)), make_storage(3)
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        with pytest.raises(TransferFailed, match="ulimit"):
+            transfers.offload(source)
+    copy = transfers.offload(source)  # where there may be threads again
+    assert copy.offset == 0
+    transfers.finish(copy)
+    transfers.discard(copy)
+    transfers.close()
+
+
+@pytest.mark.parametrize("moment", ["before", "after"])
+def test_ctrl_c_in_a_submission_neither_hangs_nor_leaks(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, moment: str
+) -> None:
+    transfers, source = ThreadTransfers(SpillFile(tmp_path)), make_storage(4)
+    kept = transfers.offload(source)
+    submit = SpillQueue.submit
+
+    def interrupted(*args: object) -> None:
+        if moment == "after":
+            submit(*args)  # type: ignore[arg-type]
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(SpillQueue, "submit", interrupted)
+        for begin in (lambda: transfers.offload(source), lambda: transfers.reload(kept)):
+            with pytest.raises(KeyboardInterrupt):
+                begin()
+    back = transfers.reload(kept)
+    transfers.finish(kept)
+    assert holds(back, 4)
+    transfers.discard(kept)
+    thread = transfers._queue._thread
+    transfers.close()
+    gc.collect()
+    assert thread is not None
+    thread.join(10)
+    assert not thread.is_alive() and list_spill_files(tmp_path) == []
+
+
+def test_a_copy_that_nobody_discards_is_freed_with_the_transfers_on_streams() -> None:
+    streams = FakeStreams()
+    transfers = StreamTransfers(streams, HostSlabs(1 << 16, 1 << 14, pinning=streams))
+    copy = transfers.offload(streams.allocate(4000))
+    transfers.close()
+    assert streams.pinned != {}
+    del copy
+    assert streams.pinned == {} and streams.violations == []
+
+
+def test_exceptions_at_many_lines_leave_nothing_wrong(tmp_path: pathlib.Path, profile: HardwareProfile) -> None:
+    """A part of what benchmarks/faults.py does."""
+    elbowroom.save(profile, tmp_path / "profile.json")
+    for way, stride in (("streams", 211), ("offload", 997)):
+        command = [
+            sys.executable, str(ROOT / "benchmarks" / "faults.py"), "--work", "--ways", way,
+            "--errors", "KeyboardInterrupt", "--stride", str(stride), "--first", "5", "--seconds", "60",
+            "--profile", str(tmp_path / "profile.json"), "--folder", str(tmp_path), "--most", "12",
+        ]  # fmt: skip
+        done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+        assert done.returncode == 0, done.stderr
+        found = [json.loads(line) for line in done.stdout.splitlines()]
+        assert len([each for each in found if each["place"]]) > 5
+        assert [each for each in found if each["wrong"]] == []
