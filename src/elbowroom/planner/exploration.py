@@ -50,6 +50,9 @@ BOTH = 2
 ASKED, EVENTS_ASKED = ("capuchin",), 4_000
 """Strategies whose plans are begun from, too, where traces are no longer than this: what they take grows faster."""
 
+LISTED = 10
+"""Roundings that are looked at as plans."""
+
 JOINED = 4
 """Plans in which replays are joined, the fastest without."""
 
@@ -76,7 +79,15 @@ Moves = Literal["both", "offload", "recompute"]
 """How storages may leave."""
 
 
-def explore(problem: Problem, strategy: str, moves: Moves = "both", effort: float = 1.0) -> Plan:
+@dataclasses.dataclass(frozen=True, slots=True)
+class Explored:
+    """A plan, and whether the search for it came to its end."""
+
+    plan: Plan
+    is_whole: bool
+
+
+def explore(problem: Problem, strategy: str, moves: Moves = "both", effort: float = 1.0) -> Explored:
     """The plan of the best choices found within the budget; if none were, that of those nearest to it.
 
     An interruption (Ctrl-C) ends the search and not the program: what was best so far is returned.
@@ -85,17 +96,19 @@ def explore(problem: Problem, strategy: str, moves: Moves = "both", effort: floa
     space, terms = _find_space(composer, problem, moves), _terms(problem)
     starts = _simple_starts(space)
     best, plans = Best(_find_lowest(composer, starts, terms), np.inf, SLACKS[0]), list[Plan]()
+    is_whole = True
     if _find_excess(composer, best.choices, terms) == 0 or problem.floor.peak_bytes <= problem.budget_bytes:
         try:
             found, plans = _search(problem, composer, space, starts, best, moves, effort)
             if best.seconds == np.inf:
                 best.choices = _find_lowest(composer, [best.choices, *found], terms)
-            for choices in [best.choices, *found]:
+            for choices in [best.choices, *found[:LISTED]]:
                 plans += _list_plans(problem, composer, choices, strategy)
         except KeyboardInterrupt:
             logger.warning("planning was interrupted: going on with the best plan so far")
+            is_whole = False
     plans = [composer.make_plan(best.choices, strategy, best.slack), *plans]
-    return dataclasses.replace(_choose(problem, plans), strategy=strategy)
+    return Explored(dataclasses.replace(_choose(problem, plans), strategy=strategy), is_whole)
 
 
 def _choose(problem: Problem, plans: list[Plan]) -> Plan:
