@@ -38,7 +38,7 @@ def pose_at(trace: Trace, costs: Costs, share: float) -> Problem:
 
 def seconds_of(problem: Problem, **options: object) -> float:
     """The step of the plan found, which fits."""
-    forecast = problem.drafter.replay.run(explore(problem, "auto", **options))  # type: ignore[arg-type]
+    forecast = problem.drafter.replay.run(explore(problem, "auto", **options).plan)  # type: ignore[arg-type]
     assert problem.fits(forecast)
     return forecast.step_seconds
 
@@ -47,7 +47,7 @@ def test_the_number_of_cores_changes_nothing(monkeypatch: pytest.MonkeyPatch) ->
     problem, found = pose_at(TRACE, COSTS, 0.2), []
     for cores in (1, 2, 7):
         monkeypatch.setattr(os, "cpu_count", lambda cores=cores: cores)
-        found.append(explore(problem, "auto"))
+        found.append(explore(problem, "auto").plan)
     assert found[0] == found[1] == found[2]
 
 

@@ -34,8 +34,8 @@ def test_more_room_is_never_slower(job: tuple[Trace, Costs], shares: list[float]
     peak_bytes = pose(trace, costs, 1).plain.peak_bytes
     budgets = sorted(int(peak_bytes * share) for share in shares)
     seconds, highest = float("inf"), 0
-    for budget, plan in zip(budgets, plan_all(trace, costs, budgets, strategy="home_pso:particles=4,generations=2"),
-                            strict=True):  # fmt: skip
+    (made,) = plan_all(trace, costs, budgets, strategy="home_pso:particles=4,generations=2")
+    for budget, plan in zip(budgets, made, strict=True):
         if plan is None:
             assert seconds == float("inf")
             continue
@@ -50,5 +50,5 @@ def test_what_no_plan_fits_has_none() -> None:
     trace = make_unet(2, 1 << 16)
     costs = make_costs(trace, op_seconds=1e-3, link=make_link(per_second=1e9))
     floor_bytes = pose(trace, costs, 1).floor.peak_bytes
-    made = plan_all(trace, costs, [floor_bytes - 1, floor_bytes])
+    (made,) = plan_all(trace, costs, [floor_bytes - 1, floor_bytes])
     assert made[0] is None and made[1] is not None

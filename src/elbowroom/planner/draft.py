@@ -48,7 +48,7 @@ class Drafter:
 
     def __init__(self, replay: Replay, min_bytes: int) -> None:
         trace = replay.trace
-        self.replay = replay
+        self.replay, self.min_bytes = replay, min_bytes
         self.movable = frozenset(
             storage for storage in find_movable(trace) if trace.storages[storage].nbytes >= min_bytes
         )

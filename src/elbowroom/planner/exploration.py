@@ -19,6 +19,7 @@ from elbowroom.planner.cores import run_all
 from elbowroom.planner.draft import Option
 from elbowroom.planner.fluid import FluidSolution, solve_fluid
 from elbowroom.planner.joining import join_replays
+from elbowroom.planner.lowering import WINDOWS, list_low, round_shares
 from elbowroom.planner.options import find_strategy
 from elbowroom.planner.pricing import find_space
 from elbowroom.planner.problem import Problem
@@ -51,6 +52,9 @@ BOTH = 2
 ASKED, EVENTS_ASKED = ("capuchin",), 4_000
 """Strategies whose plans are begun from, too, where traces are no longer than this: what they take grows faster."""
 
+LISTED = 10
+"""Roundings that are looked at as plans."""
+
 JOINED = 4
 """Plans in which replays are joined, the fastest without."""
 
@@ -71,37 +75,42 @@ FAR, MOST_ROUNDS = 1.15, 6
 POLISH = 1
 """Walks' worth of turns for single changes in the end."""
 
-WINDOWS = 40
-"""Where the relaxation looks to begin with: it need not be as close here as where it proves a bound."""
-
-ROUND_UP = 0.3
-"""A larger fraction of a gap counts as all of it."""
-
 AS_CHOICE = {Choice.OFFLOAD: OFFLOAD, Choice.RECOMPUTE: RECOMPUTE}
 
 Moves = Literal["both", "offload", "recompute"]
 """How storages may leave."""
 
 
-def explore(problem: Problem, strategy: str, moves: Moves = "both", effort: float = 1.0) -> Plan:
-    """The plan of the best choices found within the budget; that of the lowest peak if none were.
+@dataclasses.dataclass(frozen=True, slots=True)
+class Explored:
+    """A plan, and whether the search for it came to its end."""
+
+    plan: Plan
+    is_whole: bool
+
+
+def explore(problem: Problem, strategy: str, moves: Moves = "both", effort: float = 1.0) -> Explored:
+    """The plan of the best choices found within the budget; if none were, that of those nearest to it.
 
     An interruption (Ctrl-C) ends the search and not the program: what was best so far is returned.
     """
     composer = Composer(problem)
     space, terms = _find_space(composer, problem, moves), _terms(problem)
     starts = _simple_starts(space)
-    lowest = min(starts, key=lambda start: _find_excess(composer, start, terms))
-    best, plans = Best(lowest, np.inf, SLACKS[0]), list[Plan]()
-    if _find_excess(composer, lowest, terms) == 0 or problem.floor.peak_bytes <= problem.budget_bytes:
+    best, plans = Best(_find_lowest(composer, starts, terms), np.inf, SLACKS[0]), list[Plan]()
+    is_whole = True
+    if _find_excess(composer, best.choices, terms) == 0 or problem.floor.peak_bytes <= problem.budget_bytes:
         try:
             found, plans = _search(problem, composer, space, starts, best, moves, effort)
-            for choices in [best.choices, *found]:
+            if best.seconds == np.inf:
+                best.choices = _find_lowest(composer, [best.choices, *found], terms)
+            for choices in [best.choices, *found[:LISTED]]:
                 plans += _list_plans(problem, composer, choices, strategy)
         except KeyboardInterrupt:
             logger.warning("planning was interrupted: going on with the best plan so far")
+            is_whole = False
     plans = [composer.make_plan(best.choices, strategy, best.slack), *plans]
-    return dataclasses.replace(_choose(problem, plans), strategy=strategy)
+    return Explored(dataclasses.replace(_choose(problem, plans), strategy=strategy), is_whole)
 
 
 def _choose(problem: Problem, plans: list[Plan]) -> Plan:
@@ -144,9 +153,15 @@ def _search(
             seconds = try_all(columns, space, all_terms, choices, room)
             if seconds < best.seconds:
                 best.choices, best.seconds, best.slack = choices, seconds, slack
-        return [], _ask(asked)
+        if best.seconds < np.inf:
+            return [], _ask(asked)
     fluids = _relax(problem, moves, len(columns.events))
-    found = [_round(composer, fluid, space) for fluid in fluids] or [best.choices.copy()]
+    found = [round_shares(composer, fluid, space.allowed) for fluid in fluids] or [best.choices.copy()]
+    if all(_find_excess(composer, start, terms) for start in (*starts, *found)):
+        low = list_low(problem, composer, space.allowed, recompute=moves != "offload", offload=moves != "recompute")
+        low.sort(key=lambda choices: _rate(composer, choices, terms))
+        found = [found[0], *low, *found[1:]]
+        starts = [*starts, *low]
     if not WORK:
         logger.warning("numba is not installed, so this plan is a rough one: pip install numba")
         return found, _ask(asked)
@@ -206,6 +221,15 @@ def _find_excess(composer: Composer, choices: Array, terms: Terms) -> int:
     return find_excess(terms, composer.room)
 
 
+def _find_lowest(composer: Composer, starts: list[Array], terms: Terms) -> Array:
+    return min(starts, key=lambda start: _find_excess(composer, start, terms))
+
+
+def _rate(composer: Composer, choices: Array, terms: Terms) -> tuple[int, float]:
+    """Excess and seconds: the less of both the better."""
+    return _find_excess(composer, choices, terms), float(composer.room.outcome[0].seconds)
+
+
 def _relax(problem: Problem, moves: Moves, events: int) -> list[FluidSolution]:
     """Of the budget itself, and of smaller ones, as many as the length of the trace allows."""
 
@@ -236,17 +260,6 @@ def _simple_starts(space: Space) -> list[Array]:
             choices[chosen] = choice
         starts.append(choices)
     return starts
-
-
-def _round(composer: Composer, fluid: FluidSolution, space: Space) -> Array:
-    """Whole choices of a solution in fractions."""
-    place = {key: index for index, key in enumerate(fluid.keys)}
-    order = np.asarray([place.get(key, len(place)) for key in composer.keys], dtype=np.int64)
-    recompute, offload = (np.append(share, 0.0)[order] for share in (fluid.recomputed, fluid.offloaded))
-    choices = np.where(offload >= ROUND_UP, OFFLOAD, KEEP)
-    drop = (recompute >= np.maximum(ROUND_UP, offload)) & space.allowed[:, RECOMPUTE]
-    choices = np.where(drop, RECOMPUTE, choices)
-    return np.where(space.allowed[np.arange(len(choices)), choices], choices, KEEP).astype(np.int8)
 
 
 def _terms(problem: Problem) -> Terms:

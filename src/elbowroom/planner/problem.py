@@ -87,7 +87,8 @@ def plan(
         made = make_plan(problem)
     check(trace, made)
     forecast = problem.drafter.replay.run(made)
-    if forecast.peak_bytes > budget_bytes and strategy == "auto" and problem.floor.peak_bytes <= budget_bytes:
+    can_offload_all = problem.floor.peak_bytes <= budget_bytes and problem.host_bytes is None
+    if forecast.peak_bytes > budget_bytes and strategy == "auto" and can_offload_all:
         raise InternalError(
             f"auto stopped at {forecast.peak_bytes} bytes, above the budget of {budget_bytes} and the floor of "
             f"{problem.floor.peak_bytes}"

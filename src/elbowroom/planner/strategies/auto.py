@@ -27,7 +27,8 @@ Cost: a linear program of some hundred rows an event, and a number of sweeps tha
 from __future__ import annotations
 
 from elbowroom.ir.plan import Plan
-from elbowroom.planner.exploration import Moves, explore
+from elbowroom.planner.exploration import Moves
+from elbowroom.planner.nesting import solve
 from elbowroom.planner.problem import Problem
 
 
@@ -42,4 +43,4 @@ def make_plan(problem: Problem, *, moves: Moves = "both", effort: float = 1.0) -
         plan = problem.drafter.finish({}, "auto", problem.budget_bytes)
         assert plan is not None  # it drops nothing
         return plan
-    return explore(problem, "auto", moves, effort)
+    return solve(problem, "auto", moves, effort)

@@ -52,7 +52,7 @@ def make_plan(problem: Problem, *, nodes: int = 100, most_gaps: int = 64) -> Pla
             f"exact is for small traces: this one has {count} gaps to decide on within {problem.budget_bytes} bytes, "
             f"and most_gaps is {most_gaps}; use auto, which says how far it is above the bound, or raise most_gaps"
         )
-    start = join_replays(problem, explore(problem, "exact"))
+    start = join_replays(problem, explore(problem, "exact").plan)
     forecast = problem.drafter.replay.run(start)
     if not problem.fits(forecast) and problem.floor.peak_bytes > problem.budget_bytes:
         return start

@@ -1,0 +1,101 @@
+"""More of something is not worse: device, host, disk, and the manners in which storages may leave."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+
+from hypothesis import given, settings
+from hypothesis import strategies as some
+
+from elbowroom.errors import Infeasible
+from elbowroom.ir.costs import Costs
+from elbowroom.ir.trace import Trace
+from elbowroom.planner.frontier import plan_all
+from elbowroom.planner.problem import plan, pose
+from elbowroom.simulator.overflow import find_overflow
+from elbowroom.simulator.replay import simulate
+from tests.generators import jobs
+
+QUICK = "effort=0.02"
+"""What holds by construction holds however little is searched."""
+
+EXACT = 1 + 1e-9
+
+
+def seconds_within(trace: Trace, costs: Costs, budget: int, strategy: str, host_bytes: int | None = None) -> float:
+    """Of the plan; infinite where there is none."""
+    try:
+        made = plan(trace, costs, budget, strategy=strategy, min_offload_bytes=1, host_bytes=host_bytes)
+    except Infeasible:
+        return math.inf
+    return simulate(trace, costs, made, host_bytes=host_bytes).step_seconds
+
+
+def place_between(job: tuple[Trace, Costs], share: float) -> tuple[int, int]:
+    """A budget at some share of the way from the smallest to the plain peak; and what all that moves takes below."""
+    problem = pose(*job, 1, min_offload_bytes=1)
+    low, high = problem.floor.peak_bytes, problem.plain.peak_bytes
+    return low + int(share * (high - low)), problem.floor.lower_tier_bytes
+
+
+@settings(max_examples=25)
+@given(job=jobs(disk=True), share=some.floats(0.0, 1.0), host_share=some.none() | some.floats(0.0, 1.1))
+def test_both_manners_are_never_slower_than_one(
+    job: tuple[Trace, Costs], share: float, host_share: float | None
+) -> None:
+    trace, costs = job
+    budget, below_bytes = place_between(job, share)
+    host_bytes = None if host_share is None else int(host_share * below_bytes)
+    for each in (costs, dataclasses.replace(costs, further_links=())):
+        both = seconds_within(trace, each, budget, f"auto:{QUICK}", host_bytes)
+        for moves in ("recompute", "offload"):
+            assert both <= seconds_within(trace, each, budget, f"auto:moves={moves},{QUICK}", host_bytes) * EXACT
+
+
+@settings(max_examples=25)
+@given(job=jobs(disk=True), share=some.floats(0.0, 1.0), host_share=some.floats(0.0, 1.1))
+def test_a_disk_and_the_room_beside_it_are_never_slower_than_that_room(
+    job: tuple[Trace, Costs], share: float, host_share: float
+) -> None:
+    trace, costs = job
+    budget, below_bytes = place_between(job, share)
+    host_bytes = int(host_share * below_bytes)
+    overflow = find_overflow(costs, host_bytes)
+    assert overflow is not None
+    with_disk = seconds_within(trace, costs, budget, f"auto:{QUICK}", host_bytes)
+    without = dataclasses.replace(costs, further_links=())
+    assert with_disk < math.inf
+    assert with_disk <= seconds_within(trace, without, budget, f"auto:{QUICK}", overflow.host_room_bytes) * EXACT
+
+
+@settings(max_examples=25)
+@given(job=jobs(), share=some.floats(0.0, 1.0), hosts=some.lists(some.floats(0.0, 1.0), min_size=2, max_size=4))
+def test_a_larger_host_is_never_slower(job: tuple[Trace, Costs], share: float, hosts: list[float]) -> None:
+    trace, costs = job
+    budget, below_bytes = place_between(job, share)
+    sizes = sorted(int(each * below_bytes) for each in hosts)
+    found = [seconds_within(trace, costs, budget, f"auto:{QUICK}", host_bytes) for host_bytes in sizes]
+    assert all(more <= less * EXACT for less, more in itertools.pairwise(found))
+
+
+@settings(max_examples=10)
+@given(
+    job=jobs(),
+    shares=some.lists(some.floats(0.0, 1.0), min_size=2, max_size=3),
+    hosts=some.lists(some.floats(0.0, 1.0), min_size=1, max_size=2),
+    moves=some.sampled_from(["both", "recompute", "offload"]),
+)
+def test_planned_together_more_device_and_more_host_are_never_slower(
+    job: tuple[Trace, Costs], shares: list[float], hosts: list[float], moves: str
+) -> None:
+    trace, costs = job
+    budgets = sorted(place_between(job, share)[0] for share in shares)
+    sizes: list[int | None] = [*sorted(int(each * place_between(job, 0.0)[1]) for each in hosts), None]
+    made = plan_all(trace, costs, budgets, strategy=f"auto:moves={moves},{QUICK}", hosts=sizes)
+    seconds = [
+        [math.inf if each is None else simulate(trace, costs, each).step_seconds for each in row] for row in made
+    ]
+    for row in (*seconds, *zip(*seconds, strict=True)):
+        assert all(more <= less for less, more in itertools.pairwise(row))
