@@ -18,10 +18,12 @@ from elbowroom.errors import Infeasible, TraceError, UsageError
 from elbowroom.hardware.memory import cut_blocks_to_size, tune_allocator
 from elbowroom.hardware.probe import probe
 from elbowroom.hooks.estimates import Estimates
+from elbowroom.hooks.hidden import Pausable
 from elbowroom.hooks.identity import Identities
 from elbowroom.hooks.mark import is_marked, mark, unmark
 from elbowroom.hooks.meter import Meter, make_meter
 from elbowroom.hooks.sentry import GradientVersions, Inputs, OutOfReach, Place, seeing_inputs
+from elbowroom.hooks.workers import ended_in_workers
 from elbowroom.ir.costs import Measurements
 from elbowroom.ir.hardware import HardwareProfile
 from elbowroom.ir.identity import digest
@@ -154,10 +156,10 @@ class Room:
         """Leave the model as it was. Graphs that are still alive can still be backpropagated."""
         if self._detached:
             return
-        self._detached = True
         self._engine = None
         unmark(self._model)
         self._transfers.close()
+        self._detached = True  # last: what an interruption leaves undone is done by the next call
 
     def __del__(self) -> None:
         if not getattr(self, "_detached", True):
@@ -271,6 +273,8 @@ class Room:
                 stack.enter_context(engine.watcher)  # sees ops first, so that the times of ops are not its own
                 stack.enter_context(torch.autograd.graph.saved_tensors_hooks(engine.pack, engine.unpack))
                 stack.enter_context(finishing(engine.finish))
+                watchers: list[Pausable] = [engine.watcher, *([] if capture is None else [capture.tracer])]
+                stack.enter_context(ended_in_workers(watchers, (engine.pack, engine.unpack)))
             begin = time.perf_counter()
             yield
             return time.perf_counter() - begin
@@ -290,6 +294,7 @@ class Room:
             logger.warning("a step that may be larger than those before it cannot be watched: %s", error)
             return
         stack.enter_context(finishing(engine.finish))
+        stack.enter_context(ended_in_workers([engine.watcher], (engine.pack, engine.unpack)))
         self._engine = engine
 
     def _make_capture(self, meter: Meter) -> LiveCapture:

@@ -193,3 +193,33 @@ def test_exceptions_at_many_lines_leave_nothing_wrong(tmp_path: pathlib.Path, pr
         found = [json.loads(line) for line in done.stdout.splitlines()]
         assert len([each for each in found if each["place"]]) > 5
         assert [each for each in found if each["wrong"]] == []
+
+
+class Large(torch.utils.data.Dataset[torch.Tensor]):
+    """Samples that a worker makes from more than the budget of the room."""
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        weight = torch.ones(64, requires_grad=True)
+        for _ in range(8):
+            torch.zeros(1 << 20).add_(1)
+        (weight * weight).sum().backward()
+        assert weight.grad is not None
+        return weight.grad * index
+
+
+@pytest.mark.parametrize("mode", ["dynamic", "auto"])
+def test_a_worker_that_is_forked_inside_a_step_is_left_alone(mode: str, profile: HardwareProfile) -> None:
+    model = torch.nn.Sequential(*(torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Tanh()) for _ in range(4)))
+    options: dict[str, object] = {"mode": mode, "min_offload_bytes": 1, "profile": profile}
+    loader = torch.utils.data.DataLoader(Large(), num_workers=1, multiprocessing_context="fork", timeout=60)
+    with warnings.catch_warnings(), elbowroom.fit(model, [], 900_000, **options) as room:
+        warnings.simplefilter("ignore")  # a fork beside threads is what is tested
+        for _ in range(5):
+            with room.step():
+                loss = model(torch.ones(512, 64)).sum()
+                found = [float(batch.sum()) for batch in loader]
+                loss.backward()
+            assert found == [0.0, 128.0, 256.0, 384.0]
