@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from elbowroom.advice import advise
 from elbowroom.arena.use import serving
 from elbowroom.config import Config
 from elbowroom.errors import Infeasible, TraceError, UsageError
@@ -128,6 +129,9 @@ class Room:
                 yield from self._run_plain(act)
             else:
                 yield from self._run_planned(act)
+        except Infeasible as error:
+            advise(error, self._model, self._optimizers)
+            raise
         finally:
             self._inside = False
 
@@ -150,8 +154,7 @@ class Room:
         """Leave the model as it was. Graphs that are still alive can still be backpropagated."""
         if self._detached:
             return
-        self._detached = True
-        self._engine = None
+        self._detached, self._engine = True, None
         unmark(self._model)
         self._transfers.close()
 

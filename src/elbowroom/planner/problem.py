@@ -142,6 +142,7 @@ def explain_infeasible(problem: Problem, plan: Plan, forecast: Forecast) -> Infe
         needed_bytes=forecast.peak_bytes,
         budget_bytes=problem.budget_bytes,
         op="the step" if index is None else trace.ops[index].name,
+        is_whole_step=problem.host_bytes is None or forecast.lower_tier_bytes <= problem.host_bytes,
         in_the_way=tuple((block.what, block.nbytes) for block in held[:MOST_IN_THE_WAY]),
         host_bytes=problem.host_bytes,
         needed_host_bytes=_count_needed_below(problem, forecast),
