@@ -193,9 +193,8 @@ class Room:
         meter = make_meter(self._device) if measuring or self._is_metered() else None
         capture = self._make_capture(meter) if measuring and meter is not None else None
         acts = tuple(self._repertoire.acts)
-        engine = self._make_engine(
-            self.config.policy, acts, capture, is_awake=self._repertoire.varies and capture is None
-        )
+        is_awake = self._repertoire.varies and capture is None
+        engine = self._make_engine(self.config.policy, acts, capture, is_awake=is_awake)
         seconds = yield from self._run(engine, meter, capture)
         record, followed = self._settle(acts, engine, seconds, meter)
         if capture is not None:
@@ -272,8 +271,9 @@ class Room:
 
     def _tell_gradients(self) -> list[tuple[int, int] | None]:
         """Another answer once a backward pass has run."""
-        gradients = (parameter.grad for parameter in self._model.parameters())
-        return [None if gradient is None else (id(gradient), gradient._version) for gradient in gradients]
+        return [
+            None if (found := each.grad) is None else (id(found), found._version) for each in self._model.parameters()
+        ]
 
     def _engage(self, place: Place, stack: contextlib.ExitStack, unseen_bytes: int) -> None:
         """What fitted as it was is called with something else: from here on this step is watched."""
@@ -394,10 +394,9 @@ class Room:
 
     def _learn(self, act: Act, capture: LiveCapture, record: StepRecord, *, is_followed: bool) -> None:
         """Plan again with measured op times, if the watched step was the planned one to the last op."""
-        trace = act.planned.trace
-        expected = [op.name for op in trace.ops]
+        expected = [op.name for op in act.planned.trace.ops]
         # What the block does after the step that was captured (noting its loss, say) changes nothing.
         if is_followed and [op.name for op in capture.finish().ops[: len(expected)]] == expected:
-            self._repertoire.improve(act, capture.measure(trace, record.seconds, record.stall_seconds))
+            self._repertoire.improve(act, capture.measure(act.planned.trace, record.seconds, record.stall_seconds))
         elif not is_followed or act.measured_steps == self.config.settling_steps:
             self._repertoire.acts.remove(act)  # the real step is not what the fake one was: capture it live

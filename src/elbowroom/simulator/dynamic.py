@@ -223,9 +223,7 @@ class _Step:
             actions = self._machine.feed(PressureRaised(missing, 0))
             if not actions:
                 needed_bytes = self._budget + missing
-                raise Infeasible(
-                    needed_bytes=needed_bytes, budget_bytes=self._budget, op=what, is_whole_step=False
-                )
+                raise Infeasible(needed_bytes=needed_bytes, budget_bytes=self._budget, op=what, is_whole_step=False)
             self._carry_out(actions)
 
     # -- actions --------------------------------------------------------------------------------------------------
