@@ -9,7 +9,6 @@ import torch
 from torch.optim import Optimizer
 
 from elbowroom.errors import Infeasible
-from elbowroom.tracing.residents import list_resident_tensors
 from elbowroom.units import format_bytes
 
 MOST_OF_IT = 0.5
@@ -23,10 +22,9 @@ def advise(error: Infeasible, model: torch.nn.Module, optimizers: Sequence[Optim
 
 
 def _find_advice(error: Infeasible, model: torch.nn.Module, optimizers: Sequence[Optimizer]) -> Iterator[str]:
-    state_bytes = count_state_bytes(model, optimizers)
-    if state_bytes > MOST_OF_IT * error.needed_bytes:
+    if error.state_bytes > MOST_OF_IT * error.needed_bytes:
         yield (
-            f"Parameters, gradients and optimizer state take {format_bytes(state_bytes)} of this and never leave the "
+            f"Parameters, gradients and optimizer state take {format_bytes(error.state_bytes)} of this and never leave the "
             "device: an optimizer with less state, fewer trainable parameters or a smaller dtype makes it less."
         )
     if "_foreach_" in error.op or any(_is_foreach(each) for each in optimizers):
@@ -39,16 +37,6 @@ def _find_advice(error: Infeasible, model: torch.nn.Module, optimizers: Sequence
             "Gradient checkpointing is on, and keeps what it computes again out of the reach of Elbowroom, which can "
             "recompute and offload by itself: turn it off."
         )
-
-
-def count_state_bytes(model: torch.nn.Module, optimizers: Sequence[Optimizer]) -> int:
-    """Bytes of the parameters, buffers, gradients and optimizer state that are there."""
-    storages = {}
-    for tensor in list_resident_tensors(model, optimizers):
-        if tensor.layout is torch.strided:
-            storage = tensor.untyped_storage()
-            storages[id(storage)] = storage
-    return sum(storage.nbytes() for storage in storages.values())
 
 
 def _is_foreach(optimizer: Optimizer) -> bool:

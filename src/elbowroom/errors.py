@@ -55,6 +55,7 @@ class Infeasible(ElbowroomError):
         in_the_way: (what, bytes) of the largest things that must be there at that op.
         host_bytes: what the tier below may hold; None for any amount.
         needed_host_bytes: what it would have to hold for the plan that comes nearest; 0 where that was not the limit.
+        state_bytes: of them parameters, buffers, gradients and optimizer state, which never leave; 0 if not known.
         advice: what else would help, a sentence each.
     """
 
@@ -68,6 +69,7 @@ class Infeasible(ElbowroomError):
         in_the_way: tuple[tuple[str, int], ...] = (),
         host_bytes: int | None = None,
         needed_host_bytes: int = 0,
+        state_bytes: int = 0,
     ) -> None:
         things = ", ".join(f"{what} {format_bytes(nbytes)}" for what, nbytes in in_the_way)
         needed = f"{format_bytes(needed_bytes)} ({needed_bytes} bytes)"
@@ -97,6 +99,7 @@ class Infeasible(ElbowroomError):
         super().__init__(message)
         self.needed_bytes, self.budget_bytes, self.op, self.in_the_way = needed_bytes, budget_bytes, op, in_the_way
         self.host_bytes, self.needed_host_bytes, self.is_whole_step = host_bytes, needed_host_bytes, is_whole_step
+        self.state_bytes = state_bytes
         self.advice: tuple[str, ...] = ()
 
     def advise(self, advice: Iterable[str]) -> None:
@@ -127,7 +130,7 @@ class ArenaTooSmall(Infeasible):
         )
         self.needed_bytes, self.budget_bytes, self.op, self.in_the_way = needed_bytes, capacity_bytes, "", in_the_way
         self.host_bytes, self.needed_host_bytes, self.is_proven = None, 0, is_proven
-        self.is_whole_step, self.advice = True, ()
+        self.is_whole_step, self.state_bytes, self.advice = True, 0, ()
 
 
 class Thrashing(ElbowroomError):

@@ -95,8 +95,7 @@ class Room:
     @property
     def planned(self) -> Planned | None:
         """What is known of the step that is expected next, and decided about it; None until one has been captured."""
-        current = self._repertoire.current
-        return None if current is None else current.planned
+        return None if (current := self._repertoire.current) is None else current.planned
 
     # -- what the user calls --------------------------------------------------------------------------------------
 
@@ -271,9 +270,8 @@ class Room:
 
     def _tell_gradients(self) -> list[tuple[int, int] | None]:
         """Another answer once a backward pass has run."""
-        return [
-            None if (found := each.grad) is None else (id(found), found._version) for each in self._model.parameters()
-        ]
+        gradients = (each.grad for each in self._model.parameters())
+        return [None if each is None else (id(each), each._version) for each in gradients]
 
     def _engage(self, place: Place, stack: contextlib.ExitStack, unseen_bytes: int) -> None:
         """What fitted as it was is called with something else: from here on this step is watched."""

@@ -30,13 +30,14 @@ def explain_shortage(
         refusal: why.
     """
     state = {id(each): each for each in residents}
+    state_bytes = sum(round_up(each.nbytes()) for each in state.values())
     in_the_way = [
         ("the op's own results and workspace", nbytes),
-        ("parameters, gradients and optimizer state", sum(round_up(each.nbytes()) for each in state.values())),
+        ("parameters, gradients and optimizer state", state_bytes),
     ]
     if stuck:
         in_the_way.append((f"what cannot leave since {refusal}", sum(stuck.values())))
     return Infeasible(
         needed_bytes=limit_bytes + missing_bytes, budget_bytes=limit_bytes, op=op, is_whole_step=False,
-        in_the_way=tuple(in_the_way),
+        in_the_way=tuple(in_the_way), state_bytes=state_bytes,
     )  # fmt: skip
