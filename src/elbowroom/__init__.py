@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from elbowroom.api import capture as capture
     from elbowroom.api import fit as fit
+    from elbowroom.api import smallest_budget as smallest_budget
     from elbowroom.arena.use import use_arena as use_arena
     from elbowroom.cost.price import price as price
     from elbowroom.hardware.probe import probe as probe
@@ -25,6 +26,7 @@ __version__ = "0.1.0"
 _VERBS = {
     "fit": "elbowroom.api",
     "capture": "elbowroom.api",
+    "smallest_budget": "elbowroom.api",
     "probe": "elbowroom.hardware.probe",
     "price": "elbowroom.cost.price",
     "plan": "elbowroom.planner.problem",

@@ -9,13 +9,17 @@ import torch
 from torch.optim import Optimizer
 
 from elbowroom._family import get
+from elbowroom.advice import advise
 from elbowroom.config import read_config
-from elbowroom.errors import TraceError, UsageError
+from elbowroom.cost.price import price
+from elbowroom.errors import Infeasible, TraceError, UsageError
 from elbowroom.hardware.memory import count_device_bytes
+from elbowroom.hardware.probe import probe
 from elbowroom.hooks.sharded import find_sharded
 from elbowroom.ir.hardware import HardwareProfile
 from elbowroom.ir.trace import Trace
 from elbowroom.planner.options import find_strategy
+from elbowroom.planner.smallest import find_smallest
 from elbowroom.residency import policies
 from elbowroom.room import Room
 from elbowroom.tracing.fake import capture_fake
@@ -74,7 +78,42 @@ def fit(
         budget_bytes = parse_bytes(memory_budget, device_bytes=count_device_bytes(device))
     except ValueError as error:
         raise UsageError(f"memory_budget: {error}") from error
-    return Room(model, optimizers, budget_bytes, config, device=device, step=step, profile=profile)
+    try:
+        return Room(model, optimizers, budget_bytes, config, device=device, step=step, profile=profile)
+    except Infeasible as error:
+        advise(error, model, optimizers)
+        raise
+
+
+def smallest_budget(
+    model: torch.nn.Module,
+    optimizer: Optimizer | Iterable[Optimizer],
+    step: Callable[[], Any],
+    *,
+    profile: HardwareProfile | None = None,
+    **options: Any,
+) -> int:
+    """Find the smallest `memory_budget`, in bytes, with which this training step works.
+
+    The step is captured on fake tensors (nothing is run or changed), and the whole of it is planned.
+
+    Args:
+        model, optimizer, step, profile, **options: as for `fit`. Strategy, `host_bytes` and `min_offload_bytes` count.
+
+    Raises:
+        UsageError: as for `fit`.
+        TraceError: the step looks at values, uses what cannot be faked, or never calls backward. Run one step in a room
+            with a large budget then, and plan `room.planned.trace`.
+        Infeasible: there is no such budget, since `host_bytes` is too small.
+    """
+    config, device = read_config(**options), find_device(model)
+    trace = capture(step, model, optimizer)
+    if profile is None:
+        profile = probe(str(device), spill_folder=config.spill_folder)
+    return find_smallest(
+        trace, price(trace, profile), strategy=config.strategy, min_offload_bytes=config.min_offload_bytes,
+        host_bytes=config.host_bytes,
+    )  # fmt: skip
 
 
 def capture(

@@ -17,6 +17,8 @@ Each message gives the numbers and the next step. Nothing here imports torch.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from elbowroom.units import format_bytes
 
 
@@ -44,12 +46,17 @@ class Infeasible(ElbowroomError):
     """No plan fits into the budget, or none also into what the tier below may hold.
 
     Attributes:
-        needed_bytes: the smallest budget that works; at most `budget_bytes` where the device is not what is too small.
+        needed_bytes: with `is_whole_step`, the smallest budget with which this step works (for the strategy that was
+            asked for); otherwise a lower bound: the op at which the step broke off needs at least this. At most
+            `budget_bytes` where the device is not what is too small.
+        is_whole_step: whether `needed_bytes` comes from a plan of the whole step.
         budget_bytes: the budget that was asked for.
-        op: the name of the op at which the smallest possible peak stands.
+        op: the name of the op at the peak of that plan, or at which the step broke off.
         in_the_way: (what, bytes) of the largest things that must be there at that op.
         host_bytes: what the tier below may hold; None for any amount.
         needed_host_bytes: what it would have to hold for the plan that comes nearest; 0 where that was not the limit.
+        state_bytes: of them parameters, buffers, gradients and optimizer state, which never leave; 0 if not known.
+        advice: what else would help, a sentence each.
     """
 
     def __init__(
@@ -58,33 +65,48 @@ class Infeasible(ElbowroomError):
         needed_bytes: int,
         budget_bytes: int,
         op: str,
+        is_whole_step: bool,
         in_the_way: tuple[tuple[str, int], ...] = (),
         host_bytes: int | None = None,
         needed_host_bytes: int = 0,
+        state_bytes: int = 0,
     ) -> None:
         things = ", ".join(f"{what} {format_bytes(nbytes)}" for what, nbytes in in_the_way)
+        needed = f"{format_bytes(needed_bytes)} ({needed_bytes} bytes)"
+        message = f"the step cannot run within {format_bytes(budget_bytes)} ({budget_bytes} bytes)"
         if needed_bytes > budget_bytes:
-            message = (
-                f"the step cannot run within {format_bytes(budget_bytes)} ({budget_bytes} bytes): "
-                f"{format_bytes(needed_bytes)} ({needed_bytes} bytes) have to be there at once when {op} runs"
-                + (f" ({things})" if things else "")
-                + f". Set memory_budget to at least {needed_bytes}, or make the batch smaller."
-            )
+            bound = "" if is_whole_step else "at least "
+            message += f": {bound}{needed} have to be there at once when {op} runs" + (f" ({things})" if things else "")
+            if is_whole_step:
+                message += f". Set memory_budget to at least {needed_bytes}, or make the batch smaller."
+            else:
+                message += (
+                    ". That is what this op needs; the rest of the step may need more. "
+                    "elbowroom.smallest_budget(model, optimizer, step) finds what the whole step needs. "
+                    "Set memory_budget to that, or make the batch smaller."
+                )
             if host_bytes is not None and needed_host_bytes > host_bytes:
                 message += (
                     f" Or let the tier below hold more than host_bytes={host_bytes}: {needed_host_bytes} is enough."
                 )
         else:
-            message = (
-                f"the step cannot run within {format_bytes(budget_bytes)} ({budget_bytes} bytes) with at most "
-                f"{format_bytes(host_bytes or 0)} ({host_bytes} bytes) in the tier below the device: the plan has "
-                f"{format_bytes(needed_host_bytes)} ({needed_host_bytes} bytes) there at once. Set host_bytes to "
-                f"{needed_host_bytes}, which is enough; raise memory_budget; name hardware with a disk behind that "
+            message += (
+                f" with at most {format_bytes(host_bytes or 0)} ({host_bytes} bytes) in the tier below the device: the "
+                f"plan has {format_bytes(needed_host_bytes)} ({needed_host_bytes} bytes) there at once. Set host_bytes "
+                f"to {needed_host_bytes}, which is enough; raise memory_budget; name hardware with a disk behind that "
                 "tier; or make the batch smaller."
             )
         super().__init__(message)
         self.needed_bytes, self.budget_bytes, self.op, self.in_the_way = needed_bytes, budget_bytes, op, in_the_way
-        self.host_bytes, self.needed_host_bytes = host_bytes, needed_host_bytes
+        self.host_bytes, self.needed_host_bytes, self.is_whole_step = host_bytes, needed_host_bytes, is_whole_step
+        self.state_bytes = state_bytes
+        self.advice: tuple[str, ...] = ()
+
+    def advise(self, advice: Iterable[str]) -> None:
+        """Add sentences to the message."""
+        added = tuple(advice)
+        self.advice += added
+        self.args = (" ".join((str(self.args[0]), *added)),)
 
 
 class ArenaTooSmall(Infeasible):
@@ -108,6 +130,7 @@ class ArenaTooSmall(Infeasible):
         )
         self.needed_bytes, self.budget_bytes, self.op, self.in_the_way = needed_bytes, capacity_bytes, "", in_the_way
         self.host_bytes, self.needed_host_bytes, self.is_proven = None, 0, is_proven
+        self.is_whole_step, self.state_bytes, self.advice = True, 0, ()
 
 
 class Thrashing(ElbowroomError):

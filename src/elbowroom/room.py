@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from elbowroom.advice import advise
 from elbowroom.arena.use import serving
 from elbowroom.config import Config
 from elbowroom.errors import Infeasible, TraceError, UsageError
@@ -100,8 +101,7 @@ class Room:
     @property
     def planned(self) -> Planned | None:
         """What is known of the step that is expected next, and decided about it; None until one has been captured."""
-        current = self._repertoire.current
-        return None if current is None else current.planned
+        return None if (current := self._repertoire.current) is None else current.planned
 
     # -- what the user calls --------------------------------------------------------------------------------------
 
@@ -134,6 +134,9 @@ class Room:
                 yield from self._run_plain(act)
             else:
                 yield from self._run_planned(act)
+        except Infeasible as error:
+            advise(error, self._model, self._optimizers)
+            raise
         finally:
             self._inside = False
 
@@ -196,9 +199,8 @@ class Room:
         meter = self._metering.make_if_due(is_wanted=measuring)
         capture = self._make_capture(meter) if measuring and meter is not None else None
         acts = tuple(self._repertoire.acts)
-        engine = self._make_engine(
-            self.config.policy, acts, capture, is_awake=self._repertoire.varies and capture is None
-        )
+        is_awake = self._repertoire.varies and capture is None
+        engine = self._make_engine(self.config.policy, acts, capture, is_awake=is_awake)
         seconds = yield from self._run(engine, meter, capture)
         record, followed = self._settle(acts, engine, seconds, meter)
         if capture is not None:
@@ -381,12 +383,12 @@ class Room:
 
     def _learn(self, act: Act, capture: LiveCapture, record: StepRecord, *, is_followed: bool) -> None:
         """Plan again with measured op times, if the watched step was the planned one to the last op."""
-        trace = act.planned.trace
-        expected = [op.name for op in trace.ops]
+        expected = [op.name for op in act.planned.trace.ops]
         # What the block does after the step that was captured (noting its loss, say) changes nothing.
         if is_followed and [op.name for op in capture.finish().ops[: len(expected)]] == expected:
             try:
-                self._repertoire.improve(act, capture.measure(trace, record.seconds, record.stall_seconds))
+                measured = capture.measure(act.planned.trace, record.seconds, record.stall_seconds)
+                self._repertoire.improve(act, measured)
             except Infeasible as error:  # it ran within the budget, and so may the next one
                 self._repertoire.acts.remove(act)
                 self._put_off_capture(f"steps like this one run without a plan: {error}")

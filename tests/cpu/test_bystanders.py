@@ -229,7 +229,7 @@ def test_a_reload_that_comes_early_may_wait(profile: HardwareProfile, monkeypatc
     def refuse(engine: OnlineEngine, nbytes: int, what: str) -> None:
         if is_full[0]:
             refused.append(what)
-            raise Infeasible(needed_bytes=2, budget_bytes=1, op=what)
+            raise Infeasible(needed_bytes=2, budget_bytes=1, op=what, is_whole_step=False)
         find_room(engine, nbytes, what)
 
     def train(room: Room | None) -> list[torch.Tensor]:

@@ -129,7 +129,7 @@ def test_the_module_is_the_program() -> None:
         (UsageError("x"), MISUSED),
         (UnknownMember("strategy", "x", ("auto",)), MISUSED),
         (TraceError("x"), MISUSED),
-        (Infeasible(needed_bytes=2, budget_bytes=1, op="op"), INFEASIBLE),
+        (Infeasible(needed_bytes=2, budget_bytes=1, op="op", is_whole_step=True), INFEASIBLE),
         (TierFull("disk", 2, 1, "free some"), FAILED),
         (ElbowroomError("x"), FAILED),
     ],

@@ -433,3 +433,73 @@ def test_a_step_that_only_a_policy_can_fit_runs_without_a_plan(
     assert "run without a plan" in caplog.text
     with pytest.raises(Infeasible):
         run(without // 2)
+
+
+def make_job(kind: str) -> tuple[nn.Module, list[torch.optim.Optimizer], Callable[[], None]]:
+    """A small model of some kind, its optimizers, and one step with two backward passes."""
+    torch.manual_seed(0)
+    if kind == "mlp":
+        model: nn.Module = nn.Sequential(*(each for _ in range(6) for each in (nn.Linear(64, 64), nn.GELU())))
+        batch = torch.randn(512, 64)
+    elif kind == "conv":
+        model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 8, 3), nn.ReLU())
+        batch = torch.randn(8, 3, 24, 24)
+    else:
+        layer = nn.TransformerEncoderLayer(32, 2, 64, dropout=0.1, batch_first=True)
+        model, batch = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False), torch.randn(8, 32, 32)
+    parameters = list(model.parameters())
+    halves = (parameters[::2], parameters[1::2])
+    optimizers: list[torch.optim.Optimizer] = [torch.optim.AdamW(halves[0]), torch.optim.SGD(halves[1], lr=0.1)]
+
+    def step() -> None:
+        for part in batch.chunk(2):
+            model(part).square().mean().backward()
+        for each in optimizers:
+            each.step()
+            each.zero_grad()
+
+    return model, optimizers, step
+
+
+@pytest.mark.parametrize("kind", ["mlp", "conv", "transformer"])
+def test_the_smallest_budget_is_enough_and_less_is_not(kind: str, profile: HardwareProfile) -> None:
+    smallest = elbowroom.smallest_budget(*make_job(kind), profile=profile)
+    for is_ahead in (True, False):
+        model, optimizers, step = make_job(kind)
+        ahead = step if is_ahead else None
+        with elbowroom.fit(model, optimizers, smallest, step=ahead, profile=profile, meter_every=1) as room:
+            for _ in range(3):
+                with room.step():
+                    step()
+            assert 0 < max(record.peak_bytes for record in room.journal().steps) <= smallest
+    model, optimizers, step = make_job(kind)
+    with pytest.raises(Infeasible) as caught:
+        elbowroom.fit(model, optimizers, smallest - 1, step=step, profile=profile)
+    assert caught.value.is_whole_step and caught.value.needed_bytes == smallest
+
+
+def test_an_op_that_does_not_fit_is_no_whole_step(profile: HardwareProfile) -> None:
+    model, optimizers, step = make_job("mlp")
+    smallest = elbowroom.smallest_budget(model, optimizers, step, profile=profile)
+    with elbowroom.fit(model, optimizers, smallest // 2, profile=profile) as room:
+        said = r"at least .*smallest_budget\(model, optimizer, step\)"
+        with pytest.raises(Infeasible, match=said) as caught, room.step():
+            step()
+        assert not caught.value.is_whole_step and caught.value.needed_bytes < smallest
+        assert dict(caught.value.in_the_way)["parameters, gradients and optimizer state"] > 0
+
+
+def test_advice_names_what_helps(profile: HardwareProfile) -> None:
+    model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(4)))
+    optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
+    model.gradient_checkpointing = True  # type: ignore[assignment]
+
+    def step() -> None:
+        model(torch.ones(2, 256)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    with pytest.raises(Infeasible) as caught:
+        elbowroom.fit(model, optimizer, 100_000, step=step, profile=profile)
+    for said in ("fused=True or foreach=False", "Gradient checkpointing is on", "Parameters, gradients and optimizer"):
+        assert said in str(caught.value)

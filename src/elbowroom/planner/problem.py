@@ -11,7 +11,7 @@ from elbowroom.ir.check import check, check_trace
 from elbowroom.ir.costs import Costs
 from elbowroom.ir.forecast import Forecast
 from elbowroom.ir.plan import Choice, Plan
-from elbowroom.ir.trace import Trace
+from elbowroom.ir.trace import Role, Trace
 from elbowroom.planner import strategies
 from elbowroom.planner.draft import Draft, Drafter, Option
 from elbowroom.planner.options import find_strategy
@@ -25,6 +25,9 @@ LARGEST_BYTES = 1 << 62
 
 MIN_OFFLOAD_BYTES = 1 << 14
 """Smaller storages are never worth a move."""
+
+STATE = frozenset((Role.PARAMETER, Role.BUFFER, Role.GRADIENT, Role.OPTIMIZER_STATE))
+"""Roles of what is there before the step and after it."""
 
 MOST_IN_THE_WAY = 5
 """Kinds of blocks that an Infeasible names."""
@@ -145,9 +148,11 @@ def explain_infeasible(problem: Problem, plan: Plan, forecast: Forecast) -> Infe
         needed_bytes=forecast.peak_bytes,
         budget_bytes=problem.budget_bytes,
         op="the step" if index is None else trace.ops[index].name,
+        is_whole_step=problem.host_bytes is None or forecast.lower_tier_bytes <= problem.host_bytes,
         in_the_way=tuple((block.what, block.nbytes) for block in held[:MOST_IN_THE_WAY]),
         host_bytes=problem.host_bytes,
         needed_host_bytes=_count_needed_below(problem, forecast),
+        state_bytes=sum(home.nbytes for home in trace.storages if home.created < 0 and home.role in STATE),
     )
 
 

@@ -45,6 +45,7 @@ from elbowroom.runtime.past import Past
 from elbowroom.runtime.patience import Patience
 from elbowroom.runtime.recorder import Recorder
 from elbowroom.runtime.residence import Residence
+from elbowroom.runtime.shortage import explain_shortage
 from elbowroom.runtime.transfers import Transfers
 from elbowroom.runtime.watcher import Run
 
@@ -149,8 +150,11 @@ class OnlineEngine(Engine):
     # -- waking up ------------------------------------------------------------------------------------------------
 
     def _count_residents(self) -> None:  # again at waking: there may be others by then
+        self.account.welcome(self._list_here())
+
+    def _list_here(self) -> Iterable[torch.UntypedStorage]:
         here = (each for each in self._list_residents() if self._is_here(each) and each.layout is torch.strided)
-        self.account.welcome(each.untyped_storage() for each in here)
+        return (each.untyped_storage() for each in here)
 
     def _leave_ops(self, why: str) -> Run:
         with self._lock:
@@ -234,13 +238,8 @@ class OnlineEngine(Engine):
         while (missing := self.account.live_bytes + nbytes - (limit_bytes := self.account.limit_bytes)) > 0:
             actions = self._machine.feed(PressureRaised(missing, self.saves + self.needs))
             if not actions:
-                in_the_way = [("the op's own results and workspace", nbytes)]
-                if stuck := self._facts.stuck:
-                    in_the_way.append((f"what cannot leave since {self.refusal}", sum(stuck.values())))
-                raise Infeasible(
-                    needed_bytes=limit_bytes + missing, budget_bytes=limit_bytes, op=what,
-                    in_the_way=tuple(in_the_way),
-                )  # fmt: skip
+                here, round_up, stuck = self._list_here(), self.account.round, self._facts.stuck
+                raise explain_shortage(what, nbytes, missing, limit_bytes, here, round_up, stuck, self.refusal)
             self._carry_out(actions)
 
     def _may_move(self, storage: int) -> bool:

@@ -213,13 +213,17 @@ class _Step:
     def _pass(self, seconds: float) -> None:
         self._clock += seconds
         if self._clock > self._most_seconds:
-            raise Infeasible(needed_bytes=self._budget + 1, budget_bytes=self._budget, op="a step that takes too long")
+            raise Infeasible(
+                needed_bytes=self._budget + 1, budget_bytes=self._budget, op="a step that takes too long",
+                is_whole_step=False,
+            )  # fmt: skip
 
     def _make_room(self, nbytes: int, what: str) -> None:
         while (missing := self._live + nbytes - self._budget) > 0:
             actions = self._machine.feed(PressureRaised(missing, 0))
             if not actions:
-                raise Infeasible(needed_bytes=self._budget + missing, budget_bytes=self._budget, op=what)
+                needed_bytes = self._budget + missing
+                raise Infeasible(needed_bytes=needed_bytes, budget_bytes=self._budget, op=what, is_whole_step=False)
             self._carry_out(actions)
 
     # -- actions --------------------------------------------------------------------------------------------------

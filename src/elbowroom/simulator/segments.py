@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from elbowroom._compiled import inlined, internal
+from elbowroom._compiled import compiled, inlined, internal
 from elbowroom.simulator.columns import Array, Columns, make_records
 from elbowroom.simulator.passage import walk
 
@@ -102,7 +102,7 @@ def make_segments(columns: Columns) -> Segments:
     )
 
 
-@internal
+@compiled
 def find_segments(columns: Columns, room: Segments) -> int:
     """Fill `room` for the recomputed gaps among `room.moves`.
 

@@ -1,0 +1,61 @@
+"""The smallest budget within which a step can be planned."""
+
+from __future__ import annotations
+
+from elbowroom.errors import Infeasible
+from elbowroom.ir.costs import Costs
+from elbowroom.ir.trace import Trace
+from elbowroom.planner.problem import MIN_OFFLOAD_BYTES, plan, pose
+
+MOST_TRIES = 12
+"""Plans that are made where the tier below is limited: each halves the range that is left."""
+
+
+def find_smallest(
+    trace: Trace,
+    costs: Costs,
+    *,
+    strategy: str = "auto",
+    min_offload_bytes: int = MIN_OFFLOAD_BYTES,
+    host_bytes: int | None = None,
+) -> int:
+    """Bytes of a budget for which the strategy has a plan.
+
+    The least there is, where the tier below may hold any amount. Where it is limited, plans are tried between that
+    and the plain peak, and the result is at most 1/4096 of the range above a budget that failed.
+
+    Args:
+        strategy, min_offload_bytes, host_bytes: as for `plan`.
+
+    Raises:
+        UnknownMember, UsageError, TraceError: as `plan` does.
+        Infeasible: the strategy has no plan at the plain peak either.
+
+    Cost: two plans; up to 14 where the tier below is limited.
+    """
+
+    def refuse(budget_bytes: int) -> Infeasible | None:
+        try:
+            plan(
+                trace, costs, budget_bytes, strategy=strategy, min_offload_bytes=min_offload_bytes,
+                host_bytes=host_bytes,
+            )  # fmt: skip
+        except Infeasible as error:
+            return error
+        return None
+
+    problem = pose(trace, costs, 1, min_offload_bytes=min_offload_bytes, host_bytes=host_bytes)
+    first = refuse(1)
+    least = problem.floor.peak_bytes if first is None else max(1, first.needed_bytes)
+    if (error := refuse(least)) is None:
+        return least
+    most = problem.plain.peak_bytes
+    if least >= most or (error := refuse(most)) is not None:
+        raise error
+    for _ in range(MOST_TRIES):
+        middle = (least + most) // 2
+        if refuse(middle) is None:
+            most = middle
+        else:
+            least = middle
+    return most
