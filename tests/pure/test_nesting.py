@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 import math
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as some
 
@@ -16,12 +17,15 @@ from elbowroom.planner.frontier import plan_all
 from elbowroom.planner.problem import plan, pose
 from elbowroom.simulator.overflow import find_overflow
 from elbowroom.simulator.replay import simulate
-from tests.generators import jobs
+from tests.generators import KIB, jobs, make_costs, make_link, make_residual_net
 
 QUICK = "effort=0.02"
 """What holds by construction holds however little is searched."""
 
 EXACT = 1 + 1e-9
+
+TRACE = make_residual_net(16, 256 * KIB)
+COSTS = make_costs(TRACE, op_seconds=1e-3, link=make_link(per_second=1e9))
 
 
 def seconds_within(trace: Trace, costs: Costs, budget: int, strategy: str, host_bytes: int | None = None) -> float:
@@ -40,7 +44,7 @@ def place_between(job: tuple[Trace, Costs], share: float) -> tuple[int, int]:
     return low + int(share * (high - low)), problem.floor.lower_tier_bytes
 
 
-@settings(max_examples=25)
+@settings(max_examples=12)
 @given(job=jobs(disk=True), share=some.floats(0.0, 1.0), host_share=some.none() | some.floats(0.0, 1.1))
 def test_both_manners_are_never_slower_than_one(
     job: tuple[Trace, Costs], share: float, host_share: float | None
@@ -54,7 +58,7 @@ def test_both_manners_are_never_slower_than_one(
             assert both <= seconds_within(trace, each, budget, f"auto:moves={moves},{QUICK}", host_bytes) * EXACT
 
 
-@settings(max_examples=25)
+@settings(max_examples=12)
 @given(job=jobs(disk=True), share=some.floats(0.0, 1.0), host_share=some.floats(0.0, 1.1))
 def test_a_disk_and_the_room_beside_it_are_never_slower_than_that_room(
     job: tuple[Trace, Costs], share: float, host_share: float
@@ -70,7 +74,7 @@ def test_a_disk_and_the_room_beside_it_are_never_slower_than_that_room(
     assert with_disk <= seconds_within(trace, without, budget, f"auto:{QUICK}", overflow.host_room_bytes) * EXACT
 
 
-@settings(max_examples=25)
+@settings(max_examples=12)
 @given(job=jobs(), share=some.floats(0.0, 1.0), hosts=some.lists(some.floats(0.0, 1.0), min_size=2, max_size=4))
 def test_a_larger_host_is_never_slower(job: tuple[Trace, Costs], share: float, hosts: list[float]) -> None:
     trace, costs = job
@@ -80,7 +84,7 @@ def test_a_larger_host_is_never_slower(job: tuple[Trace, Costs], share: float, h
     assert all(more <= less * EXACT for less, more in itertools.pairwise(found))
 
 
-@settings(max_examples=10)
+@settings(max_examples=6)
 @given(
     job=jobs(),
     shares=some.lists(some.floats(0.0, 1.0), min_size=2, max_size=3),
@@ -99,3 +103,23 @@ def test_planned_together_more_device_and_more_host_are_never_slower(
     ]
     for row in (*seconds, *zip(*seconds, strict=True)):
         assert all(more <= less for less, more in itertools.pairwise(row))
+
+
+def test_recomputation_alone_finds_plans_at_small_budgets_with_a_host_of_nothing_too() -> None:
+    budget, _ = place_between((TRACE, COSTS), 0.05)
+    alone = seconds_within(TRACE, COSTS, budget, f"auto:moves=recompute,{QUICK}")
+    assert alone < math.inf
+    assert seconds_within(TRACE, COSTS, budget, f"auto:{QUICK}", 1) == alone
+
+
+@pytest.mark.parametrize(("strategy", "host_bytes"), [(f"auto:{QUICK}", 1), (f"auto:moves=recompute,{QUICK}", None)])
+def test_where_neither_host_nor_replays_suffice_it_says_what_does(strategy: str, host_bytes: int | None) -> None:
+    budget, below_bytes = place_between((TRACE, COSTS), 0.0)
+    with pytest.raises(Infeasible) as caught:
+        plan(TRACE, COSTS, budget, strategy=strategy, min_offload_bytes=1, host_bytes=host_bytes)
+    needed_bytes = caught.value.needed_bytes
+    assert budget < needed_bytes < pose(TRACE, COSTS, 1).plain.peak_bytes / 4
+    assert seconds_within(TRACE, COSTS, needed_bytes, strategy, host_bytes) < math.inf
+    if host_bytes is not None:
+        assert caught.value.needed_host_bytes == below_bytes
+        assert seconds_within(TRACE, COSTS, budget, strategy, below_bytes) < math.inf

@@ -2,7 +2,7 @@
 
 Searches for each budget on its own may find something better for a smaller budget than for a larger one. Here each
 budget, with each host, gets the best of all that was found and fits. So a larger budget never gives a slower plan, and
-a smaller one never a higher peak; nor does a larger host give a slower plan where there is no disk behind it.
+a smaller one never a higher peak; nor is a plan slower with a larger host, where there is no disk behind it.
 """
 
 from __future__ import annotations
