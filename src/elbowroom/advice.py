@@ -24,8 +24,8 @@ def advise(error: Infeasible, model: torch.nn.Module, optimizers: Sequence[Optim
 def _find_advice(error: Infeasible, model: torch.nn.Module, optimizers: Sequence[Optimizer]) -> Iterator[str]:
     if error.state_bytes > MOST_OF_IT * error.needed_bytes:
         yield (
-            f"Parameters, gradients and optimizer state take {format_bytes(error.state_bytes)} of this and never leave the "
-            "device: an optimizer with less state, fewer trainable parameters or a smaller dtype makes it less."
+            f"Parameters, gradients and optimizer state take {format_bytes(error.state_bytes)} of this and never leave "
+            "the device: an optimizer with less state, fewer trainable parameters or a smaller dtype makes it less."
         )
     if "_foreach_" in error.op or any(_is_foreach(each) for each in optimizers):
         yield (
