@@ -50,7 +50,7 @@ class Infeasible(ElbowroomError):
             asked for); otherwise a lower bound: the op at which the step broke off needs at least this. At most
             `budget_bytes` where the device is not what is too small.
         is_whole_step: whether `needed_bytes` comes from a plan of the whole step.
-        is_estimated: whether that plan rests on estimates of what ops allocate inside themselves, since no step has run.
+        is_estimated: whether that plan rests on estimates of what ops allocate inside themselves: no step has run.
         budget_bytes: the budget that was asked for.
         op: the name of the op at the peak of that plan, or at which the step broke off.
         in_the_way: (what, bytes) of the largest things that must be there at that op.
