@@ -50,6 +50,7 @@ class Infeasible(ElbowroomError):
             asked for); otherwise a lower bound: the op at which the step broke off needs at least this. At most
             `budget_bytes` where the device is not what is too small.
         is_whole_step: whether `needed_bytes` comes from a plan of the whole step.
+        is_estimated: whether that plan rests on estimates of what ops allocate inside themselves: no step has run.
         budget_bytes: the budget that was asked for.
         op: the name of the op at the peak of that plan, or at which the step broke off.
         in_the_way: (what, bytes) of the largest things that must be there at that op.
@@ -70,6 +71,7 @@ class Infeasible(ElbowroomError):
         host_bytes: int | None = None,
         needed_host_bytes: int = 0,
         state_bytes: int = 0,
+        is_estimated: bool = False,
     ) -> None:
         things = ", ".join(f"{what} {format_bytes(nbytes)}" for what, nbytes in in_the_way)
         needed = f"{format_bytes(needed_bytes)} ({needed_bytes} bytes)"
@@ -79,6 +81,8 @@ class Infeasible(ElbowroomError):
             message += f": {bound}{needed} have to be there at once when {op} runs" + (f" ({things})" if things else "")
             if is_whole_step:
                 message += f". Set memory_budget to at least {needed_bytes}, or make the batch smaller."
+                if is_estimated:
+                    message += " No step has run yet: what ops allocate inside themselves is estimated."
             else:
                 message += (
                     ". That is what this op needs; the rest of the step may need more. "
@@ -99,7 +103,7 @@ class Infeasible(ElbowroomError):
         super().__init__(message)
         self.needed_bytes, self.budget_bytes, self.op, self.in_the_way = needed_bytes, budget_bytes, op, in_the_way
         self.host_bytes, self.needed_host_bytes, self.is_whole_step = host_bytes, needed_host_bytes, is_whole_step
-        self.state_bytes = state_bytes
+        self.state_bytes, self.is_estimated = state_bytes, is_estimated
         self.advice: tuple[str, ...] = ()
 
     def advise(self, advice: Iterable[str]) -> None:
@@ -130,7 +134,7 @@ class ArenaTooSmall(Infeasible):
         )
         self.needed_bytes, self.budget_bytes, self.op, self.in_the_way = needed_bytes, capacity_bytes, "", in_the_way
         self.host_bytes, self.needed_host_bytes, self.is_proven = None, 0, is_proven
-        self.is_whole_step, self.state_bytes, self.advice = True, 0, ()
+        self.is_whole_step, self.is_estimated, self.state_bytes, self.advice = True, False, 0, ()
 
 
 class Thrashing(ElbowroomError):

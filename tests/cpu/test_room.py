@@ -476,6 +476,9 @@ def test_the_smallest_budget_is_enough_and_less_is_not(kind: str, profile: Hardw
     with pytest.raises(Infeasible) as caught:
         elbowroom.fit(model, optimizers, smallest - 1, step=step, profile=profile)
     assert caught.value.is_whole_step and caught.value.needed_bytes == smallest
+    assert caught.value.is_estimated and "is estimated" in str(caught.value)
+    with pytest.raises(UsageError, match="makes no plan"):
+        elbowroom.smallest_budget(*make_job(kind), profile=profile, mode="dynamic")
 
 
 def test_an_op_that_does_not_fit_is_no_whole_step(profile: HardwareProfile) -> None:

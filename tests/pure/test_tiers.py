@@ -12,6 +12,7 @@ from elbowroom.errors import Infeasible, UsageError
 from elbowroom.ir.costs import Costs
 from elbowroom.ir.trace import Trace
 from elbowroom.planner.problem import list_strategies, plan, pose
+from elbowroom.planner.smallest import find_smallest
 from elbowroom.simulator.replay import simulate
 from tests.generators import example, jobs, make_link
 
@@ -75,6 +76,20 @@ def test_where_the_host_stands_in_the_way_of_the_device_both_are_named() -> None
     assert caught.value.needed_bytes > floor.peak_bytes
     assert caught.value.needed_host_bytes == floor.lower_tier_bytes
     assert "host_bytes=1000" in str(caught.value)
+
+
+def test_the_smallest_budget_is_one_that_works_with_this_host() -> None:
+    trace, costs = example()
+    problem = pose(trace, costs, 1, min_offload_bytes=1)
+    floor, plain = problem.floor, problem.plain
+    found = []
+    for host_bytes in (None, floor.lower_tier_bytes, floor.lower_tier_bytes // 2, 0):
+        for strategy in ("vdnn", "autoswap"):
+            budget = find_smallest(trace, costs, strategy=strategy, min_offload_bytes=1, host_bytes=host_bytes)
+            made = plan(trace, costs, budget, strategy=strategy, min_offload_bytes=1, host_bytes=host_bytes)
+            assert simulate(trace, costs, made).peak_bytes <= budget
+            found.append(budget)
+    assert min(found) >= floor.peak_bytes and max(found) <= plain.peak_bytes
 
 
 @pytest.mark.parametrize("strategy", list_strategies())

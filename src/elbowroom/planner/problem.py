@@ -152,6 +152,7 @@ def explain_infeasible(problem: Problem, plan: Plan, forecast: Forecast) -> Infe
         in_the_way=tuple((block.what, block.nbytes) for block in held[:MOST_IN_THE_WAY]),
         host_bytes=problem.host_bytes,
         needed_host_bytes=_count_needed_below(problem, forecast),
+        is_estimated=not costs.measured,
         state_bytes=sum(home.nbytes for home in trace.storages if home.created < 0 and home.role in STATE),
     )
 

@@ -46,11 +46,13 @@ def find_smallest(
 
     problem = pose(trace, costs, 1, min_offload_bytes=min_offload_bytes, host_bytes=host_bytes)
     first = refuse(1)
-    least = problem.floor.peak_bytes if first is None else max(1, first.needed_bytes)
-    if (error := refuse(least)) is None:
+    least = problem.floor.peak_bytes
+    if first is not None and problem.host_bytes is None:
+        least = first.needed_bytes
+    if refuse(least) is None:
         return least
     most = problem.plain.peak_bytes
-    if least >= most or (error := refuse(most)) is not None:
+    if (error := refuse(most)) is not None:
         raise error
     for _ in range(MOST_TRIES):
         middle = (least + most) // 2
