@@ -161,7 +161,10 @@ class Repertoire:
         del self.acts[MOST_PLANS:]
 
     def fits_without_plan(self, trace: Trace, trace_digest: str, measurements: Measurements | None) -> bool:
-        """Whether a step for which there is no plan may fit all the same, if a policy decides as it goes on."""
+        """Whether a step for which there is no plan may fit all the same, if a policy decides as it goes on. Not if the
+        strategy was chosen, which then is what cannot do it."""
+        if self._config.strategy != "auto":
+            return False
         trace = release_unneeded(trace)
         costs = price(trace, self.profile, measurements, trace_digest=trace_digest)
         problem = pose(

@@ -140,7 +140,7 @@ def test_a_planned_step_that_takes_more_stays_within_the_budget(
         assert [record.mode for record in records[3:ODD]] == [Mode.PLANNED] * (ODD - 3)
         odd += records[ODD].mode is Mode.DRIFTED
     assert feasible
-    takes_more = plain[ODD].peak_bytes > usual  # or it has room where others have their peak
+    takes_more = (plain[ODD].peak_bytes or 0) > usual  # or it has room where others have their peak
     assert odd or not strategy.startswith("auto") or not takes_more
 
 
@@ -223,7 +223,7 @@ def test_a_step_that_fits_as_it_is_can_be_watched(program: Program, profile: Har
     assert all(torch.equal(one, other) for one, other in zip(expected, found, strict=True))
     assert max(record.peak_bytes or 0 for record in records) <= budget
     assert {record.mode for index, record in enumerate(records) if index not in (0, ODD)} == {Mode.PLANNED}
-    assert records[ODD].mode is (Mode.DRIFTED if plain[ODD].peak_bytes > budget else Mode.PLANNED)
+    assert records[ODD].mode is (Mode.DRIFTED if (plain[ODD].peak_bytes or 0) > budget else Mode.PLANNED)
     assert not any(
         record.offloaded_bytes or record.recomputed for index, record in enumerate(records) if 0 < index < ODD
     )

@@ -316,7 +316,8 @@ def test_modes_and_policies_that_mean_nothing(options: tuple[str, ...], words: t
 
 
 @pytest.mark.parametrize(
-    ("error", "code"), [(KeyboardInterrupt(), INTERRUPTED), (Infeasible(needed_bytes=2, budget_bytes=1, op="op"), 3)]
+    ("error", "code"),
+    [(KeyboardInterrupt(), INTERRUPTED), (Infeasible(needed_bytes=2, budget_bytes=1, op="op", is_whole_step=True), 3)],
 )
 def test_a_run_that_ends_early_keeps_the_steps_that_are_done(
     files: pathlib.Path, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, error: BaseException, code: int

@@ -80,7 +80,7 @@ def test_fit_says_once_that_the_first_plan_will_compile(
 
 
 def test_machine_code_of_before_is_found(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_compiled, "_cache_folder", lambda: str(tmp_path / "compiled"))
+    monkeypatch.setattr(_compiled, "_find_cache", lambda: str(tmp_path / "compiled"))
     assert not _compiled.is_kept()
     (tmp_path / "compiled" / "planner").mkdir(parents=True)
     (tmp_path / "compiled" / "planner" / "annealing.anneal-1.nbi").touch()

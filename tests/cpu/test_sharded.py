@@ -105,7 +105,7 @@ def train(model: nn.Module, budget: str = "", profile: HardwareProfile | None = 
     if room is None:
         return losses, []
     room.detach()
-    return losses, [record.peak_bytes for record in room.journal().steps]
+    return losses, [record.peak_bytes or 0 for record in room.journal().steps]
 
 
 @pytest.mark.usefixtures("group")

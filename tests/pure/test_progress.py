@@ -8,6 +8,7 @@ import logging
 import os
 import pathlib
 import pty
+import select
 import subprocess
 import sys
 import threading
@@ -123,7 +124,7 @@ def test_who_draws_already_is_not_drawn_over(monkeypatch: pytest.MonkeyPatch, ca
 PLAN = """
 import sys
 from elbowroom import _compiled, progress
-_compiled._cache_folder = lambda: sys.argv[1]
+_compiled._find_cache = lambda: sys.argv[1]
 progress.PATIENCE = 0.05
 import numpy as np
 from elbowroom.layout.orders import _find_pressures
@@ -154,6 +155,7 @@ def test_compiling_draws_a_bar_on_a_terminal(tmp_path: pathlib.Path) -> None:
     ours, theirs = pty.openpty()
     try:
         run(tmp_path, theirs)
+        assert select.select([ours], [], [], 0)[0], "nothing was drawn"
         drawn = os.read(ours, 1 << 16).decode()
     finally:
         os.close(ours)
