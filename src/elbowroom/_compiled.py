@@ -41,12 +41,12 @@ def compiled(function: Function) -> Function:
 
 
 def internal(function: Function) -> Function:
-    """Compile like `compiled`, for what only compiled functions call: it compiles faster, and a call from Python would crash."""
+    """As `compiled`, for what only compiled functions call: it compiles faster, and a call from Python would crash."""
     return _compile(function, no_cpython_wrapper=True)
 
 
 def inlined(function: Function) -> Function:
-    """Compile like `compiled`, and written out wherever it is called: a call costs 2 ns for each array that is handed on."""
+    """As `compiled`, and written out wherever it is called: a call costs 2 ns for each array that is handed on."""
     return _compile(function, inline="always")
 
 
