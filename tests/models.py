@@ -324,7 +324,7 @@ def _all_cases() -> tuple[Case, ...]:
     return (
         _case("resnet50", resnet50, _images(4, 64), label, sgd),
         _case("resnet50_channels_last", resnet50, _images(8, 96), label, sgd, channels_last=True),
-        _case("resnet18_bfloat16", _torchvision("resnet18"), _images(12, 96), label, sgd, autocast=True),
+        _case("shufflenet_bfloat16", _torchvision("shufflenet_v2_x0_5"), _images(12, 96), label, sgd, autocast=True),
         _case("vgg16_bn", _vgg16_bn, _images(4, 64), label, sgd, draws=True),
         _case("densenet121", _densenet121, _images(6, 64), label, sgd),
         _case("mobilenet_v3_large", mobilenet, _images(8, 96), label, adamw, draws=True),

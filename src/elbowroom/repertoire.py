@@ -89,9 +89,9 @@ class Act:
     busy_seconds: list[float] = dataclasses.field(default_factory=list)
     calls: Counter[Inputs] = dataclasses.field(default_factory=Counter)
 
-    def is_usual(self, calls: Counter[Inputs]) -> bool:
-        """Whether steps of this kind have had all of these calls; so it is where none were seen."""
-        return not self.calls or calls <= self.calls
+    def is_usual(self, inputs: Inputs, count: int) -> bool:
+        """Whether steps of this kind have called the model with these so often; so it is where none were seen."""
+        return not self.calls or count <= self.calls[inputs]
 
 
 class Repertoire:

@@ -262,7 +262,7 @@ class Room:
 
             def see(inputs: Inputs) -> None:
                 self._calls[inputs] += 1
-                if plain is not None and self._engine is None and not plain.is_usual(self._calls):
+                if plain is not None and self._engine is None and not plain.is_usual(inputs, self._calls[inputs]):
                     # What earlier calls left is there unseen, unless it went with the backward pass.
                     is_fresh = self._calls.total() == 1 or self._gradients.read() != gradients
                     self._engage(place, stack, 0 if is_fresh else plain.planned.count_activations())

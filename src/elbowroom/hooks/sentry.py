@@ -37,14 +37,19 @@ def list_entries(model: torch.nn.Module) -> list[torch.nn.Module]:
     return [entry for child in model.children() for entry in list_entries(child)]
 
 
+def _read_shape(tensor: torch.Tensor) -> torch.Size:
+    """Shape of a tensor; of a nested one, whose shape is like no other's, its number of elements."""
+    return torch.Size((tensor.numel(),)) if tensor.is_nested else tensor.shape
+
+
 @contextlib.contextmanager
 def seeing_inputs(model: torch.nn.Module, see: Callable[[Inputs], None]) -> Iterator[None]:
     """Tell `see` what the model, or the parts that a program calls one by one, are called with."""
 
-    def look(module: torch.nn.Module, args: Any, kwargs: Any) -> None:
-        leaves = (leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor))
-        # A nested one has no shape, or one that is like no other.
-        see(tuple((torch.Size((leaf.numel(),)) if leaf.is_nested else leaf.shape, leaf.dtype) for leaf in leaves))
+    def look(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        # Flattening takes longer than some models, and most are called with tensors alone.
+        leaves = tree_leaves((args, kwargs)) if kwargs or not all(type(arg) is torch.Tensor for arg in args) else args
+        see(tuple((_read_shape(leaf), leaf.dtype) for leaf in leaves if isinstance(leaf, torch.Tensor)))
 
     # The compiler, which is slow to import, would compile what it is not told to leave alone.
     hook = torch.compiler.disable(look) if "torch._dynamo" in sys.modules else look
