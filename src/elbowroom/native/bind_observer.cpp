@@ -358,9 +358,7 @@ void bind_views(py::module_& module) {
       .def_property_readonly("version", read_storage([](const StorageRecord& record) { return record.version; }))
       .def_property_readonly("is_watched", read_storage([](const StorageRecord& record) { return record.is_watched; }))
       .def_property_readonly("is_resizable", read_storage([](const StorageRecord& record) { return record.is_resizable; }))
-      .def_property_readonly("is_alive", read_storage([](const StorageRecord& record) {
-        return c10::raw::weak_intrusive_ptr::use_count(record.storage) > 0;
-      }))
+      .def_property_readonly("is_alive", read_storage([](const StorageRecord& record) { return record.is_alive(); }))
       .def_property_readonly("writers", &write_writers);
 }
 
@@ -369,7 +367,7 @@ void bind_views(py::module_& module) {
 void bind_observer(py::module_& module) {
   bind_views(module);
   py::class_<PythonObserver>(module, "Observer", "Records the ops of this thread, and of the backward passes it starts.")
-      .def(py::init<bool, bool>(), py::arg("tracks_deaths") = false, py::arg("reads_clock") = true)
+      .def(py::init<bool, bool>(), py::arg("tracks_deaths") = false, py::arg("reads_clock") = false)
       .def("start", [](const PythonObserver& self) { self.observer->start(); }, "Begin a new step.")
       .def("stop", &stop, "End the step, and raise what `on_write` has raised first.")
       .def_property_readonly("is_started", [](const PythonObserver& self) { return self.observer->is_started(); })

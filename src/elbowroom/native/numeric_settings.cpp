@@ -10,6 +10,11 @@ namespace {
 
 constexpr at::Float32Op OPS[3] = {at::Float32Op::MATMUL, at::Float32Op::CONV, at::Float32Op::RNN};
 
+bool has_cuda() {
+  static const bool has = at::hasCUDA();
+  return has;
+}
+
 bool allows_reduced(at::CuBLASReductionOption option) {
   return option == at::CuBLASReductionOption::AllowReducedPrecisionWithSplitK;
 }
@@ -22,24 +27,31 @@ bool allows_split(at::CuBLASReductionOption option) {
 
 NumericSettings NumericSettings::read() {
   const at::Context& context = at::globalContext();
-  NumericSettings read{};
-  read.is_grad_enabled = c10::GradMode::is_enabled();
-  read.is_deterministic = context.deterministicAlgorithms();
-  read.is_warning_only = context.deterministicAlgorithmsWarnOnly();
+  NumericSettings read = read_common({});
   read.is_mkldnn = context.userEnabledMkldnn();
   read.is_mkldnn_deterministic = context.deterministicMkldnn();
   read.is_nnpack = context.userEnabledNNPACK();
+  for (int op = 0; op < 3; ++op) {
+    read.mkldnn_precision[op] = context.float32Precision(at::Float32Backend::MKLDNN, OPS[op]);
+    if (has_cuda()) read.cuda_precision[op] = context.float32Precision(at::Float32Backend::CUDA, OPS[op]);
+  }
+  if (!has_cuda()) return read;
   read.is_cudnn = context.userEnabledCuDNN();
   read.is_cudnn_benchmark = context.benchmarkCuDNN();
   read.is_cudnn_deterministic = context.deterministicCuDNN();
   read.is_fp16_accumulation = context.allowFP16AccumulationCuBLAS();
-  read.default_dtype = c10::typeMetaToScalarType(c10::get_default_dtype());
   read.fp16_reduction = context.allowFP16ReductionCuBLAS();
   read.bf16_reduction = context.allowBF16ReductionCuBLAS();
-  for (int op = 0; op < 3; ++op) {
-    read.mkldnn_precision[op] = context.float32Precision(at::Float32Backend::MKLDNN, OPS[op]);
-    read.cuda_precision[op] = context.float32Precision(at::Float32Backend::CUDA, OPS[op]);
-  }
+  return read;
+}
+
+NumericSettings NumericSettings::read_common(const NumericSettings& known) {
+  const at::Context& context = at::globalContext();
+  NumericSettings read = known;
+  read.is_grad_enabled = c10::GradMode::is_enabled();
+  read.is_deterministic = context.deterministicAlgorithms();
+  read.is_warning_only = context.deterministicAlgorithmsWarnOnly();
+  read.default_dtype = c10::typeMetaToScalarType(c10::get_default_dtype());
   read.threads = at::get_num_threads();
   return read;
 }

@@ -11,6 +11,9 @@ struct NumericSettings {
   // As they are in this thread.
   static NumericSettings read();
 
+  // What any op may ask for; and of `known`, what only ops that multiply ask for: it takes long to read.
+  static NumericSettings read_common(const NumericSettings& known);
+
   // Change those that differ from `present`, which is what holds now.
   void apply(const NumericSettings& present) const;
 

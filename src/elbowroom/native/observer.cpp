@@ -48,12 +48,15 @@ enum class Kind : uint8_t {
 
 // An op that has begun and not ended.
 struct Frame {
+  bool hides_all() const { return hidden > 0 || kind == Kind::HIDDEN || (kind == Kind::RECORDED && !may_call); }
+
   const at::RecordFunction* event;
   at::CallbackHandle handle;  // of the observer
   uint32_t number;
   Kind kind;
-  bool may_call;  // recorded, and its autograd kernel may call others that a mode would see
-  int exceptions;
+  bool may_call;      // recorded, and its autograd kernel may call others that a mode would see
+  int exceptions;     // in flight when it began
+  int hidden = 0;     // events inside it that have begun and are nobody's business
 };
 
 struct Thread {
@@ -63,20 +66,28 @@ struct Thread {
     std::vector<Frame> frames;
   };
   Slot slots[Observer::MOST];
+  const uint64_t id = at::RecordFunction::currentThreadId();
   int pauses = 0;
 };
 
-// Null once the thread's locals have been destroyed: ops may still run.
-Thread* find_thread() {
+thread_local Thread* present_thread = nullptr;
+
+Thread* make_thread() {
   static thread_local bool is_over = false;
   struct Owner {
     Thread thread;
-    ~Owner() { is_over = true; }
+    ~Owner() {
+      is_over = true;
+      present_thread = nullptr;
+    }
   };
   if (is_over) return nullptr;
   static thread_local Owner owner;
-  return &owner.thread;
+  return present_thread = &owner.thread;
 }
+
+// Null once the thread's locals have been destroyed: ops may still run.
+Thread* find_thread() { return present_thread != nullptr ? present_thread : make_thread(); }
 
 Observer* find_observer(Thread::Slot& slot, at::RecordFunctionCallback::StartCallback start) {
   at::CallbackHandle handle = at::INVALID_CALLBACK_HANDLE;
@@ -160,11 +171,15 @@ std::unique_ptr<at::ObserverContext> begin(const at::RecordFunction& event) {
   Thread* thread = find_thread();
   if (thread == nullptr) return nullptr;
   Thread::Slot& slot = thread->slots[SLOT];
+  if (!slot.frames.empty() && slot.frames.back().hides_all()) {
+    ++slot.frames.back().hidden;
+    return nullptr;
+  }
   Observer* observer = find_observer(slot, &begin<SLOT>);
   if (observer == nullptr) return nullptr;
   Frame* above = slot.frames.empty() || slot.frames.back().handle != slot.handle ? nullptr : &slot.frames.back();
   Frame frame{&event, slot.handle, NONE, Kind::HIDDEN, false, 0};
-  if (thread->pauses == 0 && (above == nullptr || above->kind != Kind::HIDDEN)) {
+  if (thread->pauses == 0) {
     const OpInfo* info = find_op_info(event);
     if (info == nullptr || event.inputs().size() < info->argument_count) return nullptr;
     // What is called boxed by TorchScript has its arguments on top of others.
@@ -172,10 +187,14 @@ std::unique_ptr<at::ObserverContext> begin(const at::RecordFunction& event) {
     std::tie(frame.kind, frame.may_call) = judge(*info, inputs, above);
     if (frame.kind == Kind::RECORDED) {
       frame.exceptions = std::uncaught_exceptions();
-      frame.number = observer->begin_op(*info, inputs, find_recorded(slot));
+      frame.number = observer->begin_op(*info, inputs, thread->id, find_recorded(slot));
     }
   }
-  slot.frames.push_back(frame);
+  if (frame.kind == Kind::HIDDEN && !slot.frames.empty()) {
+    ++slot.frames.back().hidden;
+  } else {
+    slot.frames.push_back(frame);
+  }
   return nullptr;
 }
 
@@ -184,14 +203,12 @@ void end(const at::RecordFunction& event, at::ObserverContext*) {
   Thread* thread = find_thread();
   if (thread == nullptr) return;
   std::vector<Frame>& frames = thread->slots[SLOT].frames;
-  while (!frames.empty() && frames.back().event != &event) {
-    // Events end in the order in which they began, but for those that this thread has not seen begin.
-    bool is_known = false;
-    for (const Frame& frame : frames) is_known = is_known || frame.event == &event;
-    if (!is_known) return;
-    frames.pop_back();
-  }
   if (frames.empty()) return;
+  if (frames.back().event != &event) {
+    // One that it hides. (Or one that began in another thread, as only those do that programs name themselves.)
+    if (frames.back().hidden > 0) --frames.back().hidden;
+    return;
+  }
   const Frame frame = frames.back();
   frames.pop_back();
   Observer* observer = thread->slots[SLOT].observer.get();
@@ -295,12 +312,12 @@ void Observer::tell(uint32_t op, const std::vector<uint32_t>& storages, bool is_
   resume();
 }
 
-uint32_t Observer::begin_op(const OpInfo& info, c10::ArrayRef<at::IValue> inputs, uint32_t* above) {
+uint32_t Observer::begin_op(const OpInfo& info, c10::ArrayRef<at::IValue> inputs, uint64_t thread, uint32_t* above) {
   std::vector<uint32_t> watched;
   uint32_t number;
   {
     const std::lock_guard lock(log_->mutex);
-    number = log_->begin_op(info, inputs);
+    number = log_->begin_op(info, inputs, thread);
     // An op in place may save a copy of what it is about to overwrite; any other has run by the time it calls some.
     if (above != nullptr && log_->ops[*above].info->written != 0) {
       log_->swap_ops(*above, number);

@@ -51,7 +51,7 @@ class Observer : public std::enable_shared_from_this<Observer> {
 
   // For the callbacks. `above`: the number of the op whose kernel calls this one, which may be another one afterwards.
   bool observes(at::CallbackHandle handle) const;
-  uint32_t begin_op(const OpInfo& info, c10::ArrayRef<at::IValue> inputs, uint32_t* above);
+  uint32_t begin_op(const OpInfo& info, c10::ArrayRef<at::IValue> inputs, uint64_t thread, uint32_t* above);
   void end_op(uint32_t number, c10::ArrayRef<at::IValue> outputs, bool has_raised);
 
  private:

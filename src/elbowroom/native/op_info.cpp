@@ -49,6 +49,13 @@ std::string write_name(const c10::OperatorName& name) {
   return text + "." + (name.overload_name.empty() ? "default" : name.overload_name);
 }
 
+bool may_multiply(const std::string& name) {
+  for (const char* part : {"mm", "mv", "matmul", "conv", "rnn", "lstm", "gru", "linear", "attention", "dot", "ger", "addr"}) {
+    if (name.find(part) != std::string::npos) return true;
+  }
+  return false;
+}
+
 const OpInfo* look_up(const at::RecordFunction& event) {
   Registry& registry = Registry::get();
   {
@@ -80,6 +87,7 @@ OpInfo::OpInfo(const c10::OperatorHandle& handle)
       argument_count(handle.schema().arguments().size()),
       return_count(handle.schema().returns().size()),
       is_aten(name.starts_with("aten.")),
+      multiplies(!is_aten || may_multiply(name)),
       known_{ask_dispatcher(c10::DispatchKey::AutogradCPU), ask_dispatcher(c10::DispatchKey::AutogradCUDA)} {
   const auto& arguments = handle.schema().arguments();
   for (size_t position = 0; position < arguments.size() && position < 64; ++position) {

@@ -1,7 +1,7 @@
 #include "op_record.h"
 
 #include <ATen/core/Tensor.h>
-#include <ATen/record_function.h>
+#include <c10/core/GradMode.h>
 
 #include <algorithm>
 #include <chrono>
@@ -40,10 +40,17 @@ Obstacle find_obstacle(const c10::TensorImpl& tensor) {
 
 bool is_plain(const at::IValue& value) {
   if (value.isNone() || value.isInt() || value.isDouble() || value.isBool() || value.isComplexDouble()) return true;
-  if (value.isString() || value.isDevice() || value.isIntList() || value.isDoubleList() || value.isBoolList()) return true;
+  if (value.isString() || value.isDevice()) return true;
   if (!value.isList()) return false;
   const c10::ArrayRef<at::IValue> items = value.toListRef();
   return std::all_of(items.begin(), items.end(), [](const at::IValue& item) { return is_plain(item); });
+}
+
+// By its items where there are any: to compare types takes longer than all the rest.
+bool holds_tensors(const at::IValue& list) {
+  const c10::ArrayRef<at::IValue> items = list.toListRef();
+  if (!items.empty() && !items.front().isTensor() && !items.front().isNone()) return false;
+  return list.isTensorList() || list.isOptionalTensorList();
 }
 
 }  // namespace
@@ -65,7 +72,9 @@ const char* describe(Obstacle obstacle) {
 }
 
 StepLog::~StepLog() {
-  for (const StorageRecord& record : storages) c10::raw::weak_intrusive_ptr::decref(record.storage);
+  for (const StorageRecord& record : storages) {
+    if (record.storage != nullptr) c10::raw::weak_intrusive_ptr::decref(record.storage);
+  }
 }
 
 void StepLog::reserve_as(const StepLog& other) {
@@ -80,30 +89,47 @@ void StepLog::reserve_as(const StepLog& other) {
 }
 
 uint32_t StepLog::find_storage(c10::StorageImpl* storage) {
+  return find_storage(storage, static_cast<uint32_t>(ops.size()));
+}
+
+uint32_t StepLog::find_storage(c10::StorageImpl* storage, uint32_t seen_by) {
   const auto [entry, is_new] = numbers_.emplace(storage, static_cast<uint32_t>(storages.size()));
   if (!is_new) return entry->second;
   StorageRecord record{c10::raw::intrusive_ptr::make_weak(storage), storage->nbytes()};
-  record.seen_by = static_cast<uint32_t>(ops.size());
+  record.seen_by = seen_by;
   record.is_resizable = storage->resizable();
   storages.push_back(record);
-  if (tracks_deaths) living_.push_back(entry->second);
+  living_.push_back(entry->second);
   return entry->second;
 }
 
+// Whether the storage at this place of `living_` has died; its memory is then given back, and its address forgotten.
+bool StepLog::bury(size_t place) {
+  StorageRecord& record = storages[living_[place]];
+  if (record.is_alive()) return false;
+  numbers_.erase(record.storage);
+  c10::raw::weak_intrusive_ptr::decref(std::exchange(record.storage, nullptr));
+  record.died_before = static_cast<uint32_t>(ops.size());
+  living_[place] = living_.back();
+  living_.pop_back();
+  return true;
+}
+
 void StepLog::sweep() {
-  for (size_t index = 0; index < living_.size();) {
-    StorageRecord& record = storages[living_[index]];
-    if (c10::raw::weak_intrusive_ptr::use_count(record.storage) > 0) {
-      ++index;
-      continue;
-    }
-    record.died_before = static_cast<uint32_t>(ops.size());
-    living_[index] = living_.back();
-    living_.pop_back();
+  for (size_t place = 0; place < living_.size();) {
+    if (!bury(place)) ++place;
   }
 }
 
-TensorUse StepLog::describe_tensor(const at::Tensor& tensor) {
+// A few of the living, in turn: what has died is found soon enough for its memory to be used again by the next ops.
+void StepLog::sweep_some() {
+  for (int checks = 0; checks < 2 && !living_.empty(); ++checks) {
+    if (next_ == 0 || next_ > living_.size()) next_ = living_.size();
+    bury(--next_);
+  }
+}
+
+TensorUse StepLog::describe_tensor(const at::Tensor& tensor, uint32_t seen_by) {
   TensorUse use;
   if (!tensor.defined()) return use;
   const c10::TensorImpl& impl = *tensor.unsafeGetTensorImpl();
@@ -113,7 +139,7 @@ TensorUse StepLog::describe_tensor(const at::Tensor& tensor) {
   if (use.obstacle != Obstacle::NO_STORAGE && use.obstacle != Obstacle::WRAPPED && impl.has_storage()) {
     c10::StorageImpl* storage = impl.unsafe_storage().unsafeGetStorageImpl();
     if (storage != nullptr) {
-      use.storage = find_storage(storage);
+      use.storage = find_storage(storage, seen_by);
       use.version = storages[use.storage].version;
     } else {
       use.obstacle = use.obstacle == Obstacle::NOTHING ? Obstacle::NO_STORAGE : use.obstacle;
@@ -129,7 +155,7 @@ TensorUse StepLog::describe_tensor(const at::Tensor& tensor) {
   const c10::Device device = impl.device();
   use.device_type = device.type();
   use.device_index = device.index();
-  use.requires_grad = impl.requires_grad();
+  use.requires_grad = c10::GradMode::is_enabled() && impl.requires_grad();
   use.offset = impl.storage_offset();
   const c10::IntArrayRef sizes = impl.sizes(), strides = impl.strides();
   use.dimensions = static_cast<uint16_t>(sizes.size());
@@ -174,7 +200,7 @@ void StepLog::add_number(OpRecord& op, const at::Tensor& tensor) {
 void StepLog::add_argument(OpRecord& op, const at::IValue& value) {
   const uint32_t first = static_cast<uint32_t>(tensors.size());
   const auto add = [&](const at::Tensor& tensor) {
-    tensors.push_back(describe_tensor(tensor));
+    tensors.push_back(describe_tensor(tensor, static_cast<uint32_t>(ops.size()) - 1));
     if (op.obstacle == Obstacle::NOTHING) op.obstacle = tensors.back().obstacle;
   };
   if (value.isTensor()) {
@@ -182,7 +208,7 @@ void StepLog::add_argument(OpRecord& op, const at::IValue& value) {
     if (tensor.defined() && tensor.unsafeGetTensorImpl()->is_wrapped_number()) return add_number(op, tensor);
     add(tensor);
     arguments.push_back(Argument{ArgumentKind::TENSOR, first, 1});
-  } else if (value.isList() && (value.isTensorList() || value.isOptionalTensorList())) {
+  } else if (value.isList() && holds_tensors(value)) {
     const ArgumentKind kind = value.isTensorList() ? ArgumentKind::TENSORS : ArgumentKind::OPTIONAL_TENSORS;
     for (const at::IValue& item : value.toListRef()) {
       if (item.isTensor()) {
@@ -197,37 +223,36 @@ void StepLog::add_argument(OpRecord& op, const at::IValue& value) {
   }
 }
 
-uint32_t StepLog::find_settings() {
-  const NumericSettings present = NumericSettings::read();
-  if (settings.empty() || !(settings.back() == present)) {
-    const auto found = std::find(settings.begin(), settings.end(), present);
-    if (found != settings.end()) return static_cast<uint32_t>(found - settings.begin());
-    settings.push_back(present);
+uint32_t StepLog::find_settings(const OpInfo& info) {
+  const bool is_first = settings.empty();
+  const NumericSettings present =
+      info.multiplies || is_first ? NumericSettings::read() : NumericSettings::read_common(settings[settings_]);
+  if (is_first || !(settings[settings_] == present)) {
+    settings_ = static_cast<uint32_t>(std::find(settings.begin(), settings.end(), present) - settings.begin());
+    if (settings_ == settings.size()) settings.push_back(present);
   }
-  return static_cast<uint32_t>(settings.size() - 1);
+  return settings_;
 }
 
-uint16_t StepLog::find_thread() {
-  const uint64_t present = at::RecordFunction::currentThreadId();
+uint16_t StepLog::find_thread(uint64_t present) {
   const auto found = std::find(threads.begin(), threads.end(), present);
   if (found != threads.end()) return static_cast<uint16_t>(found - threads.begin());
   threads.push_back(present);
   return static_cast<uint16_t>(threads.size() - 1);
 }
 
-uint32_t StepLog::begin_op(const OpInfo& info, c10::ArrayRef<at::IValue> inputs) {
-  if (tracks_deaths) sweep();
+uint32_t StepLog::begin_op(const OpInfo& info, c10::ArrayRef<at::IValue> inputs, uint64_t thread) {
+  tracks_deaths ? sweep() : sweep_some();
   const uint32_t number = static_cast<uint32_t>(ops.size());
-  OpRecord op;
+  OpRecord& op = ops.emplace_back();
   op.info = &info;
   op.arguments = static_cast<uint32_t>(arguments.size());
   op.tensors = static_cast<uint32_t>(tensors.size());
   for (const at::IValue& value : inputs) add_argument(op, value);
   op.tensor_count = static_cast<uint32_t>(tensors.size()) - op.tensors;
-  op.settings = find_settings();
-  op.thread = find_thread();
+  op.settings = find_settings(info);
+  op.thread = find_thread(thread);
   if (reads_clock) op.begin = read_clock();
-  ops.push_back(op);
   return number;
 }
 
@@ -246,13 +271,13 @@ void StepLog::write(uint32_t storage, uint32_t number) {
   writes.push_back(Write{number, record.last_write});
   record.last_write = static_cast<uint32_t>(writes.size() - 1);
   ++record.version;
-  if (c10::raw::weak_intrusive_ptr::use_count(record.storage) > 0) {
+  if (record.is_alive()) {
     record.nbytes = std::max<uint64_t>(record.nbytes, record.storage->nbytes());  // it may have been resized
   }
 }
 
 void StepLog::add_result(OpRecord& op, uint32_t number, const at::Tensor& tensor) {
-  tensors.push_back(describe_tensor(tensor));
+  tensors.push_back(describe_tensor(tensor, static_cast<uint32_t>(ops.size())));
   const TensorUse& use = tensors.back();
   if (use.storage == NONE) {
     if (use.is_defined && op.obstacle == Obstacle::NOTHING) op.obstacle = use.obstacle;
@@ -265,7 +290,7 @@ void StepLog::add_result(OpRecord& op, uint32_t number, const at::Tensor& tensor
 }
 
 void StepLog::end_op(uint32_t number, c10::ArrayRef<at::IValue> outputs, bool has_raised) {
-  OpRecord op = ops[number];
+  OpRecord& op = ops[number];
   if (reads_clock) op.end = read_clock();
   op.has_ended = true;
   visit_written(op, [&](uint32_t storage) { write(storage, number); });
@@ -279,7 +304,6 @@ void StepLog::end_op(uint32_t number, c10::ArrayRef<at::IValue> outputs, bool ha
   }
   op.result_count = static_cast<uint32_t>(tensors.size()) - op.results;
   if (has_raised) op.obstacle = Obstacle::RAISED;
-  ops[number] = op;
   if (tracks_deaths) sweep();
 }
 

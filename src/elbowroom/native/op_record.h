@@ -46,7 +46,7 @@ struct TensorUse {
   c10::DeviceType device_type = c10::DeviceType::CPU;
   Obstacle obstacle = Obstacle::NOTHING;
   bool is_defined = false;
-  bool requires_grad = false;
+  bool requires_grad = false;  // and gradients were recorded: kernels ask for both
   int64_t offset = 0;        // elements
 };
 
@@ -81,13 +81,16 @@ struct Write {
 };
 
 struct StorageRecord {
-  c10::StorageImpl* storage;       // a weak reference: its address is not used again while the record is there
+  bool is_alive() const { return storage != nullptr && c10::raw::weak_intrusive_ptr::use_count(storage) > 0; }
+
+  // A weak reference: nothing else is at its address while it is there. Null once the storage was found dead.
+  c10::StorageImpl* storage;
   uint64_t nbytes;
-  uint32_t seen_by = NONE;         // the first op of whose arguments it was
+  uint32_t seen_by = NONE;         // the first op of whose arguments it was, or the one to come when it was asked for
   uint32_t made_by = NONE;         // the first op of whose results it was and of whose arguments it was not
   uint32_t version = 0;            // number of ops that have written to it
   uint32_t last_write = NONE;
-  uint32_t died_before = NONE;     // number of ops when it was found dead
+  uint32_t died_before = NONE;     // number of ops when it was found dead: exact if the log tracks deaths
   bool is_watched = false;
   bool is_resizable = true;
 };
@@ -103,7 +106,7 @@ class StepLog {
   void reserve_as(const StepLog& other);
 
   // An op begins with these arguments; returns its number.
-  uint32_t begin_op(const OpInfo& info, c10::ArrayRef<at::IValue> inputs);
+  uint32_t begin_op(const OpInfo& info, c10::ArrayRef<at::IValue> inputs, uint64_t thread);
 
   // An op that has begun was called before the kernel of another one that began earlier: they change numbers.
   void swap_ops(uint32_t first, uint32_t second) { std::swap(ops[first], ops[second]); }
@@ -141,14 +144,19 @@ class StepLog {
   void add_argument(OpRecord& op, const at::IValue& value);
   void add_value(OpRecord& op, const at::IValue& value);
   void add_number(OpRecord& op, const at::Tensor& tensor);
-  TensorUse describe_tensor(const at::Tensor& tensor);
+  TensorUse describe_tensor(const at::Tensor& tensor, uint32_t seen_by);
+  uint32_t find_storage(c10::StorageImpl* storage, uint32_t seen_by);
   void add_result(OpRecord& op, uint32_t number, const at::Tensor& tensor);
   void write(uint32_t storage, uint32_t number);
-  uint32_t find_settings();
-  uint16_t find_thread();
+  uint32_t find_settings(const OpInfo& info);
+  uint16_t find_thread(uint64_t present);
+  bool bury(size_t place);
+  void sweep_some();
 
+  uint32_t settings_ = 0;  // the present ones
   ska::flat_hash_map<c10::StorageImpl*, uint32_t> numbers_;
   std::vector<uint32_t> living_;
+  size_t next_ = 0;  // of `living_`, counted down
 };
 
 template <typename Visit>
