@@ -94,7 +94,7 @@ class Place:
         stack = _get_current_dispatch_mode_stack()
         if len(stack) < len(self._modes) or any(map(operator.is_not, stack, self._modes)):
             return "the model is called by a dispatch mode"
-        if not torch._C._autograd._saved_tensors_hooks_is_enabled():
+        if not torch._C._autograd._saved_tensors_hooks_is_enabled():  # type: ignore[attr-defined]
             return "saved-tensor hooks are switched off where the model is called"
         return ""
 
