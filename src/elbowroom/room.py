@@ -291,9 +291,6 @@ class Room:
                 logger.warning("step %d may take more than those before it, unwatched: %s", self._metering.steps, error)
             self._unwatched = f"may have taken more than those before it, unwatched: {error}"
             return
-        except RuntimeError as error:
-            logger.warning("a step that may be larger than those before it cannot be watched: %s", error)
-            return
         stack.enter_context(finishing(engine.finish))
         stack.enter_context(ended_in_workers([engine.watcher], (engine.pack, engine.unpack)))
         self._engine = engine
