@@ -39,9 +39,7 @@ _UNORDERED = frozenset(
     )
 )
 
-# Batch norm in training reads no running statistics: it updates them, once. (Positions: running mean, running
-# variance, and the training flag, or None where the op is for training only.) A replay gives it copies.
-_STATISTICS: dict[str, tuple[int, int, int | None]] = {
+STATISTICS: dict[str, tuple[int, int, int | None]] = {
     "native_batch_norm": (3, 4, 5),
     "_native_batch_norm_legit": (3, 4, 5),
     "cudnn_batch_norm": (3, 4, 5),
@@ -51,6 +49,8 @@ _STATISTICS: dict[str, tuple[int, int, int | None]] = {
     "batch_norm": (3, 4, 5),
     "instance_norm": (3, 4, 5),
 }
+"""Batch norm in training reads no running statistics: it updates them, once. (Positions: running mean, running
+variance, and the training flag, or None where the op is for training only.) A replay gives it copies."""
 
 
 def find_barrier(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
@@ -92,12 +92,12 @@ def _without_dropout(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, 
 
 def has_statistics(func: OpOverload) -> bool:
     """Whether some of an op's arguments are running statistics that it may update."""
-    return func._opname in _STATISTICS
+    return func._opname in STATISTICS
 
 
 def find_statistics(func: OpOverload, args: tuple[Any, ...]) -> tuple[int, ...]:
     """Positions of arguments that are running statistics being updated, not read."""
-    entry = _STATISTICS.get(func._opname)
+    entry = STATISTICS.get(func._opname)
     if entry is None:
         return ()
     mean, variance, training = entry

@@ -3,9 +3,11 @@
 
 namespace elbowroom {
 void bind_ledger(pybind11::module_& module);
+void bind_observer(pybind11::module_& module);
 }
 
 PYBIND11_MODULE(_native, module) {
-  module.doc() = "The C++ side of Elbowroom: a counting allocator.";
+  module.doc() = "The C++ side of Elbowroom: a counting allocator, and an observer of ops.";
   elbowroom::bind_ledger(module);
+  elbowroom::bind_observer(module);
 }

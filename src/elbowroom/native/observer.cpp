@@ -143,7 +143,7 @@ std::pair<Kind, bool> judge(const OpInfo& info, c10::ArrayRef<at::IValue> inputs
   if (above != nullptr && above->kind == Kind::RECORDED && (!above->may_call || is_below_autograd)) {
     return {Kind::HIDDEN, false};
   }
-  if (local.excluded_.has(DispatchKey::Python) || is_traced_by_compiler(local)) return {Kind::HIDDEN, false};
+  if (info.is_only_autograds || local.excluded_.has(DispatchKey::Python) || is_traced_by_compiler(local)) return {Kind::HIDDEN, false};
   const DispatchKeySet keys = find_keys(inputs, local);
   if (keys.has_any(TRANSFORM_KEYS)) return {Kind::OPENED, false};
   if (keys.has_any(c10::autocast_dispatch_keyset) && is_autocast(info, keys)) return {Kind::OPENED, false};

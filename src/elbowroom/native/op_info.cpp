@@ -87,6 +87,7 @@ OpInfo::OpInfo(const c10::OperatorHandle& handle)
       argument_count(handle.schema().arguments().size()),
       return_count(handle.schema().returns().size()),
       is_aten(name.starts_with("aten.")),
+      is_only_autograds(name == "aten.detach_.default"),
       multiplies(!is_aten || may_multiply(name)),
       known_{ask_dispatcher(c10::DispatchKey::AutogradCPU), ask_dispatcher(c10::DispatchKey::AutogradCUDA)} {
   const auto& arguments = handle.schema().arguments();

@@ -41,6 +41,7 @@ struct OpInfo {
   uint64_t written = 0;        // bits: the arguments that it writes to, by its schema
   Statistics statistics;
   bool is_aten;
+  bool is_only_autograds;      // autograd's kernel does all of it, and no bytes are read or written
   bool multiplies;             // it may be a matrix product, convolution or the like, whose libraries have settings
   std::atomic<bool> is_registered{true};
 

@@ -18,8 +18,8 @@ constexpr DispatchKeySet WRAPPED_KEYS(
     {DispatchKey::Functionalize, DispatchKey::FuncTorchBatched, DispatchKey::FuncTorchGradWrapper, DispatchKey::Batched});
 constexpr DispatchKeySet CONJUGATE_KEYS({DispatchKey::Conjugate, DispatchKey::Negative});
 constexpr DispatchKeySet ODD_KEYS = SUBCLASS_KEYS | WRAPPED_KEYS | CONJUGATE_KEYS |
-    DispatchKeySet({DispatchKey::Quantized, DispatchKey::Meta, DispatchKey::ZeroTensor, DispatchKey::Sparse,
-                    DispatchKey::SparseCsr, DispatchKey::NestedTensor, DispatchKey::MkldnnCPU});
+    DispatchKeySet({DispatchKey::Quantized, DispatchKey::ZeroTensor, DispatchKey::Sparse, DispatchKey::SparseCsr,
+                    DispatchKey::NestedTensor, DispatchKey::MkldnnCPU});
 
 int64_t read_clock() {
   const auto now = std::chrono::steady_clock::now().time_since_epoch();
@@ -135,7 +135,7 @@ TensorUse StepLog::describe_tensor(const at::Tensor& tensor, uint32_t seen_by) {
   const c10::TensorImpl& impl = *tensor.unsafeGetTensorImpl();
   use.is_defined = true;
   use.dtype = c10::typeMetaToScalarType(impl.dtype());
-  if (C10_UNLIKELY(impl.key_set().has_any(ODD_KEYS) || !impl.has_storage())) use.obstacle = find_obstacle(impl);
+  if (C10_UNLIKELY(impl.key_set().has_any(ODD_KEYS) || impl.is_meta() || !impl.has_storage())) use.obstacle = find_obstacle(impl);
   if (use.obstacle != Obstacle::NO_STORAGE && use.obstacle != Obstacle::WRAPPED && impl.has_storage()) {
     c10::StorageImpl* storage = impl.unsafe_storage().unsafeGetStorageImpl();
     if (storage != nullptr) {
