@@ -3,9 +3,9 @@
     python benchmarks/observer.py [--rounds 200] [--output FILE.json]
 
 Small ops on one thread of the CPU, forward and backward: 40 linear layers, and an LSTM cell in a loop. Rounds take
-turns in one process, each in all ways: plain; with the observer; with its clock and exact deaths as well ("traced"); and
-after it was stopped. Times are of the thread's CPU, in microseconds an op: the median of the differences from plain in
-the same round, and the difference of the tenth percentiles, which other jobs on the machine disturb least.
+turns in one process, each in all ways: plain; with the observer; with its clock and exact deaths as well ("traced");
+and after it was stopped. Times are of the thread's CPU, in microseconds an op: the median of the differences from plain
+in the same round, and the difference of the tenth percentiles, which other jobs on the machine disturb least.
 """
 
 from __future__ import annotations
