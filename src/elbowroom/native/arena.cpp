@@ -86,22 +86,21 @@ void* Arena::allocate(size_t nbytes) {
 void* Arena::place(size_t offset, size_t nbytes) {
   if (nbytes == 0 || nbytes > zone_bytes_) return nullptr;
   nbytes = round_up(nbytes, ALIGNMENT);
-  if (offset % ALIGNMENT == 0 && offset <= zone_bytes_ - nbytes) {
+  const bool is_possible = offset % ALIGNMENT == 0 && offset <= zone_bytes_ - nbytes;
+  {
     const std::lock_guard<std::mutex> guard(mutex_);
-    const uintptr_t begin = planned_begin_ + offset;
-    bool is_free = true;
-    for (Segment* each = find_segment(begin); is_free && each != nullptr && each->begin < begin + nbytes;
-         each = each->after)
-      is_free = each->state == State::MAPPED || each->state == State::UNMAPPED;
-    if (is_free && map_between(begin, begin + nbytes)) {
-      if (void* const block = hand_out(find_segment(begin), begin, nbytes)) {
-        ++counts_.placed;
-        return block;
-      }
-    }
-    ++counts_.displaced;
+    void* const block = is_possible ? take_at(planned_begin_ + offset, nbytes) : nullptr;
+    ++(block != nullptr ? counts_.placed : counts_.displaced);
+    if (block != nullptr) return block;
   }
   return allocate(nbytes);
+}
+
+// A block at an address, or null if not all of it is free.
+void* Arena::take_at(uintptr_t begin, size_t nbytes) {
+  for (const Segment* each = find_segment(begin); each != nullptr && each->begin < begin + nbytes; each = each->after)
+    if (each->state != State::MAPPED && each->state != State::UNMAPPED) return nullptr;
+  return map_between(begin, begin + nbytes) ? hand_out(find_segment(begin), begin, nbytes) : nullptr;
 }
 
 // Makes a block of a part of a mapped segment.
@@ -132,6 +131,7 @@ bool Arena::free(void* address) {
   --counts_.blocks;
   counts_.live_bytes -= block->nbytes;
   settle(block, State::MAPPED);
+  if (counts_.mapped_bytes > find_limit()) give_back(find_limit());
   return true;
 }
 

@@ -89,6 +89,7 @@ class Arena {
   enum Zone : uint8_t { FITTED, PLANNED };
 
   // arena.cpp
+  void* take_at(uintptr_t begin, size_t nbytes);
   void* hand_out(Segment* segment, uintptr_t begin, size_t nbytes);
   bool map_between(uintptr_t begin, uintptr_t end);
   Segment* grow(size_t nbytes);
