@@ -158,7 +158,7 @@ def train(model: str, batch: int, budget_bytes: int | None, policy: str, steps: 
         planned = {"step": workload.step, "settling_steps": 1}
         options = planned if policy == "auto" else {"mode": "dynamic", "policy": policy}
         steps *= 2 if policy == "auto" else 1
-        room = elbowroom.fit(workload.model, workload.optimizer, budget_bytes, meter_every=1, **options)
+        room = elbowroom.fit(workload.model, workload.optimizer, budget_bytes, **options)
         try:
             for _ in range(steps):
                 with room.step():

@@ -15,10 +15,10 @@ from typing import Any
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")
 
+from profiler_meter import ProfilerMeter
 from step_time import in_room, list_residents, make, measure_peak
 
 import elbowroom
-from elbowroom.hooks.meter import CpuMeter
 from elbowroom.units import format_bytes
 
 WIDTH, HEIGHT, LEFT, TOP, BOTTOM = 860, 380, 74, 46, 46
@@ -26,7 +26,7 @@ WIDTH, HEIGHT, LEFT, TOP, BOTTOM = 860, 380, 74, 46, 46
 
 def record(workload: Any, step: Any) -> tuple[list[float], list[int]]:
     """(share of the step, bytes) of every change during one step."""
-    meter = CpuMeter()
+    meter = ProfilerMeter()
     meter.start(list_residents(workload))
     step()
     meter.stop()
@@ -92,7 +92,7 @@ def main() -> None:
     budget = measure_peak(plain, plain.step) // 2
     del plain
     ours = make("resnet50")
-    with elbowroom.fit(ours.model, ours.optimizer, budget, profile=elbowroom.probe("cpu"), meter_every=0) as room:
+    with elbowroom.fit(ours.model, ours.optimizer, budget, profile=elbowroom.probe("cpu")) as room:
         step = in_room(ours, room)
         for _ in range(3):
             step()

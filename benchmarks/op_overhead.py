@@ -164,7 +164,7 @@ def main() -> None:
         def make_room(
             made: tuple[nn.Module, torch.optim.Optimizer, Any], nbytes: int, **options: Any
         ) -> elbowroom.Room:
-            options = {"mode": "dynamic", "meter_every": 0, "quick": is_quick} | options
+            options = {"mode": "dynamic", "quick": is_quick} | options
             return stack.enter_context(elbowroom.fit(*made[:2], nbytes, **options))
 
         contexts: dict[str, tuple[Callable[[], None], Callable[[], AbstractContextManager[Any]]]] = {

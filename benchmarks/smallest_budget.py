@@ -112,7 +112,9 @@ JOBS: dict[str, Callable[[], Job]] = {
 def train(make: Callable[[], Job], budget: int | str, mode: str, profile: Any) -> tuple[int, Infeasible | None]:
     """The peak of some steps in a fresh room, and the error that ended them."""
     model, optimizers, step = make()
-    options: dict[str, Any] = {"profile": profile, "meter_every": 1}
+    options: dict[str, Any] = {
+        "profile": profile,
+    }
     if mode == "dynamic":
         options["mode"] = "dynamic"
     if mode == "planned ahead":

@@ -28,12 +28,12 @@ os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")
 
 import torch
+from profiler_meter import ProfilerMeter
 from torch.utils.checkpoint import checkpoint
 from writing import write_results
 
 import elbowroom
 from elbowroom.hardware.memory import tune_allocator
-from elbowroom.hooks.meter import CpuMeter
 from elbowroom.planner.problem import pose
 from elbowroom.units import format_bytes
 from elbowroom.workloads import Workload, build
@@ -112,7 +112,7 @@ def list_residents(workload: Workload) -> list[torch.Tensor]:
 
 def measure_peak(workload: Workload, step: Callable[[], object]) -> int:
     """Peak tensor bytes of one step."""
-    meter = CpuMeter()
+    meter = ProfilerMeter()
     meter.start(list_residents(workload))
     step()
     meter.stop()
@@ -163,7 +163,7 @@ def run(name: str, rounds: int, profile: Any) -> dict[str, Any]:
     plain_peak = measure_peak(plain, plain.step)
 
     keep = make(name)
-    keep_room = elbowroom.fit(keep.model, keep.optimizer, "1TiB", profile=profile, strategy="keep_all", meter_every=0)
+    keep_room = elbowroom.fit(keep.model, keep.optimizer, "1TiB", profile=profile, strategy="keep_all")
     ours = make(name)
     # The first steps are captured within any budget; they also tell the smallest one that works.
     budget = plain_peak // 2
@@ -174,13 +174,12 @@ def run(name: str, rounds: int, profile: Any) -> dict[str, Any]:
     floor = pose(keep_room.planned.trace, keep_room.planned.costs, 1).floor.peak_bytes
     if name == "gpt2":
         budget = (floor + plain_peak) // 2
-    room = elbowroom.fit(ours.model, ours.optimizer, budget, profile=profile, meter_every=1)
+    room = elbowroom.fit(ours.model, ours.optimizer, budget, profile=profile)
     our_step = in_room(ours, room)
     for _ in range(4):
         our_step()
     assert room.planned is not None
     our_peak = max(record.peak_bytes or 0 for record in room.journal().steps)
-    object.__setattr__(room.config, "meter_every", 0)  # timed steps run without the meter
 
     other = make(name)
     other.step()

@@ -119,7 +119,7 @@ def _train(
         model, optimizer, step = case.make()
     room = None
     if budget_bytes is not None:
-        room = elbowroom.fit(model, optimizer, budget_bytes, profile=profile, meter_every=1)
+        room = elbowroom.fit(model, optimizer, budget_bytes, profile=profile)
     losses = []
     for index in range(steps):
         within = room.step() if room is not None else contextlib.nullcontext()

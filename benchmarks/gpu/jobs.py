@@ -216,7 +216,7 @@ def _measure_room(workload: Any, budget: int, profile: Any, device: Any, steps: 
     import elbowroom
     from elbowroom.ir.journal import Mode
 
-    room = elbowroom.fit(workload.model, workload.optimizer, budget, profile=profile, meter_every=0)
+    room = elbowroom.fit(workload.model, workload.optimizer, budget, profile=profile)
 
     def step() -> None:
         with room.step():

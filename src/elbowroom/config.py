@@ -27,8 +27,6 @@ class Config:
             for as much as there is. What is more goes from pinned memory to the spill file, at the price of the disk;
             where there is nothing behind, plans stay within it.
         min_offload_bytes: smaller storages never move.
-        meter_every: of planned steps, which are metered: the first two and then every so many; 0 for none, so that no
-            profiler is ever started.
         settling_steps: how many steps are captured before a step that still changes is planned as it is.
         always_watch: whether room is watched in steps, too, that fit as they are. It takes some microseconds an op, and
             is for steps that grow by themselves: where nothing is moved, only the shapes that the model is called with
@@ -44,7 +42,6 @@ class Config:
     spill_folder: str | None = None
     host_bytes: int | None = None
     min_offload_bytes: int = 1 << 14
-    meter_every: int = 100
     settling_steps: int = 3
     always_watch: bool = False
     quick: bool = True
@@ -80,9 +77,9 @@ def _read_value(name: str, value: object) -> object:
             # No amount of memory is 0, but a limit may be.
             is_zero = value in (0, "0") and value is not False
             return 0 if is_zero else parse_bytes(value)  # type: ignore[arg-type]
-        if name in ("meter_every", "settling_steps"):
+        if name == "settling_steps":
             number = int(str(value))
-            if number < (1 if name == "settling_steps" else 0):
+            if number < 1:
                 raise ValueError(f"{name} is {number}")
             return number
         if name in ("always_watch", "quick", "release_pages"):

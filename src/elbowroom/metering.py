@@ -1,17 +1,15 @@
-"""Which steps of a room are metered, and the record that each step leaves."""
+"""Meters the steps of a room, and keeps the record that each step leaves."""
 
 from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterable
 
 import torch
 
-from elbowroom.config import Config
+from elbowroom.hooks.ledger import CpuLedger, CudaLedger
 from elbowroom.hooks.meter import Meter, make_meter
 from elbowroom.ir.journal import Journal, Mode, StepRecord
-from elbowroom.ir.trace import Role, Trace
 from elbowroom.runtime.logbook import Logbook
 from elbowroom.runtime.online_engine import OnlineEngine
 from elbowroom.runtime.transfers import Transfers
@@ -19,33 +17,20 @@ from elbowroom.runtime.transfers import Transfers
 logger = logging.getLogger(__name__)
 
 SETTLED_STEPS = 2
-"""Settled steps that are metered before only one in `meter_every` is."""
+"""Settled steps whose ops are metered one by one, to learn what they take; of the others only the peak is."""
 
 
 class Metering:
-    """Meters some steps of a room and keeps the records of all.
-
-    A meter costs time: on a CPU it runs PyTorch's profiler. So steps are metered until they have settled, and then one
-    in `meter_every`, with the step before it.
+    """Meters every step of a room and keeps the records of all.
 
     Args:
-        model: whose gradients tell whether a step begins with any.
         transfers: counts moved bytes and stalls.
-        config: of the room; says how often a step is metered.
+        ledger: counts what the room holds.
     """
 
-    def __init__(
-        self,
-        model: torch.nn.Module,
-        device: torch.device,
-        transfers: Transfers,
-        config: Config,
-    ) -> None:
-        self._model, self._device, self._transfers = model, device, transfers
-        self._config = config
+    def __init__(self, device: torch.device, transfers: Transfers, ledger: CpuLedger | CudaLedger) -> None:
+        self._device, self._transfers, self._ledger = device, transfers, ledger
         self._logbook = Logbook()
-        self._was_metered = False
-        self._is_blind = False  # frees gradients of a step that was not metered
         self._has_refused = False
 
     @property
@@ -57,43 +42,19 @@ class Metering:
         """Return the records of all steps so far."""
         return self._logbook.journal()
 
-    def make_if_due(self, *, is_wanted: bool = False) -> Meter | None:
-        """Return a meter if the next step is to be metered, else None.
+    def make(self, *, is_detailed: bool = False) -> Meter:
+        """Return a meter for the next step. `is_detailed`: whether its ops are metered one by one in any case."""
+        is_settling = self._logbook.settled_steps < SETTLED_STEPS
+        return make_meter(self._device, self._ledger, is_detailed=is_detailed or is_settling)
 
-        Args:
-            is_wanted: whether the step is measured in any case.
-        """
-        every = self._config.meter_every
-        # The one before it, too: its gradients are freed in the next.
-        is_due = every > 0 and (self._logbook.settled_steps < SETTLED_STEPS or (self._logbook.count + 1) % every < 2)
-        return make_meter(self._device) if is_wanted or is_due else None
-
-    def start(
-        self,
-        meter: Meter,
-        residents: Iterable[torch.Tensor],
-        trace: Trace | None,
-        engine: OnlineEngine | None,
-        stack: contextlib.ExitStack,
-    ) -> None:
-        """Let a meter count until the stack unwinds.
-
-        Args:
-            residents: the tensors that are there before the step.
-            trace: of a step whose inputs are as large as this one's.
-        """
-        has_gradients = any(each.grad is not None for each in self._model.parameters())
-        self._is_blind = has_gradients and not self._was_metered and self._device.type == "cpu"
-        storages = () if trace is None else trace.storages
-        inputs = sum(storage.nbytes for storage in storages if storage.created < 0 and storage.role is Role.INPUT)
-        meter.start(residents, inputs)
-        if engine is not None:
+    def start(self, meter: Meter, engine: OnlineEngine | None, stack: contextlib.ExitStack) -> None:
+        """Let a meter count until the stack unwinds."""
+        meter.start()
+        if engine is not None and meter.is_detailed:
             stack.enter_context(engine.historian.learning(meter))  # once it has stopped
         stack.callback(meter.stop)
 
-    def record(
-        self, mode: Mode, seconds: float, engine: OnlineEngine | None, meter: Meter | None, note: str
-    ) -> StepRecord:
+    def record(self, mode: Mode, seconds: float, engine: OnlineEngine | None, meter: Meter, note: str) -> StepRecord:
         """Add the record of a step that is over."""
         transfers = self._transfers
         record = StepRecord(
@@ -101,8 +62,8 @@ class Metering:
             mode=mode,
             seconds=seconds,
             stall_seconds=transfers.stall_seconds,
-            peak_bytes=None if meter is None or self._is_blind else meter.peak_bytes or None,
-            resident_bytes=None if meter is None else meter.resident_bytes or None,
+            peak_bytes=meter.peak_bytes or None,
+            resident_bytes=meter.resident_bytes or None,
             offloaded_bytes=transfers.offloaded_bytes,
             reloaded_bytes=transfers.reloaded_bytes,
             recomputed=0 if engine is None else engine.recomputed,
@@ -116,6 +77,5 @@ class Metering:
         if engine is not None and engine.refusal and not self._has_refused:
             self._has_refused = True
             logger.warning("what should leave the device stays there, as far as there is room: %s", engine.refusal)
-        self._was_metered = meter is not None
         self._logbook.add(record)
         return record

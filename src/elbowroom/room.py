@@ -21,8 +21,9 @@ from elbowroom.hardware.probe import probe
 from elbowroom.hooks.estimates import Estimates
 from elbowroom.hooks.hidden import Pausable
 from elbowroom.hooks.identity import Identities
+from elbowroom.hooks.ledger import make_ledger
 from elbowroom.hooks.mark import is_marked, mark, unmark
-from elbowroom.hooks.meter import Meter, make_meter
+from elbowroom.hooks.meter import Meter
 from elbowroom.hooks.sentry import GradientVersions, Inputs, OutOfReach, Place, seeing_inputs
 from elbowroom.hooks.workers import ended_in_workers
 from elbowroom.ir.costs import Measurements
@@ -84,7 +85,9 @@ class Room:
         self._habits = Habits(is_bounded=config.host_bytes is not None)
         self._inside = self._has_recurred = False
         self._transfers = open_transfers(device, config.spill_folder, config.host_bytes)
-        self._metering = Metering(model, device, self._transfers, config)
+        self._ledger = make_ledger(device)
+        self._ledger.adopt(self._list_residents())
+        self._metering = Metering(device, self._transfers, self._ledger)
         try:
             if step is not None and config.mode != "dynamic":
                 self._plan_ahead(step)
@@ -162,6 +165,7 @@ class Room:
         self._engine = None
         unmark(self._model)
         self._transfers.close()
+        self._ledger.close()
         self._detached = True  # last: what an interruption leaves undone is done by the next call
 
     def __del__(self) -> None:
@@ -177,8 +181,7 @@ class Room:
     # -- running a step -------------------------------------------------------------------------------------------
 
     def _run_plain(self, act: Act) -> Iterator[None]:
-        # That everything fits may so far be an estimate, and stops being true where later steps are larger.
-        meter = self._metering.make_if_due(is_wanted=not act.is_measured)
+        meter = self._metering.make()
         acts = tuple(self._repertoire.acts)
         seconds = yield from self._run(None, meter, None, act)
         if self._engine is not None or self._unwatched:
@@ -187,17 +190,15 @@ class Room:
         record = self._metering.record(Mode.PLAIN, seconds, None, meter, "")
         self._repertoire.followed(act, self._calls)
         self._repertoire.keep_pace(act, record)
-        if meter is not None:
-            act.measured_steps += 1
-            act.is_measured |= act.measured_steps >= self.config.settling_steps
-            if record.peak_bytes is not None and record.peak_bytes > self.budget_bytes:
-                self._repertoire.acts.remove(act)
+        # That everything fits may so far be an estimate, and stops being true where later steps are larger.
+        if record.peak_bytes is not None and record.peak_bytes > self.budget_bytes:
+            self._repertoire.acts.remove(act)
 
     def _run_planned(self, act: Act) -> Iterator[None]:
         # The first steps after planning ahead of any run are watched op by op, to learn what ops really cost.
         measuring = not act.is_measured and act.measured_steps < self.config.settling_steps
-        meter = self._metering.make_if_due(is_wanted=measuring)
-        capture = self._make_capture(meter) if measuring and meter is not None else None
+        meter = self._metering.make(is_detailed=measuring)
+        capture = self._make_capture(meter) if measuring else None
         acts = tuple(self._repertoire.acts)
         is_awake = self._repertoire.varies and capture is None
         engine = self._make_engine(self.config.policy, acts, capture, is_awake=is_awake)
@@ -210,7 +211,7 @@ class Room:
             self._repertoire.keep_pace(act, record)
 
     def _settle(
-        self, acts: Sequence[Act], engine: OnlineEngine | None, seconds: float, meter: Meter | None
+        self, acts: Sequence[Act], engine: OnlineEngine | None, seconds: float, meter: Meter
     ) -> tuple[StepRecord, Act | None]:
         """A step is over that was expected to be one of those that are known: which it was, if any."""
         followed = None if engine is None or engine.followed is None else acts[engine.followed]
@@ -224,13 +225,13 @@ class Room:
         return record, followed
 
     def _run_dynamic(self, note: str) -> Iterator[None]:
-        meter = self._metering.make_if_due()
+        meter = self._metering.make()
         engine = self._make_engine(self.config.policy, (), None)
         seconds = yield from self._run(engine, meter, None)
         self._metering.record(Mode.DYNAMIC, seconds, engine, meter, note)
 
     def _run_capture(self) -> Iterator[None]:
-        meter = make_meter(self._device)
+        meter = self._metering.make(is_detailed=True)
         capture = self._make_capture(meter)
         engine = self._make_engine(None, (), capture)
         seconds = yield from self._run(engine, meter, capture)
@@ -249,15 +250,13 @@ class Room:
         self._futile_captures += 1
 
     def _run(
-        self, engine: OnlineEngine | None, meter: Meter | None, capture: LiveCapture | None, plain: Act | None = None
+        self, engine: OnlineEngine | None, meter: Meter, capture: LiveCapture | None, plain: Act | None = None
     ) -> Generator[None, None, float]:
         """Let the block run, and say how many seconds it took. `plain`: what it is expected to be, with no engine."""
         self._engine, self._calls, self._unwatched = engine, Counter(), ""  # or why an unusual call was not watched
         with serving(self._device), contextlib.ExitStack() as stack:
-            if meter is not None:
-                known = self.planned
-                trace = None if known is None else known.trace
-                self._metering.start(meter, self._list_residents(), trace, engine, stack)
+            stack.enter_context(self._ledger.counting(self.budget_bytes, self._make_room))
+            self._metering.start(meter, engine, stack)
             place, gradients = Place(), self._gradients.read() if plain is not None else None
 
             def see(inputs: Inputs) -> None:
@@ -298,6 +297,10 @@ class Room:
         stack.enter_context(finishing(engine.finish))
         stack.enter_context(ended_in_workers([engine.watcher], (engine.pack, engine.unpack)))
         self._engine = engine
+
+    def _make_room(self, requested_bytes: int, missing_bytes: int) -> bool:
+        """A request would go over the budget. Returns whether to try again; no step that nothing moves in is ended."""
+        return self._engine is not None and self._engine.free(requested_bytes, missing_bytes)
 
     def _make_capture(self, meter: Meter) -> LiveCapture:
         return LiveCapture(self._name, self._device, self._model, self._optimizers, meter)

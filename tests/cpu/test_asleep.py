@@ -106,7 +106,7 @@ def train(
     """Losses and parameters; in a room that may have so much."""
     model, optimizer = make()
     outcome: list[torch.Tensor] = []
-    with elbowroom.fit(model, optimizer, budget, profile=profile, meter_every=1, **options) as room:
+    with elbowroom.fit(model, optimizer, budget, profile=profile, **options) as room:
         for index in range(STEPS):
             with room.step():
                 outcome.append(program(model, LARGE if index == odd else SMALL).detach())

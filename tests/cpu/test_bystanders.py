@@ -207,7 +207,7 @@ def test_what_is_needed_stays_while_the_step_wakes(profile: HardwareProfile, mon
     expected = train(None)
     model, optimizer = make()
     monkeypatch.setattr(OnlineEngine, "_find_room", noted)
-    options: dict[str, Any] = {"profile": profile, "meter_every": 1, "min_offload_bytes": 1}
+    options: dict[str, Any] = {"profile": profile, "min_offload_bytes": 1}
     with elbowroom.fit(model, optimizer, find_budget(profile, 0.5), strategy="offload_all", **options) as room:
         settle(room, model, optimizer)
         model.load_state_dict(start)
@@ -276,7 +276,7 @@ def test_bystanders_leave_once_the_step_wakes(share: float, profile: HardwarePro
     start = {name: value.clone() for name, value in model.state_dict().items()}
     expected = train(None)
     model, optimizer = make()
-    options: dict[str, Any] = {"profile": profile, "meter_every": 1, "min_offload_bytes": 1}
+    options: dict[str, Any] = {"profile": profile, "min_offload_bytes": 1}
     with elbowroom.fit(model, optimizer, budget, strategy="auto:effort=0.1", **options) as room:
         settle(room, model, optimizer)
         moved = room.journal().steps[-1]

@@ -12,8 +12,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
 
 import elbowroom
+from benchmarks.profiler_meter import ProfilerMeter
 from elbowroom.errors import TraceError, UsageError
-from elbowroom.hooks.meter import CpuMeter
 from elbowroom.ir.hardware import HardwareProfile
 from elbowroom.ir.trace import Role, Trace
 from elbowroom.tracing.residents import list_resident_tensors, list_residents
@@ -66,7 +66,7 @@ def test_capturing_changes_and_allocates_nothing() -> None:
     identities = {name: (id(value), value.data_ptr()) for name, value in model.state_dict(keep_vars=True).items()}
     values = {name: value.clone() for name, value in model.state_dict().items()}
     random_state = torch.get_rng_state()
-    meter = CpuMeter()
+    meter = ProfilerMeter()
     meter.start()
     elbowroom.capture(lambda: step(0), model, optimizer)
     meter.stop()

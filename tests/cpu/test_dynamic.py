@@ -20,10 +20,10 @@ from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import elbowroom
+from benchmarks.profiler_meter import ProfilerMeter
 from elbowroom._family import names
 from elbowroom.errors import ElbowroomError, Infeasible, Thrashing, TransferFailed, UnknownMember, UsageError
 from elbowroom.hooks.estimates import Estimates
-from elbowroom.hooks.meter import CpuMeter
 from elbowroom.ir.hardware import HardwareProfile
 from elbowroom.ir.journal import Mode, StepRecord
 from elbowroom.residency import policies
@@ -195,7 +195,7 @@ def run(make: Callable[[], Made], profile: HardwareProfile, **options: Any) -> O
     if not options:
         values += [step(index) for index in range(STEPS)]
         return Outcome([*values, *(each.detach() for each in model.parameters())], ())
-    given = {"mode": "dynamic", "min_offload_bytes": 256, "meter_every": 1, "profile": profile} | options
+    given = {"mode": "dynamic", "min_offload_bytes": 256, "profile": profile} | options
     with elbowroom.fit(model, optimizers, **given) as room:
         try:
             for index in range(STEPS):
@@ -632,8 +632,8 @@ def test_a_step_that_is_refused_ends_within_its_budget(share: float, profile: Ha
         torch.manual_seed(0)
         model, x, refused, losses = Tied(), torch.randint(0, 200, (8, 64)), None, []
         options: dict[str, Any] = {"mode": "dynamic", "policy": "dtr", "min_offload_bytes": 1, "profile": profile}
-        meter = CpuMeter()
-        with elbowroom.fit(model, sgd(model), budget_bytes, meter_every=0, **options) as room:
+        meter = ProfilerMeter()
+        with elbowroom.fit(model, sgd(model), budget_bytes, **options) as room:
             meter.start(model.parameters())
             try:
                 with room.step():
@@ -694,7 +694,7 @@ def test_a_step_that_fits_does_not_end_the_watch(profile: HardwareProfile) -> No
         optimizer.zero_grad()
 
     step(8)  # the momenta are there
-    options: dict[str, Any] = {"mode": "dynamic", "min_offload_bytes": 1, "meter_every": 1, "profile": profile}
+    options: dict[str, Any] = {"mode": "dynamic", "min_offload_bytes": 1, "profile": profile}
     with elbowroom.fit(model, optimizer, 2_500_000, step=lambda: step(8), **options) as room:
         for rows in (8, 8, 8, 8, 800):
             with room.step():
@@ -836,7 +836,7 @@ def test_too_large_a_batch_costs_nothing_but_its_step(policy: str, profile: Hard
     """Wherever in the step it is refused: before the optimizer has changed anything."""
     model, optimizer, step = make_deep()
     refused, losses = set(), []
-    options = DEEP | {"policy": policy, "meter_every": 1, "profile": profile}
+    options = DEEP | {"policy": policy, "profile": profile}
     with elbowroom.fit(model, optimizer, NARROW, **options) as room:
         losses.append(run_in(room, step, 300))
         for rows in (360, 420, 520, 900, 5000):
@@ -867,7 +867,7 @@ def test_what_has_no_room_below_is_dropped(
     host_bytes: int, policy: str, profile: HardwareProfile, caplog: pytest.LogCaptureFixture
 ) -> None:
     model, optimizer, step = make_deep()
-    options = DEEP | {"policy": policy, "meter_every": 1, "host_bytes": host_bytes, "profile": profile}
+    options = DEEP | {"policy": policy, "host_bytes": host_bytes, "profile": profile}
     with elbowroom.fit(model, optimizer, 1_000_000, **options) as room:
         found = [run_in(room, step, 300) for _ in range(3)]
         records = room.journal().steps
@@ -934,7 +934,7 @@ def test_an_error_inside_a_replay(at: int, profile: HardwareProfile, monkeypatch
 
     monkeypatch.setattr(mover, "replay", noted)
     model, optimizer, step = make_deep()
-    options = DEEP | {"policy": "dtr", "meter_every": 1, "profile": profile}
+    options = DEEP | {"policy": "dtr", "profile": profile}
     mode = FailsIn(lambda: bool(running[0]))
     with mode, elbowroom.fit(model, optimizer, 1_000_000, **options) as room:
         found = [run_in(room, step, 300)]
@@ -1065,7 +1065,7 @@ def test_nothing_is_recorded_where_there_was_always_room(
         optimizer = sgd(model)
         losses, counts = [], []
         with elbowroom.fit(
-            model, optimizer, budget, mode="dynamic", policy="dtr", min_offload_bytes=1, meter_every=1, profile=profile,
+            model, optimizer, budget, mode="dynamic", policy="dtr", min_offload_bytes=1, profile=profile,
             **options,
         ) as room:  # fmt: skip
             for count in rows:

@@ -18,7 +18,7 @@ from elbowroom.cost.workspace import estimate_workspace
 from elbowroom.hooks.estimates import Estimates
 from elbowroom.hooks.kinds import find_kind as find_kind_of_op
 from elbowroom.hooks.lessons import Lessons
-from elbowroom.hooks.meter import CpuMeter
+from elbowroom.hooks.meter import make_meter
 from elbowroom.hooks.processor import find_isa
 from elbowroom.hooks.replayable import is_view, touches_tensors
 from elbowroom.ir.hardware import HardwareProfile
@@ -38,7 +38,7 @@ class Comparison(TorchDispatchMode):
         kwargs = kwargs or {}
         if is_view(func) or not touches_tensors(func):
             return func(*args, **kwargs)
-        estimate, meter = self._estimates.find(func, args, kwargs), CpuMeter()
+        estimate, meter = self._estimates.find(func, args, kwargs), make_meter(torch.device("cpu"))
         meter.start()
         result = func(*args, **kwargs)
         meter.stop()
@@ -315,7 +315,7 @@ def test_what_ops_took_in_a_step_that_was_metered_is_counted_from_then_on(
 def test_nothing_is_learned_of_ops_that_ran_side_by_side() -> None:
     """The meter counts bytes of all threads that run the step."""
     known, kind = Estimates("cpu"), find_kind_of_op(torch.ops.aten.mm.default)
-    lessons, meter, taken = Lessons(known), CpuMeter(), {}
+    lessons, meter, taken = Lessons(known), make_meter(torch.device("cpu")), {}
     meter.start()
     for size in (8, 16, 24, 32):
         given = torch.zeros(size, size), torch.zeros(size, size)

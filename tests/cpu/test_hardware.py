@@ -12,11 +12,11 @@ import types
 import pytest
 import torch
 
+from benchmarks.profiler_meter import ProfilerMeter
 from elbowroom.errors import UsageError
 from elbowroom.hardware import links
 from elbowroom.hardware.probe import probe
 from elbowroom.hardware.timing import median_seconds
-from elbowroom.hooks.meter import CpuMeter
 from elbowroom.ir import files
 from elbowroom.ir.hardware import HardwareProfile
 
@@ -160,7 +160,7 @@ def test_a_failing_measurement_cleans_up(tmp_path: pathlib.Path, monkeypatch: py
 
 @pytest.mark.parametrize("most_bytes", [4 << 20, 48 << 20])
 def test_it_measures_within_the_bytes_that_it_is_given(most_bytes: int, tmp_path: pathlib.Path) -> None:
-    meter = CpuMeter()
+    meter = ProfilerMeter()
     meter.start()
     profile = probe("cpu", spill_folder=str(tmp_path), most_bytes=most_bytes)
     meter.stop()

@@ -72,7 +72,10 @@ def train(step: Step, planned: list[Planned | None] | None = None, **options: An
         for index in range(STEPS):
             whole(index)
         return outcome, []
-    options = {"memory_budget": 1 << 40, "min_offload_bytes": 1, "meter_every": 1} | options
+    options = {
+        "memory_budget": 1 << 40,
+        "min_offload_bytes": 1,
+    } | options
     with elbowroom.fit(model, optimizer, **options) as room:
         for index in range(STEPS):
             with room.step():
@@ -311,7 +314,7 @@ def test_gradients_die_and_their_addresses_are_used_again(strategy: str, layers:
 
         return model, [makers, judges], step
 
-    options: dict[str, Any] = {"min_offload_bytes": 1, "meter_every": 1, "profile": machine, "strategy": strategy}
+    options: dict[str, Any] = {"min_offload_bytes": 1, "profile": machine, "strategy": strategy}
     model, optimizers, step = make()
     with elbowroom.fit(model, optimizers, 1 << 40, **options) as room:
         for index in range(4):
@@ -342,7 +345,7 @@ def test_a_fold_planned_ahead(profile: HardwareProfile) -> None:
         step.optimizer = optimizer  # type: ignore[attr-defined]
         return step
 
-    options: dict[str, Any] = {"min_offload_bytes": 1, "meter_every": 1, "profile": profile}
+    options: dict[str, Any] = {"min_offload_bytes": 1, "profile": profile}
     model = Net()
     step = step_of(model)
     with pytest.raises(Infeasible) as caught:

@@ -172,7 +172,10 @@ def put_down(forward: Forward, manner: str, is_quick: bool, profile: HardwarePro
             told.append(loss.detach().clone())
             del loss
 
-    options: dict[str, Any] = {"profile": profile, "quick": is_quick, "meter_every": 0}
+    options: dict[str, Any] = {
+        "profile": profile,
+        "quick": is_quick,
+    }
     if manner == "planned":
         options |= {"mode": "auto", "always_watch": True}
     else:
@@ -258,7 +261,13 @@ def test_an_op_that_gives_its_argument_another_storage(manner: str, is_quick: bo
     def exchange(x: torch.Tensor) -> None:
         x.set_(torch.ones(1 << 16))  # type: ignore[call-overload]
 
-    model, options = nn.Linear(8, 8), {"profile": profile, "quick": is_quick, "meter_every": 0}
+    model, options = (
+        nn.Linear(8, 8),
+        {
+            "profile": profile,
+            "quick": is_quick,
+        },
+    )
     options |= {"mode": "dynamic"} if manner == "dynamic" else {"mode": "auto", "always_watch": True}
     with elbowroom.fit(model, [], 1 << 40, **options) as room:
         for _ in range(8):
@@ -306,7 +315,11 @@ def test_what_was_saved_is_written_to(strategy: str, profile: HardwareProfile, m
                 assert any(record.offloaded_bytes + record.recomputed for record in room.journal().steps[1:])
         return found
 
-    options = {"profile": profile, "strategy": strategy, "min_offload_bytes": 1, "meter_every": 0}
+    options = {
+        "profile": profile,
+        "strategy": strategy,
+        "min_offload_bytes": 1,
+    }
     expected = train(None)
     for is_quick in (False, True):
         assert_same(train(options | {"quick": is_quick}), expected)
@@ -315,7 +328,13 @@ def test_what_was_saved_is_written_to(strategy: str, profile: HardwareProfile, m
 @pytest.mark.parametrize("is_quick", [False, True])
 @pytest.mark.parametrize("manner", ["dynamic", "planned"])
 def test_what_was_saved_and_modified_is_refused(manner: str, is_quick: bool, profile: HardwareProfile) -> None:
-    model, options = nn.Linear(8, 8), {"profile": profile, "quick": is_quick, "meter_every": 0}
+    model, options = (
+        nn.Linear(8, 8),
+        {
+            "profile": profile,
+            "quick": is_quick,
+        },
+    )
     options |= {"mode": "dynamic"} if manner == "dynamic" else {"mode": "auto", "always_watch": True}
     with elbowroom.fit(model, [], 1 << 40, **options) as room:
         for index in range(9):
@@ -468,7 +487,7 @@ def test_two_threads_meet_an_op_for_the_first_time(profile: HardwareProfile, mon
 
     def run() -> None:
         model = nn.Linear(8, 8)
-        with elbowroom.fit(model, [], 1 << 40, profile=profile, mode="dynamic", quick=True, meter_every=0) as room:
+        with elbowroom.fit(model, [], 1 << 40, profile=profile, mode="dynamic", quick=True) as room:
             for _ in range(2):
                 with room.step():
                     found.append(torch.ops.elbowroom_test.met_by_two(model(torch.ones(4, 8))).shape)
@@ -520,7 +539,11 @@ def test_the_compiler_leaves_ours_alone(profile: HardwareProfile, monkeypatch: p
             return x.square().mean()
 
         compiled = torch.compile(forward, backend="eager")
-        options: dict[str, Any] = {"profile": profile, "strategy": strategy, "min_offload_bytes": 1, "meter_every": 0}
+        options: dict[str, Any] = {
+            "profile": profile,
+            "strategy": strategy,
+            "min_offload_bytes": 1,
+        }
         with elbowroom.fit(model, [], 1 << 40, quick=True, **options) as room:
             for _ in range(6):
                 with room.step():

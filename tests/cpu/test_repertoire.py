@@ -94,7 +94,7 @@ def find_plain_peak(make: Callable[[], Made], kind: Kind, profile: HardwareProfi
     """What steps of one kind take without a room."""
 
     def fit(made: Made) -> Room:
-        return elbowroom.fit(made[0], made[1], 1 << 40, profile=profile, meter_every=1)
+        return elbowroom.fit(made[0], made[1], 1 << 40, profile=profile)
 
     _, room = run(make, [kind] * 4, fit)
     assert room.planned is not None
@@ -107,7 +107,7 @@ def compare(
     """Bits and budget, from the first step to the last."""
 
     def fit(made: Made) -> Room:
-        return elbowroom.fit(made[0], made[1], budget, profile=profile, min_offload_bytes=1, meter_every=1, **options)
+        return elbowroom.fit(made[0], made[1], budget, profile=profile, min_offload_bytes=1, **options)
 
     (losses, parameters), _ = run(make, kinds, None)
     (own_losses, own_parameters), room = run(make, kinds, fit)
@@ -165,7 +165,7 @@ def test_what_does_not_fit_is_said_before_it_runs(profile: HardwareProfile) -> N
     """A step that is too large is refused, in the middle of a run; the run goes on without it."""
     budget = int(0.7 * find_plain_peak(make_lengths, 48, profile))
     model, optimizer, step = make_lengths()
-    with elbowroom.fit(model, optimizer, budget, profile=profile, min_offload_bytes=1, meter_every=1) as room:
+    with elbowroom.fit(model, optimizer, budget, profile=profile, min_offload_bytes=1) as room:
         for index in range(5):
             with room.step():
                 step(index, 48)

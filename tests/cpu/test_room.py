@@ -128,7 +128,7 @@ def test_infeasible_comes_before_anything_has_run(profile: HardwareProfile) -> N
         elbowroom.fit(model, optimizer, floor - 1, profile=profile, step=step)
     assert (caught.value.needed_bytes, caught.value.budget_bytes) == (floor, floor - 1)
     assert not optimizer.state and all(torch.equal(*pair) for pair in zip(before, model.parameters(), strict=True))
-    with elbowroom.fit(model, optimizer, floor, profile=profile, step=step, meter_every=1) as room:
+    with elbowroom.fit(model, optimizer, floor, profile=profile, step=step) as room:
         for index in range(6):
             with room.step():
                 step(index)
@@ -156,7 +156,7 @@ def test_infeasible_comes_before_the_op_that_does_not_fit(profile: HardwareProfi
 def test_nothing_when_nothing_is_needed(profile: HardwareProfile) -> None:
     _, plain_peak = find_range(profile)
     model, optimizer, step = make()
-    with elbowroom.fit(model, optimizer, plain_peak + (1 << 20), profile=profile, meter_every=0) as room:
+    with elbowroom.fit(model, optimizer, plain_peak + (1 << 20), profile=profile) as room:
         for index in range(8):
             with room.step():
                 attached = (
@@ -195,7 +195,7 @@ def test_steps_that_grow_are_planned_when_they_no_longer_fit(profile: HardwarePr
     _, plain_peak = find_range(profile)
     model, optimizer, step = make()
     plain, _, plain_step = make()
-    with elbowroom.fit(model, optimizer, plain_peak + 1000, profile=profile, meter_every=1) as room:
+    with elbowroom.fit(model, optimizer, plain_peak + 1000, profile=profile) as room:
         for index in range(12):
             rows = 1024 if index < 5 else 2048
             with room.step():
@@ -321,7 +321,7 @@ def test_what_is_metered_is_right(every: int, zero_first: bool, profile: Hardwar
     floor, plain_peak = find_range(profile)
     model, optimizer, step = make(zero_first=zero_first)
     budget = (floor + plain_peak) // 2
-    with elbowroom.fit(model, optimizer, budget, profile=profile, meter_every=every) as room:
+    with elbowroom.fit(model, optimizer, budget, profile=profile) as room:
         for index in range(18):
             with room.step():
                 step(index)
@@ -340,7 +340,7 @@ def test_the_forecast_keeps_the_pace(profile: HardwareProfile, monkeypatch: pyte
     """Seconds of later steps are those that planned steps took, but for the first, which is cold."""
     floor, plain_peak = find_range(profile)
     model, optimizer, step = make()
-    with elbowroom.fit(model, optimizer, (floor + plain_peak) // 2, profile=profile, meter_every=0) as room:
+    with elbowroom.fit(model, optimizer, (floor + plain_peak) // 2, profile=profile) as room:
         index = 0
         while room.planned is None:
             with room.step():
@@ -410,7 +410,7 @@ def test_a_step_that_only_a_policy_can_fit_runs_without_a_plan(
 
         if is_ahead:
             options["step"] = step
-        with elbowroom.fit(model, optimizer, budget, profile=profile, meter_every=1, **options) as room:
+        with elbowroom.fit(model, optimizer, budget, profile=profile, **options) as room:
             del losses[:]
             for _ in range(6):
                 with room.step():
@@ -467,7 +467,7 @@ def test_the_smallest_budget_is_enough_and_less_is_not(kind: str, profile: Hardw
     for is_ahead in (True, False):
         model, optimizers, step = make_job(kind)
         ahead = step if is_ahead else None
-        with elbowroom.fit(model, optimizers, smallest, step=ahead, profile=profile, meter_every=1) as room:
+        with elbowroom.fit(model, optimizers, smallest, step=ahead, profile=profile) as room:
             for _ in range(3):
                 with room.step():
                     step()

@@ -68,7 +68,7 @@ def train(
     model, optimizer, step = MODELS[name]().make()
     room = None
     if budget_bytes is not None:
-        room = elbowroom.fit(model, optimizer, budget_bytes, profile=profile, meter_every=1, **options)
+        room = elbowroom.fit(model, optimizer, budget_bytes, profile=profile, **options)
     losses = []
     for index in range(steps):
         if index == steps - 1:

@@ -13,9 +13,9 @@ from torch import nn
 from torch.testing._internal.two_tensor import TwoTensor
 
 import elbowroom
+from benchmarks.profiler_meter import ProfilerMeter
 from elbowroom.errors import UsageError
 from elbowroom.hooks.identity import get_plain_storage, unwrap
-from elbowroom.hooks.meter import CpuMeter
 from elbowroom.ir.hardware import HardwareProfile
 from elbowroom.tracing.residents import list_resident_tensors, list_residents
 
@@ -133,7 +133,7 @@ def test_parameters_that_wrap_tensors_are_counted_by_those(profile: HardwareProf
     residents = list_resident_tensors(model, [optimizer])
     assert len(residents) == 3 * 4 and not any(isinstance(each, TwoTensor) for each in residents)
     assert {id(each) for each in residents} == {id(each) for each, _, _ in list_residents(model, [optimizer])}
-    meter = CpuMeter()
+    meter = ProfilerMeter()
     meter.start(residents)
     meter.stop()
     assert meter.peak_bytes == 4 * 4 * (2 * WIDTH * WIDTH + WIDTH)

@@ -63,7 +63,7 @@ class Runner:
         self._budget = HUGE
 
     def fit(self, model: nn.Module, optimizers: Optimizers, **options: Any) -> Room:
-        options = {"min_offload_bytes": 1, "meter_every": 1, "profile": self.profile} | options
+        options = {"min_offload_bytes": 1, "profile": self.profile} | options
         if self.way == "pressed":
             options |= {"mode": "dynamic", "policy": "dtr"}
         strategy = self.way if self.way.endswith("_all") else "auto:effort=0.1"  # any plan will do

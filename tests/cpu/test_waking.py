@@ -40,7 +40,17 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer, rows: int) -> None:
 
 
 def fit(model: nn.Module, optimizer: torch.optim.Optimizer, budget: int, **options: Any) -> Room:
-    return elbowroom.fit(model, optimizer, budget, **({"min_offload_bytes": 1, "meter_every": 1} | options))
+    return elbowroom.fit(
+        model,
+        optimizer,
+        budget,
+        **(
+            {
+                "min_offload_bytes": 1,
+            }
+            | options
+        ),
+    )
 
 
 def test_a_plan_drops_what_this_step_does_not_have(profile: HardwareProfile) -> None:

@@ -27,7 +27,6 @@ def train(name: str, way: str, profile: str, arena: Any) -> dict[str, Any]:
     if way == "room":
         room = elbowroom.fit(
             model, optimizer, 1 << 40, profile=elbowroom.load(HardwareProfile, profile), strategy="offload_all",
-            meter_every=1,
         )  # fmt: skip
     losses, peaks = [], []
     for _ in range(STEPS):

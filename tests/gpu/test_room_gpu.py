@@ -145,7 +145,7 @@ def train(name: str, room_for: Callable[[Made], Room | None]) -> tuple[list[torc
 
 
 def fit(made: Made, budget_bytes: int, machine: HardwareProfile, **options: object) -> Room:
-    return elbowroom.fit(made[0], made[1], budget_bytes, profile=machine, meter_every=1, **options)
+    return elbowroom.fit(made[0], made[1], budget_bytes, profile=machine, **options)
 
 
 def find_range(name: str, machine: HardwareProfile) -> tuple[int, int]:
@@ -306,7 +306,7 @@ if not budget:
 cap = budget + budget // 10 + (64 << 20)
 torch.cuda.set_per_process_memory_fraction(cap / torch.cuda.get_device_properties(0).total_memory)
 torch.cuda.reset_peak_memory_stats()
-room = elbowroom.fit(made.model, made.optimizer, budget, profile=profile, meter_every=0)
+room = elbowroom.fit(made.model, made.optimizer, budget, profile=profile)
 peaks = []
 for _ in range(8):
     with room.step():

@@ -21,7 +21,6 @@ def test_the_environment() -> None:
         "ELBOWROOM_SPILL_FOLDER": "/somewhere",
         "ELBOWROOM_HOST_BYTES": "2GiB",
         "ELBOWROOM_MIN_OFFLOAD_BYTES": "1MiB",
-        "ELBOWROOM_METER_EVERY": "7",
         "ELBOWROOM_SETTLING_STEPS": "2",
         "ELBOWROOM_ALWAYS_WATCH": "1",
         "ELBOWROOM_RELEASE_PAGES": "1",
@@ -33,7 +32,6 @@ def test_the_environment() -> None:
         spill_folder="/somewhere",
         host_bytes=2 << 30,
         min_offload_bytes=1 << 20,
-        meter_every=7,
         settling_steps=2,
         always_watch=True,
         release_pages=True,
@@ -41,9 +39,9 @@ def test_the_environment() -> None:
 
 
 def test_what_is_given_comes_first() -> None:
-    environment = {"ELBOWROOM_STRATEGY": "offload_all", "ELBOWROOM_METER_EVERY": "not even a number"}
-    found = read_config(environment, strategy="keep_all", meter_every=0, spill_folder=None)
-    assert (found.strategy, found.meter_every) == ("keep_all", 0)
+    environment = {"ELBOWROOM_STRATEGY": "offload_all", "ELBOWROOM_SETTLING_STEPS": "not even a number"}
+    found = read_config(environment, strategy="keep_all", settling_steps=5, spill_folder=None)
+    assert (found.strategy, found.settling_steps) == ("keep_all", 5)
 
 
 def test_every_option_can_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -73,10 +71,10 @@ def test_paths_and_zero() -> None:
         ("host_bytes", False),
         ("min_offload_bytes", float("nan")),
         ("min_offload_bytes", []),
-        ("meter_every", "often"),
-        ("meter_every", -1),
-        ("meter_every", 1.5),
-        ("meter_every", True),
+        ("settling_steps", "often"),
+        ("settling_steps", -1),
+        ("settling_steps", 1.5),
+        ("settling_steps", True),
         ("settling_steps", 0),
         ("settling_steps", ""),
         ("release_pages", "maybe"),

@@ -1,19 +1,18 @@
 """Measures the real bytes and seconds of a running step, and of each of its ops.
 
-On CUDA the allocator keeps counts. On a CPU nobody does, but PyTorch's profiler reports every allocation and release
-that goes through its allocator, those inside kernels included; and the system knows the peak of resident memory.
+The allocator keeps counts: on CUDA PyTorch's, on a CPU the room's ledger. The system knows the peak of resident memory.
 """
 
 from __future__ import annotations
 
-import os
-import threading
 import time
 from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
 import numpy as np
 import torch
+
+from elbowroom.hooks.ledger import CpuLedger, CudaLedger, make_ledger
 
 HEAD_START_CYCLES = 200_000
 """Of a CUDA device, before each op that is timed: about a tenth of a millisecond, more than handing out most ops."""
@@ -23,22 +22,25 @@ class Meter(Protocol):
     """Counts bytes during one step. Ops are told of one by one, or not at all.
 
     Attributes:
-        peak_bytes: most bytes on the device at once; 0 before `stop` and if they could not be measured.
+        peak_bytes: most bytes on the device at once; 0 before `stop`.
         resident_bytes: the process's peak resident memory (CPU), or the allocator's peak reserved bytes (CUDA).
-        base_bytes: what the allocator had handed out when the meter started; 0 where it does not tell (CPU).
+        base_bytes: what was there when the meter started.
+        is_detailed: whether ops are told of, or moments are asked for.
     """
 
     peak_bytes: int
     resident_bytes: int
-    base_bytes: int
+    is_detailed: bool
 
-    def start(self, there: Iterable[torch.Tensor] = (), other_bytes: int = 0) -> None:
-        """Begin to count.
+    @property
+    def base_bytes(self) -> int: ...
 
-        Args:
-            there: what is on the device now, for where the allocator does not tell.
-            other_bytes: what is there besides.
-        """
+    def start(self) -> None:
+        """Begin to count."""
+        ...
+
+    def adopt(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Count tensors that may have been there before anything was counted."""
         ...
 
     def begin_op(self) -> Any:
@@ -67,52 +69,46 @@ class Meter(Protocol):
         ...
 
 
-def make_meter(device: torch.device) -> Meter:
-    """The meter for a device."""
-    return CudaMeter(device) if device.type == "cuda" else CpuMeter()
+def make_meter(
+    device: torch.device, ledger: CpuLedger | CudaLedger | None = None, *, is_detailed: bool = True
+) -> Meter:
+    """Return a meter for a device.
 
-
-_PROFILING = threading.Lock()
-"""Held by the one meter of this process that runs a profiler."""
+    Args:
+        ledger: counts the bytes; one of the meter's own if it is None.
+        is_detailed: whether ops are told of, or moments are asked for.
+    """
+    found = make_ledger(device) if ledger is None else ledger
+    if isinstance(found, CpuLedger):
+        return CpuMeter(found, is_detailed=is_detailed)
+    return CudaMeter(device, is_detailed=is_detailed)
 
 
 class CpuMeter:
-    """Reads every allocation from the profiler; if another profiler is running, counts no tensor bytes."""
+    """Reads a ledger."""
 
-    def __init__(self) -> None:
-        self.peak_bytes = self.resident_bytes = self.base_bytes = 0
+    def __init__(self, ledger: CpuLedger, *, is_detailed: bool = True) -> None:
+        self.peak_bytes = self.resident_bytes = 0
+        self._ledger, self._scope, self.is_detailed = ledger, ledger.scope, is_detailed
         self._begins: list[int] = []
         self._ends: list[int] = []
-        self._is_running = False
-        self._there: dict[int, int] = {}  # bytes by address
-        self._other_bytes = self._begin = 0
-        self._times = np.zeros(0, dtype=np.int64)
-        self._live = np.zeros(0, dtype=np.int64)
+        self._live_before = self._adopted_before = 0
+        self._times = self._live = np.zeros(0, dtype=np.int64)
 
-    def start(self, there: Iterable[torch.Tensor] = (), other_bytes: int = 0) -> None:
-        self._there = {
-            tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
-            for tensor in there
-            if tensor.layout is torch.strided and tensor.device.type == "cpu"
-        }
-        self._other_bytes = other_bytes
+    @property
+    def base_bytes(self) -> int:
+        """What was there when the meter started, as far as that is known by now."""
+        return int(self._live_before + self._scope.adopted_bytes - self._adopted_before)
+
+    def adopt(self, tensors: Iterable[torch.Tensor]) -> None:
+        self._ledger.adopt(tensors)
+
+    def start(self) -> None:
         reset_resident_peak()
-        # Of profilers in other threads PyTorch does not say that they run, and two at once end the process.
-        if torch._C._autograd._profiler_enabled() or not _PROFILING.acquire(blocking=False):
-            return
-        # Kineto writes a line to the terminal whenever it starts and stops, unless it is told not to.
-        os.environ.setdefault("KINETO_LOG_LEVEL", "99")
-        # As torch.autograd.profiler.profile(profile_memory=True) does it, but for the ops themselves, which would take
-        # as much time again as the allocations that are asked for.
-        config = torch.autograd.profiler.profile(use_cpu=True, profile_memory=True, acc_events=False).config()
-        activities = {torch._C._profiler.ProfilerActivity.CPU}
-        try:
-            torch._C._autograd._prepare_profiler(config, activities)
-            torch._C._autograd._enable_profiler(config, activities, {torch._C._profiler.RecordScope.USER_SCOPE})  # type: ignore[call-arg]
-        except BaseException:
-            _PROFILING.release()
-            raise
-        self._is_running, self._begin = True, time.time_ns()
+        self._scope.reset_peak()
+        self._live_before, self._adopted_before = self._scope.live_bytes, self._scope.adopted_bytes
+        if self.is_detailed:
+            self._scope.set_recording(True)
 
     def begin_op(self) -> int:
         return time.time_ns()
@@ -122,33 +118,10 @@ class CpuMeter:
         self._ends.append(time.time_ns())
 
     def stop(self) -> None:
-        self.resident_bytes = read_resident_peak()
-        if not self._is_running:
-            return
-        self._is_running = False
-        try:
-            pending: list[Any] = torch._C._autograd._disable_profiler().experimental_event_tree()
-        finally:
-            _PROFILING.release()
-        events = []
-        while pending:
-            event = pending.pop()
-            pending += event.children  # optimizers mark their steps, and what is made in one lies below the mark
-            if event.tag == torch._C._profiler._EventType.Allocation and event.extra_fields.device.type == "cpu":
-                events.append((event.start_time_ns, event.extra_fields))
-        events.sort(key=lambda event: event[0])
-        live = self._other_bytes + sum(self._there.values())
-        times, lives, known = [self._begin], [live], dict(self._there)
-        for nanoseconds, block in events:
-            if block.alloc_size > 0:
-                known[block.ptr] = block.alloc_size
-                live += block.alloc_size
-            else:
-                live -= known.pop(block.ptr, 0)  # what nobody knew of was not counted either
-            times.append(nanoseconds)
-            lives.append(live)
-        self._times, self._live = np.array(times, dtype=np.int64), np.array(lives, dtype=np.int64)
-        self.peak_bytes = max(lives)
+        self.peak_bytes, self.resident_bytes = int(self._scope.peak_bytes), read_resident_peak()
+        if self.is_detailed:
+            self._times, self._live = (np.frombuffer(each, dtype=np.int64) for each in self._scope.take_changes())
+            self._scope.set_recording(False)
 
     def timeline(self) -> tuple[list[float], list[int]]:
         """Every allocation and release of the step: when (in seconds), and the bytes then on."""
@@ -185,13 +158,16 @@ class CudaMeter:
             the step shows, such as the workspaces that cuBLAS keeps for each thread.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, *, is_detailed: bool = True) -> None:
         self.peak_bytes = self.resident_bytes = self.base_bytes = 0
-        self._device = device
+        self._device, self.is_detailed = device, is_detailed
         self._spans: list[tuple[Any, Any]] = []
         self._inner: list[int] = []
 
-    def start(self, there: Iterable[torch.Tensor] = (), other_bytes: int = 0) -> None:
+    def adopt(self, tensors: Iterable[torch.Tensor]) -> None:
+        pass  # the allocator counts all
+
+    def start(self) -> None:
         torch.cuda.reset_peak_memory_stats(self._device)
         self.base_bytes = torch.cuda.memory_allocated(self._device)
 
@@ -216,7 +192,8 @@ class CudaMeter:
         self._inner.append(torch.cuda.max_memory_allocated(self._device) - before)
 
     def stop(self) -> None:
-        torch.cuda.synchronize(self._device)
+        if self.is_detailed:
+            torch.cuda.synchronize(self._device)  # or the times of ops cannot be read
         self._note_peak()
 
     def _note_peak(self) -> None:

@@ -79,6 +79,7 @@ class OnlineEngine(Engine):
     account_class, historian_class, calm_class, past_class = Account, Historian, Calm, Past
     _online: Online | None = None
     _guide: Guided | None = None
+    _is_running = True
     recorder: Recorder | None = None
 
     def __init__(
@@ -228,6 +229,26 @@ class OnlineEngine(Engine):
                     self._catch_up()
                 self._make_room(nbytes, str(func))
 
+    def free(self, requested_bytes: int, missing_bytes: int) -> bool:
+        """Free memory for a request that would go over the budget, in whatever thread and op that comes.
+
+        Returns:
+            Whether anything has left; False once the step is over.
+
+        Raises:
+            Infeasible: everything that may leave has left, and there is not enough.
+        """
+        with self._lock:
+            if not self._is_running:
+                return False
+            if not self.is_awake:
+                self._follower.leave(f"{requested_bytes} bytes were asked for, for which its plan has no room")
+            self._drain()
+            if self._past is not None:
+                self._catch_up()
+            self._evict(missing_bytes, f"a request of {requested_bytes} bytes", requested_bytes, self._budget_bytes)
+            return True
+
     def _find_room(self, nbytes: int, what: str) -> None:
         """For what comes back: by its plan there is room for it, if the step takes no more than that."""
         if not self.is_awake and not self.account.has_room(nbytes, self._alarm_bytes):
@@ -236,11 +257,15 @@ class OnlineEngine(Engine):
 
     def _make_room(self, nbytes: int, what: str) -> None:
         while (missing := self.account.live_bytes + nbytes - (limit_bytes := self.account.limit_bytes)) > 0:
-            actions = self._machine.feed(PressureRaised(missing, self.saves + self.needs))
-            if not actions:
-                here, round_up, stuck = self._list_here(), self.account.round, self._facts.stuck
-                raise explain_shortage(what, nbytes, missing, limit_bytes, here, round_up, stuck, self.refusal)
-            self._carry_out(actions)
+            self._evict(missing, what, nbytes, limit_bytes)
+
+    def _evict(self, missing_bytes: int, what: str, nbytes: int, limit_bytes: int) -> None:
+        """Let something leave, for `what` takes `nbytes`, of which there is no room for so many."""
+        actions = self._machine.feed(PressureRaised(missing_bytes, self.saves + self.needs))
+        if not actions:
+            here, round_up, stuck = self._list_here(), self.account.round, self._facts.stuck
+            raise explain_shortage(what, nbytes, missing_bytes, limit_bytes, here, round_up, stuck, self.refusal)
+        self._carry_out(actions)
 
     def _may_move(self, storage: int) -> bool:
         """As in any step; while awake what outlives the step is marked, and need not be listed."""
@@ -366,6 +391,7 @@ class OnlineEngine(Engine):
             dropped = [residence for residence in self._bound.values() if residence.recording is not None]
             if not self.is_awake and not dropped:
                 self._alarm_bytes = NO_LIMIT  # it goes on as planned, if there is anything left of it
+                self._is_running = False
                 self._free_unused(() if self._past is None else self._past.list_guests())
                 if not self._bound:
                     self._break_cycles()
@@ -383,6 +409,7 @@ class OnlineEngine(Engine):
                 for residence in list(self._bound.values()):
                     self._forget_recording(residence)
                 self.account.limit_bytes = NO_LIMIT
+                self._is_running = False
                 self._break_cycles()
 
     def _break_cycles(self) -> None:

@@ -61,12 +61,13 @@ class LiveCapture:
 def add_outside(trace: Trace, base_bytes: int) -> Trace:
     """A trace that also counts what the device held before the step and no storage of it stands for.
 
-    On CUDA: the workspaces that cuBLAS keeps for each thread, and whatever else the program has there.
+    On CUDA that is the workspaces that cuBLAS keeps for each thread, and everywhere what else the program has there.
 
     Args:
-        base_bytes: what was allocated when the step began; 0 where the allocator does not tell.
+        base_bytes: what was allocated when the step began.
     """
-    known_bytes = sum(-(-storage.nbytes // 512) * 512 for storage in trace.storages if storage.created < 0)
+    block = 512 if trace.device == "cuda" else 1  # bytes: the caching allocator hands out multiples of it
+    known_bytes = sum(-(-storage.nbytes // block) * block for storage in trace.storages if storage.created < 0)
     if base_bytes <= known_bytes:
         return trace
     outside = Storage(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -73,6 +74,18 @@ def _list_updated(optimizer: Optimizer) -> list[torch.Tensor]:
 
 def _iterate_state(optimizer: Optimizer) -> Iterator[tuple[str, torch.Tensor]]:
     for state in optimizer.state.values():
-        for key, each in state.items():
-            if isinstance(each, torch.Tensor):
+        for key, value in state.items():
+            for each in _iterate_tensors(value):
                 yield str(key), each
+
+
+def _iterate_tensors(value: object) -> Iterator[torch.Tensor]:
+    """The tensors of one entry: L-BFGS keeps lists of them, Shampoo dictionaries."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (list, tuple, deque)):
+        for each in value:
+            yield from _iterate_tensors(each)
+    elif isinstance(value, dict):
+        for each in value.values():
+            yield from _iterate_tensors(each)

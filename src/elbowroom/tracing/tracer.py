@@ -255,6 +255,8 @@ class Tracer(TorchDispatchMode):
             seen = _Seen(len(self._seen), storage.nbytes(), role, created, label)
             self._seen.append(seen)
             self._identities.put(storage, seen)
+            if created < 0 and self._meter is not None:
+                self._meter.adopt((tensor,))
         return seen
 
     def _view(self, tensor: torch.Tensor, created: int = -1, label: str = "input") -> View | None:

@@ -65,7 +65,8 @@ def run_plain(
             expected_seconds = (time.perf_counter() - begun) * (step + 2) / max(step, 1)
             is_last = step + 1 >= steps or (step + 1 >= LEAST_STEPS and expected_seconds > patience_seconds)
             if is_last:
-                meter.start(list_base(workload))
+                meter.adopt(list_base(workload))
+                meter.start()
             begin = time.perf_counter()
             # No loss stays behind as a tensor: one that is freed while the meter runs was never seen by it.
             losses.append(float(workload.step()))

@@ -1,0 +1,104 @@
+"""Counts what a room's steps hold on their device, byte for byte and in all threads.
+
+On a CPU the ledger is the allocator itself: an extension in C++ stands before PyTorch's own allocator and counts every
+block, whatever allocates it. On CUDA the caching allocator keeps such counts.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, Protocol
+
+import torch
+
+from elbowroom.native import library
+
+NO_LIMIT = 1 << 60
+"""Bytes: more than any machine has."""
+
+MakeRoom = Callable[[int, int], bool]
+"""Called with the bytes of a request and the bytes that are missing. Frees memory and returns True, raises, or returns
+False to let the request pass."""
+
+
+class Ledger(Protocol):
+    """Counts the bytes of one room."""
+
+    def adopt(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Count tensors that were there before. Each storage is counted once, however often it is given."""
+        ...
+
+    def counting(self, limit_bytes: int, make_room: MakeRoom) -> contextlib.AbstractContextManager[None]:
+        """Return a context in which this thread's allocations are the room's, and no more than a limit is held.
+
+        Args:
+            limit_bytes: of all that the room holds.
+            make_room: asked before a request that would go beyond it.
+        """
+        ...
+
+    def close(self) -> None:
+        """End."""
+        ...
+
+
+class CpuLedger:
+    """Counts what the CPU's allocator hands out.
+
+    What threads allocate that are in no room's step counts for every room. What was there before counts once it is
+    adopted.
+
+    Attributes:
+        scope: of the extension; has `live_bytes` and `peak_bytes`.
+    """
+
+    def __init__(self) -> None:
+        self._native = library.load()
+        self.scope: Any = self._native.make_scope()
+        self._make_room: MakeRoom | None = None
+        self.scope.set_make_room(self._ask)
+
+    def adopt(self, tensors: Iterable[torch.Tensor]) -> None:
+        for tensor in tensors:
+            if tensor.layout is torch.strided and tensor.device.type == "cpu":
+                self.scope.adopt(tensor.untyped_storage())
+
+    @contextlib.contextmanager
+    def counting(self, limit_bytes: int, make_room: MakeRoom) -> Iterator[None]:
+        before = self._native.enter_scope(self.scope)
+        self._make_room, self.scope.limit_bytes = make_room, limit_bytes
+        try:
+            yield
+        finally:
+            self.scope.limit_bytes, self._make_room = NO_LIMIT, None
+            self._native.enter_scope(before)
+
+    def _ask(self, requested_bytes: int, missing_bytes: int) -> bool:
+        make_room = self._make_room  # None where the step has ended meanwhile
+        return make_room is not None and make_room(requested_bytes, missing_bytes)
+
+    def close(self) -> None:
+        self.scope.close()
+
+
+class CudaLedger:
+    """Leaves counting to PyTorch's caching allocator, which asks nobody for room."""
+
+    def adopt(self, tensors: Iterable[torch.Tensor]) -> None:
+        pass
+
+    def counting(self, limit_bytes: int, make_room: MakeRoom) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+    def close(self) -> None:
+        pass
+
+
+def make_ledger(device: torch.device) -> CpuLedger | CudaLedger:
+    """Return the ledger for a device.
+
+    Raises:
+        UsageError: the extension that counts on a CPU can be neither found nor compiled.
+    """
+    return CudaLedger() if device.type == "cuda" else CpuLedger()

@@ -1,0 +1,112 @@
+// What Python sees of the ledger.
+#include <ATen/Parallel.h>
+#include <pybind11/pybind11.h>
+#include <torch/csrc/DynamicTypes.h>
+#include <torch/csrc/Exceptions.h>
+#include <torch/csrc/Storage.h>
+
+#include <cstring>
+#include <stdexcept>
+#include <utility>
+#include <vector>
+
+#include "ledger.h"
+
+namespace elbowroom {
+
+namespace py = pybind11;
+
+namespace {
+
+// Calls Python from an allocation, in whatever thread that is. What Python raises passes through the op that allocates.
+class CallPython {
+ public:
+  explicit CallPython(PyObject* callable) : callable_(callable) {}
+
+  bool operator()(int64_t requested, int64_t missing) const {
+    if (!can_call()) return false;
+    const py::gil_scoped_acquire gil;
+    PyObject *type = nullptr, *value = nullptr, *traceback = nullptr;
+    PyErr_Fetch(&type, &value, &traceback);  // an allocation may be part of handling an error
+    PyObject* result = PyObject_CallFunction(
+        callable_, "LL", static_cast<long long>(requested), static_cast<long long>(missing));
+    if (result == nullptr) {
+      Py_XDECREF(type), Py_XDECREF(value), Py_XDECREF(traceback);
+      python_error error;
+      error.persist();
+      throw error;
+    }
+    const bool goes_on = PyObject_IsTrue(result) == 1;
+    Py_DECREF(result);
+    PyErr_Restore(type, value, traceback);
+    return goes_on;
+  }
+
+ private:
+  static bool can_call() {
+    if (!Py_IsInitialized()) return false;
+#if PY_VERSION_HEX >= 0x030D0000
+    if (Py_IsFinalizing()) return false;
+#else
+    if (_Py_IsFinalizing()) return false;
+#endif
+    // A worker of a parallel loop must not wait for the lock that the loop's caller may hold.
+    return PyGILState_Check() == 1 || !at::in_parallel_region();
+  }
+
+  PyObject* callable_;  // for ever: a scope is never destroyed
+};
+
+const c10::Storage& unpack(const py::object& storage) {
+  if (!THPStorage_Check(storage.ptr())) throw py::type_error("adopt() takes an UntypedStorage");
+  return THPStorage_Unpack(storage.ptr());
+}
+
+py::tuple take_changes(Scope& scope) {
+  const std::vector<Change> changes = scope.take_changes();
+  std::vector<int64_t> times, lives;
+  times.reserve(changes.size()), lives.reserve(changes.size());
+  for (const Change& each : changes) {
+    times.push_back(each.nanoseconds);
+    lives.push_back(each.live_bytes);
+  }
+  const auto pack = [](const std::vector<int64_t>& values) {
+    return py::bytes(reinterpret_cast<const char*>(values.data()), values.size() * sizeof(int64_t));
+  };
+  return py::make_tuple(pack(times), pack(lives));
+}
+
+}  // namespace
+
+void bind_ledger(py::module_& module) {
+  py::class_<Scope, std::unique_ptr<Scope, py::nodelete>>(
+      module, "Scope", "Counts the bytes that one room's steps have allocated and not yet freed.")
+      .def_property_readonly("live_bytes", &Scope::live_bytes)
+      .def_property_readonly("adopted_bytes", &Scope::adopted_bytes)
+      .def_property_readonly("peak_bytes", &Scope::peak_bytes)
+      .def_property("limit_bytes", &Scope::limit_bytes, &Scope::set_limit)
+      .def("reset_peak", &Scope::reset_peak, "Let `peak_bytes` begin at what is live now.")
+      .def(
+          "set_make_room",
+          [](Scope& scope, const py::function& make_room) {
+            scope.set_make_room(CallPython(make_room.inc_ref().ptr()));
+          },
+          py::arg("make_room"),
+          "Call `make_room(requested_bytes, missing_bytes)` before a request that would go over the limit. It frees "
+          "memory and returns True, raises, or returns False to let the request pass.")
+      .def("set_recording", &Scope::set_recording, py::arg("is_recording"), "Record every change of the live bytes, or no more.")
+      .def("take_changes", &take_changes, "Times (nanoseconds) and live bytes so far, as the bytes of int64 arrays.")
+      .def(
+          "adopt",
+          [](Scope& scope, const py::object& storage) { return Ledger::get().adopt(unpack(storage), scope); },
+          py::arg("storage"), "Count a storage that was there before. Returns whether it was not counted already.")
+      .def("close", [](Scope& scope) { Ledger::get().close_scope(scope); }, "No limit from now on.");
+  module.def(
+      "make_scope", [] { return &Ledger::get().make_scope(); }, py::return_value_policy::reference,
+      "Register the ledger as the CPU's allocator, if it is not yet, and make a scope.");
+  module.def(
+      "enter_scope", &Ledger::enter, py::return_value_policy::reference, py::arg("scope"),
+      "Let a scope count what this thread allocates, or every scope if it is None. Returns the one before.");
+}
+
+}  // namespace elbowroom

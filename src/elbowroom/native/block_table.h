@@ -1,0 +1,83 @@
+// The living blocks of the ledger, by address.
+#pragma once
+
+#include <c10/core/Allocator.h>
+
+#include <array>
+#include <cstddef>
+#include <cstdint>
+#include <mutex>
+#include <optional>
+#include <unordered_map>
+
+namespace elbowroom {
+
+class Scope;
+
+struct Block {
+  c10::DataPtr memory;  // from the allocator below
+  int64_t nbytes = 0;
+  Scope* scope = nullptr;  // null if a thread allocated it that was in no scope
+  int64_t epoch = 0;       // how many scopes had been made by then
+};
+
+// Spread over locks of its own, since threads allocate at the same time.
+class BlockTable {
+ public:
+  void put(void* address, Block block) {
+    Shard& shard = find_shard(address);
+    const std::lock_guard<std::mutex> guard(shard.mutex);
+    shard.blocks.emplace(address, std::move(block));
+  }
+
+  std::optional<Block> take(void* address) {
+    Shard& shard = find_shard(address);
+    const std::lock_guard<std::mutex> guard(shard.mutex);
+    const auto found = shard.blocks.find(address);
+    if (found == shard.blocks.end()) return std::nullopt;
+    std::optional<Block> block(std::move(found->second));
+    shard.blocks.erase(found);
+    return block;
+  }
+
+  // What is known of a block, without its memory.
+  struct Owner {
+    int64_t nbytes;
+    Scope* scope;
+    int64_t epoch;
+  };
+
+  // Hand a block over to another scope. Returns who had it; nothing if there is no such block.
+  std::optional<Owner> move(void* address, Scope* scope) {
+    Shard& shard = find_shard(address);
+    const std::lock_guard<std::mutex> guard(shard.mutex);
+    const auto found = shard.blocks.find(address);
+    if (found == shard.blocks.end()) return std::nullopt;
+    Block& block = found->second;
+    return Owner{block.nbytes, std::exchange(block.scope, scope), block.epoch};
+  }
+
+  // Around a fork: the child must not inherit a lock that another thread holds.
+  void lock_all() {
+    for (Shard& shard : shards_) shard.mutex.lock();
+  }
+  void unlock_all() {
+    for (Shard& shard : shards_) shard.mutex.unlock();
+  }
+
+ private:
+  struct Shard {
+    std::mutex mutex;
+    std::unordered_map<void*, Block> blocks;
+  };
+
+  Shard& find_shard(void* address) {
+    // Blocks are 64 bytes apart at least.
+    const auto bits = reinterpret_cast<uintptr_t>(address) >> 6;
+    return shards_[(bits ^ (bits >> 9)) % shards_.size()];
+  }
+
+  std::array<Shard, 64> shards_;
+};
+
+}  // namespace elbowroom

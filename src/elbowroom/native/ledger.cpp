@@ -1,0 +1,124 @@
+#include "ledger.h"
+
+#include <c10/core/CPUAllocator.h>
+#include <pthread.h>
+
+#include <algorithm>
+#include <utility>
+
+namespace elbowroom {
+
+namespace {
+
+// The highest there is: whoever registers an allocator later with less is refused, and with as much wraps this one.
+constexpr uint8_t PRIORITY = 255;
+
+thread_local Scope* current = nullptr;
+
+}  // namespace
+
+Ledger& Ledger::get() {
+  static auto* ledger = [] {
+    auto* made = new Ledger();
+    c10::SetCPUAllocator(made, PRIORITY);
+    return made;
+  }();
+  return *ledger;
+}
+
+Ledger::Ledger() : below_(c10::GetCPUAllocator()) {
+  static Ledger* self = this;
+  pthread_atfork(
+      [] { self->scopes_mutex_.lock(), self->blocks_.lock_all(); },
+      [] { self->blocks_.unlock_all(), self->scopes_mutex_.unlock(); },
+      [] { self->blocks_.unlock_all(), self->scopes_mutex_.unlock(); });
+}
+
+c10::DataPtr Ledger::allocate(size_t nbytes) {
+  if (nbytes == 0) return below_->allocate(0);
+  const auto size = static_cast<int64_t>(nbytes);
+  Scope* scope = current;
+  const int64_t epoch = epoch_.load();
+  const std::vector<Scope*> scopes = scope == nullptr ? list_scopes(epoch) : std::vector<Scope*>{};
+  if (scope != nullptr) scope->request(size);
+  for (Scope* each : scopes) each->request(size);
+  c10::DataPtr memory = below_->allocate(nbytes);
+  void* address = memory.get();
+  const c10::Device device = memory.device();
+  blocks_.put(address, {std::move(memory), size, scope, epoch});
+  if (scope != nullptr) scope->add(size);
+  for (Scope* each : scopes) each->add(size);
+  return {address, address, &Ledger::release, device};
+}
+
+std::vector<Scope*> Ledger::list_scopes(int64_t epoch) {
+  std::vector<Scope*> found;
+  const std::lock_guard<std::mutex> guard(scopes_mutex_);
+  for (Scope* each : scopes_) {
+    if (each->epoch() <= epoch) found.push_back(each);
+  }
+  return found;
+}
+
+void Ledger::release(void* address) {
+  std::optional<Block> block = get().blocks_.take(address);
+  if (block.has_value()) get().remove(block->nbytes, block->scope, block->epoch);
+}
+
+void Ledger::remove(int64_t nbytes, Scope* scope, int64_t epoch) {
+  if (scope != nullptr) {
+    scope->remove(nbytes);
+    return;
+  }
+  for (Scope* each : list_scopes(epoch)) each->remove(nbytes);
+}
+
+c10::DeleterFnPtr Ledger::raw_deleter() const { return &Ledger::release; }
+
+void Ledger::copy_data(void* destination, const void* source, size_t count) const {
+  default_copy_data(destination, source, count);
+}
+
+Scope& Ledger::make_scope() {
+  const std::lock_guard<std::mutex> guard(scopes_mutex_);
+  auto* scope = new Scope(epoch_.load() + 1);
+  scopes_.push_back(scope);
+  epoch_.fetch_add(1);
+  return *scope;
+}
+
+void Ledger::close_scope(Scope& scope) {
+  scope.set_limit(NO_LIMIT);
+  const std::lock_guard<std::mutex> guard(scopes_mutex_);
+  scopes_.erase(std::remove(scopes_.begin(), scopes_.end(), &scope), scopes_.end());
+}
+
+Scope* Ledger::enter(Scope* scope) { return std::exchange(current, scope); }
+
+bool Ledger::adopt(const c10::Storage& storage, Scope& scope) {
+  c10::StorageImpl* impl = storage.unsafeGetStorageImpl();
+  void* address = impl->_mutable_data_ptr_no_checks().get();
+  if (address == nullptr || impl->device_type() != c10::DeviceType::CPU) return false;
+  if (const auto owner = blocks_.move(address, &scope)) {
+    if (owner->scope == &scope) return false;
+    // What was allocated in no scope may be counted here already.
+    const bool is_counted = owner->scope == nullptr && owner->epoch >= scope.epoch();
+    remove(owner->nbytes, owner->scope, owner->epoch);
+    is_counted ? scope.add(owner->nbytes) : scope.add_adopted(owner->nbytes);
+    return !is_counted;
+  }
+  c10::DataPtr& memory = impl->_mutable_data_ptr_no_checks();
+  // Memory that is mapped, shared, lazily cloned or another library's is known by its context, which has to stay.
+  if (memory.get_context() != address) {
+    return scope.add_external(storage);
+  }
+  const auto nbytes = static_cast<int64_t>(impl->nbytes());
+  const c10::Device device = memory.device();
+  c10::DataPtr counted(address, address, &Ledger::release, device);
+  blocks_.put(address, {impl->set_data_ptr(std::move(counted)), nbytes, &scope, epoch_.load()});
+  impl->set_allocator(this);
+  scope.add_adopted(nbytes);
+  return true;
+}
+
+}  // namespace elbowroom

@@ -1,0 +1,49 @@
+// The CPU's allocator, in front of the one that was there: counts every block, and asks for room before it is short.
+#pragma once
+
+#include <c10/core/Allocator.h>
+
+#include <atomic>
+#include <mutex>
+#include <vector>
+
+#include "block_table.h"
+#include "scope.h"
+
+namespace elbowroom {
+
+class Ledger final : public c10::Allocator {
+ public:
+  // The one of this process. It is registered at the first call, and stays: its blocks may outlive every room.
+  static Ledger& get();
+
+  c10::DataPtr allocate(size_t nbytes) override;
+  c10::DeleterFnPtr raw_deleter() const override;
+  void copy_data(void* destination, const void* source, size_t count) const override;
+
+  // A new scope. It is never destroyed, since blocks refer to it, but may be closed.
+  Scope& make_scope();
+  void close_scope(Scope& scope);
+
+  // What this thread allocates belongs to the scope from now on, to every scope if it is null. Returns the one before.
+  static Scope* enter(Scope* scope);
+
+  // Count a storage that was there before. Returns whether it was not counted for this scope already.
+  bool adopt(const c10::Storage& storage, Scope& scope);
+
+ private:
+  Ledger();
+
+  static void release(void* address);
+  // The open scopes that count what was allocated in no scope at this epoch.
+  std::vector<Scope*> list_scopes(int64_t epoch);
+  void remove(int64_t nbytes, Scope* scope, int64_t epoch);
+
+  c10::Allocator* below_;
+  BlockTable blocks_;
+  std::mutex scopes_mutex_;
+  std::vector<Scope*> scopes_;  // that are open
+  std::atomic<int64_t> epoch_{0};
+};
+
+}  // namespace elbowroom

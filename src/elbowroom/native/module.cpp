@@ -1,0 +1,11 @@
+// The extension's Python side.
+#include <pybind11/pybind11.h>
+
+namespace elbowroom {
+void bind_ledger(pybind11::module_& module);
+}
+
+PYBIND11_MODULE(_native, module) {
+  module.doc() = "The C++ side of Elbowroom: a counting allocator.";
+  elbowroom::bind_ledger(module);
+}

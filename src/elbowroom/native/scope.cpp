@@ -1,0 +1,103 @@
+#include "scope.h"
+
+#include <time.h>
+
+#include <utility>
+
+namespace elbowroom {
+
+namespace {
+
+int64_t read_clock() {
+  timespec now{};
+  clock_gettime(CLOCK_REALTIME, &now);
+  return now.tv_sec * int64_t{1'000'000'000} + now.tv_nsec;
+}
+
+// A request that is made while room is made for another one is not refused: what makes room needs some itself.
+thread_local bool is_making_room = false;
+
+struct MakingRoom {
+  MakingRoom() { is_making_room = true; }
+  ~MakingRoom() { is_making_room = false; }
+};
+
+}  // namespace
+
+void Scope::reset_peak() {
+  sweep_external();
+  peak_bytes_.store(live_bytes(), std::memory_order_relaxed);
+}
+
+void Scope::request(int64_t nbytes) {
+  if (is_making_room || make_room_ == nullptr) return;
+  int64_t missing = live_bytes() + nbytes - limit_bytes();
+  if (missing <= 0) return;
+  missing -= sweep_external();
+  while (missing > 0) {
+    const MakingRoom guard;
+    if (!make_room_(nbytes, missing)) return;
+    missing = live_bytes() + nbytes - limit_bytes();
+  }
+}
+
+void Scope::add(int64_t nbytes) {
+  const int64_t live = bytes_.fetch_add(nbytes, std::memory_order_relaxed) + nbytes;
+  int64_t peak = peak_bytes_.load(std::memory_order_relaxed);
+  while (live > peak && !peak_bytes_.compare_exchange_weak(peak, live, std::memory_order_relaxed)) {
+  }
+  if (is_recording_.load(std::memory_order_relaxed)) record(live);
+}
+
+void Scope::add_adopted(int64_t nbytes) {
+  adopted_bytes_.fetch_add(nbytes, std::memory_order_relaxed);
+  add(nbytes);
+}
+
+void Scope::remove(int64_t nbytes) {
+  const int64_t live = bytes_.fetch_sub(nbytes, std::memory_order_relaxed) - nbytes;
+  if (is_recording_.load(std::memory_order_relaxed)) record(live);
+}
+
+void Scope::record(int64_t live) {
+  const std::lock_guard<std::mutex> guard(changes_mutex_);
+  changes_.push_back({read_clock(), live});
+}
+
+bool Scope::add_external(const c10::Storage& storage) {
+  const std::lock_guard<std::mutex> guard(external_mutex_);
+  const auto* impl = storage.unsafeGetStorageImpl();
+  for (const External& each : external_) {
+    if (each.storage._unsafe_get_target() == impl && !each.storage.expired()) return false;
+  }
+  const auto nbytes = static_cast<int64_t>(storage.nbytes());
+  external_.push_back({storage.getWeakStorageImpl(), nbytes});
+  add_adopted(nbytes);
+  return true;
+}
+
+int64_t Scope::sweep_external() {
+  const std::lock_guard<std::mutex> guard(external_mutex_);
+  int64_t gone = 0;
+  std::erase_if(external_, [&gone](const External& each) {
+    if (!each.storage.expired()) return false;
+    gone += each.nbytes;
+    return true;
+  });
+  if (gone > 0) remove(gone);
+  return gone;
+}
+
+void Scope::set_recording(bool is_recording) {
+  const std::lock_guard<std::mutex> guard(changes_mutex_);
+  changes_.clear();
+  if (is_recording) changes_.push_back({read_clock(), live_bytes()});
+  is_recording_.store(is_recording, std::memory_order_relaxed);
+}
+
+std::vector<Change> Scope::take_changes() {
+  const std::lock_guard<std::mutex> guard(changes_mutex_);
+  return std::exchange(changes_, {});
+}
+
+}  // namespace elbowroom

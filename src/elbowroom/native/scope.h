@@ -1,0 +1,80 @@
+// The bytes of one room: what its steps have allocated and not yet freed, and what other threads allocate meanwhile.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <functional>
+#include <limits>
+#include <mutex>
+#include <vector>
+
+#include <c10/core/Storage.h>
+
+namespace elbowroom {
+
+constexpr int64_t NO_LIMIT = std::numeric_limits<int64_t>::max() / 4;
+
+// One change of the live bytes.
+struct Change {
+  int64_t nanoseconds;  // of the realtime clock
+  int64_t live_bytes;
+};
+
+// Asked for room: bytes requested, bytes missing. Throws if it finds none; false if the request may pass all the same.
+using MakeRoom = std::function<bool(int64_t, int64_t)>;
+
+class Scope {
+ public:
+  // `epoch`: how many scopes there are with it. What was allocated before it, in no scope, is not counted.
+  explicit Scope(int64_t epoch) : epoch_(epoch) {}
+
+  int64_t epoch() const { return epoch_; }
+  int64_t live_bytes() const { return bytes_.load(std::memory_order_relaxed); }
+  // Bytes of storages that were there before and have been taken over so far.
+  int64_t adopted_bytes() const { return adopted_bytes_.load(std::memory_order_relaxed); }
+  int64_t peak_bytes() const { return peak_bytes_.load(std::memory_order_relaxed); }
+  void reset_peak();
+
+  void set_limit(int64_t nbytes) { limit_bytes_.store(nbytes, std::memory_order_relaxed); }
+  int64_t limit_bytes() const { return limit_bytes_.load(std::memory_order_relaxed); }
+  void set_make_room(MakeRoom make_room) { make_room_ = std::move(make_room); }
+
+  // Before a request. Throws what `make_room` throws.
+  void request(int64_t nbytes);
+
+  void add(int64_t nbytes);
+  void add_adopted(int64_t nbytes);
+  void remove(int64_t nbytes);
+
+  // Count a storage whose memory cannot be taken over, until it dies. False if it is counted already.
+  bool add_external(const c10::Storage& storage);
+
+  // Every change from now on, or none.
+  void set_recording(bool is_recording);
+  std::vector<Change> take_changes();
+
+ private:
+  int64_t sweep_external();
+
+  void record(int64_t live);
+
+  const int64_t epoch_;
+  std::atomic<int64_t> bytes_{0};
+  std::atomic<int64_t> adopted_bytes_{0};
+  std::atomic<int64_t> peak_bytes_{0};
+  std::atomic<int64_t> limit_bytes_{NO_LIMIT};
+  MakeRoom make_room_;
+
+  struct External {
+    c10::weak_intrusive_ptr<c10::StorageImpl> storage;
+    int64_t nbytes;
+  };
+  std::mutex external_mutex_;
+  std::vector<External> external_;
+
+  std::atomic<bool> is_recording_{false};
+  std::mutex changes_mutex_;
+  std::vector<Change> changes_;
+};
+
+}  // namespace elbowroom
