@@ -98,6 +98,7 @@ void* Arena::place(size_t offset, size_t nbytes) {
 
 // A block at an address, or null if not all of it is free.
 void* Arena::take_at(uintptr_t begin, size_t nbytes) {
+  if (find_segment(begin) == nullptr) return nullptr;
   for (const Segment* each = find_segment(begin); each != nullptr && each->begin < begin + nbytes; each = each->after)
     if (each->state != State::MAPPED && each->state != State::UNMAPPED) return nullptr;
   return map_between(begin, begin + nbytes) ? hand_out(find_segment(begin), begin, nbytes) : nullptr;
