@@ -30,7 +30,6 @@ from typing import Any
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 sys.path.insert(0, str(pathlib.Path(__file__).parents[1]))
 
-import torch
 from writing import write_results
 
 from elbowroom.hardware.memory import trim_allocator, tune_allocator

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import hashlib
 import importlib.util
+import mmap
 import pathlib
 import sysconfig
 from types import ModuleType
@@ -12,7 +14,6 @@ from types import ModuleType
 import torch
 
 import elbowroom
-
 from elbowroom import _compiler, _folders
 
 NAME = "_arena_for_tests"
@@ -50,3 +51,13 @@ def load() -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+def occupy(begin: int, nbytes: int) -> None:
+    """Map something else at an address, without access."""
+    libc = ctypes.CDLL(None)
+    libc.mmap.restype = ctypes.c_void_p
+    libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
+    fixed, reserves_nothing = 0x10, 0x4000
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | fixed | reserves_nothing
+    assert libc.mmap(begin, nbytes, 0, flags, -1, 0) == begin
