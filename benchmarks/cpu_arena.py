@@ -1,6 +1,6 @@
 """What does the CPU arena cost, and how much memory does the process take? Beside glibc's malloc in three settings.
 
-    python benchmarks/cpu_arena.py [--only NAME] [--ways glibc arena] [--rounds 5] [--output FILE.json]
+    python benchmarks/cpu_arena.py [--only NAME] [--ways glibc arena] [--rounds 5] [--pairs 15] [--output FILE.json]
 
 Plain PyTorch, no room: training steps with AdamW. `glibc`: as it comes; `kept` and `released`: as
 `hardware.memory.tune_allocator` sets it without and with `release_pages`; `arena`: blocks of 16 KiB and more from the
@@ -11,6 +11,9 @@ resident then is the start. `resident_bytes` is the highest resident memory from
 without the start; `file_bytes` of it are pages of files (code) that came later. `live_bytes` is the highest sum of the
 arena's blocks, which is the same job's in every way. Seconds are medians over the steps after the first two;
 `processor_seconds` are those of all threads, and less noisy where other jobs run.
+
+Processes differ by some per cent. So `pairs` are steps in one process, in turn with the arena and without: what a step
+takes beyond parameters and optimizer state comes from one or the other.
 """
 
 from __future__ import annotations
@@ -105,17 +108,39 @@ def measure(name: str, way: str, steps: int) -> dict[str, Any]:
     }
 
 
+def measure_pairs(name: str, pairs: int) -> dict[str, Any]:
+    """Steps with the arena and without in turn, in this process."""
+    from tests.native.arena_module import load
+
+    spec = {key: value for key, value in SPECS[name].items() if key != "small"}
+    load().use_arena(False)
+    workload = build(**spec)
+    ratios: dict[str, list[float]] = {"step_seconds": [], "processor_seconds": []}
+    for number in range(-UNMEASURED_STEPS, pairs):
+        taken = {}
+        for is_used in (True, False) if number % 2 else (False, True):
+            load().use_arena(is_used)
+            before, begin = time.process_time(), time.perf_counter()
+            workload.step()
+            taken[is_used] = time.perf_counter() - begin, time.process_time() - before
+        if number >= 0:
+            for field, arena, glibc in zip(ratios, taken[True], taken[False], strict=True):
+                ratios[field].append(arena / glibc)
+    found = {f"{field}_ratio": statistics.median(each) for field, each in ratios.items()}
+    return {"name": name, "way": "arena in turn with glibc", "pairs": pairs, **found}
+
+
 def count_faults() -> int:
     """Page faults of this process so far that needed no disk."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 
 
-def run_apart(name: str, way: str, steps: int) -> dict[str, Any]:
+def run_apart(*arguments: object) -> dict[str, Any]:
     """One run, in a process of its own."""
-    command = [sys.executable, __file__, "--measure", name, way, "--steps", str(steps)]
+    command = [sys.executable, __file__, *map(str, arguments)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode != 0:
-        raise SystemExit(f"{name}, {way}: {done.stderr[-2000:]}")
+        raise SystemExit(f"{arguments}: {done.stderr[-2000:]}")
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return found
 
@@ -155,20 +180,26 @@ def main() -> None:
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=8)
-    parser.add_argument("--measure", nargs=2, metavar=("NAME", "WAY"), help="one run in this process")
+    parser.add_argument("--pairs", type=int, default=15, help="of steps with and without the arena in one process")
+    parser.add_argument("--measure", nargs=2, metavar=("NAME", "WAY"), help="one run in this process; pairs are a way")
     parser.add_argument("--output", help="results as JSON")
     options = parser.parse_args()
     if options.measure:
-        print(json.dumps(measure(*options.measure, options.steps)))
+        name, way = options.measure
+        print(json.dumps(measure_pairs(name, options.pairs) if way == "pairs" else measure(name, way, options.steps)))
         return
     results = []
     for name in options.only:
         rounds = []
         for number in range(options.rounds):
             turn = options.ways if number % 2 == 0 else options.ways[::-1]
-            runs = {way: run_apart(name, way, options.steps) for way in turn}
+            runs = {way: run_apart("--measure", name, way, "--steps", options.steps) for way in turn}
             rounds.append({way: runs[way] for way in options.ways})
-        results += summarise(name, rounds)
+        if rounds:
+            results += summarise(name, rounds)
+        if options.pairs:
+            results.append(run_apart("--measure", name, "pairs", "--pairs", options.pairs))
+            print(results[-1], flush=True)
     write_results(options.output, results)
 
 

@@ -3,6 +3,8 @@
 #include <c10/core/CPUAllocator.h>
 #include <pybind11/pybind11.h>
 
+#include <atomic>
+
 #include "arena.h"
 
 namespace elbowroom {
@@ -22,12 +24,14 @@ class ArenaAllocator final : public c10::Allocator {
   }
 
   c10::DataPtr allocate(size_t nbytes) override {
-    void* const block = nbytes < LEAST_BYTES ? nullptr : Arena::get().allocate(nbytes);
+    void* const block = nbytes < LEAST_BYTES || !is_used ? nullptr : Arena::get().allocate(nbytes);
     if (block != nullptr) return {block, block, &release, c10::Device(c10::DeviceType::CPU)};
     c10::DataPtr memory = below_->allocate(nbytes);
     void* const address = memory.release_context();
     return {address, address, &release, c10::Device(c10::DeviceType::CPU)};
   }
+
+  std::atomic<bool> is_used = true;
 
   c10::DeleterFnPtr raw_deleter() const override { return &release; }
 
@@ -51,5 +55,11 @@ class ArenaAllocator final : public c10::Allocator {
 
 PYBIND11_MODULE(_arena_for_tests, module) {
   elbowroom::bind_arena(module);
-  module.def("use_arena", [] { c10::SetCPUAllocator(&elbowroom::ArenaAllocator::get(), 200); });
+  module.def(
+      "use_arena",
+      [](bool is_used) {
+        elbowroom::ArenaAllocator::get().is_used = is_used;
+        c10::SetCPUAllocator(&elbowroom::ArenaAllocator::get(), 200);
+      },
+      pybind11::arg("is_used") = true, "Blocks come from the arena from now on, or no longer.");
 }
