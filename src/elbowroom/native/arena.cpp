@@ -175,7 +175,8 @@ Segment* Arena::grow(size_t nbytes) {
 // The free segment that needs the fewest pages to have so many bytes, or nearly.
 Segment* Arena::find_growing(size_t nbytes) const {
   const auto count_free = [](const Segment* neighbour, uint8_t zone) {
-    return neighbour != nullptr && neighbour->state == State::UNMAPPED && neighbour->zone == zone ? neighbour->nbytes : 0;
+    const bool is_unmapped = neighbour != nullptr && neighbour->state == State::UNMAPPED && neighbour->zone == zone;
+    return is_unmapped ? neighbour->nbytes : 0;
   };
   Segment* segment = mapped_[FITTED].get_last();
   for (size_t looked_at = 0; segment != nullptr && looked_at < GROWING_LOOKED_AT; ++looked_at) {

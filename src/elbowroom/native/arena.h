@@ -58,7 +58,7 @@ class Arena {
   // A block at a multiple of the alignment. Null for no bytes, and if the kernel gives no memory.
   void* allocate(size_t nbytes);
 
-  // A block at an offset of the planned addresses, which `allocate` leaves alone; like `allocate` if it is not free there.
+  // A block at an offset of the planned addresses, which `allocate` leaves alone. Like `allocate` if that is not free.
   void* place(size_t offset, size_t nbytes);
 
   // Returns false, and does nothing, if no block begins there.
@@ -68,7 +68,7 @@ class Arena {
   bool owns(const void* address) const;
 
   // Mapped bytes stay within this from now on, if live blocks let them: what is free is given back before pages are
-  // added. With NO_LIMIT, within the highest live bytes so far and a thirty-second.
+  // added, and when a block is freed. With NO_LIMIT, within the highest live bytes so far and a thirty-second.
   void set_limit(size_t nbytes);
 
   // Give free pages back, the largest segments first, until at most so many free bytes are mapped. Returns the bytes.

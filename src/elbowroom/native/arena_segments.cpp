@@ -45,7 +45,7 @@ Segment* Arena::add_after(Segment* segment, uintptr_t begin, size_t nbytes) {
   return made;
 }
 
-// A part of a free segment as a segment of its own, which is in no tree of free ones. Null if there is no memory for it.
+// A part of a free segment as a segment of its own, in no tree of free ones. Null if there is no memory for that.
 Segment* Arena::cut(Segment* segment, uintptr_t begin, size_t nbytes) {
   if (!pool_.reserve(2)) return nullptr;
   const uintptr_t last = segment->end();

@@ -47,11 +47,11 @@ void bind_arena(py::module_& module) {
   const auto to_address = [](void* block) { return reinterpret_cast<uintptr_t>(block); };
   const auto to_block = [](uintptr_t address) { return reinterpret_cast<void*>(address); };
   using no_gil = py::call_guard<py::gil_scoped_release>;
-  py::class_<Arena, std::unique_ptr<Arena>>(module, "Arena", "CPU memory in few pages.")
+  py::class_<Arena, std::unique_ptr<Arena>>(module, "Arena", "CPU memory in few pages.", py::module_local())
       .def(py::init<>())
       .def(
-          "allocate", [=](Arena& arena, size_t nbytes) { return to_address(arena.allocate(nbytes)); }, py::arg("nbytes"),
-          no_gil(), "The address of a block; 0 if the system gives no memory.")
+          "allocate", [=](Arena& arena, size_t nbytes) { return to_address(arena.allocate(nbytes)); },
+          py::arg("nbytes"), no_gil(), "The address of a block; 0 if the system gives no memory.")
       .def(
           "place",
           [=](Arena& arena, size_t offset, size_t nbytes) { return to_address(arena.place(offset, nbytes)); },

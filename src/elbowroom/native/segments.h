@@ -6,8 +6,8 @@
 
 namespace elbowroom {
 
-// LIVE: handed out. MAPPED: free, and its pages may be resident. UNMAPPED: free, and has no pages, so it begins and ends
-// at the edge of a page. LOST: another mapping lies there.
+// LIVE: handed out. MAPPED: free, and its pages may be resident. UNMAPPED: free, and without pages, so it is made of
+// whole ones. LOST: another mapping lies there.
 enum class State : uint8_t { LIVE, MAPPED, UNMAPPED, LOST };
 
 struct Segment;
