@@ -1,10 +1,12 @@
 """Does anything hang, leak or train wrong after an exception? One is raised at each line of what moves bytes, in turn.
 
-    python benchmarks/faults.py [--ways offload recompute dynamic streams] [--errors KeyboardInterrupt MemoryError]
-        [--stride 1] [--most CASES] [--profile FILE.json] [--seconds 30] [--check]
+    python benchmarks/faults.py [--ways offload recompute dynamic streams]
+        [--errors KeyboardInterrupt MemoryError OSError] [--stride 1] [--most CASES] [--profile FILE.json]
+        [--seconds 30] [--check]
 
 A case is three steps of a small training job, or a random program on made-up streams. At the n-th line that the main
-thread runs in the watched files, an exception is raised, once; n goes from 1 to the end in strides. Afterwards two more
+thread runs in the watched files, an exception is raised, once; n goes from 1 to the end in strides. An OSError is
+raised instead of the n-th call of the system for the spill file, in whichever thread makes it. Afterwards two more
 steps are trained beside plain PyTorch, whose bits they must have, the room is detached, and no thread, spill file,
 saved-tensor hook, dispatch mode, pinned byte or mark may be left. A case that takes longer than --seconds hangs: it is
 counted, and the run goes on behind it. --check makes any of it an exit code of 1.
@@ -15,10 +17,12 @@ from __future__ import annotations
 import argparse
 import contextlib
 import copy
+import errno
 import faulthandler
 import gc
 import json
 import linecache
+import os
 import pathlib
 import subprocess
 import sys
@@ -28,13 +32,16 @@ import time
 from collections import Counter
 from types import FrameType
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import nn
 
 import elbowroom
+from elbowroom.errors import Infeasible, TierError
 from elbowroom.ir.hardware import HardwareProfile
 from elbowroom.runtime.stream_transfers import StreamTransfers
+from elbowroom.tiers import disk
 from elbowroom.tiers.disk import SpillFile
 from elbowroom.tiers.pinned import HostSlabs
 
@@ -51,7 +58,13 @@ WATCHED = (
     *("tiers/disk.py", "tiers/pinned.py", "layout/free_list.py"),
 )
 WAYS = ("offload", "recompute", "dynamic", "streams")
-ERRORS: dict[str, type[BaseException]] = {"KeyboardInterrupt": KeyboardInterrupt, "MemoryError": MemoryError}
+ERRORS: dict[str, type[BaseException]] = {
+    "KeyboardInterrupt": KeyboardInterrupt, "MemoryError": MemoryError, "OSError": OSError
+}  # fmt: skip
+BUDGETS = {"recompute": 720_000}
+"""Bytes, where a way needs more than the others."""
+
+SYSTEM_CALLS = ("pwrite", "preadv", "posix_fallocate", "ftruncate", "fstat")
 GRACE_SECONDS = 2.0
 """What a thread that was told to end may take for it."""
 
@@ -98,6 +111,36 @@ class Strike:
         return linecache.getline(frame.f_code.co_filename, frame.f_lineno).lstrip().startswith("with ")
 
 
+class DiskStrike:
+    """Raises an OSError instead of the n-th call of the system for the spill file, in any thread. A context."""
+
+    def __init__(self, number: int) -> None:
+        self._left, self.place = number, ""
+        self._patches = [mock.patch.object(disk.os, name, self._make(name)) for name in SYSTEM_CALLS]
+
+    def _make(self, name: str) -> Any:
+        call = getattr(os, name)
+
+        def strike(*args: Any) -> Any:
+            if sys._getframe(1).f_code.co_filename == disk.__file__ and not self.place:
+                self._left -= 1
+                if self._left <= 0:
+                    self.place = f"disk.py:{sys._getframe(1).f_lineno}"
+                    raise OSError(errno.EIO, os.strerror(errno.EIO))
+            return call(*args)
+
+        return strike
+
+    def __enter__(self) -> DiskStrike:
+        for patch in self._patches:
+            patch.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        for patch in self._patches:
+            patch.stop()
+
+
 def make() -> tuple[nn.Module, torch.optim.Optimizer]:
     """A small job."""
     torch.manual_seed(0)
@@ -115,7 +158,7 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, index: int) -> tor
     return loss.detach().clone()
 
 
-def train_in_room(way: str, strike: Strike, profile: HardwareProfile, leaks: Leaks) -> list[str]:
+def train_in_room(way: str, strike: Strike | DiskStrike, profile: HardwareProfile, leaks: Leaks) -> list[str]:
     """What goes wrong in a job whose steps an exception strikes."""
     model, optimizer = make()
     leaks.watch_model(model)
@@ -123,7 +166,9 @@ def train_in_room(way: str, strike: Strike, profile: HardwareProfile, leaks: Lea
     options: dict[str, Any] = {"strategy": "recompute_all" if way == "recompute" else "offload_all"}
     if way == "dynamic":
         options = {"mode": "dynamic", "policy": "lru"}
-    room = elbowroom.fit(model, optimizer, 520_000, profile=profile, min_offload_bytes=1, quick=False, **options)
+    room = elbowroom.fit(
+        model, optimizer, BUDGETS.get(way, 520_000), profile=profile, min_offload_bytes=1, quick=False, **options
+    )  # fmt: skip
     with strike:
         try:
             for index in range(3):
@@ -132,7 +177,9 @@ def train_in_room(way: str, strike: Strike, profile: HardwareProfile, leaks: Lea
         except (KeyboardInterrupt, MemoryError):
             pass
         except Exception as error:
-            wrong.append(f"{type(error).__name__}: {str(error)[:80]}")
+            # What cannot leave may be too much for the budget.
+            if not (isinstance(strike, DiskStrike) and isinstance(error, (TierError, Infeasible))):
+                wrong.append(f"{type(error).__name__}: {str(error)[:80]}")
     optimizer.zero_grad()
     plain, plain_optimizer = make()
     plain.load_state_dict(model.state_dict())
@@ -150,7 +197,7 @@ def train_in_room(way: str, strike: Strike, profile: HardwareProfile, leaks: Lea
     return wrong
 
 
-def run_on_streams(strike: Strike, folder: str) -> list[str]:
+def run_on_streams(strike: Strike | DiskStrike, folder: str) -> list[str]:
     """What goes wrong in a random program that an exception strikes."""
     streams = FakeStreams(7)
     transfers = StreamTransfers(streams, HostSlabs(24 << 10, 8 << 10, pinning=streams), SpillFile(folder), 3000)
@@ -171,7 +218,8 @@ def run_on_streams(strike: Strike, folder: str) -> list[str]:
 
 def run_case(way: str, number: int, error: str, options: argparse.Namespace) -> dict[str, Any]:
     """What one case found: the place that was struck, none where the end was passed, and what went wrong."""
-    leaks, strike = Leaks(), Strike(number, ERRORS[error])
+    strike = DiskStrike(number) if error == "OSError" else Strike(number, ERRORS[error])
+    leaks = Leaks()
     before = leaks.find()
     if way == "streams":
         wrong = run_on_streams(strike, options.folder)
@@ -195,6 +243,8 @@ def work(options: argparse.Namespace) -> None:
     torch.set_num_threads(1)
     options.hardware = elbowroom.load(HardwareProfile, options.profile)
     way, error = options.ways[0], options.errors[0]
+    gc.collect()
+    gc.freeze()  # PyTorch's own objects need not be looked at in each case
     for number in range(options.first, 1 << 60, options.stride):
         faulthandler.dump_traceback_later(options.seconds, exit=True)
         found = run_case(way, number, error, options)

@@ -281,13 +281,14 @@ class Program:
             with contextlib.suppress(TransferFailed):
                 self._step()
             self.device.pause()
-        for item in self._items:
-            if item.state == "ending":
-                self._ending(item)
-            elif item.copy is not None:
-                if self._random.random() < 0.5:
-                    self.transfers.finish(item.copy)
-                self.transfers.discard(item.copy)
+        for item in list(self._items):
+            with contextlib.suppress(TransferFailed):
+                if item.state == "ending":
+                    self._ending(item)
+                elif item.copy is not None:
+                    if self._random.random() < 0.5:
+                        self._finish(item)
+                    self.transfers.discard(item.copy)
         self._items.clear()
 
     def _number(self) -> int:
@@ -302,6 +303,15 @@ class Program:
         elif self._items:
             item = self._random.choice(self._items)
             getattr(self, "_" + item.state)(item)
+
+    def _finish(self, item: _Item) -> None:
+        assert item.copy is not None
+        try:
+            self.transfers.finish(item.copy)
+        except TransferFailed:  # there is nothing in it, or nothing came back
+            self.transfers.discard(item.copy)
+            self._items.remove(item)
+            raise
 
     def _fresh(self, item: _Item) -> None:
         choice = self._random.choice(("offload", "offload", "offload", "use", "use", "rewrite", "drop"))
@@ -323,7 +333,7 @@ class Program:
         assert item.copy is not None
         choice = self._random.choice(("finish", "finish", "finish and release", "use", "reload", "discard", "abandon"))
         if choice.startswith("finish"):
-            self.transfers.finish(item.copy)
+            self._finish(item)
             item.moving.clear()
             item.state = "settled"
             if choice == "finish and release":
@@ -358,7 +368,7 @@ class Program:
         assert item.copy is not None
         choice = self._random.choice(("finish", "finish", "finish and discard", "discard", "again", "abandon"))
         if choice.startswith("finish"):
-            self.transfers.finish(item.copy)
+            self._finish(item)
             item.moving.clear()
             self.device.check(item.storage, item.number, "a reloaded storage")
             item.state = "settled"
@@ -376,7 +386,7 @@ class Program:
 
     def _ending(self, item: _Item) -> None:
         assert item.copy is not None
-        self.transfers.finish(item.copy)
+        self._finish(item)
         item.moving.clear()
         self.device.check(item.storage, item.number, "a reloaded storage whose copy was discarded")
         item.state, item.copy = "fresh", None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
+import traceback
 from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import Any
@@ -15,7 +16,7 @@ from torch.optim import Optimizer
 from elbowroom.advice import advise
 from elbowroom.arena.use import serving
 from elbowroom.config import Config
-from elbowroom.errors import Infeasible, TraceError, UsageError
+from elbowroom.errors import Infeasible, Thrashing, TraceError, UsageError
 from elbowroom.hardware.memory import cut_blocks_to_size, tune_allocator
 from elbowroom.hardware.probe import probe
 from elbowroom.hooks.estimates import Estimates
@@ -137,8 +138,11 @@ class Room:
                 yield from self._run_plain(act)
             else:
                 yield from self._run_planned(act)
-        except Infeasible as error:
-            advise(error, self._model, self._optimizers)
+        except (Infeasible, Thrashing) as error:
+            # A notebook keeps the last error, and with it every tensor of the functions that it ended.
+            traceback.clear_frames(error.__traceback__)
+            if isinstance(error, Infeasible):
+                advise(error, self._model, self._optimizers)
             raise
         finally:
             self._inside = False
@@ -290,9 +294,6 @@ class Room:
             if not self._unwatched:
                 logger.warning("step %d may take more than those before it, unwatched: %s", self._metering.steps, error)
             self._unwatched = f"may have taken more than those before it, unwatched: {error}"
-            return
-        except RuntimeError as error:
-            logger.warning("a step that may be larger than those before it cannot be watched: %s", error)
             return
         stack.enter_context(finishing(engine.finish))
         stack.enter_context(ended_in_workers([engine.watcher], (engine.pack, engine.unpack)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import json
 import os
@@ -9,17 +10,22 @@ import pathlib
 import subprocess
 import sys
 import threading
+import time
 import traceback
 import warnings
 from collections.abc import Callable
+from types import FrameType, SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 import elbowroom
 from elbowroom.errors import TransferFailed
+from elbowroom.hooks.sentry import OutOfReach, Place
 from elbowroom.ir.hardware import HardwareProfile
-from elbowroom.runtime.spill_queue import SpillQueue
+from elbowroom.runtime.copies import Record, Records
+from elbowroom.runtime.spill_queue import SpillCopy, SpillQueue
 from elbowroom.runtime.stream_transfers import StreamTransfers
 from elbowroom.runtime.transfers import ThreadTransfers
 from elbowroom.tiers.disk import SpillFile
@@ -167,6 +173,117 @@ def test_ctrl_c_in_a_submission_neither_hangs_nor_leaks(
     assert thread is not None
     thread.join(10)
     assert not thread.is_alive() and list_spill_files(tmp_path) == []
+
+
+def test_what_ctrl_c_left_halfway_is_mended_before_anything_else_changes() -> None:
+    calls: list[str] = []
+    dead: list[Record] = []
+    records = Records(lambda kept: calls.append("restore"), dead.append)
+
+    def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    copy = SpillCopy(10, SimpleNamespace())  # type: ignore[arg-type]
+    with pytest.raises(KeyboardInterrupt):
+        records.reserve(copy, interrupted)
+    del copy
+    gc.collect()
+    for record in dead:  # as the thread does
+        records.free(record, lambda _: calls.append("give"))
+    other = SpillCopy(10, SimpleNamespace())  # type: ignore[arg-type]
+    records.reserve(other, lambda: calls.append("take"))
+    assert calls == ["restore", "take"]
+
+
+def test_ctrl_c_while_waiting_for_the_thread_does_not_stop_it(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where a lock of Python's own has been taken and its `with` is not entered yet."""
+    transfers, source = ThreadTransfers(SpillFile(tmp_path)), make_storage(5)
+    may_write, write = threading.Event(), SpillFile.write
+    monkeypatch.setattr(SpillFile, "write", lambda *args: may_write.wait(30) and write(*args))
+    copy = transfers.offload(source)
+
+    def trace(frame: FrameType, event: str, argument: object) -> Any:
+        if frame.f_code is threading.Condition.__enter__.__code__ and event == "return":
+            sys.settrace(None)
+            may_write.set()
+            raise KeyboardInterrupt
+        return trace
+
+    timer = threading.Timer(0.2, may_write.set)
+    timer.start()
+    sys.settrace(trace)
+    try:
+        with contextlib.suppress(KeyboardInterrupt):
+            transfers.finish(copy)
+    finally:
+        sys.settrace(None)
+    timer.join()
+    other = transfers.offload(source)
+    assert other.last is not None
+    deadline = time.monotonic() + 10
+    while not other.last.is_done and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert other.last.is_done, "the thread waits for a lock that nobody will release"
+    transfers.discard(copy)
+    transfers.discard(other)
+    transfers.close()
+
+
+def test_closing_closes_the_file_though_an_error_has_ended_the_thread(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    transfers, source = ThreadTransfers(SpillFile(tmp_path)), make_storage(6)
+    copy = transfers.offload(source)
+    transfers.finish(copy)
+    thread = transfers._queue._thread
+    assert thread is not None
+
+    def end(queue: SpillQueue) -> bool:
+        raise MemoryError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading, "excepthook", lambda _: None)
+        patch.setattr(SpillQueue, "_take", end)
+        transfers._queue._jobs.put(None)
+        thread.join(10)
+    transfers.discard(copy)
+    transfers.close()
+    assert list_spill_files(tmp_path) == []
+
+
+def test_a_disk_that_cannot_shorten_the_file_leaves_none_open(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(os, "ftruncate", fail)
+    spill = SpillFile(tmp_path)
+    offset = spill.reserve(5000)
+    spill.free(offset, 5000)
+    for _ in range(2):
+        spill.prepare(0, gives_back=True)
+    assert spill.file_bytes >= 5000
+    spill.close()
+    assert list_spill_files(tmp_path) == []
+
+
+def test_hooks_of_the_program_stay_where_none_can_be_entered() -> None:
+    autograd, place = torch._C._autograd, Place()
+    hooks = (lambda tensor: tensor, lambda tensor: tensor)
+    with torch.autograd.graph.saved_tensors_hooks(*hooks), contextlib.ExitStack() as stack:
+        autograd._saved_tensors_hooks_disable("not here", False)
+        try:
+            with pytest.raises(OutOfReach, match="switched off"):
+                place.enter(None, *hooks, stack)  # type: ignore[arg-type]
+        finally:
+            autograd._saved_tensors_hooks_enable()
+        left = autograd._top_saved_tensors_default_hooks(True)
+        if left is None:
+            autograd._push_saved_tensors_default_hooks(*hooks)  # or the `with` above would fail
+        assert left == hooks
 
 
 def test_a_copy_that_nobody_discards_is_freed_with_the_transfers_on_streams() -> None:

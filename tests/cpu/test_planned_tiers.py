@@ -304,6 +304,30 @@ def test_what_the_plan_has_on_the_disk_goes_there_at_once(tmp_path: pathlib.Path
     transfers.close()
 
 
+@pytest.mark.parametrize(("planned_bytes", "pieces"), [(None, 2), (1000, 4), (1 << 20, 2)])
+def test_what_passes_to_the_disk_does_so_in_pieces_of_the_planned_size(
+    planned_bytes: int | None, pieces: int, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    streams, written = FakeStreams(), list[int]()
+    spill = SpillFile(tmp_path)
+    write = spill.write
+    monkeypatch.setattr(spill, "write", lambda at, *rest: (written.append(at), write(at, *rest)))
+    transfers = StreamTransfers(streams, HostSlabs(64 * KIB, pinning=streams), spill, staging_bytes=4096)
+    transfers.prepare(Placement(disk_bytes=4096, piece_bytes=planned_bytes), gives_back=True)
+    storage = streams.allocate(4000)
+    streams.write(storage, 7)
+    copy = transfers.offload(storage, Berth(storage=0, begin=0, end=9, nbytes=4000, is_on_disk=True))
+    assert len(written) == pieces
+    transfers.finish(copy)
+    back = transfers.reload(copy)
+    transfers.finish(copy)
+    streams.drain()
+    streams.check(back, 7, "after the disk")
+    assert streams.violations == []
+    transfers.discard(copy)
+    transfers.close()
+
+
 def test_what_was_freed_late_is_not_in_the_way(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     transfers = ThreadTransfers(SpillFile(tmp_path))
     storage = torch.empty(4096, dtype=torch.uint8).untyped_storage()

@@ -24,6 +24,7 @@ from elbowroom.errors import TraceError
 from elbowroom.ir.hardware import HardwareProfile
 from elbowroom.tracing.iterators import IteratorTaken
 from elbowroom.tracing.reach import Reach
+from elbowroom.tracing.undo import undone
 
 WIDTH, ROWS = 16, 8
 
@@ -279,3 +280,40 @@ def test_an_iterator_is_refused_to_the_step_alone() -> None:
         next(kept)
     reach.put_back()
     assert held[0] is numbers and next(numbers) == 1 and next(kept) == 2
+
+
+class AttributeDict(dict[str, Any]):
+    """Settings as programs often have them: the wrong error for what is not there."""
+
+    __getattr__ = dict.__getitem__
+
+
+class Lazy:
+    """A slot that is set at first use, one that is private, and a property that has nothing yet."""
+
+    __slots__ = ("__uses", "table")
+
+    def __init__(self) -> None:
+        self.__uses = 0
+
+    def __call__(self) -> None:
+        self.table = torch.zeros(1)
+        self.__uses += 1
+
+    @property
+    def args(self) -> object:
+        raise RuntimeError("there are none yet")
+
+    @property
+    def uses(self) -> int:
+        return self.__uses
+
+
+def test_objects_of_the_program_may_refuse_to_be_looked_at() -> None:
+    held = types.SimpleNamespace(settings=AttributeDict(rate=0.1), lazy=Lazy())
+    with undone(held):
+        held.settings["rate"] = 0.2
+        held.lazy()
+        assert held.lazy.uses == 1
+    assert held.settings == {"rate": 0.1}
+    assert held.lazy.uses == 0 and not hasattr(held.lazy, "table")

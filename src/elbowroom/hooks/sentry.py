@@ -99,14 +99,16 @@ class Place:
         stack = _get_current_dispatch_mode_stack()
         if len(stack) < len(self._modes) or any(map(operator.is_not, stack, self._modes)):
             return "the model is called by a dispatch mode"
+        if not torch._C._autograd._saved_tensors_hooks_is_enabled():  # type: ignore[attr-defined]
+            return "saved-tensor hooks are switched off where the model is called"
         return ""
 
     def enter(self, mode: TorchDispatchMode, pack: Hook, unpack: Hook, stack: contextlib.ExitStack) -> None:
         """Enter a dispatch mode and saved-tensor hooks at this place; `stack` leaves them.
 
         Raises:
-            OutOfReach: it is in another thread, in a backward pass, or in a dispatch mode's own code.
-            RuntimeError: the program has switched saved-tensor hooks off.
+            OutOfReach: it is in another thread, in a backward pass, in a dispatch mode's own code, or where
+                saved-tensor hooks are switched off.
         """
         if obstacle := self._find_obstacle():
             raise OutOfReach(obstacle)

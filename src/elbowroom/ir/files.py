@@ -48,6 +48,7 @@ _ADDED: dict[type, tuple[dict[str, Any], ...]] = {
         {"arena_bytes": 0, "lower_arena_bytes": 0, "disk_arena_bytes": 0},
         {"begin_seconds": []},
     ),
+    Plan: ({"host_bytes": None},),
     Journal: ({},),  # `upgrade` says what else changed
 }
 """Fields that came with version 2, 3, ... of a noun, and what files without them mean."""

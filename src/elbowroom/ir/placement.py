@@ -42,11 +42,13 @@ class Placement:
         berths: by (storage, begin).
         lower_bytes: what they take in the tier below the device.
         disk_bytes: what they take in the tier behind that.
+        piece_bytes: what passes through the tier below to the disk at a time; None for as much as there is room for.
     """
 
     berths: tuple[Berth, ...] = ()
     lower_bytes: int = 0
     disk_bytes: int = 0
+    piece_bytes: int | None = None
 
     def find(self, storage: int, tick: int) -> Berth | None:
         """The berth of a storage that leaves at a tick, or somewhat before the plan's; None if it was to stay."""

@@ -65,6 +65,8 @@ class Plan:
         strategy: what made it.
         budget_bytes: what it was made to hold.
         decisions: by (storage, gap).
+        host_bytes: where there is a disk behind the host, the step uses no more of the host than this, and the rest
+            goes to the disk. So a plan for a smaller host takes the same time with a larger one. None for all there is.
     """
 
     trace_digest: str
@@ -72,6 +74,7 @@ class Plan:
     budget_bytes: int
     decisions: tuple[Decision, ...]
     segments: tuple[Segment, ...]
+    host_bytes: int | None = None
 
     def find_touched(self) -> frozenset[int]:
         """The storages that move, and those that a replay makes or reads."""

@@ -2,12 +2,14 @@
 
 Searches for each budget on its own may find something better for a smaller budget than for a larger one. Here each
 budget, with each host, gets the best of all that was found and fits. So a larger budget never gives a slower plan, and
-a smaller one never a higher peak; nor is a plan slower with a larger host, where there is no disk behind it.
+a smaller one never a higher peak; nor is a plan slower with a larger host. Where there is a disk behind the host, the
+plan for a smaller one is carried out with a larger one as with the smaller (`Plan.host_bytes`).
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 
 from elbowroom.errors import Infeasible
@@ -50,24 +52,33 @@ def plan_all(
     """
     made = [_try(trace, costs, budget, strategy, host_bytes) for host_bytes in hosts for budget in budgets]
     plans = list(dict.fromkeys(each for each in made if each is not None))
-    return tuple(_choose_for(trace, costs, plans, budgets, host_bytes) for host_bytes in hosts)
+    found: list[tuple[Plan, Result | None]] = []
+    chosen: dict[int | None, tuple[Plan | None, ...]] = {}
+    for host_bytes in sorted(hosts, key=lambda size: math.inf if size is None else size):
+        found += _forecast(trace, costs, plans, host_bytes)
+        places = choose([result for _, result in found], budgets)
+        chosen[host_bytes] = tuple(
+            None if place is None else dataclasses.replace(found[place][0], budget_bytes=budget)
+            for place, budget in zip(places, budgets, strict=True)
+        )
+    return tuple(chosen[host_bytes] for host_bytes in hosts)
 
 
-def _choose_for(
-    trace: Trace, costs: Costs, plans: list[Plan], budgets: Sequence[int], host_bytes: int | None
-) -> tuple[Plan | None, ...]:
-    """The best of the plans that fit, for each budget."""
+def _forecast(
+    trace: Trace, costs: Costs, plans: list[Plan], host_bytes: int | None
+) -> list[tuple[Plan, Result | None]]:
+    """What each plan takes with a host, and with any larger one; None where it needs more of the host."""
     replay = Replay(trace, costs, host_bytes=host_bytes)
-    most_below = None if replay.overflow is not None else host_bytes
-    results: list[Result | None] = []
-    for forecast in map(replay.run, plans):
-        fits = most_below is None or forecast.lower_tier_bytes <= most_below
-        results.append((forecast.peak_bytes, forecast.step_seconds) if fits else None)
-    places = choose(results, budgets)
-    return tuple(
-        None if place is None else dataclasses.replace(plans[place], budget_bytes=budget)
-        for place, budget in zip(places, budgets, strict=True)
-    )
+    has_disk = replay.overflow is not None
+    found: list[tuple[Plan, Result | None]] = []
+    for plan_ in plans:
+        forecast = replay.run(plan_)
+        fits = has_disk or host_bytes is None or forecast.lower_tier_bytes <= host_bytes
+        overflow = replay.find_overflow(plan_)
+        kept_to = overflow.host_bytes if overflow is not None and forecast.disk_bytes else None
+        limited = dataclasses.replace(plan_, host_bytes=kept_to)
+        found.append((limited, (forecast.peak_bytes, forecast.step_seconds) if fits else None))
+    return found
 
 
 def _try(trace: Trace, costs: Costs, budget_bytes: int, strategy: str, host_bytes: int | None) -> Plan | None:

@@ -4,7 +4,8 @@
             +-- offload alone
     host  --+-- smaller hosts: fixed shares of what is below in the plan for a host of any size
             +-- recompute alone
-    host and a disk  ---- that host without the disk
+    host and a disk  --+-- that host without the disk
+                       +-- smaller hosts with the disk: the same moves, carried out with less of the host
 
 A search finds good plans, not always the best: within a larger problem it can miss what it finds within a smaller one.
 So the plans of smaller problems are candidates, too, and the one simulator judges all of them. A smaller problem whose
@@ -16,14 +17,16 @@ bound (`fluid`) says that it has nothing faster is not searched. Hence, from one
 - a limited host is never slower than recomputation alone, and a disk behind a host never slower than none, with the
   host smaller by what the disk's bytes pass through.
 
-Not so for budgets of the device, which have no such shares: `frontier.plan_all` plans for many together. And not for
-two hosts with a disk: what goes to the disk is decided first come, first served, so the same plan can be slower with
-more.
+What goes to the disk is decided first come, first served, so the same moves can be slower with a larger host. A plan
+may therefore say how much of the host it uses (`Plan.host_bytes`), and takes the same time with any larger one. One
+call tries its plans with smaller hosts, but does not search each of them with the disk. `frontier.plan_all` plans for
+many hosts and budgets together, and there more of either is never slower, with a disk or without.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
@@ -31,9 +34,13 @@ from elbowroom.ir.plan import Plan
 from elbowroom.planner.exploration import Moves, explore
 from elbowroom.planner.fluid import solve_fluid
 from elbowroom.planner.problem import Problem, pose
+from elbowroom.simulator.overflow import find_host_bytes
 
 SHARES = (0.875, 0.75, 0.625, 0.5, 0.375, 0.25, 0.125, 0.0625, 0.03125)
 """Of what the plan for any host has below: the hosts that are searched. None at all is recomputation alone."""
+
+STEPS = 16
+"""Hosts at equal distances, up to all of it, with which each plan is tried where there is a disk."""
 
 
 def solve(problem: Problem, strategy: str, moves: Moves = "both", effort: float = 1.0) -> Plan:
@@ -47,18 +54,28 @@ def solve(problem: Problem, strategy: str, moves: Moves = "both", effort: float 
 
 
 class _Pool:
-    """Plans for one problem."""
+    """Plans for one problem.
 
-    def __init__(self, problem: Problem) -> None:
-        self._problem = problem
+    Args:
+        hosts: how much of the host a plan that needs the disk is tried with.
+    """
+
+    def __init__(self, problem: Problem, hosts: Sequence[int] = ()) -> None:
+        self._problem, self._hosts = problem, hosts
         self._found: list[tuple[bool, float, int, Plan]] = []
 
     def add(self, plan: Plan) -> None:
         """One more; it need not fit."""
-        forecast = self._problem.drafter.replay.run(plan)
-        fits = self._problem.fits(forecast)
-        rank = forecast.step_seconds if fits else float(forecast.peak_bytes)
-        self._found.append((not fits, rank, len(self._found), plan))
+        replay = self._problem.drafter.replay
+        forecast = replay.run(plan)
+        made = [(plan, forecast)]
+        if forecast.disk_bytes and plan.host_bytes is None:
+            limited = [dataclasses.replace(plan, host_bytes=host_bytes) for host_bytes in self._hosts]
+            made += [(each, replay.run(each)) for each in limited]
+        for each, forecast in made:
+            fits = self._problem.fits(forecast)
+            rank = forecast.step_seconds if fits else float(forecast.peak_bytes)
+            self._found.append((not fits, rank, len(self._found), each))
 
     def seconds(self) -> float:
         """Of the fastest that fits; infinite if none does."""
@@ -75,10 +92,11 @@ class _Nest:
     def __init__(self, problem: Problem, strategy: str, effort: float) -> None:
         self._problem, self._strategy, self._effort = problem, strategy, effort
         drafter = problem.drafter
-        self._overflow = drafter.replay.overflow
-        self._room_bytes = problem.host_bytes if self._overflow is None else self._overflow.host_room_bytes
+        overflow = drafter.replay.overflow
+        self._has_disk = overflow is not None
+        self._host_bytes = problem.host_bytes if overflow is None else overflow.host_bytes
         self._free = dataclasses.replace(problem, host_bytes=None)
-        if self._overflow is not None:
+        if self._has_disk:
             trace, costs = drafter.replay.trace, drafter.replay.costs
             self._free = pose(trace, costs, problem.budget_bytes, min_offload_bytes=drafter.min_bytes)
         self._recomputing: Plan | None = None
@@ -88,23 +106,32 @@ class _Nest:
         """The best plan with such moves."""
         anywhere = self._solve_free(moves)
         forecast = self._problem.drafter.replay.run(anywhere)
-        if self._room_bytes is None or (self._problem.fits(forecast) and not forecast.disk_bytes):
+        if self._host_bytes is None or (self._problem.fits(forecast) and not forecast.disk_bytes):
             return anywhere
-        pool = _Pool(self._problem)
+        below_bytes = self._free.drafter.replay.run(anywhere).lower_tier_bytes
+        steps = [find_host_bytes(step * below_bytes // STEPS) for step in range(STEPS + 1)]
+        pool = _Pool(self._problem, [each for each in steps if each <= self._host_bytes])
+        if self._has_disk:
+            pool.add(anywhere)
         if moves != "offload":
             pool.add(self._recompute())
-        below_bytes = self._free.drafter.replay.run(anywhere).lower_tier_bytes
-        for host_bytes in [int(share * below_bytes) for share in SHARES] if moves != "recompute" else ():
-            smaller = dataclasses.replace(self._free, host_bytes=host_bytes)
-            if host_bytes <= self._room_bytes and self._may_be_faster(pool, smaller, moves):
+        for smaller in self._list_smaller(below_bytes) if moves != "recompute" else ():
+            if self._may_be_faster(pool, smaller, moves):
                 pool.add(self._search(smaller, moves))
-        if self._overflow is not None and self._may_be_faster(pool, self._problem, moves):
-            pool.add(self._search(self._problem, moves))
         if moves == "both" and self._may_be_faster(pool, self._problem, "offload"):
             pool.add(self.solve("offload"))
         if pool.seconds() == np.inf and moves != "recompute":
             pool.add(self._search(self._problem, moves))
         return pool.choose()
+
+    def _list_smaller(self, below_bytes: int) -> Iterator[Problem]:
+        """Problems with smaller hosts and no disk; the whole host, if there is a disk behind it."""
+        assert self._host_bytes is not None
+        for room_bytes in (int(share * below_bytes) for share in SHARES):
+            if (find_host_bytes(room_bytes) if self._has_disk else room_bytes) <= self._host_bytes:
+                yield dataclasses.replace(self._free, host_bytes=room_bytes)
+        if self._has_disk:
+            yield self._problem
 
     def _solve_free(self, moves: Moves) -> Plan:
         """Where the tier below may hold any amount."""

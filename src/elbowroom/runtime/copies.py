@@ -57,6 +57,7 @@ class Records:
         """
         record = Record(copy, self._on_death)
         record.block, record.nbytes = None, copy.nbytes
+        self.repair()
         self._records.add(record)
         try:
             with self.changing():
@@ -68,6 +69,7 @@ class Records:
 
     def free(self, record: Record, give: Callable[[Record], None]) -> None:
         """Have `give` free the block of a copy, once."""
+        self.repair()  # before the end of this change is taken for the end of the one that was ended halfway
         if record not in self._records:
             return
         with self.changing():

@@ -55,6 +55,7 @@ class Job:
 
     Attributes:
         is_done: whether it has ended.
+        ended: locked until then. (Ctrl-C in `threading.Event.wait` may leave its lock locked, and `set` wait for it.)
         error: why it could not read.
     """
 
@@ -65,7 +66,8 @@ class Job:
         self._storage: torch.UntypedStorage | None = storage
         self._is_out = is_out
         self.error: BaseException | None = None
-        self.is_done, self.ended = False, threading.Event()
+        self.is_done, self.ended = False, threading.Lock()
+        self.ended.acquire()
 
     def run(self, spill: SpillFile) -> None:
         """Carry it out. An error is for whoever waits; the thread goes on."""
@@ -82,7 +84,7 @@ class Job:
             del copy, storage
             self._copy = self._storage = None  # before anyone counts on its being free
             self.is_done = True
-            self.ended.set()
+            self.ended.release()
 
 
 class SpillQueue:
@@ -156,8 +158,11 @@ class SpillQueue:
         job = copy.last
         if job is None or self.is_own_thread():
             return  # own thread: the garbage collector is freeing something; the job holds the storage until it is done
-        while not (job.is_done or job.ended.wait(CHECK_SECONDS)):
-            self._start()
+        while not job.is_done:
+            if job.ended.acquire(timeout=CHECK_SECONDS):
+                job.ended.release()  # others may wait for it too
+            else:
+                self._start()
 
     def discard(self, copy: SpillCopy) -> None:
         """Give the copy's block back, as soon as its last transfer has ended."""
@@ -181,11 +186,10 @@ class SpillQueue:
             is_over = self._tidy()
         if is_over:
             self._jobs.put(None)
-            thread = self._thread
-            if thread is not None and not self.is_own_thread():
-                thread.join()
-            if thread is None:
-                self.spill.close()
+            if not self.is_own_thread():
+                if self._thread is not None:
+                    self._thread.join()
+                self.spill.close()  # if there was no thread, or an error has ended it
 
     def is_own_thread(self) -> bool:
         """Whether it is the queue's thread that asks."""

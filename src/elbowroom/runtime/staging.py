@@ -15,6 +15,7 @@ class Staging:
 
     Attributes:
         block: of both.
+        piece_bytes: what is copied at a time, at most a half.
 
     Raises:
         TierFull: the host has no room for it.
@@ -22,10 +23,15 @@ class Staging:
 
     def __init__(self, streams: Streams, host: HostSlabs, spill: SpillFile, piece_bytes: int) -> None:
         self._streams, self._spill = streams, spill
-        self._piece_bytes = piece_bytes
-        self.block = host.reserve_apart(2 * self._piece_bytes)
-        self._halves = self.block.tensor.split(self._piece_bytes)
+        self.piece_bytes = piece_bytes
+        self.block = host.reserve_apart(2 * piece_bytes)
+        self._halves = self.block.tensor.split(piece_bytes)
         self._last: list[Event | None] = [None, None]  # the device's last transfer from or to each half
+
+    def prepare(self, piece_bytes: int | None) -> None:
+        """Copy so much at a time from now on; as much as a half holds if None."""
+        half_bytes = self._halves[0].numel()
+        self.piece_bytes = half_bytes if piece_bytes is None else min(piece_bytes, half_bytes)
 
     def write_out(self, storage: torch.UntypedStorage, copy: StreamCopy, computed: Event) -> None:
         """Copy a storage into the spill file, after an event; back when all is written.
@@ -34,9 +40,9 @@ class Staging:
             OSError: not all could be written.
         """
         written = 0
-        for index, begin in enumerate(range(0, copy.nbytes, self._piece_bytes)):
+        for index, begin in enumerate(range(0, copy.nbytes, self.piece_bytes)):
             half = index % 2
-            piece = self._halves[half][: copy.nbytes - begin]
+            piece = self._halves[half][: min(self.piece_bytes, copy.nbytes - begin)]
             busy = self._last[half]
             after = [computed] if busy is None else [computed, busy]
             self._last[half] = copy.last = self._streams.copy_out(storage, piece, after, begin)
@@ -47,7 +53,7 @@ class Staging:
             self._write(half, copy, written)
 
     def _write(self, half: int, copy: StreamCopy, begin: int) -> int:
-        nbytes = min(self._piece_bytes, copy.nbytes - begin)
+        nbytes = min(self.piece_bytes, copy.nbytes - begin)
         event = self._last[half]
         assert event is not None
         self._streams.host_waits(event)
@@ -60,9 +66,9 @@ class Staging:
         Raises:
             OSError: not all could be read.
         """
-        for index, begin in enumerate(range(0, copy.nbytes, self._piece_bytes)):
+        for index, begin in enumerate(range(0, copy.nbytes, self.piece_bytes)):
             half = index % 2
-            piece = self._halves[half][: copy.nbytes - begin]
+            piece = self._halves[half][: min(self.piece_bytes, copy.nbytes - begin)]
             busy = self._last[half]
             if busy is not None:  # the device may still be copying from what is overwritten here
                 self._streams.host_waits(busy)

@@ -89,6 +89,8 @@ class StreamTransfers:
                 self._host.prepare(placement.lower_bytes, gives_back=gives_back, settle=self._wait_for_unfinished)
                 if self._spill is not None:
                     self._spill.prepare(placement.disk_bytes, gives_back=gives_back)
+                if self._staging is not None:
+                    self._staging.prepare(placement.piece_bytes)
 
     def offload(self, storage: torch.UntypedStorage, berth: Berth | None = None) -> StreamCopy:
         """Begin copying a storage down, to where it was planned to lie.

@@ -24,11 +24,13 @@ class Overflow:
 
     Attributes:
         disk: the link from the host to the disk.
+        host_bytes: what the host may hold in all.
         host_room_bytes: for copies; what the disk's bytes pass through is taken off.
         piece_bytes: what passes through at a time.
     """
 
     disk: Link
+    host_bytes: int
     host_room_bytes: int
     piece_bytes: int
 
@@ -40,6 +42,15 @@ def find_overflow(costs: Costs, host_bytes: int | None) -> Overflow | None:
     piece_bytes = count_piece_bytes(host_bytes)
     return Overflow(
         disk=costs.further_links[0],
+        host_bytes=host_bytes,
         host_room_bytes=max(0, host_bytes - 2 * piece_bytes),
         piece_bytes=piece_bytes,
     )
+
+
+def find_host_bytes(room_bytes: int) -> int:
+    """The smallest host with so much room for copies beside what the disk's bytes pass through."""
+    host_bytes, larger = 0, room_bytes
+    while host_bytes < larger:
+        host_bytes, larger = larger, room_bytes + 2 * count_piece_bytes(larger)
+    return host_bytes

@@ -36,7 +36,7 @@ from elbowroom.residency.machine import Machine
 from elbowroom.simulator.addresses import Allocator, Rerun, Stay, list_blocks, reserve
 from elbowroom.simulator.admission import admit
 from elbowroom.simulator.lanes import Lanes
-from elbowroom.simulator.overflow import find_overflow
+from elbowroom.simulator.overflow import Overflow, find_overflow
 from elbowroom.simulator.transients import Transients
 
 Spans = list[tuple[int, int]]
@@ -85,6 +85,7 @@ class Replay:
     def __init__(self, trace: Trace, costs: Costs, *, host_bytes: int | None = None) -> None:
         admit(trace, costs)
         self.trace, self.costs = trace, costs
+        self._host_bytes = host_bytes
         self.overflow = find_overflow(costs, host_bytes)
         self.rounded = round_up([storage.nbytes for storage in trace.storages], costs.alignment_bytes)
         self.events = list_events(trace)
@@ -140,7 +141,15 @@ class Replay:
         Raises:
             TraceError: the plan is for another trace.
         """
-        return lay_out_copies(self._begin(plan).berths, self.trace.end)
+        placement = lay_out_copies(self._begin(plan).berths, self.trace.end)
+        overflow = self.find_overflow(plan)
+        return dataclasses.replace(placement, piece_bytes=None if overflow is None else overflow.piece_bytes)
+
+    def find_overflow(self, plan: Plan) -> Overflow | None:
+        """Find what becomes of a plan's copies: `overflow`, or that of the smaller host that the plan keeps to."""
+        if plan.host_bytes is None or (self._host_bytes is not None and self._host_bytes <= plan.host_bytes):
+            return self.overflow
+        return find_overflow(self.costs, plan.host_bytes)
 
     def _begin(self, plan: Plan) -> _Run:
         if plan.trace_digest != self.costs.trace_digest:
@@ -157,6 +166,7 @@ class _Run:
 
     def __init__(self, replay: Replay, plan: Plan, machine: Machine, events: list[Event]) -> None:
         self.replay, self.plan = replay, plan
+        self.overflow = replay.find_overflow(plan)
         self.lanes = Lanes(replay.costs.link)
         self.late = 0.0  # seconds behind the plain step
         self.delays: dict[int, float] = {}  # of them, by entry, what came with its event
@@ -220,7 +230,7 @@ class _Run:
 
     def send(self, storage: int, nbytes: int, tick: int) -> None:
         """Begin a copy to the tier below; where that is full, make one on the disk."""
-        rounded, overflow = int(self.replay.rounded[storage]), self.replay.overflow
+        rounded, overflow = int(self.replay.rounded[storage]), self.overflow
         now = float(self.replay.begins[tick]) + self.late
         is_full = overflow is not None and self.in_lower + rounded > overflow.host_room_bytes
         self.below[storage] = Berth(storage=storage, begin=tick, end=tick, nbytes=nbytes, is_on_disk=is_full)
@@ -237,7 +247,7 @@ class _Run:
 
     def fetch(self, storage: int, nbytes: int, now: float) -> None:
         """Begin a copy back, from wherever it is."""
-        overflow = self.replay.overflow
+        overflow = self.overflow
         if overflow is not None and self.below[storage].is_on_disk:
             read, self.done[storage] = self.lanes.fetch_through(overflow.disk, overflow.piece_bytes, nbytes, now)
             self.wait(read - now)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import logging
 import os
 import tempfile
 from collections.abc import Iterable
@@ -13,6 +14,8 @@ from elbowroom.errors import TierFull, TransferFailed, UsageError
 from elbowroom.layout.free_list import ALIGNMENT_BYTES, FreeList
 
 NAME = "the spill file"
+
+logger = logging.getLogger(__name__)
 
 
 class SpillFile:
@@ -115,8 +118,12 @@ class SpillFile:
             return
         least = max(self._planned_bytes, self._free.forget_end())
         if self.file_bytes > least:
-            os.ftruncate(self._file.fileno(), least)
-            self.file_bytes = least
+            try:
+                os.ftruncate(self._file.fileno(), least)
+            except OSError as error:
+                logger.warning("%s in %s stays as large as it is: %s", NAME, self.folder, error)
+            else:
+                self.file_bytes = least
 
     def write(self, offset: int, address: int, nbytes: int) -> None:
         """Copy bytes from memory into a block. Releases the interpreter while it copies.
@@ -151,6 +158,10 @@ class SpillFile:
     def close(self) -> None:
         """Give the file back to the system. A forked process leaves it as it is, and only lets go of it."""
         if not self._file.closed:
-            if self._pid == os.getpid():
-                os.ftruncate(self._file.fileno(), 0)  # now, even where a process that was forked holds it too
-            self._file.close()
+            try:
+                if self._pid == os.getpid():
+                    os.ftruncate(self._file.fileno(), 0)  # now, even where a process that was forked holds it too
+            except OSError as error:
+                logger.warning("%s in %s could not be made empty before it was closed: %s", NAME, self.folder, error)
+            finally:
+                self._file.close()

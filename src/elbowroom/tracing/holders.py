@@ -79,18 +79,23 @@ class ListHolder:
 
 
 class NamesHolder:
-    """Attributes that something else tells by their names: globals that a function uses, slots, those of a class."""
+    """Attributes that something else tells by their names: globals that a function uses, slots, those of a class.
+
+    Whatever the program does at an access (`__getattr__`, a frozen class), it is not to be done here.
+    """
 
     def __init__(self, owner: Any, names: Iterable[str]) -> None:
         self._owner = owner
-        self._get: Callable[[str], Any] = lambda name: getattr(owner, name, _MISSING)
-        self._set: Callable[[str, Any], None] = lambda name, value: _set_attribute(owner, name, value)
-        self._delete: Callable[[str], None] = lambda name: delattr(owner, name)
+        self._get: Callable[[str], Any] = lambda name: find_attribute(owner, name, _MISSING)
+        self._set: Callable[[str, Any], None] = lambda name, value: object.__setattr__(owner, name, value)
+        self._delete: Callable[[str], None] = lambda name: object.__delattr__(owner, name)
         if isinstance(owner, dict):
             self._get = lambda name: owner.get(name, _MISSING)
             self._set, self._delete = owner.__setitem__, owner.__delitem__
         elif isinstance(owner, type):
             self._get = lambda name: vars(owner).get(name, _MISSING)
+            self._set = lambda name, value: type.__setattr__(owner, name, value)
+            self._delete = lambda name: type.__delattr__(owner, name)
         self._held = [(name, self._get(name)) for name in names]
 
     def list_held(self) -> Iterable[tuple[Any, Any]]:
@@ -119,7 +124,7 @@ class ClassHolder(NamesHolder):
     def put_back(self) -> None:
         super().put_back()
         for name in [name for name in vars(self._class) if name not in self._known and not name.startswith("__")]:
-            delattr(self._class, name)
+            type.__delattr__(self._class, name)
 
 
 class CellHolder:
@@ -165,7 +170,8 @@ def remember_contents(value: Any) -> Callable[[], None] | None:
         return _putting_back(lambda: bits.state, lambda state: setattr(bits, "state", state))
     if isinstance(value, random.Random) and not isinstance(value, random.SystemRandom):
         return _putting_back(value.getstate, value.setstate)
-    if callable(clear := getattr(value, "cache_clear", None)) and callable(info := getattr(value, "cache_info", None)):
+    clear, info = find_attribute(value, "cache_clear"), find_attribute(value, "cache_info")
+    if callable(clear) and callable(info):
         known = info()  # functools.lru_cache: what it computed on fake tensors is not to be found later
         return lambda: clear() if info().misses != known.misses else None
     return None
@@ -219,15 +225,22 @@ def _read_cell(cell: CellType) -> Any:
         return _MISSING
 
 
-def _set_attribute(owner: Any, name: str, value: Any) -> None:
-    if isinstance(owner, type):
-        type.__setattr__(owner, name, value)
-    else:
-        object.__setattr__(owner, name, value)  # a frozen class has its own
+def find_attribute(value: Any, name: str, default: Any = None) -> Any:
+    """An attribute, without the program's own `__getattr__`; `default` if there is none, or a property has none yet."""
+    try:
+        return object.__getattribute__(value, name)
+    except Exception:  # whatever a property raises
+        return default
 
 
 def list_slots(value: object) -> Sequence[str]:
     """The slots of an object that Python code may set."""
-    named = [vars(each).get("__slots__", ()) for each in type(value).__mro__]
-    slots = [slot for names in named for slot in ((names,) if isinstance(names, str) else tuple(names))]
-    return [slot for slot in slots if not slot.startswith("__")]
+    slots: list[str] = []
+    for each in type(value).__mro__:
+        names = vars(each).get("__slots__", ())
+        for name in (names,) if isinstance(names, str) else tuple(names):
+            if name.startswith("__") and not name.endswith("__"):  # private: Python adds the name of the class
+                slots.append(f"_{each.__name__.lstrip('_')}{name}")
+            elif not name.startswith("__"):
+                slots.append(name)
+    return slots

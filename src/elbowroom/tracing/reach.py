@@ -24,6 +24,7 @@ from elbowroom.tracing.holders import (
     Holder,
     ListHolder,
     NamesHolder,
+    find_attribute,
     list_slots,
     remember_contents,
 )
@@ -113,7 +114,7 @@ class Reach:
         elif isinstance(value, torch.Tensor):
             return found
         if callable(value) or isinstance(value, (property, staticmethod, classmethod)):
-            found += [getattr(value, name) for name in _WRAPPED if _has(value, name)]
+            found += [held for name in _WRAPPED if (held := find_attribute(value, name)) is not None]
         if not isinstance(value, type) and not _is_library(type(value).__module__):
             found.append(type(value))
         return found
@@ -137,7 +138,7 @@ def _list_holders(value: Any) -> list[Holder]:
     if attributes is not None:
         holders.append(DictHolder(attributes))
     if (slots := list_slots(value)) and not isinstance(value, (torch.Tensor, types.FunctionType)):
-        holders.append(NamesHolder(value, [slot for slot in slots if _has(value, slot)]))
+        holders.append(NamesHolder(value, slots))
     return holders
 
 
@@ -159,10 +160,7 @@ def _list_names(code: types.CodeType) -> frozenset[str]:
 
 
 def _find_attributes(value: Any) -> dict[str, Any] | None:
-    try:
-        found = object.__getattribute__(value, "__dict__")
-    except AttributeError:
-        return None
+    found = find_attribute(value, "__dict__")
     return found if isinstance(found, dict) else None
 
 
@@ -172,14 +170,6 @@ def _refuse_iterators(values: Iterable[Any]) -> list[Any]:
         if is_iterator(each):
             raise TraceError(f"a {type(each).__name__} is in a tuple or a default: what it took could not be put back")
     return found
-
-
-def _has(value: Any, name: str) -> bool:
-    try:
-        object.__getattribute__(value, name)
-    except AttributeError:
-        return False
-    return True
 
 
 @functools.cache
