@@ -17,7 +17,7 @@ from elbowroom.advice import advise
 from elbowroom.arena.use import serving
 from elbowroom.config import Config
 from elbowroom.errors import Infeasible, Thrashing, TraceError, UsageError
-from elbowroom.hardware.memory import cut_blocks_to_size, tune_allocator
+from elbowroom.hardware.memory import cut_blocks_to_size
 from elbowroom.hardware.probe import probe
 from elbowroom.hooks.estimates import Estimates
 from elbowroom.hooks.hidden import Pausable
@@ -95,9 +95,7 @@ class Room:
         except BaseException:
             self._transfers.close()
             raise
-        if device.type == "cpu":
-            tune_allocator(release_pages=config.release_pages)
-        else:
+        if device.type == "cuda":
             cut_blocks_to_size()
         mark(model)
         self._detached = False

@@ -110,13 +110,13 @@ class OnlineEngine(Engine):
         self._segments, self._pinned = self._facts.segments, self._facts.pinned
         if not is_awake:
             self._segments += known[0].plan.segments
-        self._planned_segments = len(self._segments)
-        self._patience, self._stalled_before = Patience(budget_bytes), transfers.stall_seconds
+        self._planned_segments, self._stalled_before = len(self._segments), transfers.stall_seconds
+        self._patience = Patience(budget_bytes)
         decider: Policy = CapacityFirst(self._may_move)
         if policy is not None:
             decider = self._online = get(policies, policy, "Policy")(self._facts, habits)
-            if known:
-                decider = self._guide = Guided(self._online, known[0].plan, is_awake=is_awake)
+        if self._online is not None and known:
+            decider = self._guide = Guided(self._online, known[0].plan, is_awake=is_awake)
         self._machine = Machine(decider, self._segments)
         self._facts.is_on_device = self._machine.is_on_device
         self._guard = MemoryGuard(self.account, self._machine, self._facts, list_residents, self._is_here, self)
@@ -129,11 +129,10 @@ class OnlineEngine(Engine):
         self._facts.base_bytes = self.account.live_bytes
         if is_awake:
             self.account.limit_bytes, self._spare_bytes = budget_bytes, None
-        elif self._segments:
-            self.recorder = Recorder(known[0].trace, known[0].plan, self.account.see, self._leave_ops)
-            self.historian.sleep(self.recorder.run)
         else:
-            self.historian.sleep()
+            if self._segments:
+                self.recorder = Recorder(known[0].trace, known[0].plan, self.account.see, self._leave_ops)
+            self.historian.sleep(None if self.recorder is None else self.recorder.run)
         self._paused = Paused([self.historian] if observer is None else [self.historian, observer])
         is_calm = is_awake and self._online is not None and self._guide is None and self._online.may_wait()
         if is_calm or not is_awake:
