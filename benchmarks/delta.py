@@ -31,6 +31,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from headlines import Jobs
 from league import DEFAULT_CACHE, MODELS, Slice, read_results, save_results
 
