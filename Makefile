@@ -33,11 +33,11 @@ $(READY): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --constraint constraints.txt --no-build-isolation --editable '.[models,pictures,tuning,dev]'
 	touch $(READY)
 
-# The planner's loops and the library that watches ops, in machine code. Everything works without the library: where
-# there is no C++ compiler, say.
+# In machine code: the planner's loops, the allocator that counts, and the library that watches ops.
 LOOPS := $(shell grep -rl --include='*.py' '_compiled import' src)
-$(BUILT): $(READY) $(LOOPS) $(wildcard src/elbowroom/quick/*.cpp src/elbowroom/quick/*.h)
-	$(BIN)/elbowroom build && touch $(BUILT) || echo "Ops are watched in Python, then: slower, and otherwise the same." >&2
+NATIVE := $(wildcard src/elbowroom/native/*.cpp src/elbowroom/native/*.h src/elbowroom/quick/*.cpp src/elbowroom/quick/*.h)
+$(BUILT): $(READY) $(LOOPS) $(NATIVE)
+	$(BIN)/elbowroom build && touch $(BUILT)
 
 demo: $(BUILT)
 	$(BIN)/elbowroom demo
@@ -53,6 +53,7 @@ lint: $(READY)
 PYTEST := $(BIN)/python -m pytest --numprocesses logical --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 test: export OMP_WAIT_POLICY ?= passive
 test: $(BUILT)
+	@$(BIN)/python -c 'from elbowroom.native import library; library.load(library.OBSERVER)'
 	@failed=0; $(MAKE) --no-print-directory lint || failed=1; \
 	echo "$(PYTEST)"; $(PYTEST) || failed=1; exit $$failed
 

@@ -31,13 +31,14 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from headlines import Jobs
 from league import DEFAULT_CACHE, MODELS, Slice, read_results, save_results
 
 import elbowroom
 from elbowroom.errors import Infeasible
-from elbowroom.hardware.memory import tune_allocator
 from elbowroom.hardware.shipped import load_shipped
+from elbowroom.hooks.ledger import make_ledger
 from elbowroom.planner.comparison import attempt
 from elbowroom.planner.problem import pose
 from elbowroom.residency.habits import Habits
@@ -213,7 +214,7 @@ def run_all(options: argparse.Namespace, results: list[Row]) -> None:
     jobs = Jobs(options.cache, load_shipped("v100"))
     where = "real" if options.real else "simulated"
     if options.real:
-        tune_allocator(release_pages=False)  # the plain steps as well
+        make_ledger(torch.device("cpu"))  # the plain steps allocate as those in a room do
     for model in options.models:
         plain: Any = None
         for policy, share in itertools.product((*POLICIES, "auto"), (*SHARES, None)):

@@ -60,7 +60,7 @@ def take(step: Callable[[], None]) -> float:
 
 def measure(step: Callable[[], None], rounds: int) -> dict[str, Any]:
     """Microseconds an op, each way."""
-    native = library.load()
+    native = library.load(library.OBSERVER)
     observer, traced = native.Observer(), native.Observer(tracks_deaths=True, reads_clock=True)
 
     def observed(one: Any) -> float:

@@ -32,8 +32,6 @@ class Config:
             is for steps that grow by themselves: where nothing is moved, only the shapes that the model is called with
             tell that a step may be larger than those before it.
         quick: whether ops are watched in machine code, where that has been built (`elbowroom build`).
-        release_pages: on a CPU, whether freed memory goes back to the system at once (slower) or is kept for the next
-            allocation.
     """
 
     mode: str = "auto"
@@ -45,7 +43,6 @@ class Config:
     settling_steps: int = 3
     always_watch: bool = False
     quick: bool = True
-    release_pages: bool = False
 
 
 def read_config(environment: Mapping[str, str] | None = None, **given: object) -> Config:
@@ -82,7 +79,7 @@ def _read_value(name: str, value: object) -> object:
             if number < 1:
                 raise ValueError(f"{name} is {number}")
             return number
-        if name in ("always_watch", "quick", "release_pages"):
+        if name in ("always_watch", "quick"):
             return value if isinstance(value, bool) else {"0": False, "1": True}[str(value)]
         text = os.fspath(value)  # type: ignore[call-overload]
         if not isinstance(text, str) or not text:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
+import traceback
 from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import Any
@@ -15,12 +16,11 @@ from torch.optim import Optimizer
 from elbowroom.advice import advise
 from elbowroom.arena.use import serving
 from elbowroom.config import Config
-from elbowroom.errors import Infeasible, TraceError, UsageError
-from elbowroom.hardware.memory import cut_blocks_to_size, tune_allocator
+from elbowroom.errors import Infeasible, Thrashing, TraceError, UsageError
+from elbowroom.hardware.memory import cut_blocks_to_size
 from elbowroom.hardware.probe import probe
 from elbowroom.hooks.estimates import Estimates
 from elbowroom.hooks.hidden import Pausable
-from elbowroom.hooks.identity import Identities
 from elbowroom.hooks.ledger import make_ledger
 from elbowroom.hooks.mark import is_marked, mark, unmark
 from elbowroom.hooks.meter import Meter
@@ -40,9 +40,10 @@ from elbowroom.runtime.finishing import finishing
 from elbowroom.runtime.online_engine import OnlineEngine
 from elbowroom.runtime.open import open_transfers
 from elbowroom.runtime.quickened import choose
+from elbowroom.runtime.shortage import explain_growth
 from elbowroom.tracing.fake import capture_fake
 from elbowroom.tracing.live import LiveCapture
-from elbowroom.tracing.residents import list_resident_tensors
+from elbowroom.tracing.residents import find_staying, list_resident_tensors
 from elbowroom.tracing.tracer import telling_gradients
 
 logger = logging.getLogger(__name__)
@@ -94,9 +95,7 @@ class Room:
         except BaseException:
             self._transfers.close()
             raise
-        if device.type == "cpu":
-            tune_allocator(release_pages=config.release_pages)
-        else:
+        if device.type == "cuda":
             cut_blocks_to_size()
         mark(model)
         self._detached = False
@@ -137,8 +136,13 @@ class Room:
                 yield from self._run_plain(act)
             else:
                 yield from self._run_planned(act)
-        except Infeasible as error:
-            advise(error, self._model, self._optimizers)
+        except (Infeasible, Thrashing) as error:
+            # A notebook keeps the last error, and with it every tensor of the functions that it ended.
+            traceback.clear_frames(error.__traceback__)
+            if isinstance(error, Infeasible):
+                advise(error, self._model, self._optimizers)
+            if self._engine is None and act in self._repertoire.acts:
+                self._repertoire.acts.remove(act)  # the next step of this kind is watched
             raise
         finally:
             self._inside = False
@@ -190,8 +194,7 @@ class Room:
         record = self._metering.record(Mode.PLAIN, seconds, None, meter, "")
         self._repertoire.followed(act, self._calls)
         self._repertoire.keep_pace(act, record)
-        # That everything fits may so far be an estimate, and stops being true where later steps are larger.
-        if record.peak_bytes is not None and record.peak_bytes > self.budget_bytes:
+        if (record.peak_bytes or 0) > self.budget_bytes:  # on CUDA, where nobody is asked for room
             self._repertoire.acts.remove(act)
 
     def _run_planned(self, act: Act) -> Iterator[None]:
@@ -296,8 +299,14 @@ class Room:
         self._engine = engine
 
     def _make_room(self, requested_bytes: int, missing_bytes: int) -> bool:
-        """A request would go over the budget. Returns whether to try again; no step that nothing moves in is ended."""
-        return self._engine is not None and self._engine.free(requested_bytes, missing_bytes)
+        """A request would go over the budget. Returns whether to try again.
+
+        Raises:
+            Infeasible: nothing may leave.
+        """
+        if self._engine is not None:
+            return self._engine.free(requested_bytes, missing_bytes)
+        raise explain_growth(requested_bytes, missing_bytes, self.budget_bytes)
 
     def _make_capture(self, meter: Meter) -> LiveCapture:
         return LiveCapture(self._name, self._device, self._model, self._optimizers, meter)
@@ -305,9 +314,10 @@ class Room:
     def _make_engine(
         self, policy: str | None, acts: Sequence[Act], capture: LiveCapture | None, *, is_awake: bool = True
     ) -> OnlineEngine:
+        job = self._model, self._optimizers
         spare_bytes = None if is_awake or not acts else self.budget_bytes - acts[0].planned.forecast.peak_bytes
         return self._made_of.engine(
-            self._transfers, self._device, self._list_staying, self.config.min_offload_bytes,
+            self._transfers, self._device, lambda: find_staying(*job), self.config.min_offload_bytes,
             budget_bytes=self.budget_bytes, policy=policy, estimates=self._estimates,
             profile=self._repertoire.profile, habits=self._habits, list_residents=self._list_residents,
             known=[act.planned.as_known() for act in acts],
@@ -324,14 +334,6 @@ class Room:
         return probe(
             str(self._device), spill_folder=self.config.spill_folder, most_bytes=max(0, self.budget_bytes - there)
         )
-
-    def _list_staying(self) -> Identities[bool]:
-        """The storages that outlive the step; of those that die all the same, the addresses mean nothing."""
-        staying: Identities[bool] = Identities()
-        for tensor in self._list_residents():
-            if tensor.layout is torch.strided:
-                staying.put(tensor.untyped_storage(), True)
-        return staying
 
     # -- planning -------------------------------------------------------------------------------------------------
 

@@ -707,17 +707,6 @@ def test_a_step_that_fits_does_not_end_the_watch(profile: HardwareProfile) -> No
     assert records[-1].offloaded_bytes + records[-1].recomputed > 0
 
 
-def test_few_dynamic_steps_are_metered(profile: HardwareProfile) -> None:
-    model = nn.Linear(WIDTH, WIDTH)
-    with elbowroom.fit(model, sgd(model), 1 << 30, mode="dynamic", profile=profile) as room:
-        for _ in range(5):
-            with room.step():
-                model(torch.randn(4, WIDTH)).sum().backward()
-        records = room.journal().steps
-    assert records[0].peak_bytes > 0
-    assert [record.peak_bytes for record in records[2:]] == [None, None, None]
-
-
 def test_what_is_remembered_of_ops_keeps_nothing() -> None:
     estimates = Estimates("cpu")
     storage = torch.zeros(100).untyped_storage()
@@ -824,6 +813,7 @@ def test_a_step_that_does_not_get_on_is_said_and_ended(
             run_in(room, step, 300)
         assert (caught.value.move_seconds if lost == "moves" else caught.value.replay_seconds) > 0
         assert all(torch.equal(*pair) for pair in zip(before, model.parameters(), strict=True))
+        del caught, before  # the traceback holds the batch, which counts as long as it is there
         monkeypatch.undo()
         optimizer.zero_grad()
         with room.step():
@@ -845,7 +835,9 @@ def test_too_large_a_batch_costs_nothing_but_its_step(policy: str, profile: Hard
                 run_in(room, step, rows)
             assert caught.value.needed_bytes > NARROW
             refused.add(caught.value.op)
+            del caught  # its traceback holds the batch, which counts as long as it is there
             assert all(torch.equal(*pair) for pair in zip(before, model.parameters(), strict=True))
+            del before
             optimizer.zero_grad()
             losses.append(run_in(room, step, 300))
         records = room.journal().steps
@@ -900,6 +892,7 @@ def test_what_can_neither_leave_nor_be_dropped_is_named(profile: HardwareProfile
         with pytest.raises(Infeasible, match=r"cannot leave since the spill file .* has no room for") as caught:
             run_in(room, step, 20)
         assert len(caught.value.in_the_way) == 3 and caught.value.in_the_way[2][1] >= 76_800
+        del caught
         optimizer.zero_grad()
         torch.manual_seed(8)
         assert torch.equal(run_in(room, step, 2), expected[0])

@@ -55,7 +55,7 @@ if limit_mib != "none":
     resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
 room = None
 if way == "elbowroom":
-    options = {"profile": profile, "spill_folder": folder, "release_pages": True, "mode": mode}
+    options = {"profile": profile, "spill_folder": folder, "mode": mode}
     room = elbowroom.fit(model, optimizer, "120MiB", **options)
 for _ in range(3):
     with room.step() if room is not None else contextlib.nullcontext():

@@ -23,7 +23,7 @@ from elbowroom.hooks.replayable import find_barrier, iterate_tensors
 from elbowroom.native import library
 from tests.models import MODELS
 
-native = library.load()
+native = library.load(library.OBSERVER)
 tell_statistics(native)
 
 # A mode sees these, which are not there without one: autograd detaches what it saves of an op's own results in another
@@ -721,7 +721,7 @@ def test_the_interpreter_may_exit_while_one_is_started() -> None:
         "class Last:\n"
         "    def __del__(self): torch.ones(3).add_(1)\n"
         "kept = Last()\n"
-        "observer = library.load().Observer()\n"
+        "observer = library.load(library.OBSERVER).Observer()\n"
         "x = torch.ones(3)\n"
         "observer.set_on_write(lambda *args: None)\n"
         "observer.start()\n"

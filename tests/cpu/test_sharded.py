@@ -109,12 +109,12 @@ def train(model: nn.Module, budget: str = "", profile: HardwareProfile | None = 
 
 
 @pytest.mark.usefixtures("group")
-@pytest.mark.parametrize("budget", ["1GiB", "180KB"])
+@pytest.mark.parametrize("budget", ["1GiB", "200KB"])
 def test_a_replicated_model_trains_alike(budget: str, profile: HardwareProfile) -> None:
     plain, _ = train(make())
     found, peaks = train(nn.parallel.DistributedDataParallel(make()), budget, profile)
     assert found == plain
-    assert max(peaks) <= 180_000 or budget == "1GiB"
+    assert max(peaks) <= 200_000 or budget == "1GiB"
 
 
 def make_wrapping() -> nn.Module:

@@ -91,14 +91,20 @@ class Runner:
         self._budget += int(share * self._budget)
 
     def compare(
-        self, make: Callable[[], Made], *, steps: int = STEPS, drifts: bool = False, settles: int = 3, **options: Any
+        self,
+        make: Callable[[], Made],
+        *,
+        steps: int = STEPS,
+        drifts: bool = False,
+        settles: int = 3,
+        more: float = 0.0,
+        **options: Any,
     ) -> Room:
         """Run `make`'s loop plainly and in a room, and compare everything. Returns the (detached) room."""
         expected = collect(make(), None, steps)
         if self.way == "smallest":
             self.find_smallest(make)
-            if drifts:
-                self.add_room(3 / 4)
+            self.add_room(3 / 4 if drifts else more)
         model, optimizers, _step = made = make()
         with self.fit(model, optimizers, **options) as room:
             found = collect(made, room, steps)
@@ -140,7 +146,12 @@ def as_list(optimizers: Optimizers) -> list[torch.optim.Optimizer]:
 
 def copy_values(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
-        return value.detach().clone()
+        if value.layout is not torch.strided or value.is_nested or value.is_quantized:
+            return value.detach().clone()
+        # Not in memory of PyTorch's allocator, which a room counts.
+        memory = torch.frombuffer(bytearray(value.numel() * value.element_size() or 1), dtype=torch.uint8)
+        copy = torch.empty(0, dtype=value.dtype).set_(memory.untyped_storage(), 0, value.shape)
+        return copy.copy_(value.detach())
     if isinstance(value, dict):
         return {key: copy_values(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
@@ -361,7 +372,7 @@ def test_data_modified_between_two_needs(runner: Runner) -> None:
 
         return model, optimizer, step
 
-    runner.compare(make)
+    runner.compare(make, more=0.1)  # the captured step cannot tell what it will never need again
 
 
 @pytest.mark.parametrize("target", ["kept leaf", "offloaded"])
@@ -1580,7 +1591,7 @@ def test_a_batch_that_is_overwritten_before_the_backward_pass(runner: Runner, ki
         model.scale = nn.Parameter(torch.full((WIDTH,), 1.25))
         return model
 
-    runner.compare(loop(scaled, loss))
+    runner.compare(loop(scaled, loss), more=0.05)
 
 
 @pytest.mark.parametrize("is_early", [True, False], ids=["before", "after"])

@@ -23,7 +23,6 @@ def test_the_environment() -> None:
         "ELBOWROOM_MIN_OFFLOAD_BYTES": "1MiB",
         "ELBOWROOM_SETTLING_STEPS": "2",
         "ELBOWROOM_ALWAYS_WATCH": "1",
-        "ELBOWROOM_RELEASE_PAGES": "1",
         "ELBOWROOM_UNRELATED": "is left alone",
         "STRATEGY": "is not ours",
     }
@@ -34,7 +33,6 @@ def test_the_environment() -> None:
         min_offload_bytes=1 << 20,
         settling_steps=2,
         always_watch=True,
-        release_pages=True,
     )
 
 
@@ -45,7 +43,7 @@ def test_what_is_given_comes_first() -> None:
 
 
 def test_every_option_can_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    texts = {"mode": "dynamic", "strategy": "auto", "policy": "lru", "spill_folder": "/x", "release_pages": "0"}
+    texts = {"mode": "dynamic", "strategy": "auto", "policy": "lru", "spill_folder": "/x"}
     texts["always_watch"] = texts["quick"] = "1"
     for field in dataclasses.fields(Config):
         monkeypatch.setenv(f"ELBOWROOM_{field.name.upper()}", texts.get(field.name, "5"))
@@ -77,8 +75,8 @@ def test_paths_and_zero() -> None:
         ("settling_steps", True),
         ("settling_steps", 0),
         ("settling_steps", ""),
-        ("release_pages", "maybe"),
-        ("release_pages", 2),
+        ("always_watch", "maybe"),
+        ("always_watch", 2),
         ("strategy", 5),
         ("strategy", ""),
         ("strategy", b"auto"),

@@ -1,5 +1,7 @@
 // What Python sees of the ledger.
 #include <ATen/Parallel.h>
+#include <c10/core/GradMode.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
 #include <pybind11/pybind11.h>
 #include <torch/csrc/DynamicTypes.h>
 #include <torch/csrc/Exceptions.h>
@@ -26,6 +28,9 @@ class CallPython {
   bool operator()(int64_t requested, int64_t missing) const {
     if (!can_call()) return false;
     const py::gil_scoped_acquire gil;
+    // The op that allocates has excluded dispatch keys for its own inner ops, not for those of the callable.
+    const c10::impl::ForceDispatchKeyGuard default_keys{c10::impl::LocalDispatchKeySet(c10::impl::PODLocalDispatchKeySet{})};
+    const c10::AutoGradMode no_grad(false);
     PyObject *type = nullptr, *value = nullptr, *traceback = nullptr;
     PyErr_Fetch(&type, &value, &traceback);  // an allocation may be part of handling an error
     PyObject* result = PyObject_CallFunction(

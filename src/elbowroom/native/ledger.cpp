@@ -6,6 +6,8 @@
 #include <algorithm>
 #include <utility>
 
+#include "arena.h"
+
 namespace elbowroom {
 
 namespace {
@@ -13,7 +15,15 @@ namespace {
 // The highest there is: whoever registers an allocator later with less is refused, and with as much wraps this one.
 constexpr uint8_t PRIORITY = 255;
 
+// Smaller blocks are many, and leave no holes to speak of.
+constexpr size_t LEAST_IN_ARENA = 16 << 10;
+
 thread_local Scope* current = nullptr;
+
+void free_in_arena(void* address) {
+  c10::profiledCPUMemoryReporter().Delete(address);
+  Arena::get().free(address);
+}
 
 }  // namespace
 
@@ -26,7 +36,7 @@ Ledger& Ledger::get() {
   return *ledger;
 }
 
-Ledger::Ledger() : below_(c10::GetCPUAllocator()) {
+Ledger::Ledger() : below_(c10::GetCPUAllocator()), has_arena_(below_ == c10::GetDefaultCPUAllocator()) {
   static Ledger* self = this;
   pthread_atfork(
       [] { self->scopes_mutex_.lock(), self->blocks_.lock_all(); },
@@ -42,13 +52,21 @@ c10::DataPtr Ledger::allocate(size_t nbytes) {
   const std::vector<Scope*> scopes = scope == nullptr ? list_scopes(epoch) : std::vector<Scope*>{};
   if (scope != nullptr) scope->request(size);
   for (Scope* each : scopes) each->request(size);
-  c10::DataPtr memory = below_->allocate(nbytes);
+  c10::DataPtr memory = take(nbytes);
   void* address = memory.get();
   const c10::Device device = memory.device();
   blocks_.put(address, {std::move(memory), size, scope, epoch});
   if (scope != nullptr) scope->add(size);
   for (Scope* each : scopes) each->add(size);
   return {address, address, &Ledger::release, device};
+}
+
+c10::DataPtr Ledger::take(size_t nbytes) {
+  if (!has_arena_ || nbytes < LEAST_IN_ARENA) return below_->allocate(nbytes);
+  void* address = Arena::get().allocate(nbytes);
+  if (address == nullptr) return below_->allocate(nbytes);  // which says what is wrong
+  c10::profiledCPUMemoryReporter().New(address, nbytes);  // as PyTorch's own allocator does
+  return {address, address, &free_in_arena, c10::Device(c10::DeviceType::CPU)};
 }
 
 std::vector<Scope*> Ledger::list_scopes(int64_t epoch) {

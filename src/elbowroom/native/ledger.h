@@ -1,4 +1,6 @@
-// The CPU's allocator, in front of the one that was there: counts every block, and asks for room before it is short.
+// The CPU's allocator: counts every block, and asks for room before it is short. Large blocks lie in an arena, whose
+// pages stay close to what is live; small ones, and all if the program has an allocator of its own, come from the
+// allocator that was there.
 #pragma once
 
 #include <c10/core/Allocator.h>
@@ -35,11 +37,13 @@ class Ledger final : public c10::Allocator {
   Ledger();
 
   static void release(void* address);
+  c10::DataPtr take(size_t nbytes);
   // The open scopes that count what was allocated in no scope at this epoch.
   std::vector<Scope*> list_scopes(int64_t epoch);
   void remove(int64_t nbytes, Scope* scope, int64_t epoch);
 
   c10::Allocator* below_;
+  const bool has_arena_;
   BlockTable blocks_;
   std::mutex scopes_mutex_;
   std::vector<Scope*> scopes_;  // that are open

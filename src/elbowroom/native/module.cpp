@@ -2,12 +2,12 @@
 #include <pybind11/pybind11.h>
 
 namespace elbowroom {
+void bind_arena(pybind11::module_& module);
 void bind_ledger(pybind11::module_& module);
-void bind_observer(pybind11::module_& module);
 }
 
 PYBIND11_MODULE(_native, module) {
-  module.doc() = "The C++ side of Elbowroom: a counting allocator, and an observer of ops.";
+  module.doc() = "The C++ side of Elbowroom: a counting allocator, and its arena.";
+  elbowroom::bind_arena(module);
   elbowroom::bind_ledger(module);
-  elbowroom::bind_observer(module);
 }

@@ -24,15 +24,14 @@ from elbowroom.errors import Infeasible
 from elbowroom.hooks.estimates import UNSEEN_BYTES, Estimate, Estimates
 from elbowroom.hooks.hidden import Paused
 from elbowroom.hooks.identity import Identities, is_shared
-from elbowroom.ir.actions import Action, Recompute, Release
-from elbowroom.ir.events import PressureRaised, StorageRestored
+from elbowroom.ir.actions import Action, Recompute
+from elbowroom.ir.events import StorageRestored
 from elbowroom.ir.hardware import HardwareProfile
-from elbowroom.ir.trace import Role, Trace
 from elbowroom.residency import policies
 from elbowroom.residency.capacity_first import Policy as CapacityFirst
 from elbowroom.residency.guided import Policy as Guided
 from elbowroom.residency.habits import Habits
-from elbowroom.residency.machine import Drop, Machine, Policy, State, count_reads
+from elbowroom.residency.machine import Machine, Policy, count_reads
 from elbowroom.residency.online import AHEAD, Online
 from elbowroom.runtime.account import NO_LIMIT, Account
 from elbowroom.runtime.calm import Calm
@@ -41,12 +40,13 @@ from elbowroom.runtime.facts import StepFacts
 from elbowroom.runtime.follower import Follower, Known, Observer
 from elbowroom.runtime.historian import Historian
 from elbowroom.runtime.history import count_replay
+from elbowroom.runtime.memory_guard import MemoryGuard
 from elbowroom.runtime.past import Past
 from elbowroom.runtime.patience import Patience
 from elbowroom.runtime.recorder import Recorder
 from elbowroom.runtime.residence import Residence
-from elbowroom.runtime.shortage import explain_shortage
 from elbowroom.runtime.transfers import Transfers
+from elbowroom.runtime.waking import find_outside, list_gone
 from elbowroom.runtime.watcher import Run
 
 logger = logging.getLogger(__name__)
@@ -104,35 +104,35 @@ class OnlineEngine(Engine):
             transfers, device, self.account_class(profile.alignment_bytes), list_staying, min_bytes,
             known=known, spare_bytes=spare_bytes, observer=observer,
         )  # fmt: skip
-        self._list_residents, self._known, self.followed = list_residents, known, self._follower.followed
+        self._known, self.followed = known, self._follower.followed
         self._budget_bytes = self._alarm_bytes = budget_bytes
         self._facts = StepFacts(self.account, self._bound, profile.links[0], self._may_move, budget_bytes)
         self._segments, self._pinned = self._facts.segments, self._facts.pinned
         if not is_awake:
             self._segments += known[0].plan.segments
-        self._planned_segments = len(self._segments)
-        self._patience, self._stalled_before = Patience(budget_bytes), transfers.stall_seconds
+        self._planned_segments, self._stalled_before = len(self._segments), transfers.stall_seconds
+        self._patience = Patience(budget_bytes)
         decider: Policy = CapacityFirst(self._may_move)
         if policy is not None:
             decider = self._online = get(policies, policy, "Policy")(self._facts, habits)
-            if known:
-                decider = self._guide = Guided(self._online, known[0].plan, is_awake=is_awake)
+        if self._online is not None and known:
+            decider = self._guide = Guided(self._online, known[0].plan, is_awake=is_awake)
         self._machine = Machine(decider, self._segments)
         self._facts.is_on_device = self._machine.is_on_device
+        self._guard = MemoryGuard(self.account, self._machine, self._facts, list_residents, self._is_here, self)
         self.watcher = self.historian = self._facts.clock = self.historian_class(
             self, self.account, estimates, device, self.about_to_write, self.written, is_recording=policy is not None,
             resting_bytes=int(RESTING * budget_bytes) if habits.may_rest and not known else 0, least_bytes=min_bytes,
         )  # fmt: skip
         self.account.reserve(UNSEEN_BYTES)
-        self._count_residents()
+        self._guard.count_residents()
         self._facts.base_bytes = self.account.live_bytes
         if is_awake:
             self.account.limit_bytes, self._spare_bytes = budget_bytes, None
-        elif self._segments:
-            self.recorder = Recorder(known[0].trace, known[0].plan, self.account.see, self._leave_ops)
-            self.historian.sleep(self.recorder.run)
         else:
-            self.historian.sleep()
+            if self._segments:
+                self.recorder = Recorder(known[0].trace, known[0].plan, self.account.see, self._leave_ops)
+            self.historian.sleep(None if self.recorder is None else self.recorder.run)
         self._paused = Paused([self.historian] if observer is None else [self.historian, observer])
         is_calm = is_awake and self._online is not None and self._guide is None and self._online.may_wait()
         if is_calm or not is_awake:
@@ -149,13 +149,6 @@ class OnlineEngine(Engine):
         return self.account.limit_bytes < NO_LIMIT
 
     # -- waking up ------------------------------------------------------------------------------------------------
-
-    def _count_residents(self) -> None:  # again at waking: there may be others by then
-        self.account.welcome(self._list_here())
-
-    def _list_here(self) -> Iterable[torch.UntypedStorage]:
-        here = (each for each in self._list_residents() if self._is_here(each) and each.layout is torch.strided)
-        return (each.untyped_storage() for each in here)
 
     def _leave_ops(self, why: str) -> Run:
         with self._lock:
@@ -184,12 +177,12 @@ class OnlineEngine(Engine):
             return
         self._guide.follow(None if followed is None else self._known[followed].plan, self._follower.tick)
         if not self.is_awake:
-            self._find_outside(self._known[0].trace)
+            find_outside(self._bound, self._known[0].trace)
             self.account.limit_bytes, self._spare_bytes = self._budget_bytes, None
             self.historian.stand_in = None
-            self._count_residents()
+            self._guard.count_residents()
             self._catch_up()
-            self._guide.wake(self._list_gone())
+            self._guide.wake(list_gone(self._machine, self._bound))
 
     def _catch_up(self) -> None:
         """Tell who decides what was put down so far; from now on, of everything at once."""
@@ -201,18 +194,6 @@ class OnlineEngine(Engine):
         self._settle_in(past.list_guests())
         for event, moment, nbytes in past.tell(self._bound):
             self._online.watch(event, moment, nbytes)
-
-    def _find_outside(self, trace: Trace) -> None:
-        """Tell a batch from what the step has made, before ops were looked at. What no op touches any more, and neither
-        autograd nor the model holds, is never counted."""
-        made = {home.id for home in trace.storages if home.role in (Role.TEMPORARY, Role.ACTIVATION)}
-        for storage, residence in self._bound.items():
-            residence.is_outside = storage not in made
-
-    def _list_gone(self) -> list[Release | Drop]:
-        away = [Release(storage) for storage in self._bound if self._machine.state(storage) is State.AWAY]
-        segments = {storage: self._machine.segment_of(storage) for storage in self._bound}
-        return away + [Drop(storage, segment) for storage, segment in segments.items() if segment is not None]
 
     # -- room -----------------------------------------------------------------------------------------------------
 
@@ -227,7 +208,7 @@ class OnlineEngine(Engine):
                 self._drain()
                 if self._past is not None:
                     self._catch_up()
-                self._make_room(nbytes, str(func))
+                self._guard.make_room(nbytes, str(func))
 
     def free(self, requested_bytes: int, missing_bytes: int) -> bool:
         """Free memory for a request that would go over the budget, in whatever thread and op that comes.
@@ -246,26 +227,15 @@ class OnlineEngine(Engine):
             self._drain()
             if self._past is not None:
                 self._catch_up()
-            self._evict(missing_bytes, f"a request of {requested_bytes} bytes", requested_bytes, self._budget_bytes)
+            what = f"a request of {requested_bytes} bytes"
+            self._guard.evict(missing_bytes, requested_bytes, self._budget_bytes, what)
             return True
 
     def _find_room(self, nbytes: int, what: str) -> None:
         """For what comes back: by its plan there is room for it, if the step takes no more than that."""
         if not self.is_awake and not self.account.has_room(nbytes, self._alarm_bytes):
             self._follower.leave(f"there is no room for {what}")
-        self._make_room(nbytes, what)
-
-    def _make_room(self, nbytes: int, what: str) -> None:
-        while (missing := self.account.live_bytes + nbytes - (limit_bytes := self.account.limit_bytes)) > 0:
-            self._evict(missing, what, nbytes, limit_bytes)
-
-    def _evict(self, missing_bytes: int, what: str, nbytes: int, limit_bytes: int) -> None:
-        """Let something leave, for `what` takes `nbytes`, of which there is no room for so many."""
-        actions = self._machine.feed(PressureRaised(missing_bytes, self.saves + self.needs))
-        if not actions:
-            here, round_up, stuck = self._list_here(), self.account.round, self._facts.stuck
-            raise explain_shortage(what, nbytes, missing_bytes, limit_bytes, here, round_up, stuck, self.refusal)
-        self._carry_out(actions)
+        self._guard.make_room(nbytes, what)
 
     def _may_move(self, storage: int) -> bool:
         """As in any step; while awake what outlives the step is marked, and need not be listed."""
@@ -280,6 +250,10 @@ class OnlineEngine(Engine):
         return residence.may_move
 
     # -- actions --------------------------------------------------------------------------------------------------
+
+    def carry_out(self, actions: Sequence[Action]) -> None:
+        """Carry out what the machine answers."""
+        self._carry_out(actions)
 
     def _carry_out(self, actions: Sequence[Action], later: Sequence[Action] = ()) -> None:
         """As in any step; while a chain is computed, what its later links read may not leave."""

@@ -41,3 +41,14 @@ def explain_shortage(
         needed_bytes=limit_bytes + missing_bytes, budget_bytes=limit_bytes, op=op, is_whole_step=False,
         in_the_way=tuple(in_the_way), state_bytes=state_bytes,
     )  # fmt: skip
+
+
+def explain_growth(requested_bytes: int, missing_bytes: int, budget_bytes: int) -> Infeasible:
+    """Return the error that refuses a request in a step in which nothing may leave, since everything fitted so far."""
+    return Infeasible(
+        needed_bytes=budget_bytes + missing_bytes,
+        budget_bytes=budget_bytes,
+        is_whole_step=False,
+        op=f"a request of {requested_bytes} bytes, in a step that began like those in which everything fitted, so that "
+        "nothing moves in it (the next one is watched from its beginning; with always_watch=True all are)",
+    )

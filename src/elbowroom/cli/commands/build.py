@@ -17,12 +17,13 @@ def register(app: typer.Typer) -> None:
 
 
 def build(as_json: Json = False) -> None:
-    """Compile what else the first plan waits for, and the library in C++ that watches ops: one to two minutes, once.
+    """Compile what else the first fit and the first plan wait for, and the library that watches ops: two minutes, once.
 
-    Optional: without the library (it needs a C++ compiler) Python does the same, slower.
+    It takes a C++ compiler.
     """
     from elbowroom._compiler import is_made
     from elbowroom.compilation import compile_loops
+    from elbowroom.native import library as native
     from elbowroom.progress import drawing_on
     from elbowroom.quick.library import build_library, find_library, load
 
@@ -31,7 +32,10 @@ def build(as_json: Json = False) -> None:
         with terminal.progress("compiling the planner's loops") as advance:
             compile_loops(advance)
         loops_seconds, begin = time.perf_counter() - begin, time.perf_counter()
-        was_there = is_made(find_library())
+        with terminal.progress("compiling the extension that counts memory"), drawing_on(None):
+            counting = native.build_library()
+        terminal.show_text(f"{counting}: ready in {format_seconds(time.perf_counter() - begin)}")
+        begin, was_there = time.perf_counter(), is_made(find_library())
         with terminal.progress("compiling the library that watches ops"), drawing_on(None):
             library = build_library()
         is_usable = load() is not None

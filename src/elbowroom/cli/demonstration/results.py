@@ -10,9 +10,9 @@ from rich.table import Table
 
 from elbowroom.units import format_bytes, format_seconds
 
-KEEPS_PAGES = (
-    "A room tells glibc to keep freed memory (release_pages=False). That costs resident memory, and saves page faults, "
-    "which plain PyTorch spends time on."
+ALLOCATES_ITSELF = (
+    "A room's allocator uses pages again that plain PyTorch gives back to the system and faults in anew: a step may be "
+    "shorter within a budget."
 )
 
 
@@ -76,7 +76,7 @@ def tabulate(results: Sequence[Result]) -> Table:
     title = "Plain PyTorch, and the same training within a budget"
     table = Table(title=title, title_justify="left", title_style="bold")
     if any(result.plain["device"] == "cpu" for result in results):
-        table.caption = KEEPS_PAGES
+        table.caption = ALLOCATES_ITSELF
         table.caption_justify = "left"
     table.add_column("")
     for result in results:

@@ -1,0 +1,67 @@
+#include "pages.h"
+
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <array>
+#include <cerrno>
+
+namespace elbowroom {
+
+namespace {
+
+constexpr uintptr_t HUGE_PAGE_BYTES = uintptr_t{1} << 21;
+constexpr int MOST_TRIES = 64;
+
+void* to_pointer(uintptr_t address) { return reinterpret_cast<void*>(address); }
+
+Mapping map(uintptr_t begin, size_t nbytes, int protection) {
+  const int flags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED_NOREPLACE;
+  void* const found = mmap(to_pointer(begin), nbytes, protection, flags, -1, 0);
+  if (found == to_pointer(begin)) return Mapping::DONE;
+  if (found == MAP_FAILED) return errno == EEXIST ? Mapping::TAKEN : Mapping::REFUSED;
+  munmap(found, nbytes);  // a kernel before 4.17 takes the address as a wish
+  return Mapping::TAKEN;
+}
+
+}  // namespace
+
+size_t get_page_bytes() {
+  static const auto nbytes = static_cast<size_t>(sysconf(_SC_PAGESIZE));
+  return nbytes;
+}
+
+uintptr_t find_addresses(size_t nbytes) {
+  // The kernel fills addresses from the top down, and programs lie at two thirds: halfway there is nothing.
+  void* const top = mmap(nullptr, get_page_bytes(), PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  if (top == MAP_FAILED) return 0;
+  munmap(top, get_page_bytes());
+  uintptr_t begin = reinterpret_cast<uintptr_t>(top) / 2 / HUGE_PAGE_BYTES * HUGE_PAGE_BYTES;
+  for (int tries = 0; tries < MOST_TRIES; ++tries, begin += nbytes) {
+    const Mapping mapping = map(begin, get_page_bytes(), PROT_NONE);
+    if (mapping == Mapping::DONE) return begin;
+    if (mapping == Mapping::REFUSED) break;
+  }
+  return 0;
+}
+
+Mapping map_pages(uintptr_t begin, size_t nbytes) { return map(begin, nbytes, PROT_READ | PROT_WRITE); }
+
+bool unmap_pages(uintptr_t begin, size_t nbytes) { return munmap(to_pointer(begin), nbytes) == 0; }
+
+size_t count_resident_bytes(uintptr_t begin, size_t nbytes) {
+  const size_t page_bytes = get_page_bytes();
+  std::array<unsigned char, 4096> pages{};
+  size_t count = 0;
+  for (size_t done = 0; done < nbytes;) {
+    const size_t part = std::min(nbytes - done, pages.size() * page_bytes);
+    if (mincore(to_pointer(begin + done), part, pages.data()) != 0) return 0;
+    const auto end = pages.begin() + static_cast<ptrdiff_t>(part / page_bytes);
+    count += static_cast<size_t>(std::count_if(pages.begin(), end, [](unsigned char page) { return page & 1; }));
+    done += part;
+  }
+  return count * page_bytes;
+}
+
+}  // namespace elbowroom

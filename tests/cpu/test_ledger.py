@@ -1,0 +1,251 @@
+"""The allocator that counts: every byte of every thread, and room is asked for before a request goes over the limit."""
+
+from __future__ import annotations
+
+import gc
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from benchmarks.profiler_meter import ProfilerMeter
+from elbowroom.hooks.ledger import NO_LIMIT, CpuLedger
+from tests.models import MODELS
+
+KIB = 1 << 10
+
+
+@pytest.fixture
+def ledger() -> Iterator[CpuLedger]:
+    made = CpuLedger()
+    yield made
+    made.close()
+
+
+def refuse(requested_bytes: int, missing_bytes: int) -> bool:
+    raise MemoryError(requested_bytes, missing_bytes)
+
+
+def never(requested_bytes: int, missing_bytes: int) -> bool:
+    raise AssertionError("there is room")
+
+
+def make(nbytes: int) -> torch.Tensor:
+    return torch.empty(nbytes, dtype=torch.uint8)
+
+
+@pytest.mark.parametrize("name", ["mobilenet_v3_large", "gpt2", "lstm"])
+def test_the_peak_is_what_the_profiler_sees(name: str, ledger: CpuLedger) -> None:
+    model, _, step = MODELS[name]().make()
+    step(0)
+    for parameter in model.parameters():
+        parameter.grad = None
+    gc.collect()
+    meter, scope = ProfilerMeter(), ledger.scope
+    with ledger.counting(NO_LIMIT, never):
+        scope.reset_peak()
+        before = scope.live_bytes
+        meter.start()
+        step(1)
+        meter.stop()
+        assert scope.peak_bytes - before == meter.peak_bytes > 0
+
+
+def test_what_was_there_counts_once_it_is_adopted() -> None:
+    there, array = make(1000), np.zeros(500, dtype=np.uint8)
+    foreign, shared = torch.from_numpy(array), make(300).share_memory_()
+    ledger = CpuLedger()
+    scope = ledger.scope
+    for _ in range(2):  # each once, by whatever view
+        ledger.adopt([there, there[10:], foreign, shared])
+        assert (scope.live_bytes, scope.adopted_bytes) == (1800, 1800)
+    assert shared.is_shared() and foreign.data_ptr() == array.ctypes.data
+    since = make(50)
+    ledger.adopt([since])
+    assert (scope.live_bytes, scope.adopted_bytes) == (1850, 1800), "it was counted when it was allocated"
+    del there, foreign, shared, since
+    scope.reset_peak()
+    assert scope.live_bytes == 0
+    ledger.close()
+
+
+def test_an_adopted_storage_that_grows_is_counted_as_it_is(ledger: CpuLedger) -> None:
+    tensor = make(1000)
+    ledger.adopt([tensor])
+    with ledger.counting(NO_LIMIT, never):
+        live = ledger.scope.live_bytes
+        tensor.untyped_storage().resize_(5000)
+        assert ledger.scope.live_bytes == live + 4000
+        tensor.untyped_storage().resize_(0)
+        assert ledger.scope.live_bytes == live - 1000
+
+
+def test_rooms_count_their_own_and_what_is_in_none() -> None:
+    one, other = CpuLedger(), CpuLedger()
+    lives = one.scope.live_bytes, other.scope.live_bytes
+    with one.counting(NO_LIMIT, never):
+        own = make(KIB)
+        with other.counting(NO_LIMIT, never):
+            others = make(10 * KIB)
+    nobodys = make(100 * KIB)
+    assert one.scope.live_bytes - lives[0] == 101 * KIB and other.scope.live_bytes - lives[1] == 110 * KIB
+    late = CpuLedger()
+    assert late.scope.live_bytes == 0
+    with other.counting(NO_LIMIT, never):
+        del own, nobodys  # whoever frees it
+    assert one.scope.live_bytes == lives[0] and other.scope.live_bytes - lives[1] == 10 * KIB
+    assert late.scope.live_bytes == 0, "what was there before a scope is not taken off it either"
+    del others
+    for each in (one, other, late):
+        each.close()
+
+
+def test_room_is_asked_for_before_it_is_short(ledger: CpuLedger) -> None:
+    held = []
+    asked: list[tuple[int, int]] = []
+
+    def give_up_one(requested_bytes: int, missing_bytes: int) -> bool:
+        asked.append((requested_bytes, missing_bytes))
+        held.pop()
+        return True
+
+    scope = ledger.scope
+    limit = scope.live_bytes + 10 * KIB
+    with ledger.counting(limit, give_up_one):
+        held += [make(4 * KIB), make(4 * KIB)]
+        scope.reset_peak()
+        held.append(make(10 * KIB))
+        assert asked == [(10 * KIB, 8 * KIB), (10 * KIB, 4 * KIB)] and len(held) == 1
+        assert scope.peak_bytes == limit
+
+
+def test_a_refusal_ends_the_op_that_asked(ledger: CpuLedger) -> None:
+    weight = torch.randn(64, 64, requires_grad=True)
+    loss = (weight @ weight).tanh().sum()
+    with ledger.counting(ledger.scope.live_bytes + 8 * KIB, refuse):
+        with pytest.raises(MemoryError) as caught:
+            torch.randn(64, 64) @ torch.randn(64, 64)
+        assert caught.value.args == (16 * KIB, 8 * KIB)
+        with pytest.raises(MemoryError):  # through the engine of autograd
+            loss.backward()
+    assert weight.grad is None
+    (weight @ weight).sum().backward()
+    assert weight.grad is not None
+
+
+def test_what_makes_room_may_use_tensors(ledger: CpuLedger) -> None:
+    seen = []
+
+    def work(requested_bytes: int, missing_bytes: int) -> bool:
+        with torch.enable_grad():
+            leaf = torch.ones(1000, requires_grad=True)
+            (leaf * 2).sum().backward()
+        seen.append((float(leaf.grad.sum()), torch.is_grad_enabled()))  # type: ignore[union-attr]
+        return False
+
+    with ledger.counting(ledger.scope.live_bytes, work), torch.no_grad():
+        assert torch.ones(10).add(1).sum() == 20
+    assert seen and set(seen) == {(2000.0, False)}
+
+
+def test_threads_that_are_in_no_step_are_held_to_it_as_well(ledger: CpuLedger) -> None:
+    raised: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            make(100 * KIB)
+        except MemoryError as error:
+            raised.append(error)
+
+    with ledger.counting(ledger.scope.live_bytes + 50 * KIB, refuse):
+        thread = threading.Thread(target=run)
+        thread.start()
+        thread.join()
+    assert len(raised) == 1
+    make(100 * KIB)
+
+
+def test_many_threads(ledger: CpuLedger) -> None:
+    live = ledger.scope.live_bytes
+    kept: list[list[torch.Tensor]] = [[] for _ in range(4)]
+
+    def run(own: list[torch.Tensor]) -> None:
+        for index in range(3000):
+            own.append(make(64 + index % 1000))
+            if len(own) > 20:
+                del own[:10]
+
+    threads = [threading.Thread(target=run, args=(each,)) for each in kept]
+    for each in threads:
+        each.start()
+    for each in threads:
+        each.join()
+    held = sum(tensor.nbytes for own in kept for tensor in own)
+    assert ledger.scope.live_bytes - live == held
+    kept.clear()
+    assert ledger.scope.live_bytes == live
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_fork_while_others_allocate(ledger: CpuLedger) -> None:
+    stop = threading.Event()
+
+    def run() -> None:
+        while not stop.is_set():
+            make(1000)
+
+    threads = [threading.Thread(target=run) for _ in range(2)]
+    for each in threads:
+        each.start()
+    try:
+        for _ in range(20):
+            child = os.fork()
+            if child == 0:
+                tensor = make(KIB)
+                del tensor
+                os._exit(0)
+            assert os.waitpid(child, 0)[1] == 0
+    finally:
+        stop.set()
+        for each in threads:
+            each.join()
+
+
+SCRIPT = """
+import torch
+from elbowroom.hooks.ledger import CpuLedger
+ledger = CpuLedger()
+ledger.scope.limit_bytes = 1
+ledger.counting(1, lambda requested, missing: False).__enter__()  # and is never left
+kept = [torch.zeros(1000) for _ in range(10)]
+class Late:
+    def __del__(self): torch.zeros(1000)
+late = Late()
+print("end")
+"""
+
+
+def test_the_interpreter_ends_while_it_counts() -> None:
+    done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=120, check=False)
+    assert (done.returncode, done.stdout) == (0, "end\n"), done.stderr
+
+
+def test_changes_are_recorded_in_order(ledger: CpuLedger) -> None:
+    scope: Any = ledger.scope
+    with ledger.counting(NO_LIMIT, never):
+        scope.set_recording(True)
+        live = scope.live_bytes
+        first = make(KIB)
+        second = make(2 * KIB)
+        del first
+        times, lives = (np.frombuffer(each, dtype=np.int64) for each in scope.take_changes())
+        scope.set_recording(False)
+    assert (lives - live).tolist() == [0, KIB, 3 * KIB, 2 * KIB]
+    assert (np.diff(times) >= 0).all()
+    del second
