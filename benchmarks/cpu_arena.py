@@ -3,7 +3,7 @@
     python benchmarks/cpu_arena.py [--only NAME] [--ways glibc arena] [--rounds 5] [--pairs 15] [--output FILE.json]
 
 Plain PyTorch, no room: training steps with AdamW. `glibc`: as it comes; `kept` and `released`: as
-`hardware.memory.tune_allocator` sets it without and with `release_pages`; `arena`: blocks of 16 KiB and more from the
+`tune_allocator` sets it without and with `release_pages`; `arena`: blocks of 16 KiB and more from the
 arena, the others from malloc. Each run is a process of its own, and ways take turns; ratios are taken round by round.
 
 A run first makes a step of a small model of the same kind, so that code and libraries are loaded, and frees it. What is
@@ -19,6 +19,7 @@ takes beyond parameters and optimizer state comes from one or the other.
 from __future__ import annotations
 
 import argparse
+import ctypes
 import gc
 import json
 import os
@@ -35,7 +36,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).parents[1]))
 
 from writing import write_results
 
-from elbowroom.hardware.memory import trim_allocator, tune_allocator
+from elbowroom.hardware.memory import trim_allocator
 from elbowroom.workloads import build
 
 SPECS: dict[str, dict[str, Any]] = {
@@ -51,6 +52,31 @@ SPECS: dict[str, dict[str, Any]] = {
 }
 WAYS = ("glibc", "kept", "released", "arena")
 UNMEASURED_STEPS = 2
+
+# malloc.h
+_M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD, _M_MMAP_MAX = -1, -2, -3, -4
+_LARGE_BLOCK_BYTES = 4 << 20
+_KEPT_BYTES = (1 << 31) - (1 << 20)
+
+
+def tune_allocator(*, release_pages: bool) -> bool:
+    """Tell glibc what to do with freed memory from now on. Returns whether it listened.
+
+    By default it maps large blocks one by one and gives each back when it is freed, with a threshold that moves with
+    the program. Every block then costs a page fault per 4 KiB when it is next used.
+
+    Args:
+        release_pages: give every large block back at once, so that resident memory follows the live bytes closely;
+            otherwise keep freed memory for the next allocation, which saves those page faults.
+    """
+    try:
+        mallopt = ctypes.CDLL(None).mallopt
+    except (OSError, AttributeError):
+        return False  # another C library
+    if release_pages:
+        return bool(mallopt(_M_MMAP_THRESHOLD, _LARGE_BLOCK_BYTES))
+    kept = mallopt(_M_MMAP_MAX, 0) and mallopt(_M_TRIM_THRESHOLD, _KEPT_BYTES)
+    return bool(kept and mallopt(_M_TOP_PAD, 64 << 20))
 
 
 def read_status(*names: str) -> list[int]:
