@@ -41,7 +41,11 @@ Ledger::Ledger() : below_(c10::GetCPUAllocator()), has_arena_(below_ == c10::Get
   pthread_atfork(
       [] { self->scopes_mutex_.lock(), self->blocks_.lock_all(); },
       [] { self->blocks_.unlock_all(), self->scopes_mutex_.unlock(); },
-      [] { self->blocks_.unlock_all(), self->scopes_mutex_.unlock(); });
+      [] {
+        // A worker that is forked inside a step is no part of it. A step that begins in the child sets its limit anew.
+        for (Scope* each : self->scopes_) each->set_limit(NO_LIMIT);
+        self->blocks_.unlock_all(), self->scopes_mutex_.unlock();
+      });
 }
 
 c10::DataPtr Ledger::allocate(size_t nbytes) {
