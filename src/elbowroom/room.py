@@ -132,7 +132,7 @@ class Room:
                 yield from self._run_capture()
             elif act is None:
                 yield from self._run_dynamic("it is not known what these steps do")
-            elif act.planned.is_plain and not (self._repertoire.varies or self.config.always_watch):
+            elif act.planned.is_plain and self._fits_unwatched(act):
                 yield from self._run_plain(act)
             else:
                 yield from self._run_planned(act)
@@ -183,6 +183,11 @@ class Room:
         self.detach()
 
     # -- running a step -------------------------------------------------------------------------------------------
+
+    def _fits_unwatched(self, act: Act) -> bool:
+        """Whether a step in which everything fitted will fit now: gradients may be there, say, that were not then."""
+        is_steady = not (self._repertoire.varies or self.config.always_watch)
+        return is_steady and self._ledger.has_room(act.planned.count_activations(), self.budget_bytes)
 
     def _run_plain(self, act: Act) -> Iterator[None]:
         meter = self._metering.make()
@@ -299,11 +304,7 @@ class Room:
         self._engine = engine
 
     def _make_room(self, requested_bytes: int, missing_bytes: int) -> bool:
-        """A request would go over the budget. Returns whether to try again.
-
-        Raises:
-            Infeasible: nothing may leave.
-        """
+        """A request would go over the budget. Returns whether to try again; `Infeasible` if nothing may leave."""
         if self._engine is not None:
             return self._engine.free(requested_bytes, missing_bytes)
         raise explain_growth(requested_bytes, missing_bytes, self.budget_bytes)

@@ -38,6 +38,10 @@ class Ledger(Protocol):
         """
         ...
 
+    def has_room(self, nbytes: int, limit_bytes: int) -> bool:
+        """Whether so much fits beside what the room holds now; True where nobody counts."""
+        ...
+
     def close(self) -> None:
         """End."""
         ...
@@ -74,6 +78,9 @@ class CpuLedger:
             self.scope.limit_bytes, self._make_room = NO_LIMIT, None
             self._native.enter_scope(before)
 
+    def has_room(self, nbytes: int, limit_bytes: int) -> bool:
+        return bool(self.scope.live_bytes + nbytes <= limit_bytes)
+
     def _ask(self, requested_bytes: int, missing_bytes: int) -> bool:
         make_room = self._make_room  # None where the step has ended meanwhile
         return make_room is not None and make_room(requested_bytes, missing_bytes)
@@ -90,6 +97,9 @@ class CudaLedger:
 
     def counting(self, limit_bytes: int, make_room: MakeRoom) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
+
+    def has_room(self, nbytes: int, limit_bytes: int) -> bool:
+        return True
 
     def close(self) -> None:
         pass

@@ -27,7 +27,7 @@ from elbowroom.hooks.identity import get_plain_storage
 from elbowroom.ir.trace import Trace
 from elbowroom.progress import announcing
 from elbowroom.tracing.iterators import IteratorTaken
-from elbowroom.tracing.live import count_kept, count_state
+from elbowroom.tracing.live import count_state
 from elbowroom.tracing.residents import list_residents
 from elbowroom.tracing.tracer import Tracer, telling_gradients
 from elbowroom.tracing.undo import undone
@@ -67,9 +67,9 @@ def capture_fake(
             if not count_state(optimizers):
                 step()  # to make it, which takes half as long where nobody writes it down
             for _ in range(SETTLING_STEPS):
-                before = count_kept(model, optimizers)
+                before = count_state(optimizers)
                 trace = _run(step, model, optimizers, name, device)
-                if count_kept(model, optimizers) == before:
+                if count_state(optimizers) == before:
                     break
         if left := _find_left(mode):
             raise TraceError(f"fake tensors of it are still there, {left}")

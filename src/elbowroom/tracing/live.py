@@ -27,13 +27,13 @@ class LiveCapture:
         meter: Meter,
     ) -> None:
         self._model, self._optimizers, self._meter = model, optimizers, meter
-        self._kept_before = count_kept(model, optimizers)
+        self._state_before = count_state(optimizers)
         self.tracer = Tracer(name, device, list_residents(model, optimizers), meter=meter)
 
     @property
     def is_settled(self) -> bool:
-        """Whether the step left as many gradients and as much optimizer state as it found: later ones are like it."""
-        return count_kept(self._model, self._optimizers) == self._kept_before
+        """Whether the step left as much optimizer state as it found: later steps will be like it."""
+        return count_state(self._optimizers) == self._state_before
 
     def finish(self) -> Trace:
         """The trace. The meter may be stopped afterwards."""
@@ -75,11 +75,6 @@ def add_outside(trace: Trace, base_bytes: int) -> Trace:
         label="outside of the step",
     )  # fmt: skip
     return dataclasses.replace(trace, storages=(*trace.storages, outside))
-
-
-def count_kept(model: torch.nn.Module, optimizers: Sequence[Optimizer]) -> tuple[int, int]:
-    """How many gradients there are, and how many entries the optimizers' states have."""
-    return sum(parameter.grad is not None for parameter in model.parameters()), count_state(optimizers)
 
 
 def count_state(optimizers: Sequence[Optimizer]) -> int:
