@@ -1058,7 +1058,7 @@ def test_nothing_is_recorded_where_there_was_always_room(
         optimizer = sgd(model)
         losses, counts = [], []
         with elbowroom.fit(
-            model, optimizer, budget, mode="dynamic", policy="dtr", min_offload_bytes=1, profile=profile,
+            model, optimizer, budget, mode="dynamic", policy="dtr", min_offload_bytes=1, profile=profile, quick=False,
             **options,
         ) as room:  # fmt: skip
             for count in rows:
