@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from elbowroom.hooks.meter import make_meter
+from benchmarks.profiler_meter import ProfilerMeter
 from elbowroom.ir.trace import Trace
 from elbowroom.tracing.residents import list_residents
 from elbowroom.workloads import Workload
@@ -50,7 +50,7 @@ def measure_peaks(step: Step, workload: Workload, device: torch.device, count: i
     """
     wait_for(device)
     if device.type != "cuda":
-        meter = make_meter(device)
+        meter = ProfilerMeter()
         residents = [tensor for tensor, _, _ in list_residents(workload.model, (workload.optimizer,))]
         meter.start((*residents, *workload.batch.values()))
         for _ in range(count):

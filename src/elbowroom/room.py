@@ -85,15 +85,16 @@ class Room:
         self._estimates = Estimates(device.type, self._made_of.sightings)
         self._habits = Habits(is_bounded=config.host_bytes is not None)
         self._inside = self._has_recurred = False
-        self._transfers = open_transfers(device, config.spill_folder, config.host_bytes)
         self._ledger = make_ledger(device)
-        self._ledger.adopt(self._list_residents())
+        self._transfers = open_transfers(device, config.spill_folder, config.host_bytes)
         self._metering = Metering(device, self._transfers, self._ledger)
         try:
+            self._ledger.adopt(self._list_residents())
             if step is not None and config.mode != "dynamic":
                 self._plan_ahead(step)
         except BaseException:
             self._transfers.close()
+            self._ledger.close()
             raise
         if device.type == "cuda":
             cut_blocks_to_size()
@@ -274,7 +275,7 @@ class Room:
                     is_fresh = self._calls.total() == 1 or self._gradients.read() != gradients
                     self._engage(place, stack, 0 if is_fresh else plain.planned.count_activations())
 
-            stack.enter_context(seeing_inputs(self._model, see))
+            stack.enter_context(seeing_inputs(self._model, see, None if engine is None else self._ledger.adopt))
             if capture is not None:
                 stack.enter_context(capture.tracer)
                 stack.enter_context(telling_gradients(capture.tracer, self._model))

@@ -6,9 +6,8 @@ import functools
 from typing import Any
 
 import pytest
-import torch
 
-from elbowroom.hooks.meter import make_meter
+from benchmarks.profiler_meter import ProfilerMeter
 from elbowroom.ir.hardware import HardwareProfile
 from elbowroom.ir.journal import Mode
 from elbowroom.runtime.online_engine import OnlineEngine
@@ -29,7 +28,7 @@ SOME = ("gpt2_accumulation", "gpt2_bfloat16", "lstm", "mobilenet_v3_large", "une
 @functools.cache
 def find_plain(name: str, profile: HardwareProfile) -> tuple[Outcome, int]:
     """What training leaves behind without a room, and its peak."""
-    meter = make_meter(torch.device("cpu"))
+    meter = ProfilerMeter()
     meter.start()
     outcome = train(name, None, profile, STEPS)[0]
     meter.stop()

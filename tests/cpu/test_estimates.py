@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -15,8 +16,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import elbowroom
 from elbowroom.cost.roofline import find_kind
 from elbowroom.cost.workspace import estimate_workspace
+from elbowroom.errors import Infeasible
 from elbowroom.hooks.estimates import Estimates
 from elbowroom.hooks.kinds import find_kind as find_kind_of_op
+from elbowroom.hooks.ledger import make_ledger
 from elbowroom.hooks.lessons import Lessons
 from elbowroom.hooks.meter import make_meter
 from elbowroom.hooks.processor import find_isa
@@ -26,24 +29,29 @@ from elbowroom.ir.journal import Journal
 from elbowroom.ir.trace import Op
 from elbowroom.runtime.online_engine import OnlineEngine
 
+CPU = torch.device("cpu")
+
 
 class Comparison(TorchDispatchMode):
     """Measures every op that room is made for."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._estimates = Estimates("cpu")
+        self._estimates, self._ledger = Estimates("cpu"), make_ledger(CPU)
         self.found: dict[str, tuple[int, int]] = {}  # estimated and measured bytes, by op
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if is_view(func) or not touches_tensors(func):
             return func(*args, **kwargs)
-        estimate, meter = self._estimates.find(func, args, kwargs), make_meter(torch.device("cpu"))
+        estimate, meter = self._estimates.find(func, args, kwargs), make_meter(CPU, self._ledger)
         meter.start()
         result = func(*args, **kwargs)
         meter.stop()
-        self.found[func._opname] = (estimate.result_bytes + estimate.inner_bytes, meter.peak_bytes)
+        self.found[func._opname] = (
+            estimate.result_bytes + estimate.inner_bytes,
+            meter.peak_bytes - meter.base_bytes,
+        )
         return result
 
 
@@ -318,7 +326,7 @@ def test_what_no_rule_foresees_takes_no_step_over_its_budget(
 def test_nothing_is_learned_of_ops_that_ran_side_by_side() -> None:
     """The meter counts bytes of all threads that run the step."""
     known, kind = Estimates("cpu"), find_kind_of_op(torch.ops.aten.mm.default)
-    lessons, meter, taken = Lessons(known), make_meter(torch.device("cpu")), {}
+    lessons, meter, taken = Lessons(known), make_meter(CPU, make_ledger(CPU)), {}
     meter.start()
     for size in (8, 16, 24, 32):
         given = torch.zeros(size, size), torch.zeros(size, size)
@@ -365,3 +373,18 @@ def test_what_an_op_took_stands_for_the_same_op_alone() -> None:
     isin, numbers_there = find_kind_of_op(torch.ops.aten.isin.Tensor_Tensor), (torch.zeros(9), torch.ones(9))
     known.learn(known.tell_apart(isin, numbers_there, {}), known.find_of(isin, numbers_there, {}), 64)
     assert known.find_measured(isin, numbers_there, {}) is None
+
+
+@pytest.mark.parametrize(
+    "error", [MemoryError("none is left"), Infeasible(needed_bytes=2, budget_bytes=1, op="an op", is_whole_step=False)]
+)
+def test_a_trial_for_which_there_is_no_memory_tells_nothing_of_the_op(
+    error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    known, given = Estimates("cpu"), (torch.zeros(64, 64), torch.zeros(64, 64))
+    expected = Estimates("cpu").find(torch.ops.aten.mm.default, given, {}).nbytes
+    with monkeypatch.context() as patch:
+        patch.setattr("elbowroom.hooks.trials.silenced", mock.Mock(side_effect=error))
+        with pytest.raises(type(error)):
+            known.find(torch.ops.aten.mm.default, given, {})
+    assert known.find(torch.ops.aten.mm.default, given, {}).nbytes == expected

@@ -583,7 +583,7 @@ def test_calls_that_mean_nothing(quick: Any) -> None:
 def test_it_is_another_one_for_another_source(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> None:
     before = library.find_library(tmp_path)
     assert before == library.find_library(tmp_path) and before.parent == tmp_path and not before.exists()
-    monkeypatch.setattr(library, "list_sources", lambda: [pathlib.Path(__file__)])
+    monkeypatch.setattr(library.native, "list_sources", lambda extension: [pathlib.Path(__file__)])
     assert library.find_library(tmp_path) != before
 
 

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from elbowroom.hooks.ledger import CpuLedger, CudaLedger, make_ledger
+from elbowroom.hooks.ledger import CpuLedger, CudaLedger
 
 HEAD_START_CYCLES = 200_000
 """Of a CUDA device, before each op that is timed: about a tenth of a millisecond, more than handing out most ops."""
@@ -69,18 +69,15 @@ class Meter(Protocol):
         ...
 
 
-def make_meter(
-    device: torch.device, ledger: CpuLedger | CudaLedger | None = None, *, is_detailed: bool = True
-) -> Meter:
+def make_meter(device: torch.device, ledger: CpuLedger | CudaLedger, *, is_detailed: bool = True) -> Meter:
     """Return a meter for a device.
 
     Args:
-        ledger: counts the bytes; one of the meter's own if it is None.
+        ledger: counts the bytes.
         is_detailed: whether ops are told of, or moments are asked for.
     """
-    found = make_ledger(device) if ledger is None else ledger
-    if isinstance(found, CpuLedger):
-        return CpuMeter(found, is_detailed=is_detailed)
+    if isinstance(ledger, CpuLedger):
+        return CpuMeter(ledger, is_detailed=is_detailed)
     return CudaMeter(device, is_detailed=is_detailed)
 
 

@@ -11,7 +11,7 @@ import operator
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -43,13 +43,22 @@ def _read_shape(tensor: torch.Tensor) -> torch.Size:
 
 
 @contextlib.contextmanager
-def seeing_inputs(model: torch.nn.Module, see: Callable[[Inputs], None]) -> Iterator[None]:
-    """Tell `see` what the model, or the parts that a program calls one by one, are called with."""
+def seeing_inputs(
+    model: torch.nn.Module, see: Callable[[Inputs], None], adopt: Callable[[Sequence[torch.Tensor]], None] | None
+) -> Iterator[None]:
+    """Tell `see` what the model, or the parts that a program calls one by one, are called with.
+
+    Args:
+        adopt: told of the tensors before; they may have been there before anything was counted.
+    """
 
     def look(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         # Flattening takes longer than some models, and most are called with tensors alone.
         leaves = tree_leaves((args, kwargs)) if kwargs or not all(type(arg) is torch.Tensor for arg in args) else args
-        see(tuple((_read_shape(leaf), leaf.dtype) for leaf in leaves if isinstance(leaf, torch.Tensor)))
+        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        if adopt is not None:
+            adopt(tensors)
+        see(tuple((_read_shape(tensor), tensor.dtype) for tensor in tensors))
 
     # The compiler, which is slow to import, would compile what it is not told to leave alone.
     hook = torch.compiler.disable(look) if "torch._dynamo" in sys.modules else look

@@ -12,6 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import _disable_current_modes
 
 from elbowroom.cost.workspace import estimate_workspace
+from elbowroom.errors import ElbowroomError
 from elbowroom.hooks.hidden import silenced
 from elbowroom.hooks.kinds import Kind
 from elbowroom.hooks.processor import find_isa
@@ -68,6 +69,8 @@ class Trials:
             # Modes that are there would see the op on trial.
             with _disable_current_modes(), silenced(FAKES), self._fake:
                 result = func(*map(fake, args), **{name: fake(value) for name, value in kwargs.items()})
+        except (MemoryError, ElbowroomError):
+            raise  # which tells nothing about the op
         except Exception:
             self._tell(func)
             return self._bound(kind, tensors, args)  # its results depend on values, or it knows no fake tensors

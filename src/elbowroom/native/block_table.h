@@ -2,6 +2,7 @@
 #pragma once
 
 #include <c10/core/Allocator.h>
+#include <c10/util/Exception.h>
 
 #include <array>
 #include <cstddef>
@@ -27,7 +28,8 @@ class BlockTable {
   void put(void* address, Block block) {
     Shard& shard = find_shard(address);
     const std::lock_guard<std::mutex> guard(shard.mutex);
-    shard.blocks.emplace(address, std::move(block));
+    const bool is_new = shard.blocks.emplace(address, std::move(block)).second;
+    TORCH_INTERNAL_ASSERT(is_new, "a block was handed out twice");
   }
 
   std::optional<Block> take(void* address) {
@@ -47,14 +49,20 @@ class BlockTable {
     int64_t epoch;
   };
 
-  // Hand a block over to another scope. Returns who had it; nothing if there is no such block.
-  std::optional<Owner> move(void* address, Scope* scope) {
+  // Whose a block is; nothing if there is no such block.
+  std::optional<Owner> find(void* address) {
     Shard& shard = find_shard(address);
     const std::lock_guard<std::mutex> guard(shard.mutex);
     const auto found = shard.blocks.find(address);
     if (found == shard.blocks.end()) return std::nullopt;
-    Block& block = found->second;
-    return Owner{block.nbytes, std::exchange(block.scope, scope), block.epoch};
+    return Owner{found->second.nbytes, found->second.scope, found->second.epoch};
+  }
+
+  // Hand a block that is held over to another scope.
+  void move(void* address, Scope* scope) {
+    Shard& shard = find_shard(address);
+    const std::lock_guard<std::mutex> guard(shard.mutex);
+    shard.blocks.at(address).scope = scope;
   }
 
   // Around a fork: the child must not inherit a lock that another thread holds.

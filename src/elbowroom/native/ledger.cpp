@@ -39,38 +39,60 @@ Ledger& Ledger::get() {
 Ledger::Ledger() : below_(c10::GetCPUAllocator()), has_arena_(below_ == c10::GetDefaultCPUAllocator()) {
   static Ledger* self = this;
   pthread_atfork(
-      [] { self->scopes_mutex_.lock(), self->blocks_.lock_all(); },
-      [] { self->blocks_.unlock_all(), self->scopes_mutex_.unlock(); },
+      [] {
+        self->scopes_mutex_.lock();
+        self->blocks_.lock_all();
+        for (Scope* each : self->scopes_) each->lock();
+      },
+      [] { self->unlock_after_fork(); },
       [] {
         // A worker that is forked inside a step is no part of it. A step that begins in the child sets its limit anew.
         for (Scope* each : self->scopes_) each->set_limit(NO_LIMIT);
-        self->blocks_.unlock_all(), self->scopes_mutex_.unlock();
+        self->unlock_after_fork();
       });
+}
+
+void Ledger::unlock_after_fork() {
+  for (Scope* each : scopes_) each->unlock();
+  blocks_.unlock_all();
+  scopes_mutex_.unlock();
 }
 
 c10::DataPtr Ledger::allocate(size_t nbytes) {
   if (nbytes == 0) return below_->allocate(0);
   const auto size = static_cast<int64_t>(nbytes);
-  Scope* scope = current;
+  Scope* const scope = current;
   const int64_t epoch = epoch_.load();
-  const std::vector<Scope*> scopes = scope == nullptr ? list_scopes(epoch) : std::vector<Scope*>{};
-  if (scope != nullptr) scope->request(size);
-  for (Scope* each : scopes) each->request(size);
-  c10::DataPtr memory = take(nbytes);
-  void* address = memory.get();
-  const c10::Device device = memory.device();
-  blocks_.put(address, {std::move(memory), size, scope, epoch});
-  if (scope != nullptr) scope->add(size);
-  for (Scope* each : scopes) each->add(size);
-  return {address, address, &Ledger::release, device};
+  const std::vector<Scope*> scopes = scope == nullptr ? list_scopes(epoch) : std::vector<Scope*>{scope};
+  size_t reserved = 0;
+  try {
+    for (; reserved < scopes.size(); ++reserved) scopes[reserved]->reserve(size);
+    c10::DataPtr memory = take(nbytes);
+    void* address = memory.get();
+    const c10::Device device = memory.device();
+    blocks_.put(address, {std::move(memory), size, scope, epoch});
+    return {address, address, &Ledger::release, device};
+  } catch (...) {
+    while (reserved > 0) scopes[--reserved]->remove(size);
+    throw;
+  }
 }
 
 c10::DataPtr Ledger::take(size_t nbytes) {
-  if (!has_arena_ || nbytes < LEAST_IN_ARENA) return below_->allocate(nbytes);
-  void* address = Arena::get().allocate(nbytes);
-  if (address == nullptr) return below_->allocate(nbytes);  // which says what is wrong
-  c10::profiledCPUMemoryReporter().New(address, nbytes);  // as PyTorch's own allocator does
-  return {address, address, &free_in_arena, c10::Device(c10::DeviceType::CPU)};
+  if (!has_arena_) return below_->allocate(nbytes);
+  Arena& arena = Arena::get();
+  if (nbytes >= LEAST_IN_ARENA) {
+    if (void* address = arena.allocate(nbytes)) {
+      c10::profiledCPUMemoryReporter().New(address, nbytes);  // as PyTorch's own allocator does
+      return {address, address, &free_in_arena, c10::Device(c10::DeviceType::CPU)};
+    }
+  }
+  try {
+    return below_->allocate(nbytes);
+  } catch (const c10::Error&) {
+    if (arena.trim(0) == 0) throw;  // which says what is wrong
+    return below_->allocate(nbytes);
+  }
 }
 
 std::vector<Scope*> Ledger::list_scopes(int64_t epoch) {
@@ -84,7 +106,9 @@ std::vector<Scope*> Ledger::list_scopes(int64_t epoch) {
 
 void Ledger::release(void* address) {
   std::optional<Block> block = get().blocks_.take(address);
-  if (block.has_value()) get().remove(block->nbytes, block->scope, block->epoch);
+  if (!block.has_value()) return;
+  block->memory.clear();  // before anybody counts on the room
+  get().remove(block->nbytes, block->scope, block->epoch);
 }
 
 void Ledger::remove(int64_t nbytes, Scope* scope, int64_t epoch) {
@@ -110,7 +134,7 @@ Scope& Ledger::make_scope() {
 }
 
 void Ledger::close_scope(Scope& scope) {
-  scope.set_limit(NO_LIMIT);
+  scope.close();
   const std::lock_guard<std::mutex> guard(scopes_mutex_);
   scopes_.erase(std::remove(scopes_.begin(), scopes_.end(), &scope), scopes_.end());
 }
@@ -121,10 +145,17 @@ bool Ledger::adopt(const c10::Storage& storage, Scope& scope) {
   c10::StorageImpl* impl = storage.unsafeGetStorageImpl();
   void* address = impl->_mutable_data_ptr_no_checks().get();
   if (address == nullptr || impl->device_type() != c10::DeviceType::CPU) return false;
-  if (const auto owner = blocks_.move(address, &scope)) {
+  if (scope.has_external(storage)) return false;
+  if (const auto owner = blocks_.find(address)) {
     if (owner->scope == &scope) return false;
+    // Another room's counts for both, until the storage dies.
+    if (owner->scope != nullptr && !owner->scope->is_closed()) {
+      scope.add_external(storage);
+      return true;
+    }
     // What was allocated in no scope may be counted here already.
     const bool is_counted = owner->scope == nullptr && owner->epoch >= scope.epoch();
+    blocks_.move(address, &scope);
     remove(owner->nbytes, owner->scope, owner->epoch);
     is_counted ? scope.add(owner->nbytes) : scope.add_adopted(owner->nbytes);
     return !is_counted;
@@ -132,7 +163,8 @@ bool Ledger::adopt(const c10::Storage& storage, Scope& scope) {
   c10::DataPtr& memory = impl->_mutable_data_ptr_no_checks();
   // Memory that is mapped, shared, lazily cloned or another library's is known by its context, which has to stay.
   if (memory.get_context() != address) {
-    return scope.add_external(storage);
+    scope.add_external(storage);
+    return true;
   }
   const auto nbytes = static_cast<int64_t>(impl->nbytes());
   const c10::Device device = memory.device();

@@ -41,6 +41,7 @@ class Ledger final : public c10::Allocator {
   // The open scopes that count what was allocated in no scope at this epoch.
   std::vector<Scope*> list_scopes(int64_t epoch);
   void remove(int64_t nbytes, Scope* scope, int64_t epoch);
+  void unlock_after_fork();
 
   c10::Allocator* below_;
   const bool has_arena_;

@@ -2,6 +2,7 @@
 
 #include <time.h>
 
+#include <algorithm>
 #include <utility>
 
 namespace elbowroom {
@@ -29,20 +30,27 @@ void Scope::reset_peak() {
   peak_bytes_.store(live_bytes(), std::memory_order_relaxed);
 }
 
-void Scope::request(int64_t nbytes) {
-  if (is_making_room || make_room_ == nullptr) return;
-  int64_t missing = live_bytes() + nbytes - limit_bytes();
-  if (missing <= 0) return;
-  missing -= sweep_external();
-  while (missing > 0) {
-    const MakingRoom guard;
-    if (!make_room_(nbytes, missing)) return;
-    missing = live_bytes() + nbytes - limit_bytes();
+void Scope::reserve(int64_t nbytes) {
+  int64_t live = bytes_.load(std::memory_order_relaxed);
+  bool may_exceed = is_making_room || make_room_ == nullptr;
+  while (true) {
+    if (!may_exceed && live + nbytes > limit_bytes()) {
+      const int64_t missing = live + nbytes - limit_bytes() - sweep_external();
+      if (missing > 0) {
+        const MakingRoom guard;
+        may_exceed = !make_room_(nbytes, missing);
+      }
+      live = bytes_.load(std::memory_order_relaxed);
+    } else if (bytes_.compare_exchange_weak(live, live + nbytes, std::memory_order_relaxed)) {
+      note(live + nbytes);
+      return;
+    }
   }
 }
 
-void Scope::add(int64_t nbytes) {
-  const int64_t live = bytes_.fetch_add(nbytes, std::memory_order_relaxed) + nbytes;
+void Scope::add(int64_t nbytes) { note(bytes_.fetch_add(nbytes, std::memory_order_relaxed) + nbytes); }
+
+void Scope::note(int64_t live) {
   int64_t peak = peak_bytes_.load(std::memory_order_relaxed);
   while (live > peak && !peak_bytes_.compare_exchange_weak(peak, live, std::memory_order_relaxed)) {
   }
@@ -64,16 +72,19 @@ void Scope::record(int64_t live) {
   changes_.push_back({read_clock(), live});
 }
 
-bool Scope::add_external(const c10::Storage& storage) {
+bool Scope::has_external(const c10::Storage& storage) {
   const std::lock_guard<std::mutex> guard(external_mutex_);
   const auto* impl = storage.unsafeGetStorageImpl();
-  for (const External& each : external_) {
-    if (each.storage._unsafe_get_target() == impl && !each.storage.expired()) return false;
-  }
+  return std::any_of(external_.begin(), external_.end(), [impl](const External& each) {
+    return each.storage._unsafe_get_target() == impl;  // not another one at its place, as long as it is referred to
+  });
+}
+
+void Scope::add_external(const c10::Storage& storage) {
+  const std::lock_guard<std::mutex> guard(external_mutex_);
   const auto nbytes = static_cast<int64_t>(storage.nbytes());
   external_.push_back({storage.getWeakStorageImpl(), nbytes});
   add_adopted(nbytes);
-  return true;
 }
 
 int64_t Scope::sweep_external() {
@@ -86,6 +97,21 @@ int64_t Scope::sweep_external() {
   });
   if (gone > 0) remove(gone);
   return gone;
+}
+
+void Scope::close() {
+  set_limit(NO_LIMIT);
+  is_closed_.store(true, std::memory_order_relaxed);
+}
+
+void Scope::lock() {
+  external_mutex_.lock();
+  changes_mutex_.lock();
+}
+
+void Scope::unlock() {
+  changes_mutex_.unlock();
+  external_mutex_.unlock();
 }
 
 void Scope::set_recording(bool is_recording) {

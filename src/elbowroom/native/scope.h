@@ -39,15 +39,25 @@ class Scope {
   int64_t limit_bytes() const { return limit_bytes_.load(std::memory_order_relaxed); }
   void set_make_room(MakeRoom make_room) { make_room_ = std::move(make_room); }
 
-  // Before a request. Throws what `make_room` throws.
-  void request(int64_t nbytes);
+  // Count bytes that are about to be allocated: threads that ask at once do not get the same room. Throws what
+  // `make_room` throws, and counts nothing then.
+  void reserve(int64_t nbytes);
 
   void add(int64_t nbytes);
   void add_adopted(int64_t nbytes);
   void remove(int64_t nbytes);
 
-  // Count a storage whose memory cannot be taken over, until it dies. False if it is counted already.
-  bool add_external(const c10::Storage& storage);
+  // Count a storage whose memory cannot be taken over, until it dies.
+  void add_external(const c10::Storage& storage);
+  bool has_external(const c10::Storage& storage);
+
+  // No scope of a room that is there: its blocks may be another room's.
+  void close();
+  bool is_closed() const { return is_closed_.load(std::memory_order_relaxed); }
+
+  // Around a fork: the child must not inherit a lock that another thread holds.
+  void lock();
+  void unlock();
 
   // Every change from now on, or none.
   void set_recording(bool is_recording);
@@ -55,7 +65,7 @@ class Scope {
 
  private:
   int64_t sweep_external();
-
+  void note(int64_t live);
   void record(int64_t live);
 
   const int64_t epoch_;
@@ -63,6 +73,7 @@ class Scope {
   std::atomic<int64_t> adopted_bytes_{0};
   std::atomic<int64_t> peak_bytes_{0};
   std::atomic<int64_t> limit_bytes_{NO_LIMIT};
+  std::atomic<bool> is_closed_{false};
   MakeRoom make_room_;
 
   struct External {

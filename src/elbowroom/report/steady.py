@@ -16,10 +16,8 @@ class Steady:
     Attributes:
         mode: how they were run.
         steps: how many there are.
-        seconds: median step time, of steps that were not metered where there are any.
-        timed_steps: how many steps that median is of.
-        metered_only: whether it had to be taken from metered steps, which are slower than others.
-        peak_bytes, resident_bytes: the most of the metered ones; None if none was.
+        seconds: median step time.
+        peak_bytes, resident_bytes: the most of them; None if none was measured.
         stall_seconds: median.
         offloaded_bytes, reloaded_bytes, recomputed: of the last step.
     """
@@ -27,8 +25,6 @@ class Steady:
     mode: Mode
     steps: int
     seconds: float
-    timed_steps: int
-    metered_only: bool
     peak_bytes: int | None
     resident_bytes: int | None
     stall_seconds: float
@@ -63,24 +59,15 @@ def count_modes(journal: Journal) -> dict[Mode, int]:
     return dict(Counter(record.mode for record in journal.steps))
 
 
-def is_metered(record: StepRecord) -> bool:
-    """Whether a step's bytes were measured, which costs it some time."""
-    return record.peak_bytes is not None or record.resident_bytes is not None
-
-
 def _summarize(records: list[StepRecord]) -> Steady:
-    quiet = [record for record in records if not is_metered(record)]
-    timed = quiet or records
     last = records[-1]
     return Steady(
         mode=last.mode,
         steps=len(records),
-        seconds=statistics.median(record.seconds for record in timed),
-        timed_steps=len(timed),
-        metered_only=not quiet,
+        seconds=statistics.median(record.seconds for record in records),
         peak_bytes=Journal(steps=tuple(records)).peak_bytes,
         resident_bytes=max((each.resident_bytes for each in records if each.resident_bytes is not None), default=None),
-        stall_seconds=statistics.median(record.stall_seconds for record in timed),
+        stall_seconds=statistics.median(record.stall_seconds for record in records),
         offloaded_bytes=last.offloaded_bytes,
         reloaded_bytes=last.reloaded_bytes,
         recomputed=last.recomputed,

@@ -183,8 +183,7 @@ def _list_copies(forecast: Forecast) -> list[tuple[str, str, str, str, str]]:
 def _describe_timing(steady: Steady | None) -> str:
     if steady is None:
         return ""
-    of = f"median of {_count(steady.timed_steps, f'{_MODES[steady.mode]} step')}"
-    return f"{of}, metered, which slows them" if steady.metered_only else of
+    return f"median of {_count(steady.steps, f'{_MODES[steady.mode]} step')}"
 
 
 def _describe_budget(budget_bytes: int, journal: Journal) -> list[str]:

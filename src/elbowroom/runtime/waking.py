@@ -1,4 +1,4 @@
-"""What a step that wakes has to know of the part of it that nobody watched."""
+"""Facts about the part of a step that ran unwatched, for when the step wakes."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from elbowroom.runtime.residence import Residence
 
 
 def find_outside(bound: Mapping[int, Residence], trace: Trace) -> None:
-    """Tell a batch from what the step has made, before ops were looked at. What no op touches any more, and neither
-    autograd nor the model holds, is never counted."""
+    """Mark the storages that the step has not made: batches, say. None of its ops were watched so far, but its trace
+    tells what they made."""
     made = {home.id for home in trace.storages if home.role in (Role.TEMPORARY, Role.ACTIVATION)}
     for storage, residence in bound.items():
         residence.is_outside = storage not in made
 
 
 def list_gone(machine: Machine, bound: Iterable[int]) -> list[Release | Drop]:
-    """What has left the device or was dropped so far."""
+    """List the storages that have left the device or were dropped so far."""
     storages = list(bound)
     away = [Release(storage) for storage in storages if machine.state(storage) is State.AWAY]
     segments = {storage: machine.segment_of(storage) for storage in storages}

@@ -33,7 +33,7 @@ def build(as_json: Json = False) -> None:
             compile_loops(advance)
         loops_seconds, begin = time.perf_counter() - begin, time.perf_counter()
         with terminal.progress("compiling the extension that counts memory"), drawing_on(None):
-            counting = native.build_library()
+            counting = native.build_library(native.NATIVE)
         terminal.show_text(f"{counting}: ready in {format_seconds(time.perf_counter() - begin)}")
         begin, was_there = time.perf_counter(), is_made(find_library())
         with terminal.progress("compiling the library that watches ops"), drawing_on(None):

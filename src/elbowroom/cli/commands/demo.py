@@ -29,7 +29,7 @@ class Part:
     Attributes:
         budget: an amount of memory, as "50%peak", or "halfway": between the smallest budget that works and the plain
             peak.
-        steps: how many; two are captured, two metered, and the rest give the time.
+        steps: how many; two are captured, and the rest give the time.
         patience_seconds: on a slow machine there are fewer steps, so that the plain ones take no longer than this.
     """
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from elbowroom.cli.sources import build, default_device
 from elbowroom.cli.terminal import Advance, Terminal
 from elbowroom.ir.hardware import HardwareProfile
-from elbowroom.report.steady import find_steady, is_metered
+from elbowroom.report.steady import find_steady
 from elbowroom.units import format_seconds
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from elbowroom.workloads import Workload
 
 LEAST_STEPS = 5
-"""Within a budget two steps are captured, two are metered, and one at least must be as steps are from then on."""
+"""Within a budget two steps are captured, two are metered op by op, and one at least must be as steps are then."""
 
 SETTLING_STEPS = 2
 """The first step makes the optimizer's state, and the second warms what it left cold."""
@@ -46,9 +46,10 @@ def run_plain(
         floor: afterwards capture one step to find the smallest budget that works.
 
     Returns:
-        losses (hexadecimal), seconds a step, peak_bytes and resident_bytes of the last step, smallest_budget_bytes.
+        losses (hexadecimal), seconds a step, peak_bytes of the last step, resident_bytes of the one before it (of the
+        last on CUDA), smallest_budget_bytes.
     """
-    from elbowroom.hooks.meter import make_meter
+    from elbowroom.hooks.meter import read_resident_peak, reset_resident_peak
 
     make_repeatable()
     losses: list[float] = []
@@ -58,32 +59,49 @@ def run_plain(
         advance("building the model", 0.0)
         workload = build(spec, {**options, "device": default_device()})
         device = next(workload.model.parameters()).device
-        meter = make_meter(device)
+        resident_bytes = 0
         begun = time.perf_counter()
         while not is_last:
             step = len(losses)
             expected_seconds = (time.perf_counter() - begun) * (step + 2) / max(step, 1)
             is_last = step + 1 >= steps or (step + 1 >= LEAST_STEPS and expected_seconds > patience_seconds)
-            if is_last:
-                meter.adopt(list_base(workload))
-                meter.start()
+            reset_resident_peak()
             begin = time.perf_counter()
-            # No loss stays behind as a tensor: one that is freed while the meter runs was never seen by it.
-            losses.append(float(workload.step()))
+            loss, peak_bytes, reserved_bytes = _meter(workload, device) if is_last else (float(workload.step()), 0, 0)
             _finish(device)
+            losses.append(loss)
             seconds.append(time.perf_counter() - begin)
-            if is_last:
-                meter.stop()
+            resident_bytes = reserved_bytes or (resident_bytes if is_last else read_resident_peak())
             _tell(advance, step, steps, losses[-1], seconds[-1])
         smallest_bytes = _find_smallest(advance, workload, profile) if floor else 0
     return {
         "device": str(device),
         "losses": [loss.hex() for loss in losses],
         "seconds": statistics.median(seconds[SETTLING_STEPS:-1] or seconds[:-1] or seconds),
-        "peak_bytes": meter.peak_bytes,
-        "resident_bytes": meter.resident_bytes,
+        "peak_bytes": peak_bytes,
+        "resident_bytes": resident_bytes,
         "smallest_budget_bytes": smallest_bytes,
     }
+
+
+def _meter(workload: Workload, device: torch.device) -> tuple[float, int, int]:
+    """Run the last plain step: its loss, its peak, and on CUDA the peak of reserved bytes, else 0.
+
+    A ledger is an allocator, and what a CPU gives up for the steps before is that of PyTorch's own.
+    """
+    from elbowroom.hooks.ledger import make_ledger
+    from elbowroom.hooks.meter import make_meter
+
+    ledger = make_ledger(device)
+    ledger.adopt(list_base(workload))
+    meter = make_meter(device, ledger)
+    meter.start()
+    # No loss stays behind as a tensor: one that is freed while the meter runs was never seen by it.
+    loss = float(workload.step())
+    _finish(device)
+    meter.stop()
+    ledger.close()
+    return loss, meter.peak_bytes, meter.resident_bytes if device.type == "cuda" else 0
 
 
 def run_within(
@@ -115,8 +133,7 @@ def run_within(
         "losses": [loss.hex() for loss in losses],
         "modes": [str(record.mode) for record in journal.steps],
         "seconds": steady.seconds,
-        "quiet_steps": sum(not is_metered(record) for record in journal.steps),
-        # The budget holds from the first step on, so the peak is that of every step that was metered.
+        # The budget holds from the first step on, so the peak is that of every step.
         "peak_bytes": journal.peak_bytes,
         "planned_peak_bytes": steady.peak_bytes,
         "resident_bytes": steady.resident_bytes,
