@@ -275,7 +275,7 @@ class Room:
                     is_fresh = self._calls.total() == 1 or self._gradients.read() != gradients
                     self._engage(place, stack, 0 if is_fresh else plain.planned.count_activations())
 
-            stack.enter_context(seeing_inputs(self._model, see, None if engine is None else self._ledger.adopt))
+            stack.enter_context(seeing_inputs(self._model, see, None if engine is None else self._ledger.adopt_input))
             if capture is not None:
                 stack.enter_context(capture.tracer)
                 stack.enter_context(telling_gradients(capture.tracer, self._model))
@@ -322,7 +322,7 @@ class Room:
             self._transfers, self._device, lambda: find_staying(*job), self.config.min_offload_bytes,
             budget_bytes=self.budget_bytes, policy=policy, estimates=self._estimates,
             profile=self._repertoire.profile, habits=self._habits, list_residents=self._list_residents,
-            known=[act.planned.as_known() for act in acts],
+            known=[act.planned.as_known() for act in acts], adopt=self._ledger.adopt_input,
             is_awake=is_awake, spare_bytes=spare_bytes, observer=None if capture is None else capture.tracer,
         )  # fmt: skip
 

@@ -79,6 +79,22 @@ def test_what_was_there_counts_once_it_is_adopted() -> None:
     ledger.close()
 
 
+def test_an_input_that_was_there_before_counts_until_its_step_ends() -> None:
+    there = make(3000)
+    ledger = CpuLedger()
+    since = make(50)
+    for _ in range(2):
+        with ledger.counting(3500, refuse):
+            for tensor in (there, there[10:], since):
+                ledger.adopt_input(tensor.untyped_storage())
+            assert ledger.scope.live_bytes == 3050
+            with pytest.raises(MemoryError):
+                make(451)
+        assert ledger.scope.live_bytes == 50
+    del since
+    ledger.close()
+
+
 def test_an_adopted_storage_that_grows_is_counted_as_it_is(ledger: CpuLedger) -> None:
     tensor = make(1000)
     ledger.adopt([tensor])

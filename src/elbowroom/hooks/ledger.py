@@ -29,6 +29,10 @@ class Ledger(Protocol):
         """Count tensors that were there before. Each storage is counted once, however often it is given."""
         ...
 
+    def adopt_input(self, storage: torch.UntypedStorage) -> object:
+        """Count a storage that was there before until the step ends: a program may hold all its batches at once."""
+        ...
+
     def counting(self, limit_bytes: int, make_room: MakeRoom) -> contextlib.AbstractContextManager[None]:
         """Return a context in which this thread's allocations are the room's, and no more than a limit is held.
 
@@ -51,7 +55,7 @@ class CpuLedger:
     """Counts what the CPU's allocator hands out.
 
     What threads allocate that are in no room's step counts for every room. What was there before counts once it is
-    adopted.
+    adopted: the model and its optimizer's state for good, inputs as long as the step lasts that touches them.
 
     Attributes:
         scope: of the extension; has `live_bytes` and `peak_bytes`.
@@ -65,8 +69,11 @@ class CpuLedger:
 
     def adopt(self, tensors: Iterable[torch.Tensor]) -> None:
         for tensor in tensors:
-            if tensor.layout is torch.strided and tensor.device.type == "cpu":
-                self.scope.adopt(tensor.untyped_storage())
+            if tensor.layout is torch.strided:
+                self.scope.adopt(tensor.untyped_storage(), False)
+
+    def adopt_input(self, storage: torch.UntypedStorage) -> object:
+        return self.scope.adopt(storage, True)
 
     @contextlib.contextmanager
     def counting(self, limit_bytes: int, make_room: MakeRoom) -> Iterator[None]:
@@ -76,6 +83,7 @@ class CpuLedger:
             yield
         finally:
             self.scope.limit_bytes, self._make_room = NO_LIMIT, None
+            self.scope.drop_inputs()
             self._native.enter_scope(before)
 
     def has_room(self, nbytes: int, limit_bytes: int) -> bool:
@@ -93,6 +101,9 @@ class CudaLedger:
     """Leaves counting to PyTorch's caching allocator, which asks nobody for room."""
 
     def adopt(self, tensors: Iterable[torch.Tensor]) -> None:
+        pass
+
+    def adopt_input(self, storage: torch.UntypedStorage) -> object:
         pass
 
     def counting(self, limit_bytes: int, make_room: MakeRoom) -> contextlib.AbstractContextManager[None]:

@@ -6,7 +6,7 @@ The allocator keeps counts: on CUDA PyTorch's, on a CPU the room's ledger. The s
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -39,8 +39,8 @@ class Meter(Protocol):
         """Begin to count."""
         ...
 
-    def adopt(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Count tensors that may have been there before anything was counted."""
+    def adopt_input(self, storage: torch.UntypedStorage) -> object:
+        """Count a storage that may have been there before anything was counted."""
         ...
 
     def begin_op(self) -> Any:
@@ -97,8 +97,8 @@ class CpuMeter:
         """What was there when the meter started, as far as that is known by now."""
         return int(self._live_before + self._scope.adopted_bytes - self._adopted_before)
 
-    def adopt(self, tensors: Iterable[torch.Tensor]) -> None:
-        self._ledger.adopt(tensors)
+    def adopt_input(self, storage: torch.UntypedStorage) -> object:
+        return self._ledger.adopt_input(storage)
 
     def start(self) -> None:
         reset_resident_peak()
@@ -161,7 +161,7 @@ class CudaMeter:
         self._spans: list[tuple[Any, Any]] = []
         self._inner: list[int] = []
 
-    def adopt(self, tensors: Iterable[torch.Tensor]) -> None:
+    def adopt_input(self, storage: torch.UntypedStorage) -> object:
         pass  # the allocator counts all
 
     def start(self) -> None:

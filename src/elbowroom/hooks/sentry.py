@@ -11,7 +11,7 @@ import operator
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -22,6 +22,8 @@ from torch.utils._python_dispatch import (
     _push_mode,
 )
 from torch.utils._pytree import tree_leaves
+
+from elbowroom.hooks.identity import get_plain_storage
 
 Inputs = tuple[tuple[torch.Size, torch.dtype], ...]
 """Shapes and dtypes of all tensors in the arguments of one call."""
@@ -44,12 +46,14 @@ def _read_shape(tensor: torch.Tensor) -> torch.Size:
 
 @contextlib.contextmanager
 def seeing_inputs(
-    model: torch.nn.Module, see: Callable[[Inputs], None], adopt: Callable[[Sequence[torch.Tensor]], None] | None
+    model: torch.nn.Module,
+    see: Callable[[Inputs], None],
+    adopt: Callable[[torch.UntypedStorage], object] | None,
 ) -> Iterator[None]:
     """Tell `see` what the model, or the parts that a program calls one by one, are called with.
 
     Args:
-        adopt: told of the tensors before; they may have been there before anything was counted.
+        adopt: told of the tensors' storages before; they may have been there before anything was counted.
     """
 
     def look(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -57,7 +61,8 @@ def seeing_inputs(
         leaves = tree_leaves((args, kwargs)) if kwargs or not all(type(arg) is torch.Tensor for arg in args) else args
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         if adopt is not None:
-            adopt(tensors)
+            for storage in filter(None, map(get_plain_storage, tensors)):
+                adopt(storage)
         see(tuple((_read_shape(tensor), tensor.dtype) for tensor in tensors))
 
     # The compiler, which is slow to import, would compile what it is not told to leave alone.

@@ -43,7 +43,8 @@ class Trials:
         self._device_type, self._block_bytes = device_type, BLOCK_BYTES[device_type]
         self._isa = find_isa() if device_type == "cpu" else "AVX512"
         self._told: set[Any] = set()
-        self._fake = FakeTensorMode(allow_non_fake_inputs=True)
+        # Otherwise an op without a fake kernel runs for real, on zeros, and allocates.
+        self._fake = FakeTensorMode(allow_non_fake_inputs=True, allow_fallback_kernels=False)
 
     def run(self, kind: Kind, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, int]:
         """Bytes of an op's results, and what it allocates inside itself beyond them; both at most."""

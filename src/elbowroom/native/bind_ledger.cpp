@@ -103,8 +103,13 @@ void bind_ledger(py::module_& module) {
       .def("take_changes", &take_changes, "Times (nanoseconds) and live bytes so far, as the bytes of int64 arrays.")
       .def(
           "adopt",
-          [](Scope& scope, const py::object& storage) { return Ledger::get().adopt(unpack(storage), scope); },
-          py::arg("storage"), "Count a storage that was there before. Returns whether it was not counted already.")
+          [](Scope& scope, const py::object& storage, bool is_input) {
+            return Ledger::get().adopt(unpack(storage), scope, is_input);
+          },
+          py::arg("storage"), py::arg("is_input"),
+          "Count a storage that was there before: until it dies, an input only until `drop_inputs()`. Returns whether "
+          "it was not counted already.")
+      .def("drop_inputs", &Scope::drop_inputs, "Count the inputs that were adopted no longer.")
       .def("close", [](Scope& scope) { Ledger::get().close_scope(scope); }, "No limit from now on.");
   module.def(
       "make_scope", [] { return &Ledger::get().make_scope(); }, py::return_value_policy::reference,

@@ -141,20 +141,25 @@ void Ledger::close_scope(Scope& scope) {
 
 Scope* Ledger::enter(Scope* scope) { return std::exchange(current, scope); }
 
-bool Ledger::adopt(const c10::Storage& storage, Scope& scope) {
+bool Ledger::adopt(const c10::Storage& storage, Scope& scope, bool is_input) {
   c10::StorageImpl* impl = storage.unsafeGetStorageImpl();
   void* address = impl->_mutable_data_ptr_no_checks().get();
   if (address == nullptr || impl->device_type() != c10::DeviceType::CPU) return false;
   if (scope.has_external(storage)) return false;
-  if (const auto owner = blocks_.find(address)) {
-    if (owner->scope == &scope) return false;
+  const auto owner = blocks_.find(address);
+  // What was allocated in no scope may be counted here already.
+  const bool is_counted = owner.has_value() && owner->scope == nullptr && owner->epoch >= scope.epoch();
+  if (owner.has_value() && owner->scope == &scope) return false;
+  if (is_input) {
+    if (!is_counted) scope.add_external(storage, true);
+    return !is_counted;
+  }
+  if (owner.has_value()) {
     // Another room's counts for both, until the storage dies.
     if (owner->scope != nullptr && !owner->scope->is_closed()) {
-      scope.add_external(storage);
+      scope.add_external(storage, false);
       return true;
     }
-    // What was allocated in no scope may be counted here already.
-    const bool is_counted = owner->scope == nullptr && owner->epoch >= scope.epoch();
     blocks_.move(address, &scope);
     remove(owner->nbytes, owner->scope, owner->epoch);
     is_counted ? scope.add(owner->nbytes) : scope.add_adopted(owner->nbytes);
@@ -163,7 +168,7 @@ bool Ledger::adopt(const c10::Storage& storage, Scope& scope) {
   c10::DataPtr& memory = impl->_mutable_data_ptr_no_checks();
   // Memory that is mapped, shared, lazily cloned or another library's is known by its context, which has to stay.
   if (memory.get_context() != address) {
-    scope.add_external(storage);
+    scope.add_external(storage, false);
     return true;
   }
   const auto nbytes = static_cast<int64_t>(impl->nbytes());

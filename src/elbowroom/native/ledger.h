@@ -30,8 +30,9 @@ class Ledger final : public c10::Allocator {
   // What this thread allocates belongs to the scope from now on, to every scope if it is null. Returns the one before.
   static Scope* enter(Scope* scope);
 
-  // Count a storage that was there before. Returns whether it was not counted for this scope already.
-  bool adopt(const c10::Storage& storage, Scope& scope);
+  // Count a storage that was there before: until it dies, or until its scope drops its inputs if it is one. Returns
+  // whether it was not counted for this scope already.
+  bool adopt(const c10::Storage& storage, Scope& scope, bool is_input);
 
  private:
   Ledger();

@@ -80,18 +80,20 @@ bool Scope::has_external(const c10::Storage& storage) {
   });
 }
 
-void Scope::add_external(const c10::Storage& storage) {
+void Scope::add_external(const c10::Storage& storage, bool is_input) {
   const std::lock_guard<std::mutex> guard(external_mutex_);
   const auto nbytes = static_cast<int64_t>(storage.nbytes());
-  external_.push_back({storage.getWeakStorageImpl(), nbytes});
+  external_.push_back({storage.getWeakStorageImpl(), nbytes, is_input});
   add_adopted(nbytes);
 }
 
-int64_t Scope::sweep_external() {
+void Scope::drop_inputs() { sweep_external(true); }
+
+int64_t Scope::sweep_external(bool with_inputs) {
   const std::lock_guard<std::mutex> guard(external_mutex_);
   int64_t gone = 0;
-  std::erase_if(external_, [&gone](const External& each) {
-    if (!each.storage.expired()) return false;
+  std::erase_if(external_, [&gone, with_inputs](const External& each) {
+    if (!each.storage.expired() && !(with_inputs && each.is_input)) return false;
     gone += each.nbytes;
     return true;
   });

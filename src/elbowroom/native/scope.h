@@ -47,8 +47,9 @@ class Scope {
   void add_adopted(int64_t nbytes);
   void remove(int64_t nbytes);
 
-  // Count a storage whose memory cannot be taken over, until it dies.
-  void add_external(const c10::Storage& storage);
+  // Count a storage whose memory is not taken over: until it dies, or until `drop_inputs` if it is an input of a step.
+  void add_external(const c10::Storage& storage, bool is_input);
+  void drop_inputs();
   bool has_external(const c10::Storage& storage);
 
   // No scope of a room that is there: its blocks may be another room's.
@@ -64,7 +65,7 @@ class Scope {
   std::vector<Change> take_changes();
 
  private:
-  int64_t sweep_external();
+  int64_t sweep_external(bool with_inputs = false);
   void note(int64_t live);
   void record(int64_t live);
 
@@ -79,6 +80,7 @@ class Scope {
   struct External {
     c10::weak_intrusive_ptr<c10::StorageImpl> storage;
     int64_t nbytes;
+    bool is_input;
   };
   std::mutex external_mutex_;
   std::vector<External> external_;

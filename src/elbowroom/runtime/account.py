@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 
@@ -46,6 +46,7 @@ class Account(Identities[Residence]):
 
     Args:
         alignment_bytes: a block takes a multiple of it.
+        adopt: told of each storage that was there before the step used it.
 
     Attributes:
         lock: held while anything is counted.
@@ -54,8 +55,9 @@ class Account(Identities[Residence]):
         most_bytes: most that there was when room was reserved; whoever asks for it sets it back.
     """
 
-    def __init__(self, alignment_bytes: int) -> None:
+    def __init__(self, alignment_bytes: int, adopt: Callable[[torch.UntypedStorage], object] = id) -> None:
         super().__init__()
+        self._adopt = adopt
         self._places: dict[int, _Place] = {}
         # A storage may die at any moment, in any thread: its bytes are taken off when somebody looks.
         self._dead: deque[_Place] = deque()
@@ -141,6 +143,8 @@ class Account(Identities[Residence]):
             is_outside = is_staying = place.is_staying
         else:
             is_staying = False
+            if is_outside:
+                self._adopt(storage)
         residence = Residence(storage.nbytes())
         residence.is_outside, residence.is_staying = is_outside, is_staying
         with self.lock:

@@ -67,6 +67,7 @@ class OnlineEngine(Engine):
         profile: of this machine.
         habits: what earlier steps taught; this one is added to it.
         list_residents: what is there before the step and after it.
+        adopt: as for `Account`.
         known: what the step may be, the likeliest first.
         is_awake: whether room is watched from the beginning; it has to be where nothing is known.
 
@@ -95,21 +96,21 @@ class OnlineEngine(Engine):
         profile: HardwareProfile,
         habits: Habits,
         list_residents: Callable[[], Iterable[torch.Tensor]],
+        adopt: Callable[[torch.UntypedStorage], object],
         known: Sequence[Known] = (),
         is_awake: bool = True,
         spare_bytes: int | None = None,
         observer: Observer | None = None,
     ) -> None:
         super().__init__(
-            transfers, device, self.account_class(profile.alignment_bytes), list_staying, min_bytes,
+            transfers, device, self.account_class(profile.alignment_bytes, adopt), list_staying, min_bytes,
             known=known, spare_bytes=spare_bytes, observer=observer,
         )  # fmt: skip
         self._known, self.followed = known, self._follower.followed
         self._budget_bytes = self._alarm_bytes = budget_bytes
         self._facts = StepFacts(self.account, self._bound, profile.links[0], self._may_move, budget_bytes)
         self._segments, self._pinned = self._facts.segments, self._facts.pinned
-        if not is_awake:
-            self._segments += known[0].plan.segments
+        self._segments += () if is_awake else known[0].plan.segments
         self._planned_segments, self._stalled_before = len(self._segments), transfers.stall_seconds
         self._patience = Patience(budget_bytes)
         decider: Policy = CapacityFirst(self._may_move)

@@ -256,7 +256,7 @@ class Tracer(TorchDispatchMode):
             self._seen.append(seen)
             self._identities.put(storage, seen)
             if created < 0 and self._meter is not None:
-                self._meter.adopt((tensor,))
+                self._meter.adopt_input(storage)
         return seen
 
     def _view(self, tensor: torch.Tensor, created: int = -1, label: str = "input") -> View | None:
