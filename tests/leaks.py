@@ -62,6 +62,7 @@ class Leaks:
             dispatch = sys.modules.get("torch.utils._python_dispatch")
             modes = dispatch._get_current_dispatch_mode_stack() if dispatch is not None else []
             found["dispatch modes"] = [type(mode).__name__ for mode in modes]
+            found["watchers"] = ["some"] if torch._C._is_key_in_tls("elbowroom.watchers") else []
             found["profilers"] = ["one"] if torch._C._autograd._profiler_enabled() else []
         marked = [model for reference in self._models if (model := reference()) is not None]
         found["model marks"] = [type(model).__name__ for model in marked if _ROOM_MARK in model.__dict__]

@@ -20,11 +20,11 @@ from elbowroom.errors import Infeasible, Thrashing, TraceError, UsageError
 from elbowroom.hardware.memory import cut_blocks_to_size
 from elbowroom.hardware.probe import probe
 from elbowroom.hooks.estimates import Estimates
-from elbowroom.hooks.hidden import Pausable
 from elbowroom.hooks.ledger import make_ledger
 from elbowroom.hooks.mark import is_marked, mark, unmark
 from elbowroom.hooks.meter import Meter
 from elbowroom.hooks.sentry import GradientVersions, Inputs, OutOfReach, Place, seeing_inputs
+from elbowroom.hooks.watching import watching
 from elbowroom.hooks.workers import ended_in_workers
 from elbowroom.ir.costs import Measurements
 from elbowroom.ir.hardware import HardwareProfile
@@ -277,14 +277,13 @@ class Room:
 
             stack.enter_context(seeing_inputs(self._model, see, None if engine is None else self._ledger.adopt_input))
             if capture is not None:
-                stack.enter_context(capture.tracer)
+                stack.enter_context(watching(capture.tracer))
                 stack.enter_context(telling_gradients(capture.tracer, self._model))
             if engine is not None:
-                stack.enter_context(engine.watcher)  # sees ops first, so that the times of ops are not its own
+                stack.enter_context(watching(engine.watcher))  # first, so that the times of ops are not its own
                 stack.enter_context(torch.autograd.graph.saved_tensors_hooks(engine.pack, engine.unpack))
                 stack.enter_context(finishing(engine.finish))
-                watchers: list[Pausable] = [engine.watcher, *([] if capture is None else [capture.tracer])]
-                stack.enter_context(ended_in_workers(watchers, (engine.pack, engine.unpack)))
+                stack.enter_context(ended_in_workers((engine.pack, engine.unpack)))
             begin = time.perf_counter()
             yield
             return time.perf_counter() - begin
@@ -301,7 +300,7 @@ class Room:
             self._unwatched = f"may have taken more than those before it, unwatched: {error}"
             return
         stack.enter_context(finishing(engine.finish))
-        stack.enter_context(ended_in_workers([engine.watcher], (engine.pack, engine.unpack)))
+        stack.enter_context(ended_in_workers((engine.pack, engine.unpack)))
         self._engine = engine
 
     def _make_room(self, requested_bytes: int, missing_bytes: int) -> bool:

@@ -3,30 +3,30 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
-from torch.utils._python_dispatch import (
-    TorchDispatchMode,
-    _get_current_dispatch_mode_stack,
-    _pop_mode,
-    _push_mode,
-)
 
-Hidden = torch._C._DisableTorchDispatch
-"""A context in which no dispatch mode sees an op. For plain tensors only: others need theirs to work at all."""
+_WATCHED = torch._C.DispatchKeySet(torch._C._dispatch_key_parse("Fake"))  # see `native/watched_ops.cpp`
+_PYTHON = torch._C.DispatchKeySet(torch._C.DispatchKey.Python)
+_SNAPSHOT = torch._C.DispatchKeySet(torch._C.DispatchKey.PythonTLSSnapshot)
+
+Unwatched = functools.partial(torch._C._ExcludeDispatchKeyGuard, _WATCHED)
+"""A context in which no watcher sees an op; dispatch modes do."""
+
+Hidden = functools.partial(torch._C._ExcludeDispatchKeyGuard, _WATCHED | _PYTHON | _SNAPSHOT)
+"""A context in which neither watchers nor dispatch modes see an op. For plain tensors only: others need their modes to
+work at all."""
 
 
 def get_alias(tensor: torch.Tensor) -> torch.Tensor:
-    """A plain tensor without its graph, unseen by modes. Quicker than by a `with`: this is done at each save."""
-    hidden = Hidden()  # in force from here on, until it is gone
-    try:
+    """A plain tensor without its graph, unseen by watchers and modes."""
+    with Hidden():
         return tensor.detach()
-    finally:
-        del hidden
 
 
 @contextlib.contextmanager
@@ -79,26 +79,3 @@ class Paused:
     def __exit__(self, *exception: object) -> None:
         for watcher in self._watchers:
             watcher.pauses -= 1
-
-
-class Below:
-    """A context in which ops are seen by the dispatch modes that were entered before `mode`, as those that it saw were.
-
-    Neither by that mode nor by those entered after it, whose work was done when it saw the op.
-    """
-
-    __slots__ = ("_mode", "_popped")
-
-    def __init__(self, mode: TorchDispatchMode | None) -> None:
-        self._mode = mode
-        self._popped: list[TorchDispatchMode] = []
-
-    def __enter__(self) -> None:
-        stack = _get_current_dispatch_mode_stack()
-        if any(each is self._mode for each in stack):
-            while not self._popped or self._popped[-1] is not self._mode:
-                self._popped.append(_pop_mode())
-
-    def __exit__(self, *exception: object) -> None:
-        while self._popped:
-            _push_mode(self._popped.pop())

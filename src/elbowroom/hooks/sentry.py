@@ -7,7 +7,6 @@ the shapes that the model is called with, and by then the program may be inside 
 from __future__ import annotations
 
 import contextlib
-import operator
 import sys
 import threading
 import weakref
@@ -15,15 +14,11 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import (
-    TorchDispatchMode,
-    _get_current_dispatch_mode_stack,
-    _pop_mode,
-    _push_mode,
-)
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from elbowroom.hooks.identity import get_plain_storage
+from elbowroom.hooks.watching import watching
 
 Inputs = tuple[tuple[torch.Size, torch.dtype], ...]
 """Shapes and dtypes of all tensors in the arguments of one call."""
@@ -100,7 +95,6 @@ class Place:
 
     def __init__(self) -> None:
         self._thread, self._backward = threading.get_ident(), torch._C._current_graph_task_id()
-        self._modes = list(_get_current_dispatch_mode_stack())
         self._hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
 
     def _find_obstacle(self) -> str:
@@ -110,19 +104,15 @@ class Place:
             return "the model is called in another thread"
         if torch._C._current_graph_task_id() != self._backward:
             return "the model is called inside a backward pass"
-        stack = _get_current_dispatch_mode_stack()
-        if len(stack) < len(self._modes) or any(map(operator.is_not, stack, self._modes)):
-            return "the model is called by a dispatch mode"
         if not torch._C._autograd._saved_tensors_hooks_is_enabled():  # type: ignore[attr-defined]
             return "saved-tensor hooks are switched off where the model is called"
         return ""
 
-    def enter(self, mode: TorchDispatchMode, pack: Hook, unpack: Hook, stack: contextlib.ExitStack) -> None:
-        """Enter a dispatch mode and saved-tensor hooks at this place; `stack` leaves them.
+    def enter(self, watcher: TorchDispatchMode, pack: Hook, unpack: Hook, stack: contextlib.ExitStack) -> None:
+        """Enter a watcher and saved-tensor hooks at this place; `stack` leaves them.
 
         Raises:
-            OutOfReach: it is in another thread, in a backward pass, in a dispatch mode's own code, or where
-                saved-tensor hooks are switched off.
+            OutOfReach: it is in another thread, in a backward pass, or where saved-tensor hooks are switched off.
         """
         if obstacle := self._find_obstacle():
             raise OutOfReach(obstacle)
@@ -137,9 +127,4 @@ class Place:
         finally:
             for hooks in reversed(inner):
                 autograd._push_saved_tensors_default_hooks(*hooks)
-        modes = [_pop_mode() for _ in range(len(_get_current_dispatch_mode_stack()) - len(self._modes))]
-        try:
-            stack.enter_context(mode)
-        finally:
-            for each in reversed(modes):
-                _push_mode(each)
+        stack.enter_context(watching(watcher))

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from elbowroom.cost.workspace import estimate_workspace
 from elbowroom.errors import ElbowroomError
-from elbowroom.hooks.hidden import silenced
+from elbowroom.hooks.hidden import Unwatched, silenced
 from elbowroom.hooks.kinds import Kind
 from elbowroom.hooks.processor import find_isa
 from elbowroom.hooks.replayable import iterate_tensors
@@ -68,7 +68,7 @@ class Trials:
             return self._bound(kind, tensors, args)
         try:
             # Modes that are there would see the op on trial.
-            with _disable_current_modes(), silenced(FAKES), self._fake:
+            with Unwatched(), _disable_current_modes(), silenced(FAKES), self._fake:
                 result = func(*map(fake, args), **{name: fake(value) for name, value in kwargs.items()})
         except (MemoryError, ElbowroomError):
             raise  # which tells nothing about the op

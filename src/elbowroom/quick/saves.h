@@ -81,6 +81,7 @@ inline PyGetSetDef log_properties[] = {{"_events", log_events, log_forget, nullp
 // A plain tensor without its graph, unseen by modes.
 inline Ref make_alias(const at::Tensor& tensor) {
   torch::DisableTorchDispatch hidden;
+  c10::impl::ExcludeDispatchKeyGuard unwatched{c10::DispatchKeySet(c10::DispatchKey::Fake)};
   return need(THPVariable_Wrap(tensor.detach()));
 }
 

@@ -69,7 +69,7 @@ class Engine(Mover):
         spare_bytes: int | None = None,
         observer: Observer | None = None,
     ) -> None:
-        super().__init__(transfers, account, spare_bytes, observer)
+        super().__init__(transfers, account, spare_bytes)
         self._min_bytes, self._observer = min_bytes, observer
         self._is_here = make_test(device.type)
         self._find_staying = functools.cache(list_staying)

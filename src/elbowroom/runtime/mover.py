@@ -9,12 +9,12 @@ from collections import Counter
 from collections.abc import Sequence
 
 from elbowroom.errors import ElbowroomError, Infeasible, InternalError, TierError
-from elbowroom.hooks.hidden import Below, Hidden, Paused
+from elbowroom.hooks.hidden import Hidden
 from elbowroom.ir.actions import Action, Offload, Recompute, Release, Reload
 from elbowroom.residency.machine import Machine, State
 from elbowroom.runtime.account import Account
 from elbowroom.runtime.calls import Recording, replay
-from elbowroom.runtime.follower import Follower, Observer
+from elbowroom.runtime.follower import Follower
 from elbowroom.runtime.residence import Residence
 from elbowroom.runtime.transfers import Transfers
 from elbowroom.runtime.watcher import Watcher
@@ -27,26 +27,22 @@ class Mover:
         transfers: moves bytes, for all steps of a room.
         account: of what is there.
         spare_bytes: how many bytes may stay that should have left, if their move fails.
-        observer: does not see what is replayed.
 
     Attributes:
         recomputed: segments replayed.
         refusal: why a storage could not leave the device.
         given_up: why storages could not be computed when the step ended.
-        watcher: the dispatch mode that this step needs around it.
+        watcher: runs the ops of this step.
     """
 
     _machine: Machine
     _follower: Follower
     watcher: Watcher
 
-    def __init__(
-        self, transfers: Transfers, account: Account, spare_bytes: int | None, observer: Observer | None
-    ) -> None:
+    def __init__(self, transfers: Transfers, account: Account, spare_bytes: int | None) -> None:
         self._transfers, self.account, self._spare_bytes = transfers, account, spare_bytes
         self._bound: dict[int, Residence] = {}
         self._pinned: list[Counter[int]] = []  # by whoever needs them to be there: how often
-        self._unobserved = Paused([] if observer is None else [observer])
         self.recomputed, self.refusal = 0, ""
         self.given_up = ""
 
@@ -187,7 +183,8 @@ class Mover:
                 )
             raise InternalError(f"segment {action.segment} was not recorded")
         if missing:
-            with self._unobserved, Below(self.watcher):
+            # What ran was what dispatch modes had left of the program's ops.
+            with Hidden():
                 replay(recordings, missing)
             self.recomputed += 1
         for residence in missing:
