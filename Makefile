@@ -53,7 +53,6 @@ lint: $(READY)
 PYTEST := $(BIN)/python -m pytest --numprocesses logical --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 test: export OMP_WAIT_POLICY ?= passive
 test: $(BUILT)
-	@$(BIN)/python -c 'from elbowroom.native import library; library.load(library.OBSERVER)'
 	@failed=0; $(MAKE) --no-print-directory lint || failed=1; \
 	echo "$(PYTEST)"; $(PYTEST) || failed=1; exit $$failed
 

@@ -1,1 +1,1 @@
-"""The part of the runtime that is written in C++: the allocator that counts, and the observer of ops."""
+"""The part of the runtime that is written in C++: the allocator that counts, and its arena."""

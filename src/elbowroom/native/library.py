@@ -38,9 +38,6 @@ class Extension(NamedTuple):
 NATIVE = Extension("_native", "the extension that counts memory", pathlib.Path(__file__).parent)
 """Used by every room on a CPU."""
 
-OBSERVER = Extension("_observer", "the extension that observes ops", NATIVE.folder / "observer")
-"""Used by no room yet."""
-
 
 def list_sources(extension: Extension) -> list[pathlib.Path]:
     """List every file that an extension is made of."""
