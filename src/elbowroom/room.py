@@ -386,11 +386,10 @@ class Room:
 
     def _learn(self, act: Act, capture: LiveCapture, record: StepRecord, *, is_followed: bool) -> None:
         """Plan again with measured op times, if the watched step was the planned one to the last op."""
-        expected = [op.name for op in act.planned.trace.ops]
         # What the block does after the step that was captured (noting its loss, say) changes nothing.
-        if is_followed and [op.name for op in capture.finish().ops[: len(expected)]] == expected:
+        measured = capture.measure(act.planned.trace, record.seconds, record.stall_seconds) if is_followed else None
+        if measured is not None:
             try:
-                measured = capture.measure(act.planned.trace, record.seconds, record.stall_seconds)
                 self._repertoire.improve(act, measured)
             except Infeasible as error:  # it ran within the budget, and so may the next one
                 self._repertoire.acts.remove(act)

@@ -10,13 +10,13 @@ from torch.optim import Optimizer
 
 from elbowroom.hooks.meter import Meter
 from elbowroom.ir.costs import Measurements
-from elbowroom.ir.trace import Role, Storage, Trace
+from elbowroom.ir.trace import Op, Role, Storage, Trace
 from elbowroom.tracing.residents import list_residents
 from elbowroom.tracing.tracer import Tracer
 
 
 class LiveCapture:
-    """One step being captured. Enter `tracer` as a dispatch mode, and tell it of saves and needs."""
+    """One step being captured. Have `tracer` watch it, and tell it of saves and needs."""
 
     def __init__(
         self,
@@ -39,23 +39,59 @@ class LiveCapture:
         """The trace. The meter may be stopped afterwards."""
         return add_outside(self.tracer.finish(list_residents(self._model, self._optimizers)), self._meter.base_bytes)
 
-    def measure(self, trace: Trace, step_seconds: float, stall_seconds: float) -> Measurements:
-        """What the (stopped) meter saw of the ops of `trace`, which this step began with.
+    def measure(self, trace: Trace, step_seconds: float, stall_seconds: float) -> Measurements | None:
+        """What the (stopped) meter saw of the ops of `trace`; None if this step did not begin with them.
 
-        `step_seconds`: wall time, the tracer's own included.
+        Args:
+            step_seconds: wall time, the tracer's own included.
         """
-        created = [0] * trace.end
-        for storage in trace.storages:
+        ran = self.finish()
+        found = match_ops(trace.ops, ran.ops)
+        if found is None:
+            return None
+        created = [0] * ran.end
+        for storage in ran.storages:
             if storage.created >= 0:
                 created[storage.created] += storage.nbytes
         # Watching keeps the host of a CUDA device far busier than a step does: its wall time says nothing of the rest.
         whole_seconds = max(0.0, step_seconds - self.tracer.own_seconds) if trace.device == "cpu" else 0.0
+        seconds = self._meter.op_seconds()
+        workspace = self._meter.workspace_bytes([created[op.tick] for op in ran.ops])
         return Measurements(
-            op_seconds=self._meter.op_seconds()[: len(trace.ops)],
-            workspace_bytes=self._meter.workspace_bytes([created[op.tick] for op in trace.ops]),
+            op_seconds=tuple(0.0 if each is None else seconds[each] for each in found),
+            workspace_bytes=tuple(0 if each is None else workspace[each] for each in found),
             step_seconds=whole_seconds,
             stall_seconds=stall_seconds,
         )
+
+
+def match_ops(planned: Sequence[Op], ran: Sequence[Op]) -> list[int | None] | None:
+    """Find the ops of a trace among those that ran first.
+
+    Fake tensors have autograd make other views, and add gradients where it would add them in place: views need not
+    match, and an op matches its in-place variant.
+
+    Returns:
+        For each op of `planned` the index in `ran`; None for views that did not run. None if another step ran.
+    """
+    found: list[int | None] = []
+    position = 0
+    for op in planned:
+        if not op.writes:
+            is_same = position < len(ran) and ran[position].name == op.name
+        else:
+            while position < len(ran) and not ran[position].writes:
+                position += 1
+            if position == len(ran) or _strip(ran[position].name) != _strip(op.name):
+                return None
+            is_same = True
+        found.append(position if is_same else None)
+        position += is_same
+    return found
+
+
+def _strip(name: str) -> str:
+    return name.replace("_.", ".", 1)
 
 
 def add_outside(trace: Trace, base_bytes: int) -> Trace:
