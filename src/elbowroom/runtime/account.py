@@ -55,7 +55,7 @@ class Account(Identities[Residence]):
         most_bytes: most that there was when room was reserved; whoever asks for it sets it back.
     """
 
-    def __init__(self, alignment_bytes: int, adopt: Callable[[torch.UntypedStorage], object] = id) -> None:
+    def __init__(self, alignment_bytes: int, adopt: Callable[[torch.UntypedStorage], object] | None = None) -> None:
         super().__init__()
         self._adopt = adopt
         self._places: dict[int, _Place] = {}
@@ -143,7 +143,7 @@ class Account(Identities[Residence]):
             is_outside = is_staying = place.is_staying
         else:
             is_staying = False
-            if is_outside:
+            if is_outside and self._adopt is not None:
                 self._adopt(storage)
         residence = Residence(storage.nbytes())
         residence.is_outside, residence.is_staying = is_outside, is_staying
