@@ -1,0 +1,57 @@
+#include "op_kinds.h"
+
+#include <ATen/Context.h>
+
+#include <memory>
+#include <mutex>
+#include <shared_mutex>
+#include <unordered_map>
+#include <utility>
+
+namespace elbowroom {
+
+namespace {
+
+std::function<OpKind(const std::string&, const std::string&)> ask;  // NOLINT: set when the extension is loaded
+std::shared_mutex mutex;
+std::unordered_map<const c10::FunctionSchema*, std::unique_ptr<OpKind>> known;
+
+}  // namespace
+
+bool OpKind::updates_statistics(const c10::IValue* arguments, size_t count) const {
+  if (mean < 0) return false;
+  return training < 0 || (training < static_cast<int64_t>(count) && arguments[training].isBool() && arguments[training].toBool());
+}
+
+bool OpKind::may_be_replayed(const c10::IValue* arguments, size_t count) const {
+  if (!is_replayable) return false;
+  if (dropout >= 0) {
+    return dropout < static_cast<int64_t>(count) && arguments[dropout].isDouble() && arguments[dropout].toDouble() == 0;
+  }
+  if (is_convolution && count > 6 && arguments[0].isTensor() && arguments[0].toTensor().is_cuda()) {
+    const at::Context& context = at::globalContext();
+    // cuDNN may choose another algorithm by the clock; a transposed one is the backward pass of another, whose order of
+    // additions may vary.
+    if (context.benchmarkCuDNN()) return false;
+    const bool is_fixed = context.deterministicCuDNN() || context.deterministicAlgorithms();
+    return is_fixed || !arguments[6].toBool();
+  }
+  return true;
+}
+
+const OpKind* find_kind(const c10::OperatorHandle& op) {
+  if (!op.hasSchema()) return nullptr;
+  const c10::FunctionSchema* schema = &op.schema();
+  {
+    const std::shared_lock<std::shared_mutex> guard(mutex);
+    const auto found = known.find(schema);
+    if (found != known.end()) return found->second.get();
+  }
+  auto made = std::make_unique<OpKind>(ask(schema->name(), schema->overload_name()));  // without the mutex: Python is asked
+  const std::unique_lock<std::shared_mutex> guard(mutex);
+  return known.try_emplace(schema, std::move(made)).first->second.get();
+}
+
+void set_find_kind(std::function<OpKind(const std::string&, const std::string&)> find) { ask = std::move(find); }
+
+}  // namespace elbowroom

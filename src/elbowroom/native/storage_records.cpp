@@ -1,0 +1,78 @@
+#include "storage_records.h"
+
+#include <algorithm>
+#include <utility>
+
+#include "recorded_ops.h"
+
+namespace elbowroom {
+
+namespace {
+
+// A record holds the op that made it, which holds the records that it read, and so on through the whole step: destroyed
+// one inside the other, they would take the stack.
+thread_local std::vector<RecordedOpPtr> doomed;
+thread_local bool is_destroying = false;
+
+void destroy(RecordedOpPtr op) {
+  if (!op) return;
+  doomed.push_back(std::move(op));
+  if (is_destroying) return;
+  is_destroying = true;
+  while (!doomed.empty()) {
+    const RecordedOpPtr next = std::move(doomed.back());
+    doomed.pop_back();
+  }
+  is_destroying = false;
+}
+
+}  // namespace
+
+StorageRecord::~StorageRecord() {
+  for (RecordedOpPtr& op : forget_ops()) destroy(std::move(op));
+}
+
+std::vector<RecordedOpPtr> StorageRecord::forget_ops() {
+  std::vector<RecordedOpPtr> ops = std::move(changed_by);
+  changed_by.clear();
+  if (made_by) ops.push_back(std::move(made_by));
+  made_by.reset();
+  return ops;
+}
+
+StorageRecordPtr StorageTable::find(const c10::StorageImpl* storage) const {
+  const auto found = records_.find(storage);
+  return found == records_.end() ? StorageRecordPtr() : found->second;
+}
+
+StorageRecordPtr StorageTable::see(const c10::Storage& storage) {
+  StorageRecordPtr& record = records_[storage.unsafeGetStorageImpl()];
+  if (!record) record = c10::make_intrusive<StorageRecord>(storage);
+  return record;
+}
+
+void StorageTable::put(const c10::Storage& storage, const StorageRecordPtr& record) {
+  records_.erase(record->key);  // which may be another storage's address from now on
+  record->key = storage.unsafeGetStorageImpl();
+  record->storage = storage.getWeakStorageImpl();
+  records_[record->key] = record;
+}
+
+void StorageTable::sweep_if_many() {
+  std::vector<StorageRecordPtr> gone;  // destroyed without the mutex
+  const std::lock_guard<std::mutex> guard(mutex);
+  if (records_.size() < sweep_at_) return;
+  for (const auto& [key, record] : records_) {
+    if (record->storage.expired()) gone.push_back(record);
+  }
+  for (const StorageRecordPtr& record : gone) records_.erase(record->key);
+  sweep_at_ = std::max<size_t>(1024, 2 * records_.size());
+}
+
+void StorageTable::clear() {
+  ska::flat_hash_map<const c10::StorageImpl*, StorageRecordPtr> gone;
+  const std::lock_guard<std::mutex> guard(mutex);
+  gone.swap(records_);
+}
+
+}  // namespace elbowroom
