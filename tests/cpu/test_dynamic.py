@@ -17,7 +17,6 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import elbowroom
 from benchmarks.profiler_meter import ProfilerMeter
@@ -898,44 +897,35 @@ def test_what_can_neither_leave_nor_be_dropped_is_named(profile: HardwareProfile
         assert torch.equal(run_in(room, step, 2), expected[0])
 
 
-class FailsIn(TorchDispatchMode):
-    """Sees replays, as a mode of the user's does that was there first, and raises in one of them."""
-
-    def __init__(self, is_replay: Callable[[], bool]) -> None:
-        super().__init__()
-        self._is_replay, self.at, self.count = is_replay, -1, 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if self._is_replay():
-            self.count += 1
-            if self.count == self.at:
-                raise ZeroDivisionError("in a replay")
-        return func(*args, **(kwargs or {}))
-
-
 @pytest.mark.parametrize("at", [1, 2, 5])
 def test_an_error_inside_a_replay(at: int, profile: HardwareProfile, monkeypatch: pytest.MonkeyPatch) -> None:
-    running = [0]
+    """The `at`th allocation in a replay fails."""
     replay = mover.replay
+    is_failing, count = False, 0
 
-    def noted(*args: Any) -> None:
-        running[0] += 1
-        try:
-            replay(*args)
-        finally:
-            running[0] -= 1
+    def ask(requested_bytes: int, missing_bytes: int) -> bool:
+        nonlocal count
+        count += 1
+        if count == at:
+            raise ZeroDivisionError("in a replay")
+        return False  # let it pass
 
-    monkeypatch.setattr(mover, "replay", noted)
+    def short_replay(*args: Any) -> Any:
+        if not is_failing:
+            return replay(*args)
+        with room._ledger.counting(0, ask):
+            return replay(*args)
+
+    monkeypatch.setattr(mover, "replay", short_replay)
     model, optimizer, step = make_deep()
     options = DEEP | {"policy": "dtr", "profile": profile}
-    mode = FailsIn(lambda: bool(running[0]))
-    with mode, elbowroom.fit(model, optimizer, 1_000_000, **options) as room:
+    with elbowroom.fit(model, optimizer, 1_000_000, **options) as room:
         found = [run_in(room, step, 300)]
         before = [each.detach().clone() for each in model.parameters()]
-        mode.at, mode.count = at, 0
+        is_failing = True
         with pytest.raises(ZeroDivisionError, match="in a replay"):
             run_in(room, step, 300)
-        mode.at = -1
+        is_failing = False
         assert all(torch.equal(*pair) for pair in zip(before, model.parameters(), strict=True))
         optimizer.zero_grad()
         found += [run_in(room, step, 300)]

@@ -137,7 +137,10 @@ def is_view(func: OpOverload) -> bool:
 
 @by_op
 def touches_tensors(func: OpOverload) -> bool:
-    """Whether an op makes or changes tensors; one that only asks (its device, its strides) is not part of a step."""
+    """Whether an op makes or changes tensors. One that only asks (its device, its strides) is not part of a step, nor is
+    one that returns its tensor under another name: whether autograd calls those depends on who watches."""
+    if func._opname in ("alias", "detach"):
+        return False
     if func._opname == "allclose":
         return True  # the answer is no tensor, what it takes to find it are several
     return bool(find_written(func)) or any("Tensor" in str(result.type) for result in func._schema.returns)

@@ -12,6 +12,8 @@
 #include <torch/csrc/PyInterpreter.h>
 #include <torch/library.h>
 
+#include <algorithm>
+#include <cstddef>
 #include <memory>
 #include <string>
 
@@ -43,6 +45,26 @@ PyObject* find_watchers() {
 
 using Mode = c10::impl::PyObject_TorchDispatchMode;
 
+// Fake tensors run ops on tensors without bytes: those are no ops of the step.
+bool is_without_bytes(const c10::OperatorHandle& op, const torch::jit::Stack& stack) {
+  const size_t count = std::min(stack.size(), op.schema().arguments().size());
+  return std::any_of(stack.end() - static_cast<std::ptrdiff_t>(count), stack.end(), [](const c10::IValue& value) {
+    if (value.isTensor()) return value.toTensor().key_set().has_backend(c10::BackendComponent::MetaBit);
+    return value.isDevice() && value.toDevice().is_meta();
+  });
+}
+
+// PyTorch makes a subclass of what these return, which must not be known to Python as a tensor by then.
+bool is_alias(const c10::OperatorHandle& op) {
+  const std::string& name = op.operator_name().name;
+  return name == "aten::alias" || name == "aten::detach";
+}
+
+bool is_watched(const c10::OperatorHandle& op, const torch::jit::Stack& stack) {
+  return op.hasSchema() && !is_alias(op) && !is_without_bytes(op, stack) &&
+      !c10::impl::tls_is_dispatch_key_excluded(c10::DispatchKey::Python);  // nor are modes called then
+}
+
 // PyTorch calls the mode on top of its stack, and takes it off the stack meanwhile.
 class OnTop {
  public:
@@ -65,7 +87,7 @@ class OnTop {
 void run(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
   PyObject* watchers = find_watchers();
   const size_t count = watchers == nullptr ? 0 : static_cast<size_t>(PyTuple_GET_SIZE(watchers));
-  if (busy >= count) {
+  if (busy >= count || !is_watched(op, *stack)) {
     const c10::impl::ExcludeDispatchKeyGuard hidden{c10::DispatchKeySet(KEY)};
     op.redispatchBoxed(keys & BELOW, stack);
     return;
