@@ -1,10 +1,7 @@
 // What Python sees of the ledger.
 #include <ATen/Parallel.h>
-#include <c10/core/GradMode.h>
-#include <c10/core/impl/LocalDispatchKeySet.h>
 #include <pybind11/pybind11.h>
 #include <torch/csrc/DynamicTypes.h>
-#include <torch/csrc/Exceptions.h>
 #include <torch/csrc/Storage.h>
 
 #include <cstring>
@@ -13,6 +10,7 @@
 #include <vector>
 
 #include "ledger.h"
+#include "python_call.h"
 
 namespace elbowroom {
 
@@ -21,42 +19,20 @@ namespace py = pybind11;
 namespace {
 
 // Calls Python from an allocation, in whatever thread that is. What Python raises passes through the op that allocates.
-class CallPython {
+class AskPython {
  public:
-  explicit CallPython(PyObject* callable) : callable_(callable) {}
+  explicit AskPython(PyObject* callable) : callable_(callable) {}
 
   bool operator()(int64_t requested, int64_t missing) const {
     if (!can_call()) return false;
-    const py::gil_scoped_acquire gil;
-    // The op that allocates has excluded dispatch keys for its own inner ops, not for those of the callable.
-    const c10::impl::ForceDispatchKeyGuard default_keys{c10::impl::LocalDispatchKeySet(c10::impl::PODLocalDispatchKeySet{})};
-    const c10::AutoGradMode no_grad(false);
-    PyObject *type = nullptr, *value = nullptr, *traceback = nullptr;
-    PyErr_Fetch(&type, &value, &traceback);  // an allocation may be part of handling an error
-    PyObject* result = PyObject_CallFunction(
-        callable_, "LL", static_cast<long long>(requested), static_cast<long long>(missing));
-    if (result == nullptr) {
-      Py_XDECREF(type), Py_XDECREF(value), Py_XDECREF(traceback);
-      python_error error;
-      error.persist();
-      throw error;
-    }
-    const bool goes_on = PyObject_IsTrue(result) == 1;
-    Py_DECREF(result);
-    PyErr_Restore(type, value, traceback);
-    return goes_on;
+    const PythonCall call;
+    return call.make([&] { return py::handle(callable_)(requested, missing); }).cast<bool>();
   }
 
  private:
   static bool can_call() {
-    if (!Py_IsInitialized()) return false;
-#if PY_VERSION_HEX >= 0x030D0000
-    if (Py_IsFinalizing()) return false;
-#else
-    if (_Py_IsFinalizing()) return false;
-#endif
     // A worker of a parallel loop must not wait for the lock that the loop's caller may hold.
-    return PyGILState_Check() == 1 || !at::in_parallel_region();
+    return is_python_there() && (PyGILState_Check() == 1 || !at::in_parallel_region());
   }
 
   PyObject* callable_;  // for ever: a scope is never destroyed
@@ -94,7 +70,7 @@ void bind_ledger(py::module_& module) {
       .def(
           "set_make_room",
           [](Scope& scope, const py::function& make_room) {
-            scope.set_make_room(CallPython(make_room.inc_ref().ptr()));
+            scope.set_make_room(AskPython(make_room.inc_ref().ptr()));
           },
           py::arg("make_room"),
           "Call `make_room(requested_bytes, missing_bytes)` before a request that would go over the limit. It frees "

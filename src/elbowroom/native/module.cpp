@@ -4,12 +4,12 @@
 namespace elbowroom {
 void bind_arena(pybind11::module_& module);
 void bind_ledger(pybind11::module_& module);
-void bind_watched_ops(pybind11::module_& module);
+void bind_steps(pybind11::module_& module);
 }
 
 PYBIND11_MODULE(_native, module) {
   module.doc() = "The C++ side of Elbowroom: a counting allocator, and its arena.";
   elbowroom::bind_arena(module);
   elbowroom::bind_ledger(module);
-  elbowroom::bind_watched_ops(module);
+  elbowroom::bind_steps(module);
 }

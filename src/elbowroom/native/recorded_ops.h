@@ -44,6 +44,8 @@ class RecordedOp final : public c10::intrusive_ptr_target {
   // Run it again; `find` returns the storage of a slot. Returns its results in order.
   template <typename Find>
   std::vector<at::Tensor> replay(const Find& find) const;
+  // Whether it may write to an argument.
+  bool writes(int64_t argument) const;
 
   const c10::OperatorHandle op;
   const OpKind& kind;
@@ -62,10 +64,11 @@ class RecordedOp final : public c10::intrusive_ptr_target {
   int64_t inner_bytes = 0;  // most that it allocated beside its results
 };
 
-// With the table's mutex: describes what an op is about to be given. Null if it cannot be had again.
+// With the table's mutex: describes what an op is about to be given. Null if it cannot be had again. `met`: storages that
+// had no record so far.
 RecordedOpPtr describe(
     const c10::OperatorHandle& op, const OpKind& kind, const c10::IValue* arguments, size_t count, StorageTable& table,
-    c10::DeviceType device);
+    c10::DeviceType device, std::vector<c10::Storage>& met);
 
 // How one storage is computed again.
 class Recording final : public c10::intrusive_ptr_target {

@@ -50,9 +50,22 @@ void Scope::reserve(int64_t nbytes) {
 
 void Scope::add(int64_t nbytes) { note(bytes_.fetch_add(nbytes, std::memory_order_relaxed) + nbytes); }
 
+int64_t Scope::begin_op() {
+  const int64_t live = live_bytes();
+  op_peak_bytes_.store(live, std::memory_order_relaxed);
+  return live;
+}
+
+int64_t Scope::take_recent_peak() {
+  const int64_t live = live_bytes();
+  return std::max(live, recent_peak_bytes_.exchange(live, std::memory_order_relaxed));
+}
+
 void Scope::note(int64_t live) {
-  int64_t peak = peak_bytes_.load(std::memory_order_relaxed);
-  while (live > peak && !peak_bytes_.compare_exchange_weak(peak, live, std::memory_order_relaxed)) {
+  for (std::atomic<int64_t>* each : {&peak_bytes_, &op_peak_bytes_, &recent_peak_bytes_}) {
+    int64_t peak = each->load(std::memory_order_relaxed);
+    while (live > peak && !each->compare_exchange_weak(peak, live, std::memory_order_relaxed)) {
+    }
   }
   if (is_recording_.load(std::memory_order_relaxed)) record(live);
 }

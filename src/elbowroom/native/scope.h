@@ -34,6 +34,11 @@ class Scope {
   int64_t adopted_bytes() const { return adopted_bytes_.load(std::memory_order_relaxed); }
   int64_t peak_bytes() const { return peak_bytes_.load(std::memory_order_relaxed); }
   void reset_peak();
+  // The peak of one op begins anew, at the live bytes, which it returns.
+  int64_t begin_op();
+  int64_t op_peak_bytes() const { return op_peak_bytes_.load(std::memory_order_relaxed); }
+  // The same for whoever asks now and then.
+  int64_t take_recent_peak();
 
   void set_limit(int64_t nbytes) { limit_bytes_.store(nbytes, std::memory_order_relaxed); }
   int64_t limit_bytes() const { return limit_bytes_.load(std::memory_order_relaxed); }
@@ -72,7 +77,7 @@ class Scope {
   const int64_t epoch_;
   std::atomic<int64_t> bytes_{0};
   std::atomic<int64_t> adopted_bytes_{0};
-  std::atomic<int64_t> peak_bytes_{0};
+  std::atomic<int64_t> peak_bytes_{0}, op_peak_bytes_{0}, recent_peak_bytes_{0};
   std::atomic<int64_t> limit_bytes_{NO_LIMIT};
   std::atomic<bool> is_closed_{false};
   MakeRoom make_room_;

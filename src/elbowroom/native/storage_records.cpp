@@ -28,7 +28,7 @@ void destroy(RecordedOpPtr op) {
 
 }  // namespace
 
-StorageRecord::~StorageRecord() {
+void StorageRecord::release_resources() {
   for (RecordedOpPtr& op : forget_ops()) destroy(std::move(op));
 }
 

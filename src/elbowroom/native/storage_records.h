@@ -1,11 +1,13 @@
 // What a step knows of each storage that its ops have touched.
 #pragma once
 
+#include <c10/core/SafePyObject.h>
 #include <c10/core/Storage.h>
 #include <c10/util/flat_hash_map.h>
 #include <c10/util/intrusive_ptr.h>
 
 #include <cstdint>
+#include <memory>
 #include <mutex>
 #include <vector>
 
@@ -21,7 +23,9 @@ class StorageRecord final : public c10::intrusive_ptr_target {
       : key(storage.unsafeGetStorageImpl()),
         storage(storage.getWeakStorageImpl()),
         nbytes(static_cast<int64_t>(storage.nbytes())) {}
-  ~StorageRecord() override;
+  // Called in place of the destructor while something refers to the record weakly.
+  void release_resources() override;
+  ~StorageRecord() override { release_resources(); }
 
   // Nothing tells any more how its contents came to be. What it held is to be destroyed without the mutex.
   std::vector<RecordedOpPtr> forget_ops();
@@ -33,6 +37,7 @@ class StorageRecord final : public c10::intrusive_ptr_target {
   int64_t views = 0;    // tensors of it that autograd has saved and not given up
   bool is_staying = false;  // it outlives the step: a parameter, say
   bool is_guarded = false;  // Python is told of writes to it
+  std::shared_ptr<c10::SafePyObject> residence;  // a weak reference to the object in Python; with its global lock
   RecordedOpPtr made_by;  // null where that is not known, or something unknown has written to it since
   std::vector<RecordedOpPtr> changed_by;  // ops that wrote to it since, in order
 };

@@ -16,6 +16,11 @@
 #include <cstddef>
 #include <memory>
 #include <string>
+#include <utility>
+#include <vector>
+
+#include "op_watch.h"
+#include "watched_ops.h"
 
 namespace elbowroom {
 
@@ -37,10 +42,17 @@ const std::string WATCHERS = "elbowroom.watchers";
 // Watchers, from the innermost, that run an op in this thread: they do not see the ops that they call.
 thread_local size_t busy = 0;
 
-PyObject* find_watchers() {
+// The tuple, and each of its items that is an `OpWatch`, else null.
+struct Watchers final : c10::SafePyObject {
+  Watchers(const py::tuple& objects, std::vector<OpWatch*> natives)
+      : c10::SafePyObject(py::object(objects).release().ptr(), getPyInterpreter()), natives(std::move(natives)) {}
+
+  const std::vector<OpWatch*> natives;
+};
+
+const Watchers* find_watchers() {
   const auto& state = at::impl::ThreadLocalPythonObjects::get_state();
-  if (!state.contains(WATCHERS)) return nullptr;
-  return state.get(WATCHERS)->ptr(getPyInterpreter());
+  return state.contains(WATCHERS) ? static_cast<const Watchers*>(state.get(WATCHERS).get()) : nullptr;
 }
 
 using Mode = c10::impl::PyObject_TorchDispatchMode;
@@ -60,10 +72,15 @@ bool is_alias(const c10::OperatorHandle& op) {
   return name == "aten::alias" || name == "aten::detach";
 }
 
-bool is_watched(const c10::OperatorHandle& op, const torch::jit::Stack& stack) {
-  return op.hasSchema() && !is_alias(op) && !is_without_bytes(op, stack) &&
-      !c10::impl::tls_is_dispatch_key_excluded(c10::DispatchKey::Python);  // nor are modes called then
+bool is_seen_in_python(const c10::OperatorHandle& op) {
+  return !is_alias(op) && !c10::impl::tls_is_dispatch_key_excluded(c10::DispatchKey::Python);  // as by a mode
 }
+
+// What a watcher calls is not seen by it, nor by those that saw the op before it.
+struct Busy {
+  Busy() { ++busy; }
+  ~Busy() { --busy; }
+};
 
 // PyTorch calls the mode on top of its stack, and takes it off the stack meanwhile.
 class OnTop {
@@ -71,47 +88,47 @@ class OnTop {
   explicit OnTop(PyObject* watcher)
       : mode_(std::make_shared<Mode>(py::reinterpret_borrow<py::object>(watcher).release().ptr(), getPyInterpreter())) {
     c10::impl::TorchDispatchModeTLS::push_non_infra_mode_onto_stack(mode_);
-    ++busy;
   }
-  ~OnTop() {
-    --busy;
-    c10::impl::TorchDispatchModeTLS::pop_stack();
-  }
+  ~OnTop() { c10::impl::TorchDispatchModeTLS::pop_stack(); }
   OnTop(const OnTop&) = delete;
   OnTop& operator=(const OnTop&) = delete;
 
  private:
-  std::shared_ptr<Mode> mode_;
+  const Busy busy_;
+  const std::shared_ptr<Mode> mode_;
 };
 
-void run(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
-  PyObject* watchers = find_watchers();
-  const size_t count = watchers == nullptr ? 0 : static_cast<size_t>(PyTuple_GET_SIZE(watchers));
-  if (busy >= count || !is_watched(op, *stack)) {
-    const c10::impl::ExcludeDispatchKeyGuard hidden{c10::DispatchKeySet(KEY)};
-    op.redispatchBoxed(keys & BELOW, stack);
-    return;
-  }
+// By one of the watchers, in Python.
+void run_in_python(const Watchers& watchers, size_t index, const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   const py::gil_scoped_acquire gil;
   // What a watcher calls runs from here on down, as for a mode.
   const c10::impl::ExcludeDispatchKeyGuard above(DOWN_TO_PYTHON);
-  const OnTop guard(PyTuple_GET_ITEM(watchers, count - 1 - busy));
+  const OnTop guard(PyTuple_GET_ITEM(watchers.ptr(getPyInterpreter()), static_cast<Py_ssize_t>(index)));
   (*getPyInterpreter())->dispatch(op, stack);
 }
 
-void set_watchers(const py::tuple& watchers) {
-  c10::impl::tls_set_dispatch_key_included(KEY, !watchers.empty());
-  if (watchers.empty()) {
-    at::impl::ThreadLocalPythonObjects::erase(WATCHERS);
-    return;
+// By the innermost `count` of the watchers, and then by the kernel.
+void run_by(
+    const Watchers* watchers, size_t count, const c10::OperatorHandle& op, c10::DispatchKeySet keys,
+    torch::jit::Stack* stack) {
+  if (count == 0) {
+    const c10::impl::ExcludeDispatchKeyGuard hidden{c10::DispatchKeySet(KEY)};
+    op.redispatchBoxed(keys & BELOW, stack);
+  } else if (OpWatch* native = watchers->natives[count - 1]) {
+    const Busy guard;
+    native->run(op, stack, [&] { run_by(watchers, count - 1, op, keys, stack); });
+  } else if (is_seen_in_python(op)) {
+    run_in_python(*watchers, count - 1, op, stack);
+  } else {
+    run_by(watchers, count - 1, op, keys, stack);
   }
-  PyObject* owned = py::object(watchers).release().ptr();
-  at::impl::ThreadLocalPythonObjects::set(WATCHERS, std::make_shared<c10::SafePyObject>(owned, getPyInterpreter()));
 }
 
-py::tuple get_watchers() {
-  PyObject* watchers = find_watchers();
-  return watchers == nullptr ? py::tuple() : py::reinterpret_borrow<py::tuple>(watchers);
+void run(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
+  const Watchers* watchers = find_watchers();
+  const size_t count = watchers == nullptr ? 0 : watchers->natives.size();
+  const bool is_watched = busy < count && op.hasSchema() && !is_without_bytes(op, *stack);
+  run_by(watchers, is_watched ? count - busy : 0, op, keys, stack);
 }
 
 }  // namespace
@@ -120,11 +137,22 @@ TORCH_LIBRARY_IMPL(_, Fake, library) {
   library.fallback(torch::CppFunction::makeFromBoxedFunction<&run>());
 }
 
-void bind_watched_ops(py::module_& module) {
-  module.def(
-      "set_watchers", &set_watchers, py::arg("watchers"),
-      "From now on these run every op of this thread, and of backward passes that it begins. The last sees it first.");
-  module.def("get_watchers", &get_watchers, "Those of this thread.");
+void set_watchers(const py::tuple& watchers) {
+  c10::impl::tls_set_dispatch_key_included(KEY, !watchers.empty());
+  if (watchers.empty()) {
+    at::impl::ThreadLocalPythonObjects::erase(WATCHERS);
+    return;
+  }
+  std::vector<OpWatch*> natives;
+  for (const py::handle each : watchers) {
+    natives.push_back(py::isinstance<OpWatch>(each) ? each.cast<OpWatch*>() : nullptr);
+  }
+  at::impl::ThreadLocalPythonObjects::set(WATCHERS, std::make_shared<Watchers>(watchers, std::move(natives)));
+}
+
+py::tuple get_watchers() {
+  const Watchers* watchers = find_watchers();
+  return watchers == nullptr ? py::tuple() : py::reinterpret_borrow<py::tuple>(watchers->ptr(getPyInterpreter()));
 }
 
 }  // namespace elbowroom

@@ -1,0 +1,245 @@
+// What Python sees of a step's storages and ops.
+#include <pybind11/functional.h>
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+#include <torch/csrc/DynamicTypes.h>
+#include <torch/csrc/PyInterpreter.h>
+#include <torch/csrc/Storage.h>
+#include <torch/csrc/autograd/python_variable.h>
+#include <torch/csrc/utils/pybind.h>
+
+#include <memory>
+#include <string>
+#include <utility>
+
+#include "op_watch.h"
+#include "python_call.h"
+#include "watched_ops.h"
+
+namespace elbowroom {
+
+namespace py = pybind11;
+
+namespace {
+
+PyObject* make_residence = nullptr;  // for ever: the class in Python
+
+const c10::Storage& unpack(const py::handle& storage) {
+  if (!THPStorage_Check(storage.ptr())) throw py::type_error("an UntypedStorage is expected");
+  return THPStorage_Unpack(storage.ptr());
+}
+
+py::object wrap(const c10::Storage& storage) {
+  return py::reinterpret_steal<py::object>(torch::createPyObject(storage));
+}
+
+py::object wrap(const at::Tensor& tensor) { return py::reinterpret_steal<py::object>(THPVariable_Wrap(tensor)); }
+
+// The object in Python that stands for a record. There is one at a time, for as long as somebody holds it.
+py::object find_residence(const StorageRecordPtr& record) {
+  if (record->residence) {
+    PyObject* there = PyWeakref_GetObject(record->residence->ptr(getPyInterpreter()));
+    if (there != Py_None) return py::reinterpret_borrow<py::object>(there);
+  }
+  py::object made = py::handle(make_residence)(record);
+  record->residence = std::make_shared<c10::SafePyObject>(py::weakref(made).release().ptr(), getPyInterpreter());
+  return made;
+}
+
+py::list find_residences(const std::vector<StorageRecordPtr>& records) {
+  py::list found;
+  for (const StorageRecordPtr& record : records) found.append(find_residence(record));
+  return found;
+}
+
+StorageRecordPtr look_up(StorageTable& table, const c10::Storage& storage, bool is_made) {
+  const std::lock_guard<std::mutex> guard(table.mutex);
+  return is_made ? table.see(storage) : table.find(storage.unsafeGetStorageImpl());
+}
+
+void mark_staying(StorageTable& table, const py::iterable& storages) {
+  for (const py::handle storage : storages) {
+    const c10::Storage& home = unpack(storage);
+    const std::lock_guard<std::mutex> guard(table.mutex);
+    table.see(home)->is_staying = true;
+  }
+}
+
+// Calls a method of who runs the step, for as long as there is one.
+class Tell {
+ public:
+  Tell(py::weakref host, const char* name) : host_(std::make_shared<c10::SafePyObject>(host.release().ptr(), getPyInterpreter())), name_(name) {}
+
+  template <typename Value>
+  bool operator()(const Value& value) const {
+    if (!is_python_there()) return false;
+    const PythonCall call;
+    return call.make([&]() -> py::object {
+      const auto host = py::reinterpret_borrow<py::object>(PyWeakref_GetObject(host_->ptr(getPyInterpreter())));
+      if (host.is_none()) return py::bool_(false);
+      if constexpr (std::is_same_v<Value, at::Tensor>) {
+        return host.attr(name_)(wrap(value));
+      } else {
+        return host.attr(name_)(value);
+      }
+    }).ptr() == Py_True;
+  }
+
+ private:
+  std::shared_ptr<c10::SafePyObject> host_;
+  const char* name_;
+};
+
+std::unique_ptr<OpWatch> make_watch(
+    const std::string& device_type, std::shared_ptr<StorageTable> table, Scope* scope, const py::object& host) {
+  Callbacks callbacks;
+  const py::weakref who(host);
+  callbacks.before_write = Tell(who, "about_to_write");
+  callbacks.after_write = Tell(who, "written");
+  callbacks.leave = Tell(who, "leave");
+  if (scope == nullptr) {
+    const Tell ask(who, "make_room_for");
+    callbacks.make_room = [ask](const std::string& op) { return ask(op); };
+  }
+  return std::make_unique<OpWatch>(c10::Device(device_type).type(), std::move(table), scope, std::move(callbacks));
+}
+
+OpKind unpack_kind(const py::dict& known) {
+  const auto get = [&](const char* name) { return known[name].cast<bool>(); };
+  OpKind kind;
+  kind.name = known["name"].cast<std::string>();
+  kind.is_traced = get("is_traced"), kind.is_idle = get("is_idle"), kind.may_write = get("may_write");
+  kind.is_replayable = get("is_replayable"), kind.is_source = get("is_source");
+  kind.is_convolution = get("is_convolution");
+  kind.written = known["written"].cast<std::vector<int64_t>>();
+  kind.dropout = known["dropout"].cast<int64_t>();
+  const auto statistics = known["statistics"].cast<std::vector<int64_t>>();
+  kind.mean = statistics.at(0), kind.variance = statistics.at(1), kind.training = statistics.at(2);
+  return kind;
+}
+
+py::list replay_all(const std::vector<RecordingPtr>& recordings, const py::list& leaves) {
+  std::unordered_map<StorageRecord*, c10::Storage> there;
+  for (const py::handle pair : leaves) {
+    const auto [record, storage] = pair.cast<std::pair<StorageRecordPtr, py::object>>();
+    if (!storage.is_none()) there.emplace(record.get(), unpack(storage));
+  }
+  std::vector<c10::Storage> made;
+  {
+    const py::gil_scoped_release released;
+    made = replay(recordings, there);
+  }
+  py::list found;
+  for (const c10::Storage& storage : made) found.append(wrap(storage));
+  return found;
+}
+
+template <bool (Recording::*ask)() const>
+bool ask_with_mutex(const Recording& recording, StorageTable& table) {
+  const std::lock_guard<std::mutex> guard(table.mutex);
+  return (recording.*ask)();
+}
+
+void bind_records(py::module_& module) {
+  py::class_<StorageRecord, StorageRecordPtr>(module, "StorageRecord", "What a step knows of one storage.")
+      .def_readwrite("nbytes", &StorageRecord::nbytes)
+      .def_readwrite("version", &StorageRecord::version)
+      .def_readwrite("views", &StorageRecord::views)
+      .def_readwrite("is_staying", &StorageRecord::is_staying)
+      .def_readwrite("is_guarded", &StorageRecord::is_guarded);
+  py::class_<StorageTable, std::shared_ptr<StorageTable>>(module, "StorageTable", "The records of one step's storages.")
+      .def(py::init<>())
+      .def(
+          "see", [](StorageTable& table, const py::handle& storage) { return find_residence(look_up(table, unpack(storage), true)); },
+          py::arg("storage"), "Return the residence of a storage.")
+      .def(
+          "find",
+          [](StorageTable& table, const py::handle& storage) -> py::object {
+            const StorageRecordPtr record = look_up(table, unpack(storage), false);
+            return record ? find_residence(record) : py::none();
+          },
+          py::arg("storage"), "Return the residence of a storage that the step knows; None of others.")
+      .def(
+          "find_record",
+          [](StorageTable& table, const py::handle& storage) { return look_up(table, unpack(storage), true); },
+          py::arg("storage"), "Return the record of a storage.")
+      .def(
+          "put",
+          [](StorageTable& table, const py::handle& storage, const StorageRecordPtr& record) {
+            const std::lock_guard<std::mutex> guard(table.mutex);
+            table.put(unpack(storage), record);
+          },
+          py::arg("storage"), py::arg("record"), "Let a record have a new storage, which has its contents.")
+      .def("mark_staying", &mark_staying, py::arg("storages"), "These outlive the step.")
+      .def("find_recording",
+          [](StorageTable& table, const StorageRecordPtr& target) {
+            const std::lock_guard<std::mutex> guard(table.mutex);
+            return find_recording(target);
+          },
+          py::arg("target"), "Return how a storage is computed again; None if it cannot be.")
+      .def("clear", &StorageTable::clear, py::call_guard<py::gil_scoped_release>(), "Forget all.");
+  py::class_<Recording, RecordingPtr>(module, "Recording", "How one storage is computed again.")
+      .def_property_readonly("places", [](const Recording& recording) {
+        py::list places;
+        for (const RecordedOpPtr& op : recording.ops) places.append(op->place);
+        return py::tuple(places);
+      })
+      .def_property_readonly("names", [](const Recording& recording) {
+        py::list names;
+        for (const RecordedOpPtr& op : recording.ops) names.append(op->kind.name);
+        return names;
+      })
+      .def_property_readonly("leaves", [](const Recording& recording) { return find_residences(recording.leaves); })
+      .def_property_readonly("sources", [](const Recording& recording) { return find_residences(recording.sources); })
+      .def_property_readonly("kept", [](const Recording& recording) {
+        py::list kept;
+        for (const c10::Storage& storage : recording.kept) kept.append(wrap(storage));
+        return kept;
+      })
+      .def_readonly("seconds", &Recording::seconds)
+      .def_readonly("nbytes", &Recording::nbytes)
+      .def("is_open", &ask_with_mutex<&Recording::is_open>, py::arg("table"))
+      .def("is_current", &ask_with_mutex<&Recording::is_current>, py::arg("table"));
+  module.def("count_replay", &count_replay, py::arg("recordings"), "Return the bytes that a replay allocates at most.");
+  module.def(
+      "replay", &replay_all, py::arg("recordings"), py::arg("leaves"),
+      "Compute the targets of recordings again. `leaves`: pairs of record and storage. Returns the targets' storages.");
+}
+
+void bind_watch(py::module_& module) {
+  py::class_<OpWatch>(module, "OpWatch", "Watches the ops of one step.")
+      .def(py::init(&make_watch), py::arg("device_type"), py::arg("table"), py::arg("scope").none(true), py::arg("host"))
+      .def("record", &OpWatch::record, py::arg("resting_bytes"), py::arg("least_bytes"))
+      .def("follow", &OpWatch::follow, py::arg("names"), py::arg("ticks"))
+      .def("stop_recording", &OpWatch::pass)
+      .def("close", &OpWatch::close, py::call_guard<py::gil_scoped_release>())
+      .def("make_recording", &OpWatch::make_recording, py::arg("ticks"), py::arg("target"))
+      .def_property_readonly("ops", &OpWatch::ops)
+      .def_property_readonly("busy_seconds", &OpWatch::busy_seconds)
+      .def_property(
+          "due_ops", [](const OpWatch& watch) { return watch.due_ops.load(); },
+          [](OpWatch& watch, int64_t ops) { watch.due_ops = ops; });
+  module.def("set_watchers", &set_watchers, py::arg("watchers"), "Let these run every op of this thread from now on.");
+  module.def("get_watchers", &get_watchers, "Those of this thread.");
+  module.def("name_running_op", &name_running_op, "The op that this thread runs; empty outside of watched ops.");
+  module.def(
+      "learn",
+      [](const py::function& find_kind, const py::object& residence) {
+        PyObject* ask = py::object(find_kind).release().ptr();
+        set_find_kind([ask](const std::string& name, const std::string& overload) {
+          const PythonCall call;
+          return unpack_kind(call.make([&] { return py::handle(ask)(name, overload); }).cast<py::dict>());
+        });
+        make_residence = py::object(residence).release().ptr();
+      },
+      py::arg("find_kind"), py::arg("residence"), "Set who is asked for what is known of an op, and the class that stands for a record.");
+}
+
+}  // namespace
+
+void bind_steps(py::module_& module) {
+  bind_records(module);
+  bind_watch(module);
+}
+
+}  // namespace elbowroom

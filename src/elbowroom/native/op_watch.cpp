@@ -1,0 +1,276 @@
+#include "op_watch.h"
+
+#include <ATen/core/grad_mode.h>
+#include <c10/util/Exception.h>
+
+#include <algorithm>
+#include <chrono>
+#include <optional>
+#include <utility>
+
+#include "ledger.h"
+
+namespace elbowroom {
+
+namespace {
+
+thread_local const OpKind* running = nullptr;
+
+double now() {
+  return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
+}
+
+template <typename Visit>
+void visit_tensors(const c10::IValue& value, const Visit& visit) {
+  if (value.isTensor()) {
+    if (value.toTensor().defined()) visit(value.toTensor());
+  } else if (value.isTensorList() || value.isOptionalTensorList()) {
+    for (const c10::IValue& item : value.toListRef()) {
+      if (item.isTensor() && item.toTensor().defined()) visit(item.toTensor());
+    }
+  }
+}
+
+// The storage of a tensor that has bytes of its own; null of others.
+const c10::StorageImpl* find_storage(const at::Tensor& tensor) {
+  const c10::TensorImpl* impl = tensor.unsafeGetTensorImpl();
+  return impl->has_storage() && !tensor._is_zerotensor() ? impl->unsafe_storage().unsafeGetStorageImpl() : nullptr;
+}
+
+std::vector<at::Tensor> list_written(const OpKind& kind, const c10::IValue* arguments, size_t count) {
+  std::vector<at::Tensor> written;
+  const auto add = [&](int64_t position) {
+    if (position >= 0 && position < static_cast<int64_t>(count)) {
+      visit_tensors(arguments[position], [&](const at::Tensor& tensor) { written.push_back(tensor); });
+    }
+  };
+  for (const int64_t position : kind.written) add(position);
+  if (kind.updates_statistics(arguments, count)) add(kind.mean), add(kind.variance);
+  return written;
+}
+
+}  // namespace
+
+std::string name_running_op() { return running == nullptr ? std::string() : running->name; }
+
+double& lost_seconds() {
+  static thread_local double seconds = 0;
+  return seconds;
+}
+
+// While an op runs.
+class OpWatch::Running {
+ public:
+  Running(OpWatch& watch, const OpKind& kind)
+      : watch_(watch), before_(std::exchange(running, &kind)), begin_(now() - lost_seconds()) {}
+  ~Running() { running = before_; }
+  Running(const Running&) = delete;
+  Running& operator=(const Running&) = delete;
+
+  double stop() const {
+    const double seconds = now() - lost_seconds() - begin_;
+    watch_.busy_seconds_.store(watch_.busy_seconds_.load(std::memory_order_relaxed) + seconds, std::memory_order_relaxed);
+    return seconds;
+  }
+
+ private:
+  OpWatch& watch_;
+  const OpKind* before_;
+  const double begin_;
+};
+
+void OpWatch::run(const c10::OperatorHandle& op, torch::jit::Stack* stack, c10::function_ref<void()> next) {
+  const OpKind* const kind = is_closed_ ? nullptr : find_kind(op);
+  if (kind == nullptr) return next();
+  int64_t tick = -1;
+  if (kind->is_traced) {
+    if (++ops_ > due_ops) callbacks_.leave(std::to_string(ops_) + " ops without a save that should have come before");
+    if (mode_ == Mode::FOLLOW && !is_expected(*kind, &tick)) tick = -1;
+  }
+  if (kind->is_idle) return next();
+  const size_t count = op.schema().arguments().size(), returned = op.schema().returns().size();
+  const c10::IValue* arguments = stack->data() + (stack->size() - count);
+  const std::vector<at::Tensor> written =
+      kind->may_write ? list_written(*kind, arguments, count) : std::vector<at::Tensor>();
+  if (!written.empty()) tell(callbacks_.before_write, written);
+  bool is_recorded = tick >= 0 || mode_ == Mode::RECORD;
+  is_recorded = is_recorded && may_record(*kind, *stack, count) && (tick >= 0 || at::GradMode::is_enabled());
+  std::vector<c10::IValue> given;
+  RecordedOpPtr recorded;
+  if (is_recorded) {
+    if (written.empty()) {
+      given.assign(arguments, arguments + count);  // whether it is recorded rests on what it makes
+    } else {
+      recorded = describe(op, *kind, arguments, count);
+    }
+  }
+  const bool may_retry = callbacks_.make_room != nullptr && written.empty();
+  if (may_retry && given.empty()) given.assign(arguments, arguments + count);
+  const int64_t live_before = scope_ == nullptr ? 0 : scope_->begin_op();
+  double seconds = 0;
+  {
+    const Running timed(*this, *kind);
+    for (;;) {
+      try {
+        next();
+        break;
+      } catch (const c10::OutOfMemoryError&) {
+        if (!may_retry || !callbacks_.make_room(kind->name)) throw;
+        stack->assign(given.begin(), given.end());
+      }
+    }
+    seconds = timed.stop();
+  }
+  if (is_recorded && !recorded) {
+    int64_t nbytes = 0;
+    for (size_t i = stack->size() - returned; i < stack->size(); ++i) {
+      visit_tensors((*stack)[i], [&](const at::Tensor& tensor) {
+        if (const c10::StorageImpl* storage = find_storage(tensor)) nbytes += static_cast<int64_t>(storage->nbytes());
+      });
+    }
+    if (written.empty() && (tick >= 0 || kind->is_source || nbytes >= least_bytes_)) {
+      recorded = describe(op, *kind, given.data(), count);
+    }
+  }
+  given.clear();
+  if (recorded) {
+    recorded->seconds = seconds;
+    recorded->place = ops_;
+    recorded->inner_bytes = scope_ == nullptr ? 0 : std::max<int64_t>(0, scope_->op_peak_bytes() - live_before);
+  }
+  if (recorded || !written.empty()) put_down(std::move(recorded), *stack, returned, written, tick);
+  if (!written.empty()) tell(callbacks_.after_write, written);
+  table_->sweep_if_many();
+}
+
+RecordedOpPtr OpWatch::describe(
+    const c10::OperatorHandle& op, const OpKind& kind, const c10::IValue* arguments, size_t count) {
+  std::vector<c10::Storage> met;
+  RecordedOpPtr made;
+  {
+    const std::lock_guard<std::mutex> guard(table_->mutex);
+    made = elbowroom::describe(op, kind, arguments, count, *table_, device_, met);
+  }
+  if (scope_ != nullptr) {
+    for (const c10::Storage& storage : met) Ledger::get().adopt(storage, *scope_, true);
+  }
+  return made;
+}
+
+bool OpWatch::is_expected(const OpKind& kind, int64_t* tick) {
+  const size_t position = position_.fetch_add(1);
+  if (position >= names_.size()) {
+    if (position == names_.size()) mode_ = Mode::PASS;
+    return false;
+  }
+  if (names_[position] != kind.name) {
+    callbacks_.leave("op " + std::to_string(position) + " is " + kind.name + ", where the trace has " + names_[position]);
+    return false;
+  }
+  *tick = ticks_[position];
+  return *tick >= 0;
+}
+
+bool OpWatch::may_record(const OpKind& kind, const torch::jit::Stack& stack, size_t count) const {
+  if (scope_ != nullptr && mode_ == Mode::RECORD && scope_->live_bytes() <= resting_bytes_) return false;
+  return kind.may_be_replayed(stack.data() + (stack.size() - count), count);
+}
+
+void OpWatch::tell(
+    const std::function<void(const at::Tensor&)>& callback, const std::vector<at::Tensor>& written) {
+  for (const at::Tensor& tensor : written) {
+    const c10::StorageImpl* storage = find_storage(tensor);
+    if (storage == nullptr) continue;
+    bool is_guarded = false;
+    {
+      const std::lock_guard<std::mutex> guard(table_->mutex);
+      if (const StorageRecordPtr record = table_->find(storage)) {
+        ++record->version;
+        record->nbytes = static_cast<int64_t>(storage->nbytes());  // it may have grown
+        is_guarded = record->is_guarded;
+      }
+    }
+    if (is_guarded && callback) callback(tensor);
+  }
+}
+
+void OpWatch::put_down(
+    RecordedOpPtr op, const torch::jit::Stack& results, size_t count, const std::vector<at::Tensor>& written, int64_t tick) {
+  std::vector<RecordedOpPtr> forgotten;  // destroyed without the mutex
+  const auto forget = [&](StorageRecord& record) {
+    for (RecordedOpPtr& each : record.forget_ops()) forgotten.push_back(std::move(each));
+  };
+  std::vector<at::Tensor> made;
+  bool is_whole = true;
+  for (size_t i = results.size() - count; i < results.size(); ++i) {
+    visit_tensors(results[i], [&](const at::Tensor& tensor) { made.push_back(tensor); });
+  }
+  const std::lock_guard<std::mutex> guard(table_->mutex);
+  for (const at::Tensor& tensor : made) is_whole = is_whole && is_plain(tensor, device_);
+  std::vector<StorageRecordPtr> changed;
+  for (const at::Tensor& tensor : written) {
+    const c10::StorageImpl* storage = find_storage(tensor);
+    const StorageRecordPtr record = storage == nullptr ? StorageRecordPtr() : table_->find(storage);
+    if (!record || std::find(changed.begin(), changed.end(), record) != changed.end()) continue;
+    if (!op || !is_whole || !is_plain(tensor, device_)) {
+      forget(*record);
+    } else {
+      changed.push_back(record);
+    }
+  }
+  if (!op || !is_whole) return;
+  int64_t new_bytes = 0;
+  for (const at::Tensor& tensor : made) {
+    const StorageRecordPtr record = table_->see(tensor.storage());
+    record->nbytes = static_cast<int64_t>(tensor.storage().nbytes());
+    const bool is_read = std::any_of(op->slots.begin(), op->slots.end(), [&](const Slot& slot) { return slot.record == record; });
+    op->results.push_back({c10::weak_intrusive_ptr<StorageRecord>(record), record->nbytes});
+    // What it was given is not made by it, even where its schema hides that it returns a view.
+    if (is_read || record->made_by || record->version != 0 || record->is_staying) continue;
+    record->made_by = op;
+    new_bytes += record->nbytes;
+  }
+  op->inner_bytes = std::max<int64_t>(0, op->inner_bytes - new_bytes);
+  for (const StorageRecordPtr& record : changed) {
+    op->written.push_back({c10::weak_intrusive_ptr<StorageRecord>(record), record->nbytes});
+    if (!record->made_by) continue;
+    record->changed_by.push_back(op);
+    if (record->changed_by.size() == 64) forget(*record);  // with the one that made it, there are too many
+  }
+  if (tick >= 0) by_tick_[tick] = op;
+}
+
+void OpWatch::record(int64_t resting_bytes, int64_t least_bytes) {
+  resting_bytes_ = resting_bytes;
+  least_bytes_ = least_bytes;
+  mode_ = Mode::RECORD;
+}
+
+void OpWatch::follow(std::vector<std::string> names, std::vector<int64_t> ticks) {
+  names_ = std::move(names);
+  ticks_ = std::move(ticks);
+  mode_ = Mode::FOLLOW;
+}
+
+void OpWatch::close() {
+  is_closed_ = true;
+  std::unordered_map<int64_t, RecordedOpPtr> gone;
+  {
+    const std::lock_guard<std::mutex> guard(table_->mutex);
+    gone.swap(by_tick_);
+  }
+  gone.clear();
+  table_->clear();
+}
+
+RecordingPtr OpWatch::make_recording(const std::vector<int64_t>& ticks, StorageRecordPtr target) {
+  std::vector<RecordedOpPtr> found;
+  const std::lock_guard<std::mutex> guard(table_->mutex);
+  for (const int64_t tick : ticks) {
+    const auto each = by_tick_.find(tick);
+    if (each != by_tick_.end()) found.push_back(each->second);
+  }
+  return c10::make_intrusive<Recording>(std::move(found), std::move(target));
+}
+
+}  // namespace elbowroom

@@ -1,0 +1,97 @@
+// Watches the ops of one step: tells of writes, and records the ops that may be replayed.
+#pragma once
+
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/core/stack.h>
+
+#include <c10/util/FunctionRef.h>
+
+#include <atomic>
+#include <functional>
+#include <memory>
+#include <string>
+#include <unordered_map>
+#include <vector>
+
+#include "recorded_ops.h"
+#include "scope.h"
+#include "storage_records.h"
+
+namespace elbowroom {
+
+// Who is told, in the thread and at the moment of the op. What they throw passes through it.
+struct Callbacks {
+  std::function<void(const at::Tensor&)> before_write;  // an op is about to write to what Python knows
+  std::function<void(const at::Tensor&)> after_write;
+  std::function<void(const std::string&)> leave;  // why the step is not the one that is expected
+  std::function<bool(const std::string&)> make_room;  // the device has no memory for an op; whether to try again
+};
+
+class OpWatch {
+ public:
+  enum class Mode {
+    PASS,    // writes are told of, and nothing is recorded
+    FOLLOW,  // ops are compared with those that are expected, and those that are wanted are recorded
+    RECORD,  // every op that may be replayed is recorded
+  };
+
+  OpWatch(c10::DeviceType device, std::shared_ptr<StorageTable> table, Scope* scope, Callbacks callbacks)
+      : device_(device), table_(std::move(table)), scope_(scope), callbacks_(std::move(callbacks)) {}
+
+  // Runs an op by `next`, whose arguments are on the stack.
+  void run(const c10::OperatorHandle& op, torch::jit::Stack* stack, c10::function_ref<void()> next);
+
+  // From now on, ops that make fewer bytes are not recorded, unless they write or read no tensors; nor is any while no more
+  // than `resting_bytes` are there.
+  void record(int64_t resting_bytes, int64_t least_bytes);
+  // From now on, follow: names of the ops that are expected, and the tick of each that is wanted, else -1.
+  void follow(std::vector<std::string> names, std::vector<int64_t> ticks);
+  void pass() { mode_ = Mode::PASS; }
+  // The step is over: every op passes, and nobody is told.
+  void close();
+
+  // The target's recording, of the ops that were recorded at these ticks so far.
+  RecordingPtr make_recording(const std::vector<int64_t>& ticks, StorageRecordPtr target);
+
+  int64_t ops() const { return ops_; }
+  double busy_seconds() const { return busy_seconds_; }
+  StorageTable& table() { return *table_; }
+
+  std::atomic<int64_t> due_ops{NEVER};  // more are no ops of the step that is expected
+
+  static constexpr int64_t NEVER = int64_t{1} << 60;
+
+ private:
+  class Running;
+
+  // Describes an op, and has the ledger count what was there before the step.
+  RecordedOpPtr describe(
+      const c10::OperatorHandle& op, const OpKind& kind, const c10::IValue* arguments, size_t count);
+  bool is_expected(const OpKind& kind, int64_t* tick);
+  bool may_record(const OpKind& kind, const torch::jit::Stack& stack, size_t count) const;
+  void put_down(RecordedOpPtr op, const torch::jit::Stack& results, size_t count, const std::vector<at::Tensor>& written, int64_t tick);
+  void tell(const std::function<void(const at::Tensor&)>& callback, const std::vector<at::Tensor>& written);
+
+  const c10::DeviceType device_;
+  const std::shared_ptr<StorageTable> table_;
+  Scope* const scope_;  // null where no ledger counts
+  const Callbacks callbacks_;
+  std::atomic<Mode> mode_{Mode::PASS};
+  std::atomic<bool> is_closed_{false};
+  std::atomic<int64_t> ops_{0};
+  std::atomic<double> busy_seconds_{0};
+  int64_t resting_bytes_ = 0, least_bytes_ = 0;
+  // While it follows.
+  std::vector<std::string> names_;
+  std::vector<int64_t> ticks_;
+  std::atomic<size_t> position_{0};
+  std::unordered_map<int64_t, RecordedOpPtr> by_tick_;  // with the table's mutex
+};
+
+// The name of the op that this thread runs; "" outside of ops that are watched.
+std::string name_running_op();
+
+// Seconds that this thread has spent making room, which no op is charged with.
+double& lost_seconds();
+
+}  // namespace elbowroom

@@ -1,0 +1,59 @@
+// Calls Python from the middle of an op.
+#pragma once
+
+#include <c10/core/GradMode.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
+#include <pybind11/pybind11.h>
+#include <torch/csrc/Exceptions.h>
+
+#include <chrono>
+
+#include "op_watch.h"
+
+namespace elbowroom {
+
+inline bool is_python_there() {
+  if (!Py_IsInitialized()) return false;
+#if PY_VERSION_HEX >= 0x030D0000
+  return !Py_IsFinalizing();
+#else
+  return !_Py_IsFinalizing();
+#endif
+}
+
+// For as long as it lives, this thread may call Python. The op's seconds do not count meanwhile.
+class PythonCall {
+ public:
+  PythonCall() { PyErr_Fetch(&type_, &value_, &traceback_); }  // an allocation may be part of handling an error
+  ~PythonCall() {
+    PyErr_Restore(type_, value_, traceback_);
+    const std::chrono::duration<double> taken = std::chrono::steady_clock::now() - begin_;
+    lost_seconds() += taken.count();
+  }
+  PythonCall(const PythonCall&) = delete;
+  PythonCall& operator=(const PythonCall&) = delete;
+
+  // What Python raises in `call` passes through the op.
+  template <typename Call>
+  pybind11::object make(const Call& call) const {
+    try {
+      return call();
+    } catch (pybind11::error_already_set& raised) {
+      raised.restore();
+      python_error error;
+      error.persist();
+      throw error;
+    }
+  }
+
+ private:
+  const std::chrono::steady_clock::time_point begin_ = std::chrono::steady_clock::now();
+  const pybind11::gil_scoped_acquire gil_;
+  // The op has excluded dispatch keys for its own inner ops, not for those of Python.
+  const c10::impl::ForceDispatchKeyGuard default_keys_{
+      c10::impl::LocalDispatchKeySet(c10::impl::PODLocalDispatchKeySet{})};
+  const c10::AutoGradMode no_grad_{false};
+  PyObject *type_ = nullptr, *value_ = nullptr, *traceback_ = nullptr;
+};
+
+}  // namespace elbowroom

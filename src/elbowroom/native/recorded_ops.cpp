@@ -1,0 +1,337 @@
+#include "recorded_ops.h"
+
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/autocast_mode.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
+
+#include <algorithm>
+#include <map>
+#include <set>
+#include <optional>
+#include <unordered_set>
+
+namespace elbowroom {
+
+namespace {
+
+// A way that takes more ops is not taken, so that the room and the time for it are bounded.
+constexpr size_t MOST_OPS = 64;
+
+// Whatever this thread's state is, a replay runs below autograd, and nobody watches it.
+constexpr c10::DispatchKeySet HIDDEN =
+    c10::autograd_dispatch_keyset_with_ADInplaceOrView | c10::autocast_dispatch_keyset |
+    c10::DispatchKeySet({c10::DispatchKey::Python, c10::DispatchKey::PythonTLSSnapshot, c10::DispatchKey::Fake});
+
+std::optional<Slot> describe_one(
+    const at::Tensor& tensor, StorageTable& table, c10::DeviceType device, std::vector<c10::Storage>& met) {
+  if (!is_plain(tensor, device)) return std::nullopt;
+  Slot slot;
+  slot.record = table.find(tensor.storage().unsafeGetStorageImpl());
+  if (!slot.record) {
+    slot.record = table.see(tensor.storage());
+    met.push_back(tensor.storage());
+  }
+  if (slot.record->is_staying) slot.kept = tensor.storage();
+  slot.dtype = tensor.scalar_type();
+  slot.sizes = tensor.sizes();
+  slot.strides = tensor.strides();
+  slot.offset = tensor.storage_offset();
+  slot.version = slot.record->version;
+  return slot;
+}
+
+// A number that PyTorch has made a tensor of: nobody else has it.
+bool is_number(const at::Tensor& tensor) { return tensor.unsafeGetTensorImpl()->is_wrapped_number(); }
+
+at::Tensor view(const Slot& slot, c10::Storage storage) {
+  const auto key = c10::computeDispatchKey(slot.dtype, c10::kStrided, storage.device());
+  at::Tensor made = at::detail::make_tensor<c10::TensorImpl>(
+      std::move(storage), c10::DispatchKeySet(key), c10::scalarTypeToTypeMeta(slot.dtype));
+  made.unsafeGetTensorImpl()->set_sizes_and_strides(slot.sizes, slot.strides, slot.offset);
+  return made;
+}
+
+bool is_leaf(const StorageRecord& record, const Slot& slot) { return record.views > 0 && record.version == slot.version; }
+
+bool makes(const RecordedOp& op, const StorageRecord* record) {
+  const auto is_it = [&](const RecordedOp::Made& made) { return made.record._unsafe_get_target() == record; };
+  return std::any_of(op.results.begin(), op.results.end(), is_it);
+}
+
+bool changes(const RecordedOp& op, const StorageRecord* record) {
+  const auto is_it = [&](const RecordedOp::Made& made) { return made.record._unsafe_get_target() == record; };
+  return std::any_of(op.written.begin(), op.written.end(), is_it);
+}
+
+// Most that a replay allocates at once: each result until its last use, and the targets to the end.
+int64_t count_bytes(const std::vector<RecordedOpPtr>& ops, const std::set<const StorageRecord*>& targets) {
+  std::map<const StorageRecord*, size_t> last;
+  for (size_t i = 0; i < ops.size(); ++i) {
+    for (const Slot& slot : ops[i]->slots) last[slot.record.get()] = i;
+    for (const auto& made : ops[i]->results) last[made.record._unsafe_get_target()] = i;
+  }
+  std::map<const StorageRecord*, int64_t> live;
+  int64_t most = 0, sum = 0;
+  for (size_t i = 0; i < ops.size(); ++i) {
+    for (const auto& made : ops[i]->results) {
+      if (live.emplace(made.record._unsafe_get_target(), made.nbytes).second) sum += made.nbytes;
+    }
+    most = std::max(most, sum + ops[i]->inner_bytes);
+    for (auto each = live.begin(); each != live.end();) {
+      if (last[each->first] == i && targets.count(each->first) == 0) {
+        sum -= each->second;
+        each = live.erase(each);
+      } else {
+        ++each;
+      }
+    }
+  }
+  return most;
+}
+
+std::vector<RecordedOpPtr> merge(const std::vector<RecordingPtr>& recordings) {
+  std::map<int64_t, RecordedOpPtr> ops;
+  for (const RecordingPtr& recording : recordings) {
+    for (const RecordedOpPtr& op : recording->ops) ops.emplace(op->place, op);
+  }
+  std::vector<RecordedOpPtr> merged;
+  for (auto& [place, op] : ops) merged.push_back(op);
+  return merged;
+}
+
+std::set<const StorageRecord*> list_targets(const std::vector<RecordingPtr>& recordings) {
+  std::set<const StorageRecord*> targets;
+  for (const RecordingPtr& recording : recordings) targets.insert(recording->target.get());
+  return targets;
+}
+
+}  // namespace
+
+bool is_plain(const at::Tensor& tensor, c10::DeviceType device) {
+  if (!tensor.defined() || tensor.key_set().has(c10::DispatchKey::Python)) return false;
+  return tensor.device().type() == device && tensor.layout() == c10::kStrided && tensor.has_storage() &&
+      !tensor.is_quantized() && !tensor.is_nested() && !tensor.is_conj() && !tensor.is_neg() && !tensor._is_zerotensor();
+}
+
+RecordedOpPtr describe(
+    const c10::OperatorHandle& op, const OpKind& kind, const c10::IValue* arguments, size_t count, StorageTable& table,
+    c10::DeviceType device, std::vector<c10::Storage>& met) {
+  auto made = c10::make_intrusive<RecordedOp>(op, kind);
+  made->arguments.resize(count);
+  made->lengths.resize(count);
+  const bool updates = kind.updates_statistics(arguments, count);
+  const auto add = [&](const at::Tensor& tensor, size_t argument, int32_t item) {
+    std::optional<Slot> slot = describe_one(tensor, table, device, met);
+    if (!slot.has_value()) return false;
+    slot->argument = static_cast<uint32_t>(argument);
+    slot->item = item;
+    slot->is_read = !updates || (static_cast<int64_t>(argument) != kind.mean && static_cast<int64_t>(argument) != kind.variance);
+    made->slots.push_back(*std::move(slot));
+    return true;
+  };
+  for (size_t i = 0; i < count; ++i) {
+    const c10::IValue& value = arguments[i];
+    if (value.isTensor()) {
+      const at::Tensor& tensor = value.toTensor();
+      if (!tensor.defined() || is_number(tensor)) {
+        made->arguments[i] = value;
+      } else if (!add(tensor, i, -1)) {
+        return {};
+      }
+    } else if (value.isTensorList() || value.isOptionalTensorList()) {
+      const auto items = value.toListRef();
+      made->lengths[i] = static_cast<uint32_t>(items.size());
+      made->arguments[i] = value.isTensorList() ? c10::IValue(c10::List<at::Tensor>())
+                                                : c10::IValue(c10::List<std::optional<at::Tensor>>());
+      for (size_t item = 0; item < items.size(); ++item) {
+        if (items[item].isNone()) continue;
+        if (!items[item].toTensor().defined()) return {};
+        if (!add(items[item].toTensor(), i, static_cast<int32_t>(item))) return {};
+      }
+    } else if (value.isList()) {
+      const auto items = value.toListRef();
+      const auto is_simple = [](const c10::IValue& item) { return item.isScalar() || item.isNone() || item.isString(); };
+      if (!std::all_of(items.begin(), items.end(), is_simple)) return {};
+      made->arguments[i] = value.deepcopy();
+    } else if (value.isTuple() || value.isGenericDict() || value.isObject() || value.isPyObject() || value.isStorage()) {
+      return {};
+    } else {
+      made->arguments[i] = value;
+    }
+  }
+  made->settings = read_settings();
+  return made;
+}
+
+Recording::Recording(std::vector<RecordedOpPtr> candidates, StorageRecordPtr made) : target(std::move(made)) {
+  std::unordered_set<StorageRecord*> needed{target.get()};
+  std::vector<StorageRecordPtr> order{target};
+  for (auto each = candidates.rbegin(); each != candidates.rend(); ++each) {
+    const RecordedOp& op = **each;
+    const bool is_needed =
+        std::any_of(needed.begin(), needed.end(), [&](StorageRecord* record) { return makes(op, record) || changes(op, record); });
+    if (!is_needed) continue;
+    for (const Slot& slot : op.slots) {
+      if (!slot.kept && needed.insert(slot.record.get()).second) order.push_back(slot.record);
+    }
+    ops.push_back(*each);
+  }
+  std::reverse(ops.begin(), ops.end());
+  for (const StorageRecordPtr& record : order) {
+    const auto makes_it = [&](const RecordedOpPtr& op) { return makes(*op, record.get()); };
+    if (std::none_of(ops.begin(), ops.end(), makes_it)) leaves.push_back(record);
+  }
+  for (const RecordedOpPtr& op : ops) {
+    seconds += op->seconds;
+    for (const Slot& slot : op->slots) {
+      if (!slot.kept || !slot.is_read) continue;
+      if (std::find(sources.begin(), sources.end(), slot.record) != sources.end()) continue;
+      sources.push_back(slot.record);
+      kept.push_back(slot.kept);
+    }
+  }
+  nbytes = count_bytes(ops, {target.get()});
+}
+
+bool Recording::is_open() const {
+  return is_current() && std::all_of(leaves.begin(), leaves.end(), [](const auto& leaf) { return leaf->views > 0; });
+}
+
+bool Recording::is_current() const {
+  const std::set<const StorageRecord*> read = [&] {
+    std::set<const StorageRecord*> found;
+    for (const auto& leaf : leaves) found.insert(leaf.get());
+    return found;
+  }();
+  for (const RecordedOpPtr& op : ops) {
+    for (const Slot& slot : op->slots) {
+      const bool is_from_outside = slot.kept || read.count(slot.record.get()) > 0;
+      if (slot.is_read && is_from_outside && slot.record->version != slot.version) return false;
+    }
+  }
+  return true;
+}
+
+RecordingPtr find_recording(const StorageRecordPtr& target) {
+  std::map<int64_t, RecordedOpPtr> ops;
+  std::vector<StorageRecordPtr> stack{target};
+  std::unordered_set<StorageRecord*> seen{target.get()};
+  while (!stack.empty()) {
+    const StorageRecordPtr record = std::move(stack.back());
+    stack.pop_back();
+    if (!record->made_by) return {};
+    std::vector<RecordedOpPtr> by{record->made_by};
+    by.insert(by.end(), record->changed_by.begin(), record->changed_by.end());
+    for (const RecordedOpPtr& op : by) {
+      if (ops.count(op->place) > 0) continue;
+      if (ops.size() == MOST_OPS) return {};
+      ops.emplace(op->place, op);
+      for (const Slot& slot : op->slots) {
+        if (slot.kept) {
+          if (slot.is_read && slot.version != slot.record->version) return {};  // the program has written to it since
+          continue;
+        }
+        if (seen.count(slot.record.get()) > 0 || is_leaf(*slot.record, slot)) continue;
+        seen.insert(slot.record.get());
+        stack.push_back(slot.record);
+      }
+    }
+  }
+  std::vector<RecordedOpPtr> found;
+  for (auto& [place, op] : ops) found.push_back(op);
+  return c10::make_intrusive<Recording>(std::move(found), target);
+}
+
+int64_t count_replay(const std::vector<RecordingPtr>& recordings) {
+  return count_bytes(merge(recordings), list_targets(recordings));
+}
+
+bool RecordedOp::writes(int64_t argument) const {
+  return argument == kind.mean || argument == kind.variance ||
+      std::find(kind.written.begin(), kind.written.end(), argument) != kind.written.end();
+}
+
+template <typename Find>
+std::vector<at::Tensor> RecordedOp::replay(const Find& find) const {
+  torch::jit::Stack stack(arguments);
+  std::vector<std::vector<std::optional<at::Tensor>>> lists(lengths.size());
+  for (size_t i = 0; i < lengths.size(); ++i) lists[i].resize(lengths[i]);
+  for (const Slot& slot : slots) {
+    at::Tensor tensor = find(slot);
+    if (slot.item < 0) {
+      stack[slot.argument] = std::move(tensor);
+    } else {
+      lists[slot.argument][static_cast<size_t>(slot.item)] = std::move(tensor);
+    }
+  }
+  for (size_t i = 0; i < lists.size(); ++i) {
+    if (lists[i].empty()) continue;
+    if (arguments[i].isTensorList()) {
+      c10::List<at::Tensor> list;
+      for (auto& item : lists[i]) list.push_back(*std::move(item));
+      stack[i] = std::move(list);
+    } else {
+      c10::List<std::optional<at::Tensor>> list;
+      for (auto& item : lists[i]) list.push_back(std::move(item));
+      stack[i] = std::move(list);
+    }
+  }
+  lists.clear();
+  op.callBoxed(stack);
+  std::vector<at::Tensor> made;
+  for (const c10::IValue& value : stack) {
+    if (value.isTensor()) {
+      if (value.toTensor().defined()) made.push_back(value.toTensor());
+    } else if (value.isTensorList()) {
+      for (const at::Tensor& tensor : value.toTensorVector()) made.push_back(tensor);
+    }
+  }
+  return made;
+}
+
+std::vector<c10::Storage> replay(
+    const std::vector<RecordingPtr>& recordings, const std::unordered_map<StorageRecord*, c10::Storage>& leaves) {
+  const std::vector<RecordedOpPtr> ops = merge(recordings);
+  const std::set<const StorageRecord*> targets = list_targets(recordings);
+  std::map<const StorageRecord*, size_t> last_use;
+  for (size_t i = 0; i < ops.size(); ++i) {
+    for (const Slot& slot : ops[i]->slots) last_use[slot.record.get()] = i;
+    for (const auto& made : ops[i]->results) last_use[made.record._unsafe_get_target()] = i;
+  }
+  std::map<const StorageRecord*, c10::Storage> made;
+  const c10::impl::ExcludeDispatchKeyGuard hidden(HIDDEN);
+  SettingsGuard settings;
+  for (size_t i = 0; i < ops.size(); ++i) {
+    const RecordedOp& op = *ops[i];
+    settings.change(op.settings);
+    const std::vector<at::Tensor> results = op.replay([&](const Slot& slot) {
+      const auto own = made.find(slot.record.get());
+      const bool is_own = own != made.end();
+      c10::Storage storage = slot.kept ? slot.kept : is_own ? own->second : c10::Storage();
+      if (!storage) {
+        const auto leaf = leaves.find(slot.record.get());
+        TORCH_CHECK(leaf != leaves.end() && leaf->second, "a replay reads a storage that is not on the device");
+        storage = leaf->second;
+      }
+      at::Tensor tensor = view(slot, std::move(storage));
+      // A side effect that must not happen twice.
+      return is_own || !op.writes(slot.argument) ? tensor : tensor.clone();
+    });
+    TORCH_CHECK(results.size() == op.results.size(), "a replay of ", op.kind.name, " returned another number of tensors");
+    for (size_t each = 0; each < results.size(); ++each) {
+      made.emplace(op.results[each].record._unsafe_get_target(), results[each].storage());
+    }
+    for (auto each = made.begin(); each != made.end();) {
+      each = last_use[each->first] == i && targets.count(each->first) == 0 ? made.erase(each) : std::next(each);
+    }
+  }
+  std::vector<c10::Storage> found;
+  for (const RecordingPtr& recording : recordings) {
+    const auto each = made.find(recording->target.get());
+    TORCH_CHECK(each != made.end(), "a replay did not make its target");
+    found.push_back(each->second);
+  }
+  return found;
+}
+
+}  // namespace elbowroom
