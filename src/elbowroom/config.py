@@ -31,7 +31,6 @@ class Config:
         always_watch: whether room is watched in steps, too, that fit as they are. It takes some microseconds an op, and
             is for steps that grow by themselves: where nothing is moved, only the shapes that the model is called with
             tell that a step may be larger than those before it.
-        quick: whether ops are watched in machine code, where that has been built (`elbowroom build`).
     """
 
     mode: str = "auto"
@@ -42,7 +41,6 @@ class Config:
     min_offload_bytes: int = 1 << 14
     settling_steps: int = 3
     always_watch: bool = False
-    quick: bool = True
 
 
 def read_config(environment: Mapping[str, str] | None = None, **given: object) -> Config:
@@ -79,7 +77,7 @@ def _read_value(name: str, value: object) -> object:
             if number < 1:
                 raise ValueError(f"{name} is {number}")
             return number
-        if name in ("always_watch", "quick"):
+        if name == "always_watch":
             return value if isinstance(value, bool) else {"0": False, "1": True}[str(value)]
         text = os.fspath(value)  # type: ignore[call-overload]
         if not isinstance(text, str) or not text:

@@ -50,8 +50,6 @@ class Metering:
     def start(self, meter: Meter, engine: OnlineEngine | None, stack: contextlib.ExitStack) -> None:
         """Let a meter count until the stack unwinds."""
         meter.start()
-        if engine is not None and meter.is_detailed:
-            stack.enter_context(engine.historian.learning(meter))  # once it has stopped
         stack.callback(meter.stop)
 
     def record(self, mode: Mode, seconds: float, engine: OnlineEngine | None, meter: Meter, note: str) -> StepRecord:

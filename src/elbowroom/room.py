@@ -19,7 +19,6 @@ from elbowroom.config import Config
 from elbowroom.errors import Infeasible, Thrashing, TraceError, UsageError
 from elbowroom.hardware.memory import cut_blocks_to_size
 from elbowroom.hardware.probe import probe
-from elbowroom.hooks.estimates import Estimates
 from elbowroom.hooks.ledger import make_ledger
 from elbowroom.hooks.mark import is_marked, mark, unmark
 from elbowroom.hooks.meter import Meter
@@ -39,7 +38,6 @@ from elbowroom.residency.habits import Habits
 from elbowroom.runtime.finishing import finishing
 from elbowroom.runtime.online_engine import OnlineEngine
 from elbowroom.runtime.open import open_transfers
-from elbowroom.runtime.quickened import choose
 from elbowroom.runtime.shortage import explain_growth
 from elbowroom.tracing.fake import capture_fake
 from elbowroom.tracing.live import LiveCapture
@@ -81,8 +79,6 @@ class Room:
         self._engine: OnlineEngine | None = None
         self._gradients = GradientVersions(model)
         self._calls: Counter[Inputs] = Counter()  # of the model, in this step
-        self._made_of = choose(is_quick=config.quick)
-        self._estimates = Estimates(device.type, self._made_of.sightings)
         self._habits = Habits(is_bounded=config.host_bytes is not None)
         self._inside = self._has_recurred = False
         self._ledger = make_ledger(device)
@@ -272,7 +268,6 @@ class Room:
                 self._calls[inputs] += 1
                 if plain is not None and self._engine is None and not plain.is_usual(inputs, self._calls[inputs]):
                     # What earlier calls left is there unseen, unless it went with the backward pass.
-                    is_fresh = self._calls.total() == 1 or self._gradients.read() != gradients
                     self._engage(place, stack, 0 if is_fresh else plain.planned.count_activations())
 
             stack.enter_context(seeing_inputs(self._model, see, None if engine is None else self._ledger.adopt_input))
@@ -291,7 +286,6 @@ class Room:
     def _engage(self, place: Place, stack: contextlib.ExitStack, unseen_bytes: int) -> None:
         """What fitted as it was is called with something else: from here on this step is watched."""
         engine = self._make_engine(self.config.policy, self._repertoire.acts, None)
-        engine.account.reserve(unseen_bytes)
         try:
             place.enter(engine.watcher, engine.pack, engine.unpack, stack)
         except OutOfReach as error:
@@ -317,11 +311,11 @@ class Room:
     ) -> OnlineEngine:
         job = self._model, self._optimizers
         spare_bytes = None if is_awake or not acts else self.budget_bytes - acts[0].planned.forecast.peak_bytes
-        return self._made_of.engine(
+        return OnlineEngine(
             self._transfers, self._device, lambda: find_staying(*job), self.config.min_offload_bytes,
-            budget_bytes=self.budget_bytes, policy=policy, estimates=self._estimates,
+            budget_bytes=self.budget_bytes, policy=policy,
             profile=self._repertoire.profile, habits=self._habits, list_residents=self._list_residents,
-            known=[act.planned.as_known() for act in acts], adopt=self._ledger.adopt_input,
+            known=[act.planned.as_known() for act in acts], ledger=self._ledger,
             is_awake=is_awake, spare_bytes=spare_bytes, observer=None if capture is None else capture.tracer,
         )  # fmt: skip
 

@@ -33,6 +33,24 @@ class Ledger(Protocol):
         """Count a storage that was there before until the step ends: a program may hold all its batches at once."""
         ...
 
+    @property
+    def scope(self) -> Any:
+        """Of the extension, if that counts; else None."""
+        ...
+
+    @property
+    def live_bytes(self) -> int:
+        """What the room holds now."""
+        ...
+
+    def take_recent_peak(self) -> int:
+        """Return the most that the room held since this was last called."""
+        ...
+
+    def set_limit(self, nbytes: int) -> None:
+        """Change the limit while `counting`."""
+        ...
+
     def counting(self, limit_bytes: int, make_room: MakeRoom) -> contextlib.AbstractContextManager[None]:
         """Return a context in which this thread's allocations are the room's, and no more than a limit is held.
 
@@ -75,6 +93,16 @@ class CpuLedger:
     def adopt_input(self, storage: torch.UntypedStorage) -> object:
         return self.scope.adopt(storage, True)
 
+    @property
+    def live_bytes(self) -> int:
+        return int(self.scope.live_bytes)
+
+    def take_recent_peak(self) -> int:
+        return int(self.scope.take_recent_peak())
+
+    def set_limit(self, nbytes: int) -> None:
+        self.scope.limit_bytes = min(nbytes, NO_LIMIT)
+
     @contextlib.contextmanager
     def counting(self, limit_bytes: int, make_room: MakeRoom) -> Iterator[None]:
         before = self._native.enter_scope(self.scope)
@@ -98,7 +126,13 @@ class CpuLedger:
 
 
 class CudaLedger:
-    """Leaves counting to PyTorch's caching allocator, which asks nobody for room."""
+    """Leaves counting to PyTorch's caching allocator, which refuses what goes beyond a limit: its reserved bytes count."""
+
+    scope = None
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._total_bytes = torch.cuda.get_device_properties(device).total_memory
 
     def adopt(self, tensors: Iterable[torch.Tensor]) -> None:
         pass
@@ -106,11 +140,26 @@ class CudaLedger:
     def adopt_input(self, storage: torch.UntypedStorage) -> object:
         pass
 
-    def counting(self, limit_bytes: int, make_room: MakeRoom) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext()
+    @property
+    def live_bytes(self) -> int:
+        return torch.cuda.memory_allocated(self._device)
+
+    def take_recent_peak(self) -> int:
+        return self.live_bytes  # the allocator keeps one peak, which the step's meter reads
+
+    def set_limit(self, nbytes: int) -> None:
+        torch.cuda.set_per_process_memory_fraction(min(1.0, nbytes / self._total_bytes), self._device)
+
+    @contextlib.contextmanager
+    def counting(self, limit_bytes: int, make_room: MakeRoom) -> Iterator[None]:
+        before = torch.cuda.get_per_process_memory_fraction(self._device)
+        try:
+            yield
+        finally:
+            torch.cuda.set_per_process_memory_fraction(before, self._device)
 
     def has_room(self, nbytes: int, limit_bytes: int) -> bool:
-        return True
+        return self.live_bytes + nbytes <= limit_bytes
 
     def close(self) -> None:
         pass
@@ -122,4 +171,4 @@ def make_ledger(device: torch.device) -> CpuLedger | CudaLedger:
     Raises:
         UsageError: the extension that counts on a CPU can be neither found nor compiled.
     """
-    return CudaLedger() if device.type == "cuda" else CpuLedger()
+    return CudaLedger(device) if device.type == "cuda" else CpuLedger()

@@ -66,6 +66,7 @@ void bind_ledger(py::module_& module) {
       .def_property_readonly("adopted_bytes", &Scope::adopted_bytes)
       .def_property_readonly("peak_bytes", &Scope::peak_bytes)
       .def_property("limit_bytes", &Scope::limit_bytes, &Scope::set_limit)
+      .def("take_recent_peak", &Scope::take_recent_peak, "Return the most that was live since this was last called.")
       .def("reset_peak", &Scope::reset_peak, "Let `peak_bytes` begin at what is live now.")
       .def(
           "set_make_room",

@@ -10,13 +10,12 @@ from collections.abc import Callable
 
 import torch
 
-from elbowroom.hooks.hidden import Paused, get_alias
+from elbowroom.hooks.hidden import Unwatched, get_alias
 from elbowroom.hooks.identity import get_plain_storage
 from elbowroom.ir.events import StorageNeeded, StorageSaved
 from elbowroom.runtime.account import Account
-from elbowroom.runtime.calls import check_version
 from elbowroom.runtime.past import NO_STORAGE, Passing, Past
-from elbowroom.runtime.residence import Guest, Keepsake
+from elbowroom.runtime.residence import Guest, Keepsake, check_version
 
 
 class Calm:
@@ -27,7 +26,6 @@ class Calm:
         account: of what is there.
         sizes: of the step's saves; grows.
         is_here: whether a tensor is on the device.
-        paused: a context in which the step's own watcher lets ops pass.
         ids: the first id that a storage may be given here.
 
     Attributes:
@@ -40,12 +38,11 @@ class Calm:
         account: Account,
         sizes: list[int],
         is_here: Callable[[torch.Tensor], bool],
-        paused: Paused,
         ids: int,
     ) -> None:
         self._past: Past | None = past
         self._account, self._sizes = account, sizes
-        self._is_here, self._paused = is_here, paused
+        self._is_here = is_here
         self._guests = past.guests
         self.ids = ids
 
@@ -55,16 +52,14 @@ class Calm:
         if storage is None:
             self._sizes.append(0)
             self._note(StorageSaved, NO_STORAGE, index)
-            with self._paused:
+            with Unwatched():
                 return Keepsake(index, tensor.detach(), tensor._version)
         nbytes = storage.nbytes()
         self._sizes.append(nbytes)
-        residence = self._account.see_moving(storage)
-        if residence is None:  # whatever happens, it will be there
+        residence = self._account.see(storage)
+        if residence.is_staying:  # whatever happens, it will be there
             self._note(StorageSaved, NO_STORAGE, index)
             return Keepsake(index, get_witness(tensor), tensor._version)
-        if nbytes != residence.nbytes:
-            self._account.measure(storage)  # an `out=` has grown it since it was first seen
         if residence.id < 0:
             residence.id, self.ids = self.ids, self.ids + 1
         self._note(StorageSaved, residence.id, index, nbytes)

@@ -17,17 +17,16 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 
 from elbowroom.errors import TierError
-from elbowroom.hooks.hidden import Hidden, Paused, get_alias
+from elbowroom.hooks.hidden import Hidden, Unwatched, get_alias
 from elbowroom.hooks.identity import Identities, get_any_storage, get_plain_storage, is_shared, make_test
 from elbowroom.ir.actions import Action, Release
 from elbowroom.ir.events import StorageFreed, StorageNeeded, StorageSaved
 from elbowroom.runtime.account import Account
-from elbowroom.runtime.calls import check_version
 from elbowroom.runtime.calm import Calm, get_witness
 from elbowroom.runtime.follower import Follower, Known, Observer
 from elbowroom.runtime.mover import Mover
 from elbowroom.runtime.past import NO_STORAGE, Past
-from elbowroom.runtime.residence import Guest, Handle, Keepsake, Residence
+from elbowroom.runtime.residence import Guest, Handle, Keepsake, Residence, check_version
 from elbowroom.runtime.transfers import Transfers
 
 logger = logging.getLogger(__name__)
@@ -54,9 +53,6 @@ class Engine(Mover):
         drift: why the step left the traces that were known.
     """
 
-    follower_class = Follower
-    _paused: Paused
-
     def __init__(
         self,
         transfers: Transfers,
@@ -80,7 +76,7 @@ class Engine(Mover):
         self.saves = self.needs = 0
         self.sizes: list[int] = []
         self.drift = ""
-        self._follower = self.follower_class(known, min_bytes, self._bound, self._leave_trace, self._count_ops)
+        self._follower = Follower(known, min_bytes, self._bound, self._leave_trace, self._count_ops, self._set_due)
         self._past: Past | None = None
         self._calm: Calm | None = None
         self._touched: frozenset[int] | None = None
@@ -103,12 +99,10 @@ class Engine(Mover):
             if storage is None:
                 self.sizes.append(0)
                 tick = self._follower.follow_save(index, None)
-                with self._paused:
+                with Unwatched():
                     alias = tensor.detach()
                 return self._keep(index, alias, tensor._version, tick)
             residence = self.account.see(storage)
-            if storage.nbytes() != residence.nbytes and not residence.views:
-                self.account.measure(storage)  # an `out=` has grown it since it was first seen
             self.sizes.append(residence.nbytes)
             tick = self._follower.follow_save(index, residence)
             is_unknown = self._follower.followed is None
@@ -218,7 +212,7 @@ class Engine(Mover):
             if residence is not None:
                 if residence.readers:
                     residence.storage = residence.find_storage()  # a replay will read it
-                residence.views.pop(index, None)
+                residence.discard_view(index)
                 if not residence.views:
                     self._free_if_unused(residence)
             self._retired.popleft()  # done: what an exception has ended is done again by whoever comes next
@@ -264,7 +258,10 @@ class Engine(Mover):
         return -1
 
     def _count_ops(self) -> int:
-        return self.watcher.ops
+        return int(self.watcher.ops)
+
+    def _set_due(self, ops: int) -> None:
+        self.watcher.due_ops = ops
 
     def _may_move(self, storage: int) -> bool:
         """Whether a storage may leave the device, where no plan says so."""
@@ -283,10 +280,7 @@ class Engine(Mover):
     def written(self, tensor: torch.Tensor) -> None:
         """An op has written to a tensor in place. What autograd then finds is what was written, as without us."""
         residence = self._find_written(tensor)
-        if residence is None:
-            return
-        residence.version += 1
-        if not residence.views:
+        if residence is None or not residence.views:
             return
         with self._lock:
             if residence.copy is not None:

@@ -13,7 +13,7 @@ from elbowroom.cost.transfers import offload_seconds, reload_seconds
 from elbowroom.ir.hardware import Link
 from elbowroom.ir.plan import Segment
 from elbowroom.runtime.account import Account
-from elbowroom.runtime.history import Way, find_way
+from elbowroom.runtime.replays import Recording, is_exposed
 from elbowroom.runtime.residence import Residence
 
 
@@ -56,7 +56,7 @@ class StepFacts:
         self.segments: list[Segment] = []
         self.pinned: list[Counter[int]] = []
         self.stuck: dict[int, int] = {}
-        self._ways: dict[int, Way | None] = {}
+        self._recordings: dict[int, Recording | None] = {}
         self.base_bytes = 0
         self.is_on_device: Callable[[int], bool] = lambda storage: True
         self.clock: Clock | None = None
@@ -85,10 +85,7 @@ class StepFacts:
 
     def held_bytes(self) -> tuple[int, int]:
         """What is there now; and most that was, or was asked for by an op, since this was last called."""
-        account = self._account
-        live, most = account.live_bytes, account.most_bytes
-        account.most_bytes = live
-        return live, max(live, most)
+        return self._account.live_bytes, self._account.take_recent_peak()
 
     def busy_seconds(self) -> float:
         """What the step's own ops took."""
@@ -108,13 +105,13 @@ class StepFacts:
 
     def own_seconds(self, storage: int) -> float:
         """To compute it again from its neighbours; infinite where there is no way."""
-        way = self.find_way(storage)
-        return float("inf") if way is None else way.seconds
+        recording = self.find_recording(storage)
+        return float("inf") if recording is None else float(recording.seconds)
 
     def own_bytes(self, storage: int) -> int:
         """What that allocates at once, with the storage itself."""
-        way = self.find_way(storage)
-        return 0 if way is None else way.recording.nbytes or 0
+        recording = self.find_recording(storage)
+        return 0 if recording is None else int(recording.nbytes)
 
     def replay_seconds(self, storage: int) -> float:
         """What it takes to compute it again, with all that has left before it; infinite where there is no way, or where
@@ -123,11 +120,11 @@ class StepFacts:
             return float("inf")
         seconds, seen, stack = 0.0, {storage}, [storage]
         while stack:
-            way = self.find_way(stack.pop())
-            if way is None:
+            recording = self.find_recording(stack.pop())
+            if recording is None:
                 return float("inf")
-            seconds += way.seconds
-            for leaf in way.recording.leaves:
+            seconds += recording.seconds
+            for leaf in recording.leaves:
                 if leaf.id in seen or self.is_on_device(leaf.id):
                     continue
                 seen.add(leaf.id)
@@ -139,8 +136,8 @@ class StepFacts:
 
     def neighbours(self, storage: int) -> Iterable[int]:
         """The saved storages that it would be computed from."""
-        way = self.find_way(storage)
-        return () if way is None else [leaf.id for leaf in way.recording.leaves]
+        recording = self.find_recording(storage)
+        return () if recording is None else [leaf.id for leaf in recording.leaves]
 
     def may_leave(self, storage: int) -> bool:
         """Whether we hold every alias of it, and nothing at hand needs it."""
@@ -150,31 +147,30 @@ class StepFacts:
         home = None if residence is None else residence.find_storage()
         if residence is None or home is None:
             return False
-        if self._has_no_room_below(residence) and self.find_safe_way(residence) is None:
+        if self._has_no_room_below(residence) and self.find_safe_recording(residence) is None:
             return False
         own = sum(view.geometry is None for view in residence.views.values())
         return int(torch._C._storage_Use_Count(home._cdata)) <= own + 1  # and that of its Python object
 
     def segment(self, storage: int) -> int:
         """A segment that computes it again."""
-        way = self.find_way(storage)
-        assert way is not None
-        leaves = tuple(leaf.id for leaf in way.recording.leaves)
-        self.segments.append(Segment(ops=tuple(way.recording.calls), outputs=(storage,), leaves=leaves))
+        recording = self.find_recording(storage)
+        assert recording is not None
+        leaves = tuple(leaf.id for leaf in recording.leaves)
+        self.segments.append(Segment(ops=tuple(recording.places), outputs=(storage,), leaves=leaves))
         return len(self.segments) - 1
 
-    def find_way(self, storage: int) -> Way | None:
-        """How a storage would be computed again; None if there is no way."""
-        way = self._ways.get(storage)
-        if way is None or not way.is_open():
-            way = self._ways[storage] = find_way(self._bound[storage])
-        return way
+    def find_recording(self, storage: int) -> Recording | None:
+        """How a storage would be computed again; None if it cannot be."""
+        table, recording = self._account.table, self._recordings.get(storage)
+        if recording is None or not recording.is_open(table):
+            recording = self._recordings[storage] = table.find_recording(self._bound[storage].record)
+        return recording
 
-    def find_safe_way(self, residence: Residence) -> Way | None:
-        """The way back, unless others may write to what it goes through; the policy is not told of these, being few."""
-        way = self.find_way(residence.id)
-        is_exposed = way is not None and any(each.is_exposed() for each in (residence, *way.recording.leaves))
-        return None if is_exposed else way
+    def find_safe_recording(self, residence: Residence) -> Recording | None:
+        """The same, unless others may write to what it reads; the policy is not told of these, being few."""
+        recording = self.find_recording(residence.id)
+        return None if recording is None or is_exposed(recording, residence) else recording
 
     def _is_tight(self, storage: int) -> bool:
         """Whether there may be no room to compute a storage again, while it could come back from the tier below."""
@@ -186,11 +182,11 @@ class StepFacts:
         return residence.copy is None and bool(self.stuck) and residence.nbytes >= min(self.stuck.values())
 
     def forget(self, storage: int) -> None:
-        """A storage is no more of interest; its way keeps what it starts from."""
-        self._ways.pop(storage, None)
+        """A storage is no more of interest; its recording keeps what it starts from."""
+        self._recordings.pop(storage, None)
         self.stuck.pop(storage, None)
 
     def close(self) -> None:
-        """The step is over: let go of all ways, and of who is asked."""
-        self._ways.clear()
+        """The step is over: let go of all recordings, and of who is asked."""
+        self._recordings.clear()
         self.may_move, self.clock = (lambda storage: False), None

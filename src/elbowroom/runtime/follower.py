@@ -7,14 +7,13 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from elbowroom.hooks.hidden import Pausable
 from elbowroom.ir.placement import Berth, Placement
 from elbowroom.ir.plan import Plan
 from elbowroom.ir.trace import LASTING, Trace
 from elbowroom.runtime.residence import Residence
 
 
-class Observer(Pausable, Protocol):
+class Observer(Protocol):
     """Told what autograd does, while a step is being captured."""
 
     def saved(self, tensor: torch.Tensor) -> int: ...
@@ -59,12 +58,13 @@ class Follower:
         bound: the residences of this step by the trace's ids, which grow as saves are recognised.
         on_change: told why, whenever the step leaves the trace that it followed.
         count_ops: how many ops there have been.
+        set_due: told after how many ops the next save should have come at the latest; `NEVER` where a need comes first,
+            or nothing does.
 
     Attributes:
         followed: which of the traces the step has been the same as so far; None if it is none of them.
         trace: that one.
-        due_ops: after so many ops the next save should have come at the latest; `NEVER` where a need comes first, or
-            nothing does.
+        first_due: after so many ops the first save should have come at the latest.
     """
 
     def __init__(
@@ -74,15 +74,16 @@ class Follower:
         bound: dict[int, Residence],
         on_change: Callable[[str], None],
         count_ops: Callable[[], int] = lambda: 0,
+        set_due: Callable[[int], None] = lambda ops: None,
     ) -> None:
         self._known, self._min_bytes, self._bound, self._on_change = known, min_bytes, bound, on_change
-        self._count_ops, self._may_doubt = count_ops, len(known) > 1
+        self._count_ops, self._set_due, self._may_doubt = count_ops, set_due, len(known) > 1
         self.followed: int | None = None
         self.trace: Trace | None = None
         self._take(0 if known else None)
         self._saves = self._needs = self.tick = 0
         self._extra_ops = 0  # that the trace does not have, up to the last save or need
-        self.due_ops = self._find_due()
+        self.first_due = self._find_due()
 
     def _take(self, followed: int | None) -> None:
         self.followed, self.trace = followed, None if followed is None else self._known[followed].trace
@@ -91,22 +92,11 @@ class Follower:
         """Where the copy of a storage that leaves now was planned to lie; None if nobody planned one."""
         return None if self.followed is None else self._known[self.followed].placement.find(storage, self.tick)
 
-    def foresees(self, name: str, live_bytes: int) -> bool:
-        """Whether the op that is about to run is in the trace by this name, and its plan has at least so many bytes
-        there, what the op takes inside itself not included."""
-        if self.followed is None:
-            return False
-        trace, _, _, workspace_bytes, planned_bytes = self._known[self.followed]
-        index = self._count_ops() - 1 - self._extra_ops
-        if not 0 <= index < len(trace.ops) or trace.ops[index].name != name:
-            return False
-        return live_bytes + workspace_bytes[index] <= planned_bytes[trace.ops[index].tick]
-
     def stop(self, why: str) -> None:
         """The step is none that is known."""
         if self.followed is not None:
             self._take(None)
-            self.due_ops = NEVER
+            self._set_due(NEVER)
             self._on_change(why)
 
     def leave(self, why: str) -> None:
@@ -148,7 +138,7 @@ class Follower:
         """The step has come to the save or need that the trace has at `tick`."""
         self.tick = tick
         self._extra_ops = self._count_ops() - (tick + 1 - self._saves - self._needs)
-        self.due_ops = self._find_due()
+        self._set_due(self._find_due())
         return tick
 
     def _find_due(self) -> int:
@@ -164,7 +154,7 @@ class Follower:
         """Follow another trace that all has been the same as so far, and that `compare` finds nothing wrong with."""
         if self.followed is not None:
             self._take(self._find_other(compare))
-            self.due_ops = self._find_due()
+            self._set_due(self._find_due())
             self._on_change(why)
         return self.trace
 

@@ -59,7 +59,7 @@ class MemoryGuard:
 
     def count_residents(self) -> None:
         """Count what is there before the step. At waking again: there may be others by then."""
-        self._account.welcome(self._list_here())
+        self._account.mark_staying(self._list_here())
 
     def _list_here(self) -> Iterable[torch.UntypedStorage]:
         here = (each for each in self._list_residents() if self._is_here(each) and each.layout is torch.strided)

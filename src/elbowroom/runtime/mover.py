@@ -7,17 +7,17 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from typing import Any
 
 from elbowroom.errors import ElbowroomError, Infeasible, InternalError, TierError
 from elbowroom.hooks.hidden import Hidden
 from elbowroom.ir.actions import Action, Offload, Recompute, Release, Reload
 from elbowroom.residency.machine import Machine, State
 from elbowroom.runtime.account import Account
-from elbowroom.runtime.calls import Recording, replay
 from elbowroom.runtime.follower import Follower
+from elbowroom.runtime.replays import Recording, replay
 from elbowroom.runtime.residence import Residence
 from elbowroom.runtime.transfers import Transfers
-from elbowroom.runtime.watcher import Watcher
 
 
 class Mover:
@@ -32,12 +32,12 @@ class Mover:
         recomputed: segments replayed.
         refusal: why a storage could not leave the device.
         given_up: why storages could not be computed when the step ended.
-        watcher: runs the ops of this step.
+        watcher: the extension's, which watches the ops of this step.
     """
 
     _machine: Machine
     _follower: Follower
-    watcher: Watcher
+    watcher: Any
 
     def __init__(self, transfers: Transfers, account: Account, spare_bytes: int | None) -> None:
         self._transfers, self.account, self._spare_bytes = transfers, account, spare_bytes
@@ -183,9 +183,7 @@ class Mover:
                 )
             raise InternalError(f"segment {action.segment} was not recorded")
         if missing:
-            # What ran was what dispatch modes had left of the program's ops.
-            with Hidden():
-                replay(recordings, missing)
+            replay(recordings, missing)
             self.recomputed += 1
         for residence in missing:
             assert residence.storage is not None

@@ -1,9 +1,8 @@
 """One step within the budget: by its plan as long as it has one, and decided on as it goes as soon as it has none.
 
-Asleep, a step follows the plan that it is expected to follow, whose bytes are known; what ops make is counted, and
-those are recorded that the plan wants to replay. As soon as the step is another one it wakes, or takes more than its
-plan has room for. From then on room is made before each op, each reload and each replay: the machine is told of the
-pressure, and its policy says what leaves. Only what autograd alone holds can: what the program holds stays.
+Asleep, a step follows the plan that it is expected to follow, and those of its ops are recorded that the plan wants to
+replay. It wakes as soon as it is another one, or asks for more than the budget. From then on the machine is told whenever
+room is short, and its policy says what leaves. Only what autograd alone holds can: what the program holds stays.
 
 A step that is awake without a plan is calm for as long as there is plenty of room: what autograd saves and needs is
 put down, and machine and policy learn of it when room gets short. Most steps that fit cost no more than that.
@@ -15,15 +14,13 @@ import logging
 import time
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
 
 import torch
 
 from elbowroom._family import get
 from elbowroom.errors import Infeasible
-from elbowroom.hooks.estimates import UNSEEN_BYTES, Estimate, Estimates
-from elbowroom.hooks.hidden import Paused
 from elbowroom.hooks.identity import Identities, is_shared
+from elbowroom.hooks.ledger import Ledger
 from elbowroom.ir.actions import Action, Recompute
 from elbowroom.ir.events import StorageRestored
 from elbowroom.ir.hardware import HardwareProfile
@@ -33,21 +30,18 @@ from elbowroom.residency.guided import Policy as Guided
 from elbowroom.residency.habits import Habits
 from elbowroom.residency.machine import Machine, Policy, count_reads
 from elbowroom.residency.online import AHEAD, Online
-from elbowroom.runtime.account import NO_LIMIT, Account
+from elbowroom.runtime.account import NO_LIMIT, Account, load_native
 from elbowroom.runtime.calm import Calm
 from elbowroom.runtime.engine import Engine
 from elbowroom.runtime.facts import StepFacts
 from elbowroom.runtime.follower import Follower, Known, Observer
-from elbowroom.runtime.historian import Historian
-from elbowroom.runtime.history import count_replay
 from elbowroom.runtime.memory_guard import MemoryGuard
 from elbowroom.runtime.past import Past
 from elbowroom.runtime.patience import Patience
-from elbowroom.runtime.recorder import Recorder
+from elbowroom.runtime.replays import count_bytes, is_exposed
 from elbowroom.runtime.residence import Residence
 from elbowroom.runtime.transfers import Transfers
-from elbowroom.runtime.waking import find_outside, list_gone
-from elbowroom.runtime.watcher import Run
+from elbowroom.runtime.waking import list_gone
 
 logger = logging.getLogger(__name__)
 
@@ -63,25 +57,21 @@ class OnlineEngine(Engine):
         transfers, device, list_staying, min_bytes, spare_bytes, observer: as for `Engine`.
         budget_bytes: what the step may hold on the device.
         policy: a member of `residency.policies`; None to let everything go that may, as soon as it is saved.
-        estimates: what ops allocate; grows from step to step.
         profile: of this machine.
         habits: what earlier steps taught; this one is added to it.
         list_residents: what is there before the step and after it.
-        adopt: as for `Account`.
+        ledger: counts what the room holds, and asks for room.
         known: what the step may be, the likeliest first.
         is_awake: whether room is watched from the beginning; it has to be where nothing is known.
 
     Attributes:
         followed: which of the known steps it is; None if it is none.
         account: what is there.
-        historian: sees every op.
     """
 
-    account_class, historian_class, calm_class, past_class = Account, Historian, Calm, Past
     _online: Online | None = None
     _guide: Guided | None = None
     _is_running = True
-    recorder: Recorder | None = None
 
     def __init__(
         self,
@@ -92,22 +82,21 @@ class OnlineEngine(Engine):
         *,
         budget_bytes: int,
         policy: str | None,
-        estimates: Estimates,
         profile: HardwareProfile,
         habits: Habits,
         list_residents: Callable[[], Iterable[torch.Tensor]],
-        adopt: Callable[[torch.UntypedStorage], object],
+        ledger: Ledger,
         known: Sequence[Known] = (),
         is_awake: bool = True,
         spare_bytes: int | None = None,
         observer: Observer | None = None,
     ) -> None:
         super().__init__(
-            transfers, device, self.account_class(profile.alignment_bytes, adopt), list_staying, min_bytes,
+            transfers, device, Account(ledger, profile.alignment_bytes), list_staying, min_bytes,
             known=known, spare_bytes=spare_bytes, observer=observer,
         )  # fmt: skip
         self._known, self.followed = known, self._follower.followed
-        self._budget_bytes = self._alarm_bytes = budget_bytes
+        self._budget_bytes, self.is_awake = budget_bytes, is_awake
         self._facts = StepFacts(self.account, self._bound, profile.links[0], self._may_move, budget_bytes)
         self._segments, self._pinned = self._facts.segments, self._facts.pinned
         self._segments += () if is_awake else known[0].plan.segments
@@ -121,52 +110,40 @@ class OnlineEngine(Engine):
         self._machine = Machine(decider, self._segments)
         self._facts.is_on_device = self._machine.is_on_device
         self._guard = MemoryGuard(self.account, self._machine, self._facts, list_residents, self._is_here, self)
-        self.watcher = self.historian = self._facts.clock = self.historian_class(
-            self, self.account, estimates, device, self.about_to_write, self.written, is_recording=policy is not None,
-            resting_bytes=int(RESTING * budget_bytes) if habits.may_rest and not known else 0, least_bytes=min_bytes,
-        )  # fmt: skip
-        self.account.reserve(UNSEEN_BYTES)
+        self.watcher = self._facts.clock = load_native().OpWatch(device.type, self.account.table, ledger.scope, self)
+        self._set_due(self._follower.first_due)
+        self._records = policy is not None
+        self._resting_bytes = int(RESTING * budget_bytes) if habits.may_rest and not known else 0
         self._guard.count_residents()
         self._facts.base_bytes = self.account.live_bytes
+        self.account.set_limit(budget_bytes)
         if is_awake:
-            self.account.limit_bytes, self._spare_bytes = budget_bytes, None
-        else:
-            if self._segments:
-                self.recorder = Recorder(known[0].trace, known[0].plan, self.account.see, self._leave_ops)
-            self.historian.sleep(None if self.recorder is None else self.recorder.run)
-        self._paused = Paused([self.historian] if observer is None else [self.historian, observer])
+            self._record()
+            self._spare_bytes = None
+        elif self._segments:
+            self.watcher.follow(*_list_wanted(known[0]))
         is_calm = is_awake and self._online is not None and self._guide is None and self._online.may_wait()
         if is_calm or not is_awake:
-            self._past = past = self.past_class(self._facts.begin, self.historian, self.account)
+            self._past = past = Past(self._facts.begin, self.watcher, self.account)
         if observer is None and not is_awake and self._guide is not None:
             self._touched, self._due_tick = known[0].plan.find_touched(), self._guide.due_tick
         if is_calm:
-            self.account.limit_bytes -= int(AHEAD * budget_bytes)
-            self._calm = self.calm_class(past, self.account, self.sizes, self._is_here, self._paused, self._own_ids)
+            self.account.set_limit(budget_bytes - int(AHEAD * budget_bytes))
+            self._calm = Calm(past, self.account, self.sizes, self._is_here, self._own_ids)
 
-    @property
-    def is_awake(self) -> bool:
-        """Whether room is watched."""
-        return self.account.limit_bytes < NO_LIMIT
+    def _record(self) -> None:
+        """From now on, what may have to be replayed is recorded."""
+        if self._records:
+            self.watcher.record(self._resting_bytes, self._min_bytes)
+        else:
+            self.watcher.stop_recording()
 
     # -- waking up ------------------------------------------------------------------------------------------------
 
-    def _leave_ops(self, why: str) -> Run:
+    def leave(self, why: str) -> None:
+        """The step's ops are not those of its trace."""
         with self._lock:
             self._follower.leave(why)
-        return self.historian.run
-
-    def stays_asleep(self, ops: int, func: Any, estimate: Estimate) -> bool:
-        """Saves and needs do not tell of all that a step takes, nor, where the program's own hooks take what is saved,
-        that nothing will leave."""
-        if not self.account.has_room(estimate.nbytes, self._alarm_bytes):
-            # What an op takes inside itself is known as an upper bound, and better where it is the plan's own.
-            live_bytes = self.account.live_bytes + estimate.result_bytes
-            if not self._follower.foresees(str(func), live_bytes):
-                self._leave_ops(f"{func} takes {estimate.nbytes} bytes, for which its plan has no room")
-        elif ops > self._follower.due_ops:
-            self._leave_ops(f"{ops} ops without a save that should have come before")
-        return not self.is_awake
 
     def _leave_trace(self, why: str) -> None:
         """The step is another one that is known, or none: its plan, if it has one, decides from now on."""
@@ -178,9 +155,8 @@ class OnlineEngine(Engine):
             return
         self._guide.follow(None if followed is None else self._known[followed].plan, self._follower.tick)
         if not self.is_awake:
-            find_outside(self._bound, self._known[0].trace)
-            self.account.limit_bytes, self._spare_bytes = self._budget_bytes, None
-            self.historian.stand_in = None
+            self.is_awake, self._spare_bytes = True, None
+            self._record()
             self._guard.count_residents()
             self._catch_up()
             self._guide.wake(list_gone(self._machine, self._bound))
@@ -189,7 +165,8 @@ class OnlineEngine(Engine):
         """Tell who decides what was put down so far; from now on, of everything at once."""
         past, self._past = self._past, None
         if self._calm is not None:
-            self._own_ids, self._calm, self.account.limit_bytes = self._calm.ids, None, self._budget_bytes
+            self._own_ids, self._calm = self._calm.ids, None
+            self.account.set_limit(self._budget_bytes)
         self._touched, self._due_tick = None, -1
         assert self._online is not None and past is not None
         self._settle_in(past.list_guests())
@@ -198,24 +175,11 @@ class OnlineEngine(Engine):
 
     # -- room -----------------------------------------------------------------------------------------------------
 
-    def take_room(self, nbytes: int, func: Any) -> None:
-        """Make room for what an op is about to allocate, and reserve it until the op has run.
-
-        Raises:
-            Infeasible: everything that may leave has left, and there is not enough.
-        """
-        while not self.account.reserve_within(nbytes):
-            with self._lock:
-                self._drain()
-                if self._past is not None:
-                    self._catch_up()
-                self._guard.make_room(nbytes, str(func))
-
     def free(self, requested_bytes: int, missing_bytes: int) -> bool:
-        """Free memory for a request that would go over the budget, in whatever thread and op that comes.
+        """Free memory for a request that would go over the limit, in whatever thread and op that comes.
 
         Returns:
-            Whether anything has left; False once the step is over.
+            Whether to ask again; False once the step is over.
 
         Raises:
             Infeasible: everything that may leave has left, and there is not enough.
@@ -223,18 +187,34 @@ class OnlineEngine(Engine):
         with self._lock:
             if not self._is_running:
                 return False
+            what = f"a request of {requested_bytes} bytes"
             if not self.is_awake:
-                self._follower.leave(f"{requested_bytes} bytes were asked for, for which its plan has no room")
+                self._follower.leave(f"there is no room for {what}")
+            self._drain()
+            if self._past is not None:
+                limit_bytes = self.account.limit_bytes
+                self._catch_up()
+                missing_bytes -= self.account.limit_bytes - limit_bytes
+            if missing_bytes > 0:
+                what = load_native().name_running_op() or what
+                self._guard.evict(missing_bytes, requested_bytes, self._budget_bytes, what)
+            return True
+
+    def make_room_for(self, op: str) -> bool:
+        """Free memory for an op that the device's allocator has refused. Returns and raises as `free`."""
+        with self._lock:
+            if not self._is_running:
+                return False
+            self.leave(f"there is no room for {op}")
             self._drain()
             if self._past is not None:
                 self._catch_up()
-            what = f"a request of {requested_bytes} bytes"
-            self._guard.evict(missing_bytes, requested_bytes, self._budget_bytes, what)
+            self._guard.evict(1, 0, self._budget_bytes, op)
             return True
 
     def _find_room(self, nbytes: int, what: str) -> None:
         """For what comes back: by its plan there is room for it, if the step takes no more than that."""
-        if not self.is_awake and not self.account.has_room(nbytes, self._alarm_bytes):
+        if not self.is_awake and not self.account.has_room(nbytes):
             self._follower.leave(f"there is no room for {what}")
         self._guard.make_room(nbytes, what)
 
@@ -285,14 +265,10 @@ class OnlineEngine(Engine):
 
     def _recompute(self, action: Recompute) -> None:
         missing = [each for each in map(self._bound.__getitem__, action.outputs) if each.find_ghost() is None]
-        nbytes = count_replay(missing, self.account.round)
+        nbytes = count_bytes([each.recording for each in missing if each.recording is not None])
         self._find_room(nbytes, f"a replay of {len(self._segments[action.segment].ops)} ops")
-        self.account.reserve(nbytes)
         begin = time.perf_counter()
-        try:
-            super()._recompute(action)
-        finally:
-            self.account.reserve(-nbytes)
+        super()._recompute(action)
         if self.is_awake:
             self._patience.replay_seconds += time.perf_counter() - begin
             self._watch_thrashing()
@@ -306,27 +282,20 @@ class OnlineEngine(Engine):
 
     def _watch_thrashing(self) -> None:
         moves = self._transfers.stall_seconds - self._stalled_before
-        self._patience.watch(moves, self.historian.busy_seconds)
+        self._patience.watch(moves, self.watcher.busy_seconds)
 
     def _prepare_replay(self, residence: Residence) -> bool:
         segment = self._machine.segment_of(residence.id)
         if segment is None or not self._may_move(residence.id):
             return False
         if segment < self._planned_segments:
-            assert self.recorder is not None
-            recording = self.recorder.make_recording(self._segments[segment].ops, residence)
-            if (
-                not recording.calls
-                or not recording.is_current()
-                or any(leaf.id < 0 or not leaf.views for leaf in recording.leaves)
-                or any(each.is_exposed() for each in (residence, *recording.leaves))
-            ):
+            recording = self.watcher.make_recording(list(self._segments[segment].ops), residence.record)
+            if not recording.places or not recording.is_open(self.account.table) or is_exposed(recording, residence):
                 return False
         else:
-            way = self._facts.find_safe_way(residence)
-            if way is None:
+            recording = self._facts.find_safe_recording(residence)
+            if recording is None:
                 return False
-            recording = way.recording
         self._hold_recording(residence, recording)
         return True
 
@@ -346,10 +315,8 @@ class OnlineEngine(Engine):
     def about_to_write(self, tensor: torch.Tensor) -> None:
         """An op will write to a tensor. What is to be computed from its present contents is computed now, and nothing
         else will be: room is made for that, and for the op, before it writes."""
-        if (residence := self._find_written(tensor)) is None:
-            return
-        residence.version += 1
-        if residence.readers:
+        residence = self._find_written(tensor)
+        if residence is not None and residence.readers:
             with self._lock:
                 if not self.is_awake:
                     self._follower.stop("an op writes to what a replay would read")
@@ -365,7 +332,7 @@ class OnlineEngine(Engine):
                 self._calm.end()
             dropped = [residence for residence in self._bound.values() if residence.recording is not None]
             if not self.is_awake and not dropped:
-                self._alarm_bytes = NO_LIMIT  # it goes on as planned, if there is anything left of it
+                self.account.limit_bytes = NO_LIMIT  # it goes on as planned, if there is anything left of it
                 self._is_running = False
                 self._free_unused(() if self._past is None else self._past.list_guests())
                 if not self._bound:
@@ -392,6 +359,18 @@ class OnlineEngine(Engine):
         may_move = weakref.WeakMethod(self._may_move)
         self._machine.policy = CapacityFirst(lambda storage: (ask := may_move()) is not None and ask(storage))
         self._follower = Follower((), self._min_bytes, self._bound, lambda why: None)
-        self._guide = self.recorder = None
+        self._guide = None
         self._facts.close()
-        self.historian.close()
+        self.watcher.close()
+
+
+def _list_wanted(known: Known) -> tuple[list[str], list[int]]:
+    """Names of the ops up to the last that a plan replays, and the tick of each that it replays; -1 of the others.
+
+    They are followed until the forward pass is over, too: what an op that is not in the trace does to a leaf would be in
+    the replay.
+    """
+    wanted = {tick for segment in known.plan.segments for tick in segment.ops}
+    last = max(*wanted, known.trace.needs[0].tick)
+    ops = [op for op in known.trace.ops if op.tick <= last]
+    return [op.name for op in ops], [op.tick if op.tick in wanted else -1 for op in ops]

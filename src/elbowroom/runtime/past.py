@@ -41,7 +41,7 @@ class Past:
     def add(self, event: type[Passing], storage: int, tick: int, nbytes: int = 0) -> None:
         """Something happens. `nbytes`: of what is saved."""
         self._events += (
-            event, storage, tick, nbytes, time.perf_counter(), self._clock.busy_seconds, self._account.counted_bytes,
+            event, storage, tick, nbytes, time.perf_counter(), self._clock.busy_seconds, self._account.live_bytes,
         )  # fmt: skip
 
     def tell(self, present: Container[int]) -> Iterator[tuple[Passing, Moment, int | None]]:

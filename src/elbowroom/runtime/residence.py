@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Set
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Sequence, Set
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -13,10 +13,8 @@ from elbowroom.hooks.hidden import Hidden
 from elbowroom.hooks.identity import is_shared
 
 if TYPE_CHECKING:
-    from elbowroom.runtime.calls import Recording
     from elbowroom.runtime.copies import Copy
     from elbowroom.runtime.engine import Engine
-    from elbowroom.runtime.history import Run
 
 
 _SharingVersions = torch._C._SetExcludeDispatchKeyGuard
@@ -41,6 +39,20 @@ class Geometry(NamedTuple):
         """The tensor that lies like this in a storage."""
         empty = torch.empty(0, dtype=self.dtype, device=storage.device)
         return empty.set_(storage, self.offset, self.shape, self.stride)
+
+
+def check_version(witness: torch.Tensor, shape: Sequence[int], expected: int) -> None:
+    """Refuse what was modified in place since it was saved. With any hooks active PyTorch does not check this itself.
+
+    Raises:
+        RuntimeError: in PyTorch's own words.
+    """
+    if witness._version != expected:
+        raise RuntimeError(
+            "one of the variables needed for gradient computation has been modified by an inplace operation: a "
+            f"{witness.dtype} tensor of shape {list(shape)} is at version {witness._version}; expected version "
+            f"{expected} instead"
+        )
 
 
 class SavedView:
@@ -79,70 +91,68 @@ NO_VIEWS: dict[int, SavedView] = {}
 class Residence:
     """One storage of one step.
 
+    Args:
+        record: the extension's, which knows what the step's ops did with the storage.
+
     Attributes:
         id: the storage's id in the trace, or a number of the step's own where there is none; -1 until it is saved.
-        nbytes: its size.
         views: every saved tensor of it, by the index of its save. Nothing else of ours holds the storage while they do.
         storage: what came back from a reload or a replay, or what a replay reads; None otherwise.
         ghost: the storage that was let go last, for as long as the program still holds it.
         copy: its contents in the tier below, if it was ever offloaded.
         recording: how it is computed again, while it is dropped.
         may_move: whether it may leave the device; None until somebody asks.
-        made_by: the op of this step that made it; None where that is not known, or something unknown wrote to it since.
-            Only in steps that are decided on as they go.
-        changed_by: the ops that have written to it since, in order.
         readers: dropped storages whose replay reads this one.
-        version: how often it was seen to be written to.
-        is_outside: whether it was there before the step used it.
-        is_staying: whether it is a parameter, a buffer, or what else the room knows to outlive the step.
     """
 
     __slots__ = (
-        *(
-            "__weakref__",
-            "copy",
-            "ghost",
-            "id",
-            "is_outside",
-            "is_staying",
-            "made_by",
-            "may_move",
-            "nbytes",
-            "recording",
-        ),
-        *("changed_by", "readers", "storage", "version", "views"),
+        *("__weakref__", "copy", "ghost", "id", "may_move", "readers", "record", "recording", "storage", "views"),
     )
 
-    def __init__(self, nbytes: int) -> None:
+    def __init__(self, record: Any) -> None:
+        self.record = record
         self.id = -1
-        self.nbytes = nbytes
         self.views = NO_VIEWS
         self.storage: torch.UntypedStorage | None = None
         self.ghost: weakref.ref[torch.UntypedStorage] | None = None
         self.copy: Copy | None = None
-        self.recording: Recording | None = None
+        self.recording: Any = None
         self.readers: Set[Residence] = NOBODY
         self.may_move: bool | None = None
-        self.made_by: Run | None = None
-        self.changed_by: tuple[Run, ...] = ()
-        self.version = 0
-        self.is_outside = self.is_staying = False
 
-    def forget_runs(self) -> None:
-        """What wrote to it last is not known."""
-        self.made_by, self.changed_by = None, ()
+    @property
+    def nbytes(self) -> int:
+        """Its size."""
+        return int(self.record.nbytes)
+
+    @property
+    def version(self) -> int:
+        """A number that grows when an op writes to it."""
+        return int(self.record.version)
+
+    @property
+    def is_staying(self) -> bool:
+        """Whether it is a parameter, a buffer, or what else the room knows to outlive the step."""
+        return bool(self.record.is_staying)
 
     def add_view(self, index: int, tensor: torch.Tensor) -> None:
         """A tensor of it was saved. Few storages of a step ever are."""
         if self.views is NO_VIEWS:
             self.views = {}
         self.views[index] = SavedView(tensor)
+        self.record.views, self.record.is_guarded = len(self.views), True
+
+    def discard_view(self, index: int) -> None:
+        """Autograd has given up a saved tensor of it."""
+        self.views.pop(index, None)
+        self.record.views = len(self.views)
 
     def add_reader(self, reader: Residence) -> None:
         """A storage was dropped whose replay reads this one. Few have any."""
         if not isinstance(self.readers, set):
             self.readers = set()
         self.readers.add(reader)
+        self.record.is_guarded = True
 
     def discard_reader(self, reader: Residence) -> None:
         """It is no longer dropped."""

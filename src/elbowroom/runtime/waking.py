@@ -2,20 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 
 from elbowroom.ir.actions import Release
-from elbowroom.ir.trace import Role, Trace
 from elbowroom.residency.machine import Drop, Machine, State
-from elbowroom.runtime.residence import Residence
-
-
-def find_outside(bound: Mapping[int, Residence], trace: Trace) -> None:
-    """Mark the storages that the step has not made: batches, say. None of its ops were watched so far, but its trace
-    tells what they made."""
-    made = {home.id for home in trace.storages if home.role in (Role.TEMPORARY, Role.ACTIVATION)}
-    for storage, residence in bound.items():
-        residence.is_outside = storage not in made
 
 
 def list_gone(machine: Machine, bound: Iterable[int]) -> list[Release | Drop]:

@@ -1,0 +1,36 @@
+"""How storages are computed again: by the ops that made them in this very step, which the extension has recorded."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from elbowroom.hooks.identity import is_shared
+from elbowroom.native import library
+from elbowroom.runtime.residence import Residence
+
+Recording = Any
+"""Of the extension: the ops that compute one storage again, the `leaves` among autograd's saved tensors and the `sources`
+that outlive the step from which they start, the `seconds` that they took, and the `nbytes` that they allocate."""
+
+
+def is_exposed(recording: Recording, target: Residence) -> bool:
+    """Whether NumPy or another process may write to what a replay reads or makes, unseen."""
+    return any(each.is_exposed() for each in (target, *recording.leaves)) or any(map(is_shared, recording.kept))
+
+
+def count_bytes(recordings: Sequence[Recording]) -> int:
+    """Most bytes that it takes to compute the targets of recordings again, all at once."""
+    return int(library.load().count_replay(list(recordings)))
+
+
+def replay(recordings: Sequence[Recording], outputs: Sequence[Residence]) -> None:
+    """Compute the targets of recordings again, together, and give each of `outputs` its new storage.
+
+    Each op runs under the settings that it ran under before; autograd, saved-tensor hooks, autocast, dispatch modes and
+    random generators are not involved.
+    """
+    leaves = {leaf.record: leaf.find_storage() for recording in recordings for leaf in recording.leaves}
+    storages = library.load().replay(list(recordings), list(leaves.items()))
+    for residence, storage in zip(outputs, storages, strict=True):
+        residence.storage = storage
