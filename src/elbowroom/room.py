@@ -22,7 +22,7 @@ from elbowroom.hardware.probe import probe
 from elbowroom.hooks.ledger import make_ledger
 from elbowroom.hooks.mark import is_marked, mark, unmark
 from elbowroom.hooks.meter import Meter
-from elbowroom.hooks.sentry import GradientVersions, Inputs, OutOfReach, Place, seeing_inputs
+from elbowroom.hooks.sentry import Inputs, OutOfReach, Place, seeing_inputs
 from elbowroom.hooks.watching import watching
 from elbowroom.hooks.workers import ended_in_workers
 from elbowroom.ir.costs import Measurements
@@ -77,7 +77,6 @@ class Room:
         self._detached = True  # until there is something to detach
         self._captures = self._futile_captures = self._next_capture = 0
         self._engine: OnlineEngine | None = None
-        self._gradients = GradientVersions(model)
         self._calls: Counter[Inputs] = Counter()  # of the model, in this step
         self._habits = Habits(is_bounded=config.host_bytes is not None)
         self._inside = self._has_recurred = False
@@ -262,19 +261,19 @@ class Room:
         with serving(self._device), contextlib.ExitStack() as stack:
             stack.enter_context(self._ledger.counting(self.budget_bytes, self._make_room))
             self._metering.start(meter, engine, stack)
-            place, gradients = Place(), self._gradients.read() if plain is not None else None
+            place = Place()
 
             def see(inputs: Inputs) -> None:
                 self._calls[inputs] += 1
                 if plain is not None and self._engine is None and not plain.is_usual(inputs, self._calls[inputs]):
-                    # What earlier calls left is there unseen, unless it went with the backward pass.
-                    self._engage(place, stack, 0 if is_fresh else plain.planned.count_activations())
+                    self._engage(place, stack)
 
             stack.enter_context(seeing_inputs(self._model, see, None if engine is None else self._ledger.adopt_input))
             if capture is not None:
                 stack.enter_context(watching(capture.tracer))
                 stack.enter_context(telling_gradients(capture.tracer, self._model))
             if engine is not None:
+                engine.begin()
                 stack.enter_context(watching(engine.watcher))  # first, so that the times of ops are not its own
                 stack.enter_context(torch.autograd.graph.saved_tensors_hooks(engine.pack, engine.unpack))
                 stack.enter_context(finishing(engine.finish))
@@ -283,7 +282,7 @@ class Room:
             yield
             return time.perf_counter() - begin
 
-    def _engage(self, place: Place, stack: contextlib.ExitStack, unseen_bytes: int) -> None:
+    def _engage(self, place: Place, stack: contextlib.ExitStack) -> None:
         """What fitted as it was is called with something else: from here on this step is watched."""
         engine = self._make_engine(self.config.policy, self._repertoire.acts, None)
         try:
@@ -293,6 +292,7 @@ class Room:
                 logger.warning("step %d may take more than those before it, unwatched: %s", self._metering.steps, error)
             self._unwatched = f"may have taken more than those before it, unwatched: {error}"
             return
+        engine.begin()
         stack.enter_context(finishing(engine.finish))
         stack.enter_context(ended_in_workers((engine.pack, engine.unpack)))
         self._engine = engine

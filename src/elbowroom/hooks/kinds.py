@@ -5,7 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+
 from elbowroom.hooks.replayable import STATISTICS, find_written, is_view, may_be_replayed, touches_tensors
+
 
 def describe_op(name: str, overload: str) -> dict[str, Any]:
     """Return what the extension asks about an op, given its name ("aten::add") and its overload's ("Tensor")."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import sys
 import threading
-import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -68,22 +67,6 @@ def seeing_inputs(
     finally:
         for handle in handles:
             handle.remove()
-
-
-class GradientVersions:
-    """Tells whether a backward pass has run: which gradients a model has, and how often each was written to.
-
-    The parameters are found once, since that takes as long as some ops do. One that is replaced later tells nothing.
-    """
-
-    def __init__(self, model: torch.nn.Module) -> None:
-        self._parameters = [weakref.ref(parameter) for parameter in model.parameters()]
-
-    def read(self) -> list[tuple[int, int] | None]:
-        """Return what differs once a backward pass has run."""
-        found = (find() for find in self._parameters)
-        gradients = (None if parameter is None else parameter.grad for parameter in found)
-        return [None if gradient is None else (id(gradient), gradient._version) for gradient in gradients]
 
 
 class OutOfReach(RuntimeError):

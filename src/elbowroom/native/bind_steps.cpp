@@ -12,6 +12,7 @@
 #include <string>
 #include <utility>
 
+#include "ledger.h"
 #include "op_watch.h"
 #include "python_call.h"
 #include "watched_ops.h"
@@ -52,9 +53,17 @@ py::list find_residences(const std::vector<StorageRecordPtr>& records) {
   return found;
 }
 
-StorageRecordPtr look_up(StorageTable& table, const c10::Storage& storage, bool is_made) {
+StorageRecordPtr find_record(StorageTable& table, const c10::Storage& storage) {
   const std::lock_guard<std::mutex> guard(table.mutex);
-  return is_made ? table.see(storage) : table.find(storage.unsafeGetStorageImpl());
+  return table.find(storage.unsafeGetStorageImpl());
+}
+
+// The record of a storage, which the ledger counts from now on if it was there before.
+StorageRecordPtr see_record(StorageTable& table, const c10::Storage& storage) {
+  if (StorageRecordPtr record = find_record(table, storage)) return record;
+  if (table.scope != nullptr) Ledger::get().adopt(storage, *table.scope, true);
+  const std::lock_guard<std::mutex> guard(table.mutex);
+  return table.see(storage);
 }
 
 void mark_staying(StorageTable& table, const py::iterable& storages) {
@@ -91,17 +100,17 @@ class Tell {
 };
 
 std::unique_ptr<OpWatch> make_watch(
-    const std::string& device_type, std::shared_ptr<StorageTable> table, Scope* scope, const py::object& host) {
+    const std::string& device_type, std::shared_ptr<StorageTable> table, const py::object& host) {
   Callbacks callbacks;
   const py::weakref who(host);
   callbacks.before_write = Tell(who, "about_to_write");
   callbacks.after_write = Tell(who, "written");
   callbacks.leave = Tell(who, "leave");
-  if (scope == nullptr) {
+  if (table->scope == nullptr) {
     const Tell ask(who, "make_room_for");
     callbacks.make_room = [ask](const std::string& op) { return ask(op); };
   }
-  return std::make_unique<OpWatch>(c10::Device(device_type).type(), std::move(table), scope, std::move(callbacks));
+  return std::make_unique<OpWatch>(c10::Device(device_type).type(), std::move(table), std::move(callbacks));
 }
 
 OpKind unpack_kind(const py::dict& known) {
@@ -148,21 +157,17 @@ void bind_records(py::module_& module) {
       .def_readwrite("is_staying", &StorageRecord::is_staying)
       .def_readwrite("is_guarded", &StorageRecord::is_guarded);
   py::class_<StorageTable, std::shared_ptr<StorageTable>>(module, "StorageTable", "The records of one step's storages.")
-      .def(py::init<>())
+      .def(py::init<Scope*>(), py::arg("scope").none(true))
       .def(
-          "see", [](StorageTable& table, const py::handle& storage) { return find_residence(look_up(table, unpack(storage), true)); },
+          "see", [](StorageTable& table, const py::handle& storage) { return find_residence(see_record(table, unpack(storage))); },
           py::arg("storage"), "Return the residence of a storage.")
       .def(
           "find",
           [](StorageTable& table, const py::handle& storage) -> py::object {
-            const StorageRecordPtr record = look_up(table, unpack(storage), false);
+            const StorageRecordPtr record = find_record(table, unpack(storage));
             return record ? find_residence(record) : py::none();
           },
           py::arg("storage"), "Return the residence of a storage that the step knows; None of others.")
-      .def(
-          "find_record",
-          [](StorageTable& table, const py::handle& storage) { return look_up(table, unpack(storage), true); },
-          py::arg("storage"), "Return the record of a storage.")
       .def(
           "put",
           [](StorageTable& table, const py::handle& storage, const StorageRecordPtr& record) {
@@ -208,7 +213,7 @@ void bind_records(py::module_& module) {
 
 void bind_watch(py::module_& module) {
   py::class_<OpWatch>(module, "OpWatch", "Watches the ops of one step.")
-      .def(py::init(&make_watch), py::arg("device_type"), py::arg("table"), py::arg("scope").none(true), py::arg("host"))
+      .def(py::init(&make_watch), py::arg("device_type"), py::arg("table"), py::arg("host"))
       .def("record", &OpWatch::record, py::arg("resting_bytes"), py::arg("least_bytes"))
       .def("follow", &OpWatch::follow, py::arg("names"), py::arg("ticks"))
       .def("stop_recording", &OpWatch::pass)

@@ -35,8 +35,8 @@ class OpWatch {
     RECORD,  // every op that may be replayed is recorded
   };
 
-  OpWatch(c10::DeviceType device, std::shared_ptr<StorageTable> table, Scope* scope, Callbacks callbacks)
-      : device_(device), table_(std::move(table)), scope_(scope), callbacks_(std::move(callbacks)) {}
+  OpWatch(c10::DeviceType device, std::shared_ptr<StorageTable> table, Callbacks callbacks)
+      : device_(device), table_(std::move(table)), scope_(table_->scope), callbacks_(std::move(callbacks)) {}
 
   // Runs an op by `next`, whose arguments are on the stack.
   void run(const c10::OperatorHandle& op, torch::jit::Stack* stack, c10::function_ref<void()> next);

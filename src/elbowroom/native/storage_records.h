@@ -14,6 +14,7 @@
 namespace elbowroom {
 
 class RecordedOp;
+class Scope;
 using RecordedOpPtr = c10::intrusive_ptr<RecordedOp>;
 
 // One storage of one step. All but `views` is guarded by the table's mutex.
@@ -46,6 +47,10 @@ using StorageRecordPtr = c10::intrusive_ptr<StorageRecord>;
 // The records of a step, by storage. A record keeps the `StorageImpl`, not its bytes, so that its address stays its own.
 class StorageTable {
  public:
+  // `scope`: counts the step's bytes; null where no ledger does.
+  explicit StorageTable(Scope* scope) : scope(scope) {}
+
+  Scope* const scope;
   // For whoever reads or changes records.
   std::mutex mutex;
 

@@ -52,7 +52,7 @@ class Account:
         return self._ledger.take_recent_peak()
 
     def set_limit(self, nbytes: int) -> None:
-        """From now on, room is asked for before more than so much is there."""
+        """Have room asked for, from now on, before more than so much is there."""
         self.limit_bytes = nbytes
         self._ledger.set_limit(nbytes)
 

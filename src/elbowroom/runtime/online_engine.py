@@ -110,13 +110,13 @@ class OnlineEngine(Engine):
         self._machine = Machine(decider, self._segments)
         self._facts.is_on_device = self._machine.is_on_device
         self._guard = MemoryGuard(self.account, self._machine, self._facts, list_residents, self._is_here, self)
-        self.watcher = self._facts.clock = load_native().OpWatch(device.type, self.account.table, ledger.scope, self)
+        self.watcher = self._facts.clock = load_native().OpWatch(device.type, self.account.table, self)
         self._set_due(self._follower.first_due)
         self._records = policy is not None
         self._resting_bytes = int(RESTING * budget_bytes) if habits.may_rest and not known else 0
         self._guard.count_residents()
         self._facts.base_bytes = self.account.live_bytes
-        self.account.set_limit(budget_bytes)
+        self.account.limit_bytes = budget_bytes
         if is_awake:
             self._record()
             self._spare_bytes = None
@@ -128,8 +128,12 @@ class OnlineEngine(Engine):
         if observer is None and not is_awake and self._guide is not None:
             self._touched, self._due_tick = known[0].plan.find_touched(), self._guide.due_tick
         if is_calm:
-            self.account.set_limit(budget_bytes - int(AHEAD * budget_bytes))
+            self.account.limit_bytes -= int(AHEAD * budget_bytes)
             self._calm = Calm(past, self.account, self.sizes, self._is_here, self._own_ids)
+
+    def begin(self) -> None:
+        """The ledger counts from now on: it asks for room."""
+        self.account.set_limit(self.account.limit_bytes)
 
     def _record(self) -> None:
         """From now on, what may have to be replayed is recorded."""
