@@ -211,6 +211,7 @@ def test_a_graph_outlives_its_step_and_what_it_was_made_of(profile: HardwareProf
         model, optimizer, 1 << 40, min_offload_bytes=1, profile=profile, strategy="recompute_all"
     ) as room:
         found = loop(Within(room), model, optimizer)
+        for r in room.journal().steps: print(r.mode, r.recomputed, r.note)
         assert any(record.recomputed for record in room.journal().steps)
     assert all(torch.equal(*pair) for pair in zip(expected, found, strict=True))
 
@@ -382,7 +383,7 @@ def test_forward_mode_derivatives(strategy: str, profile: HardwareProfile) -> No
     planned: list[Planned | None] = []
     train(step, planned, profile=profile)
     assert planned[0] is not None
-    budget = int(0.9 * planned[0].forecast.peak_bytes)
+    budget = int(0.8 * planned[0].forecast.peak_bytes)
     found, records = train(step, profile=profile, mode="dynamic", memory_budget=budget)
     assert_same(plain, found)
     assert all(0 < record.peak_bytes <= budget for record in records) and records[0].offloaded_bytes

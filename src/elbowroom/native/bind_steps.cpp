@@ -215,7 +215,7 @@ void bind_watch(py::module_& module) {
   py::class_<OpWatch>(module, "OpWatch", "Watches the ops of one step.")
       .def(py::init(&make_watch), py::arg("device_type"), py::arg("table"), py::arg("host"))
       .def("record", &OpWatch::record, py::arg("resting_bytes"), py::arg("least_bytes"))
-      .def("follow", &OpWatch::follow, py::arg("names"), py::arg("ticks"))
+      .def("follow", &OpWatch::follow, py::arg("names"), py::arg("ticks"), py::arg("kept"))
       .def("stop_recording", &OpWatch::pass)
       .def("close", &OpWatch::close, py::call_guard<py::gil_scoped_release>())
       .def("make_recording", &OpWatch::make_recording, py::arg("ticks"), py::arg("target"))

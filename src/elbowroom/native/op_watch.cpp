@@ -101,7 +101,7 @@ void OpWatch::run(const c10::OperatorHandle& op, torch::jit::Stack* stack, c10::
     if (written.empty()) {
       given.assign(arguments, arguments + count);  // whether it is recorded rests on what it makes
     } else {
-      recorded = describe(op, *kind, arguments, count);
+      recorded = describe(op, *kind, arguments, count, tick);
     }
   }
   const bool may_retry = callbacks_.make_room != nullptr && written.empty();
@@ -129,7 +129,7 @@ void OpWatch::run(const c10::OperatorHandle& op, torch::jit::Stack* stack, c10::
       });
     }
     if (written.empty() && (tick >= 0 || kind->is_source || nbytes >= least_bytes_)) {
-      recorded = describe(op, *kind, given.data(), count);
+      recorded = describe(op, *kind, given.data(), count, tick);
     }
   }
   given.clear();
@@ -144,12 +144,13 @@ void OpWatch::run(const c10::OperatorHandle& op, torch::jit::Stack* stack, c10::
 }
 
 RecordedOpPtr OpWatch::describe(
-    const c10::OperatorHandle& op, const OpKind& kind, const c10::IValue* arguments, size_t count) {
+    const c10::OperatorHandle& op, const OpKind& kind, const c10::IValue* arguments, size_t count, int64_t tick) {
+  const auto kept = kept_.find(tick);
   std::vector<c10::Storage> met;
   RecordedOpPtr made;
   {
     const std::lock_guard<std::mutex> guard(table_->mutex);
-    made = elbowroom::describe(op, kind, arguments, count, *table_, device_, met);
+    made = elbowroom::describe(op, kind, arguments, count, *table_, device_, kept == kept_.end() ? nullptr : &kept->second, met);
   }
   if (scope_ != nullptr) {
     for (const c10::Storage& storage : met) Ledger::get().adopt(storage, *scope_, true);
@@ -246,9 +247,11 @@ void OpWatch::record(int64_t resting_bytes, int64_t least_bytes) {
   mode_ = Mode::RECORD;
 }
 
-void OpWatch::follow(std::vector<std::string> names, std::vector<int64_t> ticks) {
+void OpWatch::follow(
+    std::vector<std::string> names, std::vector<int64_t> ticks, std::unordered_map<int64_t, std::vector<bool>> kept) {
   names_ = std::move(names);
   ticks_ = std::move(ticks);
+  kept_ = std::move(kept);
   mode_ = Mode::FOLLOW;
 }
 

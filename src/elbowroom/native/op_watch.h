@@ -44,8 +44,9 @@ class OpWatch {
   // From now on, ops that make fewer bytes are not recorded, unless they write or read no tensors; nor is any while no more
   // than `resting_bytes` are there.
   void record(int64_t resting_bytes, int64_t least_bytes);
-  // From now on, follow: names of the ops that are expected, and the tick of each that is wanted, else -1.
-  void follow(std::vector<std::string> names, std::vector<int64_t> ticks);
+  // From now on, follow: names of the ops that are expected, the tick of each that is wanted, else -1, and of each wanted
+  // one's reads whether the program holds them throughout the step.
+  void follow(std::vector<std::string> names, std::vector<int64_t> ticks, std::unordered_map<int64_t, std::vector<bool>> kept);
   void pass() { mode_ = Mode::PASS; }
   // The step is over: every op passes, and nobody is told.
   void close();
@@ -66,7 +67,7 @@ class OpWatch {
 
   // Describes an op, and has the ledger count what was there before the step.
   RecordedOpPtr describe(
-      const c10::OperatorHandle& op, const OpKind& kind, const c10::IValue* arguments, size_t count);
+      const c10::OperatorHandle& op, const OpKind& kind, const c10::IValue* arguments, size_t count, int64_t tick);
   bool is_expected(const OpKind& kind, int64_t* tick);
   bool may_record(const OpKind& kind, const torch::jit::Stack& stack, size_t count) const;
   void put_down(RecordedOpPtr op, const torch::jit::Stack& results, size_t count, const std::vector<at::Tensor>& written, int64_t tick);
@@ -84,6 +85,7 @@ class OpWatch {
   // While it follows.
   std::vector<std::string> names_;
   std::vector<int64_t> ticks_;
+  std::unordered_map<int64_t, std::vector<bool>> kept_;
   std::atomic<size_t> position_{0};
   std::unordered_map<int64_t, RecordedOpPtr> by_tick_;  // with the table's mutex
 };

@@ -31,7 +31,6 @@ std::optional<Slot> describe_one(
     slot.record = table.see(tensor.storage());
     met.push_back(tensor.storage());
   }
-  if (slot.record->is_staying) slot.kept = tensor.storage();
   slot.dtype = tensor.scalar_type();
   slot.sizes = tensor.sizes();
   slot.strides = tensor.strides();
@@ -115,10 +114,11 @@ bool is_plain(const at::Tensor& tensor, c10::DeviceType device) {
 
 RecordedOpPtr describe(
     const c10::OperatorHandle& op, const OpKind& kind, const c10::IValue* arguments, size_t count, StorageTable& table,
-    c10::DeviceType device, std::vector<c10::Storage>& met) {
+    c10::DeviceType device, const std::vector<bool>* kept, std::vector<c10::Storage>& met) {
   auto made = c10::make_intrusive<RecordedOp>(op, kind);
   made->arguments.resize(count);
   made->lengths.resize(count);
+  size_t next = 0;  // of the tensors that it reads
   const bool updates = kind.updates_statistics(arguments, count);
   const auto add = [&](const at::Tensor& tensor, size_t argument, int32_t item) {
     std::optional<Slot> slot = describe_one(tensor, table, device, met);
@@ -126,6 +126,9 @@ RecordedOpPtr describe(
     slot->argument = static_cast<uint32_t>(argument);
     slot->item = item;
     slot->is_read = !updates || (static_cast<int64_t>(argument) != kind.mean && static_cast<int64_t>(argument) != kind.variance);
+    const bool is_kept = kept == nullptr || !slot->is_read ? slot->record->is_staying : next >= kept->size() || (*kept)[next];
+    if (is_kept) slot->kept = tensor.storage();
+    next += slot->is_read;
     made->slots.push_back(*std::move(slot));
     return true;
   };

@@ -23,7 +23,7 @@ namespace elbowroom {
 // A tensor argument: which storage, and how it lies there.
 struct Slot {
   StorageRecordPtr record;
-  c10::Storage kept;  // the storage itself where it outlives the step anyway
+  c10::Storage kept;  // the storage itself where the program holds it anyway
   c10::ScalarType dtype;
   c10::DimVector sizes, strides;
   int64_t offset;
@@ -65,10 +65,11 @@ class RecordedOp final : public c10::intrusive_ptr_target {
 };
 
 // With the table's mutex: describes what an op is about to be given. Null if it cannot be had again. `met`: storages that
-// had no record so far.
+// had no record so far. `kept`: of each tensor that it reads, whether the program holds its storage throughout the step;
+// null where only records tell.
 RecordedOpPtr describe(
     const c10::OperatorHandle& op, const OpKind& kind, const c10::IValue* arguments, size_t count, StorageTable& table,
-    c10::DeviceType device, std::vector<c10::Storage>& met);
+    c10::DeviceType device, const std::vector<bool>* kept, std::vector<c10::Storage>& met);
 
 // How one storage is computed again.
 class Recording final : public c10::intrusive_ptr_target {

@@ -160,16 +160,15 @@ class Mover:
         return True
 
     def _hold_recording(self, residence: Residence, recording: Recording) -> None:
-        residence.recording = recording
-        for read in (*recording.leaves, *recording.sources):
+        residence.recording, residence.reads = recording, (*recording.leaves, *recording.sources)
+        for read in residence.reads:
             read.add_reader(residence)
 
     def _forget_recording(self, residence: Residence) -> None:
-        recording, residence.recording = residence.recording, None
-        if recording is not None:
-            for read in (*recording.leaves, *recording.sources):
-                read.discard_reader(residence)
-                self._free_if_unused(read)
+        reads, residence.recording, residence.reads = residence.reads, None, ()
+        for read in reads:
+            read.discard_reader(residence)
+            self._free_if_unused(read)
 
     def _recompute(self, action: Recompute) -> None:
         outputs = [self._bound[storage] for storage in action.outputs]

@@ -24,6 +24,7 @@ from elbowroom.hooks.ledger import Ledger
 from elbowroom.ir.actions import Action, Recompute
 from elbowroom.ir.events import StorageRestored
 from elbowroom.ir.hardware import HardwareProfile
+from elbowroom.ir.trace import LASTING
 from elbowroom.residency import policies
 from elbowroom.residency.capacity_first import Policy as CapacityFirst
 from elbowroom.residency.guided import Policy as Guided
@@ -368,13 +369,20 @@ class OnlineEngine(Engine):
         self.watcher.close()
 
 
-def _list_wanted(known: Known) -> tuple[list[str], list[int]]:
-    """Names of the ops up to the last that a plan replays, and the tick of each that it replays; -1 of the others.
+def _list_wanted(known: Known) -> tuple[list[str], list[int], dict[int, list[bool]]]:
+    """What the watch is to follow.
 
-    They are followed until the forward pass is over, too: what an op that is not in the trace does to a leaf would be in
-    the replay.
+    That is until the forward pass is over: what an op that is not in the trace does to a leaf would be in the replay.
+
+    Returns:
+        The names of the ops; the tick of each that the plan replays, -1 of the others; and by tick, of each tensor that
+        such an op reads, whether the program holds it throughout the step.
     """
-    wanted = {tick for segment in known.plan.segments for tick in segment.ops}
-    last = max(*wanted, known.trace.needs[0].tick)
-    ops = [op for op in known.trace.ops if op.tick <= last]
-    return [op.name for op in ops], [op.tick if op.tick in wanted else -1 for op in ops]
+    trace, segments = known.trace, known.plan.segments
+    wanted = {tick for segment in segments for tick in segment.ops}
+    leaves = {leaf for segment in segments for leaf in segment.leaves}
+    kept = frozenset(leaf for leaf in leaves if trace.storages[leaf].role in LASTING)
+    last = max(*wanted, trace.needs[0].tick)
+    ops = [op for op in trace.ops if op.tick <= last]
+    ticks = [op.tick if op.tick in wanted else -1 for op in ops]
+    return [op.name for op in ops], ticks, {op.tick: [view.storage in kept for view in op.reads] for op in ops if op.tick in wanted}

@@ -101,12 +101,14 @@ class Residence:
         ghost: the storage that was let go last, for as long as the program still holds it.
         copy: its contents in the tier below, if it was ever offloaded.
         recording: how it is computed again, while it is dropped.
+        reads: what that starts from.
         may_move: whether it may leave the device; None until somebody asks.
         readers: dropped storages whose replay reads this one.
     """
 
     __slots__ = (
-        *("__weakref__", "copy", "ghost", "id", "may_move", "readers", "record", "recording", "storage", "views"),
+        *("__weakref__", "copy", "ghost", "id", "may_move", "readers", "reads", "record", "recording"),
+        *("storage", "views"),
     )
 
     def __init__(self, record: Any) -> None:
@@ -117,6 +119,7 @@ class Residence:
         self.ghost: weakref.ref[torch.UntypedStorage] | None = None
         self.copy: Copy | None = None
         self.recording: Any = None
+        self.reads: tuple[Residence, ...] = ()
         self.readers: Set[Residence] = NOBODY
         self.may_move: bool | None = None
 
