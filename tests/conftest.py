@@ -6,7 +6,6 @@ import functools
 import gc
 import os
 import pathlib
-import zlib
 
 import hypothesis
 import pytest
@@ -31,13 +30,6 @@ def what_is_there_stays() -> None:
     """A collection that a test asks for need not look through all that was imported before its file."""
     gc.collect()
     gc.freeze()
-
-
-@pytest.fixture(autouse=True)
-def speed(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Half of the tests watch ops in Python, and half in machine code, unless ELBOWROOM_QUICK says how all do."""
-    if "ELBOWROOM_QUICK" not in os.environ:
-        monkeypatch.setenv("ELBOWROOM_QUICK", str(zlib.crc32(request.node.nodeid.encode()) % 2))
 
 
 @functools.cache

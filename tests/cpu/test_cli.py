@@ -36,8 +36,8 @@ from elbowroom.ir.journal import Journal
 from elbowroom.ir.plan import Plan
 from elbowroom.ir.trace import Trace
 from elbowroom.layout.arena import list_allocators
+from elbowroom.native.library import NATIVE, find_library
 from elbowroom.planner.problem import list_strategies
-from elbowroom.quick.library import find_library, load
 from elbowroom.units import format_bytes
 
 # Without optimizer state to speak of, so that a budget below the plain peak means something.
@@ -607,13 +607,11 @@ def test_a_result_without_a_measured_peak_is_a_problem() -> None:
 
 
 def test_build_says_where_the_library_is(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> None:
-    if load() is None:
-        pytest.skip("the library has not been built: elbowroom build")
     said = succeed("build")
     assert "the planner's loops: ready in" in said and "was there already" in said
     found = document("build")
     assert found["loops_seconds"] > 0
-    assert (found["library"], found["was_there"], found["is_usable"]) == (str(find_library()), True, True)
+    assert (found["library"], found["was_there"], found["is_usable"]) == (str(find_library(NATIVE)), True, True)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setenv("CXX", "no-such-compiler")
     assert "no-such-compiler was not found" in fail(MISUSED, "build")

@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import functools
 import gc
-import sys
 import threading
 import weakref
 from collections.abc import Callable
@@ -22,19 +21,12 @@ import elbowroom
 from benchmarks.profiler_meter import ProfilerMeter
 from elbowroom._family import names
 from elbowroom.errors import ElbowroomError, Infeasible, Thrashing, TransferFailed, UnknownMember, UsageError
-from elbowroom.hooks.estimates import Estimates
 from elbowroom.ir.hardware import HardwareProfile
 from elbowroom.ir.journal import Mode, StepRecord
 from elbowroom.residency import policies
-from elbowroom.runtime import account as accounts
 from elbowroom.runtime import mover, patience
-from elbowroom.runtime.account import Account
-from elbowroom.runtime.calls import Call, Recording, Slot
 from elbowroom.runtime.finishing import finishing
-from elbowroom.runtime.historian import Historian
 from elbowroom.runtime.online_engine import OnlineEngine
-from elbowroom.runtime.quickened import choose
-from elbowroom.runtime.residence import Geometry, Residence
 from tests.pressure import ask_at_every_op, let_everything_go
 
 STEPS, WIDTH = 5, 64
@@ -457,14 +449,12 @@ def test_odd_programs(
                 model.w.grad = None
         return [*found, *model.state_dict().values()]
 
-    def take_room(engine: OnlineEngine, nbytes: int, func: Any) -> None:
-        if engine.watcher.ops < calm_ops:
-            engine.account.reserve(nbytes)
-        else:
-            let_everything_go(engine, nbytes, func)
+    def make_room(engine: OnlineEngine, nbytes: int) -> None:
+        if engine.watcher.ops >= calm_ops:
+            let_everything_go(engine, nbytes)
 
     expected = train(make_odd(), None)
-    ask_at_every_op(monkeypatch, take_room)
+    ask_at_every_op(monkeypatch, make_room)
     model = make_odd()
     options: dict[str, Any] = {"mode": "dynamic", "policy": policy, "min_offload_bytes": 1, "profile": profile}
     with elbowroom.fit(model, sgd(model), 1 << 40, **options) as room:
@@ -492,13 +482,11 @@ def test_room_gets_short_at_one_op(program: Program, profile: HardwareProfile, m
     """At each in turn: at one that writes, nothing is dropped that would be computed from what it writes to."""
     short, last = 0, 1
 
-    def take_room(engine: OnlineEngine, nbytes: int, func: Any) -> None:
+    def make_room(engine: OnlineEngine, nbytes: int) -> None:
         nonlocal last
         last = engine.watcher.ops
         if last == short:
-            let_everything_go(engine, nbytes, func)
-        else:
-            engine.account.reserve(nbytes)
+            let_everything_go(engine, nbytes)
 
     def find(budget: int) -> list[torch.Tensor]:
         torch.manual_seed(2)
@@ -510,7 +498,7 @@ def test_room_gets_short_at_one_op(program: Program, profile: HardwareProfile, m
         return [model.w.grad, *model.state_dict().values()]
 
     expected = find(0)
-    ask_at_every_op(monkeypatch, take_room)
+    ask_at_every_op(monkeypatch, make_room)
     while short < last:
         short += 1
         assert all(torch.equal(*pair) for pair in zip(expected, find(1 << 40), strict=True)), short
@@ -704,49 +692,6 @@ def test_a_step_that_fits_does_not_end_the_watch(profile: HardwareProfile) -> No
     assert {record.mode for record in records} == {Mode.DYNAMIC}
     assert records[-1].peak_bytes <= 2_500_000
     assert records[-1].offloaded_bytes + records[-1].recomputed > 0
-
-
-def test_what_is_remembered_of_ops_keeps_nothing() -> None:
-    estimates = Estimates("cpu")
-    storage = torch.zeros(100).untyped_storage()
-    seen = weakref.ref(storage)
-    estimates.find(torch.ops.aten.set_.source_Storage, (torch.empty(0), storage), {})
-    estimates.find(torch.ops.aten.rand.generator, ([3],), {"generator": torch.Generator()})
-    del storage
-    assert seen() is None
-    x = torch.zeros(1000)
-    for rate in (0.1, 0.2, 0.3):
-        estimates.find(torch.ops.aten.add_.Tensor, (x, x), {"alpha": rate})
-    assert len(estimates._known) == 2
-    assert estimates.find(torch.ops.aten.arange.start_step, (0, 10, 0.1), {}).result_bytes == 448
-    assert estimates.find(torch.ops.aten.arange.start_step, (0, 10, 0.01), {}).result_bytes == 4032
-
-
-@pytest.mark.parametrize("is_quick", [False, True])
-def test_threads_do_not_miscount(is_quick: bool) -> None:
-    account, before = choose(is_quick=is_quick).engine.account_class(64), sys.getswitchinterval()
-    sys.setswitchinterval(1e-6)
-
-    def count() -> None:
-        for _ in range(3000):
-            account.reserve(7)
-            storage = torch.empty(16).untyped_storage()
-            account.put(storage, Residence(64))
-            assert account.live_bytes >= 64
-            another = torch.empty(16).untyped_storage()
-            assert account.reserve_within(64) and account.count(another, 64)
-            del storage, another
-            account.reserve(-7)
-
-    threads = [threading.Thread(target=count) for _ in range(4)]
-    try:
-        for each in threads:
-            each.start()
-        for each in threads:
-            each.join()
-    finally:
-        sys.setswitchinterval(before)
-    assert account.live_bytes == 0
 
 
 def test_the_first_error_is_the_one_that_counts() -> None:
@@ -1031,15 +976,8 @@ def test_what_numpy_was_shown_and_has_no_room_below_stays(profile: HardwareProfi
         run_in(room, step, 3)
 
 
-def test_nothing_is_recorded_where_there_was_always_room(
-    profile: HardwareProfile, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nothing_is_recorded_where_there_was_always_room(profile: HardwareProfile) -> None:
     """Nor is a step that then needs more than there is refused, or another one."""
-    recorded: list[int] = []
-    make_run = Historian._make_run
-    monkeypatch.setattr(
-        Historian, "_make_run", lambda self, *args: (recorded.append(self.ops), make_run(self, *args))[1]
-    )
     rows = [64, 64, 64, 1024, 1024, 64]
 
     def train(budget: int, **options: Any) -> tuple[list[torch.Tensor], list[StepRecord], list[int]]:
@@ -1048,18 +986,17 @@ def test_nothing_is_recorded_where_there_was_always_room(
         optimizer = sgd(model)
         losses, counts = [], []
         with elbowroom.fit(
-            model, optimizer, budget, mode="dynamic", policy="dtr", min_offload_bytes=1, profile=profile, quick=False,
+            model, optimizer, budget, mode="dynamic", policy="dtr", min_offload_bytes=1, profile=profile,
             **options,
         ) as room:  # fmt: skip
             for count in rows:
-                recorded.clear()
                 with room.step():
                     loss = model(torch.randn(count, WIDTH)).square().mean()
                     loss.backward()
                     optimizer.step()
                     optimizer.zero_grad()
                 losses.append(loss.detach())
-                counts.append(len(recorded))
+                counts.append(room._engine.watcher.recorded_ops)  # type: ignore[union-attr]
             return [*losses, *model.parameters()], room.journal().steps, counts
 
     expected, records, _ = train(1 << 40)
@@ -1076,41 +1013,6 @@ def test_nothing_is_recorded_where_there_was_always_room(
     assert counts == [counts[0]] * 3 + [counts[4]] * 2 + [counts[0]], "all that is too much has to be computed again"
 
 
-def test_a_storage_that_two_threads_count_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The other one comes between the look and the count, and has to wait."""
-    account, storage = Account(64), torch.ones(1024).untyped_storage()
-    make_place, seen = accounts._Place, list[Residence]()
-    other = threading.Thread(target=lambda each: seen.append(account.see(each)), args=(storage,))
-
-    def make(storage: torch.UntypedStorage, on_death: Any) -> Any:
-        monkeypatch.setattr(accounts, "_Place", make_place)
-        other.start()
-        other.join(0.2)
-        return make_place(storage, on_death)
-
-    monkeypatch.setattr(accounts, "_Place", make)
-    account.count(storage)
-    other.join()
-    assert account.counted_bytes == 4096 and account.find(storage) is seen[0]
-    del storage
-    assert account.live_bytes == 0
-
-
-@pytest.mark.parametrize("is_quick", [False, True])
-def test_what_outlives_a_step_is_known_whenever_that_is_told(is_quick: bool) -> None:
-    """A step that wakes late has used some of it by then; each storage counts once."""
-    account = choose(is_quick=is_quick).engine.account_class(64)
-    unseen, counted, seen = storages = [torch.ones(64).untyped_storage() for _ in range(3)]
-    account.count(counted)
-    before = account.see(seen)
-    account.welcome([*storages, unseen])
-    assert account.counted_bytes == 3 * 256 and account.see(seen) is before
-    for storage in storages:
-        assert account.see_moving(storage) is None and account.see(storage).is_staying
-    assert account.see(unseen).is_outside and not account.see(counted).is_outside
-    assert account.see_moving(torch.ones(1).untyped_storage()) is not None
-
-
 def test_what_is_too_small_to_move_is_not_recorded() -> None:
     """Nobody will compute it again. Constants are, since much is computed from them, and what is written in place."""
     model = nn.Linear(64, 64)
@@ -1120,16 +1022,28 @@ def test_what_is_too_small_to_move_is_not_recorded() -> None:
         written[0].mul_(2)  # 256 bytes of them
         account = room._engine.account  # type: ignore[union-attr]
         found = {name: account.find(each.untyped_storage()) for name, each in locals().items() if torch.is_tensor(each)}
-        is_recorded = {name: each is not None and each.made_by is not None for name, each in found.items()}
-        assert is_recorded == {"large": True, "small": False, "constant": True, "written": True}
-        assert [run.func for run in found["written"].changed_by] == [torch.ops.aten.mul_.Tensor]  # type: ignore[union-attr]
+        recorded = {name: [] if each is None else each.record.ops for name, each in found.items()}
+        assert recorded == {
+            "large": ["aten.relu.default"], "small": [], "constant": ["aten.arange.default"],
+            "written": ["aten.relu.default", "aten.mul_.Tensor"],
+        }  # fmt: skip
 
 
 def test_what_a_recording_reads_has_to_be_as_it_was() -> None:
     """Of autograd's claims, too: `x.data` may be written to, and PyTorch does not notice."""
-    leaf, target = Residence(4), Residence(4)
-    read = Slot(leaf, Geometry.of(torch.ones(1)), None, None, 0, leaf.version)
-    recording = Recording({1: Call(torch.ops.aten.sin.default, (read,), {}, (target,), (), (), ())}, target)
-    assert recording.leaves == (leaf,) and recording.is_current()
-    leaf.version += 1
-    assert not recording.is_current()
+    model = nn.Linear(64, 64)
+    options: dict[str, Any] = {"mode": "dynamic", "policy": "dtr", "min_offload_bytes": 1}
+    with elbowroom.fit(model, [], 1 << 30, **options) as room, room.step():
+        x = model.weight.relu()
+        y = x.sin().tanh()
+        engine = room._engine
+        assert engine is not None
+        with engine._lock:
+            engine._catch_up()
+        leaf, target = (engine.account.see(each.untyped_storage()) for each in (x, y))
+        recording = engine.account.table.find_recording(target.record)
+        assert recording.names == ["aten.sin.default", "aten.tanh.default"]
+        assert recording.leaves == [leaf] and recording.is_open(engine.account.table)
+        x.data.add_(1)
+        assert not recording.is_current(engine.account.table)
+        assert engine.account.table.find_recording(target.record) is None

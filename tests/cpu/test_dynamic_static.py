@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
 
 import pytest
 
@@ -40,9 +39,9 @@ def find_least(name: str, profile: HardwareProfile) -> tuple[Outcome, int]:
     """What it leaves behind where all that may leave leaves before every op, and the room that this takes."""
     needed = [0]
 
-    def note(engine: OnlineEngine, nbytes: int, func: Any) -> None:
-        let_everything_go(engine, nbytes, func)
-        needed[0] = max(needed[0], engine.account.live_bytes)
+    def note(engine: OnlineEngine, nbytes: int) -> None:
+        let_everything_go(engine, nbytes)
+        needed[0] = max(needed[0], engine.account.live_bytes + nbytes)
 
     with pytest.MonkeyPatch.context() as patch:
         ask_at_every_op(patch, note)

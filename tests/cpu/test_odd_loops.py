@@ -211,7 +211,6 @@ def test_a_graph_outlives_its_step_and_what_it_was_made_of(profile: HardwareProf
         model, optimizer, 1 << 40, min_offload_bytes=1, profile=profile, strategy="recompute_all"
     ) as room:
         found = loop(Within(room), model, optimizer)
-        for r in room.journal().steps: print(r.mode, r.recomputed, r.note)
         assert any(record.recomputed for record in room.journal().steps)
     assert all(torch.equal(*pair) for pair in zip(expected, found, strict=True))
 

@@ -11,6 +11,7 @@ from torch import nn
 
 import elbowroom
 from elbowroom.errors import Infeasible
+from elbowroom.hooks.ledger import make_ledger
 from elbowroom.hooks.sentry import Inputs, seeing_inputs
 from elbowroom.ir.events import StorageNeeded
 from elbowroom.ir.hardware import HardwareProfile
@@ -56,7 +57,13 @@ def fit(model: nn.Module, optimizer: torch.optim.Optimizer, budget: int, **optio
 def test_a_plan_drops_what_this_step_does_not_have(profile: HardwareProfile) -> None:
     """A step that has just gone over to another plan, or whose storage was freed early."""
     bound: dict[int, Any] = {}
-    facts = StepFacts(Account(64), bound, profile.links[0], lambda storage: storage in bound, 1 << 20)
+    facts = StepFacts(
+        Account(make_ledger(torch.device("cpu")), 64),
+        bound,
+        profile.links[0],
+        lambda storage: storage in bound,
+        1 << 20,
+    )
     decision = Decision(storage=73, gap=0, choice=Choice.RECOMPUTE, leave=1, release=1, back=9, segment=0)
     segment = Segment(ops=(1,), outputs=(73,), leaves=())
     plan = Plan(trace_digest="", strategy="", budget_bytes=1, decisions=(decision,), segments=(segment,))

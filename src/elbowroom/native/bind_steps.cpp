@@ -151,6 +151,12 @@ bool ask_with_mutex(const Recording& recording, StorageTable& table) {
 
 void bind_records(py::module_& module) {
   py::class_<StorageRecord, StorageRecordPtr>(module, "StorageRecord", "What a step knows of one storage.")
+      .def_property_readonly("ops", [](const StorageRecord& record) {
+        py::list names;
+        if (record.made_by) names.append(record.made_by->kind.name);
+        for (const RecordedOpPtr& op : record.changed_by) names.append(op->kind.name);
+        return names;
+      })
       .def_readwrite("nbytes", &StorageRecord::nbytes)
       .def_readwrite("version", &StorageRecord::version)
       .def_readwrite("views", &StorageRecord::views)
@@ -220,6 +226,7 @@ void bind_watch(py::module_& module) {
       .def("close", &OpWatch::close, py::call_guard<py::gil_scoped_release>())
       .def("make_recording", &OpWatch::make_recording, py::arg("ticks"), py::arg("target"))
       .def_property_readonly("ops", &OpWatch::ops)
+      .def_property_readonly("recorded_ops", &OpWatch::recorded_ops)
       .def_property_readonly("busy_seconds", &OpWatch::busy_seconds)
       .def_property(
           "due_ops", [](const OpWatch& watch) { return watch.due_ops.load(); },

@@ -134,6 +134,7 @@ void OpWatch::run(const c10::OperatorHandle& op, torch::jit::Stack* stack, c10::
   }
   given.clear();
   if (recorded) {
+    ++recorded_ops_;
     recorded->seconds = seconds;
     recorded->place = ops_;
     recorded->inner_bytes = scope_ == nullptr ? 0 : std::max<int64_t>(0, scope_->op_peak_bytes() - live_before);

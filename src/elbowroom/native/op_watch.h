@@ -55,6 +55,7 @@ class OpWatch {
   RecordingPtr make_recording(const std::vector<int64_t>& ticks, StorageRecordPtr target);
 
   int64_t ops() const { return ops_; }
+  int64_t recorded_ops() const { return recorded_ops_; }
   double busy_seconds() const { return busy_seconds_; }
   StorageTable& table() { return *table_; }
 
@@ -79,7 +80,7 @@ class OpWatch {
   const Callbacks callbacks_;
   std::atomic<Mode> mode_{Mode::PASS};
   std::atomic<bool> is_closed_{false};
-  std::atomic<int64_t> ops_{0};
+  std::atomic<int64_t> ops_{0}, recorded_ops_{0};
   std::atomic<double> busy_seconds_{0};
   int64_t resting_bytes_ = 0, least_bytes_ = 0;
   // While it follows.

@@ -385,4 +385,8 @@ def _list_wanted(known: Known) -> tuple[list[str], list[int], dict[int, list[boo
     last = max(*wanted, trace.needs[0].tick)
     ops = [op for op in trace.ops if op.tick <= last]
     ticks = [op.tick if op.tick in wanted else -1 for op in ops]
-    return [op.name for op in ops], ticks, {op.tick: [view.storage in kept for view in op.reads] for op in ops if op.tick in wanted}
+    return (
+        [op.name for op in ops],
+        ticks,
+        {op.tick: [view.storage in kept for view in op.reads] for op in ops if op.tick in wanted},
+    )

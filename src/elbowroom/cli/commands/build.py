@@ -17,27 +17,24 @@ def register(app: typer.Typer) -> None:
 
 
 def build(as_json: Json = False) -> None:
-    """Compile what else the first fit and the first plan wait for, and the library that watches ops: two minutes, once.
+    """Compile what the first fit and the first plan wait for otherwise, the extension that watches steps and counts
+    their memory among it: two minutes, once.
 
     It takes a C++ compiler.
     """
     from elbowroom._compiler import is_made
     from elbowroom.compilation import compile_loops
-    from elbowroom.native import library as native
+    from elbowroom.native.library import NATIVE, build_library, find_library, load
     from elbowroom.progress import drawing_on
-    from elbowroom.quick.library import build_library, find_library, load
 
     with open_terminal(as_json) as terminal:
         begin = time.perf_counter()
         with terminal.progress("compiling the planner's loops") as advance:
             compile_loops(advance)
         loops_seconds, begin = time.perf_counter() - begin, time.perf_counter()
-        with terminal.progress("compiling the extension that counts memory"), drawing_on(None):
-            counting = native.build_library(native.NATIVE)
-        terminal.show_text(f"{counting}: ready in {format_seconds(time.perf_counter() - begin)}")
-        begin, was_there = time.perf_counter(), is_made(find_library())
-        with terminal.progress("compiling the library that watches ops"), drawing_on(None):
-            library = build_library()
+        was_there = is_made(find_library(NATIVE))
+        with terminal.progress("compiling the extension that watches steps"), drawing_on(None):
+            library = build_library(NATIVE)
         is_usable = load() is not None
         what = "was there already" if was_there else f"compiled in {format_seconds(time.perf_counter() - begin)}"
         terminal.show_text(f"the planner's loops: ready in {format_seconds(loops_seconds)}")
