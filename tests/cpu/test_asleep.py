@@ -243,4 +243,5 @@ def test_what_grows_in_a_step_that_sleeps_is_counted(profile: HardwareProfile) -
                 before, found = engine.account.live_bytes, torch.empty(0, dtype=torch.int64)
                 torch.nonzero(torch.ones(1 << 16), out=found)
                 assert engine.account.live_bytes == before + (8 << 16)
+                del found
         assert room.journal().steps[-1].mode is Mode.PLANNED

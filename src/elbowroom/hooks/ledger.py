@@ -126,7 +126,7 @@ class CpuLedger:
 
 
 class CudaLedger:
-    """Leaves counting to PyTorch's caching allocator, which refuses what goes beyond a limit: its reserved bytes count."""
+    """Leaves counting to PyTorch's caching allocator, which refuses to reserve more than a limit."""
 
     scope = None
 

@@ -1,8 +1,9 @@
 """One step within the budget: by its plan as long as it has one, and decided on as it goes as soon as it has none.
 
 Asleep, a step follows the plan that it is expected to follow, and those of its ops are recorded that the plan wants to
-replay. It wakes as soon as it is another one, or asks for more than the budget. From then on the machine is told whenever
-room is short, and its policy says what leaves. Only what autograd alone holds can: what the program holds stays.
+replay. It wakes as soon as it is another one, or asks for more than the budget. From then on the machine is told
+whenever room is short, and its policy says what leaves. Only what autograd alone holds can: what the program holds
+stays.
 
 A step that is awake without a plan is calm for as long as there is plenty of room: what autograd saves and needs is
 put down, and machine and policy learn of it when room gets short. Most steps that fit cost no more than that.

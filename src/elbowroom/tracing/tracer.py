@@ -24,8 +24,8 @@ from elbowroom.hooks.replayable import find_barrier, find_statistics, find_writt
 from elbowroom.ir.trace import Need, Op, Role, Save, Storage, Trace, View
 
 UNSEEN_BYTES = 1 << 14
-"""Counted in every trace for what a step allocates without an op: states of random generators, the scalars of a loop. It
-was some hundred bytes at most in all that was measured."""
+"""Counted in every trace for what a step allocates without an op: states of random generators, the scalars of a loop.
+It was some hundred bytes at most in all that was measured."""
 
 
 class _Seen:
