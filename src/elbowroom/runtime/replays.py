@@ -10,8 +10,8 @@ from elbowroom.native import library
 from elbowroom.runtime.residence import Residence
 
 Recording = Any
-"""Of the extension: the ops that compute one storage again. They start from `leaves`, which autograd has saved, and from
-`sources`, which the program holds; they took `seconds`, and allocate `nbytes` at most."""
+"""Of the extension: the ops that compute one storage again. They start from `leaves`, which autograd has saved, and
+from `sources`, which the program holds; they took `seconds` and allocate `nbytes` at most."""
 
 
 def is_exposed(recording: Recording, target: Residence) -> bool:
