@@ -33,9 +33,9 @@ $(READY): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --constraint constraints.txt --no-build-isolation --editable '.[models,pictures,tuning,dev]'
 	touch $(READY)
 
-# In machine code: the planner's loops, the allocator that counts, and the library that watches ops.
+# In machine code: the planner's loops, and the extension that counts memory and watches ops.
 LOOPS := $(shell grep -rl --include='*.py' '_compiled import' src)
-NATIVE := $(wildcard src/elbowroom/native/*.cpp src/elbowroom/native/*.h src/elbowroom/quick/*.cpp src/elbowroom/quick/*.h)
+NATIVE := $(wildcard src/elbowroom/native/*.cpp src/elbowroom/native/*.h)
 $(BUILT): $(READY) $(LOOPS) $(NATIVE)
 	$(BIN)/elbowroom build && touch $(BUILT)
 

@@ -169,7 +169,7 @@ def train_in_room(way: str, strike: Strike | DiskStrike, profile: HardwareProfil
     if way == "dynamic":
         options = {"mode": "dynamic", "policy": "lru"}
     room = elbowroom.fit(
-        model, optimizer, BUDGETS.get(way, 620_000), profile=profile, min_offload_bytes=1, quick=False, **options
+        model, optimizer, BUDGETS.get(way, 620_000), profile=profile, min_offload_bytes=1, **options
     )  # fmt: skip
     with strike:
         try:

@@ -1,13 +1,12 @@
-"""What does a room add to each op, over a dispatch mode in Python that does nothing?
+"""What does a room add to each op, over plain PyTorch?
 
-    python benchmarks/op_overhead.py [--rounds 7] [--in-python] [--output FILE.json]
+    python benchmarks/op_overhead.py [--rounds 7] [--output FILE.json]
 
 Loops of small ops in a forward and a backward pass, on the CPU: bare PyTorch, a dispatch mode that only calls the op,
 and dynamic steps with room for everything: in a room that never had too little ("dynamic"), and after a step that had
 too little, so that what may move is recorded ("short"), or all that there is ("recorded"). And steps that follow a plan
 that moves nothing ("planned"). Rounds take turns in one process; figures are medians over rounds, and of what is added
-the difference of the fastest as well, which other jobs on the machine disturb least. Ops are watched by the library in
-C++ where it has been built (`elbowroom build`), unless `--in-python` is given.
+the difference of the fastest as well, which other jobs on the machine disturb least.
 Then: what deciding takes, by how many storages there are to choose from.
 """
 
@@ -30,7 +29,6 @@ import elbowroom
 from elbowroom._family import get, names
 from elbowroom.ir.events import PressureRaised, StorageSaved
 from elbowroom.ir.journal import Mode
-from elbowroom.quick import library
 from elbowroom.residency import policies
 from elbowroom.residency.habits import Habits
 
@@ -150,12 +148,9 @@ def main() -> None:
     """Measure, print, write JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--in-python", action="store_true")
     parser.add_argument("--output")
     parsed = parser.parse_args()
     torch.set_num_threads(1)
-    is_quick = not parsed.in_python and library.load() is not None
-    print("ops are watched in C++" if is_quick else "ops are watched in Python")
     step, counter = make_step(), Count()
     with counter:
         step[2]()
@@ -164,7 +159,7 @@ def main() -> None:
         def make_room(
             made: tuple[nn.Module, torch.optim.Optimizer, Any], nbytes: int, **options: Any
         ) -> elbowroom.Room:
-            options = {"mode": "dynamic", "quick": is_quick} | options
+            options = {"mode": "dynamic"} | options
             return stack.enter_context(elbowroom.fit(*made[:2], nbytes, **options))
 
         contexts: dict[str, tuple[Callable[[], None], Callable[[], AbstractContextManager[Any]]]] = {
@@ -190,15 +185,15 @@ def main() -> None:
         for _ in range(parsed.rounds):
             for name, (run, make) in contexts.items():
                 taken[name].append(take(run, make()))
-    results: list[dict[str, Any]] = [{"what": "watched in", "language": "C++" if is_quick else "Python"}]
+    results: list[dict[str, Any]] = []
     for name, seconds in taken.items():
         each = statistics.median(seconds) / counter.ops
         results.append({"what": name, "ops": counter.ops, "seconds_an_op": each})
         print(f"{name:10} {each * 1e6:7.1f} us an op, {counter.ops} ops")
     for name in ("dynamic", "short", "recorded", "planned"):
-        over = statistics.median(b - a for a, b in zip(taken["bare mode"], taken[name], strict=True)) / counter.ops
-        least = (min(taken[name]) - min(taken["bare mode"])) / counter.ops
-        what = f"{name} over a bare mode"
+        over = statistics.median(b - a for a, b in zip(taken["plain"], taken[name], strict=True)) / counter.ops
+        least = (min(taken[name]) - min(taken["plain"])) / counter.ops
+        what = f"{name} over plain"
         print(f"{what}: {over * 1e6:.1f} us an op; the fastest over the fastest: {least * 1e6:.1f}")
         results.append({"what": what, "ops": counter.ops, "seconds_an_op": over, "least_seconds_an_op": least})
     for policy in names(policies):

@@ -27,7 +27,6 @@ def describe_op(name: str, overload: str) -> dict[str, Any]:
         "is_replayable": is_replayable and (not is_attention or "dropout_p" in arguments),
         "is_source": not any("Tensor" in str(each.type) for each in func._schema.arguments),
         "is_convolution": func._opname == "convolution",
-        "written": [position for position, _ in find_written(func)],
         "dropout": arguments.index("dropout_p") if is_attention and "dropout_p" in arguments else -1,
         "statistics": [mean, variance, -1 if training is None else training],
     }

@@ -120,7 +120,6 @@ OpKind unpack_kind(const py::dict& known) {
   kind.is_traced = get("is_traced"), kind.is_idle = get("is_idle"), kind.may_write = get("may_write");
   kind.is_replayable = get("is_replayable"), kind.is_source = get("is_source");
   kind.is_convolution = get("is_convolution");
-  kind.written = known["written"].cast<std::vector<int64_t>>();
   kind.dropout = known["dropout"].cast<int64_t>();
   const auto statistics = known["statistics"].cast<std::vector<int64_t>>();
   kind.mean = statistics.at(0), kind.variance = statistics.at(1), kind.training = statistics.at(2);

@@ -2,7 +2,6 @@
 
 #include <ATen/Context.h>
 
-#include <memory>
 #include <mutex>
 #include <shared_mutex>
 #include <unordered_map>
@@ -14,7 +13,9 @@ namespace {
 
 std::function<OpKind(const std::string&, const std::string&)> ask;  // NOLINT: set when the extension is loaded
 std::shared_mutex mutex;
-std::unordered_map<const c10::FunctionSchema*, std::unique_ptr<OpKind>> known;
+// Never destroyed: recordings refer to them, and a program may take its own ops back, whose schemas' addresses are used
+// again.
+std::unordered_map<const c10::FunctionSchema*, const OpKind*> known;
 
 }  // namespace
 
@@ -45,11 +46,16 @@ const OpKind* find_kind(const c10::OperatorHandle& op) {
   {
     const std::shared_lock<std::shared_mutex> guard(mutex);
     const auto found = known.find(schema);
-    if (found != known.end()) return found->second.get();
+    if (found != known.end() && found->second->schema == schema->name()) return found->second;
   }
-  auto made = std::make_unique<OpKind>(ask(schema->name(), schema->overload_name()));  // without the mutex: Python is asked
+  auto* made = new OpKind(ask(schema->name(), schema->overload_name()));  // without the mutex: Python is asked
+  made->schema = schema->name();
+  for (size_t i = 0; i < schema->arguments().size(); ++i) {
+    const c10::AliasInfo* alias = schema->arguments()[i].alias_info();
+    if (alias != nullptr && alias->isWrite()) made->written.push_back(static_cast<int64_t>(i));
+  }
   const std::unique_lock<std::shared_mutex> guard(mutex);
-  return known.try_emplace(schema, std::move(made)).first->second.get();
+  return known.insert_or_assign(schema, made).first->second;
 }
 
 void set_find_kind(std::function<OpKind(const std::string&, const std::string&)> find) { ask = std::move(find); }

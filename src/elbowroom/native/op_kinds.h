@@ -13,7 +13,7 @@ namespace elbowroom {
 
 // See `hooks/kinds.py`, which says what these are.
 struct OpKind {
-  std::string name;
+  std::string name, schema;
   bool is_traced, is_idle, may_write, is_replayable, is_source, is_convolution;
   std::vector<int64_t> written;  // positions of the arguments that it writes to
   int64_t dropout = -1;  // position of the probability that makes it random if it is not zero

@@ -147,8 +147,7 @@ RecordedOpPtr describe(
       made->arguments[i] = value.isTensorList() ? c10::IValue(c10::List<at::Tensor>())
                                                 : c10::IValue(c10::List<std::optional<at::Tensor>>());
       for (size_t item = 0; item < items.size(); ++item) {
-        if (items[item].isNone()) continue;
-        if (!items[item].toTensor().defined()) return {};
+        if (items[item].isNone() || !items[item].toTensor().defined()) continue;
         if (!add(items[item].toTensor(), i, static_cast<int32_t>(item))) return {};
       }
     } else if (value.isList()) {
@@ -271,7 +270,7 @@ std::vector<at::Tensor> RecordedOp::replay(const Find& find) const {
     if (lists[i].empty()) continue;
     if (arguments[i].isTensorList()) {
       c10::List<at::Tensor> list;
-      for (auto& item : lists[i]) list.push_back(*std::move(item));
+      for (auto& item : lists[i]) list.push_back(item.value_or(at::Tensor()));
       stack[i] = std::move(list);
     } else {
       c10::List<std::optional<at::Tensor>> list;

@@ -59,6 +59,8 @@ using Mode = c10::impl::PyObject_TorchDispatchMode;
 
 // Fake tensors run ops on tensors without bytes: those are no ops of the step.
 bool is_without_bytes(const c10::OperatorHandle& op, const torch::jit::Stack& stack) {
+  // As they have it while their kernels run.
+  if (c10::impl::tls_local_dispatch_key_set().included_.has_backend(c10::BackendComponent::MetaBit)) return true;
   const size_t count = std::min(stack.size(), op.schema().arguments().size());
   return std::any_of(stack.end() - static_cast<std::ptrdiff_t>(count), stack.end(), [](const c10::IValue& value) {
     if (value.isTensor()) return value.toTensor().key_set().has_backend(c10::BackendComponent::MetaBit);

@@ -295,8 +295,10 @@ class OnlineEngine(Engine):
         if segment is None or not self._may_move(residence.id):
             return False
         if segment < self._planned_segments:
-            recording = self.watcher.make_recording(list(self._segments[segment].ops), residence.record)
-            if not recording.places or not recording.is_open(self.account.table) or is_exposed(recording, residence):
+            ops, leaves = self._segments[segment].ops, self._segments[segment].leaves
+            recording = self.watcher.make_recording(list(ops), residence.record)
+            is_whole = bool(recording.places) and {leaf.id for leaf in recording.leaves}.issubset(leaves)
+            if not is_whole or not recording.is_open(self.account.table) or is_exposed(recording, residence):
                 return False
         else:
             recording = self._facts.find_safe_recording(residence)
