@@ -11,6 +11,7 @@ import shutil
 import subprocess
 import tempfile
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 from elbowroom._folders import ADVICE, check_private, make_cache
@@ -63,7 +64,7 @@ def compile_sources(
     what: str, language: Language, made: pathlib.Path, sources: Sequence[pathlib.Path], flags: Sequence[str],
     libraries: Sequence[str],
 ) -> None:  # fmt: skip
-    """Compile and link in one go. The file is there whole or not at all, whoever else is making it.
+    """Compile, on all cores, and link. The file is there whole or not at all, whoever else is making it.
 
     Raises:
         UsageError: there is no compiler, it does not compile, or nothing can be written there.
@@ -78,16 +79,15 @@ def compile_sources(
     except OSError as error:
         raise UsageError(f"{what} cannot be compiled into {made.parent}: {error.strerror}. {ADVICE}") from error
     os.close(number)
-    command = [*compiler, *flags, "-o", part, *map(str, sources), *libraries]
     try:
-        with announcing(f"compiling {what}", f"{language.name}, kept for the next time"):
-            done = subprocess.run(command, capture_output=True, text=True, check=False)
-        if done.returncode != 0:
-            raise UsageError(
-                f"{what} does not compile: {shlex.join(command)} ended with {done.returncode}: "
-                f"{done.stderr.strip()[-2000:]}. Name another compiler in the environment variable "
-                f"{language.variable}."
-            )
+        note = announcing(f"compiling {what}", f"{language.name}, kept for the next time")
+        with note, tempfile.TemporaryDirectory(prefix="elbowroom-") as folder:
+            objects = [str(pathlib.Path(folder) / f"{source.name}.o") for source in sources]
+            pairs = zip(objects, map(str, sources), strict=True)
+            commands = [[*compiler, *flags, "-c", "-o", each, source] for each, source in pairs]
+            with ThreadPoolExecutor(max_workers=min(len(sources), os.cpu_count() or 1)) as pool:
+                list(pool.map(lambda command: _run(what, language, command), commands))
+            _run(what, language, [*compiler, *flags, "-o", part, *objects, *libraries])
         with open(part, "r+b") as file:
             file.seek(0, os.SEEK_END)
             file.write(_digest(pathlib.Path(part).read_bytes()))
@@ -95,6 +95,15 @@ def compile_sources(
     finally:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(part)
+
+
+def _run(what: str, language: Language, command: Sequence[str]) -> None:
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        raise UsageError(
+            f"{what} does not compile: {shlex.join(command)} ended with {done.returncode}: "
+            f"{done.stderr.strip()[-2000:]}. Name another compiler in the environment variable {language.variable}."
+        )
 
 
 def is_made(made: pathlib.Path) -> bool:
