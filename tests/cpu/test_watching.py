@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
+import multiprocessing
 import weakref
+from collections.abc import Callable
+from typing import Any
 
+import pytest
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -39,3 +44,80 @@ def test_ops_that_the_dispatcher_does_not_know_pass(profile: HardwareProfile) ->
             nn.Linear(8, 8)(torch.randn(4, 8)).sum().backward()
         model(torch.ones(4, 8)).sum().backward()
     assert model.weight.grad is not None
+
+
+def multiply(x: torch.Tensor) -> torch.Tensor:
+    return x.prod(dim=1).sum()
+
+
+def mask(x: torch.Tensor) -> torch.Tensor:
+    (gradient,) = torch.autograd.grad(x.masked_fill(x > 0.5, 0.25).square().sum(), x, create_graph=True)
+    return gradient.square().sum()
+
+
+def accumulate(x: torch.Tensor) -> torch.Tensor:
+    (gradient,) = torch.autograd.grad(x.cumprod(dim=1).sum(), x, create_graph=True)
+    return gradient.square().sum()
+
+
+def decompose(x: torch.Tensor) -> torch.Tensor:
+    (gradient,) = torch.autograd.grad(torch.linalg.det(x[:8, :8]), x, create_graph=True)
+    return gradient.square().sum()
+
+
+@pytest.mark.parametrize("program", [multiply, mask, accumulate, decompose])
+@pytest.mark.parametrize("mode", ["auto", "dynamic"])
+def test_formulas_are_those_of_plain_steps(
+    program: Callable[[torch.Tensor], torch.Tensor], mode: str, profile: HardwareProfile
+) -> None:
+    """PyTorch picks others while a dispatch mode is active, whose results differ in their last bits."""
+
+    def train(room: elbowroom.Room | None) -> list[torch.Tensor]:
+        found = []
+        for _ in range(4):
+            with room.step() if room is not None else contextlib.nullcontext():
+                program(model.weight * 1.0).backward()
+            assert model.weight.grad is not None
+            found.append(model.weight.grad.clone())
+            model.weight.grad = None
+        return found
+
+    torch.manual_seed(0)
+    model = nn.Linear(64, 64)
+    expected = train(None)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    options: dict[str, Any] = {"mode": mode, "min_offload_bytes": 1, "always_watch": True, "profile": profile}
+    with elbowroom.fit(model, optimizer, 1 << 30, **options) as room:
+        found = train(room)
+    assert all(torch.equal(*pair) for pair in zip(expected, found, strict=True))
+
+
+def test_a_chain_of_records_takes_no_stack(profile: HardwareProfile) -> None:
+    """Each op holds what it read, and that the op that made it."""
+    model = nn.Linear(2, 2)
+    with elbowroom.fit(model, [], 1 << 30, mode="dynamic", min_offload_bytes=1, profile=profile) as room:
+        with room.step():
+            x = model.weight * 1.0
+            for _ in range(100_000):
+                x = x.detach().requires_grad_() * 1.0
+        with room.step():
+            (model.weight * 1.0).sum().backward()
+    assert model.weight.grad is not None
+
+
+def test_a_forked_process_goes_on_unwatched(profile: HardwareProfile) -> None:
+    model = nn.Linear(8, 8)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with elbowroom.fit(model, optimizer, 1 << 30, mode="dynamic", profile=profile) as room, room.step():
+        loss = model(torch.ones(4, 8)).sum()
+        process = multiprocessing.get_context("fork").Process(target=compute_elsewhere)
+        process.start()
+        process.join(60)
+        assert process.exitcode == 0
+        loss.backward()
+
+
+def compute_elsewhere() -> None:
+    if torch._C._is_key_in_tls("elbowroom.watchers"):
+        raise SystemExit(3)
+    torch.ones(1000).mul_(2).sum()
