@@ -6,8 +6,8 @@ import contextlib
 import functools
 import logging
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol
+from collections.abc import Iterator, Sequence
+from typing import Protocol
 
 import torch
 
@@ -42,20 +42,6 @@ def silenced(logger: logging.Logger) -> Iterator[None]:
         yield
     finally:
         logger.removeFilter(is_of_interest)
-
-
-def hide_from_compiler(function: Callable[..., Any]) -> bool:
-    """Have torch.compile leave a function alone, and what it calls; whether that could be done.
-
-    Once, where PyTorch's own way is another call around each call.
-    """
-    try:
-        from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
-
-        set_code_exec_strategy(function.__code__, _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP))
-    except (AttributeError, ImportError, TypeError):  # none of it is documented
-        return False
-    return True
 
 
 class Pausable(Protocol):

@@ -90,11 +90,6 @@ def _without_dropout(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, 
     return False
 
 
-def has_statistics(func: OpOverload) -> bool:
-    """Whether some of an op's arguments are running statistics that it may update."""
-    return func._opname in STATISTICS
-
-
 def find_statistics(func: OpOverload, args: tuple[Any, ...]) -> tuple[int, ...]:
     """Positions of arguments that are running statistics being updated, not read."""
     entry = STATISTICS.get(func._opname)
@@ -112,16 +107,6 @@ def find_written(func: OpOverload) -> tuple[tuple[int, str], ...]:
         for index, argument in enumerate(func._schema.arguments)
         if argument.alias_info is not None and argument.alias_info.is_write
     )
-
-
-def list_written(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
-    """The tensors that an op writes to: by its schema, and statistics that it updates without saying so."""
-    places = find_written(func)
-    statistics = find_statistics(func, args)
-    if not places and not statistics:
-        return []
-    values = [args[position] if position < len(args) else kwargs.get(name) for position, name in places]
-    return list(iterate_tensors([*values, *(args[position] for position in statistics)]))
 
 
 @by_op
