@@ -20,7 +20,7 @@ def let_everything_go(engine: OnlineEngine, nbytes: int) -> None:
     engine._carry_out(engine._machine.feed(PressureRaised(EVERYTHING, 0)))
 
 
-def ask_at_every_op(
+def ask_at_every_request(
     monkeypatch: pytest.MonkeyPatch, make_room: Callable[[OnlineEngine, int], None] = let_everything_go
 ) -> None:
     """Have `make_room` called for each request, though there may be enough room."""

@@ -16,9 +16,6 @@ from elbowroom.runtime.transfers import Transfers
 
 logger = logging.getLogger(__name__)
 
-SETTLED_STEPS = 2
-"""Settled steps whose ops are metered one by one, to learn what they take; of the others only the peak is."""
-
 
 class Metering:
     """Meters every step of a room and keeps the records of all.
@@ -43,9 +40,8 @@ class Metering:
         return self._logbook.journal()
 
     def make(self, *, is_detailed: bool = False) -> Meter:
-        """Return a meter for the next step. `is_detailed`: whether its ops are metered one by one in any case."""
-        is_settling = self._logbook.settled_steps < SETTLED_STEPS
-        return make_meter(self._device, self._ledger, is_detailed=is_detailed or is_settling)
+        """Return a meter for the next step. `is_detailed`: whether its ops are metered one by one."""
+        return make_meter(self._device, self._ledger, is_detailed=is_detailed)
 
     def start(self, meter: Meter, engine: OnlineEngine | None, stack: contextlib.ExitStack) -> None:
         """Let a meter count until the stack unwinds."""

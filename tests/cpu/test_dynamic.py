@@ -27,7 +27,7 @@ from elbowroom.residency import policies
 from elbowroom.runtime import mover, patience
 from elbowroom.runtime.finishing import finishing
 from elbowroom.runtime.online_engine import OnlineEngine
-from tests.pressure import ask_at_every_op, let_everything_go
+from tests.pressure import ask_at_every_request, let_everything_go
 
 STEPS, WIDTH = 5, 64
 Step = Callable[[int], torch.Tensor]
@@ -454,7 +454,7 @@ def test_odd_programs(
             let_everything_go(engine, nbytes)
 
     expected = train(make_odd(), None)
-    ask_at_every_op(monkeypatch, make_room)
+    ask_at_every_request(monkeypatch, make_room)
     model = make_odd()
     options: dict[str, Any] = {"mode": "dynamic", "policy": policy, "min_offload_bytes": 1, "profile": profile}
     with elbowroom.fit(model, sgd(model), 1 << 40, **options) as room:
@@ -498,7 +498,7 @@ def test_room_gets_short_at_one_op(program: Program, profile: HardwareProfile, m
         return [model.w.grad, *model.state_dict().values()]
 
     expected = find(0)
-    ask_at_every_op(monkeypatch, make_room)
+    ask_at_every_request(monkeypatch, make_room)
     while short < last:
         short += 1
         assert all(torch.equal(*pair) for pair in zip(expected, find(1 << 40), strict=True)), short
@@ -519,7 +519,7 @@ def test_a_graph_that_outlives_an_exception(profile: HardwareProfile, monkeypatc
         return model.w.grad.clone()
 
     expected = run(make_odd(), None)
-    ask_at_every_op(monkeypatch)
+    ask_at_every_request(monkeypatch)
     model = make_odd()
     options: dict[str, Any] = {"mode": "dynamic", "policy": "dtr", "min_offload_bytes": 1, "profile": profile}
     with elbowroom.fit(model, sgd(model), 1 << 40, **options) as room:
@@ -550,7 +550,7 @@ def test_bytes_are_counted_right_whatever_is_resized(profile: HardwareProfile) -
 
 
 def test_inputs_are_not_kept(profile: HardwareProfile, monkeypatch: pytest.MonkeyPatch) -> None:
-    ask_at_every_op(monkeypatch)
+    ask_at_every_request(monkeypatch)
     model, seen = make_odd(), []
     options: dict[str, Any] = {"mode": "dynamic", "policy": "dtr", "min_offload_bytes": 1, "profile": profile}
     gc.collect()
@@ -947,7 +947,7 @@ def test_what_has_side_effects_runs_as_often_as_without_us(
     model, optimizer, _ = make_deep(4)
     expected = train(None)
     model, optimizer, _ = make_deep(4)
-    ask_at_every_op(monkeypatch)
+    ask_at_every_request(monkeypatch)
     with elbowroom.fit(model, optimizer, 1 << 40, policy=policy, profile=profile, **DEEP) as room:
         found = train(room)
         assert sum(record.offloaded_bytes + record.recomputed for record in room.journal().steps) > 0

@@ -12,7 +12,7 @@ from elbowroom.ir.journal import Mode
 from elbowroom.runtime.online_engine import OnlineEngine
 from tests.cpu.test_same_results import Outcome, train
 from tests.models import MODELS
-from tests.pressure import ask_at_every_op, let_everything_go
+from tests.pressure import ask_at_every_request, let_everything_go
 
 STEPS = 2
 """The second one is the first with all optimizer state, and with habits of its own."""
@@ -44,7 +44,7 @@ def find_least(name: str, profile: HardwareProfile) -> tuple[Outcome, int]:
         needed[0] = max(needed[0], engine.account.live_bytes + nbytes)
 
     with pytest.MonkeyPatch.context() as patch:
-        ask_at_every_op(patch, note)
+        ask_at_every_request(patch, note)
         return train(name, 1 << 40, profile, STEPS, mode="dynamic", policy="lru")[0], needed[0]
 
 

@@ -35,7 +35,7 @@ from elbowroom.ir.hardware import HardwareProfile
 from elbowroom.ir.journal import Mode
 from elbowroom.planner.problem import pose
 from elbowroom.room import Room
-from tests.pressure import ask_at_every_op
+from tests.pressure import ask_at_every_request
 
 STEPS = 7
 WAYS = ("capture", "offload_all", "recompute_all", "smallest", "pressed")
@@ -58,7 +58,7 @@ class Runner:
             # A budget that everything fits is the only one at which both strategies always have a plan.
             monkeypatch.setattr(elbowroom.repertoire, "keep_all_if_it_fits", lambda *_: None)
         elif way == "pressed":
-            ask_at_every_op(monkeypatch)
+            ask_at_every_request(monkeypatch)
         self._budget = HUGE
 
     def fit(self, model: nn.Module, optimizers: Optimizers, **options: Any) -> Room:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import multiprocessing
+import threading
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -16,6 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import elbowroom
 from elbowroom.ir.hardware import HardwareProfile
+from elbowroom.native import library
 
 
 def test_a_step_leaves_nothing_for_the_garbage_collector(profile: HardwareProfile) -> None:
@@ -121,3 +123,46 @@ def compute_elsewhere() -> None:
     if torch._C._is_key_in_tls("elbowroom.watchers"):
         raise SystemExit(3)
     torch.ones(1000).mul_(2).sum()
+
+
+def test_ops_of_several_threads_have_places_of_their_own(profile: HardwareProfile) -> None:
+    """Autograd runs a thread for each device. Two ops at one place would be one in a replay."""
+    model = nn.Linear(64, 64)
+    options: dict[str, Any] = {"mode": "dynamic", "policy": "dtr", "min_offload_bytes": 1, "profile": profile}
+    with elbowroom.fit(model, [], 1 << 30, **options) as room, room.step():
+        engine = room._engine
+        assert engine is not None
+        native, made = library.load(), list[torch.Tensor]()
+        barrier = threading.Barrier(4)
+
+        def compute() -> None:
+            native.set_watchers((engine.watcher,))
+            barrier.wait()
+            for _ in range(200):
+                made.append(model.weight.detach().sin().cos())
+            native.set_watchers(())
+
+        threads = [threading.Thread(target=compute) for _ in range(4)]
+        for each in threads:
+            each.start()
+        for each in threads:
+            each.join()
+        table = engine.account.table
+        targets = [engine.account.see(each.untyped_storage()) for each in made]
+        recordings = [table.find_recording(each.record) for each in targets]
+        assert [each.names for each in recordings] == [["aten.sin.default", "aten.cos.default"]] * 800
+        places = [place for each in recordings for place in each.places]
+        assert len(set(places)) == len(places) == 1600
+
+
+def test_what_an_op_failed_to_write_is_not_computed_again(profile: HardwareProfile) -> None:
+    """Part of it may be written."""
+    model = nn.Linear(64, 64)
+    with elbowroom.fit(model, [], 1 << 30, mode="dynamic", min_offload_bytes=1, profile=profile) as room, room.step():
+        x = model.weight.relu()
+        account = room._engine.account  # type: ignore[union-attr]
+        residence = account.see(x.untyped_storage())
+        assert residence.record.ops == ["aten.relu.default"]
+        with pytest.raises(RuntimeError, match="The size of tensor"):
+            x.add_(torch.ones(3, 5))
+        assert residence.record.ops == []

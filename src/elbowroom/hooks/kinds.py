@@ -1,4 +1,4 @@
-"""What is known of an op whatever it is given: found once, for the extension that watches steps."""
+"""Facts about an op that hold for any arguments, for the extension that watches steps."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ def describe_op(name: str, overload: str) -> dict[str, Any]:
         "is_idle": not is_written and mean < 0 and (is_view(func) or not is_traced),
         "may_write": is_written or mean >= 0,
         "is_replayable": is_replayable and (not is_attention or "dropout_p" in arguments),
+        "is_random": torch.Tag.nondeterministic_seeded in func.tags,
         "is_source": not any("Tensor" in str(each.type) for each in func._schema.arguments),
         "is_convolution": func._opname == "convolution",
         "dropout": arguments.index("dropout_p") if is_attention and "dropout_p" in arguments else -1,

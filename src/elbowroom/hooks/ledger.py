@@ -40,7 +40,7 @@ class Ledger(Protocol):
 
     @property
     def live_bytes(self) -> int:
-        """What the room holds now."""
+        """Bytes that the room holds now."""
         ...
 
     def take_recent_peak(self) -> int:

@@ -25,7 +25,7 @@ class Meter(Protocol):
         peak_bytes: most bytes on the device at once; 0 before `stop`.
         resident_bytes: the process's peak resident memory (CPU), or the allocator's peak reserved bytes (CUDA).
         base_bytes: what was there when the meter started.
-        is_detailed: whether ops are told of, or moments are asked for.
+        is_detailed: whether ops are told of.
     """
 
     peak_bytes: int
@@ -63,18 +63,13 @@ class Meter(Protocol):
         """Most that each of the first ops allocated inside itself, beyond the results that it `created`."""
         ...
 
-    def count_taken(self, begins: Sequence[int], ends: Sequence[int]) -> list[int]:
-        """Most that was there in each span between two moments of `time.time_ns`, beyond what there was at its begin;
-        nothing where the meter cannot tell."""
-        ...
-
 
 def make_meter(device: torch.device, ledger: CpuLedger | CudaLedger, *, is_detailed: bool = True) -> Meter:
     """Return a meter for a device.
 
     Args:
         ledger: counts the bytes.
-        is_detailed: whether ops are told of, or moments are asked for.
+        is_detailed: whether ops are told of.
     """
     if isinstance(ledger, CpuLedger):
         return CpuMeter(ledger, is_detailed=is_detailed)
@@ -120,26 +115,19 @@ class CpuMeter:
             self._times, self._live = (np.frombuffer(each, dtype=np.int64) for each in self._scope.take_changes())
             self._scope.set_recording(False)
 
-    def timeline(self) -> tuple[list[float], list[int]]:
-        """Every allocation and release of the step: when (in seconds), and the bytes then on."""
-        if not len(self._times):
-            return [], []
-        return ((self._times - self._times[0]) * 1e-9).tolist(), self._live.tolist()
-
     def op_seconds(self) -> tuple[float, ...]:
         return tuple((end - begin) * 1e-9 for begin, end in zip(self._begins, self._ends, strict=True))
 
     def workspace_bytes(self, created_bytes: Sequence[int]) -> tuple[int, ...]:
         if not len(self._times):
             return (0,) * len(created_bytes)
-        taken = self.count_taken(self._begins, self._ends)
+        taken = self._count_taken()
         return tuple(max(0, most - created) for most, created in zip(taken, created_bytes, strict=False))
 
-    def count_taken(self, begins: Sequence[int], ends: Sequence[int]) -> list[int]:
-        if not len(self._times):
-            return []
-        firsts = np.searchsorted(self._times, begins, side="left").tolist()
-        lasts = np.searchsorted(self._times, ends, side="right").tolist()
+    def _count_taken(self) -> list[int]:
+        """Most that was there during each op, beyond what there was at its begin."""
+        firsts = np.searchsorted(self._times, self._begins, side="left").tolist()
+        lasts = np.searchsorted(self._times, self._ends, side="right").tolist()
         found = []
         for first, last in zip(firsts, lasts, strict=True):
             before = int(self._live[first - 1])
@@ -206,9 +194,6 @@ class CudaMeter:
         return tuple(
             max(0, inner - -(-created // 512) * 512) for inner, created in zip(self._inner, created_bytes, strict=False)
         )
-
-    def count_taken(self, begins: Sequence[int], ends: Sequence[int]) -> list[int]:
-        return []  # the allocator keeps no record of when
 
 
 def reset_resident_peak() -> None:

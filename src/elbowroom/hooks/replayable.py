@@ -122,8 +122,8 @@ def is_view(func: OpOverload) -> bool:
 
 @by_op
 def touches_tensors(func: OpOverload) -> bool:
-    """Whether an op makes or changes tensors. One that only asks (its device, its strides) is not part of a step. Nor
-    is one that returns its tensor under another name: whether autograd calls those depends on who watches."""
+    """Tell whether an op makes or changes tensors. One that only asks (its device, its strides) is not part of a step.
+    Nor is one that returns its tensor under another name: whether autograd calls those depends on who watches."""
     if func._opname in ("alias", "detach"):
         return False
     if func._opname == "allclose":

@@ -1,5 +1,4 @@
 // What Python sees of a step's storages and ops.
-#include <pybind11/functional.h>
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 #include <torch/csrc/DynamicTypes.h>
@@ -118,7 +117,8 @@ OpKind unpack_kind(const py::dict& known) {
   OpKind kind;
   kind.name = known["name"].cast<std::string>();
   kind.is_traced = get("is_traced"), kind.is_idle = get("is_idle"), kind.may_write = get("may_write");
-  kind.is_replayable = get("is_replayable"), kind.is_source = get("is_source");
+  kind.is_replayable = get("is_replayable"), kind.is_random = get("is_random");
+  kind.is_source = get("is_source");
   kind.is_convolution = get("is_convolution");
   kind.dropout = known["dropout"].cast<int64_t>();
   const auto statistics = known["statistics"].cast<std::vector<int64_t>>();

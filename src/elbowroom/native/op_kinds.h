@@ -14,7 +14,7 @@ namespace elbowroom {
 // See `hooks/kinds.py`, which says what these are.
 struct OpKind {
   std::string name, schema;
-  bool is_traced, is_idle, may_write, is_replayable, is_source, is_convolution;
+  bool is_traced, is_idle, may_write, is_replayable, is_random, is_source, is_convolution;
   std::vector<int64_t> written;  // positions of the arguments that it writes to
   int64_t dropout = -1;  // position of the probability that makes it random if it is not zero
   int64_t mean = -1, variance = -1, training = -1;  // positions of statistics that it updates if it is training
@@ -27,7 +27,7 @@ struct OpKind {
 // Returns what is known of an op, which is asked of Python the first time; null where it has no schema.
 const OpKind* find_kind(const c10::OperatorHandle& op);
 
-// Who is asked: given an op's name and its overload's.
+// Sets the function that is asked, with an op's name and its overload's.
 void set_find_kind(std::function<OpKind(const std::string&, const std::string&)> find);
 
 }  // namespace elbowroom

@@ -90,9 +90,10 @@ class OpWatch::Running {
 void OpWatch::run(const c10::OperatorHandle& op, torch::jit::Stack* stack, c10::function_ref<void()> next) {
   const OpKind* const kind = is_closed_ ? nullptr : find_kind(op);
   if (kind == nullptr) return next();
-  int64_t tick = -1;
+  int64_t tick = -1, place = 0;
   if (kind->is_traced) {
-    if (++ops_ > due_ops) callbacks_.leave(std::to_string(ops_) + " ops without a save that should have come before");
+    place = ++ops_;  // its own, whatever other threads run
+    if (place > due_ops) callbacks_.leave(std::to_string(place) + " ops without a save that should have come before");
     if (mode_ == Mode::FOLLOW && !is_expected(*kind, &tick)) tick = -1;
   }
   if (kind->is_idle) return next();
@@ -113,7 +114,8 @@ void OpWatch::run(const c10::OperatorHandle& op, torch::jit::Stack* stack, c10::
       recorded = describe(op, *kind, arguments, count, tick);
     }
   }
-  const bool may_retry = callbacks_.make_room != nullptr && written.empty();
+  // To draw random numbers or to write once more would not be the same.
+  const bool may_retry = callbacks_.make_room != nullptr && written.empty() && !kind->is_random;
   if (may_retry && given.empty()) given.assign(arguments, arguments + count);
   const int64_t live_before = scope_ == nullptr ? 0 : scope_->begin_op();
   double seconds = 0;
@@ -124,9 +126,15 @@ void OpWatch::run(const c10::OperatorHandle& op, torch::jit::Stack* stack, c10::
         next();
         break;
       } catch (const c10::OutOfMemoryError&) {
-        if (!may_retry || !callbacks_.make_room(kind->name)) throw;
+        if (!may_retry || !callbacks_.make_room(kind->name)) {
+          forget_ops(written);
+          throw;
+        }
         stack->resize(below);
         stack->insert(stack->end(), given.begin(), given.end());
+      } catch (...) {
+        forget_ops(written);  // which may be half written
+        throw;
       }
     }
     seconds = timed.stop();
@@ -146,7 +154,7 @@ void OpWatch::run(const c10::OperatorHandle& op, torch::jit::Stack* stack, c10::
   if (recorded) {
     ++recorded_ops_;
     recorded->seconds = seconds;
-    recorded->place = ops_;
+    recorded->place = place;
     recorded->inner_bytes = scope_ == nullptr ? 0 : std::max<int64_t>(0, scope_->op_peak_bytes() - live_before);
   }
   if (recorded || !written.empty()) put_down(std::move(recorded), *stack, returned, written, tick);
@@ -250,6 +258,17 @@ void OpWatch::put_down(
     if (record->changed_by.size() == 64) forget(*record);  // with the one that made it, there are too many
   }
   if (tick >= 0) by_tick_[tick] = op;
+}
+
+void OpWatch::forget_ops(const std::vector<at::Tensor>& written) {
+  std::vector<RecordedOpPtr> forgotten;  // destroyed without the mutex
+  const std::lock_guard<std::mutex> guard(table_->mutex);
+  for (const at::Tensor& tensor : written) {
+    const c10::StorageImpl* storage = find_storage(tensor);
+    const StorageRecordPtr record = storage == nullptr ? StorageRecordPtr() : table_->find(storage);
+    if (!record) continue;
+    for (RecordedOpPtr& each : record->forget_ops()) forgotten.push_back(std::move(each));
+  }
 }
 
 void OpWatch::record(int64_t resting_bytes, int64_t least_bytes) {

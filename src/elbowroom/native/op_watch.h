@@ -19,7 +19,7 @@
 
 namespace elbowroom {
 
-// Who is told, in the thread and at the moment of the op. What they throw passes through it.
+// Functions that are called in the thread and at the moment of an op. What they throw passes through it.
 struct Callbacks {
   std::function<void(const at::Tensor&)> before_write;  // an op is about to write to what Python knows
   std::function<void(const at::Tensor&)> after_write;
@@ -72,6 +72,8 @@ class OpWatch {
   bool is_expected(const OpKind& kind, int64_t* tick);
   bool may_record(const OpKind& kind, const torch::jit::Stack& stack, size_t count) const;
   void put_down(RecordedOpPtr op, const torch::jit::Stack& results, size_t count, const std::vector<at::Tensor>& written, int64_t tick);
+  // It is not known any more how these were made.
+  void forget_ops(const std::vector<at::Tensor>& written);
   void tell(const std::function<void(const at::Tensor&)>& callback, const std::vector<at::Tensor>& written);
 
   const c10::DeviceType device_;

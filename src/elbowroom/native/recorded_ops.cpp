@@ -285,7 +285,9 @@ std::vector<at::Tensor> RecordedOp::replay(const Find& find) const {
     if (value.isTensor()) {
       if (value.toTensor().defined()) made.push_back(value.toTensor());
     } else if (value.isTensorList()) {
-      for (const at::Tensor& tensor : value.toTensorVector()) made.push_back(tensor);
+      for (const at::Tensor& tensor : value.toTensorVector()) {
+        if (tensor.defined()) made.push_back(tensor);
+      }
     }
   }
   return made;

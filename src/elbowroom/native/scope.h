@@ -37,7 +37,7 @@ class Scope {
   // The peak of one op begins anew, at the live bytes, which it returns.
   int64_t begin_op();
   int64_t op_peak_bytes() const { return op_peak_bytes_.load(std::memory_order_relaxed); }
-  // The same for whoever asks now and then.
+  // Returns the peak since the last call.
   int64_t take_recent_peak();
 
   void set_limit(int64_t nbytes) { limit_bytes_.store(nbytes, std::memory_order_relaxed); }

@@ -51,7 +51,7 @@ class StorageTable {
   explicit StorageTable(Scope* scope) : scope(scope) {}
 
   Scope* const scope;
-  // For whoever reads or changes records.
+  // Held while records are read or changed.
   std::mutex mutex;
 
   // With the mutex: the record of a storage; null if there is none.

@@ -44,7 +44,7 @@ class Account:
 
     @property
     def live_bytes(self) -> int:
-        """What the room holds now."""
+        """Bytes that the room holds now."""
         return self._ledger.live_bytes
 
     def take_recent_peak(self) -> int:
@@ -57,7 +57,7 @@ class Account:
         self._ledger.set_limit(nbytes)
 
     def has_room(self, nbytes: int) -> bool:
-        """Whether so much fits beside what is there."""
+        """Tell whether so much fits beside what is there."""
         return self.live_bytes + nbytes <= self.limit_bytes
 
     def find(self, storage: torch.UntypedStorage) -> Residence | None:

@@ -161,14 +161,14 @@ class StepFacts:
         return len(self.segments) - 1
 
     def find_recording(self, storage: int) -> Recording | None:
-        """How a storage would be computed again; None if it cannot be."""
+        """Return the recording that computes a storage again; None if there is none."""
         table, recording = self._account.table, self._recordings.get(storage)
         if recording is None or not recording.is_open(table):
             recording = self._recordings[storage] = table.find_recording(self._bound[storage].record)
         return recording
 
     def find_safe_recording(self, residence: Residence) -> Recording | None:
-        """The same, unless others may write to what it reads; the policy is not told of these, being few."""
+        """Return it unless others may write to what it reads; the policy is not told of these, being few."""
         recording = self.find_recording(residence.id)
         return None if recording is None or is_exposed(recording, residence) else recording
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 
-from elbowroom.ir.journal import Journal, Mode, StepRecord
+from elbowroom.ir.journal import Journal, StepRecord
 
 RECORDS_KEPT = 1000
 """Of a long run, how many of the first steps, and how many of the latest."""
@@ -15,18 +15,16 @@ class Logbook:
 
     Attributes:
         count: steps so far.
-        settled_steps: of them, those that ran as they will from now on: planned, plain or dynamic.
     """
 
     def __init__(self) -> None:
         self._first: list[StepRecord] = []
         self._latest: deque[StepRecord] = deque(maxlen=RECORDS_KEPT)
-        self.count = self.settled_steps = 0
+        self.count = 0
 
     def add(self, record: StepRecord) -> None:
         """A step is over."""
         self.count += 1
-        self.settled_steps += record.mode in (Mode.PLANNED, Mode.PLAIN, Mode.DYNAMIC)
         if len(self._first) < RECORDS_KEPT:
             self._first.append(record)
         else:

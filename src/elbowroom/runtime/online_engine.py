@@ -373,9 +373,10 @@ class OnlineEngine(Engine):
 
 
 def _list_wanted(known: Known) -> tuple[list[str], list[int], dict[int, list[bool]]]:
-    """What the watch is to follow.
+    """List what the watch is to follow.
 
-    That is until the forward pass is over: what an op that is not in the trace does to a leaf would be in the replay.
+    The list goes on until the forward pass is over: what an op that is not in the trace does to a leaf would be in the
+    replay.
 
     Returns:
         The names of the ops; the tick of each that the plan replays, -1 of the others; and by tick, of each tensor that

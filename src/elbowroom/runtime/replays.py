@@ -1,4 +1,4 @@
-"""How storages are computed again: by the ops that made them in this very step, which the extension has recorded."""
+"""Computes storages again by the ops that made them in this very step, which the extension has recorded."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from `sources`, which the program holds; they took `seconds` and allocate `nbyte
 
 
 def is_exposed(recording: Recording, target: Residence) -> bool:
-    """Whether NumPy or another process may write to what a replay reads or makes, unseen."""
+    """Tell whether NumPy or another process may write to what a replay reads or makes, unseen."""
     return any(each.is_exposed() for each in (target, *recording.leaves)) or any(map(is_shared, recording.kept))
 
 

@@ -135,7 +135,7 @@ class Residence:
 
     @property
     def is_staying(self) -> bool:
-        """Whether it is a parameter, a buffer, or what else the room knows to outlive the step."""
+        """True of a parameter, a buffer, and what else the room knows to outlive the step."""
         return bool(self.record.is_staying)
 
     def add_view(self, index: int, tensor: torch.Tensor) -> None:

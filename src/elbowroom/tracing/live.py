@@ -40,7 +40,7 @@ class LiveCapture:
         return add_outside(self.tracer.finish(list_residents(self._model, self._optimizers)), self._meter.base_bytes)
 
     def measure(self, trace: Trace, step_seconds: float, stall_seconds: float) -> Measurements | None:
-        """What the (stopped) meter saw of the ops of `trace`; None if this step did not begin with them.
+        """Return what the (stopped) meter saw of the ops of `trace`; None if this step did not begin with them.
 
         Args:
             step_seconds: wall time, the tracer's own included.
