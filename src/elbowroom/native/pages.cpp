@@ -11,7 +11,6 @@ namespace elbowroom {
 
 namespace {
 
-constexpr uintptr_t HUGE_PAGE_BYTES = uintptr_t{1} << 21;
 constexpr int MOST_TRIES = 64;
 
 void* to_pointer(uintptr_t address) { return reinterpret_cast<void*>(address); }
@@ -33,11 +32,12 @@ size_t get_page_bytes() {
 }
 
 uintptr_t find_addresses(size_t nbytes) {
-  // The kernel fills addresses from the top down, and programs lie at two thirds: halfway there is nothing.
+  // The kernel fills addresses from the top down, and programs lie at two thirds: halfway there is nothing. Addresses are
+  // multiples of the size, or a second arena would begin before the first one's mark and reach into it.
   void* const top = mmap(nullptr, get_page_bytes(), PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
   if (top == MAP_FAILED) return 0;
   munmap(top, get_page_bytes());
-  uintptr_t begin = reinterpret_cast<uintptr_t>(top) / 2 / HUGE_PAGE_BYTES * HUGE_PAGE_BYTES;
+  uintptr_t begin = reinterpret_cast<uintptr_t>(top) / 2 / nbytes * nbytes;
   for (int tries = 0; tries < MOST_TRIES; ++tries, begin += nbytes) {
     const Mapping mapping = map(begin, get_page_bytes(), PROT_NONE);
     if (mapping == Mapping::DONE) return begin;
