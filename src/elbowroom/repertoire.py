@@ -26,7 +26,7 @@ from elbowroom.ir.trace import Role, Trace, release_unneeded
 from elbowroom.planner.plain import keep_all_if_it_fits
 from elbowroom.planner.problem import plan as make_plan
 from elbowroom.planner.problem import pose
-from elbowroom.runtime.follower import Known
+from elbowroom.runtime.known import Known
 from elbowroom.simulator.replay import Replay, simulate
 
 logger = logging.getLogger(__name__)
@@ -44,7 +44,7 @@ STEADY = 16
 """Steps in a row that were the expected one, after which no other is looked out for from the beginning."""
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(frozen=True)
 class Planned:
     """A step that is known: its trace, what it costs, what will be done about it, and where its copies will lie."""
 
@@ -59,11 +59,10 @@ class Planned:
         """Whether nothing has to be done at all."""
         return not self.plan.decisions
 
-    def as_known(self) -> Known:
+    @functools.cached_property
+    def known(self) -> Known:
         """What a step that may be this one is held against."""
-        return Known(
-            self.trace, self.plan, self.placement, self.costs.workspace_bytes, self.forecast.live_bytes,
-        )  # fmt: skip
+        return Known(self.trace, self.plan, self.placement)
 
     def count_activations(self) -> int:
         """Bytes at the peak beyond what is there before the step."""

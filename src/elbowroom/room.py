@@ -275,9 +275,8 @@ class Room:
             if engine is not None:
                 engine.begin()
                 stack.enter_context(watching(engine.watcher))  # first, so that the times of ops are not its own
-                stack.enter_context(torch.autograd.graph.saved_tensors_hooks(engine.pack, engine.unpack))
                 stack.enter_context(finishing(engine.finish))
-                stack.enter_context(ended_in_workers((engine.pack, engine.unpack)))
+                stack.enter_context(ended_in_workers())
             begin = time.perf_counter()
             yield
             return time.perf_counter() - begin
@@ -286,7 +285,7 @@ class Room:
         """What fitted as it was is called with something else: from here on this step is watched."""
         engine = self._make_engine(self.config.policy, self._repertoire.acts, None)
         try:
-            place.enter(engine.watcher, engine.pack, engine.unpack, stack)
+            place.enter(engine.watcher, stack)
         except OutOfReach as error:
             if not self._unwatched:
                 logger.warning("step %d may take more than those before it, unwatched: %s", self._metering.steps, error)
@@ -294,7 +293,7 @@ class Room:
             return
         engine.begin()
         stack.enter_context(finishing(engine.finish))
-        stack.enter_context(ended_in_workers((engine.pack, engine.unpack)))
+        stack.enter_context(ended_in_workers())
         self._engine = engine
 
     def _make_room(self, requested_bytes: int, missing_bytes: int) -> bool:
@@ -315,7 +314,7 @@ class Room:
             self._transfers, self._device, lambda: find_staying(*job), self.config.min_offload_bytes,
             budget_bytes=self.budget_bytes, policy=policy,
             profile=self._repertoire.profile, habits=self._habits, list_residents=self._list_residents,
-            known=[act.planned.as_known() for act in acts], ledger=self._ledger,
+            known=[act.planned.known for act in acts], ledger=self._ledger,
             is_awake=is_awake, spare_bytes=spare_bytes, observer=None if capture is None else capture.tracer,
         )  # fmt: skip
 

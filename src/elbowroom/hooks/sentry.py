@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from elbowroom.hooks.identity import get_plain_storage
@@ -21,8 +20,6 @@ from elbowroom.hooks.watching import watching
 
 Inputs = tuple[tuple[torch.Size, torch.dtype], ...]
 """Shapes and dtypes of all tensors in the arguments of one call."""
-
-Hook = Callable[[Any], Any]
 
 
 def list_entries(model: torch.nn.Module) -> list[torch.nn.Module]:
@@ -78,7 +75,6 @@ class Place:
 
     def __init__(self) -> None:
         self._thread, self._backward = threading.get_ident(), torch._C._current_graph_task_id()
-        self._hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
 
     def _find_obstacle(self) -> str:
         """Why nothing can be entered at this place for now; "" if it can be. PyTorch keeps contexts by thread, and each
@@ -87,27 +83,14 @@ class Place:
             return "the model is called in another thread"
         if torch._C._current_graph_task_id() != self._backward:
             return "the model is called inside a backward pass"
-        if not torch._C._autograd._saved_tensors_hooks_is_enabled():  # type: ignore[attr-defined]
-            return "saved-tensor hooks are switched off where the model is called"
         return ""
 
-    def enter(self, watcher: TorchDispatchMode, pack: Hook, unpack: Hook, stack: contextlib.ExitStack) -> None:
-        """Enter a watcher and saved-tensor hooks at this place; `stack` leaves them.
+    def enter(self, watcher: Any, stack: contextlib.ExitStack) -> None:
+        """Enter a watcher at this place; `stack` leaves it.
 
         Raises:
-            OutOfReach: it is in another thread, in a backward pass, or where saved-tensor hooks are switched off.
+            OutOfReach: it is in another thread, or in a backward pass.
         """
         if obstacle := self._find_obstacle():
             raise OutOfReach(obstacle)
-        autograd = torch._C._autograd
-        inner: list[tuple[Hook, Hook]] = []
-        while (top := autograd._top_saved_tensors_default_hooks(True)) is not None and top != self._hooks:
-            inner.append(top)
-            autograd._pop_saved_tensors_default_hooks()
-        try:
-            autograd._push_saved_tensors_default_hooks(pack, unpack)
-            stack.callback(autograd._pop_saved_tensors_default_hooks)
-        finally:
-            for hooks in reversed(inner):
-                autograd._push_saved_tensors_default_hooks(*hooks)
         stack.enter_context(watching(watcher))

@@ -14,6 +14,7 @@
 #include "ledger.h"
 #include "op_watch.h"
 #include "python_call.h"
+#include "python_objects.h"
 #include "watched_ops.h"
 
 namespace elbowroom {
@@ -22,28 +23,9 @@ namespace py = pybind11;
 
 namespace {
 
-PyObject* make_residence = nullptr;  // for ever: the class in Python
-
 const c10::Storage& unpack(const py::handle& storage) {
   if (!THPStorage_Check(storage.ptr())) throw py::type_error("an UntypedStorage is expected");
   return THPStorage_Unpack(storage.ptr());
-}
-
-py::object wrap(const c10::Storage& storage) {
-  return py::reinterpret_steal<py::object>(torch::createPyObject(storage));
-}
-
-py::object wrap(const at::Tensor& tensor) { return py::reinterpret_steal<py::object>(THPVariable_Wrap(tensor)); }
-
-// The object in Python that stands for a record. There is one at a time, for as long as somebody holds it.
-py::object find_residence(const StorageRecordPtr& record) {
-  if (record->residence) {
-    PyObject* there = PyWeakref_GetObject(record->residence->ptr(getPyInterpreter()));
-    if (there != Py_None) return py::reinterpret_borrow<py::object>(there);
-  }
-  py::object made = py::handle(make_residence)(record);
-  record->residence = std::make_shared<c10::SafePyObject>(py::weakref(made).release().ptr(), getPyInterpreter());
-  return made;
 }
 
 py::list find_residences(const std::vector<StorageRecordPtr>& records) {
@@ -57,14 +39,6 @@ StorageRecordPtr find_record(StorageTable& table, const c10::Storage& storage) {
   return table.find(storage.unsafeGetStorageImpl());
 }
 
-// The record of a storage, which the ledger counts from now on if it was there before.
-StorageRecordPtr see_record(StorageTable& table, const c10::Storage& storage) {
-  if (StorageRecordPtr record = find_record(table, storage)) return record;
-  if (table.scope != nullptr) Ledger::get().adopt(storage, *table.scope, true);
-  const std::lock_guard<std::mutex> guard(table.mutex);
-  return table.see(storage);
-}
-
 void mark_staying(StorageTable& table, const py::iterable& storages) {
   for (const py::handle storage : storages) {
     const c10::Storage& home = unpack(storage);
@@ -73,43 +47,27 @@ void mark_staying(StorageTable& table, const py::iterable& storages) {
   }
 }
 
-// Calls a method of who runs the step, for as long as there is one.
-class Tell {
- public:
-  Tell(py::weakref host, const char* name) : host_(std::make_shared<c10::SafePyObject>(host.release().ptr(), getPyInterpreter())), name_(name) {}
-
-  template <typename Value>
-  bool operator()(const Value& value) const {
-    if (!is_python_there()) return false;
-    const PythonCall call;
-    return call.make([&]() -> py::object {
-      const auto host = py::reinterpret_borrow<py::object>(PyWeakref_GetObject(host_->ptr(getPyInterpreter())));
-      if (host.is_none()) return py::bool_(false);
-      if constexpr (std::is_same_v<Value, at::Tensor>) {
-        return host.attr(name_)(wrap(value));
-      } else {
-        return host.attr(name_)(value);
-      }
-    }).ptr() == Py_True;
-  }
-
- private:
-  std::shared_ptr<c10::SafePyObject> host_;
-  const char* name_;
-};
-
-std::unique_ptr<OpWatch> make_watch(
+std::shared_ptr<OpWatch> make_watch(
     const std::string& device_type, std::shared_ptr<StorageTable> table, const py::object& host) {
+  const auto tell = [&](const char* name) {
+    return [method = Method(host, name)](const at::Tensor& tensor) {
+      method.call([&](const py::object& tell) { tell(wrap(tensor)); });
+    };
+  };
   Callbacks callbacks;
-  const py::weakref who(host);
-  callbacks.before_write = Tell(who, "about_to_write");
-  callbacks.after_write = Tell(who, "written");
-  callbacks.leave = Tell(who, "leave");
+  callbacks.before_write = tell("about_to_write");
+  callbacks.after_write = tell("written");
+  callbacks.leave = [method = Method(host, "leave")](const std::string& why) {
+    method.call([&](const py::object& tell) { tell(why); });
+  };
   if (table->scope == nullptr) {
-    const Tell ask(who, "make_room_for");
-    callbacks.make_room = [ask](const std::string& op) { return ask(op); };
+    callbacks.make_room = [method = Method(host, "make_room_for")](const std::string& op) {
+      bool is_made = false;
+      method.call([&](const py::object& ask) { is_made = ask(op).cast<bool>(); });
+      return is_made;
+    };
   }
-  return std::make_unique<OpWatch>(c10::Device(device_type).type(), std::move(table), std::move(callbacks));
+  return std::make_shared<OpWatch>(c10::Device(device_type).type(), std::move(table), std::move(callbacks));
 }
 
 OpKind unpack_kind(const py::dict& known) {
@@ -156,6 +114,9 @@ void bind_records(py::module_& module) {
         for (const RecordedOpPtr& op : record.changed_by) names.append(op->kind.name);
         return names;
       })
+      .def_property(
+          "id", [](const StorageRecord& record) { return record.id.load(); },
+          [](StorageRecord& record, int64_t id) { record.id = id; })
       .def_readwrite("nbytes", &StorageRecord::nbytes)
       .def_readwrite("version", &StorageRecord::version)
       .def_readwrite("views", &StorageRecord::views)
@@ -164,7 +125,7 @@ void bind_records(py::module_& module) {
   py::class_<StorageTable, std::shared_ptr<StorageTable>>(module, "StorageTable", "The records of one step's storages.")
       .def(py::init<Scope*>(), py::arg("scope").none(true))
       .def(
-          "see", [](StorageTable& table, const py::handle& storage) { return find_residence(see_record(table, unpack(storage))); },
+          "see", [](StorageTable& table, const py::handle& storage) { return find_residence(table.see_counted(unpack(storage))); },
           py::arg("storage"), "Return the residence of a storage.")
       .def(
           "find",
@@ -217,7 +178,7 @@ void bind_records(py::module_& module) {
 }
 
 void bind_watch(py::module_& module) {
-  py::class_<OpWatch>(module, "OpWatch", "Watches the ops of one step.")
+  py::class_<OpWatch, std::shared_ptr<OpWatch>>(module, "OpWatch", "Watches the ops of one step.")
       .def(py::init(&make_watch), py::arg("device_type"), py::arg("table"), py::arg("host"))
       .def("record", &OpWatch::record, py::arg("resting_bytes"), py::arg("least_bytes"))
       .def("follow", &OpWatch::follow, py::arg("names"), py::arg("ticks"), py::arg("kept"))
@@ -241,7 +202,7 @@ void bind_watch(py::module_& module) {
           const PythonCall call;
           return unpack_kind(call.make([&] { return py::handle(ask)(name, overload); }).cast<py::dict>());
         });
-        make_residence = py::object(residence).release().ptr();
+        set_residence_class(residence);
       },
       py::arg("find_kind"), py::arg("residence"), "Set who is asked for what is known of an op, and the class that stands for a record.");
 }

@@ -5,6 +5,7 @@ namespace elbowroom {
 void bind_arena(pybind11::module_& module);
 void bind_ledger(pybind11::module_& module);
 void bind_steps(pybind11::module_& module);
+void bind_saves(pybind11::module_& module);
 }
 
 PYBIND11_MODULE(_native, module) {
@@ -12,4 +13,5 @@ PYBIND11_MODULE(_native, module) {
   elbowroom::bind_arena(module);
   elbowroom::bind_ledger(module);
   elbowroom::bind_steps(module);
+  elbowroom::bind_saves(module);
 }

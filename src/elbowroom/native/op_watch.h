@@ -27,6 +27,8 @@ struct Callbacks {
   std::function<bool(const std::string&)> make_room;  // the device has no memory for an op; whether to try again
 };
 
+class SavedTensors;
+
 class OpWatch {
  public:
   enum class Mode {
@@ -60,6 +62,8 @@ class OpWatch {
   StorageTable& table() { return *table_; }
 
   std::atomic<int64_t> due_ops{NEVER};  // more are no ops of the step that is expected
+
+  std::weak_ptr<SavedTensors> saved_tensors;  // of the same step
 
   static constexpr int64_t NEVER = int64_t{1} << 60;
 

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <utility>
 
+#include "ledger.h"
 #include "recorded_ops.h"
 
 namespace elbowroom {
@@ -49,6 +50,16 @@ StorageRecordPtr StorageTable::see(const c10::Storage& storage) {
   StorageRecordPtr& record = records_[storage.unsafeGetStorageImpl()];
   if (!record) record = c10::make_intrusive<StorageRecord>(storage);
   return record;
+}
+
+StorageRecordPtr StorageTable::see_counted(const c10::Storage& storage) {
+  {
+    const std::lock_guard<std::mutex> guard(mutex);
+    if (StorageRecordPtr record = find(storage.unsafeGetStorageImpl())) return record;
+  }
+  if (scope != nullptr) Ledger::get().adopt(storage, *scope, true);
+  const std::lock_guard<std::mutex> guard(mutex);
+  return see(storage);
 }
 
 void StorageTable::put(const c10::Storage& storage, const StorageRecordPtr& record) {

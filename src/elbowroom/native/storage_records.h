@@ -6,6 +6,7 @@
 #include <c10/util/flat_hash_map.h>
 #include <c10/util/intrusive_ptr.h>
 
+#include <atomic>
 #include <cstdint>
 #include <memory>
 #include <mutex>
@@ -31,6 +32,8 @@ class StorageRecord final : public c10::intrusive_ptr_target {
   // Nothing tells any more how its contents came to be. What it held is to be destroyed without the mutex.
   std::vector<RecordedOpPtr> forget_ops();
 
+  // Of the storage in the trace that the step follows, or a number of the step's own; -1 until it is saved. Not guarded.
+  std::atomic<int64_t> id{-1};
   const c10::StorageImpl* key;
   c10::weak_intrusive_ptr<c10::StorageImpl> storage;  // the latest one, if it has been brought back
   int64_t nbytes;
@@ -58,6 +61,8 @@ class StorageTable {
   StorageRecordPtr find(const c10::StorageImpl* storage) const;
   // With the mutex: the same, made if there is none.
   StorageRecordPtr see(const c10::Storage& storage);
+  // The same, without the mutex; what was there before the step is counted by the ledger from now on.
+  StorageRecordPtr see_counted(const c10::Storage& storage);
   // With the mutex: a record has a new storage from now on, with the same contents.
   void put(const c10::Storage& storage, const StorageRecordPtr& record);
   // Forget the storages that are gone. Takes the mutex.

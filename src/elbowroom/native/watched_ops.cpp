@@ -28,8 +28,7 @@ namespace py = pybind11;
 
 namespace {
 
-// PyTorch up to 2.13 reserves this key and registers nothing for it.
-constexpr c10::DispatchKey KEY = c10::DispatchKey::Fake;
+constexpr c10::DispatchKey KEY = WATCHED_KEY;
 constexpr c10::DispatchKeySet BELOW(c10::DispatchKeySet::FULL_AFTER, KEY);
 constexpr c10::DispatchKeySet DOWN_TO_PYTHON =
     c10::DispatchKeySet(c10::DispatchKeySet::FULL) ^
@@ -155,6 +154,15 @@ void set_watchers(const py::tuple& watchers) {
 py::tuple get_watchers() {
   const Watchers* watchers = find_watchers();
   return watchers == nullptr ? py::tuple() : py::reinterpret_borrow<py::tuple>(watchers->ptr(getPyInterpreter()));
+}
+
+OpWatch* find_watch() {
+  if (!c10::impl::tls_is_dispatch_key_included(KEY) || c10::impl::tls_is_dispatch_key_excluded(KEY)) return nullptr;
+  const Watchers* watchers = find_watchers();
+  if (watchers == nullptr) return nullptr;
+  const auto& natives = watchers->natives;
+  const auto found = std::find_if(natives.rbegin(), natives.rend(), [](const OpWatch* each) { return each != nullptr; });
+  return found == natives.rend() ? nullptr : *found;
 }
 
 }  // namespace elbowroom

@@ -1,9 +1,15 @@
 // Runs each op of a thread by those that watch it.
 #pragma once
 
+#include <c10/core/DispatchKey.h>
 #include <pybind11/pybind11.h>
 
 namespace elbowroom {
+
+class OpWatch;
+
+// PyTorch up to 2.13 reserves this key and registers nothing for it.
+constexpr c10::DispatchKey WATCHED_KEY = c10::DispatchKey::Fake;
 
 // From now on these run every op of this thread, and of backward passes that it begins. The last sees it first. Each is an
 // `OpWatch`, or an object with `__torch_dispatch__`.
@@ -11,5 +17,8 @@ void set_watchers(const pybind11::tuple& watchers);
 
 // Those of this thread.
 pybind11::tuple get_watchers();
+
+// The innermost `OpWatch` of this thread; null where there is none, or ops are hidden from it.
+OpWatch* find_watch();
 
 }  // namespace elbowroom

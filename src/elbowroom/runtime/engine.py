@@ -10,32 +10,38 @@ import contextlib
 import functools
 import logging
 import threading
-import weakref
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
 
 import torch
 
 from elbowroom.errors import TierError
-from elbowroom.hooks.hidden import Hidden, Unwatched, get_alias
-from elbowroom.hooks.identity import Identities, get_any_storage, get_plain_storage, is_shared, make_test
+from elbowroom.hooks.hidden import Hidden, get_alias
+from elbowroom.hooks.identity import Identities, get_any_storage, is_shared, make_test
 from elbowroom.ir.actions import Action, Release
 from elbowroom.ir.events import StorageFreed, StorageNeeded, StorageSaved
-from elbowroom.runtime.account import Account
-from elbowroom.runtime.calm import Calm, get_witness
-from elbowroom.runtime.follower import Follower, Known, Observer
+from elbowroom.runtime.account import Account, load_native
+from elbowroom.runtime.known import Known
+from elbowroom.runtime.log import EVENTS, FREED, NEEDED, NO_STORAGE, SAVED
 from elbowroom.runtime.mover import Mover
-from elbowroom.runtime.past import NO_STORAGE, Past
-from elbowroom.runtime.residence import Guest, Handle, Keepsake, Residence, check_version
+from elbowroom.runtime.residence import Handle, Residence, check_version
 from elbowroom.runtime.transfers import Transfers
 
 logger = logging.getLogger(__name__)
 
 
+class Observer(Protocol):
+    """Told what autograd does, while a step is being captured."""
+
+    def saved(self, tensor: torch.Tensor) -> int: ...
+    def needed(self, save: int, given: torch.Tensor) -> None: ...
+    def save_released(self, save: int) -> None: ...
+
+
 class Engine(Mover):
-    """Runs one step. Who is derived from it says when the machine may be told later: for as long as there is a `_past`,
-    what happens is put down there; while it is `_calm`, that is all that is done. Where only what is `_touched` may
-    move, the machine need not know of the rest, nor anybody when that is given up: it is a guest.
+    """Runs one step. The extension calls it when a tensor is saved or needed that may have to move, or at which
+    something is due; the rest it logs, as long as it is told to (`saved.log`).
 
     Args:
         transfers: moves bytes, for all steps of a room.
@@ -48,8 +54,7 @@ class Engine(Mover):
         observer: told what autograd does.
 
     Attributes:
-        saves, needs: hook calls so far.
-        sizes: bytes of each save, 0 for what is no plain block of bytes.
+        watcher, saved: the extension's; they watch the ops of this step, and what autograd saves and needs.
         drift: why the step left the traces that were known.
     """
 
@@ -72,57 +77,61 @@ class Engine(Mover):
         # Who retires a handle sees whose it is: what the garbage collector frees in the middle of a move has to wait.
         self._lock = threading.RLock()
         self._retired: deque[tuple[int, Residence | None]] = deque()
-        self._own_ids = max((len(each.trace.storages) for each in known), default=0)
-        self.saves = self.needs = 0
-        self.sizes: list[int] = []
         self.drift = ""
-        self._follower = Follower(known, min_bytes, self._bound, self._leave_trace, self._count_ops, self._set_due)
-        self._past: Past | None = None
-        self._calm: Calm | None = None
-        self._touched: frozenset[int] | None = None
+        self._is_logging = False
+        self._touched: frozenset[int] | None = None  # while logging: nobody is told when another storage is given up
         self._due_tick = -1
+        native = load_native()
+        self.watcher = native.OpWatch(device.type, account.table, self)
+        timetables = [each.timetable for each in known]
+        self.saved = native.SavedTensors(self.watcher, device.type, self, timetables, min_bytes)
 
-    # -- what autograd calls --------------------------------------------------------------------------------------
+    @property
+    def saves(self) -> int:
+        """How many tensors autograd has saved so far."""
+        return int(self.saved.saves)
 
-    def pack(self, tensor: torch.Tensor) -> Keepsake:
-        """Autograd puts a tensor aside; it gets a handle to keep instead."""
+    @property
+    def needs(self) -> int:
+        """How often autograd has asked for one so far."""
+        return int(self.saved.needs)
+
+    @property
+    def sizes(self) -> list[int]:
+        """Bytes of each save's storage, 0 for what is no plain block of bytes."""
+        sizes: list[int] = self.saved.sizes
+        return sizes
+
+    # -- what the extension calls ---------------------------------------------------------------------------------
+
+    def save(self, index: int, tensor: torch.Tensor, residence: Residence | None) -> Handle | None:
+        """Autograd saves a tensor.
+
+        Args:
+            residence: of its storage; None for what is no plain block of bytes on the device.
+
+        Returns:
+            What stands for it; None if it stays as it is, and nobody has to be told when it is given up.
+        """
         with self._lock:
-            index = self.saves
-            self.saves = index + 1
-            if self._calm is not None:
-                return self._calm.save(index, tensor)
-            if self._retired:
-                self._drain()
-            storage = get_plain_storage(tensor) if self._is_here(tensor) else None
+            self._drain()
             if self._observer is not None:
                 self._observer.saved(tensor)
-            if storage is None:
-                self.sizes.append(0)
-                tick = self._follower.follow_save(index, None)
-                with Unwatched():
-                    alias = tensor.detach()
-                return self._keep(index, alias, tensor._version, tick)
-            residence = self.account.see(storage)
-            self.sizes.append(residence.nbytes)
-            tick = self._follower.follow_save(index, residence)
-            is_unknown = self._follower.followed is None
-            if residence.is_staying if is_unknown else self._follower.is_lasting(index):  # whatever happens
-                return self._keep(index, get_witness(tensor), tensor._version, tick)
-            alias = get_alias(tensor)  # the tensor itself would hold the graph that holds it
+            tick = self.saved.follow_save(index, None if residence is None else residence.record)
+            is_known = self.saved.followed >= 0
+            if residence is None or (self.saved.is_lasting(index) if is_known else residence.is_staying):
+                self._pass(SAVED, tick)
+                return None if self._observer is None else Handle(self, index, None, tensor._version)
             if residence.id < 0:
-                residence.id, self._own_ids = self._own_ids, self._own_ids + 1
+                residence.id = self.saved.make_id()
             if self._touched is not None and residence.id not in self._touched:
-                assert self._past is not None
-                guest = Guest(index, residence, alias, tensor._version)
-                self._past.guests.append(weakref.ref(guest))
-                self._pass(StorageSaved, tick, residence.id, residence.nbytes)
-                return guest
-            if self._past is not None:
-                self._past.add(StorageSaved, residence.id, tick, residence.nbytes)
+                self._pass(SAVED, tick, residence.id, residence.nbytes)
+                return None
+            self.saved.note(SAVED, residence.id, tick, residence.nbytes)
             self._bound[residence.id] = residence
-            residence.add_view(index, alias)
-            handle = Handle(self, index, residence, None, tensor._version)
-            del storage, alias
+            residence.add_view(index, get_alias(tensor))  # the tensor itself would hold the graph that holds it
+            handle = Handle(self, index, residence, tensor._version)
+            del tensor
             if actions := self._machine.feed(StorageSaved(residence.id, tick)):
                 self._carry_out(actions)
             if not self._machine.is_on_device(residence.id):
@@ -130,51 +139,54 @@ class Engine(Mover):
                     residence.let_go()  # it has left already, and the program alone still holds it
             return handle
 
-    def unpack(self, handle: Keepsake) -> torch.Tensor:
-        """Autograd asks for a tensor back."""
+    def need(self, index: int, save: Any) -> torch.Tensor | None:
+        """Autograd asks for a tensor back. Returns it; None if the extension has it, where it always was."""
         with self._lock:
-            index = self.needs
-            self.needs = index + 1
-            if self._calm is not None:
-                return self._calm.need(index, handle)
-            if self._retired:
-                self._drain()
-            tick = self._follower.follow_need(index, handle.index)
-            residence, given = handle.residence, handle.tensor
-            # Versions first, before anything moves: a step that is refused must leave everything as it is.
-            if given is not None:
-                if given._version != handle.version:
-                    check_version(given, given.shape, handle.version)
-                self._pass(StorageNeeded, tick, NO_STORAGE if residence is None else residence.id)
+            self._drain()
+            tick = self.saved.follow_need(index, save.index)
+            handle: Handle | None = save.handle
+            residence = save.residence if handle is None else handle.residence
+            given: torch.Tensor | None = None
+            if handle is None or residence is None:
+                self._pass(NEEDED, tick, NO_STORAGE if residence is None else residence.id)
             else:
-                assert residence is not None
+                # Versions first, before anything moves: a step that is refused must leave everything as it is.
                 view = residence.views[handle.index]
                 if view.tensor._version != handle.version:
                     check_version(view.tensor, (view.geometry or view.tensor).shape, handle.version)
-                if self._past is not None:
-                    self._past.add(StorageNeeded, residence.id, tick)
+                self.saved.note(NEEDED, residence.id, tick, 0)
                 actions = self._machine.feed(StorageNeeded(residence.id, tick))
                 given = self._serve(residence, handle.index, actions) if actions else residence.view(handle.index)
             if self._observer is not None:
-                self._observer.needed(handle.index, given)
+                self._observer.needed(save.index, save.tensor if given is None else given)
             return given
 
-    def _keep(self, index: int, alias: torch.Tensor, version: int, tick: int) -> Keepsake:
-        """What stays where it is was saved."""
-        self._pass(StorageSaved, tick)
-        if self._observer is None:
-            return Keepsake(index, alias, version)
-        return Handle(self, index, None, alias, version)
+    def leave(self, why: str) -> None:
+        """The step's ops are not those of its trace."""
+        with self._lock:
+            self.saved.leave(why)
 
-    def _pass(
-        self, event: type[StorageSaved | StorageNeeded], tick: int, storage: int = NO_STORAGE, nbytes: int = 0
-    ) -> None:
+    def leave_trace(self, why: str) -> None:
+        """The step is not the trace that it followed."""
+        raise NotImplementedError
+
+    def _pass(self, event: int, tick: int, storage: int = NO_STORAGE, nbytes: int = 0) -> None:
         """What is saved or needed stays where it is, but something else may be due."""
-        if self._past is not None:
-            self._past.add(event, storage, tick, nbytes)
+        self.saved.note(event, storage, tick, nbytes)
         if tick >= self._due_tick:
-            self._carry_out(self._machine.feed(event(NO_STORAGE, tick)))
+            self._carry_out(self._machine.feed(EVENTS[event](NO_STORAGE, tick)))
             self._due_tick = self._find_due_tick()
+            self.saved.due_tick = self._due_tick
+
+    def _make_handle(self, save: Any) -> Handle:
+        """Something else may move from now on: this may."""
+        residence: Residence = save.residence
+        residence.add_view(save.index, save.tensor)
+        if save.is_written:
+            residence.may_move = False  # as it is where something writes to what was saved
+        self._bound[residence.id] = residence
+        self._machine.add(residence.id)
+        return Handle(self, save.index, residence, save.version)
 
     def _serve(self, residence: Residence, index: int, actions: Sequence[Action]) -> torch.Tensor:
         """It may be let go as soon as autograd has it."""
@@ -220,8 +232,7 @@ class Engine(Mover):
     def _free_if_unused(self, residence: Residence) -> None:
         if residence.views or residence.readers or residence.id < 0:
             return
-        if self._past is not None:
-            self._past.add(StorageFreed, residence.id, 0)
+        self.saved.note(FREED, residence.id, 0, 0)
         if residence.copy is not None and self._machine.is_on_device(residence.id):
             with contextlib.suppress(TierError):  # nobody needs what may have been lost
                 self._transfers.finish(residence.copy)  # its memory is in use by the transfer until then
@@ -233,35 +244,16 @@ class Engine(Mover):
         self._bound.pop(residence.id, None)
         residence.id = -1  # the program may hold the storage still, and autograd may save it anew
 
-    def _settle_in(self, guests: Iterable[Guest]) -> None:
-        """Something else may move from now on."""
-        for guest in guests:
-            guest.settle(self)
-            self._bound[guest.residence.id] = guest.residence
-            self._machine.add(guest.residence.id)
-        self._free_unused()
-
-    def _free_unused(self, guests: Iterable[Guest] = ()) -> None:
-        """Of what autograd has given up but for some guests: nobody is told when one goes."""
-        there = {guest.residence for guest in guests}
-        for residence in [each for each in self._bound.values() if each not in there]:
+    def _free_unused(self) -> None:
+        """Of what autograd has given up."""
+        for residence in list(self._bound.values()):
             self._free_if_unused(residence)
 
     # -- what the one who decides answers -------------------------------------------------------------------------
 
-    def _leave_trace(self, why: str) -> None:
-        """The step is not the trace that it followed."""
-        raise NotImplementedError
-
     def _find_due_tick(self) -> int:
         """Before this, nothing that is planned is due; -1 where that is not known."""
         return -1
-
-    def _count_ops(self) -> int:
-        return int(self.watcher.ops)
-
-    def _set_due(self, ops: int) -> None:
-        self.watcher.due_ops = ops
 
     def _may_move(self, storage: int) -> bool:
         """Whether a storage may leave the device, where no plan says so."""

@@ -20,13 +20,16 @@ class Step(Protocol):
     """A step that is running.
 
     Attributes:
-        saves, needs: hook calls so far.
         refusal: why a storage could not leave the device, if one could not.
     """
 
-    saves: int
-    needs: int
     refusal: str
+
+    @property
+    def saves(self) -> int: ...
+
+    @property
+    def needs(self) -> int: ...
 
     def carry_out(self, actions: Sequence[Action]) -> None:
         """Carry out what the machine answers."""

@@ -12,9 +12,9 @@ from typing import Any
 from elbowroom.errors import ElbowroomError, Infeasible, InternalError, TierError
 from elbowroom.hooks.hidden import Hidden
 from elbowroom.ir.actions import Action, Offload, Recompute, Release, Reload
+from elbowroom.ir.placement import Berth
 from elbowroom.residency.machine import Machine, State
 from elbowroom.runtime.account import Account
-from elbowroom.runtime.follower import Follower
 from elbowroom.runtime.replays import Recording, replay
 from elbowroom.runtime.residence import Residence
 from elbowroom.runtime.transfers import Transfers
@@ -36,7 +36,6 @@ class Mover:
     """
 
     _machine: Machine
-    _follower: Follower
     watcher: Any
 
     def __init__(self, transfers: Transfers, account: Account, spare_bytes: int | None) -> None:
@@ -48,6 +47,10 @@ class Mover:
 
     def _prepare_replay(self, residence: Residence) -> bool:
         """Make sure a storage about to be dropped can be computed again, whatever the step does next."""
+        raise NotImplementedError
+
+    def _find_berth(self, storage: int) -> Berth | None:
+        """Find where the copy of a storage that leaves now was planned to lie; None if nobody planned one."""
         raise NotImplementedError
 
     def _may_move(self, storage: int) -> bool:
@@ -112,7 +115,7 @@ class Mover:
         assert storage is not None
         try:
             with Hidden():
-                residence.copy = self._transfers.offload(storage, self._follower.find_berth(residence.id))
+                residence.copy = self._transfers.offload(storage, self._find_berth(residence.id))
         except TierError as error:
             if not self._keep_instead(residence, str(error)):
                 raise

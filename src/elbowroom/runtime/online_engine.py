@@ -25,20 +25,20 @@ from elbowroom.hooks.ledger import Ledger
 from elbowroom.ir.actions import Action, Recompute
 from elbowroom.ir.events import StorageRestored
 from elbowroom.ir.hardware import HardwareProfile
-from elbowroom.ir.trace import LASTING
+from elbowroom.ir.placement import Berth
 from elbowroom.residency import policies
 from elbowroom.residency.capacity_first import Policy as CapacityFirst
 from elbowroom.residency.guided import Policy as Guided
 from elbowroom.residency.habits import Habits
 from elbowroom.residency.machine import Machine, Policy, count_reads
 from elbowroom.residency.online import AHEAD, Online
+from elbowroom.residency.planned import NEVER
 from elbowroom.runtime.account import NO_LIMIT, Account, load_native
-from elbowroom.runtime.calm import Calm
-from elbowroom.runtime.engine import Engine
+from elbowroom.runtime.engine import Engine, Observer
 from elbowroom.runtime.facts import StepFacts
-from elbowroom.runtime.follower import Follower, Known, Observer
+from elbowroom.runtime.known import Known
+from elbowroom.runtime.log import read_log
 from elbowroom.runtime.memory_guard import MemoryGuard
-from elbowroom.runtime.past import Past
 from elbowroom.runtime.patience import Patience
 from elbowroom.runtime.replays import count_bytes, is_exposed
 from elbowroom.runtime.residence import Residence
@@ -67,7 +67,6 @@ class OnlineEngine(Engine):
         is_awake: whether room is watched from the beginning; it has to be where nothing is known.
 
     Attributes:
-        followed: which of the known steps it is; None if it is none.
         account: what is there.
     """
 
@@ -97,7 +96,7 @@ class OnlineEngine(Engine):
             transfers, device, Account(ledger, profile.alignment_bytes), list_staying, min_bytes,
             known=known, spare_bytes=spare_bytes, observer=observer,
         )  # fmt: skip
-        self._known, self.followed = known, self._follower.followed
+        self._known = known
         self._budget_bytes, self.is_awake = budget_bytes, is_awake
         self._facts = StepFacts(self.account, self._bound, profile.links[0], self._may_move, budget_bytes)
         self._segments, self._pinned = self._facts.segments, self._facts.pinned
@@ -112,8 +111,7 @@ class OnlineEngine(Engine):
         self._machine = Machine(decider, self._segments)
         self._facts.is_on_device = self._machine.is_on_device
         self._guard = MemoryGuard(self.account, self._machine, self._facts, list_residents, self._is_here, self)
-        self.watcher = self._facts.clock = load_native().OpWatch(device.type, self.account.table, self)
-        self._set_due(self._follower.first_due)
+        self._facts.clock = self.watcher
         self._records = policy is not None
         self._resting_bytes = int(RESTING * budget_bytes) if habits.may_rest and not known else 0
         self._guard.count_residents()
@@ -123,15 +121,26 @@ class OnlineEngine(Engine):
             self._record()
             self._spare_bytes = None
         elif self._segments:
-            self.watcher.follow(*_list_wanted(known[0]))
-        is_calm = is_awake and self._online is not None and self._guide is None and self._online.may_wait()
-        if is_calm or not is_awake:
-            self._past = past = Past(self._facts.begin, self.watcher, self.account)
-        if observer is None and not is_awake and self._guide is not None:
-            self._touched, self._due_tick = known[0].plan.find_touched(), self._guide.due_tick
-        if is_calm:
+            self.watcher.follow(*known[0].wanted)
+        self._is_calm = is_awake and self._online is not None and self._guide is None and self._online.may_wait()
+        if self._is_calm:
             self.account.limit_bytes -= int(AHEAD * budget_bytes)
-            self._calm = Calm(past, self.account, self.sizes, self._is_here, self._own_ids)
+            self._log(frozenset(), NEVER)
+        elif not is_awake and self._guide is not None and observer is None:
+            self._touched = known[0].touched
+            self._log(self._touched, self._guide.due_tick)
+        elif not is_awake:
+            self._log(frozenset(), -1)
+
+    @property
+    def followed(self) -> int | None:
+        """Which of the known steps it is; None if it is none."""
+        followed = int(self.saved.followed)
+        return None if followed < 0 else followed
+
+    def _log(self, touched: frozenset[int], due_tick: int) -> None:
+        self._is_logging, self._due_tick = True, due_tick
+        self.saved.log(touched, due_tick)
 
     def begin(self) -> None:
         """The ledger counts from now on: it asks for room."""
@@ -146,38 +155,39 @@ class OnlineEngine(Engine):
 
     # -- waking up ------------------------------------------------------------------------------------------------
 
-    def leave(self, why: str) -> None:
-        """The step's ops are not those of its trace."""
-        with self._lock:
-            self._follower.leave(why)
-
-    def _leave_trace(self, why: str) -> None:
+    def leave_trace(self, why: str) -> None:
         """The step is another one that is known, or none: its plan, if it has one, decides from now on."""
-        followed = self.followed = self._follower.followed
-        logger.debug("the step left its trace: %s", why)
-        if followed is None:
-            self.drift = why
-        if self._guide is None:
-            return
-        self._guide.follow(None if followed is None else self._known[followed].plan, self._follower.tick)
-        if not self.is_awake:
-            self.is_awake, self._spare_bytes = True, None
-            self._record()
-            self._guard.count_residents()
-            self._catch_up()
-            self._guide.wake(list_gone(self._machine, self._bound))
+        with self._lock:
+            followed = self.followed
+            logger.debug("the step left its trace: %s", why)
+            if followed is None:
+                self.drift = why
+            if self._guide is None:
+                return
+            self._guide.follow(None if followed is None else self._known[followed].plan, self.saved.tick)
+            if not self.is_awake:
+                self.is_awake, self._spare_bytes = True, None
+                self._record()
+                self._guard.count_residents()
+                self._catch_up()
+                self._guide.wake(list_gone(self._machine, self._bound))
 
     def _catch_up(self) -> None:
-        """Tell who decides what was put down so far; from now on, of everything at once."""
-        past, self._past = self._past, None
-        if self._calm is not None:
-            self._own_ids, self._calm = self._calm.ids, None
+        """Tell who decides what was logged so far; from now on, of everything at once."""
+        entries, self._is_logging = self.saved.tell(), False
+        if self._is_calm:
+            self._is_calm = False
             self.account.set_limit(self._budget_bytes)
         self._touched, self._due_tick = None, -1
-        assert self._online is not None and past is not None
-        self._settle_in(past.list_guests())
-        for event, moment, nbytes in past.tell(self._bound):
+        assert self._online is not None
+        self.saved.settle(self._make_handle)
+        self._free_unused()
+        for event, moment, nbytes in read_log(entries, self._facts.begin, self._bound):
             self._online.watch(event, moment, nbytes)
+
+    def _find_berth(self, storage: int) -> Berth | None:
+        """Return where the copy of a storage that leaves now was planned to lie; None if nobody planned one."""
+        return None if self.followed is None else self._known[self.followed].placement.find(storage, self.saved.tick)
 
     # -- room -----------------------------------------------------------------------------------------------------
 
@@ -195,9 +205,9 @@ class OnlineEngine(Engine):
                 return False
             what = f"a request of {requested_bytes} bytes"
             if not self.is_awake:
-                self._follower.leave(f"there is no room for {what}")
+                self.saved.leave(f"there is no room for {what}")
             self._drain()
-            if self._past is not None:
+            if self._is_logging:
                 limit_bytes = self.account.limit_bytes
                 self._catch_up()
                 missing_bytes -= self.account.limit_bytes - limit_bytes
@@ -213,7 +223,7 @@ class OnlineEngine(Engine):
                 return False
             self.leave(f"there is no room for {op}")
             self._drain()
-            if self._past is not None:
+            if self._is_logging:
                 self._catch_up()
             self._guard.evict(1, 0, self._budget_bytes, op)
             return True
@@ -221,7 +231,7 @@ class OnlineEngine(Engine):
     def _find_room(self, nbytes: int, what: str) -> None:
         """For what comes back: by its plan there is room for it, if the step takes no more than that."""
         if not self.is_awake and not self.account.has_room(nbytes):
-            self._follower.leave(f"there is no room for {what}")
+            self.saved.leave(f"there is no room for {what}")
         self._guard.make_room(nbytes, what)
 
     def _may_move(self, storage: int) -> bool:
@@ -327,7 +337,7 @@ class OnlineEngine(Engine):
         if residence is not None and residence.readers:
             with self._lock:
                 if not self.is_awake:
-                    self._follower.stop("an op writes to what a replay would read")
+                    self.saved.stop("an op writes to what a replay would read")
                 self._settle(list(residence.readers))
 
     def finish(self) -> None:
@@ -336,18 +346,18 @@ class OnlineEngine(Engine):
         self._patience.is_endless, self._facts.may_drop = True, False
         with self._lock:
             self._drain()
-            if self._calm is not None:
-                self._calm.end()
+            if self._is_calm:
+                self.saved.end()
             dropped = [residence for residence in self._bound.values() if residence.recording is not None]
             if not self.is_awake and not dropped:
                 self.account.limit_bytes = NO_LIMIT  # it goes on as planned, if there is anything left of it
                 self._is_running = False
-                self._free_unused(() if self._past is None else self._past.list_guests())
+                self._free_unused()
                 if not self._bound:
                     self._break_cycles()
                 return
             if dropped:
-                self._follower.stop("it ended before its backward pass did")
+                self.saved.stop("it ended before its backward pass did")
             try:
                 # A graph that lives on must not rest on what may be written to.
                 self._settle(dropped)
@@ -366,31 +376,6 @@ class OnlineEngine(Engine):
         """With the last handle this goes at once, and thousands of objects with it: the garbage collector is slow."""
         may_move = weakref.WeakMethod(self._may_move)
         self._machine.policy = CapacityFirst(lambda storage: (ask := may_move()) is not None and ask(storage))
-        self._follower = Follower((), self._min_bytes, self._bound, lambda why: None)
         self._guide = None
         self._facts.close()
         self.watcher.close()
-
-
-def _list_wanted(known: Known) -> tuple[list[str], list[int], dict[int, list[bool]]]:
-    """List what the watch is to follow.
-
-    The list goes on until the forward pass is over: what an op that is not in the trace does to a leaf would be in the
-    replay.
-
-    Returns:
-        The names of the ops; the tick of each that the plan replays, -1 of the others; and by tick, of each tensor that
-        such an op reads, whether the program holds it throughout the step.
-    """
-    trace, segments = known.trace, known.plan.segments
-    wanted = {tick for segment in segments for tick in segment.ops}
-    leaves = {leaf for segment in segments for leaf in segment.leaves}
-    kept = frozenset(leaf for leaf in leaves if trace.storages[leaf].role in LASTING)
-    last = max(*wanted, trace.needs[0].tick)
-    ops = [op for op in trace.ops if op.tick <= last]
-    ticks = [op.tick if op.tick in wanted else -1 for op in ops]
-    return (
-        [op.name for op in ops],
-        ticks,
-        {op.tick: [view.storage in kept for view in op.reads] for op in ops if op.tick in wanted},
-    )

@@ -95,7 +95,6 @@ class Residence:
         record: the extension's, which knows what the step's ops did with the storage.
 
     Attributes:
-        id: the storage's id in the trace, or a number of the step's own where there is none; -1 until it is saved.
         views: every saved tensor of it, by the index of its save. Nothing else of ours holds the storage while they do.
         storage: what came back from a reload or a replay, or what a replay reads; None otherwise.
         ghost: the storage that was let go last, for as long as the program still holds it.
@@ -107,13 +106,12 @@ class Residence:
     """
 
     __slots__ = (
-        *("__weakref__", "copy", "ghost", "id", "may_move", "readers", "reads", "record", "recording"),
+        *("__weakref__", "copy", "ghost", "may_move", "readers", "reads", "record", "recording"),
         *("storage", "views"),
     )
 
     def __init__(self, record: Any) -> None:
         self.record = record
-        self.id = -1
         self.views = NO_VIEWS
         self.storage: torch.UntypedStorage | None = None
         self.ghost: weakref.ref[torch.UntypedStorage] | None = None
@@ -122,6 +120,15 @@ class Residence:
         self.reads: tuple[Residence, ...] = ()
         self.readers: Set[Residence] = NOBODY
         self.may_move: bool | None = None
+
+    @property
+    def id(self) -> int:
+        """The storage's id in the trace, or a number of the step's own where there is none; -1 until it is saved."""
+        return int(self.record.id)
+
+    @id.setter  # noqa: A003
+    def id(self, value: int) -> None:
+        self.record.id = value
 
     @property
     def nbytes(self) -> int:
@@ -209,68 +216,20 @@ class Residence:
         self.storage = None
 
 
-class Keepsake:
-    """What autograd keeps instead of a saved tensor that stays as it is, where nobody has to be told when that ends.
-
-    Attributes:
-        index: counts the step's saves.
-        tensor: the saved tensor.
-        version: of the tensor when it was saved.
-        residence: of its storage; None, since that does not move.
-    """
-
-    __slots__ = ("index", "tensor", "version")
-
-    residence: Residence | None = None
-
-    def __init__(self, index: int, tensor: torch.Tensor | None, version: int) -> None:
-        self.index, self.tensor, self.version = index, tensor, version
-
-
-class Handle(Keepsake):
-    """What autograd keeps instead of a saved tensor else; it tells the engine when it dies.
+class Handle:
+    """What stands for a saved tensor that may move; it tells the engine when autograd gives that up.
 
     Attributes:
         engine: of the step.
-        residence: of the tensor's storage; None if that stays as it is, in `tensor`.
+        index: counts the step's saves.
+        residence: of the tensor's storage; None if that stays as it is.
+        version: of the tensor when it was saved.
     """
 
-    __slots__ = ("engine", "residence")
+    __slots__ = ("engine", "index", "residence", "version")
 
-    def __init__(
-        self, engine: Engine, index: int, residence: Residence | None, tensor: torch.Tensor | None, version: int
-    ) -> None:
-        self.engine, self.index, self.residence = engine, index, residence
-        self.tensor, self.version = tensor, version
+    def __init__(self, engine: Engine, index: int, residence: Residence | None, version: int) -> None:
+        self.engine, self.index, self.residence, self.version = engine, index, residence, version
 
     def __del__(self) -> None:
         self.engine.retire(self.index, self.residence)
-
-
-class Guest(Keepsake):
-    """What autograd keeps instead of a saved tensor while nothing moves, and nobody has to be told when it dies.
-
-    Attributes:
-        residence: of the tensor's storage.
-        seen: the residence's version when the tensor was saved.
-        handle: tells from then on, once something may move; the residence has the tensor then.
-    """
-
-    __slots__ = ("__weakref__", "handle", "residence", "seen")
-
-    residence: Residence
-
-    def __init__(self, index: int, residence: Residence, tensor: torch.Tensor, version: int) -> None:
-        self.index, self.residence, self.tensor, self.version = index, residence, tensor, version
-        self.seen = residence.version
-        self.handle: Handle | None = None
-
-    def settle(self, engine: Engine) -> None:
-        """Something may move from now on."""
-        if self.tensor is None:
-            return
-        self.residence.add_view(self.index, self.tensor)
-        if self.residence.version != self.seen:
-            self.residence.may_move = False  # as it is where something writes to what was saved
-        self.handle = Handle(engine, self.index, self.residence, None, self.version)
-        self.tensor = None

@@ -1,0 +1,130 @@
+// What Python sees of the tensors that autograd has saved.
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <memory>
+#include <string>
+#include <utility>
+#include <tuple>
+#include <vector>
+
+#include "op_watch.h"
+#include "python_objects.h"
+#include "saved_tensors.h"
+#include "trace_follower.h"
+
+namespace elbowroom {
+
+namespace py = pybind11;
+
+namespace {
+
+py::object find_residence_or_none(const StorageRecordPtr& record) { return record ? find_residence(record) : py::none(); }
+
+std::shared_ptr<SavedTensors> make_saved_tensors(
+    const std::shared_ptr<OpWatch>& watch, const std::string& device_type, const py::object& host,
+    std::vector<std::shared_ptr<Timetable>> known, int64_t least_bytes) {
+  SavedTensors::Callbacks callbacks;
+  const Method save(host, "save"), need(host, "need"), change(host, "leave_trace");
+  callbacks.save = [save](int64_t index, const at::Tensor& tensor, const StorageRecordPtr& record) {
+    SavedTensors::Answer answer;
+    save.call([&](const py::object& ask) {
+      py::object made = ask(index, wrap(tensor), find_residence_or_none(record));
+      if (made.is_none()) return;
+      answer.stays = made.attr("residence").is_none();
+      answer.handle = share(std::move(made));
+    });
+    return answer;
+  };
+  callbacks.need = [need](int64_t index, const SavePtr& save) {
+    at::Tensor given;
+    need.call([&](const py::object& ask) {
+      const py::object made = ask(index, save);
+      if (!made.is_none()) given = THPVariable_Unpack(made.ptr());
+    });
+    return given;
+  };
+  callbacks.change = [change](const std::string& why) { change.call([&](const py::object& tell) { tell(why); }); };
+  std::vector<TimetablePtr> traces(known.begin(), known.end());
+  auto made = std::make_shared<SavedTensors>(
+      watch, c10::Device(device_type).type(), std::move(callbacks), std::move(traces), least_bytes);
+  watch->saved_tensors = made;
+  return made;
+}
+
+std::shared_ptr<Timetable> make_timetable(
+    const std::vector<std::tuple<int64_t, int64_t, int64_t, bool>>& saves,
+    const std::vector<std::tuple<int64_t, int64_t>>& needs, int64_t storages) {
+  auto made = std::make_shared<Timetable>();
+  for (const auto& [tick, storage, nbytes, is_lasting] : saves) made->saves.push_back({tick, storage, nbytes, is_lasting});
+  for (const auto& [tick, save] : needs) made->needs.push_back({tick, save});
+  made->storages = storages;
+  return made;
+}
+
+py::list list_entries(const std::vector<SavedTensors::Entry>& entries) {
+  py::list list;
+  for (const SavedTensors::Entry& each : entries) {
+    list.append(py::make_tuple(
+        static_cast<int>(each.event), each.storage, each.tick, each.nbytes, each.seconds, each.busy_seconds,
+        each.live_bytes));
+  }
+  return list;
+}
+
+}  // namespace
+
+void bind_saves(py::module_& module) {
+  py::class_<Timetable, std::shared_ptr<Timetable>>(
+      module, "Timetable", "What a trace says of the tensors that autograd saves and needs.")
+      .def(
+          py::init(&make_timetable), py::arg("saves"), py::arg("needs"), py::arg("storages"),
+          "`saves`: tick, storage, bytes and whether that outlives the step, of each; `needs`: tick and save.");
+  py::class_<Save, SavePtr>(module, "Save", "One tensor that autograd has saved.")
+      .def_readonly("index", &Save::index)
+      .def_readonly("version", &Save::version)
+      .def_property_readonly("tensor", [](const Save& save) { return save.tensor.defined() ? wrap(save.tensor) : py::none(); })
+      .def_property_readonly("residence", [](const Save& save) { return find_residence_or_none(save.record); })
+      .def_property_readonly(
+          "handle",
+          [](const Save& save) -> py::object {
+            return save.handle ? py::reinterpret_borrow<py::object>(save.handle->ptr(getPyInterpreter())) : py::none();
+          })
+      .def_property_readonly(
+          "is_written", [](const Save& save) { return save.record && save.record->version != save.seen; },
+          "Whether an op has written to its storage since.");
+  py::class_<SavedTensors, std::shared_ptr<SavedTensors>>(
+      module, "SavedTensors", "What autograd saves and needs in one step.")
+      .def(
+          py::init(&make_saved_tensors), py::arg("watch"), py::arg("device_type"), py::arg("host"), py::arg("known"),
+          py::arg("least_bytes"))
+      .def("log", &SavedTensors::log, py::arg("touched"), py::arg("due_tick"))
+      .def("tell", [](SavedTensors& saved) { return list_entries(saved.tell()); })
+      .def("end", &SavedTensors::end)
+      .def(
+          "note",
+          [](SavedTensors& saved, int event, int64_t storage, int64_t tick, int64_t nbytes) {
+            saved.note(static_cast<SavedTensors::Event>(event), storage, tick, nbytes);
+          },
+          py::arg("event"), py::arg("storage"), py::arg("tick"), py::arg("nbytes"))
+      .def(
+          "settle",
+          [](SavedTensors& saved, const py::function& make_handle) {
+            saved.settle([&](const SavePtr& save) { return share(make_handle(save)); });
+          },
+          py::arg("make_handle"))
+      .def("follow_save", &SavedTensors::follow_save, py::arg("index"), py::arg("record").none(true))
+      .def("follow_need", &SavedTensors::follow_need, py::arg("index"), py::arg("save"))
+      .def("leave", &SavedTensors::leave, py::arg("why"))
+      .def("stop", &SavedTensors::stop, py::arg("why"))
+      .def("is_lasting", &SavedTensors::is_lasting, py::arg("save"))
+      .def("make_id", &SavedTensors::make_id)
+      .def_property("due_tick", nullptr, &SavedTensors::set_due_tick)
+      .def_property_readonly("followed", [](const SavedTensors& saved) { return saved.followed(); })
+      .def_property_readonly("tick", &SavedTensors::tick)
+      .def_property_readonly("saves", &SavedTensors::saves)
+      .def_property_readonly("needs", &SavedTensors::needs)
+      .def_property_readonly("sizes", &SavedTensors::sizes);
+}
+
+}  // namespace elbowroom

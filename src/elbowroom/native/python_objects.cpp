@@ -1,0 +1,25 @@
+#include "python_objects.h"
+
+namespace elbowroom {
+
+namespace py = pybind11;
+
+namespace {
+
+PyObject* residence_class = nullptr;  // for ever
+
+}  // namespace
+
+void set_residence_class(const py::object& residence) { residence_class = py::object(residence).release().ptr(); }
+
+py::object find_residence(const StorageRecordPtr& record) {
+  if (record->residence) {
+    PyObject* there = PyWeakref_GetObject(record->residence->ptr(getPyInterpreter()));
+    if (there != Py_None) return py::reinterpret_borrow<py::object>(there);
+  }
+  py::object made = py::handle(residence_class)(record);
+  record->residence = share(py::weakref(made));
+  return made;
+}
+
+}  // namespace elbowroom

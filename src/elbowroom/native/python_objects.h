@@ -1,0 +1,59 @@
+// Objects in Python for what the extension knows.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <pybind11/pybind11.h>
+#include <torch/csrc/DynamicTypes.h>
+#include <torch/csrc/PyInterpreter.h>
+#include <torch/csrc/autograd/python_variable.h>
+#include <torch/csrc/utils/pybind.h>
+
+#include <memory>
+#include <utility>
+
+#include "python_call.h"
+#include "storage_records.h"
+
+namespace elbowroom {
+
+// Set the class of the objects that stand for records, once.
+void set_residence_class(const pybind11::object& residence);
+
+// The object in Python that stands for a record. There is one at a time, for as long as somebody holds it.
+pybind11::object find_residence(const StorageRecordPtr& record);
+
+inline pybind11::object wrap(const at::Tensor& tensor) {
+  return pybind11::reinterpret_steal<pybind11::object>(THPVariable_Wrap(tensor));
+}
+
+inline pybind11::object wrap(const c10::Storage& storage) {
+  return pybind11::reinterpret_steal<pybind11::object>(torch::createPyObject(storage));
+}
+
+inline std::shared_ptr<c10::SafePyObject> share(pybind11::object object) {
+  return std::make_shared<c10::SafePyObject>(object.release().ptr(), getPyInterpreter());
+}
+
+// A method of the object that runs the step, for as long as there is one.
+class Method {
+ public:
+  Method(const pybind11::object& host, const char* name) : host_(share(pybind11::weakref(host))), name_(name) {}
+
+  // Has `use` call it, with Python's lock. What Python raises is thrown.
+  template <typename Use>
+  void call(const Use& use) const {
+    if (!is_python_there()) return;
+    const PythonCall python;
+    python.make([&]() -> pybind11::object {
+      const auto host = pybind11::reinterpret_borrow<pybind11::object>(PyWeakref_GetObject(host_->ptr(getPyInterpreter())));
+      if (!host.is_none()) use(host.attr(name_));
+      return pybind11::none();
+    });
+  }
+
+ private:
+  std::shared_ptr<c10::SafePyObject> host_;
+  const char* name_;
+};
+
+}  // namespace elbowroom

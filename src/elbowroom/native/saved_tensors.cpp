@@ -1,0 +1,283 @@
+#include "saved_tensors.h"
+
+#include <ATen/SavedTensorHooks.h>
+#include <c10/core/CachingDeviceAllocator.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
+#include <c10/util/Exception.h>
+
+#include <algorithm>
+#include <chrono>
+#include <utility>
+
+#include "default_hooks.h"
+#include "watched_ops.h"
+
+namespace elbowroom {
+
+namespace {
+
+// With hooks, PyTorch does not check this itself. In its words.
+void check_version(const Save& save) {
+  const int64_t version = save.tensor._version();
+  TORCH_CHECK(
+      version == save.version, "one of the variables needed for gradient computation has been modified by an inplace "
+      "operation: a ", save.tensor.dtype(), " tensor of shape ", save.tensor.sizes(), " is at version ", version,
+      "; expected version ", save.version, " instead");
+}
+
+// What to keep of a tensor. Without its graph, which would hold it in turn. A leaf that stays is kept itself, as autograd
+// would keep it: a program may give it other contents (`leaf.data = ...`) before they are needed.
+at::Tensor make_alias(const at::Tensor& tensor, bool is_plain, bool stays) {
+  if (is_plain) return stays && tensor.is_leaf() ? tensor : tensor.tensor_data();
+  const c10::impl::ExcludeDispatchKeyGuard unwatched{c10::DispatchKeySet(WATCHED_KEY)};
+  return tensor.detach();
+}
+
+}  // namespace
+
+// Stands in autograd's graph for one tensor.
+class SavedTensors::Hooks final : public torch::autograd::SavedVariableHooks {
+ public:
+  explicit Hooks(std::shared_ptr<SavedTensors> step) : step_(std::move(step)) {}
+  ~Hooks() override {
+    if (save_) step_->give_up(save_);
+  }
+
+  void call_pack_hook(const at::Tensor& tensor) override { save_ = step_->save(tensor); }
+  at::Tensor call_unpack_hook() override { return step_->need(save_); }
+
+ private:
+  const std::shared_ptr<SavedTensors> step_;
+  SavePtr save_;
+};
+
+SavedTensors::SavedTensors(
+    std::shared_ptr<OpWatch> watch, c10::DeviceType device, Callbacks callbacks, std::vector<TimetablePtr> known,
+    int64_t least_bytes)
+    : watch_(std::move(watch)),
+      device_(device),
+      callbacks_(std::move(callbacks)),
+      follower_(known, least_bytes, watch_) {
+  for (const TimetablePtr& each : known) next_id_ = std::max(next_id_, each->storages);
+  serve_default_hooks();
+}
+
+std::unique_ptr<torch::autograd::SavedVariableHooks> SavedTensors::make_hooks() {
+  return std::make_unique<Hooks>(shared_from_this());
+}
+
+SavePtr SavedTensors::save(const at::Tensor& tensor) {
+  StorageTable& table = watch_->table();
+  const bool is_here = is_plain(tensor, device_);
+  const StorageRecordPtr record = is_here ? table.see_counted(tensor.storage()) : StorageRecordPtr();
+  auto made = std::make_shared<Save>();
+  made->version = tensor._version();
+  bool is_logged = false;
+  {
+    const std::lock_guard<std::mutex> guard(mutex_);
+    made->index = saves_++;
+    sizes_.push_back(record ? static_cast<int64_t>(tensor.storage().nbytes()) : 0);
+    is_logged = is_logging_ && log_save(made->index, record);
+  }
+  Answer answer;
+  if (!is_logged) answer = callbacks_.save(made->index, tensor, record);
+  made->handle = std::move(answer.handle);
+  if (!answer.stays) return made;
+  const bool may_move = !made->handle && record && record->id >= 0;
+  made->tensor = make_alias(tensor, is_here, !may_move);
+  if (may_move) {
+    const std::lock_guard<std::mutex> guard(mutex_);
+    made->record = record;
+    made->seen = record->version;
+    if (is_logging_) loose_.push_back(made);
+  }
+  return made;
+}
+
+at::Tensor SavedTensors::need(const SavePtr& save) {
+  int64_t index = 0;
+  at::Tensor kept;
+  {
+    const std::lock_guard<std::mutex> guard(mutex_);
+    index = needs_++;
+    if (save->tensor.defined()) {
+      check_version(*save);
+      kept = save->tensor;
+      if (is_logging_ && log_need(index, *save)) return kept;
+    }
+  }
+  const at::Tensor given = callbacks_.need(index, save);
+  return given.defined() ? given : kept;
+}
+
+void SavedTensors::give_up(const SavePtr& save) {
+  at::Tensor tensor;  // destroyed without the mutex
+  PythonObject handle;
+  const std::lock_guard<std::mutex> guard(mutex_);
+  save->is_given_up = true;
+  tensor = std::move(save->tensor);
+  handle = std::move(save->handle);
+}
+
+bool SavedTensors::log_save(int64_t index, const StorageRecordPtr& record) {
+  const std::optional<int64_t> tick = follower_.expect_save(index, record);
+  if (!tick || *tick >= due_tick_ || touched_.count(follower_.find_storage(index)) != 0) return false;
+  follower_.save(index, record);
+  const bool is_traced = follower_.followed() >= 0;
+  int64_t storage = NO_STORAGE;
+  if (record && !(is_traced ? follower_.is_lasting(index) : record->is_staying)) {
+    if (record->id < 0) record->id = next_id_++;
+    storage = record->id;
+  }
+  put_down(Event::SAVED, storage, *tick, storage < 0 ? 0 : sizes_.back());
+  return true;
+}
+
+bool SavedTensors::log_need(int64_t index, const Save& save) {
+  const std::optional<int64_t> tick = follower_.expect_need(index, save.index);
+  if (!tick || *tick >= due_tick_) return false;
+  follower_.need(index);
+  put_down(Event::NEEDED, save.record ? save.record->id.load() : NO_STORAGE, *tick, 0);
+  return true;
+}
+
+void SavedTensors::put_down(Event event, int64_t storage, int64_t tick, int64_t nbytes) {
+  if (!has_log_) return;
+  const std::chrono::duration<double> now = std::chrono::steady_clock::now().time_since_epoch();
+  log_.push_back({event, storage, tick, nbytes, now.count(), watch_->busy_seconds(), count_live_bytes()});
+}
+
+int64_t SavedTensors::count_live_bytes() const {
+  if (const Scope* scope = watch_->table().scope) return scope->live_bytes();
+  using c10::CachingAllocator::StatType;
+  const auto stats = c10::getDeviceAllocator(device_)->getDeviceStats(0);
+  return stats.allocated_bytes[static_cast<size_t>(StatType::AGGREGATE)].current;
+}
+
+void SavedTensors::log(std::unordered_set<int64_t> touched, int64_t due_tick) {
+  const std::lock_guard<std::mutex> guard(mutex_);
+  is_logging_ = has_log_ = true;
+  touched_ = std::move(touched);
+  due_tick_ = due_tick;
+}
+
+void SavedTensors::set_due_tick(int64_t due_tick) {
+  const std::lock_guard<std::mutex> guard(mutex_);
+  due_tick_ = due_tick;
+}
+
+std::vector<SavedTensors::Entry> SavedTensors::tell() {
+  const std::lock_guard<std::mutex> guard(mutex_);
+  is_logging_ = has_log_ = false;
+  return std::exchange(log_, {});
+}
+
+void SavedTensors::end() {
+  const std::lock_guard<std::mutex> guard(mutex_);
+  has_log_ = false;
+  log_.clear();
+  loose_.clear();
+}
+
+void SavedTensors::note(Event event, int64_t storage, int64_t tick, int64_t nbytes) {
+  const std::lock_guard<std::mutex> guard(mutex_);
+  put_down(event, storage, tick, nbytes);
+}
+
+void SavedTensors::settle(const std::function<PythonObject(const SavePtr&)>& make_handle) {
+  std::vector<std::weak_ptr<Save>> loose;
+  {
+    const std::lock_guard<std::mutex> guard(mutex_);
+    loose.swap(loose_);
+  }
+  for (const std::weak_ptr<Save>& each : loose) {
+    const SavePtr save = each.lock();
+    if (!save) continue;
+    at::Tensor tensor;  // destroyed without the mutex
+    {
+      const std::lock_guard<std::mutex> guard(mutex_);
+      tensor = save->tensor;
+    }
+    if (!tensor.defined()) continue;  // given up
+    PythonObject handle = make_handle(save);
+    const std::lock_guard<std::mutex> guard(mutex_);
+    if (save->is_given_up) continue;  // meanwhile, by another thread
+    save->handle.swap(handle);
+    save->tensor.reset();
+  }
+}
+
+int64_t SavedTensors::follow_save(int64_t index, const StorageRecordPtr& record) {
+  std::string why;
+  {
+    const std::lock_guard<std::mutex> guard(mutex_);
+    why = follower_.check_save(index, record);
+  }
+  if (!why.empty()) callbacks_.change(why);
+  const std::lock_guard<std::mutex> guard(mutex_);
+  return follower_.save(index, record);
+}
+
+int64_t SavedTensors::follow_need(int64_t index, int64_t save) {
+  std::string why;
+  {
+    const std::lock_guard<std::mutex> guard(mutex_);
+    why = follower_.check_need(index, save);
+  }
+  if (!why.empty()) callbacks_.change(why);
+  const std::lock_guard<std::mutex> guard(mutex_);
+  return follower_.need(index);
+}
+
+void SavedTensors::leave(const std::string& why) {
+  {
+    const std::lock_guard<std::mutex> guard(mutex_);
+    if (!follower_.leave()) return;
+  }
+  callbacks_.change(why);
+}
+
+void SavedTensors::stop(const std::string& why) {
+  {
+    const std::lock_guard<std::mutex> guard(mutex_);
+    if (!follower_.stop()) return;
+  }
+  callbacks_.change(why);
+}
+
+int64_t SavedTensors::followed() const {
+  const std::lock_guard<std::mutex> guard(mutex_);
+  return follower_.followed();
+}
+
+int64_t SavedTensors::tick() const {
+  const std::lock_guard<std::mutex> guard(mutex_);
+  return follower_.tick();
+}
+
+bool SavedTensors::is_lasting(int64_t save) const {
+  const std::lock_guard<std::mutex> guard(mutex_);
+  return follower_.is_lasting(save);
+}
+
+int64_t SavedTensors::make_id() {
+  const std::lock_guard<std::mutex> guard(mutex_);
+  return next_id_++;
+}
+
+int64_t SavedTensors::saves() const {
+  const std::lock_guard<std::mutex> guard(mutex_);
+  return saves_;
+}
+
+int64_t SavedTensors::needs() const {
+  const std::lock_guard<std::mutex> guard(mutex_);
+  return needs_;
+}
+
+std::vector<int64_t> SavedTensors::sizes() const {
+  const std::lock_guard<std::mutex> guard(mutex_);
+  return sizes_;
+}
+
+}  // namespace elbowroom
