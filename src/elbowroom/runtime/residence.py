@@ -128,6 +128,7 @@ class Residence:
 
     @id.setter  # noqa: A003
     def id(self, value: int) -> None:
+        """Set it."""
         self.record.id = value
 
     @property
