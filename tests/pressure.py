@@ -15,7 +15,7 @@ EVERYTHING = 1 << 40
 def let_everything_go(engine: OnlineEngine, nbytes: int) -> None:
     """All that may leave leaves, in the way that the policy likes."""
     engine._drain()
-    if engine._past is not None:
+    if engine._is_logging:
         engine._catch_up()
     engine._carry_out(engine._machine.feed(PressureRaised(EVERYTHING, 0)))
 
