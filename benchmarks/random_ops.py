@@ -53,6 +53,7 @@ class State:
         torch.manual_seed(1000 * seed + step)
         self.pool = [model(torch.randn(ROWS, WIDTH))]
         self.constants = [torch.rand(ROWS, WIDTH)]
+        self.shown: list[torch.Tensor] = []  # to NumPy before they were used
 
     def pick(self) -> torch.Tensor:
         """A tensor of the pool."""
@@ -212,10 +213,19 @@ def hook(state: State) -> None:
 
 
 def run_in_thread(state: State) -> None:
-    chosen, x, found = state.random.choice(UNARY), state.pick(), []
-    thread = threading.Thread(target=lambda: found.append(chosen(x)))
+    chosen, x, found = state.random.choice(UNARY), state.pick(), list[Any]()
+
+    def run() -> None:
+        try:
+            found.append(chosen(x))
+        except Exception as error:
+            found.append(error)
+
+    thread = threading.Thread(target=run)
     thread.start()
     thread.join()
+    if isinstance(found[0], Exception):
+        raise found[0]
     state.put(found[0])
 
 
@@ -256,8 +266,10 @@ def fail(state: State) -> None:
 
 def alias_by_numpy(state: State) -> None:
     batch = torch.rand(ROWS, WIDTH)
+    array = batch.numpy()
     made = (state.pick() * batch).sin() * batch.cos()
-    batch.numpy()[: ROWS // 2] *= 0.5
+    array[: ROWS // 2] *= 0.5
+    state.shown.append(batch)
     state.put(made)
 
 
@@ -270,7 +282,19 @@ def forget(state: State) -> None:
 
 USUAL: tuple[Instruction, ...] = (apply_one, apply_two, apply_linear)
 UNUSUAL: tuple[Instruction, ...] = (
-    *(convolve, normalize, recur, index, write_to_view, write_to_data, write_out, use_constant, resize, recompute, hook),
+    *(
+        convolve,
+        normalize,
+        recur,
+        index,
+        write_to_view,
+        write_to_data,
+        write_out,
+        use_constant,
+        resize,
+        recompute,
+        hook,
+    ),
     *(compute_without_gradient, run_in_thread, differentiate_now, go_back_now, pack_by_hooks, save_on_cpu, forget),
     *(compute_in_half, fail, alias_by_numpy),
 )
@@ -290,6 +314,8 @@ def run_program(model: Model, instructions: list[Instruction], seed: int, step: 
     for each in instructions:
         each(state)
     loss = sum((each.mean() for each in state.pool), torch.zeros(()))
+    shown = state.shown
     del state
     loss.backward()
+    shown.clear()
     return loss.detach()

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-import threading
 import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
@@ -24,6 +23,7 @@ from elbowroom.ir.events import StorageFreed, StorageNeeded, StorageSaved
 from elbowroom.runtime.account import Account
 from elbowroom.runtime.calm import Calm, get_witness
 from elbowroom.runtime.follower import Follower, Known, Observer
+from elbowroom.runtime.locks import make_lock
 from elbowroom.runtime.mover import Mover
 from elbowroom.runtime.past import NO_STORAGE, Past
 from elbowroom.runtime.residence import Guest, Handle, Keepsake, Residence, check_version
@@ -70,7 +70,7 @@ class Engine(Mover):
         self._is_here = make_test(device.type)
         self._find_staying = functools.cache(list_staying)
         # Who retires a handle sees whose it is: what the garbage collector frees in the middle of a move has to wait.
-        self._lock = threading.RLock()
+        self._lock = make_lock()
         self._retired: deque[tuple[int, Residence | None]] = deque()
         self._own_ids = max((len(each.trace.storages) for each in known), default=0)
         self.saves = self.needs = 0
