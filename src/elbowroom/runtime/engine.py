@@ -192,14 +192,14 @@ class Engine(Mover):
     def retire(self, index: int, residence: Residence | None) -> None:
         """A handle died. May be called at any moment, in any thread, by the garbage collector."""
         self._retired.append((index, residence))
-        if self._lock._is_owned():  # type: ignore[attr-defined]
+        if self._lock._is_owned():
             return
         try:  # Ctrl-C may come between any two lines: the lock knows whether it is held, and a flag might not
             if self._lock.acquire(blocking=False):
                 self._drain()
                 self._lock.release()
         except BaseException:
-            if self._lock._is_owned():  # type: ignore[attr-defined]
+            if self._lock._is_owned():
                 self._lock.release()
             raise
 
