@@ -59,6 +59,9 @@ HUGE = 1 << 40
 LOOKED_AT = 24
 """Samples of an op, of which some are taken."""
 PLANNED_STEPS = 5
+UNSTABLE = (
+    "its bits differ between runs without a room: LAPACK's rest on where blocks lie, or memory is read that nobody wrote"
+)
 
 Values = list[Any]
 """What one case made: arrays with their strides, or the name of an error."""
@@ -245,6 +248,8 @@ class Sweep:
             records = room.journal().steps[begin:]
             modes.update(record.mode.value for record in records)
             found["unstable"] = len(unstable)
+            if unstable:
+                found["reason"] = UNSTABLE
             found["moved"] = sum(record.offloaded_bytes + record.recomputed for record in records)
         return {**found, "modes": dict(modes), "wrong": wrong}
 
