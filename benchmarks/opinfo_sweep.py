@@ -60,7 +60,8 @@ LOOKED_AT = 24
 """Samples of an op, of which some are taken."""
 PLANNED_STEPS = 5
 UNSTABLE = (
-    "its bits differ between runs without a room: LAPACK's rest on where blocks lie, or memory is read that nobody wrote"
+    "its bits differ between runs without a room: LAPACK's rest on where blocks lie, "
+    "or memory is read that nobody wrote"
 )
 
 Values = list[Any]
