@@ -5,6 +5,11 @@ from __future__ import annotations
 import contextlib
 import gc
 import multiprocessing
+import os
+import pathlib
+import signal
+import subprocess
+import sys
 import threading
 import weakref
 from collections.abc import Callable
@@ -18,6 +23,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import elbowroom
 from elbowroom.ir.hardware import HardwareProfile
 from elbowroom.native import library
+
+ROOT = pathlib.Path(__file__).parents[2]
 
 
 def test_a_step_leaves_nothing_for_the_garbage_collector(profile: HardwareProfile) -> None:
@@ -166,3 +173,67 @@ def test_what_an_op_failed_to_write_is_not_computed_again(profile: HardwareProfi
         with pytest.raises(RuntimeError, match="The size of tensor"):
             x.add_(torch.ones(3, 5))
         assert residence.record.ops == []
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_fork_while_other_threads_are_watched(profile: HardwareProfile) -> None:
+    """The child goes on with the step, and finds no lock that a thread of its parent's held."""
+    model = nn.Linear(64, 64)
+    options: dict[str, Any] = {"mode": "dynamic", "policy": "dtr", "min_offload_bytes": 1, "profile": profile}
+    with elbowroom.fit(model, [], 1 << 30, **options) as room, room.step():
+        engine = room._engine
+        assert engine is not None
+        native, stop = library.load(), threading.Event()
+
+        def compute() -> None:
+            native.set_watchers((engine.watcher,))
+            with torch.autograd.graph.saved_tensors_hooks(engine.pack, engine.unpack):
+                own = model.weight.detach().requires_grad_()  # nodes have locks of PyTorch's
+                while not stop.is_set():
+                    own.sin().cos().sum().backward()
+            native.set_watchers(())
+
+        threads = [threading.Thread(target=compute) for _ in range(2)]
+        for each in threads:
+            each.start()
+        try:
+            for _ in range(20):
+                child = os.fork()
+                if child == 0:
+                    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+                    signal.alarm(20)
+                    model(torch.ones(4, 64)).sin().sum().backward()
+                    os._exit(0)
+                assert os.waitpid(child, 0)[1] == 0
+        finally:
+            stop.set()
+            for each in threads:
+                each.join()
+
+
+ENDS = """
+import sys
+import pytest, torch
+import elbowroom
+from elbowroom.ir.hardware import HardwareProfile
+from tests.pressure import ask_at_every_request
+
+patch = pytest.MonkeyPatch()
+ask_at_every_request(patch)
+model = torch.nn.Sequential(*(layer for _ in range(3) for layer in (torch.nn.Linear(32, 32), torch.nn.GELU())))
+options = {"mode": "dynamic", "policy": "dtr", "min_offload_bytes": 1}
+room = elbowroom.fit(model, [], 1 << 40, profile=elbowroom.load(HardwareProfile, sys.argv[1]), **options)
+step = room.step()
+step.__enter__()
+loss = model(torch.randn(64, 32)).square().mean()
+print("end")
+"""
+
+
+def test_the_interpreter_ends_inside_a_step(profile: HardwareProfile, tmp_path: pathlib.Path) -> None:
+    """What has left stays where it is: the thread that would bring it back is gone."""
+    elbowroom.save(profile, tmp_path / "profile.json")
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "src")])}
+    command = [sys.executable, "-c", ENDS, str(tmp_path / "profile.json")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False, env=environment)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "end\n", "")

@@ -1,8 +1,10 @@
 #include "op_kinds.h"
 
 #include <ATen/Context.h>
+#include <pthread.h>
 
 #include <mutex>
+#include <new>
 #include <shared_mutex>
 #include <unordered_map>
 #include <utility>
@@ -58,6 +60,10 @@ const OpKind* find_kind(const c10::OperatorHandle& op) {
   return known.insert_or_assign(schema, made).first->second;
 }
 
-void set_find_kind(std::function<OpKind(const std::string&, const std::string&)> find) { ask = std::move(find); }
+void set_find_kind(std::function<OpKind(const std::string&, const std::string&)> find) {
+  ask = std::move(find);
+  // Nobody holds the lock at a fork. The child's is a new one, since the owner of such a lock has another id there.
+  pthread_atfork([] { mutex.lock(); }, [] { mutex.unlock(); }, [] { new (&mutex) std::shared_mutex; });
+}
 
 }  // namespace elbowroom

@@ -1,5 +1,7 @@
 #include "storage_records.h"
 
+#include <pthread.h>
+
 #include <algorithm>
 #include <utility>
 
@@ -27,7 +29,48 @@ void destroy(RecordedOpPtr op) {
   is_destroying = false;
 }
 
+// Holds the mutexes of all tables around a fork: the child must not inherit one that another thread holds.
+class Tables {
+ public:
+  static Tables& get() {
+    static Tables* const tables = [] {
+      static Tables* made = nullptr;
+      made = new Tables();
+      pthread_atfork([] { made->lock(); }, [] { made->unlock(); }, [] { made->unlock(); });
+      return made;
+    }();
+    return *tables;
+  }
+
+  void add(StorageTable* table) {
+    const std::lock_guard<std::mutex> guard(mutex_);
+    tables_.push_back(table);
+  }
+
+  void remove(StorageTable* table) {
+    const std::lock_guard<std::mutex> guard(mutex_);
+    tables_.erase(std::find(tables_.begin(), tables_.end(), table));
+  }
+
+ private:
+  void lock() {
+    mutex_.lock();
+    for (StorageTable* each : tables_) each->mutex.lock();
+  }
+  void unlock() {
+    for (StorageTable* each : tables_) each->mutex.unlock();
+    mutex_.unlock();
+  }
+
+  std::mutex mutex_;
+  std::vector<StorageTable*> tables_;
+};
+
 }  // namespace
+
+StorageTable::StorageTable(Scope* scope) : scope(scope) { Tables::get().add(this); }
+
+StorageTable::~StorageTable() { Tables::get().remove(this); }
 
 void StorageRecord::release_resources() {
   for (RecordedOpPtr& op : forget_ops()) destroy(std::move(op));

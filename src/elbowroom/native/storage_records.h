@@ -51,7 +51,10 @@ using StorageRecordPtr = c10::intrusive_ptr<StorageRecord>;
 class StorageTable {
  public:
   // `scope`: counts the step's bytes; null where no ledger does.
-  explicit StorageTable(Scope* scope) : scope(scope) {}
+  explicit StorageTable(Scope* scope);
+  ~StorageTable();
+  StorageTable(const StorageTable&) = delete;
+  StorageTable& operator=(const StorageTable&) = delete;
 
   Scope* const scope;
   // Held while records are read or changed.

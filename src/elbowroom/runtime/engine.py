@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-import threading
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
@@ -23,6 +22,7 @@ from elbowroom.ir.actions import Action, Release
 from elbowroom.ir.events import StorageFreed, StorageNeeded, StorageSaved
 from elbowroom.runtime.account import Account, load_native
 from elbowroom.runtime.known import Known
+from elbowroom.runtime.locks import make_lock
 from elbowroom.runtime.log import EVENTS, FREED, NEEDED, NO_STORAGE, SAVED
 from elbowroom.runtime.mover import Mover
 from elbowroom.runtime.residence import Handle, Residence, check_version
@@ -75,7 +75,7 @@ class Engine(Mover):
         self._is_here = make_test(device.type)
         self._find_staying = functools.cache(list_staying)
         # Who retires a handle sees whose it is: what the garbage collector frees in the middle of a move has to wait.
-        self._lock = threading.RLock()
+        self._lock = make_lock()
         self._retired: deque[tuple[int, Residence | None]] = deque()
         self.drift = ""
         self._is_logging = False
@@ -204,14 +204,14 @@ class Engine(Mover):
     def retire(self, index: int, residence: Residence | None) -> None:
         """A handle died. May be called at any moment, in any thread, by the garbage collector."""
         self._retired.append((index, residence))
-        if self._lock._is_owned():  # type: ignore[attr-defined]
+        if self._lock._is_owned():
             return
         try:  # Ctrl-C may come between any two lines: the lock knows whether it is held, and a flag might not
             if self._lock.acquire(blocking=False):
                 self._drain()
                 self._lock.release()
         except BaseException:
-            if self._lock._is_owned():  # type: ignore[attr-defined]
+            if self._lock._is_owned():
                 self._lock.release()
             raise
 

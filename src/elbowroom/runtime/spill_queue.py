@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import queue
+import sys
 import threading
 import time
 import weakref
@@ -153,7 +154,7 @@ class SpillQueue:
         """Return when the copy's last transfer has ended.
 
         Raises:
-            TransferFailed: there is no thread any more and none can be started.
+            TransferFailed: there is no thread any more and none can be started, or the interpreter ends.
         """
         job = copy.last
         if job is None or self.is_own_thread():
@@ -161,6 +162,8 @@ class SpillQueue:
         while not job.is_done:
             if job.ended.acquire(timeout=CHECK_SECONDS):
                 job.ended.release()  # others may wait for it too
+            elif sys.is_finalizing():
+                raise TransferFailed("the interpreter ends, and its threads do nothing any more")
             else:
                 self._start()
 
@@ -187,7 +190,7 @@ class SpillQueue:
         if is_over:
             self._jobs.put(None)
             if not self.is_own_thread():
-                if self._thread is not None:
+                if self._thread is not None and not sys.is_finalizing():
                     self._thread.join()
                 self.spill.close()  # if there was no thread, or an error has ended it
 

@@ -1,0 +1,43 @@
+"""Locks that a fork finds free: a child goes on with the thread that forked it, and with no other that could let go."""
+
+from __future__ import annotations
+
+import functools
+import os
+import threading
+import weakref
+from typing import Any
+
+
+class _Locks:
+    """All such locks that are in use. Around a fork the thread that forks holds them."""
+
+    def __init__(self) -> None:
+        self._locks: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._held: list[Any] = []
+        os.register_at_fork(before=self._acquire, after_in_parent=self._release, after_in_child=self._release)
+
+    def add(self, lock: Any) -> None:
+        self._locks.add(lock)
+
+    def _acquire(self) -> None:
+        for lock in list(self._locks):
+            lock.acquire()
+            self._held.append(lock)
+
+    def _release(self) -> None:
+        while self._held:
+            self._held.pop().release()
+
+
+@functools.cache
+def _find_locks() -> _Locks:
+    """Those of this process; functions that are called at a fork cannot be taken back, and are the same for all."""
+    return _Locks()
+
+
+def make_lock() -> Any:
+    """Return a `threading.RLock` that no other thread holds when this process forks."""
+    lock = threading.RLock()
+    _find_locks().add(lock)
+    return lock
