@@ -16,6 +16,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from elbowroom.hooks.compiled import Pause
 from elbowroom.hooks.identity import get_plain_storage
 from elbowroom.hooks.watching import watching
 
@@ -23,6 +24,7 @@ Inputs = tuple[tuple[torch.Size, torch.dtype], ...]
 """Shapes and dtypes of all tensors in the arguments of one call."""
 
 Hook = Callable[[Any], Any]
+Look = Callable[[torch.nn.Module, tuple[Any, ...], dict[str, Any]], None]
 
 
 def list_entries(model: torch.nn.Module) -> list[torch.nn.Module]:
@@ -43,11 +45,14 @@ def seeing_inputs(
     model: torch.nn.Module,
     see: Callable[[Inputs], None],
     adopt: Callable[[torch.UntypedStorage], object] | None,
-) -> Iterator[None]:
+) -> Iterator[Pause]:
     """Tell `see` what the model, or the parts that a program calls one by one, are called with.
 
     Args:
         adopt: told of the tensors' storages before; they may have been there before anything was counted.
+
+    Yields:
+        What returns a context in which the model has no hooks of ours: the compiler would make them part of its code.
     """
 
     def look(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -61,12 +66,47 @@ def seeing_inputs(
 
     # The compiler, which is slow to import, would compile what it is not told to leave alone.
     hook = torch.compiler.disable(look) if "torch._dynamo" in sys.modules else look
-    handles = [each.register_forward_pre_hook(hook, prepend=True, with_kwargs=True) for each in list_entries(model)]
+    entries = list_entries(model)
+    with contextlib.ExitStack() as stack:
+
+        def attach() -> None:
+            for entry in entries:
+                stack.enter_context(_hooked(entry, hook, look))
+
+        @contextlib.contextmanager
+        def pause() -> Iterator[None]:
+            stack.close()
+            try:
+                yield
+            finally:
+                attach()
+
+        attach()
+        yield pause
+
+
+@contextlib.contextmanager
+def _hooked(module: torch.nn.Module, hook: Look, look: Look) -> Iterator[None]:
+    """Call a hook whenever a module is called: of a compiled one (`module.compile()`) outside of its compiled code."""
+    compiled = module._compiled_call_impl
+    if compiled is None:
+        handle = module.register_forward_pre_hook(hook, prepend=True, with_kwargs=True)
+        try:
+            yield
+        finally:
+            handle.remove()
+        return
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        look(module, args, kwargs)
+        return compiled(*args, **kwargs)
+
+    module._compiled_call_impl = call
     try:
         yield
     finally:
-        for handle in handles:
-            handle.remove()
+        if module._compiled_call_impl is call:
+            module._compiled_call_impl = compiled
 
 
 class OutOfReach(RuntimeError):

@@ -3,6 +3,8 @@
 
 #include <pybind11/pybind11.h>
 
+#include <cstdint>
+
 namespace elbowroom {
 
 // From now on these run every op of this thread, and of backward passes that it begins. The last sees it first. Each is an
@@ -11,5 +13,13 @@ void set_watchers(const pybind11::tuple& watchers);
 
 // Those of this thread.
 pybind11::tuple get_watchers();
+
+// Those that run an op of this thread now: none inside of an op that they run, or where they are excluded.
+pybind11::tuple get_active_watchers();
+
+// Have Dynamo, which compares this thread's dispatch keys with those that it compiled for, not see that ops are watched,
+// from now on until the other is called with what this returned: 0 where that is so already.
+uint64_t hide_from_guards();
+void stop_hiding(uint64_t handle);
 
 }  // namespace elbowroom
