@@ -8,16 +8,19 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import pathlib
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
 from elbowroom.hooks.hidden import Unwatched
 from elbowroom.native import library
+
+HERE = pathlib.Path(__file__).parents[1]
 
 Pause = Callable[[], contextlib.AbstractContextManager[None]]
 
@@ -68,6 +71,44 @@ def may_run_compiled() -> bool:
 
 
 @contextlib.contextmanager
+def refusing_compiled(refuse: Callable[[], NoReturn]) -> Iterator[None]:
+    """Have `refuse` raise where a compiled function is called in here. On fake tensors it would be marked as one that
+    cannot be compiled, and run eagerly from then on."""
+    module = sys.modules.get("torch._dynamo.eval_frame")
+    if module is None:
+        yield
+        return
+    thread, find = threading.get_ident(), module._callback_from_stance  # asked at the beginning of each such call
+
+    def find_or_refuse(callback: Any) -> Any:
+        return refuse() if callable(callback) and threading.get_ident() == thread else find(callback)
+
+    module._callback_from_stance = find_or_refuse
+    try:
+        yield
+    finally:
+        module._callback_from_stance = find
+
+
+def stay_watched() -> None:
+    """Have threads that are watched stay so after the calls of compiled functions that they are in, from now on and for
+    good: each such call puts dispatch keys back as it found them."""
+    module, native = sys.modules.get("torch._dynamo.eval_frame"), library.load()
+    if module is None or hasattr(module._maybe_set_eval_frame, "stays_watched"):
+        return
+    change = module._maybe_set_eval_frame  # the last that such a call does
+
+    def change_and_watch(callback: Any) -> Any:
+        before = change(callback)
+        if watchers := native.get_watchers():
+            native.set_watchers(watchers)
+        return before
+
+    change_and_watch.stays_watched = True  # type: ignore[attr-defined]
+    module._maybe_set_eval_frame = change_and_watch
+
+
+@contextlib.contextmanager
 def hiding_from_guards() -> Iterator[None]:
     """Have Dynamo find code in this thread that it has compiled for steps that nobody watches, and the other way round.
 
@@ -94,6 +135,8 @@ def noticing_compiles(notice: Callable[[], None], ended: Callable[[float], None]
     if dynamo is None:
         yield
         return
+    if not any(part == HERE for part in map(pathlib.Path, dynamo.trace_rules.SKIP_DIRS)):
+        dynamo.trace_rules.add(HERE.name)  # or what autograd and ops call of ours would be compiled
     thread, handler = threading.get_ident(), dynamo.callback.callback_handler
     compiling, hiding = contextlib.ExitStack(), contextlib.ExitStack()
     begin = 0.0

@@ -16,7 +16,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from elbowroom.hooks.compiled import Pause
+from elbowroom.hooks.compiled import Pause, stay_watched
 from elbowroom.hooks.identity import get_plain_storage
 from elbowroom.hooks.watching import watching
 
@@ -24,7 +24,6 @@ Inputs = tuple[tuple[torch.Size, torch.dtype], ...]
 """Shapes and dtypes of all tensors in the arguments of one call."""
 
 Hook = Callable[[Any], Any]
-Look = Callable[[torch.nn.Module, tuple[Any, ...], dict[str, Any]], None]
 
 
 def list_entries(model: torch.nn.Module) -> list[torch.nn.Module]:
@@ -66,16 +65,15 @@ def seeing_inputs(
 
     # The compiler, which is slow to import, would compile what it is not told to leave alone.
     hook = torch.compiler.disable(look) if "torch._dynamo" in sys.modules else look
-    entries = list_entries(model)
-    with contextlib.ExitStack() as stack:
+    with contextlib.ExitStack() as handles:
 
         def attach() -> None:
-            for entry in entries:
-                stack.enter_context(_hooked(entry, hook, look))
+            for entry in list_entries(model):
+                handles.callback(entry.register_forward_pre_hook(hook, prepend=True, with_kwargs=True).remove)
 
         @contextlib.contextmanager
         def pause() -> Iterator[None]:
-            stack.close()
+            handles.close()
             try:
                 yield
             finally:
@@ -83,30 +81,6 @@ def seeing_inputs(
 
         attach()
         yield pause
-
-
-@contextlib.contextmanager
-def _hooked(module: torch.nn.Module, hook: Look, look: Look) -> Iterator[None]:
-    """Call a hook whenever a module is called: of a compiled one (`module.compile()`) outside of its compiled code."""
-    compiled = module._compiled_call_impl
-    if compiled is None:
-        handle = module.register_forward_pre_hook(hook, prepend=True, with_kwargs=True)
-        try:
-            yield
-        finally:
-            handle.remove()
-        return
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        look(module, args, kwargs)
-        return compiled(*args, **kwargs)
-
-    module._compiled_call_impl = call
-    try:
-        yield
-    finally:
-        if module._compiled_call_impl is call:
-            module._compiled_call_impl = compiled
 
 
 class OutOfReach(RuntimeError):
@@ -151,3 +125,4 @@ class Place:
             for hooks in reversed(inner):
                 autograd._push_saved_tensors_default_hooks(*hooks)
         stack.enter_context(watching(watcher))
+        stay_watched()
