@@ -177,7 +177,7 @@ def test_compiled_models_under_pressure_everywhere(
 
 @pytest.mark.parametrize("mode", ["auto", "dynamic"])
 def test_shapes_may_change_in_the_middle(mode: str, profile: HardwareProfile) -> None:
-    """With another shape, graphs are compiled anew in the middle of a step; in a third one they are used as they are."""
+    """With another shape, graphs are compiled anew in the middle of a step; with a third one they are used again."""
     rows = [64, 64, 64, 96, 64, 160, 64]
     expected, expected_counts, _ = Job("aot_eager", "by block").train(rows)
     torch._dynamo.reset()

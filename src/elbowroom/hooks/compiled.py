@@ -66,15 +66,17 @@ def _show(call: Callable[[Any, Sequence[Any]], Any]) -> Callable[[Any, Sequence[
 
 def may_run_compiled() -> bool:
     """Tell whether the program has compiled anything, or has said that it will."""
-    module = sys.modules.get("torch._dynamo.eval_frame")
-    return module is not None and any(map(callable, module.cached_backends.values()))
+    dynamo = sys.modules.get("torch._dynamo")
+    if dynamo is None:
+        return False
+    return dynamo.convert_frame.FRAME_COUNTER > 0 or any(map(callable, dynamo.eval_frame.cached_backends.values()))
 
 
 @contextlib.contextmanager
 def refusing_compiled(refuse: Callable[[], NoReturn]) -> Iterator[None]:
     """Have `refuse` raise where a compiled function is called in here. On fake tensors it would be marked as one that
     cannot be compiled, and run eagerly from then on."""
-    module = sys.modules.get("torch._dynamo.eval_frame")
+    module: Any = sys.modules.get("torch._dynamo.eval_frame")
     if module is None:
         yield
         return
@@ -93,7 +95,8 @@ def refusing_compiled(refuse: Callable[[], NoReturn]) -> Iterator[None]:
 def stay_watched() -> None:
     """Have threads that are watched stay so after the calls of compiled functions that they are in, from now on and for
     good: each such call puts dispatch keys back as it found them."""
-    module, native = sys.modules.get("torch._dynamo.eval_frame"), library.load()
+    native = library.load()
+    module: Any = sys.modules.get("torch._dynamo.eval_frame")
     if module is None or hasattr(module._maybe_set_eval_frame, "stays_watched"):
         return
     change = module._maybe_set_eval_frame  # the last that such a call does
@@ -123,7 +126,9 @@ def hiding_from_guards() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def noticing_compiles(notice: Callable[[], None], ended: Callable[[float], None], pauses: Sequence[Pause]) -> Iterator[None]:
+def noticing_compiles(
+    notice: Callable[[], None], ended: Callable[[float], None], pauses: Sequence[Pause]
+) -> Iterator[None]:
     """Have the compiler find everything as it is without us.
 
     Args:
@@ -135,8 +140,9 @@ def noticing_compiles(notice: Callable[[], None], ended: Callable[[float], None]
     if dynamo is None:
         yield
         return
-    if not any(part == HERE for part in map(pathlib.Path, dynamo.trace_rules.SKIP_DIRS)):
-        dynamo.trace_rules.add(HERE.name)  # or what autograd and ops call of ours would be compiled
+    skipped = dynamo.trace_rules.FORCE_SKIP_FILES
+    if __file__ not in skipped:  # or what autograd and ops call of ours would be compiled
+        skipped.update(path.as_posix() for path in HERE.rglob("*.py"))
     thread, handler = threading.get_ident(), dynamo.callback.callback_handler
     compiling, hiding = contextlib.ExitStack(), contextlib.ExitStack()
     begin = 0.0
@@ -148,8 +154,9 @@ def noticing_compiles(notice: Callable[[], None], ended: Callable[[float], None]
             if arguments.callback_trigger is dynamo.callback.CallbackTrigger.DYNAMO:
                 notice()
             hiding.enter_context(hiding_from_guards())
-        for pause in (*pauses, Unwatched):
+        for pause in pauses:
             compiling.enter_context(pause())
+        compiling.enter_context(Unwatched())
 
     def end(arguments: Any) -> None:
         compiling.close()

@@ -24,6 +24,7 @@ Inputs = tuple[tuple[torch.Size, torch.dtype], ...]
 """Shapes and dtypes of all tensors in the arguments of one call."""
 
 Hook = Callable[[Any], Any]
+Look = Callable[[torch.nn.Module, tuple[Any, ...], dict[str, Any]], None]
 
 
 def list_entries(model: torch.nn.Module) -> list[torch.nn.Module]:
@@ -69,7 +70,7 @@ def seeing_inputs(
 
         def attach() -> None:
             for entry in list_entries(model):
-                handles.callback(entry.register_forward_pre_hook(hook, prepend=True, with_kwargs=True).remove)
+                handles.callback(_attach(entry, hook, look))
 
         @contextlib.contextmanager
         def pause() -> Iterator[None]:
@@ -81,6 +82,25 @@ def seeing_inputs(
 
         attach()
         yield pause
+
+
+def _attach(module: torch.nn.Module, hook: Look, look: Look) -> Callable[[], None]:
+    """Call a hook whenever a module is called: of a compiled one (`module.compile()`) outside of its compiled code, which
+    is not the same where there are hooks. Returns what undoes that."""
+    compiled = module._compiled_call_impl
+    if compiled is None:
+        return module.register_forward_pre_hook(hook, prepend=True, with_kwargs=True).remove
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        look(module, args, kwargs)
+        return compiled(*args, **kwargs)
+
+    def detach() -> None:
+        if module._compiled_call_impl is call:
+            module._compiled_call_impl = compiled
+
+    module._compiled_call_impl = call
+    return detach
 
 
 class OutOfReach(RuntimeError):

@@ -114,7 +114,7 @@ class Tracer(TorchDispatchMode):
         reads, _ = self._list_reads(inputs, ())
         result = self._measure(call)
         with self._lock:
-            self._record(name, tuple(reads), written, result, "compiled code, of which only inputs and results are seen", 0)
+            self._record(name, tuple(reads), written, result, "compiled code may do more than is seen", 0)
         return result
 
     def _list_reads(self, values: Iterable[Any], skipped: Sequence[int]) -> tuple[list[View], str]:
