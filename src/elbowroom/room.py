@@ -276,11 +276,8 @@ class Room:
                 if plain is not None and self._engine is None:
                     self._engage(place, stack)
 
-            def compiled(seconds: float) -> None:
-                if capture is not None:
-                    capture.tracer.own_seconds += seconds
-
-            stack.enter_context(noticing_compiles(notice, compiled, [unseen]))
+            tracer = None if capture is None else capture.tracer
+            stack.enter_context(noticing_compiles(notice, unseen, tracer))
             if capture is not None:
                 stack.enter_context(watching(capture.tracer))
                 stack.enter_context(telling_gradients(capture.tracer, self._model))

@@ -254,8 +254,9 @@ def test_what_compiled_code_writes_in_place_is_seen(profile: HardwareProfile, mo
         assert room.journal().steps[-1].recomputed > 0
 
 
-@pytest.mark.parametrize("how", ["torch.compile", "Module.compile"])
-@pytest.mark.parametrize("kind", [nn.Sequential, Block])
+@pytest.mark.parametrize(
+    ("how", "kind"), [("torch.compile", nn.Sequential), ("torch.compile", Block), ("Module.compile", Block)]
+)
 def test_nothing_of_ours_is_compiled(how: str, kind: Callable[..., nn.Module], profile: HardwareProfile) -> None:
     """Of modules of PyTorch's own, hooks would be compiled with the rest, or rather could not be."""
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU()) if kind is nn.Sequential else Block()

@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Protocol
 
 import torch
 
@@ -23,6 +23,12 @@ from elbowroom.native import library
 HERE = pathlib.Path(__file__).parents[1]
 
 Pause = Callable[[], contextlib.AbstractContextManager[None]]
+
+
+class Timer(Protocol):
+    """Adds up seconds that are none of the step's."""
+
+    own_seconds: float
 
 
 def run_region(
@@ -126,15 +132,13 @@ def hiding_from_guards() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def noticing_compiles(
-    notice: Callable[[], None], ended: Callable[[float], None], pauses: Sequence[Pause]
-) -> Iterator[None]:
+def noticing_compiles(notice: Callable[[], None], pause: Pause, timer: Timer | None) -> Iterator[None]:
     """Have the compiler find everything as it is without us.
 
     Args:
         notice: called in this thread when compilation begins, before anything else.
-        ended: told how many seconds a compilation took.
-        pauses: contexts in which the compiler works.
+        pause: returns a context in which the compiler works.
+        timer: told how long it worked.
     """
     dynamo = sys.modules.get("torch._dynamo")
     if dynamo is None:
@@ -154,14 +158,14 @@ def noticing_compiles(
             if arguments.callback_trigger is dynamo.callback.CallbackTrigger.DYNAMO:
                 notice()
             hiding.enter_context(hiding_from_guards())
-        for pause in pauses:
-            compiling.enter_context(pause())
+        compiling.enter_context(pause())
         compiling.enter_context(Unwatched())
 
     def end(arguments: Any) -> None:
         compiling.close()
         show_regions()
-        ended(time.perf_counter() - begin)
+        if timer is not None:
+            timer.own_seconds += time.perf_counter() - begin
 
     handler.register_start_callback(start)
     handler.register_end_callback(end)

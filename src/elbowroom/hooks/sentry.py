@@ -85,8 +85,8 @@ def seeing_inputs(
 
 
 def _attach(module: torch.nn.Module, hook: Look, look: Look) -> Callable[[], None]:
-    """Call a hook whenever a module is called: of a compiled one (`module.compile()`) outside of its compiled code, which
-    is not the same where there are hooks. Returns what undoes that."""
+    """Call a hook whenever a module is called: of a compiled one (`module.compile()`) outside of its compiled code.
+    Returns what undoes that."""
     compiled = module._compiled_call_impl
     if compiled is None:
         return module.register_forward_pre_hook(hook, prepend=True, with_kwargs=True).remove
