@@ -276,8 +276,7 @@ class Room:
                 if plain is not None and self._engine is None:
                     self._engage(place, stack)
 
-            tracer = None if capture is None else capture.tracer
-            stack.enter_context(noticing_compiles(notice, unseen, tracer))
+            stack.enter_context(noticing_compiles(notice, unseen, None if capture is None else capture.tracer))
             if capture is not None:
                 stack.enter_context(watching(capture.tracer))
                 stack.enter_context(telling_gradients(capture.tracer, self._model))
