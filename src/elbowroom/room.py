@@ -19,6 +19,7 @@ from elbowroom.config import Config
 from elbowroom.errors import Infeasible, Thrashing, TraceError, UsageError
 from elbowroom.hardware.memory import cut_blocks_to_size
 from elbowroom.hardware.probe import probe
+from elbowroom.hooks.compiled import noticing_compiles
 from elbowroom.hooks.ledger import make_ledger
 from elbowroom.hooks.mark import is_marked, mark, unmark
 from elbowroom.hooks.meter import Meter
@@ -268,7 +269,14 @@ class Room:
                 if plain is not None and self._engine is None and not plain.is_usual(inputs, self._calls[inputs]):
                     self._engage(place, stack)
 
-            stack.enter_context(seeing_inputs(self._model, see, None if engine is None else self._ledger.adopt_input))
+            adopt = None if engine is None else self._ledger.adopt_input
+            unseen = stack.enter_context(seeing_inputs(self._model, see, adopt))
+
+            def notice() -> None:
+                if plain is not None and self._engine is None:
+                    self._engage(place, stack)
+
+            stack.enter_context(noticing_compiles(notice, unseen, None if capture is None else capture.tracer))
             if capture is not None:
                 stack.enter_context(watching(capture.tracer))
                 stack.enter_context(telling_gradients(capture.tracer, self._model))

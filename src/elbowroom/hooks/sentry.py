@@ -15,11 +15,14 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves
 
+from elbowroom.hooks.compiled import Pause, stay_watched
 from elbowroom.hooks.identity import get_plain_storage
 from elbowroom.hooks.watching import watching
 
 Inputs = tuple[tuple[torch.Size, torch.dtype], ...]
 """Shapes and dtypes of all tensors in the arguments of one call."""
+
+Look = Callable[[torch.nn.Module, tuple[Any, ...], dict[str, Any]], None]
 
 
 def list_entries(model: torch.nn.Module) -> list[torch.nn.Module]:
@@ -40,11 +43,14 @@ def seeing_inputs(
     model: torch.nn.Module,
     see: Callable[[Inputs], None],
     adopt: Callable[[torch.UntypedStorage], object] | None,
-) -> Iterator[None]:
+) -> Iterator[Pause]:
     """Tell `see` what the model, or the parts that a program calls one by one, are called with.
 
     Args:
         adopt: told of the tensors' storages before; they may have been there before anything was counted.
+
+    Yields:
+        What returns a context in which the model has no hooks of ours: the compiler would make them part of its code.
     """
 
     def look(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -58,12 +64,41 @@ def seeing_inputs(
 
     # The compiler, which is slow to import, would compile what it is not told to leave alone.
     hook = torch.compiler.disable(look) if "torch._dynamo" in sys.modules else look
-    handles = [each.register_forward_pre_hook(hook, prepend=True, with_kwargs=True) for each in list_entries(model)]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
+    with contextlib.ExitStack() as handles:
+
+        def attach() -> None:
+            for entry in list_entries(model):
+                handles.callback(_attach(entry, hook, look))
+
+        @contextlib.contextmanager
+        def pause() -> Iterator[None]:
+            handles.close()
+            try:
+                yield
+            finally:
+                attach()
+
+        attach()
+        yield pause
+
+
+def _attach(module: torch.nn.Module, hook: Look, look: Look) -> Callable[[], None]:
+    """Call a hook whenever a module is called: of a compiled one (`module.compile()`) outside of its compiled code.
+    Returns what undoes that."""
+    compiled = module._compiled_call_impl
+    if compiled is None:
+        return module.register_forward_pre_hook(hook, prepend=True, with_kwargs=True).remove
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        look(module, args, kwargs)
+        return compiled(*args, **kwargs)
+
+    def detach() -> None:
+        if module._compiled_call_impl is call:
+            module._compiled_call_impl = compiled
+
+    module._compiled_call_impl = call
+    return detach
 
 
 class OutOfReach(RuntimeError):
@@ -94,3 +129,4 @@ class Place:
         if obstacle := self._find_obstacle():
             raise OutOfReach(obstacle)
         stack.enter_context(watching(watcher))
+        stay_watched()

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import sys
 from collections.abc import Iterator
 
-import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from elbowroom.hooks.compiled import hiding_from_guards, may_run_compiled, show_regions
 from elbowroom.native import library
 
 
@@ -18,13 +17,14 @@ def watching(watcher: TorchDispatchMode) -> Iterator[None]:
 
     An entered dispatch mode would do the same, but PyTorch picks other formulas while there is one, which changes
     results in their last bits. A watcher is called below all dispatch modes and tensor subclasses, whose ops it sees as
-    the plain ones that they call. Compiled models run eagerly meanwhile: what compiled code writes cannot be seen.
+    the plain ones that they call. A call of Inductor's code is one op, which `watcher.run_region` runs.
     """
     native = library.load()
-    with contextlib.ExitStack() as stack:
-        if "torch._dynamo" in sys.modules:
-            stack.enter_context(torch.compiler.set_stance("force_eager"))
+    show_regions()
+    with hiding_from_guards() if may_run_compiled() else contextlib.nullcontext():
         before = native.get_watchers()
         native.set_watchers((*before, watcher))
-        stack.callback(native.set_watchers, before)
-        yield
+        try:
+            yield
+        finally:
+            native.set_watchers(before)

@@ -177,12 +177,22 @@ void bind_records(py::module_& module) {
       "Compute the targets of recordings again. `leaves`: pairs of record and storage. Returns the targets' storages.");
 }
 
+py::object run_region(
+    OpWatch& watch, const std::string& name, const py::object& /*inputs*/, const std::vector<at::Tensor>& written,
+    const py::function& call) {
+  py::object result;
+  watch.run_region(name, written, [&] { result = call(); });
+  return result;
+}
+
 void bind_watch(py::module_& module) {
   py::class_<OpWatch, std::shared_ptr<OpWatch>>(module, "OpWatch", "Watches the ops of one step.")
       .def(py::init(&make_watch), py::arg("device_type"), py::arg("table"), py::arg("host"))
       .def("record", &OpWatch::record, py::arg("resting_bytes"), py::arg("least_bytes"))
       .def("follow", &OpWatch::follow, py::arg("names"), py::arg("ticks"), py::arg("kept"))
       .def("stop_recording", &OpWatch::pass)
+      .def("run_region", &run_region, py::arg("name"), py::arg("inputs"), py::arg("written"), py::arg("call"),
+          "Return what `call` returns, which is compiled code that writes to some tensors, and is one op of the step.")
       .def("close", &OpWatch::close, py::call_guard<py::gil_scoped_release>())
       .def("make_recording", &OpWatch::make_recording, py::arg("ticks"), py::arg("target"))
       .def_property_readonly("ops", &OpWatch::ops)
@@ -193,6 +203,9 @@ void bind_watch(py::module_& module) {
           [](OpWatch& watch, int64_t ops) { watch.due_ops = ops; });
   module.def("set_watchers", &set_watchers, py::arg("watchers"), "Let these run every op of this thread from now on.");
   module.def("get_watchers", &get_watchers, "Those of this thread.");
+  module.def("get_active_watchers", &get_active_watchers, "Those of them that run an op now.");
+  module.def("hide_from_guards", &hide_from_guards, "Have Dynamo's guards not see that ops are watched, in this thread.");
+  module.def("stop_hiding", &stop_hiding, py::arg("handle"), "End that.");
   module.def("name_running_op", &name_running_op, "The op that this thread runs; empty outside of watched ops.");
   module.def(
       "learn",

@@ -14,7 +14,7 @@ namespace elbowroom {
 
 namespace {
 
-thread_local const OpKind* running = nullptr;
+thread_local const std::string* running = nullptr;
 
 double now() {
   return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
@@ -59,7 +59,7 @@ std::string out_of_place(std::string name) {
 
 }  // namespace
 
-std::string name_running_op() { return running == nullptr ? std::string() : running->name; }
+std::string name_running_op() { return running == nullptr ? std::string() : *running; }
 
 double& lost_seconds() {
   static thread_local double seconds = 0;
@@ -69,8 +69,8 @@ double& lost_seconds() {
 // While an op runs.
 class OpWatch::Running {
  public:
-  Running(OpWatch& watch, const OpKind& kind)
-      : watch_(watch), before_(std::exchange(running, &kind)), begin_(now() - lost_seconds()) {}
+  Running(OpWatch& watch, const std::string& name)
+      : watch_(watch), before_(std::exchange(running, &name)), begin_(now() - lost_seconds()) {}
   ~Running() { running = before_; }
   Running(const Running&) = delete;
   Running& operator=(const Running&) = delete;
@@ -83,7 +83,7 @@ class OpWatch::Running {
 
  private:
   OpWatch& watch_;
-  const OpKind* before_;
+  const std::string* before_;
   const double begin_;
 };
 
@@ -91,11 +91,7 @@ void OpWatch::run(const c10::OperatorHandle& op, torch::jit::Stack* stack, c10::
   const OpKind* const kind = is_closed_ ? nullptr : find_kind(op);
   if (kind == nullptr) return next();
   int64_t tick = -1, place = 0;
-  if (kind->is_traced) {
-    place = ++ops_;  // its own, whatever other threads run
-    if (place > due_ops) callbacks_.leave(std::to_string(place) + " ops without a save that should have come before");
-    if (mode_ == Mode::FOLLOW && !is_expected(*kind, &tick)) tick = -1;
-  }
+  if (kind->is_traced) place = count(kind->name, &tick);
   if (kind->is_idle) return next();
   const size_t count = op.schema().arguments().size(), returned = op.schema().returns().size();
   const size_t below = stack->size() - count;
@@ -120,7 +116,7 @@ void OpWatch::run(const c10::OperatorHandle& op, torch::jit::Stack* stack, c10::
   const int64_t live_before = scope_ == nullptr ? 0 : scope_->begin_op();
   double seconds = 0;
   {
-    const Running timed(*this, *kind);
+    const Running timed(*this, kind->name);
     for (;;) {
       try {
         next();
@@ -162,6 +158,31 @@ void OpWatch::run(const c10::OperatorHandle& op, torch::jit::Stack* stack, c10::
   table_->sweep_if_many();
 }
 
+void OpWatch::run_region(
+    const std::string& name, const std::vector<at::Tensor>& written, c10::function_ref<void()> next) {
+  if (is_closed_) return next();
+  int64_t tick = -1;
+  count(name, &tick);
+  tell(callbacks_.before_write, written);
+  try {
+    const Running timed(*this, name);
+    next();
+    timed.stop();
+  } catch (...) {
+    forget_ops(written);
+    throw;
+  }
+  forget_ops(written);
+  tell(callbacks_.after_write, written);
+}
+
+int64_t OpWatch::count(const std::string& name, int64_t* tick) {
+  const int64_t place = ++ops_;  // its own, whatever other threads run
+  if (place > due_ops) callbacks_.leave(std::to_string(place) + " ops without a save that should have come before");
+  if (mode_ == Mode::FOLLOW && !is_expected(name, tick)) *tick = -1;
+  return place;
+}
+
 RecordedOpPtr OpWatch::describe(
     const c10::OperatorHandle& op, const OpKind& kind, const c10::IValue* arguments, size_t count, int64_t tick) {
   const auto kept = kept_.find(tick);
@@ -177,14 +198,14 @@ RecordedOpPtr OpWatch::describe(
   return made;
 }
 
-bool OpWatch::is_expected(const OpKind& kind, int64_t* tick) {
+bool OpWatch::is_expected(const std::string& name, int64_t* tick) {
   const size_t position = position_.fetch_add(1);
   if (position >= names_.size()) {
     if (position == names_.size()) mode_ = Mode::PASS;
     return false;
   }
-  if (names_[position] != kind.name && out_of_place(names_[position]) != out_of_place(kind.name)) {
-    callbacks_.leave("op " + std::to_string(position) + " is " + kind.name + ", where the trace has " + names_[position]);
+  if (names_[position] != name && out_of_place(names_[position]) != out_of_place(name)) {
+    callbacks_.leave("op " + std::to_string(position) + " is " + name + ", where the trace has " + names_[position]);
     return false;
   }
   *tick = ticks_[position];

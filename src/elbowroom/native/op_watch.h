@@ -42,6 +42,8 @@ class OpWatch {
 
   // Runs an op by `next`, whose arguments are on the stack.
   void run(const c10::OperatorHandle& op, torch::jit::Stack* stack, c10::function_ref<void()> next);
+  // Runs compiled code by `next`, as one op, which writes to these tensors and is never recorded.
+  void run_region(const std::string& name, const std::vector<at::Tensor>& written, c10::function_ref<void()> next);
 
   // From now on, ops that make fewer bytes are not recorded, unless they write or read no tensors; nor is any while no more
   // than `resting_bytes` are there.
@@ -73,7 +75,9 @@ class OpWatch {
   // Describes an op, and has the ledger count what was there before the step.
   RecordedOpPtr describe(
       const c10::OperatorHandle& op, const OpKind& kind, const c10::IValue* arguments, size_t count, int64_t tick);
-  bool is_expected(const OpKind& kind, int64_t* tick);
+  // Counts an op. Returns its place among the step's; `tick`: at which it is wanted, else -1.
+  int64_t count(const std::string& name, int64_t* tick);
+  bool is_expected(const std::string& name, int64_t* tick);
   bool may_record(const OpKind& kind, const torch::jit::Stack& stack, size_t count) const;
   void put_down(RecordedOpPtr op, const torch::jit::Stack& results, size_t count, const std::vector<at::Tensor>& written, int64_t tick);
   // It is not known any more how these were made.

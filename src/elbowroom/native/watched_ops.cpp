@@ -8,12 +8,14 @@
 #include <c10/core/SafePyObject.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <c10/core/impl/TorchDispatchModeTLS.h>
+#include <ATen/record_function.h>
 #include <pybind11/pybind11.h>
 #include <torch/csrc/PyInterpreter.h>
 #include <torch/library.h>
 
 #include <algorithm>
 #include <cstddef>
+#include <cstring>
 #include <memory>
 #include <string>
 #include <utility>
@@ -132,7 +134,31 @@ void run(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::St
   run_by(watchers, is_watched ? count - busy : 0, op, keys, stack);
 }
 
+thread_local bool is_hidden = false;
+
+// While Dynamo looks for code that was compiled for what this thread's state is now.
+struct Lookup final : at::ObserverContext {
+  Lookup() { c10::impl::tls_set_dispatch_key_included(KEY, false); }
+  ~Lookup() override { c10::impl::tls_set_dispatch_key_included(KEY, true); }
+};
+
+std::unique_ptr<at::ObserverContext> hide(const at::RecordFunction& function) {
+  if (std::strcmp(function.name(), "TorchDynamo Cache Lookup") != 0) return nullptr;
+  return c10::impl::tls_is_dispatch_key_included(KEY) ? std::make_unique<Lookup>() : nullptr;
+}
+
 }  // namespace
+
+uint64_t hide_from_guards() {
+  if (std::exchange(is_hidden, true)) return 0;
+  return at::addThreadLocalCallback(at::RecordFunctionCallback(&hide).scopes({at::RecordScope::FUNCTION}));
+}
+
+void stop_hiding(uint64_t handle) {
+  if (handle == 0) return;
+  at::removeCallback(handle);
+  is_hidden = false;
+}
 
 TORCH_LIBRARY_IMPL(_, Fake, library) {
   library.fallback(torch::CppFunction::makeFromBoxedFunction<&run>());
@@ -163,6 +189,12 @@ OpWatch* find_watch() {
   const auto& natives = watchers->natives;
   const auto found = std::find_if(natives.rbegin(), natives.rend(), [](const OpWatch* each) { return each != nullptr; });
   return found == natives.rend() ? nullptr : *found;
+}
+
+py::tuple get_active_watchers() {
+  const bool is_included = c10::impl::tls_is_dispatch_key_included(KEY) && !c10::impl::tls_is_dispatch_key_excluded(KEY);
+  const py::tuple watchers = is_included ? get_watchers() : py::tuple();
+  return busy < watchers.size() ? watchers[py::slice(0, static_cast<ssize_t>(watchers.size() - busy), 1)] : py::tuple();
 }
 
 }  // namespace elbowroom

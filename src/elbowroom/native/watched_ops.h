@@ -4,6 +4,8 @@
 #include <c10/core/DispatchKey.h>
 #include <pybind11/pybind11.h>
 
+#include <cstdint>
+
 namespace elbowroom {
 
 class OpWatch;
@@ -20,5 +22,13 @@ pybind11::tuple get_watchers();
 
 // The innermost `OpWatch` of this thread; null where there is none, or ops are hidden from it.
 OpWatch* find_watch();
+
+// Those that run an op of this thread now: none inside of an op that they run, or where they are excluded.
+pybind11::tuple get_active_watchers();
+
+// Have Dynamo, which compares this thread's dispatch keys with those that it compiled for, not see that ops are watched,
+// from now on until the other is called with what this returned: 0 where that is so already.
+uint64_t hide_from_guards();
+void stop_hiding(uint64_t handle);
 
 }  // namespace elbowroom

@@ -7,7 +7,7 @@ import gc
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch._subclasses.fake_tensor import (
@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from elbowroom.errors import TraceError, UsageError
+from elbowroom.hooks.compiled import refusing_compiled
 from elbowroom.hooks.hidden import Paused
 from elbowroom.hooks.identity import get_plain_storage
 from elbowroom.ir.trace import Trace
@@ -62,6 +63,7 @@ def capture_fake(
             announcing("capturing a step on fake tensors", name),
             undone(step, model, *optimizers),
             _replaced_by_fakes(mode, model, optimizers),
+            refusing_compiled(_refuse),
             mode,
         ):
             if not count_state(optimizers):
@@ -89,6 +91,10 @@ def capture_fake(
             f"the step cannot be captured on fake tensors ({kind}{str(error).splitlines()[0]}); "
             "leave out `step=` and the first real step is captured instead"
         ) from error
+
+
+def _refuse() -> NoReturn:
+    raise TraceError("it calls what `torch.compile` has made")
 
 
 def _find_left(mode: FakeTensorMode) -> str:

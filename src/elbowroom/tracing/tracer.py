@@ -11,7 +11,7 @@ import contextlib
 import functools
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -90,10 +90,37 @@ class Tracer(TorchDispatchMode):
         if self.pauses or not touches_tensors(func):
             return func(*args, **kwargs)
         entered = time.perf_counter()
-        skipped = find_statistics(func, args)
-        why = ""
-        reads = []
-        for position, value in enumerate((*args, *kwargs.values())):
+        reads, why = self._list_reads((*args, *kwargs.values()), find_statistics(func, args))
+        begin = time.perf_counter()
+        result = self._measure(lambda: func(*args, **kwargs))
+        end = time.perf_counter()
+        written = [
+            tensor
+            for position, name in find_written(func)
+            for tensor in iterate_tensors(args[position] if position < len(args) else kwargs.get(name))
+        ]
+        barrier, flops = find_barrier(func, args, kwargs) or why, count_flops(func, args, kwargs, result)
+        with self._lock:
+            self._record(str(func), tuple(reads), written, result, barrier, flops)
+        self.own_seconds += time.perf_counter() - end + begin - entered
+        return result
+
+    def run_region(
+        self, name: str, inputs: Sequence[Any], written: Sequence[torch.Tensor], call: Callable[[], Any]
+    ) -> Any:
+        """Return what compiled code returns, which is one op."""
+        if self.pauses:
+            return call()
+        reads, _ = self._list_reads(inputs, ())
+        result = self._measure(call)
+        with self._lock:
+            self._record(name, tuple(reads), written, result, "compiled code may do more than is seen", 0)
+        return result
+
+    def _list_reads(self, values: Iterable[Any], skipped: Sequence[int]) -> tuple[list[View], str]:
+        """The tensors among an op's arguments, but for `skipped` positions; and why it must not be replayed, or ""."""
+        reads, why = [], ""
+        for position, value in enumerate(values):
             if position in skipped:
                 continue
             for tensor in iterate_tensors(value):
@@ -103,41 +130,32 @@ class Tracer(TorchDispatchMode):
                 else:
                     reads.append(view)
                     why = why or self._find_risk(tensor)
-        begin = time.perf_counter()
-        begun = None if self._meter is None else self._meter.begin_op()
-        result = func(*args, **kwargs)
-        if self._meter is not None:
-            self._meter.end_op(begun)
-        end = time.perf_counter()
-        with self._lock:
-            self._record(func, args, kwargs, tuple(reads), result, why)
-        self.own_seconds += time.perf_counter() - end + begin - entered
+        return reads, why
+
+    def _measure(self, run: Callable[[], Any]) -> Any:
+        if self._meter is None:
+            return run()
+        begun = self._meter.begin_op()
+        result = run()
+        self._meter.end_op(begun)
         return result
 
     def _record(
-        self,
-        func: Any,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        reads: tuple[View, ...],
-        result: Any,
-        why: str,
+        self, name: str, reads: tuple[View, ...], changed: Iterable[torch.Tensor], result: Any, barrier: str, flops: int
     ) -> None:
-        """Write an op down. `why`: it may not be replayed, whatever op it is; "" where that is not so."""
+        """Write an op down. `changed`: the tensors that it wrote to in place."""
         tick = self._tick
-        barrier = find_barrier(func, args, kwargs) or why
         written: list[int] = []
-        for position, name in find_written(func):
-            for tensor in iterate_tensors(args[position] if position < len(args) else kwargs.get(name)):
-                seen = self._find(tensor)
-                if seen is not None and seen.id not in written:
-                    written.append(seen.id)
-                    seen.version += 1
-                    seen.nbytes = max(seen.nbytes, tensor.untyped_storage().nbytes())  # an `out=` may have grown
+        for tensor in changed:
+            seen = self._find(tensor)
+            if seen is not None and seen.id not in written:
+                written.append(seen.id)
+                seen.version += 1
+                seen.nbytes = max(seen.nbytes, tensor.untyped_storage().nbytes())  # an `out=` may have grown
         writes = []
         results = list(iterate_tensors(result))
         for tensor in (*results, *(part for each in results for part in list_parts(each))):
-            view = self._view(tensor, created=tick, label=str(func))
+            view = self._view(tensor, created=tick, label=name)
             if view is not None and (self._seen[view.storage].created == tick or view.storage in written):
                 writes.append(view)  # anything else is a view of what was there
         known = {view.storage for view in writes}
@@ -145,10 +163,7 @@ class Tracer(TorchDispatchMode):
             if storage not in known:
                 seen = self._seen[storage]
                 writes.append(View(storage=storage, version=seen.version, dtype="uint8", shape=(seen.nbytes,)))
-        self._ops.append(
-            Op(tick=tick, name=str(func), reads=reads, writes=tuple(writes),
-               flops=count_flops(func, args, kwargs, result), barrier=barrier)
-        )  # fmt: skip
+        self._ops.append(Op(tick=tick, name=name, reads=reads, writes=tuple(writes), flops=flops, barrier=barrier))
         self._tick += 1
 
     # -- what autograd does ---------------------------------------------------------------------------------------

@@ -1,0 +1,296 @@
+"""Compiled models run compiled in a room, with the same bits, as often as without one."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+from functorch.compile import make_boxed_func
+from torch import nn
+from torch._dynamo.backends.common import aot_autograd
+from torch._inductor.compile_fx import compile_fx, compile_fx_inner
+
+import elbowroom
+from elbowroom.errors import Infeasible
+from elbowroom.ir.hardware import HardwareProfile
+from elbowroom.ir.journal import Mode
+from tests import pressure
+
+WIDTH, ROWS = 16, 256
+PLENTY = 1 << 30
+
+
+@pytest.fixture(autouse=True)
+def nothing_stays_compiled() -> Iterator[None]:
+    torch._dynamo.reset()
+    with torch._inductor.config.patch(compile_threads=1):  # no pool of processes, which would stay
+        yield
+    torch._dynamo.reset()
+
+
+class Block(nn.Module):
+    """Writes to the running statistics of its batch norm and to a buffer, and draws random numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm = nn.Linear(WIDTH, 4 * WIDTH), nn.BatchNorm1d(4 * WIDTH)
+        self.dropout, self.second = nn.Dropout(0.1), nn.Linear(4 * WIDTH, WIDTH)
+        self.register_buffer("mean", torch.zeros(WIDTH))
+        self.mean: torch.Tensor
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            self.mean.mul_(0.9).add_(x.mean(0))
+        return x + self.dropout(self.second(nn.functional.gelu(self.norm(self.first(x))))) * 0.5
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.sin() * self.blocks[0].mean.cos()
+        for block in self.blocks:
+            x = block(x)
+        return x.square().mean()
+
+
+class Job:
+    """A compiled model. Counts its graphs that were compiled, and calls of those."""
+
+    def __init__(self, backend: str, how: str) -> None:
+        self.compiled = self.calls = 0
+        torch.manual_seed(0)
+        self.model = Net()
+        self.begin = [each.clone() for each in self.model.state_dict().values()]
+        if backend == "inductor":
+            compiler: Any = lambda graph, example: compile_fx(graph, example, inner_compile=self._compile_inner)  # noqa: E731
+        else:
+            compiler = aot_autograd(fw_compiler=lambda graph, example: self._count(make_boxed_func(graph.forward)))
+        self.run: Callable[[torch.Tensor], torch.Tensor] = self.model
+        if how == "whole":
+            self.run = torch.compile(self.model, backend=compiler)
+        else:
+            for block in self.model.blocks:
+                block.compile(backend=compiler)
+
+    def _compile_inner(self, graph: torch.fx.GraphModule, example: Any, **options: Any) -> Any:
+        return self._count(compile_fx_inner(graph, example, **options))
+
+    def _count(self, code: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        self.compiled += 1
+
+        def call(inputs: Any) -> Any:
+            self.calls += 1
+            return code(inputs)
+
+        call._boxed_call = True  # type: ignore[attr-defined]
+        return call
+
+    def train(
+        self, rows: Sequence[int], room_options: dict[str, Any] | None = None
+    ) -> tuple[list[torch.Tensor], list[tuple[int, int]], list[Any]]:
+        """From the beginning: losses and state; graphs compiled and called in each step, the last outside of the room;
+        records of the steps."""
+        with torch.no_grad():
+            for there, begin in zip(self.model.state_dict().values(), self.begin, strict=True):
+                there.copy_(begin)
+        optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
+        torch.manual_seed(1)
+        room = None if room_options is None else elbowroom.fit(self.model, optimizer, **room_options)
+        with room or contextlib.nullcontext():
+            values, counts = self._train(rows, optimizer, room)
+        values += [each.detach().clone() for each in self.model.state_dict().values()]
+        return values, counts, [] if room is None else list(room.journal().steps)
+
+    def _train(
+        self, rows: Sequence[int], optimizer: torch.optim.Optimizer, room: elbowroom.Room | None
+    ) -> tuple[list[torch.Tensor], list[tuple[int, int]]]:
+        values, counts = [], []
+        for step, count in enumerate((*rows, rows[-1])):
+            if room is not None and step == len(rows):
+                room.detach()
+            before = self.compiled, self.calls
+            x = torch.randn(count, WIDTH)
+            with room.step() if room is not None and step < len(rows) else contextlib.nullcontext():
+                loss = self.run(x)
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad(set_to_none=True)
+                values.append(loss.detach().clone())
+                del loss
+            counts.append((self.compiled - before[0], self.calls - before[1]))
+        return values, counts
+
+
+def is_equal(one: Sequence[torch.Tensor], other: Sequence[torch.Tensor]) -> bool:
+    return all(torch.equal(*pair) for pair in zip(one, other, strict=True))
+
+
+@pytest.mark.parametrize("how", ["whole", "by block"])
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_compiled_models_train_as_without_a_room(backend: str, how: str, profile: HardwareProfile) -> None:
+    options = {"profile": profile, "min_offload_bytes": 1024}
+    rows = [ROWS] * 5
+    job = Job(backend, how)
+    values, counts, records = job.train(rows, {"memory_budget": PLENTY, "mode": "dynamic", **options})
+    torch._dynamo.reset()
+    plain = Job(backend, how)
+    expected, expected_counts, _ = plain.train(rows)
+    assert is_equal(values, expected) and counts == expected_counts and counts[0][0] > 0 and counts[-1][1] > 0
+    peak_bytes = max(record.peak_bytes for record in records)
+    shares = (1.0, 0.92, 0.86, 0.8) if how == "by block" else (1.0, 0.97)
+    moved = 0
+    for share in shares:
+        for mode in ("auto", "dynamic"):
+            budget_bytes = int(share * peak_bytes)
+            try:
+                values, counts, records = plain.train(rows, {"memory_budget": budget_bytes, "mode": mode, **options})
+            except Infeasible:
+                assert share < 0.9 or how == "whole"
+                continue
+            assert is_equal(values, expected)
+            assert counts == [(0, called) for _, called in expected_counts]  # nothing is compiled anew
+            assert all(record.peak_bytes <= budget_bytes for record in records)
+            moved += sum(record.offloaded_bytes for record in records)
+    assert how == "whole" or moved > 0
+
+
+@pytest.mark.parametrize("policy", ["habit", "dtr"])
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_compiled_models_under_pressure_everywhere(
+    backend: str, policy: str, profile: HardwareProfile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All that may leave does so at each request, inside of compiled code too."""
+    job = Job(backend, "by block")
+    expected, _, _ = job.train([ROWS] * 3)
+    pressure.ask_at_every_request(monkeypatch)
+    options = {"mode": "dynamic", "policy": policy, "min_offload_bytes": 1, "profile": profile}
+    values, counts, records = job.train([ROWS] * 3, {"memory_budget": PLENTY, **options})
+    assert is_equal(values, expected) and counts == [(0, 6)] * 4
+    assert records[-1].offloaded_bytes > 0
+
+
+@pytest.mark.parametrize("mode", ["auto", "dynamic"])
+def test_shapes_may_change_in_the_middle(mode: str, profile: HardwareProfile) -> None:
+    """With another shape, graphs are compiled anew in the middle of a step; with a third one they are used again."""
+    rows = [64, 64, 64, 96, 64, 160, 64]
+    expected, expected_counts, _ = Job("aot_eager", "by block").train(rows)
+    torch._dynamo.reset()
+    options = {"mode": mode, "profile": profile, "min_offload_bytes": 1024}
+    values, counts, records = Job("aot_eager", "by block").train(rows, {"memory_budget": PLENTY, **options})
+    assert is_equal(values, expected) and counts == expected_counts
+    assert counts[0][0] > 0 and counts[3][0] > 0
+    if mode == "auto":
+        modes = [record.mode for record in records]
+        assert modes[2] is Mode.PLAIN and modes[3] is modes[5] is Mode.DRIFTED
+
+
+def test_capturing_ahead_leaves_the_compiler_alone(profile: HardwareProfile) -> None:
+    """Run on fake tensors, compiled functions would be marked as ones that cannot be compiled."""
+    job = Job("aot_eager", "whole")
+    optimizer = torch.optim.SGD(job.model.parameters(), lr=0.1)
+    x = torch.randn(ROWS, WIDTH)
+
+    def step() -> None:
+        job.run(x).backward()
+        optimizer.step()
+
+    with elbowroom.fit(job.model, optimizer, PLENTY, step=step, profile=profile) as room:
+        assert room.planned is None and job.compiled == 0
+        for _ in range(3):
+            with room.step():
+                step()
+    step()
+    assert (job.compiled, job.calls) == (2, 8)
+
+
+def test_a_call_of_compiled_code_is_one_op(profile: HardwareProfile) -> None:
+    job = Job("inductor", "by block")
+    with elbowroom.fit(job.model, [], PLENTY, profile=profile) as room:
+        for _ in range(2):
+            with room.step():
+                job.run(torch.randn(ROWS, WIDTH)).backward()
+        planned = room.planned
+        assert planned is not None
+    regions = [op for op in planned.trace.ops if op.name.startswith("inductor.")]
+    assert [op.name for op in regions] == ["inductor.forward"] * 3 + ["inductor.backward"] * 3
+    forward = regions[0]
+    written = {view.storage for view in forward.writes}
+    assert written & {view.storage for view in forward.reads}  # the buffer
+    assert any(planned.trace.storages[storage].created == forward.tick for storage in written)
+    assert all(op.barrier for op in regions)
+
+
+def test_what_compiled_code_writes_in_place_is_seen(profile: HardwareProfile, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was computed from the former contents is not computed again from what compiled code has written there."""
+
+    def train(room: elbowroom.Room | None) -> torch.Tensor:
+        with torch.no_grad():
+            scale.fill_(2.0)
+        model.weight.grad = None
+        with room.step() if room is not None else contextlib.nullcontext():
+            x = (model.weight * 1.0 + scale).sin().cos()
+            change(scale)
+            x.sum().backward()
+        assert model.weight.grad is not None
+        return model.weight.grad
+
+    @torch.compile(backend="inductor")
+    def change(tensor: torch.Tensor) -> None:
+        tensor.mul_(3).add_(1)
+
+    model, scale = nn.Linear(64, 64), torch.ones(64, 64)
+    model.register_buffer("scale", scale)
+    expected = train(None)
+    pressure.ask_at_every_request(monkeypatch)
+    options: dict[str, Any] = {"mode": "dynamic", "policy": "dtr", "min_offload_bytes": 1, "profile": profile}
+    with elbowroom.fit(model, [], PLENTY, **options) as room:
+        assert torch.equal(train(room), expected)
+        assert room.journal().steps[-1].recomputed > 0
+
+
+@pytest.mark.parametrize(
+    ("how", "kind"), [("torch.compile", nn.Sequential), ("torch.compile", Block), ("Module.compile", Block)]
+)
+def test_nothing_of_ours_is_compiled(how: str, kind: Callable[..., nn.Module], profile: HardwareProfile) -> None:
+    """Of modules of PyTorch's own, hooks would be compiled with the rest, or rather could not be."""
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU()) if kind is nn.Sequential else Block()
+    options: dict[str, Any] = {"backend": "aot_eager", "fullgraph": how == "torch.compile"}
+
+    def train(step: Callable[[], contextlib.AbstractContextManager[None]]) -> int:
+        torch._dynamo.reset()
+        torch._dynamo.utils.counters.clear()
+        for rows in (8, 8, 8, 16, 32):
+            with step():
+                run(torch.randn(rows, WIDTH)).sum().backward()
+        return int(torch._dynamo.utils.counters["frames"]["total"])
+
+    run: Any = model
+    if how == "torch.compile":
+        run = torch.compile(model, **options)
+    else:
+        model.compile(**options)
+    frames = train(contextlib.nullcontext)
+    with elbowroom.fit(model, [], PLENTY, profile=profile) as room:
+        assert train(room.step) == frames
+        modes = [record.mode for record in room.journal().steps]
+    assert modes[1] is Mode.PLAIN and modes[3] is Mode.DRIFTED
+    assert modes[4] is Mode.DRIFTED or (how == "torch.compile" and kind is nn.Sequential)
+
+
+def test_a_step_that_is_watched_from_a_compiled_call_on_stays_so(profile: HardwareProfile) -> None:
+    """Each call of a compiled function puts dispatch keys back as it found them."""
+    job = Job("aot_eager", "whole")
+    with elbowroom.fit(job.model, [], PLENTY, profile=profile) as room:
+        for rows in (8, 8, 8, 16):
+            with room.step():
+                loss = job.run(torch.randn(rows, WIDTH))
+                engine = room._engine
+                before = 0 if engine is None else engine.watcher.ops
+                loss.exp().backward()
+        assert engine is not None and engine.watcher.ops > before
