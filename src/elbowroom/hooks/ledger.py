@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import resource
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Protocol
 
@@ -94,6 +93,7 @@ class CpuLedger:
         self._native = library.load()
         self.scope: Any = self._native.make_scope()
         self._make_room: MakeRoom | None = None
+        self._budget_bytes = NO_LIMIT
         self._was_refused = False
         self.scope.set_make_room(self._ask)
 
@@ -118,7 +118,8 @@ class CpuLedger:
     @contextlib.contextmanager
     def counting(self, limit_bytes: int, make_room: MakeRoom) -> Iterator[None]:
         before = self._native.enter_scope(self.scope)
-        self._make_room, self.scope.limit_bytes = make_room, min(limit_bytes, NO_LIMIT - 1)
+        self._make_room, self._budget_bytes = make_room, min(limit_bytes, NO_LIMIT - 1)
+        self.scope.limit_bytes = self._budget_bytes
         self._native.trim_pages(everywhere=False)
         try:
             yield
@@ -139,9 +140,8 @@ class CpuLedger:
         return make_room(requested_bytes, missing_bytes)
 
     def _ask_for_memory(self, requested_bytes: int, make_room: MakeRoom) -> bool:
-        refusal = MemoryRefused(
-            requested_bytes, self.live_bytes - requested_bytes, int(self.scope.limit_bytes), list_system_limits()
-        )
+        held_bytes = self.live_bytes - requested_bytes
+        refusal = MemoryRefused(requested_bytes, held_bytes, self._budget_bytes, list_system_limits())
         with contextlib.suppress(Infeasible):  # it would blame the budget
             is_made = make_room(requested_bytes, requested_bytes)
             if is_made and not self._was_refused:
@@ -203,6 +203,8 @@ class CudaLedger:
 
 def list_system_limits() -> list[tuple[str, int, int]]:
     """List the limits of the system on this process's memory: name, bytes it may have, bytes it has."""
+    import resource  # a CPU is counted on Linux only; others import this as well
+
     with open("/proc/self/status") as file:
         taken = dict(line.split(":", 1) for line in file)
     found = []

@@ -1,13 +1,13 @@
 #include "ledger.h"
 
 #include <c10/core/CPUAllocator.h>
-#include <malloc.h>
 #include <pthread.h>
 
 #include <algorithm>
 #include <utility>
 
 #include "arena.h"
+#include "pages.h"
 
 namespace elbowroom {
 
@@ -100,7 +100,7 @@ c10::DataPtr Ledger::take_below(size_t nbytes) {
   try {
     return below_->allocate(nbytes);
   } catch (const c10::Error&) {
-    const bool is_trimmed = malloc_trim(0) != 0;
+    const bool is_trimmed = trim_heap();
     const size_t given_bytes = has_arena_ ? Arena::get().trim(0) : 0;
     if (!is_trimmed && given_bytes == 0) throw;  // which says what is wrong
     return below_->allocate(nbytes);
@@ -108,7 +108,7 @@ c10::DataPtr Ledger::take_below(size_t nbytes) {
 }
 
 void Ledger::trim(bool everywhere) {
-  if (everywhere) malloc_trim(0);
+  if (everywhere) trim_heap();
   if (!has_arena_) return;
   uint64_t may_take = 0;
   {
