@@ -4,17 +4,17 @@
 
 Each model runs twice, each time in a process of its own.
 
-In the first one a plain step and a step in a room take turns, with the same allocator; of two steps in a row the second
-is timed, since the first finds pages given back. The budget is a share of the plain step's peak. `ratio`: the
-median of the rounds' seconds in the room over plain ones; `processor_ratio`: the same of the processor time of all
-threads, which is less noisy where other jobs run; `page_faults`: of a step, the median.
+The first one finds the plain step's peak; the budget is a share of that. Then a plain step and a step in a room take
+turns, with the same allocator, which keeps its pages from one to the next. `ratio`: the median of the rounds' seconds
+in the room over plain ones; `processor_ratio`: the same of the processor time of all threads, which is less noisy where
+other jobs run. No rounds, no ratios.
 
 The second one first makes a step of a small model of the same kind, and trains a small chain of layers within a budget,
 so that code and libraries are loaded and loops are compiled: `own_bytes` are resident then, without any model. From
 then on the process may have the data that it has at that moment, the budget and 5 % of it (`RLIMIT_DATA`). It builds
 the model, makes a room and trains. `resident_bytes`: the highest resident memory from then on, beyond `own_bytes`: the
 model, and all that the room keeps for itself, are in it. `cold_bytes`: the same, beyond a process that has made the
-small step and no room. `arena_bytes`: the most that was mapped in the arena; `peak_bytes`: what the ledger counted.
+small step and no room. `arena_bytes`: the most that was mapped in the arena; `peak_bytes`: what the ledger counted; `page_faults`: of the last step.
 """
 
 from __future__ import annotations
@@ -120,14 +120,17 @@ def measure_peak(workload: Workload) -> int:
 
 def measure_pairs(name: str, rounds: int) -> dict[str, Any]:
     """Seconds of plain steps and of steps in a room, in this process."""
-    profile = elbowroom.probe("cpu")
     plain = make(name)
     for _ in range(2):
         plain.step()
     peak_bytes = measure_peak(plain)
     budget_bytes = int(peak_bytes * SPECS[name]["share"])
+    found: dict[str, Any] = {"plain_peak_bytes": peak_bytes, "budget_bytes": budget_bytes}
+    if not rounds:
+        return found
+    CpuLedger().scope.limit_bytes = 1 << 50  # while there is this limit nobody gives back the plain step's pages
     workload = make(name)
-    room = elbowroom.fit(workload.model, workload.optimizer, budget_bytes, profile=profile)
+    room = elbowroom.fit(workload.model, workload.optimizer, budget_bytes)
 
     def step_in_room() -> None:
         with room.step():
@@ -135,29 +138,19 @@ def measure_pairs(name: str, rounds: int) -> dict[str, Any]:
 
     for _ in range(4):
         step_in_room()
-    taken: dict[str, list[tuple[float, float, int]]] = {"plain": [], "room": []}
+    taken: dict[str, list[tuple[float, float]]] = {"plain": [], "room": []}
     for _ in range(rounds):
         for label, step in (("plain", plain.step), ("room", step_in_room)):
+            begin, before = time.perf_counter(), time.process_time()
             step()
-            before = read_clocks()
-            step()
-            now = read_clocks()
-            taken[label].append((now[0] - before[0], now[1] - before[1], now[2] - before[2]))
+            taken[label].append((time.perf_counter() - begin, time.process_time() - before))
     room.detach()
     pairs = list(zip(taken["room"], taken["plain"], strict=True))
-    return {
-        "plain_peak_bytes": peak_bytes,
-        "budget_bytes": budget_bytes,
+    return found | {
         "seconds": {label: [each[0] for each in steps] for label, steps in taken.items()},
         "ratio": statistics.median(ours[0] / base[0] for ours, base in pairs),
         "processor_ratio": statistics.median(ours[1] / base[1] for ours, base in pairs),
-        "page_faults": {label: statistics.median(each[2] for each in steps) for label, steps in taken.items()},
     }
-
-
-def read_clocks() -> tuple[float, float, int]:
-    """Seconds, processor seconds of all threads, and page faults that needed no disk."""
-    return time.perf_counter(), time.process_time(), resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 
 
 def warm_up() -> None:
@@ -194,8 +187,10 @@ def measure_resident(name: str, budget_bytes: int) -> dict[str, Any]:
     with elbowroom.fit(workload.model, workload.optimizer, budget_bytes) as room:
         for _ in range(STEPS):
             highest_bytes = max(highest_bytes, read_resident_peak())  # each step's meter lets the mark begin anew
+            faults = count_faults()
             with room.step():
                 workload.step()
+            faults = count_faults() - faults
         highest_bytes = max(highest_bytes, *(record.resident_bytes or 0 for record in room.journal().steps))
         records = room.journal().steps
     return {
@@ -205,9 +200,15 @@ def measure_resident(name: str, budget_bytes: int) -> dict[str, Any]:
         "cold_bytes": highest_bytes - cold_bytes,
         "arena_bytes": arena.statistics()["mapped_peak_bytes"] - mapped_bytes,
         "peak_bytes": max(record.peak_bytes or 0 for record in records),
+        "page_faults": faults,
         "modes": [str(record.mode) for record in records],
         "within": highest_bytes - own_bytes <= budget_bytes * (1 + SLACK),
     }
+
+
+def count_faults() -> int:
+    """Page faults of this process so far that needed no disk."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 
 
 def run_apart(*arguments: object) -> dict[str, Any]:
@@ -224,12 +225,13 @@ def describe(row: dict[str, Any]) -> str:
     """One line."""
     if "failed" in row:
         return f"{row['name']}: FAILED: {row['failed']}"
-    budget_bytes = row["budget_bytes"]
+    budget_bytes, ratio = row["budget_bytes"], ""
+    if "ratio" in row:
+        ratio = f", step {row['ratio']:.3f} of plain (of processor time {row['processor_ratio']:.3f})"
     return (
         f"{row['name']:20} budget {format_bytes(budget_bytes):>10}, resident "
         f"{row['resident_bytes'] / budget_bytes:.3f} of it (with libraries {row['cold_bytes'] / budget_bytes:.3f}), "
-        f"peak {row['peak_bytes'] / budget_bytes:.3f}, step {row['ratio']:.3f} of plain "
-        f"(of processor time {row['processor_ratio']:.3f})"
+        f"peak {row['peak_bytes'] / budget_bytes:.3f}, {row['page_faults']} page faults{ratio}"
         f"{'' if row['within'] else ', NOT WITHIN'}"
     )
 

@@ -105,16 +105,10 @@ def test_training_finishes_under_a_limit_at_which_plain_pytorch_dies(
         assert losses == expected
         assert re.search(rf"^modes {modes}", said, re.MULTILINE), said
 
-
-@pytest.mark.parametrize("mode", ["auto", "dynamic"])
-def test_where_the_system_gives_less_than_the_budget_more_is_moved(
-    mode: str, tmp_path: pathlib.Path, profile: HardwareProfile
-) -> None:
-    elbowroom.save(profile, tmp_path / "profile.json")
-    _, expected, _ = run("plain", None, tmp_path)
-    status, losses, said = run("elbowroom", 224, tmp_path, mode, "300MiB")
+    # A budget of more than the limit: more is moved than was planned, and that is said once.
+    status, losses, said = run("elbowroom", limit_mib, tmp_path, budget="300MiB")
     assert status == 0, said
     assert losses == expected
     refusals = re.findall(r"the system refuses .* its budget of (\d+) bytes; RLIMIT_DATA is \d+ bytes.*", said)
-    assert refusals == [str(300 << 20)], said  # said once
+    assert refusals == [str(300 << 20)], said
     assert re.search(r"Set memory_budget to at most \d+", said)
