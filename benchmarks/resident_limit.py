@@ -14,7 +14,8 @@ so that code and libraries are loaded and loops are compiled: `own_bytes` are re
 then on the process may have the data that it has at that moment, the budget and 5 % of it (`RLIMIT_DATA`). It builds
 the model, makes a room and trains. `resident_bytes`: the highest resident memory from then on, beyond `own_bytes`: the
 model, and all that the room keeps for itself, are in it. `cold_bytes`: the same, beyond a process that has made the
-small step and no room. `arena_bytes`: the most that was mapped in the arena; `peak_bytes`: what the ledger counted; `page_faults`: of the last step.
+small step and no room. `arena_bytes`: the most that was mapped in the arena; `peak_bytes`: what the ledger counted;
+`page_faults`: of the last step.
 """
 
 from __future__ import annotations
@@ -51,9 +52,9 @@ SPECS: dict[str, dict[str, Any]] = {
     "resnet50": {"spec": "torchvision:resnet50", "batch": 16, "share": 0.5, "small": SMALL_IMAGE},
     "gpt2": {
         "spec": "transformers:gpt2",
-        "batch": 2,
+        "batch": 4,
         "sequence_length": 256,
-        "share": 0.85,
+        "share": 0.8,
         "small": {"batch": 2, "sequence_length": 64, "layers": 2},
     },
     "efficientnet_b0": {"spec": "torchvision:efficientnet_b0", "batch": 16, "share": 0.5, "small": SMALL_IMAGE},

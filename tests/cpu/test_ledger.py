@@ -435,7 +435,7 @@ def test_where_the_system_has_no_more_and_nothing_may_leave_the_error_has_the_nu
 def count_beyond(live_bytes: int) -> int:
     """Mapped bytes beyond so many and the slack that the arena keeps."""
     mapped: int = library.load().get_arena().statistics()["mapped_bytes"]
-    return mapped - live_bytes - max(live_bytes // 32, MIB)
+    return mapped - live_bytes - max(live_bytes // 64, MIB)
 
 
 def test_pages_are_given_back_when_a_step_begins_and_when_its_room_ends() -> None:

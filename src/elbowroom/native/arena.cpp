@@ -14,7 +14,7 @@ constexpr size_t LEAST_BYTES = size_t{1} << 31;
 constexpr size_t GROWING_LOOKED_AT = 16;  // free segments, of which one grows
 constexpr size_t MOST_TRIES = 8;          // to get pages
 constexpr size_t LEAST_GIVEN_BYTES = size_t{1} << 20;
-constexpr size_t HEADROOM_PARTS = 32;
+constexpr size_t HEADROOM_PARTS = 64;
 constexpr size_t LEAST_HEADROOM_BYTES = size_t{1} << 20;
 
 size_t round_up(size_t value, size_t unit) { return (value + unit - 1) / unit * unit; }

@@ -13,7 +13,7 @@
 // is written to. Limits on data and on address space count just these bytes: nothing is reserved ahead. Pages are
 // unmapped (and not marked by MADV_FREE, which leaves them resident until the kernel needs them).
 //
-// The limit is the highest live bytes so far and a thirty-second of them, at least 1 MiB. It never refuses a request:
+// The limit is the highest live bytes so far and a sixty-fourth of them, at least 1 MiB. It never refuses a request:
 // holes between blocks cost page faults, not memory, except for the pages that a block shares with a hole.
 #pragma once
 
