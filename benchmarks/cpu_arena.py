@@ -36,7 +36,6 @@ sys.path.insert(0, str(pathlib.Path(__file__).parents[1]))
 
 from writing import write_results
 
-from elbowroom.hardware.memory import trim_allocator
 from elbowroom.workloads import build
 
 SPECS: dict[str, dict[str, Any]] = {
@@ -104,7 +103,7 @@ def measure(name: str, way: str, steps: int) -> dict[str, Any]:
     arena = set_allocator(way)
     build(**{**spec, **small}).step()
     gc.collect()
-    trim_allocator()
+    ctypes.CDLL(None).malloc_trim(0)
     if arena is not None:
         arena.trim(0)
         arena.reset_peaks()

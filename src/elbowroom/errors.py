@@ -6,6 +6,7 @@
       TraceError (ValueError)   a file or value is not what it claims to be; names the place
       Infeasible                no plan fits; says what would
         ArenaTooSmall           no layout of these buffers does
+      MemoryRefused (MemoryError)  the system gives no memory that the budget allows
       Thrashing                 a step spends its time bringing back what it has given up
       TierError                 a place for bytes failed
         TierFull                it has no room left
@@ -158,6 +159,31 @@ class Thrashing(ElbowroomError):
         )
         self.replay_seconds, self.move_seconds = replay_seconds, move_seconds
         self.busy_seconds, self.budget_bytes = busy_seconds, budget_bytes
+
+
+class MemoryRefused(ElbowroomError, MemoryError):
+    """The system refuses memory that the budget allows, and nothing more may leave.
+
+    Attributes:
+        requested_bytes: were asked for.
+        held_bytes: the room holds.
+        budget_bytes: it may hold.
+    """
+
+    def __init__(
+        self, requested_bytes: int, held_bytes: int, budget_bytes: int, system_limits: Iterable[tuple[str, int, int]]
+    ) -> None:
+        limits = [
+            f"{name} is {limit_bytes} bytes, of which the process has {taken_bytes}"
+            for name, limit_bytes, taken_bytes in system_limits
+        ]
+        super().__init__(
+            f"the system refuses {format_bytes(requested_bytes)} ({requested_bytes} bytes) of memory, though the step "
+            f"holds only {held_bytes} of its budget of {budget_bytes} bytes"
+            + "".join(f"; {each}" for each in limits)
+            + f". Set memory_budget to at most {held_bytes}, make the batch smaller, or give the process more memory."
+        )
+        self.requested_bytes, self.held_bytes, self.budget_bytes = requested_bytes, held_bytes, budget_bytes
 
 
 class TierError(ElbowroomError):

@@ -14,7 +14,7 @@ import torch
 from elbowroom._compiled import IS_COMPILED, is_kept
 from elbowroom.config import Config
 from elbowroom.cost.price import correct, price
-from elbowroom.hardware.memory import trim_allocator
+from elbowroom.hooks.ledger import Ledger
 from elbowroom.hooks.sentry import Inputs
 from elbowroom.ir.costs import Costs, Measurements
 from elbowroom.ir.forecast import Forecast
@@ -99,14 +99,17 @@ class Repertoire:
     Args:
         budget_bytes, config, device: of the room.
         profile: of this machine.
+        ledger: gives back the pages of free memory, for planning takes memory of its own.
 
     Attributes:
         profile: as given.
         acts: the steps that are known, the one that was run last first.
     """
 
-    def __init__(self, budget_bytes: int, config: Config, device: torch.device, profile: HardwareProfile) -> None:
-        self._budget_bytes, self._config, self._device = budget_bytes, config, device
+    def __init__(
+        self, budget_bytes: int, config: Config, device: torch.device, profile: HardwareProfile, ledger: Ledger
+    ) -> None:
+        self._budget_bytes, self._config, self._device, self._ledger = budget_bytes, config, device, ledger
         self.profile = profile
         self.acts: list[Act] = []
         self._seen: OrderedDict[int, int] = OrderedDict()
@@ -199,6 +202,7 @@ class Repertoire:
 
     def _decide(self, trace: Trace, trace_digest: str, measurements: Measurements | None) -> Planned:
         config = self._config
+        self._ledger.trim()
         costs = price(trace, self.profile, measurements, trace_digest=trace_digest)
         plan = None
         if config.strategy == "auto":
@@ -211,8 +215,7 @@ class Repertoire:
         replay = Replay(trace, costs, host_bytes=config.host_bytes)
         placement = replay.place(plan)
         planned = Planned(trace, costs, plan, replay.run(plan, placement=placement), placement)
-        if self._device.type == "cpu":
-            trim_allocator()  # what the steps so far took, planned ones will not take again
+        self._ledger.trim()
         logger.info(
             "%s: forecast peak %d of %d bytes, %d decisions by %s",
             trace.name, planned.forecast.peak_bytes, self._budget_bytes, len(plan.decisions), plan.strategy

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from elbowroom.advice import advise
 from elbowroom.arena.use import serving
 from elbowroom.config import Config
-from elbowroom.errors import Infeasible, Thrashing, TraceError, UsageError
+from elbowroom.errors import Infeasible, MemoryRefused, Thrashing, TraceError, UsageError
 from elbowroom.hardware.memory import cut_blocks_to_size
 from elbowroom.hardware.probe import probe
 from elbowroom.hooks.compiled import noticing_compiles
@@ -74,24 +74,23 @@ class Room:
         self.budget_bytes, self.config = budget_bytes, config
         self._model, self._optimizers, self._device = model, tuple(optimizers), device
         self._name = type(model).__name__
-        self._repertoire = Repertoire(budget_bytes, config, device, profile or self._probe())
+        self._ledger = make_ledger(device)
         self._detached = True  # until there is something to detach
         self._captures = self._futile_captures = self._next_capture = 0
         self._engine: OnlineEngine | None = None
         self._calls: Counter[Inputs] = Counter()  # of the model, in this step
         self._habits = Habits(is_bounded=config.host_bytes is not None)
         self._inside = self._has_recurred = False
-        self._ledger = make_ledger(device)
-        self._transfers = open_transfers(device, config.spill_folder, config.host_bytes)
-        self._metering = Metering(device, self._transfers, self._ledger)
-        try:
+        with contextlib.ExitStack() as undoing:
+            undoing.callback(self._ledger.close)
+            self._repertoire = Repertoire(budget_bytes, config, device, profile or self._probe(), self._ledger)
+            self._transfers = open_transfers(device, config.spill_folder, config.host_bytes)
+            undoing.callback(self._transfers.close)
+            self._metering = Metering(device, self._transfers, self._ledger)
             self._ledger.adopt(self._list_residents())
             if step is not None and config.mode != "dynamic":
                 self._plan_ahead(step)
-        except BaseException:
-            self._transfers.close()
-            self._ledger.close()
-            raise
+            undoing.pop_all()
         if device.type == "cuda":
             cut_blocks_to_size()
         mark(model)
@@ -112,6 +111,7 @@ class Room:
             UsageError: inside another step, or after `detach`.
             Infeasible: before an op whose working set is larger than the budget, whatever leaves; or at the end of the
                 first steps, which have been carried out, when no plan fits them.
+            MemoryRefused: the system gives less memory than the budget, and nothing more may leave.
             TierFull, TransferFailed: a move failed and there is no room to do without it.
         """
         if self._detached:
@@ -133,7 +133,7 @@ class Room:
                 yield from self._run_plain(act)
             else:
                 yield from self._run_planned(act)
-        except (Infeasible, Thrashing) as error:
+        except (Infeasible, MemoryRefused, Thrashing) as error:
             # A notebook keeps the last error, and with it every tensor of the functions that it ended.
             traceback.clear_frames(error.__traceback__)
             if isinstance(error, Infeasible):
@@ -333,9 +333,10 @@ class Room:
         """Measure this machine before the first step, in what the budget leaves beside the model."""
         storages = (each.untyped_storage() for each in self._list_residents() if each.layout is torch.strided)
         there = sum({each.data_ptr(): each.nbytes() for each in storages}.values())
-        return probe(
-            str(self._device), spill_folder=self.config.spill_folder, most_bytes=max(0, self.budget_bytes - there)
-        )
+        most_bytes = max(0, self.budget_bytes - there)
+        profile = probe(str(self._device), spill_folder=self.config.spill_folder, most_bytes=most_bytes)
+        self._ledger.trim()
+        return profile
 
     # -- planning -------------------------------------------------------------------------------------------------
 

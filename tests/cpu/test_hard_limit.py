@@ -23,7 +23,7 @@ from torch import nn
 import elbowroom
 from elbowroom.ir.hardware import HardwareProfile
 
-way, limit_mib, folder, profile, mode = sys.argv[1:]
+way, limit_mib, folder, profile, mode, budget = sys.argv[1:]
 torch.set_num_threads(1)
 torch.manual_seed(3)
 
@@ -56,7 +56,7 @@ if limit_mib != "none":
 room = None
 if way == "elbowroom":
     options = {"profile": profile, "spill_folder": folder, "mode": mode}
-    room = elbowroom.fit(model, optimizer, "120MiB", **options)
+    room = elbowroom.fit(model, optimizer, budget, **options)
 for _ in range(3):
     with room.step() if room is not None else contextlib.nullcontext():
         loss = step(model, optimizer, 65536).item()
@@ -66,18 +66,27 @@ if room is not None:
 """
 
 
-def run(way: str, limit_mib: int | None, folder: pathlib.Path, mode: str = "auto") -> tuple[int, list[str], str]:
+def run(
+    way: str, limit_mib: int | None, folder: pathlib.Path, mode: str = "auto", budget: str = "120MiB"
+) -> tuple[int, list[str], str]:
     """The exit status, the losses, and everything that was printed."""
     script = folder / "script.py"
     script.write_text(SCRIPT)
     done = subprocess.run(
-        [sys.executable, str(script), way, str(limit_mib).lower(), str(folder), str(folder / "profile.json"), mode],
+        [
+            sys.executable, str(script),
+            way, str(limit_mib).lower(), str(folder), str(folder / "profile.json"), mode, budget,
+        ],
         capture_output=True, text=True, timeout=120, check=False,
     )  # fmt: skip
     return done.returncode, re.findall(r"^loss (\S+)$", done.stdout, re.MULTILINE), done.stdout + done.stderr
 
 
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs RLIMIT_DATA over anonymous memory, as on Linux")
+pytestmark = pytest.mark.skipif(
+    not sys.platform.startswith("linux"), reason="needs RLIMIT_DATA over anonymous memory, as on Linux"
+)
+
+
 def test_training_finishes_under_a_limit_at_which_plain_pytorch_dies(
     tmp_path: pathlib.Path, profile: HardwareProfile
 ) -> None:
@@ -95,3 +104,11 @@ def test_training_finishes_under_a_limit_at_which_plain_pytorch_dies(
         assert status == 0, said
         assert losses == expected
         assert re.search(rf"^modes {modes}", said, re.MULTILINE), said
+
+    # A budget of more than the limit: more is moved than was planned, and that is said once.
+    status, losses, said = run("elbowroom", limit_mib, tmp_path, budget="300MiB")
+    assert status == 0, said
+    assert losses == expected
+    refusals = re.findall(r"the system refuses .* its budget of (\d+) bytes; RLIMIT_DATA is \d+ bytes.*", said)
+    assert refusals == [str(300 << 20)], said
+    assert re.search(r"Set memory_budget to at most \d+", said)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import pathlib
+import resource
 import subprocess
 import sys
 import threading
@@ -17,11 +19,13 @@ import torch
 
 import elbowroom
 from benchmarks.profiler_meter import ProfilerMeter
+from elbowroom.errors import Infeasible, MemoryRefused
 from elbowroom.hooks.ledger import NO_LIMIT, CpuLedger
 from elbowroom.ir.hardware import HardwareProfile
+from elbowroom.native import library
 from tests.models import MODELS
 
-KIB = 1 << 10
+KIB, MIB = 1 << 10, 1 << 20
 ROOT = pathlib.Path(__file__).parents[2]
 
 
@@ -378,6 +382,94 @@ def test_threads_do_not_get_the_same_room(ledger: CpuLedger) -> None:
 
 def test_a_request_that_fails_is_not_counted(ledger: CpuLedger) -> None:
     live = ledger.scope.live_bytes
-    with ledger.counting(NO_LIMIT, never), pytest.raises(RuntimeError, match="allocate"):
+    with ledger.counting(NO_LIMIT, lambda *_: False), pytest.raises(RuntimeError, match="allocate"):
         make(1 << 50)
     assert ledger.scope.live_bytes == live
+
+
+@contextlib.contextmanager
+def limited_data(nbytes: int) -> Iterator[None]:
+    """The process may have so many bytes of data beyond what it has."""
+    before = resource.getrlimit(resource.RLIMIT_DATA)
+    with open("/proc/self/status") as file:
+        taken = next(int(line.split()[1]) << 10 for line in file if line.startswith("VmData:"))
+    resource.setrlimit(resource.RLIMIT_DATA, (taken + nbytes, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_DATA, before)
+
+
+def test_where_the_system_has_no_more_room_is_made(ledger: CpuLedger) -> None:
+    held = [make(16 * MIB) for _ in range(8)]
+    asked = []
+
+    def give_up_one(requested_bytes: int, missing_bytes: int) -> bool:
+        asked.append((requested_bytes, missing_bytes))
+        held.pop()
+        return True
+
+    ledger.trim()
+    with limited_data(32 * MIB), ledger.counting(ledger.live_bytes + 512 * MIB, give_up_one):
+        more = make(64 * MIB)
+    assert more.nbytes == 64 * MIB
+    assert asked and set(asked) == {(64 * MIB, 64 * MIB)} and held
+
+
+def test_where_the_system_has_no_more_and_nothing_may_leave_the_error_has_the_numbers(ledger: CpuLedger) -> None:
+    def refuse_to_move(requested_bytes: int, missing_bytes: int) -> bool:
+        raise Infeasible(needed_bytes=2, budget_bytes=1, op="an op", is_whole_step=False)
+
+    held = ledger.live_bytes
+    with limited_data(32 * MIB), ledger.counting(held + 512 * MIB, refuse_to_move):
+        with pytest.raises(MemoryRefused) as caught:
+            make(256 * MIB)
+        assert ledger.live_bytes == held
+    error = caught.value
+    numbers = error.requested_bytes, error.held_bytes, error.budget_bytes
+    assert numbers == (256 * MIB, held, held + 512 * MIB)
+    assert all(str(each) in str(error) for each in numbers) and "RLIMIT_DATA" in str(error)
+    assert error.__cause__ is None and error.__context__ is None, "it would hold what the step had"
+
+
+def count_beyond(live_bytes: int) -> int:
+    """Mapped bytes beyond so many and the slack that the arena keeps."""
+    mapped: int = library.load().get_arena().statistics()["mapped_bytes"]
+    return mapped - live_bytes - max(live_bytes // 64, MIB)
+
+
+def test_pages_are_given_back_when_a_step_begins_and_when_its_room_ends() -> None:
+    one, other = CpuLedger(), CpuLedger()
+    live: int = library.load().get_arena().statistics()["live_bytes"]
+    make(256 * MIB)  # outside of any step
+    assert count_beyond(live) > 128 * MIB
+    with one.counting(one.live_bytes + 64 * MIB, never):
+        assert -MIB <= count_beyond(live + 64 * MIB) <= 0
+        make(64 * MIB)
+        with other.counting(other.live_bytes + 32 * MIB, never):
+            kept = make(32 * MIB)
+        other.close()
+        assert count_beyond(live + 48 * MIB) > 0, "the step that runs may need them again"
+    assert kept.nbytes == 32 * MIB
+    one.close()
+    assert count_beyond(live + 32 * MIB) <= 0
+
+
+def test_a_room_gives_back_what_measuring_took_and_when_it_ends_what_its_steps_took(
+    monkeypatch: pytest.MonkeyPatch, profile: HardwareProfile
+) -> None:
+    def probe(*_: object, **__: object) -> HardwareProfile:
+        make(64 * MIB)
+        return profile
+
+    monkeypatch.setattr("elbowroom.room.probe", probe)
+    live: int = library.load().get_arena().statistics()["live_bytes"]
+    model = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(8)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    room = elbowroom.fit(model, optimizer, "64MiB", mode="dynamic")
+    assert count_beyond(live) <= MIB
+    with room.step():
+        model(torch.randn(16384, 64)).sum().backward()
+    assert count_beyond(live) > 16 * MIB
+    room.detach()
+    assert count_beyond(live) <= MIB

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import logging
 import os
 
@@ -17,14 +16,6 @@ def count_device_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[1])
     return int(psutil.virtual_memory().total)
-
-
-def trim_allocator() -> bool:
-    """Give the pages of all memory that glibc keeps free back to the system, once. Returns whether there were any."""
-    try:
-        return bool(ctypes.CDLL(None).malloc_trim(0))
-    except (OSError, AttributeError):
-        return False  # another C library
 
 
 def cut_blocks_to_size() -> bool:

@@ -7,12 +7,16 @@ block, whatever allocates it. On CUDA the caching allocator keeps such counts.
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Protocol
 
 import torch
 
+from elbowroom.errors import Infeasible, MemoryRefused
 from elbowroom.native import library
+
+logger = logging.getLogger(__name__)
 
 NO_LIMIT = 1 << 60
 """Bytes: more than any machine has."""
@@ -64,6 +68,10 @@ class Ledger(Protocol):
         """Whether so much fits beside what the room holds now; True where nobody counts."""
         ...
 
+    def trim(self) -> None:
+        """Give back the pages of all free memory that the steps that are running cannot need."""
+        ...
+
     def close(self) -> None:
         """End."""
         ...
@@ -75,6 +83,8 @@ class CpuLedger:
     What threads allocate that are in no room's step counts for every room. What was there before counts once it is
     adopted: the model and its optimizer's state for good, inputs as long as the step lasts that touches them.
 
+    Where the system refuses memory that the limit allows (a limit on data size, say), the step makes room as well.
+
     Attributes:
         scope: of the extension; has `live_bytes` and `peak_bytes`.
     """
@@ -83,6 +93,8 @@ class CpuLedger:
         self._native = library.load()
         self.scope: Any = self._native.make_scope()
         self._make_room: MakeRoom | None = None
+        self._budget_bytes = NO_LIMIT
+        self._was_refused = False
         self.scope.set_make_room(self._ask)
 
     def adopt(self, tensors: Iterable[torch.Tensor]) -> None:
@@ -106,7 +118,9 @@ class CpuLedger:
     @contextlib.contextmanager
     def counting(self, limit_bytes: int, make_room: MakeRoom) -> Iterator[None]:
         before = self._native.enter_scope(self.scope)
-        self._make_room, self.scope.limit_bytes = make_room, limit_bytes
+        self._make_room, self._budget_bytes = make_room, min(limit_bytes, NO_LIMIT - 1)
+        self.scope.limit_bytes = self._budget_bytes
+        self._native.trim_pages(everywhere=False)
         try:
             yield
         finally:
@@ -119,10 +133,29 @@ class CpuLedger:
 
     def _ask(self, requested_bytes: int, missing_bytes: int) -> bool:
         make_room = self._make_room  # None where the step has ended meanwhile
-        return make_room is not None and make_room(requested_bytes, missing_bytes)
+        if make_room is None:
+            return False
+        if missing_bytes == 0:
+            return self._ask_for_memory(requested_bytes, make_room)
+        return make_room(requested_bytes, missing_bytes)
+
+    def _ask_for_memory(self, requested_bytes: int, make_room: MakeRoom) -> bool:
+        held_bytes = self.live_bytes - requested_bytes
+        refusal = MemoryRefused(requested_bytes, held_bytes, self._budget_bytes, list_system_limits())
+        with contextlib.suppress(Infeasible):  # it would blame the budget
+            is_made = make_room(requested_bytes, requested_bytes)
+            if is_made and not self._was_refused:
+                self._was_refused = True
+                logger.warning("more is moved than was planned, since %s", refusal)
+            return is_made
+        raise refusal
+
+    def trim(self) -> None:
+        self._native.trim_pages(everywhere=True)
 
     def close(self) -> None:
         self.scope.close()
+        self.trim()
 
 
 class CudaLedger:
@@ -161,8 +194,25 @@ class CudaLedger:
     def has_room(self, nbytes: int, limit_bytes: int) -> bool:
         return self.live_bytes + nbytes <= limit_bytes
 
+    def trim(self) -> None:
+        pass
+
     def close(self) -> None:
         pass
+
+
+def list_system_limits() -> list[tuple[str, int, int]]:
+    """List the limits of the system on this process's memory: name, bytes it may have, bytes it has."""
+    import resource  # a CPU is counted on Linux only; others import this as well
+
+    with open("/proc/self/status") as file:
+        taken = dict(line.split(":", 1) for line in file)
+    found = []
+    for name, field in (("RLIMIT_DATA", "VmData"), ("RLIMIT_AS", "VmSize")):
+        limit_bytes, _ = resource.getrlimit(getattr(resource, name))
+        if limit_bytes != resource.RLIM_INFINITY:
+            found.append((name, limit_bytes, int(taken[field].split()[0]) << 10))
+    return found
 
 
 def make_ledger(device: torch.device) -> CpuLedger | CudaLedger:

@@ -9,12 +9,12 @@ namespace elbowroom {
 
 namespace {
 
-constexpr size_t MOST_ZONE_BYTES = size_t{1} << 40;
-constexpr size_t LEAST_ZONE_BYTES = size_t{1} << 30;
+constexpr size_t MOST_BYTES = size_t{1} << 41;  // of addresses
+constexpr size_t LEAST_BYTES = size_t{1} << 31;
 constexpr size_t GROWING_LOOKED_AT = 16;  // free segments, of which one grows
 constexpr size_t MOST_TRIES = 8;          // to get pages
 constexpr size_t LEAST_GIVEN_BYTES = size_t{1} << 20;
-constexpr size_t HEADROOM_PARTS = 32;
+constexpr size_t HEADROOM_PARTS = 64;
 constexpr size_t LEAST_HEADROOM_BYTES = size_t{1} << 20;
 
 size_t round_up(size_t value, size_t unit) { return (value + unit - 1) / unit * unit; }
@@ -22,28 +22,15 @@ size_t round_up(size_t value, size_t unit) { return (value + unit - 1) / unit * 
 }  // namespace
 
 Arena::Arena() : page_bytes_(get_page_bytes()) {
-  counts_.limit_bytes = NO_LIMIT;
-  for (size_t nbytes = MOST_ZONE_BYTES; nbytes >= LEAST_ZONE_BYTES && begin_ == 0; nbytes /= 4) {
-    begin_ = find_addresses(2 * nbytes);
-    zone_bytes_ = nbytes;
-  }
-  if (begin_ == 0 || !pool_.reserve(2)) return;
-  planned_begin_ = begin_ + zone_bytes_;
-  end_ = planned_begin_ + zone_bytes_;
-  for (const Zone zone : {FITTED, PLANNED}) {
-    Segment* const segment = pool_.make();
-    segment->zone = zone;
-    segment->begin = zone == FITTED ? begin_ + page_bytes_ : planned_begin_;  // the first page marks the addresses
-    segment->nbytes = (zone == FITTED ? planned_begin_ : end_) - segment->begin;
-    segments_.insert(segment);
-    if (first_ == nullptr) {
-      first_ = segment;
-    } else {
-      first_->after = segment;
-      segment->before = first_;
-    }
-    settle(segment, State::UNMAPPED);
-  }
+  size_t nbytes = MOST_BYTES;
+  while ((begin_ = find_addresses(nbytes)) == 0 && nbytes > LEAST_BYTES) nbytes /= 4;
+  if (begin_ == 0 || !pool_.reserve(1)) return;
+  end_ = begin_ + nbytes;
+  first_ = pool_.make();
+  first_->begin = begin_ + page_bytes_;  // the first page marks the addresses
+  first_->nbytes = end_ - first_->begin;
+  segments_.insert(first_);
+  settle(first_, State::UNMAPPED);
 }
 
 Arena::~Arena() {
@@ -72,41 +59,20 @@ Arena& Arena::get() {
 }
 
 void* Arena::allocate(size_t nbytes) {
-  if (nbytes == 0 || nbytes > zone_bytes_) return nullptr;
+  if (nbytes == 0 || nbytes > MOST_BYTES) return nullptr;
   nbytes = round_up(nbytes, ALIGNMENT);
   const std::lock_guard<std::mutex> guard(mutex_);
-  Segment* found = mapped_[FITTED].find_first([&](const Segment& each) { return each.nbytes >= nbytes; });
+  Segment* found = mapped_.find_first([&](const Segment& each) { return each.nbytes >= nbytes; });
   const bool is_reused = found != nullptr;
   if (!is_reused) found = grow(nbytes);
-  void* const block = found == nullptr ? nullptr : hand_out(found, found->begin, nbytes);
+  void* const block = found == nullptr ? nullptr : hand_out(found, nbytes);
   if (is_reused && block != nullptr) ++counts_.reused;
   return block;
 }
 
-void* Arena::place(size_t offset, size_t nbytes) {
-  if (nbytes == 0 || nbytes > zone_bytes_) return nullptr;
-  nbytes = round_up(nbytes, ALIGNMENT);
-  const bool is_possible = offset % ALIGNMENT == 0 && offset <= zone_bytes_ - nbytes;
-  {
-    const std::lock_guard<std::mutex> guard(mutex_);
-    void* const block = is_possible ? take_at(planned_begin_ + offset, nbytes) : nullptr;
-    ++(block != nullptr ? counts_.placed : counts_.displaced);
-    if (block != nullptr) return block;
-  }
-  return allocate(nbytes);
-}
-
-// A block at an address, or null if not all of it is free.
-void* Arena::take_at(uintptr_t begin, size_t nbytes) {
-  if (find_segment(begin) == nullptr) return nullptr;
-  for (const Segment* each = find_segment(begin); each != nullptr && each->begin < begin + nbytes; each = each->after)
-    if (each->state != State::MAPPED && each->state != State::UNMAPPED) return nullptr;
-  return map_between(begin, begin + nbytes) ? hand_out(find_segment(begin), begin, nbytes) : nullptr;
-}
-
-// Makes a block of a part of a mapped segment.
-void* Arena::hand_out(Segment* segment, uintptr_t begin, size_t nbytes) {
-  Segment* const block = cut(segment, begin, nbytes);
+// Makes a block of the beginning of a mapped segment.
+void* Arena::hand_out(Segment* segment, size_t nbytes) {
+  Segment* const block = cut(segment, segment->begin, nbytes);
   if (block == nullptr) {
     ++counts_.failed;
     return nullptr;
@@ -120,7 +86,7 @@ void* Arena::hand_out(Segment* segment, uintptr_t begin, size_t nbytes) {
   // Pages that were added have not been written to, so what is resident is within the limit all the time.
   if (counts_.mapped_bytes > find_limit()) give_back(find_limit());
   counts_.mapped_peak_bytes = std::max(counts_.mapped_peak_bytes, counts_.mapped_bytes);
-  return reinterpret_cast<void*>(begin);
+  return reinterpret_cast<void*>(block->begin);
 }
 
 bool Arena::free(void* address) {
@@ -144,21 +110,6 @@ bool Arena::owns(const void* address) const {
   return block != nullptr && block->begin == begin && block->state == State::LIVE;
 }
 
-// Maps what is not, of addresses that are free. Returns whether all of it is mapped.
-bool Arena::map_between(uintptr_t begin, uintptr_t end) {
-  for (size_t refusals = 0; refusals < MOST_TRIES;) {
-    Segment* each = find_segment(begin);
-    while (each != nullptr && each->begin < end && each->state != State::UNMAPPED) each = each->after;
-    if (each == nullptr || each->begin >= end) return true;
-    const uintptr_t low = std::max(each->begin, begin / page_bytes_ * page_bytes_);
-    const uintptr_t high = std::min(each->end(), round_up(end, page_bytes_));
-    const Mapping mapping = map_part(each, low, high - low);
-    if (mapping == Mapping::TAKEN) return false;
-    if (mapping == Mapping::REFUSED && !find_room(end - begin, refusals++)) return false;
-  }
-  return false;
-}
-
 // Adds pages until there is a free mapped segment of so many bytes. Null if there are none to be had.
 Segment* Arena::grow(size_t nbytes) {
   for (size_t tries = 0; tries < MOST_TRIES; ++tries) {
@@ -174,19 +125,18 @@ Segment* Arena::grow(size_t nbytes) {
 
 // The free segment that needs the fewest pages to have so many bytes, or nearly.
 Segment* Arena::find_growing(size_t nbytes) const {
-  const auto count_free = [](const Segment* neighbour, uint8_t zone) {
-    const bool is_unmapped = neighbour != nullptr && neighbour->state == State::UNMAPPED && neighbour->zone == zone;
+  const auto count_free = [](const Segment* neighbour) {
+    const bool is_unmapped = neighbour != nullptr && neighbour->state == State::UNMAPPED;
     return is_unmapped ? neighbour->nbytes : 0;
   };
-  Segment* segment = mapped_[FITTED].get_last();
+  Segment* segment = mapped_.get_last();
   for (size_t looked_at = 0; segment != nullptr && looked_at < GROWING_LOOKED_AT; ++looked_at) {
-    const size_t room =
-        segment->nbytes + count_free(segment->before, segment->zone) + count_free(segment->after, segment->zone);
+    const size_t room = segment->nbytes + count_free(segment->before) + count_free(segment->after);
     if (room >= nbytes) return segment;
-    segment = mapped_[FITTED].get_previous(*segment);
+    segment = mapped_.get_previous(*segment);
   }
   const size_t in_pages = round_up(nbytes, page_bytes_);
-  return unmapped_[FITTED].find_first([&](const Segment& each) { return each.nbytes >= in_pages; });
+  return unmapped_.find_first([&](const Segment& each) { return each.nbytes >= in_pages; });
 }
 
 // The kernel gave no pages: give some back first. Returns whether it is worth another try.
@@ -196,29 +146,25 @@ bool Arena::find_room(size_t nbytes, size_t tries) {
 }
 
 size_t Arena::find_limit() const {
-  if (counts_.limit_bytes != NO_LIMIT) return counts_.limit_bytes;
   return highest_live_bytes_ + std::max(highest_live_bytes_ / HEADROOM_PARTS, LEAST_HEADROOM_BYTES);
 }
 
-void Arena::set_limit(size_t nbytes) {
+void Arena::forget_peak(size_t nbytes) {
   const std::lock_guard<std::mutex> guard(mutex_);
-  counts_.limit_bytes = nbytes;
+  highest_live_bytes_ = std::max(counts_.live_bytes, std::min(highest_live_bytes_, nbytes));
   give_back(find_limit());
 }
 
 size_t Arena::trim(size_t keep_bytes) {
   const std::lock_guard<std::mutex> guard(mutex_);
-  return give_back(keep_bytes > NO_LIMIT - counts_.live_bytes ? NO_LIMIT : counts_.live_bytes + keep_bytes);
+  return give_back(counts_.live_bytes + std::min(keep_bytes, counts_.mapped_bytes));
 }
 
 // Unmaps free pages, the largest segments first, until no more bytes are mapped than these. Returns how many it gave.
 size_t Arena::give_back(size_t most_mapped_bytes) {
   size_t given_bytes = 0;
   while (counts_.mapped_bytes > most_mapped_bytes) {
-    Segment* const fitted = mapped_[FITTED].get_last();
-    Segment* const planned = mapped_[PLANNED].get_last();
-    const bool is_planned = fitted == nullptr || (planned != nullptr && planned->nbytes > fitted->nbytes);
-    Segment* const largest = is_planned ? planned : fitted;
+    Segment* const largest = mapped_.get_last();
     if (largest == nullptr) break;
     const size_t excess = counts_.mapped_bytes - most_mapped_bytes;
     const size_t nbytes = give_back_part(largest, std::max(excess, LEAST_GIVEN_BYTES));
@@ -236,7 +182,9 @@ void Arena::reset_peaks() {
 
 ArenaStatistics Arena::get_statistics() const {
   const std::lock_guard<std::mutex> guard(mutex_);
-  return counts_;
+  ArenaStatistics found = counts_;
+  found.limit_bytes = find_limit();
+  return found;
 }
 
 }  // namespace elbowroom

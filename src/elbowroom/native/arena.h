@@ -4,7 +4,7 @@
 //                 | yes: the smallest          | no
 //                 |                            v
 //                 |        the largest one that can grow over free addresses beside it gets the pages that are missing;
-//                 |        where that makes more than the limit, other free segments give pages back, the largest first
+//                 |        where that maps more than the limit, other free segments give pages back, the largest first
 //                 v                            v
 //     |live|mapped|live|..unmapped..|live|mapped|..unmapped..
 //
@@ -12,11 +12,13 @@
 // upper bound of the resident ones whatever the kernel does (huge pages included), and are equal to them if every block
 // is written to. Limits on data and on address space count just these bytes: nothing is reserved ahead. Pages are
 // unmapped (and not marked by MADV_FREE, which leaves them resident until the kernel needs them).
+//
+// The limit is the highest live bytes so far and a sixty-fourth of them, at least 1 MiB. It never refuses a request:
+// holes between blocks cost page faults, not memory, except for the pages that a block shares with a hole.
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
-#include <limits>
 #include <mutex>
 #include <vector>
 
@@ -30,14 +32,12 @@ struct ArenaStatistics {
   size_t live_peak_bytes;
   size_t mapped_bytes;       // live ones and free ones, in whole pages
   size_t mapped_peak_bytes;  // when a request was done
-  size_t limit_bytes;        // of `mapped_bytes`
+  size_t limit_bytes;        // of `mapped_bytes`, now
   size_t blocks;
   // Counted from the beginning:
   size_t requests;           // served
   size_t reused;             // of these: from pages that were mapped
   size_t failed;             // not served
-  size_t placed;             // at the offset that was asked for
-  size_t displaced;          // not at that offset, since something is there
   size_t newly_mapped_bytes;
   size_t given_back_bytes;
 };
@@ -45,7 +45,6 @@ struct ArenaStatistics {
 class Arena {
  public:
   static constexpr size_t ALIGNMENT = 64;  // PyTorch's
-  static constexpr size_t NO_LIMIT = std::numeric_limits<size_t>::max();
 
   Arena();
   ~Arena();  // unmaps all, live blocks too
@@ -58,18 +57,14 @@ class Arena {
   // A block at a multiple of the alignment. Null for no bytes, and if the kernel gives no memory.
   void* allocate(size_t nbytes);
 
-  // A block at an offset of the planned addresses, which `allocate` leaves alone. Like `allocate` if that is not free.
-  void* place(size_t offset, size_t nbytes);
-
   // Returns false, and does nothing, if no block begins there.
   bool free(void* address);
 
   // Whether a block begins there.
   bool owns(const void* address) const;
 
-  // Mapped bytes stay within this from now on, if live blocks let them: what is free is given back before pages are
-  // added, and when a block is freed. With NO_LIMIT, within the highest live bytes so far and a thirty-second.
-  void set_limit(size_t nbytes);
+  // Live bytes of the past count for no more than this towards the limit, and pages beyond it are given back.
+  void forget_peak(size_t nbytes);
 
   // Give free pages back, the largest segments first, until at most so many free bytes are mapped. Returns the bytes.
   size_t trim(size_t keep_bytes);
@@ -80,18 +75,13 @@ class Arena {
   // What the kernel says of the mapped bytes. Cost: linear in the pages.
   size_t count_resident_bytes() const;
 
-  // For tests: where planned addresses begin, all segments, and which rule they break (null: none).
-  uintptr_t planned_begin() const { return planned_begin_; }
+  // For tests: all segments, and which rule they break (null: none).
   std::vector<Segment> list_segments() const;
   const char* check() const;
 
  private:
-  enum Zone : uint8_t { FITTED, PLANNED };
-
   // arena.cpp
-  void* take_at(uintptr_t begin, size_t nbytes);
-  void* hand_out(Segment* segment, uintptr_t begin, size_t nbytes);
-  bool map_between(uintptr_t begin, uintptr_t end);
+  void* hand_out(Segment* segment, size_t nbytes);
   Segment* grow(size_t nbytes);
   Segment* find_growing(size_t nbytes) const;
   bool find_room(size_t nbytes, size_t tries);
@@ -110,17 +100,15 @@ class Arena {
   size_t give_back_part(Segment* segment, size_t nbytes);
 
   const size_t page_bytes_;
-  size_t zone_bytes_ = 0;
   uintptr_t begin_ = 0;  // of the addresses that blocks have; 0 if there are none
-  uintptr_t planned_begin_ = 0;
   uintptr_t end_ = 0;
 
   mutable std::mutex mutex_;
   SegmentPool pool_;
   Segment* first_ = nullptr;
   SegmentTree<AddressOrder> segments_;
-  SegmentTree<SizeOrder> mapped_[2];    // by zone
-  SegmentTree<SizeOrder> unmapped_[2];
+  SegmentTree<SizeOrder> mapped_;
+  SegmentTree<SizeOrder> unmapped_;
   size_t highest_live_bytes_ = 0;
   ArenaStatistics counts_{};
 };

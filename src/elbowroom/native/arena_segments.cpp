@@ -12,17 +12,15 @@ bool is_free(State state) { return state == State::MAPPED || state == State::UNM
 bool has_pages(State state) { return state == State::MAPPED || state == State::LIVE; }
 
 bool can_merge(const Segment* one, const Segment* next) {
-  return one != nullptr && next != nullptr && one->state == next->state && one->zone == next->zone;
+  return one != nullptr && next != nullptr && one->state == next->state;
 }
 
-bool is_unmapped_beside(const Segment* neighbour, const Segment& segment) {
-  return neighbour != nullptr && neighbour->state == State::UNMAPPED && neighbour->zone == segment.zone;
-}
+bool is_unmapped(const Segment* neighbour) { return neighbour != nullptr && neighbour->state == State::UNMAPPED; }
 
 }  // namespace
 
 SegmentTree<SizeOrder>& Arena::find_tree(const Segment& segment) {
-  return segment.state == State::MAPPED ? mapped_[segment.zone] : unmapped_[segment.zone];
+  return segment.state == State::MAPPED ? mapped_ : unmapped_;
 }
 
 // The segment that an address lies in.
@@ -36,7 +34,6 @@ Segment* Arena::add_after(Segment* segment, uintptr_t begin, size_t nbytes) {
   made->begin = begin;
   made->nbytes = nbytes;
   made->state = segment->state;
-  made->zone = segment->zone;
   made->before = segment;
   made->after = segment->after;
   if (made->after != nullptr) made->after->before = made;
@@ -115,12 +112,12 @@ Mapping Arena::extend(Segment*& segment, size_t nbytes) {
     return (missing + page_bytes_ - 1) / page_bytes_ * page_bytes_;
   };
   if (segment->state == State::UNMAPPED) return map_part(segment, segment->begin, count_missing());
-  if (Segment* after = segment->after; is_unmapped_beside(after, *segment)) {
+  if (Segment* after = segment->after; is_unmapped(after)) {
     const Mapping mapping = map_part(after, after->begin, std::min(after->nbytes, count_missing()));
     if (mapping != Mapping::DONE || segment->nbytes >= nbytes) return mapping;
   }
   Segment* before = segment->before;
-  if (!is_unmapped_beside(before, *segment)) return Mapping::REFUSED;
+  if (!is_unmapped(before)) return Mapping::REFUSED;
   const size_t missing = std::min(before->nbytes, count_missing());
   const Mapping mapping = map_part(before, before->end() - missing, missing);
   if (mapping == Mapping::DONE) segment = before;
@@ -133,7 +130,7 @@ size_t Arena::give_back_part(Segment* segment, size_t nbytes) {
   const uintptr_t high = segment->end() / page_bytes_ * page_bytes_;
   if (low >= high) return 0;
   nbytes = std::min((nbytes + page_bytes_ - 1) / page_bytes_ * page_bytes_, high - low);
-  const bool is_low = is_unmapped_beside(segment->before, *segment) && !is_unmapped_beside(segment->after, *segment);
+  const bool is_low = is_unmapped(segment->before) && !is_unmapped(segment->after);
   Segment* const part = cut(segment, is_low ? low : high - nbytes, nbytes);
   if (part == nullptr) return 0;
   const bool is_unmapped = unmap_pages(part->begin, nbytes);
@@ -179,7 +176,7 @@ const char* Arena::check() const {
     if (find_segment(each->begin) != each) return "a segment is not found by its address";
     if (is_free(each->state) && can_merge(each, after)) return "free neighbours are not merged";
     if (is_free(each->state)) {
-      const auto& tree = (each->state == State::MAPPED ? mapped_ : unmapped_)[each->zone];
+      const auto& tree = each->state == State::MAPPED ? mapped_ : unmapped_;
       const auto reaches = [&](const Segment& other) { return !SizeOrder::is_before(other, *each); };
       if (tree.find_first(reaches) != each) return "a free segment is not found by its size";
     }

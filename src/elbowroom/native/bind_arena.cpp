@@ -17,17 +17,11 @@ py::dict describe(const ArenaStatistics& counts) {
   found["live_peak_bytes"] = counts.live_peak_bytes;
   found["mapped_bytes"] = counts.mapped_bytes;
   found["mapped_peak_bytes"] = counts.mapped_peak_bytes;
-  if (counts.limit_bytes == Arena::NO_LIMIT) {
-    found["limit_bytes"] = py::none();
-  } else {
-    found["limit_bytes"] = counts.limit_bytes;
-  }
+  found["limit_bytes"] = counts.limit_bytes;
   found["blocks"] = counts.blocks;
   found["requests"] = counts.requests;
   found["reused"] = counts.reused;
   found["failed"] = counts.failed;
-  found["placed"] = counts.placed;
-  found["displaced"] = counts.displaced;
   found["newly_mapped_bytes"] = counts.newly_mapped_bytes;
   found["given_back_bytes"] = counts.given_back_bytes;
   return found;
@@ -53,26 +47,18 @@ void bind_arena(py::module_& module) {
           "allocate", [=](Arena& arena, size_t nbytes) { return to_address(arena.allocate(nbytes)); },
           py::arg("nbytes"), no_gil(), "The address of a block; 0 if the system gives no memory.")
       .def(
-          "place",
-          [=](Arena& arena, size_t offset, size_t nbytes) { return to_address(arena.place(offset, nbytes)); },
-          py::arg("offset"), py::arg("nbytes"), no_gil(), "A block at a planned offset, or elsewhere if that is taken.")
-      .def(
           "free", [=](Arena& arena, uintptr_t address) { return arena.free(to_block(address)); }, py::arg("address"),
           no_gil(), "Returns False if no block begins there.")
       .def(
           "owns", [=](const Arena& arena, uintptr_t address) { return arena.owns(to_block(address)); },
           py::arg("address"), "Whether a block begins there.")
       .def(
-          "set_limit",
-          [](Arena& arena, const py::object& nbytes) {
-            arena.set_limit(nbytes.is_none() ? Arena::NO_LIMIT : nbytes.cast<size_t>());
-          },
-          py::arg("nbytes"), "Mapped bytes stay within this; None: close to the highest live bytes.")
+          "forget_peak", &Arena::forget_peak, py::arg("nbytes"),
+          "Live bytes of the past count for no more than this towards the limit of the mapped ones.")
       .def("trim", &Arena::trim, py::arg("keep_bytes"), "Keep so many free bytes mapped. Returns the bytes given back.")
       .def("reset_peaks", &Arena::reset_peaks)
       .def("statistics", [](const Arena& arena) { return describe(arena.get_statistics()); })
       .def("count_resident_bytes", &Arena::count_resident_bytes, "What the kernel says.")
-      .def_property_readonly("planned_begin", &Arena::planned_begin)
       .def("list_segments", &list_segments, "Address, bytes and state of each.")
       .def("check", &Arena::check, "Which rule the segments break; None if none.");
   module.def(

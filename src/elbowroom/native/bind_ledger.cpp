@@ -74,8 +74,9 @@ void bind_ledger(py::module_& module) {
             scope.set_make_room(AskPython(make_room.inc_ref().ptr()));
           },
           py::arg("make_room"),
-          "Call `make_room(requested_bytes, missing_bytes)` before a request that would go over the limit. It frees "
-          "memory and returns True, raises, or returns False to let the request pass.")
+          "Call `make_room(requested_bytes, missing_bytes)` before a request that would go over the limit, and with 0 "
+          "missing bytes where the system refuses memory. It frees memory and returns True, raises, or returns False to "
+          "let the request pass.")
       .def("set_recording", &Scope::set_recording, py::arg("is_recording"), "Record every change of the live bytes, or no more.")
       .def("take_changes", &take_changes, "Times (nanoseconds) and live bytes so far, as the bytes of int64 arrays.")
       .def(
@@ -91,6 +92,11 @@ void bind_ledger(py::module_& module) {
   module.def(
       "make_scope", [] { return &Ledger::get().make_scope(); }, py::return_value_policy::reference,
       "Register the ledger as the CPU's allocator, if it is not yet, and make a scope.");
+  module.def(
+      "trim_pages", [](bool everywhere) { Ledger::get().trim(everywhere); }, py::arg("everywhere"),
+      py::call_guard<py::gil_scoped_release>(),
+      "Give back the arena's pages that neither live blocks nor the steps that are running can need, and with "
+      "`everywhere` what the C library keeps free.");
   module.def(
       "enter_scope", &Ledger::enter, py::return_value_policy::reference, py::arg("scope"),
       "Let a scope count what this thread allocates, or every scope if it is None. Returns the one before.");

@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "arena.h"
+#include "pages.h"
 
 namespace elbowroom {
 
@@ -67,7 +68,7 @@ c10::DataPtr Ledger::allocate(size_t nbytes) {
   size_t reserved = 0;
   try {
     for (; reserved < scopes.size(); ++reserved) scopes[reserved]->reserve(size);
-    c10::DataPtr memory = take(nbytes);
+    c10::DataPtr memory = take(nbytes, scope);
     void* address = memory.get();
     const c10::Device device = memory.device();
     blocks_.put(address, {std::move(memory), size, scope, epoch});
@@ -78,21 +79,44 @@ c10::DataPtr Ledger::allocate(size_t nbytes) {
   }
 }
 
-c10::DataPtr Ledger::take(size_t nbytes) {
-  if (!has_arena_) return below_->allocate(nbytes);
-  Arena& arena = Arena::get();
-  if (nbytes >= LEAST_IN_ARENA) {
-    if (void* address = arena.allocate(nbytes)) {
-      c10::profiledCPUMemoryReporter().New(address, nbytes);  // as PyTorch's own allocator does
-      return {address, address, &free_in_arena, c10::Device(c10::DeviceType::CPU)};
+// A block. Where the system refuses memory, the running step makes room until there is some, or says why it cannot.
+c10::DataPtr Ledger::take(size_t nbytes, Scope* scope) {
+  while (true) {
+    if (has_arena_ && nbytes >= LEAST_IN_ARENA) {
+      if (void* address = Arena::get().allocate(nbytes)) {
+        c10::profiledCPUMemoryReporter().New(address, nbytes);  // as PyTorch's own allocator does
+        return {address, address, &free_in_arena, c10::Device(c10::DeviceType::CPU)};
+      }
+    }
+    try {
+      return take_below(nbytes);
+    } catch (const c10::Error&) {
+      if (scope == nullptr || !scope->ask_for_memory(static_cast<int64_t>(nbytes))) throw;
     }
   }
+}
+
+c10::DataPtr Ledger::take_below(size_t nbytes) {
   try {
     return below_->allocate(nbytes);
   } catch (const c10::Error&) {
-    if (arena.trim(0) == 0) throw;  // which says what is wrong
+    const bool is_trimmed = trim_heap();
+    const size_t given_bytes = has_arena_ ? Arena::get().trim(0) : 0;
+    if (!is_trimmed && given_bytes == 0) throw;  // which says what is wrong
     return below_->allocate(nbytes);
   }
+}
+
+void Ledger::trim(bool everywhere) {
+  if (everywhere) trim_heap();
+  if (!has_arena_) return;
+  uint64_t may_take = 0;
+  {
+    const std::lock_guard<std::mutex> guard(scopes_mutex_);
+    for (const Scope* each : scopes_) may_take += static_cast<uint64_t>(each->count_left());
+  }
+  Arena& arena = Arena::get();
+  arena.forget_peak(arena.get_statistics().live_bytes + may_take);
 }
 
 std::vector<Scope*> Ledger::list_scopes(int64_t epoch) {

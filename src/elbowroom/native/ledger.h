@@ -27,6 +27,10 @@ class Ledger final : public c10::Allocator {
   Scope& make_scope();
   void close_scope(Scope& scope);
 
+  // Give back the arena's pages that neither live blocks nor the steps that are running can need, whatever was live
+  // before, and with `everywhere` what the C library keeps free.
+  void trim(bool everywhere);
+
   // What this thread allocates belongs to the scope from now on, to every scope if it is null. Returns the one before.
   static Scope* enter(Scope* scope);
 
@@ -38,7 +42,8 @@ class Ledger final : public c10::Allocator {
   Ledger();
 
   static void release(void* address);
-  c10::DataPtr take(size_t nbytes);
+  c10::DataPtr take(size_t nbytes, Scope* scope);
+  c10::DataPtr take_below(size_t nbytes);
   // The open scopes that count what was allocated in no scope at this epoch.
   std::vector<Scope*> list_scopes(int64_t epoch);
   void remove(int64_t nbytes, Scope* scope, int64_t epoch);

@@ -1,5 +1,6 @@
 #include "pages.h"
 
+#include <malloc.h>
 #include <sys/mman.h>
 #include <unistd.h>
 
@@ -49,6 +50,14 @@ uintptr_t find_addresses(size_t nbytes) {
 Mapping map_pages(uintptr_t begin, size_t nbytes) { return map(begin, nbytes, PROT_READ | PROT_WRITE); }
 
 bool unmap_pages(uintptr_t begin, size_t nbytes) { return munmap(to_pointer(begin), nbytes) == 0; }
+
+bool trim_heap() {
+#ifdef __GLIBC__
+  return malloc_trim(0) != 0;
+#else
+  return false;
+#endif
+}
 
 size_t count_resident_bytes(uintptr_t begin, size_t nbytes) {
   const size_t page_bytes = get_page_bytes();

@@ -21,6 +21,9 @@ Mapping map_pages(uintptr_t begin, size_t nbytes);
 // Give pages back. What the process has resident goes down at once. Returns whether the kernel did it.
 bool unmap_pages(uintptr_t begin, size_t nbytes);
 
+// Give back the pages of what malloc keeps free. Returns whether there were any.
+bool trim_heap();
+
 // Bytes of mapped pages that are in memory. Cost: linear in the pages.
 size_t count_resident_bytes(uintptr_t begin, size_t nbytes);
 

@@ -48,6 +48,12 @@ void Scope::reserve(int64_t nbytes) {
   }
 }
 
+bool Scope::ask_for_memory(int64_t nbytes) {
+  if (is_making_room || make_room_ == nullptr) return false;
+  const MakingRoom guard;
+  return make_room_(nbytes, 0);
+}
+
 void Scope::add(int64_t nbytes) { note(bytes_.fetch_add(nbytes, std::memory_order_relaxed) + nbytes); }
 
 int64_t Scope::begin_op() {

@@ -1,10 +1,10 @@
 // The bytes of one room: what its steps have allocated and not yet freed, and what other threads allocate meanwhile.
 #pragma once
 
+#include <algorithm>
 #include <atomic>
 #include <cstdint>
 #include <functional>
-#include <limits>
 #include <mutex>
 #include <vector>
 
@@ -12,7 +12,7 @@
 
 namespace elbowroom {
 
-constexpr int64_t NO_LIMIT = std::numeric_limits<int64_t>::max() / 4;
+constexpr int64_t NO_LIMIT = int64_t{1} << 60;  // no step is running
 
 // One change of the live bytes.
 struct Change {
@@ -20,7 +20,8 @@ struct Change {
   int64_t live_bytes;
 };
 
-// Asked for room: bytes requested, bytes missing. Throws if it finds none; false if the request may pass all the same.
+// Asked for room: bytes requested, bytes missing within the limit, 0 if it is the system that has no more. Throws if it
+// finds none; false if the request may pass all the same.
 using MakeRoom = std::function<bool(int64_t, int64_t)>;
 
 class Scope {
@@ -43,10 +44,19 @@ class Scope {
   void set_limit(int64_t nbytes) { limit_bytes_.store(nbytes, std::memory_order_relaxed); }
   int64_t limit_bytes() const { return limit_bytes_.load(std::memory_order_relaxed); }
   void set_make_room(MakeRoom make_room) { make_room_ = std::move(make_room); }
+  // What may still be allocated in the step that is running; 0 if none is.
+  int64_t count_left() const {
+    const int64_t limit = limit_bytes();
+    return limit >= NO_LIMIT ? 0 : std::max<int64_t>(0, limit - live_bytes());
+  }
 
   // Count bytes that are about to be allocated: threads that ask at once do not get the same room. Throws what
   // `make_room` throws, and counts nothing then.
   void reserve(int64_t nbytes);
+
+  // The system has refused memory for bytes that are counted. Whether room was made for them, so that it may be asked
+  // again; throws what `make_room` throws.
+  bool ask_for_memory(int64_t nbytes);
 
   void add(int64_t nbytes);
   void add_adopted(int64_t nbytes);

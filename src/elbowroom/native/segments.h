@@ -21,7 +21,6 @@ struct Segment {
   uintptr_t begin = 0;
   size_t nbytes = 0;
   State state = State::UNMAPPED;
-  uint8_t zone = 0;
   uint32_t priority = 0;
   Segment* before = nullptr;  // its neighbours
   Segment* after = nullptr;
