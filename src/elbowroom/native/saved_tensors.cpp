@@ -10,6 +10,7 @@
 #include <utility>
 
 #include "default_hooks.h"
+#include "python_objects.h"
 #include "watched_ops.h"
 
 namespace elbowroom {
@@ -25,12 +26,31 @@ void check_version(const Save& save) {
       "; expected version ", save.version, " instead");
 }
 
+template <typename Slot>
+PyObject* find_object(const Slot& slot) {
+  if constexpr (requires { slot.load_pyobj(); }) {
+    return slot.load_pyobj();
+  } else {
+    return slot._unchecked_untagged_pyobj();  // before PyTorch 2.13
+  }
+}
+
+// Whether Python knows the tensor as one of a class of the program's own, which has to stay what it is. Parameters of any
+// class are leaves, and kept themselves.
+bool is_subclass(const at::Tensor& tensor) {
+  PyObject* object = find_object(*tensor.unsafeGetTensorImpl()->pyobj_slot());
+  return object != nullptr && !THPVariable_CheckExact(object) &&
+      PyType_IsSubtype(Py_TYPE(object), reinterpret_cast<PyTypeObject*>(ParameterClass)) == 0;
+}
+
 // What to keep of a tensor. Without its graph, which would hold it in turn. A leaf that stays is kept itself, as autograd
 // would keep it: a program may give it other contents (`leaf.data = ...`) before they are needed.
 at::Tensor make_alias(const at::Tensor& tensor, bool is_plain, bool stays) {
   if (is_plain) return stays && tensor.is_leaf() ? tensor : tensor.tensor_data();
   const c10::impl::ExcludeDispatchKeyGuard unwatched{c10::DispatchKeySet(WATCHED_KEY)};
-  return tensor.detach();
+  if (!is_subclass(tensor)) return tensor.detach();
+  const PythonCall python;
+  return THPVariable_Unpack(python.make([&] { return wrap(tensor).attr("detach")(); }).ptr());
 }
 
 }  // namespace
@@ -68,7 +88,7 @@ std::unique_ptr<torch::autograd::SavedVariableHooks> SavedTensors::make_hooks() 
 
 SavePtr SavedTensors::save(const at::Tensor& tensor) {
   StorageTable& table = watch_->table();
-  const bool is_here = is_plain(tensor, device_);
+  const bool is_here = is_plain(tensor, device_) && !is_subclass(tensor);
   const StorageRecordPtr record = is_here ? table.see_counted(tensor.storage()) : StorageRecordPtr();
   auto made = std::make_shared<Save>();
   made->version = tensor._version();
