@@ -176,7 +176,8 @@ class Engine(Mover):
         if tick >= self._due_tick:
             self._carry_out(self._machine.feed(EVENTS[event](NO_STORAGE, tick)))
             self._due_tick = self._find_due_tick()
-            self.saved.due_tick = self._due_tick
+            if self._touched is not None:  # else Python is told of everything
+                self.saved.due_tick = self._due_tick
 
     def _make_handle(self, save: Any) -> Handle:
         """Something else may move from now on: this may."""
