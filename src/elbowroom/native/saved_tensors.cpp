@@ -72,11 +72,12 @@ class SavedTensors::Hooks final : public torch::autograd::SavedVariableHooks {
 };
 
 SavedTensors::SavedTensors(
-    std::shared_ptr<OpWatch> watch, c10::DeviceType device, Callbacks callbacks, std::vector<TimetablePtr> known,
+    std::shared_ptr<OpWatch> watch, c10::Device device, Callbacks callbacks, std::vector<TimetablePtr> known,
     int64_t least_bytes)
     : watch_(std::move(watch)),
       device_(device),
       callbacks_(std::move(callbacks)),
+      mutex_(watch_->table().mutex),
       follower_(known, least_bytes, watch_) {
   for (const TimetablePtr& each : known) next_id_ = std::max(next_id_, each->storages);
   serve_default_hooks();
@@ -88,7 +89,7 @@ std::unique_ptr<torch::autograd::SavedVariableHooks> SavedTensors::make_hooks() 
 
 SavePtr SavedTensors::save(const at::Tensor& tensor) {
   StorageTable& table = watch_->table();
-  const bool is_here = is_plain(tensor, device_) && !is_subclass(tensor);
+  const bool is_here = is_plain(tensor, device_.type()) && !is_subclass(tensor);
   const StorageRecordPtr record = is_here ? table.see_counted(tensor.storage()) : StorageRecordPtr();
   auto made = std::make_shared<Save>();
   made->version = tensor._version();
@@ -103,7 +104,7 @@ SavePtr SavedTensors::save(const at::Tensor& tensor) {
   if (!is_logged) answer = callbacks_.save(made->index, tensor, record);
   made->handle = std::move(answer.handle);
   if (!answer.stays) return made;
-  const bool may_move = !made->handle && record && record->id >= 0;
+  const bool may_move = !made->handle && record && record->id >= 0 && !record->is_staying;
   made->tensor = make_alias(tensor, is_here, !may_move);
   if (may_move) {
     const std::lock_guard<std::mutex> guard(mutex_);
@@ -170,7 +171,7 @@ void SavedTensors::put_down(Event event, int64_t storage, int64_t tick, int64_t 
 int64_t SavedTensors::count_live_bytes() const {
   if (const Scope* scope = watch_->table().scope) return scope->live_bytes();
   using c10::CachingAllocator::StatType;
-  const auto stats = c10::getDeviceAllocator(device_)->getDeviceStats(0);
+  const auto stats = c10::getDeviceAllocator(device_.type())->getDeviceStats(device_.has_index() ? device_.index() : 0);
   return stats.allocated_bytes[static_cast<size_t>(StatType::AGGREGATE)].current;
 }
 
