@@ -57,7 +57,7 @@ def fit(
             so they do, with a warning, where it looks at values or takes the next item of an iterator.
         profile: of this machine, from `probe`; measured now otherwise, within the budget, which takes some seconds.
         **options: fields of `elbowroom.config.Config`: mode, strategy, policy, spill_folder, host_bytes,
-            min_offload_bytes, settling_steps, always_watch, quick.
+            min_offload_bytes, settling_steps, always_watch.
 
     Raises:
         UnknownMember: there is no such policy or strategy.

@@ -61,7 +61,7 @@ class Planned:
 
     @functools.cached_property
     def known(self) -> Known:
-        """What a step that may be this one is held against."""
+        """Return what a step that may be this one is compared with."""
         return Known(self.trace, self.plan, self.placement)
 
     def count_activations(self) -> int:

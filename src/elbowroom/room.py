@@ -240,7 +240,7 @@ class Room:
         capture = self._make_capture(meter)
         engine = self._make_engine(None, (), capture)
         seconds = yield from self._run(engine, meter, capture)
-        note = "" if engine.needs else "no backward() ran inside of room.step(), so there is nothing to plan"
+        note = "" if engine.needs else _explain_no_needs()
         record = self._metering.record(Mode.CAPTURE, seconds, engine, meter, note)
         if note:
             self._put_off_capture(note)
@@ -398,3 +398,9 @@ class Room:
                 self._put_off_capture(f"steps like this one run without a plan: {error}")
         elif not is_followed or act.measured_steps == self.config.settling_steps:
             self._repertoire.acts.remove(act)  # the real step is not what the fake one was: capture it live
+
+
+def _explain_no_needs() -> str:
+    if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
+        return "saved-tensor hooks of the program come first, so that there is nothing to plan"
+    return "no backward() ran inside of room.step(), so there is nothing to plan"

@@ -22,7 +22,6 @@ import torch
 
 import elbowroom
 from elbowroom.errors import TransferFailed
-from elbowroom.hooks.sentry import OutOfReach, Place
 from elbowroom.ir.hardware import HardwareProfile
 from elbowroom.runtime.copies import Record, Records
 from elbowroom.runtime.spill_queue import SpillCopy, SpillQueue
@@ -268,22 +267,6 @@ def test_a_disk_that_cannot_shorten_the_file_leaves_none_open(
     assert spill.file_bytes >= 5000
     spill.close()
     assert list_spill_files(tmp_path) == []
-
-
-def test_hooks_of_the_program_stay_where_none_can_be_entered() -> None:
-    autograd, place = torch._C._autograd, Place()
-    hooks = (lambda tensor: tensor, lambda tensor: tensor)
-    with torch.autograd.graph.saved_tensors_hooks(*hooks), contextlib.ExitStack() as stack:
-        autograd._saved_tensors_hooks_disable("not here", False)
-        try:
-            with pytest.raises(OutOfReach, match="switched off"):
-                place.enter(None, *hooks, stack)  # type: ignore[arg-type]
-        finally:
-            autograd._saved_tensors_hooks_enable()
-        left = autograd._top_saved_tensors_default_hooks(True)
-        if left is None:
-            autograd._push_saved_tensors_default_hooks(*hooks)  # or the `with` above would fail
-        assert left == hooks
 
 
 def test_a_copy_that_nobody_discards_is_freed_with_the_transfers_on_streams() -> None:

@@ -22,7 +22,7 @@ namespace {
 py::object find_residence_or_none(const StorageRecordPtr& record) { return record ? find_residence(record) : py::none(); }
 
 std::shared_ptr<SavedTensors> make_saved_tensors(
-    const std::shared_ptr<OpWatch>& watch, const std::string& device_type, const py::object& host,
+    const std::shared_ptr<OpWatch>& watch, const std::string& device, const py::object& host,
     std::vector<std::shared_ptr<Timetable>> known, int64_t least_bytes) {
   SavedTensors::Callbacks callbacks;
   const Method save(host, "save"), need(host, "need"), change(host, "leave_trace");
@@ -47,7 +47,7 @@ std::shared_ptr<SavedTensors> make_saved_tensors(
   callbacks.change = [change](const std::string& why) { change.call([&](const py::object& tell) { tell(why); }); };
   std::vector<TimetablePtr> traces(known.begin(), known.end());
   auto made = std::make_shared<SavedTensors>(
-      watch, c10::Device(device_type).type(), std::move(callbacks), std::move(traces), least_bytes);
+      watch, c10::Device(device), std::move(callbacks), std::move(traces), least_bytes);
   watch->saved_tensors = made;
   return made;
 }
@@ -96,7 +96,7 @@ void bind_saves(py::module_& module) {
   py::class_<SavedTensors, std::shared_ptr<SavedTensors>>(
       module, "SavedTensors", "What autograd saves and needs in one step.")
       .def(
-          py::init(&make_saved_tensors), py::arg("watch"), py::arg("device_type"), py::arg("host"), py::arg("known"),
+          py::init(&make_saved_tensors), py::arg("watch"), py::arg("device"), py::arg("host"), py::arg("known"),
           py::arg("least_bytes"))
       .def("log", &SavedTensors::log, py::arg("touched"), py::arg("due_tick"))
       .def("tell", [](SavedTensors& saved) { return list_entries(saved.tell()); })

@@ -10,6 +10,7 @@
 #include <utility>
 
 #include "default_hooks.h"
+#include "python_objects.h"
 #include "watched_ops.h"
 
 namespace elbowroom {
@@ -25,12 +26,31 @@ void check_version(const Save& save) {
       "; expected version ", save.version, " instead");
 }
 
+template <typename Slot>
+PyObject* find_object(const Slot& slot) {
+  if constexpr (requires { slot.load_pyobj(); }) {
+    return slot.load_pyobj();
+  } else {
+    return slot._unchecked_untagged_pyobj();  // before PyTorch 2.13
+  }
+}
+
+// Whether Python knows the tensor as one of a class of the program's own, which has to stay what it is. Parameters of any
+// class are leaves, and kept themselves.
+bool is_subclass(const at::Tensor& tensor) {
+  PyObject* object = find_object(*tensor.unsafeGetTensorImpl()->pyobj_slot());
+  return object != nullptr && !THPVariable_CheckExact(object) &&
+      PyType_IsSubtype(Py_TYPE(object), reinterpret_cast<PyTypeObject*>(ParameterClass)) == 0;
+}
+
 // What to keep of a tensor. Without its graph, which would hold it in turn. A leaf that stays is kept itself, as autograd
 // would keep it: a program may give it other contents (`leaf.data = ...`) before they are needed.
 at::Tensor make_alias(const at::Tensor& tensor, bool is_plain, bool stays) {
   if (is_plain) return stays && tensor.is_leaf() ? tensor : tensor.tensor_data();
   const c10::impl::ExcludeDispatchKeyGuard unwatched{c10::DispatchKeySet(WATCHED_KEY)};
-  return tensor.detach();
+  if (!is_subclass(tensor)) return tensor.detach();
+  const PythonCall python;
+  return THPVariable_Unpack(python.make([&] { return wrap(tensor).attr("detach")(); }).ptr());
 }
 
 }  // namespace
@@ -52,11 +72,12 @@ class SavedTensors::Hooks final : public torch::autograd::SavedVariableHooks {
 };
 
 SavedTensors::SavedTensors(
-    std::shared_ptr<OpWatch> watch, c10::DeviceType device, Callbacks callbacks, std::vector<TimetablePtr> known,
+    std::shared_ptr<OpWatch> watch, c10::Device device, Callbacks callbacks, std::vector<TimetablePtr> known,
     int64_t least_bytes)
     : watch_(std::move(watch)),
       device_(device),
       callbacks_(std::move(callbacks)),
+      mutex_(watch_->table().mutex),
       follower_(known, least_bytes, watch_) {
   for (const TimetablePtr& each : known) next_id_ = std::max(next_id_, each->storages);
   serve_default_hooks();
@@ -68,7 +89,7 @@ std::unique_ptr<torch::autograd::SavedVariableHooks> SavedTensors::make_hooks() 
 
 SavePtr SavedTensors::save(const at::Tensor& tensor) {
   StorageTable& table = watch_->table();
-  const bool is_here = is_plain(tensor, device_);
+  const bool is_here = is_plain(tensor, device_.type()) && !is_subclass(tensor);
   const StorageRecordPtr record = is_here ? table.see_counted(tensor.storage()) : StorageRecordPtr();
   auto made = std::make_shared<Save>();
   made->version = tensor._version();
@@ -83,7 +104,7 @@ SavePtr SavedTensors::save(const at::Tensor& tensor) {
   if (!is_logged) answer = callbacks_.save(made->index, tensor, record);
   made->handle = std::move(answer.handle);
   if (!answer.stays) return made;
-  const bool may_move = !made->handle && record && record->id >= 0;
+  const bool may_move = !made->handle && record && record->id >= 0 && !record->is_staying;
   made->tensor = make_alias(tensor, is_here, !may_move);
   if (may_move) {
     const std::lock_guard<std::mutex> guard(mutex_);
@@ -150,7 +171,7 @@ void SavedTensors::put_down(Event event, int64_t storage, int64_t tick, int64_t 
 int64_t SavedTensors::count_live_bytes() const {
   if (const Scope* scope = watch_->table().scope) return scope->live_bytes();
   using c10::CachingAllocator::StatType;
-  const auto stats = c10::getDeviceAllocator(device_)->getDeviceStats(0);
+  const auto stats = c10::getDeviceAllocator(device_.type())->getDeviceStats(device_.has_index() ? device_.index() : 0);
   return stats.allocated_bytes[static_cast<size_t>(StatType::AGGREGATE)].current;
 }
 

@@ -24,8 +24,8 @@ namespace elbowroom {
 
 using PythonObject = std::shared_ptr<c10::SafePyObject>;
 
-// One tensor that autograd has saved. `tensor` and `handle` are changed with the mutex of `SavedTensors`, and with Python's
-// lock unless autograd has given the save up.
+// One tensor that autograd has saved. `tensor` and `handle` are changed with the mutex of the step's table, and with
+// Python's lock unless autograd has given the save up.
 struct Save {
   int64_t index = 0;    // counts the saves of the step
   int64_t version = 0;  // of the tensor when it was saved
@@ -65,7 +65,7 @@ class SavedTensors : public std::enable_shared_from_this<SavedTensors> {
   static constexpr int64_t NO_STORAGE = -1;
 
   SavedTensors(
-      std::shared_ptr<OpWatch> watch, c10::DeviceType device, Callbacks callbacks, std::vector<TimetablePtr> known,
+      std::shared_ptr<OpWatch> watch, c10::Device device, Callbacks callbacks, std::vector<TimetablePtr> known,
       int64_t least_bytes);
 
   // What autograd is to call for the next tensor that it saves.
@@ -111,9 +111,9 @@ class SavedTensors : public std::enable_shared_from_this<SavedTensors> {
   int64_t count_live_bytes() const;
 
   const std::shared_ptr<OpWatch> watch_;
-  const c10::DeviceType device_;
+  const c10::Device device_;
   const Callbacks callbacks_;
-  mutable std::mutex mutex_;
+  std::mutex& mutex_;  // of the table
   TraceFollower follower_;
   bool is_logging_ = false, has_log_ = false;
   std::unordered_set<int64_t> touched_;

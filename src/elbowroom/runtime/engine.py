@@ -1,4 +1,4 @@
-"""What autograd saves and needs becomes events, and the machine's answers are carried out.
+"""Turns what autograd saves and needs into events, and carries out the machine's answers.
 
 What should move is for `OnlineEngine` to say. Each step has an engine of its own, and the handles that autograd holds
 point to it: several graphs can be in flight, a backward can come late, twice, or never.
@@ -84,16 +84,16 @@ class Engine(Mover):
         native = load_native()
         self.watcher = native.OpWatch(device.type, account.table, self)
         timetables = [each.timetable for each in known]
-        self.saved = native.SavedTensors(self.watcher, device.type, self, timetables, min_bytes)
+        self.saved = native.SavedTensors(self.watcher, str(device), self, timetables, min_bytes)
 
     @property
     def saves(self) -> int:
-        """How many tensors autograd has saved so far."""
+        """Count the tensors that autograd has saved so far."""
         return int(self.saved.saves)
 
     @property
     def needs(self) -> int:
-        """How often autograd has asked for one so far."""
+        """Count the tensors that autograd has asked for so far."""
         return int(self.saved.needs)
 
     @property
@@ -171,12 +171,13 @@ class Engine(Mover):
         raise NotImplementedError
 
     def _pass(self, event: int, tick: int, storage: int = NO_STORAGE, nbytes: int = 0) -> None:
-        """What is saved or needed stays where it is, but something else may be due."""
+        """Do what is due at a save or need of something that stays where it is."""
         self.saved.note(event, storage, tick, nbytes)
         if tick >= self._due_tick:
             self._carry_out(self._machine.feed(EVENTS[event](NO_STORAGE, tick)))
             self._due_tick = self._find_due_tick()
-            self.saved.due_tick = self._due_tick
+            if self._touched is not None:  # else Python is told of everything
+                self.saved.due_tick = self._due_tick
 
     def _make_handle(self, save: Any) -> Handle:
         """Something else may move from now on: this may."""
@@ -245,7 +246,7 @@ class Engine(Mover):
         residence.id = -1  # the program may hold the storage still, and autograd may save it anew
 
     def _free_unused(self) -> None:
-        """Of what autograd has given up."""
+        """Free what autograd has given up."""
         for residence in list(self._bound.values()):
             self._free_if_unused(residence)
 
@@ -256,7 +257,7 @@ class Engine(Mover):
         return -1
 
     def _may_move(self, storage: int) -> bool:
-        """Whether a storage may leave the device, where no plan says so."""
+        """Tell whether a storage may leave the device, where no plan says so."""
         residence = self._bound.get(storage)
         if residence is None or residence.nbytes < self._min_bytes:
             return False

@@ -26,7 +26,7 @@ class Known:
 
     @functools.cached_property
     def timetable(self) -> Any:
-        """What the trace says of the tensors that autograd saves and needs."""
+        """List the tensors that autograd saves and needs in the trace, for the extension."""
         storages = self.trace.storages
         homes = [storages[save.storage] for save in self.trace.saves]
         saves = [

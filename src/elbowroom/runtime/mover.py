@@ -54,7 +54,7 @@ class Mover:
         raise NotImplementedError
 
     def _may_move(self, storage: int) -> bool:
-        """Whether a storage may leave the device, where no plan says so."""
+        """Tell whether a storage may leave the device, where no plan says so."""
         raise NotImplementedError
 
     def _free_if_unused(self, residence: Residence) -> None:

@@ -218,7 +218,7 @@ class Residence:
 
 
 class Handle:
-    """What stands for a saved tensor that may move; it tells the engine when autograd gives that up.
+    """Stands for a saved tensor that may move, and tells the engine when autograd gives that up.
 
     Attributes:
         engine: of the step.
