@@ -15,6 +15,9 @@ _WATCHED = torch._C.DispatchKeySet(torch._C._dispatch_key_parse("Fake"))  # see 
 _PYTHON = torch._C.DispatchKeySet(torch._C.DispatchKey.Python)
 _SNAPSHOT = torch._C.DispatchKeySet(torch._C.DispatchKey.PythonTLSSnapshot)
 
+Unwatched = functools.partial(torch._C._ExcludeDispatchKeyGuard, _WATCHED)
+"""A context in which no watcher sees an op; dispatch modes do."""
+
 Hidden = functools.partial(torch._C._ExcludeDispatchKeyGuard, _WATCHED | _PYTHON | _SNAPSHOT)
 """A context in which neither watchers nor dispatch modes see an op. For plain tensors only: others need their modes to
 work at all."""
