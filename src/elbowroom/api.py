@@ -13,7 +13,7 @@ from elbowroom.advice import advise
 from elbowroom.config import read_config
 from elbowroom.cost.price import price
 from elbowroom.errors import Infeasible, TraceError, UsageError
-from elbowroom.hardware.memory import count_device_bytes
+from elbowroom.hardware.memory import parse_budget
 from elbowroom.hardware.probe import probe
 from elbowroom.hooks.sharded import find_sharded
 from elbowroom.ir.hardware import HardwareProfile
@@ -23,7 +23,6 @@ from elbowroom.planner.smallest import find_smallest
 from elbowroom.residency import policies
 from elbowroom.room import Room
 from elbowroom.tracing.fake import capture_fake
-from elbowroom.units import parse_bytes
 
 
 def fit(
@@ -74,10 +73,7 @@ def fit(
         _check_step(step)
     if profile is not None and not isinstance(profile, HardwareProfile):
         raise UsageError(f"profile is a HardwareProfile, as `elbowroom.probe` returns it, not {_name_type(profile)}")
-    try:
-        budget_bytes = parse_bytes(memory_budget, device_bytes=count_device_bytes(device))
-    except ValueError as error:
-        raise UsageError(f"memory_budget: {error}") from error
+    budget_bytes = parse_budget(memory_budget, device)
     try:
         return Room(model, optimizers, budget_bytes, config, device=device, step=step, profile=profile)
     except Infeasible as error:

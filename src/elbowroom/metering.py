@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 
 import torch
@@ -42,11 +41,6 @@ class Metering:
     def make(self, *, is_detailed: bool = False) -> Meter:
         """Return a meter for the next step. `is_detailed`: whether its ops are metered one by one."""
         return make_meter(self._device, self._ledger, is_detailed=is_detailed)
-
-    def start(self, meter: Meter, engine: OnlineEngine | None, stack: contextlib.ExitStack) -> None:
-        """Let a meter count until the stack unwinds."""
-        meter.start()
-        stack.callback(meter.stop)
 
     def record(self, mode: Mode, seconds: float, engine: OnlineEngine | None, meter: Meter, note: str) -> StepRecord:
         """Add the record of a step that is over."""

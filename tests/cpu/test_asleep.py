@@ -201,7 +201,7 @@ def test_a_backward_pass_after_a_step_that_slept(profile: HardwareProfile) -> No
                     if index < 4 or not is_late:
                         loss.backward(retain_graph=index == 4)
                 if index == 4:
-                    engine = room._engine
+                    engine = room._modes.engine
                     for _ in range(1 + is_late):
                         loss.backward(retain_graph=True)
                 gradients += [each.grad.clone() for each in model.parameters() if each.grad is not None]
@@ -235,7 +235,7 @@ def test_what_grows_in_a_step_that_sleeps_is_counted(profile: HardwareProfile) -
     with elbowroom.fit(model, optimizer, 1 << 40, profile=profile, always_watch=True) as room:
         for _ in range(4):
             with room.step():
-                engine = room._engine
+                engine = room._modes.engine
                 measured_now_and_then(model, SMALL)
                 optimizer.step()
                 optimizer.zero_grad()

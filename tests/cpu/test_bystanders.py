@@ -116,7 +116,7 @@ def test_nothing_of_a_step_waits_for_the_garbage_collector(profile: HardwareProf
         try:
             asked.clear()
             with room.step():
-                engine = weakref.ref(room._engine)  # type: ignore[arg-type]
+                engine = weakref.ref(room._modes.engine)  # type: ignore[arg-type]
                 take(model, optimizer)
             assert room.journal().steps[-1].mode is Mode.PLANNED
             with room.step():

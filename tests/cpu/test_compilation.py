@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import elbowroom
-from elbowroom import _compiled, repertoire
+from elbowroom import _compiled, plan_cache
 from elbowroom._compiled import IS_COMPILED
 from elbowroom.ir.hardware import HardwareProfile
 
@@ -69,9 +69,9 @@ def test_fit_says_once_that_the_first_plan_will_compile(
     mode: str, is_kept: bool, count: int, profile: HardwareProfile, monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:  # fmt: skip
-    monkeypatch.setattr(repertoire, "IS_COMPILED", True)
-    monkeypatch.setattr(repertoire, "is_kept", lambda: is_kept)
-    monkeypatch.setattr(repertoire, "_warn_of_compiling", functools.cache(repertoire._warn_of_compiling.__wrapped__))
+    monkeypatch.setattr(plan_cache, "IS_COMPILED", True)
+    monkeypatch.setattr(plan_cache, "is_kept", lambda: is_kept)
+    monkeypatch.setattr(plan_cache, "_warn_of_compiling", functools.cache(plan_cache._warn_of_compiling.__wrapped__))
     model = torch.nn.Linear(4, 4)
     for _ in range(2):
         elbowroom.fit(model, torch.optim.SGD(model.parameters()), "1GiB", mode=mode, profile=profile).detach()

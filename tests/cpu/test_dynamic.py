@@ -529,7 +529,7 @@ def test_a_graph_that_outlives_an_exception(profile: HardwareProfile, monkeypatc
 def test_bytes_are_counted_right_whatever_is_resized(profile: HardwareProfile) -> None:
     model = make_odd()
     with elbowroom.fit(model, sgd(model), 1 << 40, mode="dynamic", profile=profile) as room, room.step():
-        account = room._engine.account  # type: ignore[union-attr]
+        account = room._modes.engine.account  # type: ignore[union-attr]
         before = account.live_bytes
         for _ in range(4):
             out = torch.empty(0)
@@ -586,7 +586,7 @@ def test_an_error_is_not_replaced_by_what_cannot_be_settled(profile: HardwarePro
     with elbowroom.fit(model, sgd(model), 900_000, **options) as room:
         with pytest.raises(Infeasible, match=r"when aten\.empty"):
             run(room)
-        last = room._engine
+        last = room._modes.engine
         assert isinstance(last, OnlineEngine)
         assert not any(residence.recording for residence in last._bound.values()), "nothing may rest on a replay"
         expected = [
@@ -994,7 +994,7 @@ def test_nothing_is_recorded_where_there_was_always_room(profile: HardwareProfil
                     optimizer.step()
                     optimizer.zero_grad()
                 losses.append(loss.detach())
-                counts.append(room._engine.watcher.recorded_ops)  # type: ignore[union-attr]
+                counts.append(room._modes.engine.watcher.recorded_ops)  # type: ignore[union-attr]
             return [*losses, *model.parameters()], room.journal().steps, counts
 
     expected, records, _ = train(1 << 40)
@@ -1018,7 +1018,7 @@ def test_what_is_too_small_to_move_is_not_recorded() -> None:
         large, small, constant = model.weight.relu(), model.bias.relu(), torch.arange(3)
         written = model.weight.relu()
         written[0].mul_(2)  # 256 bytes of them
-        account = room._engine.account  # type: ignore[union-attr]
+        account = room._modes.engine.account  # type: ignore[union-attr]
         found = {name: account.find(each.untyped_storage()) for name, each in locals().items() if torch.is_tensor(each)}
         recorded = {name: [] if each is None else each.record.ops for name, each in found.items()}
         assert recorded == {
@@ -1034,7 +1034,7 @@ def test_what_a_recording_reads_has_to_be_as_it_was() -> None:
     with elbowroom.fit(model, [], 1 << 30, **options) as room, room.step():
         x = model.weight.relu()
         y = x.sin().tanh()
-        engine = room._engine
+        engine = room._modes.engine
         assert engine is not None
         with engine._lock:
             engine._catch_up()

@@ -21,12 +21,12 @@ from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import elbowroom
-import elbowroom.repertoire
+import elbowroom.plan_cache
 from elbowroom.errors import Infeasible
 from elbowroom.ir.hardware import HardwareProfile
 from elbowroom.ir.journal import Mode, StepRecord
+from elbowroom.plan_cache import PlannedStep
 from elbowroom.planner.problem import plan
-from elbowroom.repertoire import Planned
 
 STEPS, WIDTH, ROWS = 8, 24, 256
 CHANGES_AT = 5
@@ -48,10 +48,12 @@ class Net(nn.Module):
 @pytest.fixture(autouse=True)
 def always_planned(monkeypatch: pytest.MonkeyPatch) -> None:
     """A budget that everything fits still runs the strategy."""
-    monkeypatch.setattr(elbowroom.repertoire, "keep_all_if_it_fits", lambda *_: None)
+    monkeypatch.setattr(elbowroom.plan_cache, "keep_all_if_it_fits", lambda *_: None)
 
 
-def train(step: Step, planned: list[Planned | None] | None = None, **options: Any) -> tuple[Outcome, list[StepRecord]]:
+def train(
+    step: Step, planned: list[PlannedStep | None] | None = None, **options: Any
+) -> tuple[Outcome, list[StepRecord]]:
     """The loss of each step and the parameters after it; within a room if there are options.
 
     `planned`: is given what the room knew in the end.
@@ -260,7 +262,7 @@ def test_fake_tensors_inside_the_step(profile: HardwareProfile) -> None:
 # The budget -----------------------------------------------------------------------------------------------------------
 
 
-def find_smallest(planned: Planned | None, strategy: str) -> int:
+def find_smallest(planned: PlannedStep | None, strategy: str) -> int:
     """The smallest budget for which a strategy has a plan."""
     assert planned is not None
     with pytest.raises(Infeasible) as caught:
@@ -279,7 +281,7 @@ def test_autograd_lets_go_of_a_storage_and_saves_it_again(strategy: str, profile
         loss.backward()
         return loss.detach()
 
-    planned_steps: list[Planned | None] = []
+    planned_steps: list[PlannedStep | None] = []
     train(step, planned_steps, profile=profile, strategy=strategy)
     budget = find_smallest(planned_steps[0], strategy)
     found, records = train(step, profile=profile, strategy=strategy, memory_budget=budget)
@@ -379,7 +381,7 @@ def test_forward_mode_derivatives(strategy: str, profile: HardwareProfile) -> No
         assert not any("failed" in record.note for record in records)
         return
     plain = train(step)[0]
-    planned: list[Planned | None] = []
+    planned: list[PlannedStep | None] = []
     train(step, planned, profile=profile)
     assert planned[0] is not None
     budget = int(0.8 * planned[0].forecast.peak_bytes)
@@ -450,7 +452,7 @@ def test_nested_tensors_and_ops_that_fail(strategy: str, profile: HardwareProfil
         loss.backward()
         return loss.detach()
 
-    known: list[Planned | None] = []
+    known: list[PlannedStep | None] = []
     plain, _ = train(step)
     found, records = train(step, known, profile=profile, strategy=strategy, min_offload_bytes=1)
     assert_same(found, plain)

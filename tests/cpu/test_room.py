@@ -16,9 +16,9 @@ from elbowroom.errors import Infeasible, UnknownMember, UsageError
 from elbowroom.ir.hardware import HardwareProfile
 from elbowroom.ir.journal import Mode, StepRecord
 from elbowroom.ir.trace import release_unneeded
+from elbowroom.plan_cache import STEPS_THAT_SET_THE_PACE
 from elbowroom.planner.plain import EVERYTHING_FITS
 from elbowroom.planner.problem import pose
-from elbowroom.repertoire import STEPS_THAT_SET_THE_PACE
 
 WIDTH, LAYERS = 64, 6
 Step = Callable[..., torch.Tensor]

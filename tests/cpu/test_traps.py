@@ -28,7 +28,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 import elbowroom
-import elbowroom.repertoire
+import elbowroom.plan_cache
 import elbowroom.runtime.transfers
 from elbowroom.errors import TierFull, TransferFailed, UsageError
 from elbowroom.ir.hardware import HardwareProfile
@@ -56,7 +56,7 @@ class Runner:
         self.way, self.profile = way, profile
         if way.endswith("_all"):
             # A budget that everything fits is the only one at which both strategies always have a plan.
-            monkeypatch.setattr(elbowroom.repertoire, "keep_all_if_it_fits", lambda *_: None)
+            monkeypatch.setattr(elbowroom.plan_cache, "keep_all_if_it_fits", lambda *_: None)
         elif way == "pressed":
             ask_at_every_request(monkeypatch)
         self._budget = HUGE
@@ -69,7 +69,7 @@ class Runner:
         settling = 10**6 if self.way == "capture" else 3
         room = elbowroom.fit(model, optimizers, self._budget, strategy=strategy, settling_steps=settling, **options)
         if self.way == "capture":
-            room._adopt = lambda *_, **__: None  # type: ignore[method-assign]
+            room._modes._adopt = lambda *_, **__: None  # type: ignore[method-assign]
         return room
 
     def find_smallest(self, make: Callable[[], Made], steps: int = STEPS) -> None:

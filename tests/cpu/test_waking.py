@@ -155,7 +155,7 @@ def test_ragged_batches_of_one_size_are_one_kind(profile: HardwareProfile) -> No
                 optimizer.step()
                 optimizer.zero_grad()
         assert [record.mode for record in room.journal().steps[1:]] == [Mode.PLAIN] * 5
-        assert len(room._repertoire.acts[0].calls) == 1
+        assert len(room._cache.entries[0].calls) == 1
 
 
 def test_a_nested_batch_can_be_looked_at() -> None:

@@ -38,7 +38,7 @@ def test_a_step_leaves_nothing_for_the_garbage_collector(profile: HardwareProfil
             for _ in range(3):
                 with room.step():
                     model(torch.ones(4, 8)).tanh().sum().backward()
-                    engines.append(weakref.ref(room._engine))  # type: ignore[arg-type]
+                    engines.append(weakref.ref(room._modes.engine))  # type: ignore[arg-type]
             assert [engine() is None for engine in engines] == [True, True, False]
     finally:
         gc.enable()
@@ -137,7 +137,7 @@ def test_ops_of_several_threads_have_places_of_their_own(profile: HardwareProfil
     model = nn.Linear(64, 64)
     options: dict[str, Any] = {"mode": "dynamic", "policy": "dtr", "min_offload_bytes": 1, "profile": profile}
     with elbowroom.fit(model, [], 1 << 30, **options) as room, room.step():
-        engine = room._engine
+        engine = room._modes.engine
         assert engine is not None
         native, made = library.load(), list[torch.Tensor]()
         barrier = threading.Barrier(4)
@@ -167,7 +167,7 @@ def test_what_an_op_failed_to_write_is_not_computed_again(profile: HardwareProfi
     model = nn.Linear(64, 64)
     with elbowroom.fit(model, [], 1 << 30, mode="dynamic", min_offload_bytes=1, profile=profile) as room, room.step():
         x = model.weight.relu()
-        account = room._engine.account  # type: ignore[union-attr]
+        account = room._modes.engine.account  # type: ignore[union-attr]
         residence = account.see(x.untyped_storage())
         assert residence.record.ops == ["aten.relu.default"]
         with pytest.raises(RuntimeError, match="The size of tensor"):
@@ -181,16 +181,15 @@ def test_a_fork_while_other_threads_are_watched(profile: HardwareProfile) -> Non
     model = nn.Linear(64, 64)
     options: dict[str, Any] = {"mode": "dynamic", "policy": "dtr", "min_offload_bytes": 1, "profile": profile}
     with elbowroom.fit(model, [], 1 << 30, **options) as room, room.step():
-        engine = room._engine
+        engine = room._modes.engine
         assert engine is not None
         native, stop = library.load(), threading.Event()
 
         def compute() -> None:
             native.set_watchers((engine.watcher,))
-            with torch.autograd.graph.saved_tensors_hooks(engine.pack, engine.unpack):
-                own = model.weight.detach().requires_grad_()  # nodes have locks of PyTorch's
-                while not stop.is_set():
-                    own.sin().cos().sum().backward()
+            own = model.weight.detach().requires_grad_()  # nodes have locks of PyTorch's
+            while not stop.is_set():
+                own.sin().cos().sum().backward()
             native.set_watchers(())
 
         threads = [threading.Thread(target=compute) for _ in range(2)]

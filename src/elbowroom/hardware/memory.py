@@ -8,6 +8,9 @@ import os
 import psutil
 import torch
 
+from elbowroom.errors import UsageError
+from elbowroom.units import parse_bytes
+
 logger = logging.getLogger(__name__)
 
 
@@ -16,6 +19,21 @@ def count_device_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[1])
     return int(psutil.virtual_memory().total)
+
+
+def parse_budget(memory_budget: int | float | str, device: torch.device) -> int:
+    """Return a budget in bytes.
+
+    Args:
+        memory_budget: a number of bytes, "8GiB" or "8G" (1024), "8GB" (1000), or "60%" of all of the device's memory.
+
+    Raises:
+        UsageError: it is none of these.
+    """
+    try:
+        return parse_bytes(memory_budget, device_bytes=count_device_bytes(device))
+    except ValueError as error:
+        raise UsageError(f"memory_budget: {error}") from error
 
 
 def cut_blocks_to_size() -> bool:

@@ -43,17 +43,25 @@ def seeing_inputs(
     model: torch.nn.Module,
     see: Callable[[Inputs], None],
     adopt: Callable[[torch.UntypedStorage], object] | None,
+    most_calls: int | None = None,
 ) -> Iterator[Pause]:
     """Tell `see` what the model, or the parts that a program calls one by one, are called with.
 
     Args:
         adopt: told of the tensors' storages before; they may have been there before anything was counted.
+        most_calls: how many calls are looked at, since each takes some microseconds; None for all.
 
     Yields:
         What returns a context in which the model has no hooks of ours: the compiler would make them part of its code.
     """
 
+    calls = 0
+
     def look(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == most_calls:
+            handles.close()
         # Flattening takes longer than some models, and most are called with tensors alone.
         leaves = tree_leaves((args, kwargs)) if kwargs or not all(type(arg) is torch.Tensor for arg in args) else args
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
@@ -76,7 +84,8 @@ def seeing_inputs(
             try:
                 yield
             finally:
-                attach()
+                if most_calls is None or calls < most_calls:
+                    attach()
 
         attach()
         yield pause

@@ -8,6 +8,7 @@
 #include <torch/csrc/utils/pybind.h>
 
 #include <memory>
+#include <stdexcept>
 #include <string>
 #include <utility>
 
@@ -185,6 +186,25 @@ py::object run_region(
   return result;
 }
 
+// Runs in the main thread, between two instructions of Python. Takes over the reference to what it calls.
+int run_pending(void* function) {
+  if (PythonCall::is_inside()) return Py_AddPendingCall(&run_pending, function);
+  try {
+    py::reinterpret_steal<py::object>(static_cast<PyObject*>(function))();
+  } catch (py::error_already_set& raised) {
+    raised.restore();
+    return -1;
+  }
+  return 0;
+}
+
+void call_soon(const py::object& function) {
+  PyObject* const taken = py::object(function).release().ptr();
+  if (Py_AddPendingCall(&run_pending, taken) == 0) return;
+  Py_DECREF(taken);
+  throw std::runtime_error("too many calls are pending");
+}
+
 void bind_watch(py::module_& module) {
   py::class_<OpWatch, std::shared_ptr<OpWatch>>(module, "OpWatch", "Watches the ops of one step.")
       .def(py::init(&make_watch), py::arg("device_type"), py::arg("table"), py::arg("host"))
@@ -206,6 +226,7 @@ void bind_watch(py::module_& module) {
   module.def("get_active_watchers", &get_active_watchers, "Those of them that run an op now.");
   module.def("hide_from_guards", &hide_from_guards, "Have Dynamo's guards not see that ops are watched, in this thread.");
   module.def("stop_hiding", &stop_hiding, py::arg("handle"), "End that.");
+  module.def("call_soon", &call_soon, py::arg("function"), "Have the main thread call this between two instructions of Python, not inside an op.");
   module.def("name_running_op", &name_running_op, "The op that this thread runs; empty outside of watched ops.");
   module.def(
       "learn",

@@ -24,14 +24,21 @@ inline bool is_python_there() {
 // For as long as it lives, this thread may call Python. The op's seconds do not count meanwhile.
 class PythonCall {
  public:
-  PythonCall() { PyErr_Fetch(&type_, &value_, &traceback_); }  // an allocation may be part of handling an error
+  PythonCall() {
+    ++depth_;
+    PyErr_Fetch(&type_, &value_, &traceback_);  // an allocation may be part of handling an error
+  }
   ~PythonCall() {
     PyErr_Restore(type_, value_, traceback_);
+    --depth_;
     const std::chrono::duration<double> taken = std::chrono::steady_clock::now() - begin_;
     lost_seconds() += taken.count();
   }
   PythonCall(const PythonCall&) = delete;
   PythonCall& operator=(const PythonCall&) = delete;
+
+  // Whether this thread is in the middle of an op.
+  static bool is_inside() { return depth_ > 0; }
 
   // What Python raises in `call` passes through the op.
   template <typename Call>
@@ -47,6 +54,7 @@ class PythonCall {
   }
 
  private:
+  static inline thread_local int depth_ = 0;
   const std::chrono::steady_clock::time_point begin_ = std::chrono::steady_clock::now();
   const pybind11::gil_scoped_acquire gil_;
   // The op has excluded dispatch keys for its own inner ops, not for those of Python.

@@ -134,9 +134,9 @@ def test_each_kind_of_step_gets_its_plan(
     order = [draw.choice(kinds) for _ in range(24)] + list(kinds) * 4
     budget = int(share * find_plain_peak(make, kinds[-1], profile))
     room, records = compare(make, order, budget, profile, strategy=strategy)
-    acts = room._repertoire.acts
-    assert len(acts) == len(kinds), "one plan for each kind"
-    assert any(act.planned.plan.decisions for act in acts)
+    entries = room._cache.entries
+    assert len(entries) == len(kinds), "one plan for each kind"
+    assert any(entry.planned.plan.decisions for entry in entries)
     late = records[-2 * len(kinds) :]
     assert {record.mode for record in late} == {Mode.PLANNED}, [(str(each.mode), each.note) for each in records]
     assert any(record.offloaded_bytes or record.recomputed for record in late)
@@ -147,7 +147,7 @@ def test_steps_that_never_recur_are_decided_on_as_they_go(profile: HardwareProfi
     room, records = compare(make_lengths, [64 - index for index in range(30)], budget, profile)
     counts = Counter(record.mode for record in records)
     assert counts[Mode.CAPTURE] <= 3, "what does not recur is not captured again and again"
-    assert counts[Mode.DRIFTED] >= 25 and len(room._repertoire.acts) == 1
+    assert counts[Mode.DRIFTED] >= 25 and len(room._cache.entries) == 1
     assert any(record.offloaded_bytes or record.recomputed for record in records if record.mode is Mode.DRIFTED)
 
 
@@ -158,7 +158,7 @@ def test_an_odd_step_among_others(odd: int, profile: HardwareProfile) -> None:
     kinds = [48] * 5 + [odd] + [48] * 20
     room, records = compare(make_lengths, kinds, budget, profile)
     assert [record.mode for record in records[2:]] == [Mode.PLANNED] * 3 + [Mode.DRIFTED] + [Mode.PLANNED] * 20
-    assert not room._repertoire.varies, "nobody looks out for others any more"
+    assert not room._cache.varies, "nobody looks out for others any more"
 
 
 def test_what_does_not_fit_is_said_before_it_runs(profile: HardwareProfile) -> None:
@@ -194,7 +194,7 @@ def test_plain_steps_do_not_hide_larger_ones(profile: HardwareProfile) -> None:
     budget = int(0.7 * find_plain_peak(make_lengths, 64, profile))
     kinds = [16] * 6 + [64, 16, 64, 16, 64, 16, 64, 16, 64, 64]
     room, _ = compare(make_lengths, kinds, budget, profile)
-    assert len(room._repertoire.acts) == 2
+    assert len(room._cache.entries) == 2
 
 
 def test_compiled_code_runs_in_steps_that_are_watched_and_not(profile: HardwareProfile) -> None:

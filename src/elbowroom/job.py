@@ -1,0 +1,35 @@
+"""A Job: the model that is trained, with its optimizers and the user's options."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+from torch.optim import Optimizer
+
+from elbowroom.config import Config
+from elbowroom.hooks.identity import Identities
+from elbowroom.tracing.residents import find_staying, list_resident_tensors
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """A training job on one device."""
+
+    model: torch.nn.Module
+    optimizers: tuple[Optimizer, ...]
+    device: torch.device
+    config: Config
+
+    @property
+    def name(self) -> str:
+        """Class name of the model."""
+        return type(self.model).__name__
+
+    def list_residents(self) -> list[torch.Tensor]:
+        """List parameters, gradients, buffers and optimizer state."""
+        return list_resident_tensors(self.model, self.optimizers)
+
+    def find_staying(self) -> Identities[bool]:
+        """Return the storages that stay on the device throughout a step."""
+        return find_staying(self.model, self.optimizers)

@@ -1,0 +1,169 @@
+"""A training step while it runs: what is attached to it, and how a plain step is put under watch when it grows."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+
+from elbowroom.arena.use import serving
+from elbowroom.hooks.compiled import noticing_compiles
+from elbowroom.hooks.ledger import Ledger
+from elbowroom.hooks.meter import Meter
+from elbowroom.hooks.pending import call_soon
+from elbowroom.hooks.sentry import Inputs, OutOfReach, Place, seeing_inputs
+from elbowroom.hooks.watching import watching
+from elbowroom.hooks.workers import ended_in_workers
+from elbowroom.job import Job
+from elbowroom.plan_cache import PlanCacheEntry
+from elbowroom.runtime.finishing import finishing
+from elbowroom.runtime.online_engine import OnlineEngine
+from elbowroom.runtime.shortage import explain_growth
+from elbowroom.tracing.live import LiveCapture
+from elbowroom.tracing.tracer import telling_gradients
+
+logger = logging.getLogger(__name__)
+
+FIRST_CALLS = 8
+"""Calls of the model that are looked at in a plain step that takes up to half of the budget."""
+
+GROWTH = 1 / 16
+"""Of what a plain step is expected to allocate: how much more it may take before it is put under watch."""
+
+
+class RunningStep:
+    """One step, from its begin to its end.
+
+    A plain step runs unwatched: everything is expected to fit. It is put under watch when the model is called with
+    other shapes, or more often, than in the steps before it, and when it allocates more than they did.
+
+    Args:
+        job: the model is looked at when it is called.
+        ledger: counts the step's bytes.
+        budget_bytes: of them.
+        meter: of this step.
+        engine: watches the step; None for a plain one.
+        capture: takes the step's trace.
+        expected: the kind of a plain step.
+        make_engine: makes an engine for a plain step that grows.
+        number: of the step, for messages.
+
+    Attributes:
+        engine: as given, or the one that was made meanwhile.
+        calls: shapes that the model was called with, and how often, as far as calls are looked at.
+        unwatched: why a plain step that grew was not put under watch; "" otherwise.
+        seconds: taken by the block.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        ledger: Ledger,
+        budget_bytes: int,
+        meter: Meter,
+        *,
+        engine: OnlineEngine | None,
+        capture: LiveCapture | None,
+        expected: PlanCacheEntry | None,
+        make_engine: Callable[[], OnlineEngine],
+        number: int,
+    ) -> None:
+        self._job, self._ledger, self._budget_bytes, self._meter = job, ledger, budget_bytes, meter
+        self._capture, self._expected, self._make_engine, self._number = capture, expected, make_engine, number
+        self._place = Place()
+        self._attached = contextlib.ExitStack()
+        self._is_running = False
+        self._limit_bytes = budget_bytes
+        self.engine = engine
+        self.calls: Counter[Inputs] = Counter()
+        self.unwatched = ""
+        self.seconds = 0.0
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[None]:
+        """Return a context in which the step runs."""
+        engine, capture = self.engine, self._capture
+        with serving(self._job.device), self._attached as stack:
+            stack.enter_context(self._ledger.counting(self._budget_bytes, self._make_room))
+            self._meter.start()
+            stack.callback(self._meter.stop)
+            self._limit_growth()
+            adopt = None if engine is None else self._ledger.adopt_input
+            calls = FIRST_CALLS if self._expected is not None and self._is_limited_early() else None
+            pause = stack.enter_context(seeing_inputs(self._job.model, self._see_inputs, adopt, calls))
+            timer = None if capture is None else capture.tracer
+            stack.enter_context(noticing_compiles(self._watch_from_here, pause, timer))
+            if capture is not None:
+                stack.enter_context(watching(capture.tracer))
+                stack.enter_context(telling_gradients(capture.tracer, self._job.model))
+            if engine is not None:
+                engine.begin()
+                stack.enter_context(watching(engine.watcher))  # innermost, so that op times leave out its own work
+                self._finish_at_end(engine)
+            self._is_running = True
+            begin = time.perf_counter()
+            try:
+                yield
+            finally:
+                self._is_running = False
+            self.seconds = time.perf_counter() - begin
+
+    # -- plain steps that grow ------------------------------------------------------------------------------------
+
+    def _limit_growth(self) -> None:
+        """Have the ledger ask for room before a plain step holds much more than those before it."""
+        # Watching begins between two calls of the program, which only its main thread can be interrupted for.
+        is_main = threading.current_thread() is threading.main_thread()
+        if self._expected is None or self._ledger.scope is None or not is_main:
+            return
+        growth_bytes = int((1 + GROWTH) * self._expected.expect_growth()) + (1 << 20)
+        self._limit_bytes = min(self._budget_bytes, self._ledger.live_bytes + growth_bytes)
+        self._ledger.set_limit(self._limit_bytes)
+
+    def _is_limited_early(self) -> bool:
+        """Tell whether half of the budget is left when a step that grows is put under watch: by then, what was saved
+        cannot leave."""
+        return self._limit_bytes <= self._budget_bytes // 2
+
+    def _see_inputs(self, inputs: Inputs) -> None:
+        self.calls[inputs] += 1
+        if self._expected is not None and not self._expected.is_usual(inputs, self.calls[inputs]):
+            self._watch_from_here()
+
+    def _watch_from_here(self) -> None:
+        """Put a plain step under watch, from the next op on."""
+        if self._expected is None or self.engine is not None or not self._is_running:
+            return
+        engine = self._make_engine()
+        try:
+            self._place.enter(engine.watcher, self._attached)
+        except OutOfReach as error:
+            if not self.unwatched:
+                logger.warning("step %d may take more than those before it, unwatched: %s", self._number, error)
+            self.unwatched = f"may have taken more than those before it, unwatched: {error}"
+            return
+        engine.begin()
+        self._finish_at_end(engine)
+        self.engine = engine
+
+    def _finish_at_end(self, engine: OnlineEngine) -> None:
+        self._attached.enter_context(finishing(engine.finish))
+        self._attached.enter_context(ended_in_workers())
+
+    def _make_room(self, requested_bytes: int, missing_bytes: int) -> bool:
+        """Make room for a request that would go over the limit. Returns whether to try again.
+
+        Raises:
+            Infeasible: it would go over the budget, and nothing may leave.
+        """
+        if self.engine is None and self._limit_bytes < self._budget_bytes:
+            self._limit_bytes = self._budget_bytes
+            self._ledger.set_limit(self._budget_bytes)
+            call_soon(self._watch_from_here)
+            return True
+        if self.engine is not None:
+            return self.engine.free(requested_bytes, missing_bytes)
+        raise explain_growth(requested_bytes, missing_bytes, self._budget_bytes)

@@ -1,0 +1,274 @@
+"""Runs each step of a room in one of its modes: plain, planned, dynamic or capture."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import traceback
+from collections import Counter
+from collections.abc import Generator, Iterator, Sequence
+
+import torch
+
+from elbowroom.advice import advise
+from elbowroom.errors import Infeasible, MemoryRefused, Thrashing
+from elbowroom.hooks.ledger import CpuLedger, CudaLedger
+from elbowroom.hooks.meter import Meter
+from elbowroom.hooks.sentry import Inputs
+from elbowroom.ir.costs import Measurements
+from elbowroom.ir.identity import digest
+from elbowroom.ir.journal import Mode, StepRecord
+from elbowroom.ir.trace import Trace
+from elbowroom.job import Job
+from elbowroom.metering import Metering
+from elbowroom.plan_cache import PlanCache, PlanCacheEntry, list_sizes
+from elbowroom.residency.habits import Habits
+from elbowroom.running_step import RunningStep
+from elbowroom.runtime.online_engine import OnlineEngine
+from elbowroom.runtime.transfers import Transfers
+from elbowroom.tracing.live import LiveCapture
+
+logger = logging.getLogger(__name__)
+
+MOST_STEPS_BETWEEN_CAPTURES = 64
+"""Where steps cannot be planned, how long at most until the next one is captured to see whether that has changed."""
+
+
+class StepModes:
+    """Chooses the mode of each step, runs it, and plans what was captured.
+
+    Args:
+        job, cache, metering: of the room.
+        transfers: move bytes.
+        ledger: counts them.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        cache: PlanCache,
+        metering: Metering,
+        transfers: Transfers,
+        ledger: CpuLedger | CudaLedger,
+    ) -> None:
+        self._job, self._cache, self._metering = job, cache, metering
+        self._transfers, self._ledger = transfers, ledger
+        self._captures = self._futile_captures = self._next_capture = 0
+        self._has_recurred = False
+        self._habits = Habits(is_bounded=job.config.host_bytes is not None)
+        self._running: RunningStep | None = None
+
+    @property
+    def engine(self) -> OnlineEngine | None:
+        """The engine of the step that runs, or of the last one; None for a plain step."""
+        return None if self._running is None else self._running.engine
+
+    def forget_last(self) -> None:
+        """Drop the last step's engine."""
+        self._running = None
+
+    @contextlib.contextmanager
+    def step(self) -> Iterator[None]:
+        """Return a context in which one step runs. Errors: as for `Room.step`."""
+        entry = self._cache.current
+        try:
+            if entry is not None:
+                self._transfers.prepare(entry.planned.placement, gives_back=not self._cache.varies)
+            yield from self._choose(entry)
+        except (Infeasible, MemoryRefused, Thrashing) as error:
+            # A notebook keeps the last error, and with it every tensor of the functions that it ended.
+            traceback.clear_frames(error.__traceback__)
+            if isinstance(error, Infeasible):
+                advise(error, self._job.model, self._job.optimizers)
+            if entry is not None and self.engine is None:
+                self._cache.remove(entry)  # the next step of this kind is watched
+            raise
+
+    def _choose(self, entry: PlanCacheEntry | None) -> Iterator[None]:
+        if self._job.config.mode == "dynamic":
+            return self._run_dynamic("")
+        if (entry is None or self._has_recurred) and self._metering.steps >= self._next_capture:
+            return self._run_capture()
+        if entry is None:
+            return self._run_dynamic("it is not known what these steps do")
+        if entry.planned.is_plain and self._fits_unwatched(entry):
+            return self._run_plain(entry)
+        return self._run_planned(entry)
+
+    def _fits_unwatched(self, entry: PlanCacheEntry) -> bool:
+        """Tell whether a step in which everything fitted will fit now: there may be gradients, say, that were not."""
+        is_steady = not (self._cache.varies or self._job.config.always_watch)
+        return is_steady and self._ledger.has_room(entry.expect_growth(), self._cache.budget_bytes)
+
+    # -- modes ----------------------------------------------------------------------------------------------------
+
+    def _run_plain(self, entry: PlanCacheEntry) -> Iterator[None]:
+        meter = self._metering.make()
+        entries = tuple(self._cache.entries)
+        step = yield from self._run(None, meter, None, entry)
+        if step.engine is not None or step.unwatched:
+            self._settle(entries, step, meter)
+            return
+        record = self._metering.record(Mode.PLAIN, step.seconds, None, meter, "")
+        self._cache.record_hit(entry, step.calls)
+        self._cache.calibrate_time(entry, record)
+        peak_bytes = record.peak_bytes or 0
+        entry.growth_bytes = max(entry.growth_bytes, peak_bytes - meter.base_bytes)
+        if peak_bytes > self._cache.budget_bytes:  # on CUDA, where nobody is asked for room
+            self._cache.remove(entry)
+
+    def _run_planned(self, entry: PlanCacheEntry) -> Iterator[None]:
+        # The first steps after planning ahead of any run are watched op by op, to measure what ops cost.
+        measuring = not entry.is_measured and entry.measured_steps < self._job.config.settling_steps
+        meter = self._metering.make(is_detailed=measuring)
+        capture = self._make_capture(meter) if measuring else None
+        entries = tuple(self._cache.entries)
+        is_awake = self._cache.varies and capture is None
+        engine = self._make_engine(self._job.config.policy, entries, capture, is_awake=is_awake)
+        step = yield from self._run(engine, meter, capture)
+        record, followed = self._settle(entries, step, meter)
+        if capture is not None:
+            entry.measured_steps += 1
+            self._learn(entry, capture, record, is_followed=followed is entry)
+        elif followed is entry:
+            self._cache.calibrate_time(entry, record)
+
+    def _run_dynamic(self, note: str) -> Iterator[None]:
+        meter = self._metering.make()
+        engine = self._make_engine(self._job.config.policy, (), None)
+        step = yield from self._run(engine, meter, None)
+        self._metering.record(Mode.DYNAMIC, step.seconds, engine, meter, note)
+
+    def _run_capture(self) -> Iterator[None]:
+        meter = self._metering.make(is_detailed=True)
+        capture = self._make_capture(meter)
+        engine = self._make_engine(None, (), capture)
+        step = yield from self._run(engine, meter, capture)
+        note = "" if engine.needs else _explain_no_needs()
+        record = self._metering.record(Mode.CAPTURE, step.seconds, engine, meter, note)
+        if note:
+            self._put_off_capture(note)
+        else:
+            self._adopt(capture, record, step.calls, is_whole=not engine.refusal)
+
+    def _run(
+        self,
+        engine: OnlineEngine | None,
+        meter: Meter,
+        capture: LiveCapture | None,
+        expected: PlanCacheEntry | None = None,
+    ) -> Generator[None, None, RunningStep]:
+        def make_engine() -> OnlineEngine:
+            return self._make_engine(self._job.config.policy, self._cache.entries, None)
+
+        self._running = step = RunningStep(
+            self._job, self._ledger, self._cache.budget_bytes, meter, engine=engine, capture=capture,
+            expected=expected, make_engine=make_engine, number=self._metering.steps,
+        )  # fmt: skip
+        with step.running():
+            yield
+        return step
+
+    def _settle(
+        self, entries: Sequence[PlanCacheEntry], step: RunningStep, meter: Meter
+    ) -> tuple[StepRecord, PlanCacheEntry | None]:
+        """Record a step that was expected to be of a known kind. Returns of which kind it was, if any."""
+        engine = step.engine
+        followed = None if engine is None or engine.followed is None else entries[engine.followed]
+        mode = Mode.DRIFTED if followed is None else Mode.PLANNED
+        why = "; ".join(filter(None, (step.unwatched, "" if engine is None else engine.drift)))
+        record = self._metering.record(mode, step.seconds, engine, meter, why)
+        if followed is not None:
+            self._cache.record_hit(followed, step.calls)
+        elif self._cache.record_miss(() if engine is None else engine.sizes):
+            self._has_recurred = True
+        return record, followed
+
+    def _make_capture(self, meter: Meter) -> LiveCapture:
+        job = self._job
+        return LiveCapture(job.name, job.device, job.model, job.optimizers, meter)
+
+    def _make_engine(
+        self,
+        policy: str | None,
+        entries: Sequence[PlanCacheEntry],
+        capture: LiveCapture | None,
+        *,
+        is_awake: bool = True,
+    ) -> OnlineEngine:
+        job, budget_bytes = self._job, self._cache.budget_bytes
+        spare_bytes = None if is_awake or not entries else budget_bytes - entries[0].planned.forecast.peak_bytes
+        return OnlineEngine(
+            self._transfers, job.device, job.find_staying, job.config.min_offload_bytes,
+            budget_bytes=budget_bytes, policy=policy,
+            profile=self._cache.profile, habits=self._habits, list_residents=job.list_residents,
+            known=[entry.planned.known for entry in entries], ledger=self._ledger,
+            is_awake=is_awake, spare_bytes=spare_bytes, observer=None if capture is None else capture.tracer,
+        )  # fmt: skip
+
+    # -- planning -------------------------------------------------------------------------------------------------
+
+    def plan(self, trace: Trace, measurements: Measurements | None) -> str:
+        """Plan a step. Returns why it stays without a plan and may run all the same, or "".
+
+        Raises:
+            Infeasible: it cannot run within the budget.
+        """
+        trace_digest = digest(trace)
+        try:
+            self._cache.add(trace, trace_digest, measurements)
+        except Infeasible as error:
+            if self._cache.entries or self._cache.fits_without_plan(trace, trace_digest, measurements):
+                return f"steps like this one run without a plan: {error}"
+            raise
+        return ""
+
+    def _put_off_capture(self, why: str = "") -> None:
+        """Capture again later, and each time later still, after a captured step that was of no use."""
+        if why and not self._futile_captures:
+            logger.warning("step %d: %s", self._metering.steps - 1, why)
+        self._next_capture = self._metering.steps - 1 + min(2**self._futile_captures, MOST_STEPS_BETWEEN_CAPTURES)
+        self._futile_captures += 1
+
+    def _adopt(self, capture: LiveCapture, record: StepRecord, calls: Counter[Inputs], *, is_whole: bool) -> None:
+        """Plan a captured step, unless later steps will be others.
+
+        Args:
+            capture, record: of the step.
+            calls: of the model in it.
+            is_whole: whether all that may leave did: of what stayed, it is not known how long the program held it.
+        """
+        self._captures += 1
+        trace = capture.finish()
+        if not (capture.is_settled and is_whole) and self._captures < self._job.config.settling_steps:
+            return
+        cache, self._captures = self._cache, 0
+        # Beside others it is planned when it recurs.
+        if cache.entries and (cache.contains(trace) or not cache.record_miss(list_sizes(trace))):
+            self._put_off_capture()
+            return
+        if why := self.plan(trace, capture.measure(trace, record.seconds, record.stall_seconds)):
+            self._put_off_capture(why)
+            return
+        self._futile_captures, self._has_recurred = 0, False
+        cache.entries[0].calls = calls
+
+    def _learn(self, entry: PlanCacheEntry, capture: LiveCapture, record: StepRecord, *, is_followed: bool) -> None:
+        """Plan again with measured op times, if the watched step was the planned one to the last op."""
+        # What the block does after the step that was captured (noting its loss, say) changes nothing.
+        trace = entry.planned.trace
+        measured = capture.measure(trace, record.seconds, record.stall_seconds) if is_followed else None
+        if measured is not None:
+            try:
+                self._cache.replan(entry, measured)
+            except Infeasible as error:  # it ran within the budget, and so may the next one
+                self._cache.remove(entry)
+                self._put_off_capture(f"steps like this one run without a plan: {error}")
+        elif not is_followed or entry.measured_steps == self._job.config.settling_steps:
+            self._cache.remove(entry)  # the real step is not what the fake one was: capture it live
+
+
+def _explain_no_needs() -> str:
+    if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
+        return "saved-tensor hooks of the program come first, so that there is nothing to plan"
+    return "no backward() ran inside of room.step(), so there is nothing to plan"
