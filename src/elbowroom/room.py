@@ -32,6 +32,10 @@ from elbowroom.tracing.fake import capture_fake
 logger = logging.getLogger(__name__)
 
 
+class _BrokenOff(Exception):
+    """Ends a step whose room is detached."""
+
+
 class Room:
     """Fits the training steps of one model into a number of bytes. Made by `elbowroom.fit`."""
 
@@ -96,9 +100,11 @@ class Room:
         try:
             yield
         except BaseException as error:
-            self.end_step(error)
+            if self._step is not None:  # else `detach` has ended it
+                self.end_step(error)
             raise
-        self.end_step()
+        if self._step is not None:
+            self.end_step()
 
     def begin_step(self) -> None:
         """Begin a training step where `with room.step():` cannot be written: in the callbacks of a trainer, say.
@@ -125,7 +131,7 @@ class Room:
         """End the step that `begin_step` has begun, in the same thread.
 
         Args:
-            error: by which the step was broken off, if it was.
+            error: by which the step was broken off, if it was. It is not raised here.
 
         Raises:
             UsageError: no step has begun, or in another thread.
@@ -187,9 +193,14 @@ class Room:
         )  # fmt: skip
 
     def detach(self) -> None:
-        """Leave the model as it was. Graphs that are still alive can still be backpropagated."""
+        """Leave the model as it was. Graphs that are still alive can still be backpropagated.
+
+        A step that this thread has begun and not ended is broken off.
+        """
         if self._detached:
             return
+        if self._step is not None and self._thread == threading.get_ident():
+            self.end_step(_BrokenOff())
         self._modes.forget_last()
         unmark(self._job.model)
         self._transfers.close()

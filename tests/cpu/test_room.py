@@ -31,14 +31,14 @@ def make(*, zero_first: bool = False) -> tuple[nn.Module, torch.optim.Optimizer,
     model = nn.Sequential(*layers)
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
 
-    def step(index: int = 0, rows: int = 1024) -> torch.Tensor:
+    def step(index: int = 0, rows: int = 1024, *, zeroes: bool = True) -> torch.Tensor:
         if zero_first:
             optimizer.zero_grad()
         generator = torch.Generator().manual_seed(index)
         loss = model(torch.randn(rows, WIDTH, generator=generator)).square().mean()
         loss.backward()
         optimizer.step()
-        if not zero_first:
+        if not zero_first and zeroes:
             optimizer.zero_grad()
         return loss.detach()
 
@@ -117,6 +117,98 @@ def test_misuse(profile: HardwareProfile) -> None:
     room.detach()
     with pytest.raises(UsageError, match="detached"), room.step():
         pass
+
+
+def run_in_callbacks(room: elbowroom.Room, step: Step, steps: int) -> list[float]:
+    losses = []
+    for index in range(steps):
+        room.begin_step()
+        losses.append(step(index).item())
+        room.end_step()
+    return losses
+
+
+def test_steps_begin_and_end_in_callbacks(profile: HardwareProfile) -> None:
+    floor, plain_peak = find_range(profile)
+    model, optimizer, step = make()
+    expected = [step(index).item() for index in range(5)]
+    model, optimizer, step = make()
+    budget = (floor + plain_peak) // 2
+    with elbowroom.fit(model, optimizer, budget, profile=profile) as room:
+        with pytest.raises(UsageError, match=r"call begin_step\(\) first"):
+            room.end_step()
+        assert run_in_callbacks(room, step, 5) == expected
+        room.begin_step()
+        with pytest.raises(UsageError, match="inside"):
+            room.begin_step()
+        with pytest.raises(UsageError, match="inside a step"):
+            room.set_budget("1GiB")
+        errors: list[BaseException] = []
+
+        def end() -> None:
+            try:
+                room.end_step()
+            except UsageError as error:
+                errors.append(error)
+
+        thread = threading.Thread(target=end)
+        thread.start()
+        thread.join()
+        assert "another thread" in str(errors[0])
+        room.end_step(ValueError("of the program"))
+        records = room.journal().steps
+        assert [record.mode for record in records[1:]] == [Mode.PLANNED] * 4
+        assert max(record.peak_bytes or 0 for record in records) <= budget
+
+
+@pytest.mark.parametrize("ends", ["end_step", "with"])
+def test_detach_breaks_a_step_off(ends: str, profile: HardwareProfile) -> None:
+    floor, plain_peak = find_range(profile)
+    model, optimizer, _ = make()
+    room = elbowroom.fit(model, optimizer, (floor + plain_peak) // 2, profile=profile, mode="dynamic")
+    with room.step() if ends == "with" else contextlib.nullcontext():
+        if ends == "end_step":
+            room.begin_step()
+        loss = model(torch.randn(1024, WIDTH, generator=torch.Generator().manual_seed(0))).square().mean()
+        room.detach()
+    assert not torch._C._is_key_in_tls("elbowroom.watchers")
+    loss.backward()
+    gradients = [each.grad for each in model.parameters()]
+    model, _, step = make()
+    assert loss.item() == step(0, zeroes=False).item()
+    assert all(torch.equal(got, each.grad) for got, each in zip(gradients, model.parameters(), strict=True))  # type: ignore[arg-type]
+    if ends == "end_step":
+        with pytest.raises(UsageError, match="begin_step"):
+            room.end_step()
+
+
+def test_the_budget_changes_between_steps(profile: HardwareProfile) -> None:
+    floor, plain_peak = find_range(profile)
+    model, optimizer, step = make()
+    expected = [step(index).item() for index in range(10)]
+    model, optimizer, step = make()
+    half = (floor + plain_peak) // 2
+    losses = []
+    with elbowroom.fit(model, optimizer, "1GiB", profile=profile) as room:
+        for index in range(10):
+            if index in (4, 6, 8):
+                room.set_budget({4: half, 6: "1GiB", 8: floor + 4096}[index])
+            with room.step():
+                losses.append(step(index).item())
+        records = room.journal().steps
+        assert losses == expected and room.budget_bytes == floor + 4096
+        assert [record.mode for record in records[2:]] == [
+            mode for mode in (Mode.PLAIN, Mode.PLANNED) * 2 for _ in "12"
+        ]
+        assert all((record.peak_bytes or 0) <= half for record in (*records[4:6], *records[8:]))
+        assert all((record.peak_bytes or 0) <= floor + 4096 for record in records[8:])
+        before = room.planned
+        for budget, error in (("some", UsageError), (floor // 2, Infeasible), (1, Infeasible)):
+            with pytest.raises(error):
+                room.set_budget(budget)
+            assert room.planned is before and room.budget_bytes == floor + 4096
+    with pytest.raises(UsageError, match="detached"):
+        room.set_budget("1GiB")
 
 
 def test_infeasible_comes_before_anything_has_run(profile: HardwareProfile) -> None:

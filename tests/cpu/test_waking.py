@@ -270,3 +270,43 @@ def test_a_step_whose_saves_its_program_takes_itself(strategy: str, profile: Har
         records = room.journal().steps
     assert [record.mode for record in records[2:5]] == [Mode.PLANNED] * 3
     assert max(record.peak_bytes or 0 for record in records) <= budget
+
+
+@pytest.mark.parametrize("grows_by", ["ops", "calls"])
+def test_a_plain_step_is_watched_from_where_it_grows(grows_by: str, profile: HardwareProfile) -> None:
+    """The model's first calls are as ever; what comes after them would not fit the budget."""
+
+    def train(room: Room | None, job: tuple[nn.Module, torch.optim.Optimizer], counts: list[int]) -> list[float]:
+        losses = []
+        for index, count in enumerate(counts):
+            torch.manual_seed(index)
+            with room.step() if room is not None else contextlib.nullcontext():
+                y = torch.randn(2048, WIDTH)
+                for _ in range(16 + count if grows_by == "calls" else 16):
+                    y = job[0](y)
+                for _ in range(0 if grows_by == "calls" else 6 * count):
+                    y = torch.tanh(y * 1.5)
+                y.square().mean().backward()
+                job[1].step()
+                job[1].zero_grad()
+                losses.append(float(y.detach().sum()))
+        return losses
+
+    counts = [0, 0, 0, 0, 60, 0, 60, 60, 0]
+    expected = train(None, make(layers=1, drop=0.0), counts)
+    job = make(layers=1, drop=0.0)
+    with fit(*job, 1 << 40, profile=profile) as room:
+        train(room, job, counts[:3])
+        assert room.planned is not None
+        budget = 3 * room.planned.forecast.peak_bytes
+    job = make(layers=1, drop=0.0)
+    with fit(*job, 1 << 40, profile=profile, mode="dynamic") as room:
+        train(room, job, [60])
+        assert (room.journal().peak_bytes or 0) > budget
+    job = make(layers=1, drop=0.0)
+    with fit(*job, budget, profile=profile) as room:
+        assert train(room, job, counts) == expected
+        records = room.journal().steps
+    assert records[3].mode is Mode.PLAIN and records[4].mode is Mode.DRIFTED
+    assert records[4].offloaded_bytes + records[4].recomputed > 0
+    assert max(record.peak_bytes or 0 for record in records) <= budget
