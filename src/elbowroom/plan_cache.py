@@ -65,8 +65,9 @@ class PlannedStep:
         """Return what a step that may be this one is compared with."""
         return Known(self.trace, self.plan, self.placement)
 
-    def count_activations(self) -> int:
-        """Return the bytes at the peak beyond those that are there before the step."""
+    @functools.cached_property
+    def activation_bytes(self) -> int:
+        """Bytes at the peak beyond those that are there before the step."""
         there = sum(home.nbytes for home in self.trace.storages if home.created < 0 and home.role is not Role.INPUT)
         return max(0, self.forecast.peak_bytes - there)
 
@@ -97,7 +98,7 @@ class PlanCacheEntry:
 
     def expect_growth(self) -> int:
         """Return the bytes that a step of this kind may hold beyond what is there before it."""
-        return max(self.growth_bytes, self.planned.count_activations())
+        return max(self.growth_bytes, self.planned.activation_bytes)
 
 
 class PlanCache:

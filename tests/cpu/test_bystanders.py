@@ -40,7 +40,7 @@ def find_budget(profile: HardwareProfile, share: float) -> int:
             with room.step():
                 take(model, optimizer)
         assert room.planned is not None
-        return room.planned.forecast.peak_bytes - int(share * room.planned.count_activations())
+        return room.planned.forecast.peak_bytes - int(share * room.planned.activation_bytes)
 
 
 def take(model: nn.Module, optimizer: torch.optim.Optimizer, extra_rows: int = 0) -> torch.Tensor:

@@ -206,12 +206,7 @@ def reset_resident_peak() -> None:
 
 
 def read_resident_peak() -> int:
-    """The high-water mark of resident memory in bytes; 0 where the system does not tell."""
-    try:
-        with open("/proc/self/status") as file:
-            for line in file:
-                if line.startswith("VmHWM:"):
-                    return int(line.split()[1]) * 1024
-    except OSError:
-        pass
-    return 0
+    """Return the high-water mark of this process's resident memory, in bytes."""
+    import resource  # Linux and macOS
+
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

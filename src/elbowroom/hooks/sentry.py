@@ -7,7 +7,6 @@ the shapes that the model is called with, and by then the program may be inside 
 from __future__ import annotations
 
 import contextlib
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -15,7 +14,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves
 
-from elbowroom.hooks.compiled import Pause, stay_watched
+from elbowroom.hooks.compiled import Pause, may_run_compiled, stay_watched
 from elbowroom.hooks.identity import get_plain_storage
 from elbowroom.hooks.watching import watching
 
@@ -70,8 +69,8 @@ def seeing_inputs(
                 adopt(storage)
         see(tuple((_read_shape(tensor), tensor.dtype) for tensor in tensors))
 
-    # The compiler, which is slow to import, would compile what it is not told to leave alone.
-    hook = torch.compiler.disable(look) if "torch._dynamo" in sys.modules else look
+    # The compiler would compile what it is not told to leave alone, which costs some microseconds a call.
+    hook = torch.compiler.disable(look) if may_run_compiled() else look
     with contextlib.ExitStack() as handles:
 
         def attach() -> None:
