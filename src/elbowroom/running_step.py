@@ -159,11 +159,12 @@ class RunningStep:
         Raises:
             Infeasible: it would go over the budget, and nothing may leave.
         """
-        if self.engine is None and self._limit_bytes < self._budget_bytes:
+        if self.engine is not None:
+            return self.engine.free(requested_bytes, missing_bytes)
+        is_over = self._ledger.live_bytes + requested_bytes > self._limit_bytes  # else it is the system that refuses
+        if self._limit_bytes < self._budget_bytes and is_over:
             self._limit_bytes = self._budget_bytes
             self._ledger.set_limit(self._budget_bytes)
             call_soon(self._watch_from_here)
             return True
-        if self.engine is not None:
-            return self.engine.free(requested_bytes, missing_bytes)
         raise explain_growth(requested_bytes, missing_bytes, self._budget_bytes)

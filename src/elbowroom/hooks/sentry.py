@@ -123,9 +123,9 @@ class Place:
         """Why nothing can be entered at this place for now; "" if it can be. PyTorch keeps contexts by thread, and each
         backward node runs in copies of them that are gone after it."""
         if threading.get_ident() != self._thread:
-            return "the model is called in another thread"
+            return "it grows in another thread"
         if torch._C._current_graph_task_id() != self._backward:
-            return "the model is called inside a backward pass"
+            return "it grows inside a backward pass"
         return ""
 
     def enter(self, watcher: Any, stack: contextlib.ExitStack) -> None:
