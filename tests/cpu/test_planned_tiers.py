@@ -421,7 +421,7 @@ def test_real_steps_take_little_more_than_what_is_there_at_once(
         # The host's memory, which on a CPU is the device's as well, is not to count as the room's.
         monkeypatch.setattr(pinned, "_new_memory", lambda nbytes: torch.from_numpy(np.empty(nbytes, dtype=np.uint8)))
         tier = HostSlabs(1 << 30, 1 << 20, pinning=streams)
-        room._transfers = StreamTransfers(streams, tier)
+        room._transfers = room._modes._transfers = StreamTransfers(streams, tier)
     watched, sizes = Watched(tier, monkeypatch), []
     for index in range(6):
         watched.begin()
