@@ -23,6 +23,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import elbowroom
 from elbowroom.ir.hardware import HardwareProfile
 from elbowroom.native import library
+from elbowroom.runtime.account import load_native
 
 ROOT = pathlib.Path(__file__).parents[2]
 
@@ -237,3 +238,57 @@ def test_the_interpreter_ends_inside_a_step(profile: HardwareProfile, tmp_path: 
     command = [sys.executable, "-c", ENDS, str(tmp_path / "profile.json")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False, env=environment)
     assert (done.returncode, done.stdout, done.stderr) == (0, "end\n", "")
+
+
+class Told:
+    """Is told of writes by a watch."""
+
+    def __init__(self) -> None:
+        self.writes: list[tuple[str, int]] = []
+
+    def leave(self, why: str) -> None:
+        raise AssertionError(why)
+
+    def about_to_write(self, tensor: torch.Tensor) -> None:
+        self.writes.append(("before", tensor.data_ptr()))
+
+    def written(self, tensor: torch.Tensor) -> None:
+        self.writes.append(("after", tensor.data_ptr()))
+
+
+def test_an_op_is_watched_alike_with_boxed_arguments_and_without() -> None:
+    """They are boxed where more than one watches."""
+    native = load_native()
+    inputs = torch.randn(4, 4)
+
+    def run(watches: int, *, is_recorded: bool) -> tuple[list[int], list[int], list[str], list[torch.Tensor]]:
+        hosts = [Told() for _ in range(watches)]
+        tables = [native.StorageTable(None) for _ in hosts]
+        made = [native.OpWatch("cpu", table, host) for table, host in zip(tables, hosts, strict=True)]
+        x, weight = inputs.clone(), inputs.clone().requires_grad_()
+        for table, watch in zip(tables, made, strict=True):
+            table.see(x.untyped_storage()).record.is_guarded = True
+            if is_recorded:
+                watch.record(-1, 0)
+        native.set_watchers(tuple(made))
+        try:
+            y = torch.addmm(x, x, weight).sigmoid().mul(2).transpose(0, 1)[1:].sum(dim=0)
+            y.sum().backward()
+            x.add_(1).mul_(2)
+            with pytest.raises(RuntimeError, match="shape"):
+                torch.mm(x, torch.ones(3, 2))
+        finally:
+            native.set_watchers(())
+        assert weight.grad is not None
+        order = [when for when, address in hosts[0].writes if address == x.data_ptr()]
+        assert all(host.writes == hosts[0].writes for host in hosts)
+        return [watch.ops for watch in made], [watch.recorded_ops for watch in made], order, [x, y, weight.grad]
+
+    for is_recorded in (False, True):
+        ops, recorded, order, results = run(1, is_recorded=is_recorded)
+        boxed_ops, boxed_recorded, boxed_order, boxed_results = run(2, is_recorded=is_recorded)
+        assert boxed_ops == ops * 2
+        assert boxed_recorded == recorded * 2
+        assert (recorded[0] > 0) == is_recorded
+        assert order == boxed_order == ["before", "after"] * 2
+        assert all(map(torch.equal, results, boxed_results))

@@ -40,11 +40,15 @@ StorageRecordPtr find_record(StorageTable& table, const c10::Storage& storage) {
   return table.find(storage.unsafeGetStorageImpl());
 }
 
-void mark_staying(StorageTable& table, const py::iterable& storages) {
-  for (const py::handle storage : storages) {
-    const c10::Storage& home = unpack(storage);
+// `tensors` that are not on a device of this type, or have no storage, are left out.
+void mark_staying(StorageTable& table, const py::list& tensors, const std::string& device_type) {
+  const c10::DeviceType type = c10::Device(device_type).type();
+  for (const py::handle each : tensors) {
+    if (!THPVariable_Check(each.ptr())) throw py::type_error("a tensor is expected");
+    const at::Tensor& tensor = THPVariable_Unpack(each.ptr());
+    if (tensor.device().type() != type || tensor.layout() != c10::kStrided) continue;
     const std::lock_guard<std::mutex> guard(table.mutex);
-    table.see(home)->is_staying = true;
+    table.see(tensor.storage())->is_staying = true;
   }
 }
 
@@ -142,7 +146,7 @@ void bind_records(py::module_& module) {
             table.put(unpack(storage), record);
           },
           py::arg("storage"), py::arg("record"), "Let a record have a new storage, which has its contents.")
-      .def("mark_staying", &mark_staying, py::arg("storages"), "These outlive the step.")
+      .def("mark_staying", &mark_staying, py::arg("tensors"), py::arg("device_type"), "These outlive the step.")
       .def("find_recording",
           [](StorageTable& table, const StorageRecordPtr& target) {
             const std::lock_guard<std::mutex> guard(table.mutex);

@@ -5,7 +5,6 @@
 
 #include <algorithm>
 #include <chrono>
-#include <optional>
 #include <utility>
 
 #include "ledger.h"
@@ -37,8 +36,10 @@ const c10::StorageImpl* find_storage(const at::Tensor& tensor) {
   return impl->has_storage() && !tensor._is_zerotensor() ? impl->unsafe_storage().unsafeGetStorageImpl() : nullptr;
 }
 
-std::vector<at::Tensor> list_written(const OpKind& kind, const c10::IValue* arguments, size_t count) {
-  std::vector<at::Tensor> written;
+using Written = c10::SmallVector<at::Tensor, 2>;
+
+Written list_written(const OpKind& kind, const c10::IValue* arguments, size_t count) {
+  Written written;
   const auto add = [&](int64_t position) {
     if (position >= 0 && position < static_cast<int64_t>(count)) {
       visit_tensors(arguments[position], [&](const at::Tensor& tensor) { written.push_back(tensor); });
@@ -87,54 +88,69 @@ class OpWatch::Running {
   const double begin_;
 };
 
-void OpWatch::run(const c10::OperatorHandle& op, torch::jit::Stack* stack, c10::function_ref<void()> next) {
-  const OpKind* const kind = is_closed_ ? nullptr : find_kind(op);
-  if (kind == nullptr) return next();
-  int64_t tick = -1, place = 0;
-  if (kind->is_traced) place = count(kind->name, &tick);
-  if (kind->is_idle) return next();
+double OpWatch::call(
+    const OpKind& kind, at::TensorList written, c10::function_ref<void()> next, const std::function<void()>& restore) {
+  const Running timed(*this, kind.name);
+  for (;;) {
+    try {
+      next();
+      return timed.stop();
+    } catch (const c10::OutOfMemoryError&) {
+      if (!restore || !callbacks_.make_room(kind.name)) {
+        forget_ops(written);
+        throw;
+      }
+      restore();
+    } catch (...) {
+      forget_ops(written);  // which may be half written
+      throw;
+    }
+  }
+}
+
+void OpWatch::run_unrecorded(const OpKind& kind, at::TensorList written, c10::function_ref<void()> next) {
+  if (kind.is_idle) return next();
+  if (!written.empty()) tell(callbacks_.before_write, written);
+  static const std::function<void()> nothing = [] {};
+  static const std::function<void()> none;
+  call(kind, written, next, may_retry(kind, written) ? nothing : none);
+  if (!written.empty()) {
+    forget_ops(written);
+    tell(callbacks_.after_write, written);
+  }
+  table_->sweep_if_many();
+}
+
+// To draw random numbers or to write once more would not be the same.
+bool OpWatch::may_retry(const OpKind& kind, at::TensorList written) const {
+  return callbacks_.make_room != nullptr && written.empty() && !kind.is_random;
+}
+
+void OpWatch::run(
+    const c10::OperatorHandle& op, const OpKind& kind, const Count& counted, torch::jit::Stack* stack,
+    c10::function_ref<void()> next) {
+  if (kind.is_idle) return next();
   const size_t count = op.schema().arguments().size(), returned = op.schema().returns().size();
   const size_t below = stack->size() - count;
   const c10::IValue* arguments = stack->data() + below;
-  const std::vector<at::Tensor> written =
-      kind->may_write ? list_written(*kind, arguments, count) : std::vector<at::Tensor>();
-  if (!written.empty()) tell(callbacks_.before_write, written);
-  bool is_recorded = tick >= 0 || mode_ == Mode::RECORD;
-  is_recorded = is_recorded && may_record(*kind, *stack, count) && (tick >= 0 || at::GradMode::is_enabled());
+  const Written written = kind.may_write ? list_written(kind, arguments, count) : Written();
+  const bool is_recorded = may_record(counted) && kind.may_be_replayed(arguments, count);
   std::vector<c10::IValue> given;
+  // Whether it is recorded rests on what it makes.
+  if (may_retry(kind, written) || (is_recorded && written.empty())) given.assign(arguments, arguments + count);
+  if (!is_recorded && given.empty()) return run_unrecorded(kind, written, next);
+  if (!written.empty()) tell(callbacks_.before_write, written);
   RecordedOpPtr recorded;
-  if (is_recorded) {
-    if (written.empty()) {
-      given.assign(arguments, arguments + count);  // whether it is recorded rests on what it makes
-    } else {
-      recorded = describe(op, *kind, arguments, count, tick);
-    }
+  if (is_recorded && !written.empty()) recorded = describe(op, kind, arguments, count, counted.tick);
+  std::function<void()> restore;
+  if (may_retry(kind, written)) {
+    restore = [&] {
+      stack->resize(below);
+      stack->insert(stack->end(), given.begin(), given.end());
+    };
   }
-  // To draw random numbers or to write once more would not be the same.
-  const bool may_retry = callbacks_.make_room != nullptr && written.empty() && !kind->is_random;
-  if (may_retry && given.empty()) given.assign(arguments, arguments + count);
   const int64_t live_before = scope_ == nullptr ? 0 : scope_->begin_op();
-  double seconds = 0;
-  {
-    const Running timed(*this, kind->name);
-    for (;;) {
-      try {
-        next();
-        break;
-      } catch (const c10::OutOfMemoryError&) {
-        if (!may_retry || !callbacks_.make_room(kind->name)) {
-          forget_ops(written);
-          throw;
-        }
-        stack->resize(below);
-        stack->insert(stack->end(), given.begin(), given.end());
-      } catch (...) {
-        forget_ops(written);  // which may be half written
-        throw;
-      }
-    }
-    seconds = timed.stop();
-  }
+  const double seconds = call(kind, written, next, restore);
   if (is_recorded && !recorded) {
     int64_t nbytes = 0;
     for (size_t i = stack->size() - returned; i < stack->size(); ++i) {
@@ -142,18 +158,18 @@ void OpWatch::run(const c10::OperatorHandle& op, torch::jit::Stack* stack, c10::
         if (const c10::StorageImpl* storage = find_storage(tensor)) nbytes += static_cast<int64_t>(storage->nbytes());
       });
     }
-    if (written.empty() && (tick >= 0 || kind->is_source || nbytes >= least_bytes_)) {
-      recorded = describe(op, *kind, given.data(), count, tick);
+    if (written.empty() && (counted.tick >= 0 || kind.is_source || nbytes >= least_bytes_)) {
+      recorded = describe(op, kind, given.data(), count, counted.tick);
     }
   }
   given.clear();
   if (recorded) {
     ++recorded_ops_;
     recorded->seconds = seconds;
-    recorded->place = place;
+    recorded->place = counted.place;
     recorded->inner_bytes = scope_ == nullptr ? 0 : std::max<int64_t>(0, scope_->op_peak_bytes() - live_before);
   }
-  if (recorded || !written.empty()) put_down(std::move(recorded), *stack, returned, written, tick);
+  if (recorded || !written.empty()) put_down(std::move(recorded), *stack, returned, written, counted.tick);
   if (!written.empty()) tell(callbacks_.after_write, written);
   table_->sweep_if_many();
 }
@@ -161,8 +177,7 @@ void OpWatch::run(const c10::OperatorHandle& op, torch::jit::Stack* stack, c10::
 void OpWatch::run_region(
     const std::string& name, const std::vector<at::Tensor>& written, c10::function_ref<void()> next) {
   if (is_closed_) return next();
-  int64_t tick = -1;
-  count(name, &tick);
+  count(name);
   tell(callbacks_.before_write, written);
   try {
     const Running timed(*this, name);
@@ -176,11 +191,16 @@ void OpWatch::run_region(
   tell(callbacks_.after_write, written);
 }
 
-int64_t OpWatch::count(const std::string& name, int64_t* tick) {
-  const int64_t place = ++ops_;  // its own, whatever other threads run
-  if (place > due_ops) callbacks_.leave(std::to_string(place) + " ops without a save that should have come before");
-  if (mode_ == Mode::FOLLOW && !is_expected(name, tick)) *tick = -1;
-  return place;
+OpWatch::Count OpWatch::count(const OpKind& kind) { return kind.is_traced ? count(kind.name) : Count(); }
+
+OpWatch::Count OpWatch::count(const std::string& name) {
+  Count counted;
+  counted.place = ++ops_;  // its own, whatever other threads run
+  if (counted.place > due_ops) {
+    callbacks_.leave(std::to_string(counted.place) + " ops without a save that should have come before");
+  }
+  if (mode_ == Mode::FOLLOW && !is_expected(name, &counted.tick)) counted.tick = -1;
+  return counted;
 }
 
 RecordedOpPtr OpWatch::describe(
@@ -212,13 +232,13 @@ bool OpWatch::is_expected(const std::string& name, int64_t* tick) {
   return *tick >= 0;
 }
 
-bool OpWatch::may_record(const OpKind& kind, const torch::jit::Stack& stack, size_t count) const {
-  if (scope_ != nullptr && mode_ == Mode::RECORD && scope_->live_bytes() <= resting_bytes_) return false;
-  return kind.may_be_replayed(stack.data() + (stack.size() - count), count);
+bool OpWatch::may_record(const Count& count) const {
+  if (count.tick >= 0) return true;
+  if (mode_ != Mode::RECORD) return false;
+  return at::GradMode::is_enabled() && (scope_ == nullptr || scope_->live_bytes() > resting_bytes_);
 }
 
-void OpWatch::tell(
-    const std::function<void(const at::Tensor&)>& callback, const std::vector<at::Tensor>& written) {
+void OpWatch::tell(const std::function<void(const at::Tensor&)>& callback, at::TensorList written) {
   for (const at::Tensor& tensor : written) {
     const c10::StorageImpl* storage = find_storage(tensor);
     if (storage == nullptr) continue;
@@ -236,7 +256,7 @@ void OpWatch::tell(
 }
 
 void OpWatch::put_down(
-    RecordedOpPtr op, const torch::jit::Stack& results, size_t count, const std::vector<at::Tensor>& written, int64_t tick) {
+    RecordedOpPtr op, const torch::jit::Stack& results, size_t count, at::TensorList written, int64_t tick) {
   std::vector<RecordedOpPtr> forgotten;  // destroyed without the mutex
   const auto forget = [&](StorageRecord& record) {
     for (RecordedOpPtr& each : record.forget_ops()) forgotten.push_back(std::move(each));
@@ -281,7 +301,7 @@ void OpWatch::put_down(
   if (tick >= 0) by_tick_[tick] = op;
 }
 
-void OpWatch::forget_ops(const std::vector<at::Tensor>& written) {
+void OpWatch::forget_ops(at::TensorList written) {
   std::vector<RecordedOpPtr> forgotten;  // destroyed without the mutex
   const std::lock_guard<std::mutex> guard(table_->mutex);
   for (const at::Tensor& tensor : written) {

@@ -40,8 +40,25 @@ class OpWatch {
   OpWatch(c10::DeviceType device, std::shared_ptr<StorageTable> table, Callbacks callbacks)
       : device_(device), table_(std::move(table)), scope_(table_->scope), callbacks_(std::move(callbacks)) {}
 
-  // Runs an op by `next`, whose arguments are on the stack.
-  void run(const c10::OperatorHandle& op, torch::jit::Stack* stack, c10::function_ref<void()> next);
+  // Which of the step's ops one is.
+  struct Count {
+    int64_t place = 0;
+    int64_t tick = -1;  // at which it is wanted, else -1
+  };
+
+  // What is known of an op; null where it is not watched, since the step is over.
+  const OpKind* find_open_kind(const c10::OperatorHandle& op) const { return is_closed_ ? nullptr : find_kind(op); }
+  bool is_closed() const { return is_closed_; }
+  Count count(const OpKind& kind);
+  // Whether an op may have to be recorded, whatever it is given.
+  bool may_record(const Count& count) const;
+
+  // Runs an op, which has been counted, by `next`, whose arguments are on the stack.
+  void run(
+      const c10::OperatorHandle& op, const OpKind& kind, const Count& count, torch::jit::Stack* stack,
+      c10::function_ref<void()> next);
+  // The same of one that is not recorded, which writes to these tensors; `next` may be called again.
+  void run_unrecorded(const OpKind& kind, at::TensorList written, c10::function_ref<void()> next);
   // Runs compiled code by `next`, as one op, which writes to these tensors and is never recorded.
   void run_region(const std::string& name, const std::vector<at::Tensor>& written, c10::function_ref<void()> next);
 
@@ -75,14 +92,18 @@ class OpWatch {
   // Describes an op, and has the ledger count what was there before the step.
   RecordedOpPtr describe(
       const c10::OperatorHandle& op, const OpKind& kind, const c10::IValue* arguments, size_t count, int64_t tick);
-  // Counts an op. Returns its place among the step's; `tick`: at which it is wanted, else -1.
-  int64_t count(const std::string& name, int64_t* tick);
+  Count count(const std::string& name);
   bool is_expected(const std::string& name, int64_t* tick);
-  bool may_record(const OpKind& kind, const torch::jit::Stack& stack, size_t count) const;
-  void put_down(RecordedOpPtr op, const torch::jit::Stack& results, size_t count, const std::vector<at::Tensor>& written, int64_t tick);
+  bool may_retry(const OpKind& kind, at::TensorList written) const;
+  // Calls `next`. Where the device has no memory, `restore` is called before it is called again; null: it is not. Returns
+  // the seconds that it took.
+  double call(
+      const OpKind& kind, at::TensorList written, c10::function_ref<void()> next,
+      const std::function<void()>& restore);
+  void put_down(RecordedOpPtr op, const torch::jit::Stack& results, size_t count, at::TensorList written, int64_t tick);
   // It is not known any more how these were made.
-  void forget_ops(const std::vector<at::Tensor>& written);
-  void tell(const std::function<void(const at::Tensor&)>& callback, const std::vector<at::Tensor>& written);
+  void forget_ops(at::TensorList written);
+  void tell(const std::function<void(const at::Tensor&)>& callback, at::TensorList written);
 
   const c10::DeviceType device_;
   const std::shared_ptr<StorageTable> table_;

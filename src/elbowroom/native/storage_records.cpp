@@ -91,7 +91,10 @@ StorageRecordPtr StorageTable::find(const c10::StorageImpl* storage) const {
 
 StorageRecordPtr StorageTable::see(const c10::Storage& storage) {
   StorageRecordPtr& record = records_[storage.unsafeGetStorageImpl()];
-  if (!record) record = c10::make_intrusive<StorageRecord>(storage);
+  if (!record) {
+    record = c10::make_intrusive<StorageRecord>(storage);
+    if (records_.size() >= sweep_at_) is_many_.store(true, std::memory_order_relaxed);
+  }
   return record;
 }
 
@@ -112,10 +115,11 @@ void StorageTable::put(const c10::Storage& storage, const StorageRecordPtr& reco
   records_[record->key] = record;
 }
 
-void StorageTable::sweep_if_many() {
+void StorageTable::sweep() {
   std::vector<StorageRecordPtr> gone;  // destroyed without the mutex
   const std::lock_guard<std::mutex> guard(mutex);
-  if (records_.size() < sweep_at_) return;
+  is_many_.store(false, std::memory_order_relaxed);
+  if (records_.size() < sweep_at_) return;  // another thread has done it
   for (const auto& [key, record] : records_) {
     if (record->storage.expired()) gone.push_back(record);
   }

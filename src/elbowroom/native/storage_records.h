@@ -68,15 +68,20 @@ class StorageTable {
   StorageRecordPtr see_counted(const c10::Storage& storage);
   // With the mutex: a record has a new storage from now on, with the same contents.
   void put(const c10::Storage& storage, const StorageRecordPtr& record);
-  // Forget the storages that are gone. Takes the mutex.
-  void sweep_if_many();
+  // Forget the storages that are gone, if many have come since the last time. Takes the mutex then.
+  void sweep_if_many() {
+    if (is_many_.load(std::memory_order_relaxed)) sweep();
+  }
   // Forget all. Takes the mutex.
   void clear();
   size_t size() const { return records_.size(); }
 
  private:
+  void sweep();
+
   ska::flat_hash_map<const c10::StorageImpl*, StorageRecordPtr> records_;
   size_t sweep_at_ = 1024;
+  std::atomic<bool> is_many_{false};  // changed with the mutex
 };
 
 }  // namespace elbowroom

@@ -31,7 +31,6 @@ namespace py = pybind11;
 namespace {
 
 constexpr c10::DispatchKey KEY = WATCHED_KEY;
-constexpr c10::DispatchKeySet BELOW(c10::DispatchKeySet::FULL_AFTER, KEY);
 constexpr c10::DispatchKeySet DOWN_TO_PYTHON =
     c10::DispatchKeySet(c10::DispatchKeySet::FULL) ^
     (c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, c10::DispatchKey::Python) |
@@ -79,12 +78,6 @@ bool is_seen_in_python(const c10::OperatorHandle& op) {
   return !is_alias(op) && !c10::impl::tls_is_dispatch_key_excluded(c10::DispatchKey::Python);  // as by a mode
 }
 
-// What a watcher calls is not seen by it, nor by those that saw the op before it.
-struct Busy {
-  Busy() { ++busy; }
-  ~Busy() { --busy; }
-};
-
 // PyTorch calls the mode on top of its stack, and takes it off the stack meanwhile.
 class OnTop {
  public:
@@ -116,22 +109,17 @@ void run_by(
     torch::jit::Stack* stack) {
   if (count == 0) {
     const c10::impl::ExcludeDispatchKeyGuard hidden{c10::DispatchKeySet(KEY)};
-    op.redispatchBoxed(keys & BELOW, stack);
+    op.redispatchBoxed(keys & BELOW_WATCH, stack);
   } else if (OpWatch* native = watchers->natives[count - 1]) {
     const Busy guard;
-    native->run(op, stack, [&] { run_by(watchers, count - 1, op, keys, stack); });
+    const auto next = [&] { run_by(watchers, count - 1, op, keys, stack); };
+    const OpKind* kind = native->find_open_kind(op);
+    kind == nullptr ? next() : native->run(op, *kind, native->count(*kind), stack, next);
   } else if (is_seen_in_python(op)) {
     run_in_python(*watchers, count - 1, op, stack);
   } else {
     run_by(watchers, count - 1, op, keys, stack);
   }
-}
-
-void run(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
-  const Watchers* watchers = find_watchers();
-  const size_t count = watchers == nullptr ? 0 : watchers->natives.size();
-  const bool is_watched = busy < count && op.hasSchema() && !is_without_bytes(op, *stack);
-  run_by(watchers, is_watched ? count - busy : 0, op, keys, stack);
 }
 
 thread_local bool is_hidden = false;
@@ -149,6 +137,22 @@ std::unique_ptr<at::ObserverContext> hide(const at::RecordFunction& function) {
 
 }  // namespace
 
+Busy::Busy() { ++busy; }
+
+Busy::~Busy() { --busy; }
+
+void run_watched(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
+  const Watchers* watchers = find_watchers();
+  const size_t count = watchers == nullptr ? 0 : watchers->natives.size();
+  const bool is_watched = busy < count && op.hasSchema() && !is_without_bytes(op, *stack);
+  run_by(watchers, is_watched ? count - busy : 0, op, keys, stack);
+}
+
+OpWatch* find_only_watch() {
+  const Watchers* watchers = busy == 0 ? find_watchers() : nullptr;
+  return watchers != nullptr && watchers->natives.size() == 1 ? watchers->natives.front() : nullptr;
+}
+
 uint64_t hide_from_guards() {
   if (std::exchange(is_hidden, true)) return 0;
   return at::addThreadLocalCallback(at::RecordFunctionCallback(&hide).scopes({at::RecordScope::FUNCTION}));
@@ -161,7 +165,7 @@ void stop_hiding(uint64_t handle) {
 }
 
 TORCH_LIBRARY_IMPL(_, Fake, library) {
-  library.fallback(torch::CppFunction::makeFromBoxedFunction<&run>());
+  library.fallback(torch::CppFunction::makeFromBoxedFunction<&run_watched>());
 }
 
 void set_watchers(const py::tuple& watchers) {

@@ -1,7 +1,9 @@
 // Runs each op of a thread by those that watch it.
 #pragma once
 
-#include <c10/core/DispatchKey.h>
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/core/stack.h>
+#include <c10/core/DispatchKeySet.h>
 #include <pybind11/pybind11.h>
 
 #include <cstdint>
@@ -12,6 +14,19 @@ class OpWatch;
 
 // PyTorch up to 2.13 reserves this key and registers nothing for it.
 constexpr c10::DispatchKey WATCHED_KEY = c10::DispatchKey::Fake;
+constexpr c10::DispatchKeySet BELOW_WATCH(c10::DispatchKeySet::FULL_AFTER, WATCHED_KEY);
+
+// Has an op run by all that watch it.
+void run_watched(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack);
+
+// The watch that is to run an op of this thread, where it is the only one that watches; null otherwise.
+OpWatch* find_only_watch();
+
+// While one of the watchers runs an op: what it calls is not seen by it, nor by those that saw the op before it.
+struct Busy {
+  Busy();
+  ~Busy();
+};
 
 // From now on these run every op of this thread, and of backward passes that it begins. The last sees it first. Each is an
 // `OpWatch`, or an object with `__torch_dispatch__`.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
 from types import ModuleType
 
 import torch
@@ -74,9 +73,9 @@ class Account:
         """A storage has been brought back: it has another address and the same contents."""
         self.table.put(storage, residence.record)
 
-    def mark_staying(self, storages: Iterable[torch.UntypedStorage]) -> None:
-        """These outlive the step."""
-        self.table.mark_staying(storages)
+    def mark_staying(self, tensors: list[torch.Tensor], device: torch.device) -> None:
+        """Note which storages outlive the step: those of the strided ones of these that are on the device."""
+        self.table.mark_staying(tensors, device.type)
 
     def round(self, nbytes: int) -> int:
         """What a block of so many bytes takes."""

@@ -44,7 +44,7 @@ class MemoryGuard:
         machine: says what leaves.
         facts: of the step; name what has no room below.
         list_residents: what is there before the step and after it.
-        is_here: whether a tensor is on the device.
+        device: the one whose memory is kept.
         step: carries out what the machine answers.
     """
 
@@ -53,20 +53,20 @@ class MemoryGuard:
         account: Account,
         machine: Machine,
         facts: StepFacts,
-        list_residents: Callable[[], Iterable[torch.Tensor]],
-        is_here: Callable[[torch.Tensor], bool],
+        list_residents: Callable[[], list[torch.Tensor]],
+        device: torch.device,
         step: Step,
     ) -> None:
         self._account, self._machine, self._facts = account, machine, facts
-        self._list_residents, self._is_here, self._step = list_residents, is_here, weakref.ref(step)
+        self._list_residents, self._device, self._step = list_residents, device, weakref.ref(step)
 
     def count_residents(self) -> None:
         """Count what is there before the step. At waking again: there may be others by then."""
-        self._account.mark_staying(self._list_here())
+        self._account.mark_staying(self._list_residents(), self._device)
 
     def _list_here(self) -> Iterable[torch.UntypedStorage]:
-        here = (each for each in self._list_residents() if self._is_here(each) and each.layout is torch.strided)
-        return (each.untyped_storage() for each in here)
+        there = (each for each in self._list_residents() if each.layout is torch.strided)
+        return (each.untyped_storage() for each in there if each.device.type == self._device.type)
 
     def make_room(self, nbytes: int, what: str) -> None:
         """Have storages leave until the account has room for `nbytes`.

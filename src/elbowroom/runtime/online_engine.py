@@ -85,7 +85,7 @@ class OnlineEngine(Engine):
         policy: str | None,
         profile: HardwareProfile,
         habits: Habits,
-        list_residents: Callable[[], Iterable[torch.Tensor]],
+        list_residents: Callable[[], list[torch.Tensor]],
         ledger: Ledger,
         known: Sequence[Known] = (),
         is_awake: bool = True,
@@ -110,7 +110,7 @@ class OnlineEngine(Engine):
             decider = self._guide = Guided(self._online, known[0].plan, is_awake=is_awake)
         self._machine = Machine(decider, self._segments)
         self._facts.is_on_device = self._machine.is_on_device
-        self._guard = MemoryGuard(self.account, self._machine, self._facts, list_residents, self._is_here, self)
+        self._guard = MemoryGuard(self.account, self._machine, self._facts, list_residents, device, self)
         self._facts.clock = self.watcher
         self._records = policy is not None
         self._resting_bytes = int(RESTING * budget_bytes) if habits.may_rest and not known else 0

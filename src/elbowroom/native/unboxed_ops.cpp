@@ -1,0 +1,130 @@
+// Watches the ops that models call most without boxing their arguments, which costs more than the watch itself.
+//
+// The same as `run_watched` does with their boxed arguments, which runs them where more than one watches, and every op
+// that is not listed here.
+#include <ATen/Operators.h>
+#include <ATen/core/boxing/KernelFunction.h>
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
+#include <c10/util/SmallVector.h>
+#include <torch/library.h>
+
+#include <atomic>
+#include <memory>
+#include <optional>
+#include <string>
+#include <type_traits>
+#include <utility>
+
+#include "op_kinds.h"
+#include "op_watch.h"
+#include "watched_ops.h"
+
+namespace elbowroom {
+
+namespace {
+
+// What an op returns.
+template <typename Result>
+struct Returned {
+  void operator=(Result&& result) { value.emplace(std::move(result)); }
+  Result get() { return std::move(*value); }
+  std::optional<Result> value;
+};
+
+template <typename Result>
+struct Returned<Result&> {
+  void operator=(Result& result) { value = &result; }
+  Result& get() { return *value; }
+  Result* value = nullptr;
+};
+
+using Tensors = c10::SmallVector<at::Tensor, 2>;
+
+void add_tensors(const at::Tensor& tensor, Tensors& tensors) {
+  if (tensor.defined()) tensors.push_back(tensor);
+}
+
+template <typename Argument>
+void add_tensors(const Argument&, Tensors&) {}
+
+// Runs an op that has been counted, and may have to be recorded.
+class Counted final : public c10::OperatorKernel {
+ public:
+  Counted(OpWatch& watch, const OpKind& kind, const OpWatch::Count& count) : watch_(watch), kind_(kind), count_(count) {}
+
+  void operator()(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
+    watch_.run(op, kind_, count_, stack, [&] { op.redispatchBoxed(keys & BELOW_WATCH, stack); });
+  }
+
+ private:
+  OpWatch& watch_;
+  const OpKind& kind_;
+  const OpWatch::Count count_;
+};
+
+template <typename Op, typename Schema = typename Op::schema>
+struct Unboxed;
+
+template <typename Op, typename Result, typename... Arguments>
+struct Unboxed<Op, Result(Arguments...)> {
+  static Result run(c10::DispatchKeySet keys, Arguments... arguments) {
+    static const c10::OperatorHandle op = c10::Dispatcher::singleton().findSchemaOrThrow(Op::name, Op::overload_name);
+    static std::atomic<const OpKind*> known{nullptr};
+    OpWatch* const watch = keys.has_backend(c10::BackendComponent::MetaBit) ? nullptr : find_only_watch();
+    if (watch == nullptr || watch->is_closed()) {
+      return box(c10::BoxedKernel::makeFromFunction<&run_watched>(), op, keys, arguments...);
+    }
+    const OpKind* kind = known.load(std::memory_order_acquire);
+    if (kind == nullptr) known.store(kind = find_kind(op), std::memory_order_release);
+    const OpWatch::Count count = watch->count(*kind);
+    const Busy busy;
+    const c10::impl::ExcludeDispatchKeyGuard hidden{c10::DispatchKeySet(WATCHED_KEY)};
+    if (watch->may_record(count)) {
+      auto counted = std::make_unique<Counted>(*watch, *kind, count);
+      return box(c10::BoxedKernel::makeFromFunctor(std::move(counted)), op, keys, arguments...);
+    }
+    Tensors written;
+    for (const int64_t position : kind->written) {
+      int64_t i = 0;
+      ((i++ == position ? add_tensors(arguments, written) : void()), ...);
+    }
+    Returned<Result> returned;
+    watch->run_unrecorded(*kind, written, [&] { returned = Op::redispatch(keys & BELOW_WATCH, arguments...); });
+    return returned.get();
+  }
+
+ private:
+  static Result box(
+      const c10::BoxedKernel& kernel, const c10::OperatorHandle& op, c10::DispatchKeySet keys, Arguments... arguments) {
+    return c10::impl::BoxedKernelWrapper<Result(Arguments...)>::call(kernel, op, keys, arguments...);
+  }
+};
+
+template <typename... Ops>
+void watch_unboxed(torch::Library& library) {
+  const auto name = [](const std::string& op, const std::string& overload) {
+    return overload.empty() ? op : op + "." + overload;
+  };
+  (library.impl(name(Ops::name, Ops::overload_name).c_str(), TORCH_FN(Unboxed<Ops>::run)), ...);
+}
+
+}  // namespace
+
+// None of them makes tensors on a device that it is told, nor writes to lists of tensors or statistics.
+TORCH_LIBRARY_IMPL(aten, Fake, library) {
+  namespace ops = at::_ops;
+  watch_unboxed<
+      ops::_softmax, ops::_softmax_backward_data, ops::_unsafe_view, ops::add__Tensor, ops::add_Tensor, ops::addcdiv_,
+      ops::addcmul_, ops::addmm, ops::bmm, ops::cat, ops::clone, ops::convolution, ops::convolution_backward, ops::copy_,
+      ops::detach, ops::div_Scalar, ops::div_Tensor, ops::exp, ops::expand, ops::gelu, ops::gelu_backward,
+      ops::hardsigmoid, ops::hardsigmoid_backward, ops::hardswish_, ops::hardswish_backward, ops::index_Tensor,
+      ops::lerp__Scalar, ops::mean_dim, ops::mm, ops::mul__Tensor, ops::mul_Scalar, ops::mul_Tensor,
+      ops::native_layer_norm, ops::native_layer_norm_backward, ops::neg, ops::permute, ops::pow_Tensor_Scalar, ops::relu,
+      ops::relu_, ops::rsqrt, ops::select_backward, ops::select_int, ops::sigmoid, ops::sigmoid_, ops::sigmoid_backward,
+      ops::silu, ops::silu_, ops::silu_backward, ops::slice_Tensor, ops::slice_backward, ops::split_Tensor, ops::sqrt,
+      ops::squeeze_dim, ops::sub_Tensor, ops::sum_dim_IntList, ops::t, ops::tanh, ops::tanh_, ops::tanh_backward,
+      ops::threshold_backward, ops::transpose_int, ops::unsqueeze, ops::view, ops::zero_>(library);
+}
+
+}  // namespace elbowroom
