@@ -6,12 +6,12 @@ import contextlib
 import hashlib
 import os
 import pathlib
+import re
 import shlex
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from elbowroom._folders import ADVICE, check_private, make_cache
@@ -35,6 +35,9 @@ class Language(NamedTuple):
 
 SEAL_BYTES = 32
 """At the end of each compiled file: the SHA-256 of what comes before. Whoever loads such a file does not look there."""
+
+QUOTED_LINES = 12
+"""Of a compiler's output, in an error."""
 
 C = Language("C", "CC", ("cc", "gcc", "clang"))
 CPP = Language("C++", "CXX", ("c++", "g++", "clang++"))
@@ -60,54 +63,60 @@ def find_compiler(what: str, language: Language) -> list[str]:
     )
 
 
-def compile_sources(
-    what: str, language: Language, made: pathlib.Path, sources: Sequence[pathlib.Path], flags: Sequence[str],
-    libraries: Sequence[str],
-) -> None:  # fmt: skip
-    """Compile, on all cores, and link. The file is there whole or not at all, whoever else is making it.
+@contextlib.contextmanager
+def making(what: str, language: Language, made: pathlib.Path) -> Iterator[pathlib.Path]:
+    """Lend a folder to make a file in, under its own name; at the end the file is sealed, and moved to its place.
+
+    The file is there whole or not at all, whoever else is making it.
 
     Raises:
-        UsageError: there is no compiler, it does not compile, or nothing can be written there.
+        UsageError: nothing can be written there, or others can write there.
     """
-    compiler = find_compiler(what, language)
     try:
         make_cache(made.parent)
+        lent = tempfile.TemporaryDirectory(dir=made.parent, prefix=f"{made.stem}-")
     except UsageError as error:
         raise UsageError(f"{what} cannot be compiled into {made.parent}: {error}") from error
-    try:
-        number, part = tempfile.mkstemp(dir=made.parent, prefix=made.stem, suffix=".part")
     except OSError as error:
         raise UsageError(f"{what} cannot be compiled into {made.parent}: {error.strerror}. {ADVICE}") from error
-    os.close(number)
-    try:
-        note = announcing(f"compiling {what}", f"{language.name}, kept for the next time")
-        with note, tempfile.TemporaryDirectory(prefix="elbowroom-") as folder:
-            objects = [str(pathlib.Path(folder) / f"{source.name}.o") for source in sources]
-            pairs = zip(objects, map(str, sources), strict=True)
-            commands = [[*compiler, *flags, "-c", "-o", each, source] for each, source in pairs]
-            with ThreadPoolExecutor(max_workers=min(len(sources), os.cpu_count() or 1)) as pool:
-                list(pool.map(lambda command: _run(what, language, command), commands))
-            _run(what, language, [*compiler, *flags, "-o", part, *objects, *libraries])
-        with open(part, "r+b") as file:
-            file.seek(0, os.SEEK_END)
-            file.write(_digest(pathlib.Path(part).read_bytes()))
+    with lent as folder, announcing(f"compiling {what}", f"{language.name}, kept for the next time"):
+        yield pathlib.Path(folder)
+        part = pathlib.Path(folder, made.name)
+        contents = part.read_bytes()
+        part.write_bytes(contents + _digest(contents))
+        part.chmod(0o755)
         os.replace(part, made)
-    finally:
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(part)
 
 
-def _run(what: str, language: Language, command: Sequence[str]) -> None:
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+def run_compiler(
+    what: str, language: Language, command: Sequence[str], environment: Mapping[str, str] | None = None
+) -> None:
+    """Run a compiler, or a program that runs one.
+
+    Raises:
+        UsageError: it fails, with the first error that it printed.
+    """
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment, errors="replace")
+    except OSError as error:
+        raise UsageError(f"{what} cannot be compiled: {command[0]}: {error.strerror}") from error
     if done.returncode != 0:
         raise UsageError(
-            f"{what} does not compile: {shlex.join(command)} ended with {done.returncode}: "
-            f"{done.stderr.strip()[-2000:]}. Name another compiler in the environment variable {language.variable}."
+            f"{what} does not compile: {shlex.join(command[:2])} ... ended with {done.returncode}: "
+            f"{_quote_error(done.stdout + done.stderr)}. Name another compiler in the environment variable "
+            f"{language.variable}."
         )
 
 
+def _quote_error(output: str) -> str:
+    """Return the lines from the first error on; where none says that it is one, the last lines."""
+    lines = output.strip().splitlines()
+    errors = [index for index, line in enumerate(lines) if re.search(r"\berror: ", line)]
+    return "\n".join(lines[errors[0] :][:QUOTED_LINES] if errors else lines[-QUOTED_LINES:])
+
+
 def is_made(made: pathlib.Path) -> bool:
-    """Whether a compiled file is there, as it was made: its last bytes are the digest of the others.
+    """Whether a compiled file is there and whole, and is ours.
 
     Raises:
         UsageError: somebody else may have written it, so it must not be loaded.
@@ -116,7 +125,15 @@ def is_made(made: pathlib.Path) -> bool:
         return False
     check_private(made.parent)
     check_private(made)
-    contents = made.read_bytes()
+    return is_whole(made)
+
+
+def is_whole(made: pathlib.Path) -> bool:
+    """Whether a compiled file is there as it was made: its last bytes are the digest of the others."""
+    try:
+        contents = made.read_bytes()
+    except OSError:
+        return False
     return contents[-SEAL_BYTES:] == _digest(contents[:-SEAL_BYTES])
 
 

@@ -4,27 +4,16 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import hashlib
-import importlib.util
 import mmap
 import pathlib
-import sysconfig
 from types import ModuleType
 
-import torch
-
 import elbowroom
-from elbowroom import _compiler, _folders
+from elbowroom.native import library
 
 NAME = "_arena_for_tests"
-FLAGS = ("-std=c++20", "-O2", "-DNDEBUG", "-fPIC", "-shared", "-fvisibility=hidden", "-pthread", "-Wall", "-Wextra")
 SOURCES = pathlib.Path(elbowroom.__file__).parent / "native"
 PARTS = ("arena", "arena_segments", "segments", "pages", "bind_arena")
-
-
-def list_sources() -> list[pathlib.Path]:
-    """The files that are compiled."""
-    return [pathlib.Path(__file__).with_suffix(".cpp"), *(SOURCES / f"{part}.cpp" for part in PARTS)]
 
 
 @functools.cache
@@ -34,23 +23,10 @@ def load() -> ModuleType:
     Raises:
         UsageError: there is no compiler, or it does not compile.
     """
-    headers = [SOURCES / f"{part}.h" for part in PARTS if (SOURCES / f"{part}.h").exists()]
-    stamp = hashlib.sha256(repr((torch.__version__, torch.compiled_with_cxx11_abi(), FLAGS)).encode())
-    for source in [*list_sources(), *headers]:
-        stamp.update(source.read_bytes())
-    made = _folders.find_cache() / f"{NAME}-{stamp.hexdigest()[:16]}.so"
-    if not _compiler.is_made(made):
-        parts = pathlib.Path(torch.__file__).parent
-        includes = [f"-isystem{path}" for path in (parts / "include", sysconfig.get_paths()["include"])]
-        abi = f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}"
-        linked = [f"-L{parts / 'lib'}", "-lc10"]
-        flags = [*FLAGS, abi, f"-I{SOURCES}", *includes]
-        _compiler.compile_sources("the arena for tests", _compiler.CPP, made, list_sources(), flags, linked)
-    spec = importlib.util.spec_from_file_location(NAME, made)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    files = [SOURCES / f"{part}{suffix}" for part in PARTS for suffix in (".cpp", ".h")]
+    sources = [pathlib.Path(__file__).with_suffix(".cpp"), *(file for file in files if file.suffix == ".cpp")]
+    headers = [file for file in files if file.suffix == ".h" and file.exists()]
+    return library.load(library.Extension(NAME, "the arena for tests", tuple(sources), tuple(headers)))
 
 
 def occupy(begin: int, nbytes: int) -> None:

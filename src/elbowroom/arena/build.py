@@ -46,8 +46,10 @@ def build_library(folder: pathlib.Path | None = None) -> pathlib.Path:
         stamp.update(source.name.encode() + source.read_bytes())
     library = (_folders.find_cache() if folder is None else folder) / f"arena-{stamp.hexdigest()[:16]}.so"
     if not _compiler.is_made(library):
-        sources = [path for path in list_sources() if path.suffix == ".c"]
-        _compiler.compile_sources(WHAT, _compiler.C, library, sources, FLAGS, LIBRARIES)
+        sources = [str(path) for path in list_sources() if path.suffix == ".c"]
+        with _compiler.making(WHAT, _compiler.C, library) as made:
+            command = [*compiler, *FLAGS, "-o", str(made / library.name), *sources, *LIBRARIES]
+            _compiler.run_compiler(WHAT, _compiler.C, command)
     return library
 
 

@@ -12,7 +12,7 @@ namespace elbowroom {
 
 namespace {
 
-constexpr int MOST_TRIES = 64;
+constexpr int MOST_MAPPINGS = 64;
 
 void* to_pointer(uintptr_t address) { return reinterpret_cast<void*>(address); }
 
@@ -39,7 +39,7 @@ uintptr_t find_addresses(size_t nbytes) {
   if (top == MAP_FAILED) return 0;
   munmap(top, get_page_bytes());
   uintptr_t begin = reinterpret_cast<uintptr_t>(top) / 2 / nbytes * nbytes;
-  for (int tries = 0; tries < MOST_TRIES; ++tries, begin += nbytes) {
+  for (int tries = 0; tries < MOST_MAPPINGS; ++tries, begin += nbytes) {
     const Mapping mapping = map(begin, get_page_bytes(), PROT_NONE);
     if (mapping == Mapping::DONE) return begin;
     if (mapping == Mapping::REFUSED) break;

@@ -22,9 +22,8 @@ def build(as_json: Json = False) -> None:
 
     It takes a C++ compiler.
     """
-    from elbowroom._compiler import is_made
     from elbowroom.compilation import compile_loops
-    from elbowroom.native.library import NATIVE, build_library, find_library, load
+    from elbowroom.native.library import NATIVE, build_library, is_built, load
     from elbowroom.progress import drawing_on
 
     with open_terminal(as_json) as terminal:
@@ -32,7 +31,7 @@ def build(as_json: Json = False) -> None:
         with terminal.progress("compiling the planner's loops") as advance:
             compile_loops(advance)
         loops_seconds, begin = time.perf_counter() - begin, time.perf_counter()
-        was_there = is_made(find_library(NATIVE))
+        was_there = is_built(NATIVE)
         with terminal.progress("compiling the extension that watches steps"), drawing_on(None):
             library = build_library(NATIVE)
         is_usable = load() is not None
