@@ -8,7 +8,8 @@ smallest budget that works and its plain peak; both with AdamW. Beside it: plann
 and block-wise `torch.utils.checkpoint` on as few blocks as bring the measured peak down to Elbowroom's.
 
 With `--everything-fits`: small models in a room of ten times their peak, where a step should cost what it costs without
-one. A second plain copy of the model shows how far the pairing can be trusted. Options of the room are the defaults.
+one. A second plain copy of the model shows how far the pairing can be trusted. Options of the room are the defaults;
+"watched" is a room with `always_watch=True`, which watches every op and save though nothing moves.
 
 All contenders run in one process with the same allocator settings, in turn; ratios are taken round by round. Peaks are
 measured by the profiler's allocation events, in steps of their own.
@@ -37,6 +38,7 @@ from elbowroom.hooks.ledger import NO_LIMIT, CpuLedger
 from elbowroom.planner.problem import pose
 from elbowroom.units import format_bytes
 from elbowroom.workloads import Workload, build
+from elbowroom.workloads._packages import import_package
 
 SPECS: dict[str, dict[str, Any]] = {
     "resnet50": {"spec": "torchvision:resnet50", "batch": 16, "image_size": 224},
@@ -44,7 +46,10 @@ SPECS: dict[str, dict[str, Any]] = {
 }
 
 SMALL_SPECS: dict[str, dict[str, Any]] = {
-    "mobilenet_v3_small": {"spec": "torchvision:mobilenet_v3_small", "batch": 4, "image_size": 64},
+    "mobilenet_v3_small": {"spec": "torchvision:mobilenet_v3_small", "batch": 8},
+    "efficientnet_b0": {"spec": "torchvision:efficientnet_b0", "batch": 8},
+    "mamba": {"spec": f"{__name__}:make_mamba"},
+    "mixture_of_experts": {"spec": f"{__name__}:make_mixture_of_experts"},
     "gpt2_2_layers": {"spec": "transformers:gpt2", "batch": 1, "sequence_length": 32, "layers": 2},
     "lstm_cell_loop": {"spec": f"{__name__}:make_lstm_cell_loop"},
 }
@@ -67,6 +72,40 @@ def make_lstm_cell_loop() -> tuple[torch.nn.Module, torch.optim.Optimizer, Calla
         return loss
 
     return cell, optimizer, step
+
+
+def make_language_step(
+    model: torch.nn.Module,
+) -> tuple[torch.nn.Module, torch.optim.Optimizer, Callable[[], torch.Tensor]]:
+    """A step of a language model on four sequences of 64 tokens."""
+    optimizer = torch.optim.AdamW(model.parameters())
+    tokens = torch.randint(0, 256, (4, 64))
+
+    def step() -> torch.Tensor:
+        loss: torch.Tensor = model(input_ids=tokens, labels=tokens).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    return model, optimizer, step
+
+
+def make_mamba() -> tuple[torch.nn.Module, torch.optim.Optimizer, Callable[[], torch.Tensor]]:
+    """A small Mamba."""
+    transformers = import_package("transformers")
+    config = transformers.MambaConfig(vocab_size=256, hidden_size=128, num_hidden_layers=4)
+    return make_language_step(transformers.MambaForCausalLM(config))
+
+
+def make_mixture_of_experts() -> tuple[torch.nn.Module, torch.optim.Optimizer, Callable[[], torch.Tensor]]:
+    """A small mixture of four experts."""
+    transformers = import_package("transformers")
+    config = transformers.MixtralConfig(
+        vocab_size=256, hidden_size=128, intermediate_size=256, num_hidden_layers=4, num_attention_heads=4,
+        num_key_value_heads=2, num_local_experts=4,
+    )  # fmt: skip
+    return make_language_step(transformers.MixtralForCausalLM(config))
 
 
 class Checkpointed(torch.nn.Module):
@@ -234,14 +273,16 @@ def run(name: str, rounds: int, profile: Any) -> dict[str, Any]:
 
 
 def run_fitting(name: str, rounds: int, profile: Any) -> dict[str, Any]:
-    """Two plain copies of a small model, and one in a room with ten times the bytes that it needs."""
-    plain, again, ours = make(name), make(name), make(name)
+    """Two plain copies of a small model, and two in rooms with ten times the bytes that it needs; one is watched."""
+    plain, again, ours, watched = (make(name) for _ in range(4))
     plain.step()
     plain.step()
     budget = 10 * measure_peak(plain, plain.step)
     room = elbowroom.fit(ours.model, ours.optimizer, budget, profile=profile)
+    watching = elbowroom.fit(watched.model, watched.optimizer, budget, profile=profile, always_watch=True)
     contenders = {
         "plain": counted_apart(plain.step), "plain again": counted_apart(again.step), "elbowroom": in_room(ours, room),
+        "watched": in_room(watched, watching),
     }  # fmt: skip
     for _ in range(10):  # a room captures and meters its first steps
         for step in contenders.values():
@@ -251,12 +292,14 @@ def run_fitting(name: str, rounds: int, profile: Any) -> dict[str, Any]:
     gc.disable()
     for index in range(rounds):
         order = list(contenders)
-        for label in order[index % 3 :] + order[: index % 3]:
+        for label in order[index % len(order) :] + order[: index % len(order)]:
             seconds[label].append(timed(contenders[label]))
     gc.enable()
     modes = [record.mode.value for record in room.journal().steps]
     metered = sum(record.resident_bytes is not None for record in room.journal().steps[10:])
+    watched_modes = [record.mode.value for record in watching.journal().steps]
     room.detach()
+    watching.detach()
     ratios = {
         label: [mine / base for mine, base in zip(times, seconds["plain"], strict=True)]
         for label, times in seconds.items()
@@ -264,12 +307,14 @@ def run_fitting(name: str, rounds: int, profile: Any) -> dict[str, Any]:
     medians = {label: statistics.median(values) for label, values in ratios.items()}
     print(
         f"{name}: plain {statistics.median(seconds['plain']) * 1e3:.2f} ms; plain again "
-        f"{medians['plain again']:.3f}, Elbowroom {medians['elbowroom']:.3f} of it; {metered} of {rounds} steps metered"
+        f"{medians['plain again']:.3f}, Elbowroom {medians['elbowroom']:.3f}, watched {medians['watched']:.3f} of it; "
+        f"{metered} of {rounds} steps metered"
     )
     return {
         "model": name,
         "budget_bytes": budget,
         "modes": sorted(set(modes[10:])),
+        "watched_modes": sorted(set(watched_modes[10:])),
         "metered_steps": metered,
         "seconds": seconds,
         "ratio_medians": medians,
