@@ -1,6 +1,7 @@
 """Does a room change the bits of random programs, or let them take more than their budget?
 
-    python benchmarks/random_programs.py [--programs 1000] [--first 0] [--seconds 60] [--output FILE.json] [--check]
+    python benchmarks/random_programs.py [--programs 1000] [--first 0] [--seconds 60] [--minutes 30]
+        [--output FILE.json] [--check]
 
 A program is a random sequence of ops (`random_ops.py`): views and writes to them, `out=`, `.data`, dropout,
 checkpoints, double and repeated backward passes, hooks, threads, convolutions, recurrent layers, indexing, failing ops.
@@ -8,7 +9,7 @@ It is trained for some steps without a room, and then in rooms: in dynamic ones 
 and plans its steps, and in one in which everything that may leave does so at each allocation. Losses, gradients and
 parameters have to be the same to the last bit, and in no step may the bytes that a meter outside of ours sees be more
 than the budget: it stands before the allocator and counts what that hands out (`tests/native/outside_meter.cpp`).
-`Infeasible` is a result as well, as long as the meter saw no more than the budget by then.
+`Infeasible` and `Thrashing` are results as well, as long as the meter saw no more than the budget by then.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ import pathlib
 import subprocess
 import sys
 import tempfile
+import time
 import warnings
 from collections import Counter
 from typing import Any
@@ -35,7 +37,7 @@ from random_ops import Instruction, Model, run_program, write_program
 from writing import write_results
 
 import elbowroom
-from elbowroom.errors import Infeasible
+from elbowroom.errors import Infeasible, Thrashing
 from elbowroom.ir.hardware import HardwareProfile
 from elbowroom.native import library
 
@@ -46,6 +48,7 @@ from tests.pressure import ask_at_every_request  # noqa: E402
 
 PLANNED_STEPS, OTHER_STEPS = 4, 2
 HUGE = 1 << 40
+REFUSALS = (Infeasible.__name__, Thrashing.__name__)
 SHARES = (0.85, 0.6, 0.35)
 """Of what a plain step takes beside what is there before and after it: budgets."""
 RESERVE_BYTES = 64 << 10
@@ -128,7 +131,7 @@ def is_same(one: list[Any], other: list[Any]) -> bool:
 def judge(plain: dict[str, Any], found: dict[str, Any], budget: int | None) -> list[str]:
     """Say what is wrong with a run in a room."""
     wrong = []
-    is_refused = found["error"] == Infeasible.__name__
+    is_refused = found["error"] in REFUSALS
     if not is_refused and found["error"] != plain["error"]:
         wrong.append(f"error: {plain['error']!r} became {found['error']}: {found.get('text')}")
     if not is_same(plain["values"], found["values"]):
@@ -150,7 +153,7 @@ def run_all_ways(bench: Bench, seed: int) -> list[dict[str, Any]]:
         wrong = judge(plain, found, budget if is_metered else None)
         if "other bits" in wrong and not is_same(plain["values"], bench.train(program, seed, None, steps)["values"]):
             wrong = ["unstable without a room"]
-        refused = found["error"] == Infeasible.__name__
+        refused = found["error"] in REFUSALS
         results.append(
             {"program": seed, "way": way, "budget": budget, "refused": refused, "error": plain["error"],
              "moved": found["moved"], "modes": found["modes"], "wrong": wrong}
@@ -175,6 +178,8 @@ def work(options: argparse.Namespace) -> None:
     torch.set_num_threads(1)
     bench = Bench(options.meter, elbowroom.load(HardwareProfile, options.profile))
     for seed in range(options.first, options.first + options.programs):
+        if time.time() > options.stop_at:
+            return
         faulthandler.dump_traceback_later(options.seconds, exit=True)
         results = run_all_ways(bench, seed)
         faulthandler.cancel_dump_traceback_later()
@@ -185,9 +190,10 @@ def campaign(options: argparse.Namespace) -> list[dict[str, Any]]:
     """Run all programs in a process of their own; where it dies, another one goes on behind."""
     results: list[dict[str, Any]] = []
     first, end = options.first, options.first + options.programs
-    while first < end:
+    while first < end and time.time() < options.stop_at:
         command = [sys.executable, __file__, "--work", "--first", str(first), "--programs", str(end - first)]
         command += ["--profile", options.profile, "--meter", options.meter, "--seconds", str(options.seconds)]
+        command += ["--stop-at", str(options.stop_at)]
         with (
             tempfile.TemporaryFile("w+") as said,
             subprocess.Popen(command, stdout=subprocess.PIPE, stderr=said, text=True) as process,
@@ -202,8 +208,8 @@ def campaign(options: argparse.Namespace) -> list[dict[str, Any]]:
                         print(f"program {each['program']}, {each['way']}: {each['wrong']}", flush=True)
             process.wait()
             said.seek(0)
-            text = said.read()[-2000:]
-        if first < end:
+            text = said.read()[-2000:].replace(str(ROOT), "").replace(sys.prefix, "")
+        if process.returncode:
             print(f"program {first}: died: {text}", flush=True)
             results.append({"program": first, "way": "", "wrong": [f"died: {text}"]})
             first += 1
@@ -217,14 +223,17 @@ def main() -> int:
     parser.add_argument("--first", type=int, default=0)
     parser.add_argument("--profile", help="of this machine; measured if left out")
     parser.add_argument("--seconds", type=float, default=120.0, help="that one program may take in all ways")
+    parser.add_argument("--minutes", type=float, default=float("inf"), help="after which no other program begins")
     parser.add_argument("--output")
     parser.add_argument("--check", action="store_true")
     parser.add_argument("--meter", help=argparse.SUPPRESS)
+    parser.add_argument("--stop-at", type=float, help=argparse.SUPPRESS)
     parser.add_argument("--work", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.work:
         work(options)
         return 0
+    options.stop_at = time.time() + 60 * options.minutes
     with tempfile.TemporaryDirectory() as folder:
         options.meter = str(build_meter(pathlib.Path(folder)))
         if options.profile is None:
@@ -240,10 +249,12 @@ def main() -> int:
         summary[way, "failed without a room as well"] += bool(each.get("error"))
         for what in each["wrong"]:
             summary[way, what.split(":")[0]] += 1
+    run = {"first": options.first, "programs": len({each["program"] for each in results})}
+    print(f"{run['programs']} programs run, from {run['first']} on")
     counts = [{"way": way, "what": what, "count": count} for (way, what), count in sorted(summary.items())]
     for count in counts:
         print(f"{count['way']}: {count['count']} {count['what']}")
-    write_results(options.output, [*counts, *(each for each in results if each["wrong"])])
+    write_results(options.output, [run, *counts, *(each for each in results if each["wrong"])])
     return 1 if options.check and any(each["wrong"] for each in results) else 0
 
 
