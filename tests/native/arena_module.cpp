@@ -13,7 +13,7 @@ void bind_arena(pybind11::module_& module);
 
 namespace {
 
-constexpr size_t LEAST_BYTES = size_t{1} << 14;
+constexpr size_t LEAST_BLOCK_BYTES = size_t{1} << 14;
 
 // Blocks of 16 KiB and more are the arena's, if it has room; the others come from the allocator that was there before.
 class ArenaAllocator final : public c10::Allocator {
@@ -24,7 +24,7 @@ class ArenaAllocator final : public c10::Allocator {
   }
 
   c10::DataPtr allocate(size_t nbytes) override {
-    void* const block = nbytes < LEAST_BYTES || !is_used ? nullptr : Arena::get().allocate(nbytes);
+    void* const block = nbytes < LEAST_BLOCK_BYTES || !is_used ? nullptr : Arena::get().allocate(nbytes);
     if (block != nullptr) return {block, block, &release, c10::Device(c10::DeviceType::CPU)};
     c10::DataPtr memory = below_->allocate(nbytes);
     void* const address = memory.release_context();
