@@ -114,14 +114,12 @@ class Outcome:
 
     def count_choices(self) -> dict[str, int]:
         """Decisions of each kind."""
-        return {
-            str(choice): sum(decision.choice is choice for decision in self.plan.decisions)
-            for choice in (Choice.OFFLOAD, Choice.RECOMPUTE)
-        }
+        return {str(choice): self.plan.count_gaps(choice) for choice in (Choice.OFFLOAD, Choice.RECOMPUTE)}
 
     def rows(self) -> list[tuple[str, str, str]]:
         """What a person wants to know."""
-        plain, forecast, choices = self.plain, self.forecast, self.count_choices()
+        plain, forecast = self.plain, self.forecast
+        choices = self.count_choices()
         offloaded = {decision.storage for decision in self.plan.decisions if decision.choice is Choice.OFFLOAD}
         share, waits = forecast.peak_bytes / plain.peak_bytes, format_seconds(forecast.stall_seconds)
         return [
