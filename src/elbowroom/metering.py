@@ -25,7 +25,9 @@ class Metering:
     """
 
     def __init__(self, device: torch.device, transfers: Transfers, ledger: CpuLedger | CudaLedger) -> None:
-        self._device, self._transfers, self._ledger = device, transfers, ledger
+        self._device = device
+        self._transfers = transfers
+        self._ledger = ledger
         self._logbook = Logbook()
         self._has_refused = False
 
@@ -37,6 +39,10 @@ class Metering:
     def journal(self) -> Journal:
         """Return the records of all steps so far."""
         return self._logbook.journal()
+
+    def metrics(self) -> dict[str, int | float | str]:
+        """Return the figures of the last step and of all so far, by the names in `Room.metrics`."""
+        return self._logbook.metrics()
 
     def make(self, *, is_detailed: bool = False) -> Meter:
         """Return a meter for the next step. `is_detailed`: whether its ops are metered one by one."""

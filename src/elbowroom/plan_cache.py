@@ -22,11 +22,12 @@ from elbowroom.ir.forecast import Forecast
 from elbowroom.ir.hardware import HardwareProfile
 from elbowroom.ir.journal import StepRecord
 from elbowroom.ir.placement import Placement
-from elbowroom.ir.plan import Plan
+from elbowroom.ir.plan import Choice, Plan
 from elbowroom.ir.trace import Role, Trace, release_unneeded
 from elbowroom.planner.plain import keep_all_if_it_fits
 from elbowroom.planner.problem import plan as make_plan
 from elbowroom.planner.problem import pose
+from elbowroom.report.table import render_table
 from elbowroom.runtime.known import Known
 from elbowroom.simulator.replay import Replay, simulate
 
@@ -50,10 +51,28 @@ class PlannedStep:
     """One kind of step: its trace, costs, plan and forecast, and where its copies will lie."""
 
     trace: Trace
-    costs: Costs
+    costs: Costs = dataclasses.field(repr=False)
     plan: Plan
     forecast: Forecast
-    placement: Placement
+    placement: Placement = dataclasses.field(repr=False)
+
+    def _repr_html_(self) -> str:
+        plan, forecast = self.plan, self.forecast
+        figures: dict[str, int | float | str] = {
+            "ops": len(self.trace.ops),
+            "strategy": plan.strategy,
+            "budget_bytes": plan.budget_bytes,
+            "offloaded_gaps": plan.count_gaps(Choice.OFFLOAD),
+            "recomputed_gaps": plan.count_gaps(Choice.RECOMPUTE),
+            "recomputed_segments": len(plan.segments),
+            "forecast_peak_bytes": forecast.peak_bytes,
+            "forecast_step_seconds": forecast.step_seconds,
+            "recompute_seconds": forecast.recompute_seconds,
+            "stall_seconds": forecast.stall_seconds,
+            "offloaded_bytes": forecast.offloaded_bytes,
+            "reloaded_bytes": forecast.reloaded_bytes,
+        }
+        return render_table(f"Elbowroom: {self.trace.name} on {self.trace.device}", figures)
 
     @property
     def is_plain(self) -> bool:
@@ -119,7 +138,9 @@ class PlanCache:
     def __init__(
         self, budget_bytes: int, config: Config, device: torch.device, profile: HardwareProfile, ledger: Ledger
     ) -> None:
-        self._config, self._device, self._ledger = config, device, ledger
+        self._config = config
+        self._device = device
+        self._ledger = ledger
         self.budget_bytes = budget_bytes
         self.profile = profile
         self.entries: list[PlanCacheEntry] = []

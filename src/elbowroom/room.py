@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import reprlib
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -25,9 +26,11 @@ from elbowroom.metering import Metering
 from elbowroom.plan_cache import PlanCache, PlannedStep
 from elbowroom.planner.bounds import bound_plan
 from elbowroom.report.summary import summarize
+from elbowroom.report.table import render_table
 from elbowroom.runtime.open import open_transfers
 from elbowroom.step_modes import StepModes
 from elbowroom.tracing.fake import capture_fake
+from elbowroom.units import format_bytes, format_seconds
 
 logger = logging.getLogger(__name__)
 
@@ -181,15 +184,64 @@ class Room:
         """Return what was measured so far."""
         return self._metering.journal()
 
+    def metrics(self) -> dict[str, int | float | str]:
+        """Return the figures of the last step and of all steps so far, for a logger: wandb, TensorBoard, MLflow.
+
+        A key whose value is not known is left out, so no value is None. "mode" alone is text. Costs a few microseconds.
+
+        Returns:
+            Always:
+                budget_bytes: what the job may hold on its device.
+            Once a step has been planned; of the step that is expected next:
+                forecast_step_seconds, forecast_peak_bytes: what the simulator says.
+            Once a step has ended; of the last one:
+                step: counts from 0.
+                mode: "capture", "planned", "plain", "dynamic" or "drifted", as in `Mode`.
+                step_seconds: wall time.
+                stall_seconds: of it, waiting for transfers.
+                peak_bytes: most tensor bytes on the device at once; left out where the step was not metered.
+                resident_bytes: most resident memory of the process (CPU) or reserved by the allocator (CUDA); the same.
+                offloaded_bytes, reloaded_bytes: moved each way.
+                recomputed_segments: segments replayed.
+            And of all steps:
+                max_peak_bytes: the highest peak of those that were metered; left out where none was.
+                total_step_seconds, total_stall_seconds, total_offloaded_bytes, total_reloaded_bytes,
+                total_recomputed_segments: sums of the above.
+                capture_steps, planned_steps, plain_steps, dynamic_steps, drifted_steps: how many ran in each mode.
+        """
+        found = {"budget_bytes": self.budget_bytes, **self._metering.metrics()}
+        if (planned := self.planned) is not None:
+            found["forecast_step_seconds"] = planned.forecast.step_seconds
+            found["forecast_peak_bytes"] = planned.forecast.peak_bytes
+        return found
+
+    def __repr__(self) -> str:
+        if "_modes" not in vars(self):
+            return "<Room: not made>"  # a debugger looks at it where making it failed
+        found = self.metrics()
+        text = f"{reprlib.repr(self._job.name)} on {self._job.device} within {format_bytes(self.budget_bytes)}"
+        if self._detached:
+            text += ", detached"
+        if "step" not in found:
+            return f"<Room: {text}; no step yet>"
+        text += f"; step {found['step']} ({found['mode']}) took {format_seconds(float(found['step_seconds']))}"
+        if "max_peak_bytes" in found:
+            text += f", max peak {format_bytes(int(found['max_peak_bytes']))}"
+        return f"<Room: {text}>"
+
+    def _repr_html_(self) -> str:
+        figures = {name: figure for name, figure in self.metrics().items() if figure or name == "step"}
+        return render_table(f"Elbowroom: {self._job.name} on {self._job.device}", figures)
+
     def report(self) -> str:
         """Return forecast and measurements, and why each block is where it is, as text."""
         planned = self.planned
         if planned is None:
             return summarize(budget_bytes=self.budget_bytes, journal=self.journal())
-        trace, costs, plan = planned.trace, planned.costs, planned.plan
+        bound_seconds = bound_plan(planned.trace, planned.costs, planned.plan, self.config.host_bytes)
         return summarize(
-            budget_bytes=self.budget_bytes, journal=self.journal(), trace=trace, costs=costs, plan=plan,
-            forecast=planned.forecast, bound_seconds=bound_plan(trace, costs, plan, self.config.host_bytes),
+            budget_bytes=self.budget_bytes, journal=self.journal(), trace=planned.trace, costs=planned.costs,
+            plan=planned.plan, forecast=planned.forecast, bound_seconds=bound_seconds,
         )  # fmt: skip
 
     def detach(self) -> None:

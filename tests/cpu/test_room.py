@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -209,6 +210,52 @@ def test_the_budget_changes_between_steps(profile: HardwareProfile) -> None:
             assert room.planned is before and room.budget_bytes == floor + 4096
     with pytest.raises(UsageError, match="detached"):
         room.set_budget("1GiB")
+
+
+def test_metrics_are_the_last_step_and_all_so_far(profile: HardwareProfile) -> None:
+    floor, plain_peak = find_range(profile)
+    budget = (floor + plain_peak) // 2
+    model, optimizer, step = make()
+    with elbowroom.fit(model, optimizer, budget, profile=profile) as room:
+        assert room.metrics() == {"budget_bytes": budget}
+        assert "no step yet" in repr(room)
+        for index in range(6):
+            with room.step():
+                step(index)
+            found, steps = room.metrics(), room.journal().steps
+            last, peaks = steps[-1], [record.peak_bytes for record in steps if record.peak_bytes is not None]
+            assert found["step"] == index and found["mode"] == last.mode
+            assert found["step_seconds"] == last.seconds and found["recomputed_segments"] == last.recomputed
+            assert found.get("peak_bytes") == last.peak_bytes and found["max_peak_bytes"] == max(peaks)
+            for name in ("stall_seconds", "offloaded_bytes", "reloaded_bytes"):
+                assert found[name] == getattr(last, name)
+                assert found[f"total_{name}"] == pytest.approx(sum(getattr(record, name) for record in steps))
+            assert sum(int(found[f"{mode}_steps"]) for mode in Mode) == index + 1
+            assert all(isinstance(value, str if name == "mode" else int | float) for name, value in found.items())
+            assert (room.planned is None) == ("forecast_peak_bytes" not in found)
+        assert room.planned is not None
+        assert found["forecast_peak_bytes"] == room.planned.forecast.peak_bytes <= budget
+        assert found["forecast_step_seconds"] == room.planned.forecast.step_seconds
+        assert found["planned_steps"] and found["total_offloaded_bytes"]
+        documented = set(re.findall(r"\w+", room.metrics.__doc__ or ""))
+        assert found.keys() <= documented
+
+
+def test_a_room_and_its_plan_print_as_a_line_and_as_a_table(profile: HardwareProfile) -> None:
+    model, optimizer, step = make()
+    with elbowroom.fit(model, optimizer, "1GiB", profile=profile) as room:
+        for index in range(4):
+            with room.step():
+                step(index)
+        took = r"step 3 \(plain\) took [\d.]+ \w+, max peak [\d.]+ MiB"
+        assert re.fullmatch(rf"<Room: 'Sequential' on cpu within 1\.00 GiB; {took}>", repr(room))
+        assert room.planned is not None and len(repr(room.planned)) < 500
+        assert '<th scope="row">step</th><td>3</td>' in room._repr_html_()
+        assert '<th scope="row">strategy</th>' in room.planned._repr_html_()
+        for page in (room._repr_html_(), room.planned._repr_html_()):
+            assert page.count("<tr>") == page.count("</tr>") > 5 and len(page) < 2000
+    assert "detached" in repr(room)
+    assert repr(elbowroom.room.Room.__new__(elbowroom.room.Room)) == "<Room: not made>"
 
 
 def test_infeasible_comes_before_anything_has_run(profile: HardwareProfile) -> None:

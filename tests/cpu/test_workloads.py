@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from elbowroom import workloads
+from elbowroom import capture, workloads
 from elbowroom.errors import UsageError
 from elbowroom.workloads import build
 from tests.models import MODELS
@@ -101,6 +101,19 @@ def test_options_reach_the_model() -> None:
     text = build("transformers:gpt2", **SMALL_TEXT)
     assert text.batch["input_ids"].shape == (2, 16)
     assert len(list(text.model.get_submodule("transformer.h").children())) == 1
+
+
+@needs_packages
+def test_the_trace_of_gpt2_prints_as_one_line() -> None:
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        workload = build("transformers:gpt2", batch=1, sequence_length=8)
+    trace = capture(workload.step, workload.model, workload.optimizer, name="transformers:gpt2")
+    assert len(trace.ops) > 1000
+    shown = repr(trace)
+    assert len(shown) < 200 and "\n" not in shown
+    assert shown.startswith(
+        f"<Trace of 'transformers:gpt2' on cpu: {len(trace.ops)} ops, {len(trace.storages)} storages"
+    )
 
 
 @needs_packages

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import html.parser
 from typing import Any
 
 import pytest
@@ -10,11 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as some
 
 from elbowroom.errors import TraceError
+from elbowroom.hardware.shipped import list_shipped, load_shipped
 from elbowroom.ir.costs import Costs
 from elbowroom.ir.forecast import Forecast
 from elbowroom.ir.identity import digest
 from elbowroom.ir.journal import Journal, Mode, StepRecord
-from elbowroom.ir.plan import Plan
+from elbowroom.ir.plan import Choice, Plan
 from elbowroom.ir.trace import Trace
 from elbowroom.planner.problem import plan, pose
 from elbowroom.report.blocks import Block, count_seconds, explain_blocks
@@ -22,8 +24,9 @@ from elbowroom.report.chart import draw_chart
 from elbowroom.report.lifetimes import Lifetimes
 from elbowroom.report.steady import find_steady
 from elbowroom.report.summary import summarize
+from elbowroom.report.table import render_table
 from elbowroom.simulator.replay import simulate
-from elbowroom.units import format_seconds
+from elbowroom.units import format_bytes, format_seconds
 from tests import generators
 from tests.generators import KIB, make_chain, make_costs, make_link
 
@@ -297,3 +300,41 @@ def test_figures_of_another_step_are_refused() -> None:
         values: dict[str, Any] = {"costs": costs, "plan": made, "forecast": forecast} | change
         with pytest.raises(TraceError, match=said):
             summarize(budget_bytes=1, journal=EMPTY, trace=trace, **values)
+
+
+# -- as one line, and as a table in a notebook ------------------------------------------------------------------------
+
+
+def test_nouns_print_as_one_line_however_long_they_are() -> None:
+    trace = dataclasses.replace(make_chain([64 * KIB] * 300), name="module:" + "function" * 100)
+    costs = dataclasses.replace(make_costs(trace), profile_name="machine " * 100)
+    made, forecast, budget_bytes = planned(trace, costs)
+    profile = load_shipped(list_shipped()[0])
+    journal = Journal(steps=JOURNAL.steps * 1000)
+    for value in (trace, costs, made, forecast, journal, EMPTY, profile):
+        assert len(repr(value)) < 200 and "\n" not in repr(value), repr(value)
+    assert f"{len(trace.ops)} ops, {len(trace.storages)} storages" in repr(trace)
+    assert f"within {format_bytes(budget_bytes)}" in repr(made)
+    assert f"{sum(each.choice is Choice.OFFLOAD for each in made.decisions)} gaps offloaded" in repr(made)
+    assert f"peak {format_bytes(forecast.peak_bytes)}, step {format_seconds(forecast.step_seconds)}" in repr(forecast)
+    assert repr(JOURNAL) == "<Journal: steps by mode: capture 1, planned 3; step 3 took 2.20 s, max peak 1000.0 KiB>"
+    assert repr(EMPTY) == "<Journal: no step>"
+    assert profile.name in repr(profile)
+
+
+def test_tables_are_escaped_and_have_units() -> None:
+    page = render_table("<b>&", {"peak_bytes": 3 << 20, "step_seconds": 0.5, "step": 7, "mode": "<script>"})
+    found: list[str] = []
+
+    class Reader(html.parser.HTMLParser):
+        def handle_starttag(self, tag: str, attrs: object) -> None:
+            assert tag in ("table", "caption", "tbody", "tr", "th", "td")
+
+        def handle_data(self, data: str) -> None:
+            found.append(data)
+
+    reader = Reader()
+    reader.feed(page)
+    reader.close()
+    words = [each for each in found if each.strip()]
+    assert words == ["<b>&", "peak", "3.0 MiB", "step time", "500.0 ms", "step", "7", "mode", "<script>"]

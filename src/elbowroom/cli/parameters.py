@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -69,53 +72,49 @@ Picture = Annotated[
     Path | None, typer.Option("--picture", help="Draw the result into this file (.svg, .png, .pdf); needs matplotlib.")
 ]
 
-_WORKLOAD = "Workload"
-Batch = Annotated[int | None, typer.Option("--batch", help="Samples in a batch (8).", rich_help_panel=_WORKLOAD)]
-ImageSize = Annotated[
-    int | None, typer.Option("--image-size", help="Height and width of images in pixels.", rich_help_panel=_WORKLOAD)
-]
-SequenceLength = Annotated[
-    int | None, typer.Option("--sequence-length", help="Tokens in a sample (128).", rich_help_panel=_WORKLOAD)
-]
-Layers = Annotated[
-    int | None, typer.Option("--layers", help="Layers instead of the model's own number.", rich_help_panel=_WORKLOAD)
-]
-DataType = Annotated[
-    str | None, typer.Option("--dtype", help="float32, or bfloat16 for autocast.", rich_help_panel=_WORKLOAD)
-]
-Optimizer = Annotated[str | None, typer.Option("--optimizer", help="adamw or sgd.", rich_help_panel=_WORKLOAD)]
-Device = Annotated[
-    str | None,
-    typer.Option("--device", help="cpu, cuda or cuda:N; CUDA if there is any.", rich_help_panel=_WORKLOAD),
-]
-Seed = Annotated[int | None, typer.Option("--seed", help="Of weights, batch and draws (0).", rich_help_panel=_WORKLOAD)]
-ChannelsLast = Annotated[
-    bool | None,
-    typer.Option("--channels-last", help="Images and weights in that memory format.", rich_help_panel=_WORKLOAD),
-]
+WorkloadOptions = dict[str, Any]
+"""Options of a workload that were given, by the names `elbowroom.workloads.build` has for them."""
 
 
-def collect_options(
-    batch: int | None,
-    image_size: int | None,
-    sequence_length: int | None,
-    layers: int | None,
-    dtype: str | None,
-    optimizer: str | None,
-    device: str | None,
-    seed: int | None,
-    channels_last: bool | None,
-) -> dict[str, Any]:
-    """The options of a workload that were given, by the names `elbowroom.workloads.build` has for them."""
-    options = {
-        "batch": batch,
-        "image_size": image_size,
-        "sequence_length": sequence_length,
-        "layers": layers,
-        "dtype": dtype,
-        "optimizer": optimizer,
-        "device": device,
-        "seed": seed,
-        "channels_last": channels_last,
-    }
-    return {name: value for name, value in options.items() if value is not None}
+_WORKLOAD: dict[str, tuple[type, str]] = {
+    "batch": (int, "Samples in a batch (8)."),
+    "image_size": (int, "Height and width of images in pixels."),
+    "sequence_length": (int, "Tokens in a sample (128)."),
+    "layers": (int, "Layers instead of the model's own number."),
+    "dtype": (str, "float32, or bfloat16 for autocast."),
+    "optimizer": (str, "adamw or sgd."),
+    "device": (str, "cpu, cuda or cuda:N; CUDA if there is any."),
+    "seed": (int, "Of weights, batch and draws (0)."),
+    "channels_last": (bool, "Images and weights in that memory format."),
+}
+
+
+def with_workload_options(command: Callable[..., None], *, without: Sequence[str] = ()) -> Callable[..., None]:
+    """Return a command for typer with the options of a workload in place of its parameter `options`.
+
+    Args:
+        command: takes those that were given, as `WorkloadOptions`.
+        without: names of options that the command chooses itself.
+    """
+    declared = [name for name in _WORKLOAD if name not in without]
+    parameters: list[inspect.Parameter] = []
+    for name, parameter in inspect.signature(command, eval_str=True).parameters.items():
+        if name == "options":
+            parameters += [_make_parameter(each, *_WORKLOAD[each]) for each in declared]
+        else:
+            parameters.append(parameter)
+
+    @functools.wraps(command)
+    def run(**given: Any) -> None:
+        options = {name: value for name in declared if (value := given.pop(name)) is not None}
+        command(**given, options=options)
+
+    vars(run)["__signature__"] = inspect.Signature(parameters)
+    run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    return run
+
+
+def _make_parameter(name: str, kind: Any, help_text: str) -> inspect.Parameter:
+    option = typer.Option("--" + name.replace("_", "-"), help=help_text, rich_help_panel="Workload")
+    annotation = Annotated[kind | None, option]
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)

@@ -49,7 +49,7 @@ class Layout:
         is_optimal: whether it is proven that none takes less than this one.
     """
 
-    offsets: tuple[int, ...]
+    offsets: tuple[int, ...] = dataclasses.field(repr=False)
     arena_bytes: int
     bound_bytes: int
     is_optimal: bool

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import reprlib
 
 from elbowroom.ir.hardware import Link
+from elbowroom.units import format_seconds
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,8 +20,8 @@ class Measurements:
         stall_seconds: the part of it spent waiting for moves.
     """
 
-    op_seconds: tuple[float, ...]
-    workspace_bytes: tuple[int, ...]
+    op_seconds: tuple[float, ...] = dataclasses.field(repr=False)
+    workspace_bytes: tuple[int, ...] = dataclasses.field(repr=False)
     step_seconds: float
     stall_seconds: float
 
@@ -50,3 +52,10 @@ class Costs:
     hook_seconds: float
     overhead_seconds: float
     measured: bool
+
+    def __repr__(self) -> str:
+        how = "measured" if self.measured else "estimated"
+        return (
+            f"<Costs of trace {self.trace_digest[:12]} on {reprlib.repr(self.profile_name)}: "
+            f"{len(self.op_seconds)} ops in {format_seconds(sum(self.op_seconds))}, {how}>"
+        )

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 
+from elbowroom.units import format_bytes, format_seconds
+
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Forecast:
@@ -46,3 +48,10 @@ class Forecast:
     lower_arena_bytes: int = 0
     disk_arena_bytes: int = 0
     begin_seconds: tuple[float, ...] = ()
+
+    def __repr__(self) -> str:
+        return (
+            f"<Forecast: peak {format_bytes(self.peak_bytes)}, step {format_seconds(self.step_seconds)} "
+            f"(recomputing {format_seconds(self.recompute_seconds)}, waiting {format_seconds(self.stall_seconds)}), "
+            f"offloaded {format_bytes(self.offloaded_bytes)}, reloaded {format_bytes(self.reloaded_bytes)}>"
+        )

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import reprlib
+
+from elbowroom.units import format_bytes
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,3 +79,8 @@ class HardwareProfile:
     op_latency_seconds: float
     hook_seconds: float
     alignment_bytes: int
+
+    def __repr__(self) -> str:
+        tiers = ", ".join(f"{tier.name} {format_bytes(tier.capacity_bytes)}" for tier in self.tiers)
+        kind = f"{self.device}, {self.isa}" if self.isa else self.device
+        return f"<HardwareProfile {reprlib.repr(self.name)} ({kind}): {tiers or 'no tiers'}; {len(self.rates)} rates>"

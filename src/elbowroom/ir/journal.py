@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+from collections import Counter
+
+from elbowroom.units import format_bytes, format_seconds
 
 
 class Mode(enum.StrEnum):
@@ -52,6 +55,15 @@ class Journal:
     """The steps of one room, oldest first; long runs keep the first and the most recent ones."""
 
     steps: tuple[StepRecord, ...]
+
+    def __repr__(self) -> str:
+        if not self.steps:
+            return "<Journal: no step>"
+        counts = Counter(record.mode for record in self.steps)
+        modes = ", ".join(f"{mode} {count}" for mode, count in counts.items())
+        last = f"step {self.steps[-1].step} took {format_seconds(self.steps[-1].seconds)}"
+        peak = "" if self.peak_bytes is None else f", max peak {format_bytes(self.peak_bytes)}"
+        return f"<Journal: steps by mode: {modes}; {last}{peak}>"
 
     @property
     def peak_bytes(self) -> int | None:

@@ -45,7 +45,7 @@ class Placement:
         piece_bytes: what passes through the tier below to the disk at a time; None for as much as there is room for.
     """
 
-    berths: tuple[Berth, ...] = ()
+    berths: tuple[Berth, ...] = dataclasses.field(default=(), repr=False)
     lower_bytes: int = 0
     disk_bytes: int = 0
     piece_bytes: int | None = None

@@ -10,6 +10,9 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import reprlib
+
+from elbowroom.units import format_bytes
 
 
 class Choice(enum.StrEnum):
@@ -75,6 +78,17 @@ class Plan:
     decisions: tuple[Decision, ...]
     segments: tuple[Segment, ...]
     host_bytes: int | None = None
+
+    def __repr__(self) -> str:
+        return (
+            f"<Plan by {reprlib.repr(self.strategy)} within {format_bytes(self.budget_bytes)} "
+            f"for trace {self.trace_digest[:12]}: {self.count_gaps(Choice.OFFLOAD)} gaps offloaded, "
+            f"{self.count_gaps(Choice.RECOMPUTE)} recomputed in {len(self.segments)} segments>"
+        )
+
+    def count_gaps(self, choice: Choice) -> int:
+        """Return how many gaps this was decided for. Gaps that are kept need no decision."""
+        return sum(decision.choice is choice for decision in self.decisions)
 
     def find_touched(self) -> frozenset[int]:
         """The storages that move, and those that a replay makes or reads."""

@@ -17,6 +17,9 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import reprlib
+
+from elbowroom.units import format_bytes
 
 
 class Role(enum.StrEnum):
@@ -125,6 +128,14 @@ class Trace:
     saves: tuple[Save, ...]
     needs: tuple[Need, ...]
     end: int
+
+    def __repr__(self) -> str:
+        activation_bytes = sum(storage.nbytes for storage in self.storages if storage.role is Role.ACTIVATION)
+        return (
+            f"<Trace of {reprlib.repr(self.name)} on {self.device}: {len(self.ops)} ops, "
+            f"{len(self.storages)} storages, {len(self.saves)} saves, {len(self.needs)} needs, "
+            f"{format_bytes(activation_bytes)} of activations>"
+        )
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -106,8 +106,8 @@ def _describe_steps(journal: Journal, plan: Plan | None) -> list[str]:
     elif not plan.decisions:
         lines.append("Plan    everything fits: nothing is moved, recomputed or hooked")
     else:
-        by_choice = {choice: sum(decision.choice is choice for decision in plan.decisions) for choice in Choice}
-        decided = f"{_count(by_choice[Choice.OFFLOAD], 'gap')} offloaded, {by_choice[Choice.RECOMPUTE]} recomputed"
+        offloaded, recomputed = plan.count_gaps(Choice.OFFLOAD), plan.count_gaps(Choice.RECOMPUTE)
+        decided = f"{_count(offloaded, 'gap')} offloaded, {recomputed} recomputed"
         lines.append(f"Plan    {decided} in {_count(len(plan.segments), 'segment')} (strategy {plan.strategy})")
     notes: dict[tuple[Mode, str], list[int]] = {}
     for record in journal.steps:

@@ -6,21 +6,7 @@ import time
 
 import typer
 
-from elbowroom.cli.parameters import (
-    Batch,
-    ChannelsLast,
-    DataType,
-    Device,
-    ImageSize,
-    Json,
-    Layers,
-    Optimizer,
-    Output,
-    Seed,
-    SequenceLength,
-    Spec,
-    collect_options,
-)
+from elbowroom.cli.parameters import Json, Output, Spec, WorkloadOptions, with_workload_options
 from elbowroom.cli.sources import capture_spec, check_writable, save
 from elbowroom.cli.terminal import open_terminal
 from elbowroom.units import format_bytes, format_seconds
@@ -33,28 +19,20 @@ _REMARKS = {
 
 def register(app: typer.Typer) -> None:
     """Put this command into the program."""
-    app.command()(capture)
+    app.command()(with_workload_options(capture))
 
 
 def capture(
     spec: Spec,
     output: Output = None,
-    batch: Batch = None,
-    image_size: ImageSize = None,
-    sequence_length: SequenceLength = None,
-    layers: Layers = None,
-    dtype: DataType = None,
-    optimizer: Optimizer = None,
-    device: Device = None,
-    seed: Seed = None,
-    channels_last: ChannelsLast = None,
+    *,
+    options: WorkloadOptions,
     as_json: Json = False,
 ) -> None:
     """Capture one training step on fake tensors: nothing is computed, and no card is needed."""
     from elbowroom.ir.identity import digest
     from elbowroom.ir.trace import find_movable
 
-    options = collect_options(batch, image_size, sequence_length, layers, dtype, optimizer, device, seed, channels_last)
     with open_terminal(as_json) as terminal:
         check_writable(output)
         begin = time.perf_counter()

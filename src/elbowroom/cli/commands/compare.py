@@ -14,23 +14,15 @@ from elbowroom.cli.documents import save_document
 from elbowroom.cli.lists import read_budgets, read_strategies
 from elbowroom.cli.parameters import (
     AMOUNTS,
-    Batch,
-    ChannelsLast,
     CostsFile,
-    DataType,
-    Device,
     Hardware,
     HostMemory,
-    ImageSize,
     Json,
-    Layers,
-    Optimizer,
     Output,
     Picture,
-    Seed,
-    SequenceLength,
     TraceOrSpec,
-    collect_options,
+    WorkloadOptions,
+    with_workload_options,
 )
 from elbowroom.cli.sources import check_writable, find_costs_and_device, find_trace, read_host_memory
 from elbowroom.cli.terminal import Terminal, open_terminal
@@ -57,7 +49,7 @@ Strategies = Annotated[
 
 def register(app: typer.Typer) -> None:
     """Put this command into the program."""
-    app.command("compare")(compare_strategies)
+    app.command("compare")(with_workload_options(compare_strategies))
 
 
 def compare_strategies(
@@ -69,15 +61,8 @@ def compare_strategies(
     host_memory: HostMemory = None,
     picture: Picture = None,
     output: Output = None,
-    batch: Batch = None,
-    image_size: ImageSize = None,
-    sequence_length: SequenceLength = None,
-    layers: Layers = None,
-    dtype: DataType = None,
-    optimizer: Optimizer = None,
-    device: Device = None,
-    seed: Seed = None,
-    channels_last: ChannelsLast = None,
+    *,
+    options: WorkloadOptions,
     as_json: Json = False,
 ) -> None:
     """Plan one step within several budgets by several strategies, and show what each costs.
@@ -88,7 +73,6 @@ def compare_strategies(
     from elbowroom.planner.comparison import Comparison, even_out
     from elbowroom.planner.problem import pose
 
-    options = collect_options(batch, image_size, sequence_length, layers, dtype, optimizer, device, seed, channels_last)
     with open_terminal(as_json) as terminal:
         check_writable(output)
         check_picture(picture)

@@ -11,7 +11,7 @@ import typer
 from rich.text import Text
 
 from elbowroom._folders import hold_temporary
-from elbowroom.cli.parameters import Json
+from elbowroom.cli.parameters import Json, WorkloadOptions, with_workload_options
 from elbowroom.cli.sources import read_amount
 from elbowroom.cli.terminal import Terminal, open_terminal
 from elbowroom.ir import files
@@ -62,7 +62,7 @@ PARTS = (
 def register(app: typer.Typer) -> None:
     """Put this command, and the one its processes run, into the program."""
     app.command()(demo)
-    app.command("demo-part", hidden=True)(run_one)
+    app.command("demo-part", hidden=True)(with_workload_options(run_one))
 
 
 def demo(as_json: Json = False) -> None:
@@ -129,17 +129,13 @@ def run_one(
     budget: Annotated[int, typer.Option("--budget", help="0 for plain PyTorch.")] = 0,
     patience: Annotated[float, typer.Option("--patience", help="Seconds that all plain steps may take.")] = 60,
     floor: Annotated[bool, typer.Option("--floor")] = False,
-    batch: Annotated[int | None, typer.Option("--batch")] = None,
-    image_size: Annotated[int | None, typer.Option("--image-size")] = None,
-    sequence_length: Annotated[int | None, typer.Option("--sequence-length")] = None,
-    layers: Annotated[int | None, typer.Option("--layers")] = None,
+    *,
+    options: WorkloadOptions,
     as_json: Json = False,
 ) -> None:
     """One process of the demo."""
     from elbowroom.cli.demonstration import jobs
 
-    named = {"batch": batch, "image_size": image_size, "sequence_length": sequence_length, "layers": layers}
-    options = {name: value for name, value in named.items() if value is not None}
     with open_terminal(as_json) as terminal:
         hardware = files.load(HardwareProfile, profile)
         if budget:

@@ -15,21 +15,14 @@ from rich.text import Text
 
 from elbowroom.cli.documents import save_document
 from elbowroom.cli.parameters import (
-    ChannelsLast,
-    DataType,
-    Device,
     Hardware,
-    ImageSize,
     Json,
-    Layers,
-    Optimizer,
     Output,
     Picture,
-    Seed,
-    SequenceLength,
     Spec,
     Strategy,
-    collect_options,
+    WorkloadOptions,
+    with_workload_options,
 )
 from elbowroom.cli.sources import (
     capture_spec,
@@ -62,7 +55,7 @@ Memory = Annotated[
 
 def register(app: typer.Typer) -> None:
     """Put this command into the program."""
-    app.command("max-batch")(find_max_batch)
+    app.command("max-batch")(with_workload_options(find_max_batch, without=("batch",)))
 
 
 def find_max_batch(
@@ -72,14 +65,8 @@ def find_max_batch(
     strategy: Strategy = "auto",
     picture: Picture = None,
     output: Output = None,
-    image_size: ImageSize = None,
-    sequence_length: SequenceLength = None,
-    layers: Layers = None,
-    dtype: DataType = None,
-    optimizer: Optimizer = None,
-    device: Device = None,
-    seed: Seed = None,
-    channels_last: ChannelsLast = None,
+    *,
+    options: WorkloadOptions,
     as_json: Json = False,
 ) -> None:
     """Find the largest batch that trains and the one of highest throughput, with a plan and without."""
@@ -87,7 +74,6 @@ def find_max_batch(
     from elbowroom.planner.batches import Batches
     from elbowroom.planner.options import find_strategy
 
-    options = collect_options(None, image_size, sequence_length, layers, dtype, optimizer, device, seed, channels_last)
     with open_terminal(as_json) as terminal:
         check_writable(output)
         check_picture(picture)

@@ -9,24 +9,16 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from elbowroom.cli.parameters import (
-    Batch,
     Budget,
-    ChannelsLast,
     CostsFile,
-    DataType,
-    Device,
     Hardware,
     HostMemory,
-    ImageSize,
     Json,
-    Layers,
-    Optimizer,
     Output,
-    Seed,
-    SequenceLength,
     Strategy,
     TraceOrSpec,
-    collect_options,
+    WorkloadOptions,
+    with_workload_options,
 )
 from elbowroom.cli.sources import (
     check_amount,
@@ -50,7 +42,7 @@ if TYPE_CHECKING:
 
 def register(app: typer.Typer) -> None:
     """Put this command into the program."""
-    app.command()(plan)
+    app.command()(with_workload_options(plan))
 
 
 def plan(
@@ -61,15 +53,8 @@ def plan(
     strategy: Strategy = "auto",
     host_memory: HostMemory = None,
     output: Output = None,
-    batch: Batch = None,
-    image_size: ImageSize = None,
-    sequence_length: SequenceLength = None,
-    layers: Layers = None,
-    dtype: DataType = None,
-    optimizer: Optimizer = None,
-    device: Device = None,
-    seed: Seed = None,
-    channels_last: ChannelsLast = None,
+    *,
+    options: WorkloadOptions,
     as_json: Json = False,
 ) -> None:
     """Plan one step within a budget, and say what that costs. Exit code 3 if no plan fits."""
@@ -79,7 +64,6 @@ def plan(
     from elbowroom.planner.problem import pose
     from elbowroom.simulator.replay import simulate
 
-    options = collect_options(batch, image_size, sequence_length, layers, dtype, optimizer, device, seed, channels_last)
     with open_terminal(as_json) as terminal:
         check_writable(output)
         check_amount("--budget", budget)
@@ -130,14 +114,12 @@ class Outcome:
 
     def count_choices(self) -> dict[str, int]:
         """Decisions of each kind."""
-        return {
-            str(choice): sum(decision.choice is choice for decision in self.plan.decisions)
-            for choice in (Choice.OFFLOAD, Choice.RECOMPUTE)
-        }
+        return {str(choice): self.plan.count_gaps(choice) for choice in (Choice.OFFLOAD, Choice.RECOMPUTE)}
 
     def rows(self) -> list[tuple[str, str, str]]:
         """What a person wants to know."""
-        plain, forecast, choices = self.plain, self.forecast, self.count_choices()
+        plain, forecast = self.plain, self.forecast
+        choices = self.count_choices()
         offloaded = {decision.storage for decision in self.plan.decisions if decision.choice is Choice.OFFLOAD}
         share, waits = forecast.peak_bytes / plain.peak_bytes, format_seconds(forecast.stall_seconds)
         return [

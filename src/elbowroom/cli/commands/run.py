@@ -12,22 +12,14 @@ import typer
 
 from elbowroom._family import get, names
 from elbowroom.cli.parameters import (
-    Batch,
     Budget,
-    ChannelsLast,
-    DataType,
-    Device,
     Hardware,
-    ImageSize,
     Json,
-    Layers,
-    Optimizer,
-    Seed,
-    SequenceLength,
     Spec,
     SpillFolder,
     Strategy,
-    collect_options,
+    WorkloadOptions,
+    with_workload_options,
 )
 from elbowroom.cli.sources import (
     build,
@@ -61,7 +53,7 @@ _FILE_HELP = "Write the {} to this file, for `elbowroom report`."
 
 def register(app: typer.Typer) -> None:
     """Put this command into the program."""
-    app.command()(run)
+    app.command()(with_workload_options(run))
 
 
 def run(
@@ -80,22 +72,14 @@ def run(
     save_trace: Annotated[Path | None, typer.Option("--save-trace", help=_FILE_HELP.format("trace"))] = None,
     save_plan: Annotated[Path | None, typer.Option("--save-plan", help=_FILE_HELP.format("plan"))] = None,
     save_costs: Annotated[Path | None, typer.Option("--save-costs", help=_FILE_HELP.format("costs"))] = None,
-    batch: Batch = None,
-    image_size: ImageSize = None,
-    sequence_length: SequenceLength = None,
-    layers: Layers = None,
-    dtype: DataType = None,
-    optimizer: Optimizer = None,
-    device: Device = None,
-    seed: Seed = None,
-    channels_last: ChannelsLast = None,
+    *,
+    options: WorkloadOptions,
     as_json: Json = False,
 ) -> None:
     """Train for some steps within a budget, and report what happened. Exit code 3 if no plan fits.
 
     Ctrl-C, or a step that fails, ends the run: the steps before it are reported and written.
     """
-    options = collect_options(batch, image_size, sequence_length, layers, dtype, optimizer, device, seed, channels_last)
     with open_terminal(as_json) as terminal:
         _check_mode(mode, policy, strategy=strategy, ahead=ahead, files=(save_trace, save_plan, save_costs))
         check_writable(output, save_trace, save_plan, save_costs)
