@@ -102,15 +102,15 @@ def run_compiler(
         raise UsageError(f"{what} cannot be compiled: {command[0]}: {error.strerror}") from error
     if done.returncode != 0:
         raise UsageError(
-            f"{what} does not compile: {shlex.join(command[:2])} ... ended with {done.returncode}: "
-            f"{_quote_error(done.stdout + done.stderr)}. Name another compiler in the environment variable "
+            f"{what} does not compile: {command[0]} ended with {done.returncode}: "
+            f"{_quote_error(done.stdout + done.stderr)}\nName another compiler in the environment variable "
             f"{language.variable}."
         )
 
 
 def _quote_error(output: str) -> str:
     """Return the lines from the first error on; where none says that it is one, the last lines."""
-    lines = output.strip().splitlines()
+    lines = [line for line in output.strip().splitlines() if not line.startswith("ninja: ")]
     errors = [index for index, line in enumerate(lines) if re.search(r"\berror: ", line)]
     return "\n".join(lines[errors[0] :][:QUOTED_LINES] if errors else lines[-QUOTED_LINES:])
 
