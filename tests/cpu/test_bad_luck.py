@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 import elbowroom
-from elbowroom import repertoire
+from elbowroom import plan_cache
 from elbowroom.errors import ElbowroomError, Infeasible, UsageError
 from elbowroom.hooks.ledger import CpuLedger
 from elbowroom.ir.hardware import HardwareProfile
@@ -78,7 +78,7 @@ def pressed(way: str) -> Any:
         if way == "dynamic":
             ask_at_every_request(patch)
         elif way != "plain":
-            patch.setattr(repertoire, "keep_all_if_it_fits", lambda *_: None)
+            patch.setattr(plan_cache, "keep_all_if_it_fits", lambda *_: None)
         yield
 
 
