@@ -24,9 +24,7 @@ import gc
 import json
 import os
 import pathlib
-import resource
 import statistics
-import subprocess
 import sys
 import time
 from typing import Any
@@ -34,6 +32,7 @@ from typing import Any
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 sys.path.insert(0, str(pathlib.Path(__file__).parents[1]))
 
+from processes import count_faults, run_apart
 from writing import write_results
 
 from elbowroom.workloads import build
@@ -155,21 +154,6 @@ def measure_pairs(name: str, pairs: int) -> dict[str, Any]:
     return {"name": name, "way": "arena in turn with glibc", "pairs": pairs, **found}
 
 
-def count_faults() -> int:
-    """Page faults of this process so far that needed no disk."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-
-
-def run_apart(*arguments: object) -> dict[str, Any]:
-    """One run, in a process of its own."""
-    command = [sys.executable, __file__, *map(str, arguments)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode != 0:
-        raise SystemExit(f"{arguments}: {done.stderr[-2000:]}")
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return found
-
-
 def summarise(name: str, rounds: list[dict[str, dict[str, Any]]]) -> list[dict[str, Any]]:
     """Medians over the rounds, beside glibc as it comes."""
     found = []
@@ -218,12 +202,12 @@ def main() -> None:
         rounds = []
         for number in range(options.rounds):
             turn = options.ways if number % 2 == 0 else options.ways[::-1]
-            runs = {way: run_apart("--measure", name, way, "--steps", options.steps) for way in turn}
+            runs = {way: run_apart(__file__, "--measure", name, way, "--steps", options.steps) for way in turn}
             rounds.append({way: runs[way] for way in options.ways})
         if rounds:
             results += summarise(name, rounds)
         if options.pairs:
-            results.append(run_apart("--measure", name, "pairs", "--pairs", options.pairs))
+            results.append(run_apart(__file__, "--measure", name, "pairs", "--pairs", options.pairs))
             print(results[-1], flush=True)
     write_results(options.output, results)
 

@@ -44,6 +44,7 @@ from elbowroom.native import library
 ROOT = pathlib.Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
+from tests.native import outside_meter  # noqa: E402
 from tests.pressure import ask_at_every_request  # noqa: E402
 
 PLANNED_STEPS, OTHER_STEPS = 4, 2
@@ -53,16 +54,6 @@ SHARES = (0.85, 0.6, 0.35)
 """Of what a plain step takes beside what is there before and after it: budgets."""
 RESERVE_BYTES = 64 << 10
 """Of each budget, for what is so small that it never leaves."""
-
-
-def build_meter(folder: pathlib.Path) -> pathlib.Path:
-    """Compile the meter."""
-    parts, source = pathlib.Path(torch.__file__).parent, ROOT / "tests" / "native" / "outside_meter.cpp"
-    flags = ["-std=c++20", "-O1", "-DNDEBUG", "-shared", "-fPIC", f"-I{parts / 'include'}", f"-L{parts / 'lib'}"]
-    abi = f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}"
-    made = folder / "meter.so"
-    subprocess.run(["c++", *flags, abi, "-o", str(made), str(source), "-lc10"], check=True)
-    return made
 
 
 class Bench:
@@ -235,7 +226,7 @@ def main() -> int:
         return 0
     options.stop_at = time.time() + 60 * options.minutes
     with tempfile.TemporaryDirectory() as folder:
-        options.meter = str(build_meter(pathlib.Path(folder)))
+        options.meter = str(outside_meter.build(pathlib.Path(folder)))
         if options.profile is None:
             options.profile = str(pathlib.Path(folder) / "profile.json")
             elbowroom.save(elbowroom.probe(), options.profile)

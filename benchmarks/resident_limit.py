@@ -28,7 +28,6 @@ import os
 import pathlib
 import resource
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -38,6 +37,7 @@ os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 sys.path.insert(0, str(pathlib.Path(__file__).parents[1]))
 
 import torch
+from processes import PartFailed, count_faults, run_apart
 from writing import write_results
 
 import elbowroom
@@ -207,21 +207,6 @@ def measure_resident(name: str, budget_bytes: int) -> dict[str, Any]:
     }
 
 
-def count_faults() -> int:
-    """Page faults of this process so far that needed no disk."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-
-
-def run_apart(*arguments: object) -> dict[str, Any]:
-    """One part, in a process of its own."""
-    command = [sys.executable, __file__, *map(str, arguments)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode != 0:
-        return {"failed": done.stderr[-2000:]}
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return found
-
-
 def describe(row: dict[str, Any]) -> str:
     """One line."""
     if "failed" in row:
@@ -252,9 +237,12 @@ def main() -> None:
         return
     results = []
     for name in options.only:
-        row = {"name": name, "batch": SPECS[name]["batch"], **run_apart("--part", name, 0, "--rounds", options.rounds)}
-        if "failed" not in row:
-            row.update(run_apart("--part", name, row["budget_bytes"]))
+        row: dict[str, Any] = {"name": name, "batch": SPECS[name]["batch"]}
+        try:
+            row.update(run_apart(__file__, "--part", name, 0, "--rounds", options.rounds))
+            row.update(run_apart(__file__, "--part", name, row["budget_bytes"]))
+        except PartFailed as error:
+            row["failed"] = str(error)
         print(describe(row), flush=True)
         results.append(row)
         write_results(options.output, results)

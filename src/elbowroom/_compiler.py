@@ -116,7 +116,7 @@ def _quote_error(output: str) -> str:
 
 
 def is_made(made: pathlib.Path) -> bool:
-    """Whether a compiled file is there and whole, and is ours.
+    """Tell whether a compiled file is there and whole, and is ours.
 
     Raises:
         UsageError: somebody else may have written it, so it must not be loaded.
@@ -129,7 +129,7 @@ def is_made(made: pathlib.Path) -> bool:
 
 
 def is_whole(made: pathlib.Path) -> bool:
-    """Whether a compiled file is there as it was made: its last bytes are the digest of the others."""
+    """Tell whether a compiled file is there as it was made: its last bytes are the digest of the others."""
     try:
         contents = made.read_bytes()
     except OSError:

@@ -34,7 +34,7 @@ from elbowroom.simulator.replay import Replay, simulate
 logger = logging.getLogger(__name__)
 
 STEPS_THAT_SET_THE_PACE = 5
-"""How many planned steps correct the forecast of the seconds of those to come."""
+"""Planned steps that correct the forecast seconds of later ones."""
 
 MOST_PLANS = 32
 """Kept at once; beyond, the one that was followed longest ago is forgotten."""
@@ -76,7 +76,7 @@ class PlannedStep:
 
     @property
     def is_plain(self) -> bool:
-        """Whether nothing has to be done at all."""
+        """True if the plan moves nothing."""
         return not self.plan.decisions
 
     @functools.cached_property
@@ -156,7 +156,7 @@ class PlanCache:
 
     @property
     def varies(self) -> bool:
-        """Whether recent steps were of several kinds."""
+        """True if recent steps were of several kinds."""
         return self._steady < STEADY
 
     # -- what steps were ------------------------------------------------------------------------------------------

@@ -80,7 +80,7 @@ class Room:
 
     @property
     def budget_bytes(self) -> int:
-        """What the job may hold on its device."""
+        """Bytes that the job may hold on its device."""
         return self._cache.budget_bytes
 
     @property

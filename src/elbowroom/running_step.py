@@ -31,7 +31,7 @@ FIRST_CALLS = 8
 """Calls of the model that are looked at in a plain step that takes up to half of the budget."""
 
 GROWTH = 1 / 16
-"""Of what a plain step is expected to allocate: how much more it may take before it is put under watch."""
+"""Share of its expected allocations that a plain step may take beyond them before it is put under watch."""
 
 
 class RunningStep:
@@ -52,6 +52,7 @@ class RunningStep:
         number: of the step, for messages.
 
     Attributes:
+        expected: as given.
         engine: as given, or the one that was made meanwhile.
         calls: shapes that the model was called with, and how often, as far as calls are looked at.
         unwatched: why a plain step that grew was not put under watch; "" otherwise.
@@ -72,7 +73,7 @@ class RunningStep:
         number: int,
     ) -> None:
         self._job, self._ledger, self._budget_bytes, self._meter = job, ledger, budget_bytes, meter
-        self._capture, self._expected, self._make_engine, self._number = capture, expected, make_engine, number
+        self._capture, self.expected, self._make_engine, self._number = capture, expected, make_engine, number
         self._place = Place()
         self._attached = contextlib.ExitStack()
         self._is_running = False
@@ -92,7 +93,7 @@ class RunningStep:
             stack.callback(self._meter.stop)
             self._limit_growth()
             adopt = None if engine is None else self._ledger.adopt_input
-            calls = FIRST_CALLS if self._expected is not None and self._is_limited_early() else None
+            calls = FIRST_CALLS if self.expected is not None and self._is_limited_early() else None
             pause = stack.enter_context(seeing_inputs(self._job.model, self._see_inputs, adopt, calls))
             timer = None if capture is None else capture.tracer
             stack.enter_context(noticing_compiles(self._watch_from_here, pause, timer))
@@ -117,9 +118,9 @@ class RunningStep:
         """Have the ledger ask for room before a plain step holds much more than those before it."""
         # Watching begins between two calls of the program, which only its main thread can be interrupted for.
         is_main = threading.current_thread() is threading.main_thread()
-        if self._expected is None or self._ledger.scope is None or not is_main:
+        if self.expected is None or self._ledger.scope is None or not is_main:
             return
-        growth_bytes = int((1 + GROWTH) * self._expected.expect_growth()) + (1 << 20)
+        growth_bytes = int((1 + GROWTH) * self.expected.expect_growth()) + (1 << 20)
         self._limit_bytes = min(self._budget_bytes, self._ledger.live_bytes + growth_bytes)
         self._ledger.set_limit(self._limit_bytes)
 
@@ -130,12 +131,12 @@ class RunningStep:
 
     def _see_inputs(self, inputs: Inputs) -> None:
         self.calls[inputs] += 1
-        if self._expected is not None and not self._expected.is_usual(inputs, self.calls[inputs]):
+        if self.expected is not None and not self.expected.is_usual(inputs, self.calls[inputs]):
             self._watch_from_here()
 
     def _watch_from_here(self) -> None:
         """Put a plain step under watch, from the next op on."""
-        if self._expected is None or self.engine is not None or not self._is_running:
+        if self.expected is None or self.engine is not None or not self._is_running:
             return
         engine = self._make_engine()
         try:

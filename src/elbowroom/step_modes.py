@@ -31,7 +31,7 @@ from elbowroom.tracing.live import LiveCapture
 logger = logging.getLogger(__name__)
 
 MOST_STEPS_BETWEEN_CAPTURES = 64
-"""Where steps cannot be planned, how long at most until the next one is captured to see whether that has changed."""
+"""Most steps without a plan until the next one is captured, to see whether it can be planned."""
 
 
 class StepModes:
@@ -70,7 +70,7 @@ class StepModes:
     @contextlib.contextmanager
     def step(self) -> Iterator[None]:
         """Return a context in which one step runs. Errors: as for `Room.step`."""
-        entry = self._cache.current
+        entry, self._running = self._cache.current, None
         try:
             if entry is not None:
                 self._transfers.prepare(entry.planned.placement, gives_back=not self._cache.varies)
@@ -80,8 +80,8 @@ class StepModes:
             traceback.clear_frames(error.__traceback__)
             if isinstance(error, Infeasible):
                 advise(error, self._job.model, self._job.optimizers)
-            if entry is not None and self.engine is None:
-                self._cache.remove(entry)  # the next step of this kind is watched
+            if self._running is not None and (begun_as := self._running.expected) is not None:
+                self._cache.remove(begun_as)  # the next step is watched from its beginning
             raise
 
     def _choose(self, entry: PlanCacheEntry | None) -> Iterator[None]:

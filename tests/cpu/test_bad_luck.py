@@ -7,8 +7,6 @@ import contextlib
 import gc
 import os
 import pathlib
-import subprocess
-import sys
 import sysconfig
 import threading
 from collections.abc import Callable
@@ -28,9 +26,9 @@ from elbowroom.ir.journal import Mode
 from elbowroom.native import library
 from elbowroom.room import Room
 from tests.leaks import list_nameless_files
+from tests.native.outside_meter import check_program
 from tests.pressure import ask_at_every_request
 
-ROOT = pathlib.Path(__file__).parents[2]
 WIDTH, ROWS = 32, 64
 HUGE = 1 << 40
 DYNAMIC: dict[str, Any] = {"mode": "dynamic", "policy": "dtr"}
@@ -158,16 +156,7 @@ for way, warm_steps in (("plain", 5), ("dynamic", 5), ("offloaded", 5), ("recomp
 def test_an_allocation_fails_at_every_request(order: str, tmp_path: pathlib.Path, profile: HardwareProfile) -> None:
     """In an allocator of the program's own: registered before the room's, where one failure alone would be tried again,
     and after it."""
-    parts, source = pathlib.Path(torch.__file__).parent, ROOT / "tests" / "native" / "outside_meter.cpp"
-    flags = ["-std=c++20", "-O1", "-DNDEBUG", "-shared", "-fPIC", f"-I{parts / 'include'}", f"-L{parts / 'lib'}"]
-    abi = f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}"
-    meter = tmp_path / "meter.so"
-    subprocess.run(["c++", *flags, abi, "-o", str(meter), str(source), "-lc10"], check=True)
-    elbowroom.save(profile, tmp_path / "profile.json")
-    command = [sys.executable, "-c", FAILING, str(meter), str(tmp_path / "profile.json"), order]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "src")])}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, env=environment)
-    assert done.returncode == 0, done.stdout + done.stderr
+    check_program(FAILING, order, tmp_path, profile)
 
 
 @pytest.mark.parametrize("way", ["dynamic", "offloaded", "recomputed"])

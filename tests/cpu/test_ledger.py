@@ -24,9 +24,9 @@ from elbowroom.hooks.ledger import NO_LIMIT, CpuLedger
 from elbowroom.ir.hardware import HardwareProfile
 from elbowroom.native import library
 from tests.models import MODELS
+from tests.native.outside_meter import check_program
 
 KIB, MIB = 1 << 10, 1 << 20
-ROOT = pathlib.Path(__file__).parents[2]
 
 
 @pytest.fixture
@@ -326,16 +326,7 @@ def test_no_step_goes_over_its_budget_by_a_meter_that_is_not_ours(
     order: str, tmp_path: pathlib.Path, profile: HardwareProfile
 ) -> None:
     """Below the ledger, which leaves all blocks to it then, and before it, where large ones lie in the arena."""
-    parts, source = pathlib.Path(torch.__file__).parent, ROOT / "tests" / "native" / "outside_meter.cpp"
-    flags = ["-std=c++20", "-O1", "-DNDEBUG", "-shared", "-fPIC", f"-I{parts / 'include'}", f"-L{parts / 'lib'}"]
-    abi = f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}"
-    library = tmp_path / "meter.so"
-    subprocess.run(["c++", *flags, abi, "-o", str(library), str(source), "-lc10"], check=True)
-    elbowroom.save(profile, tmp_path / "profile.json")
-    command = [sys.executable, "-c", JOBS, str(library), str(tmp_path / "profile.json"), order]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "src")])}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, env=environment)
-    assert done.returncode == 0, done.stderr
+    check_program(JOBS, order, tmp_path, profile)
 
 
 def test_what_two_rooms_use_counts_for_both() -> None:

@@ -21,6 +21,7 @@ from elbowroom.residency.guided import Policy as Guided
 from elbowroom.residency.habits import Habits
 from elbowroom.residency.policies.lru import Policy as Lru
 from elbowroom.room import Room
+from elbowroom.running_step import GROWTH
 from elbowroom.runtime.account import Account
 from elbowroom.runtime.facts import StepFacts
 
@@ -310,3 +311,37 @@ def test_a_plain_step_is_watched_from_where_it_grows(grows_by: str, profile: Har
     assert records[3].mode is Mode.PLAIN and records[4].mode is Mode.DRIFTED
     assert records[4].offloaded_bytes + records[4].recomputed > 0
     assert max(record.peak_bytes or 0 for record in records) <= budget
+
+
+def test_a_step_that_is_refused_from_where_it_grows_is_watched_from_its_beginning(profile: HardwareProfile) -> None:
+    """By the time that it grows, what it has saved cannot leave; in the next step it can."""
+
+    def train(room: Room | None, grows: bool) -> float:
+        with room.step() if room is not None else contextlib.nullcontext():
+            y = job[0](torch.ones(2048, WIDTH))
+            for _ in range(40 if grows else 20):
+                y = torch.tanh(y * 1.5)
+            y.square().mean().backward()
+            return float(y.detach().sum())
+
+    job = make(layers=1, drop=0.0)
+    with fit(*job, 1 << 40, profile=profile) as room:
+        for _ in range(3):
+            train(room, False)
+        assert room.planned is not None
+        allowed_bytes = int(GROWTH * room.planned.activation_bytes) + (1 << 20)
+        budget = room.planned.forecast.peak_bytes + allowed_bytes + 2048 * WIDTH * 4
+        expected = train(None, True)
+    job = make(layers=1, drop=0.0)
+    with fit(*job, budget, profile=profile) as room:
+        for _ in range(3):
+            train(room, False)
+        assert room.journal().steps[-1].mode is Mode.PLAIN
+        refusals = 0
+        for _ in range(4):
+            try:
+                assert train(room, True) == expected
+            except Infeasible:
+                refusals += 1
+        assert refusals == 1 and max(record.peak_bytes or 0 for record in room.journal().steps) <= budget
+        assert room.journal().steps[-1].offloaded_bytes + room.journal().steps[-1].recomputed > 0

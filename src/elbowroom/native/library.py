@@ -73,7 +73,7 @@ def find_library(extension: Extension, folder: pathlib.Path | None = None) -> pa
 
 
 def is_built(extension: Extension, folder: pathlib.Path | None = None) -> bool:
-    """Whether an extension need not be compiled.
+    """Tell whether an extension is compiled already.
 
     Raises:
         UsageError: somebody else may have written it, so it must not be loaded.
