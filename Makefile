@@ -34,7 +34,7 @@ $(READY): pyproject.toml constraints.txt
 	touch $(READY)
 
 # In machine code: the planner's loops, and the extension that counts memory and watches ops.
-LOOPS := $(shell grep -rl --include='*.py' '_compiled import' src)
+LOOPS := $(shell grep -rl --include='*.py' '_numba_loops import' src)
 NATIVE := $(wildcard src/elbowroom/native/*.cpp src/elbowroom/native/*.h)
 $(BUILT): $(READY) $(LOOPS) $(NATIVE)
 	$(BIN)/elbowroom build && touch $(BUILT)

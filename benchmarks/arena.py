@@ -27,9 +27,9 @@ sys.path.insert(0, str(pathlib.Path(__file__).parents[1]))
 import torch
 from league import DEFAULT_CACHE, MODELS, find_job, read_results, save_results
 
-from elbowroom.arena.build import LIBRARIES, SOURCES, build_library, find_compiler
-from elbowroom.arena.library import Counts, Memory
-from elbowroom.arena.use import StepKeeper
+from elbowroom.cuda_allocator.build import LIBRARIES, SOURCES, build_library, find_compiler
+from elbowroom.cuda_allocator.library import Counts, Memory
+from elbowroom.cuda_allocator.use import StepTracker
 from elbowroom.layout.caching import CachingAllocator
 from elbowroom.layout.lifetimes import list_buffers
 from elbowroom.layout.pools import ExpandableAllocator
@@ -174,7 +174,7 @@ def send(
 def measure(part: str, name: str, events: list[Event]) -> dict[str, Any]:
     """The same events to the library with its steps, to its pool alone, and to the models of PyTorch's allocator."""
     memory = Memory(build_library())
-    keeper = StepKeeper(memory, 0)
+    keeper = StepTracker(memory, 0)
     steps: list[Counts] = []
 
     def mark(what: str) -> None:

@@ -25,7 +25,7 @@ import elbowroom
 from elbowroom.cli.lists import read_budgets
 from elbowroom.errors import Infeasible
 from elbowroom.ir.journal import Mode
-from elbowroom.ir.placement import Berth
+from elbowroom.ir.placement import CopySlot
 from elbowroom.layout.free_list import FreeList
 from elbowroom.simulator.replay import Replay
 from elbowroom.tiers import pinned
@@ -76,11 +76,11 @@ Request = tuple[bool, int, int, int | None]
 """Whether it takes; which copy; its bytes; where it was planned to lie."""
 
 
-def list_requests(berths: Sequence[Berth]) -> list[Request]:
+def list_requests(copy_slots: Sequence[CopySlot]) -> list[Request]:
     """What a step asks of one tier, in order."""
-    events = [(berth.end, False, index) for index, berth in enumerate(berths)]
-    events += [(berth.begin, True, index) for index, berth in enumerate(berths)]
-    return [(takes, index, berths[index].nbytes, berths[index].offset) for _, takes, index in sorted(events)]
+    events = [(copy_slot.end, False, index) for index, copy_slot in enumerate(copy_slots)]
+    events += [(copy_slot.begin, True, index) for index, copy_slot in enumerate(copy_slots)]
+    return [(takes, index, copy_slots[index].nbytes, copy_slots[index].offset) for _, takes, index in sorted(events)]
 
 
 def count_most(requests: Sequence[Request]) -> int:
@@ -163,10 +163,10 @@ def _measure_plan(
     begin = time.perf_counter()
     placement = replay.place(made)
     seconds = time.perf_counter() - begin
-    if not placement.berths:
+    if not placement.copy_slots:
         return []
     cell = {"part": "plans", "model": model, "hardware": hardware, "share": share, "strategy": strategy,
-            "seconds": round(seconds, 4), **judge(list_requests(placement.berths), placement.lower_bytes)}  # fmt: skip
+            "seconds": round(seconds, 4), **judge(list_requests(placement.copy_slots), placement.lower_bytes)}  # fmt: skip
     cells = [cell, *_measure_overflow(cell, replay, made)]
     for each in cells:
         print(f"{model:13} {hardware:8} {share:.0%} {strategy:11} {each['copies']:4} copies: {each['over_most']:.5f}; "
@@ -182,9 +182,9 @@ def _measure_overflow(cell: dict[str, Any], replay: Replay, made: elbowroom.Plan
     placement = Replay(replay.trace, costs, host_bytes=cell["most_bytes"] // 2).place(made)
     found = []
     for tier, is_on_disk, arena in (("host", False, placement.lower_bytes), ("disk", True, placement.disk_bytes)):
-        berths = [berth for berth in placement.berths if berth.is_on_disk is is_on_disk]
-        if berths:
-            found.append({**cell, "tier": tier, **judge(list_requests(berths), arena)})
+        copy_slots = [copy_slot for copy_slot in placement.copy_slots if copy_slot.is_on_disk is is_on_disk]
+        if copy_slots:
+            found.append({**cell, "tier": tier, **judge(list_requests(copy_slots), arena)})
     return found
 
 

@@ -88,7 +88,7 @@ def set_allocator(way: str) -> Any:
     if way == "arena":
         from tests.native.arena_module import load
 
-        load().use_arena()
+        load().use_planned_allocator()
         return load().get_arena()
     if way != "glibc":
         tune_allocator(release_pages=way == "released")
@@ -137,13 +137,13 @@ def measure_pairs(name: str, pairs: int) -> dict[str, Any]:
     from tests.native.arena_module import load
 
     spec = {key: value for key, value in SPECS[name].items() if key != "small"}
-    load().use_arena(False)
+    load().use_planned_allocator(False)
     workload = build(**spec)
     ratios: dict[str, list[float]] = {"step_seconds": [], "processor_seconds": []}
     for number in range(-UNMEASURED_STEPS, pairs):
         taken = {}
         for is_used in (True, False) if number % 2 else (False, True):
-            load().use_arena(is_used)
+            load().use_planned_allocator(is_used)
             before, begin = time.process_time(), time.perf_counter()
             workload.step()
             taken[is_used] = time.perf_counter() - begin, time.process_time() - before

@@ -38,9 +38,9 @@ import elbowroom
 from elbowroom.errors import Infeasible
 from elbowroom.hardware.shipped import load_shipped
 from elbowroom.hooks.ledger import CpuLedger
-from elbowroom.planner.comparison import attempt
+from elbowroom.planner.comparison.strategies_compared import attempt
 from elbowroom.planner.problem import pose
-from elbowroom.residency.habits import Habits
+from elbowroom.residency.access_history import AccessHistory
 from elbowroom.simulator.dynamic import simulate_dynamic
 from elbowroom.units import format_bytes
 
@@ -69,11 +69,11 @@ def simulate(jobs: Jobs, model: str, batch: int, budget_bytes: int, policy: str)
     if policy == "auto":
         outcome = attempt(trace, costs, budget_bytes, "auto").outcome
         return None if outcome is None else outcome.step_seconds / plain
-    habits, seconds = Habits(), 0.0
+    history, seconds = AccessHistory(), 0.0
     for _ in range(2):
         try:
             course = simulate_dynamic(
-                trace, costs, budget_bytes, policy=policy, habits=habits, most_seconds=PATIENCE * plain
+                trace, costs, budget_bytes, policy=policy, history=history, most_seconds=PATIENCE * plain
             )
         except Infeasible:
             return None

@@ -55,7 +55,7 @@ from tests.leaks import Leaks  # noqa: E402
 WATCHED = (
     *("runtime/transfers.py", "runtime/spill_queue.py", "runtime/copies.py", "runtime/stream_transfers.py"),
     *("runtime/stream_copies.py", "runtime/staging.py", "runtime/mover.py", "runtime/engine.py", "runtime/calls.py"),
-    *("runtime/residence.py", "runtime/finishing.py", "hooks/hidden.py"),
+    *("runtime/residence.py", "runtime/finishing.py", "hooks/dispatch_keys.py"),
     *("tiers/disk.py", "tiers/pinned.py", "layout/free_list.py"),
 )
 WAYS = ("offload", "recompute", "dynamic", "streams")

@@ -57,7 +57,7 @@ from elbowroom.hardware.shipped import load_shipped
 from elbowroom.ir.costs import Costs
 from elbowroom.ir.hardware import HardwareProfile, Tier
 from elbowroom.ir.trace import Trace
-from elbowroom.planner.comparison import attempt
+from elbowroom.planner.comparison.strategies_compared import attempt
 from elbowroom.planner.problem import plan, pose
 
 SLACK = 0.005

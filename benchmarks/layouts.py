@@ -22,10 +22,10 @@ from typing import Any
 from league import DEFAULT_CACHE, HARDWARE, MODELS, capture, find_job
 from writing import write_results
 
-from elbowroom._compiled import IS_COMPILED
+from elbowroom._numba_loops import IS_COMPILED
 from elbowroom.errors import UsageError
 from elbowroom.ir.buffers import Buffer, find_clash
-from elbowroom.layout.arena import DEFAULT, lay_out, list_allocators
+from elbowroom.layout.lay_out import DEFAULT, lay_out, list_allocators
 from elbowroom.layout.lifetimes import list_buffers
 from elbowroom.layout.pools import POOLS
 from elbowroom.layout.requests import serve

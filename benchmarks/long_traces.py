@@ -21,7 +21,7 @@ import elbowroom
 from elbowroom.cli.lists import read_budgets
 from elbowroom.hardware.shipped import load_shipped
 from elbowroom.ir.trace import Trace
-from elbowroom.planner.bounds import find_bound
+from elbowroom.planner.bounds.bound import find_bound
 from elbowroom.planner.problem import pose
 
 

@@ -4,7 +4,7 @@
         [--cache FOLDER] [--output FILE.json] [--minutes 9] [--check]
 
 Budgets at equal distances from the smallest one that works to the plain step's peak, planned each on its own and then
-evened out as `planner.frontier` does it. Prints how many of the former, and every one of the latter, are slower than
+evened out as `planner.comparison.frontier` does it. Prints how many of the former, and every one of the latter, are slower than
 within a smaller budget, or have a lower peak; --check makes the latter an exit code of 1. A run goes on from what
 --output has already.
 """
@@ -18,8 +18,8 @@ from typing import Any
 from league import Slice, add_options, find_job, read_results, save_results
 from standings import find_reversals
 
-from elbowroom.planner.comparison import attempt
-from elbowroom.planner.frontier import choose
+from elbowroom.planner.comparison.frontier import choose
+from elbowroom.planner.comparison.strategies_compared import attempt
 from elbowroom.planner.problem import pose
 
 Job = dict[str, Any]

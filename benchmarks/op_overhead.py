@@ -30,7 +30,7 @@ from elbowroom._family import get, names
 from elbowroom.ir.events import PressureRaised, StorageSaved
 from elbowroom.ir.journal import Mode
 from elbowroom.residency import policies
-from elbowroom.residency.habits import Habits
+from elbowroom.residency.access_history import AccessHistory
 
 LAYERS = 100
 
@@ -135,7 +135,7 @@ class Facts:
 
 def time_decisions(policy: str, count: int) -> float:
     """Seconds for each eviction, where there are `count` storages."""
-    chosen = get(policies, policy, "Policy")(Facts(), Habits())
+    chosen = get(policies, policy, "Policy")(Facts(), AccessHistory())
     for storage in range(count):
         chosen.decide(StorageSaved(storage, storage))
     begin = time.perf_counter()

@@ -28,8 +28,8 @@ from elbowroom.cli.lists import read_budgets, read_strategies
 from elbowroom.errors import ElbowroomError
 from elbowroom.ir.costs import Costs
 from elbowroom.ir.trace import Trace
-from elbowroom.planner.bounds import find_bound
-from elbowroom.planner.comparison import attempt
+from elbowroom.planner.bounds.bound import find_bound
+from elbowroom.planner.comparison.strategies_compared import attempt
 from elbowroom.planner.problem import pose
 
 BOUND = "bound"

@@ -27,7 +27,7 @@ from elbowroom.ir.costs import Costs
 from elbowroom.ir.trace import Trace
 from elbowroom.planner.problem import pose
 from elbowroom.residency import policies
-from elbowroom.residency.habits import Habits
+from elbowroom.residency.access_history import AccessHistory
 from elbowroom.simulator.dynamic import simulate_dynamic
 
 WHOLE = 1 << 40
@@ -40,11 +40,11 @@ Cell = dict[str, Any]
 
 def run_policy(trace: Trace, costs: Costs, budget_bytes: int, policy: str, plain_seconds: float) -> list[float | None]:
     """Seconds of a first and of a second step; None from where it found no room, or took too long."""
-    habits, found = Habits(), list[float | None]()
+    history, found = AccessHistory(), list[float | None]()
     for _ in range(2):
         try:
             course = simulate_dynamic(
-                trace, costs, budget_bytes, policy=policy, habits=habits, most_seconds=PATIENCE * plain_seconds
+                trace, costs, budget_bytes, policy=policy, history=history, most_seconds=PATIENCE * plain_seconds
             )
         except Infeasible:
             return [*found, None, None][:2]

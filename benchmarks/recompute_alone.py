@@ -20,8 +20,8 @@ from league import Slice, add_options, find_job, read_results, save_results
 from elbowroom.cli.lists import read_budgets
 from elbowroom.ir.costs import Costs
 from elbowroom.ir.trace import Trace
-from elbowroom.planner.bounds import find_bound
-from elbowroom.planner.comparison import attempt
+from elbowroom.planner.bounds.bound import find_bound
+from elbowroom.planner.comparison.strategies_compared import attempt
 from elbowroom.planner.problem import pose
 from elbowroom.simulator.online import Ending, Score, run_online
 

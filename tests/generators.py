@@ -17,8 +17,8 @@ from collections.abc import Sequence
 from hypothesis import strategies as some
 
 from elbowroom.ir.costs import Costs
+from elbowroom.ir.digest import digest
 from elbowroom.ir.hardware import Link
-from elbowroom.ir.identity import digest
 from elbowroom.ir.plan import Plan
 from elbowroom.ir.trace import Need, Op, Role, Save, Storage, Trace, View
 

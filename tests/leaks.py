@@ -20,7 +20,7 @@ _ROOM_MARK = "_elbowroom_room"
 @pytest.fixture(scope="session")
 def profile() -> HardwareProfile:
     """A machine of two slow cores with a fast disk."""
-    from elbowroom.hooks.processor import find_isa  # with torch, which many tests do without
+    from elbowroom.ops.cpu_isa import find_isa  # with torch, which many tests do without
 
     kinds = (("matmul", 1e11), ("convolution", 1e11), ("attention", 1e11), ("elementwise", 2e10))
     rates = tuple(

@@ -12,8 +12,8 @@ if TYPE_CHECKING:
     from elbowroom.api import capture as capture
     from elbowroom.api import fit as fit
     from elbowroom.api import smallest_budget as smallest_budget
-    from elbowroom.arena.use import use_arena as use_arena
     from elbowroom.cost.price import price as price
+    from elbowroom.cuda_allocator.use import use_planned_allocator as use_planned_allocator
     from elbowroom.hardware.probe import probe as probe
     from elbowroom.ir.check import check as check
     from elbowroom.ir.files import load as load
@@ -34,7 +34,7 @@ _VERBS = {
     "simulate": "elbowroom.simulator.replay",
     "save": "elbowroom.ir.files",
     "load": "elbowroom.ir.files",
-    "use_arena": "elbowroom.arena.use",
+    "use_planned_allocator": "elbowroom.cuda_allocator.use",
 }
 
 __all__ = ["__version__", *_VERBS]

@@ -18,8 +18,8 @@ from elbowroom.hardware.probe import probe
 from elbowroom.hooks.sharded import find_sharded
 from elbowroom.ir.hardware import HardwareProfile
 from elbowroom.ir.trace import Trace
+from elbowroom.planner.comparison.smallest_budget import find_smallest
 from elbowroom.planner.options import find_strategy
-from elbowroom.planner.smallest import find_smallest
 from elbowroom.residency import policies
 from elbowroom.room import Room
 from elbowroom.tracing.fake import capture_fake

@@ -14,7 +14,7 @@ from elbowroom.hardware.shipped import load_shipped
 from elbowroom.ir.buffers import Buffer
 from elbowroom.ir.costs import Costs
 from elbowroom.ir.trace import Trace
-from elbowroom.layout.arena import lay_out
+from elbowroom.layout.lay_out import lay_out
 from elbowroom.planner.problem import plan, pose
 from elbowroom.progress import Advance, drawing_on
 

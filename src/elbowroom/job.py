@@ -8,7 +8,7 @@ import torch
 from torch.optim import Optimizer
 
 from elbowroom.config import Config
-from elbowroom.hooks.identity import Identities
+from elbowroom.hooks.storage_ids import Identities
 from elbowroom.tracing.residents import find_staying, list_resident_tensors
 
 

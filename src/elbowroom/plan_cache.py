@@ -11,12 +11,12 @@ from collections.abc import Sequence
 
 import torch
 
-from elbowroom._compiled import IS_COMPILED, is_kept
+from elbowroom._numba_loops import IS_COMPILED, is_kept
 from elbowroom.config import Config
 from elbowroom.cost.price import correct, price
 from elbowroom.errors import Infeasible
+from elbowroom.hooks.input_guard import Inputs
 from elbowroom.hooks.ledger import Ledger
-from elbowroom.hooks.sentry import Inputs
 from elbowroom.ir.costs import Costs, Measurements
 from elbowroom.ir.forecast import Forecast
 from elbowroom.ir.hardware import HardwareProfile

@@ -17,14 +17,14 @@ from elbowroom.config import Config
 from elbowroom.errors import Infeasible, TraceError, UsageError
 from elbowroom.hardware.memory import cut_blocks_to_size, parse_budget
 from elbowroom.hardware.probe import probe
+from elbowroom.hooks.attachment import attach_mark, is_marked, remove_mark
 from elbowroom.hooks.ledger import make_ledger
-from elbowroom.hooks.mark import is_marked, mark, unmark
 from elbowroom.ir.hardware import HardwareProfile
 from elbowroom.ir.journal import Journal
 from elbowroom.job import Job
 from elbowroom.metering import Metering
 from elbowroom.plan_cache import PlanCache, PlannedStep
-from elbowroom.planner.bounds import bound_plan
+from elbowroom.planner.bounds.bound import bound_plan
 from elbowroom.report.summary import summarize
 from elbowroom.report.table import render_table
 from elbowroom.runtime.open import open_transfers
@@ -75,7 +75,7 @@ class Room:
             undoing.pop_all()
         if device.type == "cuda":
             cut_blocks_to_size()
-        mark(model)
+        attach_mark(model)
         self._detached = False
 
     @property
@@ -254,7 +254,7 @@ class Room:
         if self._step is not None and self._thread == threading.get_ident():
             self.end_step(_BrokenOff())
         self._modes.forget_last()
-        unmark(self._job.model)
+        remove_mark(self._job.model)
         self._transfers.close()
         self._ledger.close()
         self._detached = True  # last: what an interruption leaves undone is done by the next call

@@ -9,14 +9,14 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 
-from elbowroom.arena.use import serving
-from elbowroom.hooks.compiled import noticing_compiles
+from elbowroom.cuda_allocator.use import serving
+from elbowroom.hooks.compiled_regions import noticing_compiles
+from elbowroom.hooks.input_guard import CannotEnter, HookInsertionPoint, Inputs, observe_inputs
 from elbowroom.hooks.ledger import Ledger
+from elbowroom.hooks.main_thread_calls import call_in_main_thread
 from elbowroom.hooks.meter import Meter
-from elbowroom.hooks.pending import call_soon
-from elbowroom.hooks.sentry import Inputs, OutOfReach, Place, seeing_inputs
-from elbowroom.hooks.watching import watching
-from elbowroom.hooks.workers import ended_in_workers
+from elbowroom.hooks.op_dispatch import dispatching_ops_to
+from elbowroom.hooks.worker_processes import ended_in_workers
 from elbowroom.job import Job
 from elbowroom.plan_cache import PlanCacheEntry
 from elbowroom.runtime.finishing import finishing
@@ -74,7 +74,7 @@ class RunningStep:
     ) -> None:
         self._job, self._ledger, self._budget_bytes, self._meter = job, ledger, budget_bytes, meter
         self._capture, self.expected, self._make_engine, self._number = capture, expected, make_engine, number
-        self._place = Place()
+        self._place = HookInsertionPoint()
         self._attached = contextlib.ExitStack()
         self._is_running = False
         self._limit_bytes = budget_bytes
@@ -94,15 +94,17 @@ class RunningStep:
             self._limit_growth()
             adopt = None if engine is None else self._ledger.adopt_input
             calls = FIRST_CALLS if self.expected is not None and self._is_limited_early() else None
-            pause = stack.enter_context(seeing_inputs(self._job.model, self._see_inputs, adopt, calls))
+            pause = stack.enter_context(observe_inputs(self._job.model, self._see_inputs, adopt, calls))
             timer = None if capture is None else capture.tracer
             stack.enter_context(noticing_compiles(self._watch_from_here, pause, timer))
             if capture is not None:
-                stack.enter_context(watching(capture.tracer))
+                stack.enter_context(dispatching_ops_to(capture.tracer))
                 stack.enter_context(telling_gradients(capture.tracer, self._job.model))
             if engine is not None:
                 engine.begin()
-                stack.enter_context(watching(engine.watcher))  # innermost, so that op times leave out its own work
+                stack.enter_context(
+                    dispatching_ops_to(engine.watcher)
+                )  # innermost, so that op times leave out its own work
                 self._finish_at_end(engine)
             self._is_running = True
             begin = time.perf_counter()
@@ -141,7 +143,7 @@ class RunningStep:
         engine = self._make_engine()
         try:
             self._place.enter(engine.watcher, self._attached)
-        except OutOfReach as error:
+        except CannotEnter as error:
             if not self.unwatched:
                 logger.warning("step %d may take more than those before it, unwatched: %s", self._number, error)
             self.unwatched = f"may have taken more than those before it, unwatched: {error}"
@@ -166,6 +168,6 @@ class RunningStep:
         if self._limit_bytes < self._budget_bytes and is_over:
             self._limit_bytes = self._budget_bytes
             self._ledger.set_limit(self._budget_bytes)
-            call_soon(self._watch_from_here)
+            call_in_main_thread(self._watch_from_here)
             return True
         raise explain_growth(requested_bytes, missing_bytes, self._budget_bytes)

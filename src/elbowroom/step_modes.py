@@ -12,17 +12,17 @@ import torch
 
 from elbowroom.advice import advise
 from elbowroom.errors import Infeasible, MemoryRefused, Thrashing
+from elbowroom.hooks.input_guard import Inputs
 from elbowroom.hooks.ledger import CpuLedger, CudaLedger
 from elbowroom.hooks.meter import Meter
-from elbowroom.hooks.sentry import Inputs
 from elbowroom.ir.costs import Measurements
-from elbowroom.ir.identity import digest
+from elbowroom.ir.digest import digest
 from elbowroom.ir.journal import Mode, StepRecord
 from elbowroom.ir.trace import Trace
 from elbowroom.job import Job
 from elbowroom.metering import Metering
 from elbowroom.plan_cache import PlanCache, PlanCacheEntry, list_sizes
-from elbowroom.residency.habits import Habits
+from elbowroom.residency.access_history import AccessHistory
 from elbowroom.running_step import RunningStep
 from elbowroom.runtime.online_engine import OnlineEngine
 from elbowroom.runtime.transfers import Transfers
@@ -55,7 +55,7 @@ class StepModes:
         self._transfers, self._ledger = transfers, ledger
         self._captures = self._futile_captures = self._next_capture = 0
         self._has_recurred = False
-        self._habits = Habits(is_bounded=job.config.host_bytes is not None)
+        self._history = AccessHistory(is_bounded=job.config.host_bytes is not None)
         self._running: RunningStep | None = None
 
     @property
@@ -201,7 +201,7 @@ class StepModes:
         return OnlineEngine(
             self._transfers, job.device, job.find_staying, job.config.min_offload_bytes,
             budget_bytes=budget_bytes, policy=policy,
-            profile=self._cache.profile, habits=self._habits, list_residents=job.list_residents,
+            profile=self._cache.profile, history=self._history, list_residents=job.list_residents,
             known=[entry.planned.known for entry in entries], ledger=self._ledger,
             is_awake=is_awake, spare_bytes=spare_bytes, observer=None if capture is None else capture.tracer,
         )  # fmt: skip

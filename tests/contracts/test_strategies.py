@@ -12,7 +12,7 @@ from elbowroom.ir.costs import Costs
 from elbowroom.ir.plan import Plan
 from elbowroom.ir.trace import Trace
 from elbowroom.planner.problem import list_strategies, plan
-from elbowroom.residency import planned
+from elbowroom.residency import plan_policy
 from elbowroom.residency.machine import Machine
 from elbowroom.simulator.replay import simulate
 from tests.generators import Layer, jobs, keep_everything, make_costs, make_trace
@@ -70,7 +70,7 @@ def expect_sound_plans(strategy: str, trace: Trace, costs: Costs, share: float) 
     assert forecast.peak_bytes <= budget_bytes
     assert (made.strategy, made.budget_bytes, made.trace_digest) == (strategy, budget_bytes, costs.trace_digest)
     assert forecast.step_seconds >= plain.step_seconds - 1e-12
-    follow(trace, Machine(planned.Policy(made), made.segments))
+    follow(trace, Machine(plan_policy.Policy(made), made.segments))
     again = plan(trace, costs, budget_bytes, strategy=strategy, min_offload_bytes=1)
     assert again == made
 

@@ -30,12 +30,12 @@ from elbowroom.hardware.memory import count_device_bytes
 from elbowroom.hardware.shipped import list_shipped
 from elbowroom.ir import files as files_of_nouns
 from elbowroom.ir.costs import Costs
+from elbowroom.ir.digest import digest
 from elbowroom.ir.hardware import HardwareProfile
-from elbowroom.ir.identity import digest
 from elbowroom.ir.journal import Journal
 from elbowroom.ir.plan import Plan
 from elbowroom.ir.trace import Trace
-from elbowroom.layout.arena import list_allocators
+from elbowroom.layout.lay_out import list_allocators
 from elbowroom.native.library import NATIVE, find_library
 from elbowroom.planner.problem import list_strategies
 from elbowroom.units import format_bytes

@@ -19,7 +19,7 @@ from elbowroom.errors import InternalError, UnknownMember, UsageError
 from elbowroom.hardware.shipped import load_shipped
 from elbowroom.ir.hardware import HardwareProfile
 from elbowroom.ir.trace import Trace
-from elbowroom.planner import comparison
+from elbowroom.planner.comparison import strategies_compared
 from elbowroom.planner.problem import list_strategies
 
 STRATEGIES = "auto,keep_all,offload_all"
@@ -209,15 +209,15 @@ def test_pictures_need_matplotlib(trace: pathlib.Path, tmp_path: pathlib.Path, m
 
 
 def interrupt_after(monkeypatch: pytest.MonkeyPatch, count: int, error: BaseException) -> None:
-    attempt, counter = comparison.attempt, itertools.count()
+    attempt, counter = strategies_compared.attempt, itertools.count()
 
     def stop(*arguments: Any, **options: Any) -> Any:
         if next(counter) == count:
             raise error
         return attempt(*arguments, **options)
 
-    monkeypatch.setattr(comparison, "attempt", stop)
-    monkeypatch.setattr("elbowroom.planner.batches.attempt", stop)
+    monkeypatch.setattr(strategies_compared, "attempt", stop)
+    monkeypatch.setattr("elbowroom.planner.comparison.batches.attempt", stop)
 
 
 @pytest.mark.parametrize(("error", "code"), [(KeyboardInterrupt(), INTERRUPTED), (InternalError("a bug"), FAILED)])

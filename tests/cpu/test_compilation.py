@@ -11,8 +11,8 @@ import pytest
 import torch
 
 import elbowroom
-from elbowroom import _compiled, plan_cache
-from elbowroom._compiled import IS_COMPILED
+from elbowroom import _numba_loops, plan_cache
+from elbowroom._numba_loops import IS_COMPILED
 from elbowroom.ir.hardware import HardwareProfile
 
 AHEAD = """
@@ -21,7 +21,7 @@ from numba.core import event
 from elbowroom import plan
 from elbowroom.compilation import compile_loops
 from elbowroom.ir.buffers import Buffer
-from elbowroom.layout.arena import lay_out, list_allocators
+from elbowroom.layout.lay_out import lay_out, list_allocators
 from elbowroom.planner.problem import pose
 from elbowroom.simulator.replay import Replay
 from tests.generators import make_chain, make_costs, make_link, make_residual_net
@@ -80,8 +80,8 @@ def test_fit_says_once_that_the_first_plan_will_compile(
 
 
 def test_machine_code_of_before_is_found(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_compiled, "_find_cache", lambda: str(tmp_path / "compiled"))
-    assert not _compiled.is_kept()
+    monkeypatch.setattr(_numba_loops, "_find_cache", lambda: str(tmp_path / "compiled"))
+    assert not _numba_loops.is_kept()
     (tmp_path / "compiled" / "planner").mkdir(parents=True)
     (tmp_path / "compiled" / "planner" / "annealing.anneal-1.nbi").touch()
-    assert _compiled.is_kept()
+    assert _numba_loops.is_kept()

@@ -19,14 +19,14 @@ import elbowroom
 from elbowroom.errors import TierFull
 from elbowroom.ir.hardware import HardwareProfile
 from elbowroom.ir.journal import Mode
-from elbowroom.ir.placement import Berth, Placement
+from elbowroom.ir.placement import CopySlot, Placement
 from elbowroom.room import Room
 from elbowroom.runtime.stream_transfers import StreamCopy, StreamTransfers
 from elbowroom.runtime.streams import Event
 from elbowroom.runtime.transfers import SpillCopy, ThreadTransfers
 from elbowroom.tiers import pinned
 from elbowroom.tiers.disk import SpillFile
-from elbowroom.tiers.pinned import Block, HostSlabs, Pageable
+from elbowroom.tiers.pinned import HostSlabs, Pageable, SlabBlock
 from tests.fake_streams import SCHEDULES, FakeEvent, FakeStreams, Program, pattern
 
 MOST_OVER = 1.02
@@ -84,7 +84,7 @@ def test_blocks_of_slabs_never_meet(seed: int, planned: list[int]) -> None:
     chance = random.Random(seed)
     host = HostSlabs(chance.choice((40_000, 1 << 20)), 8192, pinning=Pageable())
     apart = host.reserve_apart(2000)
-    held: list[tuple[int, Block]] = [(99, apart)]
+    held: list[tuple[int, SlabBlock]] = [(99, apart)]
     apart.tensor.copy_(pattern(99, 2000))
     for number in range(60):
         choice = chance.random()
@@ -249,15 +249,15 @@ class Planned(StreamTransfers):
 
     chance = random.Random(0)
 
-    def offload(self, storage: torch.UntypedStorage, berth: Berth | None = None) -> StreamCopy:
+    def offload(self, storage: torch.UntypedStorage, copy_slot: CopySlot | None = None) -> StreamCopy:
         if self.chance.random() < 0.2:
             most = self.chance.choice((0, 4096, 12_288, 24_576))
             self.prepare(Placement(lower_bytes=most, disk_bytes=most), gives_back=self.chance.random() < 0.7)
-        berth = Berth(
+        copy_slot = CopySlot(
             storage=0, begin=0, end=1, nbytes=storage.nbytes(), offset=512 * self.chance.randrange(40),
             is_on_disk=self.chance.random() < 0.2,
         )  # fmt: skip
-        return super().offload(storage, berth if self.chance.random() < 0.8 else None)
+        return super().offload(storage, copy_slot if self.chance.random() < 0.8 else None)
 
 
 class ForgetsToSettle(Planned):
@@ -297,8 +297,10 @@ def test_what_the_plan_has_on_the_disk_goes_there_at_once(tmp_path: pathlib.Path
     transfers = StreamTransfers(streams, HostSlabs(64 * KIB, pinning=streams), SpillFile(tmp_path), staging_bytes=4096)
     transfers.prepare(Placement(lower_bytes=8192, disk_bytes=8192), gives_back=True)
     storage = streams.allocate(4000)
-    berths = [Berth(storage=0, begin=0, end=9, nbytes=4000, offset=1024, is_on_disk=place) for place in (False, True)]
-    host, disk = (transfers.offload(storage, berth) for berth in berths)
+    copy_slots = [
+        CopySlot(storage=0, begin=0, end=9, nbytes=4000, offset=1024, is_on_disk=place) for place in (False, True)
+    ]
+    host, disk = (transfers.offload(storage, copy_slot) for copy_slot in copy_slots)
     assert host.block is not None and host.block.offset == 1024
     assert disk.block is None and disk.offset == 1024
     for copy in (host, disk):
@@ -318,7 +320,7 @@ def test_what_passes_to_the_disk_does_so_in_pieces_of_the_planned_size(
     transfers.prepare(Placement(disk_bytes=4096, piece_bytes=planned_bytes), gives_back=True)
     storage = streams.allocate(4000)
     streams.write(storage, 7)
-    copy = transfers.offload(storage, Berth(storage=0, begin=0, end=9, nbytes=4000, is_on_disk=True))
+    copy = transfers.offload(storage, CopySlot(storage=0, begin=0, end=9, nbytes=4000, is_on_disk=True))
     assert len(written) == pieces
     transfers.finish(copy)
     back = transfers.reload(copy)
@@ -333,11 +335,11 @@ def test_what_passes_to_the_disk_does_so_in_pieces_of_the_planned_size(
 def test_what_was_freed_late_is_not_in_the_way(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     transfers = ThreadTransfers(SpillFile(tmp_path))
     storage = torch.empty(4096, dtype=torch.uint8).untyped_storage()
-    berth = Berth(storage=0, begin=0, end=9, nbytes=4096, offset=2048)
+    copy_slot = CopySlot(storage=0, begin=0, end=9, nbytes=4096, offset=2048)
     with monkeypatch.context() as patch:
         patch.setattr(transfers._queue, "settle", lambda: None)  # as in the middle of another change
         for _ in range(3):
-            copy = transfers.offload(storage, berth)
+            copy = transfers.offload(storage, copy_slot)
             assert isinstance(copy, SpillCopy) and copy.offset == 2048
             transfers.discard(copy)
     transfers.close()
@@ -353,17 +355,17 @@ class Watched:
         self.most = self.bytes = self.astray = self.unplanned = 0
         reserve, free = tier.reserve, tier.free
 
-        def reserve_and_count(nbytes: int, at: int | None = None) -> int | Block:
+        def reserve_and_count(nbytes: int, at: int | None = None) -> int | SlabBlock:
             found = reserve(nbytes, at)
             self.bytes += nbytes
             self.most = max(self.most, self.bytes)
             self.unplanned += at is None
-            self.astray += at is not None and at != (found.offset if isinstance(found, Block) else found)
+            self.astray += at is not None and at != (found.offset if isinstance(found, SlabBlock) else found)
             return found
 
-        def free_and_count(*block: Block | int) -> None:
+        def free_and_count(*block: SlabBlock | int) -> None:
             free(*block)  # type: ignore[arg-type]
-            self.bytes -= block[0].nbytes if isinstance(block[0], Block) else int(block[-1])
+            self.bytes -= block[0].nbytes if isinstance(block[0], SlabBlock) else int(block[-1])
 
         patch.setattr(tier, "reserve", reserve_and_count)
         patch.setattr(tier, "free", free_and_count)

@@ -15,7 +15,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 import elbowroom
 from benchmarks.profiler_meter import ProfilerMeter
 from elbowroom.errors import UsageError
-from elbowroom.hooks.identity import get_plain_storage, unwrap
+from elbowroom.hooks.storage_ids import get_plain_storage, unwrap
 from elbowroom.ir.hardware import HardwareProfile
 from elbowroom.tracing.residents import list_resident_tensors, list_residents
 

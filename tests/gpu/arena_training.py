@@ -76,7 +76,7 @@ def fill(arena: Any) -> dict[str, Any]:
 
 def main(name: str, way: str, profile: str, has_arena: str) -> None:
     """Train, or fill the device, and print what came out."""
-    arena = elbowroom.use_arena() if has_arena == "arena" else None
+    arena = elbowroom.use_planned_allocator() if has_arena == "arena" else None
     torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     print(json.dumps(fill(arena) if way == "fill" else train(name, way, profile, arena)))

@@ -8,7 +8,7 @@ import subprocess
 
 import pytest
 
-from elbowroom.arena.build import FLAGS, LIBRARIES, SOURCES, find_compiler
+from elbowroom.cuda_allocator.build import FLAGS, LIBRARIES, SOURCES, find_compiler
 from elbowroom.errors import UsageError
 
 HERE = pathlib.Path(__file__).parent

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import elbowroom
-from elbowroom.arena import use
+from elbowroom.cuda_allocator import use
 from elbowroom.errors import UsageError
 from elbowroom.hooks.meter import CudaMeter
 
@@ -57,17 +57,17 @@ def refused(call: Any, text: str) -> None:
         call()
 
 
-refused(elbowroom.use_arena, "finds none")
+refused(elbowroom.use_planned_allocator, "finds none")
 torch.cuda.is_available = lambda: True
 torch.cuda.is_initialized = lambda: True
-refused(elbowroom.use_arena, "first thing in the program")
+refused(elbowroom.use_planned_allocator, "first thing in the program")
 torch.cuda.is_initialized = lambda: False
 torch.cuda.current_device = lambda: 0
 torch.cuda.memory.CUDAPluggableAllocator = Allocator  # type: ignore[misc, assignment]
 torch.cuda.memory.change_current_allocator = plugged.append
 assert use.find_arena() is None
-arena = elbowroom.use_arena()
-assert elbowroom.use_arena() is arena is use.find_arena()
+arena = elbowroom.use_planned_allocator()
+assert elbowroom.use_planned_allocator() is arena is use.find_arena()
 allocator = plugged.pop()
 assert not plugged and len(set_functions) == 3 and all(set_functions.values())
 torch.cuda.is_initialized = torch.cuda.memory.is_initialized = lambda: True  # type: ignore[attr-defined]

@@ -17,10 +17,10 @@ from elbowroom.ir.check import check, check_trace
 from elbowroom.ir.costs import Costs
 from elbowroom.ir.forecast import Forecast
 from elbowroom.ir.trace import Op, Trace
-from elbowroom.planner import exploration
-from elbowroom.planner.composer import Composer
 from elbowroom.planner.options import list_options
 from elbowroom.planner.problem import list_strategies, plan, pose
+from elbowroom.planner.schedule.choice_vectors import ChoiceVectorPlanner
+from elbowroom.planner.searching import choice_search
 from elbowroom.simulator.admission import LARGEST_BYTES
 from elbowroom.simulator.replay import simulate
 from elbowroom.simulator.segments import OFFLOAD
@@ -103,11 +103,11 @@ def test_enormous_storages_are_swept_as_they_are_replayed() -> None:
     trace = scale(make_residual_net(2, KIB), 1 << 40)
     costs = make_costs(trace, op_seconds=1.0, link=make_link(per_second=1e18))
     problem = pose(trace, costs, 1 << 61)
-    composer = Composer(problem)
-    choices = np.full(len(composer.keys), OFFLOAD, dtype=np.int8)
-    assert sweep(composer.columns, choices, problem.budget_bytes, 0.0, np.inf, composer.room)
-    forecast = problem.drafter.replay.run(composer.make_plan(choices, "test"))
-    assert composer.room.outcome[0].peak_bytes == forecast.peak_bytes > 1 << 50
+    vectors = ChoiceVectorPlanner(problem)
+    choices = np.full(len(vectors.keys), OFFLOAD, dtype=np.int8)
+    assert sweep(vectors.columns, choices, problem.budget_bytes, 0.0, np.inf, vectors.room)
+    forecast = problem.drafter.replay.run(vectors.make_plan(choices, "test"))
+    assert vectors.room.outcome[0].peak_bytes == forecast.peak_bytes > 1 << 50
 
 
 @pytest.mark.parametrize("factor", [1 << 50, 1 << 53, 1 << 70])
@@ -297,7 +297,7 @@ def test_an_interrupted_search_returns_the_best_plan_so_far(
         asked.append(step)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(exploration, step, interrupt)
+    monkeypatch.setattr(choice_search, step, interrupt)
     with caplog.at_level(logging.WARNING):
         made = plan(trace, costs, budget_bytes, min_offload_bytes=1)
     assert set(asked) == {step}

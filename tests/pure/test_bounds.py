@@ -19,15 +19,15 @@ from elbowroom.ir.costs import Costs
 from elbowroom.ir.forecast import Forecast
 from elbowroom.ir.plan import Choice, Plan
 from elbowroom.ir.trace import Role, Trace
-from elbowroom.planner import fluid
-from elbowroom.planner.absences import find_absences
-from elbowroom.planner.assembly import Replay, assemble, list_replays
-from elbowroom.planner.bounds import Bound, find_bound
-from elbowroom.planner.composer import Composer
-from elbowroom.planner.draft import Drafter, Option
-from elbowroom.planner.fluid_model import ModelBuilder
+from elbowroom.planner.bounds import fluid
+from elbowroom.planner.bounds.bound import Bound, find_bound
+from elbowroom.planner.bounds.fluid_model import ModelBuilder
+from elbowroom.planner.bounds.gap_arrays import make_gap_arrays
 from elbowroom.planner.problem import Problem, plan, pose
-from elbowroom.planner.timing import Times
+from elbowroom.planner.schedule.assembly import ReplayStep, assemble, list_replays
+from elbowroom.planner.schedule.choice_vectors import ChoiceVectorPlanner
+from elbowroom.planner.schedule.draft import Drafter, Option
+from elbowroom.planner.schedule.timing import Times
 from elbowroom.simulator.segments import CHOICES
 from elbowroom.simulator.sweep import sweep
 from tests.generators import KIB, Program, jobs, make_chain, make_costs, make_link, make_residual_net
@@ -82,7 +82,7 @@ def draw_plan(drafter: Drafter, dice: random.Random) -> Plan | None:
         draft = {key: Option(Choice.OFFLOAD, release=times.release, back=times.back) for key, times in moved.items()}
         return drafter.finish(draft | dict.fromkeys(dropped, Option(Choice.RECOMPUTE)), "drawn", 1)
     replays = list(list_replays(drafter, dropped, lambda key, tick: dice.random() < 0.5))
-    whole = [replay for replay in replays if isinstance(replay, Replay)]
+    whole = [replay for replay in replays if isinstance(replay, ReplayStep)]
     if len(whole) < len(replays) or any(leave >= replay.tick for replay in whole for leave in replay.leaves):
         return None
     return assemble(drafter, "drawn", 1, offloads=moved, replays=whole)
@@ -138,13 +138,13 @@ def test_few_pivots_prove_less_and_nothing_false(job: tuple[Trace, Costs], seed:
 
 def try_all(problem: Problem, budget_bytes: int) -> tuple[int, float, float]:
     """The lowest peak of all choices, and the fastest within a budget: of any, of those that only recompute."""
-    composer = Composer(problem)
+    vectors = ChoiceVectorPlanner(problem)
     lowest, fastest, replayed = problem.plain.peak_bytes, math.inf, math.inf
-    for vector in itertools.product(range(CHOICES), repeat=len(composer.keys)):
+    for vector in itertools.product(range(CHOICES), repeat=len(vectors.keys)):
         choices = np.asarray(vector, dtype=np.int8)
         for slack in (0.0, 1.0):
-            if sweep(composer.columns, choices, budget_bytes, slack, np.inf, composer.room):
-                outcome = composer.room.outcome[0]
+            if sweep(vectors.columns, choices, budget_bytes, slack, np.inf, vectors.room):
+                outcome = vectors.room.outcome[0]
                 lowest = min(lowest, int(outcome.peak_bytes))
                 if outcome.peak_bytes <= budget_bytes:
                     fastest = min(fastest, float(outcome.seconds))
@@ -195,7 +195,7 @@ def test_any_prices_prove_no_more_than_the_solution(job: tuple[Trace, Costs], sh
     floor, peak = problem.floor.peak_bytes, problem.plain.peak_bytes
     problem = within(problem, int(floor + share * (peak - floor)))
     assume(problem.budget_bytes < peak)
-    builder = ModelBuilder(problem, find_absences(problem))
+    builder = ModelBuilder(problem, make_gap_arrays(problem))
     model = builder.build(np.arange(len(problem.plain.live_bytes) + 1))
     solved = fluid.find_fluid(model)
     assert solved is not None and solved.status == 0

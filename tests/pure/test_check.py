@@ -16,7 +16,7 @@ from elbowroom.ir.costs import Costs
 from elbowroom.ir.plan import Choice, Decision, Plan, Segment
 from elbowroom.ir.trace import Role, Trace, find_gaps
 from elbowroom.planner.problem import plan, pose
-from elbowroom.residency import planned
+from elbowroom.residency import plan_policy
 from elbowroom.residency.machine import Machine
 from elbowroom.simulator.replay import simulate
 from tests.generators import KIB, Program, example, jobs, keep_everything, make_chain, make_costs, traces
@@ -320,7 +320,7 @@ def test_whatever_passes_can_be_carried_out(data: some.DataObject, job: tuple[Tr
         check(trace, shaken)
     except TraceError:
         return
-    follow(trace, Machine(planned.Policy(shaken), shaken.segments))
+    follow(trace, Machine(plan_policy.Policy(shaken), shaken.segments))
     forecast = simulate(trace, costs, shaken)
     assert forecast.peak_bytes > 0
     assert min(forecast.live_bytes) >= 0

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from elbowroom.residency.classes import Classes
+from elbowroom.residency.evicted_sets import EvictedSets
 
 
 def test_sets_are_joined_and_costs_taken_off() -> None:
-    classes = Classes()
+    classes = EvictedSets()
     classes.add(1, 2.0, [])
     classes.add(2, 3.0, [])
     assert classes.find(1) != classes.find(2)
@@ -18,7 +18,7 @@ def test_sets_are_joined_and_costs_taken_off() -> None:
 
 
 def test_what_was_never_dropped_costs_no_set_anything() -> None:
-    classes = Classes()
+    classes = EvictedSets()
     classes.add(1, 2.0, [])
     classes.take(7, 5.0)
     assert classes.cost(classes.find(1)) == 2.0

@@ -14,9 +14,17 @@ from hypothesis import strategies as some
 from elbowroom.errors import Infeasible, TraceError, UnknownMember, UsageError
 from elbowroom.ir.costs import Costs
 from elbowroom.ir.trace import Trace
-from elbowroom.planner import comparison
-from elbowroom.planner.batches import MOST_TRIALS, Batches, Trial, try_batches
-from elbowroom.planner.comparison import Attempt, Entry, Outcome, compare, even_out, find_fastest, find_front
+from elbowroom.planner.comparison import strategies_compared
+from elbowroom.planner.comparison.batches import MOST_TRIALS, Batches, Trial, try_batches
+from elbowroom.planner.comparison.strategies_compared import (
+    Attempt,
+    Entry,
+    PlanOutcome,
+    compare,
+    even_out,
+    find_fastest,
+    find_front,
+)
 from elbowroom.planner.problem import plan, pose
 from elbowroom.simulator.replay import simulate
 from tests.generators import KIB, example, make_chain, make_costs, make_link, make_residual_net
@@ -56,7 +64,7 @@ def test_entries_are_what_the_plans_are_forecast_to_do(entries: tuple[Entry, ...
             assert entry.attempt.needed_bytes == caught.value.needed_bytes > entry.budget_bytes
             continue
         forecast = simulate(trace, costs, plan(trace, costs, entry.budget_bytes, strategy=entry.strategy))
-        for field in dataclasses.fields(Outcome):
+        for field in dataclasses.fields(PlanOutcome):
             assert getattr(entry.outcome, field.name) == getattr(forecast, field.name), field.name
         assert entry.attempt.needed_bytes == forecast.peak_bytes <= entry.budget_bytes
         assert entry.outcome.moved_bytes == forecast.offloaded_bytes + forecast.reloaded_bytes
@@ -80,7 +88,7 @@ def test_no_plan_beats_the_bound(entries: tuple[Entry, ...]) -> None:
 
 
 def test_a_strategy_that_is_not_there_is_refused_before_anything_is_planned(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(comparison, "pose", None)
+    monkeypatch.setattr(strategies_compared, "pose", None)
     with pytest.raises(UnknownMember, match="keep_all"):
         compare(*example(), [1], ["auto", "magic"])
     with pytest.raises(UsageError, match="speed"):
@@ -94,7 +102,7 @@ def test_an_entry_is_there_before_the_next_is_begun(monkeypatch: pytest.MonkeyPa
         asked.append(strategy)
         return Attempt(outcome=None, needed_bytes=1, needed_host_bytes=0, planning_seconds=0.0)
 
-    monkeypatch.setattr(comparison, "attempt", attempt)
+    monkeypatch.setattr(strategies_compared, "attempt", attempt)
     running = compare(*example(), [10**9], STRATEGIES)
     assert next(running).strategy == asked[-1] and len(asked) == 1
 
@@ -116,7 +124,7 @@ def test_a_strategy_that_refuses_a_step_leaves_its_cells_empty() -> None:
     )
     assert [entry.outcome is None for entry in found[1::2]] == [True, False, False, False]
     with pytest.raises(UsageError, match="small traces"):
-        comparison.attempt(*example(), budgets()[1], refusing)
+        strategies_compared.attempt(*example(), budgets()[1], refusing)
 
 
 def test_a_refused_cell_takes_over_what_a_smaller_budget_has() -> None:
@@ -130,16 +138,16 @@ def test_a_refused_cell_takes_over_what_a_smaller_budget_has() -> None:
 
 def test_a_plan_that_overfills_the_host_does_not_fit() -> None:
     trace, costs = example()
-    free = comparison.attempt(trace, costs, 10**9, "offload_all")
+    free = strategies_compared.attempt(trace, costs, 10**9, "offload_all")
     assert free.outcome is not None and free.needed_host_bytes == free.outcome.lower_tier_bytes > 0
-    tight = comparison.attempt(trace, costs, 10**9, "offload_all", host_bytes=free.needed_host_bytes - 1)
+    tight = strategies_compared.attempt(trace, costs, 10**9, "offload_all", host_bytes=free.needed_host_bytes - 1)
     assert tight.outcome is None and tight.needed_host_bytes == free.needed_host_bytes
-    enough = comparison.attempt(trace, costs, 10**9, "offload_all", host_bytes=free.needed_host_bytes)
+    enough = strategies_compared.attempt(trace, costs, 10**9, "offload_all", host_bytes=free.needed_host_bytes)
     assert enough.outcome == free.outcome
 
 
 def make_entry(peak_bytes: int | None, step_seconds: float) -> Entry:
-    outcome = None if peak_bytes is None else Outcome(
+    outcome = None if peak_bytes is None else PlanOutcome(
         peak_bytes=peak_bytes, step_seconds=step_seconds, recompute_seconds=0.0, stall_seconds=0.0,
         offloaded_bytes=0, reloaded_bytes=0, lower_tier_bytes=0,
     )  # fmt: skip

@@ -12,7 +12,7 @@ from hypothesis import strategies as some
 from elbowroom.errors import TraceError
 from elbowroom.ir.buffers import Buffer, Layout, check_layout
 from elbowroom.ir.costs import Costs
-from elbowroom.ir.placement import Berth, Placement
+from elbowroom.ir.placement import CopySlot, Placement
 from elbowroom.ir.plan import Choice, Plan
 from elbowroom.ir.trace import Trace, find_claims, find_gaps
 from elbowroom.layout.caching import CachingAllocator
@@ -45,16 +45,16 @@ def find_lifetimes(trace: Trace, made: Plan) -> set[tuple[int, int, int]]:
 
 def judge(placement: Placement, end: int) -> None:
     for is_on_disk, arena in ((False, placement.lower_bytes), (True, placement.disk_bytes)):
-        berths = [berth for berth in placement.berths if berth.is_on_disk is is_on_disk]
-        buffers = [make_buffer(index, berth, end) for index, berth in enumerate(berths)]
-        offsets = tuple(berth.offset for berth in berths)
+        copy_slots = [copy_slot for copy_slot in placement.copy_slots if copy_slot.is_on_disk is is_on_disk]
+        buffers = [make_buffer(index, copy_slot, end) for index, copy_slot in enumerate(copy_slots)]
+        offsets = tuple(copy_slot.offset for copy_slot in copy_slots)
         check_layout(buffers, Layout(offsets=offsets, arena_bytes=arena, bound_bytes=0, is_optimal=False))
         assert all(offset % ALIGNMENT_BYTES == 0 for offset in offsets)
 
 
 def count(placement: Placement, tick: int, alignment_bytes: int, *, on_disk: bool) -> int:
     """Bytes of copies in a tier during a tick, each rounded up."""
-    there = [each for each in placement.berths if each.is_on_disk is on_disk and each.begin <= tick < each.end]
+    there = [each for each in placement.copy_slots if each.is_on_disk is on_disk and each.begin <= tick < each.end]
     return sum(-(-each.nbytes // alignment_bytes) * alignment_bytes for each in there)
 
 
@@ -68,8 +68,8 @@ def test_copies_are_there_for_as_long_as_the_simulator_counts_them(
     host_bytes = None if share is None else int(most * share)
     replay = Replay(trace, costs, host_bytes=host_bytes)
     placement, forecast = replay.place(made), replay.run(made)
-    assert {(each.storage, each.begin, each.end) for each in placement.berths} == find_lifetimes(trace, made)
-    assert all(each.nbytes == trace.storages[each.storage].nbytes for each in placement.berths)
+    assert {(each.storage, each.begin, each.end) for each in placement.copy_slots} == find_lifetimes(trace, made)
+    assert all(each.nbytes == trace.storages[each.storage].nbytes for each in placement.copy_slots)
     overflow = find_overflow(costs, host_bytes)
     held = {True: [0], False: [0]}
     for tick in range(trace.end):
@@ -84,9 +84,9 @@ def test_copies_are_there_for_as_long_as_the_simulator_counts_them(
     assert dataclasses.replace(told, lower_arena_bytes=0, disk_arena_bytes=0) == forecast
 
 
-berths = some.lists(
+copy_slots = some.lists(
     some.builds(
-        lambda begin, length, nbytes, on_disk: Berth(
+        lambda begin, length, nbytes, on_disk: CopySlot(
             storage=0, begin=begin, end=begin + length, nbytes=nbytes, is_on_disk=on_disk
         ),
         some.integers(0, 20), some.integers(1, 20), some.integers(0, 5 * KIB), some.booleans(),
@@ -95,31 +95,31 @@ berths = some.lists(
 ).map(lambda found: [dataclasses.replace(each, storage=index) for index, each in enumerate(found)])  # fmt: skip
 
 
-@given(berths=berths)
-def test_copies_with_any_lifetimes_do_not_lie_upon_each_other(berths: list[Berth]) -> None:
-    placement = lay_out_copies(berths, 25)
+@given(copy_slots=copy_slots)
+def test_copies_with_any_lifetimes_do_not_lie_upon_each_other(copy_slots: list[CopySlot]) -> None:
+    placement = lay_out_copies(copy_slots, 25)
     judge(placement, 25)
-    there = [dataclasses.replace(berth, offset=0) for berth in placement.berths]
-    assert sorted(there, key=lambda each: each.storage) == [each for each in berths if each.nbytes]
+    there = [dataclasses.replace(copy_slot, offset=0) for copy_slot in placement.copy_slots]
+    assert sorted(there, key=lambda each: each.storage) == [each for each in copy_slots if each.nbytes]
 
 
 def test_what_outlives_the_step_has_its_place_to_itself() -> None:
-    early = Berth(storage=0, begin=2, end=5, nbytes=1000)
-    late = Berth(storage=1, begin=6, end=9, nbytes=1000)
+    early = CopySlot(storage=0, begin=2, end=5, nbytes=1000)
+    late = CopySlot(storage=1, begin=6, end=9, nbytes=1000)
     assert lay_out_copies([early, late], 10).lower_bytes == 1000
     beyond = lay_out_copies([early, dataclasses.replace(late, end=10)], 10)
     assert beyond.lower_bytes == 1024 + 1000
-    assert {berth.offset for berth in beyond.berths} == {0, 1024}
+    assert {copy_slot.offset for copy_slot in beyond.copy_slots} == {0, 1024}
 
 
 def test_each_claim_of_a_storage_finds_its_own_berth() -> None:
-    berths = [
-        Berth(storage=storage, begin=begin, end=end, nbytes=600)
+    copy_slots = [
+        CopySlot(storage=storage, begin=begin, end=end, nbytes=600)
         for storage, begin, end in ((3, 2, 8), (3, 12, 20), (5, 4, 9))
     ]
-    placement = lay_out_copies(berths, 100)
+    placement = lay_out_copies(copy_slots, 100)
     for tick in range(25):
-        expected = next((each for each in berths if each.storage == 3 and tick < each.end), None)
+        expected = next((each for each in copy_slots if each.storage == 3 and tick < each.end), None)
         found = placement.find(3, tick)
         assert (found and (found.begin, found.end)) == (expected and (expected.begin, expected.end))
         assert placement.find(4, tick) is None
@@ -167,7 +167,7 @@ def test_passes_of_several_sizes_take_little_more_than_what_is_there_at_once(siz
     made = plan(trace, costs, 10**9, strategy="offload_all", min_offload_bytes=1)
     placement = Replay(trace, costs).place(made)
     most = max(count(placement, tick, 1, on_disk=False) for tick in range(trace.end))
-    assert len(placement.berths) == 6 * len(sizes)
+    assert len(placement.copy_slots) == 6 * len(sizes)
     assert most <= placement.lower_bytes <= MOST_OVER * most
 
 

@@ -19,8 +19,8 @@ from elbowroom.cost.workspace import estimate_workspace
 from elbowroom.errors import TraceError
 from elbowroom.hardware.shipped import load_shipped
 from elbowroom.ir.costs import Measurements
+from elbowroom.ir.digest import digest
 from elbowroom.ir.hardware import HardwareProfile, Link, Rate, Tier
-from elbowroom.ir.identity import digest
 from elbowroom.ir.trace import Op, Role, Storage, Trace, View
 
 LINK = Link(

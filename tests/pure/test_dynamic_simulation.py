@@ -12,7 +12,7 @@ from elbowroom.ir.costs import Costs
 from elbowroom.ir.trace import Trace
 from elbowroom.planner.problem import pose
 from elbowroom.residency import policies
-from elbowroom.residency.habits import Habits
+from elbowroom.residency.access_history import AccessHistory
 from elbowroom.simulator.dynamic import simulate_dynamic
 from tests.generators import jobs, make_costs, make_link, make_residual_net
 
@@ -90,30 +90,30 @@ def test_bad_input() -> None:
 
 
 def test_habits_know_when_something_is_needed_next() -> None:
-    habits = Habits()
+    history = AccessHistory()
     for _ in range(2):
-        habits.begin()
+        history.begin()
         for storage in (10, 11, 12):
-            habits.saved(storage, 8 * storage)
-        found = [habits.next_use(storage) for storage in (10, 11, 12)]
+            history.saved(storage, 8 * storage)
+        found = [history.next_use(storage) for storage in (10, 11, 12)]
         for storage in (12, 11, 10):
-            habits.needed(storage)
+            history.needed(storage)
     assert found == [3, 2, 1]
-    assert habits.next_use(10) is None, "it is not needed again"
+    assert history.next_use(10) is None, "it is not needed again"
 
 
 def test_habits_do_not_take_one_save_for_another() -> None:
-    habits = Habits()
-    habits.begin()
-    habits.saved(1, 8)
-    habits.needed(1)
-    habits.begin()
-    habits.saved(5, 16)
-    assert habits.next_use(5) is None, "it has other bytes"
-    assert habits.next_use(9) is None, "it was never saved"
-    habits.begin()
-    habits.begin()
-    habits.saved(6, 8)
-    assert habits.next_use(6) == 1, "steps without needs teach nothing"
-    habits.freed(6)
-    assert habits.next_use(6) is None
+    history = AccessHistory()
+    history.begin()
+    history.saved(1, 8)
+    history.needed(1)
+    history.begin()
+    history.saved(5, 16)
+    assert history.next_use(5) is None, "it has other bytes"
+    assert history.next_use(9) is None, "it was never saved"
+    history.begin()
+    history.begin()
+    history.saved(6, 8)
+    assert history.next_use(6) == 1, "steps without needs teach nothing"
+    history.freed(6)
+    assert history.next_use(6) is None

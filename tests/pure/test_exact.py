@@ -14,13 +14,13 @@ from hypothesis import strategies as some
 from elbowroom.errors import UsageError
 from elbowroom.ir.costs import Costs
 from elbowroom.ir.trace import Trace
-from elbowroom.planner.branching import CLOSE, SLACKS, Brancher
 from elbowroom.planner.problem import Problem, plan, pose
-from elbowroom.simulator.segments import ANEW, KEEP, OFFLOAD, RECOMPUTE
+from elbowroom.planner.searching.branch_and_bound import CLOSE, SLACKS, BranchAndBound
+from elbowroom.simulator.segments import KEEP, OFFLOAD, RECOMPUTE, RECOMPUTE_OWN
 from elbowroom.simulator.sweep import sweep
 from tests.generators import jobs, make_chain, make_costs, make_link, make_residual_net
 
-TRIED = (KEEP, OFFLOAD, RECOMPUTE, ANEW)
+TRIED = (KEEP, OFFLOAD, RECOMPUTE, RECOMPUTE_OWN)
 MOST_VECTORS = 1024
 
 
@@ -31,15 +31,15 @@ def pose_between(job: tuple[Trace, Costs], share: float) -> Problem:
     return pose(*job, int(floor + share * (peak - floor)), min_offload_bytes=1)
 
 
-def try_every_vector(problem: Problem, brancher: Brancher) -> float:
+def try_every_vector(problem: Problem, brancher: BranchAndBound) -> float:
     """The seconds of the fastest of all choices for the gaps that matter."""
-    composer, fastest = brancher.composer, math.inf
-    choices = np.zeros(len(composer.keys), dtype=np.int8)
+    vectors, fastest = brancher.vectors, math.inf
+    choices = np.zeros(len(vectors.keys), dtype=np.int8)
     for vector in itertools.product(TRIED, repeat=len(brancher.gaps)):
         choices[brancher.gaps] = vector
         for slack in SLACKS:
-            if sweep(composer.columns, choices, problem.budget_bytes, slack, np.inf, composer.room):
-                outcome = composer.room.outcome[0]
+            if sweep(vectors.columns, choices, problem.budget_bytes, slack, np.inf, vectors.room):
+                outcome = vectors.room.outcome[0]
                 if outcome.peak_bytes <= problem.budget_bytes:
                     fastest = min(fastest, float(outcome.seconds))
     return fastest
@@ -51,14 +51,14 @@ def test_branches_left_out_held_nothing_better(job: tuple[Trace, Costs], share: 
     problem = pose_between(job, share)
     assume(not problem.fits(problem.plain))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("elbowroom.planner.branching.FEW_VECTORS", 4)  # so that it branches
-        brancher = Brancher(problem)
+        patch.setattr("elbowroom.planner.searching.branch_and_bound.FEW_VECTORS", 4)  # so that it branches
+        brancher = BranchAndBound(problem)
         assume(0 < len(TRIED) ** len(brancher.gaps) <= MOST_VECTORS)
         found = brancher.search(10_000)
     assert found.choices is not None and found.bound_seconds == found.seconds
     fastest = try_every_vector(problem, brancher)
     assert fastest <= found.seconds * (1 + 1e-12) and found.seconds * (1 - 2 * CLOSE) <= fastest
-    made = brancher.composer.make_plan(found.choices, "test", found.slack)
+    made = brancher.vectors.make_plan(found.choices, "test", found.slack)
     forecast = problem.drafter.replay.run(made)
     assert problem.fits(forecast) and forecast.step_seconds <= found.seconds * (1 + 1e-12)
 
@@ -67,8 +67,8 @@ def test_what_it_leaves_out_when_it_ends_early_is_said(caplog: pytest.LogCapture
     trace = make_residual_net(2, 1 << 18)
     job = trace, make_costs(trace, op_seconds=1e-4, link=make_link(per_second=5e8))
     problem = pose_between(job, 0.4)
-    brancher = Brancher(problem)
-    early, late = brancher.search(1), Brancher(problem).search(400)
+    brancher = BranchAndBound(problem)
+    early, late = brancher.search(1), BranchAndBound(problem).search(400)
     assert early.nodes == 1
     assert early.bound_seconds < late.bound_seconds == late.seconds < early.seconds and late.nodes < 400
     with caplog.at_level(logging.WARNING):

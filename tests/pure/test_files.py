@@ -21,9 +21,9 @@ from elbowroom.errors import ElbowroomError, Infeasible, TraceError, UsageError
 from elbowroom.ir import files, text_files
 from elbowroom.ir.check import check
 from elbowroom.ir.costs import Costs, Measurements
+from elbowroom.ir.digest import digest
 from elbowroom.ir.forecast import Forecast
 from elbowroom.ir.hardware import HardwareProfile, Link, Rate, Tier
-from elbowroom.ir.identity import digest
 from elbowroom.ir.journal import Journal, Mode, StepRecord
 from elbowroom.ir.plan import Choice, Plan
 from elbowroom.ir.trace import Role, Trace

@@ -86,7 +86,7 @@ def find_user(number):
     raise KeyError(number)
 pwd.getpwuid = find_user
 os.access = lambda path, mode: os.environ["TMPDIR"] in str(path)  # the source lies where nobody can write
-from elbowroom import _compiled
+from elbowroom import _numba_loops
 print(_compiled._find_cache())
 """
 

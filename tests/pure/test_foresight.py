@@ -12,33 +12,33 @@ from elbowroom.errors import Infeasible
 from elbowroom.ir.costs import Costs
 from elbowroom.ir.trace import Trace
 from elbowroom.planner.problem import pose
-from elbowroom.residency.foresight import Role, foresee
-from elbowroom.residency.habits import Habits, Record
-from elbowroom.residency.policies.habit import TRIES, _Tried
+from elbowroom.residency.access_history import AccessHistory, StepAccesses
+from elbowroom.residency.policies.predictive import TRIES, _Tried
+from elbowroom.residency.prefetch_plan import ForeseenMove, plan_prefetch
 from elbowroom.simulator.dynamic import simulate_dynamic
 from tests.generators import jobs, make_costs, make_link, make_residual_net
 
 SIZE, COUNT = 100, 8
 
 
-def record_step(*, own_seconds: float = 0.5) -> Record:
+def record_step(*, own_seconds: float = 0.5) -> StepAccesses:
     """Each second something is saved, and then needed in reverse; each can be computed again from nothing."""
-    habits = Habits()
-    habits.begin()
+    history = AccessHistory()
+    history.begin()
     for storage in range(COUNT):
-        habits.demand(SIZE * (storage + 1))
-        use = habits.saved(storage, SIZE, float(storage), SIZE * (storage + 1))
+        history.demand(SIZE * (storage + 1))
+        use = history.saved(storage, SIZE, float(storage), SIZE * (storage + 1))
         use.learnt, use.free, use.own_seconds, use.own_bytes = 1, storage, own_seconds, SIZE
     for done, storage in enumerate(reversed(range(COUNT))):
-        habits.demand(SIZE * (COUNT - done))
-        habits.needed(storage, float(COUNT + done), SIZE * (COUNT - done))
-    record = habits.present
+        history.demand(SIZE * (COUNT - done))
+        history.needed(storage, float(COUNT + done), SIZE * (COUNT - done))
+    record = history.present
     record.was_tight = True
     return record
 
 
 def test_what_is_needed_last_is_copied_where_the_link_is_fast() -> None:
-    roles = foresee(record_step(), 5 * SIZE, lambda nbytes: (0.5, 0.5))
+    roles = plan_prefetch(record_step(), 5 * SIZE, lambda nbytes: (0.5, 0.5))
     assert all(role.is_copied for role in roles.values())
     assert len(roles) >= 3
     assert 0 in roles
@@ -47,20 +47,20 @@ def test_what_is_needed_last_is_copied_where_the_link_is_fast() -> None:
 
 
 def test_what_is_cheap_to_compute_is_dropped_where_the_link_is_slow() -> None:
-    roles = foresee(record_step(own_seconds=0.01), 5 * SIZE, lambda nbytes: (50.0, 50.0))
+    roles = plan_prefetch(record_step(own_seconds=0.01), 5 * SIZE, lambda nbytes: (50.0, 50.0))
     assert len(roles) >= 3
     assert not any(role.is_copied for role in roles.values())
 
 
 def test_what_cannot_be_computed_is_copied_however_slow_the_link() -> None:
-    roles = foresee(record_step(own_seconds=float("inf")), 5 * SIZE, lambda nbytes: (4.0, 4.0))
+    roles = plan_prefetch(record_step(own_seconds=float("inf")), 5 * SIZE, lambda nbytes: (4.0, 4.0))
     assert roles
     assert all(role.is_copied for role in roles.values())
 
 
 def test_with_room_for_everything_nothing_is_foreseen() -> None:
-    assert not foresee(record_step(), COUNT * SIZE, lambda nbytes: (0.5, 0.5))
-    assert not foresee(Record(), 0, lambda nbytes: (0.5, 0.5))
+    assert not plan_prefetch(record_step(), COUNT * SIZE, lambda nbytes: (0.5, 0.5))
+    assert not plan_prefetch(StepAccesses(), 0, lambda nbytes: (0.5, 0.5))
 
 
 def test_the_second_step_is_faster_than_the_first_and_the_fourth_no_slower() -> None:
@@ -68,8 +68,8 @@ def test_the_second_step_is_faster_than_the_first_and_the_fourth_no_slower() -> 
     costs = make_costs(trace, op_seconds=1e-3, link=make_link(per_second=2e9))
     problem = pose(trace, costs, 1)
     budget = (problem.floor.peak_bytes + problem.plain.peak_bytes) // 2
-    habits = Habits()
-    seconds = [simulate_dynamic(trace, costs, budget, policy="habit", habits=habits).step_seconds for _ in range(4)]
+    history = AccessHistory()
+    seconds = [simulate_dynamic(trace, costs, budget, policy="habit", history=history).step_seconds for _ in range(4)]
     assert seconds[1] < seconds[0]
     assert seconds[3] <= min(seconds[1:3])
 
@@ -78,13 +78,13 @@ def test_the_second_step_is_faster_than_the_first_and_the_fourth_no_slower() -> 
 def test_habits_of_another_step_do_no_harm_to_the_budget(
     first: tuple[Trace, Costs], second: tuple[Trace, Costs], share: float
 ) -> None:
-    habits = Habits()
+    history = AccessHistory()
     for trace, costs in (first, second, first, second, second):
         problem = pose(trace, costs, 1, min_offload_bytes=1)
         least, most = problem.floor.peak_bytes, problem.plain.peak_bytes
         budget = least + int(share * (most - least))
         try:
-            course = simulate_dynamic(trace, costs, budget, policy="habit", min_bytes=1, habits=habits)
+            course = simulate_dynamic(trace, costs, budget, policy="habit", min_bytes=1, history=history)
         except Infeasible:
             continue
         assert course.peak_bytes <= budget
@@ -98,17 +98,17 @@ def test_a_half_duplex_link_is_survived() -> None:
     costs = make_costs(trace, op_seconds=1e-3, link=link)
     problem = pose(trace, costs, 1)
     budget = (problem.floor.peak_bytes + problem.plain.peak_bytes) // 2
-    habits = Habits()
+    history = AccessHistory()
     for _ in range(3):
-        assert simulate_dynamic(trace, costs, budget, policy="habit", habits=habits).peak_bytes <= budget
+        assert simulate_dynamic(trace, costs, budget, policy="habit", history=history).peak_bytes <= budget
 
 
 def test_of_what_was_foreseen_the_fastest_is_kept_and_no_step_that_broke_off() -> None:
-    def make_record(events: int, seconds: float) -> Record:
-        return Record(seconds=[0.0] * events, end_seconds=seconds, is_foreseen=True)
+    def make_record(events: int, seconds: float) -> StepAccesses:
+        return StepAccesses(seconds=[0.0] * events, end_seconds=seconds, is_foreseen=True)
 
     assert TRIES == 2
-    made = [{0: Role(True, 1)}, {0: Role(False, 1)}]
+    made = [{0: ForeseenMove(True, 1)}, {0: ForeseenMove(False, 1)}]
     tried, left = _Tried(), iter(made)
     assert tried.choose(make_record(9, 8.0), lambda: next(left)) == made[0]
     assert tried.choose(make_record(9, 7.0), lambda: next(left)) == made[1]
@@ -123,11 +123,11 @@ def test_of_what_was_foreseen_the_fastest_is_kept_and_no_step_that_broke_off() -
 
 def test_what_never_recurs_is_not_foreseen() -> None:
     """It takes as long as many a step."""
-    habits = Habits()
+    history = AccessHistory()
     asked = []
     for depth in (8, 9, 10, 11, 12, 12, 12):
         trace = make_residual_net(depth, 1 << 20)
         costs = make_costs(trace, op_seconds=1e-3, link=make_link(per_second=1e9))
-        simulate_dynamic(trace, costs, 1 << 40, policy="habit", min_bytes=1, habits=habits)
-        asked.append(sum(bool(each._made) for each in habits.tried.values()))
+        simulate_dynamic(trace, costs, 1 << 40, policy="habit", min_bytes=1, history=history)
+        asked.append(sum(bool(each._made) for each in history.tried.values()))
     assert asked == [0, 1, 1, 1, 1, 1, 2]

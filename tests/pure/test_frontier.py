@@ -8,7 +8,7 @@ from hypothesis import strategies as some
 from elbowroom.ir.check import check
 from elbowroom.ir.costs import Costs
 from elbowroom.ir.trace import Trace
-from elbowroom.planner.frontier import choose, plan_all
+from elbowroom.planner.comparison.frontier import choose, plan_all
 from elbowroom.planner.problem import pose
 from elbowroom.simulator.replay import simulate
 from tests.generators import jobs, make_costs, make_link, make_unet

@@ -18,13 +18,13 @@ from hypothesis import given
 from hypothesis import strategies as some
 
 from elbowroom.errors import TraceError, UnknownMember, UsageError
-from elbowroom.importers import Imported, Release, list_formats, read_log
+from elbowroom.importers import Imported, LoggedRelease, list_formats, read_log
 from elbowroom.importers._log import MOST_BYTES
 from elbowroom.importers.g10 import CYCLES_PER_SECOND
 from elbowroom.ir.check import check_trace
 from elbowroom.ir.forecast import Forecast
 from elbowroom.ir.plan import Plan
-from elbowroom.ir.trace import LASTING, Role, find_gaps, find_movable
+from elbowroom.ir.trace import PERSISTENT_ROLES, Role, find_gaps, find_movable
 from elbowroom.planner.problem import pose
 from elbowroom.simulator.replay import simulate
 from tests.generators import make_link
@@ -188,19 +188,21 @@ def test_plain_peak_and_seconds_are_those_of_the_log(parts: list[list[Line]], tm
     forecast = plain(imported)
     assert forecast.peak_bytes == peak
     assert forecast.step_seconds == pytest.approx(nanoseconds / 1e9)
-    assert plain(read_log("dtr", path, release=Release.LAST_USE)).peak_bytes <= peak
+    assert plain(read_log("dtr", path, release=LoggedRelease.LAST_USE)).peak_bytes <= peak
 
 
 @given(parts=logs())
 def test_every_block_can_be_away_whenever_it_is_not_used(parts: list[list[Line]], tmp_path_factory: Any) -> None:
     """So the smallest budget is what is there for good, with the most that one op uses, or with the step's results."""
     path = write(tmp_path_factory.mktemp("log"), *parts)
-    imported = read_log("dtr", path, release=Release.LAST_USE)
+    imported = read_log("dtr", path, release=LoggedRelease.LAST_USE)
     trace = imported.trace
-    assert {each for each in find_gaps(trace) if trace.storages[each].role not in LASTING} == set(find_movable(trace))
+    assert {each for each in find_gaps(trace) if trace.storages[each].role not in PERSISTENT_ROLES} == set(
+        find_movable(trace)
+    )
     smallest = 0
     for op in trace.ops:
-        fixed = {home.id for home in trace.storages if home.role in LASTING and home.created <= op.tick}
+        fixed = {home.id for home in trace.storages if home.role in PERSISTENT_ROLES and home.created <= op.tick}
         used = {view.storage for view in (*op.reads, *op.writes)} | fixed
         smallest = max(smallest, sum(trace.storages[each].nbytes for each in used))
     results = {trace.saves[need.save].storage for need in trace.needs if need.released == trace.end}
@@ -403,7 +405,7 @@ def test_a_kernel_trace(tmp_path: pathlib.Path) -> None:
     path = kernels(tmp_path, *STEP)
     imported = read_log("g10", path)
     assert read_log("g10", tmp_path) == imported  # the folder will do
-    assert read_log("g10", path, release=Release.LAST_USE).trace == imported.trace
+    assert read_log("g10", path, release=LoggedRelease.LAST_USE).trace == imported.trace
     trace = imported.trace
     homes = {home.label: home for home in trace.storages}
     assert [op.name for op in trace.ops] == [

@@ -12,11 +12,11 @@ from elbowroom.ir.check import check
 from elbowroom.ir.costs import Costs
 from elbowroom.ir.plan import Choice, Plan
 from elbowroom.ir.trace import Role, Trace
-from elbowroom.planner.bounds import find_bound
-from elbowroom.planner.draft import Draft, Option
-from elbowroom.planner.joining import join_replays
+from elbowroom.planner.bounds.bound import find_bound
 from elbowroom.planner.problem import Problem, pose
-from elbowroom.residency import planned
+from elbowroom.planner.schedule.draft import Draft, Option
+from elbowroom.planner.schedule.merge_replays import merge_replays
+from elbowroom.residency import plan_policy
 from elbowroom.residency.machine import Machine
 from tests.generators import KIB, Program, jobs, make_costs, make_link
 from tests.oracles import follow
@@ -57,15 +57,15 @@ def test_a_stem_that_nothing_holds_is_replayed_once() -> None:
     costs = make_costs(trace, op_seconds=1e-3)
     problem = pose(trace, costs, 1 << 40, min_offload_bytes=1)
     made = drop_all(problem)
-    joined = join_replays(problem, made)
+    joined = merge_replays(problem, made)
     check(trace, joined)
-    follow(trace, Machine(planned.Policy(joined), joined.segments))
+    follow(trace, Machine(plan_policy.Policy(joined), joined.segments))
     assert len(made.segments) == 5  # the last branch is wanted at once
     assert len(joined.segments) == 1
     replay = problem.drafter.replay
     assert replay.run(made).recompute_seconds == pytest.approx(10e-3)
     assert replay.run(joined).recompute_seconds == pytest.approx(6e-3)
-    assert join_replays(problem, joined) == joined
+    assert merge_replays(problem, joined) == joined
     assert joined.strategy == "test"
 
 
@@ -74,7 +74,7 @@ def test_the_bound_counts_on_replays_that_are_joined() -> None:
     costs = make_costs(trace, op_seconds=1e-3, link=make_link(per_second=1.0))
     problem = pose(trace, costs, 1, min_offload_bytes=1)
     problem = pose(trace, costs, problem.floor.peak_bytes, min_offload_bytes=1)
-    joined = problem.drafter.replay.run(join_replays(problem, drop_all(problem)))
+    joined = problem.drafter.replay.run(merge_replays(problem, drop_all(problem)))
     assert problem.fits(joined) and joined.recompute_seconds == pytest.approx(7e-3)
     assert find_bound(problem).cover_seconds == pytest.approx(joined.step_seconds, rel=1e-6)
 
@@ -84,12 +84,12 @@ def test_it_is_joined_only_as_far_as_there_is_room() -> None:
     costs = make_costs(trace, op_seconds=1e-3)
     roomy = pose(trace, costs, 1 << 40, min_offload_bytes=1)
     replay, made = roomy.drafter.replay, drop_all(roomy)
-    least, most = (replay.run(each).peak_bytes for each in (made, join_replays(roomy, made)))
+    least, most = (replay.run(each).peak_bytes for each in (made, merge_replays(roomy, made)))
     assert least < most
     seconds = []
     for step in range(5):
         problem = pose(trace, costs, least + (most - least) * step // 4, min_offload_bytes=1)
-        forecast = replay.run(join_replays(problem, made))
+        forecast = replay.run(merge_replays(problem, made))
         assert problem.fits(forecast)
         seconds.append(forecast.step_seconds)
     assert seconds == sorted(seconds, reverse=True) and len(set(seconds)) >= 3
@@ -99,7 +99,7 @@ def test_a_plan_that_does_not_fit_is_left_alone() -> None:
     trace = make_fan(4, 64 * KIB)
     problem = pose(trace, make_costs(trace), 1, min_offload_bytes=1)
     made = drop_all(problem)
-    assert join_replays(problem, made) is made
+    assert merge_replays(problem, made) is made
 
 
 @given(job=jobs(), share=some.floats(0.2, 1.1), seed=some.integers(0, 1 << 30))
@@ -109,16 +109,16 @@ def test_a_joined_plan_is_sound_fits_and_is_no_slower(job: tuple[Trace, Costs], 
     problem = pose(trace, costs, 1, min_offload_bytes=1)
     problem = pose(trace, costs, int(problem.plain.peak_bytes * share), min_offload_bytes=1)
     draft = {
-        key: Option(dice.choice([Choice.RECOMPUTE, Choice.RECOMPUTE, Choice.OFFLOAD]), hurry=True)
+        key: Option(dice.choice([Choice.RECOMPUTE, Choice.RECOMPUTE, Choice.OFFLOAD]), release_now=True)
         for key in problem.drafter.gaps
         if dice.random() < 0.8
     }
     made = problem.drafter.finish(draft, "test", problem.budget_bytes)
     if made is None:
         return
-    joined, replay = join_replays(problem, made), problem.drafter.replay
+    joined, replay = merge_replays(problem, made), problem.drafter.replay
     check(trace, joined)
-    follow(trace, Machine(planned.Policy(joined), joined.segments))
+    follow(trace, Machine(plan_policy.Policy(joined), joined.segments))
     before, after = replay.run(made), replay.run(joined)
     assert after.step_seconds <= before.step_seconds
     assert problem.fits(after) == problem.fits(before)

@@ -20,16 +20,16 @@ from elbowroom.ir.costs import Costs
 from elbowroom.ir.forecast import Forecast
 from elbowroom.ir.plan import Choice, Plan
 from elbowroom.ir.trace import Role, Trace
-from elbowroom.planner.coarsening import cut_stretches, tie_bundles
-from elbowroom.planner.draft import Drafter
-from elbowroom.planner.eviction import Sweep, draft_offloads, farthest_next_use, find_absences
-from elbowroom.planner.layers import find_layers
-from elbowroom.planner.load import Load
+from elbowroom.planner.heuristics.eviction import EvictionSweep, draft_offloads, farthest_next_use, list_evictable_gaps
+from elbowroom.planner.heuristics.layers import find_layers
+from elbowroom.planner.heuristics.stages import Cutter
+from elbowroom.planner.ilp.coarsening import cut_stretches, tie_bundles
 from elbowroom.planner.problem import Problem, plan, pose
-from elbowroom.planner.stages import Cutter
+from elbowroom.planner.schedule.draft import Drafter
+from elbowroom.planner.schedule.memory_curve import MemoryCurve
+from elbowroom.planner.schedule.timing import list_moments
 from elbowroom.planner.strategies import superneurons, tvdnn_ilp
 from elbowroom.planner.strategies.vdnn import _prefetch
-from elbowroom.planner.timing import list_moments
 from elbowroom.simulator.replay import simulate
 from tests.generators import (
     KIB,
@@ -149,10 +149,12 @@ def test_a_trace_without_needs_has_layers_that_nothing_asks_for() -> None:
 # -- the sweep --------------------------------------------------------------------------------------------------------
 
 
-def sweep(problem: Problem) -> tuple[Load, Plan]:
+def sweep(problem: Problem) -> tuple[MemoryCurve, Plan]:
     drafter = problem.drafter
-    load = Load(drafter, problem.plain.live_bytes)
-    times = Sweep(drafter, load, problem.budget_bytes, find_absences(drafter), farthest_next_use(drafter)).run()
+    load = MemoryCurve(drafter, problem.plain.live_bytes)
+    times = EvictionSweep(
+        drafter, load, problem.budget_bytes, list_evictable_gaps(drafter), farthest_next_use(drafter)
+    ).run()
     made = drafter.finish(draft_offloads(times), "sweep", problem.budget_bytes)
     assert made is not None
     return load, made
@@ -213,7 +215,7 @@ def test_a_clean_storage_that_can_return_in_time_goes_first() -> None:
     trace = make_chain([256 * KIB] * 8)
     costs = make_costs(trace, op_seconds=1e-3)
     drafter = pose(trace, costs, 1).drafter
-    _, near, *_, far = sorted(find_absences(drafter), key=lambda each: each.closes)
+    _, near, *_, far = sorted(list_evictable_gaps(drafter), key=lambda each: each.closes)
     rank = farthest_next_use(drafter)
     assert rank(far, near.opens, False) > rank(near, near.opens, False)
     assert rank(near, near.opens, True) > rank(far, near.opens, False)
@@ -394,14 +396,14 @@ def test_no_more_leaves_than_the_budget_asks_for() -> None:
     "kinds", ["c.." * 6 + "c", "c...." * 4 + "p", "c" + "c.c.+." * 5], ids=["short", "long", "residual"]
 )
 def test_what_replays_read_is_back_and_counted(kinds: str, share: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    loads: list[Load] = []
+    loads: list[MemoryCurve] = []
 
-    class Spied(Sweep):
-        def __init__(self, drafter: Drafter, load: Load, *others: Any) -> None:
+    class Spied(EvictionSweep):
+        def __init__(self, drafter: Drafter, load: MemoryCurve, *others: Any) -> None:
             loads.append(load)
             super().__init__(drafter, load, *others)
 
-    monkeypatch.setattr(superneurons, "Sweep", Spied)
+    monkeypatch.setattr(superneurons, "EvictionSweep", Spied)
     trace = make_net(kinds)
     costs = make_costs(trace, op_seconds=1e-3, link=make_link(per_second=1e9))
     problem = pose(trace, costs, max(1, int(peak(trace, costs) * share)))
@@ -461,7 +463,7 @@ def test_what_crosses_a_checkpoint_is_one() -> None:
 def test_what_fits_in_coarse_time_fits_in_truth(job: tuple[Trace, Costs], count: int, data: some.DataObject) -> None:
     trace, costs = job
     drafter = (problem := pose(trace, costs, 1, min_offload_bytes=1)).drafter
-    load = Load(drafter, problem.plain.live_bytes)
+    load = MemoryCurve(drafter, problem.plain.live_bytes)
     stretches = cut_stretches(drafter, load, count)
     bundles = tie_bundles(drafter, load, stretches)
     assert len(stretches) <= count
@@ -546,7 +548,7 @@ def test_the_program_knows_what_waits(per_second: float, share: float) -> None:
     costs = make_costs(trace, op_seconds=1e-3, link=make_link(per_second=per_second))
     problem = pose(trace, costs, int(peak(trace, costs) * share))
     drafter = problem.drafter
-    load = Load(drafter, problem.plain.live_bytes)
+    load = MemoryCurve(drafter, problem.plain.live_bytes)
     stretches = cut_stretches(drafter, load, 60)
     program = tvdnn_ilp._Program(stretches, tie_bundles(drafter, load, stretches), costs.link, problem.budget_bytes)
     whole, bounds = np.array(program._whole, dtype=float), np.array(program._bounds)
@@ -560,7 +562,7 @@ def test_copies_share_a_half_duplex_link(half_duplex: bool) -> None:
     trace = make_chain([256 * KIB] * 24)
     link = make_link(half_duplex=half_duplex)
     problem = pose(trace, make_costs(trace, op_seconds=1e-3, link=link), int(peak(trace, make_costs(trace)) * 0.4))
-    load = Load(problem.drafter, problem.plain.live_bytes)
+    load = MemoryCurve(problem.drafter, problem.plain.live_bytes)
     stretches = cut_stretches(problem.drafter, load, 10)
     program = tvdnn_ilp._Program(stretches, tie_bundles(problem.drafter, load, stretches), link, problem.budget_bytes)
     out = {variable for columns in program._columns for variable in columns.out.values()}

@@ -9,7 +9,7 @@ from hypothesis import given
 
 from elbowroom.errors import InternalError, TraceError, UnknownMember, UsageError
 from elbowroom.ir.buffers import Buffer, Layout, check_layout
-from elbowroom.layout.arena import lay_out
+from elbowroom.layout.lay_out import lay_out
 from elbowroom.layout.lifetimes import list_buffers
 from elbowroom.layout.pools import POOLS, BestFitPool, ExpandableAllocator, PowerOfTwoPool
 from elbowroom.layout.requests import list_requests, serve

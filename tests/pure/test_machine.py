@@ -15,7 +15,7 @@ from elbowroom.ir.costs import Costs
 from elbowroom.ir.events import Event, StorageFreed, StorageNeeded, StorageSaved
 from elbowroom.ir.plan import Choice, Decision, Plan, Segment
 from elbowroom.ir.trace import Trace, find_movable
-from elbowroom.residency import capacity_first, planned, policies
+from elbowroom.residency import capacity_first, plan_policy, policies
 from elbowroom.residency.machine import Drop, Intent, Machine, State
 from tests.generators import jobs, traces
 from tests.oracles import follow
@@ -239,7 +239,7 @@ def test_moves_of_a_plan_come_at_the_first_event_at_or_after_their_tick() -> Non
         trace_digest="", strategy="", budget_bytes=0, segments=(),
         decisions=(keep, decide(2, 3, 5, 10), decide(3, 3, 6, 10), drop)
     )  # fmt: skip
-    policy = planned.Policy(plan)
+    policy = plan_policy.Policy(plan)
     assert list(policy.decide(StorageSaved(9, 2))) == []
     assert list(policy.decide(StorageFreed(9, 4))) == []
     assert list(policy.decide(StorageSaved(9, 4))) == [Offload(2), Offload(3)]

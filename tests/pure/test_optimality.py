@@ -11,9 +11,9 @@ from elbowroom.ir.check import check
 from elbowroom.ir.costs import Costs
 from elbowroom.ir.plan import Choice
 from elbowroom.ir.trace import Trace
-from elbowroom.planner.bounds import find_bound
+from elbowroom.planner.bounds.bound import find_bound
+from elbowroom.planner.heuristics.revolve import revolve
 from elbowroom.planner.problem import Problem, plan, pose
-from elbowroom.planner.revolve import revolve
 from tests.generators import KIB, make_chain, make_costs, make_link, make_residual_net, make_unet
 from tests.oracles import ChainOracle, count_extra_forwards
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from elbowroom.ir.actions import Offload, Release, Reload
 from elbowroom.ir.events import PressureRaised, StorageFreed, StorageNeeded, StorageSaved
-from elbowroom.residency.habits import Habits
+from elbowroom.residency.access_history import AccessHistory
 from elbowroom.residency.machine import Drop
 from elbowroom.residency.policies import delta
 from elbowroom.residency.policies.coop import Policy
@@ -69,7 +69,7 @@ class Facts:
 
 
 def list_leaving(facts: Facts, nbytes: int, freed: int = -1) -> set[int]:
-    policy = Policy(facts, Habits())
+    policy = Policy(facts, AccessHistory())
     for storage in facts.addresses:
         policy.decide(StorageSaved(storage, storage))
     facts.seconds += 1.0
@@ -107,7 +107,7 @@ def test_without_addresses_or_a_window_the_lowest_rated_leave() -> None:
 def test_what_stays_is_needed_and_what_left_comes_back_early() -> None:
     """Most needs of a backward pass may be of parameters."""
     facts = Facts({0: None, 1: None}, {0: math.inf, 1: math.inf})
-    policy = delta.Policy(facts, Habits())
+    policy = delta.Policy(facts, AccessHistory())
     for storage in (0, 1):
         policy.decide(StorageSaved(storage, storage))
     gone = list(policy.decide(PressureRaised(2 * SIZE, 2)))

@@ -17,7 +17,7 @@ import time
 import pytest
 
 from elbowroom import progress
-from elbowroom._compiled import IS_COMPILED
+from elbowroom._numba_loops import IS_COMPILED
 from elbowroom.progress import announcing, drawing_on
 
 NAME = "elbowroom-progress"
@@ -123,7 +123,7 @@ def test_who_draws_already_is_not_drawn_over(monkeypatch: pytest.MonkeyPatch, ca
 
 PLAN = """
 import sys
-from elbowroom import _compiled, progress
+from elbowroom import _numba_loops, progress
 _compiled._find_cache = lambda: sys.argv[1]
 progress.PATIENCE = 0.05
 import numpy as np

@@ -13,13 +13,13 @@ from hypothesis import strategies as some
 from elbowroom.errors import TraceError
 from elbowroom.hardware.shipped import list_shipped, load_shipped
 from elbowroom.ir.costs import Costs
+from elbowroom.ir.digest import digest
 from elbowroom.ir.forecast import Forecast
-from elbowroom.ir.identity import digest
 from elbowroom.ir.journal import Journal, Mode, StepRecord
 from elbowroom.ir.plan import Choice, Plan
 from elbowroom.ir.trace import Trace
 from elbowroom.planner.problem import plan, pose
-from elbowroom.report.blocks import Block, count_seconds, explain_blocks
+from elbowroom.report.blocks import BlockGroup, count_seconds, explain_blocks
 from elbowroom.report.chart import draw_chart
 from elbowroom.report.lifetimes import Lifetimes
 from elbowroom.report.steady import find_steady
@@ -216,7 +216,7 @@ def test_no_line_is_wider_than_a_terminal() -> None:
 # -- reasons ----------------------------------------------------------------------------------------------------------
 
 
-def find_block(trace: Trace, costs: Costs, made: Plan, decision: str) -> Block:
+def find_block(trace: Trace, costs: Costs, made: Plan, decision: str) -> BlockGroup:
     """The largest block with a decision, of those that are away at the peak if there are any."""
     blocks = [block for block in explain_blocks(trace, costs, made, simulate(trace, costs, made))
               if block.decision == decision]  # fmt: skip

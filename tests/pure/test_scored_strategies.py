@@ -20,20 +20,20 @@ from elbowroom.ir.costs import Costs
 from elbowroom.ir.forecast import Forecast
 from elbowroom.ir.plan import Choice, Plan
 from elbowroom.ir.trace import Role, Trace
-from elbowroom.planner.channel import Channel
-from elbowroom.planner.draft import Key
-from elbowroom.planner.feedback import feed_back, find_late_reloads
-from elbowroom.planner.load import Load
-from elbowroom.planner.msps import Recomputation
+from elbowroom.planner.heuristics.feedback import feed_back, find_late_reloads
+from elbowroom.planner.heuristics.msps import Recomputation
+from elbowroom.planner.heuristics.scores import Candidates, choose, make_scorer
+from elbowroom.planner.ilp.recompute_graph import make_graph
+from elbowroom.planner.ilp.recompute_program import RecomputeProgram
+from elbowroom.planner.ilp.solver_limits import SolverLimits
 from elbowroom.planner.problem import Problem, plan, pose
-from elbowroom.planner.recompute_graph import make_graph
-from elbowroom.planner.recompute_program import RecomputeProgram
-from elbowroom.planner.scores import Candidates, choose, make_scorer
-from elbowroom.planner.settlement import Settlement, settle
-from elbowroom.planner.stopping import Limits
+from elbowroom.planner.schedule.draft import Key
+from elbowroom.planner.schedule.link_timetable import LinkTimetable
+from elbowroom.planner.schedule.memory_curve import MemoryCurve
+from elbowroom.planner.schedule.realize import RealizedChoices, realize
+from elbowroom.planner.schedule.timing import CopyTimetable, list_moments
 from elbowroom.planner.strategies import checkmate
-from elbowroom.planner.timing import Timetable, list_moments
-from elbowroom.residency import planned
+from elbowroom.residency import plan_policy
 from elbowroom.residency.machine import Machine
 from elbowroom.simulator.replay import simulate
 from tests.generators import (
@@ -54,7 +54,7 @@ from tests.oracles import follow
 
 CHAIN = make_chain([256 * KIB] * 8)
 UNET = make_unet(4, 1024 * KIB)
-LIMITS = Limits(gap=5e-3, nodes=7, seconds=20.0)
+LIMITS = SolverLimits(gap=5e-3, nodes=7, seconds=20.0)
 
 
 def pose_at(trace: Trace, costs: Costs, share: float, *, host_bytes: int | None = None) -> Problem:
@@ -91,17 +91,17 @@ def test_what_is_counted_is_what_is_forecast(job: tuple[Trace, Costs], seed: int
         for key in sorted(dropped)
         if draw.random() < 0.5
     }
-    plain = Load(problem.drafter, problem.plain.live_bytes)
+    plain = MemoryCurve(problem.drafter, problem.plain.live_bytes)
     while True:
-        settlement = settle(problem, Timetable(problem.drafter), plain, offloaded, dropped, since=since)
-        if isinstance(settlement, Settlement):
+        realized = realize(problem, CopyTimetable(problem.drafter), plain, offloaded, dropped, since=since)
+        if isinstance(realized, RealizedChoices):
             break
-        assert settlement in dropped
-        dropped.remove(settlement)
-    made = settlement.plan(problem, "some")
+        assert realized in dropped
+        dropped.remove(realized)
+    made = realized.plan(problem, "some")
     check(job[0], made)
-    follow(job[0], Machine(planned.Policy(made), made.segments))
-    assert problem.drafter.replay.run(made).live_bytes == tuple(settlement.load.live)
+    follow(job[0], Machine(plan_policy.Policy(made), made.segments))
+    assert problem.drafter.replay.run(made).live_bytes == tuple(realized.load.live)
     assert plain.peak_bytes == problem.plain.peak_bytes  # it was left alone
 
 
@@ -110,9 +110,9 @@ def test_a_timetable_without_waits_has_none(job: tuple[Trace, Costs], seed: int)
     problem = pose_at(*job, 0.5)
     draw = random.Random(seed)
     keys = [key for key in sorted(problem.drafter.gaps) if draw.random() < 0.7]
-    times = Timetable(problem.drafter).lay_out(keys)
+    times = CopyTimetable(problem.drafter).lay_out(keys)
     assert times.keys() <= set(keys)
-    made = Settlement(times=times, replays=(), load=Load(problem.drafter, [])).plan(problem, "some")
+    made = RealizedChoices(times=times, replays=(), load=MemoryCurve(problem.drafter, [])).plan(problem, "some")
     check(job[0], made)
     assert problem.drafter.replay.run(made).stall_seconds == pytest.approx(0.0, abs=1e-15)
 
@@ -121,9 +121,9 @@ def test_a_timetable_without_waits_has_none(job: tuple[Trace, Costs], seed: int)
 def test_a_timetable_under_a_limit_stays_under_it(job: tuple[Trace, Costs], share: float) -> None:
     """With everything on the move, any limit down to the lowest peak can be held."""
     problem = pose_at(*job, share)
-    load = Load(problem.drafter, problem.plain.live_bytes)
+    load = MemoryCurve(problem.drafter, problem.plain.live_bytes)
     wanted = {key: gap.closes for key, gap in problem.drafter.gaps.items()}
-    Timetable(problem.drafter).hold_under(load, wanted, problem.budget_bytes)
+    CopyTimetable(problem.drafter).hold_under(load, wanted, problem.budget_bytes)
     assert load.peak_bytes <= problem.budget_bytes
 
 
@@ -133,7 +133,7 @@ def test_a_timetable_under_a_limit_stays_under_it(job: tuple[Trace, Costs], shar
     length=some.integers(1, 7),
 )
 def test_a_channel_finds_the_first_and_the_last_room(taken: list[tuple[int, int]], at: int, length: int) -> None:
-    channel = Channel()
+    channel = LinkTimetable()
     busy: set[int] = set()
     for begin, seconds in taken:
         begin = int(channel.earliest(begin, seconds))
@@ -154,7 +154,7 @@ def test_a_channel_finds_the_first_and_the_last_room(taken: list[tuple[int, int]
 def test_scores_are_what_they_say() -> None:
     costs = make_costs(UNET, op_seconds=1e-3, link=make_link(per_second=1e9, latency_seconds=1e-5))
     problem = pose_at(UNET, costs, 0.5)
-    load = Load(problem.drafter, problem.plain.live_bytes)
+    load = MemoryCurve(problem.drafter, problem.plain.live_bytes)
     candidates = Candidates(problem.drafter, load)
     assert candidates.keys
     limit_bytes = problem.budget_bytes
@@ -175,7 +175,7 @@ def test_scores_are_what_they_say() -> None:
 @settings(max_examples=15)
 def test_choices_are_the_greedy_ones(score: str, job: tuple[Trace, Costs], share: float) -> None:
     problem = pose_at(*job, share)
-    load = Load(problem.drafter, problem.plain.live_bytes)
+    load = MemoryCurve(problem.drafter, problem.plain.live_bytes)
     candidates = Candidates(problem.drafter, load)
     limit_bytes = problem.budget_bytes
     found = choose(candidates, load.live, limit_bytes, make_scorer(candidates, load.live, limit_bytes, score))
@@ -269,9 +269,9 @@ def test_without_waits_one_lane_serves_both_directions_in_turn() -> None:
     for half_duplex in (False, True):
         costs = make_costs(trace, op_seconds=1e-3, link=make_link(per_second=64 * KIB / 1e-3, half_duplex=half_duplex))
         problem = pose_at(trace, costs, 0.0)
-        times = Timetable(problem.drafter).lay_out(problem.drafter.gaps)
+        times = CopyTimetable(problem.drafter).lay_out(problem.drafter.gaps)
         assert {key[0] > 8 for key in times} == {False, True}  # of both passes
-        made = Settlement(times=times, replays=(), load=Load(problem.drafter, [])).plan(problem, "some")
+        made = RealizedChoices(times=times, replays=(), load=MemoryCurve(problem.drafter, [])).plan(problem, "some")
         assert problem.drafter.replay.run(made).stall_seconds == pytest.approx(0.0, abs=1e-12)
 
 
@@ -308,8 +308,8 @@ def test_without_waits_copies_do_not_meet_on_one_lane(half_duplex: bool) -> None
     trace = program.finish("meeting")
     link = make_link(per_second=64 * KIB / 2e-3, latency_seconds=0.0, half_duplex=half_duplex)
     problem = pose_at(trace, make_costs(trace, op_seconds=1e-3, link=link), 0.0)
-    times = Timetable(problem.drafter).lay_out(problem.drafter.gaps)
-    made = Settlement(times=times, replays=(), load=Load(problem.drafter, [])).plan(problem, "some")
+    times = CopyTimetable(problem.drafter).lay_out(problem.drafter.gaps)
+    made = RealizedChoices(times=times, replays=(), load=MemoryCurve(problem.drafter, [])).plan(problem, "some")
     assert problem.drafter.replay.run(made).stall_seconds == pytest.approx(0.0, abs=1e-12)
     assert len(times) == (2 if half_duplex else 3)
 
@@ -412,9 +412,9 @@ def test_late_reloads_are_what_the_step_waits_for(job: tuple[Trace, Costs]) -> N
     gaps = problem.drafter.gaps
     times = {
         key: dataclasses.replace(each, back=gaps[key].closes)  # on demand
-        for key, each in Timetable(problem.drafter).lay_out(gaps).items()
+        for key, each in CopyTimetable(problem.drafter).lay_out(gaps).items()
     }
-    made = Settlement(times=times, replays=(), load=Load(problem.drafter, [])).plan(problem, "some")
+    made = RealizedChoices(times=times, replays=(), load=MemoryCurve(problem.drafter, [])).plan(problem, "some")
     late = find_late_reloads(problem.drafter.replay, made)
     forecast = problem.drafter.replay.run(made)
     assert set(late) <= {(key[0], gaps[key].closes) for key in times}
@@ -431,11 +431,11 @@ def test_feedback_never_makes_a_plan_slower(job: tuple[Trace, Costs], share: flo
 
 
 def settle_and_feed_back(problem: Problem) -> tuple[Forecast, Forecast]:
-    timetable, replay = Timetable(problem.drafter), problem.drafter.replay
-    plain = Load(problem.drafter, problem.plain.live_bytes)
-    settlement = settle(problem, timetable, plain, problem.drafter.gaps, ())
-    assert isinstance(settlement, Settlement)
-    return replay.run(settlement.plan(problem, "some")), replay.run(feed_back(problem, timetable, settlement, "some"))
+    timetable, replay = CopyTimetable(problem.drafter), problem.drafter.replay
+    plain = MemoryCurve(problem.drafter, problem.plain.live_bytes)
+    realized = realize(problem, timetable, plain, problem.drafter.gaps, ())
+    assert isinstance(realized, RealizedChoices)
+    return replay.run(realized.plan(problem, "some")), replay.run(feed_back(problem, timetable, realized, "some"))
 
 
 def test_feedback_makes_late_reloads_come_in_time() -> None:
@@ -500,14 +500,14 @@ def test_tensile_plans_one_channel_for_both_directions() -> None:
 def least_recomputation(problem: Problem) -> float:
     """The least seconds of recomputation within the budget, over all sets of gaps to drop; infinite if none fits."""
     keys = sorted(problem.drafter.gaps)
-    plain = Load(problem.drafter, problem.plain.live_bytes)
+    plain = MemoryCurve(problem.drafter, problem.plain.live_bytes)
     best = float("inf")
     for count in range(len(keys) + 1):
         for dropped in itertools.combinations(keys, count):
             for keeps in (lambda key, tick: True, lambda key, tick: False):
-                settlement = settle(problem, Timetable(problem.drafter), plain, (), dropped, keeps)
-                if isinstance(settlement, Settlement) and settlement.load.peak_bytes <= problem.budget_bytes:
-                    forecast = problem.drafter.replay.run(settlement.plan(problem, "some"))
+                realized = realize(problem, CopyTimetable(problem.drafter), plain, (), dropped, keeps)
+                if isinstance(realized, RealizedChoices) and realized.load.peak_bytes <= problem.budget_bytes:
+                    forecast = problem.drafter.replay.run(realized.plan(problem, "some"))
                     best = min(best, forecast.recompute_seconds)
     return best
 
@@ -556,15 +556,15 @@ def test_the_program_does_not_undercount(trace: Trace) -> None:
         solution = rematerialization._program.solve(limited.budget_bytes, LIMITS, LIMITS.seconds)
         if solution is not None:
             solved += 1
-            _, settlement = rematerialization._carry_out(rematerialization._list_dropped(solution), solution)
-            assert settlement.load.peak_bytes <= limited.budget_bytes
+            _, realized = rematerialization._carry_out(rematerialization._list_dropped(solution), solution)
+            assert realized.load.peak_bytes <= limited.budget_bytes
     assert solved > 2
 
 
 def test_a_large_step_becomes_a_small_graph() -> None:
     trace = make_residual_net(40, 64 * KIB)
     problem = pose_at(trace, make_costs(trace, op_seconds=1e-4), 0.5)
-    load = Load(problem.drafter, problem.plain.live_bytes)
+    load = MemoryCurve(problem.drafter, problem.plain.live_bytes)
     whole, small = (make_graph(problem.drafter, load, most) for most in (10_000, 12))
     assert len(small.nodes) <= 12 and len(small.windows) <= 13
     assert len(whole.nodes) > 100
@@ -584,7 +584,7 @@ def test_a_large_step_becomes_a_small_graph() -> None:
 def test_a_program_without_time_still_gives_a_plan(caplog: pytest.LogCaptureFixture) -> None:
     trace = make_residual_net(8, 64 * KIB)
     problem = pose_at(trace, make_costs(trace, op_seconds=1e-4), 0.6)
-    load = Load(problem.drafter, problem.plain.live_bytes)
+    load = MemoryCurve(problem.drafter, problem.plain.live_bytes)
     program = RecomputeProgram(make_graph(problem.drafter, load, 40))
     solution = program.solve(problem.budget_bytes, LIMITS, 1e-6)
     assert solution is None or solution.rounded
@@ -661,7 +661,7 @@ def test_options_keep_the_promises_too(strategy: str, job: tuple[Trace, Costs], 
         budget_bytes = error.needed_bytes
         made = plan(trace, costs, budget_bytes, strategy=strategy, min_offload_bytes=1)
     check(trace, made)
-    follow(trace, Machine(planned.Policy(made), made.segments))
+    follow(trace, Machine(plan_policy.Policy(made), made.segments))
     assert simulate(trace, costs, made).peak_bytes <= budget_bytes
     assert made == plan(trace, costs, budget_bytes, strategy=strategy, min_offload_bytes=1)
 

@@ -15,8 +15,8 @@ from elbowroom.ir.check import check
 from elbowroom.ir.costs import Costs
 from elbowroom.ir.forecast import Forecast
 from elbowroom.ir.trace import Trace
-from elbowroom.planner.composer import Composer
 from elbowroom.planner.problem import Problem, pose
+from elbowroom.planner.schedule.choice_vectors import ChoiceVectorPlanner
 from elbowroom.simulator.columns import Array
 from elbowroom.simulator.segments import CHOICES, KEEP, OFFLOAD
 from elbowroom.simulator.sweep import sweep
@@ -30,18 +30,18 @@ def draw_choices(data: some.DataObject, count: int) -> Array:
     )
 
 
-def judge_sweep(problem: Problem, composer: Composer, choices: Array, slack: float) -> Forecast | None:
+def judge_sweep(problem: Problem, vectors: ChoiceVectorPlanner, choices: Array, slack: float) -> Forecast | None:
     """Hold a sweep to the plan made of it; None where it cannot be carried out, or the plan moves less than it."""
-    if not sweep(composer.columns, choices, problem.budget_bytes, slack, np.inf, composer.room):
+    if not sweep(vectors.columns, choices, problem.budget_bytes, slack, np.inf, vectors.room):
         return None
-    plan = composer.make_plan(choices, "test", slack)
+    plan = vectors.make_plan(choices, "test", slack)
     check(problem.drafter.replay.trace, plan)
     forecast = problem.drafter.replay.run(plan)
-    outcome, moves = composer.room.outcome[0], composer.room.segments.moves
+    outcome, moves = vectors.room.outcome[0], vectors.room.segments.moves
     assert outcome.peak_bytes == forecast.peak_bytes
     futile = (moves["choice"] == OFFLOAD) & (moves["release_event"] < 0)
     if futile.any():
-        claims = composer.columns.gaps["claim"]
+        claims = vectors.columns.gaps["claim"]
         serves = np.isin(claims[futile], claims[(moves["choice"] == OFFLOAD) & ~futile])
         # Without copies that come to nothing it may be faster; not if a later gap uses one, or others take its room.
         if problem.drafter.replay.overflow is None and not serves.any():
@@ -58,8 +58,8 @@ def test_a_sweep_is_a_replay(job: tuple[Trace, Costs], data: some.DataObject, sh
     trace, costs = job
     problem = pose(trace, costs, 1, min_offload_bytes=1)
     problem = pose(trace, costs, int(problem.plain.peak_bytes * share), min_offload_bytes=1)
-    composer = Composer(problem)
-    judge_sweep(problem, composer, draw_choices(data, len(composer.keys)), slack)
+    vectors = ChoiceVectorPlanner(problem)
+    judge_sweep(problem, vectors, draw_choices(data, len(vectors.keys)), slack)
 
 
 @given(
@@ -77,8 +77,8 @@ def test_a_sweep_is_a_replay_where_copies_go_on_to_a_disk(
     host_bytes = int(problem.floor.lower_tier_bytes * host_share)
     problem = pose(trace, costs, int(problem.plain.peak_bytes * share), min_offload_bytes=1, host_bytes=host_bytes)
     assert problem.host_bytes is None  # it is no limit
-    composer = Composer(problem)
-    forecast = judge_sweep(problem, composer, draw_choices(data, len(composer.keys)), slack)
+    vectors = ChoiceVectorPlanner(problem)
+    forecast = judge_sweep(problem, vectors, draw_choices(data, len(vectors.keys)), slack)
     if forecast is not None:
         assert forecast.lower_tier_bytes <= host_bytes
 
@@ -91,10 +91,10 @@ def test_a_sweep_uses_the_disk() -> None:
     found = {}
     for host_bytes in (None, free.floor.lower_tier_bytes // 2, 4096):
         problem = pose(trace, costs, free.plain.peak_bytes * 7 // 10, min_offload_bytes=1, host_bytes=host_bytes)
-        composer = Composer(problem)
-        gaps = composer.columns.gaps
+        vectors = ChoiceVectorPlanner(problem)
+        gaps = vectors.columns.gaps
         choices = np.where(gaps["closes"] - gaps["opens"] > 20, OFFLOAD, KEEP).astype(np.int8)
-        forecast = judge_sweep(problem, composer, choices, 0.0)
+        forecast = judge_sweep(problem, vectors, choices, 0.0)
         assert forecast is not None
         found[host_bytes] = forecast
     everything, half, nothing = found.values()
@@ -115,7 +115,7 @@ def test_what_is_kept_from_sweep_to_sweep_changes_nothing(
     trace, costs = job
     problem = pose(trace, costs, 1, min_offload_bytes=1)
     problem = pose(trace, costs, int(problem.plain.peak_bytes * share), min_offload_bytes=1)
-    used, before = Composer(problem), np.zeros(0, dtype=np.int8)
+    used, before = ChoiceVectorPlanner(problem), np.zeros(0, dtype=np.int8)
     choices = draw_choices(data, len(used.keys))
     for draw, choice in turns if len(choices) else ():
         if draw % 3 == 0 and len(before):
@@ -145,8 +145,8 @@ def test_what_is_kept_from_sweep_to_sweep_changes_nothing(
 
 def test_no_field_is_hidden_by_what_every_record_has() -> None:
     """Without a compiler a record's own attributes come before its fields."""
-    composer = Composer(pose(*example(), 1))
-    for array in [*composer.columns, *composer.room, *composer.room.segments]:
+    vectors = ChoiceVectorPlanner(pose(*example(), 1))
+    for array in [*vectors.columns, *vectors.room, *vectors.room.segments]:
         for name in getattr(getattr(array, "dtype", None), "names", None) or ():
             assert name not in dir(np.record), name
 
@@ -155,9 +155,9 @@ WITHOUT_A_COMPILER = """
 import sys
 sys.modules["numba"] = None
 import numpy as np
-from elbowroom.planner.composer import Composer
+from elbowroom.planner.schedule.choice_vectors import Composer
 from elbowroom.planner.problem import plan, pose
-from elbowroom._compiled import IS_COMPILED
+from elbowroom._numba_loops import IS_COMPILED
 from elbowroom.simulator.sweep import sweep
 from tests.generators import make_costs, make_link, make_residual_net
 trace = make_residual_net(3, 1 << 16)

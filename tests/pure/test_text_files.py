@@ -19,7 +19,7 @@ from elbowroom.cli.commands.report import load_journal
 from elbowroom.errors import TraceError, UsageError
 from elbowroom.importers import read_log
 from elbowroom.ir import files, json_text, text_files
-from elbowroom.ir.identity import digest
+from elbowroom.ir.digest import digest
 from elbowroom.ir.journal import Journal, Mode, StepRecord
 from elbowroom.ir.trace import Trace
 from elbowroom.layout.tables import read_buffers

@@ -11,8 +11,8 @@ from hypothesis import strategies as some
 from elbowroom.errors import Infeasible, UsageError
 from elbowroom.ir.costs import Costs
 from elbowroom.ir.trace import Trace
+from elbowroom.planner.comparison.smallest_budget import find_smallest
 from elbowroom.planner.problem import list_strategies, plan, pose
-from elbowroom.planner.smallest import find_smallest
 from elbowroom.simulator.replay import simulate
 from tests.generators import example, jobs, make_link
 

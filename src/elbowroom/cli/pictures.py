@@ -13,8 +13,8 @@ from typing import Any
 from elbowroom.cli.sources import check_writable
 from elbowroom.errors import UsageError
 from elbowroom.ir.buffers import Buffer, Layout
-from elbowroom.planner.batches import Batches
-from elbowroom.planner.comparison import Comparison, find_front
+from elbowroom.planner.comparison.batches import Batches
+from elbowroom.planner.comparison.strategies_compared import Comparison, find_front
 
 ENDINGS = (".svg", ".png", ".pdf")
 MOST_VECTORS = 5000

@@ -162,7 +162,7 @@ def find_costs_and_device(
     Raises:
         UsageError, TraceError: as for `find_costs`.
     """
-    from elbowroom.ir.identity import digest
+    from elbowroom.ir.digest import digest
 
     if costs_file is None:
         profile = find_profile(terminal, hardware)
@@ -188,7 +188,7 @@ def load_plan(path: str | os.PathLike[str], trace: Trace) -> Plan:
         UsageError: there is no such file.
         TraceError: it is damaged, newer, or for another trace.
     """
-    from elbowroom.ir.identity import digest
+    from elbowroom.ir.digest import digest
 
     plan = files.load(Plan, path)
     if plan.trace_digest != digest(trace):

@@ -9,8 +9,8 @@ from elbowroom.cost.roofline import estimate_seconds, index_rates
 from elbowroom.cost.workspace import estimate_workspace
 from elbowroom.errors import TraceError
 from elbowroom.ir.costs import Costs, Measurements
+from elbowroom.ir.digest import digest
 from elbowroom.ir.hardware import HardwareProfile, Link
-from elbowroom.ir.identity import digest
 from elbowroom.ir.trace import Trace
 
 
@@ -28,7 +28,7 @@ def price(
 
     Args:
         measurements: of this trace on this machine.
-        trace_digest: `ir.identity.digest(trace)`, where it is known already; taken here otherwise.
+        trace_digest: `ir.digest.digest(trace)`, where it is known already; taken here otherwise.
 
     Raises:
         TraceError: the measurements are of another trace, or not numbers of at least 0; or the profile has no link or

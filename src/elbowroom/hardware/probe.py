@@ -18,8 +18,8 @@ from elbowroom.errors import UsageError
 from elbowroom.hardware.links import check_spill_folder, measure_device_link, measure_disk_link, name_file_system
 from elbowroom.hardware.rates import measure_hook, measure_op_latency, measure_rates
 from elbowroom.hardware.sizes import LINK_BLOCK_BYTES, Sizes, choose_sizes
-from elbowroom.hooks.processor import find_isa
 from elbowroom.ir.hardware import HardwareProfile, Link, Tier
+from elbowroom.ops.cpu_isa import find_isa
 from elbowroom.progress import Advance, announcing
 
 logger = logging.getLogger(__name__)

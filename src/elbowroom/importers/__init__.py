@@ -20,7 +20,7 @@ from elbowroom.ir.trace import Trace
 ENTRY_POINT = "read"
 
 
-class Release(enum.StrEnum):
+class LoggedRelease(enum.StrEnum):
     """Until when a block counts."""
 
     PROGRAM = "program"
@@ -50,7 +50,7 @@ def read_log(
     format_name: str,
     path: str | os.PathLike[str],
     *,
-    release: Release = Release.PROGRAM,
+    release: LoggedRelease = LoggedRelease.PROGRAM,
     link: Link | None = None,
 ) -> Imported:
     """The log in a file.

@@ -21,12 +21,12 @@ import math
 from collections.abc import Iterator
 
 from elbowroom.errors import TraceError
-from elbowroom.importers import Imported, Release
+from elbowroom.importers import Imported, LoggedRelease
 from elbowroom.ir.check import check_trace
 from elbowroom.ir.costs import Costs
+from elbowroom.ir.digest import digest
 from elbowroom.ir.hardware import Link
-from elbowroom.ir.identity import digest
-from elbowroom.ir.trace import LASTING, Need, Op, Role, Save, Storage, Trace, View
+from elbowroom.ir.trace import PERSISTENT_ROLES, Need, Op, Role, Save, Storage, Trace, View
 
 MOST_BYTES = 2**62
 """More than this at once is refused: the sums of what comes after must still fit into 64 bits."""
@@ -139,10 +139,10 @@ class Log:
 
     def release(self, block: int) -> None:
         """The program lets go of a block, before the next call. What lives across steps stays all the same."""
-        if self._blocks[block].role not in LASTING:
+        if self._blocks[block].role not in PERSISTENT_ROLES:
             self._blocks[block].released = len(self._calls)
 
-    def finish(self, *, name: str, profile_name: str, link: Link, release: Release) -> Imported:
+    def finish(self, *, name: str, profile_name: str, link: Link, release: LoggedRelease) -> Imported:
         """The trace and its costs.
 
         Raises:
@@ -150,7 +150,7 @@ class Log:
 
         Cost: linear in the uses, and the digest.
         """
-        if release is Release.LAST_USE:
+        if release is LoggedRelease.LAST_USE:
             for block in self._blocks:
                 if block.released is not None:
                     block.released = block.uses[-1] + 1
@@ -205,7 +205,7 @@ class _Weaver:
         needed: dict[int, list[tuple[int, int]]] = {}
         saved: dict[int, list[int]] = {}
         for number, block in enumerate(blocks):
-            runs = [] if block.role in LASTING else block.runs(len(calls))
+            runs = [] if block.role in PERSISTENT_ROLES else block.runs(len(calls))
             if len(runs) > 1:
                 saved.setdefault(runs[0][1], []).append(number)
                 for first, last in runs[1:]:
@@ -254,7 +254,7 @@ class _Weaver:
             yield Storage(
                 id=number,
                 nbytes=block.nbytes,
-                role=block.role if block.role in LASTING or number in self._save_ticks else Role.TEMPORARY,
+                role=block.role if block.role in PERSISTENT_ROLES or number in self._save_ticks else Role.TEMPORARY,
                 created=-1 if block.created < 0 else self._op_ticks[block.created],
                 released=self._save_ticks.get(number, self._gone(block)),
                 label=block.label,

@@ -25,7 +25,7 @@ from collections.abc import Callable
 from typing import Any
 
 from elbowroom.errors import TraceError
-from elbowroom.importers import Imported, Release
+from elbowroom.importers import Imported, LoggedRelease
 from elbowroom.importers._log import LARGEST_LOG_BYTES, Log
 from elbowroom.ir.codec import describe
 from elbowroom.ir.hardware import Link
@@ -45,7 +45,9 @@ TITAN_V_LINK = Link(
 )
 
 
-def read(path: str | os.PathLike[str], *, release: Release = Release.PROGRAM, link: Link | None = None) -> Imported:
+def read(
+    path: str | os.PathLike[str], *, release: LoggedRelease = LoggedRelease.PROGRAM, link: Link | None = None
+) -> Imported:
     """The step in a log.
 
     Raises:

@@ -25,7 +25,7 @@ import re
 from collections.abc import Iterator
 
 from elbowroom.errors import TraceError
-from elbowroom.importers import Imported, Release
+from elbowroom.importers import Imported, LoggedRelease
 from elbowroom.importers._log import LARGEST_LOG_BYTES, Log
 from elbowroom.ir.hardware import Link
 from elbowroom.ir.text_files import read_lines
@@ -58,7 +58,9 @@ _Tensors = dict[str, tuple[int, bool]]
 """Bytes, and whether it is global, by name."""
 
 
-def read(path: str | os.PathLike[str], *, release: Release = Release.PROGRAM, link: Link | None = None) -> Imported:
+def read(
+    path: str | os.PathLike[str], *, release: LoggedRelease = LoggedRelease.PROGRAM, link: Link | None = None
+) -> Imported:
     """The step in a `kernels.config`, or in the folder that it lies in.
 
     Raises:
@@ -73,7 +75,7 @@ def read(path: str | os.PathLike[str], *, release: Release = Release.PROGRAM, li
         name=path.parent.parent.name if path.parent.name == "statistics" else path.stem,
         profile_name="as logged",
         link=A100_LINK if link is None else link,
-        release=Release.LAST_USE,
+        release=LoggedRelease.LAST_USE,
     )
 
 

@@ -14,7 +14,7 @@ import dataclasses
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Berth:
+class CopySlot:
     """Where one copy lies.
 
     Attributes:
@@ -45,14 +45,16 @@ class Placement:
         piece_bytes: what passes through the tier below to the disk at a time; None for as much as there is room for.
     """
 
-    berths: tuple[Berth, ...] = dataclasses.field(default=(), repr=False)
+    copy_slots: tuple[CopySlot, ...] = dataclasses.field(default=(), repr=False)
     lower_bytes: int = 0
     disk_bytes: int = 0
     piece_bytes: int | None = None
 
-    def find(self, storage: int, tick: int) -> Berth | None:
+    def find(self, storage: int, tick: int) -> CopySlot | None:
         """The berth of a storage that leaves at a tick, or somewhat before the plan's; None if it was to stay."""
-        index = bisect.bisect_right(self.berths, (storage, tick), key=lambda berth: (berth.storage, berth.end))
-        if index == len(self.berths) or self.berths[index].storage != storage:
+        index = bisect.bisect_right(
+            self.copy_slots, (storage, tick), key=lambda copy_slot: (copy_slot.storage, copy_slot.end)
+        )
+        if index == len(self.copy_slots) or self.copy_slots[index].storage != storage:
             return None
-        return self.berths[index]
+        return self.copy_slots[index]

@@ -34,7 +34,7 @@ class Role(enum.StrEnum):
     TEMPORARY = "temporary"
 
 
-LASTING = frozenset(Role) - {Role.ACTIVATION, Role.TEMPORARY}
+PERSISTENT_ROLES = frozenset(Role) - {Role.ACTIVATION, Role.TEMPORARY}
 """Roles of what the program holds whatever autograd does."""
 
 
@@ -215,5 +215,7 @@ def find_movable(trace: Trace) -> frozenset[int]:
         if op.tick > first_save.get(view.storage, trace.end) and view.version > 0
     }
     return frozenset(
-        storage for storage in first_save if storage not in spoiled and trace.storages[storage].role not in LASTING
+        storage
+        for storage in first_save
+        if storage not in spoiled and trace.storages[storage].role not in PERSISTENT_ROLES
     )

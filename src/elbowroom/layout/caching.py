@@ -33,15 +33,15 @@ OWN_ROUND_BYTES = 2 << 20
 
 
 @dataclasses.dataclass(slots=True, eq=False)
-class Block:
+class CachedBlock:
     """A stretch of a segment."""
 
     address: int
     nbytes: int
     is_small: bool
     is_free: bool = True
-    before: Block | None = None  # its neighbours in the segment
-    after: Block | None = None
+    before: CachedBlock | None = None  # its neighbours in the segment
+    after: CachedBlock | None = None
 
 
 class CachingAllocator:
@@ -58,7 +58,7 @@ class CachingAllocator:
     def __init__(self, capacity_bytes: int | None = None) -> None:
         self._capacity = capacity_bytes
         self._free: dict[bool, list[tuple[int, int]]] = {True: [], False: []}  # (bytes, address), by is_small
-        self._blocks: dict[int, Block] = {}
+        self._blocks: dict[int, CachedBlock] = {}
         self._end = 0
         self.reserved_bytes = self.allocated_bytes = 0
 
@@ -132,7 +132,7 @@ class CachingAllocator:
         """Whether what a request leaves of a free block becomes a free block."""
         return left >= MIN_BLOCK_BYTES if is_small else left > SMALL_BYTES
 
-    def _add_segment(self, nbytes: int, is_small: bool) -> Block:
+    def _add_segment(self, nbytes: int, is_small: bool) -> CachedBlock:
         size = self.size_segment(nbytes, is_small)
         if self._capacity is not None and self.reserved_bytes + size > self._capacity:
             self.release()
@@ -144,24 +144,24 @@ class CachingAllocator:
                     "use, in pieces that are too small; plan for a smaller budget.",
                 )  # fmt: skip
         self.reserved_bytes += size
-        block = Block(self._end, size, is_small)
+        block = CachedBlock(self._end, size, is_small)
         self._end += size
         self._blocks[block.address] = block
         return block
 
-    def _cut(self, block: Block, nbytes: int) -> None:
+    def _cut(self, block: CachedBlock, nbytes: int) -> None:
         """Leave the end of a block free, where that is worth it."""
         left = block.nbytes - nbytes
         if not self.is_worth_cutting(left, block.is_small):
             return
-        rest = Block(block.address + nbytes, left, block.is_small, before=block, after=block.after)
+        rest = CachedBlock(block.address + nbytes, left, block.is_small, before=block, after=block.after)
         if rest.after is not None:
             rest.after.before = rest
         block.after, block.nbytes = rest, nbytes
         self._blocks[rest.address] = rest
         bisect.insort(self._free[rest.is_small], (rest.nbytes, rest.address))
 
-    def _join(self, block: Block) -> Block:
+    def _join(self, block: CachedBlock) -> CachedBlock:
         """Make one of a free block and the free one after it, neither of which is in the list any more afterwards."""
         other = block.after
         assert other is not None

@@ -8,10 +8,10 @@ from collections.abc import Sequence
 import numpy as np
 
 from elbowroom.ir.buffers import Buffer, Layout, check_layout
-from elbowroom.ir.placement import Berth, Placement
-from elbowroom.layout.arena import DEFAULT, lay_out
+from elbowroom.ir.placement import CopySlot, Placement
 from elbowroom.layout.free_list import ALIGNMENT_BYTES
 from elbowroom.layout.instance import finish, make_instance
+from elbowroom.layout.lay_out import DEFAULT, lay_out
 
 QUICK = ("first_fit", "greedy_by_size", "greedy_by_area", "best_fit")
 """Tried before any search."""
@@ -28,7 +28,7 @@ MOST_SEARCHED = 2000
 NOTHING = Layout(offsets=(), arena_bytes=0, bound_bytes=0, is_optimal=True)
 
 
-def lay_out_copies(berths: Sequence[Berth], end: int) -> Placement:
+def lay_out_copies(copy_slots: Sequence[CopySlot], end: int) -> Placement:
     """Offsets for copies, whatever those that they have.
 
     Args:
@@ -38,29 +38,33 @@ def lay_out_copies(berths: Sequence[Berth], end: int) -> Placement:
     Cost: quadratic in the number of copies; about a second besides where no order of them is good enough.
     """
     ordered = tuple(
-        sorted((berth for berth in berths if berth.nbytes > 0), key=lambda each: (each.storage, each.begin))
+        sorted(
+            (copy_slot for copy_slot in copy_slots if copy_slot.nbytes > 0), key=lambda each: (each.storage, each.begin)
+        )
     )
     arenas, offsets = dict[bool, int](), [0] * len(ordered)
     for is_on_disk in (False, True):
-        chosen = [index for index, berth in enumerate(ordered) if berth.is_on_disk is is_on_disk]
+        chosen = [index for index, copy_slot in enumerate(ordered) if copy_slot.is_on_disk is is_on_disk]
         layout = _lay_out([make_buffer(index, ordered[index], end) for index in chosen])
         arenas[is_on_disk] = layout.arena_bytes
         for index, offset in zip(chosen, layout.offsets, strict=True):
             offsets[index] = offset
     return Placement(
-        berths=tuple(dataclasses.replace(berth, offset=offset) for berth, offset in zip(ordered, offsets, strict=True)),
+        copy_slots=tuple(
+            dataclasses.replace(copy_slot, offset=offset) for copy_slot, offset in zip(ordered, offsets, strict=True)
+        ),
         lower_bytes=arenas[False],
         disk_bytes=arenas[True],
     )
 
 
-def make_buffer(index: int, berth: Berth, end: int) -> Buffer:
+def make_buffer(index: int, copy_slot: CopySlot, end: int) -> Buffer:
     """A copy as what wants an offset."""
     return Buffer(
         id=index,
-        lower=berth.begin if berth.end < end else 0,
-        upper=berth.end,
-        nbytes=berth.nbytes,
+        lower=copy_slot.begin if copy_slot.end < end else 0,
+        upper=copy_slot.end,
+        nbytes=copy_slot.nbytes,
         alignment=ALIGNMENT_BYTES,
     )
 
@@ -79,14 +83,14 @@ def _lay_out(buffers: Sequence[Buffer]) -> Layout:
 
 def _search(buffers: Sequence[Buffer], layout: Layout) -> Layout:
     """A layout that is good enough, if the search finds one; the best that it finds otherwise."""
-    from elbowroom.layout.ladder import Found, Ladder  # a compiler comes with it
+    from elbowroom.layout.capacity_search import BestLayout, CapacitySearch  # a compiler comes with it
 
     if len(buffers) > MOST_SEARCHED:
         return min(layout, lay_out(buffers, DEFAULT), key=lambda each: each.arena_bytes)
     instance = make_instance(buffers)
     # As if it were known that nothing better than enough can be had: the search ends where it has found that.
-    found = Found(np.asarray(layout.offsets), layout.arena_bytes, int(ENOUGH * layout.bound_bytes))
-    Ladder(instance, found).climb(MOST_WORK)
+    found = BestLayout(np.asarray(layout.offsets), layout.arena_bytes, int(ENOUGH * layout.bound_bytes))
+    CapacitySearch(instance, found).climb(MOST_WORK)
     layout = finish(instance, found.offsets)
     check_layout(buffers, layout)
     return layout

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from elbowroom._compiled import compiled
+from elbowroom._numba_loops import compiled
 from elbowroom.layout.instance import Instance
 
 Array = Any

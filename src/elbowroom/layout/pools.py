@@ -8,7 +8,7 @@ from elbowroom.layout.caching import (
     LARGE_SEGMENT_BYTES,
     MIN_BLOCK_BYTES,
     SMALL_SEGMENT_BYTES,
-    Block,
+    CachedBlock,
     CachingAllocator,
     round_up,
 )
@@ -62,7 +62,7 @@ class ExpandableAllocator(CachingAllocator):
     def is_worth_cutting(self, left: int, is_small: bool) -> bool:
         return left >= MIN_BLOCK_BYTES
 
-    def _add_segment(self, nbytes: int, is_small: bool) -> Block:
+    def _add_segment(self, nbytes: int, is_small: bool) -> CachedBlock:
         end = self._ends[is_small]
         free = self._free[is_small]
         last = next((self._blocks[address] for size, address in free if address + size == end), None)
@@ -74,7 +74,7 @@ class ExpandableAllocator(CachingAllocator):
             free.remove((last.nbytes, last.address))
             last.nbytes += added
             return last
-        block = self._blocks[end] = Block(end, added, is_small)
+        block = self._blocks[end] = CachedBlock(end, added, is_small)
         before = next((each for each in self._blocks.values() if each.address + each.nbytes == end), None)
         if before is not None and before is not block:
             before.after, block.before = block, before

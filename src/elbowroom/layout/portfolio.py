@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from elbowroom.errors import UsageError
-from elbowroom.layout.fitting import fit
+from elbowroom.layout.greedy import fit_in_order
 from elbowroom.layout.instance import Instance, select
 from elbowroom.layout.orders import find_areas, find_durations, find_pressures, order_by
 
@@ -19,17 +19,17 @@ Array = Any
 
 def place_by_size(instance: Instance) -> Array:
     """The largest buffer first, each at the lowest offset that has room."""
-    return fit(instance, order_by(instance, instance.nbytes))
+    return fit_in_order(instance, order_by(instance, instance.nbytes))
 
 
 def place_by_area(instance: Instance) -> Array:
     """The buffer with the most bytes times lifetime first, each at the lowest offset that has room."""
-    return fit(instance, order_by(instance, find_areas(instance)))
+    return fit_in_order(instance, order_by(instance, find_areas(instance)))
 
 
 def place_by_time(instance: Instance) -> Array:
     """As they come into being, each at the lowest offset that has room."""
-    return fit(instance, order_by(instance))
+    return fit_in_order(instance, order_by(instance))
 
 
 def place_in_smallest_gaps(instance: Instance) -> Array:
@@ -40,7 +40,7 @@ def place_in_smallest_gaps(instance: Instance) -> Array:
     """
     crossing, inside = np.flatnonzero(instance.wrap > 0), np.flatnonzero(instance.wrap == 0)
     if not len(crossing):
-        return fit(instance, order_by(instance, instance.nbytes), best=True)
+        return fit_in_order(instance, order_by(instance, instance.nbytes), best=True)
     if (instance.pinned >= 0).any():
         raise UsageError(
             "best_fit keeps two regions for buffers that cross the iteration, beside which nothing can be pinned; "
@@ -50,7 +50,7 @@ def place_in_smallest_gaps(instance: Instance) -> Array:
     region = 0
     for chosen in (crossing, inside):
         part = select(instance, chosen)
-        offsets[chosen] = fit(part, order_by(part, part.nbytes), best=True)
+        offsets[chosen] = fit_in_order(part, order_by(part, part.nbytes), best=True)
         if chosen is crossing:
             region = int((offsets[chosen] + part.nbytes).max())
             continue
@@ -72,8 +72,8 @@ def list_others(instance: Instance) -> Iterator[Array]:
     """Layouts in further orders, which no allocator has; each is made when it is asked for."""
     nbytes, lengths = instance.nbytes, instance.lengths
     durations, pressures = find_durations(instance), find_pressures(instance)
-    yield fit(instance, order_by(instance, pressures, durations, find_areas(instance)))
-    yield fit(instance, order_by(instance, pressures, lengths, nbytes), best=True)
-    yield fit(instance, order_by(instance, lengths, nbytes), best=True)
-    yield fit(instance, order_by(instance, nbytes, durations))
-    yield fit(instance, order_by(instance), best=True)
+    yield fit_in_order(instance, order_by(instance, pressures, durations, find_areas(instance)))
+    yield fit_in_order(instance, order_by(instance, pressures, lengths, nbytes), best=True)
+    yield fit_in_order(instance, order_by(instance, lengths, nbytes), best=True)
+    yield fit_in_order(instance, order_by(instance, nbytes, durations))
+    yield fit_in_order(instance, order_by(instance), best=True)

@@ -56,7 +56,7 @@ std::shared_ptr<Timetable> make_timetable(
     const std::vector<std::tuple<int64_t, int64_t, int64_t, bool>>& saves,
     const std::vector<std::tuple<int64_t, int64_t>>& needs, int64_t storages) {
   auto made = std::make_shared<Timetable>();
-  for (const auto& [tick, storage, nbytes, is_lasting] : saves) made->saves.push_back({tick, storage, nbytes, is_lasting});
+  for (const auto& [tick, storage, nbytes, is_persistent] : saves) made->saves.push_back({tick, storage, nbytes, is_persistent});
   for (const auto& [tick, save] : needs) made->needs.push_back({tick, save});
   made->storages = storages;
   return made;
@@ -117,7 +117,7 @@ void bind_saves(py::module_& module) {
       .def("follow_need", &SavedTensors::follow_need, py::arg("index"), py::arg("save"))
       .def("leave", &SavedTensors::leave, py::arg("why"))
       .def("stop", &SavedTensors::stop, py::arg("why"))
-      .def("is_lasting", &SavedTensors::is_lasting, py::arg("save"))
+      .def("is_persistent", &SavedTensors::is_persistent, py::arg("save"))
       .def("make_id", &SavedTensors::make_id)
       .def_property("due_tick", nullptr, &SavedTensors::set_due_tick)
       .def_property_readonly("followed", [](const SavedTensors& saved) { return saved.followed(); })

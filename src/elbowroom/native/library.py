@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import torch
 
-from elbowroom import _compiler, _folders
+from elbowroom import _folders, _toolchain
 from elbowroom.errors import UsageError
 
 # As PyTorch itself is compiled: without NDEBUG its headers lay out some objects differently.
@@ -62,13 +62,13 @@ def find_library(extension: Extension, folder: pathlib.Path | None = None) -> pa
     Args:
         folder: where it is kept; by default the package if it was compiled with it, else the user's cache.
     """
-    stands_on = (torch.__version__, torch.version.git_version, sys.version, FLAGS, _compiler.SEAL_BYTES)
+    stands_on = (torch.__version__, torch.version.git_version, sys.version, FLAGS, _toolchain.SEAL_BYTES)
     stamp = hashlib.sha256(repr((*stands_on, platform.machine())).encode())
     for source in (*extension.sources, *extension.headers):
         stamp.update(source.name.encode() + source.read_bytes())
     name = f"{extension.name[1:]}-{stamp.hexdigest()[:16]}.so"
     if folder is None:
-        folder = FOLDER if _compiler.is_whole(FOLDER / name) else _folders.find_cache()
+        folder = FOLDER if _toolchain.is_whole(FOLDER / name) else _folders.find_cache()
     return folder / name
 
 
@@ -80,7 +80,7 @@ def is_built(extension: Extension, folder: pathlib.Path | None = None) -> bool:
     """
     library = find_library(extension, folder)
     # Who can write into the package can change its Python as well.
-    return _compiler.is_whole(library) if library.parent == FOLDER else _compiler.is_made(library)
+    return _toolchain.is_whole(library) if library.parent == FOLDER else _toolchain.is_made(library)
 
 
 def build_library(extension: Extension, folder: pathlib.Path | None = None) -> pathlib.Path:
@@ -93,8 +93,8 @@ def build_library(extension: Extension, folder: pathlib.Path | None = None) -> p
     if not is_built(extension, folder):
         if sysconfig.get_config_var("Py_GIL_DISABLED"):
             raise UsageError(f"{extension.what} needs Python's global lock, which this Python is built without")
-        compiler = _compiler.find_compiler(extension.what, _compiler.CPP)
-        with _compiler.making(extension.what, _compiler.CPP, library) as made:
+        compiler = _toolchain.find_compiler(extension.what, _toolchain.CPP)
+        with _toolchain.making(extension.what, _toolchain.CPP, library) as made:
             _compile(extension, compiler, made)
             (made / f"{extension.name}.so").rename(made / library.name)
     return library
@@ -126,7 +126,7 @@ def _compile(extension: Extension, compiler: list[str], folder: pathlib.Path) ->
         "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
     }
     command = [sys.executable, "-c", COMPILE, json.dumps(options)]
-    _compiler.run_compiler(extension.what, _compiler.CPP, command, environment)
+    _toolchain.run_compiler(extension.what, _toolchain.CPP, command, environment)
 
 
 def import_library(extension: Extension, library: pathlib.Path) -> ModuleType:

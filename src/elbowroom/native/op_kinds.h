@@ -11,7 +11,7 @@
 
 namespace elbowroom {
 
-// See `hooks/kinds.py`, which says what these are.
+// See `ops/op_info.py`, which says what these are.
 struct OpKind {
   std::string name, schema;
   bool is_traced, is_idle, may_write, is_replayable, is_random, is_source, is_convolution;

@@ -146,7 +146,7 @@ bool SavedTensors::log_save(int64_t index, const StorageRecordPtr& record) {
   follower_.save(index, record);
   const bool is_traced = follower_.followed() >= 0;
   int64_t storage = NO_STORAGE;
-  if (record && !(is_traced ? follower_.is_lasting(index) : record->is_staying)) {
+  if (record && !(is_traced ? follower_.is_persistent(index) : record->is_staying)) {
     if (record->id < 0) record->id = next_id_++;
     storage = record->id;
   }
@@ -276,9 +276,9 @@ int64_t SavedTensors::tick() const {
   return follower_.tick();
 }
 
-bool SavedTensors::is_lasting(int64_t save) const {
+bool SavedTensors::is_persistent(int64_t save) const {
   const std::lock_guard<std::mutex> guard(mutex_);
-  return follower_.is_lasting(save);
+  return follower_.is_persistent(save);
 }
 
 int64_t SavedTensors::make_id() {

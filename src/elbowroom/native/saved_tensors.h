@@ -91,7 +91,7 @@ class SavedTensors : public std::enable_shared_from_this<SavedTensors> {
   void stop(const std::string& why);
   int64_t followed() const;
   int64_t tick() const;
-  bool is_lasting(int64_t save) const;
+  bool is_persistent(int64_t save) const;
 
   int64_t make_id();
   int64_t saves() const;

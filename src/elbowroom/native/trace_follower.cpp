@@ -30,9 +30,9 @@ TraceFollower::TraceFollower(std::vector<TimetablePtr> known, int64_t least_byte
 
 const Timetable* TraceFollower::find_timetable() const { return followed_ < 0 ? nullptr : known_[followed_].get(); }
 
-bool TraceFollower::is_lasting(int64_t save) const {
+bool TraceFollower::is_persistent(int64_t save) const {
   const Timetable* trace = find_timetable();
-  return trace != nullptr && save < static_cast<int64_t>(trace->saves.size()) && trace->saves[save].is_lasting;
+  return trace != nullptr && save < static_cast<int64_t>(trace->saves.size()) && trace->saves[save].is_persistent;
 }
 
 int64_t TraceFollower::find_storage(int64_t save) const {
@@ -96,7 +96,7 @@ int64_t TraceFollower::save(int64_t index, const StorageRecordPtr& record) {
   const Timetable* trace = find_timetable();
   if (trace == nullptr) return index;
   const Timetable::Save& expected = trace->saves[index];
-  if (record && record->id < 0 && !expected.is_lasting) {
+  if (record && record->id < 0 && !expected.is_persistent) {
     record->id = expected.storage;
     bound_.insert_or_assign(expected.storage, c10::weak_intrusive_ptr<StorageRecord>(record));
   }

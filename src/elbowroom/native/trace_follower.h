@@ -20,7 +20,7 @@ struct Timetable {
     int64_t tick;
     int64_t storage;
     int64_t nbytes;
-    bool is_lasting;  // of a storage that outlives the step: nothing moves it
+    bool is_persistent;  // of a storage that outlives the step: nothing moves it
   };
   struct Need {
     int64_t tick;
@@ -50,7 +50,7 @@ class TraceFollower {
   // The tick of the last save or need.
   int64_t tick() const { return tick_; }
   // Whether the trace that the step follows has the save of a storage that outlives the step.
-  bool is_lasting(int64_t save) const;
+  bool is_persistent(int64_t save) const;
   // The storage of a save in the trace that the step follows; -1 if there is none.
   int64_t find_storage(int64_t save) const;
 

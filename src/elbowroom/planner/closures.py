@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 
-from elbowroom.ir.trace import LASTING, Op, Trace, find_claims
+from elbowroom.ir.trace import PERSISTENT_ROLES, Op, Trace, find_claims
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -84,7 +84,7 @@ class Closures:
 
     def _is_there(self, storage: int, version: int, tick: int, is_dropped: Callable[[int], bool]) -> bool:
         home = self._trace.storages[storage]
-        if home.role in LASTING:
+        if home.role in PERSISTENT_ROLES:
             if not home.created < tick < home.released:
                 return False
         else:

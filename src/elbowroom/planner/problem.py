@@ -13,8 +13,8 @@ from elbowroom.ir.forecast import Forecast
 from elbowroom.ir.plan import Choice, Plan
 from elbowroom.ir.trace import Role, Trace
 from elbowroom.planner import strategies
-from elbowroom.planner.draft import Draft, Drafter, Option
 from elbowroom.planner.options import find_strategy
+from elbowroom.planner.schedule.draft import Draft, Drafter, Option
 from elbowroom.progress import announcing
 from elbowroom.report.blocks import explain_blocks
 from elbowroom.report.lifetimes import Lifetimes
@@ -136,7 +136,7 @@ def pose(
 
 def lowest_draft(drafter: Drafter) -> Draft:
     """Everything that may leave leaves at once and comes back on demand: the lowest peak there is."""
-    return dict.fromkeys(drafter.gaps, Option(Choice.OFFLOAD, hurry=True, late=True))
+    return dict.fromkeys(drafter.gaps, Option(Choice.OFFLOAD, release_now=True, on_demand=True))
 
 
 def explain_infeasible(problem: Problem, plan: Plan, forecast: Forecast) -> Infeasible:

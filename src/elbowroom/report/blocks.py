@@ -39,7 +39,7 @@ _STAY = {
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Block:
+class BlockGroup:
     """Storages that share a role, an origin, and a fate.
 
     Attributes:
@@ -58,7 +58,7 @@ class Block:
     reason: str
 
 
-def explain_blocks(trace: Trace, costs: Costs, plan: Plan, forecast: Forecast) -> tuple[Block, ...]:
+def explain_blocks(trace: Trace, costs: Costs, plan: Plan, forecast: Forecast) -> tuple[BlockGroup, ...]:
     """Every storage that is on the device at the forecast peak, or away because of a decision; largest first.
 
     Cost: linear in the trace, and in the ops of every segment.
@@ -70,7 +70,7 @@ def explain_blocks(trace: Trace, costs: Costs, plan: Plan, forecast: Forecast) -
         if fate is not None:
             groups.setdefault(fate, []).append(storage)
     blocks = [
-        Block(
+        BlockGroup(
             what=what,
             count=len(storages),
             nbytes=sum(map(judge.round_up, storages)),
@@ -202,7 +202,7 @@ class _Judge:
         nbytes = sum(storage.nbytes for storage in storages)
         return len(storages) * latency_seconds + (nbytes / bytes_per_second if bytes_per_second else 0.0)
 
-    def list_transients(self, held_bytes: int) -> list[Block]:
+    def list_transients(self, held_bytes: int) -> list[BlockGroup]:
         """What stands at the peak beside storages: the op's workspace, replays, second copies."""
         index = self._lifetimes.op_at(self._tick)
         found = []
@@ -216,8 +216,8 @@ class _Judge:
         return found
 
 
-def _transient(what: str, nbytes: int, reason: str) -> Block:
-    return Block(what=what, count=1, nbytes=nbytes, is_away=False, decision="-", reason=reason)
+def _transient(what: str, nbytes: int, reason: str) -> BlockGroup:
+    return BlockGroup(what=what, count=1, nbytes=nbytes, is_away=False, decision="-", reason=reason)
 
 
 def _most_common(names: Iterable[str], most: int = 3) -> str:

@@ -12,7 +12,7 @@ from elbowroom.ir.forecast import Forecast
 from elbowroom.ir.journal import Journal, Mode
 from elbowroom.ir.plan import Choice, Plan
 from elbowroom.ir.trace import Trace
-from elbowroom.report.blocks import Block, count_seconds, explain_blocks, shorten
+from elbowroom.report.blocks import BlockGroup, count_seconds, explain_blocks, shorten
 from elbowroom.report.chart import draw_chart
 from elbowroom.report.lifetimes import Lifetimes
 from elbowroom.report.steady import Steady, count_modes, find_steady
@@ -216,7 +216,7 @@ def _describe_peak(trace: Trace, costs: Costs, plan: Plan, forecast: Forecast) -
     return lines
 
 
-def _tabulate(title: str, blocks: Sequence[Block], most: int) -> list[str]:
+def _tabulate(title: str, blocks: Sequence[BlockGroup], most: int) -> list[str]:
     rows = [(title, "count", "bytes", "decision", "why")]
     rows += [(b.what, str(b.count), format_bytes(b.nbytes), b.decision, b.reason) for b in blocks[:most]]
     if rest := blocks[most:]:

@@ -18,7 +18,7 @@ from typing import NamedTuple, Protocol
 
 from elbowroom.ir.actions import Offload, Release, Reload
 from elbowroom.ir.events import Event, PressureRaised, StorageFreed, StorageNeeded, StorageSaved
-from elbowroom.residency.habits import Habits
+from elbowroom.residency.access_history import AccessHistory
 from elbowroom.residency.machine import Drop, Intent
 
 SAMPLE = 128
@@ -130,9 +130,9 @@ class Online:
     is_early = False
     uses_addresses = False
 
-    def __init__(self, facts: Facts, habits: Habits) -> None:
-        self.facts, self.habits = facts, habits
-        habits.begin()
+    def __init__(self, facts: Facts, history: AccessHistory) -> None:
+        self.facts, self.history = facts, history
+        history.begin()
         self._pool: list[int] = []  # what is on the device and may move
         self._place: dict[int, int] = {}
         self._away: dict[int, None] = {}  # offloaded, in order
@@ -186,14 +186,14 @@ class Online:
         self._take(storage)
         self._away.pop(storage, None)
         self._accessed.pop(storage, None)
-        self.habits.freed(storage)
+        self.history.freed(storage)
 
     # -- the machine's side ---------------------------------------------------------------------------------------
 
     def decide(self, event: Event) -> Iterable[Intent]:
         """What to do once `event` has been served."""
         if isinstance(event, PressureRaised):
-            self.habits.was_short = True
+            self.history.was_short = True
             return self._relieve(event.nbytes)
         self.watch(event)
         if self._away and isinstance(event, StorageNeeded):
@@ -218,7 +218,7 @@ class Online:
         if moment is None:
             moment = self.look()
         self.comes(storage, moment)
-        facts, habits = self.facts, self.habits
+        facts, history = self.facts, self.history
         may_move = facts.may_move(storage)
         if may_move:
             self._accessed[storage] = moment.seconds
@@ -227,9 +227,9 @@ class Online:
             nbytes = facts.nbytes(storage)
         level_bytes = moment.live_bytes + self.missing_bytes()
         if isinstance(event, StorageNeeded):
-            habits.needed(storage, moment.busy_seconds, level_bytes)
+            history.needed(storage, moment.busy_seconds, level_bytes)
         elif isinstance(event, StorageSaved):
-            habits.saved(storage, nbytes, moment.busy_seconds, level_bytes)
+            history.saved(storage, nbytes, moment.busy_seconds, level_bytes)
 
     def look(self) -> Moment:
         """The present moment."""

@@ -7,9 +7,9 @@ from types import ModuleType
 
 import torch
 
-from elbowroom.hooks.kinds import describe_op
 from elbowroom.hooks.ledger import Ledger
 from elbowroom.native import library
+from elbowroom.ops.op_info import describe_op
 from elbowroom.runtime.residence import Residence
 
 NO_LIMIT = 1 << 62

@@ -16,8 +16,8 @@ from typing import Any, Protocol
 import torch
 
 from elbowroom.errors import TierError
-from elbowroom.hooks.hidden import Hidden, get_alias
-from elbowroom.hooks.identity import Identities, get_any_storage, is_shared, make_test
+from elbowroom.hooks.dispatch_keys import Hidden, get_alias
+from elbowroom.hooks.storage_ids import Identities, get_any_storage, is_shared, make_test
 from elbowroom.ir.actions import Action, Release
 from elbowroom.ir.events import StorageFreed, StorageNeeded, StorageSaved
 from elbowroom.runtime.account import Account, load_native
@@ -119,7 +119,7 @@ class Engine(Mover):
                 self._observer.saved(tensor)
             tick = self.saved.follow_save(index, None if residence is None else residence.record)
             is_known = self.saved.followed >= 0
-            if residence is None or (self.saved.is_lasting(index) if is_known else residence.is_staying):
+            if residence is None or (self.saved.is_persistent(index) if is_known else residence.is_staying):
                 self._pass(SAVED, tick)
                 return None if self._observer is None else Handle(self, index, None, tensor._version)
             if residence.id < 0:

@@ -8,7 +8,7 @@ from typing import Any
 
 from elbowroom.ir.placement import Placement
 from elbowroom.ir.plan import Plan
-from elbowroom.ir.trace import LASTING, Trace
+from elbowroom.ir.trace import PERSISTENT_ROLES, Trace
 from elbowroom.runtime.account import load_native
 
 
@@ -30,7 +30,7 @@ class Known:
         storages = self.trace.storages
         homes = [storages[save.storage] for save in self.trace.saves]
         saves = [
-            (save.tick, home.id, home.nbytes, home.role in LASTING)
+            (save.tick, home.id, home.nbytes, home.role in PERSISTENT_ROLES)
             for save, home in zip(self.trace.saves, homes, strict=True)
         ]
         needs = [(need.tick, need.save) for need in self.trace.needs]
@@ -55,7 +55,7 @@ class Known:
         trace, segments = self.trace, self.plan.segments
         wanted = {tick for segment in segments for tick in segment.ops}
         leaves = {leaf for segment in segments for leaf in segment.leaves}
-        kept = frozenset(leaf for leaf in leaves if trace.storages[leaf].role in LASTING)
+        kept = frozenset(leaf for leaf in leaves if trace.storages[leaf].role in PERSISTENT_ROLES)
         last = max(*wanted, trace.needs[0].tick)
         ops = [op for op in trace.ops if op.tick <= last]
         ticks = [op.tick if op.tick in wanted else -1 for op in ops]

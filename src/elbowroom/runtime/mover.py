@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from elbowroom.errors import ElbowroomError, Infeasible, InternalError, TierError
-from elbowroom.hooks.hidden import Hidden
+from elbowroom.hooks.dispatch_keys import Hidden
 from elbowroom.ir.actions import Action, Offload, Recompute, Release, Reload
-from elbowroom.ir.placement import Berth
+from elbowroom.ir.placement import CopySlot
 from elbowroom.residency.machine import Machine, State
 from elbowroom.runtime.account import Account
 from elbowroom.runtime.replays import Recording, replay
@@ -49,7 +49,7 @@ class Mover:
         """Make sure a storage about to be dropped can be computed again, whatever the step does next."""
         raise NotImplementedError
 
-    def _find_berth(self, storage: int) -> Berth | None:
+    def _find_copy_slot(self, storage: int) -> CopySlot | None:
         """Find where the copy of a storage that leaves now was planned to lie; None if nobody planned one."""
         raise NotImplementedError
 
@@ -115,7 +115,7 @@ class Mover:
         assert storage is not None
         try:
             with Hidden():
-                residence.copy = self._transfers.offload(storage, self._find_berth(residence.id))
+                residence.copy = self._transfers.offload(storage, self._find_copy_slot(residence.id))
         except TierError as error:
             if not self._keep_instead(residence, str(error)):
                 raise

@@ -20,19 +20,19 @@ import torch
 
 from elbowroom._family import get
 from elbowroom.errors import Infeasible
-from elbowroom.hooks.identity import Identities, is_shared
 from elbowroom.hooks.ledger import Ledger
+from elbowroom.hooks.storage_ids import Identities, is_shared
 from elbowroom.ir.actions import Action, Recompute
 from elbowroom.ir.events import StorageRestored
 from elbowroom.ir.hardware import HardwareProfile
-from elbowroom.ir.placement import Berth
+from elbowroom.ir.placement import CopySlot
 from elbowroom.residency import policies
+from elbowroom.residency.access_history import AccessHistory
 from elbowroom.residency.capacity_first import Policy as CapacityFirst
-from elbowroom.residency.guided import Policy as Guided
-from elbowroom.residency.habits import Habits
 from elbowroom.residency.machine import Machine, Policy, count_reads
 from elbowroom.residency.online import AHEAD, Online
-from elbowroom.residency.planned import NEVER
+from elbowroom.residency.plan_policy import NEVER
+from elbowroom.residency.plan_then_online import Policy as Guided
 from elbowroom.runtime.account import NO_LIMIT, Account, load_native
 from elbowroom.runtime.engine import Engine, Observer
 from elbowroom.runtime.facts import StepFacts
@@ -84,7 +84,7 @@ class OnlineEngine(Engine):
         budget_bytes: int,
         policy: str | None,
         profile: HardwareProfile,
-        habits: Habits,
+        history: AccessHistory,
         list_residents: Callable[[], list[torch.Tensor]],
         ledger: Ledger,
         known: Sequence[Known] = (),
@@ -105,7 +105,7 @@ class OnlineEngine(Engine):
         self._patience = Patience(budget_bytes)
         decider: Policy = CapacityFirst(self._may_move)
         if policy is not None:
-            decider = self._online = get(policies, policy, "Policy")(self._facts, habits)
+            decider = self._online = get(policies, policy, "Policy")(self._facts, history)
         if self._online is not None and known:
             decider = self._guide = Guided(self._online, known[0].plan, is_awake=is_awake)
         self._machine = Machine(decider, self._segments)
@@ -113,7 +113,7 @@ class OnlineEngine(Engine):
         self._guard = MemoryGuard(self.account, self._machine, self._facts, list_residents, device, self)
         self._facts.clock = self.watcher
         self._records = policy is not None
-        self._resting_bytes = int(RESTING * budget_bytes) if habits.may_rest and not known else 0
+        self._resting_bytes = int(RESTING * budget_bytes) if history.may_rest and not known else 0
         self._guard.count_residents()
         self._facts.base_bytes = self.account.live_bytes
         self.account.limit_bytes = budget_bytes
@@ -185,7 +185,7 @@ class OnlineEngine(Engine):
         for event, moment, nbytes in read_log(entries, self._facts.begin, self._bound):
             self._online.watch(event, moment, nbytes)
 
-    def _find_berth(self, storage: int) -> Berth | None:
+    def _find_copy_slot(self, storage: int) -> CopySlot | None:
         """Return where the copy of a storage that leaves now was planned to lie; None if nobody planned one."""
         return None if self.followed is None else self._known[self.followed].placement.find(storage, self.saved.tick)
 

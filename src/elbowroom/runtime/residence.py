@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from elbowroom.errors import InternalError
-from elbowroom.hooks.hidden import Hidden
-from elbowroom.hooks.identity import is_shared
+from elbowroom.hooks.dispatch_keys import Hidden
+from elbowroom.hooks.storage_ids import is_shared
 
 if TYPE_CHECKING:
     from elbowroom.runtime.copies import Copy

@@ -6,7 +6,7 @@ import torch
 
 from elbowroom.runtime.copies import Record
 from elbowroom.runtime.streams import Event
-from elbowroom.tiers.pinned import Block
+from elbowroom.tiers.pinned import SlabBlock
 
 
 class StreamCopy:
@@ -26,7 +26,7 @@ class StreamCopy:
 
     def __init__(self, nbytes: int) -> None:
         self.nbytes = nbytes
-        self.block: Block | None = None
+        self.block: SlabBlock | None = None
         self.offset = 0
         self.record: Record | None = None
         self.last: Event | None = None

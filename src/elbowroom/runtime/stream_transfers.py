@@ -24,14 +24,14 @@ import torch
 
 from elbowroom.cost.transfers import STAGING_BYTES, count_piece_bytes
 from elbowroom.errors import InternalError, TierFull, TransferFailed, UsageError
-from elbowroom.ir.placement import Berth, Placement
+from elbowroom.ir.placement import CopySlot, Placement
 from elbowroom.runtime.copies import Copy, Record, Records
 from elbowroom.runtime.staging import Staging
 from elbowroom.runtime.stream_copies import StreamCopy, Unfinished
 from elbowroom.runtime.streams import Event, Streams
 from elbowroom.runtime.transfers import check_process
 from elbowroom.tiers.disk import SpillFile
-from elbowroom.tiers.pinned import Block, HostSlabs
+from elbowroom.tiers.pinned import HostSlabs, SlabBlock
 
 logger = logging.getLogger(__name__)
 
@@ -92,7 +92,7 @@ class StreamTransfers:
                 if self._staging is not None:
                     self._staging.prepare(placement.piece_bytes)
 
-    def offload(self, storage: torch.UntypedStorage, berth: Berth | None = None) -> StreamCopy:
+    def offload(self, storage: torch.UntypedStorage, copy_slot: CopySlot | None = None) -> StreamCopy:
         """Begin copying a storage down, to where it was planned to lie.
 
         Raises:
@@ -112,8 +112,8 @@ class StreamTransfers:
         with self._lock:
             self._sweep()
             self._forget_ended()
-            copy.record = self._records.reserve(copy, lambda: self._place(copy.nbytes, berth))
-            if isinstance(copy.record.block, Block):
+            copy.record = self._records.reserve(copy, lambda: self._place(copy.nbytes, copy_slot))
+            if isinstance(copy.record.block, SlabBlock):
                 copy.block = copy.record.block
                 with self._beginning(copy, storage):
                     after = [self._streams.record_compute(), *self._users_of(copy.block)]
@@ -222,17 +222,17 @@ class StreamTransfers:
         self._records.free(record, self._give)
 
     def _give(self, record: Record) -> None:
-        if isinstance(record.block, Block):
+        if isinstance(record.block, SlabBlock):
             self._host.free(record.block)
         else:
             assert self._spill is not None
             self._spill.free(record.block, record.nbytes)
 
     def _restore(self, records: list[Record]) -> None:
-        blocks = [record.block for record in records if isinstance(record.block, Block)]
+        blocks = [record.block for record in records if isinstance(record.block, SlabBlock)]
         self._host.restore(blocks if self._staging is None else [*blocks, self._staging.block])
         if self._spill is not None:
-            there = [record for record in records if not isinstance(record.block, Block)]
+            there = [record for record in records if not isinstance(record.block, SlabBlock)]
             self._spill.restore([(record.block, record.nbytes) for record in there])
 
     def _stop(self) -> None:
@@ -246,9 +246,9 @@ class StreamTransfers:
 
     # Host memory ------------------------------------------------------------------------------------------------
 
-    def _place(self, nbytes: int, berth: Berth | None) -> Block | int:
+    def _place(self, nbytes: int, copy_slot: CopySlot | None) -> SlabBlock | int:
         """Reserve a block of host memory, or of the spill file."""
-        at, is_for_disk = (None, False) if berth is None else (berth.offset, berth.is_on_disk)
+        at, is_for_disk = (None, False) if copy_slot is None else (copy_slot.offset, copy_slot.is_on_disk)
         if not is_for_disk or self._spill is None:
             try:
                 return self._reserve(nbytes, None if is_for_disk else at)
@@ -268,7 +268,7 @@ class StreamTransfers:
         unfinished.event = copy.last
         self._is_sure = copy.last is not None
 
-    def _reserve(self, nbytes: int, at: int | None) -> Block:
+    def _reserve(self, nbytes: int, at: int | None) -> SlabBlock:
         try:
             return self._host.reserve(nbytes, at)
         except TierFull:
@@ -280,7 +280,7 @@ class StreamTransfers:
         self._host.release_empty()
         return self._host.reserve(nbytes)
 
-    def _users_of(self, block: Block) -> list[Event]:
+    def _users_of(self, block: SlabBlock) -> list[Event]:
         """The ends of transfers that may still run somewhere in a block that was discarded."""
         begin, end = block.address, block.address + block.nbytes
         users = [user.event for user in self._unfinished if user.begin < end and begin < user.end]

@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 
 from elbowroom.errors import InternalError, TransferFailed
-from elbowroom.ir.placement import Berth, Placement
+from elbowroom.ir.placement import CopySlot, Placement
 from elbowroom.runtime.copies import Copy
 from elbowroom.runtime.spill_queue import SpillCopy, SpillQueue
 from elbowroom.tiers.disk import SpillFile
@@ -33,7 +33,7 @@ class Transfers(Protocol):
         """
         ...
 
-    def offload(self, storage: torch.UntypedStorage, berth: Berth | None = None) -> Copy:
+    def offload(self, storage: torch.UntypedStorage, copy_slot: CopySlot | None = None) -> Copy:
         """Begin copying a storage down. The caller keeps it alive until `finish`.
 
         Args:
@@ -114,8 +114,8 @@ class ThreadTransfers:
     def prepare(self, placement: Placement, *, gives_back: bool) -> None:
         self._queue.prepare(placement, gives_back=gives_back)
 
-    def offload(self, storage: torch.UntypedStorage, berth: Berth | None = None) -> SpillCopy:
-        copy = self._queue.make_copy(storage.nbytes(), None if berth is None else berth.offset)
+    def offload(self, storage: torch.UntypedStorage, copy_slot: CopySlot | None = None) -> SpillCopy:
+        copy = self._queue.make_copy(storage.nbytes(), None if copy_slot is None else copy_slot.offset)
         try:
             self._submit(copy, True, storage)
         except TransferFailed:

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from elbowroom.ir.trace import LASTING, Gap, find_claims
+from elbowroom.ir.trace import PERSISTENT_ROLES, Gap, find_claims
 from elbowroom.simulator.replay import Replay
 
 Array = npt.NDArray[Any]
@@ -207,7 +207,7 @@ def _list_storages(replay: Replay, ordered: list[Gap], claims_start: list[int]) 
         rounded=replay.rounded,
         created=[storage.created for storage in trace.storages],
         released=[storage.released for storage in trace.storages],
-        lasting=[storage.role in LASTING for storage in trace.storages],
+        lasting=[storage.role in PERSISTENT_ROLES for storage in trace.storages],
         gaps_start=gaps_start,
         claims_start=claims_start,
         writers_start=writers_start,

@@ -21,7 +21,7 @@ from elbowroom.ir.plan import Segment
 from elbowroom.ir.trace import Trace, find_movable
 from elbowroom.layout.caching import CachingAllocator
 from elbowroom.residency import policies
-from elbowroom.residency.habits import Habits
+from elbowroom.residency.access_history import AccessHistory
 from elbowroom.residency.machine import Machine, count_reads
 from elbowroom.simulator.backtrack import Backtrack, Way
 from elbowroom.simulator.lanes import Lanes
@@ -59,7 +59,7 @@ def simulate_dynamic(
     policy: str = "delta",
     min_bytes: int = MIN_BYTES,
     most_seconds: float = math.inf,
-    habits: Habits | None = None,
+    history: AccessHistory | None = None,
 ) -> Course:
     """One step of `trace` within a budget, decided on as it goes.
 
@@ -76,7 +76,7 @@ def simulate_dynamic(
     """
     if len(costs.op_seconds) != len(trace.ops):
         raise TraceError(f"costs of {len(costs.op_seconds)} ops do not fit a trace of {len(trace.ops)}")
-    return _Step(trace, costs, budget_bytes, policy, min_bytes, most_seconds, habits or Habits()).finish()
+    return _Step(trace, costs, budget_bytes, policy, min_bytes, most_seconds, history or AccessHistory()).finish()
 
 
 class _Step:
@@ -84,7 +84,7 @@ class _Step:
 
     def __init__(
         self, trace: Trace, costs: Costs, budget_bytes: int, policy: str, min_bytes: int, most_seconds: float,
-        habits: Habits,
+        history: AccessHistory,
     ) -> None:  # fmt: skip
         self._trace, self._costs, self._budget = trace, costs, budget_bytes
         self._most_seconds = most_seconds
@@ -95,7 +95,7 @@ class _Step:
         self._ways: dict[int, Way | None] = {}
         self._segments: list[Segment] = []
         self._segment_ways: list[Way] = []
-        chosen = get(policies, policy, "Policy")(self, habits)
+        chosen = get(policies, policy, "Policy")(self, history)
         self._machine = Machine(chosen, self._segments)
         self._allocator = CachingAllocator() if chosen.uses_addresses else None
         self._addresses: dict[int, int] = {}

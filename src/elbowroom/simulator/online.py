@@ -21,8 +21,8 @@ import math
 
 from elbowroom.errors import TraceError
 from elbowroom.ir.costs import Costs
-from elbowroom.ir.trace import LASTING, Op, Trace
-from elbowroom.residency.classes import Classes
+from elbowroom.ir.trace import PERSISTENT_ROLES, Op, Trace
+from elbowroom.residency.evicted_sets import EvictedSets
 from elbowroom.simulator.replay import round_up
 
 
@@ -143,7 +143,7 @@ class _Facts:
             for storage in made:
                 home = trace.storages[storage]
                 until[storage] = limit
-                is_ours = home.role not in LASTING and not writes[storage]
+                is_ours = home.role not in PERSISTENT_ROLES and not writes[storage]
                 evictable[storage] = is_ours and limit >= self.ends[storage]
         return evictable
 
@@ -173,7 +173,7 @@ class _Run:
         self._exists = list(self._present)  # was made, and can be again
         self._locks = [0] * count
         self._last_access = [-math.inf] * count
-        self._classes = Classes()
+        self._classes = EvictedSets()
         self._pool: set[int] = set()
         self._held = self._peak = sum(facts.rounded[home.id] for home in trace.storages if home.created < 0)
         self._clock = self._recompute = self._compute = 0.0

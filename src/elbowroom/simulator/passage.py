@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from elbowroom._compiled import internal
+from elbowroom._numba_loops import internal
 from elbowroom.simulator.columns import Array, Columns
 
 if TYPE_CHECKING:

@@ -26,12 +26,12 @@ from elbowroom.ir.buffers import Buffer
 from elbowroom.ir.costs import Costs
 from elbowroom.ir.events import Event, StorageFreed, StorageNeeded, StorageSaved
 from elbowroom.ir.forecast import Forecast
-from elbowroom.ir.placement import Berth, Placement
+from elbowroom.ir.placement import CopySlot, Placement
 from elbowroom.ir.plan import Plan
 from elbowroom.ir.trace import Trace, find_claims
-from elbowroom.layout.arena import lay_out
 from elbowroom.layout.copies import lay_out_copies
-from elbowroom.residency import planned
+from elbowroom.layout.lay_out import lay_out
+from elbowroom.residency import plan_policy
 from elbowroom.residency.machine import Machine
 from elbowroom.simulator.addresses import Allocator, Rerun, Stay, list_blocks, reserve
 from elbowroom.simulator.admission import admit
@@ -114,7 +114,7 @@ class Replay:
         """Forecast the step under a plan; for the arguments see `simulate`."""
         run = self._begin(plan)
         if allocator is Allocator.PLANNED and placement is None:
-            placement = lay_out_copies(run.berths, self.trace.end)
+            placement = lay_out_copies(run.copy_slots, self.trace.end)
         figures: dict[str, Any] = {}
         if placement is not None:
             figures |= {"lower_arena_bytes": placement.lower_bytes, "disk_arena_bytes": placement.disk_bytes}
@@ -141,7 +141,7 @@ class Replay:
         Raises:
             TraceError: the plan is for another trace.
         """
-        placement = lay_out_copies(self._begin(plan).berths, self.trace.end)
+        placement = lay_out_copies(self._begin(plan).copy_slots, self.trace.end)
         overflow = self.find_overflow(plan)
         return dataclasses.replace(placement, piece_bytes=None if overflow is None else overflow.piece_bytes)
 
@@ -156,7 +156,7 @@ class Replay:
             raise TraceError(f"the plan is for trace {plan.trace_digest[:12]}, not {self.costs.trace_digest[:12]}")
         moved = {decision.storage for decision in plan.decisions}
         moved |= {leaf for segment in plan.segments for leaf in segment.leaves if leaf in self._claims}
-        machine = Machine(planned.Policy(plan), plan.segments)
+        machine = Machine(plan_policy.Policy(plan), plan.segments)
         events = [event for event in self.events if not isinstance(event, StorageFreed) or event.storage in moved]
         return _Run(self, plan, machine, events)
 
@@ -177,8 +177,8 @@ class _Run:
         self.spikes: dict[int, int] = {}
         self.reruns: list[Rerun] = []
         self.in_lower = self.lower_peak = self.on_disk = self.disk_peak = 0
-        self.below: dict[int, Berth] = {}
-        self.berths: list[Berth] = []
+        self.below: dict[int, CopySlot] = {}
+        self.copy_slots: list[CopySlot] = []
         self.recompute_seconds = self.stall_seconds = 0.0
         self.offloaded_bytes = self.reloaded_bytes = 0
         for event in events:
@@ -233,7 +233,7 @@ class _Run:
         rounded, overflow = int(self.replay.rounded[storage]), self.overflow
         now = float(self.replay.begins[tick]) + self.late
         is_full = overflow is not None and self.in_lower + rounded > overflow.host_room_bytes
-        self.below[storage] = Berth(storage=storage, begin=tick, end=tick, nbytes=nbytes, is_on_disk=is_full)
+        self.below[storage] = CopySlot(storage=storage, begin=tick, end=tick, nbytes=nbytes, is_on_disk=is_full)
         if overflow is not None and is_full:
             self.done[storage] = self.lanes.send_through(overflow.disk, overflow.piece_bytes, nbytes, now)
             self.wait(self.done[storage] - now)
@@ -260,7 +260,7 @@ class _Run:
         copy = self.below.pop(storage, None)
         if copy is None:
             return
-        self.berths.append(dataclasses.replace(copy, end=tick))
+        self.copy_slots.append(dataclasses.replace(copy, end=tick))
         if copy.is_on_disk:
             self.on_disk -= int(self.replay.rounded[storage])
         else:

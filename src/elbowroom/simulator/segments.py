@@ -14,11 +14,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from elbowroom._compiled import compiled, inlined, internal
+from elbowroom._numba_loops import compiled, inlined, internal
 from elbowroom.simulator.columns import Array, Columns, make_records
 from elbowroom.simulator.passage import walk
 
-KEEP, OFFLOAD, RECOMPUTE, ANEW, LATE = range(5)
+KEEP, OFFLOAD, RECOMPUTE, RECOMPUTE_OWN, RECOMPUTE_KEEP_INPUTS = range(5)
 """Choices for a gap. The last three drop: RECOMPUTE until the first replay that makes the storage, ANEW until the gap's
 own close, whatever is replayed before, LATE as well, but not before the last replay that reads it."""
 
@@ -183,7 +183,7 @@ def _recall(
 def _hold(moves: Array, gap: int, tick: int) -> None:
     """A replay at `tick` reads a storage in one of its gaps."""
     moves[gap].wanted = min(moves[gap].wanted, tick)
-    if moves[gap].choice == LATE:
+    if moves[gap].choice == RECOMPUTE_KEEP_INPUTS:
         moves[gap].leave = max(moves[gap].leave, tick)
 
 
@@ -365,7 +365,7 @@ def _dropped_gap(storages: Array, gap_lists: Array, gaps: Array, moves: Array, s
     for index in range(storages[storage].gaps_start, storages[storage + 1].gaps_start):
         gap = gap_lists[index]
         if gaps[gap].opens < tick <= gaps[gap].closes and moves[gap].choice >= RECOMPUTE and moves[gap].segment < 0:
-            if moves[gap].choice != LATE or tick == gaps[gap].closes:
+            if moves[gap].choice != RECOMPUTE_KEEP_INPUTS or tick == gaps[gap].closes:
                 found = gap
             break
     return found

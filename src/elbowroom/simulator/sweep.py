@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from elbowroom._compiled import compiled, inlined, internal
+from elbowroom._numba_loops import compiled, inlined, internal
 from elbowroom.simulator.columns import Array, Columns
 from elbowroom.simulator.reloads import order_reloads, reload_early
 from elbowroom.simulator.segments import KEEP, OFFLOAD, RECOMPUTE, find_segments

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from elbowroom._compiled import inlined, internal
+from elbowroom._numba_loops import inlined, internal
 from elbowroom.simulator.columns import Array, Columns, make_records
 from elbowroom.simulator.segments import Segments, make_segments
 

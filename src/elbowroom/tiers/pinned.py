@@ -94,7 +94,7 @@ class _Slab:
 
 
 @dataclass(slots=True, eq=False)
-class Block:
+class SlabBlock:
     """A stretch of one slab.
 
     Attributes:
@@ -151,7 +151,7 @@ class HostSlabs:
         """Of these, handed out, rounding included."""
         return sum(slab.memory.numel() - (slab.free.free_bytes or 0) for slab in self._slabs)
 
-    def reserve(self, nbytes: int, at: int | None = None) -> Block:
+    def reserve(self, nbytes: int, at: int | None = None) -> SlabBlock:
         """A block of exactly `nbytes`. What is in it is unspecified.
 
         Args:
@@ -174,7 +174,7 @@ class HostSlabs:
                 raise
             return self._cut(planned, offset, nbytes)
 
-    def reserve_apart(self, nbytes: int) -> Block:
+    def reserve_apart(self, nbytes: int) -> SlabBlock:
         """A block with a slab of its own, which stays until the end.
 
         Raises:
@@ -186,7 +186,7 @@ class HostSlabs:
         slab.stays = True
         return self._cut(slab, slab.free.take(nbytes) or 0, nbytes)
 
-    def _reserve_in(self, slabs: Sequence[_Slab], nbytes: int) -> Block:
+    def _reserve_in(self, slabs: Sequence[_Slab], nbytes: int) -> SlabBlock:
         for slab in slabs:
             offset = slab.free.take(nbytes)
             if offset is not None:
@@ -196,11 +196,11 @@ class HostSlabs:
         assert offset is not None
         return self._cut(slab, offset, nbytes)
 
-    def free(self, block: Block) -> None:
+    def free(self, block: SlabBlock) -> None:
         """Give a block's room back. Its memory may be handed out again at once."""
         block.slab.free.give(block.offset, block.nbytes)
 
-    def restore(self, blocks: Iterable[Block]) -> None:
+    def restore(self, blocks: Iterable[SlabBlock]) -> None:
         """Begin anew with what is known to be taken: an exception has ended a change halfway."""
         taken = list(blocks)
         for slab in self._slabs:
@@ -256,8 +256,8 @@ class HostSlabs:
         if getattr(self, "_slabs", None):
             self.close()  # memory must not be freed while it is pinned
 
-    def _cut(self, slab: _Slab, offset: int, nbytes: int) -> Block:
-        return Block(nbytes, offset, slab.memory.narrow(0, offset, nbytes), slab)
+    def _cut(self, slab: _Slab, offset: int, nbytes: int) -> SlabBlock:
+        return SlabBlock(nbytes, offset, slab.memory.narrow(0, offset, nbytes), slab)
 
     def _grow(self, nbytes: int) -> _Slab:
         left = self.capacity_bytes - self.slab_bytes

@@ -22,9 +22,9 @@ from torch.optim import Optimizer
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from elbowroom.errors import TraceError, UsageError
-from elbowroom.hooks.compiled import refusing_compiled
-from elbowroom.hooks.hidden import Paused
-from elbowroom.hooks.identity import get_plain_storage
+from elbowroom.hooks.compiled_regions import refusing_compiled
+from elbowroom.hooks.dispatch_keys import PausedWatchers
+from elbowroom.hooks.storage_ids import get_plain_storage
 from elbowroom.ir.trace import Trace
 from elbowroom.progress import announcing
 from elbowroom.tracing.iterators import IteratorTaken
@@ -136,7 +136,7 @@ class _Hooks:
         self._tracer = tracer
 
     def pack(self, tensor: torch.Tensor) -> Any:
-        with Paused((self._tracer,)):
+        with PausedWatchers((self._tracer,)):
             save = self._tracer.saved(tensor)
             storage = get_plain_storage(tensor, fake=True)
             if storage is None or isinstance(tensor, torch.nn.Parameter) or not isinstance(tensor, FakeTensor):
@@ -148,7 +148,7 @@ class _Hooks:
             return handle
 
     def unpack(self, handle: _Handle) -> torch.Tensor:
-        with Paused((self._tracer,)):
+        with PausedWatchers((self._tracer,)):
             if len(handle.geometry) == 1:
                 tensor: torch.Tensor = handle.geometry[0]
             else:

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch.optim import Optimizer
 
-from elbowroom.hooks.identity import PLAIN_TENSORS, Identities, unwrap
+from elbowroom.hooks.storage_ids import PLAIN_TENSORS, Identities, unwrap
 from elbowroom.ir.trace import Role
 
 Resident = tuple[torch.Tensor, Role, str]

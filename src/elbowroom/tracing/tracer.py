@@ -18,10 +18,10 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
-from elbowroom.hooks.identity import Identities, get_plain_storage, is_shared, list_parts
 from elbowroom.hooks.meter import Meter
-from elbowroom.hooks.replayable import find_barrier, find_statistics, find_written, iterate_tensors, touches_tensors
+from elbowroom.hooks.storage_ids import Identities, get_plain_storage, is_shared, list_parts
 from elbowroom.ir.trace import Need, Op, Role, Save, Storage, Trace, View
+from elbowroom.ops.replayable import find_barrier, find_statistics, find_written, iterate_tensors, touches_tensors
 
 UNSEEN_BYTES = 1 << 14
 """Counted in every trace for what a step allocates without an op: states of random generators, the scalars of a loop.

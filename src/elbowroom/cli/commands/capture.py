@@ -30,7 +30,7 @@ def capture(
     as_json: Json = False,
 ) -> None:
     """Capture one training step on fake tensors: nothing is computed, and no card is needed."""
-    from elbowroom.ir.identity import digest
+    from elbowroom.ir.digest import digest
     from elbowroom.ir.trace import find_movable
 
     with open_terminal(as_json) as terminal:

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
     from elbowroom.ir.costs import Costs
     from elbowroom.ir.trace import Trace
-    from elbowroom.planner.comparison import Comparison, Entry
+    from elbowroom.planner.comparison.strategies_compared import Comparison, Entry
 
 Budgets = Annotated[
     str,
@@ -70,7 +70,7 @@ def compare_strategies(
     Ctrl-C shows what there is so far.
     """
     from elbowroom.cli.pictures import check_picture
-    from elbowroom.planner.comparison import Comparison, even_out
+    from elbowroom.planner.comparison.strategies_compared import Comparison, even_out
     from elbowroom.planner.problem import pose
 
     with open_terminal(as_json) as terminal:
@@ -108,7 +108,7 @@ def _run(
     host_bytes: int | None,
 ) -> tuple[tuple[Entry, ...], BaseException | None]:
     """The entries, and what kept the rest from being made."""
-    from elbowroom.planner.comparison import compare
+    from elbowroom.planner.comparison.strategies_compared import compare
 
     entries: list[Entry] = []
     places = [(budget, strategy) for budget in budgets for strategy in strategies]
@@ -157,7 +157,7 @@ def make_table(comparison: Comparison) -> Table:
 
     Moved bytes count both ways; "over bound" is how much longer the step takes than any plan must.
     """
-    from elbowroom.planner.comparison import find_fastest
+    from elbowroom.planner.comparison.strategies_compared import find_fastest
 
     table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="dim")
     table.add_column("budget\n  strategy", overflow="fold")
@@ -211,7 +211,7 @@ def list_fields(comparison: Comparison) -> dict[str, Any]:
 
     What an entry that does not fit has not, and what is not a number, is null.
     """
-    from elbowroom.planner.comparison import find_front
+    from elbowroom.planner.comparison.strategies_compared import find_front
 
     front = find_front(comparison.entries)
     return {

@@ -11,7 +11,7 @@ from elbowroom.cli.parameters import Json, Output
 from elbowroom.cli.sources import check_writable, find_profile, keep_all, save
 from elbowroom.cli.terminal import open_terminal
 from elbowroom.errors import UsageError
-from elbowroom.importers import Release
+from elbowroom.importers import LoggedRelease
 from elbowroom.ir.forecast import Forecast
 from elbowroom.ir.hardware import HardwareProfile, Link
 from elbowroom.ir.trace import Trace, find_movable
@@ -42,8 +42,8 @@ def import_log(
         ),
     ] = None,
     release: Annotated[
-        Release, typer.Option("--release", help="Until when a block counts.", case_sensitive=False)
-    ] = Release.PROGRAM,
+        LoggedRelease, typer.Option("--release", help="Until when a block counts.", case_sensitive=False)
+    ] = LoggedRelease.PROGRAM,
     as_json: Json = False,
 ) -> None:
     """Import the log of one step that another system ran, with what its ops took, to plan and simulate it here."""

@@ -16,7 +16,7 @@ from elbowroom.cli.terminal import Terminal, open_terminal
 from elbowroom.errors import UsageError
 from elbowroom.ir.buffers import Buffer, Layout
 from elbowroom.layout import allocators
-from elbowroom.layout.arena import DEFAULT, list_allocators
+from elbowroom.layout.lay_out import DEFAULT, list_allocators
 from elbowroom.units import format_bytes, format_seconds
 
 Allocator = Annotated[
@@ -63,7 +63,7 @@ def show_layout(
     as_json: Json = False,
 ) -> None:
     """Lay the buffers of a step out in one arena: its size, the lower bound, and what other allocators would take."""
-    from elbowroom.layout.arena import lay_out
+    from elbowroom.layout.lay_out import lay_out
     from elbowroom.layout.pools import POOLS
     from elbowroom.layout.requests import serve
     from elbowroom.layout.tables import write_layout

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from elbowroom.ir.costs import Costs
     from elbowroom.ir.hardware import HardwareProfile
     from elbowroom.ir.trace import Trace
-    from elbowroom.planner.batches import Batches, Trial
+    from elbowroom.planner.comparison.batches import Batches, Trial
 
 Memory = Annotated[
     str | None,
@@ -71,7 +71,7 @@ def find_max_batch(
 ) -> None:
     """Find the largest batch that trains and the one of highest throughput, with a plan and without."""
     from elbowroom.cli.pictures import check_picture, draw_throughput
-    from elbowroom.planner.batches import Batches
+    from elbowroom.planner.comparison.batches import Batches
     from elbowroom.planner.options import find_strategy
 
     with open_terminal(as_json) as terminal:
@@ -112,7 +112,7 @@ def _run(
     strategy: str,
 ) -> tuple[tuple[Trial, ...], BaseException | None]:
     """The trials by batch, and what kept the rest from being made."""
-    from elbowroom.planner.batches import MOST_TRIALS, try_batches
+    from elbowroom.planner.comparison.batches import MOST_TRIALS, try_batches
 
     trials: list[Trial] = []
     memory_bytes, host_bytes = limits

@@ -37,7 +37,7 @@ from elbowroom.ir.plan import Choice, Plan
 from elbowroom.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
-    from elbowroom.planner.bounds import Bound
+    from elbowroom.planner.bounds.bound import Bound
 
 
 def register(app: typer.Typer) -> None:
@@ -58,7 +58,7 @@ def plan(
     as_json: Json = False,
 ) -> None:
     """Plan one step within a budget, and say what that costs. Exit code 3 if no plan fits."""
-    from elbowroom.planner.bounds import find_bound
+    from elbowroom.planner.bounds.bound import find_bound
     from elbowroom.planner.options import find_strategy
     from elbowroom.planner.problem import plan as make_plan
     from elbowroom.planner.problem import pose

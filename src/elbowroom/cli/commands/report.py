@@ -35,7 +35,7 @@ def render_report(
     as_json: Json = False,
 ) -> None:
     """Report what steps did: forecast beside measured, and with a trace why each block is where it is."""
-    from elbowroom.planner.bounds import bound_plan
+    from elbowroom.planner.bounds.bound import bound_plan
     from elbowroom.report.steady import count_modes, find_steady
     from elbowroom.report.summary import summarize
 

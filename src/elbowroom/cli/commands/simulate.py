@@ -40,7 +40,7 @@ def simulate(
     as_json: Json = False,
 ) -> None:
     """Forecast one step of a trace under a plan: peak, seconds, moves, and why each block is where it is."""
-    from elbowroom.planner.bounds import bound_plan
+    from elbowroom.planner.bounds.bound import bound_plan
     from elbowroom.report.summary import summarize
     from elbowroom.simulator.replay import Replay
 

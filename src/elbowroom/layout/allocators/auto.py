@@ -13,8 +13,8 @@ import numpy as np
 
 from elbowroom.errors import UsageError
 from elbowroom.ir.buffers import Buffer, Layout
+from elbowroom.layout.capacity_search import MOST, BestLayout, CapacitySearch, search_large
 from elbowroom.layout.instance import finish, make_instance
-from elbowroom.layout.ladder import MOST, Found, Ladder, search_large
 from elbowroom.layout.portfolio import MEMBERS, list_others
 
 WORK, WORK_TIMES_BUFFERS = 1_000_000_000, 600_000_000_000
@@ -36,7 +36,7 @@ def assign(buffers: Sequence[Buffer], capacity_bytes: int | None = None) -> Layo
     Cost: some tens of microseconds a buffer, and the search, which is bounded by its work.
     """
     instance = make_instance(buffers, capacity_bytes)
-    found = Found(instance.pinned, np.iinfo(np.int64).max, instance.bound_bytes - 1)
+    found = BestLayout(instance.pinned, np.iinfo(np.int64).max, instance.bound_bytes - 1)
     for place in MEMBERS.values():
         try:
             found.keep(place(instance), instance.nbytes)
@@ -53,6 +53,6 @@ def assign(buffers: Sequence[Buffer], capacity_bytes: int | None = None) -> Layo
     if len(buffers) > MOST:
         search_large(instance, found, min(LARGE_WORK, len(buffers) * LARGE_WORK_PER_BUFFER))
         return finish(instance, found.offsets, capacity_bytes)
-    ladder = Ladder(instance, found)
+    ladder = CapacitySearch(instance, found)
     ladder.climb(min(WORK, WORK_TIMES_BUFFERS // len(buffers)))
     return finish(instance, found.offsets, capacity_bytes, is_optimal=ladder.is_done)

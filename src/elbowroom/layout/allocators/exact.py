@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from elbowroom.ir.buffers import Buffer, Layout
+from elbowroom.layout.capacity_search import BestLayout, CapacitySearch
 from elbowroom.layout.instance import finish, make_instance
-from elbowroom.layout.ladder import Found, Ladder
 from elbowroom.layout.portfolio import place_by_size
 
 
@@ -21,8 +21,8 @@ def assign(buffers: Sequence[Buffer], capacity_bytes: int | None = None, *, most
     Cost: exponential in the number of buffers, and quadratic in memory.
     """
     instance = make_instance(buffers, capacity_bytes)
-    found = Found(instance.pinned, np.iinfo(np.int64).max, instance.bound_bytes - 1)
+    found = BestLayout(instance.pinned, np.iinfo(np.int64).max, instance.bound_bytes - 1)
     found.keep(place_by_size(instance), instance.nbytes)
-    ladder = Ladder(instance, found)
+    ladder = CapacitySearch(instance, found)
     ladder.climb(most_work)
     return finish(instance, found.offsets, capacity_bytes, is_optimal=ladder.is_done)

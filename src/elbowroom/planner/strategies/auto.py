@@ -1,6 +1,6 @@
 """The default: keep, offload or recompute, jointly, as near to the best there can be as a search gets.
 
-1. The joint fluid relaxation (`planner.fluid`) says what an ideal link and divisible storages would do. Its solution
+1. The joint fluid relaxation (`planner.bounds.fluid`) says what an ideal link and divisible storages would do. Its solution
    is nearly whole; it is rounded, at this budget and at a slightly smaller one, since whole storages need some room.
 2. From there choices are annealed on the compiled simulator: gaps change alone, in exchange with one of their kind, or
    together with their neighbours in kind, and stretches of them are exchanged with, or copied to, others that look
@@ -8,7 +8,7 @@
    the search, so that it walks along the edge of the budget. Several walks run side by side.
    Meanwhile Capuchin's policy is asked, too (not for the longest traces). Then walks go on from the best of all that,
    again and again while it is far from the bound. Where the step is a chain of stages, its best schedule of replays is
-   computed (`planner.revolve`): within little memory replays read what other replays made, which no choice says. If it
+   computed (`planner.heuristics.revolve`): within little memory replays read what other replays made, which no choice says. If it
    is ahead in the end, it is the plan, and walks go on from what choices can say of it.
 3. The best is made into a plan with exact ticks; replays that repeat each other's ops are joined where that is faster.
 
@@ -27,9 +27,9 @@ Cost: a linear program of some hundred rows an event, and a number of sweeps tha
 from __future__ import annotations
 
 from elbowroom.ir.plan import Plan
-from elbowroom.planner.exploration import Moves
-from elbowroom.planner.nesting import solve
 from elbowroom.planner.problem import Problem
+from elbowroom.planner.searching.choice_search import Moves
+from elbowroom.planner.searching.nested_budgets import solve
 
 
 def make_plan(problem: Problem, *, moves: Moves = "both", effort: float = 1.0) -> Plan:

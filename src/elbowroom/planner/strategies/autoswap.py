@@ -33,13 +33,13 @@ import numpy as np
 
 from elbowroom.ir.forecast import Forecast
 from elbowroom.ir.plan import Plan
-from elbowroom.planner.assembly import assemble
-from elbowroom.planner.draft import Key
-from elbowroom.planner.load import Load
+from elbowroom.planner.heuristics.scores import Candidates, Scorer, choose, make_scorer, weigh
+from elbowroom.planner.heuristics.tuning import minimise
 from elbowroom.planner.problem import Problem
-from elbowroom.planner.scores import Candidates, Scorer, choose, make_scorer, weigh
-from elbowroom.planner.timing import Times, Timetable
-from elbowroom.planner.tuning import minimise
+from elbowroom.planner.schedule.assembly import assemble
+from elbowroom.planner.schedule.draft import Key
+from elbowroom.planner.schedule.memory_curve import MemoryCurve
+from elbowroom.planner.schedule.timing import CopyTimetable, Times
 
 LIMITS_SWEPT = 24
 """Limits tried where nothing may wait, between the lowest load there is and the plain one."""
@@ -88,10 +88,10 @@ class _Swaps:
 
     def __init__(self, problem: Problem, mode: str, *, first_only: bool) -> None:
         self._problem, self._waits = problem, mode == "stick_to_limit"
-        self._load = Load(problem.drafter, problem.plain.live_bytes)
+        self._load = MemoryCurve(problem.drafter, problem.plain.live_bytes)
         self._plain = self._load.live
         self._candidates = Candidates(problem.drafter, self._load, problem.plain.peak_tick if first_only else None)
-        self._timetable = Timetable(problem.drafter)
+        self._timetable = CopyTimetable(problem.drafter)
 
     def score(self, limit_bytes: int, name: str) -> Scorer:
         """The published scores."""

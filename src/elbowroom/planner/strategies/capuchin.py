@@ -9,7 +9,7 @@
 5. Feedback: a reload that came late begins earlier by 5 % of its time, again and again, as long as the budget holds.
 
 Source: X. Peng, X. Shi, H. Dai, H. Jin, W. Ma, Q. Xiong, F. Yang, X. Qian, "Capuchin: Tensor-based GPU memory
-management for deep learning", ASPLOS 2020, its hybrid policy (`planner.msps`, `planner.feedback`); the measured
+management for deep learning", ASPLOS 2020, its hybrid policy (`planner.heuristics.msps`, `planner.heuristics.feedback`); the measured
 accesses are here the saves and needs of the trace, at the times of the plain step. Inferred: the text leaves open how
 much is to be saved (here what the load is over the budget at its peak, over and over until nothing is), what makes a
 trigger valid (rule 2), and whether a copy that is not out by the peak counts as waiting (here it does). Ours: where a
@@ -25,22 +25,22 @@ import dataclasses
 
 from elbowroom.cost.transfers import offload_seconds, reload_seconds
 from elbowroom.ir.plan import Plan
-from elbowroom.planner.channel import Channel
-from elbowroom.planner.draft import Key
-from elbowroom.planner.feedback import feed_back
-from elbowroom.planner.load import Load
-from elbowroom.planner.msps import Recomputation
+from elbowroom.planner.heuristics.feedback import feed_back
+from elbowroom.planner.heuristics.msps import Recomputation
 from elbowroom.planner.problem import Problem, lowest_draft
-from elbowroom.planner.settlement import Settlement, find_copied, settle
-from elbowroom.planner.timing import Timetable
+from elbowroom.planner.schedule.draft import Key
+from elbowroom.planner.schedule.link_timetable import LinkTimetable
+from elbowroom.planner.schedule.memory_curve import MemoryCurve
+from elbowroom.planner.schedule.realize import RealizedChoices, find_copied, realize
+from elbowroom.planner.schedule.timing import CopyTimetable
 
 
 def make_plan(problem: Problem) -> Plan:
     """The hybrid plan; the one with the lowest peak there is, where that does not fit."""
     choices = _Choices(problem)
-    settlement = choices.make()
-    if settlement is not None:
-        plan = feed_back(problem, choices.timetable, settlement, "capuchin")
+    realized = choices.make()
+    if realized is not None:
+        plan = feed_back(problem, choices.timetable, realized, "capuchin")
         if problem.fits(problem.drafter.replay.run(plan)):
             return plan
     return _leave_at_once(problem)
@@ -77,22 +77,22 @@ class _Choices:
 
     def __init__(self, problem: Problem) -> None:
         self._problem, self._drafter = problem, problem.drafter
-        self.timetable = Timetable(problem.drafter)
-        self._plain = Load(problem.drafter, problem.plain.live_bytes)
+        self.timetable = CopyTimetable(problem.drafter)
+        self._plain = MemoryCurve(problem.drafter, problem.plain.live_bytes)
         self._recomputation = Recomputation(problem.drafter, self._plain.nbytes)
         self._offloaded: set[Key] = set()
         link, storages = problem.drafter.replay.costs.link, problem.drafter.replay.trace.storages
         self._out = {key: offload_seconds(link, storages[key[0]].nbytes) for key in self._plain.keys}
         self._back = {key: reload_seconds(link, storages[key[0]].nbytes) for key in self._plain.keys}
-        self._out_lane = Channel()
-        self._back_lane = self._out_lane if link.half_duplex else Channel()
+        self._out_lane = LinkTimetable()
+        self._back_lane = self._out_lane if link.half_duplex else LinkTimetable()
         self._by_free_time = sorted(self._plain.keys, key=lambda key: (-self._free_seconds(key), key))
 
     def _free_seconds(self, key: Key) -> float:
         gap, begins = self._drafter.gaps[key], self._drafter.begins
         return (begins[gap.closes] - self._back[key]) - (begins[gap.opens] + self._out[key])
 
-    def make(self) -> Settlement | None:
+    def make(self) -> RealizedChoices | None:
         """Choose until everything counted fits; None if that is not to be had.
 
         Every round chooses something, or takes a recomputation back for good.
@@ -100,18 +100,18 @@ class _Choices:
         load = self._plain.copy()
         while True:
             chose = self._choose_under(load)
-            settlement = settle(self._problem, self.timetable, self._plain, self._offloaded, self._recomputation.chosen)
-            if not isinstance(settlement, Settlement):
-                if not self._offload_instead([settlement]):
+            realized = realize(self._problem, self.timetable, self._plain, self._offloaded, self._recomputation.chosen)
+            if not isinstance(realized, RealizedChoices):
+                if not self._offload_instead([realized]):
                     return None
                 continue
-            load = settlement.load.copy()
+            load = realized.load.copy()
             if load.peak_bytes <= self._problem.budget_bytes:
-                return settlement
-            if not chose and not self._offload_instead(settlement.blame(self._drafter, self._problem.budget_bytes)):
+                return realized
+            if not chose and not self._offload_instead(realized.blame(self._drafter, self._problem.budget_bytes)):
                 return None
 
-    def _choose_under(self, load: Load) -> bool:
+    def _choose_under(self, load: MemoryCurve) -> bool:
         """Choose gaps, until the load is within the budget or none spans its peak; whether any was chosen."""
         chose = False
         while load.peak_bytes > self._problem.budget_bytes:

@@ -1,16 +1,16 @@
 """Checkmate: the recomputation that takes least time within the budget, by integer programming; nothing is moved.
 
 1. The saved storages become a small graph: at most `stages` nodes that are kept, dropped and recomputed as a whole, and
-   at most as many windows of the backward pass (`planner.recompute_graph`).
+   at most as many windows of the backward pass (`planner.ilp.recompute_graph`).
 2. A mixed-integer program says which nodes are carried into which window, and which are recomputed there
-   (`planner.recompute_program`). Where it is not done after `nodes` nodes of its search tree (or, for the worst, after
+   (`planner.ilp.recompute_program`). Where it is not done after `nodes` nodes of its search tree (or, for the worst, after
    `seconds`), the best solution so far is taken, and the relaxation, rounded, where there is none. The log says how far
-   from the best that may be (`planner.stopping`).
+   from the best that may be (`planner.ilp.solver_limits`).
 3. What is not carried between two uses is dropped; what is needed then is replayed, and what a replay makes on its way
    stays only where the solution carries it until then.
 4. The graph is coarse. Where the plan takes more than it should the program is solved anew under a lower limit, and
    under a higher one where it has no solution. What then is still too much goes, most bytes per second first.
-5. Where recomputing whole runs of the forward pass (`planner.runs`) is faster than what came of the coarse graph, or
+5. Where recomputing whole runs of the forward pass (`planner.heuristics.forward_runs`) is faster than what came of the coarse graph, or
    that does not fit, it is done instead.
 
 Source: P. Jain, A. Jain, A. Nrusimha, A. Gholami, P. Abbeel, K. Keutzer, I. Stoica, J. E. Gonzalez, "Checkmate:
@@ -28,16 +28,16 @@ from collections.abc import Iterable, Mapping
 
 from elbowroom.errors import UsageError
 from elbowroom.ir.plan import Plan
-from elbowroom.planner.draft import Draft, Key
-from elbowroom.planner.load import Load
-from elbowroom.planner.msps import Recomputation
+from elbowroom.planner.heuristics.forward_runs import draft_runs
+from elbowroom.planner.heuristics.msps import Recomputation
+from elbowroom.planner.ilp.recompute_graph import make_graph
+from elbowroom.planner.ilp.recompute_program import RecomputeProgram, Solution
+from elbowroom.planner.ilp.solver_limits import LAST_RESORT_SECONDS, SolverLimits
 from elbowroom.planner.problem import Problem
-from elbowroom.planner.recompute_graph import make_graph
-from elbowroom.planner.recompute_program import RecomputeProgram, Solution
-from elbowroom.planner.runs import draft_runs
-from elbowroom.planner.settlement import Settlement, settle
-from elbowroom.planner.stopping import LAST_RESORT_SECONDS, Limits
-from elbowroom.planner.timing import Timetable
+from elbowroom.planner.schedule.draft import Draft, Key
+from elbowroom.planner.schedule.memory_curve import MemoryCurve
+from elbowroom.planner.schedule.realize import RealizedChoices, realize
+from elbowroom.planner.schedule.timing import CopyTimetable
 
 GAP = 5e-3
 """Of what is recomputed, at which a solution counts as optimal."""
@@ -68,14 +68,14 @@ def make_plan(problem: Problem, *, stages: int = 30, nodes: int = 10, seconds: f
     """
     if stages < 3:
         raise UsageError(f"checkmate needs at least 3 stages, not {stages}")
-    limits = Limits(gap=GAP, nodes=nodes, seconds=seconds)
+    limits = SolverLimits(gap=GAP, nodes=nodes, seconds=seconds)
     in_runs = _recompute_runs(problem)
     if problem.plain.peak_bytes <= problem.budget_bytes:
         return in_runs  # of none
-    settlement = _Rematerialization(problem, stages).search(limits)
-    if settlement is None:
+    realized = _Rematerialization(problem, stages).search(limits)
+    if realized is None:
         return in_runs
-    solved, run = settlement.plan(problem, "checkmate"), problem.drafter.replay.run
+    solved, run = realized.plan(problem, "checkmate"), problem.drafter.replay.run
     forecast = run(in_runs)
     is_slower = forecast.peak_bytes <= problem.budget_bytes and forecast.step_seconds < run(solved).step_seconds
     return in_runs if is_slower else solved
@@ -86,19 +86,19 @@ class _Rematerialization:
 
     def __init__(self, problem: Problem, stages: int) -> None:
         self._problem, self._gaps = problem, problem.drafter.gaps
-        self._timetable = Timetable(problem.drafter)
-        self._plain = Load(problem.drafter, problem.plain.live_bytes)
+        self._timetable = CopyTimetable(problem.drafter)
+        self._plain = MemoryCurve(problem.drafter, problem.plain.live_bytes)
         self._graph = make_graph(problem.drafter, self._plain, stages)
         self._program = RecomputeProgram(self._graph)
         self._node_of = {storage: index for index, node in enumerate(self._graph.nodes) for storage in node.storages}
 
-    def search(self, limits: Limits) -> Settlement | None:
+    def search(self, limits: SolverLimits) -> RealizedChoices | None:
         """Of the solutions under different limits, the plan that fits and recomputes least; None if none fits."""
         if not self._graph.nodes:
             return None
         budget_bytes = limit_bytes = self._problem.budget_bytes
         floor, ceiling = 0, 2 * max(self._problem.plain.peak_bytes, budget_bytes)  # too low and too high, as is known
-        best: tuple[Settlement, Solution] | None = None
+        best: tuple[RealizedChoices, Solution] | None = None
         end = time.monotonic() + limits.seconds
         for _ in range(MOST_SOLUTIONS):
             left = end - time.monotonic()
@@ -108,9 +108,9 @@ class _Rematerialization:
             if solution is None:
                 floor, limit_bytes = limit_bytes, int(limit_bytes * GROWTH) + 1
             else:
-                dropped, settlement = self._carry_out(self._list_dropped(solution), solution)
-                spare_bytes = budget_bytes - settlement.load.peak_bytes
-                fitting = settlement if spare_bytes >= 0 else self._repair(dropped, solution)
+                dropped, realized = self._carry_out(self._list_dropped(solution), solution)
+                spare_bytes = budget_bytes - realized.load.peak_bytes
+                fitting = realized if spare_bytes >= 0 else self._repair(dropped, solution)
                 if fitting is not None and (best is None or self._seconds(fitting) < self._seconds(best[0])):
                     best = fitting, solution
                 if 0 <= spare_bytes <= LEAST_SLACK * budget_bytes or not dropped:
@@ -126,9 +126,9 @@ class _Rematerialization:
         limits.say("checkmate", best[1].gap, f"{len(self._graph.nodes)} groups, {len(self._graph.windows) - 1} windows")
         return best[0]
 
-    def _seconds(self, settlement: Settlement) -> float:
+    def _seconds(self, realized: RealizedChoices) -> float:
         transients = self._problem.drafter.replay.transients
-        return sum(transients.seconds(replay.segment.ops) for replay in settlement.replays)
+        return sum(transients.seconds(replay.segment.ops) for replay in realized.replays)
 
     def _list_dropped(self, solution: Solution) -> dict[Key, int]:
         """The gaps during which a node is not carried into some window, and when it is dropped."""
@@ -158,7 +158,7 @@ class _Rematerialization:
 
     def _carry_out(
         self, dropped: Mapping[Key, int], solution: Solution, banned: frozenset[Key] = frozenset()
-    ) -> tuple[dict[Key, int], Settlement]:
+    ) -> tuple[dict[Key, int], RealizedChoices]:
         """What dropping these gaps comes to, less those that then could not be filled."""
 
         def keeps(key: Key, tick: int) -> bool:
@@ -170,30 +170,30 @@ class _Rematerialization:
 
         left = dict(dropped)
         while True:
-            settlement = settle(self._problem, self._timetable, self._plain, (), left, keeps, left)
-            if isinstance(settlement, Settlement):
-                return left, settlement
-            del left[settlement]
+            realized = realize(self._problem, self._timetable, self._plain, (), left, keeps, left)
+            if isinstance(realized, RealizedChoices):
+                return left, realized
+            del left[realized]
 
-    def _repair(self, dropped: dict[Key, int], solution: Solution) -> Settlement | None:
+    def _repair(self, dropped: dict[Key, int], solution: Solution) -> RealizedChoices | None:
         """Drop more where the load peaks, or keep less of what replays make; None if that does not do."""
         recomputation = Recomputation(self._problem.drafter, self._plain.nbytes)
         for key in sorted(dropped):
             recomputation.choose(key)
         banned: set[Key] = set()
         for _ in range(MOST_REPAIRS):
-            done, settlement = self._carry_out(dropped, solution, frozenset(banned))
-            load = settlement.load
+            done, realized = self._carry_out(dropped, solution, frozenset(banned))
+            load = realized.load
             excess = load.peak_bytes - self._problem.budget_bytes
             if excess <= 0:
-                return settlement
+                return realized
             spanning = load.spanning(load.peak_tick)
             more: set[Key] = set()
             while excess > 0 and (best := recomputation.best(spanning)) is not None:
                 recomputation.choose(best)
                 more.add(best)
                 excess -= load.nbytes[best]
-            stayed = {key for replay in settlement.replays if replay.tick <= load.peak_tick for key in replay.fills[1:]}
+            stayed = {key for replay in realized.replays if replay.tick <= load.peak_tick for key in replay.fills[1:]}
             if not more and not stayed & set(spanning) - banned:
                 return None
             dropped = done | {key: self._gaps[key].opens for key in more}

@@ -5,7 +5,7 @@ begin with and y the largest stage when every one is as small as can be; stages 
 over sqrt(2) to that times sqrt(2). Of those that fit, the fastest is taken. Everything stays if everything fits.
 
 Source: T. Chen, B. Xu, C. Zhang, C. Guestrin, "Training deep nets with sublinear memory cost", 2016, sections 4.3 and
-4.4 without the recursion, algorithm 3 (`planner.stages`) and appendix A. The paper knows no budget for the step and
+4.4 without the recursion, algorithm 3 (`planner.heuristics.stages`) and appendix A. The paper knows no budget for the step and
 takes the plan that needs the least memory; here that is the one which is returned if none fits.
 """
 
@@ -15,9 +15,9 @@ import math
 from collections.abc import Iterator
 
 from elbowroom.ir.plan import Plan
-from elbowroom.planner.draft import Draft
+from elbowroom.planner.heuristics.stages import Cutter, draft_stages
 from elbowroom.planner.problem import Problem
-from elbowroom.planner.stages import Cutter, draft_stages
+from elbowroom.planner.schedule.draft import Draft
 
 GRID = 6
 """Sizes that are tried around sqrt(x y)."""

@@ -2,12 +2,12 @@
 
 Keep, offload, recompute with the first replay that makes it, or recompute anew: each for every gap whose absence frees
 bytes at a time when there are too many, all other gaps kept. Every vector of these choices is either carried out by
-the simulator or proved to be no better (`planner.branching`). When moves begin and end follows from the choices and
+the simulator or proved to be no better (`planner.searching.branch_and_bound`). When moves begin and end follows from the choices and
 the budget, as for `auto`: it is exact over choices and three ways of timing, and not over all ticks that moves could
 have. It begins with what `auto` finds, and replays that share ops are joined, which may make it faster than any vector.
 
 Where the search ends before its time, how far the best is above what the rest could be is logged. How far it is above
-what any plan could be is for `planner.bounds` to say.
+what any plan could be is for `planner.bounds.bound` to say.
 
 Source: as an oracle for small graphs it stands where the joint integer programmes of the literature stand, POET's for
 one (S. G. Patil, P. Jain, P. Dutta, I. Stoica, J. Gonzalez, "POET: Training neural networks on tiny devices with
@@ -23,11 +23,11 @@ import math
 
 from elbowroom.errors import UsageError
 from elbowroom.ir.plan import Plan
-from elbowroom.planner.absences import find_absences
-from elbowroom.planner.branching import CLOSE, Brancher
-from elbowroom.planner.exploration import explore
-from elbowroom.planner.joining import join_replays
+from elbowroom.planner.bounds.gap_arrays import make_gap_arrays
 from elbowroom.planner.problem import Problem
+from elbowroom.planner.schedule.merge_replays import merge_replays
+from elbowroom.planner.searching.branch_and_bound import CLOSE, BranchAndBound
+from elbowroom.planner.searching.choice_search import search_choices
 
 logger = logging.getLogger(__name__)
 
@@ -46,17 +46,17 @@ def make_plan(problem: Problem, *, nodes: int = 100, most_gaps: int = 64) -> Pla
         plan = problem.drafter.finish({}, "exact", problem.budget_bytes)
         assert plan is not None  # it drops nothing
         return plan
-    count = len(find_absences(problem).keys)
+    count = len(make_gap_arrays(problem).keys)
     if count > most_gaps:
         raise UsageError(
             f"exact is for small traces: this one has {count} gaps to decide on within {problem.budget_bytes} bytes, "
             f"and most_gaps is {most_gaps}; use auto, which says how far it is above the bound, or raise most_gaps"
         )
-    start = join_replays(problem, explore(problem, "exact").plan)
+    start = merge_replays(problem, search_choices(problem, "exact").plan)
     forecast = problem.drafter.replay.run(start)
     if not problem.fits(forecast) and problem.floor.peak_bytes > problem.budget_bytes:
         return start
-    brancher = Brancher(problem, forecast.step_seconds if problem.fits(forecast) else math.inf)
+    brancher = BranchAndBound(problem, forecast.step_seconds if problem.fits(forecast) else math.inf)
     found = brancher.search(nodes)
     if found.bound_seconds < found.seconds * (1 - CLOSE):
         logger.warning(
@@ -65,4 +65,4 @@ def make_plan(problem: Problem, *, nodes: int = 100, most_gaps: int = 64) -> Pla
         )  # fmt: skip
     if found.choices is None:
         return start
-    return join_replays(problem, brancher.composer.make_plan(found.choices, "exact", found.slack))
+    return merge_replays(problem, brancher.vectors.make_plan(found.choices, "exact", found.slack))

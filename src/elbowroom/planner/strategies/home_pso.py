@@ -21,10 +21,10 @@ from __future__ import annotations
 import numpy as np
 
 from elbowroom.ir.plan import Plan
-from elbowroom.planner.annealing import Space
-from elbowroom.planner.composer import Composer
-from elbowroom.planner.pricing import find_space
 from elbowroom.planner.problem import Problem, lowest_draft
+from elbowroom.planner.schedule.choice_vectors import ChoiceVectorPlanner
+from elbowroom.planner.searching.annealing import SearchSpace
+from elbowroom.planner.searching.search_space import find_search_space
 from elbowroom.simulator.columns import Array
 from elbowroom.simulator.segments import KEEP, OFFLOAD, RECOMPUTE
 from elbowroom.simulator.sweep import sweep_all
@@ -55,7 +55,7 @@ def make_plan(problem: Problem, *, particles: int = 64, generations: int = 150, 
     if problem.floor.peak_bytes <= problem.budget_bytes:
         swarm = _Swarm(problem, np.random.default_rng(seed))
         choices = swarm.repair(swarm.search(particles, generations))
-        plan = None if choices is None else swarm.composer.make_plan(choices, "home_pso", SLACK)
+        plan = None if choices is None else swarm.vectors.make_plan(choices, "home_pso", SLACK)
         if plan is not None and problem.fits(problem.drafter.replay.run(plan)):
             return plan
     lowest = problem.drafter.finish(lowest_draft(problem.drafter), "home_pso", problem.budget_bytes)
@@ -65,10 +65,10 @@ def make_plan(problem: Problem, *, particles: int = 64, generations: int = 150, 
 
 class _Swarm:
     def __init__(self, problem: Problem, random: np.random.Generator) -> None:
-        self.composer = Composer(problem)
+        self.vectors = ChoiceVectorPlanner(problem)
         self._problem, self._random = problem, random
-        columns = self.composer.columns
-        self._space: Space = find_space(columns, problem.budget_bytes, self.composer.room.segments)
+        columns = self.vectors.columns
+        self._space: SearchSpace = find_search_space(columns, problem.budget_bytes, self.vectors.room.segments)
         storages, group_of = np.unique(columns.gaps["storage"][self._space.alike], return_inverse=True)
         self._group_of = group_of
         self._allowed = np.ones((len(storages), 3), dtype=np.bool_)
@@ -99,7 +99,7 @@ class _Swarm:
 
     def repair(self, choices: Array) -> Array | None:
         """Offload or recompute what costs least for its bytes at the peak, until it fits; None if nothing helps."""
-        columns, choices = self.composer.columns, choices.copy()
+        columns, choices = self.vectors.columns, choices.copy()
         begins = columns.events["after"][columns.gaps["open_event"]]
         ends = columns.events["at"][columns.gaps["close_event"]]
         for _ in range(MOST_REPAIRS):
@@ -129,13 +129,13 @@ class _Swarm:
 
     def _decode(self, scores: Array) -> Array:
         """The choices of every gap, from the highest score of its group."""
-        choices = np.zeros((len(scores), len(self.composer.columns.gaps)), dtype=np.int8)
+        choices = np.zeros((len(scores), len(self.vectors.columns.gaps)), dtype=np.int8)
         choices[:, self._space.alike] = np.argmax(scores, axis=2)[:, self._group_of]
         return choices
 
     def _sweep(self, batch: Array) -> Array:
         outcomes = make_outcomes(len(batch))
-        sweep_all(self.composer.columns, batch, self._problem.budget_bytes, SLACK, self.composer.room, outcomes)
+        sweep_all(self.vectors.columns, batch, self._problem.budget_bytes, SLACK, self.vectors.room, outcomes)
         return outcomes
 
     def _judge(self, batch: Array) -> Array:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 
 from elbowroom.ir.plan import Choice, Plan
-from elbowroom.planner.draft import Option
 from elbowroom.planner.problem import Problem, lowest_draft
+from elbowroom.planner.schedule.draft import Option
 
 
 def make_plan(problem: Problem) -> Plan:
@@ -21,9 +21,9 @@ def make_plan(problem: Problem) -> Plan:
             left_out = draft.keys() - {(decision.storage, decision.gap) for decision in plan.decisions}
             if not left_out:
                 return plan
-            draft |= dict.fromkeys(left_out, dataclasses.replace(usual, hurry=True))  # these always have effect
+            draft |= dict.fromkeys(left_out, dataclasses.replace(usual, release_now=True))  # these always have effect
 
-    plans = [offload_all(Option(Choice.OFFLOAD)), offload_all(Option(Choice.OFFLOAD, late=True))]
+    plans = [offload_all(Option(Choice.OFFLOAD)), offload_all(Option(Choice.OFFLOAD, on_demand=True))]
     lowest = drafter.finish(lowest_draft(drafter), "offload_all", problem.budget_bytes)
     assert lowest is not None
     return next((plan for plan in plans if drafter.replay.run(plan).peak_bytes <= problem.budget_bytes), lowest)

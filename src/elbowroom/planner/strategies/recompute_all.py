@@ -6,8 +6,8 @@ As few runs as fit the budget: with one, the first backward op brings everything
 from __future__ import annotations
 
 from elbowroom.ir.plan import Plan
+from elbowroom.planner.heuristics.forward_runs import draft_runs
 from elbowroom.planner.problem import Problem
-from elbowroom.planner.runs import draft_runs
 
 
 def make_plan(problem: Problem) -> Plan:

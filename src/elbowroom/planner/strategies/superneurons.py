@@ -24,13 +24,13 @@ import bisect
 from collections.abc import Collection
 
 from elbowroom.ir.plan import Plan
-from elbowroom.ir.trace import LASTING, Op, Trace
-from elbowroom.planner.assembly import Keeps, Replay, assemble, list_replays
-from elbowroom.planner.draft import Drafter, Key
-from elbowroom.planner.eviction import Absence, Rank, Sweep
-from elbowroom.planner.layers import find_layers
-from elbowroom.planner.load import Load
+from elbowroom.ir.trace import PERSISTENT_ROLES, Op, Trace
+from elbowroom.planner.heuristics.eviction import EvictableGap, EvictionSweep, Rank
+from elbowroom.planner.heuristics.layers import find_layers
 from elbowroom.planner.problem import Problem
+from elbowroom.planner.schedule.assembly import Keeps, ReplayStep, assemble, list_replays
+from elbowroom.planner.schedule.draft import Drafter, Key
+from elbowroom.planner.schedule.memory_curve import MemoryCurve
 
 
 def make_plan(problem: Problem) -> Plan:
@@ -41,9 +41,9 @@ def make_plan(problem: Problem) -> Plan:
     cheap = _find_cheap(drafter)
     replays = _list_replays(drafter, cheap)
     replayed = assemble(drafter, "superneurons", budget_bytes, offloads={}, replays=replays)
-    load = Load(drafter, drafter.replay.run(replayed).live_bytes)
-    absences = _list_absences(drafter, cheap, replays)
-    times = Sweep(drafter, load, budget_bytes, absences, _least_recently_used(drafter)).run()
+    load = MemoryCurve(drafter, drafter.replay.run(replayed).live_bytes)
+    gap_arrays = _list_absences(drafter, cheap, replays)
+    times = EvictionSweep(drafter, load, budget_bytes, gap_arrays, _least_recently_used(drafter)).run()
     return assemble(drafter, "superneurons", budget_bytes, offloads=times, replays=replays)
 
 
@@ -85,7 +85,7 @@ def _is_costly(op: Op) -> bool:
     return op.flops > 0 or "convolution" in op.name
 
 
-def _list_replays(drafter: Drafter, cheap: Collection[Key]) -> list[Replay]:
+def _list_replays(drafter: Drafter, cheap: Collection[Key]) -> list[ReplayStep]:
     """The replays: each brings back what it makes on the way, if that is all within the largest layer's need."""
     rounded, ops = drafter.replay.rounded, {op.tick: op for op in drafter.replay.trace.ops}
     bottleneck = _find_bottleneck(drafter)
@@ -97,13 +97,13 @@ def _list_replays(drafter: Drafter, cheap: Collection[Key]) -> list[Replay]:
     return _replay_all(drafter, cheap, lambda key, tick: key in fast)
 
 
-def _replay_all(drafter: Drafter, dropped: Collection[Key], keeps: Keeps) -> list[Replay]:
+def _replay_all(drafter: Drafter, dropped: Collection[Key], keeps: Keeps) -> list[ReplayStep]:
     """The replays of these gaps, but for those that turn out to depend on what is gone by then: they are kept."""
     left = set(dropped)
     while True:
-        replays: list[Replay] = []
+        replays: list[ReplayStep] = []
         for each in list_replays(drafter, left, keeps):
-            if not isinstance(each, Replay):
+            if not isinstance(each, ReplayStep):
                 left.discard(each)
                 break
             replays.append(each)
@@ -120,12 +120,12 @@ def _find_bottleneck(drafter: Drafter) -> int:
     for op, workspace in zip(trace.ops, replay.costs.workspace_bytes, strict=True):
         if op.tick > begin:
             touched = {view.storage for view in (*op.reads, *op.writes)}
-            held = sum(replay.rounded[each] for each in touched if trace.storages[each].role not in LASTING)
+            held = sum(replay.rounded[each] for each in touched if trace.storages[each].role not in PERSISTENT_ROLES)
             most = max(most, workspace + int(held))
     return most
 
 
-def _list_absences(drafter: Drafter, cheap: Collection[Key], replays: list[Replay]) -> list[Absence]:
+def _list_absences(drafter: Drafter, cheap: Collection[Key], replays: list[ReplayStep]) -> list[EvictableGap]:
     """The gaps of what checkpoints leave behind."""
     never_out = {storage for storage, _ in cheap}
     wanted: dict[int, list[int]] = {}
@@ -141,14 +141,14 @@ def _list_absences(drafter: Drafter, cheap: Collection[Key], replays: list[Repla
             closes = min([tick for tick in wanted.get(key[0], ()) if gap.opens < tick] + [gap.closes])
             before = bisect.bisect(begins, closes) - 2
             returns = begins[before] if before >= 0 else closes
-            found.append(Absence(key=key, opens=gap.opens, closes=closes, returns=returns))
+            found.append(EvictableGap(key=key, opens=gap.opens, closes=closes, returns=returns))
     return found
 
 
 def _least_recently_used(drafter: Drafter) -> Rank:
     uses = _list_uses(drafter.replay.trace)
 
-    def rank(absence: Absence, tick: int, is_clean: bool) -> tuple[float, ...]:
+    def rank(absence: EvictableGap, tick: int, is_clean: bool) -> tuple[float, ...]:
         ticks = uses[absence.key[0]]
         return (-float(ticks[bisect.bisect(ticks, tick) - 1]),)
 

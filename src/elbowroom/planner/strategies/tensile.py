@@ -28,13 +28,13 @@ import itertools
 
 from elbowroom.cost.transfers import offload_seconds, reload_seconds
 from elbowroom.ir.plan import Plan
-from elbowroom.planner.assembly import Replay, assemble, list_replays
-from elbowroom.planner.channel import Channel
 from elbowroom.planner.closures import Closure
-from elbowroom.planner.draft import Key
-from elbowroom.planner.load import Load
 from elbowroom.planner.problem import Problem
-from elbowroom.planner.timing import Times, Timetable
+from elbowroom.planner.schedule.assembly import ReplayStep, assemble, list_replays
+from elbowroom.planner.schedule.draft import Key
+from elbowroom.planner.schedule.link_timetable import LinkTimetable
+from elbowroom.planner.schedule.memory_curve import MemoryCurve
+from elbowroom.planner.schedule.timing import CopyTimetable, Times
 
 PATIENT_ROUNDS = 100
 """So many rounds are made however little they bring."""
@@ -58,9 +58,9 @@ def make_plan(problem: Problem) -> Plan:
         peaks.append(schedule.load.peak_bytes)
         if peaks[-1] < min(peaks[:-1]):
             times, dropped = schedule.chosen
-    replays: list[Replay] = []
+    replays: list[ReplayStep] = []
     for replay in list_replays(problem.drafter, dropped, keeps=lambda key, tick: False):
-        assert isinstance(replay, Replay)  # what it reads stays
+        assert isinstance(replay, ReplayStep)  # what it reads stays
         replays.append(replay)
     return assemble(problem.drafter, "tensile", problem.budget_bytes, offloads=times, replays=replays)
 
@@ -79,8 +79,8 @@ class _Schedule:
         self._drafter, self._gaps, self._begins = drafter, drafter.gaps, drafter.begins
         self._link, self._storages = drafter.replay.costs.link, drafter.replay.trace.storages
         self._most_bytes = problem.host_bytes
-        self._timetable, self._channel = Timetable(drafter), Channel()
-        self.load = Load(drafter, problem.plain.live_bytes)
+        self._timetable, self._channel = CopyTimetable(drafter), LinkTimetable()
+        self.load = MemoryCurve(drafter, problem.plain.live_bytes)
         self._claim_of = {
             key: (key[0], drafter.closures.claim_at(key[0], self._gaps[key].closes)) for key in self.load.keys
         }
@@ -186,7 +186,7 @@ class _Schedule:
         self._dropped.add(key)
         load.take_all(key)
         replay = next(iter(list_replays(self._drafter, [key], keeps=lambda key, tick: False)))
-        assert isinstance(replay, Replay)
+        assert isinstance(replay, ReplayStep)
         load.put(key, gap.opens, replay.leaves[0] + 1)
         load.live[gap.closes] += self._drafter.replay.transients.measure(replay.segment, replay.segment.outputs)[1]
         for leaf in closure.leaves:

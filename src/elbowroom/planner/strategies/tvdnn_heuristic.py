@@ -14,16 +14,16 @@ copy stays until then.
 from __future__ import annotations
 
 from elbowroom.ir.plan import Plan
-from elbowroom.planner.eviction import Sweep, draft_offloads, farthest_next_use, find_absences
-from elbowroom.planner.load import Load
+from elbowroom.planner.heuristics.eviction import EvictionSweep, draft_offloads, farthest_next_use, list_evictable_gaps
 from elbowroom.planner.problem import Problem
+from elbowroom.planner.schedule.memory_curve import MemoryCurve
 
 
 def make_plan(problem: Problem) -> Plan:
     """The plan of one sweep; it fits wherever offloading can."""
     drafter = problem.drafter
-    load = Load(drafter, problem.plain.live_bytes)
-    sweep = Sweep(drafter, load, problem.budget_bytes, find_absences(drafter), farthest_next_use(drafter))
+    load = MemoryCurve(drafter, problem.plain.live_bytes)
+    sweep = EvictionSweep(drafter, load, problem.budget_bytes, list_evictable_gaps(drafter), farthest_next_use(drafter))
     plan = drafter.finish(draft_offloads(sweep.run()), "tvdnn_heuristic", problem.budget_bytes)
     assert plan is not None  # it drops nothing
     return plan

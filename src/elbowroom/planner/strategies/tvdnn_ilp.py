@@ -17,9 +17,9 @@ whether a storage is away is one decision, since here whole storages are release
 First its relaxation is solved, which gives a bound; then what that leaves in fractions, with the rest fixed; then with
 only what is away fixed; then the whole. Each search ends after `nodes` nodes, and no further one begins where the best
 solution is within half a per cent of the bound. That one is taken, and the log says how far from the bound it is
-(`planner.stopping`). `seconds` is for the worst: a plan that it cut short may be another one in another run.
+(`planner.ilp.solver_limits`). `seconds` is for the worst: a plan that it cut short may be another one in another run.
 
-Coarse (`planner.coarsening`): `steps` stretches instead of every event, each with its maximum, and storages in bundles.
+Coarse (`planner.ilp.coarsening`): `steps` stretches instead of every event, each with its maximum, and storages in bundles.
 So a solution is not optimal for the true step. What leaves is taken from it; when it leaves and returns is found by the
 sweep of `tvdnn_heuristic` over the true events, which lets these leave before others and has the exact bytes. A stretch
 can be over the budget although every event in it could be made to fit; that costs the program more than any wait, and
@@ -40,12 +40,18 @@ import numpy.typing as npt
 from elbowroom.errors import UsageError
 from elbowroom.ir.hardware import Link
 from elbowroom.ir.plan import Plan
-from elbowroom.planner.coarsening import Bundle, Stretch, cut_stretches, tie_bundles
-from elbowroom.planner.draft import Key
-from elbowroom.planner.eviction import Absence, Sweep, draft_offloads, farthest_next_use, find_absences
-from elbowroom.planner.load import Load
+from elbowroom.planner.heuristics.eviction import (
+    EvictableGap,
+    EvictionSweep,
+    draft_offloads,
+    farthest_next_use,
+    list_evictable_gaps,
+)
+from elbowroom.planner.ilp.coarsening import Bundle, Stretch, cut_stretches, tie_bundles
+from elbowroom.planner.ilp.solver_limits import LAST_RESORT_SECONDS, SolverLimits
 from elbowroom.planner.problem import Problem
-from elbowroom.planner.stopping import LAST_RESORT_SECONDS, Limits
+from elbowroom.planner.schedule.draft import Key
+from elbowroom.planner.schedule.memory_curve import MemoryCurve
 
 Array = npt.NDArray[np.float64]
 
@@ -80,12 +86,12 @@ def make_plan(problem: Problem, *, steps: int = 40, nodes: int = 20, seconds: fl
     """
     if steps < 2:
         raise UsageError(f"tvdnn_ilp needs steps >= 2, not {steps}")
-    limits = Limits(gap=GAP, nodes=nodes, seconds=seconds)
+    limits = SolverLimits(gap=GAP, nodes=nodes, seconds=seconds)
     swept = _sweep(problem, frozenset())
     if not problem.floor.peak_bytes <= problem.budget_bytes < problem.plain.peak_bytes:
         return swept  # nothing need leave, or whatever leaves is too little
     drafter = problem.drafter
-    load = Load(drafter, problem.plain.live_bytes)
+    load = MemoryCurve(drafter, problem.plain.live_bytes)
     stretches = cut_stretches(drafter, load, steps)
     program = _Program(
         stretches, tie_bundles(drafter, load, stretches), drafter.replay.costs.link, problem.budget_bytes
@@ -106,11 +112,11 @@ def _sweep(problem: Problem, chosen: frozenset[Key]) -> Plan:
     drafter = problem.drafter
     farthest = farthest_next_use(drafter)
 
-    def rank(absence: Absence, tick: int, is_clean: bool) -> tuple[float, ...]:
+    def rank(absence: EvictableGap, tick: int, is_clean: bool) -> tuple[float, ...]:
         return (float(absence.key in chosen), *farthest(absence, tick, is_clean))
 
-    load = Load(drafter, problem.plain.live_bytes)
-    times = Sweep(drafter, load, problem.budget_bytes, find_absences(drafter), rank).run()
+    load = MemoryCurve(drafter, problem.plain.live_bytes)
+    times = EvictionSweep(drafter, load, problem.budget_bytes, list_evictable_gaps(drafter), rank).run()
     plan = drafter.finish(draft_offloads(times), "tvdnn_ilp", problem.budget_bytes)
     assert plan is not None  # it drops nothing
     return plan
@@ -226,7 +232,7 @@ class _Program:
             }
             self._rows.append(({self._time[k]: 1.0, **row}, columns.bundle.late_seconds / self._unit))
 
-    def solve(self, limits: Limits) -> frozenset[Key] | None:
+    def solve(self, limits: SolverLimits) -> frozenset[Key] | None:
         """The gaps that leave in the best solution found within the limits; None if there is none."""
         if not self._columns:
             return frozenset()

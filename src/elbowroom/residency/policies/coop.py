@@ -16,7 +16,7 @@ from __future__ import annotations
 import bisect
 import math
 
-from elbowroom.residency.habits import Habits
+from elbowroom.residency.access_history import AccessHistory
 from elbowroom.residency.machine import Intent
 from elbowroom.residency.online import Facts, Online
 
@@ -35,8 +35,8 @@ class Policy(Online):
 
     uses_addresses = True
 
-    def __init__(self, facts: Facts, habits: Habits) -> None:
-        super().__init__(facts, habits)
+    def __init__(self, facts: Facts, history: AccessHistory) -> None:
+        super().__init__(facts, history)
         self._blocks: list[tuple[int, int]] = []  # (address, storage) of what is in the pool, in order
         self._addresses: dict[int, int] = {}
         self._new: list[int] = []  # may not be where it will be yet

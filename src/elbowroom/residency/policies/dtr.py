@@ -10,17 +10,17 @@ from __future__ import annotations
 
 import math
 
-from elbowroom.residency.classes import Classes
-from elbowroom.residency.habits import Habits
+from elbowroom.residency.access_history import AccessHistory
+from elbowroom.residency.evicted_sets import EvictedSets
 from elbowroom.residency.online import Facts, Online
 
 
 class Policy(Online):
     """(own cost + that of the sets of dropped storages it touches) / (bytes x idle seconds)."""
 
-    def __init__(self, facts: Facts, habits: Habits) -> None:
-        super().__init__(facts, habits)
-        self._classes = Classes()
+    def __init__(self, facts: Facts, history: AccessHistory) -> None:
+        super().__init__(facts, history)
+        self._classes = EvictedSets()
         self._costs: dict[int, float] = {}  # of what is dropped
 
     def rate(self, storage: int) -> float:

@@ -1,0 +1,35 @@
+"""Says on a model that it has a room."""
+
+from __future__ import annotations
+
+import weakref
+
+import torch
+
+_NAME = "_elbowroom_room"
+
+
+class _Mark:
+    """A copy of the model, or one that was pickled, is another model and has no room."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self.model = weakref.ref(model)
+
+    def __reduce__(self) -> tuple[type[None], tuple[()]]:
+        return type(None), ()
+
+
+def attach_mark(model: torch.nn.Module) -> None:
+    """From now on the model has a room."""
+    model.__dict__[_NAME] = _Mark(model)
+
+
+def remove_mark(model: torch.nn.Module) -> None:
+    """It has none any more."""
+    model.__dict__.pop(_NAME, None)
+
+
+def is_marked(model: torch.nn.Module) -> bool:
+    """Whether a model has a room."""
+    found = model.__dict__.get(_NAME)
+    return isinstance(found, _Mark) and found.model() is model

@@ -1,0 +1,179 @@
+"""Lets code that `torch.compile` makes run in steps as it does outside of them: each call of a kernel is one op.
+
+Graphs that run op by op (`eager`, `aot_eager`) are seen as any ops are. Inductor's code reads and writes memory unseen,
+so each call of it is told to whoever watches the step: what it reads, what it writes in place, what it returns.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import pathlib
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NoReturn, Protocol
+
+import torch
+
+from elbowroom.hooks.dispatch_keys import Unwatched
+from elbowroom.native import library
+
+HERE = pathlib.Path(__file__).parents[1]
+
+Pause = Callable[[], contextlib.AbstractContextManager[None]]
+
+
+class Timer(Protocol):
+    """Adds up seconds that are none of the step's."""
+
+    own_seconds: float
+
+
+def run_region(
+    watchers: Sequence[Any], name: str, inputs: Sequence[Any], written: Sequence[torch.Tensor], call: Callable[[], Any]
+) -> Any:
+    """Return what compiled code returns, run as one op by some watchers, of which the last sees it first."""
+    if not watchers:
+        with Unwatched():  # some of its kernels are ops
+            return call()
+    rest = functools.partial(run_region, watchers[:-1], name, inputs, written, call)
+    return watchers[-1].run_region(name, inputs, written, rest)
+
+
+def show_regions() -> None:
+    """Have calls of Inductor's code seen by watchers, from now on and for good; nothing where there is no such code."""
+    module = sys.modules.get("torch._inductor.output_code")
+    for kind in ("CompiledFxGraph", "CompiledAOTI"):
+        code = getattr(module, kind, None)
+        if code is not None and not hasattr(code.__call__, "shows_regions"):
+            code.__call__ = _show(code.__call__)
+
+
+def _show(call: Callable[[Any, Sequence[Any]], Any]) -> Callable[[Any, Sequence[Any]], Any]:
+    native = library.load()
+
+    @functools.wraps(call)
+    def run(code: Any, inputs: Sequence[Any]) -> Any:
+        watchers = native.get_active_watchers()
+        if not watchers:
+            return call(code, inputs)
+        written = [inputs[index] for index in getattr(code, "mutated_input_idxs", ())]
+        # No input is held here but those: the code frees each when it has read it.
+        tensors = [each for each in written if isinstance(each, torch.Tensor)]
+        options = getattr(code, "fx_kwargs", None) or {}
+        name = "inductor.backward" if options.get("is_backward") else "inductor.forward"
+        return run_region(watchers, name, inputs, tensors, functools.partial(call, code, inputs))
+
+    run.shows_regions = True  # type: ignore[attr-defined]
+    return run
+
+
+def may_run_compiled() -> bool:
+    """Tell whether the program has compiled anything, or has said that it will."""
+    dynamo = sys.modules.get("torch._dynamo")
+    if dynamo is None:
+        return False
+    return dynamo.convert_frame.FRAME_COUNTER > 0 or any(map(callable, dynamo.eval_frame.cached_backends.values()))
+
+
+@contextlib.contextmanager
+def refusing_compiled(refuse: Callable[[], NoReturn]) -> Iterator[None]:
+    """Have `refuse` raise where a compiled function is called in here. On fake tensors it would be marked as one that
+    cannot be compiled, and run eagerly from then on."""
+    module: Any = sys.modules.get("torch._dynamo.eval_frame")
+    if module is None:
+        yield
+        return
+    thread, find = threading.get_ident(), module._callback_from_stance  # asked at the beginning of each such call
+
+    def find_or_refuse(callback: Any) -> Any:
+        return refuse() if callable(callback) and threading.get_ident() == thread else find(callback)
+
+    module._callback_from_stance = find_or_refuse
+    try:
+        yield
+    finally:
+        module._callback_from_stance = find
+
+
+def stay_watched() -> None:
+    """Have threads that are watched stay so after the calls of compiled functions that they are in, from now on and for
+    good: each such call puts dispatch keys back as it found them."""
+    native = library.load()
+    module: Any = sys.modules.get("torch._dynamo.eval_frame")
+    if module is None or hasattr(module._maybe_set_eval_frame, "stays_watched"):
+        return
+    change = module._maybe_set_eval_frame  # the last that such a call does
+
+    def change_and_watch(callback: Any) -> Any:
+        before = change(callback)
+        if watchers := native.get_watchers():
+            native.set_watchers(watchers)
+        return before
+
+    change_and_watch.stays_watched = True  # type: ignore[attr-defined]
+    module._maybe_set_eval_frame = change_and_watch
+
+
+@contextlib.contextmanager
+def hiding_from_guards() -> Iterator[None]:
+    """Have Dynamo find code in this thread that it has compiled for steps that nobody watches, and the other way round.
+
+    Its guards compare the thread's dispatch keys, of which the watchers' is one.
+    """
+    native = library.load()
+    handle = native.hide_from_guards()
+    try:
+        yield
+    finally:
+        native.stop_hiding(handle)
+
+
+@contextlib.contextmanager
+def noticing_compiles(notice: Callable[[], None], pause: Pause, timer: Timer | None) -> Iterator[None]:
+    """Have the compiler find everything as it is without us.
+
+    Args:
+        notice: called in this thread when compilation begins, before anything else.
+        pause: returns a context in which the compiler works.
+        timer: told how long it worked.
+    """
+    dynamo = sys.modules.get("torch._dynamo")
+    if dynamo is None:
+        yield
+        return
+    skipped = dynamo.trace_rules.FORCE_SKIP_FILES
+    if __file__ not in skipped:  # or what autograd and ops call of ours would be compiled
+        skipped.update(path.as_posix() for path in HERE.rglob("*.py"))
+    thread, handler = threading.get_ident(), dynamo.callback.callback_handler
+    compiling, hiding = contextlib.ExitStack(), contextlib.ExitStack()
+    begin = 0.0
+
+    def start(arguments: Any) -> None:
+        nonlocal begin
+        begin = time.perf_counter()
+        if threading.get_ident() == thread:
+            if arguments.callback_trigger is dynamo.callback.CallbackTrigger.DYNAMO:
+                notice()
+            hiding.enter_context(hiding_from_guards())
+        compiling.enter_context(pause())
+        compiling.enter_context(Unwatched())
+
+    def end(arguments: Any) -> None:
+        compiling.close()
+        show_regions()
+        if timer is not None:
+            timer.own_seconds += time.perf_counter() - begin
+
+    handler.register_start_callback(start)
+    handler.register_end_callback(end)
+    try:
+        yield
+    finally:
+        hiding.close()
+        with contextlib.suppress(ValueError):  # `torch._dynamo.reset` forgets them
+            handler.remove_start_callback(start)
+        with contextlib.suppress(ValueError):
+            handler.remove_end_callback(end)

@@ -1,0 +1,30 @@
+"""Has objects in Python run the ops of a step, without PyTorch noticing."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from elbowroom.hooks.compiled_regions import hiding_from_guards, may_run_compiled, show_regions
+from elbowroom.native import library
+
+
+@contextlib.contextmanager
+def dispatching_ops_to(watcher: TorchDispatchMode) -> Iterator[None]:
+    """Have `watcher.__torch_dispatch__` run the ops of this thread, and of backward passes that it begins.
+
+    An entered dispatch mode would do the same, but PyTorch picks other formulas while there is one, which changes
+    results in their last bits. A watcher is called below all dispatch modes and tensor subclasses, whose ops it sees as
+    the plain ones that they call. A call of Inductor's code is one op, which `watcher.run_region` runs.
+    """
+    native = library.load()
+    show_regions()
+    with hiding_from_guards() if may_run_compiled() else contextlib.nullcontext():
+        before = native.get_watchers()
+        native.set_watchers((*before, watcher))
+        try:
+            yield
+        finally:
+            native.set_watchers(before)

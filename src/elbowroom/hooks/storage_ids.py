@@ -1,0 +1,154 @@
+"""Which storage is this? Identities that survive neither a storage's death nor the reuse of its address.
+
+PyTorch keeps one Python object for a storage as long as the storage lives, so a weak reference to that object is a
+weak reference to the storage. Addresses are reused; these objects are compared by identity while they live.
+"""
+
+from __future__ import annotations
+
+import operator
+import weakref
+from collections.abc import Callable
+from typing import Generic, TypeVar
+
+import torch
+from torch import Tensor, strided
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.nn import Parameter
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from elbowroom.hooks.dispatch_keys import Hidden
+
+Item = TypeVar("Item")
+
+PLAIN_TENSORS = frozenset((Tensor, Parameter))
+"""Of what class almost all tensors are: quicker to ask than `isinstance`."""
+
+_NO_DISPATCH = Tensor.__torch_dispatch__
+"""Of classes whose tensors have their bytes themselves."""
+
+
+class _Entry(weakref.ref[torch.UntypedStorage], Generic[Item]):
+    """A weak reference that knows what it stands for: one object a storage, since every step makes thousands."""
+
+    __slots__ = ("item", "key", "owner")
+
+    item: Item
+    key: int
+    owner: Identities[Item]
+
+
+def _forget(entry: _Entry[Item]) -> None:
+    owner = entry.owner
+    if owner._items.get(entry.key) is entry:
+        del owner._items[entry.key]
+    if owner._on_death is not None:
+        owner._on_death(entry.item)
+
+
+class Identities(Generic[Item]):
+    """A value for each living storage.
+
+    Args:
+        on_death: called with the value when its storage dies. May run at any moment, so it must be quick.
+    """
+
+    def __init__(self, on_death: Callable[[Item], None] | None = None) -> None:
+        self._items: dict[int, _Entry[Item]] = {}
+        self._on_death = on_death
+
+    def find(self, storage: torch.UntypedStorage) -> Item | None:
+        """The value of a storage, or None if it has none."""
+        entry = self._items.get(id(storage))
+        return entry.item if entry is not None and entry() is storage else None
+
+    def put(self, storage: torch.UntypedStorage, item: Item) -> None:
+        """Give a storage its value."""
+        entry: _Entry[Item] = _Entry(storage, _forget)
+        entry.item, entry.key, entry.owner = item, id(storage), self
+        self._items[entry.key] = entry
+
+    def close(self) -> None:
+        """Forget everything; later deaths are not reported."""
+        self._items.clear()
+        self._on_death = None
+
+
+def get_any_storage(tensor: torch.Tensor) -> torch.UntypedStorage | None:
+    """The storage of a tensor of whatever class, if it has one."""
+    if tensor._is_zerotensor():  # its storage has a size and no bytes
+        return None
+    try:
+        return tensor.untyped_storage()
+    except (NotImplementedError, RuntimeError):
+        return None
+
+
+def get_plain_storage(tensor: torch.Tensor, *, fake: bool = False) -> torch.UntypedStorage | None:
+    """The storage of an ordinary strided tensor; None for sparse, quantised, nested, wrapped and symbolic ones.
+
+    Also None where the bytes alone are not the value (conjugate and negative bits, subclasses of the user's).
+
+    Args:
+        fake: whether fake tensors count as ordinary ones, or as wrapped ones.
+    """
+    if type(tensor) not in PLAIN_TENSORS:
+        if isinstance(tensor, FakeTensor):  # a Parameter may be one
+            if not fake:
+                return None
+        elif not isinstance(tensor, Parameter) or type(tensor).__torch_dispatch__ is not _NO_DISPATCH:
+            return None
+    if tensor.layout is not strided or tensor.is_quantized or tensor.is_nested or tensor.is_conj() or tensor.is_neg():
+        return None
+    return get_any_storage(tensor)
+
+
+_COMPRESSED_ROWS = ("crow_indices", "col_indices", "values")
+_COMPRESSED_COLUMNS = ("ccol_indices", "row_indices", "values")
+
+_PARTS: dict[torch.layout, tuple[str, ...]] = {
+    torch.sparse_coo: ("_indices", "_values"),
+    torch.sparse_csr: _COMPRESSED_ROWS,
+    torch.sparse_bsr: _COMPRESSED_ROWS,
+    torch.sparse_csc: _COMPRESSED_COLUMNS,
+    torch.sparse_bsc: _COMPRESSED_COLUMNS,
+}
+
+
+def list_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """The tensors that a sparse or nested one is made of, unseen by modes; of another, nothing."""
+    with Hidden():
+        if tensor.is_nested and type(tensor) in PLAIN_TENSORS:
+            return [tensor.values()]
+        return [getattr(tensor, part)() for part in _PARTS.get(tensor.layout, ())]
+
+
+def unwrap(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """The tensors that have the bytes of a tensor: of a wrapping class (a DTensor, say) those that it wraps; of any
+    other class the tensor itself. Nothing where the class does not tell what it wraps."""
+    if type(tensor).__torch_dispatch__ is _NO_DISPATCH or isinstance(tensor, FakeTensor):
+        return [tensor]
+    if is_traceable_wrapper_subclass(tensor):
+        names, _ = tensor.__tensor_flatten__()
+        wrapped = [getattr(tensor, name) for name in names]
+        return [part for each in wrapped if isinstance(each, Tensor) for part in unwrap(each)]
+    return [tensor] if _has_bytes(tensor) else []
+
+
+def _has_bytes(tensor: torch.Tensor) -> bool:
+    storage = get_any_storage(tensor)
+    try:
+        return storage is not None and storage.data_ptr() is not None
+    except RuntimeError:
+        return False
+
+
+def make_test(device_type: str) -> Callable[[torch.Tensor], bool]:
+    """Of whether a tensor is on such a device, by the quickest way to ask."""
+    name = f"is_{device_type}"
+    return operator.attrgetter(name) if hasattr(torch.Tensor, name) else lambda each: each.device.type == device_type
+
+
+def is_shared(storage: torch.UntypedStorage) -> bool:
+    """Whether NumPy or another process may write to it."""
+    return storage.device.type == "cpu" and (not storage.resizable() or storage.is_shared())

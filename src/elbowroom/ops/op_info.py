@@ -1,0 +1,33 @@
+"""Facts about an op that hold for any arguments, for the extension that watches steps."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from elbowroom.ops.replayable import STATISTICS, find_written, is_view, may_be_replayed, touches_tensors
+
+
+def describe_op(name: str, overload: str) -> dict[str, Any]:
+    """Return what the extension asks about an op, given its name ("aten::add") and its overload's ("Tensor")."""
+    namespace, opname = name.split("::", 1)
+    packet = getattr(getattr(torch.ops, namespace), opname)
+    func = getattr(packet, overload or "default")
+    is_replayable, has_conditions = may_be_replayed(func)
+    arguments = [each.name for each in func._schema.arguments]
+    is_written, is_traced = bool(find_written(func)), touches_tensors(func)
+    mean, variance, training = STATISTICS.get(func._opname, (-1, -1, -1))
+    is_attention = has_conditions and "attention" in func._opname
+    return {
+        "name": str(func),
+        "is_traced": is_traced,
+        "is_idle": not is_written and mean < 0 and (is_view(func) or not is_traced),
+        "may_write": is_written or mean >= 0,
+        "is_replayable": is_replayable and (not is_attention or "dropout_p" in arguments),
+        "is_random": torch.Tag.nondeterministic_seeded in func.tags,
+        "is_source": not any("Tensor" in str(each.type) for each in func._schema.arguments),
+        "is_convolution": func._opname == "convolution",
+        "dropout": arguments.index("dropout_p") if is_attention and "dropout_p" in arguments else -1,
+        "statistics": [mean, variance, -1 if training is None else training],
+    }

@@ -1,0 +1,209 @@
+"""The joint fluid linear programme: a bound on the time of every plan, a first idea of a good one, and prices.
+
+    load of the plain step        /\\___/\\
+    budget              ---------/--------\\-----------
+    pivots                 |    | |  |  || |    |        ticks at which the programme looks
+    price of a byte        0    0 0  p  q0 r    0        seconds that the step gains for a byte of room there
+
+Ticks between pivots are left out, so that what it finds is a bound whatever the pivots are; where its solution would be
+over the budget in between, it looks there too and solves again.
+
+Each gap may be dropped or moved in part, copies are made byte by byte in any order, whatever is read is there, and
+replays take no room. So no plan is faster; a whole plan may be slower.
+
+Source: planning as a linear programme over what spans each tick follows the interval-packing view of caching (A.
+Bar-Noy, R. Bar-Yehuda, A. Freund, J. Naor, B. Schieber, "A unified approach to approximating resource allocation and
+scheduling", Journal of the ACM 48, 2001). Ours: offloading in it as cumulative flows over two lanes, what a replay
+takes at the least, and the pivots.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+
+from elbowroom.planner.bounds.fluid_model import Model, ModelBuilder
+from elbowroom.planner.bounds.gap_arrays import Integers, Numbers, accumulate, make_gap_arrays
+from elbowroom.planner.problem import Problem
+from elbowroom.planner.schedule.draft import Key
+
+FEW_TICKS = 256
+"""A trace of no more ticks is looked at everywhere."""
+
+WINDOWS = 56
+"""Pivots to begin with, spread over time and over ticks; and how many more a round adds at most."""
+
+MOST_ROUNDS = 5
+
+WORTH_A_ROUND = 2e-5
+"""Of the plain step: where a round raises the bound by no more, there is no other."""
+
+TOLERANCE = 2e-4
+"""Of the plain peak: how far over the budget the load between pivots may be before there are more."""
+
+CAUTION = 1e-9
+"""Of the plain step: taken off the bound for what rounding in sums may do."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class FluidSolution:
+    """By gap as in `keys`, and by pivot.
+
+    Attributes:
+        seconds: no plan takes less. Proved by the prices alone, however well the solver did.
+        keys: the gaps that can lower the load where it is over the budget, in order of opening.
+        recomputed, offloaded: the share of each gap.
+        pivots: ticks; the last is the end of the trace.
+        byte_prices: seconds of step for one byte more room at the pivot.
+        extra_seconds: replays and waiting between the pivot before and this one.
+        out_prices, back_prices: the same stretch: seconds of step for a second more of the lane; for a link with one
+            lane both are of that.
+    """
+
+    seconds: float
+    keys: tuple[Key, ...]
+    recomputed: Numbers
+    offloaded: Numbers
+    pivots: Integers
+    byte_prices: Numbers
+    extra_seconds: Numbers
+    out_prices: Numbers
+    back_prices: Numbers
+
+
+def solve_fluid(
+    problem: Problem, *, recompute: bool = True, offload: bool = True, windows: int = WINDOWS
+) -> FluidSolution | None:
+    """Bound, shares and prices.
+
+    Args:
+        recompute, offload: whether plans may do so.
+        windows: of how many pivots there are at first; a bound is valid with any, and closer with more.
+
+    Returns:
+        None if no such plan fits.
+
+    Cost: some solutions by HiGHS, a tenth of a second for each few hundred gaps.
+    """
+    builder = ModelBuilder(problem, make_gap_arrays(problem), recompute=recompute, offload=offload)
+    pivots = np.union1d(_place_pivots(problem, windows), [builder.first_replay])
+    best: FluidSolution | None = None
+    for _ in range(MOST_ROUNDS):
+        model = builder.build(pivots)
+        solved = find_fluid(model)
+        if solved is None:
+            return best
+        if solved.status == 2:
+            return None
+        found = _read(problem, builder, model, solved)
+        gain = np.inf if best is None else (found.seconds - best.seconds) / model.unit_seconds
+        best = found if gain >= 0 else best
+        more = _find_more(problem, builder, model, solved.x, windows)
+        if not len(more) or gain < WORTH_A_ROUND:
+            break
+        pivots = np.union1d(pivots, more)
+    return best
+
+
+def _place_pivots(problem: Problem, windows: int) -> Integers:
+    """Where the plain load is highest in each stretch of time, and of ticks; and the end."""
+    live = np.array(problem.plain.live_bytes)
+    end = len(live)
+    if end <= FEW_TICKS:
+        return np.arange(end + 1)
+    begins = problem.drafter.replay.begins
+    by_time = np.searchsorted(begins[:end], np.linspace(0.0, begins[end], windows + 1)[:-1])
+    by_tick = np.linspace(0, end, windows // 4 + 1).astype(np.int64)[:-1]
+    edges = np.unique(np.concatenate((by_time, by_tick)).clip(0, end - 1))
+    highest = [begin + int(np.argmax(live[begin:until])) for begin, until in zip(edges, [*edges[1:], end], strict=True)]
+    return np.union1d(highest, [end])
+
+
+def find_fluid(model: Model, begin: Numbers | None = None, end: Numbers | None = None) -> Any:
+    """What HiGHS makes of it: its status is 0, or 2 if the model has no solution; None if it found out neither.
+
+    Args:
+        begin, end: the columns lie between them, as for `Model.prove`.
+    """
+    from scipy.optimize import linprog
+
+    equal = model.equal
+    between = np.zeros(len(model.most)) if begin is None else begin, model.most if end is None else end
+    solved = linprog(
+        model.cost, A_ub=-model.matrix[equal:], b_ub=-model.least[equal:], A_eq=model.matrix[:equal],
+        b_eq=model.least[:equal], bounds=np.column_stack(between), method="highs-ds",
+    )  # fmt: skip
+    return solved if solved.status in (0, 2) else None
+
+
+def list_prices(solved: Any) -> Numbers:
+    """Prices by row, of a solution of `find_fluid`."""
+    return np.concatenate((solved.eqlin.marginals, np.maximum(0.0, -solved.ineqlin.marginals)))
+
+
+def _read(problem: Problem, builder: ModelBuilder, model: Model, solved: Any) -> FluidSolution:
+    prices = list_prices(solved)
+    extra = model.prove(prices) - CAUTION  # so it does not rest on the solver's tolerances
+    count, gaps = len(model.pivots), len(builder.gap_arrays.keys)
+
+    def read(name: str, size: int) -> Numbers:
+        return np.asarray(solved.x[model.columns[name] : model.columns[name] + size])
+
+    def price(name: str) -> Numbers:
+        return np.asarray(prices[model.rows[name] : model.rows[name] + count])
+
+    out_prices = price("out lane")
+    return FluidSolution(
+        seconds=problem.plain.step_seconds + max(0.0, extra) * model.unit_seconds,
+        keys=builder.gap_arrays.keys,
+        recomputed=read("dropped", gaps),
+        offloaded=read("moved", gaps),
+        pivots=model.pivots,
+        byte_prices=(price("cover") + price("flow")) * (model.unit_seconds / model.unit_bytes),
+        extra_seconds=read("extra", count) * model.unit_seconds,
+        out_prices=out_prices,
+        back_prices=price("back lane") if "back lane" in model.rows else out_prices,
+    )
+
+
+def _find_more(problem: Problem, builder: ModelBuilder, model: Model, found: Numbers, windows: int) -> Integers:
+    """The ticks most over the budget under a solution: at most one between two pivots, and one a window."""
+    over = _find_excess(problem, builder, model, found)
+    before = np.searchsorted(model.pivots, np.arange(len(over)))
+    order = np.lexsort((np.arange(len(over)), -over))
+    order = order[over[order] > TOLERANCE * model.unit_bytes]
+    _, first = np.unique(before[order], return_index=True)
+    return np.sort(order[np.sort(first)[:windows]])
+
+
+def _find_excess(problem: Problem, builder: ModelBuilder, model: Model, found: Numbers) -> Numbers:
+    """Bytes over the budget at each tick, with the copies between pivots as favourable as their lanes allow."""
+    gap_arrays, columns, end = builder.gap_arrays, model.columns, len(problem.plain.live_bytes)
+    gaps, count, unit = len(gap_arrays.keys), len(model.pivots), model.unit_bytes
+
+    def read(name: str, size: int) -> Numbers:
+        return np.asarray(found[columns[name] : columns[name] + size])
+
+    moved, dirty = read("moved", gaps), builder.find_copying(found, model)
+    again = accumulate(gap_arrays.opens + 1, gap_arrays.nbytes * (moved - dirty), end)
+    saved = accumulate(gap_arrays.claim_begins + 1, gap_arrays.nbytes * dirty, end)
+    needed = accumulate(gap_arrays.closes + 1, gap_arrays.nbytes * moved, end)
+    begins = problem.drafter.replay.begins
+    nearest = np.searchsorted(model.pivots, np.arange(end))  # the first pivot not before each tick
+    extra = read("extra", count)[nearest] * model.unit_seconds
+    since = begins[:end] - np.concatenate(([0.0], begins[model.pivots]))[nearest] + extra
+    left = begins[model.pivots][nearest] - begins[:end] + extra
+    out, back = read("out", count) * unit, read("back", count) * unit
+    sent = np.minimum(np.minimum(out[nearest], saved), np.append(0.0, out)[nearest] + _divide(since, builder.out_pace))
+    come = np.maximum(
+        np.maximum(np.append(0.0, back)[nearest], needed), back[nearest] - _divide(left, builder.back_pace)
+    )
+    free = gap_arrays.free(read("dropped", gaps), end)
+    gone = np.minimum(gap_arrays.free(moved, end), sent + again - come)
+    return np.asarray(np.array(problem.plain.live_bytes) - problem.budget_bytes - free - gone)
+
+
+def _divide(seconds: Numbers, pace: float) -> Numbers:
+    return seconds / pace if pace > 0 else np.full(len(seconds), np.inf)

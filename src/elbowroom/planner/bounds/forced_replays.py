@@ -1,0 +1,89 @@
+"""What no replay can do without, whatever else the plan does.
+
+An op that is replayed reads each of its arguments from the device or from an earlier op of the same replay. Replays run
+when autograd asks for something, so an argument that nothing holds at any such time, in the version that was read, must
+be made anew every time: the op that made it is replayed as often as the one that reads it. And what such a chain cannot
+end in (a barrier, something that was there before the step and has changed) cannot be replayed at all.
+
+This is looser than `closures.Closures`, which asks about one moment: a bound must hold for every moment.
+"""
+
+from __future__ import annotations
+
+import bisect
+import dataclasses
+
+from elbowroom.ir.trace import Trace, View
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ForcedReplays:
+    """By index of op.
+
+    Attributes:
+        maker: by storage, the op that last wrote it; -1 if it was there before the step.
+        can_replay: whether some plan may replay it.
+        takes: the ops that every replay of it replays too, not counting what those take.
+        may_find: the storages that it reads and that some replay of it may find on the device.
+    """
+
+    maker: tuple[int, ...]
+    can_replay: tuple[bool, ...]
+    takes: tuple[tuple[int, ...], ...]
+    may_find: tuple[tuple[int, ...], ...]
+
+
+def find_forced_replays(trace: Trace) -> ForcedReplays:
+    """Walk the ops in order.
+
+    Cost: linear in the reads, with the logarithm of the needs.
+    """
+    finder = _Finder(trace)
+    can_replay: list[bool] = []
+    takes: list[tuple[int, ...]] = []
+    may_find: list[tuple[int, ...]] = []
+    for op in trace.ops:
+        found = {view.storage for view in op.reads if finder.may_be_there(view, op.tick)}
+        makers = {finder.writer_of(view) for view in op.reads if not finder.may_be_there(view, op.tick)}
+        can_replay.append(not op.barrier and all(maker >= 0 and can_replay[maker] for maker in makers))
+        takes.append(tuple(sorted(makers)) if can_replay[-1] else ())
+        may_find.append(tuple(sorted(found)))
+    return ForcedReplays(
+        maker=tuple(writes[-1][2] if writes else -1 for writes in finder.writes),
+        can_replay=tuple(can_replay),
+        takes=tuple(takes),
+        may_find=tuple(may_find),
+    )
+
+
+class _Finder:
+    def __init__(self, trace: Trace) -> None:
+        self._needs = [need.tick for need in trace.needs]
+        self.writes: list[list[tuple[int, int, int]]] = [[] for _ in trace.storages]  # version, tick, op
+        for index, op in enumerate(trace.ops):
+            for view in op.writes:
+                self.writes[view.storage].append((view.version, op.tick, index))
+        self._holds = [[(home.created, home.released)] for home in trace.storages]
+        for save in trace.saves:
+            self._holds[save.storage].append((save.tick, save.released))
+
+    def writer_of(self, view: View) -> int:
+        """The op that wrote this version; -1 if it was there before the step."""
+        return next((op for version, _, op in self.writes[view.storage] if version == view.version), -1)
+
+    def may_be_there(self, view: View, read: int) -> bool:
+        """Whether something holds this version at any need after tick `read`."""
+        since, until = -1, self._needs[-1] if self._needs else -1
+        for version, tick, _ in self.writes[view.storage]:
+            if version == view.version:
+                since = tick
+            elif version > view.version:
+                until = min(until, tick)
+        return any(
+            self._is_need_within(max(since, begin, read), min(until, end - 1))
+            for begin, end in self._holds[view.storage]
+        )
+
+    def _is_need_within(self, after: int, until: int) -> bool:
+        index = bisect.bisect_right(self._needs, after)
+        return index < len(self._needs) and self._needs[index] <= until

@@ -1,0 +1,1 @@
+"""Several strategies, budgets or batch sizes side by side."""

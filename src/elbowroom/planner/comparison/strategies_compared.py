@@ -1,0 +1,259 @@
+"""Strategies side by side: what each makes of one step within each of several budgets.
+
+        budgets                      strategies
+20%  30%  ...  100%   x   auto  vdnn  autoswap:score=doa  ...   ->  one Entry each
+  '---- bound of each ----'
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import time
+from collections.abc import Iterator, Sequence
+
+from elbowroom.errors import Infeasible, UsageError
+from elbowroom.ir.costs import Costs
+from elbowroom.ir.forecast import Forecast
+from elbowroom.ir.trace import Trace
+from elbowroom.planner.bounds.bound import find_bound
+from elbowroom.planner.comparison.frontier import choose
+from elbowroom.planner.options import find_strategy
+from elbowroom.planner.problem import plan, pose
+from elbowroom.simulator.replay import simulate
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class PlanOutcome:
+    """What a plan is forecast to do; the figures of `ir.forecast.Forecast` without those of every tick."""
+
+    peak_bytes: int
+    step_seconds: float
+    recompute_seconds: float
+    stall_seconds: float
+    offloaded_bytes: int
+    reloaded_bytes: int
+    lower_tier_bytes: int
+    disk_bytes: int = 0
+
+    @property
+    def moved_bytes(self) -> int:
+        """Over the link, both ways together."""
+        return self.offloaded_bytes + self.reloaded_bytes
+
+    def over(self, seconds: float) -> float:
+        """The step's time as a multiple of another one."""
+        return self.step_seconds / seconds if seconds else math.inf if self.step_seconds else 1.0
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Attempt:
+    """One strategy, one budget.
+
+    Attributes:
+        outcome: of its plan; None where that does not fit.
+        needed_bytes: the peak of its plan, or what it would need to find one.
+        needed_host_bytes: most bytes that its plan has in the tier below; 0 where the device is what it does not fit.
+        planning_seconds: everything from the trace to the judged plan.
+        refusal: why the strategy did not try: the step is too large for it, or it needs what is not installed; "" where
+            it tried. `needed_bytes` is 0 then.
+    """
+
+    outcome: PlanOutcome | None
+    needed_bytes: int
+    needed_host_bytes: int
+    planning_seconds: float
+    refusal: str = ""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Entry:
+    """What one strategy makes of one budget, beside what no plan can beat.
+
+    Attributes:
+        strategy: as it was asked for, options included.
+        plain_seconds: the step without a plan.
+        bound_seconds: no plan within this budget takes less; infinite where there is none at all.
+    """
+
+    strategy: str
+    budget_bytes: int
+    plain_seconds: float
+    bound_seconds: float
+    attempt: Attempt
+
+    @property
+    def outcome(self) -> PlanOutcome | None:
+        """Of the plan; None where there is none."""
+        return self.attempt.outcome
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Comparison:
+    """Entries of one step on one machine.
+
+    Attributes:
+        name: what was captured.
+        profile_name: the machine.
+        plain_peak_bytes, plain_seconds: of the step without a plan.
+        smallest_bytes: the smallest budget that works.
+        entries: budget by budget, in the order of the strategies.
+    """
+
+    name: str
+    profile_name: str
+    plain_peak_bytes: int
+    plain_seconds: float
+    smallest_bytes: int
+    entries: tuple[Entry, ...]
+
+    def list_budgets(self) -> tuple[int, ...]:
+        """Each budget once."""
+        return tuple(dict.fromkeys(entry.budget_bytes for entry in self.entries))
+
+    def list_strategies(self) -> tuple[str, ...]:
+        """Each strategy once."""
+        return tuple(dict.fromkeys(entry.strategy for entry in self.entries))
+
+    def find_entries(self, *, budget_bytes: int | None = None, strategy: str | None = None) -> tuple[Entry, ...]:
+        """Those of one budget, of one strategy, or both."""
+        return tuple(
+            entry
+            for entry in self.entries
+            if budget_bytes in (None, entry.budget_bytes) and strategy in (None, entry.strategy)
+        )
+
+
+def attempt(trace: Trace, costs: Costs, budget_bytes: int, strategy: str, *, host_bytes: int | None = None) -> Attempt:
+    """Plan once, and time it.
+
+    Args:
+        host_bytes: what the tier below may hold at once, or before copies go on to a disk (`problem.plan`).
+
+    Raises:
+        UnknownMember: there is no such strategy.
+        UsageError: it has no such option, or refuses this step.
+        TraceError: the costs belong to another trace.
+    """
+    begin = time.perf_counter()
+    try:
+        made = plan(trace, costs, budget_bytes, strategy=strategy, host_bytes=host_bytes)
+    except Infeasible as error:
+        seconds = time.perf_counter() - begin
+        on_host = error.needed_bytes <= budget_bytes
+        return Attempt(
+            outcome=None,
+            needed_bytes=error.needed_bytes,
+            needed_host_bytes=error.needed_host_bytes if on_host else 0,
+            planning_seconds=seconds,
+        )
+    seconds = time.perf_counter() - begin
+    forecast = simulate(trace, costs, made, host_bytes=host_bytes)
+    return Attempt(
+        outcome=summarize(forecast),
+        needed_bytes=forecast.peak_bytes,
+        needed_host_bytes=forecast.lower_tier_bytes,
+        planning_seconds=seconds,
+    )
+
+
+def try_strategy(
+    trace: Trace, costs: Costs, budget_bytes: int, strategy: str, *, host_bytes: int | None = None
+) -> Attempt:
+    """As `attempt`, but where the strategy refuses the step, an attempt that says why.
+
+    Raises:
+        TraceError: the costs belong to another trace.
+    """
+    begin = time.perf_counter()
+    try:
+        return attempt(trace, costs, budget_bytes, strategy, host_bytes=host_bytes)
+    except UsageError as error:
+        seconds = time.perf_counter() - begin
+        return Attempt(outcome=None, needed_bytes=0, needed_host_bytes=0, planning_seconds=seconds, refusal=str(error))
+
+
+def compare(
+    trace: Trace, costs: Costs, budgets: Sequence[int], strategies: Sequence[str], *, host_bytes: int | None = None
+) -> Iterator[Entry]:
+    """Every strategy within every budget, each entry as soon as it is there; budget by budget.
+
+    A strategy that refuses the step does not end the rest: its entry says why (`Attempt.refusal`).
+
+    Args:
+        host_bytes: as for `attempt`.
+
+    Raises:
+        UnknownMember: there is no such strategy. Before anything is planned.
+        UsageError: one has no such option. Before anything is planned.
+        TraceError: the costs belong to another trace.
+
+    Cost: one plan an entry, and one bound a budget.
+    """
+    for strategy in strategies:
+        find_strategy(strategy)
+    return _compare(trace, costs, budgets, strategies, host_bytes)
+
+
+def _compare(
+    trace: Trace, costs: Costs, budgets: Sequence[int], strategies: Sequence[str], host_bytes: int | None
+) -> Iterator[Entry]:
+    for budget_bytes in budgets:
+        problem = pose(trace, costs, budget_bytes, host_bytes=host_bytes)
+        bound_seconds = find_bound(problem).seconds if problem.floor.peak_bytes <= budget_bytes else math.inf
+        for strategy in strategies:
+            yield Entry(
+                strategy=strategy,
+                budget_bytes=budget_bytes,
+                plain_seconds=problem.plain.step_seconds,
+                bound_seconds=bound_seconds,
+                attempt=try_strategy(trace, costs, budget_bytes, strategy, host_bytes=host_bytes),
+            )
+
+
+def even_out(entries: Sequence[Entry]) -> tuple[Entry, ...]:
+    """Give each entry the best outcome that its strategy has within its budget, whatever budget it was found for."""
+    best: dict[tuple[str, int], PlanOutcome] = {}
+    for strategy in {entry.strategy for entry in entries}:
+        own = [entry for entry in entries if entry.strategy == strategy]
+        outcomes = [entry.outcome for entry in own]
+        results = [None if each is None else (each.peak_bytes, each.step_seconds) for each in outcomes]
+        for entry, place in zip(own, choose(results, [entry.budget_bytes for entry in own]), strict=True):
+            if place is not None and (outcome := outcomes[place]) is not None:
+                best[strategy, entry.budget_bytes] = outcome
+    return tuple(
+        dataclasses.replace(entry, attempt=_take_over(entry.attempt, found))
+        if (found := best.get((entry.strategy, entry.budget_bytes))) is not None
+        else entry
+        for entry in entries
+    )
+
+
+def _take_over(attempt: Attempt, outcome: PlanOutcome) -> Attempt:
+    needed_bytes = attempt.needed_bytes or outcome.peak_bytes  # 0 where the strategy had refused
+    return dataclasses.replace(attempt, outcome=outcome, needed_bytes=needed_bytes, refusal="")
+
+
+def find_front(entries: Sequence[Entry]) -> tuple[Entry, ...]:
+    """The entries that no other one beats in peak and seconds both, by peak; of equals the first."""
+    front: list[Entry] = []
+    fastest = math.inf
+    for entry, outcome in sorted(
+        ((entry, entry.outcome) for entry in entries if entry.outcome is not None),
+        key=lambda each: (each[1].peak_bytes, each[1].step_seconds),
+    ):
+        if outcome.step_seconds < fastest:
+            fastest = outcome.step_seconds
+            front.append(entry)
+    return tuple(front)
+
+
+def find_fastest(entries: Sequence[Entry]) -> Entry | None:
+    """The entry with the shortest step, of equals the first; None where none fits."""
+    fitting = [(entry.outcome.step_seconds, entry) for entry in entries if entry.outcome is not None]
+    return min(fitting, key=lambda each: each[0])[1] if fitting else None
+
+
+def summarize(forecast: Forecast) -> PlanOutcome:
+    """A forecast without the bytes of every tick."""
+    return PlanOutcome(**{field.name: getattr(forecast, field.name) for field in dataclasses.fields(PlanOutcome)})

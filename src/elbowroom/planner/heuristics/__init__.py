@@ -1,0 +1,1 @@
+"""Rules of the published planners, shared by several strategies."""

@@ -1,0 +1,305 @@
+"""A step as a chain of stages: cut wherever one storage is all that the forward pass hands on and may be dropped.
+
+    forward    stage 0 | stage 1 | stage 2        at each cut, everything later is computed from its boundary, and
+    boundary          b1        b2                the backward pass has no need of earlier stages before later ones
+    backward   stage 0 | stage 1 | stage 2   (from right to left)
+
+What a stage saves besides its boundary is inner to it. What reaches across half of the forward pass (a mask that every
+layer reads), and what cannot be computed from the boundary, stays on the device.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from elbowroom.ir.plan import Segment
+from elbowroom.ir.trace import PERSISTENT_ROLES, Trace
+from elbowroom.planner.closures import Closure
+from elbowroom.planner.problem import Problem
+from elbowroom.planner.schedule.draft import Drafter, Key
+from elbowroom.simulator.columns import Array
+
+WIDE = 0.5
+"""Of the forward pass: storages that are read across more of it are kept."""
+
+FEWEST_STAGES, MOST_STAGES = 3, 100
+
+MOST_INNER = 64
+"""A stage that saves more storages than this is no stage of a chain, and takes long to look at."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Replayed:
+    """What one replay takes.
+
+    Attributes:
+        seconds: infinite if it cannot be done.
+        peak_bytes: of all that it makes, what it leaves behind included.
+    """
+
+    seconds: float
+    peak_bytes: int
+
+
+NOTHING = Replayed(seconds=0.0, peak_bytes=0)
+IMPOSSIBLE = Replayed(seconds=float("inf"), peak_bytes=0)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Stage:
+    """One stage, and what it takes. Bytes "of others" leave out all that a plan may drop and that is not in use.
+
+    Attributes:
+        boundary: what it begins from; None where that stays on the device in any case.
+        inner: what else it saves and can compute from the boundary.
+        want: tick of the first need of its backward pass.
+        boundary_bytes, inner_bytes: of these, rounded as the allocator does.
+        passing: to make the next boundary from its own, and nothing else.
+        serving: to make what is inner.
+        holding: to make both.
+        sparing: to make what is inner, each for its own need, with nothing held for the next.
+        forward_bytes: of others in its forward pass.
+        forward_own_bytes: of others and its boundary.
+        forward_all_bytes: of others, its boundary and what is inner.
+        want_bytes: of others at `want`, without what is wanted there.
+        backward_bytes: of others, its boundary and what is inner in its backward pass.
+        sparing_bytes: of others, its boundary and what replays take, if they are `sparing`.
+    """
+
+    boundary: Key | None
+    inner: tuple[Key, ...]
+    want: int
+    boundary_bytes: int
+    inner_bytes: int
+    passing: Replayed
+    serving: Replayed
+    holding: Replayed
+    sparing: Replayed
+    forward_bytes: int
+    forward_own_bytes: int
+    forward_all_bytes: int
+    want_bytes: int
+    backward_bytes: int
+    sparing_bytes: int
+
+
+def find_stages(problem: Problem) -> list[Stage]:
+    """The stages of a step, in the order of the forward pass; none where it is no chain.
+
+    Cost: linear in the trace, and in the ops of each stage for each storage that it saves.
+    """
+    trace = problem.drafter.replay.trace
+    if not trace.needs:
+        return []
+    keys = _find_candidates(problem.drafter)
+    cuts = _thin(_find_cuts(trace, keys))
+    begins = [tick for tick, _ in cuts]
+    saved = np.searchsorted(begins, [trace.storages[storage].created for storage in keys], side="right")
+    if len(cuts) < FEWEST_STAGES or np.bincount(saved).max(initial=0) > MOST_INNER:
+        return []
+    return _Measurer(problem, keys, cuts).list_stages()
+
+
+def _find_candidates(drafter: Drafter) -> dict[int, Key]:
+    """By storage: the gaps from the forward pass to the backward pass, of what is not read across half the former."""
+    trace = drafter.replay.trace
+    forward_end = trace.needs[0].tick
+    last_read = _find_last_reads(trace)
+    return {
+        storage: (storage, index)
+        for (storage, index), gap in drafter.gaps.items()
+        if gap.opens < forward_end <= gap.closes
+        and last_read.get(storage, 0) - trace.storages[storage].created <= WIDE * forward_end
+        and drafter.closures.find(storage, gap.closes, lambda _: False) is not None
+    }
+
+
+def _find_last_reads(trace: Trace) -> dict[int, int]:
+    """The last op of the forward pass that reads each storage."""
+    forward_end = trace.needs[0].tick
+    return {view.storage: op.tick for op in trace.ops if op.tick < forward_end for view in op.reads}
+
+
+def _find_cuts(trace: Trace, keys: dict[int, Key]) -> list[tuple[int, int]]:
+    """Where stages begin, and the storage that is their boundary; -1 where there is none."""
+    cuts = [(0, -1)]
+    orders = _find_orders(trace)
+    last_cut = -1
+    for crossing, ticks in itertools.groupby(_walk_crossings(trace), key=lambda item: item[1]):
+        droppable = [storage for storage in crossing if storage in keys]
+        valid = [tick for tick, _ in ticks if orders[tick]]
+        if len(droppable) > 1 or not valid or valid[-1] == 0:
+            continue
+        tick = valid[-1]
+        if orders[tick] != last_cut:  # something is needed between this cut and the one before
+            last_cut = orders[tick]
+            cuts.append((tick, droppable[0] if droppable else -1))
+    return cuts
+
+
+def _walk_crossings(trace: Trace) -> Iterator[tuple[int, frozenset[int]]]:
+    """What the forward pass hands on across each tick: only where autograd will hold all of it."""
+    forward_end = trace.needs[0].tick
+    last_read = _find_last_reads(trace)
+    made: dict[int, list[int]] = {}
+    read: dict[int, list[int]] = {}
+    for storage, tick in last_read.items():
+        if trace.storages[storage].role not in PERSISTENT_ROLES:
+            made.setdefault(trace.storages[storage].created, []).append(storage)
+            read.setdefault(tick, []).append(storage)
+    saved = {save.storage for save in trace.saves if save.tick < forward_end}
+    crossing: frozenset[int] = frozenset(made.get(-1, ()))
+    for tick in range(forward_end):
+        if crossing <= saved:
+            yield tick, crossing
+        if tick in made or tick in read:
+            crossing = crossing.union(made.get(tick, ())).difference(read.get(tick, ()))
+
+
+def _find_orders(trace: Trace) -> list[int]:
+    """By tick of the forward pass: the first need of what is saved before it, where all that is saved later is needed
+    earlier; 0 where not."""
+    forward_end = trace.needs[0].tick
+    first, last = [trace.end] * (forward_end + 1), [-1] * (forward_end + 1)
+    for need in trace.needs:
+        tick = trace.saves[need.save].tick
+        if tick < forward_end:
+            first[tick], last[tick] = min(first[tick], need.tick), max(last[tick], need.tick)
+    earliest = [trace.end, *itertools.accumulate(first, min)]  # of what is saved before each tick
+    latest = [*itertools.accumulate(reversed(last), max)][::-1]  # of what is saved from it on
+    return [earliest[tick] if 0 <= latest[tick] < earliest[tick] < trace.end else 0 for tick in range(forward_end)]
+
+
+def _thin(cuts: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    """At most `MOST_STAGES` of the cuts, spread evenly."""
+    step = -(-len(cuts) // MOST_STAGES)
+    return cuts[::step]
+
+
+class _Measurer:
+    """Finds what the stages between cuts hold and take."""
+
+    def __init__(self, problem: Problem, keys: dict[int, Key], cuts: Sequence[tuple[int, int]]) -> None:
+        self._drafter, self._trace = problem.drafter, problem.drafter.replay.trace
+        self._rounded = problem.drafter.replay.rounded
+        self._forward_end = self._trace.needs[0].tick
+        self._begins = [tick for tick, _ in cuts]
+        self._bounds = [storage for _, storage in cuts]
+        self._ends = [*self._begins[1:], self._forward_end]
+        self._dropped: set[int] = {storage for storage in self._bounds if storage >= 0}
+        self._keys = keys
+        self._inner = [self._find_inner(stage) for stage in range(len(cuts))]
+        self._wants = self._find_wants()
+        self._others = np.array(problem.plain.live_bytes, dtype=np.int64)
+        for storage in self._dropped:
+            begin, end = self._find_absence(storage)
+            self._others[begin:end] -= self._rounded[storage]
+
+    def list_stages(self) -> list[Stage]:
+        return [self._measure(stage) for stage in range(len(self._begins))]
+
+    def _find_inner(self, stage: int) -> list[int]:
+        """What a stage makes that can be computed from its boundary and what stays; all that is found is dropped."""
+        begin, end = self._begins[stage], self._ends[stage]
+        found = []
+        for storage, key in sorted(self._keys.items(), key=lambda item: (self._drafter.gaps[item[1]].opens, item[0])):
+            inside = begin <= self._trace.storages[storage].created < end
+            if not inside or storage in self._dropped:
+                continue
+            if self._close(storage, self._drafter.gaps[key].closes, stage) is not None:
+                self._dropped.add(storage)
+                found.append(storage)
+        return found
+
+    def _close(self, storage: int, tick: int, stage: int) -> Closure | None:
+        """How to make a storage from the boundary of a stage."""
+        bound = self._bounds[stage]
+        return self._drafter.closures.find(
+            storage, tick, lambda other: other == storage or (other in self._dropped and other != bound)
+        )
+
+    def _find_wants(self) -> list[int]:
+        """The first need of each stage's backward pass."""
+        wants = [self._trace.end] * len(self._begins)
+        for need in self._trace.needs:
+            tick = self._trace.saves[need.save].tick
+            if tick < self._forward_end:
+                stage = int(np.searchsorted(self._begins, tick, side="right")) - 1
+                wants[stage] = min(wants[stage], need.tick)
+        return wants
+
+    def _find_absence(self, storage: int) -> tuple[int, int]:
+        """The ticks during which dropping it frees its bytes."""
+        gap = self._drafter.gaps[self._keys[storage]]
+        return max(gap.opens + 1, self._trace.storages[storage].released), gap.closes
+
+    def _measure(self, stage: int) -> Stage:
+        begin, end, want = self._begins[stage], self._ends[stage], self._wants[stage]
+        bound, inner = self._bounds[stage], self._inner[stage]
+        following = self._bounds[stage + 1] if stage + 1 < len(self._bounds) else -1
+        own = [] if bound < 0 else [bound]
+        onward = [] if following < 0 else [following]
+        wanted = [storage for storage in (*own, *inner) if self._drafter.gaps[self._keys[storage]].closes == want]
+        alone = [self._replay([storage], stage) for storage in inner]
+        backward_end = self._wants[stage - 1] if stage else self._trace.end
+        return Stage(
+            boundary=None if bound < 0 else self._keys[bound],
+            inner=tuple(self._keys[storage] for storage in inner),
+            want=want,
+            boundary_bytes=self._count(own),
+            inner_bytes=self._count(inner),
+            passing=self._replay(onward, stage),
+            serving=self._replay(inner, stage),
+            holding=self._replay([*inner, *onward], stage),
+            sparing=Replayed(
+                seconds=sum(each.seconds for each in alone),
+                peak_bytes=max((each.peak_bytes for each in alone), default=0),
+            ),
+            forward_bytes=self._find_peak(begin, end, []),
+            forward_own_bytes=self._find_peak(begin, end, own),
+            forward_all_bytes=self._find_peak(begin, end, [*own, *inner]),
+            want_bytes=self._find_peak(want, want + 1, []) - self._count(wanted),
+            backward_bytes=self._find_peak(want, backward_end, [*own, *inner]),
+            sparing_bytes=self._find_spared_peak(want, backward_end, own, dict(zip(inner, alone, strict=True))),
+        )
+
+    def _count(self, storages: Sequence[int]) -> int:
+        return int(self._rounded[list(storages)].sum())
+
+    def _find_peak(self, begin: int, end: int, there: Sequence[int]) -> int:
+        """Most bytes of others, and of these."""
+        held: Array = self._others[begin:end].copy()
+        for storage in there:
+            absent, back = self._find_absence(storage)
+            held[max(absent - begin, 0) : max(back - begin, 0)] += self._rounded[storage]
+        return int(held.max(initial=0))
+
+    def _find_spared_peak(self, begin: int, end: int, own: Sequence[int], alone: dict[int, Replayed]) -> int:
+        """Most bytes of others, the boundary, and replays of one storage each."""
+        peak = self._find_peak(begin, end, own)
+        for storage, replayed in alone.items():
+            tick = self._drafter.gaps[self._keys[storage]].closes
+            beside = self._find_peak(tick, tick + 1, own) - self._count([storage])
+            peak = max(peak, beside + replayed.peak_bytes)
+        return peak
+
+    def _replay(self, storages: Sequence[int], stage: int) -> Replayed:
+        """To make these from the boundary of a stage."""
+        if not storages:
+            return NOTHING
+        ops: set[int] = set()
+        leaves: set[int] = set()
+        for storage in storages:
+            closure = self._close(storage, self._drafter.gaps[self._keys[storage]].closes, stage)
+            if closure is None:
+                return IMPOSSIBLE
+            ops |= set(closure.ops)
+            leaves |= set(closure.leaves)
+        outputs = tuple(sorted(storages))
+        segment = Segment(ops=tuple(sorted(ops)), outputs=outputs, leaves=tuple(sorted(leaves)))
+        seconds, spike = self._drafter.replay.transients.measure(segment, outputs)
+        return Replayed(seconds=seconds, peak_bytes=spike + self._count(outputs))

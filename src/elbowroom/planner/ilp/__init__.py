@@ -1,0 +1,1 @@
+"""Integer programmes: small models of a step, and how long a solver may take."""

@@ -1,0 +1,1 @@
+"""Searches through vectors of choices, scored by the compiled simulator."""

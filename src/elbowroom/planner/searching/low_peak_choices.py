@@ -1,0 +1,79 @@
+"""Choices with lower and lower peaks, for searches that know of none that fits.
+
+    budget of the relaxation    80 %   64 %   51 %  ...  of the plain peak, until it has no solution
+    rounded                     each gap dropped until the first replay that makes it, or (ANEW) until its own close
+
+Where everything may be offloaded, offloading everything fits if anything does. Where it may not, because the tier below
+is limited or only recomputation is allowed, the relaxation rounded at the budget itself is often over it: it counts no
+room for replays, and what one replay makes for a later need stays. The ladder does not depend on the budget, so what
+does not fit within one budget is found again within a larger one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+
+from elbowroom.planner.bounds.fluid import FluidSolution, solve_fluid
+from elbowroom.planner.problem import Problem
+from elbowroom.planner.schedule.choice_vectors import ChoiceVectorPlanner
+from elbowroom.simulator.columns import Array
+from elbowroom.simulator.segments import KEEP, OFFLOAD, RECOMPUTE, RECOMPUTE_OWN, find_segments
+from elbowroom.simulator.sweep import sweep
+
+STEP = 0.8
+"""From one budget to the next."""
+
+WINDOWS = 40
+"""Pivots of the relaxation (`fluid.solve_fluid`)."""
+
+ROUND_UP = 0.3
+"""A larger fraction of a gap counts as all of it."""
+
+MOST_MENDED = 64
+"""Gaps that are kept after all, before everything is."""
+
+
+def list_low(
+    problem: Problem, vectors: ChoiceVectorPlanner, allowed: Array, *, recompute: bool, offload: bool
+) -> list[Array]:
+    """Choices that can be carried out, those of the higher budgets first.
+
+    Cost: a linear programme for each rung, at most some twenty.
+    """
+    found: list[Array] = []
+    budget_bytes = int(STEP * problem.plain.peak_bytes)
+    while budget_bytes > 0:
+        lower = dataclasses.replace(problem, budget_bytes=budget_bytes)
+        fluid = solve_fluid(lower, windows=WINDOWS, recompute=recompute, offload=offload)
+        if fluid is None:
+            break
+        rounded = round_shares(vectors, fluid, allowed)
+        found += [
+            rounded,
+            mend(vectors, np.where(rounded == RECOMPUTE, RECOMPUTE_OWN, rounded).astype(np.int8), allowed),
+        ]
+        budget_bytes = int(STEP * budget_bytes)
+    return found
+
+
+def round_shares(vectors: ChoiceVectorPlanner, fluid: FluidSolution, allowed: Array) -> Array:
+    """Whole choices of a solution in fractions, such that they can be carried out."""
+    place = {key: index for index, key in enumerate(fluid.keys)}
+    order = np.asarray([place.get(key, len(place)) for key in vectors.keys], dtype=np.int64)
+    recompute, offload = (np.append(share, 0.0)[order] for share in (fluid.recomputed, fluid.offloaded))
+    choices = np.where(offload >= ROUND_UP, OFFLOAD, KEEP)
+    drop = (recompute >= np.maximum(ROUND_UP, offload)) & allowed[:, RECOMPUTE]
+    choices = np.where(drop, RECOMPUTE, choices)
+    return mend(vectors, np.where(allowed[np.arange(len(choices)), choices], choices, KEEP).astype(np.int8), allowed)
+
+
+def mend(vectors: ChoiceVectorPlanner, choices: Array, allowed: Array) -> Array:
+    """The choices with the drops kept that have no replay beside the others; nothing dropped if there are many."""
+    for _ in range(MOST_MENDED):
+        if sweep(vectors.columns, choices, 0, 0.0, np.inf, vectors.room):
+            return choices
+        gap = find_segments(vectors.columns, vectors.room.segments)
+        choices[gap] = OFFLOAD if allowed[gap, OFFLOAD] else KEEP
+    return np.where(choices >= RECOMPUTE, KEEP, choices).astype(np.int8)

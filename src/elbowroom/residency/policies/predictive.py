@@ -1,0 +1,296 @@
+"""What the step before says should leave does, as it says; where it says nothing, as `delta`.
+
+From the order and the times of saves and needs, and the room that would have been taken, `residency.prefetch_plan` says
+what is copied in the shadow of the ops, and when it comes back, and what is dropped. Under pressure, what was copied
+leaves first, then what was to be dropped, then what is cheapest to miss: min(recompute, swap) / (bytes x events until
+the next use, or seconds since the last). A swap counts with what is under way before it.
+
+Source: next uses by position within an iteration are what vDNN, Capuchin and TENSILE plan with; the score is DELTA's,
+with the future in the place of the past. L. A. Belady, "A study of replacement algorithms for a virtual-storage
+computer", IBM Systems Journal 5, 1966: what is needed last is what to miss.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
+
+from elbowroom.ir.actions import Offload, Reload
+from elbowroom.ir.events import Event, PressureRaised
+from elbowroom.residency.access_history import AccessHistory, StepAccesses
+from elbowroom.residency.machine import Intent
+from elbowroom.residency.online import Facts, Moment, Online
+from elbowroom.residency.prefetch_plan import ForeseenMove, plan_prefetch
+
+TRIES = 2
+"""Steps of one shape that are foreseen anew, each from what was seen in the one before; then the best is kept."""
+
+SHAPES = 16
+"""Of steps that are remembered to have been."""
+
+LEARNT = 2
+"""Steps in which is asked what it takes to compute something again."""
+
+AT_ONCE = 16
+"""Storages asked about in each event, once there has been too little room."""
+
+WATCHED = 4
+"""Storages looked at in each event, for whether the program still holds them."""
+
+
+class _Tried:
+    """What was foreseen for steps of one shape, and what became of the steps with it."""
+
+    def __init__(self) -> None:
+        self._made: list[tuple[tuple[int, float], Mapping[int, ForeseenMove]]] = []
+        self._is_open = False
+        self._source: StepAccesses | None = None
+
+    def choose(
+        self, before: StepAccesses, make: Callable[[], Mapping[int, ForeseenMove]]
+    ) -> Mapping[int, ForeseenMove]:
+        """A new one, from what the last one led to; the best, once there are enough."""
+        outcome = -len(before.seconds), before.end_seconds  # a step that broke off is not a fast one
+        if self._is_open:
+            if before is self._source or not before.is_foreseen:
+                return self._made[-1][1]  # nothing came of it: a step without a backward pass, or by a plan
+            self._made[-1] = outcome, self._made[-1][1]
+        elif not self._made:
+            self._made.append((outcome, {}))  # with nothing foreseen for it
+        self._source = before
+        self._is_open = len(self._made) <= TRIES
+        if not self._is_open:
+            return min(self._made, key=lambda each: each[0])[1]
+        self._made.append(((0, math.inf), make()))
+        return self._made[-1][1]
+
+
+class Policy(Online):
+    """As foreseen; else min(recompute, swap) / (bytes x events until the next use, or seconds since the last)."""
+
+    is_early = True
+
+    def __init__(self, facts: Facts, history: AccessHistory) -> None:
+        super().__init__(facts, history)
+        self._roles: Mapping[int, ForeseenMove] | None = None
+        self._tight = 0  # the last event with too little room, in the step before
+        self._missing: dict[int, int] = {}  # bytes of what is not there
+        self._missing_bytes = 0
+        self._unlearnt: deque[int] = deque()
+        self._held: deque[int] = deque()  # of what the program holds as well
+        self._copied: dict[int, float] = {}  # when each copy is out
+        self._out_free = 0.0
+        self._backs: list[tuple[int, int]] = []  # (event, storage) of copies back, by event
+
+    # -- what is told ---------------------------------------------------------------------------------------------
+
+    def decide(self, event: Event) -> Iterable[Intent]:
+        """What to do once `event` has been served."""
+        if self._roles is None:
+            self._foresee()
+        if isinstance(event, PressureRaised):
+            if not self.history.present.was_tight:
+                self.history.present.was_tight = True
+                self._unlearnt = deque(self._pool)
+            self._attend(self.look())
+        return super().decide(event)
+
+    def may_wait(self) -> bool:
+        if self._roles is None:
+            self._foresee()
+        return not self._roles
+
+    def comes(self, storage: int, moment: Moment) -> None:
+        self._attend(moment)
+        self.history.present.end_seconds = moment.seconds
+        if self._missing:
+            self.came(storage)
+        if self._held:
+            self._watch_held()
+
+    def ended(self, storage: int) -> None:
+        self._copied.pop(storage, None)
+        if self._missing or self.history.present.was_tight:
+            self.comes(storage, self.look())  # else of no consequence: what there was will be asked at the next event
+        super().ended(storage)
+
+    def _attend(self, moment: Moment) -> None:
+        if self._unlearnt:
+            for _ in range(min(AT_ONCE, len(self._unlearnt))):
+                each = self._unlearnt.popleft()
+                if each in self._place:
+                    self._learn(each)
+        self.history.demand(moment.most_bytes + self._missing_bytes)
+
+    def _foresee(self) -> None:
+        history, budget_bytes = self.history, self.facts.budget_bytes()
+        before = history.before
+        history.present.is_foreseen = True
+        tight = (event for event, nbytes in enumerate(before.demand_bytes) if nbytes > budget_bytes)
+        self._tight = max(tight, default=0)
+        key = before.find_shape(), budget_bytes
+        self._roles = {}
+        if not before.saves:
+            return
+        tried: dict[object, _Tried] = history.tried
+        # To foresee takes time, and is of no use where steps do not recur: a shape that is new beside others waits.
+        must_wait = bool(tried) and key not in tried
+        chosen = tried.setdefault(key, _Tried())
+        if len(tried) > SHAPES:
+            del tried[next(iter(tried))]
+        if not must_wait:
+            self._roles = chosen.choose(before, lambda: plan_prefetch(before, budget_bytes, self.facts.move_seconds))
+
+    def missing_bytes(self) -> int:
+        return self._missing_bytes
+
+    def left(self, storage: int, is_dropped: bool) -> None:
+        self._learn(storage)
+        self._missing[storage] = nbytes = self.facts.nbytes(storage)
+        self._missing_bytes += nbytes
+        if is_dropped:
+            return
+        role = self._find_role(storage)
+        if storage not in self._copied:
+            self._send(storage)
+        if role is not None and role.is_copied and role.back > self.history.events:
+            heapq.heappush(self._backs, (role.back, storage))
+
+    def came(self, storage: int) -> None:
+        self._missing_bytes -= self._missing.pop(storage, 0)
+
+    def _send(self, storage: int) -> None:
+        out, _ = self.facts.move_seconds(self.facts.nbytes(storage))
+        self._copied[storage] = self._out_free = max(self._out_free, self.facts.now()) + out
+
+    def _watch_held(self) -> None:
+        """Note from when on the program no longer holds what was saved."""
+        for _ in range(min(WATCHED, len(self._held))):
+            storage = self._held.popleft()
+            if storage not in self._place:
+                continue
+            if self.facts.may_leave(storage):
+                use = self.history.find(storage)
+                if use is not None:
+                    use.free = self.history.events
+            else:
+                self._held.append(storage)
+
+    def _learn(self, storage: int) -> None:
+        """What it would take to compute it again; ops are slow the first time."""
+        use = self.history.find(storage)
+        if use is None or use.learnt:
+            return
+        before = self.history.find_before(storage)
+        if before is None or not before.learnt:
+            if self.facts.may_leave(storage):
+                use.free = use.events[-1]
+            else:
+                self._held.append(storage)
+        else:
+            use.free, use.learnt = before.free, before.learnt
+            if use.learnt >= LEARNT:
+                use.own_seconds, use.own_bytes, use.leaves = before.own_seconds, before.own_bytes, before.leaves
+                return
+        use.learnt += 1
+        use.own_seconds = self.facts.own_seconds(storage)
+        if use.own_seconds < math.inf:
+            use.own_bytes = self.facts.own_bytes(storage)
+            leaves = [self.history.find(leaf) for leaf in self.facts.neighbours(storage)]
+            use.leaves = tuple(leaf.place for leaf in leaves if leaf is not None)
+
+    def _find_role(self, storage: int) -> ForeseenMove | None:
+        if not self._roles:
+            return None
+        use = self.history.find_before(storage)
+        return None if use is None else self._roles.get(use.place)
+
+    # -- what is rated --------------------------------------------------------------------------------------------
+
+    def rank(self, storage: int) -> int:
+        if not self._roles:
+            return 2
+        role = self._find_role(storage)
+        if role is None or role.back < self.history.events:
+            return 2
+        if not role.is_copied:
+            return 1
+        return 0 if self._copied.get(storage, math.inf) <= self.facts.now() else 2
+
+    def rate(self, storage: int) -> float:
+        facts = self.facts
+        events = self.history.next_use(storage)
+        absent = (
+            self.idle_seconds(storage) if events is None else min(events, max(1, self._tight - self.history.events))
+        )
+        weight = facts.nbytes(storage) * absent
+        if weight <= 0:
+            return math.inf
+        rank = self.rank(storage)
+        if rank == 0:
+            return -float(events or 1)
+        return (facts.replay_seconds(storage) if rank == 1 else self._miss_seconds(storage)) / weight
+
+    def drops(self, storage: int) -> bool:
+        role = self._find_role(storage)
+        if storage in self._copied:
+            return False  # nor could it be
+        if role is not None and role.back >= self.history.events and not role.is_copied:
+            return True
+        return self.facts.replay_seconds(storage) < self._swap_seconds(storage)
+
+    def _miss_seconds(self, storage: int) -> float:
+        """Of the cheaper manner; where a copy is under way there is no other."""
+        swap = self._swap_seconds(storage)
+        if storage in self._copied:
+            return swap
+        return min(swap, self.facts.replay_seconds(storage))
+
+    def _swap_seconds(self, storage: int) -> float:
+        """With what is under way before it; without the way back, where that is foreseen."""
+        facts, role = self.facts, self._find_role(storage)
+        out, back = facts.move_seconds(facts.nbytes(storage))
+        if role is not None and role.is_copied and role.back > self.history.events:
+            back = 0.0
+        if storage in self._copied:
+            return back + max(0.0, self._copied[storage] - facts.now())
+        return back + out + max(0.0, self._out_free - facts.now())
+
+    # -- what comes and goes early --------------------------------------------------------------------------------
+
+    def list_next(self, away: Iterable[int]) -> Iterable[int]:
+        found = [(events, storage) for storage in away if (events := self.history.next_use(storage)) is not None]
+        return [storage for _, storage in sorted(found)] or away
+
+    def _come_early(self) -> list[Intent]:
+        if not self._roles:
+            return super()._come_early()
+        intents: list[Intent] = []
+        spare = self.facts.spare_bytes()
+        while self._backs and self._backs[0][0] <= self.history.events:
+            storage = self._backs[0][1]
+            if storage in self._away:
+                spare -= self.facts.nbytes(storage)
+                if spare < 0:
+                    break
+                intents.append(Reload(storage))
+                self._expect(storage)
+            heapq.heappop(self._backs)
+        return intents
+
+    def _copy_early(self, saved: int) -> list[Intent]:
+        if self.history.present.was_tight or self.history.before.was_tight:
+            self._learn(saved)
+        if not self._roles:
+            intents = super()._copy_early(saved)
+            for intent in intents:
+                if intent.storage not in self._copied:
+                    self._send(intent.storage)
+            return intents
+        role = self._find_role(saved)
+        if role is None or not role.is_copied or saved in self._copied:
+            return []
+        self._send(saved)
+        return [Offload(saved)]

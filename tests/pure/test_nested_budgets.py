@@ -1,0 +1,162 @@
+"""More of something is not worse: device, host, disk, and the manners in which storages may leave."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as some
+
+from elbowroom.errors import Infeasible
+from elbowroom.ir.costs import Costs
+from elbowroom.ir.trace import Trace
+from elbowroom.planner.comparison.frontier import plan_all
+from elbowroom.planner.problem import plan, pose
+from elbowroom.simulator.overflow import find_overflow
+from elbowroom.simulator.replay import Replay, simulate
+from tests.generators import KIB, jobs, make_chain, make_costs, make_link, make_residual_net
+
+QUICK = "effort=0.02"
+"""What holds by construction holds however little is searched."""
+
+EXACT = 1 + 1e-9
+
+TRACE = make_residual_net(16, 256 * KIB)
+COSTS = make_costs(TRACE, op_seconds=1e-3, link=make_link(per_second=1e9))
+
+
+def seconds_within(trace: Trace, costs: Costs, budget: int, strategy: str, host_bytes: int | None = None) -> float:
+    """Of the plan; infinite where there is none."""
+    try:
+        made = plan(trace, costs, budget, strategy=strategy, min_offload_bytes=1, host_bytes=host_bytes)
+    except Infeasible:
+        return math.inf
+    return simulate(trace, costs, made, host_bytes=host_bytes).step_seconds
+
+
+def place_between(job: tuple[Trace, Costs], share: float) -> tuple[int, int]:
+    """A budget at some share of the way from the smallest to the plain peak; and what all that moves takes below."""
+    problem = pose(*job, 1, min_offload_bytes=1)
+    low, high = problem.floor.peak_bytes, problem.plain.peak_bytes
+    return low + int(share * (high - low)), problem.floor.lower_tier_bytes
+
+
+@settings(max_examples=12)
+@given(job=jobs(disk=True), share=some.floats(0.0, 1.0), host_share=some.none() | some.floats(0.0, 1.1))
+def test_both_manners_are_never_slower_than_one(
+    job: tuple[Trace, Costs], share: float, host_share: float | None
+) -> None:
+    trace, costs = job
+    budget, below_bytes = place_between(job, share)
+    host_bytes = None if host_share is None else int(host_share * below_bytes)
+    for each in (costs, dataclasses.replace(costs, further_links=())):
+        both = seconds_within(trace, each, budget, f"auto:{QUICK}", host_bytes)
+        for moves in ("recompute", "offload"):
+            assert both <= seconds_within(trace, each, budget, f"auto:moves={moves},{QUICK}", host_bytes) * EXACT
+
+
+@settings(max_examples=12)
+@given(job=jobs(disk=True), share=some.floats(0.0, 1.0), host_share=some.floats(0.0, 1.1))
+def test_a_disk_and_the_room_beside_it_are_never_slower_than_that_room(
+    job: tuple[Trace, Costs], share: float, host_share: float
+) -> None:
+    trace, costs = job
+    budget, below_bytes = place_between(job, share)
+    host_bytes = int(host_share * below_bytes)
+    overflow = find_overflow(costs, host_bytes)
+    assert overflow is not None
+    with_disk = seconds_within(trace, costs, budget, f"auto:{QUICK}", host_bytes)
+    without = dataclasses.replace(costs, further_links=())
+    assert with_disk < math.inf
+    assert with_disk <= seconds_within(trace, without, budget, f"auto:{QUICK}", overflow.host_room_bytes) * EXACT
+
+
+@settings(max_examples=12)
+@given(job=jobs(), share=some.floats(0.0, 1.0), hosts=some.lists(some.floats(0.0, 1.0), min_size=2, max_size=4))
+def test_a_larger_host_is_never_slower(job: tuple[Trace, Costs], share: float, hosts: list[float]) -> None:
+    trace, costs = job
+    budget, below_bytes = place_between(job, share)
+    sizes = sorted(int(each * below_bytes) for each in hosts)
+    found = [seconds_within(trace, costs, budget, f"auto:{QUICK}", host_bytes) for host_bytes in sizes]
+    assert all(more <= less * EXACT for less, more in itertools.pairwise(found))
+
+
+@settings(max_examples=6)
+@given(
+    job=jobs(disk=True),
+    has_disk=some.booleans(),
+    shares=some.lists(some.floats(0.0, 1.0), min_size=2, max_size=3),
+    hosts=some.lists(some.floats(0.0, 1.2), min_size=1, max_size=3),
+    moves=some.sampled_from(["both", "recompute", "offload"]),
+)
+def test_planned_together_more_device_and_more_host_are_never_slower(
+    job: tuple[Trace, Costs], has_disk: bool, shares: list[float], hosts: list[float], moves: str
+) -> None:
+    trace, costs = job
+    if not has_disk:
+        costs = dataclasses.replace(costs, further_links=())
+    budgets = sorted(place_between(job, share)[0] for share in shares)
+    sizes: list[int | None] = [*sorted(int(each * place_between(job, 0.0)[1]) for each in hosts), None]
+    made = plan_all(trace, costs, budgets, strategy=f"auto:moves={moves},{QUICK}", hosts=sizes)
+    seconds = [
+        [math.inf if each is None else simulate(trace, costs, each, host_bytes=size).step_seconds for each in row]
+        for size, row in zip(sizes, made, strict=True)
+    ]
+    for row in (*seconds, *zip(*seconds, strict=True)):
+        assert all(more <= less for less, more in itertools.pairwise(row))
+
+
+@settings(max_examples=12)
+@given(job=jobs(disk=True), hosts=some.lists(some.floats(0.0, 1.2), min_size=2, max_size=2))
+def test_a_plan_that_says_how_much_of_the_host_it_uses_takes_the_same_time_with_more(
+    job: tuple[Trace, Costs], hosts: list[float]
+) -> None:
+    trace, costs = job
+    _, below_bytes = place_between(job, 0.0)
+    less, more = sorted(int(each * below_bytes) for each in hosts)
+    made = plan(trace, costs, place_between(job, 0.3)[0], strategy="offload_all", min_offload_bytes=1)
+    limited = dataclasses.replace(made, host_bytes=less)
+    expected = simulate(trace, costs, made, host_bytes=less)
+    for host_bytes in (less, more, None):
+        assert simulate(trace, costs, limited, host_bytes=host_bytes) == expected
+    assert simulate(trace, costs, dataclasses.replace(made, host_bytes=more), host_bytes=less) == expected
+    assert Replay(trace, costs, host_bytes=more).place(limited) == Replay(trace, costs, host_bytes=less).place(made)
+
+
+def test_a_larger_host_that_the_first_large_copy_fills_is_not_slower_either() -> None:
+    """By first come, first served, the many small copies after it go to the disk, each with its latency."""
+    trace = make_chain([256 * KIB, *[16 * KIB] * 14])
+    costs = make_costs(trace, disk=make_link(latency_seconds=1e-3))
+    sizes = [340 * KIB, 342 * KIB]
+    budget = pose(trace, costs, 1, min_offload_bytes=1).plain.peak_bytes
+    offloading = [plan(trace, costs, budget, strategy="offload_all", host_bytes=1 << 30, min_offload_bytes=1)] * 2
+    alone = [simulate(trace, costs, made, host_bytes=size) for made, size in zip(offloading, sizes, strict=True)]
+    assert alone[0].step_seconds < alone[1].step_seconds
+    made = plan_all(trace, costs, [budget], strategy="offload_all", hosts=sizes)
+    seconds = [
+        simulate(trace, costs, row[0], host_bytes=size).step_seconds for row, size in zip(made, sizes, strict=True)
+    ]
+    assert seconds[1] <= seconds[0]
+
+
+def test_recomputation_alone_finds_plans_at_small_budgets_with_a_host_of_nothing_too() -> None:
+    budget, _ = place_between((TRACE, COSTS), 0.05)
+    alone = seconds_within(TRACE, COSTS, budget, f"auto:moves=recompute,{QUICK}")
+    assert alone < math.inf
+    assert seconds_within(TRACE, COSTS, budget, f"auto:{QUICK}", 1) == alone
+
+
+@pytest.mark.parametrize(("strategy", "host_bytes"), [(f"auto:{QUICK}", 1), (f"auto:moves=recompute,{QUICK}", None)])
+def test_where_neither_host_nor_replays_suffice_it_says_what_does(strategy: str, host_bytes: int | None) -> None:
+    budget, below_bytes = place_between((TRACE, COSTS), 0.0)
+    with pytest.raises(Infeasible) as caught:
+        plan(TRACE, COSTS, budget, strategy=strategy, min_offload_bytes=1, host_bytes=host_bytes)
+    needed_bytes = caught.value.needed_bytes
+    assert budget < needed_bytes < pose(TRACE, COSTS, 1).plain.peak_bytes / 4
+    assert seconds_within(TRACE, COSTS, needed_bytes, strategy, host_bytes) < math.inf
+    if host_bytes is not None:
+        assert caught.value.needed_host_bytes == below_bytes
+        assert seconds_within(TRACE, COSTS, budget, strategy, below_bytes) < math.inf
