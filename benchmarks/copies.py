@@ -166,7 +166,8 @@ def _measure_plan(
     if not placement.copy_slots:
         return []
     cell = {"part": "plans", "model": model, "hardware": hardware, "share": share, "strategy": strategy,
-            "seconds": round(seconds, 4), **judge(list_requests(placement.copy_slots), placement.lower_bytes)}  # fmt: skip
+            "seconds": round(seconds, 4),
+            **judge(list_requests(placement.copy_slots), placement.lower_bytes)}  # fmt: skip
     cells = [cell, *_measure_overflow(cell, replay, made)]
     for each in cells:
         print(f"{model:13} {hardware:8} {share:.0%} {strategy:11} {each['copies']:4} copies: {each['over_most']:.5f}; "

@@ -10,11 +10,11 @@ batch    the largest batch within the memory of the card, over the largest witho
 
 In simulation on a V100 with 16 GB, images of 224 pixels; with --real in real runs on this machine, images of 64 pixels,
 within 60 and 30 % of the plain peak, and what the plain step of a smaller batch takes. With so small images parameters,
-gradients and momenta weigh more, so that the batch of the former is a large one. Policies: `habit`, `delta`
+gradients and momenta weigh more, so that the batch of the former is a large one. Policies: `predictive`, `delta`
 and, as the authors' code does it, `delta_code`. Of each the second step counts, which knows the first; of real ones the
 fastest after the first, of twice as many where a plan has to settle. Losses of real runs must be those of the plain
 run, bit for bit, and measured peaks within the budget. A run goes on from what --output has already. With --check the
-exit code is 1 where one of these does not hold for `habit`: it finishes at all budgets, its largest batch is the
+exit code is 1 where one of these does not hold for `predictive`: it finishes at all budgets, its largest batch is the
 published multiple, real losses and peaks are as they must be.
 
 Inferred: neither the authors' card nor their batches are known. The fixed batch is one that takes twice the card.
@@ -48,11 +48,11 @@ PUBLISHED = {"ResNet-50": 2.04, "ResNet-101": 2.25}
 """Batch over that of PyTorch."""
 
 SHARES = (0.6, 0.5, 0.4, 0.3)
-REAL_SHARES = {"habit": (0.6, 0.3), "delta_code": (0.6,), "auto": (0.6,)}
+REAL_SHARES = {"predictive": (0.6, 0.3), "delta_code": (0.6,), "auto": (0.6,)}
 """Of real runs, by policy: they take long."""
 
-POLICIES = ("habit", "delta", "delta_code")
-OWN, TOLERANCE, PATIENCE, STEPS = "habit", 0.02, 30.0, 3
+POLICIES = ("predictive", "delta", "delta_code")
+OWN, TOLERANCE, PATIENCE, STEPS = "predictive", 0.02, 30.0, 3
 PIXELS, BATCH, SMALL_BATCH = 64, 384, 16
 """Of real runs; the small batch's plain peak is what the largest batch has to fit into."""
 

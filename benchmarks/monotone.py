@@ -4,9 +4,9 @@
         [--cache FOLDER] [--output FILE.json] [--minutes 9] [--check]
 
 Budgets at equal distances from the smallest one that works to the plain step's peak, planned each on its own and then
-evened out as `planner.comparison.frontier` does it. Prints how many of the former, and every one of the latter, are slower than
-within a smaller budget, or have a lower peak; --check makes the latter an exit code of 1. A run goes on from what
---output has already.
+evened out as `planner.comparison.frontier` does it. Prints how many of the former, and every one of the latter, are
+slower than within a smaller budget, or have a lower peak; --check makes the latter an exit code of 1. A run goes on
+from what --output has already.
 """
 
 from __future__ import annotations

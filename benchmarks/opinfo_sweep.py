@@ -54,7 +54,7 @@ sys.path.insert(0, str(ROOT))
 from tests.pressure import ask_at_every_request  # noqa: E402
 
 WAYS = ("dynamic", "pressed", "pressed_lru", "offload_all", "recompute_all")
-POLICIES = {"dynamic": "habit", "pressed": "dtr", "pressed_lru": "lru"}
+POLICIES = {"dynamic": "predictive", "pressed": "dtr", "pressed_lru": "lru"}
 HUGE = 1 << 40
 LOOKED_AT = 24
 """Samples of an op, of which some are taken."""

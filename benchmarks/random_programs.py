@@ -152,7 +152,7 @@ def run_all_ways(bench: Bench, seed: int) -> list[dict[str, Any]]:
 
     budgets = [rest + RESERVE_BYTES + int(share * (peak - rest)) for share in SHARES]
     for share, budget in list(zip(SHARES, budgets, strict=True))[seed % 2 : seed % 2 + 2]:
-        policy = ("habit", "dtr", "lru")[(seed + int(100 * share)) % 3]
+        policy = ("predictive", "dtr", "lru")[(seed + int(100 * share)) % 3]
         try_way(f"dynamic {share}", budget, True, mode="dynamic", policy=policy)
     strategy = ("auto:effort=0.1", "offload_all", "recompute_all")[seed % 3]
     try_way(f"planned {strategy}", budgets[seed // 3 % 2], True, PLANNED_STEPS, strategy=strategy)

@@ -37,10 +37,17 @@ _VERBS = {
     "use_planned_allocator": "elbowroom.cuda_allocator.use",
 }
 
+_RENAMED = {"use_arena": "use_planned_allocator"}
+
 __all__ = ["__version__", *_VERBS]
 
 
 def __getattr__(name: str) -> Any:
+    if name in _RENAMED:
+        import warnings
+
+        warnings.warn(f"elbowroom.{name} is now elbowroom.{_RENAMED[name]}", FutureWarning, stacklevel=2)
+        name = _RENAMED[name]
     if name not in _VERBS:
         raise AttributeError(f"module 'elbowroom' has no attribute {name!r}")
     return getattr(importlib.import_module(_VERBS[name]), name)

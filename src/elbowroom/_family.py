@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import importlib
 import pkgutil
+import warnings
 from types import ModuleType
 from typing import Any
 
@@ -23,12 +24,18 @@ def names(family: ModuleType) -> tuple[str, ...]:
 
 @functools.cache
 def get(family: ModuleType, name: str, entry_point: str) -> Any:
-    """The entry point of one member, importing that member alone. Found once: the folder is read for that.
+    """Return the entry point of one member, importing only that member. The result is cached.
+
+    A family may have a dict `RENAMED` of former names of members; these still work, with a `FutureWarning`.
 
     Raises:
         UnknownMember: the family has no such member; the message lists the ones it has.
     """
     known = names(family)
+    renamed: dict[str, str] = getattr(family, "RENAMED", {})
+    if name in renamed:
+        warnings.warn(f"{name!r} is now called {renamed[name]!r}", FutureWarning, stacklevel=3)
+        name = renamed[name]
     if name not in known:
         folder = family.__name__.rpartition(".")[2]
         singular = folder.removesuffix("ies") + "y" if folder.endswith("ies") else folder.rstrip("s")

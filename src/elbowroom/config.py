@@ -35,7 +35,7 @@ class Config:
 
     mode: str = "auto"
     strategy: str = "auto"
-    policy: str = "habit"
+    policy: str = "predictive"
     spill_folder: str | None = None
     host_bytes: int | None = None
     min_offload_bytes: int = 1 << 14

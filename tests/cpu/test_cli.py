@@ -303,7 +303,7 @@ def test_run_without_a_plan(files: pathlib.Path, tmp_path: pathlib.Path) -> None
     ("options", "words"),
     [
         (("--mode", "guess"), ("auto", "dynamic")),
-        (("--mode", "dynamic", "--policy", "wishful"), ("no policy is called 'wishful'", "habit", "lru")),
+        (("--mode", "dynamic", "--policy", "wishful"), ("no policy is called 'wishful'", "predictive", "lru")),
         (("--policy", "lru"), ("--mode dynamic",)),
         (("--mode", "dynamic", "--ahead"), ("plans nothing", "--ahead")),
         (("--mode", "dynamic", "--strategy", "offload_all"), ("plans nothing", "--strategy")),

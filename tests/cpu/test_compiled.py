@@ -160,7 +160,7 @@ def test_compiled_models_train_as_without_a_room(backend: str, how: str, profile
     assert how == "whole" or moved > 0
 
 
-@pytest.mark.parametrize("policy", ["habit", "dtr"])
+@pytest.mark.parametrize("policy", ["predictive", "dtr"])
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_compiled_models_under_pressure_everywhere(
     backend: str, policy: str, profile: HardwareProfile, monkeypatch: pytest.MonkeyPatch

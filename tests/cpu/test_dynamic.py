@@ -765,7 +765,7 @@ def test_a_step_that_does_not_get_on_is_said_and_ended(
     assert all(torch.equal(*pair) for pair in zip(train_deep([300] * 3)[3:], model.parameters(), strict=True))
 
 
-@pytest.mark.parametrize("policy", ["habit", "lru"])
+@pytest.mark.parametrize("policy", ["predictive", "lru"])
 def test_too_large_a_batch_costs_nothing_but_its_step(policy: str, profile: HardwareProfile) -> None:
     """Wherever in the step it is refused: before the optimizer has changed anything."""
     model, optimizer, step = make_deep()
@@ -797,7 +797,7 @@ def run_in(room: Any, step: Callable[[int], torch.Tensor], rows: int) -> torch.T
         return step(rows)
 
 
-@pytest.mark.parametrize("policy", ["habit", "lru", "dtr"])
+@pytest.mark.parametrize("policy", ["predictive", "lru", "dtr"])
 @pytest.mark.parametrize("host_bytes", [1000, 200_000])
 def test_what_has_no_room_below_is_dropped(
     host_bytes: int, policy: str, profile: HardwareProfile, caplog: pytest.LogCaptureFixture

@@ -89,7 +89,7 @@ def test_bad_input() -> None:
         simulate_dynamic(make_residual_net(2, 64), COSTS, 1 << 40)
 
 
-def test_habits_know_when_something_is_needed_next() -> None:
+def test_access_history_know_when_something_is_needed_next() -> None:
     history = AccessHistory()
     for _ in range(2):
         history.begin()
@@ -102,7 +102,7 @@ def test_habits_know_when_something_is_needed_next() -> None:
     assert history.next_use(10) is None, "it is not needed again"
 
 
-def test_habits_do_not_take_one_save_for_another() -> None:
+def test_access_history_do_not_take_one_save_for_another() -> None:
     history = AccessHistory()
     history.begin()
     history.saved(1, 8)

@@ -1,4 +1,4 @@
-"""PyTorch gets its CUDA memory from the arena's library: `use_planned_allocator`, and the steps that are learnt and planned."""
+"""Plugs the planned allocator into PyTorch for CUDA memory: `use_planned_allocator`, and the steps that it serves."""
 
 from __future__ import annotations
 
@@ -160,7 +160,8 @@ def use_planned_allocator() -> Arena:
         if torch.cuda.is_initialized():
             raise UsageError(
                 "PyTorch has already given out CUDA memory, and keeps the allocator that did: call "
-                "elbowroom.use_planned_allocator() first thing in the program, before any tensor or model is on a CUDA device"
+                "elbowroom.use_planned_allocator() first thing in the program, before any tensor or model is on a "
+                "CUDA device"
             )
     return _plug_in()
 

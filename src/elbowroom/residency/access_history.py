@@ -52,14 +52,12 @@ class StepAccesses:
     """One step.
 
     Attributes:
-        saves: a use for each save; the same one where a thing is saved again, and `NEVER_NEEDED_AGAIN` for all that may not leave.
-        needs: how many there were.
-        seconds: by event, those that the step's own ops had taken by then.
-        demand_bytes: by event, most that would have been there since the event before, had nothing left.
-        level_bytes: by event, what would have been there just then, had nothing left.
-        was_tight: whether there was ever too little room.
-        end_seconds: that had passed at the last event.
-        is_foreseen: whether what was foreseen for it decided; else a plan did.
+        saves: a use for each save; the same one where a thing is saved again, and `NEVER_NEEDED_AGAIN` for all that may
+        not leave. needs: how many there were. seconds: by event, those that the step's own ops had taken by then.
+        demand_bytes: by event, most that would have been there since the event before, had nothing left. level_bytes:
+        by event, what would have been there just then, had nothing left. was_tight: whether there was ever too little
+        room. end_seconds: that had passed at the last event. is_foreseen: whether what was foreseen for it decided;
+        else a plan did.
     """
 
     saves: list[AccessPattern] = dataclasses.field(default_factory=list)

@@ -120,7 +120,7 @@ class Online:
 
     Args:
         facts: what the driver knows.
-        habits: what earlier steps taught; this one is added to it.
+        history: what earlier steps taught; this one is added to it.
 
     Attributes:
         is_early: whether copies begin before room is needed.

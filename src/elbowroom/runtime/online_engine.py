@@ -60,7 +60,7 @@ class OnlineEngine(Engine):
         budget_bytes: what the step may hold on the device.
         policy: a member of `residency.policies`; None to let everything go that may, as soon as it is saved.
         profile: of this machine.
-        habits: what earlier steps taught; this one is added to it.
+        history: what earlier steps taught; this one is added to it.
         list_residents: what is there before the step and after it.
         ledger: counts what the room holds, and asks for room.
         known: what the step may be, the likeliest first.

@@ -67,7 +67,7 @@ def simulate_dynamic(
         policy: a member of `residency.policies`.
         min_bytes: smaller storages never leave.
         most_seconds: give up when the step has taken so long.
-        habits: what earlier steps taught; this one is added to it.
+        history: what earlier steps taught; this one is added to it.
 
     Raises:
         Infeasible: an op, a reload or a replay finds no room, or the time is over; names it.

@@ -61,8 +61,8 @@ def find_excess(terms: SweepLimits, room: Sweep) -> int:
 
 @compiled
 def anneal(
-    columns: Columns, space: SearchSpace, terms: SweepLimits, choices: Array, best: Array, hot: float, cold: float, turns: int,
-    seed: int, price: Array, room: Sweep,
+    columns: Columns, space: SearchSpace, terms: SweepLimits, choices: Array, best: Array, hot: float, cold: float,
+    turns: int, seed: int, price: Array, room: Sweep,
 ) -> float:  # fmt: skip
     """Change `choices` for `turns` turns while temperatures fall from `hot` to `cold` seconds.
 

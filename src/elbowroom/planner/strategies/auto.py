@@ -1,15 +1,16 @@
 """The default: keep, offload or recompute, jointly, as near to the best there can be as a search gets.
 
-1. The joint fluid relaxation (`planner.bounds.fluid`) says what an ideal link and divisible storages would do. Its solution
-   is nearly whole; it is rounded, at this budget and at a slightly smaller one, since whole storages need some room.
+1. The joint fluid relaxation (`planner.bounds.fluid`) says what an ideal link and divisible storages would do. Its
+   solution is nearly whole; it is rounded, at this budget and at a slightly smaller one, since whole storages need some
+   room.
 2. From there choices are annealed on the compiled simulator: gaps change alone, in exchange with one of their kind, or
    together with their neighbours in kind, and stretches of them are exchanged with, or copied to, others that look
    alike, so that what is learnt about one repeated block serves all. What does not fit costs, and the price follows
    the search, so that it walks along the edge of the budget. Several walks run side by side.
    Meanwhile Capuchin's policy is asked, too (not for the longest traces). Then walks go on from the best of all that,
    again and again while it is far from the bound. Where the step is a chain of stages, its best schedule of replays is
-   computed (`planner.heuristics.revolve`): within little memory replays read what other replays made, which no choice says. If it
-   is ahead in the end, it is the plan, and walks go on from what choices can say of it.
+   computed (`planner.heuristics.revolve`): within little memory replays read what other replays made, which no choice
+   says. If it is ahead in the end, it is the plan, and walks go on from what choices can say of it.
 3. The best is made into a plan with exact ticks; replays that repeat each other's ops are joined where that is faster.
 
 A storage that is dropped is back with the first replay that makes it, or made again at its own need, whatever was

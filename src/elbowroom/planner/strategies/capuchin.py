@@ -9,12 +9,12 @@
 5. Feedback: a reload that came late begins earlier by 5 % of its time, again and again, as long as the budget holds.
 
 Source: X. Peng, X. Shi, H. Dai, H. Jin, W. Ma, Q. Xiong, F. Yang, X. Qian, "Capuchin: Tensor-based GPU memory
-management for deep learning", ASPLOS 2020, its hybrid policy (`planner.heuristics.msps`, `planner.heuristics.feedback`); the measured
-accesses are here the saves and needs of the trace, at the times of the plain step. Inferred: the text leaves open how
-much is to be saved (here what the load is over the budget at its peak, over and over until nothing is), what makes a
-trigger valid (rule 2), and whether a copy that is not out by the peak counts as waiting (here it does). Ours: where a
-replay itself does not fit, its block is offloaded instead, and if nothing else fits, everything leaves at once and
-comes back on demand. The passive first step is not imitated.
+management for deep learning", ASPLOS 2020, its hybrid policy (`planner.heuristics.msps`,
+`planner.heuristics.feedback`); the measured accesses are here the saves and needs of the trace, at the times of the
+plain step. Inferred: the text leaves open how much is to be saved (here what the load is over the budget at its peak,
+over and over until nothing is), what makes a trigger valid (rule 2), and whether a copy that is not out by the peak
+counts as waiting (here it does). Ours: where a replay itself does not fit, its block is offloaded instead, and if
+nothing else fits, everything leaves at once and comes back on demand. The passive first step is not imitated.
 
 Cost: for each choice, linear in ticks and in the gaps at the peak; then some tens of clocked steps.
 """

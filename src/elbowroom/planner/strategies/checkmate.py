@@ -3,15 +3,15 @@
 1. The saved storages become a small graph: at most `stages` nodes that are kept, dropped and recomputed as a whole, and
    at most as many windows of the backward pass (`planner.ilp.recompute_graph`).
 2. A mixed-integer program says which nodes are carried into which window, and which are recomputed there
-   (`planner.ilp.recompute_program`). Where it is not done after `nodes` nodes of its search tree (or, for the worst, after
-   `seconds`), the best solution so far is taken, and the relaxation, rounded, where there is none. The log says how far
-   from the best that may be (`planner.ilp.solver_limits`).
+   (`planner.ilp.recompute_program`). Where it is not done after `nodes` nodes of its search tree (or, for the worst,
+   after `seconds`), the best solution so far is taken, and the relaxation, rounded, where there is none. The log says
+   how far from the best that may be (`planner.ilp.solver_limits`).
 3. What is not carried between two uses is dropped; what is needed then is replayed, and what a replay makes on its way
    stays only where the solution carries it until then.
 4. The graph is coarse. Where the plan takes more than it should the program is solved anew under a lower limit, and
    under a higher one where it has no solution. What then is still too much goes, most bytes per second first.
-5. Where recomputing whole runs of the forward pass (`planner.heuristics.forward_runs`) is faster than what came of the coarse graph, or
-   that does not fit, it is done instead.
+5. Where recomputing whole runs of the forward pass (`planner.heuristics.forward_runs`) is faster than what came of the
+   coarse graph, or that does not fit, it is done instead.
 
 Source: P. Jain, A. Jain, A. Nrusimha, A. Gholami, P. Abbeel, K. Keutzer, I. Stoica, J. E. Gonzalez, "Checkmate:
 Breaking the memory wall with optimal tensor rematerialization", MLSys 2020. Not carried over: a stage for each op,

@@ -5,8 +5,8 @@ begin with and y the largest stage when every one is as small as can be; stages 
 over sqrt(2) to that times sqrt(2). Of those that fit, the fastest is taken. Everything stays if everything fits.
 
 Source: T. Chen, B. Xu, C. Zhang, C. Guestrin, "Training deep nets with sublinear memory cost", 2016, sections 4.3 and
-4.4 without the recursion, algorithm 3 (`planner.heuristics.stages`) and appendix A. The paper knows no budget for the step and
-takes the plan that needs the least memory; here that is the one which is returned if none fits.
+4.4 without the recursion, algorithm 3 (`planner.heuristics.stages`) and appendix A. The paper knows no budget for the
+step and takes the plan that needs the least memory; here that is the one which is returned if none fits.
 """
 
 from __future__ import annotations

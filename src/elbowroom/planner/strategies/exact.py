@@ -2,9 +2,10 @@
 
 Keep, offload, recompute with the first replay that makes it, or recompute anew: each for every gap whose absence frees
 bytes at a time when there are too many, all other gaps kept. Every vector of these choices is either carried out by
-the simulator or proved to be no better (`planner.searching.branch_and_bound`). When moves begin and end follows from the choices and
-the budget, as for `auto`: it is exact over choices and three ways of timing, and not over all ticks that moves could
-have. It begins with what `auto` finds, and replays that share ops are joined, which may make it faster than any vector.
+the simulator or proved to be no better (`planner.searching.branch_and_bound`). When moves begin and end follows from
+the choices and the budget, as for `auto`: it is exact over choices and three ways of timing, and not over all ticks
+that moves could have. It begins with what `auto` finds, and replays that share ops are joined, which may make it faster
+than any vector.
 
 Where the search ends before its time, how far the best is above what the rest could be is logged. How far it is above
 what any plan could be is for `planner.bounds.bound` to say.

@@ -19,12 +19,12 @@ only what is away fixed; then the whole. Each search ends after `nodes` nodes, a
 solution is within half a per cent of the bound. That one is taken, and the log says how far from the bound it is
 (`planner.ilp.solver_limits`). `seconds` is for the worst: a plan that it cut short may be another one in another run.
 
-Coarse (`planner.ilp.coarsening`): `steps` stretches instead of every event, each with its maximum, and storages in bundles.
-So a solution is not optimal for the true step. What leaves is taken from it; when it leaves and returns is found by the
-sweep of `tvdnn_heuristic` over the true events, which lets these leave before others and has the exact bytes. A stretch
-can be over the budget although every event in it could be made to fit; that costs the program more than any wait, and
-the sweep evicts what is missing. Its plan without the program is returned where the solver finds nothing within its
-limits, and where it is the faster one; the log says so.
+Coarse (`planner.ilp.coarsening`): `steps` stretches instead of every event, each with its maximum, and storages in
+bundles. So a solution is not optimal for the true step. What leaves is taken from it; when it leaves and returns is
+found by the sweep of `tvdnn_heuristic` over the true events, which lets these leave before others and has the exact
+bytes. A stretch can be over the budget although every event in it could be made to fit; that costs the program more
+than any wait, and the sweep evicts what is missing. Its plan without the program is returned where the solver finds
+nothing within its limits, and where it is the faster one; the log says so.
 """
 
 from __future__ import annotations

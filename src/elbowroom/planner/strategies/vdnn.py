@@ -12,9 +12,9 @@ conv and all, and takes the first that fits.
 Source: M. Rhu, N. Gimelshein, J. Clemons, A. Zulfiqar, S. W. Keckler, "vDNN: virtualized deep neural networks for
 scalable, memory-efficient neural network design", MICRO 2016, section III. The paper's `dyn` also chooses the
 algorithms of convolutions, fastest first; a trace has one algorithm for each, so that has no counterpart here.
-Inferred: what a layer is in a trace (`planner.heuristics.layers`); several inputs of one layer move together. Kinder than the
-paper: a fetch is waited for where its layer is needed, not at the end of the layer that asked for it. What a layer
-keeps besides its inputs (the indices of a pooling, the mask of a dropout) stays, as the paper moves inputs only.
+Inferred: what a layer is in a trace (`planner.heuristics.layers`); several inputs of one layer move together. Kinder
+than the paper: a fetch is waited for where its layer is needed, not at the end of the layer that asked for it. What a
+layer keeps besides its inputs (the indices of a pooling, the mask of a dropout) stays, as the paper moves inputs only.
 """
 
 from __future__ import annotations

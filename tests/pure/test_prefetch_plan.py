@@ -69,13 +69,15 @@ def test_the_second_step_is_faster_than_the_first_and_the_fourth_no_slower() -> 
     problem = pose(trace, costs, 1)
     budget = (problem.floor.peak_bytes + problem.plain.peak_bytes) // 2
     history = AccessHistory()
-    seconds = [simulate_dynamic(trace, costs, budget, policy="habit", history=history).step_seconds for _ in range(4)]
+    seconds = [
+        simulate_dynamic(trace, costs, budget, policy="predictive", history=history).step_seconds for _ in range(4)
+    ]
     assert seconds[1] < seconds[0]
     assert seconds[3] <= min(seconds[1:3])
 
 
 @given(first=jobs(), second=jobs(), share=some.floats(0.3, 1))
-def test_habits_of_another_step_do_no_harm_to_the_budget(
+def test_access_history_of_another_step_do_no_harm_to_the_budget(
     first: tuple[Trace, Costs], second: tuple[Trace, Costs], share: float
 ) -> None:
     history = AccessHistory()
@@ -84,7 +86,7 @@ def test_habits_of_another_step_do_no_harm_to_the_budget(
         least, most = problem.floor.peak_bytes, problem.plain.peak_bytes
         budget = least + int(share * (most - least))
         try:
-            course = simulate_dynamic(trace, costs, budget, policy="habit", min_bytes=1, history=history)
+            course = simulate_dynamic(trace, costs, budget, policy="predictive", min_bytes=1, history=history)
         except Infeasible:
             continue
         assert course.peak_bytes <= budget
@@ -100,7 +102,7 @@ def test_a_half_duplex_link_is_survived() -> None:
     budget = (problem.floor.peak_bytes + problem.plain.peak_bytes) // 2
     history = AccessHistory()
     for _ in range(3):
-        assert simulate_dynamic(trace, costs, budget, policy="habit", history=history).peak_bytes <= budget
+        assert simulate_dynamic(trace, costs, budget, policy="predictive", history=history).peak_bytes <= budget
 
 
 def test_of_what_was_foreseen_the_fastest_is_kept_and_no_step_that_broke_off() -> None:
@@ -128,6 +130,6 @@ def test_what_never_recurs_is_not_foreseen() -> None:
     for depth in (8, 9, 10, 11, 12, 12, 12):
         trace = make_residual_net(depth, 1 << 20)
         costs = make_costs(trace, op_seconds=1e-3, link=make_link(per_second=1e9))
-        simulate_dynamic(trace, costs, 1 << 40, policy="habit", min_bytes=1, history=history)
+        simulate_dynamic(trace, costs, 1 << 40, policy="predictive", min_bytes=1, history=history)
         asked.append(sum(bool(each._made) for each in history.tried.values()))
     assert asked == [0, 1, 1, 1, 1, 1, 2]
