@@ -1,13 +1,13 @@
 """Online policies side by side, on the models and budgets of the league: which is best, and what is planning worth?
 
     python benchmarks/policies.py [--models ResNet-50 ...] [--hardware v100 ...] [--budgets 30%peak:90%peak:7]
-        [--policies predictive,delta,...] [--cache FOLDER] [--plans benchmarks/results/planners.json] [--output FILE.json]
-        [--minutes 9] [--check]
+        [--policies predictive,delta,...] [--cache FOLDER] [--plans benchmarks/results/planners.json]
+        [--output FILE.json] [--minutes 9] [--check]
 
 Each policy runs two steps in simulation; the first finds nothing learnt, the second what the first one taught. Beside
 them the planned step of `auto`, from the results of `planners.py`. A run goes on from what --output has already. With
---check the exit code is 1 unless `predictive` has the shortest second steps, summed up over the cells that all finish (to
-0.1 %), on at least nine of ten models, and takes at most 10 % longer than `auto` on each in the median.
+--check the exit code is 1 unless `predictive` has the shortest second steps, summed up over the cells that all finish
+(to 0.1 %), on at least nine of ten models, and takes at most 10 % longer than `auto` on each in the median.
 """
 
 from __future__ import annotations

@@ -15,7 +15,14 @@ from tests.leaks import nothing_leaks, profile  # noqa: F401 -- fixtures of ever
 HERE = pathlib.Path(__file__).parent
 NEEDS = {"pure": "pure", "contracts": "pure", "cpu": "cpu", "gpu": "gpu"}
 
-FIRST = ("test_same_results", "test_dynamic_static", "test_traps", "test_strategies", "test_allocators", "test_cli")
+FIRST = (
+    "test_same_results",
+    "test_dynamic_static",
+    "test_known_pitfalls",
+    "test_strategies",
+    "test_allocators",
+    "test_cli",
+)
 """The files that take longest come first, so that no core waits for another at the end. The first one needs machine
 code, and the second, which runs beside it, none: so it is compiled once for both."""
 

@@ -278,6 +278,8 @@ def test_thinking_verbs_need_no_torch() -> None:
 
 def test_every_verb_is_there() -> None:
     loaded_by("import elbowroom as e; [getattr(e, name) for name in e.__all__]; assert set(e.__all__) == set(dir(e))")
+    with pytest.warns(FutureWarning, match="use_arena is now elbowroom.use_planned_allocator"):
+        assert elbowroom.use_arena is elbowroom.use_planned_allocator
     with pytest.raises(AttributeError, match="no_such_verb"):
         elbowroom.no_such_verb  # noqa: B018
 

@@ -40,3 +40,12 @@ def test_members_are_listed_in_order_and_unknown_ones_refused(family: object) ->
             get(family, wrong, "anything")  # type: ignore[arg-type]
         assert isinstance(caught.value, UsageError)
         assert all(name in str(caught.value) for name in known)
+
+
+def test_former_names_still_work_and_warn() -> None:
+    policies = elbowroom.residency.policies
+    for former, present in policies.RENAMED.items():
+        get.cache_clear()
+        assert former not in names(policies)
+        with pytest.warns(FutureWarning, match=f"'{former}' is now called '{present}'"):
+            assert get(policies, former, "Policy") is get(policies, present, "Policy")

@@ -47,7 +47,7 @@ EVENTS_RELAXED = 12_000
 """For longer traces it is solved for the first two alone."""
 
 BOTH = 2
-"""The roundings that walks begin from; all of them are looked at as plans."""
+"""The roundings that runs begin from; all of them are looked at as plans."""
 
 ASKED, EVENTS_ASKED = ("capuchin",), 4_000
 """Strategies whose plans are begun from, too, where traces are no longer than this: what they take grows faster."""
@@ -70,7 +70,7 @@ FINISHERS = 4
 """Walks that go on from the best."""
 
 FAR, MOST_ROUNDS = 1.15, 6
-"""While the best takes more than so many times the bound, walks go on from it again, so many times in all."""
+"""While the best takes more than so many times the bound, runs go on from it again, so many times in all."""
 
 POLISH = 1
 """Walks' worth of turns for single changes in the end."""
@@ -154,11 +154,7 @@ def _search(
     enough = max(ENOUGH, TURNS_A_GAP * len(space.alike))
     turns = int(effort * min(max(FEWEST_TURNS, WORK // len(columns.events)), enough))
     if CHOICES ** len(space.alike) <= turns:
-        for slack in SLACKS:
-            choices, all_terms = best.choices.copy(), terms._replace(slack=slack)
-            seconds = try_all(columns, space, all_terms, choices, room)
-            if seconds < best.seconds:
-                best.choices, best.seconds, best.slack = choices, seconds, slack
+        _try_all(vectors, space, terms, best)
         if best.seconds < np.inf:
             return [], _ask(asked)
     fluids = _relax(problem, moves, len(columns.events))
@@ -168,9 +164,6 @@ def _search(
         low.sort(key=lambda choices: _rate(vectors, choices, terms))
         found = [found[0], *low, *found[1:]]
         starts = [*starts, *low]
-    if not WORK:
-        logger.warning("numba is not installed, so this plan is a rough one: pip install numba")
-        return found, _ask(asked)
     # A step without compute has no time to measure heat by, but moving everything takes some.
     scale = max(problem.plain.step_seconds, HARDLY * problem.floor.step_seconds)
     prices = float(fluids[0].byte_prices.sum()) if fluids else 0.0
@@ -181,12 +174,12 @@ def _search(
     def look(at: list[Array]) -> list[AnnealingRun]:
         return [AnnealingRun(start, cold, cold, 0, price, slack) for start in at for slack in SLACKS]
 
-    walks = [
+    runs = [
         AnnealingRun(start, hot * scale, cold * scale, share, price, SLACKS[0])
         for hot, cold in HEATS
         for start in found[:BOTH]
     ]
-    plans = anneal_all(columns, space, terms, [*walks, *look(starts)], best, beside=asked)
+    plans = anneal_all(columns, space, terms, [*runs, *look(starts)], best, beside=asked)
     anneal_all(
         columns, space, terms, look([_read(vectors, plan, space) for plan in plans if plan.strategy in ASKED]), best
     )
@@ -195,16 +188,26 @@ def _search(
     for again in range(MOST_ROUNDS):
         if again and best.seconds <= FAR * bound_seconds:
             break
-        walks = [AnnealingRun(best.choices.copy(), hot, cold, share, price, slack, again) for slack in slacks]
-        anneal_all(columns, space, terms, walks, best)
+        runs = [AnnealingRun(best.choices.copy(), hot, cold, share, price, slack, again) for slack in slacks]
+        anneal_all(columns, space, terms, runs, best)
     # A schedule of the chain that is ahead goes its own way, so that it never keeps the others from theirs.
     ahead = [plans[place] for seconds, place in _time(problem, plans) if seconds < best.seconds]
-    walks = [
-        AnnealingRun(_read(vectors, plan, space), hot, cold, share, price, slack) for plan in ahead for slack in slacks
-    ]
-    anneal_all(columns, space, terms, walks, best)
+    starts = [_read(vectors, plan, space) for plan in ahead]
+    runs = [AnnealingRun(start, hot, cold, share, price, slack) for start in starts for slack in slacks]
+    anneal_all(columns, space, terms, runs, best)
     best.seconds = polish(columns, space, terms._replace(slack=best.slack), best.choices, POLISH * share, room)
     return found, plans
+
+
+def _try_all(vectors: ChoiceVectorPlanner, space: SearchSpace, terms: SweepLimits, best: BestChoices) -> None:
+    """Set `best` to the fastest of all vectors of choices, under each slack."""
+    for slack in SLACKS:
+        choices = best.choices.copy()
+        seconds = try_all(vectors.columns, space, terms._replace(slack=slack), choices, vectors.room)
+        if seconds < best.seconds:
+            best.choices = choices
+            best.seconds = seconds
+            best.slack = slack
 
 
 def _seeds(moves: Moves) -> Sequence[Callable[[Problem], Plan | None]]:
