@@ -8,7 +8,7 @@ import re
 import subprocess
 import sys
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 
@@ -160,6 +160,120 @@ def test_nothing_names_this_machine() -> None:
             continue
         for number, line in enumerate(path.read_text(errors="replace").splitlines(), start=1):
             assert not re.search(f"{absolute}|{index}", line), f"{name_of(path)}:{number}: {line.strip()[:120]}"
+
+
+# -- structure --------------------------------------------------------------------------------------------------------
+
+MOST_MEMBERS = 35
+"""Attributes and methods of one class."""
+
+ENTRY_POINTS = {"Policy"}
+"""Class names that every member of a family has."""
+
+POOR_OPENINGS = re.compile(r"^(What|The same|Of|As|Who|Whoever|Whether|How|That|All that|Those|Nothing)\b")
+
+
+def find_circles(imports: dict[str, set[str]]) -> list[list[str]]:
+    """Return the strongly connected components of more than one file (Tarjan's algorithm)."""
+    order: dict[str, int] = {}
+    lowest: dict[str, int] = {}
+    stack: list[str] = []
+    circles: list[list[str]] = []
+
+    def visit(name: str) -> None:
+        order[name] = lowest[name] = len(order)
+        stack.append(name)
+        for other in sorted(imports[name]):
+            if other not in order:
+                visit(other)
+                lowest[name] = min(lowest[name], lowest[other])
+            elif other in stack:
+                lowest[name] = min(lowest[name], order[other])
+        if lowest[name] == order[name]:
+            component = stack[stack.index(name) :]
+            del stack[stack.index(name) :]
+            if len(component) > 1:
+                circles.append(sorted(component))
+
+    for name in sorted(imports):
+        if name not in order:
+            visit(name)
+    return circles
+
+
+def list_python_imports() -> dict[str, set[str]]:
+    """Return the modules that each module imports anywhere in its file, for type checkers only included."""
+    names = {
+        ".".join(path.relative_to(SOURCE).with_suffix("").parts).removesuffix(".__init__"): path for path in MODULES
+    }
+    found: dict[str, set[str]] = {}
+    for name, path in names.items():
+        wanted = set()
+        for node in ast.walk(TREES[path]):
+            if isinstance(node, ast.ImportFrom) and node.module:
+                wanted |= {f"{node.module}.{each.name}" for each in node.names} | {node.module}
+            elif isinstance(node, ast.Import):
+                wanted |= {each.name for each in node.names}
+        found[name] = {each for each in wanted if each in names and not names[each].match("__init__.py")} - {name}
+    return found
+
+
+def list_native_includes() -> dict[str, set[str]]:
+    """Return the files of ours that each C and C++ file includes."""
+    files = [path for path in SOURCE.rglob("*") if path.suffix in {".h", ".c", ".cpp"}]
+    texts = {path.name: path.read_text() for path in files}
+    assert len(texts) == len(files) > 20
+    return {
+        name: {each for each in re.findall(r'#include "([\w.]+)"', text) if each in texts} - {name}
+        for name, text in texts.items()
+    }
+
+
+@pytest.mark.parametrize("list_imports", [list_python_imports, list_native_includes])
+def test_no_files_import_each_other_in_a_circle(list_imports: Callable[[], dict[str, set[str]]]) -> None:
+    imports = list_imports()
+    assert sum(map(len, imports.values())) > 30
+    assert find_circles(imports) == []
+    first = next(name for name, others in sorted(imports.items()) if others)
+    other = min(imports[first])
+    assert find_circles({**imports, other: imports[other] | {first}}) != []
+
+
+def count_members(node: ast.ClassDef) -> int:
+    """Count the methods of a class, its declared fields, and the attributes that its methods set."""
+    names = {each.name for each in node.body if isinstance(each, Function)}
+    names |= {
+        each.target.id for each in node.body if isinstance(each, ast.AnnAssign) and isinstance(each.target, ast.Name)
+    }
+    for each in ast.walk(node):
+        if isinstance(each, ast.Attribute) and isinstance(each.ctx, ast.Store) and isinstance(each.value, ast.Name):
+            names |= {each.attr} if each.value.id == "self" else set()
+    return len(names)
+
+
+def list_classes() -> Iterator[tuple[pathlib.Path, ast.ClassDef]]:
+    for path, tree in TREES.items():
+        yield from ((path, node) for node in ast.walk(tree) if isinstance(node, ast.ClassDef))
+
+
+def test_classes_stay_small() -> None:
+    large = {node.name: count for _, node in list_classes() if (count := count_members(node)) > MOST_MEMBERS}
+    assert large == {}
+
+
+def test_a_class_name_stands_for_one_class() -> None:
+    places: dict[str, list[str]] = {}
+    for path, node in list_classes():
+        if not node.name.startswith("_") and node.name not in ENTRY_POINTS:
+            places.setdefault(node.name, []).append(name_of(path))
+    assert {name: found for name, found in places.items() if len(found) > 1} == {}
+
+
+@pytest.mark.parametrize("path", MODULES, ids=name_of)
+def test_docstrings_open_with_a_noun_or_a_verb(path: pathlib.Path) -> None:
+    documented = (ast.Module, ast.ClassDef, *Function.__args__)
+    found = [ast.get_docstring(node) or "" for node in ast.walk(TREES[path]) if isinstance(node, documented)]
+    assert [each.partition("\n")[0] for each in found if POOR_OPENINGS.match(each)] == []
 
 
 # -- loops in machine code --------------------------------------------------------------------------------------------
