@@ -11,14 +11,12 @@ What does not fit into the host's memory goes through a piece of it to a spill f
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import threading
-import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import torch
 
@@ -27,9 +25,10 @@ from elbowroom.errors import InternalError, TierFull, TransferFailed, UsageError
 from elbowroom.ir.placement import CopySlot, Placement
 from elbowroom.runtime.copies import Copy, Record, Records
 from elbowroom.runtime.staging import Staging
-from elbowroom.runtime.stream_copies import StreamCopy, Unfinished
+from elbowroom.runtime.stream_copies import StreamCopy
 from elbowroom.runtime.streams import Event, Streams
 from elbowroom.runtime.transfers import check_process
+from elbowroom.runtime.transfers_in_flight import TransfersInFlight
 from elbowroom.tiers.disk import SpillFile
 from elbowroom.tiers.pinned import HostSlabs, SlabBlock
 
@@ -39,8 +38,7 @@ logger = logging.getLogger(__name__)
 class StreamTransfers:
     """Moves storages of a device to host memory and back, and beyond that to a spill file if there is one.
 
-    Storages in flight are held here until `finish` or until the transfer has ended, so that no memory is reused under a
-    transfer. A process that is forked from this one can move nothing: it cannot use the device.
+    A process that is forked from this one can move nothing: it cannot use the device.
 
     Args:
         streams: the device's lanes.
@@ -50,7 +48,6 @@ class StreamTransfers:
             it is used.
 
     Attributes:
-        stall_seconds: time the host waited, for the disk or for a device.
         offloaded_bytes, reloaded_bytes: begun so far.
 
     Raises:
@@ -60,20 +57,25 @@ class StreamTransfers:
     def __init__(
         self, streams: Streams, host: HostSlabs, spill: SpillFile | None = None, staging_bytes: int = STAGING_BYTES
     ) -> None:
-        self._streams, self._host, self._spill = streams, host, spill
+        self._streams = streams
+        self._host = host
+        self._spill = spill
         self._staging = None
         if spill is not None:
             self._staging = Staging(streams, host, spill, count_piece_bytes(host.capacity_bytes, staging_bytes))
-        self._unfinished: deque[Unfinished] = deque()
+        self._in_flight = TransfersInFlight(streams)
         self._pid = os.getpid()
         settle = weakref.WeakMethod(self._settle)
         self._records = Records(self._restore, lambda record: (lost := settle()) and lost(has_lost=True))
         self._discarded: deque[Record] = deque()
         self._lock = threading.RLock()  # of records and tiers
         self._closing = self._stopped = self._has_lost = False
-        self._is_sure = True  # False while a transfer is begun, and after an exception has ended that
-        self.stall_seconds = 0.0
         self.offloaded_bytes = self.reloaded_bytes = 0
+
+    @property
+    def stall_seconds(self) -> float:
+        """Seconds that the host waited, for the disk or for a device."""
+        return self._in_flight.stall_seconds
 
     @property
     def _copies(self) -> int:
@@ -86,7 +88,7 @@ class StreamTransfers:
         with self._lock:
             self._sweep()
             with self._records.changing():
-                self._host.prepare(placement.lower_bytes, gives_back=gives_back, settle=self._wait_for_unfinished)
+                self._host.prepare(placement.lower_bytes, gives_back=gives_back, settle=self._in_flight.wait)
                 if self._spill is not None:
                     self._spill.prepare(placement.disk_bytes, gives_back=gives_back)
                 if self._staging is not None:
@@ -111,12 +113,12 @@ class StreamTransfers:
         copy = StreamCopy(storage.nbytes())
         with self._lock:
             self._sweep()
-            self._forget_ended()
+            self._in_flight.forget_ended()
             copy.record = self._records.reserve(copy, lambda: self._place(copy.nbytes, copy_slot))
             if isinstance(copy.record.block, SlabBlock):
                 copy.block = copy.record.block
-                with self._beginning(copy, storage):
-                    after = [self._streams.record_compute(), *self._users_of(copy.block)]
+                with self._in_flight.beginning(copy, storage):
+                    after = [self._streams.record_compute(), *self._in_flight.list_users(copy.block)]
                     copy.last = self._streams.copy_out(storage, copy.block.tensor, after)
             else:
                 copy.offset = copy.record.block
@@ -135,14 +137,14 @@ class StreamTransfers:
         if copy.record is None:
             raise InternalError("a copy was to be reloaded after it had been discarded")
         with self._lock:
-            self._forget_ended()
+            self._in_flight.forget_ended()
             storage = self._streams.allocate(copy.nbytes)
             # Recorded after the allocation: what was computed in this memory before must not come after the copy.
             after = [self._streams.record_compute()]
             if copy.last is not None:
                 after.append(copy.last)
             if copy.block is not None:
-                with self._beginning(copy, storage):
+                with self._in_flight.beginning(copy, storage):
                     copy.last = self._streams.copy_in(copy.block.tensor, storage, after)
             else:
                 self._read_back(storage, copy, after)
@@ -157,9 +159,9 @@ class StreamTransfers:
         """
         assert isinstance(copy, StreamCopy)
         check_process(self._pid, copy.nbytes)
-        if not self._is_sure:
+        if not self._in_flight.is_certain:
             with self._lock:
-                self._forget_ended()
+                self._in_flight.forget_ended()
         if copy.last is not None:
             self._streams.compute_waits(copy.last)
         copy.let_go()
@@ -216,7 +218,7 @@ class StreamTransfers:
             for record in self._records.list_lost():
                 self._free(record)
             self._has_lost = False
-        self._forget_ended()
+        self._in_flight.forget_ended()
 
     def _free(self, record: Record) -> None:
         self._records.free(record, self._give)
@@ -238,7 +240,7 @@ class StreamTransfers:
     def _stop(self) -> None:
         if self._pid == os.getpid():
             # What runs in the staging memory too.
-            self._wait_for_unfinished()
+            self._in_flight.wait()
         self._stopped = True
         self._host.close()
         if self._spill is not None:
@@ -257,17 +259,6 @@ class StreamTransfers:
                     raise
         return self._spill.reserve(nbytes, at if is_for_disk else None)
 
-    @contextlib.contextmanager
-    def _beginning(self, copy: StreamCopy, storage: torch.UntypedStorage) -> Iterator[None]:
-        """A transfer is begun in this context; it ends with `copy.last`."""
-        self._is_sure = False
-        unfinished = Unfinished(copy, storage)
-        self._unfinished.append(unfinished)
-        copy.moving.append(unfinished)
-        yield
-        unfinished.event = copy.last
-        self._is_sure = copy.last is not None
-
     def _reserve(self, nbytes: int, at: int | None) -> SlabBlock:
         try:
             return self._host.reserve(nbytes, at)
@@ -276,32 +267,9 @@ class StreamTransfers:
                 raise
         # There is room, but in slabs of the wrong size. They may only go when nothing runs in them.
         logger.debug("giving empty slabs of host memory back to make room for %d bytes", nbytes)
-        self._wait_for_unfinished()
+        self._in_flight.wait()
         self._host.release_empty()
         return self._host.reserve(nbytes)
-
-    def _users_of(self, block: SlabBlock) -> list[Event]:
-        """The ends of transfers that may still run somewhere in a block that was discarded."""
-        begin, end = block.address, block.address + block.nbytes
-        users = [user.event for user in self._unfinished if user.begin < end and begin < user.end]
-        return [event for event in users if event is not None]
-
-    def _forget_ended(self) -> None:
-        # Oldest first and no further than the first that still runs: this happens at every transfer.
-        if not self._is_sure:
-            self._wait_for_unfinished()
-        while self._unfinished and (event := self._unfinished[0].event) is not None and event.is_done():
-            self._unfinished.popleft()
-
-    def _wait_for_unfinished(self) -> None:
-        with self._stalling():
-            if not self._is_sure:  # an exception came in between: when the last one ends is not known
-                self._streams.host_waits_for_copies()
-            for user in self._unfinished:
-                if user.event is not None:
-                    self._streams.host_waits(user.event)
-        self._unfinished.clear()
-        self._is_sure = True
 
     # The spill file ---------------------------------------------------------------------------------------------
 
@@ -316,16 +284,8 @@ class StreamTransfers:
         self._pass(storage, copy, lambda: staging.read_back(storage, copy, after))
 
     def _pass(self, storage: torch.UntypedStorage, copy: StreamCopy, move: Callable[[], None]) -> None:
-        with self._stalling(), self._beginning(copy, storage):
+        with self._in_flight.stalling(), self._in_flight.beginning(copy, storage):
             try:
                 move()
             except OSError as error:
                 copy.error = error
-
-    @contextlib.contextmanager
-    def _stalling(self) -> Iterator[None]:
-        begin = time.perf_counter()
-        try:
-            yield
-        finally:
-            self.stall_seconds += time.perf_counter() - begin

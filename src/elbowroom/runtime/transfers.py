@@ -22,9 +22,13 @@ class Transfers(Protocol):
     after `finish` finds the transfer done.
     """
 
-    stall_seconds: float
     offloaded_bytes: int
     reloaded_bytes: int
+
+    @property
+    def stall_seconds(self) -> float:
+        """Seconds that the program waited for transfers."""
+        ...
 
     def prepare(self, placement: Placement, *, gives_back: bool) -> None:
         """The next step's copies are laid out like this; `gives_back`: no others are expected to need more room.

@@ -1,0 +1,76 @@
+"""Transfers that were begun on streams and may still run."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections import deque
+from collections.abc import Iterator
+
+import torch
+
+from elbowroom.runtime.stream_copies import StreamCopy, Unfinished
+from elbowroom.runtime.streams import Event, Streams
+from elbowroom.tiers.pinned import SlabBlock
+
+
+class TransfersInFlight:
+    """Holds the storages and host blocks of transfers until these have ended, so that no memory is reused under one.
+
+    Args:
+        streams: the device's streams.
+
+    Attributes:
+        is_certain: False while a transfer is begun, and after an exception interrupted that: its end is then unknown.
+        stall_seconds: time the host waited.
+    """
+
+    def __init__(self, streams: Streams) -> None:
+        self._streams = streams
+        self._unfinished: deque[Unfinished] = deque()
+        self.is_certain = True
+        self.stall_seconds = 0.0
+
+    @contextlib.contextmanager
+    def beginning(self, copy: StreamCopy, storage: torch.UntypedStorage) -> Iterator[None]:
+        """Begin a transfer in this context. Its end is `copy.last`."""
+        self.is_certain = False
+        unfinished = Unfinished(copy, storage)
+        self._unfinished.append(unfinished)
+        copy.moving.append(unfinished)
+        yield
+        unfinished.event = copy.last
+        self.is_certain = copy.last is not None
+
+    def list_users(self, block: SlabBlock) -> list[Event]:
+        """Return the ends of transfers that may still use host memory within a block."""
+        begin, end = block.address, block.address + block.nbytes
+        users = [user.event for user in self._unfinished if user.begin < end and begin < user.end]
+        return [event for event in users if event is not None]
+
+    def forget_ended(self) -> None:
+        """Forget the transfers that have ended: the oldest first, up to the first that still runs."""
+        if not self.is_certain:
+            self.wait()
+        while self._unfinished and (event := self._unfinished[0].event) is not None and event.is_done():
+            self._unfinished.popleft()
+
+    def wait(self) -> None:
+        """Have the host wait for all transfers."""
+        with self.stalling():
+            if not self.is_certain:
+                self._streams.host_waits_for_copies()
+            for user in self._unfinished:
+                if user.event is not None:
+                    self._streams.host_waits(user.event)
+        self._unfinished.clear()
+        self.is_certain = True
+
+    @contextlib.contextmanager
+    def stalling(self) -> Iterator[None]:
+        """Count the seconds spent in this context as a stall."""
+        begin = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.stall_seconds += time.perf_counter() - begin
