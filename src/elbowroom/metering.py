@@ -65,9 +65,7 @@ class Metering:
             needs=0 if engine is None else engine.needs,
             note=note or ("" if engine is None else engine.refusal),
         )
-        transfers.stall_seconds = 0.0
-        transfers.offloaded_bytes = 0
-        transfers.reloaded_bytes = 0
+        transfers.reset_figures()
         if engine is not None and engine.refusal and not self._has_refused:
             self._has_refused = True
             logger.warning("what should leave the device stays there, as far as there is room: %s", engine.refusal)

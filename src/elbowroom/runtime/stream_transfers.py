@@ -70,12 +70,17 @@ class StreamTransfers:
         self._discarded: deque[Record] = deque()
         self._lock = threading.RLock()  # of records and tiers
         self._closing = self._stopped = self._has_lost = False
-        self.offloaded_bytes = self.reloaded_bytes = 0
+        self.reset_figures()
 
     @property
     def stall_seconds(self) -> float:
         """Seconds that the host waited, for the disk or for a device."""
         return self._in_flight.stall_seconds
+
+    def reset_figures(self) -> None:
+        self._in_flight.stall_seconds = 0.0
+        self.offloaded_bytes = 0
+        self.reloaded_bytes = 0
 
     @property
     def _copies(self) -> int:

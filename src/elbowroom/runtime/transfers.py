@@ -30,6 +30,10 @@ class Transfers(Protocol):
         """Seconds that the program waited for transfers."""
         ...
 
+    def reset_figures(self) -> None:
+        """Start counting seconds and bytes from zero."""
+        ...
+
     def prepare(self, placement: Placement, *, gives_back: bool) -> None:
         """The next step's copies are laid out like this; `gives_back`: no others are expected to need more room.
 
@@ -88,8 +92,12 @@ class ThreadTransfers:
         self._first = spill
         self._queues = {os.getpid(): SpillQueue(spill, self)}  # by process: of a parent's there is only a dead image
         self._closed = False
+        self.reset_figures()
+
+    def reset_figures(self) -> None:
         self.stall_seconds = 0.0
-        self.offloaded_bytes = self.reloaded_bytes = 0
+        self.offloaded_bytes = 0
+        self.reloaded_bytes = 0
 
     @property
     def _queue(self) -> SpillQueue:
