@@ -20,7 +20,7 @@ import torch
 
 from elbowroom.errors import TierFull, TransferFailed
 from elbowroom.layout.free_list import FreeList
-from elbowroom.runtime.streams import Event
+from elbowroom.runtime.streams import StreamEvent
 from elbowroom.runtime.transfers import Copy, Transfers
 
 GARBAGE = 0xCB
@@ -79,18 +79,18 @@ class FakeStreams:
         return self._enqueue("compute", None, [])
 
     def copy_out(
-        self, source: torch.UntypedStorage, host: torch.Tensor, after: Sequence[Event], source_offset: int = 0
+        self, source: torch.UntypedStorage, host: torch.Tensor, after: Sequence[StreamEvent], source_offset: int = 0
     ) -> FakeEvent:
         assert source_offset + host.numel() <= source.nbytes()
         return self._copy("out", source.data_ptr() + source_offset, host, after)
 
     def copy_in(
-        self, host: torch.Tensor, target: torch.UntypedStorage, after: Sequence[Event], target_offset: int = 0
+        self, host: torch.Tensor, target: torch.UntypedStorage, after: Sequence[StreamEvent], target_offset: int = 0
     ) -> FakeEvent:
         assert target_offset + host.numel() <= target.nbytes()
         return self._copy("back", target.data_ptr() + target_offset, host, after)
 
-    def _copy(self, lane: str, address: int, host: torch.Tensor, after: Sequence[Event]) -> FakeEvent:
+    def _copy(self, lane: str, address: int, host: torch.Tensor, after: Sequence[StreamEvent]) -> FakeEvent:
         begin, nbytes = host.data_ptr(), host.numel()
 
         def copy() -> None:
@@ -101,10 +101,10 @@ class FakeStreams:
         self._lanes[lane][-1].host = (begin, begin + nbytes)
         return event
 
-    def compute_waits(self, event: Event) -> None:
+    def compute_waits(self, event: StreamEvent) -> None:
         self._enqueue("compute", None, [event])
 
-    def host_waits(self, event: Event) -> None:
+    def host_waits(self, event: StreamEvent) -> None:
         assert isinstance(event, FakeEvent)
         while not event.done:
             assert self.advance(1), "deadlock: the event can never be done"
@@ -171,7 +171,7 @@ class FakeStreams:
 
     # Time -------------------------------------------------------------------------------------------------------
 
-    def _enqueue(self, lane: str, action: Callable[[], object] | None, after: Sequence[Event]) -> FakeEvent:
+    def _enqueue(self, lane: str, action: Callable[[], object] | None, after: Sequence[StreamEvent]) -> FakeEvent:
         event, events = FakeEvent(lane), [event for event in after if isinstance(event, FakeEvent)]
         self._lanes[lane].append(_Operation(action, events, event))
         return event
@@ -203,7 +203,7 @@ class ForgetfulStreams(FakeStreams):
         super().__init__(seed, schedule)
         self._waiter, self._waited_for = forgets
 
-    def _kept(self, waiter: str, after: Sequence[Event]) -> list[Event]:
+    def _kept(self, waiter: str, after: Sequence[StreamEvent]) -> list[StreamEvent]:
         return [
             event
             for event in after
@@ -211,20 +211,20 @@ class ForgetfulStreams(FakeStreams):
         ]
 
     def copy_out(
-        self, source: torch.UntypedStorage, host: torch.Tensor, after: Sequence[Event], source_offset: int = 0
+        self, source: torch.UntypedStorage, host: torch.Tensor, after: Sequence[StreamEvent], source_offset: int = 0
     ) -> FakeEvent:
         return super().copy_out(source, host, self._kept("copy_out", after), source_offset)
 
     def copy_in(
-        self, host: torch.Tensor, target: torch.UntypedStorage, after: Sequence[Event], target_offset: int = 0
+        self, host: torch.Tensor, target: torch.UntypedStorage, after: Sequence[StreamEvent], target_offset: int = 0
     ) -> FakeEvent:
         return super().copy_in(host, target, self._kept("copy_in", after), target_offset)
 
-    def compute_waits(self, event: Event) -> None:
+    def compute_waits(self, event: StreamEvent) -> None:
         for kept in self._kept("compute", [event]):
             super().compute_waits(kept)
 
-    def host_waits(self, event: Event) -> None:
+    def host_waits(self, event: StreamEvent) -> None:
         for kept in self._kept("host", [event]):
             super().host_waits(kept)
 

@@ -22,7 +22,7 @@ from elbowroom.ir.journal import Mode
 from elbowroom.ir.placement import CopySlot, Placement
 from elbowroom.room import Room
 from elbowroom.runtime.stream_transfers import StreamCopy, StreamTransfers
-from elbowroom.runtime.streams import Event
+from elbowroom.runtime.streams import StreamEvent
 from elbowroom.runtime.transfers import SpillCopy, ThreadTransfers
 from elbowroom.tiers import pinned
 from elbowroom.tiers.disk import SpillFile
@@ -382,7 +382,7 @@ class AtOnce(FakeStreams):
         self.drain()
         return super().record_compute()
 
-    def compute_waits(self, event: Event) -> None:
+    def compute_waits(self, event: StreamEvent) -> None:
         self.drain()
 
     def allocate(self, nbytes: int) -> torch.UntypedStorage:

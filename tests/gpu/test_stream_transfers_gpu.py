@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from elbowroom.runtime.stream_transfers import StreamTransfers
-from elbowroom.runtime.streams import CudaEvent, CudaStreams, Event
+from elbowroom.runtime.streams import CudaEvent, CudaStreams, StreamEvent
 from elbowroom.tiers.disk import SpillFile
 from elbowroom.tiers.pinned import HostSlabs, Pageable
 from tests.fake_streams import Program, pattern
@@ -37,32 +37,32 @@ class DelayedStreams(CudaStreams):
         super().__init__(torch.device("cuda"))
         self._out_cycles, self._back_cycles, self._forgets = out_cycles, back_cycles, forgets
         self._lanes: dict[int, str] = {}
-        self._events: list[Event] = []  # kept, so that no two have the same id
+        self._events: list[StreamEvent] = []  # kept, so that no two have the same id
 
     def _known(self, event: CudaEvent, lane: str) -> CudaEvent:
         self._lanes[id(event)] = lane
         self._events.append(event)
         return event
 
-    def _kept(self, waiter: str, after: Sequence[Event]) -> list[Event]:
+    def _kept(self, waiter: str, after: Sequence[StreamEvent]) -> list[StreamEvent]:
         return [event for event in after if (waiter, self._lanes[id(event)]) != self._forgets]
 
     def record_compute(self) -> CudaEvent:
         return self._known(super().record_compute(), "compute")
 
     def copy_out(
-        self, source: torch.UntypedStorage, host: torch.Tensor, after: Sequence[Event], source_offset: int = 0
+        self, source: torch.UntypedStorage, host: torch.Tensor, after: Sequence[StreamEvent], source_offset: int = 0
     ) -> CudaEvent:
         hold_up(self.out_stream, self._out_cycles())
         return self._known(super().copy_out(source, host, self._kept("copy_out", after), source_offset), "out")
 
     def copy_in(
-        self, host: torch.Tensor, target: torch.UntypedStorage, after: Sequence[Event], target_offset: int = 0
+        self, host: torch.Tensor, target: torch.UntypedStorage, after: Sequence[StreamEvent], target_offset: int = 0
     ) -> CudaEvent:
         hold_up(self.back_stream, self._back_cycles())
         return self._known(super().copy_in(host, target, self._kept("copy_in", after), target_offset), "back")
 
-    def compute_waits(self, event: Event) -> None:
+    def compute_waits(self, event: StreamEvent) -> None:
         for kept in self._kept("compute", [event]):
             super().compute_waits(kept)
 

@@ -47,11 +47,11 @@ class SpillCopy:
         self.nbytes, self.queue = nbytes, queue
         self.offset = -1
         self.record: Record | None = None
-        self.last: Job | None = None
+        self.last: SpillJob | None = None
         self.error: BaseException | None = None
 
 
-class Job:
+class SpillJob:
     """One transfer. It holds the copy and the storage until it is done, whoever else may have dropped them.
 
     Attributes:
@@ -102,10 +102,10 @@ class SpillQueue:
 
     def __init__(self, spill: SpillFile, owner: object) -> None:
         self.pid, self.spill = os.getpid(), spill
-        self._jobs: queue.SimpleQueue[Job | weakref.ref[object] | None] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[SpillJob | weakref.ref[object] | None] = queue.SimpleQueue()
         self._owner = weakref.ref(owner, self._jobs.put)  # a method of C: nothing can end it halfway
         self._records = Records(self._restore, self._jobs.put)
-        self._discarded: deque[tuple[Record, Job | None]] = deque()
+        self._discarded: deque[tuple[Record, SpillJob | None]] = deque()
         self._lock = threading.RLock()  # of what is above and below, and of the blocks of the spill file
         self._closing = self._stopped = False
         self._thread: threading.Thread | None = None
@@ -145,7 +145,7 @@ class SpillQueue:
         Raises:
             TransferFailed: there is no thread and none can be started; nothing was begun.
         """
-        job = Job(copy, is_out, storage)
+        job = SpillJob(copy, is_out, storage)
         self._start()
         self._jobs.put(job)
         copy.last = job
@@ -254,7 +254,7 @@ class SpillQueue:
         """Take the next job; whether it was the last."""
         job = self._jobs.get()
         try:
-            if isinstance(job, Job):
+            if isinstance(job, SpillJob):
                 job.run(self.spill)
             with self._lock:
                 if isinstance(job, Record):  # nobody holds the copy any more

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from elbowroom.runtime.stream_copies import StreamCopy
-from elbowroom.runtime.streams import Event, Streams
+from elbowroom.runtime.streams import StreamEvent, Streams
 from elbowroom.tiers.disk import SpillFile
 from elbowroom.tiers.pinned import HostSlabs
 
@@ -26,14 +26,14 @@ class Staging:
         self.piece_bytes = piece_bytes
         self.block = host.reserve_apart(2 * piece_bytes)
         self._halves = self.block.tensor.split(piece_bytes)
-        self._last: list[Event | None] = [None, None]  # the device's last transfer from or to each half
+        self._last: list[StreamEvent | None] = [None, None]  # the device's last transfer from or to each half
 
     def prepare(self, piece_bytes: int | None) -> None:
         """Copy so much at a time from now on; as much as a half holds if None."""
         half_bytes = self._halves[0].numel()
         self.piece_bytes = half_bytes if piece_bytes is None else min(piece_bytes, half_bytes)
 
-    def write_out(self, storage: torch.UntypedStorage, copy: StreamCopy, computed: Event) -> None:
+    def write_out(self, storage: torch.UntypedStorage, copy: StreamCopy, computed: StreamEvent) -> None:
         """Copy a storage into the spill file, after an event; back when all is written.
 
         Raises:
@@ -60,7 +60,7 @@ class Staging:
         self._spill.write(copy.offset + begin, self._halves[half].data_ptr(), nbytes)
         return nbytes
 
-    def read_back(self, storage: torch.UntypedStorage, copy: StreamCopy, after: list[Event]) -> None:
+    def read_back(self, storage: torch.UntypedStorage, copy: StreamCopy, after: list[StreamEvent]) -> None:
         """Copy out of the spill file into a storage, after events; back when all is read.
 
         Raises:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from elbowroom.runtime.copies import Record
-from elbowroom.runtime.streams import Event
+from elbowroom.runtime.streams import StreamEvent
 from elbowroom.tiers.pinned import SlabBlock
 
 
@@ -29,7 +29,7 @@ class StreamCopy:
         self.block: SlabBlock | None = None
         self.offset = 0
         self.record: Record | None = None
-        self.last: Event | None = None
+        self.last: StreamEvent | None = None
         self.moving: list[Unfinished] = []
         self.error: OSError | None = None
 
@@ -53,4 +53,4 @@ class Unfinished:
         self.begin = copy.block.address if copy.block is not None else 0
         self.end = self.begin + copy.nbytes if copy.block is not None else 0
         self.storage: torch.UntypedStorage | None = storage
-        self.event: Event | None = None
+        self.event: StreamEvent | None = None

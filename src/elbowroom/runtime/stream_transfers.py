@@ -26,7 +26,7 @@ from elbowroom.ir.placement import CopySlot, Placement
 from elbowroom.runtime.copies import Copy, Record, Records
 from elbowroom.runtime.staging import Staging
 from elbowroom.runtime.stream_copies import StreamCopy
-from elbowroom.runtime.streams import Event, Streams
+from elbowroom.runtime.streams import StreamEvent, Streams
 from elbowroom.runtime.transfers import check_process
 from elbowroom.runtime.transfers_in_flight import TransfersInFlight
 from elbowroom.tiers.disk import SpillFile
@@ -283,7 +283,7 @@ class StreamTransfers:
         assert staging is not None
         self._pass(storage, copy, lambda: staging.write_out(storage, copy, self._streams.record_compute()))
 
-    def _read_back(self, storage: torch.UntypedStorage, copy: StreamCopy, after: list[Event]) -> None:
+    def _read_back(self, storage: torch.UntypedStorage, copy: StreamCopy, after: list[StreamEvent]) -> None:
         staging = self._staging
         assert staging is not None
         self._pass(storage, copy, lambda: staging.read_back(storage, copy, after))

@@ -17,7 +17,7 @@ import torch
 from elbowroom.errors import TransferFailed
 
 
-class Event(Protocol):
+class StreamEvent(Protocol):
     """A point in a stream."""
 
     def is_done(self) -> bool:
@@ -38,27 +38,27 @@ class Streams(Protocol):
         """The device that storages must be on."""
         ...
 
-    def record_compute(self) -> Event:
+    def record_compute(self) -> StreamEvent:
         """A point after everything the program has given to the compute lane so far."""
         ...
 
     def copy_out(
-        self, source: torch.UntypedStorage, host: torch.Tensor, after: Sequence[Event], source_offset: int = 0
-    ) -> Event:
+        self, source: torch.UntypedStorage, host: torch.Tensor, after: Sequence[StreamEvent], source_offset: int = 0
+    ) -> StreamEvent:
         """Copy `host.numel()` bytes of a storage, from `source_offset` on, to the host, once `after` is done."""
         ...
 
     def copy_in(
-        self, host: torch.Tensor, target: torch.UntypedStorage, after: Sequence[Event], target_offset: int = 0
-    ) -> Event:
+        self, host: torch.Tensor, target: torch.UntypedStorage, after: Sequence[StreamEvent], target_offset: int = 0
+    ) -> StreamEvent:
         """Copy a host tensor's bytes into a storage, from `target_offset` on, once `after` is done."""
         ...
 
-    def compute_waits(self, event: Event) -> None:
+    def compute_waits(self, event: StreamEvent) -> None:
         """What the program computes from now on comes after the event."""
         ...
 
-    def host_waits(self, event: Event) -> None:
+    def host_waits(self, event: StreamEvent) -> None:
         """Return when the event is done."""
         ...
 
@@ -125,19 +125,19 @@ class CudaStreams:
         return CudaEvent(computing.record_event(), computing)
 
     def copy_out(
-        self, source: torch.UntypedStorage, host: torch.Tensor, after: Sequence[Event], source_offset: int = 0
+        self, source: torch.UntypedStorage, host: torch.Tensor, after: Sequence[StreamEvent], source_offset: int = 0
     ) -> CudaEvent:
         """Copy `host.numel()` bytes of a storage, from `source_offset` on, to the host, once `after` is done."""
         return self._copy(self.out_stream, self._bytes_of(source, source_offset, host.numel()), host, after)
 
     def copy_in(
-        self, host: torch.Tensor, target: torch.UntypedStorage, after: Sequence[Event], target_offset: int = 0
+        self, host: torch.Tensor, target: torch.UntypedStorage, after: Sequence[StreamEvent], target_offset: int = 0
     ) -> CudaEvent:
         """Copy a host tensor's bytes into a storage, from `target_offset` on, once `after` is done."""
         return self._copy(self.back_stream, host, self._bytes_of(target, target_offset, host.numel()), after)
 
     def _copy(
-        self, stream: torch.cuda.Stream, source: torch.Tensor, target: torch.Tensor, after: Sequence[Event]
+        self, stream: torch.cuda.Stream, source: torch.Tensor, target: torch.Tensor, after: Sequence[StreamEvent]
     ) -> CudaEvent:
         computing = None
         for event in after:
@@ -151,7 +151,7 @@ class CudaStreams:
     def _bytes_of(self, storage: torch.UntypedStorage, offset: int, nbytes: int) -> torch.Tensor:
         return torch.empty(0, dtype=torch.uint8, device=self.device).set_(storage, offset, (nbytes,), (1,))
 
-    def compute_waits(self, event: Event) -> None:
+    def compute_waits(self, event: StreamEvent) -> None:
         """What the program computes from now on comes after the event."""
         assert isinstance(event, CudaEvent)
         current = torch.cuda.current_stream(self.device)
@@ -161,7 +161,7 @@ class CudaStreams:
         if event.computing is not None and event.computing != current:
             event.computing.wait_event(event.event)
 
-    def host_waits(self, event: Event) -> None:
+    def host_waits(self, event: StreamEvent) -> None:
         """Return when the event is done. Lets other threads run meanwhile."""
         assert isinstance(event, CudaEvent)
         event.event.synchronize()

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import torch
 
 from elbowroom.runtime.stream_copies import StreamCopy, Unfinished
-from elbowroom.runtime.streams import Event, Streams
+from elbowroom.runtime.streams import StreamEvent, Streams
 from elbowroom.tiers.pinned import SlabBlock
 
 
@@ -42,7 +42,7 @@ class TransfersInFlight:
         unfinished.event = copy.last
         self.is_certain = copy.last is not None
 
-    def list_users(self, block: SlabBlock) -> list[Event]:
+    def list_users(self, block: SlabBlock) -> list[StreamEvent]:
         """Return the ends of transfers that may still use host memory within a block."""
         begin, end = block.address, block.address + block.nbytes
         users = [user.event for user in self._unfinished if user.begin < end and begin < user.end]
