@@ -286,7 +286,7 @@ def test_a_solver_that_runs_out_of_time_says_so_and_leaves_a_plan(
     assert "1e-06 s" in caplog.text and caplog.records[-1].levelno >= logging.INFO
 
 
-@pytest.mark.parametrize("step", ["walk_all", "polish", "solve_fluid"])
+@pytest.mark.parametrize("step", ["anneal_all", "polish", "solve_fluid"])
 def test_an_interrupted_search_returns_the_best_plan_so_far(
     step: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -79,7 +79,7 @@ def cut_stretches(drafter: Drafter, load: MemoryCurve, count: int) -> tuple[Stre
     bounds, passed = [moments[0]], 0.0
     for tick in moments[1:]:
         progress = passed / all_bytes + (begins[tick] - begins[moments[0]]) / all_seconds  # up to 2
-        if progress * count >= 2 * len(bounds):
+        if len(bounds) < count and progress * count >= 2 * len(bounds):
             bounds.append(tick)
         passed += moved[tick]
     bounds.append(trace.end - 1)
