@@ -20,6 +20,7 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -1617,6 +1618,50 @@ def test_an_activation_that_numpy_writes_to(runner: Runner, is_early: bool) -> N
         return value
 
     runner.compare(loop(loss=loss))
+
+
+SHOWN: tuple[Callable[[torch.Tensor], Any], ...] = (
+    lambda tensor: tensor.numpy(),
+    lambda tensor: np.asarray(tensor),
+    lambda tensor: np.from_dlpack(tensor),
+    lambda tensor: torch.from_dlpack(torch.utils.dlpack.to_dlpack(tensor)).numpy(),
+    lambda tensor: tensor.share_memory_().numpy(),
+)
+"""Ways to the memory of a tensor by which others write to it."""
+
+
+def test_numpy_is_first_shown_a_batch_after_results_computed_from_it_were_moved(runner: Runner) -> None:
+    """What was computed before the write is recomputed from the values of before."""
+
+    def loss(model: nn.Module, index: int) -> torch.Tensor:
+        x = batch(index)
+        value = model.after[0](torch.sin(x * model.before[0].bias)).square().mean()
+        press()
+        shown = SHOWN[index % len(SHOWN)](x)
+        np.multiply(shown, 0.5, out=shown)
+        press()
+        return value
+
+    runner.compare(loop(loss=loss), drifts=True)
+
+
+@pytest.mark.parametrize("is_early", [True, False], ids=["before", "after"])
+def test_numpy_writes_to_an_activation_that_the_program_then_lets_go_of(runner: Runner, is_early: bool) -> None:
+    """Autograd finds what was written, though the program no longer holds the tensor."""
+
+    def loss(model: nn.Module, index: int) -> torch.Tensor:
+        show = SHOWN[index % len(SHOWN)]
+        h = torch.relu(model.before[0](batch(index)))
+        shown = show(h.detach()) if is_early else None
+        value = model.after[0](h).square().mean()
+        press()
+        shown = show(h.detach()) if shown is None else shown
+        np.multiply(shown, 0.5, out=shown)
+        del h, shown
+        press()
+        return value
+
+    runner.compare(loop(loss=loss), drifts=True)
 
 
 # Threads --------------------------------------------------------------------------------------------------------------

@@ -147,8 +147,3 @@ def make_test(device_type: str) -> Callable[[torch.Tensor], bool]:
     """Of whether a tensor is on such a device, by the quickest way to ask."""
     name = f"is_{device_type}"
     return operator.attrgetter(name) if hasattr(torch.Tensor, name) else lambda each: each.device.type == device_type
-
-
-def is_shared(storage: torch.UntypedStorage) -> bool:
-    """Whether NumPy or another process may write to it."""
-    return storage.device.type == "cpu" and (not storage.resizable() or storage.is_shared())

@@ -17,7 +17,8 @@ import torch
 
 from elbowroom.errors import TierError
 from elbowroom.hooks.dispatch_keys import Hidden, get_alias
-from elbowroom.hooks.storage_ids import Identities, get_any_storage, is_shared, make_test
+from elbowroom.hooks.exposed_memory import is_shared
+from elbowroom.hooks.storage_ids import Identities, get_any_storage, make_test
 from elbowroom.ir.actions import Action, Release
 from elbowroom.ir.events import StorageFreed, StorageNeeded, StorageSaved
 from elbowroom.runtime.account import Account, load_native
@@ -273,13 +274,18 @@ class Engine(Mover):
     def written(self, tensor: torch.Tensor) -> None:
         """An op has written to a tensor in place. What autograd then finds is what was written, as without us."""
         residence = self._find_written(tensor)
-        if residence is None or not residence.views:
+        if residence is not None:
+            self._stay(residence, tensor.untyped_storage())
+
+    def _stay(self, residence: Residence, home: torch.UntypedStorage) -> None:
+        """Have autograd find what is in a storage when it asks, whoever has written that."""
+        if not residence.views:
             return
         with self._lock:
             if residence.copy is not None:
                 self._wait(residence)
                 self._discard_copy(residence)
-            if residence.find_storage() is not (home := tensor.untyped_storage()):
+            if residence.find_storage() is not home:
                 with Hidden():
                     residence.let_go()  # what came back while the program held the same
                 residence.storage = home

@@ -11,6 +11,7 @@ from typing import Any
 
 from elbowroom.errors import ElbowroomError, Infeasible, InternalError, TierError
 from elbowroom.hooks.dispatch_keys import Hidden
+from elbowroom.hooks.exposed_memory import is_shared
 from elbowroom.ir.actions import Action, Offload, Recompute, Release, Reload
 from elbowroom.ir.placement import CopySlot
 from elbowroom.residency.machine import Machine, State
@@ -113,6 +114,10 @@ class Mover:
     def _offload(self, residence: Residence) -> None:
         storage = residence.find_storage()
         assert storage is not None
+        if is_shared(storage):  # others may write to it until autograd asks for it
+            self._machine.refuse(residence.id)
+            self.refusal = self.refusal or "NumPy or another process shares its memory"
+            return
         try:
             with Hidden():
                 residence.copy = self._transfers.offload(storage, self._find_copy_slot(residence.id))

@@ -20,8 +20,9 @@ import torch
 
 from elbowroom._family import get
 from elbowroom.errors import Infeasible
+from elbowroom.hooks.exposed_memory import guard_exposures, is_shared
 from elbowroom.hooks.ledger import Ledger
-from elbowroom.hooks.storage_ids import Identities, is_shared
+from elbowroom.hooks.storage_ids import Identities
 from elbowroom.ir.actions import Action, Recompute
 from elbowroom.ir.events import StorageRestored
 from elbowroom.ir.hardware import HardwareProfile
@@ -112,6 +113,7 @@ class OnlineEngine(Engine):
         self._facts.is_on_device = self._machine.is_on_device
         self._guard = MemoryGuard(self.account, self._machine, self._facts, list_residents, device, self)
         self._facts.clock = self.watcher
+        guard_exposures(self)
         self._records = policy is not None
         self._resting_bytes = int(RESTING * budget_bytes) if history.may_rest and not known else 0
         self._guard.count_residents()
@@ -334,10 +336,21 @@ class OnlineEngine(Engine):
         """An op will write to a tensor. What is to be computed from its present contents is computed now, and nothing
         else will be: room is made for that, and for the op, before it writes."""
         residence = self._find_written(tensor)
-        if residence is not None and residence.readers:
+        if residence is not None:
+            self._settle_readers(residence, "an op writes to what a replay would read")
+
+    def expose(self, storage: torch.UntypedStorage) -> None:
+        """Others may write to a storage from now on: what is to be computed from it is computed now, and it stays."""
+        residence = self.account.find(storage)
+        if residence is not None:
+            self._settle_readers(residence, "the program has shown to NumPy what a replay would read")
+            self._stay(residence, storage)
+
+    def _settle_readers(self, residence: Residence, why: str) -> None:
+        if residence.readers:
             with self._lock:
                 if not self.is_awake:
-                    self.saved.stop("an op writes to what a replay would read")
+                    self.saved.stop(why)
                 self._settle(list(residence.readers))
 
     def finish(self) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from elbowroom.hooks.storage_ids import is_shared
+from elbowroom.hooks.exposed_memory import is_shared
 from elbowroom.native import library
 from elbowroom.runtime.residence import Residence
 

@@ -10,7 +10,7 @@ import torch
 
 from elbowroom.errors import InternalError
 from elbowroom.hooks.dispatch_keys import Hidden
-from elbowroom.hooks.storage_ids import is_shared
+from elbowroom.hooks.exposed_memory import is_shared
 
 if TYPE_CHECKING:
     from elbowroom.runtime.copies import Copy

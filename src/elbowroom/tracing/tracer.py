@@ -18,8 +18,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
+from elbowroom.hooks.exposed_memory import is_shared
 from elbowroom.hooks.meter import Meter
-from elbowroom.hooks.storage_ids import Identities, get_plain_storage, is_shared, list_parts
+from elbowroom.hooks.storage_ids import Identities, get_plain_storage, list_parts
 from elbowroom.ir.trace import Need, Op, Role, Save, Storage, Trace, View
 from elbowroom.ops.replayable import find_barrier, find_statistics, find_written, iterate_tensors, touches_tensors
 
