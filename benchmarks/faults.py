@@ -54,8 +54,8 @@ from tests.leaks import Leaks  # noqa: E402
 
 WATCHED = (
     *("runtime/transfers.py", "runtime/spill_queue.py", "runtime/copies.py", "runtime/stream_transfers.py"),
-    *("runtime/stream_copies.py", "runtime/staging.py", "runtime/mover.py", "runtime/engine.py", "runtime/calls.py"),
-    *("runtime/residence.py", "runtime/finishing.py", "hooks/dispatch_keys.py"),
+    *("runtime/stream_copies.py", "runtime/staging.py", "runtime/action_executor.py", "runtime/step_runner.py"),
+    *("runtime/saved_storage.py", "runtime/write_guard.py", "runtime/ending_step.py", "hooks/dispatch_keys.py"),
     *("tiers/disk.py", "tiers/pinned.py", "layout/free_list.py"),
 )
 WAYS = ("offload", "recompute", "dynamic", "streams")

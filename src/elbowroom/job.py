@@ -8,8 +8,7 @@ import torch
 from torch.optim import Optimizer
 
 from elbowroom.config import Config
-from elbowroom.hooks.storage_ids import Identities
-from elbowroom.tracing.residents import find_staying, list_resident_tensors
+from elbowroom.tracing.residents import list_resident_tensors
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,7 +28,3 @@ class Job:
     def list_residents(self) -> list[torch.Tensor]:
         """List parameters, gradients, buffers and optimizer state."""
         return list_resident_tensors(self.model, self.optimizers)
-
-    def find_staying(self) -> Identities[bool]:
-        """Return the storages that stay on the device throughout a step."""
-        return find_staying(self.model, self.optimizers)

@@ -9,8 +9,8 @@ import torch
 from elbowroom.hooks.ledger import CpuLedger, CudaLedger
 from elbowroom.hooks.meter import Meter, make_meter
 from elbowroom.ir.journal import Journal, Mode, StepRecord
-from elbowroom.runtime.logbook import Logbook
-from elbowroom.runtime.online_engine import OnlineEngine
+from elbowroom.runtime.journal_writer import JournalWriter
+from elbowroom.runtime.step_state import StepState
 from elbowroom.runtime.transfers import Transfers
 
 logger = logging.getLogger(__name__)
@@ -28,31 +28,31 @@ class Metering:
         self._device = device
         self._transfers = transfers
         self._ledger = ledger
-        self._logbook = Logbook()
+        self._journal_writer = JournalWriter()
         self._has_refused = False
 
     @property
     def steps(self) -> int:
         """Steps so far."""
-        return self._logbook.count
+        return self._journal_writer.count
 
     def journal(self) -> Journal:
         """Return the records of all steps so far."""
-        return self._logbook.journal()
+        return self._journal_writer.journal()
 
     def metrics(self) -> dict[str, int | float | str]:
         """Return the figures of the last step and of all so far, by the names in `Room.metrics`."""
-        return self._logbook.metrics()
+        return self._journal_writer.metrics()
 
     def make(self, *, is_detailed: bool = False) -> Meter:
         """Return a meter for the next step. `is_detailed`: whether its ops are metered one by one."""
         return make_meter(self._device, self._ledger, is_detailed=is_detailed)
 
-    def record(self, mode: Mode, seconds: float, engine: OnlineEngine | None, meter: Meter, note: str) -> StepRecord:
-        """Add the record of a step that is over."""
+    def record(self, mode: Mode, seconds: float, state: StepState | None, meter: Meter, note: str) -> StepRecord:
+        """Add the record of a step that is over. `state`: None for a plain step."""
         transfers = self._transfers
         record = StepRecord(
-            step=self._logbook.count,
+            step=self._journal_writer.count,
             mode=mode,
             seconds=seconds,
             stall_seconds=transfers.stall_seconds,
@@ -60,14 +60,14 @@ class Metering:
             resident_bytes=meter.resident_bytes or None,
             offloaded_bytes=transfers.offloaded_bytes,
             reloaded_bytes=transfers.reloaded_bytes,
-            recomputed=0 if engine is None else engine.recomputed,
-            saves=0 if engine is None else engine.saves,
-            needs=0 if engine is None else engine.needs,
-            note=note or ("" if engine is None else engine.refusal),
+            recomputed=0 if state is None else state.recomputed,
+            saves=0 if state is None else state.saved_tensors.saves,
+            needs=0 if state is None else state.saved_tensors.needs,
+            note=note or ("" if state is None else state.refusal),
         )
         transfers.reset_figures()
-        if engine is not None and engine.refusal and not self._has_refused:
+        if state is not None and state.refusal and not self._has_refused:
             self._has_refused = True
-            logger.warning("what should leave the device stays there, as far as there is room: %s", engine.refusal)
-        self._logbook.add(record)
+            logger.warning("what should leave the device stays there, as far as there is room: %s", state.refusal)
+        self._journal_writer.add(record)
         return record

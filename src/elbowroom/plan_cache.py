@@ -28,7 +28,7 @@ from elbowroom.planner.plain import keep_all_if_it_fits
 from elbowroom.planner.problem import plan as make_plan
 from elbowroom.planner.problem import pose
 from elbowroom.report.table import render_table
-from elbowroom.runtime.known import Known
+from elbowroom.runtime.candidate import Candidate
 from elbowroom.simulator.replay import Replay, simulate
 
 logger = logging.getLogger(__name__)
@@ -80,9 +80,9 @@ class PlannedStep:
         return not self.plan.decisions
 
     @functools.cached_property
-    def known(self) -> Known:
-        """Return what a step that may be this one is compared with."""
-        return Known(self.trace, self.plan, self.placement)
+    def candidate(self) -> Candidate:
+        """Return the form in which a runner compares a step with this one."""
+        return Candidate(self.trace, self.plan, self.placement)
 
     @functools.cached_property
     def activation_bytes(self) -> int:

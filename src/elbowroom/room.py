@@ -27,7 +27,7 @@ from elbowroom.plan_cache import PlanCache, PlannedStep
 from elbowroom.planner.bounds.bound import bound_plan
 from elbowroom.report.summary import summarize
 from elbowroom.report.table import render_table
-from elbowroom.runtime.open import open_transfers
+from elbowroom.runtime.factory import open_transfers
 from elbowroom.step_modes import StepModes
 from elbowroom.tracing.fake import capture_fake
 from elbowroom.units import format_bytes, format_seconds

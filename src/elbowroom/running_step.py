@@ -19,9 +19,9 @@ from elbowroom.hooks.op_dispatch import dispatching_ops_to
 from elbowroom.hooks.worker_processes import ended_in_workers
 from elbowroom.job import Job
 from elbowroom.plan_cache import PlanCacheEntry
-from elbowroom.runtime.finishing import finishing
-from elbowroom.runtime.online_engine import OnlineEngine
-from elbowroom.runtime.shortage import explain_growth
+from elbowroom.runtime.ending_step import ending_step
+from elbowroom.runtime.memory_guard import explain_growth
+from elbowroom.runtime.step_runner import StepRunner
 from elbowroom.tracing.live import LiveCapture
 from elbowroom.tracing.tracer import telling_gradients
 
@@ -45,15 +45,15 @@ class RunningStep:
         ledger: counts the step's bytes.
         budget_bytes: of them.
         meter: of this step.
-        engine: watches the step; None for a plain one.
+        runner: watches the step; None for a plain one.
         capture: takes the step's trace.
         expected: the kind of a plain step.
-        make_engine: makes an engine for a plain step that grows.
+        make_runner: makes a runner for a plain step that grows.
         number: of the step, for messages.
 
     Attributes:
         expected: as given.
-        engine: as given, or the one that was made meanwhile.
+        runner: as given, or the one that was made meanwhile.
         calls: shapes that the model was called with, and how often, as far as calls are looked at.
         unwatched: why a plain step that grew was not put under watch; "" otherwise.
         seconds: taken by the block.
@@ -66,19 +66,19 @@ class RunningStep:
         budget_bytes: int,
         meter: Meter,
         *,
-        engine: OnlineEngine | None,
+        runner: StepRunner | None,
         capture: LiveCapture | None,
         expected: PlanCacheEntry | None,
-        make_engine: Callable[[], OnlineEngine],
+        make_runner: Callable[[], StepRunner],
         number: int,
     ) -> None:
         self._job, self._ledger, self._budget_bytes, self._meter = job, ledger, budget_bytes, meter
-        self._capture, self.expected, self._make_engine, self._number = capture, expected, make_engine, number
+        self._capture, self.expected, self._make_runner, self._number = capture, expected, make_runner, number
         self._place = HookInsertionPoint()
         self._attached = contextlib.ExitStack()
         self._is_running = False
         self._limit_bytes = budget_bytes
-        self.engine = engine
+        self.runner = runner
         self.calls: Counter[Inputs] = Counter()
         self.unwatched = ""
         self.seconds = 0.0
@@ -86,13 +86,13 @@ class RunningStep:
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
         """Return a context in which the step runs."""
-        engine, capture = self.engine, self._capture
+        runner, capture = self.runner, self._capture
         with serving(self._job.device), self._attached as stack:
             stack.enter_context(self._ledger.counting(self._budget_bytes, self._make_room))
             self._meter.start()
             stack.callback(self._meter.stop)
             self._limit_growth()
-            adopt = None if engine is None else self._ledger.adopt_input
+            adopt = None if runner is None else self._ledger.adopt_input
             calls = FIRST_CALLS if self.expected is not None and self._is_limited_early() else None
             pause = stack.enter_context(observe_inputs(self._job.model, self._see_inputs, adopt, calls))
             timer = None if capture is None else capture.tracer
@@ -100,12 +100,11 @@ class RunningStep:
             if capture is not None:
                 stack.enter_context(dispatching_ops_to(capture.tracer))
                 stack.enter_context(telling_gradients(capture.tracer, self._job.model))
-            if engine is not None:
-                engine.begin()
-                stack.enter_context(
-                    dispatching_ops_to(engine.watcher)
-                )  # innermost, so that op times leave out its own work
-                self._finish_at_end(engine)
+            if runner is not None:
+                runner.begin()
+                # Innermost, so that the times of ops leave out its own work.
+                stack.enter_context(dispatching_ops_to(runner.state.watcher))
+                self._finish_at_end(runner)
             self._is_running = True
             begin = time.perf_counter()
             try:
@@ -138,22 +137,22 @@ class RunningStep:
 
     def _watch_from_here(self) -> None:
         """Put a plain step under watch, from the next op on."""
-        if self.expected is None or self.engine is not None or not self._is_running:
+        if self.expected is None or self.runner is not None or not self._is_running:
             return
-        engine = self._make_engine()
+        runner = self._make_runner()
         try:
-            self._place.enter(engine.watcher, self._attached)
+            self._place.enter(runner.state.watcher, self._attached)
         except CannotEnter as error:
             if not self.unwatched:
                 logger.warning("step %d may take more than those before it, unwatched: %s", self._number, error)
             self.unwatched = f"may have taken more than those before it, unwatched: {error}"
             return
-        engine.begin()
-        self._finish_at_end(engine)
-        self.engine = engine
+        runner.begin()
+        self._finish_at_end(runner)
+        self.runner = runner
 
-    def _finish_at_end(self, engine: OnlineEngine) -> None:
-        self._attached.enter_context(finishing(engine.finish))
+    def _finish_at_end(self, runner: StepRunner) -> None:
+        self._attached.enter_context(ending_step(runner.finish))
         self._attached.enter_context(ended_in_workers())
 
     def _make_room(self, requested_bytes: int, missing_bytes: int) -> bool:
@@ -162,8 +161,8 @@ class RunningStep:
         Raises:
             Infeasible: it would go over the budget, and nothing may leave.
         """
-        if self.engine is not None:
-            return self.engine.free(requested_bytes, missing_bytes)
+        if self.runner is not None:
+            return self.runner.make_room(requested_bytes, missing_bytes)
         is_over = self._ledger.live_bytes + requested_bytes > self._limit_bytes  # else it is the system that refuses
         if self._limit_bytes < self._budget_bytes and is_over:
             self._limit_bytes = self._budget_bytes

@@ -24,7 +24,9 @@ from elbowroom.metering import Metering
 from elbowroom.plan_cache import PlanCache, PlanCacheEntry, list_sizes
 from elbowroom.residency.access_history import AccessHistory
 from elbowroom.running_step import RunningStep
-from elbowroom.runtime.online_engine import OnlineEngine
+from elbowroom.runtime.phase import Phase
+from elbowroom.runtime.step_environment import StepEnvironment
+from elbowroom.runtime.step_runner import StepRunner
 from elbowroom.runtime.transfers import Transfers
 from elbowroom.tracing.live import LiveCapture
 
@@ -59,12 +61,12 @@ class StepModes:
         self._running: RunningStep | None = None
 
     @property
-    def engine(self) -> OnlineEngine | None:
-        """The engine of the step that runs, or of the last one; None for a plain step."""
-        return None if self._running is None else self._running.engine
+    def runner(self) -> StepRunner | None:
+        """The runner of the step that runs, or of the last one; None for a plain step."""
+        return None if self._running is None else self._running.runner
 
     def forget_last(self) -> None:
-        """Drop the last step's engine."""
+        """Drop the last step's runner."""
         self._running = None
 
     @contextlib.contextmanager
@@ -106,7 +108,7 @@ class StepModes:
         meter = self._metering.make()
         entries = tuple(self._cache.entries)
         step = yield from self._run(None, meter, None, entry)
-        if step.engine is not None or step.unwatched:
+        if step.runner is not None or step.unwatched:
             self._settle(entries, step, meter)
             return
         record = self._metering.record(Mode.PLAIN, step.seconds, None, meter, "")
@@ -123,9 +125,9 @@ class StepModes:
         meter = self._metering.make(is_detailed=measuring)
         capture = self._make_capture(meter) if measuring else None
         entries = tuple(self._cache.entries)
-        is_awake = self._cache.varies and capture is None
-        engine = self._make_engine(self._job.config.policy, entries, capture, is_awake=is_awake)
-        step = yield from self._run(engine, meter, capture)
+        varies = self._cache.varies and capture is None
+        runner = self._make_runner(Phase.MANAGED if varies else Phase.FOLLOWING_PLAN, entries, capture)
+        step = yield from self._run(runner, meter, capture)
         record, followed = self._settle(entries, step, meter)
         if capture is not None:
             entry.measured_steps += 1
@@ -135,36 +137,44 @@ class StepModes:
 
     def _run_dynamic(self, note: str) -> Iterator[None]:
         meter = self._metering.make()
-        engine = self._make_engine(self._job.config.policy, (), None)
-        step = yield from self._run(engine, meter, None)
-        self._metering.record(Mode.DYNAMIC, step.seconds, engine, meter, note)
+        runner = self._make_runner(Phase.UNPRESSURED)
+        step = yield from self._run(runner, meter, None)
+        self._metering.record(Mode.DYNAMIC, step.seconds, runner.state, meter, note)
 
     def _run_capture(self) -> Iterator[None]:
         meter = self._metering.make(is_detailed=True)
         capture = self._make_capture(meter)
-        engine = self._make_engine(None, (), capture)
-        step = yield from self._run(engine, meter, capture)
-        note = "" if engine.needs else _explain_no_needs()
-        record = self._metering.record(Mode.CAPTURE, step.seconds, engine, meter, note)
+        runner = self._make_runner(Phase.CAPTURING, capture=capture)
+        step = yield from self._run(runner, meter, capture)
+        note = "" if runner.state.saved_tensors.needs else _explain_no_needs()
+        record = self._metering.record(Mode.CAPTURE, step.seconds, runner.state, meter, note)
         if note:
             self._put_off_capture(note)
         else:
-            self._adopt(capture, record, step.calls, is_whole=not engine.refusal)
+            self._adopt(capture, record, step.calls, is_whole=not runner.state.refusal)
 
     def _run(
         self,
-        engine: OnlineEngine | None,
+        runner: StepRunner | None,
         meter: Meter,
         capture: LiveCapture | None,
         expected: PlanCacheEntry | None = None,
     ) -> Generator[None, None, RunningStep]:
-        def make_engine() -> OnlineEngine:
-            return self._make_engine(self._job.config.policy, self._cache.entries, None)
+        def make_runner() -> StepRunner:
+            entries = self._cache.entries
+            return self._make_runner(Phase.MANAGED if entries else Phase.UNPRESSURED, entries)
 
         self._running = step = RunningStep(
-            self._job, self._ledger, self._cache.budget_bytes, meter, engine=engine, capture=capture,
-            expected=expected, make_engine=make_engine, number=self._metering.steps,
-        )  # fmt: skip
+            self._job,
+            self._ledger,
+            self._cache.budget_bytes,
+            meter,
+            runner=runner,
+            capture=capture,
+            expected=expected,
+            make_runner=make_runner,
+            number=self._metering.steps,
+        )
         with step.running():
             yield
         return step
@@ -173,14 +183,14 @@ class StepModes:
         self, entries: Sequence[PlanCacheEntry], step: RunningStep, meter: Meter
     ) -> tuple[StepRecord, PlanCacheEntry | None]:
         """Record a step that was expected to be of a known kind. Returns of which kind it was, if any."""
-        engine = step.engine
-        followed = None if engine is None or engine.followed is None else entries[engine.followed]
+        state = None if step.runner is None else step.runner.state
+        followed = None if state is None or state.followed is None else entries[state.followed]
         mode = Mode.DRIFTED if followed is None else Mode.PLANNED
-        why = "; ".join(filter(None, (step.unwatched, "" if engine is None else engine.drift)))
-        record = self._metering.record(mode, step.seconds, engine, meter, why)
+        why = "; ".join(filter(None, (step.unwatched, "" if state is None else state.drift)))
+        record = self._metering.record(mode, step.seconds, state, meter, why)
         if followed is not None:
             self._cache.record_hit(followed, step.calls)
-        elif self._cache.record_miss(() if engine is None else engine.sizes):
+        elif self._cache.record_miss(() if state is None else state.saved_tensors.sizes):
             self._has_recurred = True
         return record, followed
 
@@ -188,23 +198,29 @@ class StepModes:
         job = self._job
         return LiveCapture(job.name, job.device, job.model, job.optimizers, meter)
 
-    def _make_engine(
-        self,
-        policy: str | None,
-        entries: Sequence[PlanCacheEntry],
-        capture: LiveCapture | None,
-        *,
-        is_awake: bool = True,
-    ) -> OnlineEngine:
-        job, budget_bytes = self._job, self._cache.budget_bytes
-        spare_bytes = None if is_awake or not entries else budget_bytes - entries[0].planned.forecast.peak_bytes
-        return OnlineEngine(
-            self._transfers, job.device, job.find_staying, job.config.min_offload_bytes,
-            budget_bytes=budget_bytes, policy=policy,
-            profile=self._cache.profile, history=self._history, list_residents=job.list_residents,
-            known=[entry.planned.known for entry in entries], ledger=self._ledger,
-            is_awake=is_awake, spare_bytes=spare_bytes, observer=None if capture is None else capture.tracer,
-        )  # fmt: skip
+    def _make_runner(
+        self, phase: Phase, entries: Sequence[PlanCacheEntry] = (), capture: LiveCapture | None = None
+    ) -> StepRunner:
+        job = self._job
+        budget_bytes = self._cache.budget_bytes
+        environment = StepEnvironment(
+            device=job.device,
+            budget_bytes=budget_bytes,
+            ledger=self._ledger,
+            transfers=self._transfers,
+            list_residents=job.list_residents,
+            profile=self._cache.profile,
+            history=self._history,
+            policy=job.config.policy,
+            min_bytes=job.config.min_offload_bytes,
+        )
+        return StepRunner(
+            phase,
+            environment,
+            candidates=[entry.planned.candidate for entry in entries],
+            spare_bytes=budget_bytes - entries[0].planned.forecast.peak_bytes if entries else 0,
+            observer=None if capture is None else capture.tracer,
+        )
 
     # -- planning -------------------------------------------------------------------------------------------------
 

@@ -290,7 +290,7 @@ def test_a_step_that_is_watched_from_a_compiled_call_on_stays_so(profile: Hardwa
         for rows in (8, 8, 8, 16):
             with room.step():
                 loss = job.run(torch.randn(rows, WIDTH))
-                engine = room._modes.engine
-                before = 0 if engine is None else engine.watcher.ops
+                runner = room._modes.runner
+                before = 0 if runner is None else runner.state.watcher.ops
                 loss.exp().backward()
-        assert engine is not None and engine.watcher.ops > before
+        assert runner is not None and runner.state.watcher.ops > before

@@ -24,9 +24,9 @@ from elbowroom.errors import ElbowroomError, Infeasible, Thrashing, TransferFail
 from elbowroom.ir.hardware import HardwareProfile
 from elbowroom.ir.journal import Mode, StepRecord
 from elbowroom.residency import policies
-from elbowroom.runtime import mover, patience
-from elbowroom.runtime.finishing import finishing
-from elbowroom.runtime.online_engine import OnlineEngine
+from elbowroom.runtime import action_executor, thrash_guard
+from elbowroom.runtime.ending_step import ending_step
+from elbowroom.runtime.step_runner import StepRunner
 from tests.pressure import ask_at_every_request, let_everything_go
 
 STEPS, WIDTH = 5, 64
@@ -449,9 +449,9 @@ def test_odd_programs(
                 model.w.grad = None
         return [*found, *model.state_dict().values()]
 
-    def make_room(engine: OnlineEngine, nbytes: int) -> None:
-        if engine.watcher.ops >= calm_ops:
-            let_everything_go(engine, nbytes)
+    def make_room(runner: StepRunner, nbytes: int) -> None:
+        if runner.state.watcher.ops >= calm_ops:
+            let_everything_go(runner, nbytes)
 
     expected = train(make_odd(), None)
     ask_at_every_request(monkeypatch, make_room)
@@ -482,11 +482,11 @@ def test_room_gets_short_at_one_op(program: Program, profile: HardwareProfile, m
     """At each in turn: at one that writes, nothing is dropped that would be computed from what it writes to."""
     short, last = 0, 1
 
-    def make_room(engine: OnlineEngine, nbytes: int) -> None:
+    def make_room(runner: StepRunner, nbytes: int) -> None:
         nonlocal last
-        last = engine.watcher.ops
+        last = runner.state.watcher.ops
         if last == short:
-            let_everything_go(engine, nbytes)
+            let_everything_go(runner, nbytes)
 
     def find(budget: int) -> list[torch.Tensor]:
         torch.manual_seed(2)
@@ -529,24 +529,23 @@ def test_a_graph_that_outlives_an_exception(profile: HardwareProfile, monkeypatc
 def test_bytes_are_counted_right_whatever_is_resized(profile: HardwareProfile) -> None:
     model = make_odd()
     with elbowroom.fit(model, sgd(model), 1 << 40, mode="dynamic", profile=profile) as room, room.step():
-        account = room._modes.engine.account  # type: ignore[union-attr]
-        before = account.live_bytes
+        before = room._ledger.live_bytes
         for _ in range(4):
             out = torch.empty(0)
             torch.sin(model.w.detach(), out=out)
             product = model.w * out
-            assert account.live_bytes == before + 2 * 4096
+            assert room._ledger.live_bytes == before + 2 * 4096
             del out, product
-            assert account.live_bytes == before
+            assert room._ledger.live_bytes == before
         grown = torch.empty(0).resize_(1 << 16)
-        assert account.live_bytes == before + (4 << 16)
+        assert room._ledger.live_bytes == before + (4 << 16)
         sparse = torch.sparse_coo_tensor(torch.arange(1 << 10)[None], torch.ones(1 << 10), (1 << 12,)).coalesce()
-        assert account.live_bytes >= before + (4 << 16) + 12 * (1 << 10)
+        assert room._ledger.live_bytes >= before + (4 << 16) + 12 * (1 << 10)
         del grown, sparse
         # How large this gets, only values tell.
         found = torch.empty(0, dtype=torch.int64)
         torch.nonzero(torch.ones(1 << 16), out=found)
-        assert account.live_bytes == before + (8 << 16)
+        assert room._ledger.live_bytes == before + (8 << 16)
 
 
 def test_inputs_are_not_kept(profile: HardwareProfile, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -586,9 +585,9 @@ def test_an_error_is_not_replaced_by_what_cannot_be_settled(profile: HardwarePro
     with elbowroom.fit(model, sgd(model), 900_000, **options) as room:
         with pytest.raises(Infeasible, match=r"when aten\.empty"):
             run(room)
-        last = room._modes.engine
-        assert isinstance(last, OnlineEngine)
-        assert not any(residence.recording for residence in last._bound.values()), "nothing may rest on a replay"
+        last = room._modes.runner
+        assert isinstance(last, StepRunner)
+        assert not any(saved.recording for saved in last.state.storages.by_id.values()), "nothing may rest on a replay"
         expected = [
             each.detach().clone() for each in torch.autograd.grad(plain_loss(model, x), list(model.parameters()))
         ]
@@ -698,9 +697,9 @@ def test_the_first_error_is_the_one_that_counts() -> None:
     def fail() -> None:
         raise TransferFailed("no room")
 
-    with pytest.raises(ValueError, match="the user's"), finishing(fail):
+    with pytest.raises(ValueError, match="the user's"), ending_step(fail):
         raise ValueError("the user's")
-    with pytest.raises(TransferFailed), finishing(fail):
+    with pytest.raises(TransferFailed), ending_step(fail):
         pass
 
 
@@ -739,20 +738,20 @@ NARROW = 800_000
 def test_a_step_that_does_not_get_on_is_said_and_ended(
     lost: str, profile: HardwareProfile, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(patience, "NOT_LONG", 1e-9)
+    monkeypatch.setattr(thrash_guard, "NOT_LONG", 1e-9)
     model, optimizer, step = make_deep()
     options = DEEP | {"policy": "lru" if lost == "moves" else "dtr", "profile": profile}
     budget = NARROW if lost == "moves" else 3 * NARROW // 2  # a chain of replays takes more
     with elbowroom.fit(model, optimizer, budget, **options) as room:
         with room.step():
             step(300)
-        monkeypatch.setattr(patience, "WORTH_SAYING", 1e-9)
+        monkeypatch.setattr(thrash_guard, "WORTH_SAYING", 1e-9)
         caplog.clear()
         with room.step():
             step(300)
         assert caplog.text.count("waiting for moves") == 1
         before = [each.detach().clone() for each in model.parameters()]
-        monkeypatch.setattr(patience, "ENOUGH", 1e-9)
+        monkeypatch.setattr(thrash_guard, "ENOUGH", 1e-9)
         with pytest.raises(Thrashing, match=r"computing again .* waiting for moves, for .* s of its own") as caught:
             run_in(room, step, 300)
         assert (caught.value.move_seconds if lost == "moves" else caught.value.replay_seconds) > 0
@@ -845,7 +844,7 @@ def test_what_can_neither_leave_nor_be_dropped_is_named(profile: HardwareProfile
 @pytest.mark.parametrize("at", [1, 2, 5])
 def test_an_error_inside_a_replay(at: int, profile: HardwareProfile, monkeypatch: pytest.MonkeyPatch) -> None:
     """The `at`th allocation in a replay fails."""
-    replay = mover.replay
+    replay = action_executor.replay
     is_failing, count = False, 0
 
     def ask(requested_bytes: int, missing_bytes: int) -> bool:
@@ -861,7 +860,7 @@ def test_an_error_inside_a_replay(at: int, profile: HardwareProfile, monkeypatch
         with room._ledger.counting(0, ask):
             return replay(*args)
 
-    monkeypatch.setattr(mover, "replay", short_replay)
+    monkeypatch.setattr(action_executor, "replay", short_replay)
     model, optimizer, step = make_deep()
     options = DEEP | {"policy": "dtr", "profile": profile}
     with elbowroom.fit(model, optimizer, 1_000_000, **options) as room:
@@ -994,7 +993,7 @@ def test_nothing_is_recorded_where_there_was_always_room(profile: HardwareProfil
                     optimizer.step()
                     optimizer.zero_grad()
                 losses.append(loss.detach())
-                counts.append(room._modes.engine.watcher.recorded_ops)  # type: ignore[union-attr]
+                counts.append(room._modes.runner.state.watcher.recorded_ops)  # type: ignore[union-attr]
             return [*losses, *model.parameters()], room.journal().steps, counts
 
     expected, records, _ = train(1 << 40)
@@ -1018,8 +1017,8 @@ def test_what_is_too_small_to_move_is_not_recorded() -> None:
         large, small, constant = model.weight.relu(), model.bias.relu(), torch.arange(3)
         written = model.weight.relu()
         written[0].mul_(2)  # 256 bytes of them
-        account = room._modes.engine.account  # type: ignore[union-attr]
-        found = {name: account.find(each.untyped_storage()) for name, each in locals().items() if torch.is_tensor(each)}
+        table = room._modes.runner.state.storages.table  # type: ignore[union-attr]
+        found = {name: table.find(each.untyped_storage()) for name, each in locals().items() if torch.is_tensor(each)}
         recorded = {name: [] if each is None else each.record.ops for name, each in found.items()}
         assert recorded == {
             "large": ["aten.relu.default"], "small": [], "constant": ["aten.arange.default"],
@@ -1034,14 +1033,14 @@ def test_what_a_recording_reads_has_to_be_as_it_was() -> None:
     with elbowroom.fit(model, [], 1 << 30, **options) as room, room.step():
         x = model.weight.relu()
         y = x.sin().tanh()
-        engine = room._modes.engine
-        assert engine is not None
-        with engine._lock:
-            engine._catch_up()
-        leaf, target = (engine.account.see(each.untyped_storage()) for each in (x, y))
-        recording = engine.account.table.find_recording(target.record)
+        runner = room._modes.runner
+        assert runner is not None
+        with runner._lock:
+            runner._start_managing()
+        leaf, target = (runner.state.storages.table.see(each.untyped_storage()) for each in (x, y))
+        recording = runner.state.storages.table.find_recording(target.record)
         assert recording.names == ["aten.sin.default", "aten.tanh.default"]
-        assert recording.leaves == [leaf] and recording.is_open(engine.account.table)
+        assert recording.leaves == [leaf] and recording.is_open(runner.state.storages.table)
         x.data.add_(1)
-        assert not recording.is_current(engine.account.table)
-        assert "aten.relu.default" in engine.account.table.find_recording(target.record).names
+        assert not recording.is_current(runner.state.storages.table)
+        assert "aten.relu.default" in runner.state.storages.table.find_recording(target.record).names

@@ -9,7 +9,7 @@ import pytest
 from benchmarks.profiler_meter import ProfilerMeter
 from elbowroom.ir.hardware import HardwareProfile
 from elbowroom.ir.journal import Mode
-from elbowroom.runtime.online_engine import OnlineEngine
+from elbowroom.runtime.step_runner import StepRunner
 from tests.cpu.test_same_results import Outcome, train
 from tests.models import MODELS
 from tests.pressure import ask_at_every_request, let_everything_go
@@ -39,9 +39,9 @@ def find_least(name: str, profile: HardwareProfile) -> tuple[Outcome, int]:
     """What it leaves behind where all that may leave leaves before every op, and the room that this takes."""
     needed = [0]
 
-    def note(engine: OnlineEngine, nbytes: int) -> None:
-        let_everything_go(engine, nbytes)
-        needed[0] = max(needed[0], engine.account.live_bytes + nbytes)
+    def note(runner: StepRunner, nbytes: int) -> None:
+        let_everything_go(runner, nbytes)
+        needed[0] = max(needed[0], runner._guard._ledger.live_bytes + nbytes)
 
     with pytest.MonkeyPatch.context() as patch:
         ask_at_every_request(patch, note)

@@ -14,6 +14,7 @@ from elbowroom.errors import Infeasible
 from elbowroom.ir.hardware import HardwareProfile
 from elbowroom.ir.journal import Mode, StepRecord
 from elbowroom.planner.problem import pose
+from elbowroom.runtime.phase import Phase
 
 WIDTH, ROWS, LAYERS = 128, 1024, 6
 SMALL, LARGE = 16, 8 * WIDTH
@@ -191,7 +192,7 @@ def test_a_step_that_is_measured_goes_on_asleep(profile: HardwareProfile) -> Non
 def test_a_backward_pass_after_a_step_that_slept(profile: HardwareProfile) -> None:
     """Nobody watches by then. Where it is not the plan's any more, the step wakes all the same."""
 
-    def run(budget: int, is_late: bool, **options: object) -> tuple[list[torch.Tensor], bool]:
+    def run(budget: int, is_late: bool, **options: object) -> tuple[list[torch.Tensor], Phase | None]:
         model, optimizer = make()
         gradients: list[torch.Tensor] = []
         with elbowroom.fit(model, optimizer, budget, profile=profile, min_offload_bytes=1, **options) as room:
@@ -201,16 +202,16 @@ def test_a_backward_pass_after_a_step_that_slept(profile: HardwareProfile) -> No
                     if index < 4 or not is_late:
                         loss.backward(retain_graph=index == 4)
                 if index == 4:
-                    engine = room._modes.engine
+                    runner = room._modes.runner
                     for _ in range(1 + is_late):
                         loss.backward(retain_graph=True)
                 gradients += [each.grad.clone() for each in model.parameters() if each.grad is not None]
                 optimizer.zero_grad()
             assert room.journal().steps[-1].mode is (Mode.PLANNED if options else Mode.PLAIN)
-            return gradients, engine is not None and engine.is_awake
+            return gradients, None if runner is None else runner.state.phase
 
-    (expected, _), (found, is_awake) = run(1 << 40, False), run(1 << 40, True, strategy="offload_all")
-    assert is_awake
+    (expected, _), (found, phase) = run(1 << 40, False), run(1 << 40, True, strategy="offload_all")
+    assert phase is Phase.CLOSED
     assert all(torch.equal(one, other) for one, other in zip(expected, found, strict=True))
 
 
@@ -235,13 +236,13 @@ def test_what_grows_in_a_step_that_sleeps_is_counted(profile: HardwareProfile) -
     with elbowroom.fit(model, optimizer, 1 << 40, profile=profile, always_watch=True) as room:
         for _ in range(4):
             with room.step():
-                engine = room._modes.engine
+                runner = room._modes.runner
                 measured_now_and_then(model, SMALL)
                 optimizer.step()
                 optimizer.zero_grad()
-                assert engine is not None
-                before, found = engine.account.live_bytes, torch.empty(0, dtype=torch.int64)
+                assert runner is not None
+                before, found = room._ledger.live_bytes, torch.empty(0, dtype=torch.int64)
                 torch.nonzero(torch.ones(1 << 16), out=found)
-                assert engine.account.live_bytes == before + (8 << 16)
+                assert room._ledger.live_bytes == before + (8 << 16)
                 del found
         assert room.journal().steps[-1].mode is Mode.PLANNED

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import types
 from typing import Any
 
 import pytest
@@ -18,12 +19,16 @@ from elbowroom.ir.hardware import HardwareProfile
 from elbowroom.ir.journal import Mode
 from elbowroom.ir.plan import Choice, Decision, Plan, Segment
 from elbowroom.residency.access_history import AccessHistory
+from elbowroom.residency.capacity_first import Policy as CapacityFirst
+from elbowroom.residency.machine import Machine
 from elbowroom.residency.plan_then_online import Policy as Guided
 from elbowroom.residency.policies.lru import Policy as Lru
 from elbowroom.room import Room
 from elbowroom.running_step import GROWTH
-from elbowroom.runtime.account import Account
-from elbowroom.runtime.facts import StepFacts
+from elbowroom.runtime.phase import Phase
+from elbowroom.runtime.step_context import StepContext
+from elbowroom.runtime.step_state import StepState
+from elbowroom.runtime.step_storages import StepStorages
 
 WIDTH = 32
 
@@ -57,18 +62,23 @@ def fit(model: nn.Module, optimizer: torch.optim.Optimizer, budget: int, **optio
 
 def test_a_plan_drops_what_this_step_does_not_have(profile: HardwareProfile) -> None:
     """A step that has just gone over to another plan, or whose storage was freed early."""
-    bound: dict[int, Any] = {}
-    facts = StepFacts(
-        Account(make_ledger(torch.device("cpu")), 64),
-        bound,
-        profile.links[0],
-        lambda storage: storage in bound,
-        1 << 20,
+    ledger = make_ledger(torch.device("cpu"))
+    storages = StepStorages(ledger.scope, 1, 64)
+    machine = Machine(CapacityFirst(storages.may_move))
+    state = StepState(
+        phase=Phase.MANAGED,
+        storages=storages,
+        machine=machine,
+        segments=[],
+        watcher=types.SimpleNamespace(busy_seconds=0.0),
+        saved_tensors=None,
+        candidates=(),
     )
+    context = StepContext(state, ledger, profile.links[0], 1 << 20)
     decision = Decision(storage=73, gap=0, choice=Choice.RECOMPUTE, leave=1, release=1, back=9, segment=0)
     segment = Segment(ops=(1,), outputs=(73,), leaves=())
     plan = Plan(trace_digest="", strategy="", budget_bytes=1, decisions=(decision,), segments=(segment,))
-    guide = Guided(Lru(facts, AccessHistory()), plan, is_awake=True)
+    guide = Guided(Lru(context, AccessHistory()), plan)
     assert list(guide.decide(StorageNeeded(-1, 5))) == []
 
 

@@ -23,7 +23,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import elbowroom
 from elbowroom.ir.hardware import HardwareProfile
 from elbowroom.native import library
-from elbowroom.runtime.account import load_native
+from elbowroom.runtime.step_storages import load_native
 
 ROOT = pathlib.Path(__file__).parents[2]
 
@@ -35,12 +35,12 @@ def test_a_step_leaves_nothing_for_the_garbage_collector(profile: HardwareProfil
     gc.disable()
     try:
         with elbowroom.fit(model, optimizer, 1 << 30, mode="dynamic", profile=profile) as room:
-            engines = []
+            runners = []
             for _ in range(3):
                 with room.step():
                     model(torch.ones(4, 8)).tanh().sum().backward()
-                    engines.append(weakref.ref(room._modes.engine))  # type: ignore[arg-type]
-            assert [engine() is None for engine in engines] == [True, True, False]
+                    runners.append(weakref.ref(room._modes.runner))  # type: ignore[arg-type]
+            assert [runner() is None for runner in runners] == [True, True, False]
     finally:
         gc.enable()
 
@@ -138,13 +138,13 @@ def test_ops_of_several_threads_have_places_of_their_own(profile: HardwareProfil
     model = nn.Linear(64, 64)
     options: dict[str, Any] = {"mode": "dynamic", "policy": "dtr", "min_offload_bytes": 1, "profile": profile}
     with elbowroom.fit(model, [], 1 << 30, **options) as room, room.step():
-        engine = room._modes.engine
-        assert engine is not None
+        runner = room._modes.runner
+        assert runner is not None
         native, made = library.load(), list[torch.Tensor]()
         barrier = threading.Barrier(4)
 
         def compute() -> None:
-            native.set_watchers((engine.watcher,))
+            native.set_watchers((runner.state.watcher,))
             barrier.wait()
             for _ in range(200):
                 made.append(model.weight.detach().sin().cos())
@@ -155,8 +155,8 @@ def test_ops_of_several_threads_have_places_of_their_own(profile: HardwareProfil
             each.start()
         for each in threads:
             each.join()
-        table = engine.account.table
-        targets = [engine.account.see(each.untyped_storage()) for each in made]
+        table = runner.state.storages.table
+        targets = [runner.state.storages.table.see(each.untyped_storage()) for each in made]
         recordings = [table.find_recording(each.record) for each in targets]
         assert [each.names for each in recordings] == [["aten.sin.default", "aten.cos.default"]] * 800
         places = [place for each in recordings for place in each.places]
@@ -168,12 +168,12 @@ def test_what_an_op_failed_to_write_is_not_computed_again(profile: HardwareProfi
     model = nn.Linear(64, 64)
     with elbowroom.fit(model, [], 1 << 30, mode="dynamic", min_offload_bytes=1, profile=profile) as room, room.step():
         x = model.weight.relu()
-        account = room._modes.engine.account  # type: ignore[union-attr]
-        residence = account.see(x.untyped_storage())
-        assert residence.record.ops == ["aten.relu.default"]
+        table = room._modes.runner.state.storages.table  # type: ignore[union-attr]
+        saved = table.see(x.untyped_storage())
+        assert saved.record.ops == ["aten.relu.default"]
         with pytest.raises(RuntimeError, match="The size of tensor"):
             x.add_(torch.ones(3, 5))
-        assert residence.record.ops == []
+        assert saved.record.ops == []
 
 
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
@@ -182,12 +182,12 @@ def test_a_fork_while_other_threads_are_watched(profile: HardwareProfile) -> Non
     model = nn.Linear(64, 64)
     options: dict[str, Any] = {"mode": "dynamic", "policy": "dtr", "min_offload_bytes": 1, "profile": profile}
     with elbowroom.fit(model, [], 1 << 30, **options) as room, room.step():
-        engine = room._modes.engine
-        assert engine is not None
+        runner = room._modes.runner
+        assert runner is not None
         native, stop = library.load(), threading.Event()
 
         def compute() -> None:
-            native.set_watchers((engine.watcher,))
+            native.set_watchers((runner.state.watcher,))
             own = model.weight.detach().requires_grad_()  # nodes have locks of PyTorch's
             while not stop.is_set():
                 own.sin().cos().sum().backward()

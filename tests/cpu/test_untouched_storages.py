@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -18,8 +19,10 @@ from elbowroom.ir.hardware import HardwareProfile
 from elbowroom.ir.journal import Mode
 from elbowroom.residency.machine import Machine, State
 from elbowroom.room import Room
-from elbowroom.runtime.online_engine import OnlineEngine
-from elbowroom.runtime.residence import Handle, Residence
+from elbowroom.runtime.action_executor import ActionExecutor
+from elbowroom.runtime.packed import PackedTensor
+from elbowroom.runtime.saved_storage import SavedStorage
+from elbowroom.runtime.step_runner import StepRunner
 from tests.pressure import EVERYTHING
 
 WIDTH, ROWS, LAYERS = 128, 1024, 8
@@ -65,14 +68,14 @@ def settle(room: Room, model: nn.Module, optimizer: torch.optim.Optimizer) -> No
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """Of each saved tensor that Python was asked about, whether it may move."""
     answers: list[bool] = []
-    save = OnlineEngine.save
+    save = StepRunner.save
 
-    def noted(self: OnlineEngine, index: int, tensor: torch.Tensor, residence: Residence | None) -> Handle | None:
-        handle = save(self, index, tensor, residence)
-        answers.append(handle is not None)
-        return handle
+    def noted(self: StepRunner, index: int, tensor: torch.Tensor, saved: SavedStorage | None) -> PackedTensor | None:
+        packed = save(self, index, tensor, saved)
+        answers.append(packed is not None)
+        return packed
 
-    monkeypatch.setattr(OnlineEngine, "save", noted)
+    monkeypatch.setattr(StepRunner, "save", noted)
     return answers
 
 
@@ -116,12 +119,12 @@ def test_nothing_of_a_step_waits_for_the_garbage_collector(profile: HardwareProf
         try:
             asked.clear()
             with room.step():
-                engine = weakref.ref(room._modes.engine)  # type: ignore[arg-type]
+                runner = weakref.ref(room._modes.runner)  # type: ignore[arg-type]
                 take(model, optimizer)
             assert room.journal().steps[-1].mode is Mode.PLANNED
             with room.step():
                 take(model, optimizer)
-            assert engine() is None or not engine()._bound  # type: ignore[union-attr]
+            assert runner() is None or not runner().state.storages.by_id  # type: ignore[union-attr]
         finally:
             gc.enable()
 
@@ -166,14 +169,17 @@ def test_a_graph_that_outlives_its_step(times: int, profile: HardwareProfile, as
 
 def test_what_is_needed_stays_while_the_step_wakes(profile: HardwareProfile, monkeypatch: pytest.MonkeyPatch) -> None:
     """A reload that is due at a need finds no room, and everything that may leave does: but not what is needed."""
-    find_room, calls, at = OnlineEngine._find_room, [0], [0]
+    calls, at = [0], [0]
 
-    def noted(engine: OnlineEngine, nbytes: int, what: str) -> None:
-        calls[0] += 1
-        if calls[0] == at[0]:
-            engine.leave("a test")
-            engine._carry_out(engine._machine.feed(PressureRaised(EVERYTHING, 0)))
-        find_room(engine, nbytes, what)
+    def press_first(bring_back: Callable[[ActionExecutor, Any], None]) -> Callable[[ActionExecutor, Any], None]:
+        def noted(executor: ActionExecutor, what: Any) -> None:
+            calls[0] += 1
+            if calls[0] == at[0]:
+                executor._state.saved_tensors.leave("a test")
+                executor.perform(executor._machine.feed(PressureRaised(EVERYTHING, 0)))
+            bring_back(executor, what)
+
+        return noted
 
     def train(room: Room | None) -> list[torch.Tensor]:
         torch.manual_seed(5)
@@ -198,7 +204,8 @@ def test_what_is_needed_stays_while_the_step_wakes(profile: HardwareProfile, mon
     start = {name: value.clone() for name, value in model.state_dict().items()}
     expected = train(None)
     model, optimizer = make()
-    monkeypatch.setattr(OnlineEngine, "_find_room", noted)
+    monkeypatch.setattr(ActionExecutor, "_reload", press_first(ActionExecutor._reload))
+    monkeypatch.setattr(ActionExecutor, "_recompute", press_first(ActionExecutor._recompute))
     options: dict[str, Any] = {"profile": profile, "min_offload_bytes": 1}
     with elbowroom.fit(model, optimizer, find_budget(profile, 0.5), strategy="offload_all", **options) as room:
         settle(room, model, optimizer)
@@ -211,18 +218,14 @@ def test_what_is_needed_stays_while_the_step_wakes(profile: HardwareProfile, mon
 
 def test_a_reload_that_comes_early_may_wait(profile: HardwareProfile, monkeypatch: pytest.MonkeyPatch) -> None:
     """It finds no room at the tick that it was planned for, and there is some when it is needed."""
-    find_room, refused, is_full = OnlineEngine._find_room, list[str](), [False]
-    reload = OnlineEngine._reload
+    refused, reload = list[int](), ActionExecutor._reload
 
-    def come(engine: OnlineEngine, residence: Residence) -> None:
-        is_full[0] = is_busy[0] and engine._machine.state(residence.id) is State.ARRIVING
-        reload(engine, residence)
-
-    def refuse(engine: OnlineEngine, nbytes: int, what: str) -> None:
-        if is_full[0]:
-            refused.append(what)
-            raise Infeasible(needed_bytes=2, budget_bytes=1, op=what, is_whole_step=False)
-        find_room(engine, nbytes, what)
+    def refuse(executor: ActionExecutor, saved: SavedStorage) -> None:
+        has_to_wait = saved.find_released() is None and executor._machine.state(saved.id) is State.ARRIVING
+        if is_busy[0] and has_to_wait:
+            refused.append(saved.id)
+            raise Infeasible(needed_bytes=2, budget_bytes=1, op="a reload", is_whole_step=False)
+        reload(executor, saved)
 
     def train(room: Room | None) -> list[torch.Tensor]:
         torch.manual_seed(5)
@@ -238,8 +241,7 @@ def test_a_reload_that_comes_early_may_wait(profile: HardwareProfile, monkeypatc
     is_busy, start = [False], {name: value.clone() for name, value in model.state_dict().items()}
     expected = train(None)
     model, optimizer = make()
-    monkeypatch.setattr(OnlineEngine, "_reload", come)
-    monkeypatch.setattr(OnlineEngine, "_find_room", refuse)
+    monkeypatch.setattr(ActionExecutor, "_reload", refuse)
     with elbowroom.fit(model, optimizer, find_budget(profile, 0.5), profile=profile, strategy="capuchin") as room:
         settle(room, model, optimizer)
         model.load_state_dict(start)

@@ -23,12 +23,6 @@ Hidden = functools.partial(torch._C._ExcludeDispatchKeyGuard, _WATCHED | _PYTHON
 work at all."""
 
 
-def get_alias(tensor: torch.Tensor) -> torch.Tensor:
-    """A plain tensor without its graph, unseen by watchers and modes."""
-    with Hidden():
-        return tensor.detach()
-
-
 @contextlib.contextmanager
 def silenced(logger: logging.Logger) -> Iterator[None]:
     """What somebody else logs in here, in this thread, is of no interest."""

@@ -6,7 +6,6 @@ weak reference to the storage. Addresses are reused; these objects are compared 
 
 from __future__ import annotations
 
-import operator
 import weakref
 from collections.abc import Callable
 from typing import Generic, TypeVar
@@ -141,9 +140,3 @@ def _has_bytes(tensor: torch.Tensor) -> bool:
         return storage is not None and storage.data_ptr() is not None
     except RuntimeError:
         return False
-
-
-def make_test(device_type: str) -> Callable[[torch.Tensor], bool]:
-    """Of whether a tensor is on such a device, by the quickest way to ask."""
-    name = f"is_{device_type}"
-    return operator.attrgetter(name) if hasattr(torch.Tensor, name) else lambda each: each.device.type == device_type

@@ -11,6 +11,9 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
+import operator
+
+_STORAGE_AND_END = operator.attrgetter("storage", "end")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,9 +55,7 @@ class Placement:
 
     def find(self, storage: int, tick: int) -> CopySlot | None:
         """The berth of a storage that leaves at a tick, or somewhat before the plan's; None if it was to stay."""
-        index = bisect.bisect_right(
-            self.copy_slots, (storage, tick), key=lambda copy_slot: (copy_slot.storage, copy_slot.end)
-        )
+        index = bisect.bisect_right(self.copy_slots, (storage, tick), key=_STORAGE_AND_END)
         if index == len(self.copy_slots) or self.copy_slots[index].storage != storage:
             return None
         return self.copy_slots[index]

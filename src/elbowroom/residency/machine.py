@@ -234,10 +234,14 @@ def count_reads(actions: Sequence[Action], segments: Sequence[Segment]) -> Count
     Links of a chain may go once they were read; what comes back and nothing here reads is needed, and counts as one.
     """
     reads: Counter[int] = Counter()
-    replays = [action for action in actions if isinstance(action, Recompute)]
-    for replay in replays:
-        reads.update(segments[replay.segment].leaves)
-    back = [output for replay in replays for output in replay.outputs]
-    back += [action.storage for action in actions if isinstance(action, Reload)]
-    reads.update({storage: 1 for storage in back if not reads[storage]})
+    back: list[int] = []
+    for action in actions:
+        if isinstance(action, Recompute):
+            for leaf in segments[action.segment].leaves:
+                reads[leaf] = reads.get(leaf, 0) + 1
+            back += action.outputs
+        elif isinstance(action, Reload):
+            back.append(action.storage)
+    for storage in back:
+        reads.setdefault(storage, 1)
     return reads

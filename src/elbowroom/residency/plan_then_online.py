@@ -1,7 +1,6 @@
-"""A plan, for as long as the step is the plan's, and an online policy for all that no plan foresaw.
+"""A plan for the moves that it foresaw, and an online policy for everything else.
 
-Asleep: the plan alone decides. Awake: room is watched, the online policy is told of everything, answers pressure, and
-decides alone where there is no plan. A step wakes once, and stays awake.
+The online policy is told of all that happens, and alone decides what leaves where room is short.
 """
 
 from __future__ import annotations
@@ -18,40 +17,21 @@ from elbowroom.residency.online import Online
 
 
 class Policy:
-    """Follows plans, one after the other.
+    """Follows a plan, and asks an online policy where room is short.
 
     Args:
-        online: decides without a plan.
-        plan: followed first.
-        is_awake: whether room is watched from the beginning.
+        online: told of all events and moves.
+        plan: whose moves are carried out.
+        since: the plan is followed from this tick on.
     """
 
-    def __init__(self, online: Online, plan: Plan | None, *, is_awake: bool) -> None:
-        self._online, self._is_awake = online, is_awake
-        self._moves = None if plan is None else plan_policy.Policy(plan)
-
-    def follow(self, plan: Plan | None, tick: int) -> None:
-        """From `tick` on the step is this plan's, or nobody's."""
-        self._moves = None if plan is None else plan_policy.Policy(plan, since=tick)
-
-    def wake(self, gone: Iterable[Release | Drop]) -> None:
-        """Room is watched from now on, and the online policy knows what has been. `gone`: what is not on the device."""
-        self._is_awake = True
-        for intent in gone:
-            self._online.learn(intent)
-
-    @property
-    def due_tick(self) -> int:
-        """Before this, it does not matter whether it is told of what autograd saves and needs, and is not to move."""
-        if self._is_awake:
-            return -1
-        return plan_policy.NEVER if self._moves is None else self._moves.due_tick
+    def __init__(self, online: Online, plan: Plan, *, since: int = -1) -> None:
+        self._online = online
+        self._moves = plan_policy.Policy(plan, since=since)
 
     def decide(self, event: Event) -> Iterable[Intent]:
-        """What to do once `event` has been served."""
-        if not self._is_awake:
-            return () if self._moves is None else self._moves.decide(event)
-        if self._moves is None or isinstance(event, PressureRaised):
+        """Return what to do once `event` has been served."""
+        if isinstance(event, PressureRaised):
             return self._online.decide(event)
         self._online.watch(event)
         intents = [each for intent in self._moves.decide(event) for each in self._translate(intent)]
@@ -60,12 +40,13 @@ class Policy:
         return intents
 
     def _translate(self, intent: Intent) -> tuple[Intent, ...]:
-        """How the plan would compute a storage is how another step did: this one has ways of its own, or none."""
+        """Return what replaces a move of the plan: the ops of this step, and so its replays, may be others."""
         if not isinstance(intent, Drop):
             return (intent,)
-        facts, storage = self._online.facts, intent.storage
+        facts = self._online.facts
+        storage = intent.storage
         if not facts.may_move(storage):
-            return ()  # nor is it one that this step has, perhaps
+            return ()  # this step may not even have it
         if facts.replay_seconds(storage) < math.inf:
             return (Drop(storage, facts.segment(storage)),)
         return (Offload(storage), Release(storage))

@@ -1,95 +1,91 @@
-"""Keeps a step within its bytes: has storages leave until there is room, and refuses the step if none may."""
+"""The budget of one step: whether there is room, what has to leave to make some, and the refusal if nothing may."""
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable, Iterable, Sequence
-from typing import Protocol
-
 import torch
 
+from elbowroom.errors import Infeasible
 from elbowroom.ir.actions import Action
 from elbowroom.ir.events import PressureRaised
-from elbowroom.residency.machine import Machine
-from elbowroom.runtime.account import Account
-from elbowroom.runtime.facts import StepFacts
-from elbowroom.runtime.shortage import explain_shortage
-
-
-class Step(Protocol):
-    """A step that is running.
-
-    Attributes:
-        refusal: why a storage could not leave the device, if one could not.
-    """
-
-    refusal: str
-
-    @property
-    def saves(self) -> int: ...
-
-    @property
-    def needs(self) -> int: ...
-
-    def carry_out(self, actions: Sequence[Action]) -> None:
-        """Carry out what the machine answers."""
-        ...
+from elbowroom.residency.online import AHEAD
+from elbowroom.runtime.phase import Phase
+from elbowroom.runtime.step_environment import StepEnvironment
+from elbowroom.runtime.step_state import StepState
 
 
 class MemoryGuard:
-    """Makes room in one step.
+    """Keeps one step within its budget."""
 
-    Args:
-        account: of what is there; has the limit.
-        machine: says what leaves.
-        facts: of the step; name what has no room below.
-        list_residents: what is there before the step and after it.
-        device: the one whose memory is kept.
-        step: carries out what the machine answers.
-    """
+    def __init__(self, state: StepState, environment: StepEnvironment) -> None:
+        ledger = environment.ledger
+        self._state = state
+        self._device = environment.device
+        self._budget_bytes = environment.budget_bytes
+        self._list_residents = environment.list_residents
+        self._ledger = ledger
+        self._counter = ledger if ledger.scope is None else ledger.scope  # on a CPU without a call of Python
 
-    def __init__(
-        self,
-        account: Account,
-        machine: Machine,
-        facts: StepFacts,
-        list_residents: Callable[[], list[torch.Tensor]],
-        device: torch.device,
-        step: Step,
-    ) -> None:
-        self._account, self._machine, self._facts = account, machine, facts
-        self._list_residents, self._device, self._step = list_residents, device, weakref.ref(step)
+    @property
+    def limit_bytes(self) -> int:
+        """Bytes from which on the ledger asks for room, in the present phase."""
+        ahead_bytes = int(AHEAD * self._budget_bytes) if self._state.phase is Phase.UNPRESSURED else 0
+        return self._budget_bytes - ahead_bytes
 
-    def count_residents(self) -> None:
-        """Count what is there before the step. At waking again: there may be others by then."""
-        self._account.mark_staying(self._list_residents(), self._device)
+    def limit_requests(self) -> None:
+        """Have the ledger ask for room, from now on, before a request that goes over the limit of the present phase."""
+        self._ledger.set_limit(self.limit_bytes)
 
-    def _list_here(self) -> Iterable[torch.UntypedStorage]:
-        there = (each for each in self._list_residents() if each.layout is torch.strided)
-        return (each.untyped_storage() for each in there if each.device.type == self._device.type)
+    def mark_residents(self) -> None:
+        """Mark the storages that outlive the step."""
+        self._state.storages.table.mark_staying(self._list_residents(), self._device.type)
 
-    def make_room(self, nbytes: int, what: str) -> None:
-        """Have storages leave until the account has room for `nbytes`.
+    def count_missing(self, nbytes: int) -> int:
+        """Return how many of `nbytes` do not fit beside the live bytes; 0 or less if there is room for all."""
+        return self._counter.live_bytes + nbytes - self._budget_bytes if self._state.phase.has_budget else 0
+
+    def evict(self, missing_bytes: int, nbytes: int, what: str) -> list[Action]:
+        """Return actions that free some of the bytes that an allocation misses.
 
         Args:
-            what: takes them, for the message.
+            missing_bytes: of the `nbytes` that the allocation takes.
+            what: allocates them, for the message.
 
         Raises:
-            Infeasible: everything that may leave has left, and there is not enough.
+            Infeasible: nothing more may leave.
         """
-        while (missing := self._account.live_bytes + nbytes - self._account.limit_bytes) > 0:
-            self.evict(missing, nbytes, self._account.limit_bytes, what)
-
-    def evict(self, missing_bytes: int, nbytes: int, limit_bytes: int, what: str) -> None:
-        """Have something leave, since of `nbytes` so many are missing within a limit.
-
-        Raises:
-            Infeasible: nothing may leave.
-        """
-        step = self._step()
-        assert step is not None  # it asks
-        actions = self._machine.feed(PressureRaised(missing_bytes, step.saves + step.needs))
+        actions = self._state.machine.feed(PressureRaised(missing_bytes, self._state.events))
         if not actions:
-            here, round_up, stuck = self._list_here(), self._account.round, self._facts.stuck
-            raise explain_shortage(what, nbytes, missing_bytes, limit_bytes, here, round_up, stuck, step.refusal)
-        step.carry_out(actions)
+            raise self._explain(missing_bytes, nbytes, what)
+        return actions
+
+    def _explain(self, missing_bytes: int, nbytes: int, what: str) -> Infeasible:
+        """Return the error for an allocation: a lower bound, since what comes after it is not known."""
+        residents = [each for each in self._list_residents() if each.device.type == self._device.type]
+        storages = [each.untyped_storage() for each in residents if each.layout is torch.strided]
+        blocks = {id(each): self._state.storages.round_up(each.nbytes()) for each in storages}
+        state_bytes = sum(blocks.values())
+        in_the_way = [
+            ("the op's own results and workspace", nbytes),
+            ("parameters, gradients and optimizer state", state_bytes),
+        ]
+        if stuck := self._state.stuck_bytes:
+            in_the_way.append((f"what cannot leave since {self._state.refusal}", sum(stuck.values())))
+        return Infeasible(
+            needed_bytes=self._budget_bytes + missing_bytes,
+            budget_bytes=self._budget_bytes,
+            op=what,
+            is_whole_step=False,
+            in_the_way=tuple(in_the_way),
+            state_bytes=state_bytes,
+        )
+
+
+def explain_growth(requested_bytes: int, missing_bytes: int, budget_bytes: int) -> Infeasible:
+    """Return the error that refuses a request in a step in which nothing may leave, since everything fitted so far."""
+    return Infeasible(
+        needed_bytes=budget_bytes + missing_bytes,
+        budget_bytes=budget_bytes,
+        is_whole_step=False,
+        op=f"a request of {requested_bytes} bytes, in a step that began like those in which everything fitted, so that "
+        "nothing moves in it (the next one is watched from its beginning; with always_watch=True all are)",
+    )

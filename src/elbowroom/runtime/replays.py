@@ -7,24 +7,24 @@ from typing import Any
 
 from elbowroom.hooks.exposed_memory import is_shared
 from elbowroom.native import library
-from elbowroom.runtime.residence import Residence
+from elbowroom.runtime.saved_storage import SavedStorage
 
 Recording = Any
-"""Of the extension: the ops that compute one storage again. They start from `leaves`, which autograd has saved, and
-from `sources`, which the program holds; they took `seconds` and allocate `nbytes` at most."""
+"""The recorded ops that compute one storage again: an object of the extension. They start from `leaves`, which autograd
+has saved, and from `sources`, which the program holds; they took `seconds` and allocate `nbytes` at most."""
 
 
-def is_exposed(recording: Recording, target: Residence) -> bool:
-    """Tell whether NumPy or another process may write to what a replay reads or makes, unseen."""
+def is_exposed(recording: Recording, target: SavedStorage) -> bool:
+    """Tell whether NumPy or another process may write unseen to the storages that a replay reads or computes."""
     return any(each.is_exposed() for each in (target, *recording.leaves)) or any(map(is_shared, recording.kept))
 
 
 def count_bytes(recordings: Sequence[Recording]) -> int:
-    """Most bytes that it takes to compute the targets of recordings again, all at once."""
+    """Return the most bytes that a replay of all these recordings together allocates."""
     return int(library.load().count_replay(list(recordings)))
 
 
-def replay(recordings: Sequence[Recording], outputs: Sequence[Residence]) -> None:
+def replay(recordings: Sequence[Recording], outputs: Sequence[SavedStorage]) -> None:
     """Compute the targets of recordings again, together, and give each of `outputs` its new storage.
 
     Each op runs under the settings that it ran under before; autograd, saved-tensor hooks, autocast, dispatch modes and
@@ -32,5 +32,5 @@ def replay(recordings: Sequence[Recording], outputs: Sequence[Residence]) -> Non
     """
     leaves = {leaf.record: leaf.find_storage() for recording in recordings for leaf in recording.leaves}
     storages = library.load().replay(list(recordings), list(leaves.items()))
-    for residence, storage in zip(outputs, storages, strict=True):
-        residence.storage = storage
+    for saved, storage in zip(outputs, storages, strict=True):
+        saved.storage = storage

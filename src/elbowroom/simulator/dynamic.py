@@ -1,6 +1,6 @@
 """A step that nobody planned, on the virtual clock: the policies of `residency.policies` over a trace.
 
-Room is made before each op, reload and replay, as `runtime.online_engine` does it; what the program or a running node
+Room is made before each op, reload and replay, as `runtime.step_runner` does it; what the program or a running node
 holds stays. Bytes are exact, as far as the trace is; seconds are those of the costs, with one lane each way.
 """
 

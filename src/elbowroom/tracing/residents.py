@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch.optim import Optimizer
 
-from elbowroom.hooks.storage_ids import PLAIN_TENSORS, Identities, unwrap
+from elbowroom.hooks.storage_ids import PLAIN_TENSORS, unwrap
 from elbowroom.ir.trace import Role
 
 Resident = tuple[torch.Tensor, Role, str]
@@ -66,15 +66,6 @@ def list_resident_tensors(model: torch.nn.Module, optimizers: Sequence[Optimizer
     if PLAIN_TENSORS.issuperset(map(type, listed)):
         return listed
     return [part for each in listed for part in unwrap(each)]
-
-
-def find_staying(model: torch.nn.Module, optimizers: Sequence[Optimizer]) -> Identities[bool]:
-    """Find the storages that outlive the step; of those that die all the same, the addresses mean nothing."""
-    staying: Identities[bool] = Identities()
-    for tensor in list_resident_tensors(model, optimizers):
-        if tensor.layout is torch.strided:
-            staying.put(tensor.untyped_storage(), True)
-    return staying
 
 
 def _list_updated(optimizer: Optimizer) -> list[torch.Tensor]:

@@ -1,4 +1,4 @@
-"""Reads what autograd did while nobody was told of it."""
+"""The log of saves, needs and releases that the extension keeps while the policy is not told of them."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from elbowroom.ir.events import StorageFreed, StorageNeeded, StorageSaved
 from elbowroom.residency.online import Moment
 
 NO_STORAGE = -1
-"""Of a tensor that is no plain block of bytes, or outlives the step: nothing moves it, but what is planned for its tick
-happens then."""
+"""Id in events of tensors that never move: those that are not a plain block of bytes, and those that outlive the step.
+Moves that are planned for the tick of such an event take place all the same."""
 
 Logged = StorageSaved | StorageNeeded | StorageFreed
-"""What autograd does."""
+"""Events that are logged."""
 
 EVENTS: tuple[type[Logged], ...] = (StorageSaved, StorageNeeded, StorageFreed)
-"""By their numbers in the log of the extension."""
+"""By their numbers in the log."""
 
 SAVED, NEEDED, FREED = range(3)
 
@@ -24,14 +24,15 @@ SAVED, NEEDED, FREED = range(3)
 def read_log(
     entries: Iterable[Any], begin: float, present: Container[int]
 ) -> Iterator[tuple[Logged, Moment, int | None]]:
-    """Read the entries of `SavedTensors.tell`.
+    """Read the entries that `SavedTensors.tell` returns.
 
     Args:
-        begin: when the step began, on the clock of `time.perf_counter`.
-        present: the storages that are still there.
+        begin: time of the step's begin, on the clock of `time.perf_counter`.
+        present: ids of the storages that autograd has not given up.
 
     Yields:
-        Each event, when it was, and the bytes of a storage that was saved and is not there any more.
+        Each event; its time and the bytes that were live then; and the size of the storage, where a storage was saved
+        that autograd has given up since.
     """
     for event, storage, tick, nbytes, seconds, busy_seconds, live_bytes in entries:
         is_gone = event == SAVED and storage >= 0 and storage not in present

@@ -1,4 +1,4 @@
-"""The end of a step, whether it was reached or an error ended it."""
+"""The end of a step, whether the program reached it or an error ended the step."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ logger = logging.getLogger(__name__)
 
 
 @contextlib.contextmanager
-def finishing(finish: Callable[[], None]) -> Iterator[None]:
-    """Call `finish` in the end. An error that ended the step is not replaced by one of finishing it.
+def ending_step(finish: Callable[[], None]) -> Iterator[None]:
+    """Return a context that calls `finish` in the end. What `finish` raises does not replace an error of the step.
 
-    A step that the interpreter's end interrupts is not finished: the threads that moves wait for are gone.
+    A step that the end of the interpreter interrupts is not finished: the threads that transfers wait for are gone.
     """
     try:
         yield

@@ -1,4 +1,4 @@
-"""Opens the transfers that fit a device."""
+"""Makes the transfers for a device."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from elbowroom.tiers.disk import SpillFile
 
 
 def open_transfers(device: torch.device, spill_folder: str | None, host_bytes: int | None) -> Transfers:
-    """What moves storages of `device` to the tiers below it.
+    """Open the tiers below `device`, and return what moves its storages to them and back.
 
     Raises:
         UsageError: the spill folder is missing or not writable.

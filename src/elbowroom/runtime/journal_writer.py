@@ -1,4 +1,4 @@
-"""Keeps the records of a run's steps: all of a short one, and of a long one the first and the latest."""
+"""The records of a run's steps: all of a short run, and the first and the latest of a long one."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections import Counter, deque
 from elbowroom.ir.journal import Journal, Mode, StepRecord
 
 RECORDS_KEPT = 1000
-"""Of a long run, how many of the first steps, and how many of the latest."""
+"""Records kept of the first steps of a long run, and as many of the latest."""
 
 _SUMMED = {
     "seconds": "step_seconds",
@@ -16,11 +16,11 @@ _SUMMED = {
     "reloaded_bytes": "reloaded_bytes",
     "recomputed": "recomputed_segments",
 }
-"""Fields of a record that are added up over all steps, with their names in `Logbook.metrics`."""
+"""Fields of a record that are added up over all steps, with their names in `JournalWriter.metrics`."""
 
 
-class Logbook:
-    """What becomes a Journal.
+class JournalWriter:
+    """Collects the records of steps for a Journal.
 
     Attributes:
         count: steps so far.

@@ -1,0 +1,63 @@
+"""Candidates: planned steps that a running step may turn out to be."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+from elbowroom.ir.placement import Placement
+from elbowroom.ir.plan import Plan
+from elbowroom.ir.trace import PERSISTENT_ROLES, Trace
+from elbowroom.runtime.step_storages import load_native
+
+
+@dataclasses.dataclass(frozen=True)
+class Candidate:
+    """A trace that a step may match, and its plan.
+
+    Attributes:
+        placement: where the plan's copies lie.
+    """
+
+    trace: Trace
+    plan: Plan
+    placement: Placement
+
+    @functools.cached_property
+    def timetable(self) -> Any:
+        """Saves and needs of the trace, as the extension reads them."""
+        storages = self.trace.storages
+        homes = [storages[save.storage] for save in self.trace.saves]
+        saves = [
+            (save.tick, home.id, home.nbytes, home.role in PERSISTENT_ROLES)
+            for save, home in zip(self.trace.saves, homes, strict=True)
+        ]
+        needs = [(need.tick, need.save) for need in self.trace.needs]
+        return load_native().Timetable(saves, needs, len(storages))
+
+    @functools.cached_property
+    def plan_storages(self) -> frozenset[int]:
+        """Ids of the storages that the plan moves or replays from."""
+        return self.plan.find_touched()
+
+    @functools.cached_property
+    def replayed_ops(self) -> tuple[list[str], list[int], dict[int, list[bool]]]:
+        """Ops of the trace up to the end of the forward pass, with those marked that the plan replays.
+
+        The others are listed as well, since an op that is not in the trace might write to what a replay starts from.
+
+        Returns:
+            Name of each op; tick of each op that the plan replays, -1 for the others; and by tick of a replayed op, for
+            each tensor that it reads, whether the program holds that tensor throughout the step.
+        """
+        trace = self.trace
+        segments = self.plan.segments
+        replayed = {tick for segment in segments for tick in segment.ops}
+        leaves = {leaf for segment in segments for leaf in segment.leaves}
+        held = frozenset(leaf for leaf in leaves if trace.storages[leaf].role in PERSISTENT_ROLES)
+        last = max(*replayed, trace.needs[0].tick)
+        ops = [op for op in trace.ops if op.tick <= last]
+        ticks = [op.tick if op.tick in replayed else -1 for op in ops]
+        reads = {op.tick: [view.storage in held for view in op.reads] for op in ops if op.tick in replayed}
+        return [op.name for op in ops], ticks, reads

@@ -1,0 +1,51 @@
+"""Phases of a step.
+
+FOLLOWING_PLAN --- ends as planned --> DRAINING --.
+      | drift, or no room                          |
+      v                                            v
+   MANAGED ------.                               CLOSED
+      ^          |--- ends --> SETTLING ----------^
+      | no room  |
+ UNPRESSURED ----|
+   CAPTURING ----'
+"""
+
+from __future__ import annotations
+
+import enum
+
+
+class Phase(enum.Enum):
+    """Phase of a step.
+
+    Attributes:
+        follows_plan: whether the plan alone decides, so that no room is made.
+        has_ended: whether the program has left the step.
+        has_budget: whether the budget holds.
+    """
+
+    CAPTURING = 0, False, False, True  # everything that may leave the device leaves as soon as it is saved
+    FOLLOWING_PLAN = 1, True, False, True  # saves and needs of storages that the plan does not move are only logged
+    UNPRESSURED = 2, False, False, True  # no plan, and plenty of room: all saves and needs are only logged
+    MANAGED = 3, False, False, True  # whenever room is short, storages leave; the machine is told of everything at once
+    SETTLING = 4, False, True, True  # what was dropped is computed while that can be done, and room is made for it
+    DRAINING = 5, True, True, False  # a backward pass through what is left of the graph goes on by the plan
+    CLOSED = 6, False, True, False  # what is left of the graph comes back when it is needed
+
+    def __init__(self, number: int, follows_plan: bool, has_ended: bool, has_budget: bool) -> None:
+        self.number = number
+        self.follows_plan = follows_plan
+        self.has_ended = has_ended
+        self.has_budget = has_budget
+
+
+NEXT_PHASES: dict[Phase, tuple[Phase, ...]] = {
+    Phase.CAPTURING: (Phase.SETTLING,),
+    Phase.FOLLOWING_PLAN: (Phase.MANAGED, Phase.DRAINING),
+    Phase.UNPRESSURED: (Phase.MANAGED, Phase.SETTLING),
+    Phase.MANAGED: (Phase.SETTLING,),
+    Phase.SETTLING: (Phase.CLOSED,),
+    Phase.DRAINING: (Phase.CLOSED,),
+    Phase.CLOSED: (),
+}
+"""Phases that may come after each."""

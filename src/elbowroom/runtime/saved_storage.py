@@ -1,0 +1,204 @@
+"""Storages that autograd has saved tensors of, as the runtime holds them."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence, Set
+from typing import Any, NamedTuple
+
+import torch
+
+from elbowroom.errors import InternalError
+from elbowroom.hooks.dispatch_keys import Hidden
+from elbowroom.hooks.exposed_memory import is_shared
+from elbowroom.runtime.copies import Copy
+
+_SharingVersions = torch._C._SetExcludeDispatchKeyGuard
+"""Aliases share a version counter by a layer that is left out where a dispatch mode sees an op."""
+
+
+class Geometry(NamedTuple):
+    """Position of a tensor in its storage."""
+
+    dtype: torch.dtype
+    shape: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+
+
+def check_version(version_ref: torch.Tensor, shape: Sequence[int], expected: int) -> None:
+    """Refuse a tensor that was modified in place after it was saved: where hooks are active, PyTorch does not check.
+
+    Args:
+        version_ref: shares the tensor's version counter.
+        shape: of the tensor.
+        expected: version of the tensor when it was saved.
+
+    Raises:
+        RuntimeError: in PyTorch's own words.
+    """
+    if version_ref._version != expected:
+        raise RuntimeError(
+            "one of the variables needed for gradient computation has been modified by an inplace operation: a "
+            f"{version_ref.dtype} tensor of shape {list(shape)} is at version {version_ref._version}; expected version "
+            f"{expected} instead"
+        )
+
+
+class SavedView:
+    """One saved tensor of a storage.
+
+    Attributes:
+        tensor: shares the saved tensor's version counter until autograd gives that up; its bytes only while `geometry`
+            is None.
+        geometry: position of the tensor in its storage, once the storage was released.
+    """
+
+    __slots__ = ("geometry", "tensor")
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+        self.geometry: Geometry | None = None
+
+
+NO_READERS: Set[SavedStorage] = frozenset()
+"""Shared by the storages that no replay reads, which are most."""
+
+NO_VIEWS: dict[int, SavedView] = {}
+"""Shared by the storages that were never saved. Never written to."""
+
+
+class SavedStorage:
+    """One storage of one step: what autograd has saved of it, and how it comes back once it has left.
+
+    Args:
+        record: of the extension; has what the step's ops did with the storage.
+
+    Attributes:
+        views: saved tensors by the index of their save. As long as they have its bytes, nothing else of ours holds the
+            storage.
+        storage: the storage that came back from a reload or a replay, or that a replay reads; None otherwise.
+        released_ref: weak reference to the storage that was released last: the program may hold it still.
+        copy: contents in the tier below, if the storage was ever offloaded.
+        recording: how the storage is computed again, while it is dropped.
+        reads: storages that `recording` starts from.
+        may_move: whether the storage may leave the device; None until that is asked.
+        readers: dropped storages whose replay reads this one.
+    """
+
+    __slots__ = (
+        *("__weakref__", "copy", "may_move", "readers", "reads", "record", "recording", "released_ref"),
+        *("storage", "views"),
+    )
+
+    def __init__(self, record: Any) -> None:
+        self.record = record
+        self.views = NO_VIEWS
+        self.storage: torch.UntypedStorage | None = None
+        self.released_ref: weakref.ref[torch.UntypedStorage] | None = None
+        self.copy: Copy | None = None
+        self.recording: Any = None
+        self.reads: tuple[SavedStorage, ...] = ()
+        self.readers: Set[SavedStorage] = NO_READERS
+        self.may_move: bool | None = None
+
+    @property
+    def id(self) -> int:
+        """Id of the storage in the trace that the step follows, or a number of the step's own; -1 until it is saved."""
+        return int(self.record.id)
+
+    @property
+    def nbytes(self) -> int:
+        """Size."""
+        return int(self.record.nbytes)
+
+    @property
+    def is_persistent(self) -> bool:
+        """True if the storage outlives the step: that of a parameter or a buffer, for example."""
+        return bool(self.record.is_staying)
+
+    def add_view(self, index: int, tensor: torch.Tensor) -> None:
+        """Keep a tensor that autograd saves. `index`: of the save."""
+        if self.views is NO_VIEWS:
+            self.views = {}
+        with Hidden():
+            self.views[index] = SavedView(tensor.detach())  # the tensor itself would hold the graph that holds it
+        self.record.views = len(self.views)
+        self.record.is_guarded = True
+
+    def discard_view(self, index: int) -> None:
+        """Forget a saved tensor that autograd has given up."""
+        self.views.pop(index, None)
+        self.record.views = len(self.views)
+
+    def add_reader(self, reader: SavedStorage) -> None:
+        """Note that a storage was dropped whose replay reads this one."""
+        if not isinstance(self.readers, set):
+            self.readers = set()
+        self.readers.add(reader)
+        self.record.is_guarded = True
+
+    def discard_reader(self, reader: SavedStorage) -> None:
+        """Note that a storage whose replay reads this one is no longer dropped."""
+        if isinstance(self.readers, set):
+            self.readers.discard(reader)
+
+    def find_storage(self) -> torch.UntypedStorage | None:
+        """Return the storage on the device; None if we do not hold it."""
+        if self.storage is not None:
+            return self.storage
+        for view in self.views.values():
+            if view.geometry is None:
+                return view.tensor.untyped_storage()
+        return None
+
+    def find_released(self) -> torch.UntypedStorage | None:
+        """Return the storage that was released last; None if it is gone.
+
+        Without Elbowroom, autograd would find this very storage, whatever the program has done with it.
+        """
+        return None if self.released_ref is None else self.released_ref()
+
+    def revive(self) -> bool:
+        """Take back the storage that was released last. Returns whether the program holds it still."""
+        released = None if self.released_ref is None else self.released_ref()
+        if released is None:
+            return False
+        self.storage = released
+        return True
+
+    def is_exposed(self) -> bool:
+        """Tell whether NumPy or another process may write to the storage unseen."""
+        storage = self.find_storage() or self.find_released()
+        return storage is not None and is_shared(storage)
+
+    def view(self, index: int) -> torch.Tensor:
+        """Return a saved tensor. Its storage must be on the device."""
+        saved = self.views[index]
+        geometry = saved.geometry
+        if geometry is None:
+            return saved.tensor
+        if self.storage is None:
+            raise InternalError(f"storage {self.id} is needed but not on the device")
+        with Hidden():
+            empty = torch.empty(0, dtype=geometry.dtype, device=self.storage.device)
+            return empty.set_(self.storage, geometry.offset, geometry.shape, geometry.stride)
+
+    def release(self) -> None:
+        """Drop each of our references to the storage. Version counters of the saved tensors stay."""
+        home = self.find_storage()
+        if home is not None:
+            self.released_ref = weakref.ref(home)
+        for view in self.views.values():
+            if view.geometry is not None:
+                continue
+            tensor = view.tensor
+            # Without the call of `Geometry.__new__`: this runs at each save that moves.
+            geometry = (tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset())
+            view.geometry = tuple.__new__(Geometry, geometry)
+            # To assign `data` exchanges the storage and leaves the version counter as it is. `view.tensor` itself may
+            # be in autograd's hands.
+            with _SharingVersions(torch._C.DispatchKey.ADInplaceOrView, False):
+                view.tensor = tensor.detach()
+            view.tensor.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+        self.storage = None

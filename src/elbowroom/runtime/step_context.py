@@ -1,0 +1,167 @@
+"""Answers to what a policy asks about the running step."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+
+import torch
+
+from elbowroom.cost.transfers import offload_seconds, reload_seconds
+from elbowroom.ir.plan import Segment
+from elbowroom.runtime.replays import Recording, is_exposed
+from elbowroom.runtime.saved_storage import SavedStorage
+from elbowroom.runtime.step_environment import StepEnvironment
+from elbowroom.runtime.step_state import StepState
+
+
+class StepContext:
+    """Answers from what a step has done so far (`residency.online.Facts`).
+
+    Attributes:
+        may_move: whether a storage may leave the device, unless a plan says so.
+        begin: time of the step's begin, on the clock of `time.perf_counter`.
+        pinned: storages that actions under way need on the device, and how often; one table for each list of actions.
+    """
+
+    def __init__(self, state: StepState, environment: StepEnvironment) -> None:
+        self._state = state
+        self._by_id = state.storages.by_id
+        self._ledger = environment.ledger
+        self._link = environment.profile.links[0]
+        self._budget_bytes = environment.budget_bytes
+        self._free_bytes = self._budget_bytes - self._ledger.live_bytes
+        self._recordings: dict[int, Recording | None] = {}
+        self.may_move: Callable[[int], bool] = state.storages.may_move
+        self.begin = time.perf_counter()
+        self.pinned: list[dict[int, int]] = []
+
+    def now(self) -> float:
+        """Return the seconds since the step began."""
+        return time.perf_counter() - self.begin
+
+    def spare_bytes(self) -> int:
+        """Return the bytes of the budget that nothing takes; negative where more than the budget is live."""
+        return self._budget_bytes - self._ledger.live_bytes
+
+    def budget_bytes(self) -> int:
+        """Return the budget."""
+        return self._budget_bytes
+
+    def nbytes(self, storage: int) -> int:
+        """Return the bytes of a storage's block."""
+        return self._state.storages.round_up(self._by_id[storage].nbytes)
+
+    def address(self, storage: int) -> int | None:
+        """Return where a storage's block begins; None while the storage is not on the device."""
+        home = self._by_id[storage].find_storage()
+        return None if home is None else home.data_ptr()
+
+    def held_bytes(self) -> tuple[int, int]:
+        """Return the live bytes, and the most that were live or asked for since this was last called."""
+        return self._ledger.live_bytes, self._ledger.take_recent_peak()
+
+    def busy_seconds(self) -> float:
+        """Return the seconds that the step's own ops took."""
+        return float(self._state.watcher.busy_seconds)
+
+    def move_seconds(self, nbytes: int) -> tuple[float, float]:
+        """Return the seconds to copy so many bytes out, and back."""
+        return offload_seconds(self._link, nbytes), reload_seconds(self._link, nbytes)
+
+    def swap_seconds(self, storage: int) -> float:
+        """Return the seconds to copy a storage out, unless there is a copy, and back; infinite if there is no room."""
+        saved = self._by_id[storage]
+        if self._state.has_no_room_below(saved):
+            return float("inf")
+        back = reload_seconds(self._link, saved.nbytes)
+        return back if saved.copy is not None else back + offload_seconds(self._link, saved.nbytes)
+
+    def own_seconds(self, storage: int) -> float:
+        """Return the seconds to compute a storage again from its neighbours; infinite if that cannot be done."""
+        recording = self.find_recording(storage)
+        return float("inf") if recording is None else float(recording.seconds)
+
+    def own_bytes(self, storage: int) -> int:
+        """Return the most bytes that this allocates, including the storage itself."""
+        recording = self.find_recording(storage)
+        return 0 if recording is None else int(recording.nbytes)
+
+    def replay_seconds(self, storage: int) -> float:
+        """Return the seconds to compute a storage again, and first to bring back all that this needs.
+
+        Infinite if that cannot be done, or may take more room than a reload.
+        """
+        # A replay runs beside what the same node of the graph needs, so it gets half of what the model leaves.
+        is_large = 2 * self.own_bytes(storage) > self._free_bytes
+        can_be_reloaded = not self._state.has_no_room_below(self._by_id[storage])
+        if self._state.phase.has_ended or (is_large and can_be_reloaded):
+            return float("inf")
+        seconds = 0.0
+        seen = {storage}
+        stack = [storage]
+        while stack:
+            recording = self.find_recording(stack.pop())
+            if recording is None:
+                return float("inf")
+            seconds += recording.seconds
+            for leaf in recording.leaves:
+                if leaf.id in seen or self._state.machine.is_on_device(leaf.id):
+                    continue
+                seen.add(leaf.id)
+                if leaf.recording is not None:
+                    stack.append(leaf.id)
+                else:
+                    seconds += reload_seconds(self._link, leaf.nbytes)
+        return seconds
+
+    def neighbours(self, storage: int) -> Iterable[int]:
+        """Return the saved storages that a storage would be computed from."""
+        recording = self.find_recording(storage)
+        return () if recording is None else [leaf.id for leaf in recording.leaves]
+
+    def may_leave(self, storage: int) -> bool:
+        """Tell whether releasing a storage now would free its bytes, and no action under way needs it."""
+        if any(counts.get(storage, 0) > 0 for counts in self.pinned):
+            return False
+        saved = self._by_id.get(storage)
+        home = None if saved is None else saved.find_storage()
+        if saved is None or home is None:
+            return False
+        if self._state.has_no_room_below(saved) and self.find_safe_recording(saved) is None:
+            return False
+        own = sum(view.geometry is None for view in saved.views.values())
+        return int(torch._C._storage_Use_Count(home._cdata)) <= own + 1  # and that of its Python object
+
+    def segment(self, storage: int) -> int:
+        """Return the index of a new segment that computes a storage again."""
+        recording = self.find_recording(storage)
+        assert recording is not None
+        leaves = tuple(leaf.id for leaf in recording.leaves)
+        self._state.segments.append(Segment(ops=tuple(recording.places), outputs=(storage,), leaves=leaves))
+        return len(self._state.segments) - 1
+
+    def find_recording(self, storage: int) -> Recording | None:
+        """Return the recording that computes a storage again; None if there is none."""
+        table = self._state.storages.table
+        recording = self._recordings.get(storage)
+        if recording is None or not recording.is_open(table):
+            recording = self._recordings[storage] = table.find_recording(self._by_id[storage].record)
+        return recording
+
+    def find_safe_recording(self, saved: SavedStorage) -> Recording | None:
+        """Return the recording of a storage, unless others may write to what it reads.
+
+        Policies do not ask for this: such storages are few.
+        """
+        recording = self.find_recording(saved.id)
+        return None if recording is None or is_exposed(recording, saved) else recording
+
+    def forget(self, storage: int) -> None:
+        """Forget a storage that autograd has given up."""
+        self._recordings.pop(storage, None)
+        self._state.stuck_bytes.pop(storage, None)
+
+    def close(self) -> None:
+        """Forget all recordings, since the step is over."""
+        self._recordings.clear()

@@ -1,0 +1,73 @@
+"""The policy that decides in each phase of a step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from elbowroom.ir.actions import Release
+from elbowroom.residency.capacity_first import Policy as CapacityFirst
+from elbowroom.residency.machine import Drop, State
+from elbowroom.residency.online import Online
+from elbowroom.residency.plan_policy import Policy as PlanPolicy
+from elbowroom.residency.plan_then_online import Policy as Guided
+from elbowroom.runtime.event_log import read_log
+from elbowroom.runtime.phase import Phase
+from elbowroom.runtime.step_context import StepContext
+from elbowroom.runtime.step_state import StepState
+
+
+class StepPolicy:
+    """Gives the machine its policy: whenever the phase changes, and when the step follows another plan.
+
+    Args:
+        state: of the step. Until the machine is given another policy, everything leaves at once.
+        context: of the step, which the online policy asks.
+        online: the online policy.
+    """
+
+    def __init__(self, state: StepState, context: StepContext, online: Online) -> None:
+        self._state = state
+        self._machine = state.machine
+        self._begin = context.begin
+        self._online = online
+
+    def begin(self) -> None:
+        """Give the machine its first policy. If the policy must be told of all at once, the step is managed at once."""
+        state = self._state
+        if state.phase is Phase.UNPRESSURED and not self._online.may_wait():
+            state.enter(Phase.MANAGED)
+        if state.phase is Phase.FOLLOWING_PLAN:
+            self._machine.policy = PlanPolicy(state.candidates[0].plan)
+        elif state.phase is not Phase.CAPTURING:
+            self.manage(0 if state.candidates else -1, -1)
+
+    @property
+    def due_tick(self) -> int:
+        """First tick at which the plan has a move to make, in a phase in which the plan alone decides."""
+        plan = self._machine.policy
+        assert isinstance(plan, PlanPolicy)
+        return plan.due_tick
+
+    def catch_up(self, entries: Iterable[Any]) -> None:
+        """Tell the online policy what was logged (`SavedTensors.tell`), and which storages are not on the device."""
+        for event, moment, nbytes in read_log(entries, self._begin, self._state.storages.by_id):
+            self._online.watch(event, moment, nbytes)
+        for storage in self._state.storages.by_id:
+            if self._machine.state(storage) is State.AWAY:
+                self._online.learn(Release(storage))
+        for storage in self._state.storages.by_id:
+            segment = self._machine.segment_of(storage)
+            if segment is not None:
+                self._online.learn(Drop(storage, segment))
+
+    def manage(self, followed: int, tick: int) -> None:
+        """Let the online policy decide, beside the plan of a candidate from `tick` on. `followed`: its index, or -1."""
+        if followed < 0:
+            self._machine.policy = self._online
+        else:
+            self._machine.policy = Guided(self._online, self._state.candidates[followed].plan, since=tick)
+
+    def close(self) -> None:
+        """Have storages come back when they are needed, and leave again after that. Nothing else is decided."""
+        self._machine.policy = CapacityFirst(self._state.storages.may_move)

@@ -1,0 +1,366 @@
+"""One training step within its budget, from the first op to the last backward pass through its graph.
+
+The extension calls the runner when autograd saves or needs a tensor that may have to move, when the plan has something
+to do at that tick, and when an op writes to such a tensor. The ledger calls it when there is no room for a request. The
+runner tells the machine, and has an executor perform the machine's answers. `phase.py` has the phases of a step.
+
+Each step has a runner of its own, which the packed tensors in autograd's hands keep alive: several graphs can be in
+flight, and a backward pass can come late, twice, or never.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+
+from elbowroom._family import get
+from elbowroom.errors import Infeasible
+from elbowroom.hooks.dispatch_keys import Hidden
+from elbowroom.ir.events import StorageNeeded, StorageSaved
+from elbowroom.residency import policies
+from elbowroom.residency.access_history import AccessHistory
+from elbowroom.residency.plan_policy import NEVER
+from elbowroom.runtime.action_executor import ActionExecutor
+from elbowroom.runtime.candidate import Candidate
+from elbowroom.runtime.event_log import EVENTS, NEEDED, NO_STORAGE, SAVED
+from elbowroom.runtime.locks import make_lock
+from elbowroom.runtime.memory_guard import MemoryGuard
+from elbowroom.runtime.packed import PackedTensor
+from elbowroom.runtime.phase import Phase
+from elbowroom.runtime.saved_storage import SavedStorage, check_version
+from elbowroom.runtime.step_context import StepContext
+from elbowroom.runtime.step_environment import StepEnvironment
+from elbowroom.runtime.step_policy import StepPolicy
+from elbowroom.runtime.step_state import make_state
+from elbowroom.runtime.step_storages import load_native
+from elbowroom.runtime.thrash_guard import ThrashGuard
+from elbowroom.runtime.write_guard import WriteGuard
+
+logger = logging.getLogger(__name__)
+
+RESTING = 0.25
+"""Share of the budget. While no more is live no op is recorded, in a room that never had too little room. If a step has
+too little after all, what it made until then can be offloaded but not computed again."""
+
+
+class Observer(Protocol):
+    """Watches what autograd does while a step is captured or measured."""
+
+    def saved(self, tensor: torch.Tensor) -> int: ...
+    def needed(self, save: int, given: torch.Tensor) -> None: ...
+    def save_released(self, save: int) -> None: ...
+
+
+class StepRunner:
+    """Runs one step.
+
+    Args:
+        phase: in which the step begins. FOLLOWING_PLAN needs a candidate; UNPRESSURED means that there is none. In
+            MANAGED, the plan of the first candidate is followed as well.
+        environment: of the steps of the room.
+        candidates: steps that this one may be, the likeliest first.
+        spare_bytes: bytes that may stay although the plan has them leave, if their move fails.
+        observer: told of all saves, needs and releases.
+
+    Attributes:
+        state: of the step.
+    """
+
+    def __init__(
+        self,
+        phase: Phase,
+        environment: StepEnvironment,
+        *,
+        candidates: Sequence[Candidate] = (),
+        spare_bytes: int = 0,
+        observer: Observer | None = None,
+    ) -> None:
+        self.state = make_state(phase, environment, candidates, self)
+        self._machine = self.state.machine
+        self._saved_tensors = self.state.saved_tensors
+        self._observer = observer
+        # The lock knows which thread holds it: the garbage collector may free packed tensors in the middle of a move.
+        self._lock = make_lock()
+        self._retired: deque[tuple[int, SavedStorage | None]] = deque()
+        self._guard = MemoryGuard(self.state, environment)
+        self._guard.mark_residents()
+        self._context = StepContext(self.state, environment)
+        # From a captured step, in which everything leaves, the policy learns nothing.
+        history = AccessHistory() if phase is Phase.CAPTURING else environment.history
+        online = get(policies, environment.policy, "Policy")(self._context, history)
+        self._policy = StepPolicy(self.state, self._context, online)
+        thrash = ThrashGuard(self.state, environment)
+        self._executor = ActionExecutor(
+            self.state, self._context, self._guard, thrash, environment.transfers, spare_bytes
+        )
+        self._writes = WriteGuard(self.state, self._lock, self._executor)
+        self._policy.begin()
+        rests = history.may_rest and not candidates
+        self._start_watching(int(RESTING * environment.budget_bytes) if rests else 0)
+
+    def _start_watching(self, resting_bytes: int) -> None:
+        """Tell the extension which ops to record, and which saves and needs to log without telling the runner."""
+        state = self.state
+        if state.phase is Phase.FOLLOWING_PLAN:
+            expected = state.candidates[0]
+            if state.segments:
+                self.state.watcher.follow(*expected.replayed_ops)
+            is_observed = self._observer is not None  # then everything is reported at once
+            touched = frozenset[int]() if is_observed else expected.plan_storages
+            self._saved_tensors.log(touched, -1 if is_observed else self._policy.due_tick)
+        elif state.phase is not Phase.CAPTURING:
+            self.state.watcher.record(resting_bytes, state.storages.min_bytes)
+            if state.phase is Phase.UNPRESSURED:
+                self._saved_tensors.log(frozenset(), NEVER)
+
+    def begin(self) -> None:
+        """Have the ledger ask for room from now on."""
+        self._guard.limit_requests()
+
+    # -- what the extension calls ---------------------------------------------------------------------------------
+
+    def save(self, index: int, tensor: torch.Tensor, saved: SavedStorage | None) -> PackedTensor | None:
+        """Take a tensor that autograd saves.
+
+        Args:
+            index: position among the saves of the step.
+            saved: storage of the tensor; None if it is not a plain block of bytes on the device.
+
+        Returns:
+            The object that stands for the tensor. None if the tensor stays as it is, and nothing has to be done when
+            autograd gives it up.
+        """
+        with self._lock:
+            if self._retired:
+                self._drain()
+            if self._observer is not None:
+                self._observer.saved(tensor)
+            tensors = self._saved_tensors
+            record: Any = None if saved is None else saved.record
+            tick = tensors.follow_save(index, record)
+            if saved is None or (tensors.is_persistent(index) if tensors.followed >= 0 else record.is_staying):
+                self._feed_tick(SAVED, tick)
+                return None if self._observer is None else PackedTensor(self.retire, index, None, tensor._version)
+            if record.id < 0:
+                record.id = tensors.make_id()
+            storage = record.id
+            is_following = self.state.phase.follows_plan and self._observer is None
+            if is_following and storage not in self.state.candidates[0].plan_storages:
+                self._feed_tick(SAVED, tick, storage, record.nbytes)
+                return None
+            tensors.note(SAVED, storage, tick, record.nbytes)
+            self.state.storages.by_id[storage] = saved
+            saved.add_view(index, tensor)
+            packed = PackedTensor(self.retire, index, saved, tensor._version)
+            del tensor
+            if actions := self._machine.feed(StorageSaved(storage, tick)):
+                self._executor.perform(actions)
+            if saved.views[index].geometry is None and not self._machine.is_on_device(storage):
+                with Hidden():
+                    saved.release()  # it had left before, and the program alone still holds it
+            return packed
+
+    def need(self, index: int, save: Any) -> torch.Tensor | None:
+        """Return a saved tensor that autograd asks for; None if the extension has it, because it stayed as it was.
+
+        Args:
+            index: position among the needs of the step.
+            save: of the extension; the save of the tensor.
+
+        Raises:
+            RuntimeError: the tensor was modified in place after it was saved.
+        """
+        with self._lock:
+            if self._retired:
+                self._drain()
+            tick = self._saved_tensors.follow_need(index, save.index)
+            packed: PackedTensor | None = save.handle
+            saved: SavedStorage | None = save.residence if packed is None else packed.residence
+            given: torch.Tensor | None = None
+            if packed is None or saved is None:
+                self._feed_tick(NEEDED, tick, NO_STORAGE if saved is None else saved.id)
+            else:
+                # Versions first, before anything moves: a step that is refused must leave everything as it is.
+                view = saved.views[packed.index]
+                if view.tensor._version != packed.version:
+                    check_version(view.tensor, (view.geometry or view.tensor).shape, packed.version)
+                storage = saved.record.id
+                self._saved_tensors.note(NEEDED, storage, tick, 0)
+                actions = self._machine.feed(StorageNeeded(storage, tick))
+                given = self._executor.serve(saved, packed.index, actions) if actions else saved.view(packed.index)
+            if self._observer is not None:
+                self._observer.needed(save.index, save.tensor if given is None else given)
+            return given
+
+    def leave(self, why: str) -> None:
+        """Leave the plan: the ops of the step are not those of its trace."""
+        with self._lock:
+            self._saved_tensors.leave(why)
+
+    def leave_trace(self, why: str) -> None:
+        """Go on by the plan of another candidate, or by none: the step is not the trace that it followed."""
+        with self._lock:
+            logger.debug("the step left its trace: %s", why)
+            followed = self._saved_tensors.followed
+            if followed < 0:
+                self.state.drift = why
+            phase = self.state.phase
+            if phase is Phase.FOLLOWING_PLAN:
+                self._start_managing()
+            elif phase is Phase.MANAGED:
+                self._policy.manage(followed, self._saved_tensors.tick)
+            elif phase is Phase.DRAINING:
+                self._close()
+
+    def make_room_for(self, op: str) -> bool:
+        """Free memory for an op that the device's allocator has refused. Returns and raises as `make_room`."""
+        with self._lock:
+            if not self._prepare_to_evict(op):
+                return False
+            self._saved_tensors.leave(f"there is no room for {op}")  # of a plan that is followed while managed, too
+            self._executor.perform(self._guard.evict(1, 0, op))
+            return True
+
+    def about_to_write(self, tensor: torch.Tensor) -> None:
+        """Compute what depends on the present contents of a tensor that an op is about to write to."""
+        self._writes.about_to_write(tensor)
+
+    def written(self, tensor: torch.Tensor) -> None:
+        """Give up what the previous contents of a tensor were kept for: an op has written to it."""
+        self._writes.written(tensor)
+
+    # -- what the ledger and the room call ------------------------------------------------------------------------
+
+    def make_room(self, requested_bytes: int, missing_bytes: int) -> bool:
+        """Free memory for a request that would go over the limit, in whatever thread and op that comes.
+
+        Args:
+            requested_bytes, missing_bytes: of the request, and of these bytes, those that do not fit into the limit.
+
+        Returns:
+            Whether to ask again; False if no budget holds any more.
+
+        Raises:
+            Infeasible: nothing more may leave, and there is not enough room.
+        """
+        with self._lock:
+            limit_bytes = self._guard.limit_bytes
+            what = f"a request of {requested_bytes} bytes"
+            if not self._prepare_to_evict(what):
+                return False
+            missing_bytes -= self._guard.limit_bytes - limit_bytes
+            if missing_bytes > 0:
+                what = load_native().name_running_op() or what
+                self._executor.perform(self._guard.evict(missing_bytes, requested_bytes, what))
+            return True
+
+    def finish(self) -> None:
+        """End the step: from now on no writes are seen, and no room is made."""
+        state = self.state
+        with self._lock:
+            self._drain()
+            dropped = [saved for saved in state.storages.by_id.values() if saved.recording is not None]
+            if state.phase is Phase.FOLLOWING_PLAN and not dropped:
+                state.enter(Phase.DRAINING)
+                self._executor.free_unused()
+                if not state.storages.by_id:
+                    self._close()
+                return
+            if dropped:
+                self._saved_tensors.stop("it ended before its backward pass did")
+            state.enter(Phase.SETTLING)
+            try:
+                # A graph that lives on must not depend on storages that may be written to.
+                self._writes.settle(dropped)
+            except Infeasible as error:
+                state.given_up = why = str(error)  # not the error itself, whose frames hold the step
+                logger.warning("what the step leaves behind was given up, as there is no room to compute it: %s", why)
+            finally:
+                # Where that failed, an error in a later backward pass is better than a replay from other contents.
+                for saved in list(state.storages.by_id.values()):
+                    self._executor.forget_recording(saved)
+                self._close()
+
+    def retire(self, index: int, saved: SavedStorage | None) -> None:
+        """Note that a packed tensor died. Called at any moment, in any thread, by the garbage collector too."""
+        self._retired.append((index, saved))
+        if self._lock._is_owned():
+            return
+        try:  # Ctrl-C may come between any two lines: the lock knows whether it is held, and a flag might not
+            if self._lock.acquire(blocking=False):
+                self._drain()
+                self._lock.release()
+        except BaseException:
+            if self._lock._is_owned():
+                self._lock.release()
+            raise
+
+    def _drain(self) -> None:
+        """Forget the packed tensors that died."""
+        while self._retired:
+            index, saved = self._retired[0]
+            if self._observer is not None:
+                self._observer.save_released(index)
+            if saved is not None:
+                if saved.readers:
+                    saved.storage = saved.find_storage()  # a replay will read it
+                saved.discard_view(index)
+                if not saved.views:
+                    self._executor.free_if_unused(saved)
+            self._retired.popleft()  # last: what an exception interrupts is repeated by the next call
+
+    def _feed_tick(self, event: int, tick: int, storage: int = NO_STORAGE, nbytes: int = 0) -> None:
+        """Make the moves that are due at a save or need of a tensor that stays where it is."""
+        self._saved_tensors.note(event, storage, tick, nbytes)
+        if actions := self._machine.feed(EVENTS[event](NO_STORAGE, tick)):
+            self._executor.perform(actions)
+        if self.state.phase.follows_plan and self._observer is None:
+            self._saved_tensors.due_tick = self._policy.due_tick
+
+    def _prepare_to_evict(self, what: str) -> bool:
+        """Have the policy decide from now on: there is no room for `what`. Returns False if no budget holds."""
+        if not self.state.phase.has_budget:
+            return False
+        if self.state.phase.follows_plan:
+            self._saved_tensors.leave(f"there is no room for {what}")
+        self._drain()
+        if self.state.phase is Phase.UNPRESSURED:
+            self._start_managing()
+        return True
+
+    def _start_managing(self) -> None:
+        """Tell the policy what was only logged so far, and have it decide from now on."""
+        state = self.state
+        entries = self._saved_tensors.tell()
+        was_following = state.phase is Phase.FOLLOWING_PLAN
+        state.enter(Phase.MANAGED)
+        self._guard.limit_requests()
+        if was_following:
+            self.state.watcher.record(0, state.storages.min_bytes)
+            self._guard.mark_residents()  # again: there may be others by now
+        self._saved_tensors.settle(self._pack_logged)
+        self._executor.free_unused()
+        self._policy.catch_up(entries)
+        self._policy.manage(self._saved_tensors.followed, self._saved_tensors.tick)
+
+    def _pack_logged(self, save: Any) -> PackedTensor:
+        """Return the object that stands for a tensor from now on, of which only the save was logged."""
+        saved: SavedStorage = save.residence
+        saved.add_view(save.index, save.tensor)
+        if save.is_written:
+            saved.may_move = False
+        self.state.storages.by_id[saved.id] = saved
+        self._machine.add(saved.id)
+        return PackedTensor(self.retire, save.index, saved, save.version)
+
+    def _close(self) -> None:
+        """Let go of what a graph that lives on does not need. No reference cycle is left."""
+        self.state.enter(Phase.CLOSED)
+        self._saved_tensors.end()
+        self._policy.close()
+        self._context.close()
+        self.state.watcher.close()

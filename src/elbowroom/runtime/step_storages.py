@@ -1,0 +1,61 @@
+"""Storages of one step, by storage and by id."""
+
+from __future__ import annotations
+
+import functools
+from types import ModuleType
+
+import torch
+
+from elbowroom.hooks.exposed_memory import is_shared
+from elbowroom.hooks.storage_ids import get_any_storage
+from elbowroom.native import library
+from elbowroom.ops.op_info import describe_op
+from elbowroom.runtime.saved_storage import SavedStorage
+from elbowroom.runtime.step_environment import StepEnvironment
+
+
+@functools.cache
+def load_native() -> ModuleType:
+    """Return the extension that watches steps."""
+    native = library.load()
+    native.learn(describe_op, SavedStorage)
+    return native
+
+
+class StepStorages:
+    """Finds the storages of one step.
+
+    Attributes:
+        table: of the extension; has a record of each storage. Several threads may use it at once.
+        by_id: storages that autograd has saved and that may move.
+        alignment_bytes: the allocator rounds blocks up to multiples of this.
+        min_bytes: smaller storages stay on the device, unless a plan moves them.
+    """
+
+    def __init__(self, environment: StepEnvironment) -> None:
+        self.table = load_native().StorageTable(environment.ledger.scope)
+        self.by_id: dict[int, SavedStorage] = {}
+        self.min_bytes = environment.min_bytes
+        self.alignment_bytes = environment.profile.alignment_bytes
+
+    def find(self, tensor: torch.Tensor) -> SavedStorage | None:
+        """Return the storage of a tensor; None if the step does not know it."""
+        storage = get_any_storage(tensor)
+        found: SavedStorage | None = None if storage is None else self.table.find(storage)
+        return found
+
+    def may_move(self, storage: int) -> bool:
+        """Tell whether a storage may leave the device, unless a plan says so."""
+        saved = self.by_id.get(storage)
+        if saved is None or saved.nbytes < self.min_bytes:
+            return False
+        if saved.may_move is None:
+            home = saved.find_storage()
+            # If others can write to it unseen, autograd must find what they have written.
+            saved.may_move = not saved.is_persistent and (home is None or not is_shared(home))
+        return saved.may_move
+
+    def round_up(self, nbytes: int) -> int:
+        """Return the bytes of the block that an allocation of `nbytes` takes."""
+        return -(-nbytes // self.alignment_bytes) * self.alignment_bytes

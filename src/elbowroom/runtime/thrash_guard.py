@@ -1,0 +1,51 @@
+"""The limit on what a step may spend on replays and on waiting for transfers."""
+
+from __future__ import annotations
+
+import logging
+
+from elbowroom.errors import Thrashing
+from elbowroom.runtime.step_environment import StepEnvironment
+from elbowroom.runtime.step_state import StepState
+
+logger = logging.getLogger(__name__)
+
+WORTH_SAYING = 10.0
+ENOUGH = 100.0
+"""Seconds of replays and waits for each second of the step's own ops: a warning, and the end of the step."""
+
+NOT_LONG = 1.0
+"""Seconds. A step whose own ops take less counts as one that takes so long."""
+
+
+class ThrashGuard:
+    """Warns once when a step thrashes, and ends it if that gets worse.
+
+    Attributes:
+        replay_seconds: spent on replays so far.
+    """
+
+    def __init__(self, state: StepState, environment: StepEnvironment) -> None:
+        self._state = state
+        self._budget_bytes = environment.budget_bytes
+        self._transfers = environment.transfers
+        self._stalled_before = self._transfers.stall_seconds
+        self._has_warned = False
+        self.replay_seconds = 0.0
+
+    def check(self) -> None:
+        """Compare what was spent so far with the step's own ops.
+
+        Raises:
+            Thrashing: it is `ENOUGH` times as much. Not once the step has ended: what it has left must be computed.
+        """
+        move_seconds = self._transfers.stall_seconds - self._stalled_before
+        busy_seconds = self._state.watcher.busy_seconds
+        lost = (self.replay_seconds + move_seconds) / max(NOT_LONG, busy_seconds)
+        if lost <= (ENOUGH if self._has_warned else WORTH_SAYING):
+            return
+        error = Thrashing(self.replay_seconds, move_seconds, busy_seconds, self._budget_bytes)
+        if lost > ENOUGH and not self._state.phase.has_ended:
+            raise error
+        self._has_warned = True
+        logger.warning("%s", error)
