@@ -114,7 +114,8 @@ class OnlineEngine(Engine):
         self._facts.clock = self.watcher
         self._records = policy is not None
         self._resting_bytes = int(RESTING * budget_bytes) if history.may_rest and not known else 0
-        self._guard.count_residents()
+        if is_awake:
+            self._guard.count_residents()
         self._facts.base_bytes = self.account.live_bytes
         self.account.limit_bytes = budget_bytes
         if is_awake:
