@@ -9,6 +9,8 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 
+import torch
+
 from elbowroom.cuda_allocator.use import serving
 from elbowroom.hooks.compiled_regions import noticing_compiles
 from elbowroom.hooks.input_guard import CannotEnter, HookInsertionPoint, Inputs, observe_inputs
@@ -16,7 +18,7 @@ from elbowroom.hooks.ledger import Ledger
 from elbowroom.hooks.main_thread_calls import call_in_main_thread
 from elbowroom.hooks.meter import Meter
 from elbowroom.hooks.op_dispatch import dispatching_ops_to
-from elbowroom.hooks.worker_processes import ended_in_workers
+from elbowroom.hooks.worker_processes import end_in_workers
 from elbowroom.job import Job
 from elbowroom.plan_cache import PlanCacheEntry
 from elbowroom.runtime.ending_step import ending_step
@@ -27,8 +29,8 @@ from elbowroom.tracing.tracer import telling_gradients
 
 logger = logging.getLogger(__name__)
 
-FIRST_CALLS = 8
-"""Calls of the model that are looked at in a plain step that takes up to half of the budget."""
+FIRST_CALLS = 4
+"""Calls of the model that are looked at where a step is watched, or takes up to half of the budget."""
 
 GROWTH = 1 / 16
 """Share of its expected allocations that a plain step may take beyond them before it is put under watch."""
@@ -92,9 +94,8 @@ class RunningStep:
             self._meter.start()
             stack.callback(self._meter.stop)
             self._limit_growth()
-            adopt = None if runner is None else self._ledger.adopt_input
-            calls = FIRST_CALLS if self.expected is not None and self._is_limited_early() else None
-            pause = stack.enter_context(observe_inputs(self._job.model, self._see_inputs, adopt, calls))
+            calls = FIRST_CALLS if self._needs_few_calls() else None
+            pause = stack.enter_context(observe_inputs(self._job.model, self._see_inputs, self._adopt_inputs, calls))
             timer = None if capture is None else capture.tracer
             stack.enter_context(noticing_compiles(self._watch_from_here, pause, timer))
             if capture is not None:
@@ -125,10 +126,19 @@ class RunningStep:
         self._limit_bytes = min(self._budget_bytes, self._ledger.live_bytes + growth_bytes)
         self._ledger.set_limit(self._limit_bytes)
 
-    def _is_limited_early(self) -> bool:
-        """Tell whether half of the budget is left when a step that grows is put under watch: by then, what was saved
-        cannot leave."""
+    def _needs_few_calls(self) -> bool:
+        """Tell whether the first calls of the model tell enough.
+
+        They do in a step that is watched, and in a plain one if half of the budget is left when it is put under watch:
+        what it has saved by then cannot leave.
+        """
+        if self.expected is None:
+            return self._capture is None
         return self._limit_bytes <= self._budget_bytes // 2
+
+    def _adopt_inputs(self, tensors: list[torch.Tensor]) -> bool:
+        """Count what a watched step is given. Returns whether there was something new."""
+        return self.runner is not None and self._ledger.adopt_inputs(tensors)
 
     def _see_inputs(self, inputs: Inputs) -> None:
         self.calls[inputs] += 1
@@ -153,7 +163,7 @@ class RunningStep:
 
     def _finish_at_end(self, runner: StepRunner) -> None:
         self._attached.enter_context(ending_step(runner.finish))
-        self._attached.enter_context(ended_in_workers())
+        end_in_workers()
 
     def _make_room(self, requested_bytes: int, missing_bytes: int) -> bool:
         """Make room for a request that would go over the limit. Returns whether to try again.

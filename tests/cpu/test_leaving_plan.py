@@ -172,7 +172,7 @@ def test_ragged_batches_of_one_size_are_one_kind(profile: HardwareProfile) -> No
 def test_a_nested_batch_can_be_looked_at() -> None:
     seen: list[Inputs] = []
     model = nn.Linear(8, 8)
-    with observe_inputs(model, seen.append, None):
+    with observe_inputs(model, seen.append, lambda tensors: False):
         model(torch.nested.nested_tensor([torch.randn(3, 8), torch.randn(4, 8)]))
     assert seen == [((torch.Size((56,)), torch.float32),)]
 

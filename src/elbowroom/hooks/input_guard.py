@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -16,7 +16,6 @@ from torch.utils._pytree import tree_leaves
 
 from elbowroom.hooks.compiled_regions import Pause, may_run_compiled, stay_watched
 from elbowroom.hooks.op_dispatch import dispatching_ops_to
-from elbowroom.hooks.storage_ids import get_plain_storage
 
 Inputs = tuple[tuple[torch.Size, torch.dtype], ...]
 """Shapes and dtypes of all tensors in the arguments of one call."""
@@ -37,18 +36,33 @@ def _read_shape(tensor: torch.Tensor) -> torch.Size:
     return torch.Size((tensor.numel(),)) if tensor.is_nested else tensor.shape
 
 
+def _list_tensors(values: Iterable[Any]) -> list[torch.Tensor]:
+    """List the tensors in arguments. Flattening by PyTorch takes longer than some models, and few need it."""
+    found: list[torch.Tensor] = []
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            found.append(value)
+        elif type(value) in (tuple, list):
+            found += _list_tensors(value)
+        elif value is not None and not isinstance(value, (int, float, str)):
+            found += [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+    return found
+
+
 @contextlib.contextmanager
 def observe_inputs(
     model: torch.nn.Module,
     see: Callable[[Inputs], None],
-    adopt: Callable[[torch.UntypedStorage], object] | None,
+    adopt: Callable[[list[torch.Tensor]], bool],
     most_calls: int | None = None,
 ) -> Iterator[Pause]:
     """Tell `see` what the model, or the parts that a program calls one by one, are called with.
 
     Args:
-        adopt: told of the tensors' storages before; they may have been there before anything was counted.
-        most_calls: how many calls are looked at, since each takes some microseconds; None for all.
+        adopt: told of the tensors before; they may have been there before anything was counted. Returns whether one was
+            not counted yet.
+        most_calls: calls in a row that bring no such tensor until no more are looked at, since each look takes some
+            microseconds; None to look at all.
 
     Yields:
         What returns a context in which the model has no hooks of ours: the compiler would make them part of its code.
@@ -58,15 +72,10 @@ def observe_inputs(
 
     def look(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         nonlocal calls
-        calls += 1
+        tensors = _list_tensors((*args, *kwargs.values()))
+        calls = 0 if adopt(tensors) else calls + 1
         if calls == most_calls:
             handles.close()
-        # Flattening takes longer than some models, and most are called with tensors alone.
-        leaves = tree_leaves((args, kwargs)) if kwargs or not all(type(arg) is torch.Tensor for arg in args) else args
-        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-        if adopt is not None:
-            for storage in filter(None, map(get_plain_storage, tensors)):
-                adopt(storage)
         see(tuple((_read_shape(tensor), tensor.dtype) for tensor in tensors))
 
     # The compiler would compile what it is not told to leave alone, which costs some microseconds a call.

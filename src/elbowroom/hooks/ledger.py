@@ -37,6 +37,10 @@ class Ledger(Protocol):
         """Count a storage that was there before until the step ends: a program may hold all its batches at once."""
         ...
 
+    def adopt_inputs(self, tensors: list[torch.Tensor]) -> bool:
+        """Do so for the storages of plain tensors. Return whether one was not counted yet."""
+        ...
+
     @property
     def scope(self) -> Any:
         """Of the extension, if that counts; else None."""
@@ -105,6 +109,9 @@ class CpuLedger:
     def adopt_input(self, storage: torch.UntypedStorage) -> object:
         return self.scope.adopt(storage, True)
 
+    def adopt_inputs(self, tensors: list[torch.Tensor]) -> bool:
+        return bool(self.scope.adopt_inputs(tensors))
+
     @property
     def live_bytes(self) -> int:
         return int(self.scope.live_bytes)
@@ -172,6 +179,9 @@ class CudaLedger:
 
     def adopt_input(self, storage: torch.UntypedStorage) -> object:
         pass
+
+    def adopt_inputs(self, tensors: list[torch.Tensor]) -> bool:
+        return False
 
     @property
     def live_bytes(self) -> int:

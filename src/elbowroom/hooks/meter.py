@@ -5,6 +5,8 @@ The allocator keeps counts: on CUDA PyTorch's, on a CPU the room's ledger. The s
 
 from __future__ import annotations
 
+import contextlib
+import os
 import time
 from collections.abc import Sequence
 from typing import Any, Protocol
@@ -76,6 +78,9 @@ def make_meter(device: torch.device, ledger: CpuLedger | CudaLedger, *, is_detai
     return CudaMeter(device, is_detailed=is_detailed)
 
 
+_NO_CHANGES = np.zeros(0, dtype=np.int64)
+
+
 class CpuMeter:
     """Reads a ledger."""
 
@@ -85,7 +90,7 @@ class CpuMeter:
         self._begins: list[int] = []
         self._ends: list[int] = []
         self._live_before = self._adopted_before = 0
-        self._times = self._live = np.zeros(0, dtype=np.int64)
+        self._times = self._live = _NO_CHANGES
 
     @property
     def base_bytes(self) -> int:
@@ -199,10 +204,14 @@ class CudaMeter:
 def reset_resident_peak() -> None:
     """Let the system's high-water mark of this process's resident memory begin anew, where it offers that."""
     try:
-        with open("/proc/self/clear_refs", "w") as file:
-            file.write("5")
+        file = os.open("/proc/self/clear_refs", os.O_WRONLY)  # every step does this: `open` takes three times as long
     except OSError:
-        pass  # then the mark is that of the whole process's life
+        return  # then the mark is that of the whole process's life
+    try:
+        with contextlib.suppress(OSError):
+            os.write(file, b"5")
+    finally:
+        os.close(file)
 
 
 def read_resident_peak() -> int:
@@ -211,9 +220,14 @@ def read_resident_peak() -> int:
     `getrusage` would be faster, but its mark starts at that of the process which started this one.
     """
     try:
-        with open("/proc/self/status", "rb", buffering=0) as file:
-            status = file.read()
+        file = os.open("/proc/self/status", os.O_RDONLY)
     except OSError:
         return 0
+    try:
+        status = os.read(file, 1 << 14)
+    except OSError:
+        return 0
+    finally:
+        os.close(file)
     _, _, mark = status.partition(b"VmHWM:")
     return int(mark.split(maxsplit=1)[0]) * 1024 if mark else 0

@@ -7,22 +7,14 @@ parent's `with` block, so it would be watched, and its tensors counted, for as l
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
+import functools
 from multiprocessing import util
 
 from elbowroom.native import library
 
 
-@contextlib.contextmanager
-def ended_in_workers() -> Iterator[None]:
-    """End a step in each process that multiprocessing forks meanwhile."""
-    step = _Step()
-    util.register_after_fork(step, _Step.end)  # which holds it weakly
-    yield
-    del step
-
-
-class _Step:
-    def end(self) -> None:
-        library.load().set_watchers(())
+@functools.cache
+def end_in_workers() -> None:
+    """End the step that runs in each process that multiprocessing forks from now on, for good."""
+    native = library.load()
+    util.register_after_fork(native, lambda native: native.set_watchers(()))

@@ -3,6 +3,7 @@
 #include <pybind11/pybind11.h>
 #include <torch/csrc/DynamicTypes.h>
 #include <torch/csrc/Storage.h>
+#include <torch/csrc/autograd/python_variable.h>
 
 #include <cstring>
 #include <stdexcept>
@@ -11,6 +12,7 @@
 
 #include "ledger.h"
 #include "python_call.h"
+#include "recorded_ops.h"
 
 namespace elbowroom {
 
@@ -57,6 +59,16 @@ py::tuple take_changes(Scope& scope) {
   return py::make_tuple(pack(times), pack(lives));
 }
 
+bool adopt_inputs(Scope& scope, const py::list& tensors) {
+  bool is_new = false;
+  for (const py::handle each : tensors) {
+    if (!THPVariable_Check(each.ptr())) throw py::type_error("a tensor is expected");
+    const at::Tensor& tensor = THPVariable_Unpack(each.ptr());
+    if (is_plain(tensor, c10::DeviceType::CPU)) is_new |= Ledger::get().adopt(tensor.storage(), scope, true);
+  }
+  return is_new;
+}
+
 }  // namespace
 
 void bind_ledger(py::module_& module) {
@@ -87,6 +99,9 @@ void bind_ledger(py::module_& module) {
           py::arg("storage"), py::arg("is_input"),
           "Count a storage that was there before: until it dies, an input only until `drop_inputs()`. Returns whether "
           "it was not counted already.")
+      .def(
+          "adopt_inputs", &adopt_inputs, py::arg("tensors"),
+          "Adopt the storages of plain tensors as inputs. Returns whether one was not counted already.")
       .def("drop_inputs", &Scope::drop_inputs, "Count the inputs that were adopted no longer.")
       .def("close", [](Scope& scope) { Ledger::get().close_scope(scope); }, "No limit from now on.");
   module.def(

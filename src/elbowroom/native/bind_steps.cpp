@@ -130,7 +130,13 @@ void bind_records(py::module_& module) {
   py::class_<StorageTable, std::shared_ptr<StorageTable>>(module, "StorageTable", "The records of one step's storages.")
       .def(py::init<Scope*>(), py::arg("scope").none(true))
       .def(
-          "see", [](StorageTable& table, const py::handle& storage) { return find_residence(table.see_counted(unpack(storage))); },
+          "see",
+          [](StorageTable& table, const py::handle& storage) {
+            std::unique_lock<std::mutex> guard(table.mutex);
+            const StorageRecordPtr record = table.see_counted(unpack(storage), guard);
+            guard.unlock();
+            return find_residence(record);
+          },
           py::arg("storage"), "Return the residence of a storage.")
       .def(
           "find",
@@ -221,7 +227,7 @@ void bind_watch(py::module_& module) {
       .def("make_recording", &OpWatch::make_recording, py::arg("ticks"), py::arg("target"))
       .def_property_readonly("ops", &OpWatch::ops)
       .def_property_readonly("recorded_ops", &OpWatch::recorded_ops)
-      .def_property_readonly("busy_seconds", &OpWatch::busy_seconds)
+      .def_property_readonly("busy_seconds", [](const OpWatch& watch) { return watch.busy_seconds(); })
       .def_property(
           "due_ops", [](const OpWatch& watch) { return watch.due_ops.load(); },
           [](OpWatch& watch, int64_t ops) { watch.due_ops = ops; });
@@ -231,7 +237,7 @@ void bind_watch(py::module_& module) {
   module.def("hide_from_guards", &hide_from_guards, "Have Dynamo's guards not see that ops are watched, in this thread.");
   module.def("stop_hiding", &stop_hiding, py::arg("handle"), "End that.");
   module.def("call_soon", &call_soon, py::arg("function"), "Have the main thread call this between two instructions of Python, not inside an op.");
-  module.def("name_running_op", &name_running_op, "The op that this thread runs; empty outside of watched ops.");
+  module.def("name_running_op", [] { return get_thread().running == nullptr ? std::string() : *get_thread().running; }, "The op that this thread runs; empty outside of watched ops.");
   module.def(
       "learn",
       [](const py::function& find_kind, const py::object& residence) {

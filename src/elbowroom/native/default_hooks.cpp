@@ -41,8 +41,8 @@ class DefaultEngine final : public autograd::Engine {
   std::unique_ptr<autograd::SavedVariableHooks> get_default_saved_variable_hooks() override {
     const auto& program = at::SavedTensorDefaultHooks::get_tls_state();
     OpWatch* const watch = program.stack.empty() && !program.is_tracing ? find_watch() : nullptr;
-    const std::shared_ptr<SavedTensors> step = watch == nullptr ? nullptr : watch->saved_tensors.lock();
-    return step ? step->make_hooks() : engine_.get_default_saved_variable_hooks();
+    std::shared_ptr<SavedTensors> step = watch == nullptr ? nullptr : watch->saved_tensors.lock();
+    return step ? SavedTensors::make_hooks(std::move(step)) : engine_.get_default_saved_variable_hooks();
   }
 
   void thread_on_exception(

@@ -64,7 +64,7 @@ c10::DataPtr Ledger::allocate(size_t nbytes) {
   const auto size = static_cast<int64_t>(nbytes);
   Scope* const scope = current;
   const int64_t epoch = epoch_.load();
-  const std::vector<Scope*> scopes = scope == nullptr ? list_scopes(epoch) : std::vector<Scope*>{scope};
+  const Scopes scopes = scope == nullptr ? list_scopes(epoch) : Scopes{scope};
   size_t reserved = 0;
   try {
     for (; reserved < scopes.size(); ++reserved) scopes[reserved]->reserve(size);
@@ -119,8 +119,8 @@ void Ledger::trim(bool everywhere) {
   arena.forget_peak(arena.get_statistics().live_bytes + may_take);
 }
 
-std::vector<Scope*> Ledger::list_scopes(int64_t epoch) {
-  std::vector<Scope*> found;
+Ledger::Scopes Ledger::list_scopes(int64_t epoch) {
+  Scopes found;
   const std::lock_guard<std::mutex> guard(scopes_mutex_);
   for (Scope* each : scopes_) {
     if (each->epoch() <= epoch) found.push_back(each);
@@ -169,11 +169,11 @@ bool Ledger::adopt(const c10::Storage& storage, Scope& scope, bool is_input) {
   c10::StorageImpl* impl = storage.unsafeGetStorageImpl();
   void* address = impl->_mutable_data_ptr_no_checks().get();
   if (address == nullptr || impl->device_type() != c10::DeviceType::CPU) return false;
-  if (scope.has_external(storage)) return false;
   const auto owner = blocks_.find(address);
+  if (owner.has_value() && owner->scope == &scope) return false;
+  if (scope.has_external(storage)) return false;
   // What was allocated in no scope may be counted here already.
   const bool is_counted = owner.has_value() && owner->scope == nullptr && owner->epoch >= scope.epoch();
-  if (owner.has_value() && owner->scope == &scope) return false;
   if (is_input) {
     if (!is_counted) scope.add_external(storage, true);
     return !is_counted;

@@ -4,6 +4,7 @@
 #pragma once
 
 #include <c10/core/Allocator.h>
+#include <c10/util/SmallVector.h>
 
 #include <atomic>
 #include <mutex>
@@ -45,7 +46,8 @@ class Ledger final : public c10::Allocator {
   c10::DataPtr take(size_t nbytes, Scope* scope);
   c10::DataPtr take_below(size_t nbytes);
   // The open scopes that count what was allocated in no scope at this epoch.
-  std::vector<Scope*> list_scopes(int64_t epoch);
+  using Scopes = c10::SmallVector<Scope*, 4>;
+  Scopes list_scopes(int64_t epoch);
   void remove(int64_t nbytes, Scope* scope, int64_t epoch);
   void unlock_after_fork();
 

@@ -4,20 +4,14 @@
 #include <c10/util/Exception.h>
 
 #include <algorithm>
-#include <chrono>
 #include <utility>
 
 #include "ledger.h"
+#include "watched_ops.h"
 
 namespace elbowroom {
 
 namespace {
-
-thread_local const std::string* running = nullptr;
-
-double now() {
-  return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
-}
 
 template <typename Visit>
 void visit_tensors(const c10::IValue& value, const Visit& visit) {
@@ -60,47 +54,18 @@ std::string out_of_place(std::string name) {
 
 }  // namespace
 
-std::string name_running_op() { return running == nullptr ? std::string() : *running; }
-
-double& lost_seconds() {
-  static thread_local double seconds = 0;
-  return seconds;
-}
-
-// While an op runs.
-class OpWatch::Running {
- public:
-  Running(OpWatch& watch, const std::string& name)
-      : watch_(watch), before_(std::exchange(running, &name)), begin_(now() - lost_seconds()) {}
-  ~Running() { running = before_; }
-  Running(const Running&) = delete;
-  Running& operator=(const Running&) = delete;
-
-  double stop() const {
-    const double seconds = now() - lost_seconds() - begin_;
-    watch_.busy_seconds_.store(watch_.busy_seconds_.load(std::memory_order_relaxed) + seconds, std::memory_order_relaxed);
-    return seconds;
-  }
-
- private:
-  OpWatch& watch_;
-  const std::string* before_;
-  const double begin_;
-};
-
-double OpWatch::call(
-    const OpKind& kind, at::TensorList written, c10::function_ref<void()> next, const std::function<void()>& restore) {
-  const Running timed(*this, kind.name);
+void OpWatch::call(
+    const OpKind& kind, at::TensorList written, c10::function_ref<void()> next, const std::function<void()>* restore) {
+  const Running running(kind.name);
   for (;;) {
     try {
-      next();
-      return timed.stop();
+      return next();
     } catch (const c10::OutOfMemoryError&) {
-      if (!restore || !callbacks_.make_room(kind.name)) {
+      if (restore == nullptr || !callbacks_.make_room(kind.name)) {
         forget_ops(written);
         throw;
       }
-      restore();
+      (*restore)();
     } catch (...) {
       forget_ops(written);  // which may be half written
       throw;
@@ -112,12 +77,8 @@ void OpWatch::run_unrecorded(const OpKind& kind, at::TensorList written, c10::fu
   if (kind.is_idle) return next();
   if (!written.empty()) tell(callbacks_.before_write, written);
   static const std::function<void()> nothing = [] {};
-  static const std::function<void()> none;
-  call(kind, written, next, may_retry(kind, written) ? nothing : none);
-  if (!written.empty()) {
-    forget_ops(written);
-    tell(callbacks_.after_write, written);
-  }
+  call(kind, written, next, may_retry(kind, written) ? &nothing : nullptr);
+  if (!written.empty()) tell(callbacks_.after_write, written, true);
   table_->sweep_if_many();
 }
 
@@ -142,15 +103,14 @@ void OpWatch::run(
   if (!written.empty()) tell(callbacks_.before_write, written);
   RecordedOpPtr recorded;
   if (is_recorded && !written.empty()) recorded = describe(op, kind, arguments, count, counted.tick);
-  std::function<void()> restore;
-  if (may_retry(kind, written)) {
-    restore = [&] {
-      stack->resize(below);
-      stack->insert(stack->end(), given.begin(), given.end());
-    };
-  }
+  const std::function<void()> restore = [&] {
+    stack->resize(below);
+    stack->insert(stack->end(), given.begin(), given.end());
+  };
   const int64_t live_before = scope_ == nullptr ? 0 : scope_->begin_op();
-  const double seconds = call(kind, written, next, restore);
+  const double begin = read_clock_seconds() - get_thread().lost_seconds;
+  call(kind, written, next, may_retry(kind, written) ? &restore : nullptr);
+  const double seconds = read_clock_seconds() - get_thread().lost_seconds - begin;
   if (is_recorded && !recorded) {
     int64_t nbytes = 0;
     for (size_t i = stack->size() - returned; i < stack->size(); ++i) {
@@ -180,15 +140,13 @@ void OpWatch::run_region(
   count(name);
   tell(callbacks_.before_write, written);
   try {
-    const Running timed(*this, name);
+    const Running running(name);
     next();
-    timed.stop();
   } catch (...) {
     forget_ops(written);
     throw;
   }
-  forget_ops(written);
-  tell(callbacks_.after_write, written);
+  tell(callbacks_.after_write, written, true);
 }
 
 OpWatch::Count OpWatch::count(const OpKind& kind) { return kind.is_traced ? count(kind.name) : Count(); }
@@ -238,10 +196,11 @@ bool OpWatch::may_record(const Count& count) const {
   return at::GradMode::is_enabled() && (scope_ == nullptr || scope_->live_bytes() > resting_bytes_);
 }
 
-void OpWatch::tell(const std::function<void(const at::Tensor&)>& callback, at::TensorList written) {
+void OpWatch::tell(const std::function<void(const at::Tensor&)>& callback, at::TensorList written, bool forgets) {
   for (const at::Tensor& tensor : written) {
     const c10::StorageImpl* storage = find_storage(tensor);
     if (storage == nullptr) continue;
+    std::vector<RecordedOpPtr> forgotten;  // destroyed without the mutex
     bool is_guarded = false;
     {
       const std::lock_guard<std::mutex> guard(table_->mutex);
@@ -249,6 +208,7 @@ void OpWatch::tell(const std::function<void(const at::Tensor&)>& callback, at::T
         ++record->version;
         record->nbytes = static_cast<int64_t>(storage->nbytes());  // it may have grown
         is_guarded = record->is_guarded;
+        if (forgets) forgotten = record->forget_ops();
       }
     }
     if (is_guarded && callback) callback(tensor);

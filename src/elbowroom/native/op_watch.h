@@ -7,6 +7,7 @@
 #include <c10/util/FunctionRef.h>
 
 #include <atomic>
+#include <chrono>
 #include <functional>
 #include <memory>
 #include <string>
@@ -28,6 +29,11 @@ struct Callbacks {
 };
 
 class SavedTensors;
+
+// Seconds on the steady clock.
+inline double read_clock_seconds() {
+  return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
+}
 
 class OpWatch {
  public:
@@ -57,7 +63,7 @@ class OpWatch {
   void run(
       const c10::OperatorHandle& op, const OpKind& kind, const Count& count, torch::jit::Stack* stack,
       c10::function_ref<void()> next);
-  // The same of one that is not recorded, which writes to these tensors; `next` may be called again.
+  // Runs an op that is not recorded and writes to these tensors; `next` may be called again.
   void run_unrecorded(const OpKind& kind, at::TensorList written, c10::function_ref<void()> next);
   // Runs compiled code by `next`, as one op, which writes to these tensors and is never recorded.
   void run_region(const std::string& name, const std::vector<at::Tensor>& written, c10::function_ref<void()> next);
@@ -77,7 +83,9 @@ class OpWatch {
 
   int64_t ops() const { return ops_; }
   int64_t recorded_ops() const { return recorded_ops_; }
-  double busy_seconds() const { return busy_seconds_; }
+  // What the step has taken so far, without what it spent in Python on our behalf.
+  double busy_seconds(double now = read_clock_seconds()) const { return now - begin_seconds_ - lost_seconds_; }
+  void lose(double seconds) { lost_seconds_.fetch_add(seconds, std::memory_order_relaxed); }
   StorageTable& table() { return *table_; }
 
   std::atomic<int64_t> due_ops{NEVER};  // more are no ops of the step that is expected
@@ -87,23 +95,21 @@ class OpWatch {
   static constexpr int64_t NEVER = int64_t{1} << 60;
 
  private:
-  class Running;
-
   // Describes an op, and has the ledger count what was there before the step.
   RecordedOpPtr describe(
       const c10::OperatorHandle& op, const OpKind& kind, const c10::IValue* arguments, size_t count, int64_t tick);
   Count count(const std::string& name);
   bool is_expected(const std::string& name, int64_t* tick);
   bool may_retry(const OpKind& kind, at::TensorList written) const;
-  // Calls `next`. Where the device has no memory, `restore` is called before it is called again; null: it is not. Returns
-  // the seconds that it took.
-  double call(
+  // Calls `next`. Where the device has no memory, `restore` is called before it is called again; null: it is not.
+  void call(
       const OpKind& kind, at::TensorList written, c10::function_ref<void()> next,
-      const std::function<void()>& restore);
+      const std::function<void()>* restore);
   void put_down(RecordedOpPtr op, const torch::jit::Stack& results, size_t count, at::TensorList written, int64_t tick);
   // It is not known any more how these were made.
   void forget_ops(at::TensorList written);
-  void tell(const std::function<void(const at::Tensor&)>& callback, at::TensorList written);
+  // An op is about to write to these, or has.
+  void tell(const std::function<void(const at::Tensor&)>& callback, at::TensorList written, bool forgets = false);
 
   const c10::DeviceType device_;
   const std::shared_ptr<StorageTable> table_;
@@ -112,7 +118,8 @@ class OpWatch {
   std::atomic<Mode> mode_{Mode::PASS};
   std::atomic<bool> is_closed_{false};
   std::atomic<int64_t> ops_{0}, recorded_ops_{0};
-  std::atomic<double> busy_seconds_{0};
+  const double begin_seconds_ = read_clock_seconds();
+  std::atomic<double> lost_seconds_{0};
   int64_t resting_bytes_ = 0, least_bytes_ = 0;
   // While it follows.
   std::vector<std::string> names_;
@@ -121,11 +128,5 @@ class OpWatch {
   std::atomic<size_t> position_{0};
   std::unordered_map<int64_t, RecordedOpPtr> by_tick_;  // with the table's mutex
 };
-
-// The name of the op that this thread runs; "" outside of ops that are watched.
-std::string name_running_op();
-
-// Seconds that this thread has spent making room, which no op is charged with.
-double& lost_seconds();
 
 }  // namespace elbowroom

@@ -8,7 +8,7 @@
 
 #include <chrono>
 
-#include "op_watch.h"
+#include "watched_ops.h"
 
 namespace elbowroom {
 
@@ -32,7 +32,7 @@ class PythonCall {
     PyErr_Restore(type_, value_, traceback_);
     --depth_;
     const std::chrono::duration<double> taken = std::chrono::steady_clock::now() - begin_;
-    lost_seconds() += taken.count();
+    if (depth_ == 0) lose_seconds(taken.count());
   }
   PythonCall(const PythonCall&) = delete;
   PythonCall& operator=(const PythonCall&) = delete;

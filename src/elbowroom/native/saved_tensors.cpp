@@ -6,7 +6,6 @@
 #include <c10/util/Exception.h>
 
 #include <algorithm>
-#include <chrono>
 #include <utility>
 
 #include "default_hooks.h"
@@ -43,10 +42,8 @@ bool is_subclass(const at::Tensor& tensor) {
       PyType_IsSubtype(Py_TYPE(object), reinterpret_cast<PyTypeObject*>(ParameterClass)) == 0;
 }
 
-// What to keep of a tensor. Without its graph, which would hold it in turn. A leaf that stays is kept itself, as autograd
-// would keep it: a program may give it other contents (`leaf.data = ...`) before they are needed.
-at::Tensor make_alias(const at::Tensor& tensor, bool is_plain, bool stays) {
-  if (is_plain) return stays && tensor.is_leaf() ? tensor : tensor.tensor_data();
+// What is kept of a tensor that is not plain: without its graph, which would hold it in turn.
+at::Tensor make_alias(const at::Tensor& tensor) {
   const c10::impl::ExcludeDispatchKeyGuard unwatched{c10::DispatchKeySet(WATCHED_KEY)};
   if (!is_subclass(tensor)) return tensor.detach();
   const PythonCall python;
@@ -83,36 +80,44 @@ SavedTensors::SavedTensors(
   serve_default_hooks();
 }
 
-std::unique_ptr<torch::autograd::SavedVariableHooks> SavedTensors::make_hooks() {
-  return std::make_unique<Hooks>(shared_from_this());
+std::unique_ptr<torch::autograd::SavedVariableHooks> SavedTensors::make_hooks(std::shared_ptr<SavedTensors> step) {
+  return std::make_unique<Hooks>(std::move(step));
 }
 
 SavePtr SavedTensors::save(const at::Tensor& tensor) {
-  StorageTable& table = watch_->table();
   const bool is_here = is_plain(tensor, device_.type()) && !is_subclass(tensor);
-  const StorageRecordPtr record = is_here ? table.see_counted(tensor.storage()) : StorageRecordPtr();
   auto made = std::make_shared<Save>();
   made->version = tensor._version();
+  StorageRecordPtr record;
   bool is_logged = false;
   {
-    const std::lock_guard<std::mutex> guard(mutex_);
+    std::unique_lock<std::mutex> guard(mutex_);
+    if (is_here) record = watch_->table().see_counted(tensor.storage(), guard);
     made->index = saves_++;
     sizes_.push_back(record ? static_cast<int64_t>(tensor.storage().nbytes()) : 0);
     is_logged = is_logging_ && log_save(made->index, record);
+    if (is_logged && record) keep(made, tensor, record);
   }
-  Answer answer;
-  if (!is_logged) answer = callbacks_.save(made->index, tensor, record);
-  made->handle = std::move(answer.handle);
-  if (!answer.stays) return made;
-  const bool may_move = !made->handle && record && record->id >= 0 && !record->is_staying;
-  made->tensor = make_alias(tensor, is_here, !may_move);
-  if (may_move) {
+  if (!is_logged) {
+    Answer answer = callbacks_.save(made->index, tensor, record);
+    made->handle = std::move(answer.handle);
+    if (!answer.stays) return made;
     const std::lock_guard<std::mutex> guard(mutex_);
-    made->record = record;
-    made->seen = record->version;
-    if (is_logging_) loose_.push_back(made);
+    if (record) keep(made, tensor, record);
   }
+  if (!record) made->tensor = make_alias(tensor);
   return made;
+}
+
+void SavedTensors::keep(const SavePtr& save, const at::Tensor& tensor, const StorageRecordPtr& record) {
+  const bool may_move = !save->handle && record->id >= 0 && !record->is_staying;
+  // A leaf that stays is kept itself, as autograd would keep it: a program may give it other contents (`leaf.data = ...`)
+  // before they are needed.
+  save->tensor = !may_move && tensor.is_leaf() ? tensor : tensor.tensor_data();
+  if (!may_move) return;
+  save->record = record;
+  save->seen = record->version;
+  if (is_logging_) loose_.push_back(save);
 }
 
 at::Tensor SavedTensors::need(const SavePtr& save) {
@@ -164,8 +169,8 @@ bool SavedTensors::log_need(int64_t index, const Save& save) {
 
 void SavedTensors::put_down(Event event, int64_t storage, int64_t tick, int64_t nbytes) {
   if (!has_log_) return;
-  const std::chrono::duration<double> now = std::chrono::steady_clock::now().time_since_epoch();
-  log_.push_back({event, storage, tick, nbytes, now.count(), watch_->busy_seconds(), count_live_bytes()});
+  const double now = read_clock_seconds();
+  log_.push_back({event, storage, tick, nbytes, now, watch_->busy_seconds(now), count_live_bytes()});
 }
 
 int64_t SavedTensors::count_live_bytes() const {

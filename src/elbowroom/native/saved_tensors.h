@@ -37,7 +37,7 @@ struct Save {
 };
 using SavePtr = std::shared_ptr<Save>;
 
-class SavedTensors : public std::enable_shared_from_this<SavedTensors> {
+class SavedTensors {
  public:
   // Functions that are called without the mutex. What they throw passes through autograd.
   struct Answer {
@@ -68,8 +68,8 @@ class SavedTensors : public std::enable_shared_from_this<SavedTensors> {
       std::shared_ptr<OpWatch> watch, c10::Device device, Callbacks callbacks, std::vector<TimetablePtr> known,
       int64_t least_bytes);
 
-  // What autograd is to call for the next tensor that it saves.
-  std::unique_ptr<torch::autograd::SavedVariableHooks> make_hooks();
+  // What autograd is to call for the next tensor that a step saves.
+  static std::unique_ptr<torch::autograd::SavedVariableHooks> make_hooks(std::shared_ptr<SavedTensors> step);
 
   // From now on, log what autograd does, until `tell`. Python is told of the storages that are `touched` (by the ids of the
   // trace), and of all from the tick that is due.
@@ -102,6 +102,8 @@ class SavedTensors : public std::enable_shared_from_this<SavedTensors> {
   class Hooks;
 
   SavePtr save(const at::Tensor& tensor);
+  // With the mutex: keep a plain tensor as it is. It may come to move if its storage may.
+  void keep(const SavePtr& save, const at::Tensor& tensor, const StorageRecordPtr& record);
   at::Tensor need(const SavePtr& save);
   void give_up(const SavePtr& save);
 

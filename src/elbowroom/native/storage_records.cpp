@@ -68,7 +68,10 @@ class Tables {
 
 }  // namespace
 
-StorageTable::StorageTable(Scope* scope) : scope(scope) { Tables::get().add(this); }
+StorageTable::StorageTable(Scope* scope) : scope(scope) {
+  records_.reserve(sweep_at_);
+  Tables::get().add(this);
+}
 
 StorageTable::~StorageTable() { Tables::get().remove(this); }
 
@@ -98,13 +101,13 @@ StorageRecordPtr StorageTable::see(const c10::Storage& storage) {
   return record;
 }
 
-StorageRecordPtr StorageTable::see_counted(const c10::Storage& storage) {
-  {
-    const std::lock_guard<std::mutex> guard(mutex);
-    if (StorageRecordPtr record = find(storage.unsafeGetStorageImpl())) return record;
+StorageRecordPtr StorageTable::see_counted(const c10::Storage& storage, std::unique_lock<std::mutex>& guard) {
+  if (StorageRecordPtr record = find(storage.unsafeGetStorageImpl())) return record;
+  if (scope != nullptr) {
+    guard.unlock();
+    Ledger::get().adopt(storage, *scope, true);
+    guard.lock();
   }
-  if (scope != nullptr) Ledger::get().adopt(storage, *scope, true);
-  const std::lock_guard<std::mutex> guard(mutex);
   return see(storage);
 }
 

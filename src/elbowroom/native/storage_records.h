@@ -64,8 +64,9 @@ class StorageTable {
   StorageRecordPtr find(const c10::StorageImpl* storage) const;
   // With the mutex: the same, made if there is none.
   StorageRecordPtr see(const c10::Storage& storage);
-  // The same, without the mutex; what was there before the step is counted by the ledger from now on.
-  StorageRecordPtr see_counted(const c10::Storage& storage);
+  // The same, with a guard of the mutex, which is given up meanwhile where there is none: what was there before the step is
+  // counted by the ledger from now on.
+  StorageRecordPtr see_counted(const c10::Storage& storage, std::unique_lock<std::mutex>& guard);
   // With the mutex: a record has a new storage from now on, with the same contents.
   void put(const c10::Storage& storage, const StorageRecordPtr& record);
   // Forget the storages that are gone, if many have come since the last time. Takes the mutex then.

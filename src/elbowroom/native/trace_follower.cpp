@@ -1,5 +1,6 @@
 #include "trace_follower.h"
 
+#include <algorithm>
 #include <utility>
 
 namespace elbowroom {
@@ -25,6 +26,9 @@ TraceFollower::TraceFollower(std::vector<TimetablePtr> known, int64_t least_byte
       watch_(std::move(watch)),
       may_doubt_(known_.size() > 1),
       followed_(known_.empty() ? -1 : 0) {
+  int64_t storages = 0;
+  for (const TimetablePtr& each : known_) storages = std::max(storages, each->storages);
+  bound_.resize(static_cast<size_t>(storages), c10::weak_intrusive_ptr<StorageRecord>(StorageRecordPtr()));
   set_due();
 }
 
@@ -98,7 +102,7 @@ int64_t TraceFollower::save(int64_t index, const StorageRecordPtr& record) {
   const Timetable::Save& expected = trace->saves[index];
   if (record && record->id < 0 && !expected.is_persistent) {
     record->id = expected.storage;
-    bound_.insert_or_assign(expected.storage, c10::weak_intrusive_ptr<StorageRecord>(record));
+    bound_.at(static_cast<size_t>(expected.storage)) = c10::weak_intrusive_ptr<StorageRecord>(record);
   }
   return reach(expected.tick);
 }
@@ -119,11 +123,13 @@ int64_t TraceFollower::reach(int64_t tick) {
 void TraceFollower::set_due() {
   const Timetable* trace = find_timetable();
   const size_t save = static_cast<size_t>(saves_), need = static_cast<size_t>(needs_);
-  watch_->due_ops = OpWatch::NEVER;
-  if (trace == nullptr || save >= trace->saves.size()) return;
-  const int64_t tick = trace->saves[save].tick;
-  if (need < trace->needs.size() && trace->needs[need].tick < tick) return;
-  watch_->due_ops = tick - saves_ - needs_ + SLACK_OPS;
+  int64_t due = OpWatch::NEVER;
+  if (trace != nullptr && save < trace->saves.size()) {
+    const int64_t tick = trace->saves[save].tick;
+    const bool needs_first = need < trace->needs.size() && trace->needs[need].tick < tick;
+    if (!needs_first) due = tick - saves_ - needs_ + SLACK_OPS;
+  }
+  watch_->due_ops.store(due, std::memory_order_relaxed);
 }
 
 std::string TraceFollower::compare_save(const Timetable& trace, int64_t index, const StorageRecordPtr& record) const {
@@ -138,8 +144,7 @@ std::string TraceFollower::compare_save(const Timetable& trace, int64_t index, c
     return name() + " has " + std::to_string(record->nbytes) + " bytes, where the trace has " +
         std::to_string(expected.nbytes);
   }
-  const auto found = bound_.find(expected.storage);
-  StorageRecordPtr bound = found == bound_.end() ? StorageRecordPtr() : found->second.lock();
+  StorageRecordPtr bound = expected.storage < 0 ? StorageRecordPtr() : bound_.at(static_cast<size_t>(expected.storage)).lock();
   if (bound && bound->id != expected.storage) bound.reset();  // autograd has given it up since
   if (bound != record && (bound || (record->id != -1 && record->id != expected.storage))) {
     return name() + " is of another storage than in the trace";

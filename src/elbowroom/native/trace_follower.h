@@ -6,7 +6,6 @@
 #include <memory>
 #include <optional>
 #include <string>
-#include <unordered_map>
 #include <vector>
 
 #include "op_watch.h"
@@ -85,8 +84,8 @@ class TraceFollower {
   bool may_doubt_;
   int64_t followed_;
   int64_t saves_ = 0, needs_ = 0, tick_ = 0;
-  // Storages of the trace, as saves are recognised.
-  std::unordered_map<int64_t, c10::weak_intrusive_ptr<StorageRecord>> bound_;
+  // By the storages of the trace, as saves are recognised.
+  std::vector<c10::weak_intrusive_ptr<StorageRecord>> bound_;
 };
 
 }  // namespace elbowroom

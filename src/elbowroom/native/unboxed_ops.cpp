@@ -45,8 +45,33 @@ void add_tensors(const at::Tensor& tensor, Tensors& tensors) {
   if (tensor.defined()) tensors.push_back(tensor);
 }
 
+void add_tensors(const std::optional<at::Tensor>& tensor, Tensors& tensors) {
+  if (tensor.has_value()) add_tensors(*tensor, tensors);
+}
+
 template <typename Argument>
 void add_tensors(const Argument&, Tensors&) {}
+
+bool is_true(bool value) { return value; }
+
+template <typename Argument>
+bool is_true(const Argument&) { return false; }
+
+// The tensors that an op writes to.
+template <typename... Arguments>
+Tensors list_written(const OpKind& kind, const Arguments&... arguments) {
+  Tensors written;
+  const auto add = [&](int64_t position) {
+    int64_t i = 0;
+    ((i++ == position ? add_tensors(arguments, written) : void()), ...);
+  };
+  for (const int64_t position : kind.written) add(position);
+  if (kind.mean >= 0) {
+    int64_t i = 0;
+    if (kind.training < 0 || ((i++ == kind.training && is_true(arguments)) || ...)) add(kind.mean), add(kind.variance);
+  }
+  return written;
+}
 
 // Runs an op that has been counted, and may have to be recorded.
 class Counted final : public c10::OperatorKernel {
@@ -71,24 +96,22 @@ struct Unboxed<Op, Result(Arguments...)> {
   static Result run(c10::DispatchKeySet keys, Arguments... arguments) {
     static const c10::OperatorHandle op = c10::Dispatcher::singleton().findSchemaOrThrow(Op::name, Op::overload_name);
     static std::atomic<const OpKind*> known{nullptr};
-    OpWatch* const watch = keys.has_backend(c10::BackendComponent::MetaBit) ? nullptr : find_only_watch();
+    Thread& thread = get_thread();
+    OpWatch* const watch = keys.has_backend(c10::BackendComponent::MetaBit) ? nullptr : find_only_watch(thread);
     if (watch == nullptr || watch->is_closed()) {
       return box(c10::BoxedKernel::makeFromFunction<&run_watched>(), op, keys, arguments...);
     }
     const OpKind* kind = known.load(std::memory_order_acquire);
     if (kind == nullptr) known.store(kind = find_kind(op), std::memory_order_release);
     const OpWatch::Count count = watch->count(*kind);
-    const Busy busy;
+    const Busy busy(thread);
     const c10::impl::ExcludeDispatchKeyGuard hidden{c10::DispatchKeySet(WATCHED_KEY)};
     if (watch->may_record(count)) {
       auto counted = std::make_unique<Counted>(*watch, *kind, count);
       return box(c10::BoxedKernel::makeFromFunctor(std::move(counted)), op, keys, arguments...);
     }
-    Tensors written;
-    for (const int64_t position : kind->written) {
-      int64_t i = 0;
-      ((i++ == position ? add_tensors(arguments, written) : void()), ...);
-    }
+    if (kind->is_idle) return Op::redispatch(keys & BELOW_WATCH, arguments...);
+    const Tensors written = kind->may_write ? list_written(*kind, arguments...) : Tensors();
     Returned<Result> returned;
     watch->run_unrecorded(*kind, written, [&] { returned = Op::redispatch(keys & BELOW_WATCH, arguments...); });
     return returned.get();
@@ -111,20 +134,26 @@ void watch_unboxed(torch::Library& library) {
 
 }  // namespace
 
-// None of them makes tensors on a device that it is told, nor writes to lists of tensors or statistics.
+// None of them makes tensors on a device that it is told, nor writes to lists of tensors.
 TORCH_LIBRARY_IMPL(aten, Fake, library) {
   namespace ops = at::_ops;
   watch_unboxed<
-      ops::_softmax, ops::_softmax_backward_data, ops::_unsafe_view, ops::add__Tensor, ops::add_Tensor, ops::addcdiv_,
-      ops::addcmul_, ops::addmm, ops::bmm, ops::cat, ops::clone, ops::convolution, ops::convolution_backward, ops::copy_,
-      ops::detach, ops::div_Scalar, ops::div_Tensor, ops::exp, ops::expand, ops::gelu, ops::gelu_backward,
-      ops::hardsigmoid, ops::hardsigmoid_backward, ops::hardswish_, ops::hardswish_backward, ops::index_Tensor,
-      ops::lerp__Scalar, ops::mean_dim, ops::mm, ops::mul__Tensor, ops::mul_Scalar, ops::mul_Tensor,
-      ops::native_layer_norm, ops::native_layer_norm_backward, ops::neg, ops::permute, ops::pow_Tensor_Scalar, ops::relu,
-      ops::relu_, ops::rsqrt, ops::select_backward, ops::select_int, ops::sigmoid, ops::sigmoid_, ops::sigmoid_backward,
-      ops::silu, ops::silu_, ops::silu_backward, ops::slice_Tensor, ops::slice_backward, ops::split_Tensor, ops::sqrt,
-      ops::squeeze_dim, ops::sub_Tensor, ops::sum_dim_IntList, ops::t, ops::tanh, ops::tanh_, ops::tanh_backward,
-      ops::threshold_backward, ops::transpose_int, ops::unsqueeze, ops::view, ops::zero_>(library);
+      ops::_grouped_mm, ops::_local_scalar_dense, ops::_scaled_dot_product_flash_attention_for_cpu,
+      ops::_scaled_dot_product_flash_attention_for_cpu_backward, ops::_softmax, ops::_softmax_backward_data,
+      ops::_unsafe_view, ops::add_Tensor, ops::add__Tensor, ops::addcdiv_, ops::addcmul_, ops::addmm, ops::as_strided,
+      ops::bernoulli__float, ops::bmm, ops::cat, ops::clone, ops::convolution, ops::convolution_backward, ops::copy_,
+      ops::detach, ops::div_Scalar, ops::div_Tensor, ops::div__Scalar, ops::div__Tensor, ops::embedding,
+      ops::embedding_dense_backward, ops::exp, ops::expand, ops::gelu, ops::gelu_backward, ops::hardsigmoid,
+      ops::hardsigmoid_backward, ops::hardswish_, ops::hardswish_backward, ops::index_Tensor, ops::index_put,
+      ops::index_put_, ops::lerp__Scalar, ops::mean, ops::mean_dim, ops::mm, ops::mul_Scalar, ops::mul_Tensor,
+      ops::mul__Tensor, ops::native_batch_norm, ops::native_batch_norm_backward, ops::native_layer_norm,
+      ops::native_layer_norm_backward, ops::neg, ops::permute, ops::pow_Tensor_Scalar, ops::relu, ops::relu_,
+      ops::rsqrt, ops::scatter_src, ops::select_backward, ops::select_int, ops::sigmoid, ops::sigmoid_,
+      ops::sigmoid_backward, ops::silu, ops::silu_, ops::silu_backward, ops::slice_Tensor, ops::slice_backward,
+      ops::softplus, ops::softplus_backward, ops::split_Tensor, ops::split_with_sizes, ops::sqrt, ops::squeeze_dim,
+      ops::stack, ops::sub_Tensor, ops::sum_dim_IntList, ops::t, ops::tanh, ops::tanh_, ops::tanh_backward,
+      ops::threshold_backward, ops::topk, ops::transpose_int, ops::unbind_int, ops::unsafe_split_Tensor,
+      ops::unsqueeze, ops::view, ops::zero_>(library);
 }
 
 }  // namespace elbowroom

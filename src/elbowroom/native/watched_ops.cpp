@@ -28,6 +28,22 @@ namespace elbowroom {
 
 namespace py = pybind11;
 
+// The tuple, and each of its items that is an `OpWatch`, else null.
+struct Watchers final : c10::SafePyObject {
+  Watchers(const py::tuple& objects, std::vector<OpWatch*> natives)
+      : c10::SafePyObject(py::object(objects).release().ptr(), getPyInterpreter()), natives(std::move(natives)) {}
+
+  // The innermost; null if there is none.
+  OpWatch* find_native() const {
+    const auto found = std::find_if(natives.rbegin(), natives.rend(), [](const OpWatch* each) { return each != nullptr; });
+    return found == natives.rend() ? nullptr : *found;
+  }
+
+  OpWatch* find_only() const { return natives.size() == 1 ? natives.front() : nullptr; }
+
+  const std::vector<OpWatch*> natives;
+};
+
 namespace {
 
 constexpr c10::DispatchKey KEY = WATCHED_KEY;
@@ -36,23 +52,21 @@ constexpr c10::DispatchKeySet DOWN_TO_PYTHON =
     (c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, c10::DispatchKey::Python) |
      c10::DispatchKeySet(c10::DispatchKey::Python) | c10::DispatchKeySet(KEY));
 
-// Where autograd copies the state of a thread to its workers: a tuple, the innermost watcher last.
-const std::string WATCHERS = "elbowroom.watchers";
+// Where autograd copies the state of a thread to its workers: a tuple, the innermost watcher last. It does so for each node
+// of a graph, so that the name should be one that a string holds without memory of its own.
+const std::string WATCHERS = "elbowroom";
 
-// Watchers, from the innermost, that run an op in this thread: they do not see the ops that they call.
-thread_local size_t busy = 0;
+// Keeps what this thread has entered.
+thread_local std::shared_ptr<Watchers> entered;
 
-// The tuple, and each of its items that is an `OpWatch`, else null.
-struct Watchers final : c10::SafePyObject {
-  Watchers(const py::tuple& objects, std::vector<OpWatch*> natives)
-      : c10::SafePyObject(py::object(objects).release().ptr(), getPyInterpreter()), natives(std::move(natives)) {}
-
-  const std::vector<OpWatch*> natives;
-};
-
-const Watchers* find_watchers() {
+const Watchers* find_watchers(const Thread& thread) {
+  if (thread.watchers != nullptr) return thread.watchers;
   const auto& state = at::impl::ThreadLocalPythonObjects::get_state();
   return state.contains(WATCHERS) ? static_cast<const Watchers*>(state.get(WATCHERS).get()) : nullptr;
+}
+
+bool is_key_active() {
+  return c10::impl::tls_is_dispatch_key_included(KEY) && !c10::impl::tls_is_dispatch_key_excluded(KEY);
 }
 
 using Mode = c10::impl::PyObject_TorchDispatchMode;
@@ -137,20 +151,24 @@ std::unique_ptr<at::ObserverContext> hide(const at::RecordFunction& function) {
 
 }  // namespace
 
-Busy::Busy() { ++busy; }
-
-Busy::~Busy() { --busy; }
-
 void run_watched(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
-  const Watchers* watchers = find_watchers();
+  const Thread& thread = get_thread();
+  const Watchers* watchers = find_watchers(thread);
   const size_t count = watchers == nullptr ? 0 : watchers->natives.size();
-  const bool is_watched = busy < count && op.hasSchema() && !is_without_bytes(op, *stack);
-  run_by(watchers, is_watched ? count - busy : 0, op, keys, stack);
+  const bool is_watched = thread.busy < count && op.hasSchema() && !is_without_bytes(op, *stack);
+  run_by(watchers, is_watched ? count - thread.busy : 0, op, keys, stack);
 }
 
-OpWatch* find_only_watch() {
-  const Watchers* watchers = busy == 0 ? find_watchers() : nullptr;
-  return watchers != nullptr && watchers->natives.size() == 1 ? watchers->natives.front() : nullptr;
+void lose_seconds(double seconds) {
+  Thread& thread = get_thread();
+  thread.lost_seconds += seconds;
+  const Watchers* watchers = find_watchers(thread);
+  if (OpWatch* const watch = watchers == nullptr ? nullptr : watchers->find_native()) watch->lose(seconds);
+}
+
+OpWatch* find_handed_watch() {
+  const Watchers* watchers = find_watchers(get_thread());
+  return watchers == nullptr ? nullptr : watchers->find_only();
 }
 
 uint64_t hide_from_guards() {
@@ -169,35 +187,39 @@ TORCH_LIBRARY_IMPL(_, Fake, library) {
 }
 
 void set_watchers(const py::tuple& watchers) {
+  Thread& thread = get_thread();
   c10::impl::tls_set_dispatch_key_included(KEY, !watchers.empty());
   if (watchers.empty()) {
     at::impl::ThreadLocalPythonObjects::erase(WATCHERS);
+    thread.watchers = nullptr;
+    thread.only = nullptr;
+    entered.reset();
     return;
   }
   std::vector<OpWatch*> natives;
   for (const py::handle each : watchers) {
     natives.push_back(py::isinstance<OpWatch>(each) ? each.cast<OpWatch*>() : nullptr);
   }
-  at::impl::ThreadLocalPythonObjects::set(WATCHERS, std::make_shared<Watchers>(watchers, std::move(natives)));
+  const auto made = std::make_shared<Watchers>(watchers, std::move(natives));
+  at::impl::ThreadLocalPythonObjects::set(WATCHERS, made);
+  thread.watchers = made.get();
+  thread.only = made->find_only();
+  entered = made;  // the one before is destroyed last
 }
 
 py::tuple get_watchers() {
-  const Watchers* watchers = find_watchers();
+  const Watchers* watchers = find_watchers(get_thread());
   return watchers == nullptr ? py::tuple() : py::reinterpret_borrow<py::tuple>(watchers->ptr(getPyInterpreter()));
 }
 
 OpWatch* find_watch() {
-  if (!c10::impl::tls_is_dispatch_key_included(KEY) || c10::impl::tls_is_dispatch_key_excluded(KEY)) return nullptr;
-  const Watchers* watchers = find_watchers();
-  if (watchers == nullptr) return nullptr;
-  const auto& natives = watchers->natives;
-  const auto found = std::find_if(natives.rbegin(), natives.rend(), [](const OpWatch* each) { return each != nullptr; });
-  return found == natives.rend() ? nullptr : *found;
+  const Watchers* watchers = is_key_active() ? find_watchers(get_thread()) : nullptr;
+  return watchers == nullptr ? nullptr : watchers->find_native();
 }
 
 py::tuple get_active_watchers() {
-  const bool is_included = c10::impl::tls_is_dispatch_key_included(KEY) && !c10::impl::tls_is_dispatch_key_excluded(KEY);
-  const py::tuple watchers = is_included ? get_watchers() : py::tuple();
+  const py::tuple watchers = is_key_active() ? get_watchers() : py::tuple();
+  const size_t busy = get_thread().busy;
   return busy < watchers.size() ? watchers[py::slice(0, static_cast<ssize_t>(watchers.size() - busy), 1)] : py::tuple();
 }
 

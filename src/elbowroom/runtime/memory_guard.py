@@ -35,10 +35,6 @@ class MemoryGuard:
         """Have the ledger ask for room, from now on, before a request that goes over the limit of the present phase."""
         self._ledger.set_limit(self.limit_bytes)
 
-    def mark_residents(self) -> None:
-        """Mark the storages that outlive the step."""
-        self._state.storages.table.mark_staying(self._list_residents(), self._device.type)
-
     def count_missing(self, nbytes: int) -> int:
         """Return how many of `nbytes` do not fit beside the live bytes; 0 or less if there is room for all."""
         return self._counter.live_bytes + nbytes - self._budget_bytes if self._state.phase.has_budget else 0

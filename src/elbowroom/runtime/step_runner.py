@@ -87,7 +87,8 @@ class StepRunner:
         self._lock = make_lock()
         self._retired: deque[tuple[int, SavedStorage | None]] = deque()
         self._guard = MemoryGuard(self.state, environment)
-        self._guard.mark_residents()
+        if phase is not Phase.FOLLOWING_PLAN:
+            self.state.storages.mark_persistent()
         self._context = StepContext(self.state, environment)
         # From a captured step, in which everything leaves, the policy learns nothing.
         history = AccessHistory() if phase is Phase.CAPTURING else environment.history
@@ -341,7 +342,7 @@ class StepRunner:
         self._guard.limit_requests()
         if was_following:
             self.state.watcher.record(0, state.storages.min_bytes)
-            self._guard.mark_residents()  # again: there may be others by now
+            state.storages.mark_persistent()  # again: there may be others by now
         self._saved_tensors.settle(self._pack_logged)
         self._executor.free_unused()
         self._policy.catch_up(entries)

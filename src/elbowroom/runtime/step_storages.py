@@ -36,6 +36,9 @@ class StepStorages:
     def __init__(self, environment: StepEnvironment) -> None:
         self.table = load_native().StorageTable(environment.ledger.scope)
         self.by_id: dict[int, SavedStorage] = {}
+        self._list_residents = environment.list_residents
+        self._device_type = environment.device.type
+        self._are_marked = False
         self.min_bytes = environment.min_bytes
         self.alignment_bytes = environment.profile.alignment_bytes
 
@@ -45,12 +48,19 @@ class StepStorages:
         found: SavedStorage | None = None if storage is None else self.table.find(storage)
         return found
 
+    def mark_persistent(self) -> None:
+        """Mark the storages that outlive the step."""
+        self.table.mark_staying(self._list_residents(), self._device_type)
+        self._are_marked = True
+
     def may_move(self, storage: int) -> bool:
         """Tell whether a storage may leave the device, unless a plan says so."""
         saved = self.by_id.get(storage)
         if saved is None or saved.nbytes < self.min_bytes:
             return False
         if saved.may_move is None:
+            if not self._are_marked:  # a step that follows its plan marks them when it needs to know
+                self.mark_persistent()
             home = saved.find_storage()
             # If others can write to it unseen, autograd must find what they have written.
             saved.may_move = not saved.is_persistent and (home is None or not is_shared(home))

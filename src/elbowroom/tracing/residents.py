@@ -59,7 +59,9 @@ def list_resident_tensors(model: torch.nn.Module, optimizers: Sequence[Optimizer
     known = set(map(id, parameters))
     for optimizer in optimizers:
         parameters += [each for each in _list_updated(optimizer) if id(each) not in known]
-        kept += [each for _, each in _iterate_state(optimizer)]
+        for state in optimizer.state.values():
+            for value in state.values():
+                kept += (value,) if isinstance(value, torch.Tensor) else _iterate_tensors(value)
     there = [each for each in parameters if each is not None]
     gradients = [gradient for each in there if (gradient := each.grad) is not None]
     listed = [*there, *(each for each in kept if each is not None), *gradients]
