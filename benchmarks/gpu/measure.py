@@ -51,7 +51,7 @@ def measure_peaks(step: Step, workload: Workload, device: torch.device, count: i
     wait_for(device)
     if device.type != "cuda":
         meter = ProfilerMeter()
-        residents = [tensor for tensor, _, _ in list_residents(workload.model, (workload.optimizer,))]
+        residents = [each.tensor for each in list_residents(workload.model, (workload.optimizer,))]
         meter.start((*residents, *workload.batch.values()))
         for _ in range(count):
             step()

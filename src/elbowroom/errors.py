@@ -54,11 +54,14 @@ class Infeasible(ElbowroomError):
         is_estimated: whether that plan rests on estimates of what ops allocate inside themselves: no step has run.
         budget_bytes: the budget that was asked for.
         op: the name of the op at the peak of that plan, or at which the step broke off.
+        module: path of the module that it runs in, as in `torch.nn.Module.named_modules`; None if that is not known.
+        line: "file:line" of the program that calls it; "" if that is not known.
         in_the_way: (what, bytes) of the largest things that must be there at that op.
         host_bytes: what the tier below may hold; None for any amount.
         needed_host_bytes: what it would have to hold for the plan that comes nearest; 0 where that was not the limit.
         state_bytes: of them parameters, buffers, gradients and optimizer state, which never leave; 0 if not known.
         advice: what else would help, a sentence each.
+        evidence: what tells where the op runs, until that is known.
     """
 
     def __init__(
@@ -73,39 +76,70 @@ class Infeasible(ElbowroomError):
         needed_host_bytes: int = 0,
         state_bytes: int = 0,
         is_estimated: bool = False,
+        module: str | None = None,
+        line: str = "",
     ) -> None:
-        things = ", ".join(f"{what} {format_bytes(nbytes)}" for what, nbytes in in_the_way)
-        needed = f"{format_bytes(needed_bytes)} ({needed_bytes} bytes)"
-        message = f"the step cannot run within {format_bytes(budget_bytes)} ({budget_bytes} bytes)"
-        if needed_bytes > budget_bytes:
-            bound = "" if is_whole_step else "at least "
-            message += f": {bound}{needed} have to be there at once when {op} runs" + (f" ({things})" if things else "")
-            if is_whole_step:
-                message += f". Set memory_budget to at least {needed_bytes}, or make the batch smaller."
-                if is_estimated:
-                    message += " No step has run yet: what ops allocate inside themselves is estimated."
-            else:
-                message += (
-                    ". That is what this op needs; the rest of the step may need more. "
-                    "elbowroom.smallest_budget(model, optimizer, step) finds what the whole step needs. "
-                    "Set memory_budget to that, or make the batch smaller."
-                )
-            if host_bytes is not None and needed_host_bytes > host_bytes:
-                message += (
-                    f" Or let the tier below hold more than host_bytes={host_bytes}: {needed_host_bytes} is enough."
-                )
+        super().__init__()
+        self.needed_bytes = needed_bytes
+        self.budget_bytes = budget_bytes
+        self.op = op
+        self.in_the_way = in_the_way
+        self.host_bytes = host_bytes
+        self.needed_host_bytes = needed_host_bytes
+        self.is_whole_step = is_whole_step
+        self.state_bytes = state_bytes
+        self.is_estimated = is_estimated
+        self.advice: tuple[str, ...] = ()
+        self.evidence: object = None
+        self.locate(module, line)
+
+    def locate(self, module: str | None, line: str, *, is_near: bool = False) -> None:
+        """Say where the op runs. `is_near`: in a backward pass, in this module or in what follows it."""
+        self.module = module
+        self.line = line
+        place = f"{self.op} runs"
+        if module is not None:
+            place += f" in{' the backward pass of' if is_near else ''} {module or 'the model itself'}"
+        if is_near:
+            place += " or of what follows it"
+        if line:
+            place += f" ({line})"
+        self.args = (" ".join((self._describe(place), *self.advice)),)
+
+    def _describe(self, place: str) -> str:
+        budget = f"{format_bytes(self.budget_bytes)} ({self.budget_bytes} bytes)"
+        if self.needed_bytes <= self.budget_bytes:
+            return f"the step cannot run within {budget}{self._describe_below()}"
+        needed = f"{format_bytes(self.needed_bytes)} ({self.needed_bytes} bytes)"
+        bound = "" if self.is_whole_step else "at least "
+        things = "; ".join(f"{what} {format_bytes(nbytes)}" for what, nbytes in self.in_the_way)
+        message = f"the step cannot run within {budget}: {bound}{needed} have to be there at once when {place}"
+        message += f": {things}." if things else "."
+        if self.is_whole_step:
+            message += f" Set memory_budget to at least {self.needed_bytes}, or make the batch smaller."
+            if self.is_estimated:
+                message += " No step has run yet: what ops allocate inside themselves is estimated."
         else:
             message += (
-                f" with at most {format_bytes(host_bytes or 0)} ({host_bytes} bytes) in the tier below the device: the "
-                f"plan has {format_bytes(needed_host_bytes)} ({needed_host_bytes} bytes) there at once. Set host_bytes "
-                f"to {needed_host_bytes}, which is enough; raise memory_budget; name hardware with a disk behind that "
-                "tier; or make the batch smaller."
+                " That is what this op needs; the rest of the step may need more. "
+                "elbowroom.smallest_budget(model, optimizer, step) finds what the whole step needs. "
+                "Set memory_budget to that, or make the batch smaller."
             )
-        super().__init__(message)
-        self.needed_bytes, self.budget_bytes, self.op, self.in_the_way = needed_bytes, budget_bytes, op, in_the_way
-        self.host_bytes, self.needed_host_bytes, self.is_whole_step = host_bytes, needed_host_bytes, is_whole_step
-        self.state_bytes, self.is_estimated = state_bytes, is_estimated
-        self.advice: tuple[str, ...] = ()
+        if self.host_bytes is not None and self.needed_host_bytes > self.host_bytes:
+            message += (
+                f" Or let the tier below hold more than host_bytes={self.host_bytes}: {self.needed_host_bytes} is "
+                "enough."
+            )
+        return message
+
+    def _describe_below(self) -> str:
+        """Where the tier below the device is what is too small."""
+        return (
+            f" with at most {format_bytes(self.host_bytes or 0)} ({self.host_bytes} bytes) in the tier below the "
+            f"device: the plan has {format_bytes(self.needed_host_bytes)} ({self.needed_host_bytes} bytes) there at "
+            f"once. Set host_bytes to {self.needed_host_bytes}, which is enough; raise memory_budget; name hardware "
+            "with a disk behind that tier; or make the batch smaller."
+        )
 
     def advise(self, advice: Iterable[str]) -> None:
         """Add sentences to the message."""
@@ -133,9 +167,20 @@ class ArenaTooSmall(Infeasible):
             f"the buffers do not fit {capacity_bytes} bytes: {needed_bytes} bytes {why}; the largest of those that are "
             f"there at once when the most is: {things}. Give them at least {needed_bytes} bytes.",
         )
-        self.needed_bytes, self.budget_bytes, self.op, self.in_the_way = needed_bytes, capacity_bytes, "", in_the_way
-        self.host_bytes, self.needed_host_bytes, self.is_proven = None, 0, is_proven
-        self.is_whole_step, self.is_estimated, self.state_bytes, self.advice = True, False, 0, ()
+        self.needed_bytes = needed_bytes
+        self.budget_bytes = capacity_bytes
+        self.op = ""
+        self.in_the_way = in_the_way
+        self.host_bytes = None
+        self.needed_host_bytes = 0
+        self.is_whole_step = True
+        self.is_proven = is_proven
+        self.is_estimated = False
+        self.state_bytes = 0
+        self.advice = ()
+        self.module = None
+        self.line = ""
+        self.evidence = None
 
 
 class Thrashing(ElbowroomError):

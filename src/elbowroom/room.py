@@ -233,15 +233,23 @@ class Room:
         figures = {name: figure for name, figure in self.metrics().items() if figure or name == "step"}
         return render_table(f"Elbowroom: {self._job.name} on {self._job.device}", figures)
 
-    def report(self) -> str:
-        """Return forecast and measurements, and why each block is where it is, as text."""
+    def report(self, *, by: str = "kind", depth: int | None = None) -> str:
+        """Return forecast and measurements, and why each block is where it is, as text.
+
+        Args:
+            by: "kind" for a table of blocks of one kind; "module" for one of bytes by module.
+            depth: levels of modules that are shown, with by="module"; as many as fit if not given.
+
+        Raises:
+            UsageError: there is no such table, or the depth means nothing.
+        """
         planned = self.planned
         if planned is None:
-            return summarize(budget_bytes=self.budget_bytes, journal=self.journal())
+            return summarize(budget_bytes=self.budget_bytes, journal=self.journal(), by=by, depth=depth)
         bound_seconds = bound_plan(planned.trace, planned.costs, planned.plan, self.config.host_bytes)
         return summarize(
             budget_bytes=self.budget_bytes, journal=self.journal(), trace=planned.trace, costs=planned.costs,
-            plan=planned.plan, forecast=planned.forecast, bound_seconds=bound_seconds,
+            plan=planned.plan, forecast=planned.forecast, bound_seconds=bound_seconds, by=by, depth=depth,
         )  # fmt: skip
 
     def detach(self) -> None:

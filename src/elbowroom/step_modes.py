@@ -25,6 +25,7 @@ from elbowroom.plan_cache import PlanCache, PlanCacheEntry, list_sizes
 from elbowroom.residency.access_history import AccessHistory
 from elbowroom.running_step import RunningStep
 from elbowroom.runtime.phase import Phase
+from elbowroom.runtime.shortage import locate_shortage
 from elbowroom.runtime.step_environment import StepEnvironment
 from elbowroom.runtime.step_runner import StepRunner
 from elbowroom.runtime.transfers import Transfers
@@ -78,6 +79,8 @@ class StepModes:
                 self._transfers.prepare(entry.planned.placement, gives_back=not self._cache.varies)
             yield from self._choose(entry)
         except (Infeasible, MemoryRefused, Thrashing) as error:
+            if isinstance(error, Infeasible):
+                locate_shortage(error, self._job.model)
             # A notebook keeps the last error, and with it every tensor of the functions that it ended.
             traceback.clear_frames(error.__traceback__)
             if isinstance(error, Infeasible):

@@ -85,7 +85,8 @@ def test_roles_and_barriers() -> None:
     trace = capture_fake((model, optimizer, step))
     step(0)
     counts = {
-        role: {id(t.untyped_storage()) for t, r, _ in list_residents(model, [optimizer]) if r is role} for role in Role
+        role: {id(each.tensor.untyped_storage()) for each in list_residents(model, [optimizer]) if each.role is role}
+        for role in Role
     }
     found = {role: sum(storage.role is role and storage.created < 0 for storage in trace.storages) for role in Role}
     assert found[Role.PARAMETER] == len(counts[Role.PARAMETER])
@@ -129,9 +130,9 @@ def test_the_quick_list_of_what_lasts_has_the_same_tensors(kind: str) -> None:
         return {each.data_ptr() for each in tensors}
 
     labelled = list_residents(model, [optimizer])
-    assert tell(list_resident_tensors(model, [optimizer])) == tell(tensor for tensor, _, _ in labelled)
-    assert strange.grad.data_ptr() in tell(tensor for tensor, _, _ in labelled)  # type: ignore[union-attr]
-    assert {Role.PARAMETER, Role.BUFFER, Role.GRADIENT, Role.OPTIMIZER_STATE} == {role for _, role, _ in labelled}
+    assert tell(list_resident_tensors(model, [optimizer])) == tell(each.tensor for each in labelled)
+    assert strange.grad.data_ptr() in tell(each.tensor for each in labelled)  # type: ignore[union-attr]
+    assert {Role.PARAMETER, Role.BUFFER, Role.GRADIENT, Role.OPTIMIZER_STATE} == {each.role for each in labelled}
 
 
 class Looks(nn.Module):

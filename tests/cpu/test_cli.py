@@ -383,7 +383,16 @@ def test_report_from_files_is_the_report_of_the_run(files: pathlib.Path) -> None
     found = document("report", files / "run.json", files / "run.json", *given)
     assert len(found["reports"]) == 2
     assert found["reports"][0]["steady"]["mode"] == "planned"
-    assert found["reports"][0]["forecast_peak_bytes"] > 0
+    assert found["reports"][0]["forecast_peak_bytes"] > 0 and found["modules"] is None
+    shown = succeed("report", files / "run.json", *given, "--by", "module", "--depth", "1")
+    assert "Bytes by module" in shown and "Why each block" not in shown and "features" in shown
+    assert max(map(len, shown.splitlines())) <= 80
+    found = document("report", files / "run.json", *given, "--by", "module")
+    modules = {each["path"]: each for each in found["modules"]}
+    assert {"features.0.0", "classifier.0", None} <= modules.keys()
+    assert sum(each["peak_bytes"] for each in modules.values()) <= found["reports"][0]["forecast_peak_bytes"]
+    assert "by kind or by module" in fail(MISUSED, "report", files / "run.json", *given, "--by", "layer")
+    assert "depth" in fail(MISUSED, "report", files / "run.json", *given, "--depth", "2")
 
 
 # -- errors -----------------------------------------------------------------------------------------------------------

@@ -132,7 +132,7 @@ def test_parameters_that_wrap_tensors_are_counted_by_those(profile: HardwareProf
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     residents = list_resident_tensors(model, [optimizer])
     assert len(residents) == 3 * 4 and not any(isinstance(each, TwoTensor) for each in residents)
-    assert {id(each) for each in residents} == {id(each) for each, _, _ in list_residents(model, [optimizer])}
+    assert {id(each) for each in residents} == {id(each.tensor) for each in list_residents(model, [optimizer])}
     meter = ProfilerMeter()
     meter.start(residents)
     meter.stop()

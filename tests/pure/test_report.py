@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import html.parser
+import re
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as some
 
-from elbowroom.errors import TraceError
+from elbowroom.errors import TraceError, UsageError
 from elbowroom.hardware.shipped import list_shipped, load_shipped
 from elbowroom.ir.costs import Costs
 from elbowroom.ir.digest import digest
@@ -22,6 +24,7 @@ from elbowroom.planner.problem import plan, pose
 from elbowroom.report.blocks import BlockGroup, count_seconds, explain_blocks
 from elbowroom.report.chart import draw_chart
 from elbowroom.report.lifetimes import Lifetimes
+from elbowroom.report.modules import count_by_module
 from elbowroom.report.steady import find_steady
 from elbowroom.report.summary import summarize
 from elbowroom.report.table import render_table
@@ -73,16 +76,6 @@ def test_the_plain_step_is_counted_as_the_simulator_counts_it(job: tuple[Trace, 
     trace, costs = job
     forecast = simulate(trace, costs, generators.keep_everything(costs))
     assert Lifetimes(trace).count_plain(costs) == list(forecast.live_bytes)
-
-
-@given(generators.jobs(), some.floats(0.0, 1.0))
-def test_the_blocks_at_the_peak_add_up_to_it(job: tuple[Trace, Costs], share: float) -> None:
-    trace, costs = job
-    made, forecast, budget_bytes = planned(trace, costs, share)
-    blocks = explain_blocks(trace, costs, made, forecast)
-    assert sum(block.nbytes for block in blocks if not block.is_away) == pytest.approx(forecast.peak_bytes, abs=1)
-    assert all(block.nbytes > 0 and block.count > 0 and block.reason for block in blocks)
-    assert summarize(budget_bytes=budget_bytes, journal=JOURNAL, trace=trace, costs=costs, plan=made, forecast=forecast)
 
 
 def test_steady_steps_are_those_since_the_last_capture() -> None:
@@ -254,6 +247,105 @@ def test_kept_blocks_say_what_a_move_would_take_and_what_forbids_a_replay() -> N
     keep = generators.keep_everything(costs)
     block = find_block(small, costs, keep, "keep")
     assert block.reason == "too small to be worth a move"
+
+
+# -- by module --------------------------------------------------------------------------------------------------------
+
+
+def name_modules(trace: Trace, paths: Sequence[str | None]) -> Trace:
+    """The trace with these modules for its ops, one after the other; storages have that of their op."""
+    modules = {op.tick: paths[index % len(paths)] for index, op in enumerate(trace.ops)}
+    ops = tuple(dataclasses.replace(op, module=modules[op.tick], line="model.py:1") for op in trace.ops)
+    storages = tuple(dataclasses.replace(each, module=modules.get(each.created, paths[0])) for each in trace.storages)
+    return dataclasses.replace(trace, ops=ops, storages=storages)
+
+
+PATHS = (None, "", "h.0.attn", "h.0.mlp.act", "h.1.attn", "h.1.mlp.act", "head")
+
+
+@given(generators.jobs(), some.floats(0.0, 1.0))
+def test_blocks_and_modules_add_up_to_the_forecast(job: tuple[Trace, Costs], share: float) -> None:
+    trace, costs = name_modules(job[0], PATHS), job[1]
+    made, forecast, budget_bytes = planned(trace, costs, share)
+    blocks = explain_blocks(trace, costs, made, forecast)
+    assert sum(block.nbytes for block in blocks if not block.is_away) == pytest.approx(forecast.peak_bytes, abs=1)
+    assert all(block.nbytes > 0 and block.count > 0 and block.reason for block in blocks)
+    assert summarize(budget_bytes=budget_bytes, journal=JOURNAL, trace=trace, costs=costs, plan=made, forecast=forecast)
+    counted = count_by_module(trace, costs, made, forecast)
+    assert len({each.path for each in counted}) == len(counted)
+    held = sum(block.nbytes for block in blocks
+               if not block.is_away and block.what != "replays and moves")  # fmt: skip
+    assert sum(each.peak_bytes for each in counted) == held <= forecast.peak_bytes
+    assert sum(each.offloaded_bytes for each in counted) >= forecast.offloaded_bytes
+    assert all(0 <= each.state_bytes <= each.peak_bytes for each in counted)
+    plain = count_by_module(trace, costs)
+    assert sum(each.peak_bytes for each in plain) == max(Lifetimes(trace).count_plain(costs))
+    assert sum(each.saved_bytes - each.kept_bytes for each in plain) == 0
+    page = summarize(budget_bytes=1, journal=EMPTY, trace=trace, costs=costs, plan=made, forecast=forecast, by="module")
+    assert "Bytes by module" in page and [line for line in page.splitlines() if len(line) > 80] == []
+
+
+def read_rows(trace: Trace, costs: Costs, depth: int | None = None) -> dict[str, str]:
+    """The first figure of each row of that table, by the row's name without its indent."""
+    page = summarize(budget_bytes=1, journal=EMPTY, trace=trace, costs=costs, by="module", depth=depth)
+    lines = page[page.index("  module ") :].splitlines()
+    table = lines[1 : lines.index("")]
+    names = [re.split(r"\s{2,}", line.strip()) for line in table]
+    return {cells[0]: cells[1] for cells in names}
+
+
+def test_the_tree_of_modules_has_sums_and_as_many_levels_as_are_asked_for() -> None:
+    trace = make_chain([64 * KIB] * 24)
+    paths = [f"body.h.{index}.mlp" for index in range(24)]
+    trace = name_modules(trace, [*paths, "", None])
+    costs = make_costs(trace)
+    one = read_rows(trace, costs, 1)
+    two = read_rows(trace, costs, 2)
+    three = read_rows(trace, costs, 3)
+    assert "body" in one and "h" not in one
+    assert "h" in two and two["h"] == two["body"] == one["body"] and "0" not in two
+    assert {"0", "5"} <= three.keys() and "mlp" not in three
+    assert read_rows(trace, costs) == three  # four levels would be twice as many rows
+    counted = {each.path: each for each in count_by_module(trace, costs)}
+    assert three["5"] == f"{counted['body.h.5.mlp'].peak_bytes / KIB:,.1f}"
+    total = sum(each.peak_bytes for each in counted.values())
+    assert one["together"] == f"{total / KIB:,.1f}"
+    assert one["the model itself"] == f"{counted[''].peak_bytes / KIB:,.1f}"
+    page = summarize(budget_bytes=1, journal=EMPTY, trace=trace, costs=costs, by="module", depth=2)
+    assert "most is saved by body.h.*.mlp" in page and "2 of 4 levels of modules are shown" in page
+    # Hundreds side by side, most of them small.
+    wide = name_modules(make_chain([(1 if index % 10 else 64) * KIB for index in range(300)]),
+                        [f"layer_{index}" for index in range(300)])  # fmt: skip
+    rows = read_rows(wide, make_costs(wide))
+    assert len(rows) <= 33 and any(name.endswith(" small modules") for name in rows)
+
+
+def test_reports_by_module_that_cannot_be() -> None:
+    trace, costs = generators.example()
+    values: dict[str, Any] = {"budget_bytes": 1, "journal": EMPTY}
+    page = summarize(**values, by="module")
+    assert "known once a step has been captured" in page
+    assert "names no modules" in summarize(**values, trace=trace, costs=costs, by="module")
+    for by, depth in (("layer", None), ("module", 0), ("module", True), ("module", 1.5), ("kind", 2), (None, None)):
+        with pytest.raises(UsageError):
+            summarize(**values, by=by, depth=depth)  # type: ignore[arg-type]
+
+
+def test_blocks_are_named_by_module_and_op() -> None:
+    trace = make_chain([64 * KIB] * 8, barriers=frozenset(range(8)))
+    paths = [f"h.{index}.mlp" for index in range(8)]
+    trace = name_modules(trace, paths)
+    costs = make_costs(trace, op_seconds=1e-3)
+    keep = generators.keep_everything(costs)
+    whats = {block.what for block in explain_blocks(trace, costs, keep, simulate(trace, costs, keep))}
+    assert any(re.fullmatch(r"h\.\*\.mlp \(layer\d+\)|h\.\d\.mlp \(layer\d+\)", what) for what in whats)
+    assert not any(what.startswith("activation of") for what in whats)
+    alike = dataclasses.replace(
+        trace, storages=tuple(dataclasses.replace(each, label="aten.gelu.default") if each.label.startswith("layer")
+                              else each for each in trace.storages)
+    )  # fmt: skip
+    blocks = {block.what: block for block in explain_blocks(alike, costs, keep, simulate(alike, costs, keep))}
+    assert blocks["h.*.mlp (gelu)"].count >= 6
 
 
 # -- the chart --------------------------------------------------------------------------------------------------------

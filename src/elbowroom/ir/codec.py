@@ -6,13 +6,14 @@ noun has are entered one item after the other, and only items that are small are
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import enum
 import functools
 import sys
 import types
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
 
 from elbowroom.errors import TraceError
@@ -20,6 +21,11 @@ from elbowroom.ir.json_text import ABSENT, JsonText
 
 MOST_SHARED = 1 << 14
 """Equal numbers of one list are one object, for so many numbers: "0," is 2 bytes of text, and 32 as an object."""
+
+Missing = Mapping[type, Mapping[str, Any]]
+"""By class, what fields stand for that are missing, as plain data."""
+
+NOTHING: Missing = {}
 
 Noun = TypeVar("Noun")
 
@@ -49,10 +55,8 @@ def from_json(kind: type[Noun], data: Any, place: str = "$") -> Noun:
     Raises:
         TraceError: a field is missing, unknown, of the wrong type, or not finite; names its place.
     """
-    try:
-        return typing.cast(Noun, _decode(kind, data))
-    except _Misfit as misfit:
-        raise TraceError(f"{place}{misfit.place}: {misfit}") from None
+    with _naming(place):
+        return typing.cast(Noun, _STRICT.decode(kind, data))
 
 
 def read_noun(kind: type[Noun], text: JsonText, place: str = "$") -> Noun:
@@ -62,38 +66,41 @@ def read_noun(kind: type[Noun], text: JsonText, place: str = "$") -> Noun:
         TraceError: as `from_json`.
         ValueError: the text is not JSON.
     """
-    try:
-        return typing.cast(Noun, _read(kind, text))
-    except _Misfit as misfit:
-        raise TraceError(f"{place}{misfit.place}: {misfit}") from None
+    with _naming(place):
+        return typing.cast(Noun, _STRICT.read(kind, text))
 
 
-def read_fields(kind: type, text: JsonText, place: str = "$") -> dict[str, Any]:
+def read_fields(kind: type, text: JsonText, place: str = "$", missing: Missing = NOTHING) -> dict[str, Any]:
     """The fields of a noun from the text that comes now, some of which may be missing.
+
+    Args:
+        missing: what fields stand for that are missing in its parts.
 
     Raises:
         TraceError: as `from_json`.
         ValueError: the text is not JSON.
     """
-    try:
-        return _read_fields(kind, text)
-    except _Misfit as misfit:
-        raise TraceError(f"{place}{misfit.place}: {misfit}") from None
+    with _naming(place):
+        return _Decoder(missing).read_fields(kind, text)
 
 
-def build(kind: type[Noun], fields: dict[str, Any], missing: Mapping[str, Any], place: str = "$") -> Noun:
+def build(kind: type[Noun], fields: dict[str, Any], missing: Missing, place: str = "$") -> Noun:
     """A noun of its fields.
 
     Args:
-        missing: what missing fields stand for, as plain data.
+        missing: what missing fields stand for.
 
     Raises:
         TraceError: another field is missing.
     """
+    with _naming(place):
+        return typing.cast(Noun, _Decoder(missing).build(kind, {**fields}))
+
+
+@contextlib.contextmanager
+def _naming(place: str) -> Iterator[None]:
     try:
-        hints = _hints(typing.cast(type, kind))
-        added = {name: _decode(hints[name], data) for name, data in missing.items() if name not in fields}
-        return typing.cast(Noun, _build(kind, {**fields, **added}))
+        yield
     except _Misfit as misfit:
         raise TraceError(f"{place}{misfit.place}: {misfit}") from None
 
@@ -113,57 +120,96 @@ def _hints(kind: type) -> dict[str, Any]:
     return typing.get_type_hints(kind)
 
 
-# -- from text --------------------------------------------------------------------------------------------------------
+class _Decoder:
+    """Makes nouns from JSON text or plain data.
 
+    Args:
+        missing: what fields stand for that are missing.
+    """
 
-def _read(kind: Any, text: JsonText) -> Any:
-    if dataclasses.is_dataclass(kind):
-        data = text.whole()
-        return _build(kind, _read_fields(kind, text)) if data is ABSENT else _decode(kind, data)
-    if typing.get_origin(kind) is tuple:
-        return tuple(_read_items(typing.get_args(kind)[0], text))
-    return _decode_scalar(kind, _read_scalar(text))
+    def __init__(self, missing: Missing = NOTHING) -> None:
+        self._missing = missing
+        self._decoders: dict[Any, Callable[[Any], Any]] = {}
 
+    # -- from text ----------------------------------------------------------------------------------------------------
 
-def _read_fields(kind: Any, text: JsonText) -> dict[str, Any]:
-    if text.peek() != "{":
-        raise _Misfit(f"expected an object, found {describe(_read_scalar(text))}")
-    hints = _hints(kind)
-    fields: dict[str, Any] = {}
-    for name in text.keys():  # noqa: SIM118  # no dict: the text is read by it
-        if name not in hints or name in fields:
-            known = "the field is given twice" if name in hints else "unknown fields"
-            raise _Misfit(f"{known}: [{describe(name)}]")
+    def read(self, kind: Any, text: JsonText) -> Any:
+        """Return the noun, tuple or scalar that comes now."""
+        if dataclasses.is_dataclass(kind):
+            data = text.whole()
+            return self.build(kind, self.read_fields(kind, text)) if data is ABSENT else self.decode(kind, data)
+        if typing.get_origin(kind) is tuple:
+            return tuple(self._read_items(typing.get_args(kind)[0], text))
+        return _decode_scalar(kind, _read_scalar(text))
+
+    def read_fields(self, kind: Any, text: JsonText) -> dict[str, Any]:
+        """Return the fields of the noun that comes now, as far as they are there."""
+        if text.peek() != "{":
+            raise _Misfit(f"expected an object, found {describe(_read_scalar(text))}")
+        hints = _hints(kind)
+        fields: dict[str, Any] = {}
+        for name in text.keys():  # noqa: SIM118  # no dict: the text is read by it
+            if name not in hints or name in fields:
+                known = "the field is given twice" if name in hints else "unknown fields"
+                raise _Misfit(f"{known}: [{describe(name)}]")
+            try:
+                fields[name] = self.read(hints[name], text)
+            except _Misfit as misfit:
+                misfit.place = f".{name}{misfit.place}"
+                raise
+        return fields
+
+    def build(self, kind: Any, fields: dict[str, Any]) -> Any:
+        """Return a noun of its fields."""
+        hints = _hints(kind)
+        for name, data in self._missing.get(kind, {}).items():
+            if name not in fields:
+                fields[name] = self.decode(hints[name], data)
+        if missing := sorted(hints.keys() - fields.keys()):
+            raise _Misfit(f"missing fields {missing}, unknown fields []")
+        return kind(**fields)
+
+    def _read_items(self, kind: Any, text: JsonText) -> list[Any]:
+        if text.peek() != "[":
+            raise _Misfit(f"expected a list, found {describe(_read_scalar(text))}")
+        found: list[Any] = []
+        shared: dict[Any, Any] = {}
         try:
-            fields[name] = _read(hints[name], text)
+            for _ in text.items():
+                if kind in (int, float):
+                    for some in text.numbers():
+                        for data in some:
+                            found.append(_share(_decode_scalar(kind, data), shared))
+                found.append(self.read(kind, text))
         except _Misfit as misfit:
-            misfit.place = f".{name}{misfit.place}"
+            misfit.place = f"[{len(found)}]{misfit.place}"
             raise
-    return fields
+        return found
+
+    # -- from plain data ----------------------------------------------------------------------------------------------
+
+    def decode(self, kind: Any, data: Any) -> Any:
+        """Return a noun, tuple or scalar of plain data."""
+        return self._find(kind)(data)
+
+    def _find(self, kind: Any) -> Callable[[Any], Any]:
+        """What decodes data of a kind: annotations are looked at once, and not for every value."""
+        found = self._decoders.get(kind)
+        if found is None:
+            found = self._decoders[kind] = self._make(kind)
+        return found
+
+    def _make(self, kind: Any) -> Callable[[Any], Any]:
+        if dataclasses.is_dataclass(kind):
+            decoders = {name: self._find(hint) for name, hint in _hints(typing.cast(type, kind)).items()}
+            missing = self._missing.get(typing.cast(type, kind), {})
+            return functools.partial(_decode_object, kind, decoders, missing)
+        if typing.get_origin(kind) is tuple:
+            return functools.partial(_decode_list, self._find(typing.get_args(kind)[0]))
+        return functools.partial(_decode_scalar, kind)
 
 
-def _build(kind: Any, fields: dict[str, Any]) -> Any:
-    if missing := sorted(_hints(kind).keys() - fields.keys()):
-        raise _Misfit(f"missing fields {missing}, unknown fields []")
-    return kind(**fields)
-
-
-def _read_items(kind: Any, text: JsonText) -> list[Any]:
-    if text.peek() != "[":
-        raise _Misfit(f"expected a list, found {describe(_read_scalar(text))}")
-    found: list[Any] = []
-    shared: dict[Any, Any] = {}
-    try:
-        for _ in text.items():
-            if kind in (int, float):
-                for some in text.numbers():
-                    for data in some:
-                        found.append(_share(_decode_scalar(kind, data), shared))
-            found.append(_read(kind, text))
-    except _Misfit as misfit:
-        misfit.place = f"[{len(found)}]{misfit.place}"
-        raise
-    return found
+_STRICT = _Decoder()
 
 
 def _share(value: Any, shared: dict[Any, Any]) -> Any:
@@ -176,27 +222,11 @@ def _read_scalar(text: JsonText) -> Any:
     return {"[": [], "{": {}}[text.peek()] if text.peek() in ("[", "{") else text.scalar()
 
 
-# -- from plain data --------------------------------------------------------------------------------------------------
-
-
-def _decode(kind: Any, data: Any) -> Any:
-    return _find_decoder(kind)(data)
-
-
-@functools.cache
-def _find_decoder(kind: Any) -> Callable[[Any], Any]:
-    """What decodes data of a kind: annotations are looked at once, and not for every value."""
-    if dataclasses.is_dataclass(kind):
-        decoders = {name: _find_decoder(hint) for name, hint in _hints(typing.cast(type, kind)).items()}
-        return functools.partial(_decode_object, kind, decoders)
-    if typing.get_origin(kind) is tuple:
-        return functools.partial(_decode_list, _find_decoder(typing.get_args(kind)[0]))
-    return functools.partial(_decode_scalar, kind)
-
-
-def _decode_object(kind: Any, decoders: dict[str, Callable[[Any], Any]], data: Any) -> Any:
+def _decode_object(kind: Any, decoders: dict[str, Callable[[Any], Any]], defaults: Mapping[str, Any], data: Any) -> Any:
     if not isinstance(data, dict):
         raise _Misfit(f"expected an object, found {describe(data)}")
+    if data.keys() != decoders.keys():
+        data = {**defaults, **data}
     if data.keys() != decoders.keys():
         missing, unknown = sorted(decoders.keys() - data.keys()), sorted(map(str, data.keys() - decoders.keys()))
         listed = ", ".join(describe(name) for name in unknown[:5])

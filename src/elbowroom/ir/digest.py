@@ -11,7 +11,9 @@ from elbowroom.ir.trace import Trace
 
 
 def digest(trace: Trace) -> str:
-    """The SHA-256 of a trace's contents as JSON, name aside: equal steps have equal digests.
+    """The SHA-256 of a trace's contents as JSON: equal steps have equal digests.
+
+    Left out are its name, and the fields that comparisons leave out, too: modules and lines of code.
 
     The text is made and digested item by item: as a whole it would take ten times its length.
 
@@ -24,8 +26,12 @@ def digest(trace: Trace) -> str:
         found.update(f'{"," if place else "{"}"{name}":'.encode())
         if isinstance(value, tuple):
             found.update(b"[")
+            left_out = [field.name for field in dataclasses.fields(value[0]) if not field.compare] if value else []
             for index, item in enumerate(value):
-                found.update(f"{',' if index else ''}{spell(to_json(item))}".encode())
+                contents = to_json(item)
+                for each in left_out:
+                    del contents[each]
+                found.update(f"{',' if index else ''}{spell(contents)}".encode())
             found.update(b"]")
         else:
             found.update(spell(value).encode())

@@ -28,7 +28,7 @@ from elbowroom.ir.journal import Journal
 from elbowroom.ir.json_text import ABSENT, JsonText
 from elbowroom.ir.plan import Plan
 from elbowroom.ir.text_files import read_text
-from elbowroom.ir.trace import Trace
+from elbowroom.ir.trace import Op, Storage, Trace
 
 _FORMATS: dict[type, str] = {
     Trace: "elbowroom.trace",
@@ -40,18 +40,21 @@ _FORMATS: dict[type, str] = {
     Journal: "elbowroom.journal",
 }
 
-_ADDED: dict[type, tuple[dict[str, Any], ...]] = {
-    Costs: ({"further_links": []},),
-    HardwareProfile: ({"isa": ""},),
+_ORIGIN = {"module": None, "line": ""}
+
+_ADDED: dict[type, tuple[dict[type, dict[str, Any]], ...]] = {
+    Trace: ({Op: _ORIGIN, Storage: _ORIGIN},),
+    Costs: ({Costs: {"further_links": []}},),
+    HardwareProfile: ({HardwareProfile: {"isa": ""}},),
     Forecast: (
-        {"disk_bytes": 0, "reserved_bytes": 0, "fragmented_bytes": 0},
-        {"arena_bytes": 0, "lower_arena_bytes": 0, "disk_arena_bytes": 0},
-        {"begin_seconds": []},
+        {Forecast: {"disk_bytes": 0, "reserved_bytes": 0, "fragmented_bytes": 0}},
+        {Forecast: {"arena_bytes": 0, "lower_arena_bytes": 0, "disk_arena_bytes": 0}},
+        {Forecast: {"begin_seconds": []}},
     ),
-    Plan: ({"host_bytes": None},),
+    Plan: ({Plan: {"host_bytes": None}},),
     Journal: ({},),  # `upgrade` says what else changed
 }
-"""Fields that came with version 2, 3, ... of a noun, and what files without them mean."""
+"""Fields that came with version 2, 3, ... of a noun, in it and in its parts, and what files without them mean."""
 
 Noun = TypeVar("Noun")
 
@@ -114,8 +117,7 @@ def load(kind: type[Noun], path: str | os.PathLike[str]) -> Noun:
     with _open_json(path) as text:
         fields, version = _read_document(kind, path, text)
     try:
-        missing = {name: data for added in _ADDED.get(kind, ())[version - 1 :] for name, data in added.items()}
-        value = upgrade(build(kind, fields, missing), version)
+        value = upgrade(build(kind, fields, _find_missing(kind, version)), version)
         check_noun(value)
     except TraceError as error:
         raise TraceError(f"{path}: {error}") from None
@@ -184,7 +186,8 @@ def _read_document(kind: type, path: pathlib.Path, text: JsonText) -> tuple[dict
             marks[name] = text.scalar() if found is ABSENT else found
         elif name == "value":
             _check_marks(kind, path, marks)
-            fields = read_fields(kind, text, f"{path}: $")
+            # Where the version comes after the value, parts of a newer one may lack these fields, too.
+            fields = read_fields(kind, text, f"{path}: $", _find_missing(kind, marks.get("version", 1)))
         else:
             text.skip()
     text.finish()
@@ -192,6 +195,15 @@ def _read_document(kind: type, path: pathlib.Path, text: JsonText) -> tuple[dict
     if fields is None:
         raise TraceError(f"{path}: $: expected an object, found none")
     return fields, marks["version"]
+
+
+def _find_missing(kind: type, version: int) -> dict[type, dict[str, Any]]:
+    """What the fields stand for that a file of some version lacks."""
+    missing: dict[type, dict[str, Any]] = {}
+    for added in _ADDED.get(kind, ())[version - 1 :]:
+        for part, fields in added.items():
+            missing.setdefault(part, {}).update(fields)
+    return missing
 
 
 def _check_marks(kind: type, path: pathlib.Path, marks: Mapping[str, Any]) -> None:

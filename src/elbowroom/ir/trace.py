@@ -48,6 +48,8 @@ class Storage:
         created: tick of the op that made it; -1 if it was there when the step began.
         released: the program's own last reference is gone before this tick; `Trace.end` if it outlived the step.
         label: the parameter's name, or the op that made it, for people.
+        module, line: as for the op that made it; of parameters, buffers, gradients and optimizer state, the module
+            that has the parameter or buffer, and "".
     """
 
     id: int
@@ -56,6 +58,8 @@ class Storage:
     created: int
     released: int
     label: str
+    module: str | None = dataclasses.field(default=None, compare=False)
+    line: str = dataclasses.field(default="", compare=False)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,6 +85,10 @@ class Op:
         writes: the tensors it makes or changes; a result that is a view of an argument is neither.
         flops: floating-point operations of a matrix-like op, 0 for others.
         barrier: why this op must not be replayed ("" if it may be).
+        module: path of the module that called it, as `torch.nn.Module.named_modules` has it ("" for the model itself);
+            of an op of the backward pass, the module whose forward pass made its node. None where no module did.
+        line: "file:line" of the innermost call outside of PyTorch; of an op of the backward pass, where its node was
+            made. "" if it is not known.
     """
 
     tick: int
@@ -89,6 +97,8 @@ class Op:
     writes: tuple[View, ...]
     flops: int
     barrier: str
+    module: str | None = dataclasses.field(default=None, compare=False)
+    line: str = dataclasses.field(default="", compare=False)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

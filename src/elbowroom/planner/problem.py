@@ -143,11 +143,14 @@ def explain_infeasible(problem: Problem, plan: Plan, forecast: Forecast) -> Infe
     """Infeasible, with the op at the peak of `forecast` and the largest blocks that stand there under `plan`."""
     trace, costs = problem.drafter.replay.trace, problem.drafter.replay.costs
     index = Lifetimes(trace).op_at(forecast.peak_tick)
+    op = None if index is None else trace.ops[index]
     held = [block for block in explain_blocks(trace, costs, plan, forecast) if not block.is_away and block.nbytes]
     return Infeasible(
         needed_bytes=forecast.peak_bytes,
         budget_bytes=problem.budget_bytes,
-        op="the step" if index is None else trace.ops[index].name,
+        op="the step" if op is None else op.name,
+        module=None if op is None else op.module,
+        line="" if op is None else op.line,
         is_whole_step=problem.host_bytes is None or forecast.lower_tier_bytes <= problem.host_bytes,
         in_the_way=tuple((block.what, block.nbytes) for block in held[:MOST_IN_THE_WAY]),
         host_bytes=problem.host_bytes,

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterable
+import re
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
 
 from elbowroom.ir.costs import Costs
 from elbowroom.ir.forecast import Forecast
@@ -40,10 +42,11 @@ _STAY = {
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class BlockGroup:
-    """Storages that share a role, an origin, and a fate.
+    """Storages that share a role, a module and an op, and a fate.
 
     Attributes:
-        what: role and origin, for people.
+        what: for people. "transformer.h.*.mlp.act (tanh)" is the activations that `tanh` makes in modules of which the
+            paths differ in numbers alone.
         count, nbytes: how many there are, and their bytes as the device counts them.
         is_away: whether they are elsewhere at the forecast peak.
         decision: "keep", "offload" or "recompute"; "-" for what is not up for decision.
@@ -64,21 +67,21 @@ def explain_blocks(trace: Trace, costs: Costs, plan: Plan, forecast: Forecast) -
     Cost: linear in the trace, and in the ops of every segment.
     """
     judge = _Judge(trace, costs, plan, forecast)
-    groups: dict[tuple[str, bool, str, str], list[Storage]] = {}
+    groups: dict[_Fate, list[Storage]] = {}
     for storage in trace.storages:
         fate = judge.judge(storage)
         if fate is not None:
             groups.setdefault(fate, []).append(storage)
     blocks = [
         BlockGroup(
-            what=what,
+            what=_name(storages),
             count=len(storages),
             nbytes=sum(map(judge.round_up, storages)),
             is_away=is_away,
             decision=decision,
             reason=judge.reason(why, storages),
         )
-        for (what, is_away, decision, why), storages in groups.items()
+        for (_, is_away, decision, why), storages in groups.items()
     ]
     blocks += judge.list_transients(sum(block.nbytes for block in blocks if not block.is_away))
     return tuple(sorted((block for block in blocks if block.nbytes), key=lambda block: (-block.nbytes, block.what)))
@@ -94,10 +97,48 @@ def count_seconds(trace: Trace, costs: Costs) -> list[float]:
     return [0.0, *itertools.accumulate(seconds)]
 
 
+def name_module(path: str) -> str:
+    """Return the path of a module for people."""
+    return path or "the model itself"
+
+
+def name_kind(path: str) -> str:
+    """Return the path of all modules whose paths differ in numbers alone: "transformer.h.*.mlp"."""
+    return re.sub("[0-9]+", "*", name_module(path))
+
+
 def shorten(name: str) -> str:
     """An op's name for people: "aten.add_.Tensor" becomes "add_"."""
     parts = name.split(".")
     return parts[1] if len(parts) == 3 else name
+
+
+class _Fate(NamedTuple):
+    """What storages that are one block share."""
+
+    kind: str
+    is_away: bool
+    decision: str
+    why: str
+
+
+def _find_kind(storage: Storage) -> str:
+    """What a storage is, the numbers in its module's path left out: layers of one kind are one block."""
+    if (plural := _PLURALS.get(storage.role)) is not None:
+        return plural
+    op = shorten(storage.label)
+    if storage.module is None:
+        return f"{storage.role} of {op}" + (f" ({storage.line})" if storage.line else "")
+    what = f"{op}, temporary" if storage.role is Role.TEMPORARY else op
+    return f"{name_kind(storage.module)} ({what})"
+
+
+def _name(storages: Sequence[Storage]) -> str:
+    """The kind of all of these; with the whole path, if they come from one module."""
+    kind, module = _find_kind(storages[0]), storages[0].module
+    if module and "*" in kind and all(each.module == module for each in storages):
+        return module + kind[kind.index(" (") :]
+    return kind
 
 
 class _Judge:
@@ -118,26 +159,22 @@ class _Judge:
         alignment = self._costs.alignment_bytes
         return -(-storage.nbytes // alignment) * alignment
 
-    def judge(self, storage: Storage) -> tuple[str, bool, str, str] | None:
-        """(what, is away, decision, why) of one storage; None if it has no part in the peak."""
+    def judge(self, storage: Storage) -> _Fate | None:
+        """What happens to one storage; None if it has no part in the peak."""
         decision = self._lifetimes.decision_at(storage.id, self._tick)
         is_there = self._lifetimes.is_there(storage.id, self._tick)
         if not is_there and decision is None:
             return None
-        what = self._name(storage)
+        what = _find_kind(storage)
         if decision is None:
-            return (what, False, *self._judge_kept(storage))
+            return _Fate(what, False, *self._judge_kept(storage))
         if decision.choice is Choice.RECOMPUTE:
             why = "still in use before it is dropped" if is_there else "recompute"
         elif is_there:
             why = "still leaving" if self._tick <= decision.release else "arriving for its use"
         else:
             why = "offload"
-        return (what, not is_there, str(decision.choice), why)
-
-    def _name(self, storage: Storage) -> str:
-        plural = _PLURALS.get(storage.role)
-        return plural if plural is not None else f"{storage.role} of {shorten(storage.label)}"
+        return _Fate(what, not is_there, str(decision.choice), why)
 
     def _judge_kept(self, storage: Storage) -> tuple[str, str]:
         if storage.role in _STAY:
@@ -209,7 +246,8 @@ class _Judge:
         workspace_bytes = 0
         if index is not None and self._trace.ops[index].tick == self._tick:
             workspace_bytes = self._costs.workspace_bytes[index]
-            name = shorten(self._trace.ops[index].name)
+            op = self._trace.ops[index]
+            name = shorten(op.name) + ("" if op.module is None else f" in {name_module(op.module)}")
             found.append(_transient(f"workspace of {name}", workspace_bytes, "allocated inside the op at the peak"))
         other = self._forecast.peak_bytes - held_bytes - workspace_bytes
         found.append(_transient("replays and moves", max(0, other), "intermediate results and second copies"))

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import math
-import textwrap
 from collections.abc import Sequence
 
-from elbowroom.errors import TraceError
+from elbowroom.errors import TraceError, UsageError
 from elbowroom.ir.costs import Costs
 from elbowroom.ir.forecast import Forecast
 from elbowroom.ir.journal import Journal, Mode
@@ -14,15 +13,17 @@ from elbowroom.ir.plan import Choice, Plan
 from elbowroom.ir.trace import Trace
 from elbowroom.report.blocks import BlockGroup, count_seconds, explain_blocks, shorten
 from elbowroom.report.chart import draw_chart
+from elbowroom.report.columns import align, wrap
 from elbowroom.report.lifetimes import Lifetimes
+from elbowroom.report.modules import tabulate_modules
 from elbowroom.report.steady import Steady, count_modes, find_steady
 from elbowroom.units import format_bytes, format_seconds
 
-COLUMNS = 80
-"""The width of a terminal that nobody has made wider: no line is longer."""
-
 MOST_HELD, MOST_AWAY = 9, 6
 """Rows of the table of blocks: of those on the device at the peak, and of those away."""
+
+TABLES = ("kind", "module")
+"""The tables of blocks."""
 
 _MODES = {
     Mode.CAPTURE: "captured",
@@ -43,6 +44,8 @@ def summarize(
     plan: Plan | None = None,
     forecast: Forecast | None = None,
     bound_seconds: float = 0.0,
+    by: str = "kind",
+    depth: int | None = None,
 ) -> str:
     """The report of a room.
 
@@ -51,10 +54,14 @@ def summarize(
         journal: the steps so far; may be empty.
         trace, costs, plan, forecast: what is known of the step, and decided about it; None where nothing is.
         bound_seconds: of a step that no plan within the plan's budget can beat; 0 if that is not known.
+        by: what the table at the end puts together: blocks of one "kind", or those of one "module".
+        depth: levels of modules that it shows; None for as many as fit. For by="module" alone.
 
     Raises:
+        UsageError: there is no such table, or the depth means nothing.
         TraceError: the costs, the plan or the forecast are those of another step than the trace.
     """
+    check_table(by, depth)
     if trace is not None:
         _check_match(trace, costs, plan, forecast)
     lines = [_title(budget_bytes, trace), "", *_describe_steps(journal, plan)]
@@ -66,14 +73,36 @@ def summarize(
     if trace is not None and costs is not None and forecast is not None and forecast.live_bytes:
         lines += [
             "",
-            *_wrap("Bytes on the device over the step, forecast (dots: if everything stayed; line: the budget)"),
+            *wrap("Bytes on the device over the step, forecast (dots: if everything stayed; line: the budget)"),
         ]
         lines.append("")
         begins = forecast.begin_seconds or count_seconds(trace, costs)
         lines += draw_chart(forecast.live_bytes, begins, budget_bytes=budget_bytes, plain_bytes=plain)
-        if plan is not None:
+        if plan is not None and by == "kind":
             lines += ["", *_describe_peak(trace, costs, plan, forecast)]
+    if by == "module":
+        lines += ["", *_describe_modules(trace, costs, plan, forecast, depth)]
     return "\n".join(lines)
+
+
+def check_table(by: str, depth: int | None) -> None:
+    """Refuse a table that there is not.
+
+    Raises:
+        UsageError: its name is not one of `TABLES`, or the depth is not at least 1, or is given with another one.
+    """
+    if by not in TABLES:
+        raise UsageError(f"a report is by {' or by '.join(TABLES)}, not by {by!r}")
+    if depth is not None and (by != "module" or isinstance(depth, bool) or not isinstance(depth, int) or depth < 1):
+        raise UsageError('depth is a number of levels of modules, at least 1, for a report by "module"')
+
+
+def _describe_modules(
+    trace: Trace | None, costs: Costs | None, plan: Plan | None, forecast: Forecast | None, depth: int | None
+) -> list[str]:
+    if trace is None or costs is None:
+        return wrap("Bytes by module are known once a step has been captured.")
+    return tabulate_modules(trace, costs, plan, None if plan is None else forecast, depth)
 
 
 def _check_match(trace: Trace, costs: Costs | None, plan: Plan | None, forecast: Forecast | None) -> None:
@@ -115,7 +144,7 @@ def _describe_steps(journal: Journal, plan: Plan | None) -> list[str]:
             notes.setdefault((record.mode, record.note), []).append(record.step)
     for (mode, note), steps in list(notes.items())[:5]:
         which = ", ".join(map(str, steps[:4])) + (f" and {len(steps) - 4} more" if len(steps) > 4 else "")
-        lines += _wrap(f"Note    {_NOTES.get(mode, 'not all moved')} in step {which}: {note}", " " * 8)
+        lines += wrap(f"Note    {_NOTES.get(mode, 'not all moved')} in step {which}: {note}", " " * 8)
     return lines
 
 
@@ -149,7 +178,7 @@ def _compare(
         rows += _compare_moves(steady, plan, forecast)
     # A column in which nothing is known yet is left out.
     known = [column for column in (1, 2, 3) if any(row[column] not in ("", "-") for row in rows[1:])]
-    return _align([[row[0], *(row[column] for column in known), row[4]] for row in rows], "<" + ">" * len(known))
+    return align([[row[0], *(row[column] for column in known), row[4]] for row in rows], "<" + ">" * len(known))
 
 
 def _compare_moves(steady: Steady | None, plan: Plan, forecast: Forecast) -> list[tuple[str, str, str, str, str]]:
@@ -209,7 +238,7 @@ def _describe_peak(trace: Trace, costs: Costs, plan: Plan, forecast: Forecast) -
     index = Lifetimes(trace).op_at(forecast.peak_tick)
     place = "the beginning" if index is None else f"{shorten(trace.ops[index].name)}, op {index} of {len(trace.ops)}"
     held, away = [b for b in blocks if not b.is_away], [b for b in blocks if b.is_away]
-    lines = [*_wrap(f"Why each block is where it is, at the forecast peak ({place})"), ""]
+    lines = [*wrap(f"Why each block is where it is, at the forecast peak ({place})"), ""]
     lines += _tabulate("on the device", held, MOST_HELD)
     if away:
         lines += ["", *_tabulate("away", away, MOST_AWAY)]
@@ -224,33 +253,7 @@ def _tabulate(title: str, blocks: Sequence[BlockGroup], most: int) -> list[str]:
         rows.append((f"{len(rest)} other kinds", str(count), format_bytes(nbytes), "", ""))
     total = sum(block.nbytes for block in blocks)
     rows.append(("together", "", format_bytes(total), "", ""))
-    return _align(rows, "<>><", "  ")
-
-
-def _align(rows: Sequence[Sequence[str]], sides: str, indent: str = "") -> list[str]:
-    """Lines of columns, none wider than `COLUMNS`: a last cell that does not fit beside the others goes below them.
-
-    Args:
-        sides: "<" or ">" for each column but the last, which is left as it is.
-    """
-    widths = [max(len(row[column]) for row in rows) for column in range(len(sides))]
-    widths[0] = max(8, min(widths[0], COLUMNS - len(indent) - sum(width + 2 for width in widths[1:])))
-    lines: list[str] = []
-    for row in rows:
-        *above, first = textwrap.wrap(row[0], widths[0]) or [""]
-        cells = zip((first, *row[1:-1]), sides, widths, strict=True)
-        line = indent + "  ".join(f"{cell:{side}{width}}" for cell, side, width in cells)
-        lines += [indent + part for part in above]
-        if len(line) + 2 + len(row[-1]) <= COLUMNS:
-            lines.append(f"{line}  {row[-1]}".rstrip())
-        else:
-            lines += [line.rstrip(), *_wrap(indent + "    " + row[-1], indent + "    ")]
-    return lines
-
-
-def _wrap(text: str, indent: str = "") -> list[str]:
-    """Lines of at most `COLUMNS`, all but the first indented; longer words are broken."""
-    return textwrap.wrap(text, COLUMNS, subsequent_indent=indent, break_on_hyphens=False)
+    return align(rows, "<>><", "  ")
 
 
 def _bytes(nbytes: int | None) -> str:

@@ -9,6 +9,7 @@ from elbowroom.ir.actions import Action
 from elbowroom.ir.events import PressureRaised
 from elbowroom.residency.online import AHEAD
 from elbowroom.runtime.phase import Phase
+from elbowroom.runtime.shortage import note_evidence
 from elbowroom.runtime.step_environment import StepEnvironment
 from elbowroom.runtime.step_state import StepState
 
@@ -66,7 +67,7 @@ class MemoryGuard:
         ]
         if stuck := self._state.stuck_bytes:
             in_the_way.append((f"what cannot leave since {self._state.refusal}", sum(stuck.values())))
-        return Infeasible(
+        error = Infeasible(
             needed_bytes=self._budget_bytes + missing_bytes,
             budget_bytes=self._budget_bytes,
             op=what,
@@ -74,14 +75,16 @@ class MemoryGuard:
             in_the_way=tuple(in_the_way),
             state_bytes=state_bytes,
         )
+        return note_evidence(error)
 
 
 def explain_growth(requested_bytes: int, missing_bytes: int, budget_bytes: int) -> Infeasible:
     """Return the error that refuses a request in a step in which nothing may leave, since everything fitted so far."""
-    return Infeasible(
+    error = Infeasible(
         needed_bytes=budget_bytes + missing_bytes,
         budget_bytes=budget_bytes,
         is_whole_step=False,
         op=f"a request of {requested_bytes} bytes, in a step that began like those in which everything fitted, so that "
         "nothing moves in it (the next one is watched from its beginning; with always_watch=True all are)",
     )
+    return note_evidence(error)

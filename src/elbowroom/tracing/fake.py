@@ -114,7 +114,7 @@ def _find_left(mode: FakeTensorMode) -> str:
 def _run(
     step: Callable[[], Any], model: torch.nn.Module, optimizers: Sequence[Optimizer], name: str, device: torch.device
 ) -> Trace:
-    tracer = Tracer(name, device, list_residents(model, optimizers), fake=True)
+    tracer = Tracer(name, device, model, list_residents(model, optimizers), fake=True)
     saved = _Hooks(tracer)
     with tracer, telling_gradients(tracer, model), torch.autograd.graph.saved_tensors_hooks(saved.pack, saved.unpack):
         result = step()

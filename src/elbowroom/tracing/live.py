@@ -26,9 +26,11 @@ class LiveCapture:
         optimizers: Sequence[Optimizer],
         meter: Meter,
     ) -> None:
-        self._model, self._optimizers, self._meter = model, optimizers, meter
+        self._model = model
+        self._optimizers = optimizers
+        self._meter = meter
         self._state_before = count_state(optimizers)
-        self.tracer = Tracer(name, device, list_residents(model, optimizers), meter=meter)
+        self.tracer = Tracer(name, device, model, list_residents(model, optimizers), meter=meter)
 
     @property
     def is_settled(self) -> bool:

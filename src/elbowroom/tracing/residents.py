@@ -4,36 +4,55 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 from torch.optim import Optimizer
 
-from elbowroom.hooks.storage_ids import PLAIN_TENSORS, unwrap
+from elbowroom.hooks.module_paths import find_module_path
+from elbowroom.hooks.storage_ids import PLAIN_TENSORS, Identities, unwrap
 from elbowroom.ir.trace import Role
 
-Resident = tuple[torch.Tensor, Role, str]
+
+class Resident(NamedTuple):
+    """A tensor that a job keeps between steps.
+
+    Attributes:
+        label: its name, for people.
+        module: path of the module that has it, or whose parameter it belongs to; None if no module does.
+    """
+
+    tensor: torch.Tensor
+    role: Role
+    label: str
+    module: str | None
 
 
 def list_residents(model: torch.nn.Module, optimizers: Sequence[Optimizer]) -> list[Resident]:
-    """Every tensor a job keeps between steps, with its role and a label; a tensor may come more than once.
+    """Every tensor a job keeps between steps; a tensor may come more than once.
 
     In the place of one that wraps others (`unwrap`) come those.
     """
-    parameters: list[Resident] = [(each, Role.PARAMETER, name) for name, each in model.named_parameters()]
-    buffers: list[Resident] = [(each, Role.BUFFER, name) for name, each in model.named_buffers()]
-    known = {id(parameter) for parameter, _, _ in parameters}
+    parameters = [
+        Resident(each, Role.PARAMETER, name, find_module_path(name)) for name, each in model.named_parameters()
+    ]
+    buffers = [Resident(each, Role.BUFFER, name, find_module_path(name)) for name, each in model.named_buffers()]
+    owners = {id(each.tensor): each.module for each in parameters}
     states: list[Resident] = []
     for index, optimizer in enumerate(optimizers):
-        strange = [each for each in _list_updated(optimizer) if id(each) not in known]
-        parameters += [(each, Role.PARAMETER, f"optimizer {index} parameter") for each in strange]
-        states += [(each, Role.OPTIMIZER_STATE, key) for key, each in _iterate_state(optimizer)]
+        strange = [each for each in _list_updated(optimizer) if id(each) not in owners]
+        parameters += [Resident(each, Role.PARAMETER, f"optimizer {index} parameter", None) for each in strange]
+        states += [
+            Resident(each, Role.OPTIMIZER_STATE, key, owners.get(id(parameter)))
+            for parameter, key, each in _iterate_state(optimizer)
+        ]
     gradients = [
-        (parameter.grad, Role.GRADIENT, f"gradient of {name}")
-        for parameter, _, name in parameters
-        if parameter.grad is not None
+        Resident(tensor.grad, Role.GRADIENT, f"gradient of {name}", module)
+        for tensor, _, name, module in parameters
+        if tensor.grad is not None
     ]
     listed = [*parameters, *buffers, *states, *gradients]
-    return [(part, role, label) for each, role, label in listed for part in unwrap(each)]
+    return [each._replace(tensor=part) for each in listed for part in unwrap(each.tensor)]
 
 
 def list_resident_tensors(model: torch.nn.Module, optimizers: Sequence[Optimizer]) -> list[torch.Tensor]:
@@ -74,11 +93,12 @@ def _list_updated(optimizer: Optimizer) -> list[torch.Tensor]:
     return [each for group in optimizer.param_groups for each in group["params"]]
 
 
-def _iterate_state(optimizer: Optimizer) -> Iterator[tuple[str, torch.Tensor]]:
-    for state in optimizer.state.values():
+def _iterate_state(optimizer: Optimizer) -> Iterator[tuple[object, str, torch.Tensor]]:
+    """Parameter, key and tensor of each entry."""
+    for parameter, state in optimizer.state.items():
         for key, value in state.items():
             for each in _iterate_tensors(value):
-                yield str(key), each
+                yield parameter, str(key), each
 
 
 def _iterate_tensors(value: object) -> Iterator[torch.Tensor]:

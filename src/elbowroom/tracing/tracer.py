@@ -20,9 +20,15 @@ from torch.utils.flop_counter import flop_registry
 
 from elbowroom.hooks.exposed_memory import is_shared
 from elbowroom.hooks.meter import Meter
+from elbowroom.hooks.module_paths import UNKNOWN, Origin, find_module_path
 from elbowroom.hooks.storage_ids import Identities, get_plain_storage, list_parts
 from elbowroom.ir.trace import Need, Op, Role, Save, Storage, Trace, View
 from elbowroom.ops.replayable import find_barrier, find_statistics, find_written, iterate_tensors, touches_tensors
+from elbowroom.tracing.origins import OpOrigins
+from elbowroom.tracing.residents import Resident
+
+OWNED = frozenset((Role.PARAMETER, Role.GRADIENT, Role.OPTIMIZER_STATE))
+"""Roles of storages that one module owns: an optimizer's ops belong to it."""
 
 UNSEEN_BYTES = 1 << 14
 """Counted in every trace for what a step allocates without an op: states of random generators, the scalars of a loop.
@@ -32,12 +38,14 @@ It was some hundred bytes at most in all that was measured."""
 class _Seen:
     """A storage while it is being traced."""
 
-    __slots__ = ("created", "id", "label", "nbytes", "released", "role", "version")
+    __slots__ = ("created", "id", "is_of_owner", "label", "nbytes", "origin", "released", "role", "version")
 
-    def __init__(self, storage: int, nbytes: int, role: Role, created: int, label: str) -> None:
+    def __init__(self, storage: int, nbytes: int, role: Role, created: int, label: str, origin: Origin) -> None:
         self.id, self.nbytes, self.role, self.created, self.label = storage, nbytes, role, created, label
+        self.origin = origin
         self.released: int | None = None
         self.version = 0
+        self.is_of_owner = False  # made of what only one module has: parameters, gradients, optimizer state
 
 
 class Tracer(TorchDispatchMode):
@@ -46,7 +54,8 @@ class Tracer(TorchDispatchMode):
     Args:
         name: for people.
         device: storages on other kinds of device are not traced.
-        residents: (tensor, role, label) of what is there before the step: parameters, buffers, optimizer state.
+        model: its modules call the ops.
+        residents: what is there before the step: parameters, buffers, optimizer state.
         meter: told of each op.
         fake: whether the step runs on fake tensors.
 
@@ -59,7 +68,8 @@ class Tracer(TorchDispatchMode):
         self,
         name: str,
         device: torch.device,
-        residents: Iterable[tuple[torch.Tensor, Role, str]],
+        model: torch.nn.Module,
+        residents: Iterable[Resident],
         *,
         meter: Meter | None = None,
         fake: bool = False,
@@ -67,6 +77,7 @@ class Tracer(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self._get_storage = functools.partial(get_plain_storage, fake=fake)
         self._name, self._device, self._meter = name, device, meter
+        self._origins = OpOrigins(model)
         self.own_seconds = 0.0
         self._tick = 0
         self._lock = threading.Lock()  # several backward passes may run in threads, and no two entries share a tick
@@ -78,9 +89,9 @@ class Tracer(TorchDispatchMode):
         self._saves: list[list[int]] = []  # tick, storage, released
         self._needs: list[list[int]] = []  # tick, save, released
         self._open_needs: Identities[list[int]] = Identities(self._needs_released)
-        for tensor, role, label in residents:
+        for tensor, role, label, module in residents:
             if tensor.device.type == device.type:
-                self._identify(tensor, role, -1, label)
+                self._identify(tensor, role, -1, label, Origin(module, ""))
 
     # -- ops ------------------------------------------------------------------------------------------------------
 
@@ -91,6 +102,7 @@ class Tracer(TorchDispatchMode):
         if self.pauses or not touches_tensors(func):
             return func(*args, **kwargs)
         entered = time.perf_counter()
+        origin = self._origins.find()
         reads, why = self._list_reads((*args, *kwargs.values()), find_statistics(func, args))
         begin = time.perf_counter()
         result = self._measure(lambda: func(*args, **kwargs))
@@ -102,7 +114,7 @@ class Tracer(TorchDispatchMode):
         ]
         barrier, flops = find_barrier(func, args, kwargs) or why, count_flops(func, args, kwargs, result)
         with self._lock:
-            self._record(str(func), tuple(reads), written, result, barrier, flops)
+            self._record(str(func), origin, tuple(reads), written, result, barrier, flops)
         self.own_seconds += time.perf_counter() - end + begin - entered
         return result
 
@@ -112,10 +124,11 @@ class Tracer(TorchDispatchMode):
         """Return what compiled code returns, which is one op."""
         if self.pauses:
             return call()
+        origin = self._origins.find()
         reads, _ = self._list_reads(inputs, ())
         result = self._measure(call)
         with self._lock:
-            self._record(name, tuple(reads), written, result, "compiled code may do more than is seen", 0)
+            self._record(name, origin, tuple(reads), written, result, "compiled code may do more than is seen", 0)
         return result
 
     def _list_reads(self, values: Iterable[Any], skipped: Sequence[int]) -> tuple[list[View], str]:
@@ -142,10 +155,43 @@ class Tracer(TorchDispatchMode):
         return result
 
     def _record(
-        self, name: str, reads: tuple[View, ...], changed: Iterable[torch.Tensor], result: Any, barrier: str, flops: int
+        self,
+        name: str,
+        origin: Origin,
+        reads: tuple[View, ...],
+        changed: Iterable[torch.Tensor],
+        result: Any,
+        barrier: str,
+        flops: int,
     ) -> None:
         """Write an op down. `changed`: the tensors that it wrote to in place."""
         tick = self._tick
+        written = self._count_writes(changed)
+        owner = self._find_owner((*(view.storage for view in reads), *written)) if origin.module is None else None
+        is_owned = owner is not None
+        if is_owned:
+            origin = Origin(owner, origin.line)
+        writes = []
+        results = list(iterate_tensors(result))
+        for tensor in (*results, *(part for each in results for part in list_parts(each))):
+            view = self._view(tensor, tick, name, origin)
+            if view is not None and (self._seen[view.storage].created == tick or view.storage in written):
+                writes.append(view)  # anything else is a view of what was there
+                self._seen[view.storage].is_of_owner |= is_owned and self._seen[view.storage].created == tick
+        known = {view.storage for view in writes}
+        for storage in written:
+            if storage not in known:
+                seen = self._seen[storage]
+                writes.append(View(storage=storage, version=seen.version, dtype="uint8", shape=(seen.nbytes,)))
+        op = Op(
+            tick=tick, name=name, reads=reads, writes=tuple(writes), flops=flops, barrier=barrier,
+            module=origin.module, line=origin.line,
+        )  # fmt: skip
+        self._ops.append(op)
+        self._tick += 1
+
+    def _count_writes(self, changed: Iterable[torch.Tensor]) -> list[int]:
+        """Return the storages that an op wrote to in place."""
         written: list[int] = []
         for tensor in changed:
             seen = self._find(tensor)
@@ -153,19 +199,13 @@ class Tracer(TorchDispatchMode):
                 written.append(seen.id)
                 seen.version += 1
                 seen.nbytes = max(seen.nbytes, tensor.untyped_storage().nbytes())  # an `out=` may have grown
-        writes = []
-        results = list(iterate_tensors(result))
-        for tensor in (*results, *(part for each in results for part in list_parts(each))):
-            view = self._view(tensor, created=tick, label=name)
-            if view is not None and (self._seen[view.storage].created == tick or view.storage in written):
-                writes.append(view)  # anything else is a view of what was there
-        known = {view.storage for view in writes}
-        for storage in written:
-            if storage not in known:
-                seen = self._seen[storage]
-                writes.append(View(storage=storage, version=seen.version, dtype="uint8", shape=(seen.nbytes,)))
-        self._ops.append(Op(tick=tick, name=name, reads=reads, writes=tuple(writes), flops=flops, barrier=barrier))
-        self._tick += 1
+        return written
+
+    def _find_owner(self, storages: Iterable[int]) -> str | None:
+        """The only module that owns some of these storages, or what they were made of; None if there is none."""
+        there = (self._seen[storage] for storage in storages)
+        owners = {seen.origin.module for seen in there if seen.role in OWNED or seen.is_of_owner} - {None}
+        return owners.pop() if len(owners) == 1 else None
 
     # -- what autograd does ---------------------------------------------------------------------------------------
 
@@ -198,11 +238,12 @@ class Tracer(TorchDispatchMode):
         if self._saves[save][2] < 0:
             self._saves[save][2] = self._tick
 
-    def gradient(self, tensor: torch.Tensor, label: str) -> None:
+    def gradient(self, tensor: torch.Tensor, parameter: str) -> None:
         """A parameter's gradient, which the step may well give up again before its end."""
         seen = self._find(tensor)
         if seen is not None and seen.created >= 0:
-            seen.role, seen.label = Role.GRADIENT, label
+            seen.role, seen.label = Role.GRADIENT, f"gradient of {parameter}"
+            seen.origin = Origin(find_module_path(parameter), "")
 
     def storage_of(self, tensor: torch.Tensor) -> int | None:
         """The traced id of a tensor's storage."""
@@ -211,12 +252,13 @@ class Tracer(TorchDispatchMode):
 
     # -- the result -----------------------------------------------------------------------------------------------
 
-    def finish(self, survivors: Iterable[tuple[torch.Tensor, Role, str]]) -> Trace:
+    def finish(self, survivors: Iterable[Resident]) -> Trace:
         """End the step. `survivors`: as `residents`, after the step: gives roles to what it created and kept."""
-        for tensor, role, label in survivors:
+        for tensor, role, label, module in survivors:
             seen = self._find(tensor)
             if seen is not None and seen.created >= 0:
                 seen.role, seen.label = role, label
+                seen.origin = Origin(module, "")
         end = self._tick
         self._identities.close()
         self._open_needs.close()
@@ -265,22 +307,26 @@ class Tracer(TorchDispatchMode):
     def _lookup(self, storage: torch.UntypedStorage) -> _Seen | None:
         return self._identities.find(storage) or self._returned.find(storage)
 
-    def _identify(self, tensor: torch.Tensor, role: Role, created: int, label: str) -> _Seen | None:
+    def _identify(
+        self, tensor: torch.Tensor, role: Role, created: int, label: str, origin: Origin = UNKNOWN
+    ) -> _Seen | None:
         storage = self._get_storage(tensor)
         if storage is None or tensor.device.type != self._device.type:
             return None
         seen = self._lookup(storage)
         if seen is None:
-            seen = _Seen(len(self._seen), storage.nbytes(), role, created, label)
+            seen = _Seen(len(self._seen), storage.nbytes(), role, created, label, origin)
             self._seen.append(seen)
             self._identities.put(storage, seen)
             if created < 0 and self._meter is not None:
                 self._meter.adopt_input(storage)
         return seen
 
-    def _view(self, tensor: torch.Tensor, created: int = -1, label: str = "input") -> View | None:
+    def _view(
+        self, tensor: torch.Tensor, created: int = -1, label: str = "input", origin: Origin = UNKNOWN
+    ) -> View | None:
         role = Role.INPUT if created < 0 else Role.TEMPORARY
-        seen = self._identify(tensor, role, created, label)
+        seen = self._identify(tensor, role, created, label, origin)
         if seen is None:
             return None
         dtype = str(tensor.dtype).removeprefix("torch.")
@@ -309,6 +355,8 @@ class Tracer(TorchDispatchMode):
             created=seen.created,
             released=end if seen.released is None else seen.released,
             label=seen.label,
+            module=seen.origin.module,
+            line=seen.origin.line,
         )
 
 
@@ -316,15 +364,15 @@ class Tracer(TorchDispatchMode):
 def telling_gradients(tracer: Tracer, model: torch.nn.Module) -> Iterator[None]:
     """Tell a tracer of each gradient of a model as it comes."""
 
-    def tell(label: str) -> Callable[[torch.Tensor], None]:
+    def tell(name: str) -> Callable[[torch.Tensor], None]:
         def told(parameter: torch.Tensor) -> None:
             if parameter.grad is not None:
-                tracer.gradient(parameter.grad, label)
+                tracer.gradient(parameter.grad, name)
 
         return told
 
     handles = [
-        parameter.register_post_accumulate_grad_hook(tell(f"gradient of {name}"))
+        parameter.register_post_accumulate_grad_hook(tell(name))
         for name, parameter in model.named_parameters()
         if parameter.requires_grad and parameter.is_leaf
     ]

@@ -18,6 +18,9 @@ from elbowroom.ir.journal import Journal
 from elbowroom.ir.plan import Plan
 from elbowroom.ir.trace import Trace
 
+_TABLES = ("kind", "module")
+_BY_HELP = "The table that --trace adds: kind (the default), why each block is where it is; module, bytes by module."
+
 
 def register(app: typer.Typer) -> None:
     """Put this command into the program."""
@@ -32,14 +35,21 @@ def render_report(
     plan_file: Annotated[Path | None, typer.Option("--plan", help="The plan that was carried out.")] = None,
     hardware: Hardware = "this",
     costs_file: CostsFile = None,
+    by: Annotated[str, typer.Option("--by", help=_BY_HELP, autocompletion=lambda: list(_TABLES))] = "kind",
+    depth: Annotated[
+        int | None,
+        typer.Option("--depth", min=1, help="Levels of modules, with --by module; as many as fit if not given."),
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Report what steps did: forecast beside measured, and with a trace why each block is where it is."""
     from elbowroom.planner.bounds.bound import bound_plan
+    from elbowroom.report.modules import count_by_module
     from elbowroom.report.steady import count_modes, find_steady
-    from elbowroom.report.summary import summarize
+    from elbowroom.report.summary import check_table, summarize
 
     with open_terminal(as_json) as terminal:
+        check_table(by, depth)
         read = [(path, *load_journal(path)) for path in journals]
         trace, costs, plan, forecast = _load_step(terminal, trace_file, plan_file, hardware, costs_file)
         bound_seconds = 0.0
@@ -50,7 +60,7 @@ def render_report(
             budget_bytes = run_budget_bytes or (0 if plan is None else plan.budget_bytes)
             text = summarize(
                 budget_bytes=budget_bytes, journal=journal, trace=trace, costs=costs, plan=plan, forecast=forecast,
-                bound_seconds=bound_seconds,
+                bound_seconds=bound_seconds, by=by, depth=depth,
             )  # fmt: skip
             steady = find_steady(journal)
             documents.append(
@@ -65,7 +75,10 @@ def render_report(
                 }
             )
             terminal.show_text((f"{path}\n\n" if len(read) > 1 else "") + text + ("\n" if len(read) > 1 else ""))
-        terminal.write_document("report", reports=documents)
+        modules: list[dict[str, Any]] | None = None
+        if by == "module" and trace is not None and costs is not None:
+            modules = [files.to_json(each) for each in count_by_module(trace, costs, plan, forecast)]
+        terminal.write_document("report", reports=documents, modules=modules)
 
 
 def load_journal(path: Path) -> tuple[Journal, int]:

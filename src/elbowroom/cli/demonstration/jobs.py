@@ -161,7 +161,7 @@ def list_base(workload: Workload) -> list[torch.Tensor]:
     """What is there before a step: parameters, buffers, gradients, optimizer state, and the batch."""
     from elbowroom.tracing.residents import list_residents
 
-    return [*(t for t, _, _ in list_residents(workload.model, (workload.optimizer,))), *workload.batch.values()]
+    return [*(each.tensor for each in list_residents(workload.model, (workload.optimizer,))), *workload.batch.values()]
 
 
 def _find_smallest(advance: Advance, workload: Workload, profile: HardwareProfile) -> int:

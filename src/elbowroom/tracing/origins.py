@@ -1,0 +1,60 @@
+"""Where the ops of a step come from: modules, and lines of the program."""
+
+from __future__ import annotations
+
+import bisect
+import sys
+import threading
+
+import torch
+
+from elbowroom.hooks.module_paths import UNKNOWN, ModulePaths, Origin, is_within, list_stack
+
+
+class OpOrigins:
+    """Finds the origin of each op of one step.
+
+    The modules that call the ops of a forward pass are on Python's stack. The ops of a backward pass are called by
+    nodes. Each thread numbers the nodes that it makes, so a node comes from where the op does that it was made with.
+
+    Args:
+        model: of the step, which this thread begins.
+    """
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._paths = ModulePaths(model)
+        self._thread = threading.get_ident()
+        # For each thread, in order: a number above those of all nodes made so far, and where the last of them was made.
+        self._made: dict[int, list[tuple[int, Origin]]] = {self._thread: [(_count_nodes(), UNKNOWN)]}
+
+    def find(self) -> Origin:
+        """Return the origin of the op that the caller's caller is called for."""
+        site = self._paths.look(list_stack(sys._getframe(2)))
+        node = torch._C._current_autograd_node()
+        origin = site.origin
+        if node is not None and (origin.module is None or site.candidates):
+            made = self._find_made(node, threading.get_ident() if site.is_backward else self._thread)
+            module = made.module
+            if site.candidates:  # a forward pass that is run again within a backward pass, near where it was run
+                near = (each for each in site.candidates if module is not None and is_within(module, each))
+                module = next(near, origin.module)
+            origin = Origin(module, origin.line or made.line)
+        made_here = self._made.setdefault(threading.get_ident(), [])
+        count = _count_nodes()
+        if not made_here or count > made_here[-1][0]:
+            made_here.append((count, origin))
+        return origin
+
+    def _find_made(self, node: torch.autograd.graph.Node, thread: int) -> Origin:
+        """Where a node was made, in a thread."""
+        parameter = getattr(node, "variable", None)
+        if parameter is not None:
+            return Origin(self._paths.find_owner(parameter), "")
+        made = self._made.get(thread, [])
+        index = bisect.bisect_right(made, node._sequence_nr(), key=lambda each: each[0])
+        return made[index][1] if index < len(made) else UNKNOWN
+
+
+def _count_nodes() -> int:
+    """The number of nodes that this thread has made."""
+    return torch._C._autograd._get_sequence_nr()
