@@ -108,7 +108,9 @@ class _Choices:
             load = realized.load.copy()
             if load.peak_bytes <= self._problem.budget_bytes:
                 return realized
-            if not chose and not self._offload_instead(realized.blame(self._drafter, self._problem.budget_bytes)):
+            if not chose and not self._offload_instead(
+                realized.find_drops_at_peak(self._drafter, self._problem.budget_bytes)
+            ):
                 return None
 
     def _choose_under(self, load: MemoryCurve) -> bool:
