@@ -238,7 +238,9 @@ class _Measurer:
         return max(gap.opens + 1, self._trace.storages[storage].released), gap.closes
 
     def _measure(self, stage: int) -> Stage:
-        begin, end, want = self._begins[stage], self._ends[stage], self._wants[stage]
+        begin = self._begins[stage]
+        end = self._ends[stage]
+        want = self._wants[stage]
         bound, inner = self._bounds[stage], self._inner[stage]
         following = self._bounds[stage + 1] if stage + 1 < len(self._bounds) else -1
         own = [] if bound < 0 else [bound]

@@ -60,7 +60,9 @@ def farthest_next_use(drafter: Drafter) -> Rank:
 
     At no cost is what the tier below has already, and what can return while the ops up to its use run.
     """
-    begins, link, storages = drafter.begins, drafter.replay.costs.link, drafter.replay.trace.storages
+    begins = drafter.begins
+    link = drafter.replay.costs.link
+    storages = drafter.replay.trace.storages
 
     def rank(absence: EvictableGap, tick: int, is_clean: bool) -> tuple[float, ...]:
         seconds = reload_seconds(link, storages[absence.key[0]].nbytes)
@@ -89,7 +91,9 @@ class EvictionSweep:
     def __init__(
         self, drafter: Drafter, load: MemoryCurve, budget_bytes: int, gap_arrays: Iterable[EvictableGap], rank: Rank
     ) -> None:
-        self._drafter, self._load, self._rank = drafter, load, rank
+        self._drafter = drafter
+        self._load = load
+        self._rank = rank
         useful = [each for each in gap_arrays if load.gone[each.key] < each.closes]
         self._coming = sorted(useful, key=lambda each: (each.opens, each.key), reverse=True)
         self._budget = max(budget_bytes, self._find_lowest_peak(useful))

@@ -50,7 +50,9 @@ class _Advance:
     """The times of a settlement, and how much earlier each reload should begin by now."""
 
     def __init__(self, problem: Problem, timetable: CopyTimetable, realized: RealizedChoices) -> None:
-        self._drafter, self._budget_bytes, self._timetable = problem.drafter, problem.budget_bytes, timetable
+        self._drafter = problem.drafter
+        self._budget_bytes = problem.budget_bytes
+        self._timetable = timetable
         self._load = realized.load.copy()
         self.times = dict(realized.times)
         self._begins = {key: self._drafter.begins[each.back] for key, each in self.times.items()}
@@ -89,7 +91,9 @@ def find_late_reloads(replay: Replay, plan: Plan) -> dict[tuple[int, int], float
 
     A need at which a replay waits for one of its leaves counts for that leaf.
     """
-    machine, lanes, link = Machine(plan_policy.Policy(plan), plan.segments), Lanes(replay.costs.link), replay.costs.link
+    machine = Machine(plan_policy.Policy(plan), plan.segments)
+    lanes = Lanes(replay.costs.link)
+    link = replay.costs.link
     behind = 0.0
     done: dict[int, float] = {}
     coming: set[int] = set()

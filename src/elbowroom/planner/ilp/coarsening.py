@@ -127,7 +127,9 @@ def _tie(
     nbytes: int,
     before: Key | None,
 ) -> Bundle:
-    link, storages, begins = drafter.replay.costs.link, drafter.replay.trace.storages, drafter.begins
+    link = drafter.replay.costs.link
+    storages = drafter.replay.trace.storages
+    begins = drafter.begins
     sizes = [storages[storage].nbytes for storage, _ in keys]
     copied, first, last = span
     opening, closing = stretches[copied], stretches[last + 1]

@@ -63,7 +63,9 @@ def merge_replays(problem: Problem, plan: Plan) -> Plan:
         made = _write(problem, plan, joined, rest)
         found = None if made is None else drafter.replay.run(made)
         if made and found and problem.fits(found) and found.step_seconds < forecast.step_seconds:
-            groups, best, forecast = joined, made, found
+            groups = joined
+            best = made
+            forecast = found
             pairs = _Merger(problem, groups, forecast).find_pairs(barred)
         elif len(pairs) > 1:
             pairs = pairs[: len(pairs) // 2]  # keep the pairs that save most

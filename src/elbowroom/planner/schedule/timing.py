@@ -49,7 +49,9 @@ class CopyTimetable:
     """Schedules copies on the time axis of the plain step."""
 
     def __init__(self, drafter: Drafter) -> None:
-        self._gaps, self._begins, self._closures = drafter.gaps, drafter.begins, drafter.closures
+        self._gaps = drafter.gaps
+        self._begins = drafter.begins
+        self._closures = drafter.closures
         self._link = drafter.replay.costs.link
         self._storages = drafter.replay.trace.storages
         self._ticks = list_moments(drafter.replay.trace)

@@ -86,7 +86,9 @@ def anneal(
         return found
     seconds, excess = room.outcome[0].seconds, find_excess(terms, room)
     before = choices.copy()
-    state, heat, cooling = seed, hot, (cold / hot) ** (1.0 / max(1, turns))
+    state = seed
+    heat = hot
+    cooling = (cold / hot) ** (1.0 / max(1, turns))
     for turn in range(turns):
         if turn > 0:
             state = _change(space, choices, _mix(state))
@@ -138,7 +140,9 @@ def polish(columns: Columns, space: SearchSpace, terms: SweepLimits, best: Array
             sweeps -= 1
             fits = sweep(columns, best, terms.budget_bytes, terms.slack, found, room) and not find_excess(terms, room)
             if fits and (room.outcome[0].seconds < found or (choice == KEEP and was != KEEP)):
-                found, now, since = room.outcome[0].seconds, choice, 0
+                found = room.outcome[0].seconds
+                now = choice
+                since = 0
         best[gap] = now
     return float(found)
 

@@ -86,7 +86,9 @@ def anneal_all(
     finally:
         fastest = min(found, key=lambda each: each.seconds, default=best)
         if fastest.seconds < best.seconds:
-            best.choices, best.seconds, best.slack = fastest.choices, fastest.seconds, fastest.slack
+            best.choices = fastest.choices
+            best.seconds = fastest.seconds
+            best.slack = fastest.slack
     return [each for each in done if each is not None]
 
 
@@ -99,7 +101,9 @@ def _go(
     best: BestChoices,
     stop: threading.Event,
 ) -> None:
-    room, choices, prices = make_sweep(columns), walk.start.copy(), np.asarray([walk.price])
+    room = make_sweep(columns)
+    choices = walk.start.copy()
+    prices = np.asarray([walk.price])
     pieces = PIECES if walk.turns else 1
     cooling = (walk.cold / walk.hot) ** (1 / pieces)
     for piece in range(pieces):

@@ -90,7 +90,9 @@ class _Nest:
     """The searches that one problem takes."""
 
     def __init__(self, problem: Problem, strategy: str, effort: float) -> None:
-        self._problem, self._strategy, self._effort = problem, strategy, effort
+        self._problem = problem
+        self._strategy = strategy
+        self._effort = effort
         drafter = problem.drafter
         overflow = drafter.replay.overflow
         self._has_disk = overflow is not None

@@ -76,7 +76,9 @@ class _Schedule:
 
     def __init__(self, problem: Problem) -> None:
         drafter = problem.drafter
-        self._drafter, self._gaps, self._begins = drafter, drafter.gaps, drafter.begins
+        self._drafter = drafter
+        self._gaps = drafter.gaps
+        self._begins = drafter.begins
         self._link, self._storages = drafter.replay.costs.link, drafter.replay.trace.storages
         self._most_bytes = problem.host_bytes
         self._timetable, self._channel = CopyTimetable(drafter), LinkTimetable()

@@ -138,7 +138,9 @@ class _Program:
     def __init__(
         self, stretches: tuple[Stretch, ...], bundles: tuple[Bundle, ...], link: Link, budget_bytes: int
     ) -> None:
-        self._stretches, self._link, self._budget = stretches, link, budget_bytes
+        self._stretches = stretches
+        self._link = link
+        self._budget = budget_bytes
         self._costs: list[float] = []
         self._bounds: list[tuple[float, float]] = []
         self._whole: list[bool] = []
