@@ -108,7 +108,7 @@ def solve_fluid(
 
 
 def _place_pivots(problem: Problem, windows: int) -> Integers:
-    """Return the ticks of highest plain memory use in equal intervals of time and of ticks, and the end of the trace."""
+    """Return the ticks of highest plain memory use in equal intervals of time and of ticks, and the end."""
     live = np.array(problem.plain.live_bytes)
     end = len(live)
     if end <= FEW_TICKS:
