@@ -73,7 +73,7 @@ def test_what_it_leaves_out_when_it_ends_early_is_said(caplog: pytest.LogCapture
     assert early.bound_seconds < late.bound_seconds == late.seconds < early.seconds and late.nodes < 400
     with caplog.at_level(logging.WARNING):
         plan(*job, problem.budget_bytes, strategy="exact:nodes=1", min_offload_bytes=1)
-    assert "ended after 1 nodes" in caplog.text and "%" in caplog.text
+    assert "stopped after 1 nodes" in caplog.text and "%" in caplog.text
 
 
 def test_a_large_trace_is_sent_to_auto() -> None:

@@ -23,7 +23,7 @@ from elbowroom.ir.trace import Role, Trace
 from elbowroom.planner.heuristics.eviction import EvictionSweep, draft_offloads, farthest_next_use, list_evictable_gaps
 from elbowroom.planner.heuristics.layers import find_layers
 from elbowroom.planner.heuristics.stages import Cutter
-from elbowroom.planner.ilp.coarsening import cut_stretches, tie_bundles
+from elbowroom.planner.ilp.coarsening import cut_stretches, make_bundles
 from elbowroom.planner.problem import Problem, plan, pose
 from elbowroom.planner.schedule.draft import Drafter
 from elbowroom.planner.schedule.memory_curve import MemoryCurve
@@ -465,7 +465,7 @@ def test_what_fits_in_coarse_time_fits_in_truth(job: tuple[Trace, Costs], count:
     drafter = (problem := pose(trace, costs, 1, min_offload_bytes=1)).drafter
     load = MemoryCurve(drafter, problem.plain.live_bytes)
     stretches = cut_stretches(drafter, load, count)
-    bundles = tie_bundles(drafter, load, stretches)
+    bundles = make_bundles(drafter, load, stretches)
     assert len(stretches) <= count
     moments = list_moments(trace)
     held = [stretch.live_bytes for stretch in stretches]
@@ -550,7 +550,7 @@ def test_the_program_knows_what_waits(per_second: float, share: float) -> None:
     drafter = problem.drafter
     load = MemoryCurve(drafter, problem.plain.live_bytes)
     stretches = cut_stretches(drafter, load, 60)
-    program = tvdnn_ilp._Program(stretches, tie_bundles(drafter, load, stretches), costs.link, problem.budget_bytes)
+    program = tvdnn_ilp._Program(stretches, make_bundles(drafter, load, stretches), costs.link, problem.budget_bytes)
     whole, bounds = np.array(program._whole, dtype=float), np.array(program._bounds)
     found = program._optimise(program._constrain(), whole, bounds, {"mip_rel_gap": 1e-4}).fun * program._unit
     forecast = drafter.replay.run(tvdnn_ilp.make_plan(problem, steps=60))
@@ -564,7 +564,7 @@ def test_copies_share_a_half_duplex_link(half_duplex: bool) -> None:
     problem = pose(trace, make_costs(trace, op_seconds=1e-3, link=link), int(peak(trace, make_costs(trace)) * 0.4))
     load = MemoryCurve(problem.drafter, problem.plain.live_bytes)
     stretches = cut_stretches(problem.drafter, load, 10)
-    program = tvdnn_ilp._Program(stretches, tie_bundles(problem.drafter, load, stretches), link, problem.budget_bytes)
+    program = tvdnn_ilp._Program(stretches, make_bundles(problem.drafter, load, stretches), link, problem.budget_bytes)
     out = {variable for columns in program._columns for variable in columns.out.values()}
     back = {variable for columns in program._columns for variable in columns.back.values()}
     assert any(row.keys() & out and row.keys() & back for row, _ in program._rows) == half_duplex

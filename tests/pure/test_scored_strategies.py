@@ -597,7 +597,7 @@ def test_a_program_without_time_still_gives_a_plan(caplog: pytest.LogCaptureFixt
 def test_limits_that_come_first_are_said(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, logger="elbowroom"):
         for gap in (0.004, 0.02, float("inf")):
-            LIMITS.say("checkmate", gap, "a program")
+            LIMITS.log_gap("checkmate", gap, "a program")
     assert [record.levelname for record in caplog.records] == ["INFO", "WARNING", "WARNING"]
     assert [record.message for record in caplog.records] == [
         "checkmate: a program: within 0.40% of the best",

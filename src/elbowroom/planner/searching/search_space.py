@@ -14,8 +14,7 @@ MOST_TICKETS = 8
 
 
 def find_search_space(columns: Columns, budget_bytes: int, room: Segments) -> SearchSpace:
-    """Return the gaps whose absence frees bytes where the plain step exceeds the budget, and their permitted choices.
-    """
+    """Return the gaps whose absence frees bytes where the plain step exceeds the budget, and their allowed choices."""
     gaps, events = columns.gaps, columns.events
     begin = np.maximum(events["after"][gaps["open_event"]], gaps["free"])
     end = np.maximum(events["at"][gaps["close_event"]], begin)
