@@ -33,7 +33,7 @@ def make_index() -> str:
     return "\n".join([
         "# Strategies", "",
         "A strategy decides which storages are kept, offloaded or recomputed: `elbowroom plan ... --strategy NAME`,",
-        "or `NAME:option=value,option=value`. `python docs/strategy_pages.py` generates these pages from the source.", "",
+        "or `NAME:option=value,option=value`. `python docs/strategy_pages.py` generates these pages from source.", "",
         "| strategy | |", "|---|---|", *lines, "",
     ])  # fmt: skip
 

@@ -172,9 +172,7 @@ def _read(problem: Problem, builder: ModelBuilder, model: Model, solved: Any) ->
 
 
 def _find_more(problem: Problem, builder: ModelBuilder, model: Model, found: Numbers, windows: int) -> Integers:
-    """Return the ticks that exceed the budget most under a solution: at most one between two pivots, and `windows` in
-    all.
-    """
+    """Return the ticks that exceed the budget most under a solution: at most one between two pivots."""
     over = _find_excess(problem, builder, model, found)
     before = np.searchsorted(model.pivots, np.arange(len(over)))
     order = np.lexsort((np.arange(len(over)), -over))

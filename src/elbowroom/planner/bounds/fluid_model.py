@@ -153,8 +153,7 @@ class ModelBuilder:
         return np.full(size, 1.0 + self._sizes.sum())
 
     def _add_sums(self, rows: Rows, pivots: Integers) -> None:
-        """Add, per pivot, the bytes that are freed and absent, and those of gaps opened, claims begun and gaps closed
-        before it.
+        """Add, per pivot, the bytes freed and absent, and those of gaps opened, claims begun and gaps closed before it.
         """
         gap_arrays = self.gap_arrays
         sizes = self._sizes
@@ -180,9 +179,7 @@ class ModelBuilder:
             self._add_copying(rows, len(pivots), np.searchsorted(pivots, gap_arrays.claim_ends), -sizes)
 
     def _add_copying(self, rows: Rows, count: int, when: Integers, values: Numbers) -> None:
-        """Add, for each gap, the share copied for it to the first `count` rows: its move, less what an earlier gap
-        copied.
-        """
+        """Add, for each gap, the share copied for it, in the first `count` rows: its move, less earlier copies."""
         alone = self._alone
         shared = self._shared
         later = self._shared[self._later]
@@ -276,9 +273,7 @@ class Rows:
         self.least.append(least)
 
     def begin_sum(self, name: str, count: int) -> None:
-        """Begin rows that define a running sum: this column less the previous one equals the entries added with a minus
-        sign.
-        """
+        """Begin rows of a running sum: a column less the previous one equals the entries added with a minus sign."""
         each = np.arange(count)
         self.begin(f"{name} sum", np.zeros(count))
         self.add(each, name, each, 1.0)

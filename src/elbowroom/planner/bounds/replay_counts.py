@@ -43,7 +43,7 @@ def count_replays(gap_arrays: GapArrays, drops: Integers, op_seconds: Numbers) -
     Cost: linear in the ops that may be replayed.
     """
     takes = gap_arrays.forced.takes
-    results: dict[int, dict[int, list[int]]] = {}  # of each op: storages, and their gaps
+    results: dict[int, dict[int, list[int]]] = {}  # op: storage: its gaps
     for gap in drops.tolist():
         results.setdefault(int(gap_arrays.maker[gap]), {}).setdefault(gap_arrays.keys[gap][0], []).append(gap)
     askers: dict[int, list[int]] = {}

@@ -159,9 +159,7 @@ class _Search:
             trace, costs = self.load(batch)
         trial = self.judge(batch, trace, costs)
         if trial.planned.outcome is None:
-            plan(
-                trace, costs, self.memory_bytes, strategy=self.strategy, host_bytes=self.host_bytes
-            )  # raises Infeasible with the reason
+            plan(trace, costs, self.memory_bytes, strategy=self.strategy, host_bytes=self.host_bytes)  # raises
             raise InternalError(f"planning a batch of {batch} failed the first time and succeeded the second time")
         return trial
 

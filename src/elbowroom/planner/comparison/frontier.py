@@ -24,9 +24,7 @@ Result = tuple[int, float]
 
 
 def choose(results: Sequence[Result | None], budgets: Sequence[int]) -> list[int | None]:
-    """Return, for each budget, the index of the fastest result within it, or None; of equals, the one with the lowest
-    peak.
-    """
+    """Return, for each budget, the index of the fastest result within it (ties: of the lowest peak), or None."""
     order = sorted((result[1], result[0], place) for place, result in enumerate(results) if result is not None)
     return [next((place for _, peak, place in order if peak <= budget), None) for budget in budgets]
 

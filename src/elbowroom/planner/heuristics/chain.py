@@ -161,9 +161,7 @@ def _list_crossings(trace: Trace) -> Iterator[tuple[int, frozenset[int]]]:
 
 
 def _find_orders(trace: Trace) -> list[int]:
-    """Return, by tick of the forward pass, the first need of earlier saves, if all later saves are needed before it;
-    else 0.
-    """
+    """Return, by forward tick, the first need of earlier saves, if all later saves are needed before it; else 0."""
     forward_end = trace.needs[0].tick
     first, last = [trace.end] * (forward_end + 1), [-1] * (forward_end + 1)
     for need in trace.needs:
@@ -204,9 +202,7 @@ class _Measurer:
         return [self._measure(stage) for stage in range(len(self._begins))]
 
     def _find_inner(self, stage: int) -> list[int]:
-        """Return the storages of a stage that can be computed from its boundary and kept storages; mark them as
-        dropped.
-        """
+        """Return, and mark as dropped, a stage's storages that can be computed from its boundary and kept storages."""
         begin, end = self._begins[stage], self._ends[stage]
         found = []
         for storage, key in sorted(self._keys.items(), key=lambda item: (self._drafter.gaps[item[1]].opens, item[0])):

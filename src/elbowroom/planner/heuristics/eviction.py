@@ -99,7 +99,7 @@ class EvictionSweep:
         self._coming = sorted(useful, key=lambda each: (each.opens, each.key), reverse=True)
         self._budget = max(budget_bytes, self._find_lowest_peak(useful))
         self._present: dict[Key, EvictableGap] = {}
-        self._away: list[tuple[int, Key, EvictableGap]] = []  # by next use
+        self._away: list[tuple[int, Key, EvictableGap]] = []  # sorted by next use
         self._releases: dict[Key, int] = {}
         self._copied: set[tuple[int, int]] = set()  # a copy lasts as long as its claim
         self._times: dict[Key, Times] = {}

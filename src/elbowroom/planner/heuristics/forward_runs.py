@@ -44,7 +44,7 @@ class _Crossing:
     def __init__(self, trace: Trace, forward_end: int) -> None:
         last_read = {
             view.storage: op.tick for op in trace.ops if op.tick < forward_end for view in op.reads
-        }  # ops are in order, so the last one stays
+        }  # ops are in order, so the last read remains
         self._saved = {save.storage for save in trace.saves}
         self._spans = {
             storage: (trace.storages[storage].created, read)

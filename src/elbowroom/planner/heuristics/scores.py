@@ -86,9 +86,7 @@ def normalise(scores: Scores, among: npt.NDArray[np.bool_]) -> Scores:
 
 
 def make_scorer(candidates: Candidates, plain: npt.NDArray[np.int64], limit_bytes: int, score: str) -> Scorer:
-    """Return the scorer named "doa", "aoa", "wdoa" (with the plain memory use), "swdoa" (with the present one) or
-    "vote".
-    """
+    """Return a scorer by name; "wdoa" uses the plain memory use, "swdoa" the present one."""
     wdoa = candidates.wdoa(plain, limit_bytes)
     if score == "swdoa":
         return lambda live, left: candidates.wdoa(live, limit_bytes)

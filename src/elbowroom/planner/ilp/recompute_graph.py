@@ -225,9 +225,7 @@ class _Maker:
         return np.cumsum(change, axis=1)[:, :-1]
 
     def _find_ticks(self, begin: int, end: int, fixed: npt.NDArray[np.int64], pieces: int) -> list[int]:
-        """Return the first tick of a window, and in each piece of it the ticks of highest memory use, with the nodes
-        and without.
-        """
+        """Return a window's first tick, and the peaks of its pieces, with the nodes and without."""
         found = {begin}
         for piece in np.array_split(np.arange(begin, end), pieces):
             if len(piece):

@@ -144,8 +144,7 @@ class _LoadCounter:
         return self.load.nbytes[key] <= room
 
     def count(self, replay: ReplayStep) -> None:
-        """Count the memory of a replay: its transients, the leaves it needs, and storages held until all leaves are
-        saved.
+        """Count the memory of a replay: transients, leaves that it needs, and storages held until its leaves are saved.
         """
         load, tick = self.load, replay.tick
         load.live[tick] += self._drafter.replay.transients.measure(replay.segment, replay.segment.outputs)[1]

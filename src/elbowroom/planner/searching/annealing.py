@@ -127,7 +127,8 @@ def polish(columns: Columns, space: SearchSpace, limits: SweepLimits, best: Arra
     Returns:
         The seconds of `best`; infinite if it does not fit.
     """
-    if not sweep(columns, best, limits.budget_bytes, limits.slack, np.inf, room) or find_excess(limits, room):
+    budget, slack = limits.budget_bytes, limits.slack
+    if not sweep(columns, best, budget, slack, np.inf, room) or find_excess(limits, room):
         return float(np.inf)
     found, since = room.outcome[0].seconds, 0
     place = len(space.alike)
@@ -141,9 +142,7 @@ def polish(columns: Columns, space: SearchSpace, limits: SweepLimits, best: Arra
                 continue
             best[gap] = choice
             sweeps -= 1
-            fits = sweep(columns, best, limits.budget_bytes, limits.slack, found, room) and not find_excess(
-                limits, room
-            )
+            fits = sweep(columns, best, budget, slack, found, room) and not find_excess(limits, room)
             if fits and (room.outcome[0].seconds < found or (choice == KEEP and was != KEEP)):
                 found = room.outcome[0].seconds
                 now = choice
@@ -190,9 +189,7 @@ def _copy(source: Array, target: Array) -> None:
 
 @internal
 def _advance(state: int) -> int:
-    """Return the next state of a 48-bit linear congruential generator. NumPy's and the user's generators stay
-    untouched.
-    """
+    """Return the next state of a 48-bit linear congruential generator; global generators stay untouched."""
     return (state * 25214903917 + 11) & 0xFFFFFFFFFFFF
 
 

@@ -39,9 +39,7 @@ CLOSE = 1e-6
 
 KEPT, MOVED, DROPPED = range(3)
 KINDS = ((KEEP,), (OFFLOAD,), (RECOMPUTE, RECOMPUTE_OWN), (RECOMPUTE,), (RECOMPUTE_OWN,))
-"""Choices that a kind leaves open to a gap. The linear program distinguishes three kinds; the last two are the same to
-it.
-"""
+"""Choices that a kind leaves open to a gap. The linear program does not distinguish the last three."""
 
 
 Branch = dict[int, int]

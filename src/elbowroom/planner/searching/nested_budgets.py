@@ -37,9 +37,7 @@ from elbowroom.planner.searching.choice_search import Moves, search_choices
 from elbowroom.simulator.overflow import find_host_bytes
 
 SHARES = (0.875, 0.75, 0.625, 0.5, 0.375, 0.25, 0.125, 0.0625, 0.03125)
-"""Hosts that are searched, as shares of the host bytes that the plan for an unlimited host uses. No host at all is
-recomputation alone.
-"""
+"""Hosts to search, as shares of the host bytes of the plan for an unlimited host."""
 
 STEPS = 16
 """Hosts at equal distances, up to all of those bytes, with which each plan is tried if there is a disk."""

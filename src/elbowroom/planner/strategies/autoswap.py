@@ -110,9 +110,7 @@ class _Swaps:
         return self._finish(self._timetable.lay_out(chosen))
 
     def find_lowest(self, scorer_for: ScorerFor) -> Plan:
-        """Return a plan that fits, found under other limits; or the plan with the lowest peak. Tries do not depend on
-        the budget.
-        """
+        """Return a plan found under other limits that fits, or the one with the lowest peak, whatever the budget."""
         if self._waits:
             gaps = self._problem.drafter.gaps
             chosen = self._choose(scorer_for, -1)

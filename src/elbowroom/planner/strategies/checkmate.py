@@ -97,10 +97,7 @@ class _Rematerialization:
         if not self._graph.nodes:
             return None
         budget_bytes = limit_bytes = self._problem.budget_bytes
-        floor, ceiling = (
-            0,
-            2 * max(self._problem.plain.peak_bytes, budget_bytes),
-        )  # limits known to be too low and too high
+        floor, ceiling = 0, 2 * max(self._problem.plain.peak_bytes, budget_bytes)  # too low and too high a limit
         best: tuple[RealizedChoices, Solution] | None = None
         end = time.monotonic() + limits.seconds
         for _ in range(MOST_SOLUTIONS):

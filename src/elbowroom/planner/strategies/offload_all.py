@@ -21,9 +21,7 @@ def make_plan(problem: Problem) -> Plan:
             left_out = draft.keys() - {(decision.storage, decision.gap) for decision in plan.decisions}
             if not left_out:
                 return plan
-            draft |= dict.fromkeys(
-                left_out, dataclasses.replace(usual, release_now=True)
-            )  # offloads that release at once are never left out
+            draft |= dict.fromkeys(left_out, dataclasses.replace(usual, release_now=True))  # these are never left out
 
     plans = [offload_all(Option(Choice.OFFLOAD)), offload_all(Option(Choice.OFFLOAD, on_demand=True))]
     lowest = drafter.finish(lowest_draft(drafter), "offload_all", problem.budget_bytes)

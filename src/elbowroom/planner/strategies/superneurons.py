@@ -114,9 +114,7 @@ def _replay_all(drafter: Drafter, dropped: Collection[Key], keeps: Keeps) -> lis
 
 
 def _find_bottleneck(drafter: Drafter) -> int:
-    """Return the most bytes that one op of the backward pass reads, writes and uses as workspace, without persistent
-    storages.
-    """
+    """Return the most bytes that one backward op reads, writes and uses as workspace, without persistent storages."""
     replay = drafter.replay
     trace = replay.trace
     begin = trace.needs[0].tick if trace.needs else trace.end
@@ -130,7 +128,7 @@ def _find_bottleneck(drafter: Drafter) -> int:
 
 
 def _list_evictable_gaps(drafter: Drafter, cheap: Collection[Key], replays: list[ReplayStep]) -> list[EvictableGap]:
-    """The gaps of what checkpoints leave behind."""
+    """Return the gaps of checkpoint outputs."""
     never_out = {storage for storage, _ in cheap}
     wanted: dict[int, list[int]] = {}
     for replay in replays:

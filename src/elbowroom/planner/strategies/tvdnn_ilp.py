@@ -147,7 +147,7 @@ class _Program:
         self._whole: list[bool] = []
         self._rows: list[tuple[dict[int, float], float]] = []
         over = [k for k, stretch in enumerate(stretches) if stretch.live_bytes > budget_bytes]
-        # Solvers have absolute tolerances, so the program is in shares of the longest step that it may come to.
+        # Solvers have absolute tolerances, so time is in shares of the longest possible step.
         copies = sum(bundle.out_seconds + bundle.back_seconds for bundle in bundles)
         self._unit = (sum(stretch.seconds for stretch in stretches) + copies) / SHARES or 1.0
         self._time = [self._add(1.0, (stretch.seconds / self._unit, np.inf)) for stretch in stretches]
@@ -181,7 +181,7 @@ class _Program:
         """Require that a bundle is away only after its copy out, and before its copy back."""
         by_key = {columns.bundle.keys[0]: columns for columns in self._columns}
         for columns in self._columns:
-            copied: list[int] = []  # by the earlier gaps of the claim
+            copied: list[int] = []  # copies of earlier gaps of the claim
             before = columns.bundle.before
             while before in by_key:
                 copied += by_key[before].out.values()
@@ -200,9 +200,7 @@ class _Program:
             self._rows.append(({variable: 1.0, **row}, self._stretches[k].live_bytes / self._budget - 1.0))
 
     def _constrain_link(self) -> None:
-        """Require that each stretch takes at least the time of its ops with the drag of copies, and the time of its
-        copies.
-        """
+        """Bound the time of a stretch below: by its ops with the drag of copies, and by its copies."""
         for k, stretch in enumerate(self._stretches):
             out = {each.out[k]: -each.bundle.out_seconds / self._unit for each in self._columns if k in each.out}
             back = {each.back[k]: -each.bundle.back_seconds / self._unit for each in self._columns if k in each.back}
