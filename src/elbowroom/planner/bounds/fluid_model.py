@@ -153,7 +153,7 @@ class ModelBuilder:
         return np.full(size, 1.0 + self._sizes.sum())
 
     def _add_sums(self, rows: Rows, pivots: Integers) -> None:
-        """Add, per pivot, the bytes freed and absent, and those of gaps opened, claims begun and gaps closed before it."""
+        """Add, per pivot, the bytes freed and absent, and those of the earlier openings, claim begins and closings."""
         gap_arrays = self.gap_arrays
         sizes = self._sizes
         gaps = np.arange(len(self._sizes))

@@ -130,7 +130,7 @@ def try_batches(
     """
     search = _Search(load, memory_bytes, strategy, host_bytes)
     yield search.start()
-    yield from search.find_largest(lambda each: each.planned.outcome is not None, search.strain)
+    yield from search.find_largest(lambda each: each.planned.outcome is not None, search.estimate_bytes)
     yield from search.find_largest(lambda each: each.fits_plain, lambda each: each.plain.peak_bytes)
     yield from search.find_fastest(lambda each: each.planned_rate, SPACING)
     yield from search.find_fastest(lambda each: each.plain_rate, PLAIN_SPACING)
@@ -176,7 +176,7 @@ class _Search:
         self.trials[batch] = trial
         return trial
 
-    def strain(self, trial: Trial) -> float:
+    def estimate_bytes(self, trial: Trial) -> float:
         """Estimate the device bytes that a batch needs; more than `memory_bytes` if it exceeds the host."""
         if trial.planned.outcome is None and self.host_bytes and trial.planned.needed_host_bytes > self.host_bytes:
             return self.memory_bytes * trial.planned.needed_host_bytes / self.host_bytes
@@ -184,17 +184,17 @@ class _Search:
 
     def find_largest(self, fits: Callable[[Trial], bool], size: Callable[[Trial], float]) -> Iterator[Trial]:
         """Try batches until one fits and the next one does not."""
-        creeps = 0
+        small_steps = 0
         while fitting := [batch for batch, trial in self.trials.items() if fits(trial)]:
             low = max(fitting)
             high = min((batch for batch in self.trials if batch > low), default=LARGEST_BATCH + 1)
             if high == low + 1:
                 return
             batch = self.interpolate(low, high, size)
-            far = (low + high) // 2 if high in self.trials else min(2 * low, LARGEST_BATCH)
-            creeps += min(batch - low, high - batch) < (far - low) / 2
-            if creeps > 2:  # a correct guess is confirmed within two small steps, so bisect from here on
-                batch, creeps = far if high in self.trials else max(batch, far), 0
+            bisected = (low + high) // 2 if high in self.trials else min(2 * low, LARGEST_BATCH)
+            small_steps += min(batch - low, high - batch) < (bisected - low) / 2
+            if small_steps > 2:  # a correct guess is confirmed within two small steps, so bisect from here on
+                batch, small_steps = bisected if high in self.trials else max(batch, bisected), 0
             yield self.judge(batch, *self.load(batch))
 
     def interpolate(self, low: int, high: int, size: Callable[[Trial], float]) -> int:

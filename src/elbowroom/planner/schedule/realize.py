@@ -144,7 +144,7 @@ class _LoadCounter:
         return self.load.nbytes[key] <= room
 
     def count(self, replay: ReplayStep) -> None:
-        """Count the memory of a replay: transients, leaves that it needs, and storages held until its leaves are saved."""
+        """Count the memory of a replay: transients, leaves it needs, and storages held until its leaves are saved."""
         load, tick = self.load, replay.tick
         load.live[tick] += self._drafter.replay.transients.measure(replay.segment, replay.segment.outputs)[1]
         for key, leave in zip(replay.fills, replay.leaves, strict=True):

@@ -64,7 +64,7 @@ class CopyTimetable:
         """
         kept = {key: self._gaps[key].closes for key in keys}
         while True:
-            releases, out_lane = self._lay_out_leaving(kept, stay=True)
+            releases, out_lane = self._schedule_copies_out(kept, stay=True)
             found = self._lay_out_just_in_time(releases, out_lane)
             if found.keys() == kept.keys():
                 return found
@@ -83,11 +83,11 @@ class CopyTimetable:
 
         Cost: for each wait, linear in ticks.
         """
-        releases, _ = self._lay_out_leaving(wanted, stay=False)
+        releases, _ = self._schedule_copies_out(wanted, stay=False)
         for key, release in releases.items():
             load.take(key, release, wanted[key])
-        self._force(load, releases, wanted, limit_bytes)
-        backs = self._lay_out_coming(releases, wanted)
+        self._stall(load, releases, wanted, limit_bytes)
+        backs = self._schedule_reloads(releases, wanted)
         found: dict[Key, Times] = {}
         previous = 0
         for key in sorted(releases, key=lambda key: (wanted[key], key)):
@@ -105,7 +105,7 @@ class CopyTimetable:
 
     # -- out ------------------------------------------------------------------------------------------------------
 
-    def _lay_out_leaving(self, wanted: Mapping[Key, int], *, stay: bool) -> tuple[dict[Key, int], LinkTimetable]:
+    def _schedule_copies_out(self, wanted: Mapping[Key, int], *, stay: bool) -> tuple[dict[Key, int], LinkTimetable]:
         """Return the release of each gap in order of opening, and the timetable of the out lane.
 
         A storage that is needed before its copy ends stays on the device (`stay`), or is released when its gap opens.
@@ -129,7 +129,7 @@ class CopyTimetable:
             releases[key] = release
         return releases, lane
 
-    def _force(self, load: MemoryCurve, releases: dict[Key, int], wanted: Mapping[Key, int], limit_bytes: int) -> None:
+    def _stall(self, load: MemoryCurve, releases: dict[Key, int], wanted: Mapping[Key, int], limit_bytes: int) -> None:
         """Wait for copies, the oldest first, where memory use would exceed the limit before they end."""
         tick = 0
         while True:
@@ -168,7 +168,7 @@ class CopyTimetable:
             found[key] = Times(releases[key], self._ticks[event])
         return found
 
-    def _lay_out_coming(self, releases: dict[Key, int], wanted: Mapping[Key, int]) -> dict[Key, int]:
+    def _schedule_reloads(self, releases: dict[Key, int], wanted: Mapping[Key, int]) -> dict[Key, int]:
         """Return the tick at which each reload would begin if memory sufficed."""
         backs: dict[Key, int] = {}
         lane = float("inf")

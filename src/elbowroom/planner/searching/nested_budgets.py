@@ -106,25 +106,25 @@ class _NestedSearch:
 
     def solve(self, moves: Moves) -> Plan:
         """Return the best plan with these moves."""
-        anywhere = self._solve_free(moves)
-        forecast = self._problem.drafter.replay.run(anywhere)
+        unlimited = self._solve_free(moves)
+        forecast = self._problem.drafter.replay.run(unlimited)
         if self._host_bytes is None or (self._problem.fits(forecast) and not forecast.disk_bytes):
-            return anywhere
-        below_bytes = self._free.drafter.replay.run(anywhere).lower_tier_bytes
+            return unlimited
+        below_bytes = self._free.drafter.replay.run(unlimited).lower_tier_bytes
         steps = [find_host_bytes(step * below_bytes // STEPS) for step in range(STEPS + 1)]
-        pool = _Candidates(self._problem, [each for each in steps if each <= self._host_bytes])
+        candidates = _Candidates(self._problem, [each for each in steps if each <= self._host_bytes])
         if self._has_disk:
-            pool.add(anywhere)
+            candidates.add(unlimited)
         if moves != "offload":
-            pool.add(self._recompute())
+            candidates.add(self._recompute())
         for smaller in self._list_smaller(below_bytes) if moves != "recompute" else ():
-            if self._may_be_faster(pool, smaller, moves):
-                pool.add(self._search(smaller, moves))
-        if moves == "both" and self._may_be_faster(pool, self._problem, "offload"):
-            pool.add(self.solve("offload"))
-        if pool.seconds() == np.inf and moves != "recompute":
-            pool.add(self._search(self._problem, moves))
-        return pool.choose()
+            if self._may_be_faster(candidates, smaller, moves):
+                candidates.add(self._search(smaller, moves))
+        if moves == "both" and self._may_be_faster(candidates, self._problem, "offload"):
+            candidates.add(self.solve("offload"))
+        if candidates.seconds() == np.inf and moves != "recompute":
+            candidates.add(self._search(self._problem, moves))
+        return candidates.choose()
 
     def _list_smaller(self, below_bytes: int) -> Iterator[Problem]:
         """Yield problems with smaller hosts and no disk; then, if there is a disk, the problem itself."""
@@ -139,22 +139,22 @@ class _NestedSearch:
         """Return the best plan for an unlimited lower tier."""
         if moves == "recompute":
             return self._recompute()
-        pool = _Candidates(self._free)
-        pool.add(self._search(self._free, moves))
-        if moves == "both" and self._may_be_faster(pool, self._free, "recompute"):
-            pool.add(self._recompute())
-        if moves == "both" and self._may_be_faster(pool, self._free, "offload"):
-            pool.add(self._search(self._free, "offload"))
-        return pool.choose()
+        candidates = _Candidates(self._free)
+        candidates.add(self._search(self._free, moves))
+        if moves == "both" and self._may_be_faster(candidates, self._free, "recompute"):
+            candidates.add(self._recompute())
+        if moves == "both" and self._may_be_faster(candidates, self._free, "offload"):
+            candidates.add(self._search(self._free, "offload"))
+        return candidates.choose()
 
     def _recompute(self) -> Plan:
         if self._recomputing is None:
             self._recomputing = self._search(self._free, "recompute")
         return self._recomputing
 
-    def _may_be_faster(self, pool: _Candidates, smaller: Problem, moves: Moves) -> bool:
+    def _may_be_faster(self, candidates: _Candidates, smaller: Problem, moves: Moves) -> bool:
         """Return whether the bound of a smaller problem permits a plan faster than the candidates."""
-        seconds = pool.seconds()
+        seconds = candidates.seconds()
         if self._is_stopped or seconds <= self._problem.plain.step_seconds:
             return False
         fluid = solve_fluid(smaller, recompute=moves != "offload", offload=moves != "recompute")

@@ -43,10 +43,10 @@ def make_plan(problem: Problem) -> Plan:
         plan = feed_back(problem, choices.timetable, realized, "capuchin")
         if problem.fits(problem.drafter.replay.run(plan)):
             return plan
-    return _leave_at_once(problem)
+    return _evict_at_once(problem)
 
 
-def _leave_at_once(problem: Problem) -> Plan:
+def _evict_at_once(problem: Problem) -> Plan:
     """Return the plan with the lowest peak; if the lower tier cannot hold everything, it evicts the largest blocks."""
     drafter = problem.drafter
     sizes = {key[0]: int(drafter.replay.rounded[key[0]]) for key in drafter.gaps}
@@ -130,7 +130,7 @@ class _Choices:
         """Return the next gap by the rules; None if there is none."""
         swap: _Swap | None = None
         for key in filter(self._has_room_below, among):
-            found = self._lay_out(key, peak_tick)
+            found = self._schedule(key, peak_tick)
             if found.exposed_seconds <= 0.0:
                 return self._offload(found)
             swap = swap or found
@@ -140,7 +140,7 @@ class _Choices:
             return cheap
         return self._offload(swap) if swap is not None else None
 
-    def _lay_out(self, key: Key, peak_tick: int) -> _Swap:
+    def _schedule(self, key: Key, peak_tick: int) -> _Swap:
         """Schedule a copy out as early and back as late as the lanes are free, and compute the waits for both."""
         gap, begins = self._drafter.gaps[key], self._drafter.begins
         out_begin = self._out_lane.earliest(begins[gap.opens], self._out[key])
@@ -166,7 +166,7 @@ class _Choices:
         """Offload gaps that were to be recomputed; return whether any was possible."""
         done = False
         for key in filter(self._has_room_below, dropped):
-            self._offload(self._lay_out(key, self._drafter.gaps[key].closes))
+            self._offload(self._schedule(key, self._drafter.gaps[key].closes))
             done = True
         return done
 
