@@ -1,11 +1,9 @@
-"""Rows and columns of the fluid linear program: constraints that every plan satisfies, with divisible bytes and
-choices.
+"""Rows and columns of the fluid linear program: constraints that every plan satisfies.
 
 At some ticks (the pivots), with bytes as shares of the plain peak and seconds as shares of the plain step:
 
     recomputed + offloaded            >= load - budget     absent storages free memory
-    recomputed + out + again - back   >= load - budget     an offloaded storage is copied out, and not yet on its way
-    back
+    recomputed + out + again - back   >= load - budget     offloaded storages are copied out, and not yet reloading
     out <= saved, back >= needed                           copies begin after the save, and end before the need
     lane time of out, of back         <= plain + extra     between pivots; the sum of both on half-duplex links
     extra since the first replay      >= replays           an op is replayed as often as each of its results is dropped
@@ -30,11 +28,11 @@ from elbowroom.planner.problem import Problem
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Model:
-    """Minimise `cost` over columns between 0 and `most`. The first `equal` rows equal `least`, the others are at least
-    `least`.
+    """A linear program: minimise `cost` over columns between 0 and `most`.
 
     Attributes:
         matrix: a `scipy.sparse.csr_array`.
+        least: right-hand sides: the first `equal` rows equal theirs, the others are at least theirs.
         columns, rows: the first index of each group of columns and of rows.
         pivots: ticks, the end of the trace last.
         unit_bytes, unit_seconds: the bytes and seconds that are 1 in the model.
@@ -52,8 +50,7 @@ class Model:
     unit_seconds: float
 
     def prove(self, prices: Numbers, begin: Numbers | None = None, end: Numbers | None = None) -> float:
-        """Return a lower bound on the cost. Any prices of the rows prove one (weak duality); those of a solution prove
-        the best.
+        """Return a lower bound on the cost from row prices (weak duality); those of a solution give the best bound.
 
         Args:
             prices: by row; not negative, except for the first `equal` rows.
@@ -153,7 +150,7 @@ class ModelBuilder:
         return np.full(size, 1.0 + self._sizes.sum())
 
     def _add_sums(self, rows: Rows, pivots: Integers) -> None:
-        """Add, per pivot, the bytes freed and absent, and those of the earlier openings, claim begins and closings."""
+        """Define sums per pivot: bytes freed and absent; bytes of gaps opened, claims begun and gaps closed before it."""
         gap_arrays = self.gap_arrays
         sizes = self._sizes
         gaps = np.arange(len(self._sizes))

@@ -56,8 +56,7 @@ def list_evictable_gaps(drafter: Drafter) -> list[EvictableGap]:
 
 
 def farthest_next_use(drafter: Drafter) -> Rank:
-    """Rank by Belady's rule: evict the storage with the farthest next use. Storages that can be evicted at no cost go
-    first.
+    """Rank by Belady's rule, the farthest next use first; before that, storages that can be evicted at no cost.
 
     Eviction costs nothing if a host copy exists and the reload ends while the ops before the next use run.
     """
@@ -161,8 +160,7 @@ class EvictionSweep:
         return storage, self._drafter.closures.claim_at(storage, self._drafter.gaps[gap.key].closes)
 
     def _fetch(self, tick: int, until: float) -> None:
-        """Reload storages, in order of use, if memory suffices until their use; as many as the link can begin by
-        `until`.
+        """Reload storages, in order of use, if memory suffices until their use and the link can begin by `until`.
 
         Reloads that begin at the same moment run in order of storage id, so few of them should share the moment of the
         first use.

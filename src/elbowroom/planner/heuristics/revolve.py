@@ -157,11 +157,10 @@ class Schedule:
             holds[key] = max(served, holds.get(key, -1))
 
     def _weigh(self, begin: int, end: int) -> Array:
-        """Return the seconds to serve the stages from `end` to `begin`, by first action of the replay and by quanta
-        kept.
+        """Return the seconds to serve the stages from `end` to `begin`, by first action and by quanta kept.
 
-        Row 0: it keeps everything that stage `begin` needs. The other rows: it goes on to each later boundary in turn.
-        For a single stage: compute all that it needs at once, or each storage at its own need.
+        Row 0: the replay keeps everything that stage `begin` needs. The other rows: it goes on to each later boundary
+        in turn. For a single stage: compute all that it needs at once, or each storage at its own need.
         """
         stage, served = self._stages[begin], self._stages[end]
         around = served.want_bytes + (stage.boundary_bytes if end > begin or stage.inner else 0)

@@ -1,5 +1,4 @@
-"""Checkmate's integer program over a small graph: which nodes are carried into each window, and which are recomputed
-there.
+"""Checkmate's integer program over a small graph: which nodes are carried into each window and recomputed in it.
 
     S[w, i]        node i is carried into window w                 S[w+1, i] <= S[w, i] + R[w, i]
     R[w, i]        node i is recomputed in window w                R[w, i]   <= R[w, j] + S[w, j], i made from j

@@ -1,7 +1,6 @@
 """Merges replays that run the same ops.
 
-    before   need c: replay a b c       need d: replay a b d       a and b run twice, since nothing holds them in
-        between
+    before   need c: replay a b c       need d: replay a b d       a and b run twice, since nothing holds them
     after    need c: replay a b c d     need d: on the device      d takes memory from the first need on
 
 A replay keeps its intermediate results. Merging also lets it produce a result of a later replay, if the ops that both

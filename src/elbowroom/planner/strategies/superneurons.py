@@ -49,8 +49,7 @@ def make_plan(problem: Problem) -> Plan:
 
 
 def _find_cheap(drafter: Drafter) -> frozenset[Key]:
-    """Return the gaps of storages that replay without a checkpoint's op, and that no op beyond the next checkpoint
-    reads.
+    """Return the gaps of storages that replay without a checkpoint's op and are not read beyond the next checkpoint.
 
     Cost: for each, linear in the ops since the checkpoints before it.
     """

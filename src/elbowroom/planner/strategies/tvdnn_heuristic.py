@@ -1,5 +1,4 @@
-"""tvDNN: offload the farthest next use, only when memory runs short; reload in order of use, as soon as memory
-suffices.
+"""tvDNN: offload the farthest next use when memory runs short; reload in order of use as soon as possible.
 
 Source: J. Park, H. Cho, W. Jung, J. Lee, "Transparent GPU memory management for DNNs" (tvDNN), poster, PPoPP 2018: a
 schedule of swaps found by heuristics, or by an integer program (`tvdnn_ilp`). Only its abstract was available.
