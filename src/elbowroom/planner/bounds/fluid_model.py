@@ -150,7 +150,7 @@ class ModelBuilder:
         return np.full(size, 1.0 + self._sizes.sum())
 
     def _add_sums(self, rows: Rows, pivots: Integers) -> None:
-        """Define sums per pivot: bytes freed and absent; bytes of gaps opened, claims begun and gaps closed before it."""
+        """Define sums per pivot: bytes freed and absent; bytes of gaps opened, claims begun, gaps closed before it."""
         gap_arrays = self.gap_arrays
         sizes = self._sizes
         gaps = np.arange(len(self._sizes))

@@ -162,8 +162,7 @@ class EvictionSweep:
     def _fetch(self, tick: int, until: float) -> None:
         """Reload storages, in order of use, if memory suffices until their use and the link can begin by `until`.
 
-        Reloads that begin at the same moment run in order of storage id, so few of them should share the moment of the
-        first use.
+        Reloads of one moment run in order of storage id, so few of them should share the moment of the first use.
         """
         replay = self._drafter.replay
         now = self._drafter.begins[tick]

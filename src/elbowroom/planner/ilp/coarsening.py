@@ -20,7 +20,7 @@ from elbowroom.planner.schedule.memory_curve import MemoryCurve
 from elbowroom.planner.schedule.timing import list_moments
 
 MOST_IN_A_BUNDLE = 1 / 64
-"""Share of all bytes that may be away."""
+"""Most bytes of a bundle, as a share of all bytes that may be away."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
