@@ -87,7 +87,7 @@ def find_user(number):
 pwd.getpwuid = find_user
 os.access = lambda path, mode: os.environ["TMPDIR"] in str(path)  # the source lies where nobody can write
 from elbowroom import _numba_loops
-print(_compiled._find_cache())
+print(_numba_loops._find_cache())
 """
 
 

@@ -124,7 +124,7 @@ def test_who_draws_already_is_not_drawn_over(monkeypatch: pytest.MonkeyPatch, ca
 PLAN = """
 import sys
 from elbowroom import _numba_loops, progress
-_compiled._find_cache = lambda: sys.argv[1]
+_numba_loops._find_cache = lambda: sys.argv[1]
 progress.PATIENCE = 0.05
 import numpy as np
 from elbowroom.layout.orders import _find_pressures

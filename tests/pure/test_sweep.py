@@ -155,7 +155,7 @@ WITHOUT_A_COMPILER = """
 import sys
 sys.modules["numba"] = None
 import numpy as np
-from elbowroom.planner.schedule.choice_vectors import Composer
+from elbowroom.planner.schedule.choice_vectors import ChoiceVectorPlanner
 from elbowroom.planner.problem import plan, pose
 from elbowroom._numba_loops import IS_COMPILED
 from elbowroom.simulator.sweep import sweep
@@ -164,12 +164,12 @@ trace = make_residual_net(3, 1 << 16)
 costs = make_costs(trace, op_seconds=1e-3, link=make_link(per_second=1e9))
 peak = pose(trace, costs, 1).plain.peak_bytes
 problem = pose(trace, costs, peak // 2)
-composer = Composer(problem)
+vectors = ChoiceVectorPlanner(problem)
 for number in range(20):
-    choices = np.random.default_rng(number).integers(0, 5, len(composer.keys)).astype(np.int8)
-    if sweep(composer.columns, choices, peak // 2, 0.5, np.inf, composer.room):
-        outcome = composer.room.outcome[0].copy()
-        forecast = problem.drafter.replay.run(composer.make_plan(choices, "test", 0.5))
+    choices = np.random.default_rng(number).integers(0, 5, len(vectors.keys)).astype(np.int8)
+    if sweep(vectors.columns, choices, peak // 2, 0.5, np.inf, vectors.room):
+        outcome = vectors.room.outcome[0].copy()
+        forecast = problem.drafter.replay.run(vectors.make_plan(choices, "test", 0.5))
         assert outcome.peak_bytes == forecast.peak_bytes
         assert forecast.step_seconds <= outcome.seconds * (1 + 1e-12)
 made = problem.drafter.replay.run(plan(trace, costs, peak // 2))

@@ -15,8 +15,7 @@ from elbowroom.planner.schedule.draft import Drafter, Key
 from elbowroom.planner.schedule.timing import Times
 
 Keeps = Callable[[Key, int], bool]
-"""Whether the storage of a dropped gap stays on the device after a replay at this tick produced it as an intermediate.
-"""
+"""Whether the storage of a dropped gap stays on the device after a replay at this tick produced it."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

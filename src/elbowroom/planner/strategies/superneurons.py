@@ -4,8 +4,8 @@ If everything fits, everything stays. Otherwise the outputs of cheap layers betw
 replayed from them. A segment is replayed once for all its layers (speed-centric) if everything that it makes is no more
 than the largest layer needs for its backward pass; otherwise once for each layer (memory-centric), so that no segment
 raises the peak above that of the largest layer. Outputs of checkpoints are offloaded only when memory runs short, least
-recently used first (the tensor cache). When the backward pass of a checkpoint begins, the storages that the previous
-checkpoint needs are prefetched if memory suffices; otherwise they are reloaded on demand.
+recently used first (the tensor cache). When the backward pass of a checkpoint begins, the storages that the next
+checkpoint in backward order needs are prefetched if memory suffices; otherwise they are reloaded on demand.
 
 Checkpoints are convolutions, matrix products, and storages that a later layer reads across one of these: forks, joins
 and concatenations. Layers computed from them without a convolution or product are cheap: pooling, activations,
