@@ -1,8 +1,8 @@
-"""A page for every strategy, made from its docstrings: what it does, where it comes from, its options.
+"""Generates a page for every strategy from its docstrings: method, source, options.
 
     python docs/strategy_pages.py
 
-Writes docs/strategies/; a test says when they are out of date.
+Writes docs/strategies/; a test fails when the pages are out of date.
 """
 
 from __future__ import annotations
@@ -22,24 +22,24 @@ FOLDER = pathlib.Path(__file__).parent / "strategies"
 
 
 def make_pages() -> dict[str, str]:
-    """The text of each page by its file's name, the index among them."""
+    """Return the text of each page by file name, including the index."""
     pages = {f"{name}.md": make_page(name) for name in list_strategies()}
     return {"README.md": make_index(), **pages}
 
 
 def make_index() -> str:
-    """One line a strategy."""
+    """Return the index, with one row per strategy."""
     lines = [f"| [`{name}`]({name}.md) | {head_of(name)[0]} |" for name in list_strategies()]
     return "\n".join([
         "# Strategies", "",
-        "Who decides what is kept, offloaded or recomputed. `elbowroom plan ... --strategy NAME`, or with options",
-        "`NAME:option=value,option=value`. Pages are made from the source by `python docs/strategy_pages.py`.", "",
+        "A strategy decides which storages are kept, offloaded or recomputed: `elbowroom plan ... --strategy NAME`,",
+        "or `NAME:option=value,option=value`. `python docs/strategy_pages.py` generates these pages from source.", "",
         "| strategy | |", "|---|---|", *lines, "",
     ])  # fmt: skip
 
 
 def make_page(name: str) -> str:
-    """What the module says of itself, and its options."""
+    """Return the page of a strategy: its module's docstring, and its options."""
     headline, rest = head_of(name)
     parts = [f"# `{name}`", headline, *([rest] if rest else [])]
     options = list(list_rows(name))
@@ -51,14 +51,14 @@ def make_page(name: str) -> str:
 
 
 def head_of(name: str) -> tuple[str, str]:
-    """The first paragraph of a strategy's docstring, and the others."""
+    """Return the first paragraph of a strategy's docstring, and the rest."""
     module = importlib.import_module(f"{strategies.__name__}.{name}")
     headline, _, rest = (inspect.getdoc(module) or "").partition("\n\n")
     return " ".join(headline.split()), rest
 
 
 def list_rows(name: str) -> Iterator[str]:
-    """A table row for each option."""
+    """Yield a table row for each option."""
     make_plan = get(strategies, name, ENTRY_POINT)
     parameters = inspect.signature(make_plan).parameters
     texts = read_arguments(inspect.getdoc(make_plan) or "")
@@ -70,7 +70,7 @@ def list_rows(name: str) -> Iterator[str]:
 
 
 def read_arguments(text: str) -> dict[str, str]:
-    """What a docstring says of each argument under "Args:"."""
+    """Return the text on each argument in the "Args:" section of a docstring."""
     found: dict[str, str] = {}
     names: list[str] = []
     section = re.search(r"^Args:\n((?:    .*\n?|\n)*)", text, re.MULTILINE)
@@ -85,7 +85,7 @@ def read_arguments(text: str) -> dict[str, str]:
 
 
 def main() -> None:
-    """Write all pages, and take away those of strategies that are gone."""
+    """Write all pages, and delete those of strategies that no longer exist."""
     FOLDER.mkdir(exist_ok=True)
     pages = make_pages()
     for path in FOLDER.glob("*.md"):

@@ -1,4 +1,4 @@
-"""The folder is the registry: every member of every family has its entry point, and says what it is. No torch."""
+"""A family's folder is its registry: every member has the entry point and a docstring. No torch."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ MEMBERS = [(family, entry, name) for family, entry in FAMILIES.items() for name 
 
 
 @pytest.mark.parametrize(("family", "entry", "name"), MEMBERS, ids=lambda each: each if isinstance(each, str) else "")
-def test_members(family: object, entry: str, name: str) -> None:
+def test_every_member_has_an_entry_point_and_docstrings(family: object, entry: str, name: str) -> None:
     found = get(family, name, entry)  # type: ignore[arg-type]
     assert callable(found)
     module = importlib.import_module(found.__module__)
@@ -31,7 +31,7 @@ def test_members(family: object, entry: str, name: str) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_members_are_listed_in_order_and_unknown_ones_refused(family: object) -> None:
+def test_members_are_sorted_and_unknown_ones_are_rejected(family: object) -> None:
     known = names(family)  # type: ignore[arg-type]
     assert known
     assert list(known) == sorted(known)

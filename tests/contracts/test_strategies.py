@@ -1,4 +1,4 @@
-"""What every strategy promises, whatever the trace, the machine and the budget."""
+"""Contract of every strategy, for any trace, machine and budget."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ shares = some.floats(0.0, 1.1)
 
 
 def plan_somehow(trace: Trace, costs: Costs, budget_bytes: int, strategy: str) -> tuple[Plan, int]:
-    """A plan within the budget, or within what Infeasible then says is needed; and that budget."""
+    """Return a plan within the budget, or within the budget that Infeasible states; and that budget."""
     for _ in range(3):
         try:
             return plan(trace, costs, budget_bytes, strategy=strategy, min_offload_bytes=1), budget_bytes
@@ -33,35 +33,35 @@ def plan_somehow(trace: Trace, costs: Costs, budget_bytes: int, strategy: str) -
             infeasible = error
         assert infeasible.budget_bytes == budget_bytes < infeasible.needed_bytes
         budget_bytes = infeasible.needed_bytes
-    raise AssertionError(f"{strategy} does not find a plan within what it says it needs")
+    raise AssertionError(f"{strategy} finds no plan within the budget that it states")
 
 
-def test_there_are_strategies() -> None:
+def test_the_basic_strategies_are_listed() -> None:
     assert {"auto", "keep_all", "offload_all", "recompute_all"} <= set(STRATEGIES)
 
 
 @pytest.mark.parametrize("strategy", QUICK)
 @given(job=jobs(), share=shares)
-def test_plans_are_sound_fit_and_repeat(strategy: str, job: tuple[Trace, Costs], share: float) -> None:
-    expect_sound_plans(strategy, *job, share)
+def test_plans_are_valid_fit_and_repeat(strategy: str, job: tuple[Trace, Costs], share: float) -> None:
+    expect_valid_plans(strategy, *job, share)
 
 
 @pytest.mark.parametrize("strategy", sorted(SLOW))
 @settings(max_examples=12)
 @given(job=jobs(), share=shares)
-def test_plans_of_searches_are_sound_fit_and_repeat(strategy: str, job: tuple[Trace, Costs], share: float) -> None:
-    expect_sound_plans(strategy, *job, share)
+def test_plans_of_searches_are_valid_fit_and_repeat(strategy: str, job: tuple[Trace, Costs], share: float) -> None:
+    expect_valid_plans(strategy, *job, share)
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("share", [0.0, 0.9, 1.0])
-def test_a_step_in_which_nothing_is_saved(strategy: str, share: float) -> None:
+def test_a_step_without_saves(strategy: str, share: float) -> None:
     trace = make_trace([Layer(inputs=(-1,), nbytes=1024, keeps=""), Layer(inputs=(0,), nbytes=1024, keeps="")])
-    expect_sound_plans(strategy, trace, make_costs(trace), share)
+    expect_valid_plans(strategy, trace, make_costs(trace), share)
 
 
-def expect_sound_plans(strategy: str, trace: Trace, costs: Costs, share: float) -> None:
-    """The judge passes them, the simulator finds them within the budget, and the same comes of the same."""
+def expect_valid_plans(strategy: str, trace: Trace, costs: Costs, share: float) -> None:
+    """Assert that plans pass the check, fit the budget in the simulator, and are deterministic."""
     check_trace(trace)
     plain = simulate(trace, costs, keep_everything(costs))
     made, budget_bytes = plan_somehow(trace, costs, max(1, int(plain.peak_bytes * share)), strategy)
@@ -77,7 +77,7 @@ def expect_sound_plans(strategy: str, trace: Trace, costs: Costs, share: float) 
 
 @settings(max_examples=25)
 @given(job=jobs(), share=some.floats(0.4, 1.0))
-def test_auto_is_never_beaten_by_the_quick_ones(job: tuple[Trace, Costs], share: float) -> None:
+def test_auto_is_never_slower_than_the_quick_strategies(job: tuple[Trace, Costs], share: float) -> None:
     trace, costs = job
     plain = simulate(trace, costs, keep_everything(costs))
     made, budget_bytes = plan_somehow(trace, costs, max(1, int(plain.peak_bytes * share)), "auto")
@@ -92,7 +92,7 @@ def test_auto_is_never_beaten_by_the_quick_ones(job: tuple[Trace, Costs], share:
 
 @settings(max_examples=20)
 @given(job=jobs())
-def test_the_smallest_budget_is_the_smallest(job: tuple[Trace, Costs]) -> None:
+def test_no_strategy_plans_below_the_smallest_budget(job: tuple[Trace, Costs]) -> None:
     trace, costs = job
     with pytest.raises(Infeasible) as caught:
         plan(trace, costs, 1, min_offload_bytes=1)

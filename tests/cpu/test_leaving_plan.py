@@ -63,7 +63,11 @@ def fit(model: nn.Module, optimizer: torch.optim.Optimizer, budget: int, **optio
 def test_a_plan_drops_what_this_step_does_not_have(profile: HardwareProfile) -> None:
     """A step that has just gone over to another plan, or whose storage was freed early."""
     ledger = make_ledger(torch.device("cpu"))
-    storages = StepStorages(ledger.scope, 1, 64)
+    environment = types.SimpleNamespace(
+        ledger=ledger, min_bytes=1, profile=types.SimpleNamespace(alignment_bytes=64), list_residents=list,
+        device=torch.device("cpu"),
+    )  # fmt: skip
+    storages = StepStorages(environment)
     machine = Machine(CapacityFirst(storages.may_move))
     state = StepState(
         phase=Phase.MANAGED,

@@ -1,4 +1,4 @@
-"""What cannot be meant, or could break the arithmetic: refused with the place, or planned for in finite figures."""
+"""Invalid and extreme input: rejected with its place, or planned with finite figures."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def assert_finite(forecast: Forecast) -> None:
 
 @pytest.mark.parametrize("budget_bytes", [0, 1])
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_budgets_below_the_floor_are_infeasible_with_the_floor(strategy: str, budget_bytes: int) -> None:
+def test_budgets_below_the_floor_are_infeasible(strategy: str, budget_bytes: int) -> None:
     trace, costs = example()
     floor_bytes = pose(trace, costs, 1, min_offload_bytes=1).floor.peak_bytes
     with pytest.raises(Infeasible) as caught:
@@ -75,14 +75,14 @@ def test_storages_without_bytes_can_be_planned(strategy: str) -> None:
 
 
 def scale(trace: Trace, factor: int) -> Trace:
-    """The same step with larger storages."""
+    """Return the step with its storages scaled."""
     storages = tuple(dataclasses.replace(home, nbytes=home.nbytes * factor) for home in trace.storages)
     return dataclasses.replace(trace, storages=storages)
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_enormous_storages_can_be_planned(strategy: str) -> None:
-    """Each of a pebibyte: sums still fit into 64 bits."""
+    """A pebibyte each: sums still fit into 64 bits."""
     trace = scale(make_residual_net(2, KIB), 1 << 40)
     assert max(home.nbytes for home in trace.storages) >= 1 << 50
     costs = make_costs(trace, op_seconds=1.0, link=make_link(per_second=1e15), disk=make_link(per_second=1e15))
@@ -99,7 +99,7 @@ def test_enormous_storages_can_be_planned(strategy: str) -> None:
     assert forecast.reserved_bytes >= forecast.peak_bytes
 
 
-def test_enormous_storages_are_swept_as_they_are_replayed() -> None:
+def test_enormous_storages_have_the_same_peak_in_sweep_and_replay() -> None:
     trace = scale(make_residual_net(2, KIB), 1 << 40)
     costs = make_costs(trace, op_seconds=1.0, link=make_link(per_second=1e18))
     problem = pose(trace, costs, 1 << 61)
@@ -111,7 +111,7 @@ def test_enormous_storages_are_swept_as_they_are_replayed() -> None:
 
 
 @pytest.mark.parametrize("factor", [1 << 50, 1 << 53, 1 << 70])
-def test_storages_that_64_bits_cannot_add_up_are_refused(factor: int) -> None:
+def test_storages_whose_sum_overflows_64_bits_are_rejected(factor: int) -> None:
     trace = scale(make_residual_net(2, KIB), factor)
     costs = make_costs(trace)
     for work in (lambda: plan(trace, costs, 1 << 40), lambda: simulate(trace, costs, keep_everything(costs))):
@@ -131,14 +131,14 @@ def test_storages_that_64_bits_cannot_add_up_are_refused(factor: int) -> None:
         ({"overhead_seconds": -1.0}, "overhead_seconds"),
     ],
 )
-def test_costs_that_are_no_figures_are_refused(change: dict[str, Any], place: str) -> None:
+def test_invalid_costs_are_rejected(change: dict[str, Any], place: str) -> None:
     trace, costs = example()
     with pytest.raises(TraceError, match=place):
         plan(trace, dataclasses.replace(costs, **change), 10**9)
 
 
 @pytest.mark.parametrize("wrong", [math.nan, math.inf, -1.0])
-def test_times_that_are_no_figures_are_refused_with_the_op(wrong: float) -> None:
+def test_invalid_op_times_are_rejected_with_the_op(wrong: float) -> None:
     trace, costs = example()
     seconds = (*costs.op_seconds[:3], wrong, *costs.op_seconds[4:])
     with pytest.raises(TraceError, match=rf"ops\[3\] \({trace.ops[3].name}\)"):
@@ -146,7 +146,7 @@ def test_times_that_are_no_figures_are_refused_with_the_op(wrong: float) -> None
 
 
 @pytest.mark.parametrize("wrong", [-1, 1 << 62])
-def test_workspaces_that_cannot_be_are_refused(wrong: int) -> None:
+def test_invalid_workspaces_are_rejected(wrong: int) -> None:
     trace, costs = example()
     workspace_bytes = (*costs.workspace_bytes[:3], wrong, *costs.workspace_bytes[4:])
     with pytest.raises(TraceError, match=str(wrong) if wrong < 0 else "largest workspace"):
@@ -163,7 +163,7 @@ def change_op(trace: Trace, index: int, **changes: Any) -> Trace:
 
 
 def make_broken_traces() -> dict[str, tuple[Trace, Op]]:
-    """Traces that cannot be, each with the op at which it shows."""
+    """Return invalid traces, each with the op that shows it."""
     trace = make_chain([KIB] * 4, keeps="i")
     first, second = trace.ops[0], trace.ops[1]
     later = dataclasses.replace(trace.ops[2].writes[0])
@@ -171,18 +171,21 @@ def make_broken_traces() -> dict[str, tuple[Trace, Op]]:
     before = dataclasses.replace(first.reads[0], storage=-3)
     newer = dataclasses.replace(second.reads[0], version=7)
     return {
-        "reads what a later op makes, which reads what it makes": (change_op(trace, 1, reads=(later,)), second),
-        "reads what it makes itself": (change_op(trace, 1, reads=second.writes), second),
-        "reads a storage that there is not": (change_op(trace, 0, reads=(beyond,)), first),
-        "writes to a storage that there is not": (change_op(trace, 0, writes=(beyond,)), first),
-        "reads a storage of a negative number": (change_op(trace, 0, reads=(before,)), first),
-        "reads a version that nobody wrote": (change_op(trace, 1, reads=(newer,)), second),
-        "is done over by another": (change_op(trace, 2, writes=second.writes), trace.ops[2]),
+        "reads the result of a later op that reads its own": (change_op(trace, 1, reads=(later,)), second),
+        "reads its own result": (change_op(trace, 1, reads=second.writes), second),
+        "reads a storage that does not exist": (change_op(trace, 0, reads=(beyond,)), first),
+        "writes to a storage that does not exist": (change_op(trace, 0, writes=(beyond,)), first),
+        "reads a storage with a negative id": (change_op(trace, 0, reads=(before,)), first),
+        "reads a version that no op wrote": (change_op(trace, 1, reads=(newer,)), second),
+        "overwrites the result of another op with the same version": (
+            change_op(trace, 2, writes=second.writes),
+            trace.ops[2],
+        ),
     }
 
 
 @pytest.mark.parametrize("what", make_broken_traces())
-def test_cyclic_and_dangling_traces_are_refused_with_the_op(what: str) -> None:
+def test_cyclic_and_dangling_traces_are_rejected_with_the_op(what: str) -> None:
     trace, op = make_broken_traces()[what]
     costs = make_costs(trace)
     with pytest.raises(TraceError, match=rf"ops\[{trace.ops.index(op) if op in trace.ops else '.*'}\]|ops\[\d+\]"):
@@ -196,7 +199,7 @@ def test_cyclic_and_dangling_traces_are_refused_with_the_op(what: str) -> None:
 # -- hardware ---------------------------------------------------------------------------------------------------------
 
 
-def test_hardware_without_a_link_is_refused() -> None:
+def test_hardware_without_a_link_is_rejected() -> None:
     trace = example()[0]
     profile = dataclasses.replace(load_shipped("v100"), links=())
     with pytest.raises(TraceError, match="no link to a tier below"):
@@ -206,7 +209,7 @@ def test_hardware_without_a_link_is_refused() -> None:
 @pytest.mark.parametrize("place", [0, 1])
 @pytest.mark.parametrize("speed", [0.0, -1.0, math.inf, math.nan])
 @pytest.mark.parametrize("field", ["out_bytes_per_second", "back_bytes_per_second"])
-def test_links_that_move_nothing_are_refused(place: int, speed: float, field: str) -> None:
+def test_links_without_speed_are_rejected(place: int, speed: float, field: str) -> None:
     trace, costs = example()
     profile = load_shipped("v100")
     links = list(profile.links)
@@ -218,8 +221,8 @@ def test_links_that_move_nothing_are_refused(place: int, speed: float, field: st
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_a_link_that_hardly_moves_gives_finite_plans(strategy: str) -> None:
-    """A byte in ten days; and one that takes an hour to begin."""
+def test_a_very_slow_link_gives_finite_plans(strategy: str) -> None:
+    """A byte takes ten days, and each copy an hour to begin."""
     trace, costs = example()
     slow = dataclasses.replace(make_link(per_second=1e-6), out_latency_seconds=3600.0)
     costs = dataclasses.replace(costs, link=slow)
@@ -249,7 +252,7 @@ def test_a_step_that_takes_no_time_gives_finite_plans(strategy: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["magic", "", "Auto", "auto ", "../auto", "__init__", "auto.py"])
-def test_unknown_strategies_are_refused_with_the_known_ones(name: str) -> None:
+def test_an_unknown_strategy_is_rejected_with_the_known_names(name: str) -> None:
     trace, costs = example()
     with pytest.raises((UnknownMember, UsageError)) as caught:
         plan(trace, costs, 10**9, strategy=name)
@@ -257,7 +260,7 @@ def test_unknown_strategies_are_refused_with_the_known_ones(name: str) -> None:
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_unknown_options_are_refused_with_the_known_ones(strategy: str) -> None:
+def test_an_unknown_option_is_rejected_with_the_known_options(strategy: str) -> None:
     trace, costs = example()
     with pytest.raises(UsageError, match="speed") as caught:
         plan(trace, costs, 10**9, strategy=f"{strategy}:speed=9")
@@ -268,18 +271,18 @@ def test_unknown_options_are_refused_with_the_known_ones(strategy: str) -> None:
 
 
 def hard_job() -> tuple[Trace, Costs, int]:
-    """A budget at which something has to go, and a step too long to try all there is."""
+    """Return a step too long for enumeration, with a budget at which something has to leave."""
     trace = make_residual_net(6, 64 * KIB)
     costs = make_costs(trace, op_seconds=1e-4, link=make_link(per_second=3e8))
     return trace, costs, simulate(trace, costs, keep_everything(costs)).peak_bytes * 6 // 10
 
 
 @pytest.mark.parametrize("strategy", ["tvdnn_ilp:seconds=0.000001", "checkmate:seconds=0.000001"])
-def test_a_solver_that_runs_out_of_time_says_so_and_leaves_a_plan(
+def test_a_solver_that_runs_out_of_time_logs_it_and_returns_a_plan(
     strategy: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     trace, costs, budget_bytes = hard_job()
-    budget_bytes = budget_bytes * 4 // 3  # four fifths of the plain peak: what they fall back to fits
+    budget_bytes = budget_bytes * 4 // 3  # four fifths of the plain peak: the fallback fits
     with caplog.at_level(logging.INFO):
         made = plan(trace, costs, budget_bytes, strategy=strategy, min_offload_bytes=1)
     assert simulate(trace, costs, made).peak_bytes <= budget_bytes

@@ -1,4 +1,4 @@
-"""No plan is faster than the bound, whatever it does; and the bound is near what the best plans reach."""
+"""The bound holds for every plan, and the best plans come close to it."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def within(problem: Problem, budget_bytes: int, host_bytes: int | None = None) -
 
 @given(job=jobs(), share=some.floats(0.2, 1.0))
 @settings(max_examples=25)
-def test_no_strategy_is_faster(job: tuple[Trace, Costs], share: float) -> None:
+def test_no_strategy_beats_the_bound(job: tuple[Trace, Costs], share: float) -> None:
     problem = pose_at(job, 1)
     budget_bytes = max(problem.floor.peak_bytes, int(problem.plain.peak_bytes * share))
     bound = find_bound(within(problem, budget_bytes))
@@ -67,7 +67,7 @@ def test_no_strategy_is_faster(job: tuple[Trace, Costs], share: float) -> None:
 
 
 def draw_plan(drafter: Drafter, dice: random.Random) -> Plan | None:
-    """A plan with any ticks, for any of the gaps; half of them may let go of what a replay made on its way."""
+    """Return a plan with random ticks for random gaps; half of the plans may drop intermediate results of replays."""
     drops, moves = dice.random(), dice.random()
     dropped, moved = [], {}
     for key, gap in drafter.gaps.items():
@@ -101,7 +101,7 @@ def draw_plans(problem: Problem, dice: random.Random, count: int) -> Iterator[Fo
 
 
 @given(job=jobs(), seed=some.integers(0, 1 << 30), drag=some.sampled_from([0.0, 0.0, 1e-9]))
-def test_no_plan_drawn_by_lot_is_faster(job: tuple[Trace, Costs], seed: int, drag: float) -> None:
+def test_no_random_plan_beats_the_bound(job: tuple[Trace, Costs], seed: int, drag: float) -> None:
     trace, costs = job
     costs = dataclasses.replace(costs, link=dataclasses.replace(costs.link, drag_seconds_per_byte=drag))
     problem, dice = pose_at((trace, costs), 1), random.Random(seed)
@@ -120,7 +120,7 @@ def test_no_plan_drawn_by_lot_is_faster(job: tuple[Trace, Costs], seed: int, dra
 
 
 @given(job=jobs(), seed=some.integers(0, 1 << 30))
-def test_few_pivots_prove_less_and_nothing_false(job: tuple[Trace, Costs], seed: int) -> None:
+def test_fewer_pivots_give_a_weaker_but_valid_bound(job: tuple[Trace, Costs], seed: int) -> None:
     problem = pose_at(job, 1)
     drawn = list(draw_plans(problem, random.Random(seed), 20))
     peaks = sorted({each.peak_bytes for each in drawn if each.peak_bytes < problem.plain.peak_bytes})
@@ -137,7 +137,7 @@ def test_few_pivots_prove_less_and_nothing_false(job: tuple[Trace, Costs], seed:
 
 
 def try_all(problem: Problem, budget_bytes: int) -> tuple[int, float, float]:
-    """The lowest peak of all choices, and the fastest within a budget: of any, of those that only recompute."""
+    """Return, over all choices, the lowest peak, and the fastest step within a budget: of all, and without offloads."""
     vectors = ChoiceVectorPlanner(problem)
     lowest, fastest, replayed = problem.plain.peak_bytes, math.inf, math.inf
     for vector in itertools.product(range(CHOICES), repeat=len(vectors.keys)):
@@ -154,7 +154,7 @@ def try_all(problem: Problem, budget_bytes: int) -> tuple[int, float, float]:
 
 @given(job=jobs(), share=some.floats(0.0, 1.0))
 @settings(max_examples=30)
-def test_no_vector_of_choices_is_faster(job: tuple[Trace, Costs], share: float) -> None:
+def test_no_choice_vector_beats_the_bound(job: tuple[Trace, Costs], share: float) -> None:
     problem = pose_at(job, 1)
     assume(0 < CHOICES ** len(problem.drafter.gaps) <= MOST_VECTORS)
     floor, peak = problem.floor.peak_bytes, problem.plain.peak_bytes
@@ -167,7 +167,7 @@ def test_no_vector_of_choices_is_faster(job: tuple[Trace, Costs], share: float) 
 
 
 @given(job=jobs())
-def test_there_is_no_bound_below_the_floor_and_one_at_it(job: tuple[Trace, Costs]) -> None:
+def test_the_bound_is_infinite_only_below_the_floor(job: tuple[Trace, Costs]) -> None:
     problem = pose_at(job, 1)
     floor = problem.floor.peak_bytes
     below, at = find_bound(within(problem, floor - 1)), find_bound(within(problem, floor))
@@ -178,7 +178,7 @@ def test_there_is_no_bound_below_the_floor_and_one_at_it(job: tuple[Trace, Costs
 
 @given(job=jobs())
 @settings(max_examples=25)
-def test_more_room_never_raises_a_bound(job: tuple[Trace, Costs]) -> None:
+def test_a_larger_budget_never_raises_a_bound(job: tuple[Trace, Costs]) -> None:
     problem = pose_at(job, 1)
     floor, peak = problem.floor.peak_bytes, problem.plain.peak_bytes
     bounds = [find_bound(within(problem, floor + (peak - floor) * step // 6)) for step in range(7)]
@@ -190,7 +190,7 @@ def test_more_room_never_raises_a_bound(job: tuple[Trace, Costs]) -> None:
 
 @given(job=jobs(), share=some.floats(0.0, 0.99), seed=some.integers(0, 1 << 30))
 @settings(max_examples=25)
-def test_any_prices_prove_no_more_than_the_solution(job: tuple[Trace, Costs], share: float, seed: int) -> None:
+def test_no_prices_prove_a_better_bound_than_the_solution(job: tuple[Trace, Costs], share: float, seed: int) -> None:
     problem = pose_at(job, 1)
     floor, peak = problem.floor.peak_bytes, problem.plain.peak_bytes
     problem = within(problem, int(floor + share * (peak - floor)))
@@ -212,7 +212,7 @@ def bound_of(job: tuple[Trace, Costs], budget_bytes: int) -> Bound:
 
 
 def make_two() -> Trace:
-    """Two results of 1000 KiB stand until the backward pass, beside a third, and later a pause, of as many bytes."""
+    """Return a step that saves two results of 1000 KiB, with a third next to them, and later a temporary."""
     program = Program()
     batch = program.resident(KIB, Role.INPUT)
     first = program.op("first", [batch], 1000 * KIB)
@@ -233,14 +233,14 @@ def make_two() -> Trace:
     return program.finish("two")
 
 
-def test_a_bound_known_by_hand() -> None:
-    """Three blocks of 1000 KiB stand at `third`, where two may: `first` must be away then."""
+def test_a_bound_computed_by_hand() -> None:
+    """Three blocks of 1000 KiB are live at `third`, where two fit: `first` must be away then."""
     trace = make_two()
     seconds = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0)
     for per_second, expected in (
-        (1000 * KIB / 1.0, 0.0),  # `first` is out while `second` is made
+        (1000 * KIB / 1.0, 0.0),  # the copy out of `first` overlaps with `second`
         (1000 * KIB / 1e9, 1.0),  # replaying `first` is cheaper than waiting
-        (1000 * KIB / 2.5, 0.2),  # four fifths are out when `third` begins, and the rest is dropped
+        (1000 * KIB / 2.5, 0.2),  # four fifths are copied out when `third` begins; the rest is dropped
     ):
         costs = make_costs(trace, op_seconds=seconds, link=make_link(per_second=per_second, latency_seconds=0.0))
         bound = bound_of((trace, costs), 2001 * KIB)
@@ -249,7 +249,7 @@ def test_a_bound_known_by_hand() -> None:
         assert bound.compute_seconds == sum(seconds)
 
 
-def test_a_link_that_is_too_slow_is_waited_for() -> None:
+def test_the_bound_includes_waits_for_a_slow_link() -> None:
     trace = make_chain([64 * KIB] * 8, barriers=frozenset(range(8)))
     costs = make_costs(trace, op_seconds=1e-6, link=make_link(per_second=1e6, latency_seconds=0.0))
     problem = pose_at((trace, costs), 1)
@@ -261,7 +261,7 @@ def test_a_link_that_is_too_slow_is_waited_for() -> None:
     assert 0.9 * moved < bound.seconds - bound.compute_seconds <= moved
 
 
-def test_a_net_must_be_replayed_where_the_link_is_slow() -> None:
+def test_the_bound_includes_replays_if_the_link_is_slow() -> None:
     trace = make_residual_net(4, 256 * KIB)
     costs = make_costs(trace, op_seconds=1e-3, link=make_link(per_second=1e3))
     problem = pose_at((trace, costs), 1)
@@ -274,7 +274,7 @@ def test_a_net_must_be_replayed_where_the_link_is_slow() -> None:
 
 
 def make_rounds(rounds: int) -> Trace:
-    """In each round a result of 1000 KiB stands while something else needs as much room; it cannot be replayed."""
+    """Return a step of rounds: an op needs 1000 KiB while a result of that size, which cannot be replayed, is saved."""
     program = Program()
     batch = program.resident(KIB, Role.INPUT)
     for _ in range(rounds):
@@ -290,12 +290,12 @@ def make_rounds(rounds: int) -> Trace:
     return program.finish("rounds")
 
 
-def test_the_host_has_room_again_when_a_claim_has_ended() -> None:
+def test_host_memory_is_free_again_once_a_claim_ends() -> None:
     trace = make_rounds(3)
     costs = make_costs(trace, op_seconds=1e-3, link=make_link(per_second=1000 * KIB / 1.0, latency_seconds=0.0))
     problem = pose_at((trace, costs), 1)
     problem = within(problem, problem.floor.peak_bytes)
     roomy, narrow = (find_bound(within(problem, problem.budget_bytes, host_bytes)) for host_bytes in (None, 1000 * KIB))
     assert narrow.fluid_seconds == pytest.approx(roomy.fluid_seconds, rel=1e-6)
-    assert 5.9 < narrow.seconds - narrow.compute_seconds <= 6.0  # each out and back, the step waiting
+    assert 5.9 < narrow.seconds - narrow.compute_seconds <= 6.0  # the step waits for each copy out and back
     assert problem.floor.lower_tier_bytes == 1000 * KIB and narrow.seconds <= problem.floor.step_seconds * EXACTLY

@@ -1,4 +1,4 @@
-"""The search behind the default: the same on any number of cores, stopped without loss, and of the kind asked for."""
+"""The search behind `auto`: it is deterministic on any number of cores, survives interruption, and respects `moves`."""
 
 from __future__ import annotations
 
@@ -30,20 +30,20 @@ COSTS = make_costs(TRACE, op_seconds=1e-3, link=make_link(per_second=1e9))
 
 
 def pose_at(trace: Trace, costs: Costs, share: float) -> Problem:
-    """A budget at some share of the way from the smallest to the plain peak."""
+    """Return a problem with a budget at this share of the way from the smallest to the plain peak."""
     problem = pose(trace, costs, 1, min_offload_bytes=1)
     floor_bytes, plain_bytes = problem.floor.peak_bytes, problem.plain.peak_bytes
     return pose(trace, costs, floor_bytes + int(share * (plain_bytes - floor_bytes)), min_offload_bytes=1)
 
 
 def seconds_of(problem: Problem, **options: object) -> float:
-    """The step of the plan found, which fits."""
+    """Return the step time of the plan found, and assert that it fits."""
     forecast = problem.drafter.replay.run(search_choices(problem, "auto", **options).plan)  # type: ignore[arg-type]
     assert problem.fits(forecast)
     return forecast.step_seconds
 
 
-def test_the_number_of_cores_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_plan_does_not_depend_on_the_number_of_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     problem, found = pose_at(TRACE, COSTS, 0.2), []
     for cores in (1, 2, 7):
         monkeypatch.setattr(os, "cpu_count", lambda cores=cores: cores)
@@ -52,7 +52,7 @@ def test_the_number_of_cores_changes_nothing(monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.parametrize("calls", [1, 5, 20])
-def test_an_interrupted_search_returns_the_best_so_far(monkeypatch: pytest.MonkeyPatch, calls: int) -> None:
+def test_an_interrupted_search_returns_the_best_plan_so_far(monkeypatch: pytest.MonkeyPatch, calls: int) -> None:
     problem, counter = pose_at(TRACE, COSTS, 0.2), itertools.count(1)
     whole = seconds_of(problem)
 
@@ -67,7 +67,7 @@ def test_an_interrupted_search_returns_the_best_so_far(monkeypatch: pytest.Monke
     assert next(counter) > calls
 
 
-def test_an_interruption_at_once_still_gives_a_plan_that_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_immediate_interruption_still_gives_a_plan_that_fits(monkeypatch: pytest.MonkeyPatch) -> None:
     problem = pose_at(TRACE, COSTS, 0.0)
 
     def interrupt(*_: object, **__: object) -> None:
@@ -79,7 +79,7 @@ def test_an_interruption_at_once_still_gives_a_plan_that_fits(monkeypatch: pytes
 
 @settings(max_examples=20)
 @given(job=jobs(), share=some.floats(0, 1))
-def test_never_slower_than_what_it_asks(job: tuple[Trace, Costs], share: float) -> None:
+def test_the_search_is_never_slower_than_the_strategies_it_starts_from(job: tuple[Trace, Costs], share: float) -> None:
     problem = pose_at(*job, share)
     for name in choice_search.ASKED:
         forecast = problem.drafter.replay.run(find_strategy(name)(problem))
@@ -88,7 +88,7 @@ def test_never_slower_than_what_it_asks(job: tuple[Trace, Costs], share: float) 
 
 
 @given(job=jobs())
-def test_with_everything_offloaded_a_sweep_reaches_the_floor(job: tuple[Trace, Costs]) -> None:
+def test_a_sweep_that_offloads_everything_reaches_the_floor(job: tuple[Trace, Costs]) -> None:
     problem = pose_at(*job, 0.0)
     vectors = ChoiceVectorPlanner(problem)
     choices = np.full(len(vectors.keys), OFFLOAD, dtype=np.int8)
@@ -99,7 +99,7 @@ def test_with_everything_offloaded_a_sweep_reaches_the_floor(job: tuple[Trace, C
 
 @settings(max_examples=20)
 @given(job=jobs(), share=some.floats(0.0, 1.0))
-def test_trying_all_is_the_best_of_all_and_nothing_is_left_to_polish(job: tuple[Trace, Costs], share: float) -> None:
+def test_enumeration_finds_the_optimum_and_polish_cannot_improve_it(job: tuple[Trace, Costs], share: float) -> None:
     problem = pose_at(*job, share)
     vectors = ChoiceVectorPlanner(problem)
     columns, room = vectors.columns, vectors.room
@@ -120,7 +120,7 @@ def test_trying_all_is_the_best_of_all_and_nothing_is_left_to_polish(job: tuple[
 
 
 @pytest.mark.parametrize(("moves", "other"), [("offload", Choice.RECOMPUTE), ("recompute", Choice.OFFLOAD)])
-def test_one_manner_alone(moves: str, other: Choice) -> None:
+def test_moves_excludes_the_other_choice(moves: str, other: Choice) -> None:
     problem = pose_at(TRACE, COSTS, 0.5)
     made = plan(TRACE, COSTS, problem.budget_bytes, strategy=f"auto:moves={moves}", min_offload_bytes=1)
     assert made.decisions
@@ -130,7 +130,7 @@ def test_one_manner_alone(moves: str, other: Choice) -> None:
     assert run(both).step_seconds <= run(made).step_seconds * 1.001
 
 
-def test_one_manner_alone_says_what_it_needs() -> None:
+def test_infeasible_states_a_budget_that_works_with_recomputation_alone() -> None:
     problem = pose_at(TRACE, COSTS, 0.0)
     with pytest.raises(Infeasible) as caught:
         plan(TRACE, COSTS, problem.budget_bytes, strategy="auto:moves=recompute", min_offload_bytes=1)

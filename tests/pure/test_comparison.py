@@ -1,4 +1,4 @@
-"""Strategies side by side, and the largest batch, on traces small enough to try everything. No torch."""
+"""Comparison of strategies, and search for the largest batch, on traces small enough for enumeration. No torch."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ STRATEGIES = ("auto", "keep_all", "offload_all")
 
 @pytest.fixture(scope="module")
 def entries() -> tuple[Entry, ...]:
-    """All of three strategies within four budgets, the first below what any plan needs."""
+    """Entries of three strategies within four budgets, the first of which is below the floor."""
     trace, costs = example()
     return tuple(compare(trace, costs, budgets(), STRATEGIES))
 
@@ -48,12 +48,12 @@ def budgets() -> tuple[int, ...]:
     return floor - 1, floor, (floor + peak) // 2, peak
 
 
-def test_entries_come_budget_by_budget(entries: tuple[Entry, ...]) -> None:
+def test_entries_are_ordered_by_budget(entries: tuple[Entry, ...]) -> None:
     expected = [(budget, strategy) for budget in budgets() for strategy in STRATEGIES]
     assert [(entry.budget_bytes, entry.strategy) for entry in entries] == expected
 
 
-def test_entries_are_what_the_plans_are_forecast_to_do(entries: tuple[Entry, ...]) -> None:
+def test_entries_match_the_forecasts_of_their_plans(entries: tuple[Entry, ...]) -> None:
     trace, costs = example()
     plain = pose(trace, costs, 1).plain
     for entry in entries:
@@ -70,7 +70,7 @@ def test_entries_are_what_the_plans_are_forecast_to_do(entries: tuple[Entry, ...
         assert entry.outcome.moved_bytes == forecast.offloaded_bytes + forecast.reloaded_bytes
 
 
-def test_the_budgets_are_as_hard_as_meant(entries: tuple[Entry, ...]) -> None:
+def test_the_budgets_separate_the_strategies(entries: tuple[Entry, ...]) -> None:
     fits = collections.Counter((entry.budget_bytes, entry.outcome is not None) for entry in entries)
     assert [fits[budget, True] for budget in budgets()] == [0, 2, 2, 3]
 
@@ -82,12 +82,12 @@ def test_no_plan_beats_the_bound(entries: tuple[Entry, ...]) -> None:
         assert entry.outcome.over(entry.bound_seconds) >= 1 - 1e-9
         assert entry.bound_seconds >= entry.plain_seconds * (1 - 1e-9)
     assert all((entry.bound_seconds == math.inf) == (entry.budget_bytes == budgets()[0]) for entry in entries)
-    # Where everything fits there is nothing to lose.
+    # If everything fits, the bound is reached.
     assert fitting[-2].outcome is not None and fitting[-2].strategy == "keep_all"
     assert fitting[-2].outcome.over(fitting[-2].bound_seconds) == pytest.approx(1)
 
 
-def test_a_strategy_that_is_not_there_is_refused_before_anything_is_planned(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unknown_strategy_is_rejected_before_anything_is_planned(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(strategies_compared, "pose", None)
     with pytest.raises(UnknownMember, match="keep_all"):
         compare(*example(), [1], ["auto", "magic"])
@@ -95,7 +95,7 @@ def test_a_strategy_that_is_not_there_is_refused_before_anything_is_planned(monk
         compare(*example(), [1], ["auto:speed=9"])
 
 
-def test_an_entry_is_there_before_the_next_is_begun(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_entries_are_yielded_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str] = []
 
     def attempt(trace: Trace, costs: Costs, budget_bytes: int, strategy: str, **limits: int | None) -> Attempt:
@@ -107,12 +107,12 @@ def test_an_entry_is_there_before_the_next_is_begun(monkeypatch: pytest.MonkeyPa
     assert next(running).strategy == asked[-1] and len(asked) == 1
 
 
-def test_costs_of_another_trace_are_refused() -> None:
+def test_costs_of_another_trace_are_rejected() -> None:
     with pytest.raises(TraceError, match="costs"):
         list(compare(make_chain([KIB] * 3), example()[1], [10**9], ["auto"]))
 
 
-def test_a_strategy_that_refuses_a_step_leaves_its_cells_empty() -> None:
+def test_a_strategy_that_rejects_a_step_has_entries_without_outcome() -> None:
     refusing = "exact:most_gaps=0"
     found = list(compare(*example(), budgets(), [refusing, "auto"]))
     assert len(found) == 2 * len(budgets())
@@ -127,7 +127,7 @@ def test_a_strategy_that_refuses_a_step_leaves_its_cells_empty() -> None:
         strategies_compared.attempt(*example(), budgets()[1], refusing)
 
 
-def test_a_refused_cell_takes_over_what_a_smaller_budget_has() -> None:
+def test_a_refused_entry_takes_over_the_outcome_of_a_smaller_budget() -> None:
     refused = make_entry(None, 0.0)
     refused = dataclasses.replace(
         refused, budget_bytes=100, attempt=dataclasses.replace(refused.attempt, needed_bytes=0, refusal="too large")
@@ -136,7 +136,7 @@ def test_a_refused_cell_takes_over_what_a_smaller_budget_has() -> None:
     assert attempt.outcome is not None and attempt.needed_bytes == 50 and attempt.refusal == ""
 
 
-def test_a_plan_that_overfills_the_host_does_not_fit() -> None:
+def test_a_plan_that_exceeds_the_host_does_not_fit() -> None:
     trace, costs = example()
     free = strategies_compared.attempt(trace, costs, 10**9, "offload_all")
     assert free.outcome is not None and free.needed_host_bytes == free.outcome.lower_tier_bytes > 0
@@ -159,7 +159,7 @@ points = some.tuples(some.one_of(some.none(), some.integers(1, 6)), some.integer
 
 
 @given(found=some.lists(points, max_size=12))
-def test_the_front_is_what_nothing_beats(found: list[tuple[int | None, float]]) -> None:
+def test_the_front_is_pareto_optimal(found: list[tuple[int | None, float]]) -> None:
     made = [make_entry(*point) for point in found]
     front = find_front(made)
     fitting = {point for point in found if point[0] is not None}
@@ -178,8 +178,8 @@ def test_the_front_is_what_nothing_beats(found: list[tuple[int | None, float]]) 
 
 
 @given(found=some.lists(some.tuples(some.none() | some.integers(1, 9), some.floats(1.0, 2.0)), min_size=1, max_size=6))
-def test_evened_out_more_room_is_never_slower(found: list[tuple[int | None, float]]) -> None:
-    """Each outcome fits a budget of its own; another strategy beside them changes nothing, nor is it changed."""
+def test_after_even_out_a_larger_budget_is_never_slower(found: list[tuple[int | None, float]]) -> None:
+    """Each outcome fits its own budget; entries of another strategy have no effect and do not change."""
     entries = [
         dataclasses.replace(make_entry(peak, seconds), budget_bytes=(peak or 0) + place)
         for place, (peak, seconds) in enumerate(found)
@@ -203,7 +203,7 @@ def test_evened_out_more_room_is_never_slower(found: list[tuple[int | None, floa
         best, highest = after.outcome.step_seconds, after.outcome.peak_bytes
 
 
-def test_time_over_no_time() -> None:
+def test_over_handles_steps_without_time() -> None:
     outcome = make_entry(1, 2.0).outcome
     assert outcome is not None
     assert (outcome.over(4.0), outcome.over(0.0)) == (0.5, math.inf)
@@ -214,7 +214,7 @@ def test_time_over_no_time() -> None:
 
 
 class Loads:
-    """Steps of a net whose storages grow with the batch; counts what is asked of it."""
+    """Captures of a net whose storages grow with the batch; records the batches requested."""
 
     def __init__(self, grow: Callable[[int], int] = lambda batch: batch, smallest: int = 1) -> None:
         self.grow, self.smallest = grow, smallest
@@ -248,7 +248,7 @@ def fitting_by_hand(loads: Loads, memory_bytes: int, *, plain: bool) -> int:
 
 @pytest.mark.parametrize("grow", [lambda b: b, lambda b: b * b, lambda b: int(8 * b**0.5), lambda b: -(-b // 4)])
 @pytest.mark.parametrize("memory_bytes", [600 * KIB, 1000 * KIB, 3333 * KIB])
-def test_the_largest_batch_is_the_largest(grow: Callable[[int], int], memory_bytes: int) -> None:
+def test_the_largest_batch_is_found(grow: Callable[[int], int], memory_bytes: int) -> None:
     loads = Loads(grow)
     found = find_batches(loads, memory_bytes)
     assert len(set(loads.asked)) == len(loads.asked) == len(found.trials)
@@ -261,17 +261,17 @@ def test_the_largest_batch_is_the_largest(grow: Callable[[int], int], memory_byt
     assert {found.largest.batch + 1, found.largest_plain.batch + 1} <= tried
 
 
-def test_sizes_on_a_line_take_few_captures() -> None:
+def test_linear_sizes_take_few_captures() -> None:
     loads = Loads()
     running = try_batches(loads, 64 << 20)
     for trial in running:
         if trial.batch > 1 and trial.planned.outcome is None:
             break
-    assert loads.asked[-1] - 1 in loads.asked  # the largest, tried, and then the one above it, which settled it
+    assert loads.asked[-1] - 1 in loads.asked  # the largest and then the next one, which does not fit
     assert len(loads.asked) <= 7
 
 
-def test_the_fastest_is_the_best_of_those_tried_with_near_neighbours() -> None:
+def test_the_fastest_batch_has_close_neighbours() -> None:
     found = find_batches(Loads(), 8 << 20)
     assert found.fastest is not None and found.fastest_plain is not None
     rates = {trial.batch: trial.planned_rate for trial in found.trials if trial.planned.outcome is not None}
@@ -280,7 +280,7 @@ def test_the_fastest_is_the_best_of_those_tried_with_near_neighbours() -> None:
     place = neighbours.index(found.fastest.batch)
     for other in neighbours[max(0, place - 1) : place + 2]:
         assert abs(other - found.fastest.batch) <= max(1, 0.05 * found.fastest.batch)
-    # The op's constant part makes larger batches of the plain step faster.
+    # The constant time of an op makes larger plain batches faster.
     assert found.fastest_plain == found.largest_plain
     assert found.fastest.planned_rate >= found.fastest_plain.plain_rate
 
@@ -294,7 +294,7 @@ def test_rates_are_samples_over_seconds() -> None:
         assert trial.fits_plain == (trial.plain.peak_bytes <= found.memory_bytes)
 
 
-def test_models_that_refuse_a_single_sample() -> None:
+def test_a_model_that_rejects_a_single_sample_starts_with_two() -> None:
     loads = Loads(smallest=2)
     found = find_batches(loads, 1000 * KIB)
     assert loads.asked[:2] == [1, 2] and found.trials[0].batch == 2
@@ -302,7 +302,7 @@ def test_models_that_refuse_a_single_sample() -> None:
         find_batches(Loads(smallest=3), 1000 * KIB)
 
 
-def test_a_call_that_means_nothing_is_not_tried_twice() -> None:
+def test_a_usage_error_is_not_retried() -> None:
     def load(batch: int) -> tuple[Trace, Costs]:
         raise UsageError(f"no such model, whatever the batch ({batch})")
 
@@ -310,7 +310,7 @@ def test_a_call_that_means_nothing_is_not_tried_twice() -> None:
         next(try_batches(load, 1000 * KIB))
 
 
-def test_not_even_one_sample_fits() -> None:
+def test_infeasible_if_not_even_one_sample_fits() -> None:
     with pytest.raises(Infeasible) as caught:
         find_batches(Loads(), 50 * KIB)
     assert caught.value.needed_bytes == pose(*Loads()(1), 1).floor.peak_bytes
@@ -318,8 +318,8 @@ def test_not_even_one_sample_fits() -> None:
         find_batches(Loads(lambda batch: 4 * batch), 1000 * KIB, strategy="offload_all", host_bytes=1)
 
 
-def test_the_host_is_a_limit_too() -> None:
-    """Offloading everything needs a host that holds everything."""
+def test_the_host_limits_the_batch() -> None:
+    """Offloading everything requires a host that holds everything."""
     loose = find_batches(Loads(), 1 << 20, strategy="offload_all").largest
     assert loose is not None
     host_bytes = loose.planned.needed_host_bytes // 2
@@ -328,17 +328,17 @@ def test_the_host_is_a_limit_too() -> None:
     assert tight.planned.needed_host_bytes <= host_bytes
 
 
-def test_without_a_plan_there_is_nothing_more_to_find() -> None:
+def test_keep_all_gains_nothing_over_the_plain_step() -> None:
     found = find_batches(Loads(), 1 << 20, strategy="keep_all")
     assert found.largest == found.largest_plain and found.fastest == found.fastest_plain
 
 
-def test_of_nothing_nothing_is_the_largest() -> None:
+def test_without_trials_there_is_no_largest_batch() -> None:
     found = Batches(memory_bytes=1, host_bytes=None, strategy="auto", trials=())
     assert (found.largest, found.largest_plain, found.fastest, found.fastest_plain) == (None,) * 4
 
 
-def test_trials_are_values() -> None:
+def test_trials_are_frozen() -> None:
     (first, *_) = find_batches(Loads(), 1 << 20).trials
     assert isinstance(first, Trial)
     with pytest.raises(dataclasses.FrozenInstanceError):

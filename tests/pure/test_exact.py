@@ -1,4 +1,4 @@
-"""`exact` finds the best of all choices, says so when it cannot, and knows when a trace is too large for it."""
+"""`exact` finds the fastest of all choices, warns if it stops early, and rejects large traces."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ MOST_VECTORS = 1024
 
 
 def pose_between(job: tuple[Trace, Costs], share: float) -> Problem:
-    """A budget so far from the floor to the peak."""
+    """Return a problem with a budget at this share of the way from the floor to the peak."""
     problem = pose(*job, 1, min_offload_bytes=1)
     floor, peak = problem.floor.peak_bytes, problem.plain.peak_bytes
     return pose(*job, int(floor + share * (peak - floor)), min_offload_bytes=1)
 
 
 def try_every_vector(problem: Problem, brancher: BranchAndBound) -> float:
-    """The seconds of the fastest of all choices for the gaps that matter."""
+    """Return the seconds of the fastest choice vector over the gaps to decide on."""
     vectors, fastest = brancher.vectors, math.inf
     choices = np.zeros(len(vectors.keys), dtype=np.int8)
     for vector in itertools.product(TRIED, repeat=len(brancher.gaps)):
@@ -47,7 +47,7 @@ def try_every_vector(problem: Problem, brancher: BranchAndBound) -> float:
 
 @given(job=jobs(), share=some.floats(0.0, 0.99))
 @settings(max_examples=30)
-def test_branches_left_out_held_nothing_better(job: tuple[Trace, Costs], share: float) -> None:
+def test_pruned_branches_contain_nothing_faster(job: tuple[Trace, Costs], share: float) -> None:
     problem = pose_between(job, share)
     assume(not problem.fits(problem.plain))
     with pytest.MonkeyPatch.context() as patch:
@@ -63,7 +63,7 @@ def test_branches_left_out_held_nothing_better(job: tuple[Trace, Costs], share: 
     assert problem.fits(forecast) and forecast.step_seconds <= found.seconds * (1 + 1e-12)
 
 
-def test_what_it_leaves_out_when_it_ends_early_is_said(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_early_stop_is_logged_with_the_gap(caplog: pytest.LogCaptureFixture) -> None:
     trace = make_residual_net(2, 1 << 18)
     job = trace, make_costs(trace, op_seconds=1e-4, link=make_link(per_second=5e8))
     problem = pose_between(job, 0.4)
@@ -73,10 +73,10 @@ def test_what_it_leaves_out_when_it_ends_early_is_said(caplog: pytest.LogCapture
     assert early.bound_seconds < late.bound_seconds == late.seconds < early.seconds and late.nodes < 400
     with caplog.at_level(logging.WARNING):
         plan(*job, problem.budget_bytes, strategy="exact:nodes=1", min_offload_bytes=1)
-    assert "ended after 1 nodes" in caplog.text and "%" in caplog.text
+    assert "stopped after 1 nodes" in caplog.text and "%" in caplog.text
 
 
-def test_a_large_trace_is_sent_to_auto() -> None:
+def test_a_large_trace_is_rejected_in_favour_of_auto() -> None:
     trace = make_chain([1 << 16] * 80)
     problem = pose_between((trace, make_costs(trace)), 0.3)
     with pytest.raises(UsageError, match=r"\d+ gaps .* most_gaps is 64; use auto") as caught:

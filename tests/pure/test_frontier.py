@@ -1,4 +1,4 @@
-"""Plans of several budgets: more room is never slower, less never takes more."""
+"""Plans for several budgets: a larger budget is never slower, a smaller one never has a higher peak."""
 
 from __future__ import annotations
 
@@ -17,7 +17,9 @@ results = some.none() | some.tuples(some.integers(0, 20), some.sampled_from([1.0
 
 
 @given(found=some.lists(results, max_size=8), budgets=some.lists(some.integers(0, 25), max_size=8))
-def test_the_fastest_within_each_budget(found: list[tuple[int, float] | None], budgets: list[int]) -> None:
+def test_each_budget_gets_the_fastest_result_that_fits(
+    found: list[tuple[int, float] | None], budgets: list[int]
+) -> None:
     chosen = choose(found, budgets)
     for budget, place in zip(budgets, chosen, strict=True):
         fitting = [result for result in found if result is not None and result[0] <= budget]
@@ -29,7 +31,7 @@ def test_the_fastest_within_each_budget(found: list[tuple[int, float] | None], b
 
 
 @given(job=jobs(), shares=some.lists(some.floats(0.0, 1.1), min_size=2, max_size=4))
-def test_more_room_is_never_slower(job: tuple[Trace, Costs], shares: list[float]) -> None:
+def test_a_larger_budget_is_never_slower(job: tuple[Trace, Costs], shares: list[float]) -> None:
     trace, costs = job
     peak_bytes = pose(trace, costs, 1).plain.peak_bytes
     budgets = sorted(int(peak_bytes * share) for share in shares)
@@ -46,7 +48,7 @@ def test_more_room_is_never_slower(job: tuple[Trace, Costs], shares: list[float]
         seconds, highest = forecast.step_seconds, forecast.peak_bytes
 
 
-def test_what_no_plan_fits_has_none() -> None:
+def test_a_budget_below_the_floor_has_no_plan() -> None:
     trace = make_unet(2, 1 << 16)
     costs = make_costs(trace, op_seconds=1e-3, link=make_link(per_second=1e9))
     floor_bytes = pose(trace, costs, 1).floor.peak_bytes

@@ -1,4 +1,4 @@
-"""Strategies from the literature that think in layers, stages and caches, and what they share. No torch."""
+"""Published strategies that work on layers, stages and caches, and their common parts. No torch."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from elbowroom.ir.trace import Role, Trace
 from elbowroom.planner.heuristics.eviction import EvictionSweep, draft_offloads, farthest_next_use, list_evictable_gaps
 from elbowroom.planner.heuristics.layers import find_layers
 from elbowroom.planner.heuristics.stages import Cutter
-from elbowroom.planner.ilp.coarsening import cut_stretches, tie_bundles
+from elbowroom.planner.ilp.coarsening import cut_stretches, make_bundles
 from elbowroom.planner.problem import Problem, plan, pose
 from elbowroom.planner.schedule.draft import Drafter
 from elbowroom.planner.schedule.memory_curve import MemoryCurve
@@ -49,7 +49,7 @@ def peak(trace: Trace, costs: Costs) -> int:
 
 
 def make(trace: Trace, costs: Costs, share: float, strategy: str) -> tuple[Plan, Forecast]:
-    """A plan within a share of the plain peak, judged, and its forecast."""
+    """Return a valid plan within a share of the plain peak, and its forecast."""
     made = plan(trace, costs, int(peak(trace, costs) * share), strategy=strategy)
     check(trace, made)
     return made, simulate(trace, costs, made)
@@ -65,10 +65,10 @@ NAMES = {
 
 
 def make_net(kinds: str, nbytes: int = 256 * KIB) -> Trace:
-    """A chain of convolutions (c) and products (p), both with weights, and other layers (.).
+    """Return a chain of convolutions (c) and products (p), both with weights, and other layers (.).
 
-    Each saves what it reads before it runs. A sum (+) saves nothing, and also reads what the last sum, or else the
-    first layer, has made; a fork (f) is a product that reads and saves the same two.
+    Each saves its inputs before it runs. A sum (+) saves nothing, and also reads the result of the last sum, or else of
+    the first layer; a fork (f) is a product that reads and saves both inputs.
     """
     program = Program()
     results = [program.resident(nbytes, Role.INPUT)]
@@ -105,14 +105,14 @@ def make_net(kinds: str, nbytes: int = 256 * KIB) -> Trace:
 
 
 def list_results(trace: Trace) -> list[int]:
-    """What the layers of a `make_net` make, each."""
+    """Return the result of each layer of a `make_net`."""
     return [op.writes[0].storage for op in trace.ops if op.name.startswith("aten.")]
 
 
 # -- layers -----------------------------------------------------------------------------------------------------------
 
 
-def test_layers_are_ops_with_something_saved() -> None:
+def test_layers_are_ops_with_saves() -> None:
     program = Program()
     batch = program.resident(KIB, Role.INPUT)
     weight = program.resident(KIB, Role.PARAMETER)
@@ -138,7 +138,7 @@ def test_layers_are_ops_with_something_saved() -> None:
     assert [layer.backward for layer in layers] == begins
 
 
-def test_a_trace_without_needs_has_layers_that_nothing_asks_for() -> None:
+def test_layers_of_a_trace_without_needs_have_no_backward() -> None:
     program = Program()
     batch = program.resident(KIB, Role.INPUT)
     program.save(batch)
@@ -161,7 +161,7 @@ def sweep(problem: Problem) -> tuple[MemoryCurve, Plan]:
 
 
 @given(job=jobs(), share=some.floats(0.0, 1.1))
-def test_a_sweep_counts_exactly_and_fits_where_offloading_can(job: tuple[Trace, Costs], share: float) -> None:
+def test_a_sweep_counts_exactly_and_fits_wherever_offloading_can(job: tuple[Trace, Costs], share: float) -> None:
     trace, costs = job
     problem = pose(trace, costs, max(1, int(peak(trace, costs) * share)), min_offload_bytes=1)
     load, made = sweep(problem)
@@ -172,7 +172,7 @@ def test_a_sweep_counts_exactly_and_fits_where_offloading_can(job: tuple[Trace, 
         assert made.decisions == ()
 
 
-def test_what_is_used_last_leaves_first_and_comes_back_in_order_of_use() -> None:
+def test_the_farthest_use_is_evicted_first_and_reloads_follow_the_order_of_use() -> None:
     trace = make_chain([256 * KIB] * 16)
     costs = make_costs(trace, op_seconds=1e-3, link=make_link(per_second=1e9))
     made, forecast = make(trace, costs, 0.7, "tvdnn_heuristic")
@@ -187,8 +187,8 @@ def test_what_is_used_last_leaves_first_and_comes_back_in_order_of_use() -> None
     assert forecast.offloaded_bytes == forecast.reloaded_bytes == len(moved) * 256 * KIB
 
 
-def test_a_reload_begins_when_there_is_room_and_not_before() -> None:
-    """With room for one more storage, what is away comes back one step ahead of its use."""
+def test_a_reload_begins_as_soon_as_memory_suffices() -> None:
+    """With memory for one more storage, each reload begins one step ahead of its use."""
     trace = make_chain([256 * KIB] * 16)
     costs = make_costs(trace, op_seconds=1e-3, link=make_link(per_second=1e9))
     made, _ = make(trace, costs, 0.7, "tvdnn_heuristic")
@@ -198,8 +198,8 @@ def test_a_reload_begins_when_there_is_room_and_not_before() -> None:
     assert all(decision.back >= forward_end for decision in made.decisions)
 
 
-def test_no_more_reloads_begin_at_a_moment_than_the_link_can_take() -> None:
-    """One op needs much room; after it there is room for all. Those that begin together would go in order of id."""
+def test_reloads_do_not_queue_up_at_one_moment() -> None:
+    """After an op with a large workspace, everything fits. Reloads that begin together would run in order of id."""
     trace = make_chain([256 * KIB] * 16)
     costs = make_costs(trace, op_seconds=1e-3, link=make_link(per_second=1e8))
     last = sum(op.tick < trace.needs[0].tick for op in trace.ops) - 1
@@ -208,10 +208,10 @@ def test_no_more_reloads_begin_at_a_moment_than_the_link_can_take() -> None:
     made, _ = make(trace, costs, 0.75, "tvdnn_heuristic")
     backs = [decision.back for decision in made.decisions]
     assert len(backs) > 3
-    assert len(set(backs)) == len(backs)  # each takes longer than the op between two moments
+    assert len(set(backs)) == len(backs)  # a reload takes longer than the op between two moments
 
 
-def test_a_clean_storage_that_can_return_in_time_goes_first() -> None:
+def test_a_copied_storage_that_can_return_in_time_is_evicted_first() -> None:
     trace = make_chain([256 * KIB] * 8)
     costs = make_costs(trace, op_seconds=1e-3)
     drafter = pose(trace, costs, 1).drafter
@@ -239,32 +239,32 @@ def test_a_chain_is_cut_into_equal_stages() -> None:
     assert cutter.cut(cutter.saved_bytes).kept == frozenset()
 
 
-def test_cuts_are_laid_where_little_crosses() -> None:
-    """Between the blocks of a residual net one storage crosses, within them two."""
+def test_cuts_are_placed_where_few_bytes_cross() -> None:
+    """One storage crosses between the blocks of a residual net, two within them."""
     trace = make_net("c" + "c.c+" * 12, 64 * KIB)
     results = list_results(trace)
     between = {results[0], *(results[position] for position in range(4, 49, 4))}
     stages = Cutter(trace).cut(6 * 64 * KIB)
     assert len(stages.kept) >= 3
     assert stages.kept < between
-    assert not Cutter(trace).cut(0).kept <= between  # where there is no choice, all that crosses is kept
+    assert not Cutter(trace).cut(0).kept <= between  # without a choice, everything that crosses is kept
 
 
-def test_the_square_root_of_what_is_saved_is_enough() -> None:
+def test_the_number_of_stages_is_about_the_square_root_of_the_saves() -> None:
     trace = make_chain([256 * KIB] * 64)
     costs = make_costs(trace, op_seconds=1e-3)
     made, forecast = make(trace, costs, 0.5, "chen_sqrt")
     assert {decision.choice for decision in made.decisions} == {Choice.RECOMPUTE}
     saved = 63
     assert math.isqrt(saved) - 2 <= len(made.segments) <= math.isqrt(saved) + 2
-    # What stages begin with, and one stage with its gradients.
+    # The stages' inputs, and one stage with its gradients.
     assert forecast.peak_bytes <= (2.5 * math.isqrt(saved) + 6) * 256 * KIB
     forward = sum(op.tick < trace.needs[0].tick for op in trace.ops)
     assert 0.7 * forward <= forecast.recompute_seconds / 1e-3 <= forward
     assert forecast.offloaded_bytes == 0
 
 
-def test_the_search_finds_smaller_peaks_than_the_square_root() -> None:
+def test_the_search_finds_lower_peaks_than_sqrt_n_stages() -> None:
     trace = make_chain([256 * KIB] * 64)
     costs = make_costs(trace, op_seconds=1e-3)
     with pytest.raises(Infeasible) as caught:
@@ -275,7 +275,7 @@ def test_the_search_finds_smaller_peaks_than_the_square_root() -> None:
     assert simulate(trace, costs, plan(trace, costs, least, strategy="chen_sqrt")).peak_bytes == least
 
 
-def test_nothing_is_recomputed_where_everything_fits() -> None:
+def test_nothing_is_recomputed_if_everything_fits() -> None:
     trace = make_chain([256 * KIB] * 8)
     costs = make_costs(trace)
     assert make(trace, costs, 1.0, "chen_sqrt")[0].decisions == ()
@@ -294,26 +294,26 @@ def test_the_barrier_makes_every_layer_wait_for_its_copy() -> None:
     releases = {decision.storage: decision.release for decision in made.decisions}
     assert releases == {
         layer.inputs[0]: next(tick for tick in moments if tick > layer.tick) for layer in layers[1:7]
-    }  # the first reads the batch, which stays; what the last one reads is needed at once
-    # A copy takes 2.6 ms and an op 1 ms. What layer 6 reads is asked for with layer 7, so six wait both ways.
+    }  # the first reads the batch, which stays; the input of the last one is needed at once
+    # A copy takes 2.6 ms and an op 1 ms. The input of layer 6 is requested with layer 7, so six wait both ways.
     assert forecast.stall_seconds == pytest.approx(12 * (256 * KIB / 1e8 - 1e-3))
 
 
-def test_conv_moves_what_convolutions_read() -> None:
+def test_conv_offloads_the_inputs_of_convolutions() -> None:
     made, _ = make(MIXED, MIXED_COSTS, 1.0, "vdnn:policy=conv")
     assert {decision.storage for decision in made.decisions} == {MIXED_RESULTS[2], MIXED_RESULTS[5]}
     assert {decision.choice for decision in made.decisions} == {Choice.OFFLOAD}
 
 
-def test_each_layer_fetches_for_the_closest_one_before_it() -> None:
+def test_each_layer_prefetches_for_the_closest_earlier_layer() -> None:
     layers = find_layers(MIXED)
     made, _ = make(MIXED, MIXED_COSTS, 1.0, "vdnn:policy=all")
     backs = {decision.storage: decision.back for decision in made.decisions}
-    # Layer k reads what layer k - 1 made; layer k + 1 asks for it as its own backward pass begins.
+    # Layer k reads the result of layer k - 1; layer k + 1 requests it as its own backward pass begins.
     assert backs == {MIXED_RESULTS[k - 1]: layers[k + 1].backward for k in range(1, 7)}
 
 
-def test_what_two_layers_read_is_fetched_for_the_one_that_runs_backward_first() -> None:
+def test_an_input_of_two_layers_is_prefetched_for_the_first_to_run_backward() -> None:
     trace = make_net("c.f.")
     costs = make_costs(trace, op_seconds=1e-3)
     layers, results = find_layers(trace), list_results(trace)
@@ -323,17 +323,17 @@ def test_what_two_layers_read_is_fetched_for_the_one_that_runs_backward_first() 
     assert backs[results[0]] == layers[3].backward
 
 
-def test_a_fetch_does_not_look_past_the_next_convolution() -> None:
+def test_a_prefetch_does_not_look_past_the_next_convolution() -> None:
     layers = find_layers(MIXED)
     made, _ = make(MIXED, MIXED_COSTS, 1.0, "vdnn:policy=conv")
     backs = {decision.storage: decision.back for decision in made.decisions}
-    # Layer 7 asks for what convolution 6 reads. Layer 6 looks over 5 and 4 and asks for what convolution 3 reads.
+    # Layer 7 requests the input of convolution 6. Layer 6 skips 5 and 4 and requests the input of convolution 3.
     assert backs == {MIXED_RESULTS[5]: layers[7].backward, MIXED_RESULTS[2]: layers[6].backward}
     trace = make_net("c.cp...")
     moved = {2: [0], 3: [0]}
     layers = find_layers(trace)
     assert _prefetch(layers, moved) == {3: layers[6].backward, 2: layers[5].backward}
-    # The input of layer 1 lies beyond convolution 2: only that convolution itself may ask for it.
+    # The input of layer 1 lies beyond convolution 2: only that convolution itself may request it.
     assert _prefetch(layers, {1: [0]}) == {1: layers[2].backward}
 
 
@@ -366,11 +366,11 @@ def test_without_the_barrier_the_same_budget_takes_less_time() -> None:
 
 
 def make_segments(cheap: int, blocks: int = 4) -> Trace:
-    """Convolutions with cheap layers after each."""
+    """Return convolutions with cheap layers after each."""
     return make_net(("c" + "." * cheap) * blocks + "c")
 
 
-def test_checkpoints_move_and_cheap_layers_are_replayed() -> None:
+def test_checkpoints_are_offloaded_and_cheap_layers_replayed() -> None:
     trace = make_segments(2)
     costs = make_costs(trace, op_seconds=1e-3, link=make_link(per_second=1e9))
     made, forecast = make(trace, costs, 0.5, "superneurons")
@@ -383,7 +383,7 @@ def test_checkpoints_move_and_cheap_layers_are_replayed() -> None:
     assert forecast.recompute_seconds > 0 and forecast.offloaded_bytes > 0
 
 
-def test_no_more_leaves_than_the_budget_asks_for() -> None:
+def test_no_more_is_offloaded_than_the_budget_requires() -> None:
     trace = make_segments(2)
     costs = make_costs(trace, op_seconds=1e-3, link=make_link(per_second=1e9))
     moved = [make(trace, costs, share, "superneurons")[1].offloaded_bytes for share in (1.0, 0.8, 0.6, 0.5)]
@@ -395,7 +395,7 @@ def test_no_more_leaves_than_the_budget_asks_for() -> None:
 @pytest.mark.parametrize(
     "kinds", ["c.." * 6 + "c", "c...." * 4 + "p", "c" + "c.c.+." * 5], ids=["short", "long", "residual"]
 )
-def test_what_replays_read_is_back_and_counted(kinds: str, share: float, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_leaves_of_replays_are_reloaded_and_counted(kinds: str, share: float, monkeypatch: pytest.MonkeyPatch) -> None:
     loads: list[MemoryCurve] = []
 
     class Spied(EvictionSweep):
@@ -412,7 +412,7 @@ def test_what_replays_read_is_back_and_counted(kinds: str, share: float, monkeyp
     assert forecast.recompute_seconds > 0
 
 
-def test_a_checkpoint_running_backward_fetches_for_the_next_one() -> None:
+def test_a_checkpoint_running_backward_prefetches_for_the_next_one() -> None:
     trace = make_segments(2, 6)
     costs = make_costs(trace, op_seconds=1e-3, link=make_link(per_second=1e9))
     made, _ = make(trace, costs, 0.4, "superneurons")
@@ -422,7 +422,7 @@ def test_a_checkpoint_running_backward_fetches_for_the_next_one() -> None:
     assert {each.back for each in moved} <= begins
 
 
-def test_what_was_used_longest_ago_leaves_first() -> None:
+def test_the_least_recently_used_is_offloaded_first() -> None:
     trace = make_segments(2)
     costs = make_costs(trace, op_seconds=1e-3, link=make_link(per_second=1e9))
     made, _ = make(trace, costs, 0.5, "superneurons")
@@ -432,8 +432,10 @@ def test_what_was_used_longest_ago_leaves_first() -> None:
 
 
 @pytest.mark.parametrize(("workspace_bytes", "is_fast"), [(256 * KIB, True), (256 * KIB - 1, False)])
-def test_a_segment_is_replayed_once_where_that_is_within_the_largest_layer(workspace_bytes: int, is_fast: bool) -> None:
-    """A segment makes four storages; an op of the backward pass touches three."""
+def test_a_segment_is_replayed_once_if_it_is_no_larger_than_the_largest_layer(
+    workspace_bytes: int, is_fast: bool
+) -> None:
+    """A segment makes four storages; an op of the backward pass uses three."""
     trace = make_segments(4)
     costs = make_costs(trace, op_seconds=1e-3, workspace_bytes=workspace_bytes)
     made, forecast = make(trace, costs, 0.9, "superneurons")
@@ -441,12 +443,12 @@ def test_a_segment_is_replayed_once_where_that_is_within_the_largest_layer(works
     assert len(dropped) == 16
     assert len(made.segments) == (4 if is_fast else 16)
     assert max(len(segment.outputs) for segment in made.segments) == (4 if is_fast else 1)
-    # Anew for each layer: 4 + 3 + 2 + 1 ops a segment instead of 4.
+    # Once for each layer: 4 + 3 + 2 + 1 ops a segment instead of 4.
     assert forecast.recompute_seconds == pytest.approx(1e-3 * 4 * (4 if is_fast else 10))
 
 
-def test_what_crosses_a_checkpoint_is_one() -> None:
-    """The sum that ends a residual block is read by the next block's convolution, and by its sum."""
+def test_a_storage_that_crosses_a_checkpoint_is_a_checkpoint() -> None:
+    """The sum that ends a residual block is read by the next block's convolution and by its sum."""
     trace = make_net("c" + "c.c.+." * 5)
     costs = make_costs(trace, op_seconds=1e-3, link=make_link(per_second=1e9))
     made, _ = make(trace, costs, 0.7, "superneurons")
@@ -460,12 +462,12 @@ def test_what_crosses_a_checkpoint_is_one() -> None:
 
 
 @given(job=jobs(), count=some.integers(2, 40), data=some.data())
-def test_what_fits_in_coarse_time_fits_in_truth(job: tuple[Trace, Costs], count: int, data: some.DataObject) -> None:
+def test_whatever_fits_the_stretches_fits_the_step(job: tuple[Trace, Costs], count: int, data: some.DataObject) -> None:
     trace, costs = job
     drafter = (problem := pose(trace, costs, 1, min_offload_bytes=1)).drafter
     load = MemoryCurve(drafter, problem.plain.live_bytes)
     stretches = cut_stretches(drafter, load, count)
-    bundles = tie_bundles(drafter, load, stretches)
+    bundles = make_bundles(drafter, load, stretches)
     assert len(stretches) <= count
     moments = list_moments(trace)
     held = [stretch.live_bytes for stretch in stretches]
@@ -495,7 +497,7 @@ SIZES = [256, 64, 192, 128, 320, 64, 256, 128]
 
 
 @pytest.mark.parametrize("share", [0.9, 0.75, 0.6])
-def test_the_program_finds_what_trying_all_finds(share: float, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_program_is_within_two_percent_of_enumeration(share: float, caplog: pytest.LogCaptureFixture) -> None:
     trace = make_chain([size * KIB for size in SIZES])
     costs = make_costs(trace, op_seconds=1e-3, link=make_link(per_second=1.5e8))
     problem = pose(trace, costs, int(peak(trace, costs) * share))
@@ -513,7 +515,7 @@ def test_the_program_finds_what_trying_all_finds(share: float, caplog: pytest.Lo
     assert found is not None and float(found[1]) <= 100 * tvdnn_ilp.GAP
 
 
-def test_a_time_limit_that_is_too_short_gives_the_heuristics_plan_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_short_time_limit_returns_the_heuristics_plan_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     trace = make_chain([256 * KIB] * 24)
     costs = make_costs(trace, op_seconds=1e-3)
     budget_bytes = int(peak(trace, costs) * 0.5)
@@ -524,7 +526,7 @@ def test_a_time_limit_that_is_too_short_gives_the_heuristics_plan_and_says_so(ca
     assert made == dataclasses.replace(heuristic, strategy="tvdnn_ilp")
 
 
-def test_the_solver_is_not_asked_where_there_is_nothing_to_choose(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_solver_does_not_run_without_a_choice(monkeypatch: pytest.MonkeyPatch) -> None:
     trace = make_chain([256 * KIB] * 8)
     costs = make_costs(trace)
     monkeypatch.setattr(tvdnn_ilp, "_Program", None)
@@ -534,7 +536,7 @@ def test_the_solver_is_not_asked_where_there_is_nothing_to_choose(monkeypatch: p
 
 
 @pytest.mark.parametrize("options", ["steps=1", "steps=many"])
-def test_options_that_cannot_be_are_refused(options: str) -> None:
+def test_invalid_options_are_rejected(options: str) -> None:
     trace = make_chain([256 * KIB] * 4)
     with pytest.raises(UsageError, match=r"tvdnn_ilp.*steps"):
         plan(trace, make_costs(trace), 10**9, strategy=f"tvdnn_ilp:{options}")
@@ -542,15 +544,15 @@ def test_options_that_cannot_be_are_refused(options: str) -> None:
 
 @pytest.mark.parametrize("share", [0.4, 0.6])
 @pytest.mark.parametrize("per_second", [2e8, 1e8, 4e7])
-def test_the_program_knows_what_waits(per_second: float, share: float) -> None:
-    """In fine stretches, the step it finds is the forecast of the plan that is made of it."""
+def test_the_program_predicts_the_waits(per_second: float, share: float) -> None:
+    """With fine stretches, the step time of the solution is that of the forecast of its plan."""
     trace = make_chain([256 * KIB] * 24)
     costs = make_costs(trace, op_seconds=1e-3, link=make_link(per_second=per_second))
     problem = pose(trace, costs, int(peak(trace, costs) * share))
     drafter = problem.drafter
     load = MemoryCurve(drafter, problem.plain.live_bytes)
     stretches = cut_stretches(drafter, load, 60)
-    program = tvdnn_ilp._Program(stretches, tie_bundles(drafter, load, stretches), costs.link, problem.budget_bytes)
+    program = tvdnn_ilp._Program(stretches, make_bundles(drafter, load, stretches), costs.link, problem.budget_bytes)
     whole, bounds = np.array(program._whole, dtype=float), np.array(program._bounds)
     found = program._optimise(program._constrain(), whole, bounds, {"mip_rel_gap": 1e-4}).fun * program._unit
     forecast = drafter.replay.run(tvdnn_ilp.make_plan(problem, steps=60))
@@ -564,7 +566,7 @@ def test_copies_share_a_half_duplex_link(half_duplex: bool) -> None:
     problem = pose(trace, make_costs(trace, op_seconds=1e-3, link=link), int(peak(trace, make_costs(trace)) * 0.4))
     load = MemoryCurve(problem.drafter, problem.plain.live_bytes)
     stretches = cut_stretches(problem.drafter, load, 10)
-    program = tvdnn_ilp._Program(stretches, tie_bundles(problem.drafter, load, stretches), link, problem.budget_bytes)
+    program = tvdnn_ilp._Program(stretches, make_bundles(problem.drafter, load, stretches), link, problem.budget_bytes)
     out = {variable for columns in program._columns for variable in columns.out.values()}
     back = {variable for columns in program._columns for variable in columns.back.values()}
     assert any(row.keys() & out and row.keys() & back for row, _ in program._rows) == half_duplex

@@ -1,4 +1,4 @@
-"""More of something is not worse: device, host, disk, and the manners in which storages may leave."""
+"""More memory or more kinds of moves never give a slower plan: device, host, disk, offload and recompute."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from elbowroom.simulator.replay import Replay, simulate
 from tests.generators import KIB, jobs, make_chain, make_costs, make_link, make_residual_net
 
 QUICK = "effort=0.02"
-"""What holds by construction holds however little is searched."""
+"""Guarantees that hold by construction hold for any search effort."""
 
 EXACT = 1 + 1e-9
 
@@ -29,7 +29,7 @@ COSTS = make_costs(TRACE, op_seconds=1e-3, link=make_link(per_second=1e9))
 
 
 def seconds_within(trace: Trace, costs: Costs, budget: int, strategy: str, host_bytes: int | None = None) -> float:
-    """Of the plan; infinite where there is none."""
+    """Return the step time of the plan; infinite if there is none."""
     try:
         made = plan(trace, costs, budget, strategy=strategy, min_offload_bytes=1, host_bytes=host_bytes)
     except Infeasible:
@@ -38,7 +38,7 @@ def seconds_within(trace: Trace, costs: Costs, budget: int, strategy: str, host_
 
 
 def place_between(job: tuple[Trace, Costs], share: float) -> tuple[int, int]:
-    """A budget at some share of the way from the smallest to the plain peak; and what all that moves takes below."""
+    """Return a budget at this share from the smallest to the plain peak, and the host bytes to offload everything."""
     problem = pose(*job, 1, min_offload_bytes=1)
     low, high = problem.floor.peak_bytes, problem.plain.peak_bytes
     return low + int(share * (high - low)), problem.floor.lower_tier_bytes
@@ -46,7 +46,7 @@ def place_between(job: tuple[Trace, Costs], share: float) -> tuple[int, int]:
 
 @settings(max_examples=12)
 @given(job=jobs(disk=True), share=some.floats(0.0, 1.0), host_share=some.none() | some.floats(0.0, 1.1))
-def test_both_manners_are_never_slower_than_one(
+def test_both_kinds_of_moves_are_never_slower_than_one(
     job: tuple[Trace, Costs], share: float, host_share: float | None
 ) -> None:
     trace, costs = job
@@ -60,7 +60,7 @@ def test_both_manners_are_never_slower_than_one(
 
 @settings(max_examples=12)
 @given(job=jobs(disk=True), share=some.floats(0.0, 1.0), host_share=some.floats(0.0, 1.1))
-def test_a_disk_and_the_room_beside_it_are_never_slower_than_that_room(
+def test_a_disk_behind_a_host_is_never_slower_than_that_host(
     job: tuple[Trace, Costs], share: float, host_share: float
 ) -> None:
     trace, costs = job
@@ -92,7 +92,7 @@ def test_a_larger_host_is_never_slower(job: tuple[Trace, Costs], share: float, h
     hosts=some.lists(some.floats(0.0, 1.2), min_size=1, max_size=3),
     moves=some.sampled_from(["both", "recompute", "offload"]),
 )
-def test_planned_together_more_device_and_more_host_are_never_slower(
+def test_plan_all_is_never_slower_with_more_device_or_host_memory(
     job: tuple[Trace, Costs], has_disk: bool, shares: list[float], hosts: list[float], moves: str
 ) -> None:
     trace, costs = job
@@ -111,7 +111,7 @@ def test_planned_together_more_device_and_more_host_are_never_slower(
 
 @settings(max_examples=12)
 @given(job=jobs(disk=True), hosts=some.lists(some.floats(0.0, 1.2), min_size=2, max_size=2))
-def test_a_plan_that_says_how_much_of_the_host_it_uses_takes_the_same_time_with_more(
+def test_a_plan_with_host_bytes_takes_the_same_time_with_a_larger_host(
     job: tuple[Trace, Costs], hosts: list[float]
 ) -> None:
     trace, costs = job
@@ -126,8 +126,8 @@ def test_a_plan_that_says_how_much_of_the_host_it_uses_takes_the_same_time_with_
     assert Replay(trace, costs, host_bytes=more).place(limited) == Replay(trace, costs, host_bytes=less).place(made)
 
 
-def test_a_larger_host_that_the_first_large_copy_fills_is_not_slower_either() -> None:
-    """By first come, first served, the many small copies after it go to the disk, each with its latency."""
+def test_a_larger_host_filled_by_the_first_large_copy_is_not_slower() -> None:
+    """The many small copies after it go to the disk, each with its latency."""
     trace = make_chain([256 * KIB, *[16 * KIB] * 14])
     costs = make_costs(trace, disk=make_link(latency_seconds=1e-3))
     sizes = [340 * KIB, 342 * KIB]
@@ -142,7 +142,7 @@ def test_a_larger_host_that_the_first_large_copy_fills_is_not_slower_either() ->
     assert seconds[1] <= seconds[0]
 
 
-def test_recomputation_alone_finds_plans_at_small_budgets_with_a_host_of_nothing_too() -> None:
+def test_an_empty_host_is_as_fast_as_recomputation_alone() -> None:
     budget, _ = place_between((TRACE, COSTS), 0.05)
     alone = seconds_within(TRACE, COSTS, budget, f"auto:moves=recompute,{QUICK}")
     assert alone < math.inf
@@ -150,7 +150,7 @@ def test_recomputation_alone_finds_plans_at_small_budgets_with_a_host_of_nothing
 
 
 @pytest.mark.parametrize(("strategy", "host_bytes"), [(f"auto:{QUICK}", 1), (f"auto:moves=recompute,{QUICK}", None)])
-def test_where_neither_host_nor_replays_suffice_it_says_what_does(strategy: str, host_bytes: int | None) -> None:
+def test_infeasible_states_budgets_that_work(strategy: str, host_bytes: int | None) -> None:
     budget, below_bytes = place_between((TRACE, COSTS), 0.0)
     with pytest.raises(Infeasible) as caught:
         plan(TRACE, COSTS, budget, strategy=strategy, min_offload_bytes=1, host_bytes=host_bytes)

@@ -1,4 +1,4 @@
-"""`auto` is near the best there is, wherever the best can be known: small traces, and chains."""
+"""`auto` is close to the optimum wherever that is known: small traces and chains."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SMALL: dict[str, Trace] = {
     "chain with barriers": make_chain([128 * KIB] * 9, barriers=frozenset({2, 5})),
 }
 SHARES = {2e8: (0.1, 0.5, 0.9), 2e9: (0.3, 0.7)}
-"""Of the way from the floor to the plain peak, by bytes a second."""
+"""By link bytes per second: budgets as shares of the way from the floor to the plain peak."""
 
 CHAINS = (6, 9, 17, 33)
 NO_LINK = make_link(per_second=1.0)
@@ -36,7 +36,7 @@ def pose_at(trace: Trace, costs: Costs, budget_bytes: int) -> Problem:
 
 @pytest.mark.parametrize("name", SMALL)
 @pytest.mark.parametrize("pace", SHARES)
-def test_auto_is_within_a_hundredth_of_exact(name: str, pace: float) -> None:
+def test_auto_is_within_one_percent_of_exact(name: str, pace: float) -> None:
     trace = SMALL[name]
     seconds = [1e-4 * (1 + index % 5) for index in range(len(trace.ops))]
     costs = make_costs(trace, op_seconds=seconds, link=make_link(per_second=pace))
@@ -54,7 +54,7 @@ def test_auto_is_within_a_hundredth_of_exact(name: str, pace: float) -> None:
 
 @pytest.mark.parametrize("layers", CHAINS)
 @pytest.mark.parametrize("share", [0.4, 0.5, 0.6, 0.7, 0.8, 0.9])
-def test_on_unit_chains_auto_is_the_optimum(layers: int, share: float) -> None:
+def test_auto_is_optimal_on_unit_chains(layers: int, share: float) -> None:
     trace = make_chain([1024 * KIB] * layers)
     costs = make_costs(trace, op_seconds=1e-3, link=NO_LINK)
     peak = pose_at(trace, costs, 1).plain.peak_bytes
@@ -70,7 +70,7 @@ def test_on_unit_chains_auto_is_the_optimum(layers: int, share: float) -> None:
     assert auto == pytest.approx(optimum, rel=1e-9)
 
 
-def test_the_oracle_of_chains_is_right_where_everything_can_be_tried() -> None:
+def test_the_chain_oracle_agrees_with_exact_on_a_short_chain() -> None:
     trace = make_chain([1024 * KIB] * 6)
     costs = make_costs(trace, op_seconds=1e-3, link=NO_LINK)
     problem = pose_at(trace, costs, 1)
@@ -80,14 +80,14 @@ def test_the_oracle_of_chains_is_right_where_everything_can_be_tried() -> None:
         problem = pose_at(trace, costs, budget_bytes)
         seconds = replay.run(plan(trace, costs, budget_bytes, strategy="exact", min_offload_bytes=1)).step_seconds
         fewest = ChainOracle(problem).count_replays()
-        if math.isfinite(fewest):  # else some of it must be offloaded
+        if math.isfinite(fewest):  # otherwise something must be offloaded
             assert seconds == pytest.approx(problem.plain.step_seconds + 1e-3 * fewest, rel=1e-9)
             counts.append(fewest)
     assert len(set(counts)) >= 3 and counts == sorted(counts, reverse=True)
 
 
 def pose_within_slots(layers: int, slots: int) -> Problem:
-    """A chain of equal layers in so many times an activation, and what weights and gradients take."""
+    """Return a chain of equal layers with memory for `slots` activations, plus weights and their gradients."""
     trace = make_chain([1024 * KIB] * layers)
     small = 16 * KIB + 2 * 4 * KIB * layers
     return pose_at(trace, make_costs(trace, op_seconds=1e-3, link=NO_LINK), slots * 1024 * KIB + small)
@@ -96,12 +96,12 @@ def pose_within_slots(layers: int, slots: int) -> Problem:
 @pytest.mark.parametrize(
     ("layers", "slots"), [(9, 3), (17, 3), (32, 3), (32, 4), (32, 6), *((48, slots) for slots in range(4, 9))]
 )
-def test_recomputation_alone_is_the_optimum_down_to_the_smallest_budget(layers: int, slots: int) -> None:
-    """Backward holds an activation and two gradients at once, so a third of the slots hold nothing back."""
+def test_recomputation_alone_is_optimal_down_to_the_smallest_budget(layers: int, slots: int) -> None:
+    """Backward holds an activation and two gradients at once, so `slots - 2` slots can hold checkpoints."""
     problem = pose_within_slots(layers, slots)
     replay = problem.drafter.replay
     fewest = count_extra_forwards(layers, slots - 2)
-    # Hardly any search: no walk finds replays of replays.
+    # Little effort: no annealing run finds replays of replays.
     strategy = "auto:moves=recompute,effort=0.02"
     made = plan(replay.trace, replay.costs, problem.budget_bytes, strategy=strategy, min_offload_bytes=1)
     extra = (replay.run(made).step_seconds - problem.plain.step_seconds) / 1e-3
@@ -110,7 +110,7 @@ def test_recomputation_alone_is_the_optimum_down_to_the_smallest_budget(layers: 
     assert not any(decision.choice is Choice.OFFLOAD for decision in made.decisions)
 
 
-def test_below_the_smallest_budget_of_a_chain_there_is_no_plan_that_recomputes() -> None:
+def test_below_the_smallest_budget_of_a_chain_recomputation_is_infeasible() -> None:
     problem = pose_within_slots(17, 2)
     replay = problem.drafter.replay
     assert math.isinf(ChainOracle(problem).count_replays())
@@ -119,8 +119,8 @@ def test_below_the_smallest_budget_of_a_chain_there_is_no_plan_that_recomputes()
              min_offload_bytes=1)  # fmt: skip
 
 
-def test_the_deepest_budgets_of_heterogeneous_chains_are_no_worse_than_their_schedule() -> None:
-    """Stages of different bytes and seconds, whose schedule holds what no vector of choices says."""
+def test_auto_is_no_slower_than_the_chain_schedule_at_small_budgets() -> None:
+    """Stages differ in bytes and seconds; no choice vector expresses what the schedule keeps."""
     trace = make_chain([(1 + index * 7 % 11) * 128 * KIB for index in range(24)])
     costs = make_costs(trace, op_seconds=[1e-4 * (1 + index % 5) for index in range(len(trace.ops))], link=NO_LINK)
     problem = pose_at(trace, costs, 1)

@@ -1,4 +1,4 @@
-"""Planning, on traces small enough to see what is right. No torch."""
+"""Planning of traces that are small enough to check by hand. No torch."""
 
 from __future__ import annotations
 
@@ -41,23 +41,23 @@ def choices(made: Plan) -> set[Choice]:
     return {decision.choice for decision in made.decisions}
 
 
-def test_nothing_is_decided_where_everything_fits() -> None:
+def test_a_plan_is_empty_if_everything_fits() -> None:
     made = plan(CHAIN, FAST, peak(CHAIN, FAST))
     assert made.decisions == ()
 
 
-def test_a_fast_link_is_used_and_costs_nothing() -> None:
+def test_a_fast_link_is_used_without_slowdown() -> None:
     made = plan(CHAIN, FAST, peak(CHAIN, FAST) * 3 // 4)
     assert choices(made) == {Choice.OFFLOAD}
     plain = simulate(CHAIN, FAST, keep_everything(FAST)).step_seconds
     assert simulate(CHAIN, FAST, made).step_seconds == pytest.approx(plain, rel=1e-3)
 
 
-def test_a_slow_link_is_not_where_ops_are_cheap() -> None:
+def test_cheap_ops_are_recomputed_if_the_link_is_slow() -> None:
     assert choices(plan(CHAIN, SLOW, peak(CHAIN, SLOW) * 3 // 4)) == {Choice.RECOMPUTE}
 
 
-def test_what_draws_numbers_is_not_recomputed() -> None:
+def test_random_ops_are_not_recomputed() -> None:
     trace = make_chain([256 * KIB] * 8, barriers=frozenset(range(8)))
     costs = make_costs(trace, op_seconds=1e-6, link=make_link(per_second=1e6))
     for strategy in ("auto", "recompute_all"):
@@ -72,7 +72,7 @@ def test_what_draws_numbers_is_not_recomputed() -> None:
 @pytest.mark.parametrize(
     "trace", [make_chain([256 * KIB] * 32), make_residual_net(16, 256 * KIB)], ids=["chain", "residual"]
 )
-def test_recomputing_all_in_runs_halves_what_is_saved(trace: Trace) -> None:
+def test_recompute_all_halves_the_peak(trace: Trace) -> None:
     costs = make_costs(trace, op_seconds=1e-3)
     plain = simulate(trace, costs, keep_everything(costs))
     with pytest.raises(Infeasible) as caught:
@@ -86,8 +86,7 @@ def test_recomputing_all_in_runs_halves_what_is_saved(trace: Trace) -> None:
 
 
 @pytest.mark.parametrize("strategy", list_strategies())
-def test_every_strategy_says_what_it_needs(strategy: str) -> None:
-    """Not what another one would need."""
+def test_every_strategy_states_its_own_smallest_budget(strategy: str) -> None:
     with pytest.raises(Infeasible) as caught:
         plan(CHAIN, FAST, 1, strategy=strategy)
     assert peak_of(strategy, caught.value.needed_bytes) == caught.value.needed_bytes
@@ -99,7 +98,7 @@ def peak_of(strategy: str, budget_bytes: int) -> int:
     return simulate(CHAIN, FAST, plan(CHAIN, FAST, budget_bytes, strategy=strategy)).peak_bytes
 
 
-def test_small_storages_stay() -> None:
+def test_small_storages_stay_on_the_device() -> None:
     trace = make_chain([8 * KIB, 256 * KIB] * 4)
     costs = make_costs(trace, op_seconds=1e-3)
     made = plan(trace, costs, 10**9, strategy="offload_all")
@@ -108,7 +107,7 @@ def test_small_storages_stay() -> None:
     assert 8 * KIB in {trace.storages[decision.storage].nbytes for decision in everything.decisions}
 
 
-def test_infeasible_has_the_numbers() -> None:
+def test_infeasible_reports_budget_need_op_and_blocks() -> None:
     with pytest.raises(Infeasible) as caught:
         plan(CHAIN, FAST, 100 * KIB)
     error = caught.value
@@ -124,13 +123,13 @@ def test_infeasible_has_the_numbers() -> None:
     assert simulate(CHAIN, FAST, made).peak_bytes == error.needed_bytes
 
 
-def test_unknown_strategies_are_refused_with_the_known_ones() -> None:
+def test_an_unknown_strategy_is_rejected_with_the_known_names() -> None:
     with pytest.raises(UnknownMember) as caught:
         plan(CHAIN, FAST, 10**9, strategy="magic")
     assert all(name in str(caught.value) for name in list_strategies())
 
 
-def test_costs_of_another_trace_are_refused() -> None:
+def test_costs_of_another_trace_are_rejected() -> None:
     with pytest.raises(TraceError, match="costs"):
         plan(make_chain([KIB] * 3), FAST, 10**9)
 
@@ -147,7 +146,7 @@ def test_a_trace_without_saves_can_be_planned() -> None:
     "trace", [make_residual_net(6, 512 * KIB), make_unet(5, 4096 * KIB)], ids=lambda each: each.name
 )
 @pytest.mark.parametrize("per_second", [1e8, 1e9, 1e10])
-def test_ordinary_nets_at_every_budget(trace: Trace, per_second: float) -> None:
+def test_ordinary_nets_fit_every_budget(trace: Trace, per_second: float) -> None:
     costs = make_costs(trace, op_seconds=1e-4, workspace_bytes=KIB, link=make_link(per_second=per_second))
     most, least = peak(trace, costs), pose(trace, costs, 1).floor.peak_bytes
     assert least < most * 0.6
@@ -165,10 +164,10 @@ def test_ordinary_nets_at_every_budget(trace: Trace, per_second: float) -> None:
 # -- closures ---------------------------------------------------------------------------------------------------------
 
 
-def test_a_closure_goes_back_to_what_is_there() -> None:
+def test_a_closure_reaches_back_to_available_storages() -> None:
     closures = Closures(CHAIN)
     made = [op.writes[0].storage for op in CHAIN.ops[:8]]
-    need = CHAIN.needs[0]  # the last save: of the result of layer 6
+    need = CHAIN.needs[0]  # the last save: the result of layer 6
     target = CHAIN.saves[need.save].storage
     assert target == made[6]
     near = closures.find(target, need.tick, lambda storage: storage == target)
@@ -182,7 +181,7 @@ def test_a_closure_goes_back_to_what_is_there() -> None:
     assert not set(far.leaves) & set(made)
 
 
-def test_what_cannot_be_replayed_has_no_closure() -> None:
+def test_a_barrier_has_no_closure() -> None:
     trace = make_chain([KIB] * 4, barriers=frozenset({1}))
     closures = Closures(trace)
     made = [op.writes[0].storage for op in trace.ops[:4]]
@@ -190,13 +189,13 @@ def test_what_cannot_be_replayed_has_no_closure() -> None:
     assert closures.find(made[1], tick, lambda storage: storage == made[1]) is None
     assert closures.find(made[2], tick, lambda storage: storage == made[2]) is not None
     assert closures.find(made[2], tick, lambda storage: storage in made) is None
-    assert closures.find(0, tick, lambda storage: False) is None  # an input was made by no op
+    assert closures.find(0, tick, lambda storage: False) is None  # no op produced an input
 
 
 @settings(max_examples=15)
 @given(jobs())
-def test_a_plan_is_of_its_input_alone(job: tuple[Trace, Costs]) -> None:
-    """The order in which decisions happen to be looked at must not show: names and digests aside, equal is equal."""
+def test_a_plan_depends_on_its_input_alone(job: tuple[Trace, Costs]) -> None:
+    """The order of iteration must not show, and neither must the trace's name."""
     trace, costs = job
     budget_bytes = (peak(trace, costs) + pose(trace, costs, 1, min_offload_bytes=1).floor.peak_bytes) // 2
     made = plan(trace, costs, budget_bytes, min_offload_bytes=1)

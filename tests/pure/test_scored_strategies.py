@@ -1,4 +1,4 @@
-"""AutoSwap, Capuchin, TENSILE and Checkmate, and what they are made of. No torch."""
+"""AutoSwap, Capuchin, TENSILE and Checkmate, and their parts. No torch."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ LIMITS = SolverLimits(gap=5e-3, nodes=7, seconds=20.0)
 
 
 def pose_at(trace: Trace, costs: Costs, share: float, *, host_bytes: int | None = None) -> Problem:
-    """A problem whose budget lies so far between the lowest peak and the plain one."""
+    """Return a problem with a budget at this share of the way from the lowest peak to the plain one."""
     problem = pose(trace, costs, 1, min_offload_bytes=1, host_bytes=host_bytes)
     low, high = problem.floor.peak_bytes, problem.plain.peak_bytes
     return dataclasses.replace(problem, budget_bytes=low + int((high - low) * share))
@@ -74,12 +74,14 @@ def choices(made: Plan) -> set[Choice]:
     return {decision.choice for decision in made.decisions}
 
 
-# -- load and settlement ----------------------------------------------------------------------------------------------
+# -- memory curve and realize --------------------------------------------------------------------------------------
 
 
 @given(job=jobs(), seed=some.integers(0, 1 << 30), share=some.floats(0.0, 1.0))
-def test_what_is_counted_is_what_is_forecast(job: tuple[Trace, Costs], seed: int, share: float) -> None:
-    """Any gaps offloaded, any dropped, at any time: the plan is sound, and its load is the one that was counted."""
+def test_the_counted_memory_equals_the_forecast(job: tuple[Trace, Costs], seed: int, share: float) -> None:
+    """With any gaps offloaded or dropped at any time, the plan is valid, and the counted memory is that of its
+    forecast.
+    """
     problem = pose_at(*job, share)
     draw = random.Random(seed)
     kinds = {key: draw.choice(("keep", "offload", "drop")) for key in sorted(problem.drafter.gaps)}
@@ -102,11 +104,11 @@ def test_what_is_counted_is_what_is_forecast(job: tuple[Trace, Costs], seed: int
     check(job[0], made)
     follow(job[0], Machine(plan_policy.Policy(made), made.segments))
     assert problem.drafter.replay.run(made).live_bytes == tuple(realized.load.live)
-    assert plain.peak_bytes == problem.plain.peak_bytes  # it was left alone
+    assert plain.peak_bytes == problem.plain.peak_bytes  # it is unchanged
 
 
 @given(job=jobs(), seed=some.integers(0, 1 << 30))
-def test_a_timetable_without_waits_has_none(job: tuple[Trace, Costs], seed: int) -> None:
+def test_lay_out_never_stalls(job: tuple[Trace, Costs], seed: int) -> None:
     problem = pose_at(*job, 0.5)
     draw = random.Random(seed)
     keys = [key for key in sorted(problem.drafter.gaps) if draw.random() < 0.7]
@@ -118,8 +120,8 @@ def test_a_timetable_without_waits_has_none(job: tuple[Trace, Costs], seed: int)
 
 
 @given(job=jobs(), share=some.floats(0.0, 1.0))
-def test_a_timetable_under_a_limit_stays_under_it(job: tuple[Trace, Costs], share: float) -> None:
-    """With everything on the move, any limit down to the lowest peak can be held."""
+def test_hold_under_keeps_the_limit(job: tuple[Trace, Costs], share: float) -> None:
+    """If everything is offloaded, any limit down to the lowest peak can be kept."""
     problem = pose_at(*job, share)
     load = MemoryCurve(problem.drafter, problem.plain.live_bytes)
     wanted = {key: gap.closes for key, gap in problem.drafter.gaps.items()}
@@ -132,26 +134,28 @@ def test_a_timetable_under_a_limit_stays_under_it(job: tuple[Trace, Costs], shar
     at=some.integers(0, 50),
     length=some.integers(1, 7),
 )
-def test_a_channel_finds_the_first_and_the_last_room(taken: list[tuple[int, int]], at: int, length: int) -> None:
-    channel = LinkTimetable()
+def test_a_timetable_finds_the_first_and_the_last_free_interval(
+    taken: list[tuple[int, int]], at: int, length: int
+) -> None:
+    timetable = LinkTimetable()
     busy: set[int] = set()
     for begin, seconds in taken:
-        begin = int(channel.earliest(begin, seconds))
+        begin = int(timetable.earliest(begin, seconds))
         assert not busy & set(range(begin, begin + seconds))
-        channel.take(begin, seconds)
+        timetable.take(begin, seconds)
         busy |= set(range(begin, begin + seconds))
 
     def is_free(begin: int) -> bool:
         return not busy & set(range(begin, begin + length))
 
-    assert channel.earliest(at, length) == next(begin for begin in itertools.count(at) if is_free(begin))
-    assert channel.latest(at, length) == next(begin for begin in itertools.count(at - length, -1) if is_free(begin))
+    assert timetable.earliest(at, length) == next(begin for begin in itertools.count(at) if is_free(begin))
+    assert timetable.latest(at, length) == next(begin for begin in itertools.count(at - length, -1) if is_free(begin))
 
 
 # -- AutoSwap ---------------------------------------------------------------------------------------------------------
 
 
-def test_scores_are_what_they_say() -> None:
+def test_scores_match_their_definitions() -> None:
     costs = make_costs(UNET, op_seconds=1e-3, link=make_link(per_second=1e9, latency_seconds=1e-5))
     problem = pose_at(UNET, costs, 0.5)
     load = MemoryCurve(problem.drafter, problem.plain.live_bytes)
@@ -173,7 +177,7 @@ def test_scores_are_what_they_say() -> None:
 @pytest.mark.parametrize("score", ["doa", "aoa", "wdoa", "swdoa", "vote"])
 @given(job=jobs(), share=some.floats(0.0, 1.0))
 @settings(max_examples=15)
-def test_choices_are_the_greedy_ones(score: str, job: tuple[Trace, Costs], share: float) -> None:
+def test_choose_is_greedy(score: str, job: tuple[Trace, Costs], share: float) -> None:
     problem = pose_at(*job, share)
     load = MemoryCurve(problem.drafter, problem.plain.live_bytes)
     candidates = Candidates(problem.drafter, load)
@@ -213,7 +217,7 @@ def test_choices_are_the_greedy_ones(score: str, job: tuple[Trace, Costs], share
 
 
 @given(job=jobs(), share=some.floats(0.0, 1.0))
-def test_zero_overhead_is_none(job: tuple[Trace, Costs], share: float) -> None:
+def test_zero_overhead_never_slows_the_step(job: tuple[Trace, Costs], share: float) -> None:
     trace, costs = job
     plain = simulate(trace, costs, keep_everything(costs))
     try:
@@ -227,7 +231,7 @@ def test_zero_overhead_is_none(job: tuple[Trace, Costs], share: float) -> None:
     assert forecast.step_seconds == pytest.approx(plain.step_seconds, rel=1e-12)
 
 
-def test_zero_overhead_moves_what_the_link_allows() -> None:
+def test_zero_overhead_offloads_as_much_as_the_link_allows() -> None:
     plain = peak_of(CHAIN, make_costs(CHAIN))
     needed = []
     for per_second in (1e6, 1e9, 1e10):
@@ -243,7 +247,7 @@ def peak_of(trace: Trace, costs: Costs) -> int:
 
 
 def make_two_peaks() -> Trace:
-    """Two passes forward and backward in one step, the second a little smaller."""
+    """Return a step with two forward and backward passes, the second slightly smaller."""
     program = Program()
     batch = program.resident(KIB, Role.INPUT)
     for layers in (6, 5):
@@ -263,8 +267,8 @@ def make_two_peaks() -> Trace:
     return program.finish("two peaks")
 
 
-def test_without_waits_one_lane_serves_both_directions_in_turn() -> None:
-    """What the first pass brings back does not stand in the way of what the second one takes out, or the other way."""
+def test_lay_out_serves_both_directions_on_one_lane() -> None:
+    """Reloads of the first pass do not block copies out of the second, or the other way round."""
     trace = make_two_peaks()
     for half_duplex in (False, True):
         costs = make_costs(trace, op_seconds=1e-3, link=make_link(per_second=64 * KIB / 1e-3, half_duplex=half_duplex))
@@ -276,8 +280,8 @@ def test_without_waits_one_lane_serves_both_directions_in_turn() -> None:
 
 
 @pytest.mark.parametrize("half_duplex", [False, True])
-def test_without_waits_copies_do_not_meet_on_one_lane(half_duplex: bool) -> None:
-    """The second block leaves just when the first is to come back."""
+def test_lay_out_lets_no_copies_overlap_on_one_lane(half_duplex: bool) -> None:
+    """The copy out of the second block would overlap with the reload of the first."""
     program = Program()
     batch = program.resident(KIB, Role.INPUT)
 
@@ -315,8 +319,8 @@ def test_without_waits_copies_do_not_meet_on_one_lane(half_duplex: bool) -> None
 
 
 @pytest.mark.parametrize("workspace_bytes", [0, 512 * KIB])
-def test_reloads_come_in_time_where_there_is_room(workspace_bytes: int) -> None:
-    """Where the last op forward takes much, there is room after it. Where none does, each choice fills what is left."""
+def test_reloads_are_in_time_if_memory_suffices(workspace_bytes: int) -> None:
+    """With a workspace in the last forward op, there is free memory after it. Without, the choices leave none."""
     costs = make_costs(CHAIN, op_seconds=1e-3, link=make_link(per_second=1e10))
     last = sum(op.tick < CHAIN.needs[0].tick for op in CHAIN.ops) - 1
     workspace = tuple(workspace_bytes * (index == last) for index in range(len(CHAIN.ops)))
@@ -329,18 +333,18 @@ def test_reloads_come_in_time_where_there_is_room(workspace_bytes: int) -> None:
     assert len(early) >= 4
     assert early == [workspace_bytes > 0] * len(early)
     copy_seconds = 1e-6 + 256 * KIB / 1e10
-    # What is needed as soon as it is saved is waited for both ways; the others only where they come on demand.
+    # The step waits both ways for storages needed as soon as saved; for the others only if reloaded on demand.
     waits = 2 * (len(moved) - len(early)) + early.count(False)
     assert forecast.stall_seconds == pytest.approx(waits * copy_seconds, abs=1e-9)
 
 
-def test_the_published_search_sees_one_peak_only() -> None:
+def test_the_published_search_lowers_one_peak_only() -> None:
     trace = make_two_peaks()
     costs = make_costs(trace, op_seconds=1e-3)
     budget_bytes = peak_of(trace, costs) - 3 * 64 * KIB
     with pytest.raises(Infeasible) as caught:
         plan(trace, costs, budget_bytes, strategy="autoswap:peaks=first")
-    assert caught.value.needed_bytes == peak_of(trace, costs) - 64 * KIB  # the second peak, untouched
+    assert caught.value.needed_bytes == peak_of(trace, costs) - 64 * KIB  # the second peak, unchanged
     made = plan(trace, costs, budget_bytes, strategy="autoswap")
     assert simulate(trace, costs, made).peak_bytes <= budget_bytes
 
@@ -355,7 +359,7 @@ def test_tuned_weights_are_as_good_as_any_score_alone() -> None:
     assert plan_at(trace, costs, 0.4, "autoswap:score=tuned") == plan_at(trace, costs, 0.4, "autoswap:score=tuned")
 
 
-def test_tuning_says_what_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tuning_names_the_missing_package(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "optuna", None)
     with pytest.raises(UsageError, match=r"pip install 'elbowroom\[tuning\]'"):
         plan_at(*example(), 0.4, "autoswap:score=tuned")
@@ -364,8 +368,8 @@ def test_tuning_says_what_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
 # -- Capuchin ---------------------------------------------------------------------------------------------------------
 
 
-def test_choosing_makes_others_dearer() -> None:
-    """A chain a -> b -> c -> d, each made by one op of one second."""
+def test_a_choice_raises_the_cost_of_related_candidates() -> None:
+    """A chain a -> b -> c -> d; an op of one second makes each."""
     chain = make_chain([KIB] * 5)
     problem = pose_at(chain, make_costs(chain, op_seconds=1.0), 0.5)
     made = [op.writes[0].storage for op in chain.ops[:4]]
@@ -373,7 +377,7 @@ def test_choosing_makes_others_dearer() -> None:
     recomputation = Recomputation(problem.drafter, dict.fromkeys(problem.drafter.gaps, KIB))
     assert [recomputation.seconds(key) for key in (a, b, c, d)] == [1, 1, 1, 1]
     recomputation.choose(c)
-    assert recomputation.seconds(d) == 2  # it is made from b now
+    assert recomputation.seconds(d) == 2  # it is now made from b
     assert recomputation.seconds(b) == 2  # and once more for c
     recomputation.choose(b)
     assert recomputation.seconds(d) == 3
@@ -384,30 +388,30 @@ def test_choosing_makes_others_dearer() -> None:
     assert recomputation.best([a, d]) == d
 
 
-def test_capuchin_offloads_what_comes_back_unnoticed() -> None:
+def test_capuchin_offloads_without_stalls_on_a_fast_link() -> None:
     costs = make_costs(CHAIN, op_seconds=1e-3, link=make_link(per_second=1e10))
     made, forecast = plan_at(CHAIN, costs, 0.3, "capuchin")
     assert choices(made) == {Choice.OFFLOAD}
     assert forecast.stall_seconds == pytest.approx(0.0, abs=1e-9)
 
 
-def test_capuchin_recomputes_where_waiting_is_dearer() -> None:
+def test_capuchin_recomputes_if_waiting_costs_more() -> None:
     costs = make_costs(CHAIN, op_seconds=1e-5, link=make_link(per_second=1e7))
     made, forecast = plan_at(CHAIN, costs, 0.5, "capuchin")
     assert choices(made) == {Choice.RECOMPUTE}
     assert forecast.recompute_seconds < 26e-3  # one block on the link
 
 
-def test_capuchin_does_both_where_the_link_keeps_up_with_some() -> None:
+def test_capuchin_offloads_and_recomputes_on_a_medium_link() -> None:
     costs = make_costs(CHAIN, op_seconds=2e-4, link=make_link(per_second=4e8))
     made, _ = plan_at(CHAIN, costs, 0.3, "capuchin")
     assert choices(made) == {Choice.OFFLOAD, Choice.RECOMPUTE}
 
 
 @given(job=jobs())
-def test_late_reloads_are_what_the_step_waits_for(job: tuple[Trace, Costs]) -> None:
-    """Where every copy out is done before its block is given up, the step waits for reloads alone."""
-    assume(not job[1].link.half_duplex)  # else reloads hold up copies out
+def test_late_reloads_account_for_all_stalls(job: tuple[Trace, Costs]) -> None:
+    """If every copy out ends before its release, the step waits for reloads alone."""
+    assume(not job[1].link.half_duplex)  # otherwise reloads delay copies out
     problem = pose_at(*job, 0.5)
     gaps = problem.drafter.gaps
     times = {
@@ -425,12 +429,12 @@ def test_late_reloads_are_what_the_step_waits_for(job: tuple[Trace, Costs]) -> N
 @given(job=jobs(), share=some.floats(0.0, 1.0))
 def test_feedback_never_makes_a_plan_slower(job: tuple[Trace, Costs], share: float) -> None:
     problem = pose_at(*job, share)
-    before, after = settle_and_feed_back(problem)
+    before, after = realize_and_feed_back(problem)
     assert after.step_seconds <= before.step_seconds
     assert after.peak_bytes <= problem.budget_bytes
 
 
-def settle_and_feed_back(problem: Problem) -> tuple[Forecast, Forecast]:
+def realize_and_feed_back(problem: Problem) -> tuple[Forecast, Forecast]:
     timetable, replay = CopyTimetable(problem.drafter), problem.drafter.replay
     plain = MemoryCurve(problem.drafter, problem.plain.live_bytes)
     realized = realize(problem, timetable, plain, problem.drafter.gaps, ())
@@ -438,11 +442,11 @@ def settle_and_feed_back(problem: Problem) -> tuple[Forecast, Forecast]:
     return replay.run(realized.plan(problem, "some")), replay.run(feed_back(problem, timetable, realized, "some"))
 
 
-def test_feedback_makes_late_reloads_come_in_time() -> None:
-    """Reloads share the lane with copies out that the plan in its own time did not see."""
+def test_feedback_reduces_stalls() -> None:
+    """Reloads share the lane with copies out, which the plan does not model at its own times."""
     trace = make_residual_net(4, 256 * KIB)
     costs = make_costs(trace, op_seconds=2e-4, link=make_link(per_second=1e9, half_duplex=True))
-    before, after = settle_and_feed_back(pose_at(trace, costs, 0.9))
+    before, after = realize_and_feed_back(pose_at(trace, costs, 0.9))
     assert after.stall_seconds < before.stall_seconds
 
 
@@ -455,7 +459,7 @@ def test_tensile_swaps_first() -> None:
     assert choices(made) == {Choice.OFFLOAD}
 
 
-def test_tensile_recomputes_last_and_from_what_stays() -> None:
+def test_tensile_recomputes_from_kept_storages() -> None:
     trace = make_residual_net(4, 256 * KIB)
     costs = make_costs(trace, op_seconds=1e-5, link=make_link(per_second=1e7))
     made, _ = plan_at(trace, costs, 0.6, "tensile")
@@ -473,7 +477,7 @@ def test_tensile_recomputes_last_and_from_what_stays() -> None:
 
 
 @given(job=jobs())
-def test_tensile_goes_on_where_a_larger_budget_stopped(job: tuple[Trace, Costs]) -> None:
+def test_tensile_extends_the_plan_of_a_larger_budget(job: tuple[Trace, Costs]) -> None:
     trace, costs = job
     found = []
     for share in (0.8, 0.5, 0.2):
@@ -486,8 +490,8 @@ def test_tensile_goes_on_where_a_larger_budget_stopped(job: tuple[Trace, Costs])
         assert larger <= smaller
 
 
-def test_tensile_plans_one_channel_for_both_directions() -> None:
-    """On a half-duplex link its plan is carried out as it was laid out."""
+def test_tensile_schedules_both_directions_on_one_channel() -> None:
+    """On a half-duplex link, its plan runs as scheduled."""
     costs = make_costs(CHAIN, op_seconds=1e-3, link=make_link(per_second=5e8, half_duplex=True))
     made, forecast = plan_at(CHAIN, costs, 0.5, "tensile")
     assert made.decisions
@@ -498,7 +502,7 @@ def test_tensile_plans_one_channel_for_both_directions() -> None:
 
 
 def least_recomputation(problem: Problem) -> float:
-    """The least seconds of recomputation within the budget, over all sets of gaps to drop; infinite if none fits."""
+    """Return the least recomputed seconds within the budget, over all sets of dropped gaps; infinite if none fits."""
     keys = sorted(problem.drafter.gaps)
     plain = MemoryCurve(problem.drafter, problem.plain.live_bytes)
     best = float("inf")
@@ -528,7 +532,7 @@ def test_checkmate_finds_the_least_recomputation(share: float) -> None:
 
 
 def make_dense_net(seed: int) -> Trace:
-    """Ten layers, each of which reads up to two more than the one before."""
+    """Return ten layers, each of which reads up to two more than the previous one."""
     draw = random.Random(seed)
     layers = []
     for position in range(10):
@@ -544,10 +548,10 @@ def make_dense_net(seed: int) -> Trace:
     [make_chain([64 * KIB] * 9), *(make_dense_net(seed) for seed in (3, 8, 11, 13))],
     ids=["chain", *(f"dense {seed}" for seed in (3, 8, 11, 13))],
 )
-def test_the_program_does_not_undercount(trace: Trace) -> None:
-    """Where the graph is not coarse, what a solution comes to is within its limit, without repairs.
+def test_the_program_does_not_undercount_memory(trace: Trace) -> None:
+    """If the graph is not coarse, solutions keep the limit without repairs.
 
-    The program as published lets a value go twice where two nodes are made from it and one of them is not recomputed.
+    The published program lets a value be freed twice if two nodes are made from it and one of them is not recomputed.
     """
     solved = 0
     for eighths in range(8):
@@ -577,11 +581,11 @@ def test_a_large_step_becomes_a_small_graph() -> None:
             assert node.seconds > 0
         for fixed, sizes, ticks in zip(graph.fixed_bytes, graph.node_bytes, graph.ticks, strict=True):
             assert np.array_equal(fixed + sizes.sum(axis=1), load.live[list(ticks)])
-    # Recomputing everything in larger pieces is not dearer than what there is to recompute.
+    # Coarse nodes do not cost much more to recompute than fine ones.
     assert sum(node.seconds for node in small.nodes) <= 3 * sum(node.seconds for node in whole.nodes)
 
 
-def test_a_program_without_time_still_gives_a_plan(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_solver_without_time_still_gives_a_plan(caplog: pytest.LogCaptureFixture) -> None:
     trace = make_residual_net(8, 64 * KIB)
     problem = pose_at(trace, make_costs(trace, op_seconds=1e-4), 0.6)
     load = MemoryCurve(problem.drafter, problem.plain.live_bytes)
@@ -594,10 +598,10 @@ def test_a_program_without_time_still_gives_a_plan(caplog: pytest.LogCaptureFixt
     assert "whole runs are recomputed: no bound is known; it stopped at its limit" in caplog.text
 
 
-def test_limits_that_come_first_are_said(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_reached_limit_is_logged_as_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, logger="elbowroom"):
         for gap in (0.004, 0.02, float("inf")):
-            LIMITS.say("checkmate", gap, "a program")
+            LIMITS.log_gap("checkmate", gap, "a program")
     assert [record.levelname for record in caplog.records] == ["INFO", "WARNING", "WARNING"]
     assert [record.message for record in caplog.records] == [
         "checkmate: a program: within 0.40% of the best",
@@ -606,7 +610,7 @@ def test_limits_that_come_first_are_said(caplog: pytest.LogCaptureFixture) -> No
     ]
 
 
-def test_checkmate_says_how_far_it_is_from_the_best(caplog: pytest.LogCaptureFixture) -> None:
+def test_checkmate_logs_its_gap(caplog: pytest.LogCaptureFixture) -> None:
     trace = make_residual_net(8, 64 * KIB)
     with caplog.at_level(logging.INFO, logger="elbowroom"):
         plan_at(trace, make_costs(trace, op_seconds=1e-4), 0.5, "checkmate")
@@ -614,7 +618,7 @@ def test_checkmate_says_how_far_it_is_from_the_best(caplog: pytest.LogCaptureFix
     assert len(said) == 1 and said[0].levelname == "INFO"
 
 
-def test_runs_are_recomputed_where_that_is_faster() -> None:
+def test_runs_are_recomputed_if_that_is_faster() -> None:
     """Three nodes are too coarse for a long chain."""
     trace = make_chain([64 * KIB] * 40)
     costs = make_costs(trace, op_seconds=1e-3)
@@ -627,12 +631,12 @@ def test_runs_are_recomputed_where_that_is_faster() -> None:
 
 @pytest.mark.parametrize("option", ["nodes=0", "seconds=0", "seconds=nan"])
 @pytest.mark.parametrize("strategy", ["checkmate", "tvdnn_ilp"])
-def test_limits_that_cannot_be_are_refused(strategy: str, option: str) -> None:
+def test_invalid_limits_are_rejected(strategy: str, option: str) -> None:
     with pytest.raises(UsageError, match="nodes >= 1 and seconds > 0"):
         plan_at(CHAIN, make_costs(CHAIN), 0.5, f"{strategy}:{option}")
 
 
-def test_checkmate_says_what_it_needs() -> None:
+def test_checkmate_rejects_too_few_stages() -> None:
     with pytest.raises(UsageError, match="3 stages"):
         plan_at(CHAIN, make_costs(CHAIN), 0.5, "checkmate:stages=2")
 
@@ -652,7 +656,7 @@ VARIANTS = (
 @pytest.mark.parametrize("strategy", VARIANTS)
 @given(job=jobs(), share=some.floats(0.0, 1.0))
 @settings(max_examples=15)
-def test_options_keep_the_promises_too(strategy: str, job: tuple[Trace, Costs], share: float) -> None:
+def test_plans_with_options_are_valid_fit_and_repeat(strategy: str, job: tuple[Trace, Costs], share: float) -> None:
     trace, costs = job
     budget_bytes = pose_at(trace, costs, share).budget_bytes
     try:
@@ -671,7 +675,7 @@ def test_options_keep_the_promises_too(strategy: str, job: tuple[Trace, Costs], 
 )
 @given(job=jobs(), share=some.floats(0.0, 1.0), room=some.floats(0.0, 1.0))
 @settings(max_examples=15)
-def test_the_tier_below_is_not_overfilled(strategy: str, job: tuple[Trace, Costs], share: float, room: float) -> None:
+def test_plans_do_not_exceed_the_host(strategy: str, job: tuple[Trace, Costs], share: float, room: float) -> None:
     trace, costs = job
     free = pose_at(trace, costs, share)
     host_bytes = int(free.floor.lower_tier_bytes * room)

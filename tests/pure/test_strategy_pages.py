@@ -1,4 +1,4 @@
-"""The pages of the strategies are those that their source makes, and say where each comes from."""
+"""The strategy pages match their source, and name every option and source."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_pages_are_up_to_date() -> None:
 
 
 @pytest.mark.parametrize("name", list_strategies())
-def test_every_option_and_every_source_is_explained(name: str) -> None:
+def test_every_option_and_source_is_documented(name: str) -> None:
     page = PAGES[f"{name}.md"]
     for option in list_options(name):
         row = next(line for line in page.splitlines() if line.startswith(f"| `{option}` |"))

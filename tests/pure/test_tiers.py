@@ -1,4 +1,4 @@
-"""Plans within what the tiers below the device hold: host memory as a limit, and as a place before a disk. No torch."""
+"""Plans with limited lower tiers: host memory as a limit, and as a buffer before a disk. No torch."""
 
 from __future__ import annotations
 
@@ -21,9 +21,7 @@ SIMPLE = ("offload_all", "tvdnn_heuristic", "vdnn", "autoswap")
 
 @pytest.mark.parametrize("strategy", SIMPLE)
 @given(job=jobs(), share=some.floats(0.0, 1.0), host_share=some.floats(0.0, 1.1))
-def test_no_plan_is_returned_that_is_too_much_for_the_host(
-    strategy: str, job: tuple[Trace, Costs], share: float, host_share: float
-) -> None:
+def test_plans_never_exceed_the_host(strategy: str, job: tuple[Trace, Costs], share: float, host_share: float) -> None:
     trace, costs = job
     free = pose(trace, costs, 1, min_offload_bytes=1)
     budget_bytes = max(free.floor.peak_bytes, int(free.plain.peak_bytes * share))
@@ -47,7 +45,7 @@ def test_no_plan_is_returned_that_is_too_much_for_the_host(
     assert forecast.lower_tier_bytes <= host_bytes
 
 
-def test_a_plan_that_is_too_much_for_the_host_is_refused_with_the_tier_and_the_next_step() -> None:
+def test_infeasible_names_the_host_and_the_remedies() -> None:
     trace, costs = example()
     free = simulate(trace, costs, plan(trace, costs, 10**9, strategy="offload_all"))
     with pytest.raises(Infeasible, match="in the tier below the device") as caught:
@@ -59,7 +57,7 @@ def test_a_plan_that_is_too_much_for_the_host_is_refused_with_the_tier_and_the_n
     assert plan(trace, costs, 10**9, strategy="offload_all", host_bytes=free.lower_tier_bytes).decisions
 
 
-def test_where_the_device_is_too_small_the_host_is_not_blamed() -> None:
+def test_infeasible_does_not_name_the_host_if_the_device_is_too_small() -> None:
     trace, costs = example()
     floor = pose(trace, costs, 1, min_offload_bytes=1).floor
     with pytest.raises(Infeasible, match="memory_budget") as caught:
@@ -68,7 +66,7 @@ def test_where_the_device_is_too_small_the_host_is_not_blamed() -> None:
     assert "host_bytes" not in str(caught.value)
 
 
-def test_where_the_host_stands_in_the_way_of_the_device_both_are_named() -> None:
+def test_infeasible_names_both_tiers_if_the_host_limits_the_device() -> None:
     trace, costs = example()
     floor = pose(trace, costs, 1, min_offload_bytes=1).floor
     with pytest.raises(Infeasible) as caught:
@@ -78,7 +76,7 @@ def test_where_the_host_stands_in_the_way_of_the_device_both_are_named() -> None
     assert "host_bytes=1000" in str(caught.value)
 
 
-def test_the_smallest_budget_is_one_that_works_with_this_host() -> None:
+def test_find_smallest_returns_a_budget_that_works_with_this_host() -> None:
     trace, costs = example()
     problem = pose(trace, costs, 1, min_offload_bytes=1)
     floor, plain = problem.floor, problem.plain
@@ -93,8 +91,8 @@ def test_the_smallest_budget_is_one_that_works_with_this_host() -> None:
 
 
 @pytest.mark.parametrize("strategy", list_strategies())
-def test_with_a_disk_the_host_is_no_limit(strategy: str) -> None:
-    """What fits with any host fits with a small one: the rest goes to the disk, and takes longer."""
+def test_a_disk_lifts_the_host_limit(strategy: str) -> None:
+    """Whatever fits with an unlimited host fits with a small one and a disk, but takes longer."""
     trace, costs = example()
     costs = dataclasses.replace(costs, further_links=(make_link(per_second=2e8),))
     free = pose(trace, costs, 1, min_offload_bytes=1)
@@ -115,8 +113,8 @@ def test_with_a_disk_the_host_is_no_limit(strategy: str) -> None:
     assert forecast.lower_tier_bytes + forecast.disk_bytes >= free_forecast.lower_tier_bytes
 
 
-def test_auto_knows_the_price_of_the_disk() -> None:
-    """What was made for a host of any size is slower on a small one than what was made for that."""
+def test_auto_accounts_for_the_cost_of_the_disk() -> None:
+    """With a small host, the plan made for it is faster than the plan made for an unlimited host."""
     trace, costs = example()
     costs = dataclasses.replace(costs, further_links=(make_link(per_second=2e7),))
     free = pose(trace, costs, 1, min_offload_bytes=1)
@@ -130,7 +128,7 @@ def test_auto_knows_the_price_of_the_disk() -> None:
 
 @pytest.mark.parametrize("wrong", [-1, 1.5, "8GiB", 1 << 63, float("nan")])
 @pytest.mark.parametrize("name", ["budget_bytes", "host_bytes", "min_offload_bytes"])
-def test_amounts_that_mean_nothing_are_refused(name: str, wrong: object) -> None:
+def test_invalid_byte_counts_are_rejected(name: str, wrong: object) -> None:
     trace, costs = example()
     amounts = {"budget_bytes": 1 << 30, name: wrong}
     with pytest.raises(UsageError, match=name):

@@ -1,1 +1,1 @@
-"""Trace + Costs + budget -> Plan."""
+"""Planning: trace + costs + budget -> plan."""

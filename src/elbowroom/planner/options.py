@@ -1,7 +1,7 @@
-"""A strategy and its options as one text: "autoswap", or "autoswap:score=doa,mode=zero_overhead".
+"""Parses a strategy with its options: "autoswap", or "autoswap:score=doa,mode=zero_overhead".
 
-The options of a strategy are the keyword parameters of its `make_plan`; their defaults and annotations say what each
-may be, so a strategy declares them nowhere else.
+The options of a strategy are the keyword parameters of its `make_plan`. Their annotations and defaults define the valid
+values, so a strategy declares them nowhere else.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ ENTRY_POINT = "make_plan"
 
 
 def find_strategy(text: str) -> Callable[[Any], Plan]:
-    """What makes plans as `text` says.
+    """Return the function that plans as `text` says.
 
     Raises:
         UnknownMember: there is no such strategy.
-        UsageError: it has no such option, or an option cannot have that value; lists what there is.
+        UsageError: it has no such option, or the value is not valid; lists the valid ones.
     """
     name, _, rest = text.partition(":")
     make_plan = get(strategies, name, ENTRY_POINT)
@@ -33,14 +33,14 @@ def find_strategy(text: str) -> Callable[[Any], Plan]:
     for item in filter(None, rest.split(",")):
         option, equals, value = item.partition("=")
         if option not in known or not equals or option in given:
-            there_are = ", ".join(f"{each}={describe(kind)}" for each, kind in known.items()) or "none"
-            raise UsageError(f"strategy {name}: {item!r} is not an option, or twice; there are: {there_are}")
+            known_options = ", ".join(f"{each}={describe(kind)}" for each, kind in known.items()) or "none"
+            raise UsageError(f"strategy {name}: {item!r} is not an option, or is repeated; options: {known_options}")
         given[option] = _read(known[option], value, f"strategy {name}: {option}")
     return lambda problem: make_plan(problem, **given)
 
 
 def list_options(name: str) -> dict[str, Any]:
-    """The options of a strategy and the type of each.
+    """Return the options of a strategy and the type of each.
 
     Raises:
         UnknownMember: there is no such strategy.
@@ -52,7 +52,7 @@ def list_options(name: str) -> dict[str, Any]:
 
 
 def describe(kind: Any) -> str:
-    """The values an option may have, for people."""
+    """Return the valid values of an option as text."""
     choices = typing.get_args(kind)
     if choices:
         return "|".join(map(str, choices))
@@ -65,7 +65,7 @@ def _read(kind: Any, text: str, what: str) -> Any:
         try:
             return kind(text)
         except ValueError:
-            raise UsageError(f"{what} is {describe(kind)}, not {text!r}") from None
+            raise UsageError(f"{what} takes {describe(kind)}, not {text!r}") from None
     if text not in choices:
-        raise UsageError(f"{what} is one of {describe(kind)}, not {text!r}")
+        raise UsageError(f"{what} must be one of {describe(kind)}, not {text!r}")
     return choices[text] if isinstance(choices, dict) else text

@@ -1,4 +1,4 @@
-"""The step as it is, where that fits."""
+"""The empty plan, for a step that fits as it is."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from elbowroom.ir.trace import Trace
 from elbowroom.simulator.replay import simulate
 
 EVERYTHING_FITS = "nothing to do"
-"""The name of the empty plan that is carried out by not attaching anything."""
+"""Name of the empty plan; nothing is attached to execute it."""
 
 
 def keep_all_if_it_fits(trace: Trace, costs: Costs, budget_bytes: int) -> Plan | None:
-    """The empty plan, where nothing has to be done at all."""
+    """Return the empty plan if the plain step fits; otherwise None."""
     plan = Plan(
         trace_digest=costs.trace_digest, strategy=EVERYTHING_FITS, budget_bytes=budget_bytes, decisions=(), segments=()
     )

@@ -10,7 +10,7 @@ import torch
 from torch.optim import Optimizer
 
 from elbowroom.hooks.module_paths import find_module_path
-from elbowroom.hooks.storage_ids import PLAIN_TENSORS, Identities, unwrap
+from elbowroom.hooks.storage_ids import PLAIN_TENSORS, unwrap
 from elbowroom.ir.trace import Role
 
 

@@ -1,1 +1,1 @@
-"""Lower bounds on the step time, and the linear programme that proves them."""
+"""Lower bounds on the step time, and the linear program that proves them."""

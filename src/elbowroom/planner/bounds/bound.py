@@ -1,8 +1,7 @@
-"""How long a step must take within a budget, whatever the plan: what a plan's time is to be compared with.
+"""Lower bound on the step time within a budget, over all plans.
 
-The plans meant are those that decide on the gaps of a `Drafter`; the time is the simulator's. The best bound is that of
-the fluid linear programme (`fluid`); the others are what is left of it without one or the other kind of choice, and
-tell what stands in the way.
+It holds for plans that decide on the gaps of a `Drafter`, timed by the simulator. The best bound comes from the fluid
+linear program (`fluid`); the others drop one kind of choice, and show what limits the step.
 """
 
 from __future__ import annotations
@@ -23,15 +22,15 @@ from elbowroom.progress import announcing
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Bound:
-    """Seconds that no plan within a budget can beat; infinite where no plan fits at all.
+    """Seconds that no plan within a budget can beat; infinite if no plan fits.
 
     Attributes:
-        seconds: the greatest of those below that hold for every plan.
+        seconds: the greatest of the bounds below that hold for every plan.
         compute_seconds: the plain step, with its hooks and the program's own time.
-        link_seconds: with what cannot be replayed out before the worst tick, and back after it.
-        fluid_seconds: with bytes and choices as if they were liquid.
-        cover_seconds: of plans that only recompute; not a bound on others.
-        floor_bytes: the smallest budget within which there is a plan, if the tier below may hold any amount.
+        link_seconds: what cannot be replayed is copied out before the worst tick, and back after it.
+        fluid_seconds: the fluid relaxation: bytes and choices are divisible.
+        cover_seconds: for plans that only recompute; not a bound on others.
+        floor_bytes: the smallest budget that has a plan, if the lower tier is unlimited.
     """
 
     seconds: float
@@ -42,14 +41,14 @@ class Bound:
     floor_bytes: int
 
     def over(self, seconds: float) -> float:
-        """How far a plan's time is above the bound, as a share of it; 0 for a step without time."""
+        """Return the relative excess of a plan's time over the bound; 0 for a step without time."""
         return seconds / self.seconds - 1 if self.seconds > 0 else 0.0
 
 
 def find_bound(problem: Problem) -> Bound:
-    """The bounds of one problem.
+    """Compute the bounds of one problem.
 
-    Cost: two solutions of linear programmes (`fluid.solve_fluid`).
+    Cost: two linear programs (`fluid.solve_fluid`).
     """
     plain, floor_bytes = problem.plain.step_seconds, problem.floor.peak_bytes
     if floor_bytes > problem.budget_bytes:
@@ -61,7 +60,7 @@ def find_bound(problem: Problem) -> Bound:
         link = fluid = cover = plain
     else:
         joint, recomputing = solve_fluid(problem), solve_fluid(problem, offload=False)
-        # There is a plan (the floor's): a solver that finds none has lost its way.
+        # The floor's plan fits, so a solver that finds none has failed numerically.
         fluid = plain if joint is None else joint.seconds
         cover = math.inf if recomputing is None else recomputing.seconds
         link = plain + _find_waiting(problem)
@@ -72,7 +71,7 @@ def find_bound(problem: Problem) -> Bound:
 
 
 def bound_plan(trace: Trace, costs: Costs, plan: Plan, host_bytes: int | None = None) -> float:
-    """Seconds that no plan within the budget of this one can beat; infinite where the budget is below the floor.
+    """Return the seconds that no plan within this plan's budget can beat; infinite below the floor.
 
     Raises:
         TraceError: the costs belong to another trace.
@@ -82,10 +81,10 @@ def bound_plan(trace: Trace, costs: Costs, plan: Plan, host_bytes: int | None = 
 
 
 def _find_waiting(problem: Problem) -> float:
-    """Seconds that the step waits for copies, at the least.
+    """Return the least time that the step waits for copies, in seconds.
 
-    At each tick, what is over the budget and is not dropped has been copied out since the first save, and is yet to
-    come back before the last need.
+    At each tick, the bytes over the budget that are not dropped have been copied out since the first save, and have to
+    return before the last need.
     """
     gap_arrays = make_gap_arrays(problem)
     moves = np.isfinite(gap_arrays.out_seconds + gap_arrays.back_seconds)
@@ -97,10 +96,10 @@ def _find_waiting(problem: Problem) -> float:
     excess = np.maximum(0.0, live - problem.budget_bytes - dropped)
     now = begins[: len(live)]
 
-    def pace(seconds: Numbers) -> float:
+    def seconds_per_byte(seconds: Numbers) -> float:
         return float((seconds / gap_arrays.nbytes)[moves].min())
 
-    out = pace(gap_arrays.out_seconds) * excess - (now - begins[gap_arrays.claim_begins[moves].min()])
-    back = pace(gap_arrays.back_seconds) * excess - (begins[gap_arrays.closes[moves].max()] - now)
+    out = seconds_per_byte(gap_arrays.out_seconds) * excess - (now - begins[gap_arrays.claim_begins[moves].min()])
+    back = seconds_per_byte(gap_arrays.back_seconds) * excess - (begins[gap_arrays.closes[moves].max()] - now)
     waiting = np.where(excess > 0, np.maximum(0.0, out) + np.maximum(0.0, back), 0.0)
     return float(waiting.max(initial=0.0))

@@ -1,20 +1,20 @@
-"""The joint fluid linear programme: a bound on the time of every plan, a first idea of a good one, and prices.
+"""Joint fluid linear program: a bound on the time of every plan, fractional choices, and dual prices.
 
-    load of the plain step        /\\___/\\
+    memory of the plain step      /\\___/\\
     budget              ---------/--------\\-----------
-    pivots                 |    | |  |  || |    |        ticks at which the programme looks
-    price of a byte        0    0 0  p  q0 r    0        seconds that the step gains for a byte of room there
+    pivots                 |    | |  |  || |    |        ticks that the program constrains
+    price of a byte        0    0 0  p  q0 r    0        seconds saved per byte of extra memory at the pivot
 
-Ticks between pivots are left out, so that what it finds is a bound whatever the pivots are; where its solution would be
-over the budget in between, it looks there too and solves again.
+Ticks between pivots are unconstrained, so the result is a bound for any set of pivots. Where the solution exceeds the
+budget between them, pivots are added and the program is solved again.
 
-Each gap may be dropped or moved in part, copies are made byte by byte in any order, whatever is read is there, and
-replays take no room. So no plan is faster; a whole plan may be slower.
+Each gap may be dropped or offloaded in part, copies proceed byte by byte in any order, everything that a replay reads
+is on the device, and replays take no memory. So no plan is faster; an integral plan may be slower.
 
-Source: planning as a linear programme over what spans each tick follows the interval-packing view of caching (A.
-Bar-Noy, R. Bar-Yehuda, A. Freund, J. Naor, B. Schieber, "A unified approach to approximating resource allocation and
-scheduling", Journal of the ACM 48, 2001). Ours: offloading in it as cumulative flows over two lanes, what a replay
-takes at the least, and the pivots.
+Source: planning as a linear program over what spans each tick follows the interval-packing view of caching (A. Bar-Noy,
+R. Bar-Yehuda, A. Freund, J. Naor, B. Schieber, "A unified approach to approximating resource allocation and
+scheduling", Journal of the ACM 48, 2001). Ours: offloads in it as cumulative flows over two lanes, lower bounds on
+replays, and the pivots.
 """
 
 from __future__ import annotations
@@ -30,36 +30,36 @@ from elbowroom.planner.problem import Problem
 from elbowroom.planner.schedule.draft import Key
 
 FEW_TICKS = 256
-"""A trace of no more ticks is looked at everywhere."""
+"""In a trace with at most this many ticks, every tick is a pivot."""
 
 WINDOWS = 56
-"""Pivots to begin with, spread over time and over ticks; and how many more a round adds at most."""
+"""Initial pivots, spread over time and over ticks; also the most that a round adds."""
 
 MOST_ROUNDS = 5
 
 WORTH_A_ROUND = 2e-5
-"""Of the plain step: where a round raises the bound by no more, there is no other."""
+"""Share of the plain step: the rounds end when one raises the bound by less."""
 
 TOLERANCE = 2e-4
-"""Of the plain peak: how far over the budget the load between pivots may be before there are more."""
+"""Share of the plain peak: excess between pivots that is accepted without more pivots."""
 
 CAUTION = 1e-9
-"""Of the plain step: taken off the bound for what rounding in sums may do."""
+"""Share of the plain step: subtracted from the bound to cover rounding errors in sums."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class FluidSolution:
-    """By gap as in `keys`, and by pivot.
+    """Solution of the linear program; arrays are indexed by gap as in `keys`, or by pivot.
 
     Attributes:
-        seconds: no plan takes less. Proved by the prices alone, however well the solver did.
-        keys: the gaps that can lower the load where it is over the budget, in order of opening.
+        seconds: no plan takes less. The dual prices alone prove it, however accurate the solver was.
+        keys: the gaps that can lower memory use where it exceeds the budget, in order of opening.
         recomputed, offloaded: the share of each gap.
         pivots: ticks; the last is the end of the trace.
-        byte_prices: seconds of step for one byte more room at the pivot.
-        extra_seconds: replays and waiting between the pivot before and this one.
-        out_prices, back_prices: the same stretch: seconds of step for a second more of the lane; for a link with one
-            lane both are of that.
+        byte_prices: seconds that the step saves per byte of extra memory at the pivot.
+        extra_seconds: replays and waits between the previous pivot and this one.
+        out_prices, back_prices: between the same pivots: seconds that the step saves per extra second of the lane;
+            equal on a link with one lane.
     """
 
     seconds: float
@@ -76,16 +76,16 @@ class FluidSolution:
 def solve_fluid(
     problem: Problem, *, recompute: bool = True, offload: bool = True, windows: int = WINDOWS
 ) -> FluidSolution | None:
-    """Bound, shares and prices.
+    """Solve the relaxation; return the bound, the shares and the prices.
 
     Args:
         recompute, offload: whether plans may do so.
-        windows: of how many pivots there are at first; a bound is valid with any, and closer with more.
+        windows: number of initial pivots; a bound is valid with any, and tighter with more.
 
     Returns:
         None if no such plan fits.
 
-    Cost: some solutions by HiGHS, a tenth of a second for each few hundred gaps.
+    Cost: several runs of HiGHS, each about a tenth of a second per few hundred gaps.
     """
     builder = ModelBuilder(problem, make_gap_arrays(problem), recompute=recompute, offload=offload)
     pivots = np.union1d(_place_pivots(problem, windows), [builder.first_replay])
@@ -108,7 +108,7 @@ def solve_fluid(
 
 
 def _place_pivots(problem: Problem, windows: int) -> Integers:
-    """Where the plain load is highest in each stretch of time, and of ticks; and the end."""
+    """Return the ticks of highest plain memory use in equal intervals of time and of ticks, and the end."""
     live = np.array(problem.plain.live_bytes)
     end = len(live)
     if end <= FEW_TICKS:
@@ -122,10 +122,13 @@ def _place_pivots(problem: Problem, windows: int) -> Integers:
 
 
 def find_fluid(model: Model, begin: Numbers | None = None, end: Numbers | None = None) -> Any:
-    """What HiGHS makes of it: its status is 0, or 2 if the model has no solution; None if it found out neither.
+    """Run HiGHS on a model.
 
     Args:
-        begin, end: the columns lie between them, as for `Model.prove`.
+        begin, end: lower and upper bounds of the columns, as for `Model.prove`.
+
+    Returns:
+        A result of status 0, or 2 if the model is infeasible; None if HiGHS fails otherwise.
     """
     from scipy.optimize import linprog
 
@@ -139,13 +142,13 @@ def find_fluid(model: Model, begin: Numbers | None = None, end: Numbers | None =
 
 
 def list_prices(solved: Any) -> Numbers:
-    """Prices by row, of a solution of `find_fluid`."""
+    """Return the dual price of each row, from a result of `find_fluid`."""
     return np.concatenate((solved.eqlin.marginals, np.maximum(0.0, -solved.ineqlin.marginals)))
 
 
 def _read(problem: Problem, builder: ModelBuilder, model: Model, solved: Any) -> FluidSolution:
     prices = list_prices(solved)
-    extra = model.prove(prices) - CAUTION  # so it does not rest on the solver's tolerances
+    extra = model.prove(prices) - CAUTION  # so that it does not depend on the solver's tolerances
     count, gaps = len(model.pivots), len(builder.gap_arrays.keys)
 
     def read(name: str, size: int) -> Numbers:
@@ -169,7 +172,7 @@ def _read(problem: Problem, builder: ModelBuilder, model: Model, solved: Any) ->
 
 
 def _find_more(problem: Problem, builder: ModelBuilder, model: Model, found: Numbers, windows: int) -> Integers:
-    """The ticks most over the budget under a solution: at most one between two pivots, and one a window."""
+    """Return the ticks that exceed the budget most under a solution: at most one between two pivots."""
     over = _find_excess(problem, builder, model, found)
     before = np.searchsorted(model.pivots, np.arange(len(over)))
     order = np.lexsort((np.arange(len(over)), -over))
@@ -179,9 +182,13 @@ def _find_more(problem: Problem, builder: ModelBuilder, model: Model, found: Num
 
 
 def _find_excess(problem: Problem, builder: ModelBuilder, model: Model, found: Numbers) -> Numbers:
-    """Bytes over the budget at each tick, with the copies between pivots as favourable as their lanes allow."""
-    gap_arrays, columns, end = builder.gap_arrays, model.columns, len(problem.plain.live_bytes)
-    gaps, count, unit = len(gap_arrays.keys), len(model.pivots), model.unit_bytes
+    """Return the bytes over the budget at each tick, with copies between pivots as favourable as their lanes allow."""
+    gap_arrays = builder.gap_arrays
+    columns = model.columns
+    end = len(problem.plain.live_bytes)
+    gaps = len(gap_arrays.keys)
+    count = len(model.pivots)
+    unit = model.unit_bytes
 
     def read(name: str, size: int) -> Numbers:
         return np.asarray(found[columns[name] : columns[name] + size])

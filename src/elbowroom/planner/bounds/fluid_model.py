@@ -1,15 +1,16 @@
-"""The rows and columns of the fluid linear programme: what every plan satisfies, as if bytes and choices were liquid.
+"""Rows and columns of the fluid linear program: constraints that every plan satisfies.
 
-At some ticks (the pivots), with bytes in shares of the plain peak and seconds in shares of the plain step:
+At some ticks (the pivots), with bytes as shares of the plain peak and seconds as shares of the plain step:
 
-    recomputed + offloaded            >= load - budget     what is absent makes room
-    recomputed + out + again - back   >= load - budget     what is offloaded is out, and not yet on its way back
+    recomputed + offloaded            >= load - budget     absent storages free memory
+    recomputed + out + again - back   >= load - budget     offloaded storages are copied out, and not yet reloading
     out <= saved, back >= needed                           copies begin after the save, and end before the need
-    lane time of out, of back         <= plain + extra     of each stretch between pivots; together on half-duplex links
+    lane time of out, of back         <= plain + extra     between pivots; the sum of both on half-duplex links
     extra since the first replay      >= replays           an op is replayed as often as each of its results is dropped
 
-Tried, and left out since no bound of ten real traces moved by more than a tenth of a percent: a storage that a replay
-reads is there or made anew too; and dividing the time of replays, so that each serves the lanes only where it is spent.
+Tried and left out, since no bound of ten real traces moved by more than a tenth of a percent: requiring the storages
+that a replay reads to be present or recomputed as well; and splitting the time of replays, so that each serves the
+lanes only while it runs.
 """
 
 from __future__ import annotations
@@ -27,13 +28,14 @@ from elbowroom.planner.problem import Problem
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Model:
-    """Minimise `cost` over columns between 0 and `most`; the first `equal` rows equal `least`, the others reach it.
+    """A linear program: minimise `cost` over columns between 0 and `most`.
 
     Attributes:
         matrix: a `scipy.sparse.csr_array`.
-        columns, rows: where each group of columns and of rows begins.
+        least: right-hand sides: the first `equal` rows equal theirs, the others are at least theirs.
+        columns, rows: the first index of each group of columns and of rows.
         pivots: ticks, the end of the trace last.
-        unit_bytes, unit_seconds: 1 in the model.
+        unit_bytes, unit_seconds: the bytes and seconds that are 1 in the model.
     """
 
     matrix: Any
@@ -48,11 +50,11 @@ class Model:
     unit_seconds: float
 
     def prove(self, prices: Numbers, begin: Numbers | None = None, end: Numbers | None = None) -> float:
-        """What the cost is at the least: any prices of the rows prove a bound, those of a solution the best.
+        """Return a lower bound on the cost from row prices (weak duality); those of a solution give the best bound.
 
         Args:
-            prices: by row; not negative but for the first `equal`.
-            begin, end: the columns lie between them; between 0 and `most`, if nothing is said.
+            prices: by row; not negative, except for the first `equal` rows.
+            begin, end: lower and upper bounds of the columns; 0 and `most` by default.
         """
         reduced = self.cost - self.matrix.T @ prices
         proved = self.least @ prices + np.minimum(reduced, 0.0) @ (self.most if end is None else end)
@@ -60,15 +62,15 @@ class Model:
 
 
 class ModelBuilder:
-    """Writes the model of one problem at the pivots it is given.
+    """Builds the model of one problem at given pivots.
 
     Args:
         recompute, offload: whether plans may do so.
 
     Attributes:
-        absences: the gaps.
+        gap_arrays: the gaps.
         first_replay: the tick before which nothing can be replayed.
-        out_pace, back_pace: seconds that a byte takes of the lane, for the storage that is fastest.
+        out_pace, back_pace: least lane time per byte of all storages, in seconds.
     """
 
     def __init__(
@@ -93,14 +95,14 @@ class ModelBuilder:
             float((seconds / gap_arrays.nbytes)[self._moves].min()) if self._moves.any() else 0.0
             for seconds in (gap_arrays.out_seconds, gap_arrays.back_seconds)
         )
-        # Only where several gaps share a claim does a copy last beyond one of them.
+        # A copy outlasts its gap only if several gaps share a claim.
         self._shared = np.union1d(np.flatnonzero(gap_arrays.before >= 0), gap_arrays.before[gap_arrays.before >= 0])
         self._alone = np.setdiff1d(np.arange(len(self._sizes)), self._shared)
         self._later = np.flatnonzero(gap_arrays.before[self._shared] >= 0)
         self._earlier = np.searchsorted(self._shared, gap_arrays.before[self._shared[self._later]])
 
     def build(self, pivots: Integers) -> Model:
-        """The model at these ticks, the end of the trace last."""
+        """Build the model at these ticks, the end of the trace last."""
         gaps, count = len(self._sizes), len(pivots)
         names = {"dropped": gaps, "moved": gaps, "copied": len(self._shared)}
         names |= {"replays": len(self._replays.count_seconds)}
@@ -125,7 +127,7 @@ class ModelBuilder:
         )  # fmt: skip
 
     def find_copying(self, found: Numbers, model: Model) -> Numbers:
-        """By gap, the share of it that is copied for it, in a solution."""
+        """Return, by gap, the share that a solution copies out for that gap."""
         moved, copied = model.columns["moved"], model.columns["copied"]
         copying = np.array(found[moved : moved + len(self._sizes)])
         copying[self._shared] = found[copied : copied + len(self._shared)]
@@ -133,7 +135,7 @@ class ModelBuilder:
         return copying
 
     def _find_most(self, name: str, size: int) -> Numbers:
-        """What a column need never be above, for a plan worth having."""
+        """Return the upper bounds of a group of columns; every plan of interest stays below them."""
         gap_arrays, replays = self.gap_arrays, self._replays
         if name in ("dropped", "moved"):
             return np.asarray(self._drops if name == "dropped" else self._moves, dtype=float)
@@ -141,15 +143,17 @@ class ModelBuilder:
             return np.ones(size)
         if name == "replays":
             return np.full(size, max(1.0, float(self._drops.sum())))
-        if name == "extra":  # all is moved with the step waiting, or replayed for each drop
+        if name == "extra":  # at most: the step waits for every move, and replays everything for each drop
             moving = (gap_arrays.out_seconds + gap_arrays.back_seconds + 2 * gap_arrays.drag_seconds)[self._moves].sum()
             replaying = (replays.drop_seconds.sum() + replays.count_seconds.sum()) * max(1, self._drops.sum())
             return np.full(size, 1.0 + float(moving + replaying) / self._unit_seconds)
         return np.full(size, 1.0 + self._sizes.sum())
 
     def _add_sums(self, rows: Rows, pivots: Integers) -> None:
-        """What is free and absent at each pivot, and what has opened, begun and closed before it."""
-        gap_arrays, sizes, gaps = self.gap_arrays, self._sizes, np.arange(len(self._sizes))
+        """Define sums per pivot: bytes freed and absent; bytes of gaps opened, claims begun, gaps closed before it."""
+        gap_arrays = self.gap_arrays
+        sizes = self._sizes
+        gaps = np.arange(len(self._sizes))
         first = np.searchsorted(pivots, gap_arrays.piece_begin)
         after = np.searchsorted(pivots, gap_arrays.piece_end)
         for total, share in (("free", "dropped"), ("absent", "moved")):
@@ -157,7 +161,7 @@ class ModelBuilder:
             gap = gap_arrays.piece_gap
             rows.add_within(len(pivots), first, share, gap, -sizes[gap])
             rows.add_within(len(pivots), after, share, gap, sizes[gap])
-        # A release needs no copy where an earlier gap of the claim made one.
+        # A release needs no copy if an earlier gap of the claim made one.
         opened = np.searchsorted(pivots, gap_arrays.opens, side="right")
         rows.begin_sum("again", len(pivots))
         rows.add_within(len(pivots), opened, "moved", gaps, -sizes)
@@ -171,8 +175,10 @@ class ModelBuilder:
             self._add_copying(rows, len(pivots), np.searchsorted(pivots, gap_arrays.claim_ends), -sizes)
 
     def _add_copying(self, rows: Rows, count: int, when: Integers, values: Numbers) -> None:
-        """For each gap what is copied for it, in the first `count` rows: all it moves, less what an earlier one had."""
-        alone, shared, later = self._alone, self._shared, self._shared[self._later]
+        """Add, for each gap, the share copied for it, in the first `count` rows: its move, less earlier copies."""
+        alone = self._alone
+        shared = self._shared
+        later = self._shared[self._later]
         rows.add_within(count, when[alone], "moved", alone, values[alone])
         rows.add_within(count, when[shared], "copied", np.arange(len(shared)), values[shared])
         rows.add_within(count, when[later], "copied", self._earlier, -values[later])
@@ -191,7 +197,7 @@ class ModelBuilder:
             rows.begin(less, np.zeros(len(pivots)))
             rows.add(each, more, each, 1.0)
             rows.add(each, less, each, -1.0)
-        if self._host_bytes is not None:  # what is out, less the copies whose claims have ended, is below
+        if self._host_bytes is not None:  # host bytes: copies made, less those whose claims have ended
             rows.begin("host", np.full(len(pivots), -self._host_bytes / self._unit_bytes))
             rows.add(each, "out", each, -1.0)
             rows.add(each, "ended", each, 1.0)
@@ -209,7 +215,7 @@ class ModelBuilder:
                 rows.add(each[1:], way, each[:-1], pace)
 
     def _add_choices(self, rows: Rows) -> None:
-        """One choice a gap; a copy lasts for its claim, and what is moved has one."""
+        """Allow one choice per gap; a copy lasts for its claim, and an offloaded share needs a copy."""
         both = np.flatnonzero(self._drops & self._moves)
         each = np.arange(len(both))
         rows.begin("choice", np.full(len(both), -1.0))
@@ -238,13 +244,13 @@ class ModelBuilder:
             rows.add(0 * late, "extra", late, 1.0)
             rows.add(0 * gaps, "dropped", gaps, -replays.drop_seconds / self._unit_seconds)
             rows.add(0 * counts, "replays", counts, -replays.count_seconds / self._unit_seconds)
-        if drag.any():  # still in the last row
+        if drag.any():  # in the row "total", the last one
             rows.add(0 * gaps, "moved", gaps, -drag)
             self._add_copying(rows, 1, 0 * gaps, -drag)
 
 
 class Rows:
-    """A sparse matrix, written down group by group."""
+    """Builds a sparse matrix group by group."""
 
     def __init__(self, columns: dict[str, int]) -> None:
         self._columns = columns
@@ -257,32 +263,32 @@ class Rows:
         self._group = 0
 
     def begin(self, name: str, least: Numbers) -> None:
-        """A group of rows, each of which must come to at least so much."""
+        """Begin a group of rows with these right-hand sides."""
         self.begins[name], self._group = self.count, self.count
         self.count += len(least)
         self.least.append(least)
 
     def begin_sum(self, name: str, count: int) -> None:
-        """Rows that say: this column, less the one before it, is what is added to them with a minus sign."""
+        """Begin rows of a running sum: a column less the previous one equals the entries added with a minus sign."""
         each = np.arange(count)
         self.begin(f"{name} sum", np.zeros(count))
         self.add(each, name, each, 1.0)
         self.add(each[1:], name, each[:-1], -1.0)
 
     def add(self, rows: npt.ArrayLike, name: str, columns: npt.ArrayLike, values: npt.ArrayLike) -> None:
-        """Entries of the current group, in a named group of columns."""
+        """Add entries to the current group, in a named group of columns."""
         at = np.asarray(rows, dtype=np.int64)
         self._row.append(at + self._group)
         self._column.append(np.asarray(columns, dtype=np.int64) + self._columns[name])
         self._value.append(np.broadcast_to(np.asarray(values, dtype=float), at.shape))
 
     def add_within(self, count: int, rows: Integers, name: str, columns: Integers, values: Numbers) -> None:
-        """Entries of the first `count` rows; those of later ones are left out."""
+        """Add entries of the first `count` rows; ignore later rows."""
         inside = rows < count
         self.add(rows[inside], name, columns[inside], values[inside])
 
     def finish(self, width: int) -> Any:
-        """The matrix; entries at the same place are added up."""
+        """Return the matrix; duplicate entries are summed."""
         from scipy.sparse import csr_array
 
         parts = np.concatenate(self._row), np.concatenate(self._column)
@@ -293,7 +299,7 @@ class Rows:
 
 
 def _find_first_replay(problem: Problem, gap_arrays: GapArrays) -> int:
-    """The first tick at which anything may be replayed; the end of the trace if nothing may."""
+    """Return the first tick at which anything may be replayed; the end of the trace if nothing may."""
     end = problem.drafter.replay.trace.end
     maker, can_replay = gap_arrays.forced.maker, gap_arrays.forced.can_replay
     closes = (

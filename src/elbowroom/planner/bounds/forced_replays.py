@@ -1,11 +1,11 @@
-"""What no replay can do without, whatever else the plan does.
+"""Ops that every replay needs, whatever the rest of the plan does.
 
-An op that is replayed reads each of its arguments from the device or from an earlier op of the same replay. Replays run
-when autograd asks for something, so an argument that nothing holds at any such time, in the version that was read, must
-be made anew every time: the op that made it is replayed as often as the one that reads it. And what such a chain cannot
-end in (a barrier, something that was there before the step and has changed) cannot be replayed at all.
+A replayed op reads each argument from the device, or from an earlier op of the same replay. Replays run at needs. If
+nothing holds an argument at any later need, in the version that was read, it must be recomputed every time: the op that
+produced it is replayed as often as the op that reads it. An op whose chain ends in a barrier, or in a storage that
+existed before the step and has changed, cannot be replayed at all.
 
-This is looser than `closures.Closures`, which asks about one moment: a bound must hold for every moment.
+This is weaker than `closures.Closures`, which considers one tick: a bound must hold for every tick.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from elbowroom.ir.trace import Trace, View
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ForcedReplays:
-    """By index of op.
+    """Lower bounds on replays; indexed by op unless stated otherwise.
 
     Attributes:
-        maker: by storage, the op that last wrote it; -1 if it was there before the step.
+        maker: by storage, the op that last wrote it; -1 if it existed before the step.
         can_replay: whether some plan may replay it.
-        takes: the ops that every replay of it replays too, not counting what those take.
+        takes: the ops that every replay of it also replays, without those that they take in turn.
         may_find: the storages that it reads and that some replay of it may find on the device.
     """
 
@@ -34,17 +34,17 @@ class ForcedReplays:
 
 
 def find_forced_replays(trace: Trace) -> ForcedReplays:
-    """Walk the ops in order.
+    """Compute the forced replays of a trace in one pass over its ops.
 
-    Cost: linear in the reads, with the logarithm of the needs.
+    Cost: linear in the reads, times the logarithm of the needs.
     """
     finder = _Finder(trace)
     can_replay: list[bool] = []
     takes: list[tuple[int, ...]] = []
     may_find: list[tuple[int, ...]] = []
     for op in trace.ops:
-        found = {view.storage for view in op.reads if finder.may_be_there(view, op.tick)}
-        makers = {finder.writer_of(view) for view in op.reads if not finder.may_be_there(view, op.tick)}
+        found = {view.storage for view in op.reads if finder.may_be_present(view, op.tick)}
+        makers = {finder.writer_of(view) for view in op.reads if not finder.may_be_present(view, op.tick)}
         can_replay.append(not op.barrier and all(maker >= 0 and can_replay[maker] for maker in makers))
         takes.append(tuple(sorted(makers)) if can_replay[-1] else ())
         may_find.append(tuple(sorted(found)))
@@ -68,11 +68,11 @@ class _Finder:
             self._holds[save.storage].append((save.tick, save.released))
 
     def writer_of(self, view: View) -> int:
-        """The op that wrote this version; -1 if it was there before the step."""
+        """Return the op that wrote this version; -1 if it existed before the step."""
         return next((op for version, _, op in self.writes[view.storage] if version == view.version), -1)
 
-    def may_be_there(self, view: View, read: int) -> bool:
-        """Whether something holds this version at any need after tick `read`."""
+    def may_be_present(self, view: View, read: int) -> bool:
+        """Return whether something holds this version at any need after tick `read`."""
         since, until = -1, self._needs[-1] if self._needs else -1
         for version, tick, _ in self.writes[view.storage]:
             if version == view.version:

@@ -1,10 +1,10 @@
-"""What dropping costs at the least: counts of replays, as few as say all there is to say.
+"""Replay counts that bound the cost of drops from below, with as few variables as possible.
 
-    dropped a ----> op 3 ----> op 2        once for each drop of a: part of the cost of dropping a
+    dropped a ----> op 3 ----> op 2        once per drop of a: part of the cost of dropping a
     dropped b ----> op 7 --.
-    dropped c ----> op 8 ---+-> op 6       at least as often as 7, and as 8: a count of its own
+    dropped c ----> op 8 ---+-> op 6       at least as often as op 7, and as op 8: its own count
 
-An op that only one drop ever asks for, directly or through other ops, needs no count.
+An op that only one drop requires, directly or through other ops, needs no count.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from elbowroom.planner.bounds.gap_arrays import GapArrays, Integers, Numbers
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ReplayCounts:
-    """Counts, and demands on them: each count is at least the sum of what one demand adds up.
+    """Counts, and demands on them: each count is at least the sum of the terms of each of its demands.
 
     Attributes:
-        drop_seconds: by gap, what one drop replays that nothing else asks for.
-        count_seconds: by count, of one replay.
+        drop_seconds: by gap, the time of the ops that only this drop requires.
+        count_seconds: by count, the time of one replay.
         demanded: by demand, its count.
         drop_demand, drop_gap: pairs: this demand adds the drop of this gap.
         count_demand, count_asking: pairs: this demand adds that other count.
@@ -38,22 +38,22 @@ class ReplayCounts:
 
 
 def count_replays(gap_arrays: GapArrays, drops: Integers, op_seconds: Numbers) -> ReplayCounts:
-    """Find the counts that are needed when these gaps may be dropped.
+    """Find the counts that are needed if these gaps may be dropped.
 
     Cost: linear in the ops that may be replayed.
     """
     takes = gap_arrays.forced.takes
-    results: dict[int, dict[int, list[int]]] = {}  # of each op: storages, and their gaps
+    results: dict[int, dict[int, list[int]]] = {}  # op: storage: its gaps
     for gap in drops.tolist():
         results.setdefault(int(gap_arrays.maker[gap]), {}).setdefault(gap_arrays.keys[gap][0], []).append(gap)
     askers: dict[int, list[int]] = {}
-    for op in sorted(_close(results, takes), reverse=True):  # whatever asks for an op comes after it
+    for op in sorted(_close(results, takes), reverse=True):  # an op that requires another comes after it
         askers.setdefault(op, [])
         for taken in takes[op]:
             askers.setdefault(taken, []).append(op)
     drop_seconds = np.zeros(len(gap_arrays.keys))
     count_seconds: list[float] = []
-    stands_for: dict[int, tuple[bool, int]] = {}  # op: whether a drop does, or a count; and which
+    stands_for: dict[int, tuple[bool, int]] = {}  # by op: whether it is a drop or a count, and its index
     demands: list[int] = []
     of_drops: list[tuple[int, int]] = []
     of_counts: list[tuple[int, int]] = []
@@ -83,7 +83,7 @@ def count_replays(gap_arrays: GapArrays, drops: Integers, op_seconds: Numbers) -
 
 
 def _close(results: dict[int, dict[int, list[int]]], takes: tuple[tuple[int, ...], ...]) -> set[int]:
-    """These ops, and all that replays of them take."""
+    """Return these ops and all that their replays take."""
     found: set[int] = set()
     pending = list(results)
     while pending:

@@ -1,1 +1,1 @@
-"""Several strategies, budgets or batch sizes side by side."""
+"""Compares strategies, budgets and batch sizes."""

@@ -1,10 +1,10 @@
-"""How large a batch trains within some memory, and which one trains fastest.
+"""Finds the largest batch that trains within some memory, and the fastest.
 
     batch       1   2   16   128  ...            97    98
     smallest    |---|----|-----|   interpolated   |     |      <- memory lies between these two
     fits       yes yes  yes    no                yes    no     <- each of them captured and planned
 
-Sizes between batches that were tried only say where to try next; whatever is reported was tried.
+Sizes interpolated between trials only suggest the next trial; every reported batch was captured and planned.
 """
 
 from __future__ import annotations
@@ -21,22 +21,25 @@ from elbowroom.planner.comparison.strategies_compared import Attempt, PlanOutcom
 from elbowroom.planner.problem import plan, pose
 
 LARGEST_BATCH = 1 << 20
-"""Nothing larger is tried."""
+"""Upper limit on batches tried."""
 
 MOST_TRIALS = 24
-"""Batches tried, beyond which none is tried for throughput's sake."""
+"""No further batch is tried for the sake of throughput after this many trials."""
 
 GROWTH = 8
-"""How many times the largest batch that fitted the next one may be, while none is known that does not fit."""
+"""Largest ratio of the next batch to the largest that fits, while no batch is known not to fit."""
 
-SPACING, PLAIN_SPACING, CURVE_SPACING = 0.05, 0.2, 0.35
-"""How near, as shares of the batch itself, the fastest batch has neighbours, and any other that is drawn.
+SPACING = 0.05
+"""Distance from the fastest batch to its neighbours, as a share of the batch."""
 
-Throughput of the plain step hardly changes where it is highest.
-"""
+PLAIN_SPACING = 0.2
+"""Distance from the fastest plain batch to its neighbours: throughput hardly changes near its maximum there."""
+
+CURVE_SPACING = 0.35
+"""Distance between other batches, as a share of the batch."""
 
 TraceLoader = Callable[[int], tuple[Trace, Costs]]
-"""The step with a batch of so many samples, and what it costs."""
+"""Captures the step with a batch of this many samples, and prices it."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,10 +47,10 @@ class Trial:
     """One batch, captured, priced and planned.
 
     Attributes:
-        batch: how many samples.
-        smallest_bytes: the smallest memory that works for this batch.
+        batch: number of samples.
+        smallest_bytes: the smallest device memory that works for this batch.
         plain: the step without a plan, whether it fits or not.
-        fits_plain: whether it does.
+        fits_plain: whether the plain step fits.
         planned: the step within the memory.
     """
 
@@ -59,12 +62,12 @@ class Trial:
 
     @property
     def plain_rate(self) -> float:
-        """Samples per second without a plan; 0 where that does not fit."""
+        """Samples per second without a plan; 0 if that does not fit."""
         return self._rate(self.plain if self.fits_plain else None)
 
     @property
     def planned_rate(self) -> float:
-        """Samples per second with a plan; 0 where there is none."""
+        """Samples per second with a plan; 0 if there is none."""
         return self._rate(self.planned.outcome)
 
     def _rate(self, outcome: PlanOutcome | None) -> float:
@@ -75,7 +78,7 @@ class Trial:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Batches:
-    """What was found. `trials`: by batch."""
+    """All trials of one search, by batch."""
 
     memory_bytes: int
     host_bytes: int | None
@@ -89,18 +92,18 @@ class Batches:
 
     @property
     def largest_plain(self) -> Trial | None:
-        """The largest batch that fits without one."""
+        """The largest batch that fits without a plan."""
         return max((each for each in self.trials if each.fits_plain), key=lambda each: each.batch, default=None)
 
     @property
     def fastest(self) -> Trial | None:
-        """The batch of highest throughput with a plan; of equals the smallest."""
+        """The batch of highest throughput with a plan; the smallest of equals."""
         fitting = (each for each in self.trials if each.planned_rate)
         return max(fitting, key=lambda each: (each.planned_rate, -each.batch), default=None)
 
     @property
     def fastest_plain(self) -> Trial | None:
-        """The batch of highest throughput without one; of equals the smallest."""
+        """The batch of highest throughput without a plan; the smallest of equals."""
         fitting = (each for each in self.trials if each.fits_plain)
         return max(fitting, key=lambda each: (each.plain_rate, -each.batch), default=None)
 
@@ -110,23 +113,24 @@ def try_batches(
 ) -> Iterator[Trial]:
     """Try batches until the largest that fits is known, with and without a plan, and the fastest closely enough.
 
-    The largest is known when it was tried and the next one was too: it is taken for granted that what does not fit
-    does not fit with more samples either. The fastest is the best of those tried, whose neighbours are near.
+    The largest is known once it and the next batch were tried: if a batch does not fit, larger ones are assumed not to
+    fit either. The fastest is the best of the trials, once its neighbours are close.
 
     Args:
-        load: may refuse a single sample with a ValueError, as models with batch norm do; then two are the first.
-        memory_bytes: what the step may hold on the device; nothing is taken off it.
-        host_bytes: what the tier below may hold; None for any amount.
+        load: may reject a single sample with a ValueError, as models with batch norm do; then two samples are the first
+            batch.
+        memory_bytes: device memory for the step; nothing is subtracted from it.
+        host_bytes: capacity of the lower tier; None if unlimited.
 
     Raises:
-        Infeasible: not even the smallest batch fits into the device, or into the tier below.
+        Infeasible: not even the smallest batch fits into the device, or into the lower tier.
         UnknownMember: there is no such strategy.
 
-    Cost: one capture and one plan a trial; some five for each bound, and at most `MOST_TRIALS` before the last ones.
+    Cost: one capture and one plan a trial; about five for each bound, and at most `MOST_TRIALS` before the last ones.
     """
     search = _Search(load, memory_bytes, strategy, host_bytes)
     yield search.start()
-    yield from search.find_largest(lambda each: each.planned.outcome is not None, search.strain)
+    yield from search.find_largest(lambda each: each.planned.outcome is not None, search.estimate_bytes)
     yield from search.find_largest(lambda each: each.fits_plain, lambda each: each.plain.peak_bytes)
     yield from search.find_fastest(lambda each: each.planned_rate, SPACING)
     yield from search.find_fastest(lambda each: each.plain_rate, PLAIN_SPACING)
@@ -134,14 +138,17 @@ def try_batches(
 
 
 class _Search:
-    """The trials so far, and where to try next."""
+    """The trials so far; chooses the next batch."""
 
     def __init__(self, load: TraceLoader, memory_bytes: int, strategy: str, host_bytes: int | None) -> None:
-        self.load, self.memory_bytes, self.strategy, self.host_bytes = load, memory_bytes, strategy, host_bytes
+        self.load = load
+        self.memory_bytes = memory_bytes
+        self.strategy = strategy
+        self.host_bytes = host_bytes
         self.trials: dict[int, Trial] = {}
 
     def start(self) -> Trial:
-        """The smallest batch there is, which must fit."""
+        """Try the smallest possible batch, which must fit."""
         batch = 1
         try:
             trace, costs = self.load(batch)
@@ -152,12 +159,12 @@ class _Search:
             trace, costs = self.load(batch)
         trial = self.judge(batch, trace, costs)
         if trial.planned.outcome is None:
-            plan(trace, costs, self.memory_bytes, strategy=self.strategy, host_bytes=self.host_bytes)  # it says why not
-            raise InternalError(f"a batch of {batch} was planned the second time, and not the first")
+            plan(trace, costs, self.memory_bytes, strategy=self.strategy, host_bytes=self.host_bytes)  # raises
+            raise InternalError(f"planning a batch of {batch} failed the first time and succeeded the second time")
         return trial
 
     def judge(self, batch: int, trace: Trace, costs: Costs) -> Trial:
-        """Plan one batch and remember it."""
+        """Plan one batch and record the trial."""
         problem = pose(trace, costs, self.memory_bytes)
         trial = Trial(
             batch=batch,
@@ -169,29 +176,29 @@ class _Search:
         self.trials[batch] = trial
         return trial
 
-    def strain(self, trial: Trial) -> float:
-        """About how many bytes of the device a batch needs; one too large for the host needs more than there are."""
+    def estimate_bytes(self, trial: Trial) -> float:
+        """Estimate the device bytes that a batch needs; more than `memory_bytes` if it exceeds the host."""
         if trial.planned.outcome is None and self.host_bytes and trial.planned.needed_host_bytes > self.host_bytes:
             return self.memory_bytes * trial.planned.needed_host_bytes / self.host_bytes
         return trial.smallest_bytes if trial.planned.outcome is not None else trial.planned.needed_bytes
 
     def find_largest(self, fits: Callable[[Trial], bool], size: Callable[[Trial], float]) -> Iterator[Trial]:
         """Try batches until one fits and the next one does not."""
-        creeps = 0
+        small_steps = 0
         while fitting := [batch for batch, trial in self.trials.items() if fits(trial)]:
             low = max(fitting)
             high = min((batch for batch in self.trials if batch > low), default=LARGEST_BATCH + 1)
             if high == low + 1:
                 return
             batch = self.interpolate(low, high, size)
-            far = (low + high) // 2 if high in self.trials else min(2 * low, LARGEST_BATCH)
-            creeps += min(batch - low, high - batch) < (far - low) / 2
-            if creeps > 2:  # two more near steps are what it takes to settle a batch that was guessed right
-                batch, creeps = far if high in self.trials else max(batch, far), 0
+            bisected = (low + high) // 2 if high in self.trials else min(2 * low, LARGEST_BATCH)
+            small_steps += min(batch - low, high - batch) < (bisected - low) / 2
+            if small_steps > 2:  # a correct guess is confirmed within two small steps, so bisect from here on
+                batch, small_steps = bisected if high in self.trials else max(batch, bisected), 0
             yield self.judge(batch, *self.load(batch))
 
     def interpolate(self, low: int, high: int, size: Callable[[Trial], float]) -> int:
-        """Where the memory would be just enough if sizes were on a line; strictly between `low` and `high`."""
+        """Return the batch that would just fill the memory if sizes were linear, strictly between `low` and `high`."""
         known = sorted(batch for batch in self.trials if batch <= high)[-2:]
         if len(known) < 2:
             return min(2 * low, LARGEST_BATCH)
@@ -203,7 +210,7 @@ class _Search:
         return max(low + 1, int(min(first + room, most)))
 
     def find_fastest(self, rate: Callable[[Trial], float], spacing: float) -> Iterator[Trial]:
-        """Try batches beside the best one until its neighbours are near."""
+        """Try batches next to the best one until its neighbours are close."""
         while len(self.trials) < MOST_TRIALS:
             running = [batch for batch, trial in self.trials.items() if rate(trial)]
             best = max(running, key=lambda batch: (rate(self.trials[batch]), -batch), default=0)
@@ -215,7 +222,7 @@ class _Search:
             yield self.judge(batch, *self.load(batch))
 
     def fill_curve(self) -> Iterator[Trial]:
-        """Try batches where those that fit lie far apart, from the largest plain one up."""
+        """Try batches where those that fit are far apart, from the largest plain one up."""
         while len(self.trials) < MOST_TRIALS:
             begin = max((batch for batch, trial in self.trials.items() if trial.fits_plain), default=0)
             running = [batch for batch, trial in self.trials.items() if trial.planned_rate and batch >= begin]

@@ -1,9 +1,9 @@
-"""Plans for several budgets and hosts at once, of which none is worse than it need be.
+"""Plans for several budgets and hosts at once, so that more memory never gives a slower plan.
 
-Searches for each budget on its own may find something better for a smaller budget than for a larger one. Here each
-budget, with each host, gets the best of all that was found and fits. So a larger budget never gives a slower plan, and
-a smaller one never a higher peak; nor is a plan slower with a larger host. Where there is a disk behind the host, the
-plan for a smaller one is carried out with a larger one as with the smaller (`Plan.host_bytes`).
+Separate searches may find a better plan for a smaller budget than for a larger one. Here each budget, with each host,
+gets the best of all plans found that fit. So a larger budget never gives a slower plan, and a smaller one never a
+higher peak; nor is a plan slower with a larger host. If there is a disk behind the host, a plan for a smaller host uses
+no more of a larger one (`Plan.host_bytes`).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Result = tuple[int, float]
 
 
 def choose(results: Sequence[Result | None], budgets: Sequence[int]) -> list[int | None]:
-    """For each budget the place of the fastest result within it, of equals that with the lowest peak; None: of none."""
+    """Return, for each budget, the index of the fastest result within it (ties: of the lowest peak), or None."""
     order = sorted((result[1], result[0], place) for place, result in enumerate(results) if result is not None)
     return [next((place for _, peak, place in order if peak <= budget), None) for budget in budgets]
 
@@ -37,11 +37,11 @@ def plan_all(
     strategy: str = "auto",
     hosts: Sequence[int | None] = (None,),
 ) -> tuple[tuple[Plan | None, ...], ...]:
-    """For each host, a plan for each budget; None where there is none.
+    """Return, for each host, a plan for each budget; None if there is none.
 
     Args:
         strategy: as for `problem.plan`.
-        hosts: what the tier below may hold, as `host_bytes` of `problem.plan`.
+        hosts: capacities of the lower tier, as `host_bytes` of `problem.plan`.
 
     Raises:
         UnknownMember: there is no such strategy.
@@ -67,7 +67,7 @@ def plan_all(
 def _forecast(
     trace: Trace, costs: Costs, plans: list[Plan], host_bytes: int | None
 ) -> list[tuple[Plan, Result | None]]:
-    """What each plan takes with a host, and with any larger one; None where it needs more of the host."""
+    """Return each plan's result with a host and with any larger one; None if it needs more of the host."""
     replay = Replay(trace, costs, host_bytes=host_bytes)
     has_disk = replay.overflow is not None
     found: list[tuple[Plan, Result | None]] = []

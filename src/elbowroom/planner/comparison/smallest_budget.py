@@ -1,4 +1,4 @@
-"""The smallest budget within which a step can be planned."""
+"""Finds the smallest budget within which a step can be planned."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from elbowroom.ir.trace import Trace
 from elbowroom.planner.problem import MIN_OFFLOAD_BYTES, plan, pose
 
 MOST_TRIES = 12
-"""Plans that are made where the tier below is limited: each halves the range that is left."""
+"""Plans made if the lower tier is limited; each halves the remaining range."""
 
 
 def find_smallest(
@@ -19,10 +19,10 @@ def find_smallest(
     min_offload_bytes: int = MIN_OFFLOAD_BYTES,
     host_bytes: int | None = None,
 ) -> int:
-    """Bytes of a budget for which the strategy has a plan.
+    """Return the bytes of the smallest budget for which the strategy has a plan.
 
-    The least there is, where the tier below may hold any amount. Where it is limited, plans are tried between that
-    and the plain peak, and the result is at most 1/4096 of the range above a budget that failed.
+    Exact if the lower tier is unlimited. If it is limited, bisection between that and the plain peak finds a budget
+    that works, at most 1/4096 of the range above one that failed.
 
     Args:
         strategy, min_offload_bytes, host_bytes: as for `plan`.
@@ -31,7 +31,7 @@ def find_smallest(
         UnknownMember, UsageError, TraceError: as `plan` does.
         Infeasible: the strategy has no plan at the plain peak either.
 
-    Cost: two plans; up to 14 where the tier below is limited.
+    Cost: two plans; up to 14 if the lower tier is limited.
     """
 
     def refuse(budget_bytes: int) -> Infeasible | None:

@@ -1,4 +1,4 @@
-"""Strategies side by side: what each makes of one step within each of several budgets.
+"""Compares strategies on one step within several budgets.
 
         budgets                      strategies
 20%  30%  ...  100%   x   auto  vdnn  autoswap:score=doa  ...   ->  one Entry each
@@ -25,7 +25,7 @@ from elbowroom.simulator.replay import simulate
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class PlanOutcome:
-    """What a plan is forecast to do; the figures of `ir.forecast.Forecast` without those of every tick."""
+    """Forecast of a plan: the totals of `ir.forecast.Forecast`, without its per-tick data."""
 
     peak_bytes: int
     step_seconds: float
@@ -38,25 +38,25 @@ class PlanOutcome:
 
     @property
     def moved_bytes(self) -> int:
-        """Over the link, both ways together."""
+        """Bytes over the link, both directions together."""
         return self.offloaded_bytes + self.reloaded_bytes
 
     def over(self, seconds: float) -> float:
-        """The step's time as a multiple of another one."""
+        """Return the step's time as a multiple of another one."""
         return self.step_seconds / seconds if seconds else math.inf if self.step_seconds else 1.0
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Attempt:
-    """One strategy, one budget.
+    """One strategy within one budget.
 
     Attributes:
-        outcome: of its plan; None where that does not fit.
-        needed_bytes: the peak of its plan, or what it would need to find one.
-        needed_host_bytes: most bytes that its plan has in the tier below; 0 where the device is what it does not fit.
-        planning_seconds: everything from the trace to the judged plan.
-        refusal: why the strategy did not try: the step is too large for it, or it needs what is not installed; "" where
-            it tried. `needed_bytes` is 0 then.
+        outcome: forecast of its plan; None if that does not fit.
+        needed_bytes: the peak of its plan, or the budget it would need to find one.
+        needed_host_bytes: peak bytes of its plan in the lower tier; 0 if it does not fit the device.
+        planning_seconds: from the trace to the judged plan.
+        refusal: the reason why the strategy did not plan: the step is too large for it, or a package is not installed;
+            "" if it did. `needed_bytes` is 0 then.
     """
 
     outcome: PlanOutcome | None
@@ -68,12 +68,12 @@ class Attempt:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Entry:
-    """What one strategy makes of one budget, beside what no plan can beat.
+    """The result of one strategy within one budget, next to the bound.
 
     Attributes:
-        strategy: as it was asked for, options included.
+        strategy: as given, with its options.
         plain_seconds: the step without a plan.
-        bound_seconds: no plan within this budget takes less; infinite where there is none at all.
+        bound_seconds: no plan within this budget takes less; infinite if there is none.
     """
 
     strategy: str
@@ -84,20 +84,20 @@ class Entry:
 
     @property
     def outcome(self) -> PlanOutcome | None:
-        """Of the plan; None where there is none."""
+        """Forecast of the plan; None if there is none."""
         return self.attempt.outcome
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """Entries of one step on one machine.
+    """The entries of one step on one machine.
 
     Attributes:
-        name: what was captured.
-        profile_name: the machine.
+        name: of the captured step.
+        profile_name: of the machine.
         plain_peak_bytes, plain_seconds: of the step without a plan.
         smallest_bytes: the smallest budget that works.
-        entries: budget by budget, in the order of the strategies.
+        entries: by budget, then in the order of the strategies.
     """
 
     name: str
@@ -108,15 +108,15 @@ class Comparison:
     entries: tuple[Entry, ...]
 
     def list_budgets(self) -> tuple[int, ...]:
-        """Each budget once."""
+        """Return each budget once."""
         return tuple(dict.fromkeys(entry.budget_bytes for entry in self.entries))
 
     def list_strategies(self) -> tuple[str, ...]:
-        """Each strategy once."""
+        """Return each strategy once."""
         return tuple(dict.fromkeys(entry.strategy for entry in self.entries))
 
     def find_entries(self, *, budget_bytes: int | None = None, strategy: str | None = None) -> tuple[Entry, ...]:
-        """Those of one budget, of one strategy, or both."""
+        """Return the entries of one budget, of one strategy, or both."""
         return tuple(
             entry
             for entry in self.entries
@@ -128,11 +128,11 @@ def attempt(trace: Trace, costs: Costs, budget_bytes: int, strategy: str, *, hos
     """Plan once, and time it.
 
     Args:
-        host_bytes: what the tier below may hold at once, or before copies go on to a disk (`problem.plan`).
+        host_bytes: capacity of the lower tier, or the bytes after which copies go on to a disk (`problem.plan`).
 
     Raises:
         UnknownMember: there is no such strategy.
-        UsageError: it has no such option, or refuses this step.
+        UsageError: it has no such option, or rejects this step.
         TraceError: the costs belong to another trace.
     """
     begin = time.perf_counter()
@@ -160,7 +160,7 @@ def attempt(trace: Trace, costs: Costs, budget_bytes: int, strategy: str, *, hos
 def try_strategy(
     trace: Trace, costs: Costs, budget_bytes: int, strategy: str, *, host_bytes: int | None = None
 ) -> Attempt:
-    """As `attempt`, but where the strategy refuses the step, an attempt that says why.
+    """Call `attempt`; if the strategy rejects the step, return an attempt with the reason.
 
     Raises:
         TraceError: the costs belong to another trace.
@@ -176,16 +176,16 @@ def try_strategy(
 def compare(
     trace: Trace, costs: Costs, budgets: Sequence[int], strategies: Sequence[str], *, host_bytes: int | None = None
 ) -> Iterator[Entry]:
-    """Every strategy within every budget, each entry as soon as it is there; budget by budget.
+    """Yield the entry of every strategy within every budget as soon as it is planned, budget by budget.
 
-    A strategy that refuses the step does not end the rest: its entry says why (`Attempt.refusal`).
+    A strategy that rejects the step does not end the comparison: its entry has the reason (`Attempt.refusal`).
 
     Args:
         host_bytes: as for `attempt`.
 
     Raises:
-        UnknownMember: there is no such strategy. Before anything is planned.
-        UsageError: one has no such option. Before anything is planned.
+        UnknownMember: there is no such strategy. Raised before anything is planned.
+        UsageError: a strategy has no such option. Raised before anything is planned.
         TraceError: the costs belong to another trace.
 
     Cost: one plan an entry, and one bound a budget.
@@ -212,7 +212,7 @@ def _compare(
 
 
 def even_out(entries: Sequence[Entry]) -> tuple[Entry, ...]:
-    """Give each entry the best outcome that its strategy has within its budget, whatever budget it was found for."""
+    """Give each entry the best outcome of its strategy that fits its budget, whichever budget it was found for."""
     best: dict[tuple[str, int], PlanOutcome] = {}
     for strategy in {entry.strategy for entry in entries}:
         own = [entry for entry in entries if entry.strategy == strategy]
@@ -230,12 +230,12 @@ def even_out(entries: Sequence[Entry]) -> tuple[Entry, ...]:
 
 
 def _take_over(attempt: Attempt, outcome: PlanOutcome) -> Attempt:
-    needed_bytes = attempt.needed_bytes or outcome.peak_bytes  # 0 where the strategy had refused
+    needed_bytes = attempt.needed_bytes or outcome.peak_bytes  # 0 if the strategy rejected the step
     return dataclasses.replace(attempt, outcome=outcome, needed_bytes=needed_bytes, refusal="")
 
 
 def find_front(entries: Sequence[Entry]) -> tuple[Entry, ...]:
-    """The entries that no other one beats in peak and seconds both, by peak; of equals the first."""
+    """Return the Pareto front of peak and seconds, by increasing peak; the first of equals."""
     front: list[Entry] = []
     fastest = math.inf
     for entry, outcome in sorted(
@@ -249,11 +249,11 @@ def find_front(entries: Sequence[Entry]) -> tuple[Entry, ...]:
 
 
 def find_fastest(entries: Sequence[Entry]) -> Entry | None:
-    """The entry with the shortest step, of equals the first; None where none fits."""
+    """Return the entry with the shortest step, the first of equals; None if none fits."""
     fitting = [(entry.outcome.step_seconds, entry) for entry in entries if entry.outcome is not None]
     return min(fitting, key=lambda each: each[0])[1] if fitting else None
 
 
 def summarize(forecast: Forecast) -> PlanOutcome:
-    """A forecast without the bytes of every tick."""
+    """Return the totals of a forecast, without its per-tick data."""
     return PlanOutcome(**{field.name: getattr(forecast, field.name) for field in dataclasses.fields(PlanOutcome)})

@@ -1,11 +1,11 @@
-"""A step as a chain of stages: cut wherever one storage is all that the forward pass hands on and may be dropped.
+"""Splits a step into a chain of stages: at each cut, the forward pass hands on one storage that may be dropped.
 
-    forward    stage 0 | stage 1 | stage 2        at each cut, everything later is computed from its boundary, and
-    boundary          b1        b2                the backward pass has no need of earlier stages before later ones
+    forward    stage 0 | stage 1 | stage 2        after a cut, everything is computed from its boundary, and the
+    boundary          b1        b2                backward pass needs later stages before earlier ones
     backward   stage 0 | stage 1 | stage 2   (from right to left)
 
-What a stage saves besides its boundary is inner to it. What reaches across half of the forward pass (a mask that every
-layer reads), and what cannot be computed from the boundary, stays on the device.
+Everything that a stage saves besides its boundary is inner to it. A storage that is read across half of the forward
+pass (a mask that every layer reads), or that cannot be computed from the boundary, stays on the device.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ from elbowroom.planner.schedule.draft import Drafter, Key
 from elbowroom.simulator.columns import Array
 
 WIDE = 0.5
-"""Of the forward pass: storages that are read across more of it are kept."""
+"""Share of the forward pass: storages that are read across more of it are kept."""
 
 FEWEST_STAGES, MOST_STAGES = 3, 100
 
 MOST_INNER = 64
-"""A stage that saves more storages than this is no stage of a chain, and takes long to look at."""
+"""A stage that saves more storages is not treated as a stage of a chain: measuring it would take too long."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Replayed:
-    """What one replay takes.
+    """Cost of one replay.
 
     Attributes:
-        seconds: infinite if it cannot be done.
-        peak_bytes: of all that it makes, what it leaves behind included.
+        seconds: infinite if it is impossible.
+        peak_bytes: everything that it produces, including its results.
     """
 
     seconds: float
@@ -51,23 +51,23 @@ IMPOSSIBLE = Replayed(seconds=float("inf"), peak_bytes=0)
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Stage:
-    """One stage, and what it takes. Bytes "of others" leave out all that a plan may drop and that is not in use.
+    """One stage and its costs. Bytes "of others" exclude every storage that a plan may drop and that is not in use.
 
     Attributes:
-        boundary: what it begins from; None where that stays on the device in any case.
-        inner: what else it saves and can compute from the boundary.
+        boundary: the storage that it begins from; None if that stays on the device in any case.
+        inner: the other storages that it saves and that can be computed from the boundary.
         want: tick of the first need of its backward pass.
-        boundary_bytes, inner_bytes: of these, rounded as the allocator does.
-        passing: to make the next boundary from its own, and nothing else.
-        serving: to make what is inner.
-        holding: to make both.
-        sparing: to make what is inner, each for its own need, with nothing held for the next.
-        forward_bytes: of others in its forward pass.
-        forward_own_bytes: of others and its boundary.
-        forward_all_bytes: of others, its boundary and what is inner.
-        want_bytes: of others at `want`, without what is wanted there.
-        backward_bytes: of others, its boundary and what is inner in its backward pass.
-        sparing_bytes: of others, its boundary and what replays take, if they are `sparing`.
+        boundary_bytes, inner_bytes: their sizes, rounded as the allocator does.
+        passing: replay that computes the next boundary from its own, and nothing else.
+        serving: replay that computes the inner storages.
+        holding: replay that computes both.
+        sparing: replays that compute each inner storage at its own need, and keep nothing for the next.
+        forward_bytes: peak of others in its forward pass.
+        forward_own_bytes: peak of others and its boundary.
+        forward_all_bytes: peak of others, its boundary and its inner storages.
+        want_bytes: bytes of others at `want`, without the storages needed there.
+        backward_bytes: peak of others, its boundary and its inner storages in its backward pass.
+        sparing_bytes: peak of others, its boundary and the `sparing` replays.
     """
 
     boundary: Key | None
@@ -88,7 +88,7 @@ class Stage:
 
 
 def find_stages(problem: Problem) -> list[Stage]:
-    """The stages of a step, in the order of the forward pass; none where it is no chain.
+    """Return the stages of a step, in the order of the forward pass; an empty list if it is not a chain.
 
     Cost: linear in the trace, and in the ops of each stage for each storage that it saves.
     """
@@ -105,7 +105,7 @@ def find_stages(problem: Problem) -> list[Stage]:
 
 
 def _find_candidates(drafter: Drafter) -> dict[int, Key]:
-    """By storage: the gaps from the forward pass to the backward pass, of what is not read across half the former."""
+    """Return, by storage, its gap from forward to backward pass, if it is not read across half of the forward pass."""
     trace = drafter.replay.trace
     forward_end = trace.needs[0].tick
     last_read = _find_last_reads(trace)
@@ -119,30 +119,30 @@ def _find_candidates(drafter: Drafter) -> dict[int, Key]:
 
 
 def _find_last_reads(trace: Trace) -> dict[int, int]:
-    """The last op of the forward pass that reads each storage."""
+    """Return, by storage, the last op of the forward pass that reads it."""
     forward_end = trace.needs[0].tick
     return {view.storage: op.tick for op in trace.ops if op.tick < forward_end for view in op.reads}
 
 
 def _find_cuts(trace: Trace, keys: dict[int, Key]) -> list[tuple[int, int]]:
-    """Where stages begin, and the storage that is their boundary; -1 where there is none."""
+    """Return the ticks at which stages begin, and their boundary storages; -1 if there is none."""
     cuts = [(0, -1)]
     orders = _find_orders(trace)
     last_cut = -1
-    for crossing, ticks in itertools.groupby(_walk_crossings(trace), key=lambda item: item[1]):
+    for crossing, ticks in itertools.groupby(_list_crossings(trace), key=lambda item: item[1]):
         droppable = [storage for storage in crossing if storage in keys]
         valid = [tick for tick, _ in ticks if orders[tick]]
         if len(droppable) > 1 or not valid or valid[-1] == 0:
             continue
         tick = valid[-1]
-        if orders[tick] != last_cut:  # something is needed between this cut and the one before
+        if orders[tick] != last_cut:  # there is a need between this cut and the previous one
             last_cut = orders[tick]
             cuts.append((tick, droppable[0] if droppable else -1))
     return cuts
 
 
-def _walk_crossings(trace: Trace) -> Iterator[tuple[int, frozenset[int]]]:
-    """What the forward pass hands on across each tick: only where autograd will hold all of it."""
+def _list_crossings(trace: Trace) -> Iterator[tuple[int, frozenset[int]]]:
+    """Yield, by tick, the storages that the forward pass hands on across it, if autograd saves all of them."""
     forward_end = trace.needs[0].tick
     last_read = _find_last_reads(trace)
     made: dict[int, list[int]] = {}
@@ -161,27 +161,26 @@ def _walk_crossings(trace: Trace) -> Iterator[tuple[int, frozenset[int]]]:
 
 
 def _find_orders(trace: Trace) -> list[int]:
-    """By tick of the forward pass: the first need of what is saved before it, where all that is saved later is needed
-    earlier; 0 where not."""
+    """Return, by forward tick, the first need of earlier saves, if all later saves are needed before it; else 0."""
     forward_end = trace.needs[0].tick
     first, last = [trace.end] * (forward_end + 1), [-1] * (forward_end + 1)
     for need in trace.needs:
         tick = trace.saves[need.save].tick
         if tick < forward_end:
             first[tick], last[tick] = min(first[tick], need.tick), max(last[tick], need.tick)
-    earliest = [trace.end, *itertools.accumulate(first, min)]  # of what is saved before each tick
-    latest = [*itertools.accumulate(reversed(last), max)][::-1]  # of what is saved from it on
+    earliest = [trace.end, *itertools.accumulate(first, min)]  # of storages saved before each tick
+    latest = [*itertools.accumulate(reversed(last), max)][::-1]  # of storages saved at it or later
     return [earliest[tick] if 0 <= latest[tick] < earliest[tick] < trace.end else 0 for tick in range(forward_end)]
 
 
 def _thin(cuts: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    """At most `MOST_STAGES` of the cuts, spread evenly."""
+    """Return at most `MOST_STAGES` of the cuts, spread evenly."""
     step = -(-len(cuts) // MOST_STAGES)
     return cuts[::step]
 
 
 class _Measurer:
-    """Finds what the stages between cuts hold and take."""
+    """Measures the bytes and replays of the stages between cuts."""
 
     def __init__(self, problem: Problem, keys: dict[int, Key], cuts: Sequence[tuple[int, int]]) -> None:
         self._drafter, self._trace = problem.drafter, problem.drafter.replay.trace
@@ -203,7 +202,7 @@ class _Measurer:
         return [self._measure(stage) for stage in range(len(self._begins))]
 
     def _find_inner(self, stage: int) -> list[int]:
-        """What a stage makes that can be computed from its boundary and what stays; all that is found is dropped."""
+        """Return, and mark as dropped, a stage's storages that can be computed from its boundary and kept storages."""
         begin, end = self._begins[stage], self._ends[stage]
         found = []
         for storage, key in sorted(self._keys.items(), key=lambda item: (self._drafter.gaps[item[1]].opens, item[0])):
@@ -216,14 +215,14 @@ class _Measurer:
         return found
 
     def _close(self, storage: int, tick: int, stage: int) -> Closure | None:
-        """How to make a storage from the boundary of a stage."""
+        """Return the closure of a storage, given the boundary of a stage."""
         bound = self._bounds[stage]
         return self._drafter.closures.find(
             storage, tick, lambda other: other == storage or (other in self._dropped and other != bound)
         )
 
     def _find_wants(self) -> list[int]:
-        """The first need of each stage's backward pass."""
+        """Return the first need of each stage's backward pass."""
         wants = [self._trace.end] * len(self._begins)
         for need in self._trace.needs:
             tick = self._trace.saves[need.save].tick
@@ -233,12 +232,14 @@ class _Measurer:
         return wants
 
     def _find_absence(self, storage: int) -> tuple[int, int]:
-        """The ticks during which dropping it frees its bytes."""
+        """Return the ticks during which dropping a storage frees its bytes."""
         gap = self._drafter.gaps[self._keys[storage]]
         return max(gap.opens + 1, self._trace.storages[storage].released), gap.closes
 
     def _measure(self, stage: int) -> Stage:
-        begin, end, want = self._begins[stage], self._ends[stage], self._wants[stage]
+        begin = self._begins[stage]
+        end = self._ends[stage]
+        want = self._wants[stage]
         bound, inner = self._bounds[stage], self._inner[stage]
         following = self._bounds[stage + 1] if stage + 1 < len(self._bounds) else -1
         own = [] if bound < 0 else [bound]
@@ -270,16 +271,16 @@ class _Measurer:
     def _count(self, storages: Sequence[int]) -> int:
         return int(self._rounded[list(storages)].sum())
 
-    def _find_peak(self, begin: int, end: int, there: Sequence[int]) -> int:
-        """Most bytes of others, and of these."""
+    def _find_peak(self, begin: int, end: int, storages: Sequence[int]) -> int:
+        """Return the peak bytes of others and of these storages."""
         held: Array = self._others[begin:end].copy()
-        for storage in there:
+        for storage in storages:
             absent, back = self._find_absence(storage)
             held[max(absent - begin, 0) : max(back - begin, 0)] += self._rounded[storage]
         return int(held.max(initial=0))
 
     def _find_spared_peak(self, begin: int, end: int, own: Sequence[int], alone: dict[int, Replayed]) -> int:
-        """Most bytes of others, the boundary, and replays of one storage each."""
+        """Return the peak bytes of others, the boundary, and replays of one storage each."""
         peak = self._find_peak(begin, end, own)
         for storage, replayed in alone.items():
             tick = self._drafter.gaps[self._keys[storage]].closes
@@ -288,7 +289,7 @@ class _Measurer:
         return peak
 
     def _replay(self, storages: Sequence[int], stage: int) -> Replayed:
-        """To make these from the boundary of a stage."""
+        """Return the cost of computing these storages from the boundary of a stage."""
         if not storages:
             return NOTHING
         ops: set[int] = set()

@@ -1,16 +1,16 @@
-"""A sweep over the events of a step that lets storages leave where room is needed, and return where there is room.
+"""A sweep over the events of a step that evicts storages when memory runs short and reloads them when it suffices.
 
-Between two events only ops run and nothing can move. So at each event the stretch up to the next one is made to fit,
-by releasing what a strategy ranks highest; then what is away is fetched, in order of its next use, if from now until
-that use its room stays free.
+Nothing can move between two events. So at each event, the sweep makes the interval up to the next event fit, by
+releasing the storages that a strategy ranks highest. Then it reloads evicted storages in order of their next use, if
+memory suffices from now until that use.
 
     events     e0         e1         e2         e3
     ticks       |(e0..e1] | (e1..e2] | (e2..e3] |
-    at e1:  (e1..e2] over the budget?             release, until it is not
-            room for what is away until its use?  reload
+    at e1:  (e1..e2] over the budget?                     release until it fits
+            memory for an evicted storage until its use?  reload it
 
-What is released at an event is gone from the tick after it; what is reloaded counts from its event on. So the bytes are
-exact, and a sweep ends within the budget if anything that moves the same gaps can.
+A storage released at an event is gone from the next tick on; a reloaded one counts from its event on. So the bytes are
+exact, and a sweep stays within the budget if any plan that moves the same gaps can.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from elbowroom.planner.schedule.timing import Times, list_moments
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class EvictableGap:
-    """A gap that may be spent away.
+    """A gap in which a storage may be away.
 
     Attributes:
-        key: which gap.
-        opens: the event from which on it may be released.
+        key: the gap's key.
+        opens: the first event at which it may be released.
         closes: the event at which it must be back: the gap's need, or an earlier replay that reads it.
-        returns: it is not fetched before this tick, but on demand.
+        returns: before this tick it is reloaded on demand only.
     """
 
     key: Key
@@ -47,31 +47,33 @@ class EvictableGap:
 
 
 Rank = Callable[[EvictableGap, int, bool], tuple[float, ...]]
-"""(absence, tick, whether the tier below has its contents already) -> the highest leaves first. Ties: the lowest id."""
+"""(gap, tick, whether a host copy exists) -> rank; the highest is evicted first. Ties: the lowest id."""
 
 
 def list_evictable_gaps(drafter: Drafter) -> list[EvictableGap]:
-    """Every gap, by key."""
+    """Return every gap, sorted by key."""
     return [EvictableGap(key=key, opens=gap.opens, closes=gap.closes) for key, gap in sorted(drafter.gaps.items())]
 
 
 def farthest_next_use(drafter: Drafter) -> Rank:
-    """Belady's rule: what is used last leaves first. Before that, what may leave and return at no cost.
+    """Rank by Belady's rule, the farthest next use first; before that, storages that can be evicted at no cost.
 
-    At no cost is what the tier below has already, and what can return while the ops up to its use run.
+    Eviction costs nothing if a host copy exists and the reload ends while the ops before the next use run.
     """
-    begins, link, storages = drafter.begins, drafter.replay.costs.link, drafter.replay.trace.storages
+    begins = drafter.begins
+    link = drafter.replay.costs.link
+    storages = drafter.replay.trace.storages
 
-    def rank(absence: EvictableGap, tick: int, is_clean: bool) -> tuple[float, ...]:
-        seconds = reload_seconds(link, storages[absence.key[0]].nbytes)
-        is_free = is_clean and begins[absence.closes] - begins[tick] >= seconds
-        return (float(is_free), float(absence.closes))
+    def rank(gap: EvictableGap, tick: int, is_clean: bool) -> tuple[float, ...]:
+        seconds = reload_seconds(link, storages[gap.key[0]].nbytes)
+        is_free = is_clean and begins[gap.closes] - begins[tick] >= seconds
+        return (float(is_free), float(gap.closes))
 
     return rank
 
 
 def draft_offloads(times: dict[Key, Times]) -> Draft:
-    """The draft that moves these gaps at these times."""
+    """Return the draft that moves these gaps at these times."""
     return {key: Option(Choice.OFFLOAD, release=each.release, back=each.back) for key, each in times.items()}
 
 
@@ -80,36 +82,38 @@ class EvictionSweep:
 
     Args:
         drafter: of the gaps.
-        load: of the step in which none of the absences is taken; the sweep takes those that it needs.
-        budget_bytes: to keep to, or to the least that the absences allow where that is more.
-        absences: what may leave.
-        rank: what leaves first.
+        load: memory use without any eviction; the sweep subtracts its evictions.
+        budget_bytes: limit; if these gaps cannot reach it, their lowest peak is the limit.
+        gaps: what may be evicted.
+        rank: which storage is evicted first.
     """
 
     def __init__(
-        self, drafter: Drafter, load: MemoryCurve, budget_bytes: int, gap_arrays: Iterable[EvictableGap], rank: Rank
+        self, drafter: Drafter, load: MemoryCurve, budget_bytes: int, gaps: Iterable[EvictableGap], rank: Rank
     ) -> None:
-        self._drafter, self._load, self._rank = drafter, load, rank
-        useful = [each for each in gap_arrays if load.gone[each.key] < each.closes]
+        self._drafter = drafter
+        self._load = load
+        self._rank = rank
+        useful = [each for each in gaps if load.gone[each.key] < each.closes]
         self._coming = sorted(useful, key=lambda each: (each.opens, each.key), reverse=True)
         self._budget = max(budget_bytes, self._find_lowest_peak(useful))
-        self._here: dict[Key, EvictableGap] = {}
-        self._away: list[tuple[int, Key, EvictableGap]] = []  # by next use
+        self._present: dict[Key, EvictableGap] = {}
+        self._away: list[tuple[int, Key, EvictableGap]] = []  # sorted by next use
         self._releases: dict[Key, int] = {}
         self._copied: set[tuple[int, int]] = set()  # a copy lasts as long as its claim
         self._times: dict[Key, Times] = {}
 
-    def _find_lowest_peak(self, gap_arrays: list[EvictableGap]) -> int:
+    def _find_lowest_peak(self, gaps: list[EvictableGap]) -> int:
         live = self._load.live.copy()
-        for each in gap_arrays:
+        for each in gaps:
             live[self._load.away(each.key, each.opens, each.closes)] -= self._load.nbytes[each.key]
         return int(live.max(initial=0))
 
     def run(self) -> dict[Key, Times]:
-        """When each gap that leaves is released and reloaded.
+        """Return the release and reload of each gap that is evicted.
 
-        Cost: for each event, linear in the ticks until the next use of what is away; for each release, linear in the
-        absences.
+        Cost: for each event, linear in the ticks until the next use of evicted storages; for each release, linear in
+        the gaps.
         """
         ticks = list_moments(self._drafter.replay.trace)
         for tick, upto in pairwise([*ticks, len(self._load.live) - 1]):
@@ -121,13 +125,13 @@ class EvictionSweep:
         return self._times
 
     def _advance(self, tick: int) -> None:
-        """What is needed now is back; what opens now may leave."""
+        """Mark storages needed at a tick as returned, and gaps that open at it as evictable."""
         while self._away and self._away[0][0] <= tick:
             closes, key, _ = self._away.pop(0)
             self._times[key] = Times(self._releases[key], closes)
         while self._coming and self._coming[-1].opens <= tick:
             each = self._coming.pop()
-            self._here[each.key] = each
+            self._present[each.key] = each
 
     def _make_room(self, tick: int, upto: int) -> None:
         live, gone = self._load.live, self._load.gone
@@ -135,36 +139,36 @@ class EvictionSweep:
             peak = tick + 1 + int(np.argmax(live[tick + 1 : upto + 1]))
             if live[peak] <= self._budget:
                 return
-            self._here = {key: each for key, each in self._here.items() if each.closes > tick}
-            able = [each for key, each in self._here.items() if gone[key] <= peak < each.closes]
+            self._present = {key: each for key, each in self._present.items() if each.closes > tick}
+            able = [each for key, each in self._present.items() if gone[key] <= peak < each.closes]
             self._release(max(able, key=lambda each: self._order(each, tick)), tick)
 
-    def _order(self, absence: EvictableGap, tick: int) -> tuple[float, ...]:
-        rank = self._rank(absence, tick, self._claim(absence) in self._copied)
-        return (*rank, -absence.key[0], -absence.key[1])
+    def _order(self, gap: EvictableGap, tick: int) -> tuple[float, ...]:
+        rank = self._rank(gap, tick, self._claim(gap) in self._copied)
+        return (*rank, -gap.key[0], -gap.key[1])
 
-    def _release(self, absence: EvictableGap, tick: int) -> None:
-        key = absence.key
-        self._load.take(key, tick, absence.closes)
+    def _release(self, gap: EvictableGap, tick: int) -> None:
+        key = gap.key
+        self._load.take(key, tick, gap.closes)
         self._releases[key] = tick
-        self._copied.add(self._claim(absence))
-        del self._here[key]
-        bisect.insort(self._away, (absence.closes, key, absence), key=lambda item: item[:2])
+        self._copied.add(self._claim(gap))
+        del self._present[key]
+        bisect.insort(self._away, (gap.closes, key, gap), key=lambda item: item[:2])
 
-    def _claim(self, absence: EvictableGap) -> tuple[int, int]:
-        storage = absence.key[0]
-        return storage, self._drafter.closures.claim_at(storage, self._drafter.gaps[absence.key].closes)
+    def _claim(self, gap: EvictableGap) -> tuple[int, int]:
+        storage = gap.key[0]
+        return storage, self._drafter.closures.claim_at(storage, self._drafter.gaps[gap.key].closes)
 
     def _fetch(self, tick: int, until: float) -> None:
-        """Reload, in order of use, what there is room for until its use; no more than the link can begin by then.
+        """Reload storages, in order of use, if memory suffices until their use and the link can begin by `until`.
 
-        What begins at one moment goes in order of id, so what is used first should not share its moment with many.
+        Reloads of one moment run in order of storage id, so few of them should share the moment of the first use.
         """
         replay = self._drafter.replay
         now = self._drafter.begins[tick]
         for item in list(self._away):
-            closes, key, absence = item
-            if absence.returns > tick or self._releases[key] == tick or tick < self._load.gone[key]:
+            closes, key, gap = item
+            if gap.returns > tick or self._releases[key] == tick or tick < self._load.gone[key]:
                 continue
             if self._load.live[tick:closes].max() + self._load.nbytes[key] > self._budget:
                 return

@@ -1,9 +1,9 @@
-"""Feedback from a step: reloads that came late begin earlier in the next, by a share of the time they take.
+"""Capuchin's feedback: a late reload begins earlier in the next step, by a share of its duration.
 
 Source: X. Peng, X. Shi, H. Dai, H. Jin, W. Ma, Q. Xiong, F. Yang, X. Qian, "Capuchin: Tensor-based GPU memory
 management for deep learning", ASPLOS 2020: a reload that is needed before it is done begins earlier by 5 % of its time.
-Inferred: it begins no earlier than there is room for it, and of all steps on the way the fastest is kept. Moves happen
-at saves and needs, so it may take several rounds before one begins at an earlier one.
+Inferred: it begins no earlier than memory permits, and the fastest of all steps tried is kept. Moves happen at saves
+and needs, so it may take several rounds until a reload begins at an earlier one.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from elbowroom.simulator.lanes import Lanes
 from elbowroom.simulator.replay import Replay
 
 SHARE = 0.05
-"""Of its own time, by which a reload that came late begins earlier."""
+"""Share of its duration by which a late reload begins earlier."""
 
 ROUNDS = 20
-"""After so many, a reload may begin as much earlier as it takes."""
+"""After this many rounds, a reload may begin earlier by its whole duration."""
 
 
 def feed_back(problem: Problem, timetable: CopyTimetable, realized: RealizedChoices, strategy: str) -> Plan:
-    """The fastest plan found by beginning late reloads earlier, round by round."""
+    """Return the fastest plan found by beginning late reloads earlier, round by round."""
     replay = problem.drafter.replay
     advance = _Advance(problem, timetable, realized)
     plan = best = realized.plan(problem, strategy)
@@ -47,10 +47,12 @@ def feed_back(problem: Problem, timetable: CopyTimetable, realized: RealizedChoi
 
 
 class _Advance:
-    """The times of a settlement, and how much earlier each reload should begin by now."""
+    """The times of realized choices, and the desired begin of each reload."""
 
     def __init__(self, problem: Problem, timetable: CopyTimetable, realized: RealizedChoices) -> None:
-        self._drafter, self._budget_bytes, self._timetable = problem.drafter, problem.budget_bytes, timetable
+        self._drafter = problem.drafter
+        self._budget_bytes = problem.budget_bytes
+        self._timetable = timetable
         self._load = realized.load.copy()
         self.times = dict(realized.times)
         self._begins = {key: self._drafter.begins[each.back] for key, each in self.times.items()}
@@ -59,7 +61,7 @@ class _Advance:
             self._keys.setdefault(key[0], []).append(key)
 
     def begin_earlier(self, late: dict[tuple[int, int], float]) -> bool:
-        """Move what came late; whether anything could still move, now or in a later round."""
+        """Begin late reloads earlier; return whether any reload moved, or could move in a later round."""
         moved = False
         for storage, tick in sorted(late):
             for key in self._keys.get(storage, ()):
@@ -75,7 +77,7 @@ class _Advance:
         earliest = self._timetable.earliest_back(key, times.release)
         back = max(self._timetable.moment_before(self._begins[key]), earliest)
         if back >= times.back:
-            return times.back > earliest  # not yet a whole save or need earlier
+            return times.back > earliest  # the desired begin has not reached an earlier save or need
         added = load.live[max(back, load.gone[key]) : times.back]
         if int(added.max(initial=0)) + load.nbytes[key] > self._budget_bytes:
             return False
@@ -85,11 +87,13 @@ class _Advance:
 
 
 def find_late_reloads(replay: Replay, plan: Plan) -> dict[tuple[int, int], float]:
-    """Seconds that the step waits for a reload when its storage is needed, by (storage, tick of the need).
+    """Return the seconds that the step waits for a reload at a need, by (storage, tick of the need).
 
-    A need at which a replay waits for one of its leaves counts for that leaf.
+    If a replay waits for one of its leaves, the wait counts for that leaf.
     """
-    machine, lanes, link = Machine(plan_policy.Policy(plan), plan.segments), Lanes(replay.costs.link), replay.costs.link
+    machine = Machine(plan_policy.Policy(plan), plan.segments)
+    lanes = Lanes(replay.costs.link)
+    link = replay.costs.link
     behind = 0.0
     done: dict[int, float] = {}
     coming: set[int] = set()

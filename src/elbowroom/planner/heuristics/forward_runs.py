@@ -1,10 +1,10 @@
-"""Cuts the forward pass into runs: what a run saves is computed again from what crosses into it.
+"""Cuts the forward pass into runs: the storages that a run saves are recomputed from those that cross into it.
 
     saves      a   b   c | d   e   f | g   h   i          two cuts, three runs
     crossing             c           f                     kept; everything else is dropped
 
 Source: T. Chen, B. Xu, C. Zhang, C. Guestrin, "Training deep nets with sublinear memory cost", 2016, section 4: keep
-what the segments of a chain begin with. Here the cuts are laid where the least crosses.
+what the segments of a chain begin with. Here the cuts are placed where the fewest bytes cross.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from elbowroom.ir.trace import PERSISTENT_ROLES, Trace
 from elbowroom.planner.schedule.draft import Draft, Drafter, Option
 
 GROWTH = 1.25
-"""Of the number of runs, from one draft to the next."""
+"""Ratio of the number of runs of one draft to that of the previous one."""
 
 
 def draft_runs(drafter: Drafter) -> Iterator[Draft]:
-    """Drafts that drop all that can be brought back, in more and more runs.
+    """Yield drafts that drop everything that can be recomputed, with more and more runs.
 
     Cost: of each draft, linear in the ops of a run for each storage dropped.
     """
@@ -39,12 +39,12 @@ def draft_runs(drafter: Drafter) -> Iterator[Draft]:
 
 
 class _Crossing:
-    """Which storages of the forward pass are made before a tick and read after it."""
+    """Storages of the forward pass that are made before a tick and read after it."""
 
     def __init__(self, trace: Trace, forward_end: int) -> None:
         last_read = {
             view.storage: op.tick for op in trace.ops if op.tick < forward_end for view in op.reads
-        }  # ops are in order, so the last one stays
+        }  # ops are in order, so the last read remains
         self._saved = {save.storage for save in trace.saves}
         self._spans = {
             storage: (trace.storages[storage].created, read)
@@ -55,7 +55,7 @@ class _Crossing:
         self._trace = trace
 
     def place_cuts(self, saves: list[int], runs: int) -> list[int]:
-        """Ticks of the cuts into so many runs that save about as many bytes each."""
+        """Return the ticks of the cuts into runs that save about equally many bytes."""
         first: dict[int, int] = {}
         for save in self._trace.saves:
             first.setdefault(save.storage, save.tick)
@@ -73,7 +73,7 @@ class _Crossing:
         return sorted(cuts)
 
     def _weigh(self, tick: int) -> tuple[int, int, int]:
-        """What a cut costs: bytes that cross and are not saved, so that replays reach beyond the cut; then the kept."""
+        """Return the cost of a cut: bytes that cross unsaved, so that replays reach beyond the cut; then bytes kept."""
         reached, kept = 0, 0
         for storage in self.find(tick):
             if storage in self._saved:
@@ -83,7 +83,7 @@ class _Crossing:
         return reached, kept, tick
 
     def find(self, tick: int) -> set[int]:
-        """The storages that cross a tick."""
+        """Return the storages that cross a tick."""
         return {storage for storage, (created, read) in self._spans.items() if created < tick < read}
 
 

@@ -1,8 +1,8 @@
-"""The layers of a net, found in a trace: what strategies of the age of layers reason about.
+"""Finds the layers of a net in a trace, for strategies that reason about layers.
 
-A layer is an op of the forward pass for which autograd puts something aside: one of its reads just before it, or one of
-its reads or results just after it, with no other op between; where it could be two of these, the first. Ops for which
-nothing is saved (views, sums, counters) belong to no layer.
+A layer is an op of the forward pass for which autograd saves a tensor: one of its reads just before it, or one of its
+reads or results just after it, with no other op in between; if both neighbours qualify, the earlier op. Ops without
+saves (views, sums, counters) belong to no layer.
 
     save x  save w  [convolution]   op   save y  [batch norm]  save m  [relu]  save z  save z  [pooling]
     '------- its reads --------'        '-- its read   its result --'    result ^       ^ read
@@ -23,10 +23,10 @@ class Layer:
     Attributes:
         tick: of its op in the forward pass.
         is_convolution: by its op's name.
-        is_costly: whether its op is a product of matrices, as convolutions are: one that counts flops.
-        inputs: storages its op reads and does not change.
-        saved: storages put aside for it.
-        backward: the tick of the first need of its saves, with which its backward pass begins; -1 if there is none.
+        is_costly: whether its op is a matrix product or a convolution: an op with flops.
+        inputs: storages that its op reads and does not change.
+        saved: storages saved for it.
+        backward: the tick of the first need of its saves, at which its backward pass begins; -1 if there is none.
     """
 
     tick: int
@@ -38,7 +38,7 @@ class Layer:
 
 
 def find_layers(trace: Trace) -> tuple[Layer, ...]:
-    """The layers of the forward pass, which ends with the first need, in order."""
+    """Return the layers of the forward pass, which ends with the first need, in order."""
     end = trace.needs[0].tick if trace.needs else trace.end
     first_need: dict[int, int] = {}
     for need in trace.needs:
@@ -60,7 +60,7 @@ def find_layers(trace: Trace) -> tuple[Layer, ...]:
 
 
 def _assign(ops: list[Op], saves: list[int], trace: Trace) -> dict[int, list[int]]:
-    """The saves, by index, that were made for each op, by tick."""
+    """Return, by tick of the op, the indices of the saves that were made for it."""
     ticks = [op.tick for op in ops]
     between: dict[tuple[int, int], list[int]] = {}  # (position among the ops, storage)
     for index in saves:
@@ -72,7 +72,7 @@ def _assign(ops: list[Op], saves: list[int], trace: Trace) -> dict[int, list[int
         is_before = before.tick < trace.saves[indices[0]].tick and _has((*before.reads, *before.writes), storage)
         is_after = after.tick > trace.saves[indices[0]].tick and _has(after.reads, storage)
         if is_before and is_after and len(indices) > 1:
-            owned.setdefault(before.tick, []).append(indices.pop(0))  # one each
+            owned.setdefault(before.tick, []).append(indices.pop(0))  # one save for each of the two
         if is_after:
             owned.setdefault(after.tick, []).extend(indices)
         elif is_before:

@@ -1,9 +1,9 @@
-"""What to recompute by memory saved per second, kept right as choices make each other dearer.
+"""Chooses what to recompute by memory saved per second (MSPS), and updates the costs after each choice.
 
-A block is recomputed from its sources: the nearest blocks that are there. Each choice changes that for others:
+A block is recomputed from its sources: the nearest blocks that are kept. Each choice changes that for others:
 
     a -> b -> c      dropping b: c's source is now a, and c's time includes b's;
-                     b is made once more for each chosen block that is made from it
+                     b is recomputed once more for each chosen block that is made from it
 
 Source: X. Peng, X. Shi, H. Dai, H. Jin, W. Ma, Q. Xiong, F. Yang, X. Qian, "Capuchin: Tensor-based GPU memory
 management for deep learning", ASPLOS 2020: the recomputation part of its hybrid policy, by memory saving per second
@@ -17,15 +17,15 @@ import dataclasses
 from elbowroom.planner.schedule.draft import Drafter, Key
 
 LEAST_SECONDS = 1e-12
-"""What takes no time at all is counted as this, so that it can be compared."""
+"""Stands for a duration of zero, to keep ratios finite."""
 
 
 @dataclasses.dataclass(slots=True)
 class _Target:
     nbytes: int
     sources: set[Key]
-    seconds: float  # of one replay, from its sources
-    extra_seconds: float = 0.0  # of replays for the sake of other targets
+    seconds: float  # of one replay from its sources
+    extra_seconds: float = 0.0  # of replays for other targets
 
     @property
     def saving_per_second(self) -> float:
@@ -33,7 +33,7 @@ class _Target:
 
 
 class Recomputation:
-    """The candidates for recomputation, and those chosen."""
+    """The candidates for recomputation, and the chosen ones."""
 
     def __init__(self, drafter: Drafter, nbytes: dict[Key, int]) -> None:
         self._drafter = drafter
@@ -61,21 +61,21 @@ class Recomputation:
         return set(self._chosen)
 
     def best(self, among: list[Key]) -> Key | None:
-        """The candidate that saves most per second, of some; None if none of them is one."""
+        """Return the candidate among these gaps that saves most bytes per second; None if there is none."""
         offered = [key for key in among if key in self._left]
         return max(offered, key=lambda key: (self._left[key].saving_per_second, -key[0], -key[1]), default=None)
 
     def seconds(self, key: Key) -> float:
-        """What choosing a candidate would add, replays for others included."""
+        """Return the time that choosing a candidate would add, including replays for others."""
         return self._left[key].seconds + self._left[key].extra_seconds
 
     def refuse(self, key: Key) -> None:
-        """This one is not to be recomputed after all."""
+        """Exclude a gap from recomputation, even if it was chosen."""
         self._left.pop(key, None)
         self._chosen.pop(key, None)
 
     def choose(self, key: Key) -> None:
-        """Take a candidate, and refresh what the others cost; nothing changes if it is none."""
+        """Choose a candidate, and update the costs of the others; a gap that is no candidate is ignored."""
         target = self._left.pop(key, None)
         if target is None:
             return

@@ -1,22 +1,22 @@
-"""Chains within little memory: what to hold of the forward pass, and what of each replay, by dynamic programming.
+"""Optimal checkpoints for chains within little memory, by dynamic programming.
 
-    forward    0 - - - 3 - - - 6 -          holds 3 and 6
-    backward   serves 6 - ...; replays 3 4 5, holds 4; serves 5; replays 4; ... serves 3; replays 0 1 2, holds ...
+    forward    0 - - - 3 - - - 6 -          keeps 3 and 6
+    backward   serves 6 - ...; replays 3 4 5, keeps 4; serves 5; replays 4; ... serves 3; replays 0 1 2, keeps ...
 
-From a boundary a that is there, the stages up to b are served, the last one first. Either a replay goes on to some
-boundary c and holds it: then the stages from c to b are served from there, and after them those before c from a again.
-Or it holds all that stage a needs as well, and goes on from the next boundary. In the forward pass the same holds, and
-nothing is replayed for it. So a boundary may be held by any replay that passes it, and not only by the first, or at its
-own need; and what a replay reads may itself come from a replay.
+Given a boundary a on the device, the stages up to b are served, the last one first. Either a replay goes on to some
+boundary c and keeps it: then the stages from c to b are served from there, and after them those before c from a again.
+Or it also keeps everything that stage a needs, and goes on from the next boundary. The forward pass has the same
+options, without any replay. So a boundary may be kept by any replay that passes it, not only by the first or at its own
+need; and what a replay reads may itself come from a replay.
 
-Bytes are counted in quanta, so with equal stages the schedule is the best there is. Elsewhere it is the best of those
-that hold all or nothing of what is inner to a stage; the simulator judges, and where it finds more bytes than are
-counted here, the schedule for a little less memory is taken.
+Bytes are counted in quanta, so with equal stages the schedule is optimal. Otherwise it is the best of those that keep
+all or none of the inner storages of a stage. The simulator judges; if it finds more bytes than are counted here, the
+schedule for slightly less memory is taken.
 
 Source: A. Griewank, A. Walther, "Algorithm 799: revolve", ACM Transactions on Mathematical Software 26, 2000; for
 stages that differ O. Beaumont, L. Eyraud-Dubois, J. Herrmann, A. Joly, A. Shilova, "Optimal checkpointing for
 heterogeneous chains: how to train deep neural networks with limited memory", 2019. Ours: stages found in a trace, and
-the room that is left at each of them.
+the memory that is left at each of them.
 """
 
 from __future__ import annotations
@@ -33,22 +33,22 @@ from elbowroom.planner.schedule.draft import Key
 from elbowroom.simulator.columns import Array
 
 ABOVE = 17 / 16
-"""Of the budget, for which schedules are looked for first: bytes are counted here rather too high than too low."""
+"""The first schedule is for this multiple of the budget: the byte counts here are too high rather than too low."""
 
 LEVELS = 256
-"""Quanta of memory, where the sizes of storages have no common divisor that takes fewer."""
+"""Most quanta of memory, if the sizes of storages have no common divisor that needs fewer."""
 
 MOST_TRIED, STEP = 12, 1 / 64
-"""Schedules that are judged, for less and less memory, and by what share of it less."""
+"""Schedules that are judged, each for less memory than the previous one, and the share by which it is less."""
 
 Holds = dict[Key, int]
-"""By gap: the stage that is served when it is held, or the number of stages if that is in the forward pass."""
+"""By gap: the stage that is served when the storage is kept, or the number of stages if that is in the forward pass."""
 
 
 def revolve(problem: Problem) -> Plan | None:
-    """The plan of the best schedule that fits; None where the step is no chain, or none does.
+    """Return the plan of the best schedule that fits; None if the step is no chain, or no schedule fits.
 
-    Cost: to the third power of the stages, times `LEVELS`.
+    Cost: cubic in the stages, times `LEVELS`.
     """
     stages = find_stages(problem)
     if not stages:
@@ -67,15 +67,15 @@ def revolve(problem: Problem) -> Plan | None:
 
 
 def _write(problem: Problem, stages: list[Stage], holds: Holds) -> Plan | None:
-    """The plan in which everything is held from where `holds` says."""
+    """Return the plan that keeps every storage from the point given in `holds` on."""
     wants = np.asarray([stage.want for stage in reversed(stages)])
 
     def keeps(key: Key, tick: int) -> bool:
         served = len(stages) - int(np.searchsorted(wants, tick, side="right"))
         return served <= holds.get(key, -1)
 
-    play = [key for stage in stages for key in (stage.boundary, *stage.inner) if key is not None]
-    dropped = [key for key in play if holds.get(key, -1) < len(stages)]
+    gaps = [key for stage in stages for key in (stage.boundary, *stage.inner) if key is not None]
+    dropped = [key for key in gaps if holds.get(key, -1) < len(stages)]
     replays: list[ReplayStep] = []
     for replay in list_replays(problem.drafter, dropped, keeps):
         if not isinstance(replay, ReplayStep):
@@ -85,7 +85,7 @@ def _write(problem: Problem, stages: list[Stage], holds: Holds) -> Plan | None:
 
 
 class Schedule:
-    """The best schedules of a chain, for every number of quanta that are held for stages before it.
+    """The best schedules of a chain, for every number of quanta that are kept for earlier stages.
 
     Attributes:
         levels: how many such numbers there are.
@@ -110,7 +110,7 @@ class Schedule:
             self._forward[begin] = self._weigh_forward(begin).min(axis=0)
 
     def find_holds(self, reserve: int) -> Holds | None:
-        """What is held, and from when, if so many quanta are left free; None if there is no schedule."""
+        """Return what is kept, and from when, if `reserve` quanta are left free; None if there is no schedule."""
         if reserve >= self.levels or not math.isfinite(self._forward[0, reserve]):
             return None
         holds: Holds = {}
@@ -131,7 +131,7 @@ class Schedule:
         return holds
 
     def _follow_forward(self, held: int, holds: Holds) -> list[tuple[int, int, int]]:
-        """Note what the forward pass holds; returns what is served after it."""
+        """Add what the forward pass keeps to `holds`; return the ranges of stages that are served after it."""
         count, begin = len(self._stages), 0
         served: list[tuple[int, int, int]] = []
         while begin < count:
@@ -157,10 +157,10 @@ class Schedule:
             holds[key] = max(served, holds.get(key, -1))
 
     def _weigh(self, begin: int, end: int) -> Array:
-        """Seconds to serve the stages from `end` to `begin`, by what the first replay does and by quanta held.
+        """Return the seconds to serve the stages from `end` to `begin`, by first action and by quanta kept.
 
-        The first row: it holds all that stage `begin` needs. The others: it goes on to one boundary after the other. Of
-        one stage alone: all that it needs at once, or each part at its own need.
+        Row 0: the replay keeps everything that stage `begin` needs. The other rows: it goes on to each later boundary
+        in turn. For a single stage: compute all that it needs at once, or each storage at its own need.
         """
         stage, served = self._stages[begin], self._stages[end]
         around = served.want_bytes + (stage.boundary_bytes if end > begin or stage.inner else 0)
@@ -179,8 +179,10 @@ class Schedule:
         return self._allow(rows, room)
 
     def _weigh_forward(self, begin: int) -> Array:
-        """Seconds for all stages from `begin` on: it holds all that `begin` needs; or what is held next is a later
-        boundary, or none."""
+        """Return the seconds of all stages from `begin` on, by first action and by quanta kept.
+
+        Row 0: keep all that stage `begin` needs. The other rows: the next kept boundary is a later one, or none.
+        """
         count, stage = len(self._stages), self._stages[begin]
         rows = np.zeros((count - begin + 1, self.levels))
         rows[1:] = self._serve[begin, begin:count]
@@ -194,12 +196,12 @@ class Schedule:
         return self._allow(rows, needed)
 
     def _allow(self, rows: Array, needed: Array) -> Array:
-        """Rows, infinite where what is held before does not leave the bytes that each row needs."""
+        """Return the rows, infinite where the quanta kept before leave less than the bytes that the row needs."""
         room = (self._budget_bytes - needed) // self._quantum
         return np.where(np.arange(self.levels) <= room[:, None], rows, np.inf)
 
     def _shift(self, rows: Array, quanta: int) -> Array:
-        """Seconds with so many quanta more held."""
+        """Return the seconds with this many more quanta kept."""
         shifted: Array = np.full_like(rows, np.inf)
         if quanta < self.levels:
             shifted[..., : self.levels - quanta] = rows[..., quanta:]
@@ -210,14 +212,14 @@ class Schedule:
         return max(0, self._budget_bytes - max(0, least) - nbytes) // self._quantum
 
     def _find_reaches(self) -> tuple[Array, Array]:
-        """From each boundary to each later one: seconds to make it, and bytes on the way."""
+        """Return, from each boundary to each later one, the seconds to compute it, and the peak bytes on the way."""
         count = len(self._stages)
         seconds, peaks = np.zeros((count, count)), np.zeros((count, count), dtype=np.int64)
         for begin in range(count):
             for end in range(begin + 1, count):
                 passed = self._stages[end - 1]
                 if self._stages[end].boundary is None:
-                    continue  # it is there
+                    continue  # it stays on the device
                 under_way = passed.boundary_bytes if end - 1 > begin else 0
                 seconds[begin, end] = seconds[begin, end - 1] + passed.passing.seconds
                 peaks[begin, end] = max(peaks[begin, end - 1], passed.passing.peak_bytes + under_way)
@@ -225,6 +227,6 @@ class Schedule:
 
 
 def _find_quantum(stages: list[Stage], budget_bytes: int) -> int:
-    """The largest unit of which all sizes are multiples, or a `LEVELS`th of the budget if that is larger."""
+    """Return the greatest common divisor of all sizes, or the budget divided by `LEVELS` if that is larger."""
     divisor = math.gcd(*(size for stage in stages for size in (stage.boundary_bytes, stage.inner_bytes)))
     return max(1, divisor, -(-budget_bytes // LEVELS))

@@ -1,14 +1,14 @@
-"""Priority scores of gaps that span a peak, and the greedy choice by them.
+"""Priority scores of gaps that span a memory peak, and the greedy choice by them.
 
-                 .--- limit ----.              duration of absence  (DOA): seconds to spare after both copies
-        ________/    load        \\_____        area of absence      (AOA): the same, times bytes
-          |-- gone ----------------|           weighted duration   (WDOA): by how far the load is over the limit
-                                              submodular weighted (SWDOA): the same, against the load after each pick
+                 .--- limit ----.              duration of absence  (DOA): spare seconds after both copies
+        ________/    memory      \\_____        area of absence      (AOA): DOA times bytes
+          |-- gone ----------------|           weighted duration   (WDOA): excess over the limit, summed over the gap
+                                              submodular weighted (SWDOA): WDOA with the memory use after each choice
 
 Source: J. Zhang, S. H. Yeung, Y. Shu, B. He, W. Wang, "Efficient memory management for GPU-based deep learning
-systems", 2019, the priority scores of AutoSwap, as computed in the authors' code; there DOA takes the time of the copy
-out twice, here that of each copy once. Inferred: the submodular score, of which only the name and the idea are known,
-and that a score is normalised over the candidates of one peak.
+systems", 2019, the priority scores of AutoSwap, as computed in the authors' code; there DOA subtracts the time of the
+copy out twice, here that of each copy once. Inferred: the submodular score, of which only the name and the idea are
+known, and that a score is normalised over the candidates of one peak.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ MIN_BYTES = 1 << 20
 """Smaller blocks are no candidates."""
 
 SHARE_OF_LARGEST = 1 / 64
-"""Where every block is smaller than that, a candidate has at least this share of the largest."""
+"""If all blocks are smaller than `MIN_BYTES`, a candidate has at least this share of the largest."""
 
 
 class Candidates:
-    """The gaps that may be chosen, in columns: those in which something large can be gone (at `tick`, if given)."""
+    """The gaps that may be chosen, as arrays: gaps in which a large storage can be gone (at `tick`, if given)."""
 
     def __init__(self, drafter: Drafter, load: MemoryCurve, tick: int | None = None) -> None:
         sizes = load.nbytes
@@ -56,28 +56,29 @@ class Candidates:
         self.aoa: Scores = np.where(self.doa >= 0, self.doa * sizes_or_one, self.doa / sizes_or_one)
 
     def wdoa(self, live: npt.NDArray[np.int64], limit_bytes: int) -> Scores:
-        """How far the load is over the limit, summed over the ticks at which each would be gone."""
+        """Return each candidate's sum of memory use over the limit, over the ticks at which it would be gone."""
         over = np.concatenate(([0], np.cumsum(live - limit_bytes)))
         return (over[self.end] - over[self.begin]).astype(np.float64)
 
     def spanning(self, tick: int) -> npt.NDArray[np.bool_]:
-        """Which would be gone at a tick."""
+        """Return a mask of the candidates that would be gone at a tick."""
         return (self.begin <= tick) & (tick < self.end)
 
 
 Scorer = Callable[[npt.NDArray[np.int64], npt.NDArray[np.bool_]], Scores]
-"""Scores of all candidates, given the load now and which of them are still to be had; the highest is taken."""
+"""Returns the scores of all candidates, given the memory use and a mask of the remaining ones; the highest is chosen.
+"""
 
 
 def rank(scores: Scores) -> Scores:
-    """The place of each when sorted from the highest down; equal scores by position."""
+    """Return the position of each score in decreasing order; equal scores keep their order."""
     places = np.empty(len(scores))
     places[np.argsort(-scores, kind="stable")] = np.arange(len(scores))
     return places
 
 
 def normalise(scores: Scores, among: npt.NDArray[np.bool_]) -> Scores:
-    """Scaled so that those `among` which we choose lie between 0 and 1."""
+    """Scale the scores so that those selected by the mask `among` lie between 0 and 1."""
     if not among.any():
         return scores
     low, high = scores[among].min(), scores[among].max()
@@ -85,7 +86,7 @@ def normalise(scores: Scores, among: npt.NDArray[np.bool_]) -> Scores:
 
 
 def make_scorer(candidates: Candidates, plain: npt.NDArray[np.int64], limit_bytes: int, score: str) -> Scorer:
-    """The scorer of a name: "doa", "aoa", "wdoa" (against the plain load), "swdoa" (against the load now) or "vote"."""
+    """Return a scorer by name; "wdoa" uses the plain memory use, "swdoa" the present one."""
     wdoa = candidates.wdoa(plain, limit_bytes)
     if score == "swdoa":
         return lambda live, left: candidates.wdoa(live, limit_bytes)
@@ -97,14 +98,14 @@ def make_scorer(candidates: Candidates, plain: npt.NDArray[np.int64], limit_byte
 
 
 def weigh(candidates: Candidates, limit_bytes: int, weights: tuple[float, ...]) -> Scorer:
-    """Normalised DOA, AOA, WDOA and SWDOA, weighted; SWDOA always against the load now."""
-    seen: list[Scores] = []
+    """Return a scorer of the weighted sum of normalised DOA, AOA, WDOA and SWDOA."""
+    first: list[Scores] = []
 
     def score(live: npt.NDArray[np.int64], left: npt.NDArray[np.bool_]) -> Scores:
         now = candidates.wdoa(live, limit_bytes)
-        if not seen:
-            seen.append(now)  # the first load seen is the plain one
-        parts = (candidates.doa, candidates.aoa, seen[0], now)
+        if not first:
+            first.append(now)  # the first call has the plain memory use
+        parts = (candidates.doa, candidates.aoa, first[0], now)
         return np.asarray(sum(weight * normalise(part, left) for weight, part in zip(weights, parts, strict=True)))
 
     return score
@@ -118,11 +119,11 @@ def choose(
     *,
     most_bytes: int | None = None,
 ) -> list[Key]:
-    """Take the best candidate spanning the highest load again and again, until that is under the limit or none is left.
+    """Choose the best candidate that spans the peak, until memory use is within the limit or no candidate is left.
 
     Args:
-        plain: the load before; it is not changed.
-        most_bytes: what the tier below holds; None for any amount.
+        plain: initial memory use; it is not changed.
+        most_bytes: capacity of the lower tier; None if unlimited.
 
     Cost: for each choice, linear in ticks and candidates.
     """
@@ -145,7 +146,10 @@ def choose(
 
 
 def _has_room(candidates: Candidates, below: dict[int, int], most_bytes: int) -> npt.NDArray[np.bool_]:
-    """Which would still fit below. Counted as if all copies were there at once, so it may refuse too many."""
+    """Return a mask of the candidates that still fit into the lower tier.
+
+    All copies are counted as if they coexisted, so it may exclude too many.
+    """
     room = most_bytes - sum(below.values())
-    there = np.array([key[0] in below for key in candidates.keys], dtype=np.bool_)
-    return there | (candidates.nbytes <= room)
+    copied = np.array([key[0] in below for key in candidates.keys], dtype=np.bool_)
+    return copied | (candidates.nbytes <= room)

@@ -1,11 +1,11 @@
-"""Cuts the forward pass into stages of about so many bytes, each computed again from what crosses into it.
+"""Cuts the forward pass into stages of similar bytes; each is recomputed from the storages that cross into it.
 
     saves      a   b   c | d   e   f | g   h   i          two cuts, three stages
     crossing             c           f                     kept; everything else is dropped
 
 Source: T. Chen, B. Xu, C. Zhang, C. Guestrin, "Training deep nets with sublinear memory cost", 2016, algorithm 3. The
-paper is given the places where a cut may be. Inferred: here every save may be one, and of those at which a stage holds
-between its budget and half as much again, the one across which the least goes is taken.
+paper takes the possible cuts as given. Inferred: here every save is one, and among those at which a stage holds between
+its budget and half as much again, the cut that the fewest bytes cross is taken.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from elbowroom.ir.trace import PERSISTENT_ROLES, Trace
 from elbowroom.planner.schedule.draft import Draft, Drafter, Option
 
 LEEWAY = 1.5
-"""The most a stage may hold, in its budget, for the sake of a cheaper cut."""
+"""Most bytes of a stage, as a multiple of its budget, in exchange for a cheaper cut."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Stages:
-    """Where the forward pass is cut.
+    """Cuts of the forward pass.
 
     Attributes:
         kept: storages that cross a cut.
-        kept_bytes: of those that autograd saves.
-        largest_bytes: the most that is saved within one stage.
+        kept_bytes: bytes of those that autograd saves.
+        largest_bytes: the most bytes saved within one stage.
     """
 
     kept: frozenset[int]
@@ -50,7 +50,7 @@ class Cutter:
         }
         self._nbytes = [storage.nbytes for storage in trace.storages]
         self._saved = {save.storage for save in trace.saves}
-        # Bytes that cross each tick, those that autograd saves apart from the others.
+        # Bytes that cross each tick; row 1: saved by autograd, row 0: the others.
         change = np.zeros((2, trace.end + 2), dtype=np.int64)
         for storage, (created, last) in self._spans.items():
             if created + 1 < last:
@@ -68,19 +68,19 @@ class Cutter:
 
     @property
     def saved_bytes(self) -> int:
-        """What the forward pass saves."""
+        """Bytes that the forward pass saves."""
         return sum(self._saves.values())
 
     @property
     def saved_count(self) -> int:
-        """How many storages that is."""
+        """Number of storages that the forward pass saves."""
         return sum(nbytes > 0 for nbytes in self._saves.values())
 
     def cut(self, budget_bytes: float) -> Stages:
-        """Cut as soon as a stage holds more than the budget, near there where the least crosses."""
+        """Cut once a stage exceeds the budget, nearby where the fewest bytes cross."""
         kept: set[int] = set()
         held, largest = 0, 0
-        best: tuple[tuple[int, int, int], int] | None = None  # (what a cut costs, bytes of the stage up to it)
+        best: tuple[tuple[int, int, int], int] | None = None  # (cost of the cut, bytes of the stage up to it)
         for tick, nbytes in self._saves.items():
             if best is not None and held + nbytes > budget_bytes * LEEWAY:
                 (_, _, where), upto = best
@@ -99,17 +99,17 @@ class Cutter:
         )
 
     def _weigh(self, tick: int) -> tuple[int, int]:
-        """Bytes that cross and are not saved, so that replays reach beyond the cut; and bytes that are kept."""
+        """Return the bytes that cross unsaved, so that replays reach beyond the cut; and the bytes that are kept."""
         reached, kept = self._crossing[:, tick]
         return int(reached), int(kept)
 
     def _find_crossing(self, tick: int) -> set[int]:
-        """What is made before a tick and read after it."""
+        """Return the storages made before a tick and read after it."""
         return {storage for storage, (created, read) in self._spans.items() if created < tick < read}
 
 
 def draft_stages(drafter: Drafter, stages: Stages) -> Draft:
-    """Drop everything that is not kept and can be replayed.
+    """Drop every storage that is not kept and can be replayed.
 
     Cost: for each storage dropped, linear in the ops of its stage.
     """

@@ -1,4 +1,4 @@
-"""Bayesian optimisation of a few weights, through a package that is not always installed."""
+"""Bayesian optimisation of a few weights with optuna, an optional dependency."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ SEED = 0
 
 
 def minimise(evaluate: Callable[[tuple[float, ...]], float], count: int, trials: int) -> tuple[float, ...]:
-    """The weights between 0 and 1 for which `evaluate` was least, of so many tried.
+    """Return the weights, between 0 and 1, with the lowest value of `evaluate` among `trials` trials.
 
-    The first trials are all weights alike, and each alone. The trials follow one another and are seeded, so the same
-    function gives the same weights.
+    The first trials are equal weights, and each weight alone. Trials run one after another from a fixed seed, so the
+    same function gives the same weights.
 
     Raises:
         UsageError: optuna is not installed.

@@ -1,1 +1,1 @@
-"""Integer programmes: small models of a step, and how long a solver may take."""
+"""Integer programs: small models of a step, and limits for the solver."""

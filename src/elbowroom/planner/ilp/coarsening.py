@@ -1,11 +1,11 @@
-"""A step in few stretches of time, and its gaps in few bundles: what an integer program can hold.
+"""Coarsens a step to few intervals of time and few bundles of gaps, so that an integer program can hold it.
 
     moments   |  |   | |   |    |  | |  |   |       saves and needs
-    stretches |------|-----|-------|----|---|       about as much time and as many bytes saved or needed in each
+    stretches |------|-----|-------|----|---|       each has a similar time, and similar bytes saved or needed
 
-Coarse in time: a stretch is between two moments and holds its maximum; a storage counts in it unless it is away for all
-of it. Coarse in space: storages that may be away in the same stretches move together, up to a share of all bytes. So
-what fits here fits in truth.
+Coarse in time: a stretch lies between two moments and stands for its maximum; a storage counts in it unless it is away
+for all of it. Coarse in space: storages that may be away in the same stretches move together, up to a share of all
+bytes. So whatever fits here fits in the real step.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from elbowroom.planner.schedule.memory_curve import MemoryCurve
 from elbowroom.planner.schedule.timing import list_moments
 
 MOST_IN_A_BUNDLE = 1 / 64
-"""Of all bytes that may be away."""
+"""Most bytes of a bundle, as a share of all bytes that may be away."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Stretch:
-    """A part of the step, from the tick after `begin` to `end`, both of them moments (the last ends with the step).
+    """An interval of the step, from the tick after `begin` to `end`. Both are moments; the last one ends with the step.
 
     Attributes:
-        seconds: in the plain step.
-        live_bytes: the most that is held in it, if nothing is away.
+        seconds: its time in the plain step.
+        live_bytes: its peak, if nothing is away.
     """
 
     begin: int
@@ -40,17 +40,17 @@ class Stretch:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Bundle:
-    """Gaps of storages that move together.
+    """Gaps whose storages move together.
 
     Attributes:
-        keys: which gaps, by their needs.
-        copied: the stretch in which the copy can begin.
+        keys: the gaps, by their needs.
+        copied: the first stretch in which the copy can begin.
         first, last: the stretches in which all of them may be away.
-        nbytes: of all.
-        out_seconds, back_seconds: of their copies, one after the other.
-        early_seconds: of the ops in stretch `copied` before the copy can begin.
-        late_seconds: of the ops in the stretch after `last` once the first of them is needed.
-        before: the gap of the same storage whose copy, if it was made, serves for this one as well.
+        nbytes: their total.
+        out_seconds, back_seconds: the total time of their copies.
+        early_seconds: time in stretch `copied` before the copy can begin.
+        late_seconds: time in the stretch after `last` from the first need on.
+        before: the previous gap of the same storage and claim; its copy, if there is one, serves this gap as well.
     """
 
     keys: tuple[Key, ...]
@@ -66,7 +66,7 @@ class Bundle:
 
 
 def cut_stretches(drafter: Drafter, load: MemoryCurve, count: int) -> tuple[Stretch, ...]:
-    """At most `count` stretches from the first moment to the end of the step."""
+    """Cut the step into at most `count` stretches, from the first moment to the end."""
     trace, begins = drafter.replay.trace, drafter.begins
     moments = list_moments(trace)
     if not moments:
@@ -91,15 +91,15 @@ def cut_stretches(drafter: Drafter, load: MemoryCurve, count: int) -> tuple[Stre
     )  # fmt: skip
 
 
-def tie_bundles(drafter: Drafter, load: MemoryCurve, stretches: tuple[Stretch, ...]) -> tuple[Bundle, ...]:
-    """The gaps that span at least one stretch, by the stretches that they span."""
+def make_bundles(drafter: Drafter, load: MemoryCurve, stretches: tuple[Stretch, ...]) -> tuple[Bundle, ...]:
+    """Bundle the gaps that span at least one stretch, by the stretches that they span."""
     begins = [stretch.begin for stretch in stretches]
     spans: dict[tuple[int, int, int, Key | None], list[Key]] = {}
-    free: dict[tuple[int, int], Key] = {}  # the last gap of each claim so far
+    free: dict[tuple[int, int], Key] = {}  # by claim, its latest gap so far
     for key, gap in sorted(drafter.gaps.items()):
         copied = bisect.bisect(begins, gap.opens) - 1
         first = max(copied + 1, bisect.bisect_left(begins, load.gone[key] - 1))
-        last = bisect.bisect_left(begins, gap.closes) - 2  # the one before that in which it closes
+        last = bisect.bisect_left(begins, gap.closes) - 2  # the stretch before the one in which it closes
         claim = (key[0], drafter.closures.claim_at(key[0], gap.closes))
         before = free.get(claim)
         free[claim] = key
@@ -114,12 +114,12 @@ def tie_bundles(drafter: Drafter, load: MemoryCurve, stretches: tuple[Stretch, .
             while count < len(keys) and nbytes + load.nbytes[keys[count]] <= most:
                 nbytes += load.nbytes[keys[count]]
                 count += 1
-            bundles.append(_tie(drafter, stretches, keys[:count], (copied, first, last), nbytes, before))
+            bundles.append(_make_bundle(drafter, stretches, keys[:count], (copied, first, last), nbytes, before))
             del keys[:count]
     return tuple(bundles)
 
 
-def _tie(
+def _make_bundle(
     drafter: Drafter,
     stretches: tuple[Stretch, ...],
     keys: list[Key],
@@ -127,7 +127,9 @@ def _tie(
     nbytes: int,
     before: Key | None,
 ) -> Bundle:
-    link, storages, begins = drafter.replay.costs.link, drafter.replay.trace.storages, drafter.begins
+    link = drafter.replay.costs.link
+    storages = drafter.replay.trace.storages
+    begins = drafter.begins
     sizes = [storages[storage].nbytes for storage, _ in keys]
     copied, first, last = span
     opening, closing = stretches[copied], stretches[last + 1]

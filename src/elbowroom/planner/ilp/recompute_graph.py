@@ -1,10 +1,10 @@
-"""The saved storages of a step as a small graph of what is made from what, and when it is needed: a model for a MILP.
+"""Reduces the saved storages of a step to a small graph of dependencies and needs, as a model for a MILP.
 
-    forward   [ block 0 ][ block 1 ][ block 2 ]      each in up to three nodes: what takes a product or convolution to
-    backward         | 2 | 1 | 0 |   windows         make, what other blocks are made from, and the rest
+    forward   [ block 0 ][ block 1 ][ block 2 ]      up to three nodes each: results of matrix products or convolutions,
+    backward         | 2 | 1 | 0 |   windows         results that other blocks are computed from, and the rest
 
-A node is kept, dropped and recomputed as a whole. A window is a stretch of the step in which one block after the other
-is needed; all of its recomputation is taken to happen at its beginning.
+A node is kept, dropped and recomputed as a whole. A window is an interval of the step in which one block is needed
+after another; all its recomputation is modelled at its beginning.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from elbowroom.planner.schedule.draft import Drafter, Key
 from elbowroom.planner.schedule.memory_curve import MemoryCurve
 
 NODES_A_BLOCK = 3
-"""At most."""
+"""Most nodes that a block has."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Node:
-    """Storages that go and come together.
+    """Storages that are kept or dropped together.
 
     Attributes:
         storages: sorted.
         seconds: to recompute all of them from the nodes they are made from.
         made_from: earlier nodes.
-        nbytes: of all of them.
-        extra_bytes: what recomputing them takes beyond that, at its peak.
+        nbytes: their total.
+        extra_bytes: transient bytes beyond that, at the peak of their recomputation.
     """
 
     storages: tuple[int, ...]
@@ -49,14 +49,14 @@ class RecomputeGraph:
     """The nodes, and the windows in which they are needed.
 
     Attributes:
-        nodes: what they are made from comes before them.
+        nodes: in topological order.
         windows: the first tick of each; window 0 begins with the step, and nothing is needed in it.
-        needs: the ticks at which storages of the nodes are needed, in order, and which one.
-        needed: by window, the nodes that are needed in it.
+        needs: (tick, storage) of each need of the nodes' storages, in order.
+        needed: by window, the nodes needed in it.
         last_needed: by node, the last such window.
-        ticks: by window, ticks at which its load is judged; the first is where it begins.
-        fixed_bytes: by window and tick, the load without the nodes.
-        node_bytes: by window, tick and node, what the node adds if it is there.
+        ticks: by window, the ticks at which its memory is constrained; the first is its beginning.
+        fixed_bytes: by window and tick, the memory without the nodes.
+        node_bytes: by window, tick and node, the bytes that the node adds if it is present.
     """
 
     nodes: tuple[Node, ...]
@@ -69,15 +69,15 @@ class RecomputeGraph:
     node_bytes: tuple[npt.NDArray[np.int64], ...]
 
     def window_at(self, tick: int) -> int:
-        """The window that a tick lies in."""
+        """Return the window that contains a tick."""
         return bisect.bisect_right(self.windows, tick) - 1
 
 
 def make_graph(drafter: Drafter, load: MemoryCurve, most_nodes: int) -> RecomputeGraph:
-    """The graph of a step, in at most so many nodes (but at least three) and as many windows.
+    """Build the graph of a step, with at most `most_nodes` nodes (but at least three) and as many windows.
 
     Args:
-        load: of the plain step.
+        load: memory use of the plain step.
 
     Cost: linear in the ops replayed to make each storage, and in ticks for each gap.
     """
@@ -88,7 +88,7 @@ def make_graph(drafter: Drafter, load: MemoryCurve, most_nodes: int) -> Recomput
 
 
 class _Maker:
-    """Makes one graph."""
+    """Builds one graph."""
 
     def __init__(self, drafter: Drafter, load: MemoryCurve) -> None:
         self._drafter, self._load = drafter, load
@@ -98,12 +98,12 @@ class _Maker:
         for key in load.keys:
             self._keys.setdefault(key[0], []).append(key)
         self._sources: dict[int, frozenset[int]] = {}
-        self._is_dear: dict[int, bool] = {}
+        self._is_costly: dict[int, bool] = {}
         for storage in sorted(self._keys, key=lambda storage: (trace.storages[storage].created, storage)):
             closure = drafter.closures.find(storage, self._closes(storage), lambda other: other == storage)  # noqa: B023
             if closure is not None:
                 self._sources[storage] = frozenset(closure.leaves)
-                self._is_dear[storage] = any(self._flops[tick] for tick in closure.ops)
+                self._is_costly[storage] = any(self._flops[tick] for tick in closure.ops)
         self._order = list(self._sources)
 
     def _closes(self, storage: int) -> int:
@@ -112,13 +112,13 @@ class _Maker:
     # -- blocks and nodes -----------------------------------------------------------------------------------------
 
     def cut(self, most_nodes: int) -> list[list[int]]:
-        """The storages in blocks of about as many bytes, across whose ends little is needed."""
+        """Cut the storages into blocks of similar bytes, at places that few bytes cross."""
         order = self._order
         if len(order) <= most_nodes:
             return [[storage] for storage in order]
         place = {storage: index for index, storage in enumerate(order)}
         sizes = np.array([self._load.nbytes[self._keys[storage][0]] for storage in order])
-        crossing = np.zeros(len(order) + 1, dtype=np.int64)  # what is made before each place and needed after it
+        crossing = np.zeros(len(order) + 1, dtype=np.int64)  # bytes made before each place and read after it
         last_user = {source: index for index, storage in enumerate(order) for source in self._sources[storage]}
         for source, index in last_user.items():
             if source in place:
@@ -131,7 +131,7 @@ class _Maker:
         return [order[begin:end] for begin, end in itertools.pairwise(sorted(cuts))]
 
     def make_nodes(self, blocks: Sequence[Sequence[int]]) -> tuple[Node, ...]:
-        """The nodes of the blocks, in order."""
+        """Return the nodes of the blocks, in order."""
         block_of = {storage: index for index, block in enumerate(blocks) for storage in block}
         wanted = {
             source
@@ -142,9 +142,9 @@ class _Maker:
         nodes: list[Node] = []
         node_of: dict[int, int] = {}
         for block in blocks:
-            dear = [storage for storage in block if storage not in wanted and self._is_dear[storage]]
-            cheap = [storage for storage in block if storage not in wanted and not self._is_dear[storage]]
-            for group in (dear, [storage for storage in block if storage in wanted], cheap):
+            costly = [storage for storage in block if storage not in wanted and self._is_costly[storage]]
+            cheap = [storage for storage in block if storage not in wanted and not self._is_costly[storage]]
+            for group in (costly, [storage for storage in block if storage in wanted], cheap):
                 node = self._make_node(group, node_of)
                 if node.storages:
                     node_of |= dict.fromkeys(node.storages, len(nodes))
@@ -152,7 +152,7 @@ class _Maker:
         return tuple(nodes)
 
     def _make_node(self, group: list[int], node_of: dict[int, int]) -> Node:
-        """The node of a group, less what cannot be made from earlier nodes."""
+        """Return the node of a group, without storages that cannot be computed from earlier nodes."""
         ops: set[int] = set()
         leaves: set[int] = set()
         made: list[int] = []
@@ -161,7 +161,7 @@ class _Maker:
                 storage, self._closes(storage), lambda other: other in self._sources and other not in node_of
             )
             if closure is None:
-                del self._sources[storage]  # it stays
+                del self._sources[storage]  # it is kept
                 continue
             made.append(storage)
             ops.update(closure.ops)
@@ -179,7 +179,7 @@ class _Maker:
     # -- windows --------------------------------------------------------------------------------------------------
 
     def add_windows(self, nodes: tuple[Node, ...], blocks: Sequence[Sequence[int]], most: int) -> RecomputeGraph:
-        """The graph of nodes, with the windows in which blocks are needed."""
+        """Return the graph of nodes, with the windows in which blocks are needed."""
         trace = self._drafter.replay.trace
         block_of = {storage: index for index, block in enumerate(blocks) for storage in block}
         node_of = {storage: index for index, node in enumerate(nodes) for storage in node.storages}
@@ -213,7 +213,7 @@ class _Maker:
         )
 
     def _count_away(self, nodes: tuple[Node, ...]) -> npt.NDArray[np.int64]:
-        """By node and tick, the bytes that are there in the plain step and need not be."""
+        """Return, by node and tick, the bytes that the plain step holds but need not."""
         change = np.zeros((len(nodes), len(self._load.live) + 1), dtype=np.int64)
         for index, node in enumerate(nodes):
             for storage in node.storages:
@@ -225,7 +225,7 @@ class _Maker:
         return np.cumsum(change, axis=1)[:, :-1]
 
     def _find_ticks(self, begin: int, end: int, fixed: npt.NDArray[np.int64], pieces: int) -> list[int]:
-        """Where a window begins, and where in each piece of it the load is highest, with the nodes and without."""
+        """Return a window's first tick, and the peaks of its pieces, with the nodes and without."""
         found = {begin}
         for piece in np.array_split(np.arange(begin, end), pieces):
             if len(piece):

@@ -1,23 +1,22 @@
-"""Checkmate's integer program over a small graph: what is carried into each window, and what is recomputed in it.
+"""Checkmate's integer program over a small graph: which nodes are carried into each window and recomputed in it.
 
     S[w, i]        node i is carried into window w                 S[w+1, i] <= S[w, i] + R[w, i]
     R[w, i]        node i is recomputed in window w                R[w, i]   <= R[w, j] + S[w, j], i made from j
-    FREE[w, i, k]  it is let go of once k has been recomputed      at most R[w, k], 1 - S[w+1, i], and 1 - R[w, l] for
+    FREE[w, i, k]  it is freed once k has been recomputed          at most R[w, k], 1 - S[w+1, i], and 1 - R[w, l] for
                                                                    every l after k that is made from i
-    U[w, k]        bytes once k has been recomputed                U[w, k] = U[w, k-1] + R[w, k] - FREE[w, ., k-1],
-                                                                   and with what that takes besides at most the limit
+    U[w, k]        bytes once k has been recomputed                U[w, k] = U[w, k-1] + R[w, k] - FREE[w, ., k-1];
+                                                                   plus the transients of k, at most the limit
     needed nodes   S[w, i] + R[w, i] = 1
     other nodes    S[w, i] + R[w, i] <= 1                          R[w, i] <= sum of R[w, k] over k made from i
 
-and least seconds of all R.
+    minimise the seconds of all R
 
 Source: P. Jain, A. Jain, A. Nrusimha, A. Gholami, P. Abbeel, K. Keutzer, I. Stoica, J. E. Gonzalez, "Checkmate:
 Breaking the memory wall with optimal tensor rematerialization", MLSys 2020: the program with frontier-advancing stages,
-and its two-phase rounding (what is carried is rounded at one half, what is recomputed follows from that). FREE <= R is
-not in the program as published for open solvers, which without it lets a value go where the node that would do so is
-not recomputed, and so counts too little. Ours: a stage is a window of the backward pass, and in it something is
-recomputed for a need alone, since nothing can be replayed at other times; and the load of everything that is not a node
-changes from window to window.
+and its two-phase rounding (carried nodes are rounded at one half, recomputed ones follow from them). The program
+published for open solvers lacks FREE <= R: without it, a value may be freed at a node that is not recomputed, so memory
+is undercounted. Ours: a stage is a window of the backward pass, in which nodes are recomputed for needs alone, since
+nothing can be replayed at other times; and the memory of everything that is not a node changes from window to window.
 """
 
 from __future__ import annotations
@@ -35,12 +34,12 @@ _INFEASIBLE = 2
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Solution:
-    """What is carried from window to window.
+    """The nodes carried from window to window.
 
     Attributes:
-        carried: by window and node, whether it is there when the window begins.
-        gap: at most this share of the recomputed seconds could be saved; infinite where no bound is known.
-        rounded: whether it was rounded from the relaxation, and so may be over the limit.
+        carried: by window and node, whether it is present when the window begins.
+        gap: relative gap: at most this share of the recomputed seconds could be saved; infinite if no bound is known.
+        rounded: whether it was rounded from the relaxation, so it may exceed the limit.
     """
 
     carried: npt.NDArray[np.bool_]
@@ -63,7 +62,7 @@ class RecomputeProgram:
             (w, i, k): self._add()
             for w, k in self._r
             for i in graph.nodes[k].made_from
-            if i not in graph.needed[w]  # else it stays
+            if i not in graph.needed[w]  # otherwise it is kept
         }
         self._u = {(w, k): self._add() for w, k in self._r}
         self._users: list[list[int]] = [[] for _ in nodes]
@@ -77,7 +76,7 @@ class RecomputeProgram:
         return self._count - 1
 
     def _find_ancestors(self) -> list[set[int]]:
-        """By window, what is needed in it and all that this is made from."""
+        """Return, by window, the nodes needed in it and all nodes that these are made from."""
         found: list[set[int]] = []
         for needed in self._graph.needed:
             closed: set[int] = set()
@@ -91,13 +90,14 @@ class RecomputeProgram:
         return found
 
     def solve(self, limit_bytes: int, limits: SolverLimits, seconds: float) -> Solution | None:
-        """The solution under a limit in bytes; the best one so far, or else the rounded relaxation, at the others.
+        """Solve the program under a limit in bytes.
 
         Args:
-            seconds: what is left of those that the limits have.
+            seconds: time left.
 
         Returns:
-            None if there is none.
+            The best solution found within the limits; if there is none, the rounded relaxation; None if the program or
+            its relaxation has no solution.
 
         Cost: exponential in the nodes times the windows; hence the limits.
         """
@@ -159,15 +159,15 @@ class RecomputeProgram:
                 rows.add({variable: 1.0} | before, most=0.0)
         for (w, i), variable in self._r.items():
             if (w, i) in self._s:
-                # What is there is not made again; what is needed is there or made.
+                # A present node is not recomputed; a needed node is present or recomputed.
                 least = 1.0 if i in graph.needed[w] else 0.0
                 rows.add({variable: 1.0, self._s[w, i]: 1.0}, least=least, most=1.0)
             if i not in graph.needed[w]:
                 users = (k for k in self._users[i] if (w, k) in self._r)
                 rows.add({variable: 1.0} | {self._r[w, k]: -1.0 for k in users}, most=0.0)
             for j in graph.nodes[i].made_from:
-                there = {self._r[w, j]: -1.0} | ({self._s[w, j]: -1.0} if (w, j) in self._s else {})
-                rows.add({variable: 1.0} | there, most=0.0)
+                present = {self._r[w, j]: -1.0} | ({self._s[w, j]: -1.0} if (w, j) in self._s else {})
+                rows.add({variable: 1.0} | present, most=0.0)
 
     def _write_freeing(self, rows: _Rows) -> None:
         for (w, i, k), variable in self._free.items():
@@ -180,8 +180,8 @@ class RecomputeProgram:
 
     def _size(self, w: int, i: int) -> float:
         graph = self._graph
-        there = graph.node_bytes[w][0, i] if w <= graph.last_needed[i] else graph.nodes[i].nbytes
-        return float(there) / self._scale
+        nbytes = graph.node_bytes[w][0, i] if w <= graph.last_needed[i] else graph.nodes[i].nbytes
+        return float(nbytes) / self._scale
 
     def _write_recomputation(self, rows: _Rows, w: int, limit_bytes: int) -> None:
         graph = self._graph
@@ -192,10 +192,8 @@ class RecomputeProgram:
             rows.add(here | before, least=constant, most=constant)
             extra = graph.nodes[k].extra_bytes / self._scale
             rows.add({self._u[w, k]: 1.0, self._r[w, k]: extra}, most=limit_bytes / self._scale)
-            let_go = {
-                self._free[w, i, k]: self._size(w, i) for i in graph.nodes[k].made_from if (w, i, k) in self._free
-            }
-            before, constant = {self._u[w, k]: -1.0} | let_go, 0.0
+            freed = {self._free[w, i, k]: self._size(w, i) for i in graph.nodes[k].made_from if (w, i, k) in self._free}
+            before, constant = {self._u[w, k]: -1.0} | freed, 0.0
 
     def _write_limits(self, rows: _Rows, limit_bytes: int) -> None:
         graph = self._graph
@@ -208,7 +206,7 @@ class RecomputeProgram:
 
 
 class _Rows:
-    """Linear constraints, row by row."""
+    """Linear constraints, added row by row."""
 
     def __init__(self, columns: int) -> None:
         self._columns = columns
@@ -217,13 +215,13 @@ class _Rows:
         self._most: list[float] = []
 
     def add(self, terms: dict[int, float], *, least: float = -np.inf, most: float = np.inf) -> None:
-        """One row: `least` <= the terms <= `most`."""
+        """Add one row: `least` <= the terms <= `most`."""
         self._entries += [(len(self._least), column, factor) for column, factor in terms.items() if factor]
         self._least.append(least)
         self._most.append(most)
 
     def finish(self) -> object:
-        """All of them, as scipy wants them."""
+        """Return all rows as scipy's `LinearConstraint`."""
         from scipy.optimize import LinearConstraint
         from scipy.sparse import csr_array
 

@@ -1,8 +1,8 @@
-"""When a solver stops, and what it then says: how far its solution may be from the best.
+"""Limits for a solver, and the log message that states how far its solution may be from the optimum.
 
-A limit in nodes of the search tree ends the same search at the same place on every machine; one in seconds does not, so
-it is only there for the worst. Either way the best solution so far is taken, and what that may cost is logged under the
-strategy's name: as a warning where a limit came first, else as information.
+A limit in nodes of the search tree stops the same search at the same point on every machine. A limit in seconds does
+not, so it is only a last resort. In both cases the best solution so far is used, and its gap is logged under the
+strategy's name: as a warning if a limit was reached, as information otherwise.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ from elbowroom.errors import UsageError
 _log = logging.getLogger(__name__)
 
 LAST_RESORT_SECONDS = 120.0
-"""Far more than the nodes take that strategies ask for."""
+"""Much longer than solvers take for the node limits that strategies use."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class SolverLimits:
-    """When a solver stops.
+    """Conditions on which a solver stops.
 
     Attributes:
-        gap: where its solution is within this share of the bound.
-        nodes: after so many of the search tree.
-        seconds: after so long.
+        gap: relative gap between the solution and the bound.
+        nodes: nodes of the search tree.
+        seconds: elapsed time.
 
     Raises:
-        UsageError: there are no nodes, or no seconds.
+        UsageError: `nodes` or `seconds` is not positive.
     """
 
     gap: float
@@ -43,12 +43,12 @@ class SolverLimits:
             )
 
     def options(self, seconds: float) -> dict[str, Any]:
-        """As `scipy.optimize.milp` wants them, with so many seconds left."""
+        """Return the options of `scipy.optimize.milp`, with this many seconds left."""
         return {"mip_rel_gap": self.gap, "node_limit": self.nodes, "time_limit": max(seconds, 0.0)}
 
-    def say(self, strategy: str, gap: float, of_what: str) -> None:
-        """Log how far from the best the solution taken may be; `gap` is infinite where no bound is known."""
+    def log_gap(self, strategy: str, gap: float, subject: str) -> None:
+        """Log how far the solution may be from the optimum; `gap` is infinite if no bound is known."""
         distance = f"within {gap:.2%} of the best" if gap < float("inf") else "no bound is known"
         is_done = gap <= self.gap * (1 + 1e-6)
         ending = "" if is_done else f"; it stopped at its limit of {self.nodes} nodes or {self.seconds:g} s"
-        _log.log(logging.INFO if is_done else logging.WARNING, "%s: %s: %s%s", strategy, of_what, distance, ending)
+        _log.log(logging.INFO if is_done else logging.WARNING, "%s: %s: %s%s", strategy, subject, distance, ending)

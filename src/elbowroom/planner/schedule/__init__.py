@@ -1,1 +1,1 @@
-"""Choices for gaps -> ticks -> Plan."""
+"""Turns a choice for each gap into ticks, and those into a Plan."""

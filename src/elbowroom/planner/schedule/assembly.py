@@ -1,7 +1,7 @@
-"""Offloads with their ticks, and drops -> Plan, for strategies that set every tick themselves.
+"""Assembles a plan for strategies that set every tick themselves.
 
-Unlike `draft.Drafter.finish`, which brings back all that a replay makes, this asks for each: what a replay makes on the
-way may also be let go again, and made anew when it is needed itself.
+`draft.Drafter.finish` keeps everything that a replay produces. Here the strategy decides that for each storage: an
+intermediate result of a replay may be dropped again and recomputed at its own need.
 """
 
 from __future__ import annotations
@@ -15,17 +15,18 @@ from elbowroom.planner.schedule.draft import Drafter, Key
 from elbowroom.planner.schedule.timing import Times
 
 Keeps = Callable[[Key, int], bool]
-"""Whether the storage of a dropped gap stays on the device once a replay at this tick has made it on the way."""
+"""Whether the storage of a dropped gap stays on the device after a replay at this tick produced it."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ReplayStep:
-    """One segment, and what it is for.
+    """One segment and the gaps that it ends.
 
     Attributes:
-        tick: of the need that it serves.
-        fills: the gaps that end with it, that of the need first.
-        leaves: when the storage of each of these is dropped: not before all that the replay reads has been saved.
+        tick: the need that it serves.
+        fills: the gaps that it ends; the one of that need comes first.
+        leaves: for each of `fills`, the tick at which its storage is dropped: not before everything that the replay
+            reads has been saved.
     """
 
     segment: Segment
@@ -37,11 +38,11 @@ class ReplayStep:
 def list_replays(
     drafter: Drafter, dropped: Collection[Key], keeps: Keeps, since: Mapping[Key, int] | None = None
 ) -> Iterator[ReplayStep | Key]:
-    """What is replayed, in order of time; where a gap cannot be filled by a replay, that gap, and no more.
+    """Yield the replays in order of time; stop at a gap that no replay can fill, and yield its key.
 
     Args:
-        keeps: is asked about each storage that a replay makes on its way, before that replay is handed out.
-        since: the saves or needs at which storages are dropped, where that is not at the beginning of their gaps.
+        keeps: called for each intermediate result of a replay, before that replay is yielded.
+        since: the saves or needs at which storages are dropped, for those that are not dropped when their gap opens.
 
     Cost: linear in the ops replayed.
     """
@@ -92,7 +93,7 @@ def assemble(
     offloads: Mapping[Key, Times],
     replays: Sequence[ReplayStep] = (),
 ) -> Plan:
-    """The plan. An offloaded storage that a replay reads is back by then, whatever its times say."""
+    """Build the plan. An offloaded storage that a replay reads is reloaded by then, whatever its times say."""
     decisions: list[Decision] = []
     for segment, replay in enumerate(replays):
         for key, leave in zip(replay.fills, replay.leaves, strict=True):

@@ -1,4 +1,4 @@
-"""Choices for gaps -> Plan, through the compiled sweep: what `auto` and the other searches are made of."""
+"""Builds plans from choice vectors with the compiled sweep; `auto` and the other searches use it."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from elbowroom.simulator.transit import Sweep, make_sweep
 
 
 class ChoiceVectorPlanner:
-    """Makes plans of vectors of choices for one problem.
+    """Turns choice vectors for one problem into plans.
 
     Attributes:
-        columns: the problem in arrays.
-        keys: of the gaps, in the columns' order.
+        columns: the problem as arrays.
+        keys: the gaps' keys, in the order of the columns.
     """
 
     def __init__(self, problem: Problem) -> None:
@@ -30,16 +30,16 @@ class ChoiceVectorPlanner:
         self.room: Sweep = make_sweep(self.columns)
 
     def make_plan(self, choices: Array, strategy: str, slack: float = 0.0) -> Plan:
-        """The plan of choices that can be carried out.
+        """Build the plan of a feasible choice vector.
 
-        An offload that comes to nothing, since its copy is not out before it is wanted again, is left out. That frees
-        the link, so the plan may be faster than the sweep; its bytes are the same.
+        Leaves out an offload whose copy does not finish before the storage is needed again. That frees the link, so the
+        plan may be faster than the sweep; its bytes are the same.
         """
-        sound = sweep(self.columns, choices, self._problem.budget_bytes, slack, np.inf, self.room)
-        assert sound
-        return self._write(strategy)
+        is_feasible = sweep(self.columns, choices, self._problem.budget_bytes, slack, np.inf, self.room)
+        assert is_feasible
+        return self._read_plan(strategy)
 
-    def _write(self, strategy: str) -> Plan:
+    def _read_plan(self, strategy: str) -> Plan:
         ticks, found = self.columns.events["tick"], self.room.segments
         decisions: list[Decision] = []
         for (storage, index), gap, move in zip(self.keys, self.columns.gaps, found.moves, strict=True):
@@ -61,10 +61,10 @@ class ChoiceVectorPlanner:
             strategy=strategy,
             budget_bytes=self._problem.budget_bytes,
             decisions=tuple(decisions),
-            segments=tuple(self._write_segment(segment) for segment in range(int(found.tally[0].segments))),
+            segments=tuple(self._read_segment(segment) for segment in range(int(found.tally[0].segments))),
         )
 
-    def _write_segment(self, segment: int) -> Segment:
+    def _read_segment(self, segment: int) -> Segment:
         found = self.room.segments
         this, following = found.segments[segment], found.segments[segment + 1]
         outputs = self.columns.gaps["storage"][found.moves["segment"] == segment]

@@ -1,8 +1,8 @@
-"""A lane of a link as a timetable: which stretches of time are taken, and where there is still room.
+"""Timetable of one lane of a link: the intervals in use, and where a copy still fits.
 
 taken     |####|      |#######|        |###|
-earliest         ^ first fit from here on
-latest                           last fit before there ^
+earliest         ^ first fit at or after this time
+latest                           last fit that ends by this time ^
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ import bisect
 
 
 class LinkTimetable:
-    """Stretches of time that do not overlap."""
+    """Disjoint intervals of time."""
 
     def __init__(self) -> None:
         self._begins: list[float] = []
         self._ends: list[float] = []
 
     def earliest(self, begin: float, seconds: float) -> float:
-        """The first time, from `begin` on, at which so many seconds are free."""
+        """Return the first time, at or after `begin`, at which `seconds` are free."""
         index = bisect.bisect_right(self._ends, begin)
         while index < len(self._begins) and self._begins[index] < begin + seconds:
             begin = max(begin, self._ends[index])
@@ -26,7 +26,7 @@ class LinkTimetable:
         return begin
 
     def latest(self, end: float, seconds: float) -> float:
-        """The last time at which a stretch of so many seconds may begin that is over by `end`; it may be below 0."""
+        """Return the last time at which a copy of `seconds` can begin and end by `end`; it may be negative."""
         index = bisect.bisect_left(self._begins, end) - 1
         while index >= 0 and self._ends[index] > end - seconds:
             end = min(end, self._begins[index])
@@ -34,10 +34,10 @@ class LinkTimetable:
         return end - seconds
 
     def take(self, begin: float, seconds: float) -> None:
-        """Occupy a stretch that is free."""
+        """Reserve an interval that is free."""
         index = bisect.bisect_left(self._begins, begin)
         end = begin + seconds
-        # Neighbours become one, so that looking for room does not get slower where it is all taken.
+        # Merge adjacent intervals, so that a search does not slow down on a busy lane.
         if index < len(self._begins) and self._begins[index] == end:
             end = self._ends[index]
             del self._begins[index], self._ends[index]

@@ -1,10 +1,10 @@
-"""The bytes on the device at every tick, kept up to date while a strategy gives gaps up. Exact, without a simulation.
+"""Device memory at every tick, updated as a strategy evicts storages in gaps. Exact, without a simulation.
 
     save ... release | gone ....................... | back ... need
               (from the tick after the release, or after the last
-               use by anyone else, whichever comes later)
+               other use of the storage, whichever comes later)
 
-How long anything takes never changes how many bytes are held, so a strategy can count bytes without a clock.
+The number of bytes held does not depend on how long anything takes, so a strategy can count bytes without a clock.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from elbowroom.planner.schedule.draft import Drafter, Key
 
 
 class MemoryCurve:
-    """The load curve of a step, and what giving each gap up would take off it.
+    """The memory curve of a step, and the bytes that eviction in each gap would free.
 
     Args:
-        drafter: whose gaps.
-        live_bytes: the curve to begin with: that of the plain step, if nothing has been given up yet.
+        drafter: provides the gaps.
+        live_bytes: the initial curve: that of the plain step, if nothing has been evicted yet.
 
     Attributes:
         live: bytes at each tick.
-        gone: the first tick at which the storage of a gap would be gone if it were given up at once.
-        nbytes: how much that is.
+        gone: by gap, the first tick at which its storage is gone if it is released as soon as the gap opens.
+        nbytes: by gap, the bytes that this frees.
         keys: the gaps, sorted.
     """
 
@@ -47,18 +47,18 @@ class MemoryCurve:
         self._gaps = drafter.gaps
 
     def copy(self) -> MemoryCurve:
-        """Another one, which changes by itself."""
+        """Return an independent copy."""
         twin = copy.copy(self)
         twin.live = self.live.copy()
         return twin
 
     def away(self, key: Key, release: int, back: int) -> slice:
-        """The ticks at which a gap's storage is gone, if it is given up at `release` and comes back at `back`."""
+        """Return the ticks at which a gap's storage is gone, if it is released at `release` and returns at `back`."""
         begin = max(self.gone[key], release + 1)
         return slice(begin, max(begin, back))
 
     def take(self, key: Key, release: int, back: int) -> None:
-        """Count a storage as gone between two moves."""
+        """Subtract a storage for the ticks between its release and its return."""
         self.live[self.away(key, release, back)] -= self.nbytes[key]
 
     def put(self, key: Key, release: int, back: int) -> None:
@@ -66,12 +66,12 @@ class MemoryCurve:
         self.live[self.away(key, release, back)] += self.nbytes[key]
 
     def take_all(self, key: Key) -> None:
-        """Count a storage as gone for as long as its gap allows."""
+        """Subtract a storage for its whole gap."""
         gap = self._gaps[key]
         self.take(key, gap.opens, gap.closes)
 
     def spanning(self, tick: int) -> list[Key]:
-        """The gaps in which a storage can be gone at a tick.
+        """Return the gaps in which a storage can be gone at a tick.
 
         Cost: linear in the gaps.
         """
@@ -79,10 +79,10 @@ class MemoryCurve:
 
     @property
     def peak_tick(self) -> int:
-        """Where the load is highest; the first such tick."""
+        """The first tick at which memory use is highest."""
         return int(np.argmax(self.live)) if len(self.live) else 0
 
     @property
     def peak_bytes(self) -> int:
-        """The highest load."""
+        """The highest memory use."""
         return int(self.live.max(initial=0))

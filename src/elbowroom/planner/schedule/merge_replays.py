@@ -1,11 +1,12 @@
-"""Replays that repeat each other's ops, run as one.
+"""Merges replays that run the same ops.
 
-    before   need c: replay a b c       need d: replay a b d       a and b twice, since nothing holds them in between
-    after    need c: replay a b c d     need d: it is there        d takes its room from the first need on
+    before   need c: replay a b c       need d: replay a b d       a and b run twice, since nothing holds them
+    after    need c: replay a b c d     need d: on the device      d takes memory from the first need on
 
-A replay brings back what it makes on its way. Here it also makes what is not on its way, where the ops that both need
-cost more than the room is worth: the results of a dense block, say, each a concatenation of all those before it, whose
-parts nothing holds. Joined are replays close to each other in time, while each joining saves time and fits.
+A replay keeps its intermediate results. Merging also lets it produce a result of a later replay, if the ops that both
+share cost more than the memory is worth. An example is a dense block: each result is a concatenation of all earlier
+ones, and nothing holds the parts. Replays that are close in time are merged as long as that saves time and fits the
+budget.
 
 Source: replaying a whole block at its first need is checkpointing as done by hand in memory-efficient DenseNets (G.
 Pleiss, D. Chen, G. Huang, T. Li, L. van der Maaten, K. Q. Weinberger, "Memory-efficient implementation of DenseNets",
@@ -25,25 +26,25 @@ from elbowroom.planner.problem import Problem
 from elbowroom.planner.schedule.draft import Drafter, Key
 
 REACH = 6
-"""Replays that lie so far apart, counted in replays, are still considered."""
+"""Two replays are candidates if they are at most this many replays apart."""
 
 MOST_TRIALS, FEWEST_TRIALS = 12, 3
-"""Forecasts; each is of several joinings at once, if it can be."""
+"""Number of forecasts; one forecast may test several merges at once."""
 
 MOST_REPLAYED = 6_000
-"""Ops of all forecasts together, for which there are fewer of long plans."""
+"""Replayed ops in all forecasts together; long plans get fewer forecasts."""
 
 WORTHWHILE = 1e-6
-"""Of the plain step: what joining two replays must save."""
+"""Least time that merging two replays must save, as a share of the plain step."""
 
 Group = tuple[Key, ...]
 """Gaps that one replay ends."""
 
 
 def merge_replays(problem: Problem, plan: Plan) -> Plan:
-    """A plan that is no slower and fits, if `plan` does; the same plan where nothing is gained.
+    """Return a plan that is no slower and fits, if `plan` fits; else, or if nothing is gained, return `plan`.
 
-    Cost: some dozen forecasts, and closures for each pair of replays that are near each other.
+    Cost: about a dozen forecasts, and the closures of each pair of replays that are close in time.
     """
     drafter = problem.drafter
     rest = [decision for decision in plan.decisions if decision.choice is not Choice.RECOMPUTE]
@@ -61,10 +62,12 @@ def merge_replays(problem: Problem, plan: Plan) -> Plan:
         made = _write(problem, plan, joined, rest)
         found = None if made is None else drafter.replay.run(made)
         if made and found and problem.fits(found) and found.step_seconds < forecast.step_seconds:
-            groups, best, forecast = joined, made, found
+            groups = joined
+            best = made
+            forecast = found
             pairs = _Merger(problem, groups, forecast).find_pairs(barred)
         elif len(pairs) > 1:
-            pairs = pairs[: len(pairs) // 2]  # those that save most
+            pairs = pairs[: len(pairs) // 2]  # keep the pairs that save most
         else:
             barred.add(_unite(groups, *pairs[0]))
             pairs = _Merger(problem, groups, forecast).find_pairs(barred)
@@ -80,7 +83,7 @@ def _list_groups(drafter: Drafter, plan: Plan) -> list[Group]:
 
 
 def _tick(drafter: Drafter, group: Group) -> int:
-    """The need at which a group is replayed: the first of them."""
+    """Return the need at which a group is replayed: the first of its needs."""
     return min(drafter.gaps[key].closes for key in group)
 
 
@@ -95,7 +98,7 @@ def _unite(groups: Sequence[Group], earlier: int, later: int) -> Group:
 
 
 class _Replays:
-    """Finds what each group takes, when all of them are dropped until their replays."""
+    """Finds the ops that each group replays, when every group is dropped until its replay."""
 
     def __init__(self, drafter: Drafter, groups: Sequence[Group]) -> None:
         self._drafter = drafter
@@ -106,7 +109,7 @@ class _Replays:
                 self._away.setdefault(key[0], []).append((drafter.gaps[key].opens, tick))
 
     def find(self, group: Group, tick: int) -> Segment | None:
-        """The replay of a group at a need not after its own; None if there is none then."""
+        """Return the replay of a group at a need not after its own; None if that is impossible."""
         ops: set[int] = set()
         leaves: set[int] = set()
         for key in group:
@@ -125,7 +128,7 @@ class _Replays:
 
 
 class _Merger:
-    """Looks for pairs of groups, given a forecast of the step without joining them."""
+    """Finds pairs of groups to merge, given a forecast of the step in which they are separate."""
 
     def __init__(self, problem: Problem, groups: Sequence[Group], forecast: Forecast) -> None:
         self._drafter, self._budget_bytes = problem.drafter, problem.budget_bytes
@@ -137,10 +140,10 @@ class _Merger:
         self._segments = [self._replays.find(group, tick) for group, tick in zip(groups, self._ticks, strict=True)]
 
     def find_pairs(self, barred: Collection[Group]) -> list[tuple[int, int]]:
-        """Pairs that save time and fit together, those that save most first; no group is in two of them.
+        """Return pairs that save time and fit together, by decreasing saving; no group is in two pairs.
 
         Args:
-            barred: unions that have been tried in vain.
+            barred: merged groups that have been tried without success.
         """
         savings = []
         for earlier in range(len(self._groups)):
@@ -169,7 +172,7 @@ class _Merger:
         return apart - self._transients.seconds(tuple(sorted({*first.ops, *moved.ops})))
 
     def _take_room(self, earlier: int, later: int) -> bool:
-        """Whether what the later one brings back has room from the earlier one on; then it takes it."""
+        """Reserve memory for the later group from the earlier replay on; return False if it does not fit."""
         span = self._live[self._ticks[earlier] : self._ticks[later]]
         if span.max() + self._count(later) > self._budget_bytes:
             return False
@@ -181,7 +184,7 @@ class _Merger:
 
 
 def _write(problem: Problem, plan: Plan, groups: Sequence[Group], rest: Sequence[Decision]) -> Plan | None:
-    """The plan in which each group is replayed at once; None if one cannot be."""
+    """Return the plan in which each group is one replay; None if one of them is impossible."""
     drafter = problem.drafter
     replays = _Replays(drafter, groups)
     segments: list[Segment] = []
@@ -191,7 +194,7 @@ def _write(problem: Problem, plan: Plan, groups: Sequence[Group], rest: Sequence
         segment = replays.find(group, tick)
         if segment is None:
             return None
-        # What is dropped lives on in its leaves, so they must have been saved before it goes.
+        # The leaves replace the dropped storage, so they must be saved before it is dropped.
         saved = max((drafter.closures.claim_at(leaf, tick) for leaf in segment.leaves), default=-1)
         for key in group:
             leave = max(drafter.gaps[key].opens, saved)

@@ -1,9 +1,9 @@
-"""Gaps to offload and gaps to drop -> ticks, replays, load, plan: what the choices of a hybrid strategy come to.
+"""Turns the gaps that a hybrid strategy offloads or drops into ticks, replays and memory use.
 
-1. Replays, in order of time. What one makes on its way stays if there is room for it until it is needed (collective
-   recomputation), and is made anew for its own need if not.
-2. What a replay reads is back by then.
-3. Copies under the limit, with their waits (`timing.CopyTimetable.hold_under`).
+1. Schedule replays in order of time. An intermediate result stays if memory suffices until its need (collective
+   recomputation); otherwise it is recomputed for that need.
+2. Reload what a replay reads before it runs.
+3. Schedule copies under the limit, with the waits that this takes (`timing.CopyTimetable.hold_under`).
 """
 
 from __future__ import annotations
@@ -21,33 +21,34 @@ from elbowroom.planner.schedule.timing import CopyTimetable, Times
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RealizedChoices:
-    """What choices come to.
+    """The schedule that choices lead to.
 
     Attributes:
         times: of the offloads.
-        replays: in order.
-        load: with everything counted, as a forecast of the plan would.
+        replays: in order of time.
+        load: memory use, the same as in a forecast of the plan.
     """
 
     times: dict[Key, Times]
     replays: tuple[ReplayStep, ...]
     load: MemoryCurve
 
-    def blame(self, drafter: Drafter, limit_bytes: int) -> list[Key]:
-        """The dropped gaps without whose replays there would be less where the load is over a limit.
+    def find_drops_at_peak(self, drafter: Drafter, limit_bytes: int) -> list[Key]:
+        """Return the dropped gaps whose replays raise memory use where it exceeds the limit.
 
-        Replays that take too much themselves; and those that have a block there at the peak, because they read it, or
-        because what they read is saved only later. Without any of these: what was made on the way and stayed.
+        These are replays that exceed the limit themselves, and replays that keep a block on the device at the peak,
+        because they read it or because what they read is saved only later. If there are none: intermediate results that
+        stayed.
         """
         found = {replay.fills[0] for replay in self.replays if self.load.live[replay.tick] > limit_bytes}
         peak_tick = self.load.peak_tick
-        there = {
+        present = {
             key[0]
             for key in self.load.spanning(peak_tick)
             if key in self.times and not self.times[key].release < peak_tick < self.times[key].back
         }
         for replay in self.replays:
-            if replay.tick <= peak_tick and there & set(replay.segment.leaves):
+            if replay.tick <= peak_tick and present & set(replay.segment.leaves):
                 found.add(replay.fills[0])
             drops = zip(replay.fills, replay.leaves, strict=True)
             found |= {key for key, leave in drops if drafter.gaps[key].opens < peak_tick <= leave}
@@ -55,7 +56,7 @@ class RealizedChoices:
         return sorted(found or (key for key in kept if drafter.gaps[key].closes > peak_tick))
 
     def plan(self, problem: Problem, strategy: str) -> Plan:
-        """Written as a plan."""
+        """Return the choices as a plan."""
         return assemble(problem.drafter, strategy, problem.budget_bytes, offloads=self.times, replays=self.replays)
 
 
@@ -68,34 +69,35 @@ def realize(
     keeps: Keeps | None = None,
     since: Mapping[Key, int] | None = None,
 ) -> RealizedChoices | Key:
-    """What the choices come to; a dropped gap that cannot be filled, if there is one.
+    """Return the schedule that the choices lead to; or the key of a dropped gap that no replay can fill.
 
-    What was offloaded once has its copy below for as long as it is claimed: dropped later on, it is reloaded.
+    A storage that was offloaded once has a host copy until its claim ends: if it is dropped in a later gap, it is
+    reloaded instead.
 
     Args:
-        plain: the load without them; it is not changed.
-        keeps: whether what a replay makes on its way stays; if None, where there is room.
-        since: when storages are dropped, where that is later than their gaps begin.
+        plain: memory use of the plain step; it is not changed.
+        keeps: whether an intermediate result of a replay stays; if None, it stays where memory suffices.
+        since: when storages are dropped, for those that are not dropped when their gap opens.
 
     Cost: linear in the ops replayed, and for each wait in ticks.
     """
     reloaded = find_copied(problem.drafter, offloaded) & set(dropped)
     offloaded, dropped = {*offloaded, *reloaded}, set(dropped) - reloaded
-    ledger = _Ledger(problem, plain, offloaded, dropped, keeps)
+    counter = _LoadCounter(problem, plain, offloaded, dropped, keeps)
     replays: list[ReplayStep] = []
-    for replay in list_replays(problem.drafter, dropped, ledger.keeps, since):
+    for replay in list_replays(problem.drafter, dropped, counter.keeps, since):
         if not isinstance(replay, ReplayStep):
             return replay
-        ledger.count(replay)
+        counter.count(replay)
         replays.append(replay)
-    for key, by in ledger.wanted.items():
-        ledger.load.put(key, problem.drafter.gaps[key].opens, by)
-    times = timetable.hold_under(ledger.load, ledger.wanted, problem.budget_bytes)
-    return RealizedChoices(times=times, replays=tuple(replays), load=ledger.load)
+    for key, by in counter.wanted.items():
+        counter.load.put(key, problem.drafter.gaps[key].opens, by)
+    times = timetable.hold_under(counter.load, counter.wanted, problem.budget_bytes)
+    return RealizedChoices(times=times, replays=tuple(replays), load=counter.load)
 
 
 def find_copied(drafter: Drafter, offloaded: Collection[Key]) -> set[Key]:
-    """The gaps that open while there is a copy below from an earlier gap."""
+    """Return the gaps that open while a host copy from an earlier gap exists."""
     first: dict[tuple[int, int], int] = {}
     for storage, index in sorted(offloaded, reverse=True):
         first[storage, drafter.closures.claim_at(storage, drafter.gaps[storage, index].closes)] = index
@@ -106,8 +108,8 @@ def find_copied(drafter: Drafter, offloaded: Collection[Key]) -> set[Key]:
     }
 
 
-class _Ledger:
-    """The load while replays are gone through, with offloads away for as long as they could be."""
+class _LoadCounter:
+    """Memory use while replays are scheduled, with every offloaded storage away for its whole gap."""
 
     def __init__(
         self,
@@ -130,8 +132,8 @@ class _Ledger:
             self.load.take_all(key)
 
     def keeps(self, key: Key, tick: int) -> bool:
-        """Whether what a replay makes on its way stays; it is counted then."""
-        # While the program holds the old block, both would be there.
+        """Decide whether an intermediate result stays; if so, count it."""
+        # While the program holds the old block, both would take memory.
         keeps = self._storages[key[0]].released <= tick and self._has_place(key, tick)
         if keeps:
             self.load.put(key, tick - 1, self._drafter.gaps[key].closes)
@@ -142,7 +144,7 @@ class _Ledger:
         return self.load.nbytes[key] <= room
 
     def count(self, replay: ReplayStep) -> None:
-        """Count what a replay takes for itself, what it needs back, and what stays until all that it reads is saved."""
+        """Count the memory of a replay: transients, leaves it needs, and storages held until its leaves are saved."""
         load, tick = self.load, replay.tick
         load.live[tick] += self._drafter.replay.transients.measure(replay.segment, replay.segment.outputs)[1]
         for key, leave in zip(replay.fills, replay.leaves, strict=True):

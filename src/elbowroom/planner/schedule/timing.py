@@ -1,15 +1,16 @@
-"""When the copies of chosen gaps leave and come back: out as early as the link allows, back as late as it allows.
+"""Schedules the copies of chosen gaps: out as early as the link allows, back as late as it allows.
 
-    out lane    [ a ][  b  ][ c ]                       in order of leaving, one after the other
-    back lane                        [ c ][  b  ][ a ]  laid out backwards from the needs
-    load        ------\\___\\______________/______/----   freed where a copy ends, taken where one begins
+    out lane    [ a ][  b  ][ c ]                       in order of opening, one after the other
+    back lane                        [ c ][  b  ][ a ]  scheduled backwards from the needs
+    memory      ------\\___\\______________/______/----   freed when a copy out ends, taken when a reload begins
 
-Two ways to end it: with nothing ever waiting, whatever the load is then (`lay_out`); or with the load under a limit,
-whatever has to wait (`hold_under`).
+There are two modes: the step never waits, whatever the memory use (`lay_out`); or memory use stays under a limit and
+the step waits as needed (`hold_under`).
 
 Source: J. Zhang, S. H. Yeung, Y. Shu, B. He, W. Wang, "Efficient memory management for GPU-based deep learning
-systems", 2019 (AutoSwap), and the schedule of swaps in the authors' code. Inferred: what a link with one lane for both
-directions does; and a copy that is still below is not made again, since the runtime does not make it either.
+systems", 2019 (AutoSwap), and the schedule of swaps in the authors' code. Inferred: how a link with one lane for both
+directions behaves; and that a copy that still exists on the host is not made again, since the runtime does not make it
+either.
 """
 
 from __future__ import annotations
@@ -29,9 +30,9 @@ from elbowroom.planner.schedule.memory_curve import MemoryCurve
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Times:
-    """Ticks of an offload: the device's copy is given up at `release`, and the reload begins at `back`.
+    """Ticks of an offload: the device's copy is released at `release`, and the reload begins at `back`.
 
-    The copy out begins at `leave`; if that is None, where the gap opens.
+    The copy out begins at `leave`, or when the gap opens if `leave` is None.
     """
 
     release: int
@@ -40,50 +41,53 @@ class Times:
 
 
 def list_moments(trace: Trace) -> list[int]:
-    """The ticks at which moves can happen: saves and needs."""
+    """Return the ticks at which storages can move: saves and needs."""
     return sorted({save.tick for save in trace.saves} | {need.tick for need in trace.needs})
 
 
 class CopyTimetable:
-    """Lays out copies in the time of the plain step."""
+    """Schedules copies on the time axis of the plain step."""
 
     def __init__(self, drafter: Drafter) -> None:
-        self._gaps, self._begins, self._closures = drafter.gaps, drafter.begins, drafter.closures
+        self._gaps = drafter.gaps
+        self._begins = drafter.begins
+        self._closures = drafter.closures
         self._link = drafter.replay.costs.link
         self._storages = drafter.replay.trace.storages
         self._ticks = list_moments(drafter.replay.trace)
         self._seconds = [self._begins[tick] for tick in self._ticks]
 
     def lay_out(self, keys: Iterable[Key]) -> dict[Key, Times]:
-        """Times with which nothing waits. A gap that is too short for its copies is left out.
+        """Return times with which the step never waits. A gap too short for its copies is left out.
 
-        Cost: quadratic in the gaps at worst, where one after the other is left out.
+        Cost: quadratic in the gaps at worst, if they are left out one by one.
         """
         kept = {key: self._gaps[key].closes for key in keys}
         while True:
-            releases, out_lane = self._lay_out_leaving(kept, stay=True)
+            releases, out_lane = self._schedule_copies_out(kept, stay=True)
             found = self._lay_out_just_in_time(releases, out_lane)
             if found.keys() == kept.keys():
                 return found
-            kept = {key: kept[key] for key in found}  # without the copies of the others
+            kept = {key: kept[key] for key in found}  # again, without the copies of the gaps that were left out
 
     def hold_under(self, load: MemoryCurve, wanted: Mapping[Key, int], limit_bytes: int) -> dict[Key, Times]:
-        """Times with which the load is under a limit wherever these gaps can bring it there.
+        """Return times that keep memory use under a limit wherever these gaps can.
 
-        Where a copy out is not done in time, the step waits for it; a reload begins when there is room for it, if need
-        be only when its storage is wanted.
+        If a copy out does not finish in time, the step waits for it. A reload begins once memory suffices: at the
+        latest when its storage is needed.
 
         Args:
-            load: without these gaps; it is left with them taken out.
-            wanted: the gaps, and the tick by which each must be back: its end, or an earlier replay that reads it.
+            load: memory use without offloads of these gaps; on return the gaps are subtracted from it.
+            wanted: by gap, the tick by which its storage must be back: the gap's end, or an earlier replay that reads
+                it.
 
         Cost: for each wait, linear in ticks.
         """
-        releases, _ = self._lay_out_leaving(wanted, stay=False)
+        releases, _ = self._schedule_copies_out(wanted, stay=False)
         for key, release in releases.items():
             load.take(key, release, wanted[key])
-        self._force(load, releases, wanted, limit_bytes)
-        backs = self._lay_out_coming(releases, wanted)
+        self._stall(load, releases, wanted, limit_bytes)
+        backs = self._schedule_reloads(releases, wanted)
         found: dict[Key, Times] = {}
         previous = 0
         for key in sorted(releases, key=lambda key: (wanted[key], key)):
@@ -101,10 +105,10 @@ class CopyTimetable:
 
     # -- out ------------------------------------------------------------------------------------------------------
 
-    def _lay_out_leaving(self, wanted: Mapping[Key, int], *, stay: bool) -> tuple[dict[Key, int], LinkTimetable]:
-        """The release of each, in order of leaving, and when the lane is taken.
+    def _schedule_copies_out(self, wanted: Mapping[Key, int], *, stay: bool) -> tuple[dict[Key, int], LinkTimetable]:
+        """Return the release of each gap in order of opening, and the timetable of the out lane.
 
-        What is wanted before its copy is done stays (`stay`), or is given up at once.
+        A storage that is needed before its copy ends stays on the device (`stay`), or is released when its gap opens.
         """
         releases: dict[Key, int] = {}
         ends: dict[tuple[int, int], float] = {}  # of the copy, by storage and claim
@@ -125,8 +129,8 @@ class CopyTimetable:
             releases[key] = release
         return releases, lane
 
-    def _force(self, load: MemoryCurve, releases: dict[Key, int], wanted: Mapping[Key, int], limit_bytes: int) -> None:
-        """Wait for copies, the oldest first, where the load would be over the limit before they are done."""
+    def _stall(self, load: MemoryCurve, releases: dict[Key, int], wanted: Mapping[Key, int], limit_bytes: int) -> None:
+        """Wait for copies, the oldest first, where memory use would exceed the limit before they end."""
         tick = 0
         while True:
             over = load.live[tick:] > limit_bytes
@@ -152,20 +156,20 @@ class CopyTimetable:
             end = min(lane, self._begins[self._gaps[key].closes])
             begin = end - reload_seconds(self._link, self._nbytes(key))
             event = bisect.bisect_right(self._seconds, begin) - 1
-            # Reloads of one event begin in order of storage: this one must be ahead of the next to be needed.
+            # Reloads of one event begin in order of storage id: this one must begin before the one that is needed next.
             if (event, key[0]) >= follower:
                 event = follower[0] - 1
             if event < 0 or self._ticks[event] < self.earliest_back(key, releases[key]):
                 continue
             at = self._seconds[event]
             if self._link.half_duplex and out_lane.earliest(at, end - at) > at:
-                continue  # a copy out is in the way
+                continue  # a copy out occupies the link
             lane, follower = begin, (event, key[0])
             found[key] = Times(releases[key], self._ticks[event])
         return found
 
-    def _lay_out_coming(self, releases: dict[Key, int], wanted: Mapping[Key, int]) -> dict[Key, int]:
-        """Where each reload would begin, if there were room."""
+    def _schedule_reloads(self, releases: dict[Key, int], wanted: Mapping[Key, int]) -> dict[Key, int]:
+        """Return the tick at which each reload would begin if memory sufficed."""
         backs: dict[Key, int] = {}
         lane = float("inf")
         for key in sorted(releases, key=lambda key: (-wanted[key], key)):
@@ -177,19 +181,19 @@ class CopyTimetable:
         return self._storages[key[0]].nbytes
 
     def earliest_back(self, key: Key, release: int) -> int:
-        """Where a reload may begin at the earliest: not while the program still holds the old block."""
+        """Return the earliest tick of a reload: not while the program still holds the old block."""
         return self.moment_from(max(release + 1, self._storages[key[0]].released))
 
     def moment_from(self, tick: int) -> int:
-        """The first save or need not before a tick."""
+        """Return the first save or need at or after a tick."""
         index = bisect.bisect_left(self._ticks, tick)
         return self._ticks[min(index, len(self._ticks) - 1)]
 
     def moment_before(self, seconds: float) -> int:
-        """The last save or need that is not later than a time."""
+        """Return the last save or need at or before a time in seconds."""
         return self._ticks[max(0, bisect.bisect_right(self._seconds, seconds) - 1)]
 
     def moment_at(self, seconds: float, tick: int) -> int:
-        """The first save or need not before a tick and not earlier than a time."""
+        """Return the first save or need at or after both a tick and a time in seconds."""
         index = max(bisect.bisect_left(self._seconds, seconds), bisect.bisect_left(self._ticks, tick))
         return self._ticks[min(index, len(self._ticks) - 1)]

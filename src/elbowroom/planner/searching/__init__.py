@@ -1,1 +1,1 @@
-"""Searches through vectors of choices, scored by the compiled simulator."""
+"""Searches for a choice in every gap: simulated annealing, and branch and bound for small steps."""

@@ -1,4 +1,6 @@
-"""Improves choices by trying others on the compiled simulator: simulated annealing over single gaps and runs of alike.
+"""Simulated annealing on choices, judged by the compiled simulator.
+
+Moves change single gaps, or runs of consecutive similar gaps.
 
 Source: S. Kirkpatrick, C. D. Gelatt, M. P. Vecchi, "Optimization by simulated annealing", Science 220, 1983.
 """
@@ -18,16 +20,16 @@ from elbowroom.simulator.transit import Sweep
 
 
 class SearchSpace(NamedTuple):
-    """What may be changed.
+    """The gaps to decide on, and their permitted choices.
 
     Attributes:
-        gaps: those worth deciding on; the larger, the more often.
-        allowed: per gap and choice.
-        alike: the same gaps once each, those of one kind together and in order of time.
-        place: per gap, where it is in `alike`; -1: not there.
-        kind: per place.
-        in_time: the same gaps by their opens.
-        rank: per gap, where it is in `in_time`.
+        gaps: the gaps to draw from; larger ones are repeated, so they are drawn more often.
+        allowed: whether a choice is permitted, by gap and choice.
+        alike: the same gaps without repetition, grouped by kind and ordered by time within a kind.
+        place: by gap, its index in `alike`; -1 if absent.
+        kind: by index in `alike`.
+        in_time: the same gaps, by their opens.
+        rank: by gap, its index in `in_time`.
     """
 
     gaps: Array
@@ -40,11 +42,11 @@ class SearchSpace(NamedTuple):
 
 
 STEEPER = 1.003
-"""By which the price of a byte changes from turn to turn."""
+"""Factor by which the penalty per byte changes each turn."""
 
 
 class SweepLimits(NamedTuple):
-    """What choices are judged within; `slack` as for `sweep`."""
+    """Limits within which choices are judged; `slack` as for `sweep`."""
 
     budget_bytes: int
     host_bytes: int
@@ -52,54 +54,57 @@ class SweepLimits(NamedTuple):
 
 
 @compiled
-def find_excess(terms: SweepLimits, room: Sweep) -> int:
-    """Bytes by which the last sweep did not fit."""
+def find_excess(limits: SweepLimits, room: Sweep) -> int:
+    """Return the bytes by which the last sweep exceeded the limits."""
     outcome = room.outcome[0]
-    over = max(0, outcome.peak_bytes - terms.budget_bytes) + max(0, outcome.lower_bytes - terms.host_bytes)
+    over = max(0, outcome.peak_bytes - limits.budget_bytes) + max(0, outcome.lower_bytes - limits.host_bytes)
     return int(over)
 
 
 @compiled
 def anneal(
-    columns: Columns, space: SearchSpace, terms: SweepLimits, choices: Array, best: Array, hot: float, cold: float,
+    columns: Columns, space: SearchSpace, limits: SweepLimits, choices: Array, best: Array, hot: float, cold: float,
     turns: int, seed: int, price: Array, room: Sweep,
 ) -> float:  # fmt: skip
-    """Change `choices` for `turns` turns while temperatures fall from `hot` to `cold` seconds.
+    """Change `choices` for `turns` turns while the temperature falls from `hot` to `cold` seconds.
 
-    Bytes that are too much have a price, which rises while there are any and falls while there are none: the search
-    walks along the edge of what fits.
+    Excess bytes carry a penalty, which rises while there is any excess and falls otherwise: the search stays near the
+    boundary of the feasible set.
 
     Args:
-        best: set to the best that fits, if it is better than what `best` holds.
-        price: one number, seconds for every byte that is too much; goes on from here the next time.
+        best: set to the best feasible choices, if they beat its contents.
+        price: array of one number: penalty in seconds per excess byte; updated in place, so a later call continues from
+            it.
 
     Returns:
         The seconds of `best`; infinite if it does not fit.
 
     Cost: one sweep a turn.
     """
-    budget, slack = terms.budget_bytes, terms.slack
+    budget, slack = limits.budget_bytes, limits.slack
     found = np.inf
-    if sweep(columns, best, budget, slack, np.inf, room) and find_excess(terms, room) == 0:
+    if sweep(columns, best, budget, slack, np.inf, room) and find_excess(limits, room) == 0:
         found = room.outcome[0].seconds
     if not sweep(columns, choices, budget, slack, np.inf, room):
         return found
-    seconds, excess = room.outcome[0].seconds, find_excess(terms, room)
+    seconds, excess = room.outcome[0].seconds, find_excess(limits, room)
     before = choices.copy()
-    state, heat, cooling = seed, hot, (cold / hot) ** (1.0 / max(1, turns))
+    state = seed
+    heat = hot
+    cooling = (cold / hot) ** (1.0 / max(1, turns))
     for turn in range(turns):
         if turn > 0:
-            state = _change(space, choices, _mix(state))
+            state = _change(space, choices, _advance(state))
             if _draw(state, 3) == 0:
-                state = _change(space, choices, _mix(state))
+                state = _change(space, choices, _advance(state))
         heat *= cooling
         price[0] *= STEEPER if excess > 0 else 1.0 / STEEPER
-        state = _mix(state)
-        # Drawn first, so that a sweep can end as soon as it is too slow to be accepted.
+        state = _advance(state)
+        # Draw the threshold first, so that the sweep can stop once it is too slow to be accepted.
         limit = seconds + price[0] * excess - heat * math.log((state + 1.0) / 2.0**48)
         accepted = bool(sweep(columns, choices, budget, slack, limit, room))
         if accepted:
-            excess_now = find_excess(terms, room)
+            excess_now = find_excess(limits, room)
             accepted = room.outcome[0].seconds + price[0] * excess_now <= limit
         if not accepted:
             _copy(before, choices)
@@ -113,16 +118,17 @@ def anneal(
 
 
 @compiled
-def polish(columns: Columns, space: SearchSpace, terms: SweepLimits, best: Array, sweeps: int, room: Sweep) -> float:
-    """Change single gaps of `best` while that is faster, or as fast with less to move.
+def polish(columns: Columns, space: SearchSpace, limits: SweepLimits, best: Array, sweeps: int, room: Sweep) -> float:
+    """Change single gaps of `best` while that is faster, or equally fast with one move less.
 
     Args:
-        sweeps: about so many at most.
+        sweeps: approximate upper limit on sweeps.
 
     Returns:
         The seconds of `best`; infinite if it does not fit.
     """
-    if not sweep(columns, best, terms.budget_bytes, terms.slack, np.inf, room) or find_excess(terms, room):
+    budget, slack = limits.budget_bytes, limits.slack
+    if not sweep(columns, best, budget, slack, np.inf, room) or find_excess(limits, room):
         return float(np.inf)
     found, since = room.outcome[0].seconds, 0
     place = len(space.alike)
@@ -136,23 +142,25 @@ def polish(columns: Columns, space: SearchSpace, terms: SweepLimits, best: Array
                 continue
             best[gap] = choice
             sweeps -= 1
-            fits = sweep(columns, best, terms.budget_bytes, terms.slack, found, room) and not find_excess(terms, room)
+            fits = sweep(columns, best, budget, slack, found, room) and not find_excess(limits, room)
             if fits and (room.outcome[0].seconds < found or (choice == KEEP and was != KEEP)):
-                found, now, since = room.outcome[0].seconds, choice, 0
+                found = room.outcome[0].seconds
+                now = choice
+                since = 0
         best[gap] = now
     return float(found)
 
 
 @compiled
-def try_all(columns: Columns, space: SearchSpace, terms: SweepLimits, best: Array, room: Sweep) -> float:
-    """Set `best` to the best that fits of all there are.
+def try_all(columns: Columns, space: SearchSpace, limits: SweepLimits, best: Array, room: Sweep) -> float:
+    """Set `best` to the fastest feasible choices, by enumeration.
 
     Returns:
         The seconds of `best`; infinite if it does not fit.
 
     Cost: a sweep for every combination.
     """
-    found = polish(columns, space, terms, best, 0, room)
+    found = polish(columns, space, limits, best, 0, room)
     choices = np.zeros(len(best), dtype=np.int8)
     while True:
         for gap in space.alike:
@@ -166,50 +174,50 @@ def try_all(columns: Columns, space: SearchSpace, terms: SweepLimits, best: Arra
             is_allowed = is_allowed and space.allowed[gap, choices[gap]]
         if not is_allowed:
             continue
-        carried_out = sweep(columns, choices, terms.budget_bytes, terms.slack, found, room)
-        if carried_out and not find_excess(terms, room) and room.outcome[0].seconds < found:
+        is_feasible = sweep(columns, choices, limits.budget_bytes, limits.slack, found, room)
+        if is_feasible and not find_excess(limits, room) and room.outcome[0].seconds < found:
             found = room.outcome[0].seconds
             _copy(choices, best)
 
 
 @inlined
 def _copy(source: Array, target: Array) -> None:
-    """Set every number of `target`: as an assignment to a slice, which takes seconds longer to compile."""
+    """Copy element by element; assigning a slice would take numba seconds longer to compile."""
     for index in range(len(target)):
         target[index] = source[index]
 
 
 @internal
-def _mix(state: int) -> int:
-    """The next of a sequence of numbers below 2**48 that look random; the user's own generators stay untouched."""
+def _advance(state: int) -> int:
+    """Return the next state of a 48-bit linear congruential generator; global generators stay untouched."""
     return (state * 25214903917 + 11) & 0xFFFFFFFFFFFF
 
 
 @internal
 def _draw(state: int, count: int) -> int:
-    """A number below `count`, from the better half of the bits."""
+    """Return a number below `count`, from the high bits of a state, which are the more random ones."""
     return (state >> 16) % count
 
 
 @internal
 def _change(space: SearchSpace, choices: Array, state: int) -> int:
-    """Exchange, copy or set some choices; returns the next state of the numbers."""
-    state = _mix(state)
+    """Exchange, copy or set some choices; return the next generator state."""
+    state = _advance(state)
     gap = space.gaps[_draw(state, len(space.gaps))]
     place = space.place[gap]
-    state = _mix(state)
+    state = _advance(state)
     manner = _draw(state, 8)
-    state = _mix(state)
+    state = _advance(state)
     length = _draw_length(state)
     if manner < 5:
-        state = _mix(state)
+        state = _advance(state)
         reach = 17 if manner < 3 else 2 * len(space.alike) + 1
         other = place + _draw(state, reach) - reach // 2
         if other != place and 0 <= other < len(space.alike) and space.kind[other] == space.kind[place]:
-            _transplant(space, choices, gap, space.alike[other], length, manner % 2 == 0)
+            _exchange(space, choices, gap, space.alike[other], length, manner % 2 == 0)
             return state
-    state = _mix(state)
-    choice = _other(choices[gap], _draw(state, 16))
+    state = _advance(state)
+    choice = _pick_other(choices[gap], _draw(state, 16))
     if not space.allowed[gap, choice]:
         choice = KEEP if choices[gap] != KEEP else OFFLOAD
         if not space.allowed[gap, choice]:
@@ -224,7 +232,7 @@ def _change(space: SearchSpace, choices: Array, state: int) -> int:
 
 @internal
 def _draw_length(state: int) -> int:
-    """Mostly 1; twice as much a quarter as often."""
+    """Draw a run length: mostly 1; each doubling is a quarter as likely."""
     length, draw = 1, _draw(state, 1024)
     while draw < 256 and length < 64:
         length, draw = length * 2, draw * 2
@@ -232,8 +240,11 @@ def _draw_length(state: int) -> int:
 
 
 @internal
-def _transplant(space: SearchSpace, choices: Array, one: int, other: int, length: int, both_ways: bool) -> None:
-    """Give `one` and what follows it in time the choices of `other` and what follows that, while they are alike."""
+def _exchange(space: SearchSpace, choices: Array, one: int, other: int, length: int, both_ways: bool) -> None:
+    """Exchange the choices of two runs of similar gaps, or copy those of the second to the first.
+
+    The runs begin at `one` and `other`, go on in order of time, and end at the first pair of different kinds.
+    """
     first, second = space.rank[one], space.rank[other]
     if first < second:
         length = min(length, second - first, len(space.in_time) - second)
@@ -252,8 +263,8 @@ def _transplant(space: SearchSpace, choices: Array, one: int, other: int, length
 
 
 @internal
-def _other(choice: int, draw: int) -> int:
-    """Another choice, for a number below 16; the special manners of dropping are tried seldom."""
+def _pick_other(choice: int, draw: int) -> int:
+    """Return another choice, from a number below 16; the two special kinds of recomputation are rare."""
     manner = RECOMPUTE_OWN if draw < 2 else (RECOMPUTE_KEEP_INPUTS if draw < 4 else RECOMPUTE)
     if choice >= RECOMPUTE and manner != RECOMPUTE and manner != choice:
         return manner

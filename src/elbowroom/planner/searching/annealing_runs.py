@@ -1,7 +1,7 @@
-"""Walks through the choices, side by side on all cores.
+"""Runs simulated annealing from several starts in parallel.
 
-How they are spread over cores changes nothing about where they end: each has its own numbers, its own room, and its
-own best until all are over.
+The result does not depend on the number of cores: each run has its own random numbers, buffers and best choices until
+all have ended.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from elbowroom.simulator.columns import Array, Columns
 from elbowroom.simulator.transit import make_sweep
 
 MOST_RUNS = 100
-"""Side by side."""
+"""Most runs in parallel."""
 
 PIECES = 8
-"""Of every walk, between which an interruption is noticed."""
+"""Parts of each run; an interruption is noticed between them."""
 
 
 @dataclasses.dataclass(slots=True)
 class BestChoices:
-    """The best choices so far, and the seconds of their step with a slack; infinite if they do not fit."""
+    """The best choices so far, and the seconds of their step under a slack; infinite if they do not fit."""
 
     choices: Array
     seconds: float
@@ -37,14 +37,15 @@ class BestChoices:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class AnnealingRun:
-    """Where a walk starts, and how it goes on.
+    """One start of simulated annealing, and its schedule.
 
     Attributes:
-        hot, cold: seconds: temperatures at the beginning and at the end.
-        turns: 0: only look at the start.
-        price: seconds for every byte that is too much, at the beginning.
+        start: the initial choices.
+        hot, cold: initial and final temperature, in seconds.
+        turns: number of turns; 0 only evaluates the start.
+        price: initial penalty, in seconds per excess byte.
         slack: as for `sweep`.
-        again: which time walks go on from here; each has other numbers.
+        restart: number of the restart; each has other random numbers.
     """
 
     start: Array
@@ -53,60 +54,64 @@ class AnnealingRun:
     turns: int
     price: float
     slack: float
-    again: int = 0
+    restart: int = 0
 
 
 def anneal_all(
-    columns: Columns, space: SearchSpace, terms: SweepLimits, walks: Sequence[AnnealingRun], best: BestChoices,
+    columns: Columns, space: SearchSpace, limits: SweepLimits, runs: Sequence[AnnealingRun], best: BestChoices,
     beside: Sequence[Callable[[], Plan | None]] = (),
 ) -> list[Plan]:  # fmt: skip
-    """Go all walks, and set `best` to the best of them and itself.
+    """Anneal all runs, and set `best` to the best of their results and itself.
 
     Args:
-        beside: what else is to be done meanwhile, by the interpreter, which walks leave idle.
+        beside: other tasks for the Python interpreter, which compiled runs leave idle.
 
     Returns:
-        The plans that `beside` made.
+        The plans that `beside` returned.
 
     Raises:
-        KeyboardInterrupt: after what was found until then is in `best`.
+        KeyboardInterrupt: `best` then holds what was found until the interruption.
     """
-    found = [BestChoices(best.choices, np.inf, walk.slack) for walk in walks]
+    found = [BestChoices(best.choices, np.inf, run.slack) for run in runs]
     stop = threading.Event()
 
-    def go(seed: int) -> None:
-        walk = walks[seed]
-        found[seed] = BestChoices(best.choices.copy(), np.inf, walk.slack)
-        _go(columns, space, terms._replace(slack=walk.slack), walk, seed, found[seed], stop)
+    def anneal_one(seed: int) -> None:
+        run = runs[seed]
+        found[seed] = BestChoices(best.choices.copy(), np.inf, run.slack)
+        _anneal(columns, space, limits._replace(slack=run.slack), run, seed, found[seed], stop)
 
     try:
         tasks: list[Callable[[], Plan | None]] = [*beside]
-        tasks += [functools.partial(go, seed) for seed in range(len(walks))]
+        tasks += [functools.partial(anneal_one, seed) for seed in range(len(runs))]
         done = run_all(tasks, stop.set)
     finally:
         fastest = min(found, key=lambda each: each.seconds, default=best)
         if fastest.seconds < best.seconds:
-            best.choices, best.seconds, best.slack = fastest.choices, fastest.seconds, fastest.slack
+            best.choices = fastest.choices
+            best.seconds = fastest.seconds
+            best.slack = fastest.slack
     return [each for each in done if each is not None]
 
 
-def _go(
+def _anneal(
     columns: Columns,
     space: SearchSpace,
-    terms: SweepLimits,
-    walk: AnnealingRun,
+    limits: SweepLimits,
+    run: AnnealingRun,
     seed: int,
     best: BestChoices,
     stop: threading.Event,
 ) -> None:
-    room, choices, prices = make_sweep(columns), walk.start.copy(), np.asarray([walk.price])
-    pieces = PIECES if walk.turns else 1
-    cooling = (walk.cold / walk.hot) ** (1 / pieces)
+    room = make_sweep(columns)
+    choices = run.start.copy()
+    prices = np.asarray([run.price])
+    pieces = PIECES if run.turns else 1
+    cooling = (run.cold / run.hot) ** (1 / pieces)
     for piece in range(pieces):
         if stop.is_set():
             return
-        heat = walk.hot * cooling**piece
+        heat = run.hot * cooling**piece
         best.seconds = anneal(
-            columns, space, terms, choices, best.choices, heat, heat * cooling, max(1, walk.turns // pieces),
-            PIECES * (seed + MOST_RUNS * walk.again) + piece + 1, prices, room,
+            columns, space, limits, choices, best.choices, heat, heat * cooling, max(1, run.turns // pieces),
+            PIECES * (seed + MOST_RUNS * run.restart) + piece + 1, prices, room,
         )  # fmt: skip

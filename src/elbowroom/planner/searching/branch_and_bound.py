@@ -1,11 +1,10 @@
-"""The best of all choices for the gaps of a small step, by branch and bound.
+"""Branch and bound over the choices of a small step: the fastest of all.
 
-    all choices ----- gap a stays ------ ...                bound 1.21 s: not below the best so far, left out
-                 |--- gap a is offloaded --- gap b ... ---- few are left: every vector of them is swept
-                 '--- gap a is dropped ---- ...             no plan fits: left out
+    all choices ----- gap a stays ------ ...                bound 1.21 s: not below the best so far, pruned
+                 |--- gap a is offloaded --- gap b ... ---- few vectors are left: sweep them all
+                 '--- gap a is dropped ---- ...             no plan fits: pruned
 
-What is left out is bounded by the fluid linear programme with the choices so far fixed, and what is swept is timed by
-the compiled simulator.
+The fluid linear program with the choices so far fixed bounds a branch; the compiled simulator times vectors.
 
 Source: A. H. Land, A. G. Doig, "An automatic method of solving discrete programming problems", Econometrica 28, 1960.
 """
@@ -31,32 +30,31 @@ from elbowroom.simulator.sweep import sweep
 from elbowroom.simulator.transit import Sweep
 
 FEW_VECTORS = 1 << 8
-"""So many are swept rather than bounded."""
+"""A branch with at most this many vectors is swept rather than bounded."""
 
 SLACKS = (0.0, 0.5, 2.0)
 
 CLOSE = 1e-6
-"""Of the best so far: a branch that cannot gain more is left out."""
+"""Share of the best time so far: a branch that cannot gain more is pruned."""
 
-WHOLE, MOVED, DROPPED = range(3)
+KEPT, MOVED, DROPPED = range(3)
 KINDS = ((KEEP,), (OFFLOAD,), (RECOMPUTE, RECOMPUTE_OWN), (RECOMPUTE,), (RECOMPUTE_OWN,))
-"""Choices that are still open to a gap: the linear programme knows three kinds, the last two being one to it."""
+"""Choices that a kind leaves open to a gap. The linear program does not distinguish the last three."""
 
 
 Branch = dict[int, int]
-"""By gap, which of `KINDS` is left to it; every one, if it is not named."""
+"""By gap, the only one of `KINDS` that is left to it; a gap that is absent has all."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class BranchAndBoundResult:
-    """What a search found.
+    """Result of a search.
 
     Attributes:
-        choices, slack: of the best; `choices` is None if none fits that is fast enough.
-        seconds: it takes; if there is none, those that were not fast enough.
-        bound_seconds: no vector of choices is faster; the same as `seconds`, but for `CLOSE`, if the search ended by
-            itself.
-        nodes: that were looked at.
+        choices, slack: of the fastest plan; `choices` is None if none fits and beats the limit.
+        seconds: its time; the limit if there is none.
+        bound_seconds: no choice vector is faster. Equals `seconds`, except for `CLOSE`, if the search was exhaustive.
+        nodes: number of branches visited.
     """
 
     choices: Array | None
@@ -70,12 +68,12 @@ class BranchAndBound:
     """Searches the choices of one problem.
 
     Args:
-        limit: seconds; what is no faster is of no interest.
+        limit: seconds; only faster plans count.
 
     Attributes:
-        composer: makes plans of choices.
-        gaps: those to decide on: whose absence frees bytes at a tick at which the plain step has too many. The largest
-            come first.
+        vectors: builds plans from choice vectors.
+        gaps: the gaps to decide on, the largest first: those whose absence frees bytes at a tick where the plain step
+            exceeds the budget.
     """
 
     def __init__(self, problem: Problem, limit: float = math.inf) -> None:
@@ -93,9 +91,9 @@ class BranchAndBound:
         self._slack = 0.0
 
     def search(self, most_nodes: int) -> BranchAndBoundResult:
-        """Down to the few vectors of the most promising branch, and again from the branch of the least bound.
+        """Dive to the few vectors of the most promising branch, then go on from the branch with the least bound.
 
-        Cost: at worst exponential in the gaps; a linear programme or some thousand sweeps a node.
+        Cost: at worst exponential in the gaps; a linear program or some thousand sweeps a node.
         """
         self._sweep(self._list_choices(dict.fromkeys(self.gaps, MOVED)))
         first = solve_fluid(self._problem)
@@ -126,7 +124,7 @@ class BranchAndBound:
         )  # fmt: skip
 
     def _list_choices(self, fixed: Branch) -> list[list[int]]:
-        """What each gap can still be."""
+        """Return the choices that each gap still has."""
         lists: list[list[int]] = [[KEEP]] * len(self._best)
         for gap in self.gaps:
             kinds = (fixed[gap],) if gap in fixed else self._list_kinds(gap)
@@ -134,7 +132,7 @@ class BranchAndBound:
         return lists
 
     def _list_kinds(self, gap: int) -> tuple[int, ...]:
-        return (WHOLE, MOVED, DROPPED) if self._can_drop[gap] else (WHOLE, MOVED)
+        return (KEPT, MOVED, DROPPED) if self._can_drop[gap] else (KEPT, MOVED)
 
     def _sweep(self, lists: list[list[int]]) -> None:
         counts = np.array([len(choices) for choices in lists], dtype=np.int64)
@@ -150,7 +148,7 @@ class BranchAndBound:
                 self._seconds, self._slack = float(seconds), slack
 
     def _bound(self, model: Model, fixed: Branch) -> tuple[float, Numbers, Numbers] | None:
-        """Seconds, and the shares of each gap dropped and moved; None if nothing fits."""
+        """Return seconds, and the shares of each gap dropped and moved; None if nothing fits."""
         least, most = np.zeros(len(model.most)), model.most.copy()
         for gap, kind in fixed.items():
             index = self._place[self.vectors.keys[gap]]
@@ -169,7 +167,10 @@ class BranchAndBound:
         return self._problem.plain.step_seconds + max(0.0, extra) * model.unit_seconds, dropped, moved
 
     def _branch(self, fixed: Branch, seconds: float, dropped: Numbers, moved: Numbers) -> list[tuple[float, Branch]]:
-        """The branches at one gap, the most promising last: where the programme is least sure, else the largest."""
+        """Return the branches at one gap, the most promising last: the gap of which the relaxation is least certain.
+
+        Ties go to the largest gap.
+        """
         left = [gap for gap in self.gaps if gap not in fixed]
         if not left:
             gap = next(gap for gap in self.gaps if fixed[gap] == DROPPED)
@@ -183,7 +184,7 @@ class BranchAndBound:
 
 
 class _Queue:
-    """Branches that are still to be looked at, with their bounds in seconds."""
+    """Branches not visited yet, with their bounds in seconds."""
 
     def __init__(self) -> None:
         self._heap: list[tuple[float, int, int, Branch]] = []
@@ -196,14 +197,14 @@ class _Queue:
         return min(self._heap[0][0] if self._heap else math.inf, self._next[0] if self._next else math.inf)
 
     def put(self, branches: list[tuple[float, Branch]]) -> None:
-        """Add branches, the last of which is to be taken next."""
+        """Add branches; the last one is visited next."""
         *others, self._next = branches
         for seconds, branch in others:
             self._count += 1
             heapq.heappush(self._heap, (seconds, -len(branch), self._count, branch))
 
     def take(self, limit: float) -> Branch | None:
-        """The one to be looked at next; None if none has a bound below a limit."""
+        """Remove and return the next branch; None if no bound is below the limit."""
         if self._next is not None:
             seconds, branch = self._next
             self._next = None
@@ -220,15 +221,15 @@ def try_vectors(
     columns: Columns, table: Array, counts: Array, budget_bytes: int, host_bytes: int, slack: float, limit: float,
     best: Array, room: Sweep,
 ) -> float:  # fmt: skip
-    """Sweep every vector there is of the first `counts` choices of each row of a table; set `best` to the fastest.
+    """Sweep every vector made of the first `counts` choices of each row of a table; set `best` to the fastest.
 
     Args:
-        limit: seconds; what is no faster is of no interest.
+        limit: seconds; only faster vectors count.
 
     Returns:
-        The seconds of the fastest that fits; `limit` if there is none.
+        The seconds of the fastest vector that fits; `limit` if there is none.
 
-    Cost: a sweep for each.
+    Cost: a sweep for each vector.
     """
     place = np.zeros(len(counts), dtype=np.int64)
     choices = table[:, 0].copy()

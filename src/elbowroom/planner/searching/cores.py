@@ -1,4 +1,4 @@
-"""Tasks that do not depend on each other, on all cores."""
+"""Runs independent tasks on all cores."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ Result = TypeVar("Result")
 
 
 def run_all(tasks: Sequence[Callable[[], Result]], stop: Callable[[], None] = lambda: None) -> list[Result]:
-    """What the tasks return, in their order. A task may be begun twice: its result must be the same.
+    """Run tasks in threads and return their results in order. A task may run twice: its result must be the same.
 
-    Where no thread can be had, as under a tight limit on memory, they run one after the other.
+    If no thread can be started, as under a tight memory limit, they run one after the other.
 
     Args:
-        stop: called where the others are not waited for, so that they end early.
+        stop: called when one task fails or the wait is interrupted, so that the others end early.
 
     Raises:
-        KeyboardInterrupt: no task is begun any more, and those that were have ended.
+        KeyboardInterrupt: no further task is started, and the running ones have ended.
     """
     cores = min(len(tasks), os.cpu_count() or 1)
     if cores > 1:
         pool = ThreadPoolExecutor(max_workers=cores)
         try:
-            going = [pool.submit(task) for task in tasks]
-        except RuntimeError:  # no more threads
+            running = [pool.submit(task) for task in tasks]
+        except RuntimeError:  # no thread could be started
             pool.shutdown(cancel_futures=True)
         else:
             try:
-                return [each.result() for each in going]
+                return [each.result() for each in running]
             except BaseException:
                 stop()
                 raise

@@ -1,12 +1,12 @@
-"""Choices with lower and lower peaks, for searches that know of none that fits.
+"""Choices with lower and lower peaks, for searches that have no feasible start.
 
-    budget of the relaxation    80 %   64 %   51 %  ...  of the plain peak, until it has no solution
-    rounded                     each gap dropped until the first replay that makes it, or (ANEW) until its own close
+    budget of the relaxation    80 %   64 %   51 %  ...  of the plain peak, until it is infeasible
+    rounded                     each gap is dropped until the first replay that produces it, or (OWN) until its own need
 
-Where everything may be offloaded, offloading everything fits if anything does. Where it may not, because the tier below
-is limited or only recomputation is allowed, the relaxation rounded at the budget itself is often over it: it counts no
-room for replays, and what one replay makes for a later need stays. The ladder does not depend on the budget, so what
-does not fit within one budget is found again within a larger one.
+If everything may be offloaded, offloading everything fits if anything does. If not, because the lower tier is limited
+or only recomputation is allowed, the relaxation rounded at the budget itself often exceeds it: it counts no memory for
+replays, and intermediate results that a replay keeps for a later need stay. The sequence of budgets does not depend on
+the budget, so whatever is found within one budget is found again within a larger one.
 """
 
 from __future__ import annotations
@@ -23,24 +23,24 @@ from elbowroom.simulator.segments import KEEP, OFFLOAD, RECOMPUTE, RECOMPUTE_OWN
 from elbowroom.simulator.sweep import sweep
 
 STEP = 0.8
-"""From one budget to the next."""
+"""Ratio of one budget to the previous one."""
 
 WINDOWS = 40
 """Pivots of the relaxation (`fluid.solve_fluid`)."""
 
 ROUND_UP = 0.3
-"""A larger fraction of a gap counts as all of it."""
+"""A share of a gap of at least this counts as all of it."""
 
 MOST_MENDED = 64
-"""Gaps that are kept after all, before everything is."""
+"""Drops that `mend` undoes one by one; after that, it undoes all."""
 
 
 def list_low(
     problem: Problem, vectors: ChoiceVectorPlanner, allowed: Array, *, recompute: bool, offload: bool
 ) -> list[Array]:
-    """Choices that can be carried out, those of the higher budgets first.
+    """Return feasible choices, those of higher budgets first.
 
-    Cost: a linear programme for each rung, at most some twenty.
+    Cost: a linear program per budget, at most about twenty.
     """
     found: list[Array] = []
     budget_bytes = int(STEP * problem.plain.peak_bytes)
@@ -59,7 +59,7 @@ def list_low(
 
 
 def round_shares(vectors: ChoiceVectorPlanner, fluid: FluidSolution, allowed: Array) -> Array:
-    """Whole choices of a solution in fractions, such that they can be carried out."""
+    """Round a fractional solution to feasible choices."""
     place = {key: index for index, key in enumerate(fluid.keys)}
     order = np.asarray([place.get(key, len(place)) for key in vectors.keys], dtype=np.int64)
     recompute, offload = (np.append(share, 0.0)[order] for share in (fluid.recomputed, fluid.offloaded))
@@ -70,7 +70,7 @@ def round_shares(vectors: ChoiceVectorPlanner, fluid: FluidSolution, allowed: Ar
 
 
 def mend(vectors: ChoiceVectorPlanner, choices: Array, allowed: Array) -> Array:
-    """The choices with the drops kept that have no replay beside the others; nothing dropped if there are many."""
+    """Return the choices without drops that have no replay next to the others; without any drop if there are many."""
     for _ in range(MOST_MENDED):
         if sweep(vectors.columns, choices, 0, 0.0, np.inf, vectors.room):
             return choices

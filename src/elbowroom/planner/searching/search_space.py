@@ -1,4 +1,4 @@
-"""What may be changed in a search for choices: which gaps matter, what each can be, and which are alike."""
+"""The search space of a problem: which gaps to decide on, their permitted choices, and which are similar."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from elbowroom.simulator.columns import Array, Columns
 from elbowroom.simulator.segments import CHOICES, KEEP, RECOMPUTE, Segments, add_segment
 
 MOST_TICKETS = 8
-"""The largest gaps are drawn so many times as often as the smallest."""
+"""The largest gaps are drawn this many times as often as the smallest."""
 
 
 def find_search_space(columns: Columns, budget_bytes: int, room: Segments) -> SearchSpace:
-    """The gaps whose absence frees bytes at a time when there are too many, and what can be done in each."""
+    """Return the gaps whose absence frees bytes where the plain step exceeds the budget, and their allowed choices."""
     gaps, events = columns.gaps, columns.events
     begin = np.maximum(events["after"][gaps["open_event"]], gaps["free"])
     end = np.maximum(events["at"][gaps["close_event"]], begin)
@@ -47,7 +47,7 @@ def find_search_space(columns: Columns, budget_bytes: int, room: Segments) -> Se
 
 @compiled
 def price_replays(columns: Columns, room: Segments) -> Array:
-    """Seconds of recomputing each gap when nothing else is dropped; infinite where that cannot be done."""
+    """Return the seconds of recomputing each gap if nothing else is dropped; infinite if that is impossible."""
     seconds = np.full(len(columns.gaps), np.inf)
     for gap in range(len(seconds)):
         room.moves[gap].choice, room.moves[gap].segment = KEEP, -1

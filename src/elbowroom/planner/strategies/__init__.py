@@ -1,1 +1,1 @@
-"""Strategies make plans ahead of time: one file a strategy, entry point `make_plan(problem) -> Plan`."""
+"""Strategies that plan ahead of time: one file each, with the entry point `make_plan(problem) -> Plan`."""

@@ -1,26 +1,28 @@
-"""The default: keep, offload or recompute, jointly, as near to the best there can be as a search gets.
+"""The default: a joint search over keep, offload and recompute, close to the optimum.
 
-1. The joint fluid relaxation (`planner.bounds.fluid`) says what an ideal link and divisible storages would do. Its
-   solution is nearly whole; it is rounded, at this budget and at a slightly smaller one, since whole storages need some
-   room.
-2. From there choices are annealed on the compiled simulator: gaps change alone, in exchange with one of their kind, or
-   together with their neighbours in kind, and stretches of them are exchanged with, or copied to, others that look
-   alike, so that what is learnt about one repeated block serves all. What does not fit costs, and the price follows
-   the search, so that it walks along the edge of the budget. Several walks run side by side.
-   Meanwhile Capuchin's policy is asked, too (not for the longest traces). Then walks go on from the best of all that,
-   again and again while it is far from the bound. Where the step is a chain of stages, its best schedule of replays is
-   computed (`planner.heuristics.revolve`): within little memory replays read what other replays made, which no choice
-   says. If it is ahead in the end, it is the plan, and walks go on from what choices can say of it.
-3. The best is made into a plan with exact ticks; replays that repeat each other's ops are joined where that is faster.
+1. The joint fluid relaxation (`planner.bounds.fluid`) assumes an ideal link and divisible storages. Its solution is
+   nearly integral; it is rounded, at this budget and at slightly smaller ones, since whole storages need some extra
+   memory.
+2. From there, simulated annealing on the compiled simulator improves the choices. Gaps change alone, in exchange with
+   another of their kind, or together with neighbours of their kind; runs of gaps exchange choices with similar runs, or
+   copy them, so that an improvement in one repeated block reaches all. Choices that exceed the budget pay a penalty
+   that adapts to the search, so that it stays near the boundary of the feasible set. Several runs proceed in parallel;
+   unless the trace is long, Capuchin's plan is a start as well. Further runs continue from the best result while it is
+   far from the bound. If the step is a chain of stages, its best schedule of replays is computed as well
+   (`planner.heuristics.revolve`): with little memory, replays read what other replays produced, which no choice vector
+   expresses. If that schedule is ahead at the end, it is the plan, and runs continue from the choices that approximate
+   it.
+3. The best choices become a plan with exact ticks; replays that share ops are merged if that is faster.
 
-A storage that is dropped is back with the first replay that makes it, or made again at its own need, whatever was
-replayed before, or kept until the last replay that reads it: which of these is part of the choice. Where nothing fits,
-the plan holds as little as can be, and `plan` says what that needs.
+A dropped storage returns with the first replay that produces it, or is recomputed at its own need, whatever was
+replayed before; in the latter case it may also stay until the last replay that reads it. The choice says which of
+these. If nothing fits, the plan has the lowest peak found, and the error that `plan` raises states the budget it needs.
 
 Source: relaxing the choice and rounding it is Checkmate's (P. Jain et al., "Checkmate: Breaking the memory wall with
 optimal tensor rematerialization", MLSys 2020), the search over whole-step simulations HOME's (S. He et al., "HOME: A
-holistic GPU memory management framework for deep learning", IEEE Transactions on Computers 72, 2023); what is new is
-their union: offload in the relaxation, a simulator in machine code as the judge, and the walk along the edge.
+holistic GPU memory management framework for deep learning", IEEE Transactions on Computers 72, 2023). Ours: their
+combination, with offload in the relaxation, a simulator in machine code as the judge, and the search along the boundary
+of the feasible set.
 
 Cost: a linear program of some hundred rows an event, and a number of sweeps that falls with the trace's length.
 """
@@ -34,11 +36,11 @@ from elbowroom.planner.searching.nested_budgets import solve
 
 
 def make_plan(problem: Problem, *, moves: Moves = "both", effort: float = 1.0) -> Plan:
-    """The fastest plan found within the budget, or the lowest if none is; the same input gives the same plan.
+    """Return the fastest plan found within the budget, or the one with the lowest peak if none fits. Deterministic.
 
     Args:
-        moves: how storages may leave.
-        effort: how many sweeps are spent, over the usual number.
+        moves: how storages may leave the device.
+        effort: the number of sweeps, as a multiple of the usual one.
     """
     if problem.fits(problem.plain):
         plan = problem.drafter.finish({}, "auto", problem.budget_bytes)

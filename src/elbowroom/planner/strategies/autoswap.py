@@ -1,26 +1,26 @@
-"""AutoSwap: offload the blocks that score highest among those idle while the load peaks.
+"""AutoSwap: offload the blocks with the highest scores among those idle at the memory peak.
 
-1. Candidates: gaps of at least 1 MiB during which the load is highest.
-2. Take them by score, until the load would be under the limit:
-   doa      seconds to spare after both copies
-   aoa      the same times bytes
-   wdoa     by how much the load is over the limit, summed over the gap
-   swdoa    the same against what is left of the load after each choice
-   vote     the sum of the places under the first three
-   tuned    all of these normalised and weighted, the weights found by Bayesian optimisation on the forecast
-3. Lay out the copies: out one after the other, back as late as they can be.
+1. Candidates: gaps of blocks of at least 1 MiB that span the peak.
+2. Choose by score, until memory use would be under the limit:
+   doa      spare seconds after both copies
+   aoa      doa times bytes
+   wdoa     excess of memory use over the limit, summed over the gap
+   swdoa    wdoa with the memory use left after each choice
+   vote     the sum of the ranks under the first three
+   tuned    all of these normalised and weighted; Bayesian optimisation of the forecast finds the weights
+3. Schedule the copies: out one after the other, back as late as possible.
 
-With `mode=zero_overhead` nothing ever waits. Blocks are then only free once their copies are done, so the load may
-stay over the limit; other limits are then tried, and the lowest load reached is what such a plan needs. With
-`mode=stick_to_limit` the step waits for copies, and reloads are held back, wherever the load would be over the limit.
+With `mode=zero_overhead` the step never waits. Blocks are then free only once their copies are done, so memory use may
+exceed the limit; other limits are then tried, and the lowest peak reached is what such a plan needs. With
+`mode=stick_to_limit` the step waits for copies, and reloads are delayed, wherever memory use would exceed the limit.
 
 Source: J. Zhang, S. H. Yeung, Y. Shu, B. He, W. Wang, "Efficient memory management for GPU-based deep learning
 systems", 2019, and the authors' code. Inferred: the formula of swdoa, and which optimiser tunes the weights (here a
-tree-structured Parzen estimator). Ours: the published search looks at the one highest peak only, as `peaks=first` does,
-and fails where there is a second; `peaks=all` goes on with the next. The load is counted over all blocks, at saves and
-needs rather than at every access, so the margins of a few accesses that the code leaves after each are not needed.
+tree-structured Parzen estimator). Ours: the published search considers only the highest peak, as `peaks=first` does,
+and fails if there is a second; `peaks=all` goes on with the next. Memory is counted over all blocks, at saves and needs
+rather than at every access, so the margins of a few accesses that the code leaves after each are not needed.
 
-Cost: for each choice, linear in ticks and candidates; some tens of such searches where nothing waits, or with `tuned`.
+Cost: for each choice, linear in ticks and candidates; some tens of such searches with `zero_overhead` or `tuned`.
 """
 
 from __future__ import annotations
@@ -42,16 +42,16 @@ from elbowroom.planner.schedule.memory_curve import MemoryCurve
 from elbowroom.planner.schedule.timing import CopyTimetable, Times
 
 LIMITS_SWEPT = 24
-"""Limits tried where nothing may wait, between the lowest load there is and the plain one."""
+"""Limits tried with `zero_overhead`, between the lowest possible peak and the plain one."""
 
 TRIALS = 40
-"""Weightings tried."""
+"""Weight vectors tried."""
 
 UNFIT = 1e9
-"""What a plan that does not fit counts as, in seconds, for each time that it fills the budget."""
+"""Value in seconds of a plan that does not fit, per multiple of the budget that its peak is."""
 
 ScorerFor = Callable[[int], Scorer]
-"""The scorer for a limit."""
+"""Returns the scorer for a limit."""
 
 
 def make_plan(
@@ -61,15 +61,15 @@ def make_plan(
     mode: Literal["stick_to_limit", "zero_overhead"] = "stick_to_limit",
     peaks: Literal["all", "first"] = "all",
 ) -> Plan:
-    """The plan of the blocks chosen; the one with the lowest load that this mode reaches, where that is too much.
+    """Return the plan of the blocks chosen; if it does not fit, the plan with the lowest peak that this mode reaches.
 
     Args:
-        score: what blocks are chosen by, as above.
+        score: the score by which blocks are chosen, as above.
         mode: whether the step may wait for copies.
-        peaks: whether the search goes on with the next peak when one is under the limit.
+        peaks: whether the search goes on with the next peak once one is under the limit.
 
     Raises:
-        UsageError: tuning needs a package that is not installed.
+        UsageError: `tuned` needs a package that is not installed.
     """
     swaps = _Swaps(problem, mode, first_only=peaks == "first")
     scorer_for: ScorerFor = swaps.weigh_evenly
@@ -94,15 +94,15 @@ class _Swaps:
         self._timetable = CopyTimetable(problem.drafter)
 
     def score(self, limit_bytes: int, name: str) -> Scorer:
-        """The published scores."""
+        """Return the scorer of a published score."""
         return make_scorer(self._candidates, self._plain, limit_bytes, name)
 
     def weigh_evenly(self, limit_bytes: int) -> Scorer:
-        """All weights alike."""
+        """Return the scorer with equal weights."""
         return weigh(self._candidates, limit_bytes, (1.0, 1.0, 1.0, 1.0))
 
     def attempt(self, scorer_for: ScorerFor, limit_bytes: int) -> tuple[Plan, Forecast]:
-        """The plan of the blocks chosen for a limit; where nothing may wait it may be over that."""
+        """Return the plan of the blocks chosen for a limit; with `zero_overhead` its peak may exceed the limit."""
         chosen = self._choose(scorer_for, limit_bytes)
         if self._waits:
             wanted = {key: self._problem.drafter.gaps[key].closes for key in chosen}
@@ -110,7 +110,7 @@ class _Swaps:
         return self._finish(self._timetable.lay_out(chosen))
 
     def find_lowest(self, scorer_for: ScorerFor) -> Plan:
-        """What else fits; or the plan with the lowest peak. What is tried does not depend on the budget."""
+        """Return a plan found under other limits that fits, or the one with the lowest peak, whatever the budget."""
         if self._waits:
             gaps = self._problem.drafter.gaps
             chosen = self._choose(scorer_for, -1)
@@ -122,7 +122,7 @@ class _Swaps:
         return fitting[0] if fitting else min(found, key=lambda each: each[1].peak_bytes)[0]
 
     def tune(self) -> Plan | None:
-        """The plan of the weights with which the forecast is fastest, if one of those tried fits."""
+        """Return the fastest plan that fits among the weights tried; None if none fits."""
         budget_bytes = self._problem.budget_bytes
         best: tuple[float, Plan] | None = None
 

@@ -1,22 +1,22 @@
-"""Capuchin: offload what can come back unnoticed, and recompute where that is cheaper than to wait.
+"""Capuchin: offload what can return without a wait, and recompute where that is cheaper than the wait.
 
 1. Free time of a gap: from the end of its copy out to the last moment at which its reload may begin.
-2. While the load is over the budget, of the gaps that span its peak take the one with the most free time for whose
-   copies the link still has room in time: out before the peak, back after it. Planned copies do not share the link.
-3. Where there is none left, compare what the next one would make the step wait with what it takes to recompute the one
-   that saves the most memory per second (MSPS), and do the cheaper.
-4. What a replay makes on its way stays where there is room (collective recomputation).
-5. Feedback: a reload that came late begins earlier by 5 % of its time, again and again, as long as the budget holds.
+2. While memory use exceeds the budget: of the gaps that span its peak, take the one with the most free time for whose
+   copies the link still has time: out before the peak, back after it. Planned copies do not overlap on the link.
+3. If there is none, compare the wait that the next one would cause with the recomputation of the one that saves the
+   most memory per second (MSPS), and take the cheaper.
+4. An intermediate result of a replay stays if memory suffices (collective recomputation).
+5. Feedback: a late reload begins earlier by 5 % of its time, again and again, as long as the budget holds.
 
 Source: X. Peng, X. Shi, H. Dai, H. Jin, W. Ma, Q. Xiong, F. Yang, X. Qian, "Capuchin: Tensor-based GPU memory
 management for deep learning", ASPLOS 2020, its hybrid policy (`planner.heuristics.msps`,
 `planner.heuristics.feedback`); the measured accesses are here the saves and needs of the trace, at the times of the
-plain step. Inferred: the text leaves open how much is to be saved (here what the load is over the budget at its peak,
-over and over until nothing is), what makes a trigger valid (rule 2), and whether a copy that is not out by the peak
-counts as waiting (here it does). Ours: where a replay itself does not fit, its block is offloaded instead, and if
-nothing else fits, everything leaves at once and comes back on demand. The passive first step is not imitated.
+plain step. Inferred: the text leaves open how much to save (here the excess over the budget at the peak, repeatedly
+until there is none), what makes a trigger valid (rule 2), and whether a copy that is not out by the peak counts as a
+wait (here it does). Ours: if a replay itself does not fit, its block is offloaded instead, and if nothing else fits,
+everything is evicted at once and reloaded on demand. The passive first step is not imitated.
 
-Cost: for each choice, linear in ticks and in the gaps at the peak; then some tens of clocked steps.
+Cost: for each choice, linear in ticks and in the gaps at the peak; then some tens of simulated steps.
 """
 
 from __future__ import annotations
@@ -36,18 +36,18 @@ from elbowroom.planner.schedule.timing import CopyTimetable
 
 
 def make_plan(problem: Problem) -> Plan:
-    """The hybrid plan; the one with the lowest peak there is, where that does not fit."""
+    """Return the hybrid plan; if it does not fit, the plan with the lowest possible peak."""
     choices = _Choices(problem)
     realized = choices.make()
     if realized is not None:
         plan = feed_back(problem, choices.timetable, realized, "capuchin")
         if problem.fits(problem.drafter.replay.run(plan)):
             return plan
-    return _leave_at_once(problem)
+    return _evict_at_once(problem)
 
 
-def _leave_at_once(problem: Problem) -> Plan:
-    """The plan with the lowest peak; where the tier below cannot hold everything, the largest blocks leave."""
+def _evict_at_once(problem: Problem) -> Plan:
+    """Return the plan with the lowest peak; if the lower tier cannot hold everything, it evicts the largest blocks."""
     drafter = problem.drafter
     sizes = {key[0]: int(drafter.replay.rounded[key[0]]) for key in drafter.gaps}
     leaving: set[int] = set()
@@ -64,7 +64,7 @@ def _leave_at_once(problem: Problem) -> Plan:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Swap:
-    """One offload as it would be laid out now. `exposed_seconds`: what the step would wait for it."""
+    """An offload as it would be scheduled now. `exposed_seconds`: the wait that it would cause."""
 
     key: Key
     out_begin: float
@@ -73,7 +73,7 @@ class _Swap:
 
 
 class _Choices:
-    """What is offloaded and what is dropped, so far."""
+    """The gaps offloaded and dropped so far."""
 
     def __init__(self, problem: Problem) -> None:
         self._problem, self._drafter = problem, problem.drafter
@@ -93,9 +93,9 @@ class _Choices:
         return (begins[gap.closes] - self._back[key]) - (begins[gap.opens] + self._out[key])
 
     def make(self) -> RealizedChoices | None:
-        """Choose until everything counted fits; None if that is not to be had.
+        """Choose until everything fits; return None if that is impossible.
 
-        Every round chooses something, or takes a recomputation back for good.
+        Every round chooses a gap, or replaces a recomputation for good.
         """
         load = self._plain.copy()
         while True:
@@ -108,11 +108,13 @@ class _Choices:
             load = realized.load.copy()
             if load.peak_bytes <= self._problem.budget_bytes:
                 return realized
-            if not chose and not self._offload_instead(realized.blame(self._drafter, self._problem.budget_bytes)):
+            if not chose and not self._offload_instead(
+                realized.find_drops_at_peak(self._drafter, self._problem.budget_bytes)
+            ):
                 return None
 
     def _choose_under(self, load: MemoryCurve) -> bool:
-        """Choose gaps, until the load is within the budget or none spans its peak; whether any was chosen."""
+        """Choose gaps until memory use is within the budget or no gap spans its peak; return whether any was chosen."""
         chose = False
         while load.peak_bytes > self._problem.budget_bytes:
             tick = load.peak_tick
@@ -125,10 +127,10 @@ class _Choices:
         return chose
 
     def _choose(self, among: list[Key], peak_tick: int) -> Key | None:
-        """The next one, by the rules; None if there is none."""
+        """Return the next gap by the rules; None if there is none."""
         swap: _Swap | None = None
         for key in filter(self._has_room_below, among):
-            found = self._lay_out(key, peak_tick)
+            found = self._schedule(key, peak_tick)
             if found.exposed_seconds <= 0.0:
                 return self._offload(found)
             swap = swap or found
@@ -138,8 +140,8 @@ class _Choices:
             return cheap
         return self._offload(swap) if swap is not None else None
 
-    def _lay_out(self, key: Key, peak_tick: int) -> _Swap:
-        """Out as early as the lane is free, back as late as it is; waiting until it is out, and until it is back."""
+    def _schedule(self, key: Key, peak_tick: int) -> _Swap:
+        """Schedule a copy out as early and back as late as the lanes are free, and compute the waits for both."""
         gap, begins = self._drafter.gaps[key], self._drafter.begins
         out_begin = self._out_lane.earliest(begins[gap.opens], self._out[key])
         gone = max(out_begin + self._out[key], begins[peak_tick])
@@ -156,15 +158,15 @@ class _Choices:
         self._offloaded.add(swap.key)
         self._recomputation.refuse(swap.key)
         for key in find_copied(self._drafter, [swap.key]):
-            self._out[key] = 0.0  # its copy is there
+            self._out[key] = 0.0  # a host copy exists
             self._recomputation.refuse(key)
         return swap.key
 
     def _offload_instead(self, dropped: list[Key]) -> bool:
-        """Offload what was to be recomputed; whether there was anything that can be."""
+        """Offload gaps that were to be recomputed; return whether any was possible."""
         done = False
         for key in filter(self._has_room_below, dropped):
-            self._offload(self._lay_out(key, self._drafter.gaps[key].closes))
+            self._offload(self._schedule(key, self._drafter.gaps[key].closes))
             done = True
         return done
 

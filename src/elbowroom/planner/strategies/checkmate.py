@@ -1,17 +1,17 @@
-"""Checkmate: the recomputation that takes least time within the budget, by integer programming; nothing is moved.
+"""Checkmate: least recomputation within the budget, by integer programming; nothing is offloaded.
 
 1. The saved storages become a small graph: at most `stages` nodes that are kept, dropped and recomputed as a whole, and
    at most as many windows of the backward pass (`planner.ilp.recompute_graph`).
-2. A mixed-integer program says which nodes are carried into which window, and which are recomputed there
-   (`planner.ilp.recompute_program`). Where it is not done after `nodes` nodes of its search tree (or, for the worst,
-   after `seconds`), the best solution so far is taken, and the relaxation, rounded, where there is none. The log says
-   how far from the best that may be (`planner.ilp.solver_limits`).
-3. What is not carried between two uses is dropped; what is needed then is replayed, and what a replay makes on its way
-   stays only where the solution carries it until then.
-4. The graph is coarse. Where the plan takes more than it should the program is solved anew under a lower limit, and
-   under a higher one where it has no solution. What then is still too much goes, most bytes per second first.
-5. Where recomputing whole runs of the forward pass (`planner.heuristics.forward_runs`) is faster than what came of the
-   coarse graph, or that does not fit, it is done instead.
+2. A mixed-integer program decides which nodes are carried into which window, and which are recomputed there
+   (`planner.ilp.recompute_program`). After `nodes` nodes of the search tree (or, as a last resort, after `seconds`),
+   the best solution so far is used, or the rounded relaxation if there is none. The log states its gap
+   (`planner.ilp.solver_limits`).
+3. A node that is not carried between two uses is dropped and replayed when it is needed. An intermediate result of a
+   replay stays only if the solution carries it until then.
+4. The graph is coarse. If the plan exceeds the budget, the program is solved again under a lower limit; if it has no
+   solution, under a higher one. If the plan still does not fit, more is dropped, the most bytes per second first.
+5. If recomputing whole runs of the forward pass (`planner.heuristics.forward_runs`) is faster than the plan of the
+   coarse graph, or that plan does not fit, the runs are recomputed instead.
 
 Source: P. Jain, A. Jain, A. Nrusimha, A. Gholami, P. Abbeel, K. Keutzer, I. Stoica, J. E. Gonzalez, "Checkmate:
 Breaking the memory wall with optimal tensor rematerialization", MLSys 2020. Not carried over: a stage for each op,
@@ -40,38 +40,38 @@ from elbowroom.planner.schedule.realize import RealizedChoices, realize
 from elbowroom.planner.schedule.timing import CopyTimetable
 
 GAP = 5e-3
-"""Of what is recomputed, at which a solution counts as optimal."""
+"""Relative gap of the recomputed seconds at which a solution counts as optimal."""
 
 MOST_SOLUTIONS = 3
-"""Programs solved, under one limit after another."""
+"""Programs solved, each under another limit."""
 
 LEAST_SLACK = 0.01
-"""Of the budget: so much may be left over without looking for a plan that uses it."""
+"""Share of the budget that may stay unused; beyond it, a plan that uses more memory is sought."""
 
 GROWTH = 1.1
-"""Of the limit, while there is no solution under it."""
+"""Factor on the limit while the program has no solution."""
 
 MOST_REPAIRS = 100
 """Rounds of dropping more."""
 
 
 def make_plan(problem: Problem, *, stages: int = 30, nodes: int = 10, seconds: float = LAST_RESORT_SECONDS) -> Plan:
-    """The faster of the program's plan and one that recomputes whole runs; the lowest peak of runs if none fits.
+    """Return the faster of the program's plan and one that recomputes whole runs; the lowest peak of runs if none fits.
 
     Args:
-        stages: of the forward pass that the program tells apart.
-        nodes: of the solver's search, after which its best so far is taken.
-        seconds: the same, as the last resort.
+        stages: stages of the forward pass that the program distinguishes.
+        nodes: nodes of the solver's search tree, after which its best solution so far is used.
+        seconds: time limit of the solver, as a last resort.
 
     Raises:
-        UsageError: there are fewer than 3 stages, or no nodes or no seconds.
+        UsageError: `stages` is less than 3, or `nodes` or `seconds` is not positive.
     """
     if stages < 3:
         raise UsageError(f"checkmate needs at least 3 stages, not {stages}")
     limits = SolverLimits(gap=GAP, nodes=nodes, seconds=seconds)
     in_runs = _recompute_runs(problem)
     if problem.plain.peak_bytes <= problem.budget_bytes:
-        return in_runs  # of none
+        return in_runs  # without any run
     realized = _Rematerialization(problem, stages).search(limits)
     if realized is None:
         return in_runs
@@ -82,7 +82,7 @@ def make_plan(problem: Problem, *, stages: int = 30, nodes: int = 10, seconds: f
 
 
 class _Rematerialization:
-    """Solutions of the program, carried out."""
+    """Turns solutions of the program into plans."""
 
     def __init__(self, problem: Problem, stages: int) -> None:
         self._problem, self._gaps = problem, problem.drafter.gaps
@@ -93,11 +93,11 @@ class _Rematerialization:
         self._node_of = {storage: index for index, node in enumerate(self._graph.nodes) for storage in node.storages}
 
     def search(self, limits: SolverLimits) -> RealizedChoices | None:
-        """Of the solutions under different limits, the plan that fits and recomputes least; None if none fits."""
+        """Solve under different limits; return the plan that fits and recomputes least, or None if none fits."""
         if not self._graph.nodes:
             return None
         budget_bytes = limit_bytes = self._problem.budget_bytes
-        floor, ceiling = 0, 2 * max(self._problem.plain.peak_bytes, budget_bytes)  # too low and too high, as is known
+        floor, ceiling = 0, 2 * max(self._problem.plain.peak_bytes, budget_bytes)  # too low and too high a limit
         best: tuple[RealizedChoices, Solution] | None = None
         end = time.monotonic() + limits.seconds
         for _ in range(MOST_SOLUTIONS):
@@ -121,9 +121,11 @@ class _Rematerialization:
                 limit_bytes = (floor + ceiling) // 2
         if best is None:
             if time.monotonic() >= end:
-                limits.say("checkmate", float("inf"), "nothing that fits, so whole runs are recomputed")
+                limits.log_gap("checkmate", float("inf"), "no solution fits, so whole runs are recomputed")
             return None
-        limits.say("checkmate", best[1].gap, f"{len(self._graph.nodes)} groups, {len(self._graph.windows) - 1} windows")
+        limits.log_gap(
+            "checkmate", best[1].gap, f"{len(self._graph.nodes)} groups, {len(self._graph.windows) - 1} windows"
+        )
         return best[0]
 
     def _seconds(self, realized: RealizedChoices) -> float:
@@ -131,7 +133,7 @@ class _Rematerialization:
         return sum(transients.seconds(replay.segment.ops) for replay in realized.replays)
 
     def _list_dropped(self, solution: Solution) -> dict[Key, int]:
-        """The gaps during which a node is not carried into some window, and when it is dropped."""
+        """Return the gaps in which a node is not carried into some window, and the tick at which it is dropped."""
         found: dict[Key, int] = {}
         for key in self._plain.keys:
             if key[0] in self._node_of:
@@ -144,13 +146,13 @@ class _Rematerialization:
         return found
 
     def _last_read(self, node: int, window: int, solution: Solution) -> int:
-        """The last tick in a window at which a replay may read a node that is carried into it."""
+        """Return the last tick in a window at which a replay may read a node that is carried into it."""
         nodes = self._graph.nodes
         reading: set[int] = set()
         for other in range(node + 1, len(nodes)):
             if not solution.carried[window, other] and (reading | {node}) & set(nodes[other].made_from):
                 reading.add(other)
-        first: dict[int, int] = {}  # of each storage, the need that finds it gone
+        first: dict[int, int] = {}  # by storage, the need at which it is absent
         for tick, storage in self._graph.needs:
             if self._graph.window_at(tick) == window and self._node_of[storage] in reading:
                 first.setdefault(storage, tick)
@@ -159,7 +161,7 @@ class _Rematerialization:
     def _carry_out(
         self, dropped: Mapping[Key, int], solution: Solution, banned: frozenset[Key] = frozenset()
     ) -> tuple[dict[Key, int], RealizedChoices]:
-        """What dropping these gaps comes to, less those that then could not be filled."""
+        """Return the schedule of these drops, without gaps that no replay can fill."""
 
         def keeps(key: Key, tick: int) -> bool:
             node = self._node_of.get(key[0])
@@ -176,7 +178,7 @@ class _Rematerialization:
             del left[realized]
 
     def _repair(self, dropped: dict[Key, int], solution: Solution) -> RealizedChoices | None:
-        """Drop more where the load peaks, or keep less of what replays make; None if that does not do."""
+        """Drop more at the peak, or keep fewer results of replays; return None if that does not suffice."""
         recomputation = Recomputation(self._problem.drafter, self._plain.nbytes)
         for key in sorted(dropped):
             recomputation.choose(key)
@@ -202,7 +204,7 @@ class _Rematerialization:
 
 
 def _recompute_runs(problem: Problem) -> Plan:
-    """Whole runs of the forward pass recomputed: of as few of them as fit, or with the lowest peak."""
+    """Return the plan that recomputes as few whole runs of the forward pass as fit, or the one with the lowest peak."""
     drafter = problem.drafter
     best: tuple[int, Plan] | None = None
     drafts: Iterable[Draft] = itertools.chain(({},), draft_runs(drafter))

@@ -1,12 +1,13 @@
 """Keep what the stages of the forward pass begin with, drop the rest, and run each stage once more for its gradients.
 
-With n things saved, about sqrt(n) stages of equal bytes. Where that does not fit, the paper's search: x is what stages
-begin with and y the largest stage when every one is as small as can be; stages of sqrt(x y), and six sizes from that
-over sqrt(2) to that times sqrt(2). Of those that fit, the fastest is taken. Everything stays if everything fits.
+With n saved storages, there are about sqrt(n) stages of equal bytes. If that does not fit, the paper's search follows:
+x is the bytes that stages begin with and y the largest stage, when every stage is as small as possible; stages of
+sqrt(x y), and six sizes from that over sqrt(2) to that times sqrt(2). Of those that fit, the fastest is taken. If
+everything fits, everything stays.
 
 Source: T. Chen, B. Xu, C. Zhang, C. Guestrin, "Training deep nets with sublinear memory cost", 2016, sections 4.3 and
-4.4 without the recursion, algorithm 3 (`planner.heuristics.stages`) and appendix A. The paper knows no budget for the
-step and takes the plan that needs the least memory; here that is the one which is returned if none fits.
+4.4 without the recursion, algorithm 3 (`planner.heuristics.stages`) and appendix A. The paper has no budget for the
+step and takes the plan that needs the least memory; here that plan is returned if none fits.
 """
 
 from __future__ import annotations
@@ -20,11 +21,11 @@ from elbowroom.planner.problem import Problem
 from elbowroom.planner.schedule.draft import Draft
 
 GRID = 6
-"""Sizes that are tried around sqrt(x y)."""
+"""Sizes tried around sqrt(x y)."""
 
 
 def make_plan(problem: Problem) -> Plan:
-    """The plan with about sqrt(n) stages, or the best of the search."""
+    """Return the plan with about sqrt(n) stages, or the best one of the search."""
     if problem.fits(problem.plain):
         return _finish(problem, {})
     cutter = Cutter(problem.drafter.replay.trace)
@@ -46,7 +47,7 @@ def make_plan(problem: Problem) -> Plan:
 
 
 def _list_budgets(cutter: Cutter) -> Iterator[float]:
-    """Bytes of a stage: for sqrt(n) stages, and then those of the search."""
+    """Yield the bytes of a stage: for sqrt(n) stages, and then those of the search."""
     yield cutter.saved_bytes / max(1, math.isqrt(cutter.saved_count))
     smallest = cutter.cut(0)
     middle = math.sqrt(smallest.kept_bytes * smallest.largest_bytes)
@@ -58,7 +59,7 @@ def _list_budgets(cutter: Cutter) -> Iterator[float]:
 def _finish(problem: Problem, draft: Draft) -> Plan:
     plan = problem.drafter.finish(draft, "chen_sqrt", problem.budget_bytes)
     while plan is None:
-        # A storage saved early may turn out to be needed by one that cannot be replayed without it.
+        # A replay may need a dropped storage that cannot be replayed then.
         draft.popitem()
         plan = problem.drafter.finish(draft, "chen_sqrt", problem.budget_bytes)
     return plan

@@ -1,18 +1,18 @@
-"""Small traces only: the fastest of all choices, proved; what other strategies are measured against.
+"""Small traces only: the proven fastest of all choices, as a reference for other strategies.
 
-Keep, offload, recompute with the first replay that makes it, or recompute anew: each for every gap whose absence frees
-bytes at a time when there are too many, all other gaps kept. Every vector of these choices is either carried out by
-the simulator or proved to be no better (`planner.searching.branch_and_bound`). When moves begin and end follows from
-the choices and the budget, as for `auto`: it is exact over choices and three ways of timing, and not over all ticks
-that moves could have. It begins with what `auto` finds, and replays that share ops are joined, which may make it faster
-than any vector.
+Each gap whose absence frees bytes where the plain step exceeds the budget has four choices: keep, offload, recompute
+with the first replay that produces it, or recompute at its own need; all other gaps are kept. Every vector of these
+choices is either simulated or proved to be no better (`planner.searching.branch_and_bound`). The choices and the budget
+determine when moves begin and end, as for `auto`: the result is exact over choices and three ways of timing, not over
+all possible ticks of moves. The search begins with the plan of `auto`. Replays that share ops are merged, which may
+make the plan faster than any vector.
 
-Where the search ends before its time, how far the best is above what the rest could be is logged. How far it is above
-what any plan could be is for `planner.bounds.bound` to say.
+If the search stops early, the log states how far the best plan is above the bound on the rest. `planner.bounds.bound`
+gives the bound over all plans.
 
-Source: as an oracle for small graphs it stands where the joint integer programmes of the literature stand, POET's for
-one (S. G. Patil, P. Jain, P. Dutta, I. Stoica, J. Gonzalez, "POET: Training neural networks on tiny devices with
-integrated rematerialization and paging", ICML 2022, section 5). Its search is ours.
+Source: it serves as an oracle for small graphs, as the joint integer programs of the literature do, for example POET's
+(S. G. Patil, P. Jain, P. Dutta, I. Stoica, J. Gonzalez, "POET: Training neural networks on tiny devices with integrated
+rematerialization and paging", ICML 2022, section 5). Its search is ours.
 
 Cost: exponential in the gaps.
 """
@@ -34,11 +34,11 @@ logger = logging.getLogger(__name__)
 
 
 def make_plan(problem: Problem, *, nodes: int = 100, most_gaps: int = 64) -> Plan:
-    """The fastest plan of all choices within the budget.
+    """Return the fastest plan of all choices within the budget.
 
     Args:
-        nodes: of the search, after which the best so far is returned.
-        most_gaps: to decide on.
+        nodes: nodes of the search tree, after which the best plan so far is returned.
+        most_gaps: the most gaps to decide on.
 
     Raises:
         UsageError: there are more gaps to decide on.
@@ -51,7 +51,7 @@ def make_plan(problem: Problem, *, nodes: int = 100, most_gaps: int = 64) -> Pla
     if count > most_gaps:
         raise UsageError(
             f"exact is for small traces: this one has {count} gaps to decide on within {problem.budget_bytes} bytes, "
-            f"and most_gaps is {most_gaps}; use auto, which says how far it is above the bound, or raise most_gaps"
+            f"but most_gaps is {most_gaps}; use auto, or raise most_gaps"
         )
     start = merge_replays(problem, search_choices(problem, "exact").plan)
     forecast = problem.drafter.replay.run(start)
@@ -61,7 +61,7 @@ def make_plan(problem: Problem, *, nodes: int = 100, most_gaps: int = 64) -> Pla
     found = brancher.search(nodes)
     if found.bound_seconds < found.seconds * (1 - CLOSE):
         logger.warning(
-            "exact ended after %d nodes: its best choices take %.6g s, and others may take %.2f %% less",
+            "exact stopped after %d nodes: its best choices take %.6g s; others may take up to %.2f %% less",
             found.nodes, found.seconds, 100 * (1 - found.bound_seconds / found.seconds),
         )  # fmt: skip
     if found.choices is None:

@@ -1,17 +1,17 @@
-"""HOME: keep, offload or recompute for every group of storages at once, by a particle swarm over simulated steps.
+"""HOME: a joint choice of keep, offload or recompute for every group of storages, by particle swarm optimisation.
 
     particle   a score for each of the three choices of each group; the highest one counts
-    fitness    seconds of the simulated step, and a penalty for what is over the budget
-    velocity   inertia, pull to the particle's own best, pull to the swarm's best
+    fitness    seconds of the simulated step, and a penalty for bytes over the budget
+    velocity   inertia, attraction to the particle's own best, attraction to the swarm's best
 
-The search space is reduced: only gaps that span a moment over the budget are decided on, the gaps of one storage
+The search space is reduced: only gaps that span a tick over the budget are decided on, the gaps of one storage
 together, and a choice that a group does not have is never drawn.
 
 Source: S. He, P. Chen, S. Chen, Z. Li, S. Yang, W. Chen, L. Shou, "HOME: A holistic GPU memory management framework for
 deep learning", IEEE Transactions on Computers 72(3), 2023: the three choices for every tensor, the swarm, the
-whole-step cost model as its fitness, and that the search space is much reduced. Its text was not to be had beyond the
-abstract: how it reduces the space, the coefficients, the seeds and the repair here are inferred. When each move
-happens is decided by our simulator's sweep, which its authors' evaluator need not do alike.
+whole-step cost model as its fitness, and that the search space is much reduced. Only the abstract was available.
+Inferred: how the space is reduced, the coefficients, the seeds and the repair. Our simulator's sweep decides when each
+move happens; the authors' evaluator may differ.
 
 Cost: `particles` times `generations` sweeps.
 """
@@ -34,18 +34,18 @@ INERTIA = (0.9, 0.4)
 PULL = 1.7
 FASTEST = 1.0
 PENALTY = 5.0
-"""Plain steps for being over the budget by the whole budget."""
+"""Plain steps added for exceeding the budget by all of it."""
 
 SLACK = 0.5
 MOST_REPAIRS = 400
 
 
 def make_plan(problem: Problem, *, particles: int = 64, generations: int = 150, seed: int = 0) -> Plan:
-    """The best plan the swarm has found; the one that holds least if none fits.
+    """Return the best plan that the swarm found; the one with the lowest possible peak if none fits.
 
     Args:
-        particles: vectors of choices that are looked at in each generation.
-        generations: how often all of them move.
+        particles: vectors of choices in each generation.
+        generations: number of moves of the swarm.
         seed: of the random numbers.
     """
     if problem.fits(problem.plain):
@@ -75,11 +75,11 @@ class _Swarm:
         np.logical_and.at(self._allowed, group_of, self._space.allowed[self._space.alike, : RECOMPUTE + 1])
 
     def search(self, particles: int, generations: int) -> Array:
-        """The best choices of the swarm."""
+        """Return the best choices of the swarm."""
         shape = (particles, len(self._allowed), 3)
         scores = self._random.normal(size=shape)
         for row, choice in enumerate((KEEP, OFFLOAD, RECOMPUTE)[:particles]):
-            scores[row, :, choice] += 3.0  # seeds: all of one kind, where the group has that choice
+            scores[row, :, choice] += 3.0  # seeds: one choice for all groups that have it
         scores = np.where(self._allowed, scores, -np.inf)
         speed = np.zeros(shape)
         best, fitness = scores.copy(), self._judge(self._decode(scores))
@@ -87,7 +87,7 @@ class _Swarm:
             leader = best[int(np.argmin(fitness))]
             inertia = INERTIA[0] + (INERTIA[1] - INERTIA[0]) * generation / max(1, generations - 1)
             own, common = self._random.random(shape), self._random.random(shape)
-            with np.errstate(invalid="ignore"):  # what is not allowed stays at minus infinity
+            with np.errstate(invalid="ignore"):  # choices that are not allowed stay at minus infinity
                 pull = PULL * own * (best - scores) + PULL * common * (leader - scores)
             speed = np.clip(inertia * speed + np.where(self._allowed, pull, 0.0), -FASTEST, FASTEST)
             scores = scores + speed
@@ -98,7 +98,7 @@ class _Swarm:
         return found
 
     def repair(self, choices: Array) -> Array | None:
-        """Offload or recompute what costs least for its bytes at the peak, until it fits; None if nothing helps."""
+        """Evict at the peak what costs least time per byte, until the plan fits; return None if nothing helps."""
         columns, choices = self.vectors.columns, choices.copy()
         begins = columns.events["after"][columns.gaps["open_event"]]
         ends = columns.events["at"][columns.gaps["close_event"]]
@@ -128,7 +128,7 @@ class _Swarm:
         return None
 
     def _decode(self, scores: Array) -> Array:
-        """The choices of every gap, from the highest score of its group."""
+        """Return the choice of every gap: the highest score of its group."""
         choices = np.zeros((len(scores), len(self.vectors.columns.gaps)), dtype=np.int8)
         choices[:, self._space.alike] = np.argmax(scores, axis=2)[:, self._group_of]
         return choices

@@ -1,4 +1,4 @@
-"""Everything stays: the plain step, with the machinery attached."""
+"""Keep everything: the plain step, with Elbowroom attached."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from elbowroom.planner.problem import Problem
 
 
 def make_plan(problem: Problem) -> Plan:
-    """A plan without moves, whatever the budget."""
+    """Return a plan without moves, whatever the budget."""
     plan = problem.drafter.finish({}, "keep_all", problem.budget_bytes)
     assert plan is not None  # it drops nothing
     return plan

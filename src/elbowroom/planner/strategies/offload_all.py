@@ -1,4 +1,4 @@
-"""Everything that may leave is offloaded, and reloaded just in time; on demand where that would not fit."""
+"""Offload everything that may leave, and reload it just in time; on demand if that would not fit."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from elbowroom.planner.schedule.draft import Option
 
 
 def make_plan(problem: Problem) -> Plan:
-    """Offload in every gap; where the link is too slow for one, the step waits for it."""
+    """Return a plan that offloads in every gap; if the link is too slow for a gap, the step waits."""
     drafter = problem.drafter
 
     def offload_all(usual: Option) -> Plan:
@@ -21,7 +21,7 @@ def make_plan(problem: Problem) -> Plan:
             left_out = draft.keys() - {(decision.storage, decision.gap) for decision in plan.decisions}
             if not left_out:
                 return plan
-            draft |= dict.fromkeys(left_out, dataclasses.replace(usual, release_now=True))  # these always have effect
+            draft |= dict.fromkeys(left_out, dataclasses.replace(usual, release_now=True))  # these are never left out
 
     plans = [offload_all(Option(Choice.OFFLOAD)), offload_all(Option(Choice.OFFLOAD, on_demand=True))]
     lowest = drafter.finish(lowest_draft(drafter), "offload_all", problem.budget_bytes)

@@ -1,6 +1,6 @@
-"""Everything that can be replayed is dropped, but for what runs of the forward pass begin with; nothing is moved.
+"""Drop everything that can be replayed, except what runs of the forward pass begin with; nothing is offloaded.
 
-As few runs as fit the budget: with one, the first backward op brings everything back at once.
+As few runs as fit the budget: with one, the first backward op recomputes everything at once.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ from elbowroom.planner.problem import Problem
 
 
 def make_plan(problem: Problem) -> Plan:
-    """The plan with the fewest runs that fits; the one with the lowest peak if none does."""
+    """Return the plan with the fewest runs that fits; the one with the lowest peak if none does."""
     drafter = problem.drafter
     best: tuple[int, Plan] | None = None
     for draft in draft_runs(drafter):
         plan = drafter.finish(draft, "recompute_all", problem.budget_bytes)
         while plan is None:
-            # A storage saved early may turn out to be needed by one that cannot be replayed without it.
+            # A replay may need a dropped storage that cannot be replayed then.
             draft.popitem()
             plan = drafter.finish(draft, "recompute_all", problem.budget_bytes)
         peak_bytes = drafter.replay.run(plan).peak_bytes

@@ -1,21 +1,22 @@
-"""Replay cheap layers from the checkpoints between them, and keep what checkpoints make in a cache on the device.
+"""SuperNeurons: replay cheap layers from the checkpoints between them; cache the checkpoints' outputs on the device.
 
-Everything stays if everything fits. Else what cheap layers make between two checkpoints is dropped and replayed from
-them. A segment is replayed once for all its layers (speed-centric) if all that it makes is no more than the largest
-layer needs for its backward pass; else anew for each layer (memory-centric), so that no segment raises the peak above
-that of the largest layer. What checkpoints make is offloaded only when room is needed, least recently used first (the
-tensor cache). When the backward pass of a checkpoint begins, what the next one back needs is fetched, if there is room;
-else on demand.
+If everything fits, everything stays. Otherwise the outputs of cheap layers between two checkpoints are dropped and
+replayed from them. A segment is replayed once for all its layers (speed-centric) if everything that it makes is no more
+than the largest layer needs for its backward pass; otherwise once for each layer (memory-centric), so that no segment
+raises the peak above that of the largest layer. Outputs of checkpoints are offloaded only when memory runs short, least
+recently used first (the tensor cache). When the backward pass of a checkpoint begins, the storages that the next
+checkpoint in backward order needs are prefetched if memory suffices; otherwise they are reloaded on demand.
 
-Checkpoints are convolutions and products, and what a later layer reads across one of these: forks, joins and
-concatenations. Cheap is what comes from them without a convolution or product: pooling, activations, normalisations.
-What cannot be replayed, as the mask of a dropout, is treated as a checkpoint's.
+Checkpoints are convolutions, matrix products, and storages that a later layer reads across one of these: forks, joins
+and concatenations. Layers computed from them without a convolution or product are cheap: pooling, activations,
+normalisations. A storage that cannot be replayed, such as the mask of a dropout, is treated as a checkpoint's.
 
 Source: L. Wang, J. Ye, Y. Zhao, W. Wu, A. Li, S. L. Song, Z. Xu, T. Kraska, "SuperNeurons: dynamic GPU memory
 management for training deep neural networks", PPoPP 2018, section 3; the kinds of checkpoints and the comparison of
-segments with the largest layer as in the authors' code. Inferred: that fetches wait for room, and that all this begins
-only where the step does not fit. Kinder than the paper: the copy of what may have to leave begins when it is saved, not
-when the room is needed. Its choice of workspaces by what is left has no counterpart: a trace has one algorithm an op.
+segments with the largest layer as in the authors' code. Inferred: that prefetches wait for memory, and that all this
+happens only if the step does not fit. More favourable than the paper: the copy of a storage that may have to leave
+begins when it is saved, not when memory runs short. Its choice of workspaces by free memory has no counterpart: a trace
+has one algorithm an op.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from elbowroom.planner.schedule.memory_curve import MemoryCurve
 
 
 def make_plan(problem: Problem) -> Plan:
-    """Replays wherever layers are cheap, and offloads as the budget asks for; nothing if everything fits."""
+    """Return a plan that replays cheap layers and offloads as the budget requires; without moves if everything fits."""
     drafter, budget_bytes = problem.drafter, problem.budget_bytes
     if problem.fits(problem.plain):
         return assemble(drafter, "superneurons", budget_bytes, offloads={})
@@ -42,13 +43,13 @@ def make_plan(problem: Problem) -> Plan:
     replays = _list_replays(drafter, cheap)
     replayed = assemble(drafter, "superneurons", budget_bytes, offloads={}, replays=replays)
     load = MemoryCurve(drafter, drafter.replay.run(replayed).live_bytes)
-    gap_arrays = _list_absences(drafter, cheap, replays)
-    times = EvictionSweep(drafter, load, budget_bytes, gap_arrays, _least_recently_used(drafter)).run()
+    gaps = _list_evictable_gaps(drafter, cheap, replays)
+    times = EvictionSweep(drafter, load, budget_bytes, gaps, _least_recently_used(drafter)).run()
     return assemble(drafter, "superneurons", budget_bytes, offloads=times, replays=replays)
 
 
 def _find_cheap(drafter: Drafter) -> frozenset[Key]:
-    """The gaps of what is made again without a checkpoint's op, and read by nothing beyond the next one.
+    """Return the gaps of storages that replay without a checkpoint's op and are not read beyond the next checkpoint.
 
     Cost: for each, linear in the ops since the checkpoints before it.
     """
@@ -86,7 +87,7 @@ def _is_costly(op: Op) -> bool:
 
 
 def _list_replays(drafter: Drafter, cheap: Collection[Key]) -> list[ReplayStep]:
-    """The replays: each brings back what it makes on the way, if that is all within the largest layer's need."""
+    """Return the replays; each keeps its intermediate results if all of them fit into the largest layer's need."""
     rounded, ops = drafter.replay.rounded, {op.tick: op for op in drafter.replay.trace.ops}
     bottleneck = _find_bottleneck(drafter)
     fast: set[Key] = set()
@@ -98,7 +99,7 @@ def _list_replays(drafter: Drafter, cheap: Collection[Key]) -> list[ReplayStep]:
 
 
 def _replay_all(drafter: Drafter, dropped: Collection[Key], keeps: Keeps) -> list[ReplayStep]:
-    """The replays of these gaps, but for those that turn out to depend on what is gone by then: they are kept."""
+    """Return the replays of these gaps, except those that depend on storages that are gone by then: they are kept."""
     left = set(dropped)
     while True:
         replays: list[ReplayStep] = []
@@ -112,7 +113,7 @@ def _replay_all(drafter: Drafter, dropped: Collection[Key], keeps: Keeps) -> lis
 
 
 def _find_bottleneck(drafter: Drafter) -> int:
-    """The most bytes that one op of the backward pass reads, makes and works in, lasting ones aside."""
+    """Return the most bytes that one backward op reads, writes and uses as workspace, without persistent storages."""
     replay = drafter.replay
     trace = replay.trace
     begin = trace.needs[0].tick if trace.needs else trace.end
@@ -125,8 +126,8 @@ def _find_bottleneck(drafter: Drafter) -> int:
     return most
 
 
-def _list_absences(drafter: Drafter, cheap: Collection[Key], replays: list[ReplayStep]) -> list[EvictableGap]:
-    """The gaps of what checkpoints leave behind."""
+def _list_evictable_gaps(drafter: Drafter, cheap: Collection[Key], replays: list[ReplayStep]) -> list[EvictableGap]:
+    """Return the gaps of checkpoint outputs."""
     never_out = {storage for storage, _ in cheap}
     wanted: dict[int, list[int]] = {}
     for replay in replays:
@@ -148,15 +149,15 @@ def _list_absences(drafter: Drafter, cheap: Collection[Key], replays: list[Repla
 def _least_recently_used(drafter: Drafter) -> Rank:
     uses = _list_uses(drafter.replay.trace)
 
-    def rank(absence: EvictableGap, tick: int, is_clean: bool) -> tuple[float, ...]:
-        ticks = uses[absence.key[0]]
+    def rank(gap: EvictableGap, tick: int, is_clean: bool) -> tuple[float, ...]:
+        ticks = uses[gap.key[0]]
         return (-float(ticks[bisect.bisect(ticks, tick) - 1]),)
 
     return rank
 
 
 def _list_uses(trace: Trace) -> dict[int, list[int]]:
-    """The ticks at which an op or autograd touches each storage, in order."""
+    """Return, by storage, the ticks at which an op or autograd uses it, in order."""
     uses: dict[int, set[int]] = {}
     for op in trace.ops:
         for view in (*op.reads, *op.writes):

@@ -1,23 +1,23 @@
-"""TENSILE: where the load peaks, schedule a swap of the largest block that the link has room for; else recompute one.
+"""TENSILE: swap the largest block at the memory peak that the link has time for; otherwise recompute one.
 
-    peak analysis -> of the blocks there, largest first:
+    peak analysis -> of the blocks on the device, largest first:
                        copy out  as early as the channel is free, done by the peak
                        copy back as late as the channel is free, before its next use
-                       and again for its later uses: what has a copy is just released
+                       and again for its later uses: a block that has a copy is just released
                      -> analyse again
-    no block can be swapped -> of those that never are, drop the one with the most bytes per second of recomputation
+    no block can be swapped -> of those never swapped, drop the one with the most bytes per second of recomputation
 
-The channel is one for both directions. It stops when the load is within the budget, when nothing can be scheduled, or
-when after 100 rounds the last three have not lowered the peak by 0.05 %.
+The channel is one for both directions. The planner stops when memory use is within the budget, when nothing can be
+scheduled, or when after 100 rounds the last three have not lowered the peak by 0.05 %.
 
 Source: K. Zhang, H. Wang, H. Hu, S. Zou, J. Qiu, T. Li, Z. Wang, "TENSILE: A tensor granularity dynamic GPU memory
 scheduling method toward multiple dynamic workloads system", 2021 (arXiv 2105.13336), and the authors' code: its planner
 for the activations of one job. Not carried over: several jobs, parameters across steps, the prediction of op times,
-planning anew as they drift. Inferred: a copy out must be done by the peak. Recomputation reads blocks that stay: not
-only are blocks of which a source leaves not recomputed, as published; nor does a source of one that is leave later.
-Sources that nobody saved are replayed along with the block. Ours: without a budget the published planner goes on as
-long as it can; here it stops where the plan fits, and the plan with the lowest peak on the way is the answer where none
-does.
+replanning as they drift. Inferred: a copy out must be done by the peak. Recomputation reads blocks that stay: as
+published, a block with an evicted source is not recomputed; in addition, a source of a recomputed block is not evicted
+later. Sources that autograd did not save are replayed along with the block. Ours: without a budget the published
+planner goes on as long as it can; here it stops once the plan fits, and returns the plan with the lowest peak so far if
+none does.
 
 Cost: for each block chosen, linear in ticks and in the gaps at the peak.
 """
@@ -37,20 +37,20 @@ from elbowroom.planner.schedule.memory_curve import MemoryCurve
 from elbowroom.planner.schedule.timing import CopyTimetable, Times
 
 PATIENT_ROUNDS = 100
-"""So many rounds are made however little they bring."""
+"""Rounds made however little they gain."""
 
 LEAST_GAIN = 0.0005
-"""Of the peak, that one of the last rounds must have brought after that."""
+"""Share of the peak that one of the last rounds must gain after that."""
 
 ROUNDS_COMPARED = 3
-"""So many rounds are the last ones."""
+"""Number of last rounds compared."""
 
 LEAST_SECONDS = 1e-12
-"""What takes no time at all to recompute is counted as this, so that it can be compared."""
+"""Stands for a recomputation time of zero, to keep ratios finite."""
 
 
 def make_plan(problem: Problem) -> Plan:
-    """The plan after the first round with which the load fits; else the one with the lowest peak."""
+    """Return the plan after the first round that fits; otherwise the one with the lowest peak."""
     schedule = _Schedule(problem)
     peaks = [schedule.load.peak_bytes]
     times, dropped = schedule.chosen
@@ -60,7 +60,7 @@ def make_plan(problem: Problem) -> Plan:
             times, dropped = schedule.chosen
     replays: list[ReplayStep] = []
     for replay in list_replays(problem.drafter, dropped, keeps=lambda key, tick: False):
-        assert isinstance(replay, ReplayStep)  # what it reads stays
+        assert isinstance(replay, ReplayStep)  # its leaves stay on the device
         replays.append(replay)
     return assemble(problem.drafter, "tensile", problem.budget_bytes, offloads=times, replays=replays)
 
@@ -72,11 +72,13 @@ def _stalls(peaks: list[int]) -> bool:
 
 
 class _Schedule:
-    """What is swapped and what is recomputed so far, and the load with it."""
+    """The swaps and recomputations so far, and memory use with them."""
 
     def __init__(self, problem: Problem) -> None:
         drafter = problem.drafter
-        self._drafter, self._gaps, self._begins = drafter, drafter.gaps, drafter.begins
+        self._drafter = drafter
+        self._gaps = drafter.gaps
+        self._begins = drafter.begins
         self._link, self._storages = drafter.replay.costs.link, drafter.replay.trace.storages
         self._most_bytes = problem.host_bytes
         self._timetable, self._channel = CopyTimetable(drafter), LinkTimetable()
@@ -95,20 +97,20 @@ class _Schedule:
 
     @property
     def chosen(self) -> tuple[dict[Key, Times], frozenset[Key]]:
-        """The swaps with their times, and what is dropped."""
+        """The swaps with their times, and the dropped gaps."""
         return dict(self._times), frozenset(self._dropped)
 
     def advance(self) -> bool:
-        """One round: swap one block, or recompute one; whether any could be."""
+        """Swap or recompute one block; return whether any was possible."""
         tick = self.load.peak_tick
-        there = [key for key in self.load.spanning(tick) if key not in self._times and key not in self._dropped]
-        there.sort(key=lambda key: (-self.load.nbytes[key], key))
-        return any(self._swap(key, tick) for key in there) or self._recompute(there)
+        present = [key for key in self.load.spanning(tick) if key not in self._times and key not in self._dropped]
+        present.sort(key=lambda key: (-self.load.nbytes[key], key))
+        return any(self._swap(key, tick) for key in present) or self._recompute(present)
 
     # -- swaps ----------------------------------------------------------------------------------------------------
 
     def _swap(self, key: Key, peak_tick: int) -> bool:
-        """Swap a block from the first of its uses before the peak after which there is room; then after later ones."""
+        """Swap a block after its first use before the peak for which the channel is free; then after later uses."""
         placed = False
         for each in self._gaps_of[self._claim_of[key]]:
             if each in self._times or each in self._dropped or self._is_read(each):
@@ -144,7 +146,7 @@ class _Schedule:
         return True
 
     def _is_read(self, key: Key) -> bool:
-        """Whether a replay reads the block while it would be away."""
+        """Return whether a replay reads the block while it would be away."""
         gap = self._gaps[key]
         return any(gap.opens < tick <= gap.closes for tick in self._read.get(key[0], ()))
 
@@ -156,10 +158,10 @@ class _Schedule:
 
     # -- recomputation --------------------------------------------------------------------------------------------
 
-    def _recompute(self, there: list[Key]) -> bool:
-        """Drop the block that saves most per second; of those there that never leave, made from blocks that stay."""
+    def _recompute(self, present: list[Key]) -> bool:
+        """Drop the block that saves most per second, among those present that never leave and whose sources stay."""
         found: list[tuple[float, Key, Closure]] = []
-        for key in there:
+        for key in present:
             closure = self._find_closure(key)
             if closure is not None and self._claim_of[key] not in self._copied and not self._is_read(key):
                 seconds = self._drafter.replay.transients.seconds(closure.ops)
@@ -177,7 +179,7 @@ class _Schedule:
         return self._closures[key]
 
     def _is_away(self, storage: int, tick: int) -> bool:
-        """Whether a chosen gap of a storage spans a tick."""
+        """Return whether a chosen gap of a storage spans a tick."""
         chosen = (key for key in (*self._times, *self._dropped) if key[0] == storage)
         return any(self._gaps[key].opens < tick <= self._gaps[key].closes for key in chosen)
 

@@ -1,14 +1,14 @@
-"""Offload what is used last, and only where room is needed; fetch in order of use, as soon as there is room.
+"""tvDNN: offload the farthest next use when memory runs short; reload in order of use as soon as possible.
 
 Source: J. Park, H. Cho, W. Jung, J. Lee, "Transparent GPU memory management for DNNs" (tvDNN), poster, PPoPP 2018: a
-schedule of swaps found by heuristics, or by an integer program (`tvdnn_ilp`). More than its abstract could not be read.
+schedule of swaps found by heuristics, or by an integer program (`tvdnn_ilp`). Only its abstract was available.
 Inferred: that the heuristic is Belady's rule, as for any cache whose future is known (L. A. Belady, "A study of
-replacement algorithms for a virtual-storage computer", IBM Systems Journal 5(2), 1966); that what has a copy already
-and can return in time goes before; and that what has been fetched is not evicted again before its use. The poster moves
-sections of buffers, here whole storages move.
+replacement algorithms for a virtual-storage computer", IBM Systems Journal 5(2), 1966); that storages that have a copy
+and can return in time go first; and that a reloaded storage is not evicted again before its use. The poster moves
+sections of buffers; here whole storages move.
 
-A copy begins as soon as its gap opens, not when the room is needed: it costs nothing to have it early, and the device's
-copy stays until then.
+A copy begins as soon as its gap opens, not when memory runs short: an early copy costs nothing, and the device's copy
+stays until then.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from elbowroom.planner.schedule.memory_curve import MemoryCurve
 
 
 def make_plan(problem: Problem) -> Plan:
-    """The plan of one sweep; it fits wherever offloading can."""
+    """Return the plan of one sweep; it fits wherever offloading can."""
     drafter = problem.drafter
     load = MemoryCurve(drafter, problem.plain.live_bytes)
     sweep = EvictionSweep(drafter, load, problem.budget_bytes, list_evictable_gaps(drafter), farthest_next_use(drafter))

@@ -1,30 +1,31 @@
-"""The schedule of swaps as an integer program over stretches of time, solved by HiGHS within limits.
+"""tvDNN: the schedule of swaps as an integer program over stretches of time, solved by HiGHS within limits.
 
-For each bundle of storages j and each stretch of time k: is it away (0 or 1), and which part of it is copied out, and
-which back, in that stretch.
+For each bundle of storages j and each stretch of time k: whether it is away (0 or 1), and which part of it is copied
+out, and which back, in that stretch.
 
     away[j,k] <= out[j] before k             it leaves once it is copied, for this gap or an earlier one of its claim
-    away[j,k] <= back[j] after k             it is copied back later, into room that is taken from then on
+    away[j,k] <= back[j] after k             it is copied back later, into memory that is taken from then on
     held[k] - sum bytes[j] away[j,k] <= budget
     t[k] >= ops in k, copies out in k, copies back in k
     minimise sum t[k]
 
 Source: J. Park, H. Cho, W. Jung, J. Lee, "Transparent GPU memory management for DNNs" (tvDNN), poster, PPoPP 2018: an
-optimal schedule of swaps by integer linear programming; sections of buffers, not buffers, are moved. More than its
-abstract could not be read. Inferred: the program above. The copies are fluid, as those of many small sections are;
-whether a storage is away is one decision, since here whole storages are released.
+optimal schedule of swaps by integer linear programming; sections of buffers, not buffers, are moved. Only its abstract
+was available. Inferred: the program above. The copies are divisible, as those of many small sections are; whether a
+storage is away is one decision, since here whole storages are released.
 
-First its relaxation is solved, which gives a bound; then what that leaves in fractions, with the rest fixed; then with
-only what is away fixed; then the whole. Each search ends after `nodes` nodes, and no further one begins where the best
-solution is within half a per cent of the bound. That one is taken, and the log says how far from the bound it is
-(`planner.ilp.solver_limits`). `seconds` is for the worst: a plan that it cut short may be another one in another run.
+Four programs are solved in turn: the relaxation, which gives a bound; then the variables that it leaves fractional,
+with the rest fixed; then with only the storages fixed that it has away; then the whole program. Each search stops after
+`nodes` nodes, and no further one begins once the best solution is within half a percent of the bound. The best solution
+is used, and the log states its gap (`planner.ilp.solver_limits`). `seconds` is a last resort: a plan that it cut short
+may differ from run to run.
 
 Coarse (`planner.ilp.coarsening`): `steps` stretches instead of every event, each with its maximum, and storages in
-bundles. So a solution is not optimal for the true step. What leaves is taken from it; when it leaves and returns is
-found by the sweep of `tvdnn_heuristic` over the true events, which lets these leave before others and has the exact
-bytes. A stretch can be over the budget although every event in it could be made to fit; that costs the program more
-than any wait, and the sweep evicts what is missing. Its plan without the program is returned where the solver finds
-nothing within its limits, and where it is the faster one; the log says so.
+bundles. So a solution is not optimal for the real step. It decides which storages leave; the sweep of `tvdnn_heuristic`
+over the real events, which evicts these before others and counts exact bytes, decides when they leave and return. A
+stretch can exceed the budget although every event in it could be made to fit; that costs the program more than any
+wait, and the sweep evicts the missing bytes. The sweep's plan without the program is returned if the solver finds
+nothing within its limits, and if it is faster; the log says so.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ from elbowroom.planner.heuristics.eviction import (
     farthest_next_use,
     list_evictable_gaps,
 )
-from elbowroom.planner.ilp.coarsening import Bundle, Stretch, cut_stretches, tie_bundles
+from elbowroom.planner.ilp.coarsening import Bundle, Stretch, cut_stretches, make_bundles
 from elbowroom.planner.ilp.solver_limits import LAST_RESORT_SECONDS, SolverLimits
 from elbowroom.planner.problem import Problem
 from elbowroom.planner.schedule.draft import Key
@@ -58,43 +59,43 @@ Array = npt.NDArray[np.float64]
 log = logging.getLogger(__name__)
 
 GAP = 5e-3
-"""The solver stops where its solution is within this share of the bound: stretches are coarser than that."""
+"""Relative gap at which the solver stops: stretches are coarser than that."""
 
 OVER_BUDGET = 100.0
-"""What it costs to be over the budget by all of it in one stretch, in steps."""
+"""Cost in steps of exceeding the budget by all of it in one stretch."""
 
 SHARES = 1000.0
 """Units of time in a step with all its copies, one after the other."""
 
 INTEGRAL = 1e-6
-"""A variable this close to a whole number is one."""
+"""Distance from an integer within which a variable counts as integral."""
 
 COPYING = 1e-4
-"""What a second of copying costs, in seconds: of equal schedules that which copies less."""
+"""Cost in seconds of a second of copying: of equal schedules, the one with fewer copies is preferred."""
 
 
 def make_plan(problem: Problem, *, steps: int = 40, nodes: int = 20, seconds: float = LAST_RESORT_SECONDS) -> Plan:
-    """The plan of the program's best solution found within these limits.
+    """Return the plan of the program's best solution found within these limits.
 
     Args:
-        steps: stretches of time that the program tells apart.
-        nodes: of the solver's search, after which its best so far is taken.
-        seconds: the same, as the last resort.
+        steps: stretches of time that the program distinguishes.
+        nodes: nodes of the solver's search tree, after which its best solution so far is used.
+        seconds: time limit of the solver, as a last resort.
 
     Raises:
-        UsageError: `steps` is less than 2, or there are no nodes or no seconds.
+        UsageError: `steps` is less than 2, or `nodes` or `seconds` is not positive.
     """
     if steps < 2:
         raise UsageError(f"tvdnn_ilp needs steps >= 2, not {steps}")
     limits = SolverLimits(gap=GAP, nodes=nodes, seconds=seconds)
     swept = _sweep(problem, frozenset())
     if not problem.floor.peak_bytes <= problem.budget_bytes < problem.plain.peak_bytes:
-        return swept  # nothing need leave, or whatever leaves is too little
+        return swept  # nothing has to leave, or evicting everything does not suffice
     drafter = problem.drafter
     load = MemoryCurve(drafter, problem.plain.live_bytes)
     stretches = cut_stretches(drafter, load, steps)
     program = _Program(
-        stretches, tie_bundles(drafter, load, stretches), drafter.replay.costs.link, problem.budget_bytes
+        stretches, make_bundles(drafter, load, stretches), drafter.replay.costs.link, problem.budget_bytes
     )
     chosen = program.solve(limits)
     if chosen is None:
@@ -108,12 +109,12 @@ def make_plan(problem: Problem, *, steps: int = 40, nodes: int = 20, seconds: fl
 
 
 def _sweep(problem: Problem, chosen: frozenset[Key]) -> Plan:
-    """The plan of a sweep over the true events in which some gaps leave before all others."""
+    """Return the plan of a sweep over the real events that evicts the chosen gaps before all others."""
     drafter = problem.drafter
     farthest = farthest_next_use(drafter)
 
-    def rank(absence: EvictableGap, tick: int, is_clean: bool) -> tuple[float, ...]:
-        return (float(absence.key in chosen), *farthest(absence, tick, is_clean))
+    def rank(gap: EvictableGap, tick: int, is_clean: bool) -> tuple[float, ...]:
+        return (float(gap.key in chosen), *farthest(gap, tick, is_clean))
 
     load = MemoryCurve(drafter, problem.plain.live_bytes)
     times = EvictionSweep(drafter, load, problem.budget_bytes, list_evictable_gaps(drafter), rank).run()
@@ -133,18 +134,20 @@ class _Columns:
 
 
 class _Program:
-    """The integer program: variables by position, and rows of coefficients with what they must come to at least."""
+    """The integer program: variables by index, and rows of coefficients with their lower bounds."""
 
     def __init__(
         self, stretches: tuple[Stretch, ...], bundles: tuple[Bundle, ...], link: Link, budget_bytes: int
     ) -> None:
-        self._stretches, self._link, self._budget = stretches, link, budget_bytes
+        self._stretches = stretches
+        self._link = link
+        self._budget = budget_bytes
         self._costs: list[float] = []
         self._bounds: list[tuple[float, float]] = []
         self._whole: list[bool] = []
         self._rows: list[tuple[dict[int, float], float]] = []
         over = [k for k, stretch in enumerate(stretches) if stretch.live_bytes > budget_bytes]
-        # Solvers have absolute tolerances, so the program is in shares of the longest step that it may come to.
+        # Solvers have absolute tolerances, so time is in shares of the longest possible step.
         copies = sum(bundle.out_seconds + bundle.back_seconds for bundle in bundles)
         self._unit = (sum(stretch.seconds for stretch in stretches) + copies) / SHARES or 1.0
         self._time = [self._add(1.0, (stretch.seconds / self._unit, np.inf)) for stretch in stretches]
@@ -154,10 +157,10 @@ class _Program:
             away = [k for k in over if bundle.first <= k <= bundle.last]
             if away:
                 self._columns.append(self._add_bundle(bundle, away))
-        self._tie_away()
-        self._tie_memory(excess)
-        self._tie_link()
-        self._tie_ends()
+        self._constrain_away()
+        self._constrain_memory(excess)
+        self._constrain_link()
+        self._constrain_ends()
 
     def _add(self, cost: float, bounds: tuple[float, float] = (0.0, 1.0), *, whole: bool = False) -> int:
         self._costs.append(cost)
@@ -174,11 +177,11 @@ class _Program:
             {k: self._add(back) for k in range(away[0] + 1, bundle.last + 2)},
         )
 
-    def _tie_away(self) -> None:
-        """Away after it has been copied out, and before it is copied back."""
+    def _constrain_away(self) -> None:
+        """Require that a bundle is away only after its copy out, and before its copy back."""
         by_key = {columns.bundle.keys[0]: columns for columns in self._columns}
         for columns in self._columns:
-            copied: list[int] = []  # by the earlier gaps of the claim
+            copied: list[int] = []  # copies of earlier gaps of the claim
             before = columns.bundle.before
             while before in by_key:
                 copied += by_key[before].out.values()
@@ -189,15 +192,15 @@ class _Program:
                 self._rows.append(({**dict.fromkeys([*copied, *earlier], 1.0), away: -1.0}, 0.0))
                 self._rows.append(({**dict.fromkeys(later, 1.0), away: -1.0}, 0.0))
 
-    def _tie_memory(self, excess: dict[int, int]) -> None:
+    def _constrain_memory(self, excess: dict[int, int]) -> None:
         for k, variable in excess.items():
             row = {
                 columns.away[k]: columns.bundle.nbytes / self._budget for columns in self._columns if k in columns.away
             }
             self._rows.append(({variable: 1.0, **row}, self._stretches[k].live_bytes / self._budget - 1.0))
 
-    def _tie_link(self) -> None:
-        """Each stretch takes as long as its ops and what the copies slow them down, and as long as the copies."""
+    def _constrain_link(self) -> None:
+        """Bound the time of a stretch below: by its ops with the drag of copies, and by its copies."""
         for k, stretch in enumerate(self._stretches):
             out = {each.out[k]: -each.bundle.out_seconds / self._unit for each in self._columns if k in each.out}
             back = {each.back[k]: -each.bundle.back_seconds / self._unit for each in self._columns if k in each.back}
@@ -211,8 +214,8 @@ class _Program:
                 drag = {variable: -slow * size for variable, size in sizes.items()}
                 self._rows.append(({self._time[k]: 1.0, **drag}, stretch.seconds / self._unit))
 
-    def _tie_ends(self) -> None:
-        """In the stretch where a gap opens nothing of it is copied before that; where it closes, nothing after."""
+    def _constrain_ends(self) -> None:
+        """Allow no copy of a gap before it opens, in its first stretch, and none after it closes, in its last one."""
         outward = sorted(self._columns, key=lambda each: (each.bundle.copied, -each.bundle.early_seconds))
         homeward = sorted(self._columns, key=lambda each: (each.bundle.last, -each.bundle.late_seconds))
         for place, columns in enumerate(outward):
@@ -233,7 +236,7 @@ class _Program:
             self._rows.append(({self._time[k]: 1.0, **row}, columns.bundle.late_seconds / self._unit))
 
     def solve(self, limits: SolverLimits) -> frozenset[Key] | None:
-        """The gaps that leave in the best solution found within the limits; None if there is none."""
+        """Return the gaps that leave in the best solution found within the limits; None if there is none."""
         if not self._columns:
             return frozenset()
         deadline = time.monotonic() + limits.seconds
@@ -255,11 +258,11 @@ class _Program:
                 if found.x is not None and (best is None or found.fun < best.fun):
                     best = found
         if best is None:
-            log.warning("tvdnn_ilp: no solution within %d nodes and %g s: the heuristic's plan is taken",
+            log.warning("tvdnn_ilp: no solution within %d nodes and %g s: using the heuristic's plan",
                         limits.nodes, limits.seconds)  # fmt: skip
             return None
-        size = f"{len(whole)} variables, {int(whole.sum())} of them whole, {len(self._rows)} rows"
-        limits.say("tvdnn_ilp", (best.fun - bound) / max(bound, INTEGRAL), size)
+        size = f"{len(whole)} variables, {int(whole.sum())} of them integer, {len(self._rows)} rows"
+        limits.log_gap("tvdnn_ilp", (best.fun - bound) / max(bound, INTEGRAL), size)
         return frozenset(
             key
             for columns in self._columns

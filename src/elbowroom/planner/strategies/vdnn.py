@@ -1,10 +1,10 @@
-"""Offload the inputs of layers while these layers run; reload each while a later one runs backward, one at a time.
+"""vDNN: offload the inputs of layers while these layers run; prefetch each while a later one runs backward.
 
 In the forward pass the copy of a layer's input begins with that layer, and at the end of the layer the step waits for
 it (the barrier of both streams at every layer), so a layer takes as long as the slower of its op and its copy. The
-device's copy is gone with the last layer that reads it. In the backward pass each layer begins by fetching the input of
-the closest earlier layer that is out and has not been asked for, not looking past the next convolution; at most one
-copy is under way.
+device's copy is released with the last layer that reads it. In the backward pass each layer begins by prefetching the
+input of the closest earlier layer whose input is away and not requested yet, not looking past the next convolution; at
+most one copy is under way.
 
 Policies: `all` offloads the inputs of every layer, `conv` those of convolutions, whatever the budget; `dyn` tries none,
 conv and all, and takes the first that fits.
@@ -12,9 +12,10 @@ conv and all, and takes the first that fits.
 Source: M. Rhu, N. Gimelshein, J. Clemons, A. Zulfiqar, S. W. Keckler, "vDNN: virtualized deep neural networks for
 scalable, memory-efficient neural network design", MICRO 2016, section III. The paper's `dyn` also chooses the
 algorithms of convolutions, fastest first; a trace has one algorithm for each, so that has no counterpart here.
-Inferred: what a layer is in a trace (`planner.heuristics.layers`); several inputs of one layer move together. Kinder
-than the paper: a fetch is waited for where its layer is needed, not at the end of the layer that asked for it. What a
-layer keeps besides its inputs (the indices of a pooling, the mask of a dropout) stays, as the paper moves inputs only.
+Inferred: what a layer is in a trace (`planner.heuristics.layers`); several inputs of one layer move together. More
+favourable than the paper: the step waits for a prefetch when its layer is needed, not at the end of the layer that
+requested it. What a layer saves besides its inputs (the indices of a pooling, the mask of a dropout) stays, as the
+paper moves inputs only.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ Policy = Literal["none", "conv", "all"]
 
 
 def make_plan(problem: Problem, *, policy: Literal["dyn", "all", "conv"] = "dyn") -> Plan:
-    """The policy's plan; for `dyn` the first that fits, or the one with the lowest peak if none does.
+    """Return the policy's plan; for `dyn` the first that fits, or the one with the lowest peak if none does.
 
     Args:
         policy: offload the inputs of all layers, of convolutions, or of as few of these kinds as fit.
@@ -71,7 +72,7 @@ def _draft(drafter: Drafter, policy: Policy) -> Draft:
 
 
 def _choose(drafter: Drafter, layers: tuple[Layer, ...], policy: Policy) -> dict[int, list[int]]:
-    """The inputs that move, by the last layer that reads them: the first to need them again."""
+    """Return the inputs that move, by the last layer that reads them: the first to need them again."""
     last: dict[int, int] = {}
     chosen: set[int] = set()
     for position, layer in enumerate(layers):
@@ -88,7 +89,7 @@ def _choose(drafter: Drafter, layers: tuple[Layer, ...], policy: Policy) -> dict
 
 
 def _prefetch(layers: tuple[Layer, ...], moved: dict[int, list[int]]) -> dict[int, int]:
-    """The tick at which the inputs of each layer are asked for, by position; none for those that nobody asks for."""
+    """Return, by position of a layer, the tick at which its inputs are requested; absent if no layer requests them."""
     backs: dict[int, int] = {}
     for current in reversed(range(len(layers))):
         if layers[current].backward < 0:

@@ -1,4 +1,4 @@
-"""Replays that share ops become one where that saves time and fits; and nothing else about a plan changes."""
+"""Replays that share ops are merged if that saves time and fits; the rest of the plan stays the same."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.oracles import follow
 
 
 def make_fan(branches: int, nbytes: int, pause_bytes: int = 0) -> Trace:
-    """Every branch reads the same stem; autograd holds what they make of it, and not the stem. Then a pause."""
+    """Return a step whose branches read one stem; autograd saves their results, not the stem. Then a temporary."""
     program = Program()
     batch = program.resident(KIB, Role.INPUT)
     stem, saves = program.op("stem", [batch], nbytes), []
@@ -52,34 +52,34 @@ def drop_all(problem: Problem) -> Plan:
     return drop(problem, dict.fromkeys(problem.drafter.gaps, Option(Choice.RECOMPUTE)))
 
 
-def test_a_stem_that_nothing_holds_is_replayed_once() -> None:
+def test_an_unsaved_stem_is_replayed_once() -> None:
     trace = make_fan(6, 64 * KIB)
     costs = make_costs(trace, op_seconds=1e-3)
     problem = pose(trace, costs, 1 << 40, min_offload_bytes=1)
     made = drop_all(problem)
-    joined = merge_replays(problem, made)
-    check(trace, joined)
-    follow(trace, Machine(plan_policy.Policy(joined), joined.segments))
-    assert len(made.segments) == 5  # the last branch is wanted at once
-    assert len(joined.segments) == 1
+    merged = merge_replays(problem, made)
+    check(trace, merged)
+    follow(trace, Machine(plan_policy.Policy(merged), merged.segments))
+    assert len(made.segments) == 5  # the last branch is needed at once
+    assert len(merged.segments) == 1
     replay = problem.drafter.replay
     assert replay.run(made).recompute_seconds == pytest.approx(10e-3)
-    assert replay.run(joined).recompute_seconds == pytest.approx(6e-3)
-    assert merge_replays(problem, joined) == joined
-    assert joined.strategy == "test"
+    assert replay.run(merged).recompute_seconds == pytest.approx(6e-3)
+    assert merge_replays(problem, merged) == merged
+    assert merged.strategy == "test"
 
 
-def test_the_bound_counts_on_replays_that_are_joined() -> None:
-    trace = make_fan(6, 64 * KIB, pause_bytes=512 * KIB)  # during which no branch may be there, and after it all may
+def test_the_bound_is_tight_for_merged_replays() -> None:
+    trace = make_fan(6, 64 * KIB, pause_bytes=512 * KIB)  # no branch fits next to the temporary; all fit after it
     costs = make_costs(trace, op_seconds=1e-3, link=make_link(per_second=1.0))
     problem = pose(trace, costs, 1, min_offload_bytes=1)
     problem = pose(trace, costs, problem.floor.peak_bytes, min_offload_bytes=1)
-    joined = problem.drafter.replay.run(merge_replays(problem, drop_all(problem)))
-    assert problem.fits(joined) and joined.recompute_seconds == pytest.approx(7e-3)
-    assert find_bound(problem).cover_seconds == pytest.approx(joined.step_seconds, rel=1e-6)
+    merged = problem.drafter.replay.run(merge_replays(problem, drop_all(problem)))
+    assert problem.fits(merged) and merged.recompute_seconds == pytest.approx(7e-3)
+    assert find_bound(problem).cover_seconds == pytest.approx(merged.step_seconds, rel=1e-6)
 
 
-def test_it_is_joined_only_as_far_as_there_is_room() -> None:
+def test_replays_are_merged_only_as_far_as_the_budget_allows() -> None:
     trace = make_fan(6, 64 * KIB)
     costs = make_costs(trace, op_seconds=1e-3)
     roomy = pose(trace, costs, 1 << 40, min_offload_bytes=1)
@@ -95,7 +95,7 @@ def test_it_is_joined_only_as_far_as_there_is_room() -> None:
     assert seconds == sorted(seconds, reverse=True) and len(set(seconds)) >= 3
 
 
-def test_a_plan_that_does_not_fit_is_left_alone() -> None:
+def test_a_plan_that_does_not_fit_is_returned_unchanged() -> None:
     trace = make_fan(4, 64 * KIB)
     problem = pose(trace, make_costs(trace), 1, min_offload_bytes=1)
     made = drop_all(problem)
@@ -103,7 +103,7 @@ def test_a_plan_that_does_not_fit_is_left_alone() -> None:
 
 
 @given(job=jobs(), share=some.floats(0.2, 1.1), seed=some.integers(0, 1 << 30))
-def test_a_joined_plan_is_sound_fits_and_is_no_slower(job: tuple[Trace, Costs], share: float, seed: int) -> None:
+def test_a_merged_plan_is_valid_fits_and_is_no_slower(job: tuple[Trace, Costs], share: float, seed: int) -> None:
     trace, costs = job
     dice = random.Random(seed)
     problem = pose(trace, costs, 1, min_offload_bytes=1)
@@ -116,10 +116,10 @@ def test_a_joined_plan_is_sound_fits_and_is_no_slower(job: tuple[Trace, Costs], 
     made = problem.drafter.finish(draft, "test", problem.budget_bytes)
     if made is None:
         return
-    joined, replay = merge_replays(problem, made), problem.drafter.replay
-    check(trace, joined)
-    follow(trace, Machine(plan_policy.Policy(joined), joined.segments))
-    before, after = replay.run(made), replay.run(joined)
+    merged, replay = merge_replays(problem, made), problem.drafter.replay
+    check(trace, merged)
+    follow(trace, Machine(plan_policy.Policy(merged), merged.segments))
+    before, after = replay.run(made), replay.run(merged)
     assert after.step_seconds <= before.step_seconds
     assert problem.fits(after) == problem.fits(before)
-    assert (joined == made) == (after.step_seconds == before.step_seconds)
+    assert (merged == made) == (after.step_seconds == before.step_seconds)
