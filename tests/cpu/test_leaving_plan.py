@@ -27,6 +27,7 @@ from elbowroom.room import Room
 from elbowroom.running_step import GROWTH
 from elbowroom.runtime.phase import Phase
 from elbowroom.runtime.step_context import StepContext
+from elbowroom.runtime.step_environment import StepEnvironment
 from elbowroom.runtime.step_state import StepState
 from elbowroom.runtime.step_storages import StepStorages
 
@@ -63,10 +64,17 @@ def fit(model: nn.Module, optimizer: torch.optim.Optimizer, budget: int, **optio
 def test_a_plan_drops_what_this_step_does_not_have(profile: HardwareProfile) -> None:
     """A step that has just gone over to another plan, or whose storage was freed early."""
     ledger = make_ledger(torch.device("cpu"))
-    environment = types.SimpleNamespace(
-        ledger=ledger, min_bytes=1, profile=types.SimpleNamespace(alignment_bytes=64), list_residents=list,
+    environment = StepEnvironment(
         device=torch.device("cpu"),
-    )  # fmt: skip
+        budget_bytes=1 << 20,
+        ledger=ledger,
+        transfers=None,  # type: ignore[arg-type]
+        list_residents=list,
+        profile=profile,
+        history=AccessHistory(),
+        policy="lru",
+        min_bytes=1,
+    )
     storages = StepStorages(environment)
     machine = Machine(CapacityFirst(storages.may_move))
     state = StepState(
@@ -78,7 +86,7 @@ def test_a_plan_drops_what_this_step_does_not_have(profile: HardwareProfile) -> 
         saved_tensors=None,
         candidates=(),
     )
-    context = StepContext(state, ledger, profile.links[0], 1 << 20)
+    context = StepContext(state, environment)
     decision = Decision(storage=73, gap=0, choice=Choice.RECOMPUTE, leave=1, release=1, back=9, segment=0)
     segment = Segment(ops=(1,), outputs=(73,), leaves=())
     plan = Plan(trace_digest="", strategy="", budget_bytes=1, decisions=(decision,), segments=(segment,))
