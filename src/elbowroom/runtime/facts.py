@@ -88,7 +88,7 @@ class StepFacts:
         return self._account.live_bytes, self._account.take_recent_peak()
 
     def busy_seconds(self) -> float:
-        """What the step's own ops took."""
+        """What the step took, without moves, replays and decisions."""
         return 0.0 if self.clock is None else self.clock.busy_seconds
 
     def move_seconds(self, nbytes: int) -> tuple[float, float]:

@@ -9,7 +9,7 @@ from elbowroom.errors import Thrashing
 logger = logging.getLogger(__name__)
 
 WORTH_SAYING, ENOUGH = 10.0, 100.0
-"""Replays and waits for moves that take so many times what the step's ops took: worth a warning, and the end."""
+"""Replays and waits for moves that take so many times what the rest of the step took: worth a warning, and the end."""
 
 NOT_LONG = 1.0
 """Seconds below which neither is said."""
@@ -29,7 +29,7 @@ class Patience:
         self.is_endless = self._has_said = False
 
     def watch(self, move_seconds: float, busy_seconds: float) -> None:
-        """So long was waited for moves, and so long took the step's own ops.
+        """So long was waited for moves, and so long took the rest of the step but for replays.
 
         Raises:
             Thrashing: it has lasted long enough.
