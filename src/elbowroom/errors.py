@@ -189,7 +189,7 @@ class Thrashing(ElbowroomError):
     Attributes:
         replay_seconds: computing it again took so long so far.
         move_seconds: waiting for moves did.
-        busy_seconds: the step's own ops took so long.
+        busy_seconds: the rest of the step took so long.
         budget_bytes: what it was to fit into.
     """
 

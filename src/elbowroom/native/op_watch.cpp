@@ -82,11 +82,6 @@ void OpWatch::run_unrecorded(const OpKind& kind, at::TensorList written, c10::fu
   table_->sweep_if_many();
 }
 
-// To draw random numbers or to write once more would not be the same.
-bool OpWatch::may_retry(const OpKind& kind, at::TensorList written) const {
-  return callbacks_.make_room != nullptr && written.empty() && !kind.is_random;
-}
-
 void OpWatch::run(
     const c10::OperatorHandle& op, const OpKind& kind, const Count& counted, torch::jit::Stack* stack,
     c10::function_ref<void()> next) {
@@ -103,13 +98,16 @@ void OpWatch::run(
   if (!written.empty()) tell(callbacks_.before_write, written);
   RecordedOpPtr recorded;
   if (is_recorded && !written.empty()) recorded = describe(op, kind, arguments, count, counted.tick);
-  const std::function<void()> restore = [&] {
-    stack->resize(below);
-    stack->insert(stack->end(), given.begin(), given.end());
-  };
+  std::function<void()> restore;
+  if (may_retry(kind, written)) {
+    restore = [&] {
+      stack->resize(below);
+      stack->insert(stack->end(), given.begin(), given.end());
+    };
+  }
   const int64_t live_before = scope_ == nullptr ? 0 : scope_->begin_op();
   const double begin = read_clock_seconds() - get_thread().lost_seconds;
-  call(kind, written, next, may_retry(kind, written) ? &restore : nullptr);
+  call(kind, written, next, restore ? &restore : nullptr);
   const double seconds = read_clock_seconds() - get_thread().lost_seconds - begin;
   if (is_recorded && !recorded) {
     int64_t nbytes = 0;
@@ -204,7 +202,7 @@ void OpWatch::tell(const std::function<void(const at::Tensor&)>& callback, at::T
     bool is_guarded = false;
     {
       const std::lock_guard<std::mutex> guard(table_->mutex);
-      if (const StorageRecordPtr record = table_->find(storage)) {
+      if (const StorageRecordPtr& record = table_->find(storage)) {
         ++record->version;
         record->nbytes = static_cast<int64_t>(storage->nbytes());  // it may have grown
         is_guarded = record->is_guarded;

@@ -65,6 +65,11 @@ class OpWatch {
       c10::function_ref<void()> next);
   // Runs an op that is not recorded and writes to these tensors; `next` may be called again.
   void run_unrecorded(const OpKind& kind, at::TensorList written, c10::function_ref<void()> next);
+  // Whether an op may be run again where the device has no memory. To draw random numbers or to write once more would not
+  // be the same.
+  bool may_retry(const OpKind& kind, at::TensorList written = {}) const {
+    return callbacks_.make_room != nullptr && written.empty() && !kind.is_random;
+  }
   // Runs compiled code by `next`, as one op, which writes to these tensors and is never recorded.
   void run_region(const std::string& name, const std::vector<at::Tensor>& written, c10::function_ref<void()> next);
 
@@ -100,7 +105,6 @@ class OpWatch {
       const c10::OperatorHandle& op, const OpKind& kind, const c10::IValue* arguments, size_t count, int64_t tick);
   Count count(const std::string& name);
   bool is_expected(const std::string& name, int64_t* tick);
-  bool may_retry(const OpKind& kind, at::TensorList written) const;
   // Calls `next`. Where the device has no memory, `restore` is called before it is called again; null: it is not.
   void call(
       const OpKind& kind, at::TensorList written, c10::function_ref<void()> next,

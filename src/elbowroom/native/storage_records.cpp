@@ -87,9 +87,10 @@ std::vector<RecordedOpPtr> StorageRecord::forget_ops() {
   return ops;
 }
 
-StorageRecordPtr StorageTable::find(const c10::StorageImpl* storage) const {
+const StorageRecordPtr& StorageTable::find(const c10::StorageImpl* storage) const {
+  static const StorageRecordPtr none;
   const auto found = records_.find(storage);
-  return found == records_.end() ? StorageRecordPtr() : found->second;
+  return found == records_.end() ? none : found->second;
 }
 
 StorageRecordPtr StorageTable::see(const c10::Storage& storage) {
@@ -102,7 +103,7 @@ StorageRecordPtr StorageTable::see(const c10::Storage& storage) {
 }
 
 StorageRecordPtr StorageTable::see_counted(const c10::Storage& storage, std::unique_lock<std::mutex>& guard) {
-  if (StorageRecordPtr record = find(storage.unsafeGetStorageImpl())) return record;
+  if (const StorageRecordPtr& record = find(storage.unsafeGetStorageImpl())) return record;
   if (scope != nullptr) {
     guard.unlock();
     Ledger::get().adopt(storage, *scope, true);

@@ -61,7 +61,7 @@ class StorageTable {
   std::mutex mutex;
 
   // With the mutex: the record of a storage; null if there is none.
-  StorageRecordPtr find(const c10::StorageImpl* storage) const;
+  const StorageRecordPtr& find(const c10::StorageImpl* storage) const;
   // With the mutex: the same, made if there is none.
   StorageRecordPtr see(const c10::Storage& storage);
   // The same, with a guard of the mutex, which is given up meanwhile where there is none: what was there before the step is

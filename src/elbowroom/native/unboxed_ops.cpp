@@ -111,6 +111,11 @@ struct Unboxed<Op, Result(Arguments...)> {
       return box(c10::BoxedKernel::makeFromFunctor(std::move(counted)), op, keys, arguments...);
     }
     if (kind->is_idle) return Op::redispatch(keys & BELOW_WATCH, arguments...);
+    if (!kind->may_write && !watch->may_retry(*kind)) {
+      watch->table().sweep_if_many();
+      const Running running(kind->name, thread);
+      return Op::redispatch(keys & BELOW_WATCH, arguments...);
+    }
     const Tensors written = kind->may_write ? list_written(*kind, arguments...) : Tensors();
     Returned<Result> returned;
     watch->run_unrecorded(*kind, written, [&] { returned = Op::redispatch(keys & BELOW_WATCH, arguments...); });

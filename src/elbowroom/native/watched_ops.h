@@ -60,7 +60,8 @@ class Busy {
 // While an op of this name runs.
 class Running {
  public:
-  explicit Running(const std::string& name) : thread_(get_thread()), before_(std::exchange(thread_.running, &name)) {}
+  explicit Running(const std::string& name, Thread& thread = get_thread())
+      : thread_(thread), before_(std::exchange(thread_.running, &name)) {}
   ~Running() { thread_.running = before_; }
   Running(const Running&) = delete;
   Running& operator=(const Running&) = delete;

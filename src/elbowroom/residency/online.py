@@ -75,7 +75,7 @@ class Facts(Protocol):
         ...
 
     def busy_seconds(self) -> float:
-        """Of those since the step began, what its own ops took."""
+        """Return those since the step began, without what moves, replays and decisions took."""
         ...
 
     def held_bytes(self) -> tuple[int, int]:
@@ -104,7 +104,7 @@ class Moment(NamedTuple):
 
     Attributes:
         seconds: since the step began.
-        busy_seconds: of those, what the step's own ops took.
+        busy_seconds: of those, without what moves, replays and decisions took.
         live_bytes: there was so much.
         most_bytes: most that there was, or was asked for, since the moment before.
     """
