@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from elbowroom.errors import Infeasible
-from elbowroom.hooks.module_paths import ModulePaths, list_raised
+from elbowroom.hooks.module_paths import ModulePaths, get_accumulated, list_raised
 
 MOST_NODES = 64
 """Backward nodes that are looked at to find a parameter."""
@@ -65,8 +65,9 @@ def explain_growth(requested_bytes: int, missing_bytes: int, budget_bytes: int) 
         needed_bytes=budget_bytes + missing_bytes,
         budget_bytes=budget_bytes,
         is_whole_step=False,
-        op=f"a request of {requested_bytes} bytes, in a step that began like those in which everything fitted, so that "
-        "nothing moves in it (the next one is watched from its beginning; with always_watch=True all are)",
+        op=f"a request of {requested_bytes} bytes",
+        note="Nothing moves in this step, since it began like those in which everything fitted. The next one is "
+        "watched from its beginning; with always_watch=True all are.",
     )
     error.evidence = _Evidence(_find_nearby_parameter())
     return error
@@ -98,8 +99,7 @@ def _find_nearby_parameter() -> torch.Tensor | None:
         if not queue:
             break
         node = queue.popleft()
-        parameter = getattr(node, "variable", None)
-        if isinstance(parameter, torch.Tensor):
+        if (parameter := get_accumulated(node)) is not None:
             return parameter
         for following, _ in node.next_functions:
             if following is not None and id(following) not in seen:
