@@ -61,6 +61,7 @@ class Infeasible(ElbowroomError):
         needed_host_bytes: what it would have to hold for the plan that comes nearest; 0 where that was not the limit.
         state_bytes: of them parameters, buffers, gradients and optimizer state, which never leave; 0 if not known.
         advice: what else would help, a sentence each.
+        note: a sentence on the step, or "".
         evidence: what tells where the op runs, until that is known.
     """
 
@@ -78,6 +79,7 @@ class Infeasible(ElbowroomError):
         is_estimated: bool = False,
         module: str | None = None,
         line: str = "",
+        note: str = "",
     ) -> None:
         super().__init__()
         self.needed_bytes = needed_bytes
@@ -90,6 +92,7 @@ class Infeasible(ElbowroomError):
         self.state_bytes = state_bytes
         self.is_estimated = is_estimated
         self.advice: tuple[str, ...] = ()
+        self.note = note
         self.evidence: object = None
         self.locate(module, line)
 
@@ -115,6 +118,8 @@ class Infeasible(ElbowroomError):
         things = "; ".join(f"{what} {format_bytes(nbytes)}" for what, nbytes in self.in_the_way)
         message = f"the step cannot run within {budget}: {bound}{needed} have to be there at once when {place}"
         message += f": {things}." if things else "."
+        if self.note:
+            message += f" {self.note}"
         if self.is_whole_step:
             message += f" Set memory_budget to at least {self.needed_bytes}, or make the batch smaller."
             if self.is_estimated:
@@ -180,6 +185,7 @@ class ArenaTooSmall(Infeasible):
         self.advice = ()
         self.module = None
         self.line = ""
+        self.note = ""
         self.evidence = None
 
 

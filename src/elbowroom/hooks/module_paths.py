@@ -6,6 +6,7 @@ module that is called by another method than `__call__` would not have them call
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import functools
 import os
@@ -260,13 +261,17 @@ def list_raised(error: BaseException) -> list[FrameType]:
     return found[::-1]
 
 
+def get_accumulated(node: Any) -> torch.Tensor | None:
+    """Return the parameter whose gradient a backward node adds up; None if it does something else."""
+    return node.variable if type(node).__name__ == "AccumulateGrad" else None
+
+
 def _shorten(name: str) -> str:
     """A file's name from the folder on that Python has it from, or the working folder."""
-    path = os.path.abspath(name)
-    for folder in sorted({os.getcwd(), *filter(None, sys.path)}, key=len, reverse=True):
-        if path.startswith(os.path.join(folder, "")) and not name.startswith("<"):
-            return os.path.relpath(path, folder)
-    return name
+    folders = {os.path.join(each, "") for each in sys.path if isinstance(each, str) and each}
+    with contextlib.suppress(OSError):  # it has been removed
+        folders.add(os.path.join(os.getcwd(), ""))
+    return name[max((len(each) for each in folders if name.startswith(each)), default=0) :]
 
 
 def _list_methods(kind: type) -> Iterator[CodeType]:

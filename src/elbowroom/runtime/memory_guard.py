@@ -84,7 +84,8 @@ def explain_growth(requested_bytes: int, missing_bytes: int, budget_bytes: int) 
         needed_bytes=budget_bytes + missing_bytes,
         budget_bytes=budget_bytes,
         is_whole_step=False,
-        op=f"a request of {requested_bytes} bytes, in a step that began like those in which everything fitted, so that "
-        "nothing moves in it (the next one is watched from its beginning; with always_watch=True all are)",
+        op=f"a request of {requested_bytes} bytes",
+        note="Nothing moves in this step, since it began like those in which everything fitted. The next one is "
+        "watched from its beginning; with always_watch=True all are.",
     )
     return note_evidence(error)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from elbowroom.errors import Infeasible
-from elbowroom.hooks.module_paths import ModulePaths, list_raised
+from elbowroom.hooks.module_paths import ModulePaths, get_accumulated, list_raised
 
 MOST_NODES = 64
 """Backward nodes that are looked at to find a parameter."""
@@ -54,8 +54,7 @@ def _find_nearby_parameter() -> torch.Tensor | None:
         if not queue:
             break
         node = queue.popleft()
-        parameter = getattr(node, "variable", None)
-        if isinstance(parameter, torch.Tensor):
+        if (parameter := get_accumulated(node)) is not None:
             return parameter
         for following, _ in node.next_functions:
             if following is not None and id(following) not in seen:

@@ -8,7 +8,7 @@ import threading
 
 import torch
 
-from elbowroom.hooks.module_paths import UNKNOWN, ModulePaths, Origin, is_within, list_stack
+from elbowroom.hooks.module_paths import UNKNOWN, ModulePaths, Origin, get_accumulated, is_within, list_stack
 
 
 class OpOrigins:
@@ -47,8 +47,7 @@ class OpOrigins:
 
     def _find_made(self, node: torch.autograd.graph.Node, thread: int) -> Origin:
         """Where a node was made, in a thread."""
-        parameter = getattr(node, "variable", None)
-        if parameter is not None:
+        if (parameter := get_accumulated(node)) is not None:
             return Origin(self._paths.find_owner(parameter), "")
         made = self._made.get(thread, [])
         index = bisect.bisect_right(made, node._sequence_nr(), key=lambda each: each[0])
