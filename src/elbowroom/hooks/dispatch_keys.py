@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import logging
-import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
@@ -27,21 +24,6 @@ def get_alias(tensor: torch.Tensor) -> torch.Tensor:
     """A plain tensor without its graph, unseen by watchers and modes."""
     with Hidden():
         return tensor.detach()
-
-
-@contextlib.contextmanager
-def silenced(logger: logging.Logger) -> Iterator[None]:
-    """What somebody else logs in here, in this thread, is of no interest."""
-    thread = threading.get_ident()
-
-    def is_of_interest(record: logging.LogRecord) -> bool:
-        return record.thread != thread
-
-    logger.addFilter(is_of_interest)
-    try:
-        yield
-    finally:
-        logger.removeFilter(is_of_interest)
 
 
 class Pausable(Protocol):

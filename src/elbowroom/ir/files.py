@@ -47,6 +47,7 @@ _ADDED: dict[type, tuple[dict[str, Any], ...]] = {
         {"disk_bytes": 0, "reserved_bytes": 0, "fragmented_bytes": 0},
         {"arena_bytes": 0, "lower_arena_bytes": 0, "disk_arena_bytes": 0},
         {"begin_seconds": []},
+        {"evictions": 0, "replays": 0},
     ),
     Plan: ({"host_bytes": None},),
     Journal: ({},),  # `upgrade` says what else changed

@@ -13,6 +13,7 @@ from elbowroom.ir.actions import Offload, Release
 from elbowroom.ir.events import Event, PressureRaised
 from elbowroom.ir.plan import Plan
 from elbowroom.residency import plan_policy
+from elbowroom.residency.context import replay_seconds
 from elbowroom.residency.machine import Drop, Intent
 from elbowroom.residency.online import Online
 
@@ -63,9 +64,9 @@ class Policy:
         """How the plan would compute a storage is how another step did: this one has ways of its own, or none."""
         if not isinstance(intent, Drop):
             return (intent,)
-        facts, storage = self._online.facts, intent.storage
-        if not facts.may_move(storage):
+        context, storage = self._online.context, intent.storage
+        if not context.may_move(storage):
             return ()  # nor is it one that this step has, perhaps
-        if facts.replay_seconds(storage) < math.inf:
-            return (Drop(storage, facts.segment(storage)),)
+        if replay_seconds(context, storage) < math.inf:
+            return (Drop(storage, context.add_segment(storage)),)
         return (Offload(storage), Release(storage))

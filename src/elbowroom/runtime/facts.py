@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Protocol
 
 import torch
@@ -12,6 +12,7 @@ import torch
 from elbowroom.cost.transfers import offload_seconds, reload_seconds
 from elbowroom.ir.hardware import Link
 from elbowroom.ir.plan import Segment
+from elbowroom.residency.machine import State
 from elbowroom.runtime.account import Account
 from elbowroom.runtime.replays import Recording, is_exposed
 from elbowroom.runtime.residence import Residence
@@ -24,7 +25,7 @@ class Clock(Protocol):
 
 
 class StepFacts:
-    """Answers from what a step has done so far (`residency.online.Facts`).
+    """Answers from what a step has done so far (`residency.context.PolicyContext`).
 
     Args:
         account: counts bytes.
@@ -35,8 +36,8 @@ class StepFacts:
 
     Attributes:
         segments: how what was dropped can be computed again; grows.
-        may_drop: whether anything may be dropped; not once the step is over.
-        is_on_device, clock: of the step; given later.
+        allows_drops: whether anything may be dropped; not once the step is over.
+        state, clock: of the step; given later.
         base_bytes: of what is there before the step; given later.
         begin: when the step began, on the clock of `time.perf_counter`.
         stuck: bytes of what the tier below had no room for.
@@ -52,13 +53,13 @@ class StepFacts:
         budget_bytes: int,
     ) -> None:
         self._account, self._bound, self._link, self._budget_bytes = account, bound, link, budget_bytes
-        self.may_move, self.may_drop = movable, True
+        self.may_move, self.allows_drops = movable, True
         self.segments: list[Segment] = []
         self.pinned: list[Counter[int]] = []
         self.stuck: dict[int, int] = {}
         self._recordings: dict[int, Recording | None] = {}
         self.base_bytes = 0
-        self.is_on_device: Callable[[int], bool] = lambda storage: True
+        self.state: Callable[[int], State | None] = lambda storage: None
         self.clock: Clock | None = None
         self.begin = time.perf_counter()
 
@@ -66,10 +67,7 @@ class StepFacts:
         """Seconds since the step began."""
         return time.perf_counter() - self.begin
 
-    def spare_bytes(self) -> int:
-        """Room that nothing takes."""
-        return self._budget_bytes - self._account.live_bytes
-
+    @property
     def budget_bytes(self) -> int:
         """Room there is in all."""
         return self._budget_bytes
@@ -83,9 +81,13 @@ class StepFacts:
         home = self._bound[storage].find_storage()
         return None if home is None else home.data_ptr()
 
-    def held_bytes(self) -> tuple[int, int]:
-        """What is there now; and most that was, or was asked for by an op, since this was last called."""
-        return self._account.live_bytes, self._account.take_recent_peak()
+    def live_bytes(self) -> int:
+        """Return the bytes on the device."""
+        return self._account.live_bytes
+
+    def take_recent_peak(self) -> int:
+        """Return the most bytes that were there, or asked for by an op, since this was last called."""
+        return self._account.take_recent_peak()
 
     def busy_seconds(self) -> float:
         """What the step's own ops took."""
@@ -95,49 +97,16 @@ class StepFacts:
         """To copy so many bytes out, and back."""
         return offload_seconds(self._link, nbytes), reload_seconds(self._link, nbytes)
 
-    def swap_seconds(self, storage: int) -> float:
-        """Out, unless there is a copy, and back."""
+    def copy_out_seconds(self, storage: int) -> float:
+        """Return the seconds to copy it out: none if there is a copy, infinite if there is no room below."""
         residence = self._bound[storage]
-        if self._has_no_room_below(residence):
-            return float("inf")
-        back = reload_seconds(self._link, residence.nbytes)
-        return back if residence.copy is not None else back + offload_seconds(self._link, residence.nbytes)
+        if residence.copy is not None:
+            return 0.0
+        return float("inf") if self._has_no_room_below(residence) else offload_seconds(self._link, residence.nbytes)
 
-    def own_seconds(self, storage: int) -> float:
-        """To compute it again from its neighbours; infinite where there is no way."""
-        recording = self.find_recording(storage)
-        return float("inf") if recording is None else float(recording.seconds)
-
-    def own_bytes(self, storage: int) -> int:
-        """What that allocates at once, with the storage itself."""
-        recording = self.find_recording(storage)
-        return 0 if recording is None else int(recording.nbytes)
-
-    def replay_seconds(self, storage: int) -> float:
-        """What it takes to compute it again, with all that has left before it; infinite where there is no way, or where
-        that may take more room than a reload finds."""
-        if not self.may_drop or self._is_tight(storage):
-            return float("inf")
-        seconds, seen, stack = 0.0, {storage}, [storage]
-        while stack:
-            recording = self.find_recording(stack.pop())
-            if recording is None:
-                return float("inf")
-            seconds += recording.seconds
-            for leaf in recording.leaves:
-                if leaf.id in seen or self.is_on_device(leaf.id):
-                    continue
-                seen.add(leaf.id)
-                if leaf.recording is not None:
-                    stack.append(leaf.id)
-                else:
-                    seconds += reload_seconds(self._link, leaf.nbytes)
-        return seconds
-
-    def neighbours(self, storage: int) -> Iterable[int]:
-        """The saved storages that it would be computed from."""
-        recording = self.find_recording(storage)
-        return () if recording is None else [leaf.id for leaf in recording.leaves]
+    def may_drop(self, storage: int) -> bool:
+        """Tell whether it may be dropped: not after the step, nor where a reload would find room more easily."""
+        return self.allows_drops and not self._is_tight(storage)
 
     def may_leave(self, storage: int) -> bool:
         """Whether we hold every alias of it, and nothing at hand needs it."""
@@ -152,15 +121,15 @@ class StepFacts:
         own = sum(view.geometry is None for view in residence.views.values())
         return int(torch._C._storage_Use_Count(home._cdata)) <= own + 1  # and that of its Python object
 
-    def segment(self, storage: int) -> int:
+    def add_segment(self, storage: int) -> int:
         """A segment that computes it again."""
-        recording = self.find_recording(storage)
+        recording = self.find_path(storage)
         assert recording is not None
         leaves = tuple(leaf.id for leaf in recording.leaves)
         self.segments.append(Segment(ops=tuple(recording.places), outputs=(storage,), leaves=leaves))
         return len(self.segments) - 1
 
-    def find_recording(self, storage: int) -> Recording | None:
+    def find_path(self, storage: int) -> Recording | None:
         """Return the recording that computes a storage again; None if there is none."""
         table, recording = self._account.table, self._recordings.get(storage)
         if recording is None or not recording.is_open(table):
@@ -169,13 +138,14 @@ class StepFacts:
 
     def find_safe_recording(self, residence: Residence) -> Recording | None:
         """Return it unless others may write to what it reads; the policy is not told of these, being few."""
-        recording = self.find_recording(residence.id)
+        recording = self.find_path(residence.id)
         return None if recording is None or is_exposed(recording, residence) else recording
 
     def _is_tight(self, storage: int) -> bool:
         """Whether there may be no room to compute a storage again, while it could come back from the tier below."""
         # A replay runs beside what the same node of the graph needs, so it gets half of what the model leaves.
-        is_large = 2 * self.own_bytes(storage) > self._budget_bytes - self.base_bytes
+        path = self.find_path(storage)
+        is_large = path is not None and 2 * path.nbytes > self._budget_bytes - self.base_bytes
         return is_large and not self._has_no_room_below(self._bound[storage])
 
     def _has_no_room_below(self, residence: Residence) -> bool:

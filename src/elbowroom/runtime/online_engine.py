@@ -109,7 +109,7 @@ class OnlineEngine(Engine):
         if self._online is not None and known:
             decider = self._guide = Guided(self._online, known[0].plan, is_awake=is_awake)
         self._machine = Machine(decider, self._segments)
-        self._facts.is_on_device = self._machine.is_on_device
+        self._facts.state = self._machine.state
         self._guard = MemoryGuard(self.account, self._machine, self._facts, list_residents, device, self)
         self._facts.clock = self.watcher
         self._records = policy is not None
@@ -343,7 +343,7 @@ class OnlineEngine(Engine):
     def finish(self) -> None:
         """The step is over: nobody watches writes from now on, and nobody makes room."""
         # Room for what is settled comes from moving the rest.
-        self._patience.is_endless, self._facts.may_drop = True, False
+        self._patience.is_endless, self._facts.allows_drops = True, False
         with self._lock:
             self._drain()
             if self._is_calm:

@@ -203,11 +203,6 @@ class Tracer(TorchDispatchMode):
         if seen is not None and seen.created >= 0:
             seen.role, seen.label = Role.GRADIENT, label
 
-    def storage_of(self, tensor: torch.Tensor) -> int | None:
-        """The traced id of a tensor's storage."""
-        seen = self._find(tensor)
-        return None if seen is None else seen.id
-
     # -- the result -----------------------------------------------------------------------------------------------
 
     def finish(self, survivors: Iterable[tuple[torch.Tensor, Role, str]]) -> Trace:
@@ -244,16 +239,6 @@ class Tracer(TorchDispatchMode):
             ),
             end=end,
         )
-
-    @property
-    def open_saves(self) -> int:
-        """How many saves the graph still holds."""
-        return sum(released < 0 for _, _, released in self._saves)
-
-    @property
-    def needs_seen(self) -> int:
-        """How many saved tensors autograd has asked for."""
-        return len(self._needs)
 
     # -- storages -------------------------------------------------------------------------------------------------
 

@@ -5,7 +5,7 @@ when autograd asks for something, so an argument that nothing holds at any such 
 be made anew every time: the op that made it is replayed as often as the one that reads it. And what such a chain cannot
 end in (a barrier, something that was there before the step and has changed) cannot be replayed at all.
 
-This is looser than `closures.Closures`, which asks about one moment: a bound must hold for every moment.
+This is looser than `replays.closure`, which asks about one moment: a bound must hold for every moment.
 """
 
 from __future__ import annotations

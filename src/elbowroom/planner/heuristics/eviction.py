@@ -153,7 +153,7 @@ class EvictionSweep:
 
     def _claim(self, absence: EvictableGap) -> tuple[int, int]:
         storage = absence.key[0]
-        return storage, self._drafter.closures.claim_at(storage, self._drafter.gaps[absence.key].closes)
+        return storage, self._drafter.graph.claim_at(storage, self._drafter.gaps[absence.key].closes)
 
     def _fetch(self, tick: int, until: float) -> None:
         """Reload, in order of use, what there is room for until its use; no more than the link can begin by then.

@@ -98,11 +98,11 @@ def find_copied(drafter: Drafter, offloaded: Collection[Key]) -> set[Key]:
     """The gaps that open while there is a copy below from an earlier gap."""
     first: dict[tuple[int, int], int] = {}
     for storage, index in sorted(offloaded, reverse=True):
-        first[storage, drafter.closures.claim_at(storage, drafter.gaps[storage, index].closes)] = index
+        first[storage, drafter.graph.claim_at(storage, drafter.gaps[storage, index].closes)] = index
     return {
         (storage, index)
         for (storage, index), gap in drafter.gaps.items()
-        if index > first.get((storage, drafter.closures.claim_at(storage, gap.closes)), index)
+        if index > first.get((storage, drafter.graph.claim_at(storage, gap.closes)), index)
     }
 
 
@@ -144,7 +144,7 @@ class _Ledger:
     def count(self, replay: ReplayStep) -> None:
         """Count what a replay takes for itself, what it needs back, and what stays until all that it reads is saved."""
         load, tick = self.load, replay.tick
-        load.live[tick] += self._drafter.replay.transients.measure(replay.segment, replay.segment.outputs)[1]
+        load.live[tick] += self._drafter.replay.footprints.measure(replay.segment, replay.segment.outputs).extra_bytes
         for key, leave in zip(replay.fills, replay.leaves, strict=True):
             load.put(key, self._drafter.gaps[key].opens, leave + 1)
         for leaf in replay.segment.leaves:
