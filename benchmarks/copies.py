@@ -27,9 +27,9 @@ from elbowroom.errors import Infeasible
 from elbowroom.ir.journal import Mode
 from elbowroom.ir.placement import CopySlot
 from elbowroom.layout.free_list import FreeList
-from elbowroom.simulator.replay import Replay
+from elbowroom.simulator.planned import PreparedTrace
 from elbowroom.tiers import pinned
-from elbowroom.tiers.pinned import HostSlabs, Pageable
+from elbowroom.tiers.pinned import HostSlabs
 from elbowroom.workloads import build
 
 MOST_OVER = 1.02
@@ -47,6 +47,16 @@ SMALL: dict[str, tuple[str, dict[str, Any]]] = {
     "passes": ("copies:build_passes", {}),
 }
 """What is really run: small enough for two cores and a minute."""
+
+
+class Pageable:
+    """Pins nothing, in place of `tiers.pinned.CudaPinning`."""
+
+    def pin(self, address: int, nbytes: int) -> bool:
+        return True
+
+    def unpin(self, address: int) -> None:
+        pass
 
 
 def build_passes() -> tuple[torch.nn.Module, torch.optim.Optimizer, Callable[[], torch.Tensor]]:
@@ -159,7 +169,7 @@ def _measure_plan(
         made = elbowroom.plan(trace, costs, int(peak * share), strategy=strategy)
     except Infeasible:
         return []
-    replay = Replay(trace, costs)
+    replay = PreparedTrace(trace, costs)
     begin = time.perf_counter()
     placement = replay.place(made)
     seconds = time.perf_counter() - begin
@@ -176,11 +186,11 @@ def _measure_plan(
     return cells
 
 
-def _measure_overflow(cell: dict[str, Any], replay: Replay, made: elbowroom.Plan) -> list[dict[str, Any]]:
+def _measure_overflow(cell: dict[str, Any], replay: PreparedTrace, made: elbowroom.Plan) -> list[dict[str, Any]]:
     """The same plan where the host has room for half of its copies: both tiers."""
     link = dataclasses.replace(replay.costs.link, upper="host", lower="disk")
     costs = dataclasses.replace(replay.costs, further_links=(link,))
-    placement = Replay(replay.trace, costs, host_bytes=cell["most_bytes"] // 2).place(made)
+    placement = PreparedTrace(replay.trace, costs, host_bytes=cell["most_bytes"] // 2).place(made)
     found = []
     for tier, is_on_disk, arena in (("host", False, placement.lower_bytes), ("disk", True, placement.disk_bytes)):
         copy_slots = [copy_slot for copy_slot in placement.copy_slots if copy_slot.is_on_disk is is_on_disk]

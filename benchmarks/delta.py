@@ -41,7 +41,7 @@ from elbowroom.hooks.ledger import CpuLedger
 from elbowroom.planner.comparison.strategies_compared import attempt
 from elbowroom.planner.problem import pose
 from elbowroom.residency.access_history import AccessHistory
-from elbowroom.simulator.dynamic import simulate_dynamic
+from elbowroom.simulator.online import simulate_policy
 from elbowroom.units import format_bytes
 
 PUBLISHED = {"ResNet-50": 2.04, "ResNet-101": 2.25}
@@ -72,7 +72,7 @@ def simulate(jobs: Jobs, model: str, batch: int, budget_bytes: int, policy: str)
     history, seconds = AccessHistory(), 0.0
     for _ in range(2):
         try:
-            course = simulate_dynamic(
+            course = simulate_policy(
                 trace, costs, budget_bytes, policy=policy, history=history, most_seconds=PATIENCE * plain
             )
         except Infeasible:

@@ -26,6 +26,7 @@ import json
 import pathlib
 from typing import Any
 
+from dtr_simulator import Score, run_online
 from flashneuron import flashneuron
 from vitality import follow_guide, g10
 from walks import Job, lru
@@ -36,7 +37,6 @@ from elbowroom.importers import Imported, read_log
 from elbowroom.importers.g10 import CYCLES_PER_SECOND
 from elbowroom.ir.forecast import Forecast
 from elbowroom.planner.problem import plan
-from elbowroom.simulator.online import Score, run_online
 
 SAME_PEAK = 0.05
 CARD_BYTES = 40 << 30

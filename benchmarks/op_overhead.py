@@ -18,7 +18,7 @@ import statistics
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -31,6 +31,7 @@ from elbowroom.ir.events import PressureRaised, StorageSaved
 from elbowroom.ir.journal import Mode
 from elbowroom.residency import policies
 from elbowroom.residency.access_history import AccessHistory
+from elbowroom.residency.machine import State
 
 LAYERS = 100
 
@@ -79,8 +80,18 @@ def take(step: Callable[[], None], context: AbstractContextManager[Any]) -> floa
     return time.perf_counter() - begin
 
 
-class Facts:
-    """A driver that has so many storages."""
+class Path(NamedTuple):
+    """A storage is computed from nothing."""
+
+    seconds: float
+    nbytes: int = 1000
+    leaves: tuple[()] = ()
+
+
+class Context:
+    """A driver that has so many storages (`residency.context.PolicyContext`)."""
+
+    budget_bytes = 1 << 40
 
     def __init__(self) -> None:
         self.seconds = 0.0
@@ -89,53 +100,44 @@ class Facts:
         self.seconds += 1e-6
         return self.seconds
 
-    def spare_bytes(self) -> int:
-        return 1 << 40
+    def busy_seconds(self) -> float:
+        return self.seconds
 
-    def budget_bytes(self) -> int:
-        return 1 << 40
+    def live_bytes(self) -> int:
+        return 1 << 39
+
+    take_recent_peak = live_bytes
 
     def nbytes(self, storage: int) -> int:
         return 1000 + storage % 977
 
-    def swap_seconds(self, storage: int) -> float:
-        return 1e-4
-
-    def replay_seconds(self, storage: int) -> float:
-        return 1e-5 * (1 + storage % 13)
-
-    def own_seconds(self, storage: int) -> float:
-        return 1e-5
-
-    own_bytes = nbytes
-
     def address(self, storage: int) -> int:
         return 2048 * (storage * 7919 % (1 << 17))
+
+    def state(self, storage: int) -> State:
+        return State.RESIDENT
 
     def move_seconds(self, nbytes: int) -> tuple[float, float]:
         return 5e-5, 5e-5
 
-    def busy_seconds(self) -> float:
-        return self.seconds
+    def copy_out_seconds(self, storage: int) -> float:
+        return 5e-5
 
-    def held_bytes(self) -> tuple[int, int]:
-        return 1 << 39, 1 << 39
+    def find_path(self, storage: int) -> Path:
+        return Path(1e-5 * (1 + storage % 13))
 
-    def neighbours(self, storage: int) -> tuple[int, ...]:
-        return ()
-
-    def may_move(self, storage: int) -> bool:
+    def may_drop(self, storage: int) -> bool:
         return True
 
-    may_leave = may_move
+    may_leave = may_move = may_drop
 
-    def segment(self, storage: int) -> int:
+    def add_segment(self, storage: int) -> int:
         return 0
 
 
 def time_decisions(policy: str, count: int) -> float:
     """Seconds for each eviction, where there are `count` storages."""
-    chosen = get(policies, policy, "Policy")(Facts(), AccessHistory())
+    chosen = get(policies, policy, "Policy")(Context(), AccessHistory())
     for storage in range(count):
         chosen.decide(StorageSaved(storage, storage))
     begin = time.perf_counter()

@@ -28,7 +28,7 @@ from elbowroom.ir.trace import Trace
 from elbowroom.planner.problem import pose
 from elbowroom.residency import policies
 from elbowroom.residency.access_history import AccessHistory
-from elbowroom.simulator.dynamic import simulate_dynamic
+from elbowroom.simulator.online import simulate_policy
 
 WHOLE = 1 << 40
 PATIENCE = 30.0
@@ -43,7 +43,7 @@ def run_policy(trace: Trace, costs: Costs, budget_bytes: int, policy: str, plain
     history, found = AccessHistory(), list[float | None]()
     for _ in range(2):
         try:
-            course = simulate_dynamic(
+            course = simulate_policy(
                 trace, costs, budget_bytes, policy=policy, history=history, most_seconds=PATIENCE * plain_seconds
             )
         except Infeasible:

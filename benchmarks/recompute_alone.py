@@ -15,6 +15,7 @@ import argparse
 import statistics
 from typing import Any
 
+from dtr_simulator import Ending, Score, run_online
 from league import Slice, add_options, find_job, read_results, save_results
 
 from elbowroom.cli.lists import read_budgets
@@ -23,7 +24,6 @@ from elbowroom.ir.trace import Trace
 from elbowroom.planner.bounds.bound import find_bound
 from elbowroom.planner.comparison.strategies_compared import attempt
 from elbowroom.planner.problem import pose
-from elbowroom.simulator.online import Ending, Score, run_online
 
 Cell = dict[str, Any]
 WHOLE = 1 << 40

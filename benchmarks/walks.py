@@ -20,8 +20,8 @@ from elbowroom.ir.costs import Costs
 from elbowroom.ir.forecast import Forecast
 from elbowroom.ir.plan import Choice, Decision, Plan
 from elbowroom.ir.trace import Gap, Trace, find_gaps, find_movable
-from elbowroom.simulator.lanes import Lanes
-from elbowroom.simulator.replay import Replay
+from elbowroom.simulator.clock import Lanes
+from elbowroom.simulator.planned import PreparedTrace
 
 Key = tuple[int, int]
 
@@ -41,7 +41,7 @@ class Job:
 
     def __init__(self, trace: Trace, costs: Costs) -> None:
         self.trace, self.costs = trace, costs
-        self.replay = Replay(trace, costs)
+        self.replay = PreparedTrace(trace, costs)
         movable = find_movable(trace)
         found = find_gaps(trace)
         self.gaps = {(each.storage, each.index): each for key in movable for each in found.get(key, ())}

@@ -37,6 +37,16 @@ SCHEDULES: dict[str, tuple[str, ...]] = {
 """Which lane goes on first where several could."""
 
 
+class Pageable:
+    """Pins nothing, in place of `tiers.pinned.CudaPinning`."""
+
+    def pin(self, address: int, nbytes: int) -> bool:
+        return True
+
+    def unpin(self, address: int) -> None:
+        pass
+
+
 def pattern(number: int, nbytes: int, device: torch.device | str = "cpu") -> torch.Tensor:
     """What the contents called `number` look like."""
     positions = torch.arange(nbytes, dtype=torch.int32, device=device)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from elbowroom.ir.actions import Action, Offload, Recompute, Reload, Wait
 from elbowroom.ir.buffers import Buffer, overlap
@@ -13,7 +13,7 @@ from elbowroom.ir.events import StorageFreed, StorageNeeded, StorageSaved
 from elbowroom.ir.trace import Trace, find_movable
 from elbowroom.planner.problem import Problem
 from elbowroom.residency.machine import Machine
-from elbowroom.simulator.replay import list_events
+from elbowroom.simulator.planned import list_events
 
 
 def count_live_bytes(trace: Trace, costs: Costs) -> list[int]:
@@ -47,7 +47,7 @@ def follow(trace: Trace, machine: Machine) -> list[Action]:
     Raises:
         AssertionError: an action could not be carried out, or gives the wrong contents.
     """
-    contents = _find_contents(trace)
+    contents = find_contents(trace)
     movable = find_movable(trace)
     device: dict[int, object] = {}  # what autograd's claim on each storage holds
     below: dict[int, object] = {}
@@ -58,7 +58,7 @@ def follow(trace: Trace, machine: Machine) -> list[Action]:
     for event in list_events(trace):
         storage, tick = event.storage, event.tick
         if isinstance(event, StorageSaved) and storage not in saved:
-            saved[storage] = device[storage] = contents[storage, _version_before(trace, storage, tick)]
+            saved[storage] = device[storage] = contents[storage, version_before(trace, storage, tick)]
         given: object = None
         for action in machine.feed(event):
             done.append(action)
@@ -115,20 +115,26 @@ def _replay(
             held[leaf] = device[leaf]
         else:
             assert home.created < tick < home.released, f"leaf {leaf} is not there at tick {tick}"
-            held[leaf] = contents[leaf, _version_before(trace, leaf, tick)]
-    ops = {op.tick: op for op in trace.ops}
-    for op_tick in segment.ops:
-        op = ops[op_tick]
-        assert not op.barrier
-        read = tuple(held[view.storage] for view in op.reads)
-        for index, view in enumerate(op.writes):
-            held[view.storage] = hash((op.name, read, index))
+            held[leaf] = contents[leaf, version_before(trace, leaf, tick)]
+    held = run_ops(trace, segment.ops, held)
     for output in action.outputs:
         assert output not in device
         device[output] = held[output]
 
 
-def _find_contents(trace: Trace) -> dict[tuple[int, int], object]:
+def run_ops(trace: Trace, ticks: Collection[int], held: Mapping[int, object]) -> dict[int, object]:
+    """What storages hold, as symbols, once the ops at these ticks have run; `held`: before them."""
+    found = dict(held)
+    for op in trace.ops:
+        if op.tick in ticks:
+            assert not op.barrier
+            read = tuple(found[view.storage] for view in op.reads)
+            for index, view in enumerate(op.writes):
+                found[view.storage] = hash((op.name, read, index))
+    return found
+
+
+def find_contents(trace: Trace) -> dict[tuple[int, int], object]:
     """What every version of every storage holds in the plain step."""
     contents: dict[tuple[int, int], object] = {
         (home.id, 0): hash(("resident", home.id)) for home in trace.storages if home.created < 0
@@ -140,7 +146,8 @@ def _find_contents(trace: Trace) -> dict[tuple[int, int], object]:
     return contents
 
 
-def _version_before(trace: Trace, storage: int, tick: int) -> int:
+def version_before(trace: Trace, storage: int, tick: int) -> int:
+    """The version of a storage that an entry at `tick` finds."""
     written = [view.version for op in trace.ops if op.tick < tick for view in op.writes if view.storage == storage]
     return written[-1] if written else 0
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from elbowroom.ir.files import load as load
     from elbowroom.ir.files import save as save
     from elbowroom.planner.problem import plan as plan
-    from elbowroom.simulator.replay import simulate as simulate
+    from elbowroom.simulator.simulate import simulate as simulate
 
 __version__ = "0.1.0"
 
@@ -31,7 +31,7 @@ _VERBS = {
     "price": "elbowroom.cost.price",
     "plan": "elbowroom.planner.problem",
     "check": "elbowroom.ir.check",
-    "simulate": "elbowroom.simulator.replay",
+    "simulate": "elbowroom.simulator.simulate",
     "save": "elbowroom.ir.files",
     "load": "elbowroom.ir.files",
     "use_planned_allocator": "elbowroom.cuda_allocator.use",

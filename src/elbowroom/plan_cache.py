@@ -29,7 +29,8 @@ from elbowroom.planner.problem import plan as make_plan
 from elbowroom.planner.problem import pose
 from elbowroom.report.table import render_table
 from elbowroom.runtime.candidate import Candidate
-from elbowroom.simulator.replay import Replay, simulate
+from elbowroom.simulator.planned import PreparedTrace
+from elbowroom.simulator.simulate import simulate
 
 logger = logging.getLogger(__name__)
 
@@ -276,7 +277,7 @@ class PlanCache:
                 trace, costs, self.budget_bytes, strategy=config.strategy,
                 min_offload_bytes=config.min_offload_bytes, host_bytes=config.host_bytes,
             )  # fmt: skip
-        replay = Replay(trace, costs, host_bytes=config.host_bytes)
+        replay = PreparedTrace(trace, costs, host_bytes=config.host_bytes)
         placement = replay.place(plan)
         planned = PlannedStep(trace, costs, plan, replay.run(plan, placement=placement), placement)
         self._ledger.trim()

@@ -14,7 +14,7 @@ from elbowroom.ir.trace import Trace
 from elbowroom.planner.problem import list_strategies, plan
 from elbowroom.residency import plan_policy
 from elbowroom.residency.machine import Machine
-from elbowroom.simulator.replay import simulate
+from elbowroom.simulator.simulate import simulate
 from tests.generators import Layer, jobs, keep_everything, make_costs, make_trace
 from tests.oracles import follow
 

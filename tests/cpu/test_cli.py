@@ -250,6 +250,35 @@ def test_simulate(files: pathlib.Path) -> None:
     assert forecast["reserved_bytes"] == forecast["arena_bytes"] == 0
 
 
+def test_simulate_a_policy(files: pathlib.Path) -> None:
+    step = ("simulate", files / "trace.json.gz", "--hardware", files / "profile.json", "--budget", "90%peak")
+    shown = succeed(*step, "--policy", "lru", "--allocator", "caching")
+    assert "Policy  lru" in shown and "evictions" in shown and "no plan can beat" in shown
+    assert "A caching allocator would take" in shown and "laid out" not in shown
+    found = document(*step, "--policy", "lru")
+    forecast = found["forecast"]
+    assert (found["policy"], found["strategy"], found["fits"]) == ("lru", None, True)
+    assert 0 < forecast["peak_bytes"] <= found["budget_bytes"]
+    assert forecast["evictions"] > 0 and forecast["replays"] == 0 and forecast["reloaded_bytes"] > 0
+    assert forecast["reserved_bytes"] == 0
+    first, third = (document(*step, "--policy", "habit", "--steps", count)["forecast"] for count in (1, 3))
+    assert third["step_seconds"] != first["step_seconds"], "it tries what the steps before have taught"
+    assert "have to be there at once when" in fail(INFEASIBLE, *step[:-1], "1MiB", "--policy", "dtr")
+
+
+def test_a_plan_or_a_policy(files: pathlib.Path) -> None:
+    step = ("simulate", files / "trace.json.gz")
+    policy, budget, hardware = ("--policy", "dtr"), ("--budget", "1GiB"), ("--hardware", files / "profile.json")
+    assert "give a PLAN" in fail(MISUSED, *step, *hardware)
+    assert "needs --budget" in fail(MISUSED, *step, *policy, *hardware)
+    assert "leave out" in fail(MISUSED, *step, files / "plan.json", *policy, *budget, *hardware)
+    assert "its own budget" in fail(MISUSED, *step, files / "plan.json", *budget, *hardware)
+    assert "--steps belongs to --policy" in fail(MISUSED, *step, files / "plan.json", "--steps", 2, *hardware)
+    assert "there are: coop, delta" in fail(MISUSED, *step, "--policy", "drt", *budget, *hardware)
+    assert "--budget" in fail(MISUSED, *step, *policy, "--budget", "much", *hardware)
+    assert "needs a plan" in fail(MISUSED, *step, *policy, *budget, "--allocator", "planned", *hardware)
+
+
 def test_what_blocks_take_laid_out(files: pathlib.Path) -> None:
     given = ("--hardware", files / "profile.json")
     step = ("simulate", files / "trace.json.gz", files / "plan.json", *given, "--allocator", "planned")

@@ -23,7 +23,7 @@ from elbowroom.compilation import compile_loops
 from elbowroom.ir.buffers import Buffer
 from elbowroom.layout.lay_out import lay_out, list_allocators
 from elbowroom.planner.problem import pose
-from elbowroom.simulator.replay import Replay
+from elbowroom.simulator.planned import PreparedTrace
 from tests.generators import make_chain, make_costs, make_link, make_residual_net
 
 stages = []
@@ -47,7 +47,7 @@ for trace in steps:
         for strategy in strategies:
             host_bytes = 1 << 30 if not has_disk else 3 << 20
             made = plan(trace, costs, (least + most) // 2, strategy=strategy, host_bytes=host_bytes)
-            Replay(trace, costs, host_bytes=host_bytes).place(made)
+            PreparedTrace(trace, costs, host_bytes=host_bytes).place(made)
 buffers = [Buffer(id=i, lower=i % 7, upper=i % 7 + 1 + i % 5, nbytes=1000 + 37 * i) for i in range(50)]
 wrapping = Buffer(id=50, lower=11, upper=1, nbytes=5000)
 for allocator in set(list_allocators()) - {"omnimalloc"}:

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from elbowroom.errors import TierFull
-from elbowroom.tiers.pinned import HostSlabs, Pageable
-from tests.fake_streams import FakeStreams
+from elbowroom.tiers.pinned import HostSlabs
+from tests.fake_streams import FakeStreams, Pageable
 
 
 def test_slabs_are_pinned_whole_and_in_pages_of_their_own() -> None:

@@ -26,8 +26,8 @@ from elbowroom.runtime.streams import StreamEvent
 from elbowroom.runtime.transfers import SpillCopy, ThreadTransfers
 from elbowroom.tiers import pinned
 from elbowroom.tiers.disk import SpillFile
-from elbowroom.tiers.pinned import HostSlabs, Pageable, SlabBlock
-from tests.fake_streams import SCHEDULES, FakeEvent, FakeStreams, Program, pattern
+from elbowroom.tiers.pinned import HostSlabs, SlabBlock
+from tests.fake_streams import SCHEDULES, FakeEvent, FakeStreams, Pageable, Program, pattern
 
 MOST_OVER = 1.02
 KIB = 1024

@@ -14,8 +14,8 @@ import torch
 from elbowroom.runtime.stream_transfers import StreamTransfers
 from elbowroom.runtime.streams import CudaEvent, CudaStreams, StreamEvent
 from elbowroom.tiers.disk import SpillFile
-from elbowroom.tiers.pinned import HostSlabs, Pageable
-from tests.fake_streams import Program, pattern
+from elbowroom.tiers.pinned import HostSlabs
+from tests.fake_streams import Pageable, Program, pattern
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 

@@ -22,9 +22,9 @@ from elbowroom.planner.problem import list_strategies, plan, pose
 from elbowroom.planner.schedule.choice_vectors import ChoiceVectorPlanner
 from elbowroom.planner.searching import choice_search
 from elbowroom.simulator.admission import LARGEST_BYTES
-from elbowroom.simulator.replay import simulate
-from elbowroom.simulator.segments import OFFLOAD
-from elbowroom.simulator.sweep import sweep
+from elbowroom.simulator.compiled_loops.segments import OFFLOAD
+from elbowroom.simulator.compiled_loops.sweep import sweep
+from elbowroom.simulator.simulate import simulate
 from tests.generators import KIB, example, keep_everything, make_chain, make_costs, make_link, make_residual_net
 
 STRATEGIES = list_strategies()

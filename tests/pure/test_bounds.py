@@ -28,8 +28,8 @@ from elbowroom.planner.schedule.assembly import ReplayStep, assemble, list_repla
 from elbowroom.planner.schedule.choice_vectors import ChoiceVectorPlanner
 from elbowroom.planner.schedule.draft import Drafter, Option
 from elbowroom.planner.schedule.timing import Times
-from elbowroom.simulator.segments import CHOICES
-from elbowroom.simulator.sweep import sweep
+from elbowroom.simulator.compiled_loops.segments import CHOICES
+from elbowroom.simulator.compiled_loops.sweep import sweep
 from tests.generators import KIB, Program, jobs, make_chain, make_costs, make_link, make_residual_net
 
 QUICK = (

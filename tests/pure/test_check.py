@@ -18,7 +18,7 @@ from elbowroom.ir.trace import Role, Trace, find_gaps
 from elbowroom.planner.problem import plan, pose
 from elbowroom.residency import plan_policy
 from elbowroom.residency.machine import Machine
-from elbowroom.simulator.replay import simulate
+from elbowroom.simulator.simulate import simulate
 from tests.generators import KIB, Program, example, jobs, keep_everything, make_chain, make_costs, traces
 from tests.oracles import follow
 

@@ -21,8 +21,8 @@ from elbowroom.planner.searching import annealing_runs, choice_search
 from elbowroom.planner.searching.annealing import SweepLimits, find_excess, polish, try_all
 from elbowroom.planner.searching.choice_search import search_choices
 from elbowroom.planner.searching.search_space import find_search_space
-from elbowroom.simulator.segments import CHOICES, KEEP, OFFLOAD
-from elbowroom.simulator.sweep import sweep
+from elbowroom.simulator.compiled_loops.segments import CHOICES, KEEP, OFFLOAD
+from elbowroom.simulator.compiled_loops.sweep import sweep
 from tests.generators import jobs, make_costs, make_link, make_residual_net
 
 TRACE = make_residual_net(6, 1 << 20)

@@ -26,7 +26,7 @@ from elbowroom.planner.comparison.strategies_compared import (
     find_front,
 )
 from elbowroom.planner.problem import plan, pose
-from elbowroom.simulator.replay import simulate
+from elbowroom.simulator.simulate import simulate
 from tests.generators import KIB, example, make_chain, make_costs, make_link, make_residual_net
 
 STRATEGIES = ("auto", "keep_all", "offload_all")

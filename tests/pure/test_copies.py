@@ -20,9 +20,10 @@ from elbowroom.layout.copies import lay_out_copies, make_buffer
 from elbowroom.layout.free_list import ALIGNMENT_BYTES
 from elbowroom.layout.requests import serve
 from elbowroom.planner.problem import plan
-from elbowroom.simulator.addresses import Allocator
-from elbowroom.simulator.overflow import find_overflow
-from elbowroom.simulator.replay import Replay, simulate
+from elbowroom.simulator.allocator_model import Allocator
+from elbowroom.simulator.host_overflow import find_overflow
+from elbowroom.simulator.planned import PreparedTrace
+from elbowroom.simulator.simulate import simulate
 from tests.generators import KIB, Program, example, jobs, keep_everything, make_costs
 
 STRATEGIES = ("offload_all", "tvdnn_heuristic", "vdnn", "autoswap", "capuchin", "recompute_all")
@@ -66,7 +67,7 @@ def test_copies_are_there_for_as_long_as_the_simulator_counts_them(
     made = plan(trace, costs, 10**9, strategy=strategy, min_offload_bytes=1)
     most = simulate(trace, costs, made).lower_tier_bytes
     host_bytes = None if share is None else int(most * share)
-    replay = Replay(trace, costs, host_bytes=host_bytes)
+    replay = PreparedTrace(trace, costs, host_bytes=host_bytes)
     placement, forecast = replay.place(made), replay.run(made)
     assert {(each.storage, each.begin, each.end) for each in placement.copy_slots} == find_lifetimes(trace, made)
     assert all(each.nbytes == trace.storages[each.storage].nbytes for each in placement.copy_slots)
@@ -130,7 +131,7 @@ def test_each_claim_of_a_storage_finds_its_own_berth() -> None:
 def test_a_plan_of_another_trace_is_refused() -> None:
     trace, costs = example()
     other = dataclasses.replace(keep_everything(costs), trace_digest="0" * 64)
-    for refused in (Replay(trace, costs).place, Replay(trace, costs).list_blocks):
+    for refused in (PreparedTrace(trace, costs).place, PreparedTrace(trace, costs).list_blocks):
         with pytest.raises(TraceError, match="000000000000"):
             refused(other)
 
@@ -165,7 +166,7 @@ def test_passes_of_several_sizes_take_little_more_than_what_is_there_at_once(siz
     trace = make_passes(sizes)
     costs = make_costs(trace)
     made = plan(trace, costs, 10**9, strategy="offload_all", min_offload_bytes=1)
-    placement = Replay(trace, costs).place(made)
+    placement = PreparedTrace(trace, costs).place(made)
     most = max(count(placement, tick, 1, on_disk=False) for tick in range(trace.end))
     assert len(placement.copy_slots) == 6 * len(sizes)
     assert most <= placement.lower_bytes <= MOST_OVER * most
@@ -182,7 +183,7 @@ def count_there(buffers: Sequence[Buffer], time: int) -> int:
 def test_what_is_laid_out_is_what_the_caching_allocator_is_asked_for(job: tuple[Trace, Costs], strategy: str) -> None:
     trace, costs = job
     made = plan(trace, costs, 10**9, strategy=strategy, min_offload_bytes=1)
-    replay = Replay(trace, costs)
+    replay = PreparedTrace(trace, costs)
     forecast = replay.run(made, allocator=Allocator.CACHING)
     assert serve(replay.list_blocks(made), CachingAllocator()) == forecast.reserved_bytes
     assert forecast.arena_bytes == 0
@@ -193,6 +194,6 @@ def test_the_device_takes_little_more_than_what_is_there_at_once(strategy: str) 
     trace, costs = example()
     made = plan(trace, costs, 10**9, strategy=strategy, min_offload_bytes=1)
     forecast = simulate(trace, costs, made, allocator="planned")
-    blocks = Replay(trace, costs).list_blocks(made)
+    blocks = PreparedTrace(trace, costs).list_blocks(made)
     most = max(count_there(blocks, time) for time in range(2 * len(blocks)))
     assert most <= forecast.arena_bytes <= min(MOST_OVER * most, forecast.reserved_bytes)

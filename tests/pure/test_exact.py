@@ -16,8 +16,8 @@ from elbowroom.ir.costs import Costs
 from elbowroom.ir.trace import Trace
 from elbowroom.planner.problem import Problem, plan, pose
 from elbowroom.planner.searching.branch_and_bound import CLOSE, SLACKS, BranchAndBound
-from elbowroom.simulator.segments import KEEP, OFFLOAD, RECOMPUTE, RECOMPUTE_OWN
-from elbowroom.simulator.sweep import sweep
+from elbowroom.simulator.compiled_loops.segments import KEEP, OFFLOAD, RECOMPUTE, RECOMPUTE_OWN
+from elbowroom.simulator.compiled_loops.sweep import sweep
 from tests.generators import jobs, make_chain, make_costs, make_link, make_residual_net
 
 TRIED = (KEEP, OFFLOAD, RECOMPUTE, RECOMPUTE_OWN)

@@ -28,7 +28,7 @@ from elbowroom.ir.journal import Journal, Mode, StepRecord
 from elbowroom.ir.plan import Choice, Plan
 from elbowroom.ir.trace import Role, Trace
 from elbowroom.planner.problem import plan
-from elbowroom.simulator.replay import simulate
+from elbowroom.simulator.simulate import simulate
 from tests.generators import example, jobs, keep_everything, make_chain, make_costs, make_link, traces
 
 

@@ -26,7 +26,7 @@ from elbowroom.ir.forecast import Forecast
 from elbowroom.ir.plan import Plan
 from elbowroom.ir.trace import PERSISTENT_ROLES, Role, find_gaps, find_movable
 from elbowroom.planner.problem import pose
-from elbowroom.simulator.replay import simulate
+from elbowroom.simulator.simulate import simulate
 from tests.generators import make_link
 
 Line = dict[str, Any]

@@ -30,7 +30,7 @@ from elbowroom.planner.schedule.memory_curve import MemoryCurve
 from elbowroom.planner.schedule.timing import list_moments
 from elbowroom.planner.strategies import superneurons, tvdnn_ilp
 from elbowroom.planner.strategies.vdnn import _prefetch
-from elbowroom.simulator.replay import simulate
+from elbowroom.simulator.simulate import simulate
 from tests.generators import (
     KIB,
     Program,

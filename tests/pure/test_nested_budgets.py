@@ -13,11 +13,11 @@ from hypothesis import strategies as some
 from elbowroom.errors import Infeasible
 from elbowroom.ir.costs import Costs
 from elbowroom.ir.trace import Trace
-from elbowroom.planner.comparison.frontier import plan_all
 from elbowroom.planner.problem import plan, pose
-from elbowroom.simulator.overflow import find_overflow
-from elbowroom.simulator.replay import Replay, simulate
-from tests.generators import KIB, jobs, make_chain, make_costs, make_link, make_residual_net
+from elbowroom.simulator.host_overflow import find_overflow
+from elbowroom.simulator.planned import PreparedTrace
+from elbowroom.simulator.simulate import simulate
+from tests.generators import KIB, jobs, make_costs, make_link, make_residual_net
 
 QUICK = "effort=0.02"
 """Guarantees that hold by construction hold for any search effort."""
@@ -84,31 +84,6 @@ def test_a_larger_host_is_never_slower(job: tuple[Trace, Costs], share: float, h
     assert all(more <= less * EXACT for less, more in itertools.pairwise(found))
 
 
-@settings(max_examples=6)
-@given(
-    job=jobs(disk=True),
-    has_disk=some.booleans(),
-    shares=some.lists(some.floats(0.0, 1.0), min_size=2, max_size=3),
-    hosts=some.lists(some.floats(0.0, 1.2), min_size=1, max_size=3),
-    moves=some.sampled_from(["both", "recompute", "offload"]),
-)
-def test_plan_all_is_never_slower_with_more_device_or_host_memory(
-    job: tuple[Trace, Costs], has_disk: bool, shares: list[float], hosts: list[float], moves: str
-) -> None:
-    trace, costs = job
-    if not has_disk:
-        costs = dataclasses.replace(costs, further_links=())
-    budgets = sorted(place_between(job, share)[0] for share in shares)
-    sizes: list[int | None] = [*sorted(int(each * place_between(job, 0.0)[1]) for each in hosts), None]
-    made = plan_all(trace, costs, budgets, strategy=f"auto:moves={moves},{QUICK}", hosts=sizes)
-    seconds = [
-        [math.inf if each is None else simulate(trace, costs, each, host_bytes=size).step_seconds for each in row]
-        for size, row in zip(sizes, made, strict=True)
-    ]
-    for row in (*seconds, *zip(*seconds, strict=True)):
-        assert all(more <= less for less, more in itertools.pairwise(row))
-
-
 @settings(max_examples=12)
 @given(job=jobs(disk=True), hosts=some.lists(some.floats(0.0, 1.2), min_size=2, max_size=2))
 def test_a_plan_with_host_bytes_takes_the_same_time_with_a_larger_host(
@@ -123,23 +98,8 @@ def test_a_plan_with_host_bytes_takes_the_same_time_with_a_larger_host(
     for host_bytes in (less, more, None):
         assert simulate(trace, costs, limited, host_bytes=host_bytes) == expected
     assert simulate(trace, costs, dataclasses.replace(made, host_bytes=more), host_bytes=less) == expected
-    assert Replay(trace, costs, host_bytes=more).place(limited) == Replay(trace, costs, host_bytes=less).place(made)
-
-
-def test_a_larger_host_filled_by_the_first_large_copy_is_not_slower() -> None:
-    """The many small copies after it go to the disk, each with its latency."""
-    trace = make_chain([256 * KIB, *[16 * KIB] * 14])
-    costs = make_costs(trace, disk=make_link(latency_seconds=1e-3))
-    sizes = [340 * KIB, 342 * KIB]
-    budget = pose(trace, costs, 1, min_offload_bytes=1).plain.peak_bytes
-    offloading = [plan(trace, costs, budget, strategy="offload_all", host_bytes=1 << 30, min_offload_bytes=1)] * 2
-    alone = [simulate(trace, costs, made, host_bytes=size) for made, size in zip(offloading, sizes, strict=True)]
-    assert alone[0].step_seconds < alone[1].step_seconds
-    made = plan_all(trace, costs, [budget], strategy="offload_all", hosts=sizes)
-    seconds = [
-        simulate(trace, costs, row[0], host_bytes=size).step_seconds for row, size in zip(made, sizes, strict=True)
-    ]
-    assert seconds[1] <= seconds[0]
+    by_plan, by_host = (PreparedTrace(trace, costs, host_bytes=host_bytes) for host_bytes in (more, less))
+    assert by_plan.place(limited) == by_host.place(made)
 
 
 def test_an_empty_host_is_as_fast_as_recomputation_alone() -> None:

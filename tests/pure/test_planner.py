@@ -12,9 +12,8 @@ from elbowroom.ir.check import check
 from elbowroom.ir.costs import Costs
 from elbowroom.ir.plan import Choice, Plan
 from elbowroom.ir.trace import Trace
-from elbowroom.planner.closures import Closures
 from elbowroom.planner.problem import list_strategies, plan, pose
-from elbowroom.simulator.replay import simulate
+from elbowroom.simulator.simulate import simulate
 from tests.generators import (
     KIB,
     Layer,
@@ -159,37 +158,6 @@ def test_ordinary_nets_fit_every_budget(trace: Trace, per_second: float) -> None
         forecast = simulate(trace, costs, made)
         assert forecast.peak_bytes <= budget_bytes
         assert plain <= forecast.step_seconds + 1e-12 <= slowest + 2e-12
-
-
-# -- closures ---------------------------------------------------------------------------------------------------------
-
-
-def test_a_closure_reaches_back_to_available_storages() -> None:
-    closures = Closures(CHAIN)
-    made = [op.writes[0].storage for op in CHAIN.ops[:8]]
-    need = CHAIN.needs[0]  # the last save: the result of layer 6
-    target = CHAIN.saves[need.save].storage
-    assert target == made[6]
-    near = closures.find(target, need.tick, lambda storage: storage == target)
-    assert near is not None
-    assert (len(near.ops), near.made) == (1, {target})
-    assert made[5] in near.leaves
-    far = closures.find(target, need.tick, lambda storage: storage in made)
-    assert far is not None
-    assert len(far.ops) == 7
-    assert far.made == set(made[:7])
-    assert not set(far.leaves) & set(made)
-
-
-def test_a_barrier_has_no_closure() -> None:
-    trace = make_chain([KIB] * 4, barriers=frozenset({1}))
-    closures = Closures(trace)
-    made = [op.writes[0].storage for op in trace.ops[:4]]
-    tick = trace.needs[0].tick
-    assert closures.find(made[1], tick, lambda storage: storage == made[1]) is None
-    assert closures.find(made[2], tick, lambda storage: storage == made[2]) is not None
-    assert closures.find(made[2], tick, lambda storage: storage in made) is None
-    assert closures.find(0, tick, lambda storage: False) is None  # no op produced an input
 
 
 @settings(max_examples=15)

@@ -15,7 +15,7 @@ from elbowroom.planner.problem import pose
 from elbowroom.residency.access_history import AccessHistory, StepAccesses
 from elbowroom.residency.policies.predictive import TRIES, _Tried
 from elbowroom.residency.prefetch_plan import ForeseenMove, plan_prefetch
-from elbowroom.simulator.dynamic import simulate_dynamic
+from elbowroom.simulator.online import simulate_policy
 from tests.generators import jobs, make_costs, make_link, make_residual_net
 
 SIZE, COUNT = 100, 8
@@ -69,9 +69,7 @@ def test_the_second_step_is_faster_than_the_first_and_the_fourth_no_slower() -> 
     problem = pose(trace, costs, 1)
     budget = (problem.floor.peak_bytes + problem.plain.peak_bytes) // 2
     history = AccessHistory()
-    seconds = [
-        simulate_dynamic(trace, costs, budget, policy="predictive", history=history).step_seconds for _ in range(4)
-    ]
+    seconds = [simulate_policy(trace, costs, budget, policy="predictive", history=history).step_seconds for _ in range(4)]
     assert seconds[1] < seconds[0]
     assert seconds[3] <= min(seconds[1:3])
 
@@ -86,11 +84,11 @@ def test_access_history_of_another_step_do_no_harm_to_the_budget(
         least, most = problem.floor.peak_bytes, problem.plain.peak_bytes
         budget = least + int(share * (most - least))
         try:
-            course = simulate_dynamic(trace, costs, budget, policy="predictive", min_bytes=1, history=history)
+            forecast = simulate_policy(trace, costs, budget, policy="predictive", min_bytes=1, history=history)
         except Infeasible:
             continue
-        assert course.peak_bytes <= budget
-        beyond = course.step_seconds - course.recompute_seconds - course.stall_seconds
+        assert forecast.peak_bytes <= budget
+        beyond = forecast.step_seconds - forecast.recompute_seconds - forecast.stall_seconds
         assert beyond == pytest.approx(problem.plain.step_seconds)
 
 
@@ -102,7 +100,7 @@ def test_a_half_duplex_link_is_survived() -> None:
     budget = (problem.floor.peak_bytes + problem.plain.peak_bytes) // 2
     history = AccessHistory()
     for _ in range(3):
-        assert simulate_dynamic(trace, costs, budget, policy="predictive", history=history).peak_bytes <= budget
+        assert simulate_policy(trace, costs, budget, policy="predictive", history=history).peak_bytes <= budget
 
 
 def test_of_what_was_foreseen_the_fastest_is_kept_and_no_step_that_broke_off() -> None:
@@ -130,6 +128,6 @@ def test_what_never_recurs_is_not_foreseen() -> None:
     for depth in (8, 9, 10, 11, 12, 12, 12):
         trace = make_residual_net(depth, 1 << 20)
         costs = make_costs(trace, op_seconds=1e-3, link=make_link(per_second=1e9))
-        simulate_dynamic(trace, costs, 1 << 40, policy="predictive", min_bytes=1, history=history)
+        simulate_policy(trace, costs, 1 << 40, policy="predictive", min_bytes=1, history=history)
         asked.append(sum(bool(each._made) for each in history.tried.values()))
     assert asked == [0, 1, 1, 1, 1, 1, 2]

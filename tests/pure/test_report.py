@@ -28,7 +28,7 @@ from elbowroom.report.modules import count_by_module
 from elbowroom.report.steady import find_steady
 from elbowroom.report.summary import summarize
 from elbowroom.report.table import render_table
-from elbowroom.simulator.replay import simulate
+from elbowroom.simulator.simulate import simulate
 from elbowroom.units import format_bytes, format_seconds
 from tests import generators
 from tests.generators import KIB, make_chain, make_costs, make_link

@@ -35,7 +35,7 @@ from elbowroom.planner.schedule.timing import CopyTimetable, list_moments
 from elbowroom.planner.strategies import checkmate
 from elbowroom.residency import plan_policy
 from elbowroom.residency.machine import Machine
-from elbowroom.simulator.replay import simulate
+from elbowroom.simulator.simulate import simulate
 from tests.generators import (
     KIB,
     Layer,
@@ -467,7 +467,7 @@ def test_tensile_recomputes_from_kept_storages() -> None:
     drafter = pose_at(trace, costs, 0.6).drafter
     assert len(made.decisions) > 1
     for decision in made.decisions:
-        alone = drafter.closures.find(
+        alone = drafter.find_closure(
             decision.storage,
             drafter.gaps[decision.storage, decision.gap].closes,
             lambda storage: storage == decision.storage,  # noqa: B023

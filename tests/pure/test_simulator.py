@@ -16,8 +16,9 @@ from elbowroom.ir.hardware import Link
 from elbowroom.ir.plan import Choice, Decision, Plan, Segment
 from elbowroom.ir.trace import Need, Role, Save, Storage, Trace, find_claims, find_gaps
 from elbowroom.planner.problem import plan
-from elbowroom.simulator.lanes import Lanes
-from elbowroom.simulator.replay import list_events, simulate
+from elbowroom.simulator.clock import Lanes
+from elbowroom.simulator.planned import list_events
+from elbowroom.simulator.simulate import simulate
 from tests.generators import Program, jobs, keep_everything, make_chain, make_costs, make_link
 from tests.oracles import count_live_bytes
 

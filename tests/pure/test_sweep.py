@@ -17,10 +17,10 @@ from elbowroom.ir.forecast import Forecast
 from elbowroom.ir.trace import Trace
 from elbowroom.planner.problem import Problem, pose
 from elbowroom.planner.schedule.choice_vectors import ChoiceVectorPlanner
-from elbowroom.simulator.columns import Array
-from elbowroom.simulator.segments import CHOICES, KEEP, OFFLOAD
-from elbowroom.simulator.sweep import sweep
-from elbowroom.simulator.transit import make_sweep
+from elbowroom.simulator.compiled_loops.columns import Array
+from elbowroom.simulator.compiled_loops.segments import CHOICES, KEEP, OFFLOAD
+from elbowroom.simulator.compiled_loops.sweep import sweep
+from elbowroom.simulator.compiled_loops.transit import make_sweep
 from tests.generators import example, jobs, make_link
 
 
@@ -158,7 +158,7 @@ import numpy as np
 from elbowroom.planner.schedule.choice_vectors import ChoiceVectorPlanner
 from elbowroom.planner.problem import plan, pose
 from elbowroom._numba_loops import IS_COMPILED
-from elbowroom.simulator.sweep import sweep
+from elbowroom.simulator.compiled_loops.sweep import sweep
 from tests.generators import make_costs, make_link, make_residual_net
 trace = make_residual_net(3, 1 << 16)
 costs = make_costs(trace, op_seconds=1e-3, link=make_link(per_second=1e9))

@@ -13,7 +13,7 @@ from elbowroom.ir.costs import Costs
 from elbowroom.ir.trace import Trace
 from elbowroom.planner.comparison.smallest_budget import find_smallest
 from elbowroom.planner.problem import list_strategies, plan, pose
-from elbowroom.simulator.replay import simulate
+from elbowroom.simulator.simulate import simulate
 from tests.generators import example, jobs, make_link
 
 SIMPLE = ("offload_all", "tvdnn_heuristic", "vdnn", "autoswap")

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import logging
-import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
@@ -23,19 +20,6 @@ Hidden = functools.partial(torch._C._ExcludeDispatchKeyGuard, _WATCHED | _PYTHON
 work at all."""
 
 
-@contextlib.contextmanager
-def silenced(logger: logging.Logger) -> Iterator[None]:
-    """What somebody else logs in here, in this thread, is of no interest."""
-    thread = threading.get_ident()
-
-    def is_of_interest(record: logging.LogRecord) -> bool:
-        return record.thread != thread
-
-    logger.addFilter(is_of_interest)
-    try:
-        yield
-    finally:
-        logger.removeFilter(is_of_interest)
 
 
 class Pausable(Protocol):

@@ -50,6 +50,7 @@ _ADDED: dict[type, tuple[dict[type, dict[str, Any]], ...]] = {
         {Forecast: {"disk_bytes": 0, "reserved_bytes": 0, "fragmented_bytes": 0}},
         {Forecast: {"arena_bytes": 0, "lower_arena_bytes": 0, "disk_arena_bytes": 0}},
         {Forecast: {"begin_seconds": []}},
+        {Forecast: {"evictions": 0, "replays": 0}},
     ),
     Plan: ({Plan: {"host_bytes": None}},),
     Journal: ({},),  # `upgrade` says what else changed

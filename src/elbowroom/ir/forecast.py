@@ -1,4 +1,4 @@
-"""A Forecast: what the simulator says a plan will do."""
+"""A Forecast: what the simulator says a plan or a policy will do."""
 
 from __future__ import annotations
 
@@ -29,6 +29,8 @@ class Forecast:
         arena_bytes: what the blocks on the device take if they are laid out; 0 where that was not asked.
         lower_arena_bytes: what copies take in the tier below, laid out; 0 where that was not asked.
         disk_arena_bytes: and in the tier below that.
+        evictions: how often a storage was let go that was still to be needed.
+        replays: how often a segment was computed again.
     """
 
     peak_bytes: int
@@ -48,6 +50,8 @@ class Forecast:
     lower_arena_bytes: int = 0
     disk_arena_bytes: int = 0
     begin_seconds: tuple[float, ...] = ()
+    evictions: int = 0
+    replays: int = 0
 
     def __repr__(self) -> str:
         return (

@@ -5,7 +5,7 @@ from __future__ import annotations
 from elbowroom.ir.costs import Costs
 from elbowroom.ir.plan import Plan
 from elbowroom.ir.trace import Trace
-from elbowroom.simulator.replay import simulate
+from elbowroom.simulator.simulate import simulate
 
 EVERYTHING_FITS = "nothing to do"
 """Name of the empty plan; nothing is attached to execute it."""

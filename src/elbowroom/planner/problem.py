@@ -18,7 +18,7 @@ from elbowroom.planner.schedule.draft import Draft, Drafter, Option
 from elbowroom.progress import announcing
 from elbowroom.report.blocks import explain_blocks
 from elbowroom.report.lifetimes import Lifetimes
-from elbowroom.simulator.replay import Replay
+from elbowroom.simulator.planned import PreparedTrace
 
 LARGEST_BYTES = 1 << 62
 """Sums of bytes must stay below what 64 bits hold."""
@@ -121,7 +121,7 @@ def pose(
     host_bytes: int | None = None,
 ) -> Problem:
     """Prepare a problem."""
-    drafter = Drafter(Replay(trace, costs, host_bytes=host_bytes), min_offload_bytes)
+    drafter = Drafter(PreparedTrace(trace, costs, host_bytes=host_bytes), min_offload_bytes)
     plain = drafter.finish({}, "plain", budget_bytes)
     lowest = drafter.finish(lowest_draft(drafter), "floor", budget_bytes)
     assert plain is not None and lowest is not None  # they drop nothing

@@ -42,6 +42,7 @@ def summarize(
     trace: Trace | None = None,
     costs: Costs | None = None,
     plan: Plan | None = None,
+    policy: str = "",
     forecast: Forecast | None = None,
     bound_seconds: float = 0.0,
     by: str = "kind",
@@ -53,6 +54,7 @@ def summarize(
         budget_bytes: what the job may hold on its device; 0 if that is not known.
         journal: the steps so far; may be empty.
         trace, costs, plan, forecast: what is known of the step, and decided about it; None where nothing is.
+        policy: decides as the step goes on, where the forecast is of a step without a plan.
         bound_seconds: of a step that no plan within the plan's budget can beat; 0 if that is not known.
         by: what the table at the end puts together: blocks of one "kind", or those of one "module".
         depth: levels of modules that it shows; None for as many as fit. For by="module" alone.
@@ -64,7 +66,7 @@ def summarize(
     check_table(by, depth)
     if trace is not None:
         _check_match(trace, costs, plan, forecast)
-    lines = [_title(budget_bytes, trace), "", *_describe_steps(journal, plan)]
+    lines = [_title(budget_bytes, trace), "", *_describe_steps(journal, plan, policy)]
     plain = Lifetimes(trace).count_plain(costs) if trace is not None and costs is not None else []
     steady = find_steady(journal)
     if steady is not None or forecast is not None:
@@ -122,11 +124,13 @@ def _title(budget_bytes: int, trace: Trace | None) -> str:
     return what + (f", within {format_bytes(budget_bytes)}" if budget_bytes else "")
 
 
-def _describe_steps(journal: Journal, plan: Plan | None) -> list[str]:
+def _describe_steps(journal: Journal, plan: Plan | None, policy: str) -> list[str]:
     counts = count_modes(journal)
     run = ", ".join(f"{count} {_MODES[mode]}" for mode, count in counts.items())
     lines = [f"Steps   {run or 'none run'}"]
-    if plan is None and (Mode.PLANNED in counts or Mode.PLAIN in counts):
+    if policy:
+        lines.append(f"Policy  {policy}: decides what moves as the step goes on")
+    elif plan is None and (Mode.PLANNED in counts or Mode.PLAIN in counts):
         lines.append("Plan    not at hand")
     elif plan is None and Mode.DYNAMIC in counts:
         lines.append("Plan    none: what moves is decided while a step runs")
@@ -174,30 +178,35 @@ def _compare(
     if forecast is not None and 0 < bound_seconds < math.inf:
         over = f"the forecast is {forecast.step_seconds / bound_seconds - 1:.1%} over it"
         rows.append(("no plan can beat", "", _seconds(bound_seconds), "", over))
-    if plan is not None and plan.decisions and forecast is not None:
+    if forecast is not None:
         rows += _compare_moves(steady, plan, forecast)
     # A column in which nothing is known yet is left out.
     known = [column for column in (1, 2, 3) if any(row[column] not in ("", "-") for row in rows[1:])]
     return align([[row[0], *(row[column] for column in known), row[4]] for row in rows], "<" + ">" * len(known))
 
 
-def _compare_moves(steady: Steady | None, plan: Plan, forecast: Forecast) -> list[tuple[str, str, str, str, str]]:
+def _compare_moves(
+    steady: Steady | None, plan: Plan | None, forecast: Forecast
+) -> list[tuple[str, str, str, str, str]]:
     measured = steady if steady is not None and steady.mode is Mode.PLANNED else None
     rows = []
+    if plan is None and forecast.evictions:
+        rows.append(("evictions", "", str(forecast.evictions), "", "let go, though still to be needed"))
     if forecast.offloaded_bytes:
         out = "" if measured is None else format_bytes(measured.offloaded_bytes)
         back = "" if measured is None else format_bytes(measured.reloaded_bytes)
         stalls = "" if measured is None else format_seconds(measured.stall_seconds)
-        rows = [
+        rows += [
             ("offloaded a step", "", format_bytes(forecast.offloaded_bytes), out, ""),
             ("reloaded a step", "", format_bytes(forecast.reloaded_bytes), back, ""),
             *_list_copies(forecast),
             ("stalls", "", format_seconds(forecast.stall_seconds), stalls, "waiting for moves"),
         ]
-    if plan.segments:
+    segments = forecast.replays if plan is None else len(plan.segments)
+    if segments:
         note = f"{format_seconds(forecast.recompute_seconds)} of replayed ops"
         replays = "" if measured is None else str(measured.recomputed)
-        rows.append(("segments recomputed", "", str(len(plan.segments)), replays, note))
+        rows.append(("segments recomputed", "", str(segments), replays, note))
     return rows
 
 

@@ -4,7 +4,7 @@
     StorageSaved      where little room is left, begin to copy what will have to go next
     StorageNeeded     where there is room, bring back early what was offloaded
 
-What is asked of a driver is in `Facts`; what tells one policy from another are three small methods.
+What is asked of a driver is in `context.PolicyContext`; three small methods tell one policy from another.
 
 Source: sampling what is to be rated: M. Kirisame et al., "Dynamic Tensor Rematerialization", ICLR 2021, appendix; here
 with a fixed sample, so that a decision costs the same however many storages there are.
@@ -14,11 +14,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from elbowroom.ir.actions import Offload, Release, Reload
 from elbowroom.ir.events import Event, PressureRaised, StorageFreed, StorageNeeded, StorageSaved
 from elbowroom.residency.access_history import AccessHistory
+from elbowroom.residency.candidates import Candidates
+from elbowroom.residency.context import PolicyContext, replay_seconds, spare_bytes, swap_seconds
 from elbowroom.residency.machine import Drop, Intent
 
 SAMPLE = 128
@@ -29,74 +31,6 @@ PREFETCHED = 5
 
 AHEAD = 0.1
 """Of the budget: where less of it is free, copies are begun before there is need."""
-
-
-class Facts(Protocol):
-    """What a driver knows of the step so far. Storages by id, seconds on its clock."""
-
-    def now(self) -> float:
-        """Seconds since the step began."""
-        ...
-
-    def spare_bytes(self) -> int:
-        """Room that nothing takes now; negative where there is too much."""
-        ...
-
-    def budget_bytes(self) -> int:
-        """Room there is in all."""
-        ...
-
-    def nbytes(self, storage: int) -> int:
-        """What a storage takes."""
-        ...
-
-    def address(self, storage: int) -> int | None:
-        """Where its block begins; None where that is not known."""
-        ...
-
-    def swap_seconds(self, storage: int) -> float:
-        """To copy it out, unless that was done, and back; infinite where it may not be."""
-        ...
-
-    def replay_seconds(self, storage: int) -> float:
-        """To compute it again, and first to bring back what of its ancestors has left; infinite if that cannot be."""
-        ...
-
-    def own_seconds(self, storage: int) -> float:
-        """To compute it again from its neighbours, were they all there; infinite if that cannot be done."""
-        ...
-
-    def own_bytes(self, storage: int) -> int:
-        """Most that this allocates at once, with the storage itself. Called only where `own_seconds` is finite."""
-        ...
-
-    def move_seconds(self, nbytes: int) -> tuple[float, float]:
-        """To copy so many bytes out, and back."""
-        ...
-
-    def busy_seconds(self) -> float:
-        """Return those since the step began, without what moves, replays and decisions took."""
-        ...
-
-    def held_bytes(self) -> tuple[int, int]:
-        """What is there now; and most that was, or was asked for by an op of the step, since this was last called."""
-        ...
-
-    def neighbours(self, storage: int) -> Iterable[int]:
-        """The saved storages that it would be computed from."""
-        ...
-
-    def may_move(self, storage: int) -> bool:
-        """Whether it may leave the device at all."""
-        ...
-
-    def may_leave(self, storage: int) -> bool:
-        """Whether letting it go now would make room: nobody else holds it, and nothing at hand needs it."""
-        ...
-
-    def segment(self, storage: int) -> int:
-        """The segment that computes it again. Called only where `replay_seconds` is finite."""
-        ...
 
 
 class Moment(NamedTuple):
@@ -119,7 +53,7 @@ class Online:
     """A policy that decides under pressure. A member of the family says how to rate, and which manner to prefer.
 
     Args:
-        facts: what the driver knows.
+        context: what the driver knows.
         history: what earlier steps taught; this one is added to it.
 
     Attributes:
@@ -130,18 +64,16 @@ class Online:
     is_early = False
     uses_addresses = False
 
-    def __init__(self, facts: Facts, history: AccessHistory) -> None:
-        self.facts, self.history = facts, history
+    def __init__(self, context: PolicyContext, history: AccessHistory) -> None:
+        self.context, self.history = context, history
         history.begin()
-        self._pool: list[int] = []  # what is on the device and may move
-        self._place: dict[int, int] = {}
+        self._here = Candidates()  # on the device, and may move
         self._away: dict[int, None] = {}  # offloaded, in order
         self._accessed: dict[int, float] = {}
-        self._state = 1  # of the numbers that draw samples
 
     def idle_seconds(self, storage: int) -> float:
         """Since autograd last saved it or asked for it, or a replay did."""
-        return self.facts.now() - self._accessed[storage]
+        return self.context.now() - self._accessed[storage]
 
     # -- what a member says ---------------------------------------------------------------------------------------
 
@@ -155,7 +87,7 @@ class Online:
 
     def drops(self, storage: int) -> bool:
         """Whether it is dropped and not offloaded; asked only where both can be done."""
-        return self.facts.replay_seconds(storage) < self.facts.swap_seconds(storage)
+        return replay_seconds(self.context, storage) < swap_seconds(self.context, storage)
 
     def list_next(self, away: Iterable[int]) -> Iterable[int]:
         """Of what was offloaded (the earliest first), what is to come back early, in order; nothing by default."""
@@ -198,7 +130,7 @@ class Online:
         self.watch(event)
         if self._away and isinstance(event, StorageNeeded):
             return self._come_early()
-        if self.is_early and event.storage in self._place and isinstance(event, StorageSaved):
+        if self.is_early and event.storage in self._here and isinstance(event, StorageSaved):
             return self._copy_early(event.storage)
         return ()
 
@@ -218,13 +150,13 @@ class Online:
         if moment is None:
             moment = self.look()
         self.comes(storage, moment)
-        facts, history = self.facts, self.history
-        may_move = facts.may_move(storage)
+        context, history = self.context, self.history
+        may_move = context.may_move(storage)
         if may_move:
             self._accessed[storage] = moment.seconds
             if self._add(storage) and not isinstance(event, StorageSaved):
                 self.came(storage)
-            nbytes = facts.nbytes(storage)
+            nbytes = context.nbytes(storage)
         level_bytes = moment.live_bytes + self.missing_bytes()
         if isinstance(event, StorageNeeded):
             history.needed(storage, moment.busy_seconds, level_bytes)
@@ -233,7 +165,8 @@ class Online:
 
     def look(self) -> Moment:
         """The present moment."""
-        return Moment(self.facts.now(), self.facts.busy_seconds(), *self.facts.held_bytes())
+        context = self.context
+        return Moment(context.now(), context.busy_seconds(), context.live_bytes(), context.take_recent_peak())
 
     def learn(self, intent: Intent) -> None:
         """Somebody else has decided this."""
@@ -241,7 +174,7 @@ class Online:
         if isinstance(intent, Reload):
             if storage in self._away and self._add(storage):
                 self.came(storage)
-        elif not isinstance(intent, Offload) and storage in self._place:
+        elif not isinstance(intent, Offload) and storage in self._here:
             self._take(storage)
             if isinstance(intent, Release):
                 self._away[storage] = None
@@ -249,36 +182,29 @@ class Online:
 
     def _add(self, storage: int) -> bool:
         """Put a storage among those on the device; whether it was not there before."""
-        if storage in self._place:
+        if storage in self._here:
             return False
         self._put(storage)
         self._away.pop(storage, None)
         return True
 
     def _put(self, storage: int) -> None:
-        self._place[storage] = len(self._pool)
-        self._pool.append(storage)
+        self._here.add(storage)
 
     def _take(self, storage: int) -> None:
-        place = self._place.pop(storage, None)
-        if place is None:
-            return
-        last = self._pool.pop()
-        if last != storage:
-            self._pool[place] = last
-            self._place[last] = place
+        self._here.discard(storage)
 
     def _relieve(self, nbytes: int) -> list[Intent]:
         copies: list[Intent] = []
         releases: list[Intent] = []
         while nbytes > 0 and (storage := self._pick()) is not None:
             self._take(storage)
-            nbytes -= self.facts.nbytes(storage)
-            swap, replay = self.facts.swap_seconds(storage), self.facts.replay_seconds(storage)
+            nbytes -= self.context.nbytes(storage)
+            swap, replay = swap_seconds(self.context, storage), replay_seconds(self.context, storage)
             is_dropped = replay < math.inf and (swap == math.inf or self.drops(storage))
             self.left(storage, is_dropped)
             if is_dropped:
-                releases.append(Drop(storage, self.facts.segment(storage)))
+                releases.append(Drop(storage, self.context.add_segment(storage)))
                 continue
             self._away[storage] = None
             copies.append(Offload(storage))
@@ -287,33 +213,25 @@ class Online:
 
     def _pick(self) -> int | None:
         """The lowest of a sample; None if nothing may leave."""
-        for among in (self._draw(), self._pool):
+        for among in (self._here.draw(SAMPLE), self._here):
             rated = [
-                (self.rank(storage), self.rate(storage), storage) for storage in among if self.facts.may_leave(storage)
+                (self.rank(storage), self.rate(storage), storage)
+                for storage in among
+                if self.context.may_leave(storage)
             ]
             if rated:
                 return min(rated)[2]
-            if len(self._pool) <= SAMPLE:
+            if len(self._here) <= SAMPLE:
                 break
         return None
 
-    def _draw(self) -> list[int]:
-        pool, count = self._pool, len(self._pool)
-        if count <= SAMPLE:
-            return pool
-        return [pool[self._draw_number() % count] for _ in range(SAMPLE)]
-
-    def _draw_number(self) -> int:
-        self._state = (self._state * 25214903917 + 11) & 0xFFFFFFFFFFFF
-        return self._state >> 16
-
     def _come_early(self) -> list[Intent]:
-        spare = self.facts.spare_bytes() - int(AHEAD * self.facts.budget_bytes())
+        spare = spare_bytes(self.context) - int(AHEAD * self.context.budget_bytes)
         intents: list[Intent] = []
         if spare <= 0:
             return intents
         for storage in self.list_next(self._away):
-            spare -= self.facts.nbytes(storage)
+            spare -= self.context.nbytes(storage)
             if spare < 0 or len(intents) == PREFETCHED:
                 break
             intents.append(Reload(storage))
@@ -328,9 +246,9 @@ class Online:
         self.came(storage)
 
     def _copy_early(self, saved: int) -> list[Intent]:
-        if self.facts.spare_bytes() > AHEAD * self.facts.budget_bytes():
+        if spare_bytes(self.context) > AHEAD * self.context.budget_bytes:
             return []
         storage = self._pick()
-        if storage is None or (self.facts.replay_seconds(storage) < math.inf and self.drops(storage)):
+        if storage is None or (replay_seconds(self.context, storage) < math.inf and self.drops(storage)):
             return []
         return [Offload(storage)]

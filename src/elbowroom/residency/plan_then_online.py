@@ -12,6 +12,7 @@ from elbowroom.ir.actions import Offload, Release
 from elbowroom.ir.events import Event, PressureRaised
 from elbowroom.ir.plan import Plan
 from elbowroom.residency import plan_policy
+from elbowroom.residency.context import replay_seconds
 from elbowroom.residency.machine import Drop, Intent
 from elbowroom.residency.online import Online
 
@@ -43,10 +44,10 @@ class Policy:
         """Return what replaces a move of the plan: the ops of this step, and so its replays, may be others."""
         if not isinstance(intent, Drop):
             return (intent,)
-        facts = self._online.facts
+        context = self._online.context
         storage = intent.storage
-        if not facts.may_move(storage):
+        if not context.may_move(storage):
             return ()  # this step may not even have it
-        if facts.replay_seconds(storage) < math.inf:
-            return (Drop(storage, facts.segment(storage)),)
+        if replay_seconds(context, storage) < math.inf:
+            return (Drop(storage, context.add_segment(storage)),)
         return (Offload(storage), Release(storage))

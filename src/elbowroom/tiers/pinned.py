@@ -75,16 +75,6 @@ class CudaPinning:
                 logger.warning("the driver did not give a stretch of pinned memory back; it stays pinned")
 
 
-class Pageable:
-    """Pins nothing: for a machine without a device, and where pinned memory must not be used."""
-
-    def pin(self, address: int, nbytes: int) -> bool:
-        return True
-
-    def unpin(self, address: int) -> None:
-        pass
-
-
 @dataclass(slots=True, eq=False)
 class _Slab:
     memory: torch.Tensor

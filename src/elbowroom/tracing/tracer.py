@@ -245,11 +245,6 @@ class Tracer(TorchDispatchMode):
             seen.role, seen.label = Role.GRADIENT, f"gradient of {parameter}"
             seen.origin = Origin(find_module_path(parameter), "")
 
-    def storage_of(self, tensor: torch.Tensor) -> int | None:
-        """The traced id of a tensor's storage."""
-        seen = self._find(tensor)
-        return None if seen is None else seen.id
-
     # -- the result -----------------------------------------------------------------------------------------------
 
     def finish(self, survivors: Iterable[Resident]) -> Trace:
@@ -287,16 +282,6 @@ class Tracer(TorchDispatchMode):
             ),
             end=end,
         )
-
-    @property
-    def open_saves(self) -> int:
-        """How many saves the graph still holds."""
-        return sum(released < 0 for _, _, released in self._saves)
-
-    @property
-    def needs_seen(self) -> int:
-        """How many saved tensors autograd has asked for."""
-        return len(self._needs)
 
     # -- storages -------------------------------------------------------------------------------------------------
 

@@ -11,7 +11,7 @@ from elbowroom.cli.parameters import Json, Output
 from elbowroom.cli.sources import check_writable, find_profile, keep_all, save
 from elbowroom.cli.terminal import open_terminal
 from elbowroom.errors import UsageError
-from elbowroom.importers import LoggedRelease
+from elbowroom.importers import LoggedRelease, list_formats
 from elbowroom.ir.forecast import Forecast
 from elbowroom.ir.hardware import HardwareProfile, Link
 from elbowroom.ir.trace import Trace, find_movable
@@ -26,7 +26,11 @@ def register(app: typer.Typer) -> None:
 def import_log(
     log_format: Annotated[
         str,
-        typer.Argument(metavar="FORMAT", help="dtr (operator logs of JSON lines) or g10 (a kernels.config)."),
+        typer.Argument(
+            metavar="FORMAT",
+            help="dtr (operator logs of JSON lines) or g10 (a kernels.config).",
+            autocompletion=lambda: list(list_formats()),
+        ),
     ],
     path: Annotated[Path, typer.Argument(metavar="PATH", help="The log.")],
     output: Output = None,
@@ -48,7 +52,7 @@ def import_log(
 ) -> None:
     """Import the log of one step that another system ran, with what its ops took, to plan and simulate it here."""
     from elbowroom.importers import read_log
-    from elbowroom.simulator.replay import simulate
+    from elbowroom.simulator.simulate import simulate
 
     with open_terminal(as_json) as terminal:
         check_writable(output, costs_file)

@@ -118,13 +118,13 @@ def list_planned(
         UsageError: a file is missing, or no trace.
         TraceError: a file is damaged, or the plan is for another trace.
     """
-    from elbowroom.simulator.replay import Replay
+    from elbowroom.simulator.planned import PreparedTrace
 
     if source.suffix.lower() == ".csv":
         raise UsageError(f"--plan: {source} is a table; a plan goes with the trace that it was made for")
     trace = load_trace(source)
     plan = load_plan(plan_file, trace)
-    return Replay(trace, find_costs(terminal, trace, hardware, costs_file)).list_blocks(plan)
+    return PreparedTrace(trace, find_costs(terminal, trace, hardware, costs_file)).list_blocks(plan)
 
 
 def describe(buffers: tuple[Buffer, ...], layout: Layout, seconds: float) -> dict[str, Any]:

@@ -62,7 +62,7 @@ def plan(
     from elbowroom.planner.options import find_strategy
     from elbowroom.planner.problem import plan as make_plan
     from elbowroom.planner.problem import pose
-    from elbowroom.simulator.replay import simulate
+    from elbowroom.simulator.simulate import simulate
 
     with open_terminal(as_json) as terminal:
         check_writable(output)

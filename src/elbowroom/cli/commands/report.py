@@ -108,7 +108,7 @@ def _load_step(
     terminal: Terminal, trace_file: Path | None, plan_file: Path | None, hardware: str, costs_file: Path | None
 ) -> tuple[Trace | None, Costs | None, Plan | None, Forecast | None]:
     """What is known beside the journal."""
-    from elbowroom.simulator.replay import Replay
+    from elbowroom.simulator.planned import PreparedTrace
 
     if trace_file is None:
         return None, None, None if plan_file is None else files.load(Plan, plan_file), None
@@ -117,5 +117,5 @@ def _load_step(
     costs = find_costs(terminal, trace, hardware, costs_file)
     if plan is None:
         return trace, costs, None, None
-    replay = Replay(trace, costs)
+    replay = PreparedTrace(trace, costs)
     return trace, costs, plan, replay.run(plan, placement=replay.place(plan))

@@ -140,7 +140,7 @@ def _find_budget(terminal: Terminal, workload: Workload, budget: str, profile: H
     """Bytes of a budget: shares are of this device, or of the plain forecast peak, for which a step is captured."""
     from elbowroom.api import capture, find_device
     from elbowroom.hardware.memory import count_device_bytes
-    from elbowroom.simulator.replay import simulate
+    from elbowroom.simulator.simulate import simulate
 
     device_bytes, peak_bytes = count_device_bytes(find_device(workload.model)), None
     if is_share_of_peak(budget):

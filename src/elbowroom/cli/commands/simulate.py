@@ -1,21 +1,52 @@
-"""`elbowroom simulate`: what a plan will do."""
+"""`elbowroom simulate`: what a plan will do, or a policy."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.text import Text
 
-from elbowroom.cli.parameters import CostsFile, Hardware, HostMemory, Json
-from elbowroom.cli.sources import find_costs, load_plan, load_trace, read_host_memory
-from elbowroom.cli.terminal import open_terminal
+from elbowroom._family import get, names
+from elbowroom.cli.parameters import AMOUNTS, CostsFile, Hardware, HostMemory, Json
+from elbowroom.cli.sources import (
+    check_amount,
+    find_costs_and_device,
+    keep_all,
+    load_plan,
+    load_trace,
+    note_share,
+    read_amount,
+    read_host_memory,
+)
+from elbowroom.cli.terminal import Terminal, open_terminal
+from elbowroom.errors import UsageError
 from elbowroom.ir import files
 from elbowroom.ir.forecast import Forecast
 from elbowroom.ir.journal import Journal
-from elbowroom.simulator.addresses import Allocator
+from elbowroom.residency import policies
+from elbowroom.simulator.allocator_model import Allocator
 from elbowroom.units import format_bytes
+
+if TYPE_CHECKING:
+    from elbowroom.simulator.planned import PreparedTrace
+
+_Policy = Annotated[
+    str | None,
+    typer.Option(
+        "--policy",
+        help=f"Decides as the step goes on, in place of a plan; needs --budget: {', '.join(names(policies))}.",
+        autocompletion=lambda: list(names(policies)),
+    ),
+]
+_Budget = Annotated[str | None, typer.Option("--budget", help=f"Bytes the step may hold under a policy: {AMOUNTS}.")]
+_Steps = Annotated[
+    int | None,
+    typer.Option(
+        "--steps", min=1, help="Forecast the last of so many steps under a policy: habit learns from each (1)."
+    ),
+]
 
 
 def register(app: typer.Typer) -> None:
@@ -25,7 +56,12 @@ def register(app: typer.Typer) -> None:
 
 def simulate(
     trace_file: Annotated[Path, typer.Argument(metavar="TRACE", help="Written by `elbowroom capture`.")],
-    plan_file: Annotated[Path, typer.Argument(metavar="PLAN", help="Written by `elbowroom plan`.")],
+    plan_file: Annotated[
+        Path | None, typer.Argument(metavar="PLAN", help="Written by `elbowroom plan`; or give --policy.")
+    ] = None,
+    policy: _Policy = None,
+    budget: _Budget = None,
+    steps: _Steps = None,
     hardware: Hardware = "this",
     costs_file: CostsFile = None,
     host_memory: HostMemory = None,
@@ -34,48 +70,100 @@ def simulate(
         typer.Option(
             "--allocator",
             help="exact: the bytes in blocks. caching: also what PyTorch's allocator would take from a CUDA device. "
-            "planned: also what the same blocks take in one arena, laid out.",
+            "planned: also what the same blocks take in one arena, laid out (of a plan only).",
         ),
     ] = Allocator.EXACT,
     as_json: Json = False,
 ) -> None:
-    """Forecast one step of a trace under a plan: peak, seconds, moves, and why each block is where it is."""
+    """Forecast one step of a trace under a plan, or under a policy within a budget: peak, seconds and moves.
+
+    Of a plan it also says why each block is where it is. Exit code 3 if the policy finds no room.
+    """
     from elbowroom.planner.bounds.bound import bound_plan
     from elbowroom.report.summary import summarize
-    from elbowroom.simulator.replay import Replay
+    from elbowroom.simulator.planned import PreparedTrace
 
     with open_terminal(as_json) as terminal:
+        _check_choice(plan_file, policy, budget, steps, allocator)
         host_bytes = read_host_memory(host_memory)
         trace = load_trace(trace_file)
-        plan = load_plan(plan_file, trace)
-        costs = find_costs(terminal, trace, hardware, costs_file)
-        replay = Replay(trace, costs, host_bytes=host_bytes)
+        plan = None if plan_file is None else load_plan(plan_file, trace)
+        costs, device_bytes = find_costs_and_device(terminal, trace, hardware, costs_file)
+        prepared = PreparedTrace(trace, costs, host_bytes=host_bytes)
+        budget_bytes = _read_budget(terminal, prepared, budget, device_bytes) if plan is None else plan.budget_bytes
         with terminal.progress(f"forecasting {trace.name}"):
-            forecast = replay.run(plan, allocator=allocator, placement=replay.place(plan))
-        bound_seconds = bound_plan(trace, costs, plan, host_bytes)
-        terminal.show_text(
-            summarize(
-                budget_bytes=plan.budget_bytes,
-                journal=Journal(steps=()),
-                trace=trace,
-                costs=costs,
-                plan=plan,
-                forecast=forecast,
-                bound_seconds=bound_seconds,
-            )
-        )
+            if plan is not None:
+                forecast = prepared.run(plan, allocator=allocator, placement=prepared.place(plan))
+            else:
+                forecast = _simulate_steps(prepared, budget_bytes, policy, steps or 1, host_bytes, allocator)
+        bound_seconds = bound_plan(trace, costs, plan or keep_all(costs, budget_bytes), host_bytes)
+        report = summarize(
+            budget_bytes=budget_bytes, journal=Journal(steps=()), trace=trace, costs=costs, plan=plan,
+            policy=policy or "", forecast=forecast, bound_seconds=bound_seconds,
+        )  # fmt: skip
+        terminal.show_text(report)
         for line in describe_places(forecast):
             terminal.show(Text(line))
-        document = files.to_json(forecast)
         terminal.write_document(
             "simulate",
             name=trace.name,
             hardware=costs.profile_name,
-            strategy=plan.strategy,
-            budget_bytes=plan.budget_bytes,
-            fits=forecast.peak_bytes <= plan.budget_bytes,
-            forecast=document,
+            strategy=None if plan is None else plan.strategy,
+            policy=policy,
+            budget_bytes=budget_bytes,
+            fits=forecast.peak_bytes <= budget_bytes,
+            forecast=files.to_json(forecast),
         )
+
+
+def _check_choice(
+    plan_file: Path | None, policy: str | None, budget: str | None, steps: int | None, allocator: Allocator
+) -> None:
+    """Refuse what means nothing, before anything is read."""
+    if policy is not None:
+        get(policies, policy, "Policy")
+        if plan_file is not None:
+            raise UsageError(f"--policy {policy} takes the place of a plan: leave out {plan_file}, or --policy")
+        if budget is None:
+            raise UsageError(f"--policy {policy} needs --budget: the bytes that the step may hold")
+        if allocator is Allocator.PLANNED:
+            raise UsageError("--allocator planned needs a plan: under a policy nobody knows what comes and goes")
+        check_amount("--budget", budget)
+    elif plan_file is None:
+        raise UsageError("nothing to forecast: give a PLAN written by `elbowroom plan`, or --policy with --budget")
+    elif budget is not None or steps is not None:
+        option = "--budget" if budget is not None else "--steps"
+        raise UsageError(f"{option} belongs to --policy; a plan has its own budget, and each step of it is the same")
+
+
+def _read_budget(terminal: Terminal, prepared: PreparedTrace, budget: str | None, device_bytes: int | None) -> int:
+    assert budget is not None  # as there is a policy
+    plain = prepared.run(keep_all(prepared.costs, 0))
+    budget_bytes = read_amount("--budget", budget, device_bytes=device_bytes, peak_bytes=plain.peak_bytes)
+    note_share(terminal, "--budget", budget, budget_bytes)
+    return budget_bytes
+
+
+def _simulate_steps(
+    prepared: PreparedTrace,
+    budget_bytes: int,
+    policy: str | None,
+    steps: int,
+    host_bytes: int | None,
+    allocator: Allocator,
+) -> Forecast:
+    """Forecast the last of several steps, each of which may teach the policy for the next."""
+    assert policy is not None  # as there is no plan
+    from elbowroom.residency.access_history import AccessHistory
+    from elbowroom.simulator.online import simulate_policy
+
+    history = AccessHistory()
+    for _ in range(steps):
+        forecast = simulate_policy(
+            prepared.trace, prepared.costs, budget_bytes,
+            policy=policy, history=history, host_bytes=host_bytes, allocator=allocator,
+        )  # fmt: skip
+    return forecast
 
 
 def describe_places(forecast: Forecast) -> list[str]:
@@ -103,12 +191,11 @@ def describe_places(forecast: Forecast) -> list[str]:
 
 
 def describe_arena(nbytes: int, arena_bytes: int) -> str:
-    """The most bytes that are there at once, and what they take."""
+    """The most bytes that are there at once, and what they take if they were laid out."""
     if not nbytes:
         return "nothing"
-    return (
-        f"{format_bytes(nbytes)} at once, laid out in {format_bytes(arena_bytes)} ({arena_bytes / nbytes:.3f} of that)"
-    )
+    laid_out = f", laid out in {format_bytes(arena_bytes)} ({arena_bytes / nbytes:.3f} of that)" if arena_bytes else ""
+    return f"{format_bytes(nbytes)} at once{laid_out}"
 
 
 def _compare(nbytes: int, peak_bytes: int) -> str:

@@ -5,7 +5,7 @@ nothing holds an argument at any later need, in the version that was read, it mu
 produced it is replayed as often as the op that reads it. An op whose chain ends in a barrier, or in a storage that
 existed before the step and has changed, cannot be replayed at all.
 
-This is weaker than `closures.Closures`, which considers one tick: a bound must hold for every tick.
+This is weaker than `replays.closure`, which considers one tick: a bound must hold for every tick.
 """
 
 from __future__ import annotations

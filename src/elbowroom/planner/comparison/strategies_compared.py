@@ -20,7 +20,7 @@ from elbowroom.planner.bounds.bound import find_bound
 from elbowroom.planner.comparison.frontier import choose
 from elbowroom.planner.options import find_strategy
 from elbowroom.planner.problem import plan, pose
-from elbowroom.simulator.replay import simulate
+from elbowroom.simulator.simulate import simulate
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

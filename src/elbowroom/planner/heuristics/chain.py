@@ -18,10 +18,10 @@ import numpy as np
 
 from elbowroom.ir.plan import Segment
 from elbowroom.ir.trace import PERSISTENT_ROLES, Trace
-from elbowroom.planner.closures import Closure
 from elbowroom.planner.problem import Problem
 from elbowroom.planner.schedule.draft import Drafter, Key
-from elbowroom.simulator.columns import Array
+from elbowroom.replays.closure import Closure
+from elbowroom.simulator.compiled_loops.columns import Array
 
 WIDE = 0.5
 """Share of the forward pass: storages that are read across more of it are kept."""
@@ -114,7 +114,7 @@ def _find_candidates(drafter: Drafter) -> dict[int, Key]:
         for (storage, index), gap in drafter.gaps.items()
         if gap.opens < forward_end <= gap.closes
         and last_read.get(storage, 0) - trace.storages[storage].created <= WIDE * forward_end
-        and drafter.closures.find(storage, gap.closes, lambda _: False) is not None
+        and drafter.find_closure(storage, gap.closes, lambda _: False) is not None
     }
 
 
@@ -217,7 +217,7 @@ class _Measurer:
     def _close(self, storage: int, tick: int, stage: int) -> Closure | None:
         """Return the closure of a storage, given the boundary of a stage."""
         bound = self._bounds[stage]
-        return self._drafter.closures.find(
+        return self._drafter.find_closure(
             storage, tick, lambda other: other == storage or (other in self._dropped and other != bound)
         )
 
@@ -302,5 +302,5 @@ class _Measurer:
             leaves |= set(closure.leaves)
         outputs = tuple(sorted(storages))
         segment = Segment(ops=tuple(sorted(ops)), outputs=outputs, leaves=tuple(sorted(leaves)))
-        seconds, spike = self._drafter.replay.transients.measure(segment, outputs)
-        return Replayed(seconds=seconds, peak_bytes=spike + self._count(outputs))
+        footprint = self._drafter.replay.footprints.measure(segment, outputs)
+        return Replayed(seconds=footprint.seconds, peak_bytes=footprint.extra_bytes + footprint.output_bytes)

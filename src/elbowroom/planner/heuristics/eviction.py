@@ -157,7 +157,7 @@ class EvictionSweep:
 
     def _claim(self, gap: EvictableGap) -> tuple[int, int]:
         storage = gap.key[0]
-        return storage, self._drafter.closures.claim_at(storage, self._drafter.gaps[gap.key].closes)
+        return storage, self._drafter.graph.claim_at(storage, self._drafter.gaps[gap.key].closes)
 
     def _fetch(self, tick: int, until: float) -> None:
         """Reload storages, in order of use, if memory suffices until their use and the link can begin by `until`.

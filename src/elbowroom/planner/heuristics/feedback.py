@@ -20,8 +20,7 @@ from elbowroom.planner.schedule.realize import RealizedChoices
 from elbowroom.planner.schedule.timing import CopyTimetable
 from elbowroom.residency import plan_policy
 from elbowroom.residency.machine import Machine
-from elbowroom.simulator.lanes import Lanes
-from elbowroom.simulator.replay import Replay
+from elbowroom.simulator.planned import PreparedTrace
 
 SHARE = 0.05
 """Share of its duration by which a late reload begins earlier."""
@@ -86,37 +85,28 @@ class _Advance:
         return True
 
 
-def find_late_reloads(replay: Replay, plan: Plan) -> dict[tuple[int, int], float]:
+def find_late_reloads(replay: PreparedTrace, plan: Plan) -> dict[tuple[int, int], float]:
     """Return the seconds that the step waits for a reload at a need, by (storage, tick of the need).
 
     If a replay waits for one of its leaves, the wait counts for that leaf.
     """
     machine = Machine(plan_policy.Policy(plan), plan.segments)
-    lanes = Lanes(replay.costs.link)
-    link = replay.costs.link
-    behind = 0.0
-    done: dict[int, float] = {}
+    device = replay.make_device(None)
     coming: set[int] = set()
     waits: dict[tuple[int, int], float] = {}
     for event in replay.events:
+        device.entry, device.begin = event.tick, replay.begin_list[event.tick]
         for action in machine.feed(event):
-            now = float(replay.begins[event.tick]) + behind
             if isinstance(action, Recompute):
-                behind += replay.transients.measure(plan.segments[action.segment], action.outputs)[0]
-                continue
-            storage = action.storage
-            nbytes = replay.trace.storages[storage].nbytes
-            if isinstance(action, Offload):
-                done[storage] = lanes.send(nbytes, now)
-                behind += nbytes * link.drag_seconds_per_byte
+                device.replay(replay.footprints.measure(plan.segments[action.segment], action.outputs).seconds)
+            elif isinstance(action, Offload):
+                device.offload(action.storage)
             elif isinstance(action, Reload):
-                coming.add(storage)
-                done[storage] = lanes.fetch(nbytes, now)
-                behind += nbytes * link.drag_seconds_per_byte
+                coming.add(action.storage)
+                device.reload(action.storage)
             elif isinstance(action, Wait):
-                late = max(0.0, done.get(storage, 0.0) - now)
-                behind += late
-                if late > 0.0 and storage in coming and isinstance(event, StorageNeeded):
-                    waits[storage, event.tick] = late
-                coming.discard(storage)
+                late = device.wait(action.storage)
+                if late > 0.0 and action.storage in coming and isinstance(event, StorageNeeded):
+                    waits[action.storage, event.tick] = late
+                coming.discard(action.storage)
     return waits

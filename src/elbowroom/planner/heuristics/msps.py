@@ -44,10 +44,10 @@ class Recomputation:
             self._gaps_of.setdefault(key[0], []).append(key)
         for key in sorted(drafter.gaps):
             gap = drafter.gaps[key]
-            closure = drafter.closures.find(key[0], gap.closes, lambda storage: storage == key[0])  # noqa: B023
+            closure = drafter.find_closure(key[0], gap.closes, lambda storage: storage == key[0])  # noqa: B023
             if closure is not None:
                 sources = {source for leaf in closure.leaves if (source := self._gap_at(leaf, gap.closes)) is not None}
-                self._left[key] = _Target(nbytes[key], sources, drafter.replay.transients.seconds(closure.ops))
+                self._left[key] = _Target(nbytes[key], sources, drafter.replay.footprints.count_seconds(closure.ops))
 
     def _gap_at(self, storage: int, tick: int) -> Key | None:
         for key in self._gaps_of.get(storage, ()):

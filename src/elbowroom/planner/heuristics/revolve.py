@@ -30,7 +30,7 @@ from elbowroom.planner.heuristics.chain import Stage, find_stages
 from elbowroom.planner.problem import Problem
 from elbowroom.planner.schedule.assembly import ReplayStep, assemble, list_replays
 from elbowroom.planner.schedule.draft import Key
-from elbowroom.simulator.columns import Array
+from elbowroom.simulator.compiled_loops.columns import Array
 
 ABOVE = 17 / 16
 """The first schedule is for this multiple of the budget: the byte counts here are too high rather than too low."""

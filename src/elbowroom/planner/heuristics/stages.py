@@ -118,7 +118,7 @@ def draft_stages(drafter: Drafter, stages: Stages) -> Draft:
     for key, gap in sorted(drafter.gaps.items(), key=lambda item: (item[1].opens, item[0])):
         if key[1] or gap.storage in stages.kept:
             continue
-        if drafter.closures.find(gap.storage, gap.closes, dropped.__contains__) is not None:
+        if drafter.find_closure(gap.storage, gap.closes, dropped.__contains__) is not None:
             draft[key] = Option(Choice.RECOMPUTE)
             dropped.add(gap.storage)
     return draft

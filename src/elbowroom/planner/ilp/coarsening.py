@@ -100,7 +100,7 @@ def make_bundles(drafter: Drafter, load: MemoryCurve, stretches: tuple[Stretch, 
         copied = bisect.bisect(begins, gap.opens) - 1
         first = max(copied + 1, bisect.bisect_left(begins, load.gone[key] - 1))
         last = bisect.bisect_left(begins, gap.closes) - 2  # the stretch before the one in which it closes
-        claim = (key[0], drafter.closures.claim_at(key[0], gap.closes))
+        claim = (key[0], drafter.graph.claim_at(key[0], gap.closes))
         before = free.get(claim)
         free[claim] = key
         if first <= last:

@@ -100,7 +100,7 @@ class _Maker:
         self._sources: dict[int, frozenset[int]] = {}
         self._is_costly: dict[int, bool] = {}
         for storage in sorted(self._keys, key=lambda storage: (trace.storages[storage].created, storage)):
-            closure = drafter.closures.find(storage, self._closes(storage), lambda other: other == storage)  # noqa: B023
+            closure = drafter.find_closure(storage, self._closes(storage), lambda other: other == storage)  # noqa: B023
             if closure is not None:
                 self._sources[storage] = frozenset(closure.leaves)
                 self._is_costly[storage] = any(self._flops[tick] for tick in closure.ops)
@@ -157,7 +157,7 @@ class _Maker:
         leaves: set[int] = set()
         made: list[int] = []
         for storage in group:
-            closure = self._drafter.closures.find(
+            closure = self._drafter.find_closure(
                 storage, self._closes(storage), lambda other: other in self._sources and other not in node_of
             )
             if closure is None:
@@ -167,11 +167,11 @@ class _Maker:
             ops.update(closure.ops)
             leaves.update(closure.leaves)
         replayed = Segment(ops=tuple(sorted(ops)), outputs=tuple(sorted(made)), leaves=tuple(sorted(leaves)))
-        seconds, extra_bytes = self._drafter.replay.transients.measure(replayed, replayed.outputs)
+        footprint = self._drafter.replay.footprints.measure(replayed, replayed.outputs)
         return Node(
             storages=replayed.outputs,
-            seconds=seconds,
-            extra_bytes=extra_bytes,
+            seconds=footprint.seconds,
+            extra_bytes=footprint.extra_bytes,
             made_from=tuple(sorted({node_of[leaf] for leaf in leaves if leaf in node_of})),
             nbytes=sum(self._load.nbytes[self._keys[storage][0]] for storage in made),
         )

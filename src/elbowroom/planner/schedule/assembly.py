@@ -64,7 +64,7 @@ def list_replays(
         if (gap.storage, gap.index) in filled:
             continue
         tick = gap.closes
-        closure = drafter.closures.find(gap.storage, tick, lambda storage: find_empty(storage, tick) is not None)  # noqa: B023
+        closure = drafter.find_closure(gap.storage, tick, lambda storage: find_empty(storage, tick) is not None)  # noqa: B023
         if closure is None:
             yield gap.storage, gap.index
             return
@@ -75,7 +75,7 @@ def list_replays(
             if other is not None and keeps(other, tick):
                 filled.add(other)
                 fills.append(other)
-        last_saved = max((drafter.closures.claim_at(leaf, tick) for leaf in closure.leaves), default=-1)
+        last_saved = max((drafter.graph.claim_at(leaf, tick) for leaf in closure.leaves), default=-1)
         outputs = tuple(sorted(storage for storage, _ in fills))
         yield ReplayStep(
             segment=Segment(ops=closure.ops, outputs=outputs, leaves=closure.leaves),

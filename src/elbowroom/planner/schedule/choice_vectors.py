@@ -7,10 +7,10 @@ import numpy as np
 from elbowroom.ir.plan import Choice, Decision, Plan, Segment
 from elbowroom.planner.problem import Problem
 from elbowroom.planner.schedule.draft import Key
-from elbowroom.simulator.columns import Array, Columns, make_columns
-from elbowroom.simulator.segments import OFFLOAD, RECOMPUTE
-from elbowroom.simulator.sweep import sweep
-from elbowroom.simulator.transit import Sweep, make_sweep
+from elbowroom.simulator.compiled_loops.columns import Array, Columns, make_columns
+from elbowroom.simulator.compiled_loops.segments import OFFLOAD, RECOMPUTE
+from elbowroom.simulator.compiled_loops.sweep import sweep
+from elbowroom.simulator.compiled_loops.transit import Sweep, make_sweep
 
 
 class ChoiceVectorPlanner:

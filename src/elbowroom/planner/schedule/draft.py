@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
+from collections.abc import Callable
 
 from elbowroom.cost.transfers import offload_seconds, reload_seconds
 from elbowroom.ir.plan import Choice, Decision, Plan, Segment
 from elbowroom.ir.trace import Gap, find_gaps, find_movable
-from elbowroom.planner.closures import Closures
-from elbowroom.simulator.replay import Replay
+from elbowroom.replays.closure import Closure, find_closure
+from elbowroom.replays.graph import TraceGraph
+from elbowroom.simulator.planned import PreparedTrace
 
 Key = tuple[int, int]
 """(storage, index of the gap)."""
@@ -46,7 +48,7 @@ class Drafter:
         min_bytes: smaller storages always stay.
     """
 
-    def __init__(self, replay: Replay, min_bytes: int) -> None:
+    def __init__(self, replay: PreparedTrace, min_bytes: int) -> None:
         trace = replay.trace
         self.replay, self.min_bytes = replay, min_bytes
         self.movable = frozenset(
@@ -59,10 +61,14 @@ class Drafter:
             for gap in gaps
             if trace.storages[storage].released < gap.closes  # else the program holds it throughout
         }
-        self.closures = Closures(trace)
+        self.graph = TraceGraph(trace)
         self.event_ticks = sorted({event.tick for event in replay.events})
         self.begins: list[float] = replay.begins.tolist()
         self._event_begins = [self.begins[tick] for tick in self.event_ticks]
+
+    def find_closure(self, storage: int, tick: int, is_dropped: Callable[[int], bool]) -> Closure | None:
+        """Find what it takes to make a storage at `tick`, when the storages for which `is_dropped` holds are gone."""
+        return find_closure(self.graph.at(tick, is_dropped), storage)
 
     def finish(self, draft: Draft, strategy: str, budget_bytes: int) -> Plan | None:
         """The plan of a draft; None if something it drops cannot be replayed."""
@@ -77,7 +83,7 @@ class Drafter:
         for key, segment in segment_of.items():
             storage, index = key
             # A dropped storage lives on in its leaves, so they must have been saved before it goes.
-            leaves = (self.closures.claim_at(leaf, runs[segment]) for leaf in segments[segment].leaves)
+            leaves = (self.graph.claim_at(leaf, runs[segment]) for leaf in segments[segment].leaves)
             leave = max(self.gaps[key].opens, *leaves, 0)
             if leave >= self.gaps[key].closes:
                 return None
@@ -117,7 +123,7 @@ class Drafter:
             if (gap.storage, gap.index) in segment_of:
                 continue
             tick = gap.closes
-            closure = self.closures.find(gap.storage, tick, lambda storage: find_open(storage, tick) is not None)  # noqa: B023
+            closure = self.find_closure(gap.storage, tick, lambda storage: find_open(storage, tick) is not None)  # noqa: B023
             if closure is None:
                 return None
             outputs = []
@@ -147,7 +153,7 @@ class Drafter:
         lane_free = 0.0
         for gap, option, _ in moves:
             releases[gap.storage, gap.index] = gap.opens if option.release is None else option.release
-            claim = (gap.storage, self.closures.claim_at(gap.storage, gap.closes))
+            claim = (gap.storage, self.graph.claim_at(gap.storage, gap.closes))
             if claim not in copied:
                 copied.add(claim)
                 lane_free = max(lane_free, self.begins[gap.opens]) + offload_seconds(link, storages[gap.storage].nbytes)

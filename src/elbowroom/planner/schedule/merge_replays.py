@@ -115,7 +115,7 @@ class _Replays:
         for key in group:
             if self._drafter.gaps[key].opens >= tick:
                 return None
-            closure = self._drafter.closures.find(key[0], tick, lambda storage: self._is_away(storage, tick))
+            closure = self._drafter.find_closure(key[0], tick, lambda storage: self._is_away(storage, tick))
             if closure is None:
                 return None
             ops |= set(closure.ops)
@@ -132,7 +132,7 @@ class _Merger:
 
     def __init__(self, problem: Problem, groups: Sequence[Group], forecast: Forecast) -> None:
         self._drafter, self._budget_bytes = problem.drafter, problem.budget_bytes
-        self._transients = problem.drafter.replay.transients
+        self._footprints = problem.drafter.replay.footprints
         self._worthwhile = WORTHWHILE * problem.plain.step_seconds
         self._groups, self._live = groups, np.array(forecast.live_bytes)
         self._replays = _Replays(problem.drafter, groups)
@@ -168,8 +168,8 @@ class _Merger:
         moved = self._replays.find(self._groups[later], self._ticks[earlier])
         if moved is None:
             return 0.0
-        apart = self._transients.seconds(first.ops) + self._transients.seconds(second.ops)
-        return apart - self._transients.seconds(tuple(sorted({*first.ops, *moved.ops})))
+        apart = self._footprints.count_seconds(first.ops) + self._footprints.count_seconds(second.ops)
+        return apart - self._footprints.count_seconds(tuple(sorted({*first.ops, *moved.ops})))
 
     def _take_room(self, earlier: int, later: int) -> bool:
         """Reserve memory for the later group from the earlier replay on; return False if it does not fit."""
@@ -195,7 +195,7 @@ def _write(problem: Problem, plan: Plan, groups: Sequence[Group], rest: Sequence
         if segment is None:
             return None
         # The leaves replace the dropped storage, so they must be saved before it is dropped.
-        saved = max((drafter.closures.claim_at(leaf, tick) for leaf in segment.leaves), default=-1)
+        saved = max((drafter.graph.claim_at(leaf, tick) for leaf in segment.leaves), default=-1)
         for key in group:
             leave = max(drafter.gaps[key].opens, saved)
             if leave >= tick:

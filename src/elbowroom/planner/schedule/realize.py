@@ -100,11 +100,11 @@ def find_copied(drafter: Drafter, offloaded: Collection[Key]) -> set[Key]:
     """Return the gaps that open while a host copy from an earlier gap exists."""
     first: dict[tuple[int, int], int] = {}
     for storage, index in sorted(offloaded, reverse=True):
-        first[storage, drafter.closures.claim_at(storage, drafter.gaps[storage, index].closes)] = index
+        first[storage, drafter.graph.claim_at(storage, drafter.gaps[storage, index].closes)] = index
     return {
         (storage, index)
         for (storage, index), gap in drafter.gaps.items()
-        if index > first.get((storage, drafter.closures.claim_at(storage, gap.closes)), index)
+        if index > first.get((storage, drafter.graph.claim_at(storage, gap.closes)), index)
     }
 
 
@@ -146,7 +146,7 @@ class _LoadCounter:
     def count(self, replay: ReplayStep) -> None:
         """Count the memory of a replay: transients, leaves it needs, and storages held until its leaves are saved."""
         load, tick = self.load, replay.tick
-        load.live[tick] += self._drafter.replay.transients.measure(replay.segment, replay.segment.outputs)[1]
+        load.live[tick] += self._drafter.replay.footprints.measure(replay.segment, replay.segment.outputs).extra_bytes
         for key, leave in zip(replay.fills, replay.leaves, strict=True):
             load.put(key, self._drafter.gaps[key].opens, leave + 1)
         for leaf in replay.segment.leaves:

@@ -51,7 +51,7 @@ class CopyTimetable:
     def __init__(self, drafter: Drafter) -> None:
         self._gaps = drafter.gaps
         self._begins = drafter.begins
-        self._closures = drafter.closures
+        self._graph = drafter.graph
         self._link = drafter.replay.costs.link
         self._storages = drafter.replay.trace.storages
         self._ticks = list_moments(drafter.replay.trace)
@@ -115,7 +115,7 @@ class CopyTimetable:
         lane, lane_free = LinkTimetable(), 0.0
         for key in sorted(wanted, key=lambda key: (self._gaps[key].opens, key)):
             gap = self._gaps[key]
-            copy = (key[0], self._closures.claim_at(key[0], gap.closes))
+            copy = (key[0], self._graph.claim_at(key[0], gap.closes))
             begin, seconds = max(lane_free, self._begins[gap.opens]), offload_seconds(self._link, self._nbytes(key))
             end = ends.get(copy, begin + seconds)
             release = self.moment_at(end, gap.opens)

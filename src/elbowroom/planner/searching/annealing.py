@@ -13,10 +13,17 @@ from typing import NamedTuple
 import numpy as np
 
 from elbowroom._numba_loops import compiled, inlined, internal
-from elbowroom.simulator.columns import Array, Columns
-from elbowroom.simulator.segments import CHOICES, KEEP, OFFLOAD, RECOMPUTE, RECOMPUTE_KEEP_INPUTS, RECOMPUTE_OWN
-from elbowroom.simulator.sweep import sweep
-from elbowroom.simulator.transit import Sweep
+from elbowroom.simulator.compiled_loops.columns import Array, Columns
+from elbowroom.simulator.compiled_loops.segments import (
+    CHOICES,
+    KEEP,
+    OFFLOAD,
+    RECOMPUTE,
+    RECOMPUTE_KEEP_INPUTS,
+    RECOMPUTE_OWN,
+)
+from elbowroom.simulator.compiled_loops.sweep import sweep
+from elbowroom.simulator.compiled_loops.transit import Sweep
 
 
 class SearchSpace(NamedTuple):

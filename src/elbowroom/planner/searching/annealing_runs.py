@@ -16,8 +16,8 @@ import numpy as np
 from elbowroom.ir.plan import Plan
 from elbowroom.planner.searching.annealing import SearchSpace, SweepLimits, anneal
 from elbowroom.planner.searching.cores import run_all
-from elbowroom.simulator.columns import Array, Columns
-from elbowroom.simulator.transit import make_sweep
+from elbowroom.simulator.compiled_loops.columns import Array, Columns
+from elbowroom.simulator.compiled_loops.transit import make_sweep
 
 MOST_RUNS = 100
 """Most runs in parallel."""

@@ -24,10 +24,10 @@ from elbowroom.planner.bounds.fluid_model import Model, ModelBuilder
 from elbowroom.planner.bounds.gap_arrays import Numbers, make_gap_arrays
 from elbowroom.planner.problem import Problem
 from elbowroom.planner.schedule.choice_vectors import ChoiceVectorPlanner
-from elbowroom.simulator.columns import Array, Columns
-from elbowroom.simulator.segments import KEEP, OFFLOAD, RECOMPUTE, RECOMPUTE_OWN
-from elbowroom.simulator.sweep import sweep
-from elbowroom.simulator.transit import Sweep
+from elbowroom.simulator.compiled_loops.columns import Array, Columns
+from elbowroom.simulator.compiled_loops.segments import KEEP, OFFLOAD, RECOMPUTE, RECOMPUTE_OWN
+from elbowroom.simulator.compiled_loops.sweep import sweep
+from elbowroom.simulator.compiled_loops.transit import Sweep
 
 FEW_VECTORS = 1 << 8
 """A branch with at most this many vectors is swept rather than bounded."""

@@ -25,9 +25,9 @@ from elbowroom.planner.searching.annealing_runs import AnnealingRun, BestChoices
 from elbowroom.planner.searching.cores import run_all
 from elbowroom.planner.searching.low_peak_choices import WINDOWS, list_low, round_shares
 from elbowroom.planner.searching.search_space import find_search_space
-from elbowroom.simulator.columns import Array
-from elbowroom.simulator.segments import CHOICES, KEEP, OFFLOAD, RECOMPUTE, RECOMPUTE_OWN
-from elbowroom.simulator.sweep import sweep
+from elbowroom.simulator.compiled_loops.columns import Array
+from elbowroom.simulator.compiled_loops.segments import CHOICES, KEEP, OFFLOAD, RECOMPUTE, RECOMPUTE_OWN
+from elbowroom.simulator.compiled_loops.sweep import sweep
 
 logger = logging.getLogger(__name__)
 

@@ -18,9 +18,9 @@ import numpy as np
 from elbowroom.planner.bounds.fluid import FluidSolution, solve_fluid
 from elbowroom.planner.problem import Problem
 from elbowroom.planner.schedule.choice_vectors import ChoiceVectorPlanner
-from elbowroom.simulator.columns import Array
-from elbowroom.simulator.segments import KEEP, OFFLOAD, RECOMPUTE, RECOMPUTE_OWN, find_segments
-from elbowroom.simulator.sweep import sweep
+from elbowroom.simulator.compiled_loops.columns import Array
+from elbowroom.simulator.compiled_loops.segments import KEEP, OFFLOAD, RECOMPUTE, RECOMPUTE_OWN, find_segments
+from elbowroom.simulator.compiled_loops.sweep import sweep
 
 STEP = 0.8
 """Ratio of one budget to the previous one."""

@@ -19,8 +19,7 @@ So plans of smaller problems are candidates as well, and the simulator judges al
 
 The order of offloads decides which of them go to the disk, so the same moves can be slower with a larger host. A plan
 may therefore state how much of the host it uses (`Plan.host_bytes`), and takes the same time with any larger one. One
-call tries its plans with smaller hosts, but does not search each of those with the disk. `frontier.plan_all` plans for
-many hosts and budgets together; there, more of either is never slower, with a disk or without.
+call tries its plans with smaller hosts, but does not search each of those with the disk.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ from elbowroom.ir.plan import Plan
 from elbowroom.planner.bounds.fluid import solve_fluid
 from elbowroom.planner.problem import Problem, pose
 from elbowroom.planner.searching.choice_search import Moves, search_choices
-from elbowroom.simulator.overflow import find_host_bytes
+from elbowroom.simulator.host_overflow import find_host_bytes
 
 SHARES = (0.875, 0.75, 0.625, 0.5, 0.375, 0.25, 0.125, 0.0625, 0.03125)
 """Hosts to search, as shares of the host bytes of the plan for an unlimited host."""

@@ -129,8 +129,8 @@ class _Rematerialization:
         return best[0]
 
     def _seconds(self, realized: RealizedChoices) -> float:
-        transients = self._problem.drafter.replay.transients
-        return sum(transients.seconds(replay.segment.ops) for replay in realized.replays)
+        footprints = self._problem.drafter.replay.footprints
+        return sum(footprints.count_seconds(replay.segment.ops) for replay in realized.replays)
 
     def _list_dropped(self, solution: Solution) -> dict[Key, int]:
         """Return the gaps in which a node is not carried into some window, and the tick at which it is dropped."""

@@ -25,10 +25,10 @@ from elbowroom.planner.problem import Problem, lowest_draft
 from elbowroom.planner.schedule.choice_vectors import ChoiceVectorPlanner
 from elbowroom.planner.searching.annealing import SearchSpace
 from elbowroom.planner.searching.search_space import find_search_space
-from elbowroom.simulator.columns import Array
-from elbowroom.simulator.segments import KEEP, OFFLOAD, RECOMPUTE
-from elbowroom.simulator.sweep import sweep_all
-from elbowroom.simulator.transit import make_outcomes
+from elbowroom.simulator.compiled_loops.columns import Array
+from elbowroom.simulator.compiled_loops.segments import KEEP, OFFLOAD, RECOMPUTE
+from elbowroom.simulator.compiled_loops.sweep import sweep_all
+from elbowroom.simulator.compiled_loops.transit import make_outcomes
 
 INERTIA = (0.9, 0.4)
 PULL = 1.7

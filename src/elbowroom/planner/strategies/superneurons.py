@@ -74,7 +74,7 @@ def _find_cheap(drafter: Drafter) -> frozenset[Key]:
 
 
 def _is_cheap(drafter: Drafter, storage: int, cheap: set[Key], costly: list[int]) -> bool:
-    closure = drafter.closures.find(
+    closure = drafter.find_closure(
         storage, drafter.gaps[storage, 0].closes, lambda other: other == storage or (other, 0) in cheap
     )
     return closure is not None and not any(

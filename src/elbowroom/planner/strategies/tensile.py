@@ -28,13 +28,13 @@ import itertools
 
 from elbowroom.cost.transfers import offload_seconds, reload_seconds
 from elbowroom.ir.plan import Plan
-from elbowroom.planner.closures import Closure
 from elbowroom.planner.problem import Problem
 from elbowroom.planner.schedule.assembly import ReplayStep, assemble, list_replays
 from elbowroom.planner.schedule.draft import Key
 from elbowroom.planner.schedule.link_timetable import LinkTimetable
 from elbowroom.planner.schedule.memory_curve import MemoryCurve
 from elbowroom.planner.schedule.timing import CopyTimetable, Times
+from elbowroom.replays.closure import Closure
 
 PATIENT_ROUNDS = 100
 """Rounds made however little they gain."""
@@ -84,7 +84,7 @@ class _Schedule:
         self._timetable, self._channel = CopyTimetable(drafter), LinkTimetable()
         self.load = MemoryCurve(drafter, problem.plain.live_bytes)
         self._claim_of = {
-            key: (key[0], drafter.closures.claim_at(key[0], self._gaps[key].closes)) for key in self.load.keys
+            key: (key[0], drafter.graph.claim_at(key[0], self._gaps[key].closes)) for key in self.load.keys
         }
         self._gaps_of: dict[tuple[int, int], list[Key]] = {}
         for key, claim in self._claim_of.items():
@@ -164,7 +164,7 @@ class _Schedule:
         for key in present:
             closure = self._find_closure(key)
             if closure is not None and self._claim_of[key] not in self._copied and not self._is_read(key):
-                seconds = self._drafter.replay.transients.seconds(closure.ops)
+                seconds = self._drafter.replay.footprints.count_seconds(closure.ops)
                 found.append((-self.load.nbytes[key] / max(seconds, LEAST_SECONDS), key, closure))
         for _, key, closure in sorted(found, key=lambda each: each[:2]):
             if not any(self._is_away(leaf, self._gaps[key].closes) for leaf in closure.leaves):
@@ -175,7 +175,7 @@ class _Schedule:
     def _find_closure(self, key: Key) -> Closure | None:
         if key not in self._closures:
             closes = self._gaps[key].closes
-            self._closures[key] = self._drafter.closures.find(key[0], closes, lambda storage: storage == key[0])
+            self._closures[key] = self._drafter.find_closure(key[0], closes, lambda storage: storage == key[0])
         return self._closures[key]
 
     def _is_away(self, storage: int, tick: int) -> bool:
@@ -190,6 +190,8 @@ class _Schedule:
         replay = next(iter(list_replays(self._drafter, [key], keeps=lambda key, tick: False)))
         assert isinstance(replay, ReplayStep)
         load.put(key, gap.opens, replay.leaves[0] + 1)
-        load.live[gap.closes] += self._drafter.replay.transients.measure(replay.segment, replay.segment.outputs)[1]
+        load.live[gap.closes] += self._drafter.replay.footprints.measure(
+            replay.segment, replay.segment.outputs
+        ).extra_bytes
         for leaf in closure.leaves:
             self._read.setdefault(leaf, []).append(gap.closes)

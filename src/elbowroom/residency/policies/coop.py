@@ -17,8 +17,9 @@ import bisect
 import math
 
 from elbowroom.residency.access_history import AccessHistory
+from elbowroom.residency.context import PolicyContext, replay_seconds, swap_seconds
 from elbowroom.residency.machine import Intent
-from elbowroom.residency.online import Facts, Online
+from elbowroom.residency.online import Online
 
 STARTS = 32
 """Windows rated, if there are so many blocks."""
@@ -35,19 +36,19 @@ class Policy(Online):
 
     uses_addresses = True
 
-    def __init__(self, facts: Facts, history: AccessHistory) -> None:
-        super().__init__(facts, history)
+    def __init__(self, context: PolicyContext, history: AccessHistory) -> None:
+        super().__init__(context, history)
         self._blocks: list[tuple[int, int]] = []  # (address, storage) of what is in the pool, in order
         self._addresses: dict[int, int] = {}
         self._new: list[int] = []  # may not be where it will be yet
         self._window: list[int] = []
 
     def rate(self, storage: int) -> float:
-        weight = self.facts.nbytes(storage) * self.idle_seconds(storage)
+        weight = self.context.nbytes(storage) * self.idle_seconds(storage)
         return self._cost(storage) / weight if weight > 0 else math.inf
 
     def _cost(self, storage: int) -> float:
-        return min(self.facts.replay_seconds(storage), self.facts.swap_seconds(storage))
+        return min(replay_seconds(self.context, storage), swap_seconds(self.context, storage))
 
     # -- where blocks are -----------------------------------------------------------------------------------------
 
@@ -64,9 +65,9 @@ class Policy(Online):
     def _find_new(self) -> None:
         are_many = 8 * len(self._new) > len(self._blocks)
         for storage in self._new:
-            if storage not in self._place or storage in self._addresses:
+            if storage not in self._here or storage in self._addresses:
                 continue
-            address = self.facts.address(storage)
+            address = self.context.address(storage)
             if address is None:
                 continue
             self._addresses[storage] = address
@@ -88,14 +89,14 @@ class Policy(Online):
     def _pick(self) -> int | None:
         while self._window:
             storage = self._window.pop()
-            if storage in self._place:
+            if storage in self._here:
                 return storage
         return super()._pick()
 
     def _find_window(self, nbytes: int) -> list[int]:
         """The cheapest that is wide enough; nothing if there is none."""
         count = len(self._blocks)
-        starts = range(count) if count <= STARTS else (self._draw_number() % count for _ in range(STARTS))
+        starts = range(count) if count <= STARTS else self._here.draw_numbers(count, STARTS)
         least: tuple[float, list[int]] = (math.inf, [])
         for start in starts:
             found = self._widen(start, nbytes, least[0])
@@ -109,13 +110,13 @@ class Policy(Online):
         end = self._blocks[start][0]
         for address, storage in self._blocks[start : start + WIDEST]:
             idle = self.idle_seconds(storage)
-            if address - end > SLIVER_BYTES or idle <= 0 or not self.facts.may_leave(storage):
+            if address - end > SLIVER_BYTES or idle <= 0 or not self.context.may_leave(storage):
                 return None
             cost += self._cost(storage) / idle
             if cost >= least:
                 return None
-            wide += self.facts.nbytes(storage)
-            end = address + self.facts.nbytes(storage)
+            wide += self.context.nbytes(storage)
+            end = address + self.context.nbytes(storage)
             window.append(storage)
             if wide >= nbytes:
                 return cost, window

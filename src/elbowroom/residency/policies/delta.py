@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 
+from elbowroom.residency.context import replay_seconds, swap_seconds
 from elbowroom.residency.online import Online
 
 
@@ -24,9 +25,9 @@ class Policy(Online):
     is_early = True
 
     def rate(self, storage: int) -> float:
-        facts = self.facts
-        cost = min(facts.replay_seconds(storage), facts.swap_seconds(storage))
-        weight = facts.nbytes(storage) * self.idle_seconds(storage)
+        context = self.context
+        cost = min(replay_seconds(context, storage), swap_seconds(context, storage))
+        weight = context.nbytes(storage) * self.idle_seconds(storage)
         return cost / weight if weight > 0 else math.inf
 
     def list_next(self, away: Iterable[int]) -> Iterable[int]:

@@ -16,5 +16,5 @@ class Policy(Online):
     """1 / (bytes x idle seconds)."""
 
     def rate(self, storage: int) -> float:
-        weight = self.facts.nbytes(storage) * self.idle_seconds(storage)
+        weight = self.context.nbytes(storage) * self.idle_seconds(storage)
         return -weight

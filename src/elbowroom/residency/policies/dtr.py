@@ -11,25 +11,26 @@ from __future__ import annotations
 import math
 
 from elbowroom.residency.access_history import AccessHistory
+from elbowroom.residency.context import PolicyContext, list_leaves, replay_seconds
 from elbowroom.residency.evicted_sets import EvictedSets
-from elbowroom.residency.online import Facts, Online
+from elbowroom.residency.online import Online
 
 
 class Policy(Online):
     """(own cost + that of the sets of dropped storages it touches) / (bytes x idle seconds)."""
 
-    def __init__(self, facts: Facts, history: AccessHistory) -> None:
-        super().__init__(facts, history)
+    def __init__(self, context: PolicyContext, history: AccessHistory) -> None:
+        super().__init__(context, history)
         self._classes = EvictedSets()
         self._costs: dict[int, float] = {}  # of what is dropped
 
     def rate(self, storage: int) -> float:
-        facts = self.facts
-        cost = facts.replay_seconds(storage)
+        context = self.context
+        cost = replay_seconds(context, storage)
         if cost < math.inf:
-            roots = {self._classes.find(each) for each in facts.neighbours(storage) if each in self._costs}
+            roots = {self._classes.find(each) for each in list_leaves(context, storage) if each in self._costs}
             cost += sum(map(self._classes.cost, roots))
-        weight = facts.nbytes(storage) * self.idle_seconds(storage)
+        weight = context.nbytes(storage) * self.idle_seconds(storage)
         return cost / weight if weight > 0 else math.inf
 
     def drops(self, storage: int) -> bool:
@@ -37,8 +38,10 @@ class Policy(Online):
 
     def left(self, storage: int, is_dropped: bool) -> None:
         if is_dropped:
-            cost = self.facts.replay_seconds(storage)
-            self._classes.add(storage, cost, [each for each in self.facts.neighbours(storage) if each in self._costs])
+            cost = replay_seconds(self.context, storage)
+            self._classes.add(
+                storage, cost, [each for each in list_leaves(self.context, storage) if each in self._costs]
+            )
             self._costs[storage] = cost
 
     def came(self, storage: int) -> None:

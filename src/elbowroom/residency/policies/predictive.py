@@ -20,8 +20,9 @@ from collections.abc import Callable, Iterable, Mapping
 from elbowroom.ir.actions import Offload, Reload
 from elbowroom.ir.events import Event, PressureRaised
 from elbowroom.residency.access_history import AccessHistory, StepAccesses
+from elbowroom.residency.context import PolicyContext, replay_seconds, spare_bytes
 from elbowroom.residency.machine import Intent
-from elbowroom.residency.online import Facts, Moment, Online
+from elbowroom.residency.online import Moment, Online
 from elbowroom.residency.prefetch_plan import ForeseenMove, plan_prefetch
 
 TRIES = 2
@@ -72,8 +73,8 @@ class Policy(Online):
 
     is_early = True
 
-    def __init__(self, facts: Facts, history: AccessHistory) -> None:
-        super().__init__(facts, history)
+    def __init__(self, context: PolicyContext, history: AccessHistory) -> None:
+        super().__init__(context, history)
         self._roles: Mapping[int, ForeseenMove] | None = None
         self._tight = 0  # the last event with too little room, in the step before
         self._missing: dict[int, int] = {}  # bytes of what is not there
@@ -93,7 +94,7 @@ class Policy(Online):
         if isinstance(event, PressureRaised):
             if not self.history.present.was_tight:
                 self.history.present.was_tight = True
-                self._unlearnt = deque(self._pool)
+                self._unlearnt = deque(self._here)
             self._attend(self.look())
         return super().decide(event)
 
@@ -120,12 +121,12 @@ class Policy(Online):
         if self._unlearnt:
             for _ in range(min(AT_ONCE, len(self._unlearnt))):
                 each = self._unlearnt.popleft()
-                if each in self._place:
+                if each in self._here:
                     self._learn(each)
         self.history.demand(moment.most_bytes + self._missing_bytes)
 
     def _foresee(self) -> None:
-        history, budget_bytes = self.history, self.facts.budget_bytes()
+        history, budget_bytes = self.history, self.context.budget_bytes
         before = history.before
         history.present.is_foreseen = True
         tight = (event for event, nbytes in enumerate(before.demand_bytes) if nbytes > budget_bytes)
@@ -141,14 +142,14 @@ class Policy(Online):
         if len(tried) > SHAPES:
             del tried[next(iter(tried))]
         if not must_wait:
-            self._roles = chosen.choose(before, lambda: plan_prefetch(before, budget_bytes, self.facts.move_seconds))
+            self._roles = chosen.choose(before, lambda: plan_prefetch(before, budget_bytes, self.context.move_seconds))
 
     def missing_bytes(self) -> int:
         return self._missing_bytes
 
     def left(self, storage: int, is_dropped: bool) -> None:
         self._learn(storage)
-        self._missing[storage] = nbytes = self.facts.nbytes(storage)
+        self._missing[storage] = nbytes = self.context.nbytes(storage)
         self._missing_bytes += nbytes
         if is_dropped:
             return
@@ -162,16 +163,16 @@ class Policy(Online):
         self._missing_bytes -= self._missing.pop(storage, 0)
 
     def _send(self, storage: int) -> None:
-        out, _ = self.facts.move_seconds(self.facts.nbytes(storage))
-        self._copied[storage] = self._out_free = max(self._out_free, self.facts.now()) + out
+        out, _ = self.context.move_seconds(self.context.nbytes(storage))
+        self._copied[storage] = self._out_free = max(self._out_free, self.context.now()) + out
 
     def _watch_held(self) -> None:
         """Note from when on the program no longer holds what was saved."""
         for _ in range(min(WATCHED, len(self._held))):
             storage = self._held.popleft()
-            if storage not in self._place:
+            if storage not in self._here:
                 continue
-            if self.facts.may_leave(storage):
+            if self.context.may_leave(storage):
                 use = self.history.find(storage)
                 if use is not None:
                     use.free = self.history.events
@@ -185,7 +186,7 @@ class Policy(Online):
             return
         before = self.history.find_before(storage)
         if before is None or not before.learnt:
-            if self.facts.may_leave(storage):
+            if self.context.may_leave(storage):
                 use.free = use.events[-1]
             else:
                 self._held.append(storage)
@@ -195,10 +196,12 @@ class Policy(Online):
                 use.own_seconds, use.own_bytes, use.leaves = before.own_seconds, before.own_bytes, before.leaves
                 return
         use.learnt += 1
-        use.own_seconds = self.facts.own_seconds(storage)
-        if use.own_seconds < math.inf:
-            use.own_bytes = self.facts.own_bytes(storage)
-            leaves = [self.history.find(leaf) for leaf in self.facts.neighbours(storage)]
+        path = self.context.find_path(storage)
+        if path is None:
+            use.own_seconds = math.inf
+        else:
+            use.own_seconds, use.own_bytes = path.seconds, path.nbytes
+            leaves = [self.history.find(leaf.id) for leaf in path.leaves]
             use.leaves = tuple(leaf.place for leaf in leaves if leaf is not None)
 
     def _find_role(self, storage: int) -> ForeseenMove | None:
@@ -217,21 +220,21 @@ class Policy(Online):
             return 2
         if not role.is_copied:
             return 1
-        return 0 if self._copied.get(storage, math.inf) <= self.facts.now() else 2
+        return 0 if self._copied.get(storage, math.inf) <= self.context.now() else 2
 
     def rate(self, storage: int) -> float:
-        facts = self.facts
+        context = self.context
         events = self.history.next_use(storage)
         absent = (
             self.idle_seconds(storage) if events is None else min(events, max(1, self._tight - self.history.events))
         )
-        weight = facts.nbytes(storage) * absent
+        weight = context.nbytes(storage) * absent
         if weight <= 0:
             return math.inf
         rank = self.rank(storage)
         if rank == 0:
             return -float(events or 1)
-        return (facts.replay_seconds(storage) if rank == 1 else self._miss_seconds(storage)) / weight
+        return (replay_seconds(context, storage) if rank == 1 else self._miss_seconds(storage)) / weight
 
     def drops(self, storage: int) -> bool:
         role = self._find_role(storage)
@@ -239,24 +242,24 @@ class Policy(Online):
             return False  # nor could it be
         if role is not None and role.back >= self.history.events and not role.is_copied:
             return True
-        return self.facts.replay_seconds(storage) < self._swap_seconds(storage)
+        return replay_seconds(self.context, storage) < self._swap_seconds(storage)
 
     def _miss_seconds(self, storage: int) -> float:
         """Of the cheaper manner; where a copy is under way there is no other."""
         swap = self._swap_seconds(storage)
         if storage in self._copied:
             return swap
-        return min(swap, self.facts.replay_seconds(storage))
+        return min(swap, replay_seconds(self.context, storage))
 
     def _swap_seconds(self, storage: int) -> float:
         """With what is under way before it; without the way back, where that is foreseen."""
-        facts, role = self.facts, self._find_role(storage)
-        out, back = facts.move_seconds(facts.nbytes(storage))
+        context, role = self.context, self._find_role(storage)
+        out, back = context.move_seconds(context.nbytes(storage))
         if role is not None and role.is_copied and role.back > self.history.events:
             back = 0.0
         if storage in self._copied:
-            return back + max(0.0, self._copied[storage] - facts.now())
-        return back + out + max(0.0, self._out_free - facts.now())
+            return back + max(0.0, self._copied[storage] - context.now())
+        return back + out + max(0.0, self._out_free - context.now())
 
     # -- what comes and goes early --------------------------------------------------------------------------------
 
@@ -268,11 +271,11 @@ class Policy(Online):
         if not self._roles:
             return super()._come_early()
         intents: list[Intent] = []
-        spare = self.facts.spare_bytes()
+        spare = spare_bytes(self.context)
         while self._backs and self._backs[0][0] <= self.history.events:
             storage = self._backs[0][1]
             if storage in self._away:
-                spare -= self.facts.nbytes(storage)
+                spare -= self.context.nbytes(storage)
                 if spare < 0:
                     break
                 intents.append(Reload(storage))

@@ -9,7 +9,7 @@ class Policy(Online):
     """Rates by bytes; never drops what can be offloaded."""
 
     def rate(self, storage: int) -> float:
-        return -self.facts.nbytes(storage)
+        return -self.context.nbytes(storage)
 
     def drops(self, storage: int) -> bool:
         return False

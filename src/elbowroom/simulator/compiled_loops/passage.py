@@ -1,14 +1,14 @@
-"""What a replay holds on its way: the compiled twin of `simulator.transients`."""
+"""What a replay holds on its way: the compiled twin of `replays.footprint`."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
 from elbowroom._numba_loops import internal
-from elbowroom.simulator.columns import Array, Columns
+from elbowroom.simulator.compiled_loops.columns import Array, Columns
 
 if TYPE_CHECKING:
-    from elbowroom.simulator.segments import Segments
+    from elbowroom.simulator.compiled_loops.segments import Segments
 
 
 @internal

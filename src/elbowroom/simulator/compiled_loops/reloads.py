@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 
 from elbowroom._numba_loops import internal
-from elbowroom.simulator.columns import Columns
-from elbowroom.simulator.segments import OFFLOAD
-from elbowroom.simulator.transit import AWAY, LOOK_AHEAD, Sweep, event_at, fetch, next_slot, slot_of
+from elbowroom.simulator.compiled_loops.columns import Columns
+from elbowroom.simulator.compiled_loops.segments import OFFLOAD
+from elbowroom.simulator.compiled_loops.transit import AWAY, LOOK_AHEAD, Sweep, event_at, fetch, next_slot, slot_of
 
 
 @internal

@@ -13,13 +13,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as some
 
+from benchmarks import dtr_simulator
+from benchmarks.dtr_simulator import Ending, Score, run_online
 from elbowroom.errors import TraceError
 from elbowroom.importers import Imported, read_log
 from elbowroom.ir.costs import Costs
 from elbowroom.ir.trace import Role, Trace
-from elbowroom.simulator import online
-from elbowroom.simulator.online import Ending, Score, run_online
-from elbowroom.simulator.replay import simulate
+from elbowroom.simulator.simulate import simulate
 from tests.generators import Program, jobs, keep_everything, make_costs
 from tests.pure.test_importers import call, constant, logs, release, write
 
@@ -28,7 +28,7 @@ def plain_peak(trace: Trace, costs: Costs) -> int:
     return simulate(trace, costs, keep_everything(costs)).peak_bytes
 
 
-class Checked(online._Run):
+class Checked(dtr_simulator._Run):
     """Keeps what is in every storage, and holds each replay to what its op read and made the first time."""
 
     contents: dict[int, object]

@@ -15,8 +15,8 @@ from elbowroom.ir.plan import Choice, Decision, Plan, Segment
 from elbowroom.ir.trace import Role, Trace
 from elbowroom.layout.caching import CachingAllocator
 from elbowroom.planner.problem import plan
-from elbowroom.simulator.addresses import Stay, reserve
-from elbowroom.simulator.replay import simulate
+from elbowroom.simulator.allocator_model import Stay, reserve
+from elbowroom.simulator.simulate import simulate
 from tests.generators import Program, example, jobs, keep_everything, make_costs
 
 KIB, MIB = 1 << 10, 1 << 20

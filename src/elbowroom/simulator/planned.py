@@ -15,67 +15,46 @@ plan is exact arithmetic, and only the seconds are a forecast. Where copies are 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from elbowroom.errors import TraceError, UnknownMember
+from elbowroom.errors import TraceError
 from elbowroom.ir.actions import Action, Offload, Recompute, Release, Wait
 from elbowroom.ir.buffers import Buffer
 from elbowroom.ir.costs import Costs
 from elbowroom.ir.events import Event, StorageFreed, StorageNeeded, StorageSaved
 from elbowroom.ir.forecast import Forecast
-from elbowroom.ir.placement import CopySlot, Placement
+from elbowroom.ir.placement import Placement
 from elbowroom.ir.plan import Plan
 from elbowroom.ir.trace import Trace, find_claims
 from elbowroom.layout.copies import lay_out_copies
 from elbowroom.layout.lay_out import lay_out
+from elbowroom.replays.footprint import Footprints
 from elbowroom.residency import plan_policy
 from elbowroom.residency.machine import Machine
-from elbowroom.simulator.addresses import Allocator, Rerun, Stay, list_blocks, reserve
 from elbowroom.simulator.admission import admit
-from elbowroom.simulator.lanes import Lanes
-from elbowroom.simulator.overflow import Overflow, find_overflow
-from elbowroom.simulator.transients import Transients
+from elbowroom.simulator.allocator_model import Allocator, Rerun, Stay, list_blocks, reserve
+from elbowroom.simulator.driver import VirtualDevice
+from elbowroom.simulator.host_overflow import Overflow, find_overflow
 
 Spans = list[tuple[int, int]]
 
 
-def simulate(
-    trace: Trace,
-    costs: Costs,
-    plan: Plan,
-    *,
-    host_bytes: int | None = None,
-    allocator: Allocator | str = Allocator.EXACT,
-    placement: Placement | None = None,
-) -> Forecast:
-    """Forecast one step of `trace` under `plan`.
-
-    Args:
-        host_bytes: what the tier below may hold before copies go on to the disk behind it, where the costs have a
-            link to one; None for any amount.
-        allocator: "caching" to know besides what PyTorch's allocator would take from the device (`layout.caching`);
-            "planned" for that, and the arenas that blocks and copies take if they are laid out.
-        placement: of the plan's copies, where it is known; made for "planned" where not.
-
-    Raises:
-        TraceError: costs or plan belong to another trace, or a link moves nothing.
-        UnknownMember: there is no such allocator.
-    """
-    if allocator not in list(Allocator):
-        raise UnknownMember("allocator", str(allocator), tuple(Allocator))
-    return Replay(trace, costs, host_bytes=host_bytes).run(plan, allocator=Allocator(allocator), placement=placement)
-
-
-class Replay:
+class PreparedTrace:
     """Everything about a trace that no plan changes, prepared once for many forecasts.
 
     Args:
-        host_bytes: as for `simulate`.
+        host_bytes: as for `simulate.simulate`.
 
     Attributes:
+        begins, begin_list: when each entry begins in the plain step.
+        rounded: bytes of each storage, as the device's allocator counts them.
+        events: saves, needs and ends of claims, in order.
+        footprints: measures replays.
+        node_spans: when a backward node holds each saved storage.
         overflow: what becomes of copies that the tier below has no room for; None if it has room for any.
 
     Raises:
@@ -89,12 +68,15 @@ class Replay:
         self.overflow = find_overflow(costs, host_bytes)
         self.rounded = round_up([storage.nbytes for storage in trace.storages], costs.alignment_bytes)
         self.events = list_events(trace)
-        self.transients = Transients(trace, costs, self.rounded)
+        self._sizes = [storage.nbytes for storage in trace.storages]
+        self._rounded_list: list[int] = self.rounded.tolist()
+        self.footprints = Footprints(trace, costs, self._rounded_list)
         seconds = np.zeros(trace.end + 1)
         seconds[[op.tick for op in trace.ops]] = costs.op_seconds
         hook_ticks = [save.tick for save in trace.saves] + [need.tick for need in trace.needs]
         seconds[hook_ticks] += costs.hook_seconds
-        self.begins = np.concatenate(([0.0], np.cumsum(seconds)))  # plain start time of each entry
+        self.begins = np.concatenate(([0.0], np.cumsum(seconds)))
+        self.begin_list: list[float] = self.begins.tolist()
         self._workspace = np.zeros(trace.end, dtype=np.int64)
         self._workspace[[op.tick for op in trace.ops]] = costs.workspace_bytes
         saved = {save.storage for save in trace.saves}
@@ -111,16 +93,15 @@ class Replay:
     def run(
         self, plan: Plan, *, allocator: Allocator = Allocator.EXACT, placement: Placement | None = None
     ) -> Forecast:
-        """Forecast the step under a plan; for the arguments see `simulate`."""
+        """Forecast the step under a plan; for the arguments see `simulate.simulate`."""
         run = self._begin(plan)
         if allocator is Allocator.PLANNED and placement is None:
-            placement = lay_out_copies(run.copy_slots, self.trace.end)
+            placement = lay_out_copies(run.device.copy_slots, self.trace.end)
         figures: dict[str, Any] = {}
         if placement is not None:
             figures |= {"lower_arena_bytes": placement.lower_bytes, "disk_arena_bytes": placement.disk_bytes}
         if allocator is not Allocator.EXACT:
-            found = reserve(self.trace, self.costs, run.list_stays(), run.reruns)
-            figures |= {"reserved_bytes": found.reserved_bytes, "fragmented_bytes": found.fragmented_bytes}
+            figures |= self.list_reserved(run.list_stays(), run.reruns)
         if allocator is Allocator.PLANNED:
             figures["arena_bytes"] = lay_out(self.list_blocks(plan)).arena_bytes
         return dataclasses.replace(run.finish(), **figures)
@@ -141,7 +122,7 @@ class Replay:
         Raises:
             TraceError: the plan is for another trace.
         """
-        placement = lay_out_copies(self._begin(plan).copy_slots, self.trace.end)
+        placement = lay_out_copies(self._begin(plan).device.copy_slots, self.trace.end)
         overflow = self.find_overflow(plan)
         return dataclasses.replace(placement, piece_bytes=None if overflow is None else overflow.piece_bytes)
 
@@ -151,187 +132,143 @@ class Replay:
             return self.overflow
         return find_overflow(self.costs, plan.host_bytes)
 
-    def _begin(self, plan: Plan) -> _Run:
+    def make_device(self, overflow: Overflow | None) -> VirtualDevice:
+        """Return the device on which one step is simulated."""
+        return VirtualDevice(self.costs, self._sizes, self._rounded_list, overflow)
+
+    def summarize(
+        self, device: VirtualDevice, live_bytes: npt.NDArray[np.int64], *, evictions: int, replays: int
+    ) -> Forecast:
+        """Return the forecast of a step that a device has carried out.
+
+        Args:
+            live_bytes: on the device during each entry, at most.
+        """
+        peak_tick = int(np.argmax(live_bytes)) if len(live_bytes) else 0
+        return Forecast(
+            peak_bytes=int(live_bytes[peak_tick]) if len(live_bytes) else 0,
+            peak_tick=peak_tick,
+            live_bytes=tuple(live_bytes.tolist()),
+            begin_seconds=self._list_begins(device.delays),
+            step_seconds=self.begin_list[-1] + device.late + self.costs.overhead_seconds,
+            compute_seconds=float(sum(self.costs.op_seconds)),
+            evictions=evictions,
+            replays=replays,
+            **device.list_figures(),
+        )
+
+    def list_reserved(self, stays: Sequence[Stay], reruns: Sequence[Rerun]) -> dict[str, Any]:
+        """Return what a Forecast says of PyTorch's allocator."""
+        found = reserve(self.trace, self.costs, stays, reruns)
+        return {"reserved_bytes": found.reserved_bytes, "fragmented_bytes": found.fragmented_bytes}
+
+    def _list_begins(self, delays: Mapping[int, float]) -> tuple[float, ...]:
+        """When each entry begins; a delay is part of the entry at which it comes about."""
+        plain, overhead = self.begins[: self.trace.end + 1], self.costs.overhead_seconds
+        shares = plain / plain[-1] if plain[-1] else np.linspace(0.0, 1.0, len(plain))
+        late = np.zeros(len(plain))
+        ends = [min(tick + 1, len(plain) - 1) for tick in delays]
+        np.add.at(late, np.array(ends, dtype=np.intp), list(delays.values()))
+        return tuple((plain + overhead * shares + np.cumsum(late)).tolist())
+
+    def _begin(self, plan: Plan) -> _PlannedRun:
         if plan.trace_digest != self.costs.trace_digest:
             raise TraceError(f"the plan is for trace {plan.trace_digest[:12]}, not {self.costs.trace_digest[:12]}")
         moved = {decision.storage for decision in plan.decisions}
         moved |= {leaf for segment in plan.segments for leaf in segment.leaves if leaf in self._claims}
         machine = Machine(plan_policy.Policy(plan), plan.segments)
         events = [event for event in self.events if not isinstance(event, StorageFreed) or event.storage in moved]
-        return _Run(self, plan, machine, events)
+        return _PlannedRun(self, plan, machine, events)
 
 
-class _Run:
-    """One pass over the events."""
+class _PlannedRun:
+    """One pass over the events, under a plan."""
 
-    def __init__(self, replay: Replay, plan: Plan, machine: Machine, events: list[Event]) -> None:
-        self.replay, self.plan = replay, plan
-        self.overflow = replay.find_overflow(plan)
-        self.lanes = Lanes(replay.costs.link)
-        self.late = 0.0  # seconds behind the plain step
-        self.delays: dict[int, float] = {}  # of them, by entry, what came with its event
-        self.done: dict[int, float] = {}
+    def __init__(self, prepared: PreparedTrace, plan: Plan, machine: Machine, events: list[Event]) -> None:
+        self.prepared, self.plan = prepared, plan
+        self.device = prepared.make_device(prepared.find_overflow(plan))
         self.held_since = dict[int, int]()
         self.claims: dict[int, Spans] = {}
         self.doubles: list[tuple[int, int, int]] = []
         self.spikes: dict[int, int] = {}
         self.reruns: list[Rerun] = []
-        self.in_lower = self.lower_peak = self.on_disk = self.disk_peak = 0
-        self.below: dict[int, CopySlot] = {}
-        self.copy_slots: list[CopySlot] = []
-        self.recompute_seconds = self.stall_seconds = 0.0
-        self.offloaded_bytes = self.reloaded_bytes = 0
+        self.evictions = 0
         for event in events:
             if isinstance(event, StorageSaved):
                 self.held_since.setdefault(event.storage, event.tick)
-            before = self.late
+            self.device.entry, self.device.begin = event.tick, prepared.begin_list[event.tick]
             for action in machine.feed(event):
                 self.perform(action, event)
-            if self.late > before:
-                self.delays[event.tick] = self.delays.get(event.tick, 0.0) + self.late - before
             if isinstance(event, StorageFreed):
-                self.forget(event.storage, event.tick)
+                self.device.discard_copy(event.storage)
 
     def perform(self, action: Action, event: Event) -> None:
-        replay, tick = self.replay, event.tick
-        now = float(replay.begins[tick]) + self.late
+        """Carry out one action in time, and note from when to when storages are on the device."""
+        tick = event.tick
         if isinstance(action, Recompute):
             segment = self.plan.segments[action.segment]
-            seconds, extra = replay.transients.measure(segment, action.outputs)
-            self.late += seconds
-            self.recompute_seconds += seconds
-            self.spikes[tick] = max(self.spikes.get(tick, 0), extra)
+            footprint = self.prepared.footprints.measure(segment, action.outputs)
+            self.device.replay(footprint.seconds)
+            self.spikes[tick] = max(self.spikes.get(tick, 0), footprint.extra_bytes)
             self.reruns.append(Rerun(tick=tick, segment=segment, outputs=action.outputs))
             for output in action.outputs:
-                self.held_since[output] = tick
-                self.note_double(output, tick)
-            return
-        storage = action.storage
-        nbytes = replay.trace.storages[storage].nbytes
-        if isinstance(action, Wait):
-            self.wait(max(0.0, self.done.get(storage, 0.0) - now))
+                self.bring_back(output, tick)
+        elif isinstance(action, Wait):
+            self.device.wait(action.storage)
         elif isinstance(action, Release):
             # A release when the claim ends frees before the entry; any other one after it.
-            end = tick if isinstance(event, StorageFreed) else tick + 1
-            self.claims.setdefault(storage, []).append((self.held_since.pop(storage), end))
+            is_over = isinstance(event, StorageFreed)
+            self.evictions += not is_over
+            begin = self.held_since.pop(action.storage)
+            self.claims.setdefault(action.storage, []).append((begin, tick if is_over else tick + 1))
         elif isinstance(action, Offload):
-            self.offloaded_bytes += nbytes
-            self.send(storage, nbytes, tick)
+            self.device.offload(action.storage)
         else:
-            self.held_since[storage] = tick
-            self.note_double(storage, tick)
-            self.reloaded_bytes += nbytes
-            self.fetch(storage, nbytes, now)
+            self.bring_back(action.storage, tick)
+            self.device.reload(action.storage)
 
-    def wait(self, seconds: float) -> None:
-        """The program stands still."""
-        self.late += seconds
-        self.stall_seconds += seconds
-
-    def send(self, storage: int, nbytes: int, tick: int) -> None:
-        """Begin a copy to the tier below; where that is full, make one on the disk."""
-        rounded, overflow = int(self.replay.rounded[storage]), self.overflow
-        now = float(self.replay.begins[tick]) + self.late
-        is_full = overflow is not None and self.in_lower + rounded > overflow.host_room_bytes
-        self.below[storage] = CopySlot(storage=storage, begin=tick, end=tick, nbytes=nbytes, is_on_disk=is_full)
-        if overflow is not None and is_full:
-            self.done[storage] = self.lanes.send_through(overflow.disk, overflow.piece_bytes, nbytes, now)
-            self.wait(self.done[storage] - now)
-            self.on_disk += rounded
-            self.disk_peak = max(self.disk_peak, self.on_disk)
-            return
-        self.done[storage] = self.lanes.send(nbytes, now)
-        self.late += nbytes * self.replay.costs.link.drag_seconds_per_byte
-        self.in_lower += rounded
-        self.lower_peak = max(self.lower_peak, self.in_lower)
-
-    def fetch(self, storage: int, nbytes: int, now: float) -> None:
-        """Begin a copy back, from wherever it is."""
-        overflow = self.overflow
-        if overflow is not None and self.below[storage].is_on_disk:
-            read, self.done[storage] = self.lanes.fetch_through(overflow.disk, overflow.piece_bytes, nbytes, now)
-            self.wait(read - now)
-            return
-        self.done[storage] = self.lanes.fetch(nbytes, now)
-        self.late += nbytes * self.replay.costs.link.drag_seconds_per_byte
-
-    def forget(self, storage: int, tick: int) -> None:
-        """Its claim has ended, and its copy goes."""
-        copy = self.below.pop(storage, None)
-        if copy is None:
-            return
-        self.copy_slots.append(dataclasses.replace(copy, end=tick))
-        if copy.is_on_disk:
-            self.on_disk -= int(self.replay.rounded[storage])
-        else:
-            self.in_lower -= int(self.replay.rounded[storage])
-
-    def note_double(self, storage: int, tick: int) -> None:
-        """What comes back is a new block: while the program still holds the old one, both count."""
-        released = self.replay.trace.storages[storage].released
+    def bring_back(self, storage: int, tick: int) -> None:
+        """Note a new block; while the program still holds the old one, both count."""
+        self.held_since[storage] = tick
+        released = self.prepared.trace.storages[storage].released
         if tick < released:
             self.doubles.append((storage, tick, released))
 
     def finish(self) -> Forecast:
-        replay = self.replay
-        live = self._count()
-        peak_tick = int(np.argmax(live)) if len(live) else 0
-        compute = float(sum(replay.costs.op_seconds))
-        return Forecast(
-            peak_bytes=int(live[peak_tick]) if len(live) else 0,
-            peak_tick=peak_tick,
-            live_bytes=tuple(live.tolist()),
-            begin_seconds=self._list_begins(),
-            step_seconds=float(replay.begins[-1]) + self.late + replay.costs.overhead_seconds,
-            compute_seconds=compute,
-            recompute_seconds=self.recompute_seconds,
-            stall_seconds=self.stall_seconds,
-            offloaded_bytes=self.offloaded_bytes,
-            reloaded_bytes=self.reloaded_bytes,
-            lower_tier_bytes=self.lower_peak,
-            disk_bytes=self.disk_peak,
-        )
-
-    def _list_begins(self) -> tuple[float, ...]:
-        """When each entry begins; a delay is part of the entry at which it comes about."""
-        plain, overhead = self.replay.begins[: self.replay.trace.end + 1], self.replay.costs.overhead_seconds
-        shares = plain / plain[-1] if plain[-1] else np.linspace(0.0, 1.0, len(plain))
-        delays = np.zeros(len(plain))
-        ends = [min(tick + 1, len(plain) - 1) for tick in self.delays]
-        np.add.at(delays, np.array(ends, dtype=np.intp), list(self.delays.values()))
-        return tuple((plain + overhead * shares + np.cumsum(delays)).tolist())
+        """Return what became of the step."""
+        return self.prepared.summarize(self.device, self._count(), evictions=self.evictions, replays=len(self.reruns))
 
     def list_spans(self, storage: int) -> Spans:
         """When a saved storage is on the device, without what comes back beside its old block."""
-        replay, home = self.replay, self.replay.trace.storages[storage]
-        claims, spans = replay._claims[storage], self.claims.get(storage)
+        home = self.prepared.trace.storages[storage]
+        claims, spans = self.prepared._claims[storage], self.claims.get(storage)
         if spans is None:
             spans = list(claims)  # it never leaves
         elif storage in self.held_since:
             spans = [*spans, (self.held_since[storage], claims[-1][1])]
-        return _join([(home.created, home.released), *spans, *replay.node_spans[storage]])
+        return _join([(home.created, home.released), *spans, *self.prepared.node_spans[storage]])
 
     def list_stays(self) -> list[Stay]:
         """Every block of the step but those inside of ops and replays."""
         stays = [Stay(storage=storage, begin=begin, end=end) for storage, begin, end in self.doubles]
-        for home in self.replay.trace.storages:
-            saved = home.id in self.replay._claims
+        for home in self.prepared.trace.storages:
+            saved = home.id in self.prepared._claims
             for begin, end in self.list_spans(home.id) if saved else [(home.created, home.released)]:
                 stays.append(Stay(storage=home.id, begin=begin, end=end))
         return stays
 
     def _count(self) -> npt.NDArray[np.int64]:
-        replay = self.replay
-        change = replay._unsaved.copy()
-        for storage in replay._claims:
+        prepared = self.prepared
+        change = prepared._unsaved.copy()
+        for storage in prepared._claims:
             for begin, end in self.list_spans(storage):
-                _add_span(change, begin, end, replay.rounded[storage])
+                _add_span(change, begin, end, prepared.rounded[storage])
         for storage, begin, end in self.doubles:
-            _add_span(change, begin, end, replay.rounded[storage])
+            _add_span(change, begin, end, prepared.rounded[storage])
         live = np.cumsum(change[:-1])
         for tick, extra in self.spikes.items():
             live[tick] += extra
-        return live + replay._workspace
+        return live + prepared._workspace
 
 
 def list_events(trace: Trace) -> list[Event]:

@@ -1,4 +1,4 @@
-"""A trace and its costs as arrays of records, for loops in machine code: the columnar twin of `replay.Replay`.
+"""A trace and its costs as arrays of records, for loops in machine code: the columnar twin of `planned.PreparedTrace`.
 
 Gaps are numbered in order of (closes, storage). Time is cut into slots, at every tick at which a decision can change
 what is held; a slot's bytes are the most of its ticks. Lists of lists are one array of items and, in the records that
@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from elbowroom.ir.trace import PERSISTENT_ROLES, Gap, find_claims
-from elbowroom.simulator.replay import Replay
+from elbowroom.simulator.planned import PreparedTrace
 
 Array = npt.NDArray[Any]
 
@@ -70,7 +70,7 @@ _LINK = {
     "back_rate": "f8",
     "drag": "f8",
     "half_duplex": "i8",
-    # Where copies go that the tier below has no room for (`simulator.overflow`).
+    # Where copies go that the tier below has no room for (`simulator.host_overflow`).
     "overflows": "i8",  # 0: it has room for any
     "host_room": "i8",  # bytes
     "piece": "i8",  # bytes
@@ -106,7 +106,7 @@ def make_records(fields: Mapping[str, str], count: int, **columns: Any) -> Array
     return records
 
 
-def make_columns(replay: Replay, gaps: Mapping[tuple[int, int], Gap], plain_bytes: Sequence[int]) -> Columns:
+def make_columns(replay: PreparedTrace, gaps: Mapping[tuple[int, int], Gap], plain_bytes: Sequence[int]) -> Columns:
     """The columns of a trace, its costs, and the gaps that may be decided on.
 
     Args:
@@ -144,7 +144,7 @@ def make_columns(replay: Replay, gaps: Mapping[tuple[int, int], Gap], plain_byte
     )
 
 
-def _list_events(replay: Replay, ticks: list[int], ordered: list[Gap], slot_of: Array) -> Array:
+def _list_events(replay: PreparedTrace, ticks: list[int], ordered: list[Gap], slot_of: Array) -> Array:
     index_of = {tick: index for index, tick in enumerate(ticks)}
     every = np.asarray([*ticks, replay.trace.end], dtype=np.int64)
     events = make_records(_EVENT, len(every), tick=every, begin=replay.begins[every], at=slot_of[every],
@@ -160,7 +160,7 @@ def _list_events(replay: Replay, ticks: list[int], ordered: list[Gap], slot_of: 
 
 
 def _list_gaps(
-    replay: Replay,
+    replay: PreparedTrace,
     ticks: list[int],
     ordered: list[Gap],
     slot_of: Array,
@@ -190,7 +190,7 @@ def _list_gaps(
     )
 
 
-def _list_storages(replay: Replay, ordered: list[Gap], claims_start: list[int]) -> dict[str, Array]:
+def _list_storages(replay: PreparedTrace, ordered: list[Gap], claims_start: list[int]) -> dict[str, Array]:
     trace = replay.trace
     of_storage: list[list[int]] = [[] for _ in trace.storages]
     for index, gap in sorted(enumerate(ordered), key=lambda item: item[1].index):
@@ -219,7 +219,7 @@ def _list_storages(replay: Replay, ordered: list[Gap], claims_start: list[int]) 
     }
 
 
-def _list_ops(replay: Replay) -> dict[str, Array]:
+def _list_ops(replay: PreparedTrace) -> dict[str, Array]:
     trace, costs = replay.trace, replay.costs
     reads_start, reads = _flatten([op.reads for op in trace.ops])
     writes_start, writes = _flatten([op.writes for op in trace.ops])
@@ -241,7 +241,7 @@ def _list_ops(replay: Replay) -> dict[str, Array]:
     }  # fmt: skip
 
 
-def _list_link(replay: Replay) -> Array:
+def _list_link(replay: PreparedTrace) -> Array:
     link, overflow = replay.costs.link, replay.overflow
     further = {}
     if overflow is not None:
@@ -267,7 +267,7 @@ def _list_link(replay: Replay) -> Array:
     )
 
 
-def _free_tick(replay: Replay, gap: Gap) -> int:
+def _free_tick(replay: PreparedTrace, gap: Gap) -> int:
     """Until when the program, or a running node that was given the storage, holds it anyway."""
     nodes = (released for tick, released in replay.node_spans[gap.storage] if tick <= gap.opens)
     return min(gap.closes, max(gap.opens + 1, replay.trace.storages[gap.storage].released, *nodes))

@@ -1,4 +1,4 @@
-"""Which ops are replayed for given choices, when, and what that takes: the compiled twin of `planner.closures`.
+"""Which ops are replayed for given choices, when, and what that takes: the compiled twin of `replays.closure`.
 
 Dropped gaps are looked at in order of their closes. What a replay makes on its way stays, where it was dropped too, is
 still awaited and not to be made ANEW; so one replay can end several absences.
@@ -15,8 +15,8 @@ from typing import NamedTuple
 import numpy as np
 
 from elbowroom._numba_loops import compiled, inlined, internal
-from elbowroom.simulator.columns import Array, Columns, make_records
-from elbowroom.simulator.passage import walk
+from elbowroom.simulator.compiled_loops.columns import Array, Columns, make_records
+from elbowroom.simulator.compiled_loops.passage import walk
 
 KEEP, OFFLOAD, RECOMPUTE, RECOMPUTE_OWN, RECOMPUTE_KEEP_INPUTS = range(5)
 """Choices for a gap. The last three drop: RECOMPUTE until the first replay that makes the storage, ANEW until the gap's

@@ -15,10 +15,10 @@ from __future__ import annotations
 import numpy as np
 
 from elbowroom._numba_loops import compiled, inlined, internal
-from elbowroom.simulator.columns import Array, Columns
-from elbowroom.simulator.reloads import order_reloads, reload_early
-from elbowroom.simulator.segments import KEEP, OFFLOAD, RECOMPUTE, find_segments
-from elbowroom.simulator.transit import (
+from elbowroom.simulator.compiled_loops.columns import Array, Columns
+from elbowroom.simulator.compiled_loops.reloads import order_reloads, reload_early
+from elbowroom.simulator.compiled_loops.segments import KEEP, OFFLOAD, RECOMPUTE, find_segments
+from elbowroom.simulator.compiled_loops.transit import (
     ARRIVING,
     AWAY,
     OPEN,

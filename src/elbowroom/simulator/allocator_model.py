@@ -17,6 +17,7 @@ from elbowroom.ir.plan import Segment
 from elbowroom.ir.trace import Trace
 from elbowroom.layout.caching import CachingAllocator
 from elbowroom.layout.lifetimes import ALIGNMENT_BYTES
+from elbowroom.replays.footprint import list_last_uses
 
 
 class Allocator(enum.StrEnum):
@@ -183,16 +184,15 @@ class _Requests:
     def _walk(self, rerun: Rerun) -> dict[int, int | None]:
         """Replay op by op; returns where the outputs are."""
         ops = [self._trace.ops[self._index[tick]] for tick in rerun.segment.ops]
-        last_use = {view.storage: place for place, op in enumerate(ops) for view in (*op.reads, *op.writes)}
-        leaves, outputs = set(rerun.segment.leaves), set(rerun.outputs)
+        leaves = set(rerun.segment.leaves)
         there: dict[int, int | None] = {}
-        for place, op in enumerate(ops):
+        for op, freed in zip(ops, list_last_uses(ops, set(rerun.outputs)), strict=True):
             for view in op.writes:
                 if view.storage not in leaves and view.storage not in there:
                     there[view.storage] = self._take(self._trace.storages[view.storage].nbytes)
             self._run_inside(self._index[op.tick])
-            for storage in dict.fromkeys(view.storage for view in (*op.reads, *op.writes)):
-                if last_use[storage] == place and storage in there and storage not in outputs:
+            for storage in freed:
+                if storage in there:
                     self._give(there.pop(storage))
         return there
 

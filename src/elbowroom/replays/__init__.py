@@ -1,0 +1,1 @@
+"""Computes a storage again: which ops that takes, what they read, and their seconds and bytes."""

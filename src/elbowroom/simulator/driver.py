@@ -1,0 +1,132 @@
+"""A device on a virtual clock, which carries out moves and replays for planned and for online steps alike.
+
+The time is that of the plain step at the entry at hand, and what the step is late by then: waits, replays, and the
+compute time that transfers take away.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+from elbowroom.ir.costs import Costs
+from elbowroom.ir.placement import CopySlot
+from elbowroom.simulator.clock import Lanes
+from elbowroom.simulator.host_overflow import Overflow
+
+
+class VirtualDevice:
+    """Carries out the actions of one step in virtual time, and counts the bytes of copies in the tiers below.
+
+    Args:
+        sizes: bytes of each storage, as a copy takes them.
+        rounded: the same as allocators count them.
+        overflow: what becomes of copies that the host has no room for; None if it has room for any.
+
+    Attributes:
+        entry: tick of the entry at hand.
+        begin: when it begins in the plain step; the driver of the step sets both.
+        late: seconds behind the plain step.
+        delays: how much of them each entry has added.
+        berths: copies that are gone again, from when to when they were there.
+    """
+
+    def __init__(self, costs: Costs, sizes: Sequence[int], rounded: Sequence[int], overflow: Overflow | None) -> None:
+        self._lanes = Lanes(costs.link)
+        self._drag = costs.link.drag_seconds_per_byte
+        self._sizes, self._rounded = sizes, rounded
+        self._overflow = overflow
+        self.entry = 0
+        self.begin = self.late = 0.0
+        self.delays: dict[int, float] = {}
+        self.copy_slots: list[CopySlot] = []
+        self._done: dict[int, float] = {}  # when the last transfer of a storage is over
+        self._below: dict[int, CopySlot] = {}
+        self._host_bytes = self._host_peak = 0
+        self._disk_bytes = self._disk_peak = 0
+        self._recompute_seconds = self._stall_seconds = 0.0
+        self._offloaded_bytes = self._reloaded_bytes = 0
+
+    @property
+    def now(self) -> float:
+        """Seconds since the step began."""
+        return self.begin + self.late
+
+    def has_copy(self, storage: int) -> bool:
+        """Tell whether a storage has a copy in a tier below."""
+        return storage in self._below
+
+    def offload(self, storage: int) -> None:
+        """Begin to copy a storage to the tier below; if that is full, copy it to the disk and wait."""
+        nbytes, rounded = self._sizes[storage], self._rounded[storage]
+        overflow, now = self._overflow, self.now
+        self._offloaded_bytes += nbytes
+        is_full = overflow is not None and self._host_bytes + rounded > overflow.host_room_bytes
+        self._below[storage] = CopySlot(
+            storage=storage, begin=self.entry, end=self.entry, nbytes=nbytes, is_on_disk=is_full
+        )
+        if overflow is not None and is_full:
+            done = self._done[storage] = self._lanes.send_through(overflow.disk, overflow.piece_bytes, nbytes, now)
+            self._stall(done - now)
+            self._disk_bytes += rounded
+            self._disk_peak = max(self._disk_peak, self._disk_bytes)
+            return
+        self._done[storage] = self._lanes.send(nbytes, now)
+        self._delay(nbytes * self._drag)
+        self._host_bytes += rounded
+        self._host_peak = max(self._host_peak, self._host_bytes)
+
+    def reload(self, storage: int) -> None:
+        """Begin to copy a storage back; if its copy is on the disk, wait until all is read."""
+        nbytes, overflow, now = self._sizes[storage], self._overflow, self.now
+        self._reloaded_bytes += nbytes
+        if overflow is not None and self._below[storage].is_on_disk:
+            read, done = self._lanes.fetch_through(overflow.disk, overflow.piece_bytes, nbytes, now)
+            self._done[storage] = done
+            self._stall(read - now)
+            return
+        self._done[storage] = self._lanes.fetch(nbytes, now)
+        self._delay(nbytes * self._drag)
+
+    def wait(self, storage: int) -> float:
+        """Wait for the last transfer of a storage; returns the seconds."""
+        seconds = max(0.0, self._done.get(storage, 0.0) - self.now)
+        self._stall(seconds)
+        return seconds
+
+    def replay(self, seconds: float) -> None:
+        """Run ops again."""
+        self._recompute_seconds += seconds
+        self._delay(seconds)
+
+    def discard_copy(self, storage: int) -> None:
+        """Discard the copy of a storage, if it has one: its claim has ended."""
+        copy = self._below.pop(storage, None)
+        if copy is None:
+            return
+        self.copy_slots.append(dataclasses.replace(copy, end=self.entry))
+        if copy.is_on_disk:
+            self._disk_bytes -= self._rounded[storage]
+        else:
+            self._host_bytes -= self._rounded[storage]
+
+    def list_figures(self) -> dict[str, Any]:
+        """Return what a Forecast says of moves and replays."""
+        return {
+            "recompute_seconds": self._recompute_seconds,
+            "stall_seconds": self._stall_seconds,
+            "offloaded_bytes": self._offloaded_bytes,
+            "reloaded_bytes": self._reloaded_bytes,
+            "lower_tier_bytes": self._host_peak,
+            "disk_bytes": self._disk_peak,
+        }
+
+    def _stall(self, seconds: float) -> None:
+        self._stall_seconds += seconds
+        self._delay(seconds)
+
+    def _delay(self, seconds: float) -> None:
+        if seconds > 0.0:
+            self.late += seconds
+            self.delays[self.entry] = self.delays.get(self.entry, 0.0) + seconds
