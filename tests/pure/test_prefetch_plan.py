@@ -69,7 +69,9 @@ def test_the_second_step_is_faster_than_the_first_and_the_fourth_no_slower() -> 
     problem = pose(trace, costs, 1)
     budget = (problem.floor.peak_bytes + problem.plain.peak_bytes) // 2
     history = AccessHistory()
-    seconds = [simulate_policy(trace, costs, budget, policy="predictive", history=history).step_seconds for _ in range(4)]
+    seconds = [
+        simulate_policy(trace, costs, budget, policy="predictive", history=history).step_seconds for _ in range(4)
+    ]
     assert seconds[1] < seconds[0]
     assert seconds[3] <= min(seconds[1:3])
 

@@ -20,8 +20,6 @@ Hidden = functools.partial(torch._C._ExcludeDispatchKeyGuard, _WATCHED | _PYTHON
 work at all."""
 
 
-
-
 class Pausable(Protocol):
     """Something that watches ops, while it is paused by nobody."""
 

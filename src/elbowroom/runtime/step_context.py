@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 import torch
 
 from elbowroom.cost.transfers import offload_seconds, reload_seconds
 from elbowroom.ir.plan import Segment
+from elbowroom.residency.machine import State
 from elbowroom.runtime.replays import Recording, is_exposed
 from elbowroom.runtime.saved_storage import SavedStorage
 from elbowroom.runtime.step_environment import StepEnvironment
@@ -16,7 +17,7 @@ from elbowroom.runtime.step_state import StepState
 
 
 class StepContext:
-    """Answers from what a step has done so far (`residency.online.Facts`).
+    """Answers from what a step has done so far (`residency.context.PolicyContext`).
 
     Attributes:
         may_move: whether a storage may leave the device, unless a plan says so.
@@ -40,10 +41,7 @@ class StepContext:
         """Return the seconds since the step began."""
         return time.perf_counter() - self.begin
 
-    def spare_bytes(self) -> int:
-        """Return the bytes of the budget that nothing takes; negative where more than the budget is live."""
-        return self._budget_bytes - self._ledger.live_bytes
-
+    @property
     def budget_bytes(self) -> int:
         """Return the budget."""
         return self._budget_bytes
@@ -57,9 +55,13 @@ class StepContext:
         home = self._by_id[storage].find_storage()
         return None if home is None else home.data_ptr()
 
-    def held_bytes(self) -> tuple[int, int]:
-        """Return the live bytes, and the most that were live or asked for since this was last called."""
-        return self._ledger.live_bytes, self._ledger.take_recent_peak()
+    def live_bytes(self) -> int:
+        """Return the bytes on the device."""
+        return self._ledger.live_bytes
+
+    def take_recent_peak(self) -> int:
+        """Return the most bytes that were live or asked for since this was last called."""
+        return self._ledger.take_recent_peak()
 
     def busy_seconds(self) -> float:
         """Return the seconds that the step's own ops took."""
@@ -69,56 +71,25 @@ class StepContext:
         """Return the seconds to copy so many bytes out, and back."""
         return offload_seconds(self._link, nbytes), reload_seconds(self._link, nbytes)
 
-    def swap_seconds(self, storage: int) -> float:
-        """Return the seconds to copy a storage out, unless there is a copy, and back; infinite if there is no room."""
+    def state(self, storage: int) -> State | None:
+        """Return where a storage is; None if it is not saved."""
+        return self._state.machine.state(storage)
+
+    def copy_out_seconds(self, storage: int) -> float:
+        """Return the seconds to copy a storage out: none if there is a copy, infinite if there is no room below."""
         saved = self._by_id[storage]
-        if self._state.has_no_room_below(saved):
-            return float("inf")
-        back = reload_seconds(self._link, saved.nbytes)
-        return back if saved.copy is not None else back + offload_seconds(self._link, saved.nbytes)
+        if saved.copy is not None:
+            return 0.0
+        return float("inf") if self._state.has_no_room_below(saved) else offload_seconds(self._link, saved.nbytes)
 
-    def own_seconds(self, storage: int) -> float:
-        """Return the seconds to compute a storage again from its neighbours; infinite if that cannot be done."""
-        recording = self.find_recording(storage)
-        return float("inf") if recording is None else float(recording.seconds)
-
-    def own_bytes(self, storage: int) -> int:
-        """Return the most bytes that this allocates, including the storage itself."""
-        recording = self.find_recording(storage)
-        return 0 if recording is None else int(recording.nbytes)
-
-    def replay_seconds(self, storage: int) -> float:
-        """Return the seconds to compute a storage again, and first to bring back all that this needs.
-
-        Infinite if that cannot be done, or may take more room than a reload.
-        """
+    def may_drop(self, storage: int) -> bool:
+        """Tell whether a storage may be dropped: not after the step, nor if a reload finds room more easily."""
+        if self._state.phase.has_ended:
+            return False
         # A replay runs beside what the same node of the graph needs, so it gets half of what the model leaves.
-        is_large = 2 * self.own_bytes(storage) > self._free_bytes
-        can_be_reloaded = not self._state.has_no_room_below(self._by_id[storage])
-        if self._state.phase.has_ended or (is_large and can_be_reloaded):
-            return float("inf")
-        seconds = 0.0
-        seen = {storage}
-        stack = [storage]
-        while stack:
-            recording = self.find_recording(stack.pop())
-            if recording is None:
-                return float("inf")
-            seconds += recording.seconds
-            for leaf in recording.leaves:
-                if leaf.id in seen or self._state.machine.is_on_device(leaf.id):
-                    continue
-                seen.add(leaf.id)
-                if leaf.recording is not None:
-                    stack.append(leaf.id)
-                else:
-                    seconds += reload_seconds(self._link, leaf.nbytes)
-        return seconds
-
-    def neighbours(self, storage: int) -> Iterable[int]:
-        """Return the saved storages that a storage would be computed from."""
-        recording = self.find_recording(storage)
-        return () if recording is None else [leaf.id for leaf in recording.leaves]
+        path = self.find_path(storage)
+        is_large = path is not None and 2 * path.nbytes > self._free_bytes
+        return not is_large or self._state.has_no_room_below(self._by_id[storage])
 
     def may_leave(self, storage: int) -> bool:
         """Tell whether releasing a storage now would free its bytes, and no action under way needs it."""
@@ -133,15 +104,15 @@ class StepContext:
         own = sum(view.geometry is None for view in saved.views.values())
         return int(torch._C._storage_Use_Count(home._cdata)) <= own + 1  # and that of its Python object
 
-    def segment(self, storage: int) -> int:
+    def add_segment(self, storage: int) -> int:
         """Return the index of a new segment that computes a storage again."""
-        recording = self.find_recording(storage)
+        recording = self.find_path(storage)
         assert recording is not None
         leaves = tuple(leaf.id for leaf in recording.leaves)
         self._state.segments.append(Segment(ops=tuple(recording.places), outputs=(storage,), leaves=leaves))
         return len(self._state.segments) - 1
 
-    def find_recording(self, storage: int) -> Recording | None:
+    def find_path(self, storage: int) -> Recording | None:
         """Return the recording that computes a storage again; None if there is none."""
         table = self._state.storages.table
         recording = self._recordings.get(storage)
@@ -154,7 +125,7 @@ class StepContext:
 
         Policies do not ask for this: such storages are few.
         """
-        recording = self.find_recording(saved.id)
+        recording = self.find_path(saved.id)
         return None if recording is None or is_exposed(recording, saved) else recording
 
     def forget(self, storage: int) -> None:
