@@ -55,7 +55,7 @@ class StepModes:
         self._transfers, self._ledger = transfers, ledger
         self._captures = self._futile_captures = self._next_capture = 0
         self._has_recurred = False
-        self._history = AccessHistory(is_bounded=job.config.host_bytes is not None)
+        self._history = AccessHistory(is_bounded=cache.lease.host_bytes is not None)
         self._running: RunningStep | None = None
 
     @property
@@ -98,7 +98,7 @@ class StepModes:
     def _fits_unwatched(self, entry: PlanCacheEntry) -> bool:
         """Tell whether a step in which everything fitted will fit now: there may be gradients, say, that were not."""
         is_steady = not (self._cache.varies or self._job.config.always_watch)
-        return is_steady and self._ledger.has_room(entry.expect_growth(), self._cache.budget_bytes)
+        return is_steady and self._ledger.has_room(entry.expect_growth(), self._cache.lease.device_bytes)
 
     # -- modes ----------------------------------------------------------------------------------------------------
 
@@ -114,7 +114,7 @@ class StepModes:
         self._cache.calibrate_time(entry, record)
         peak_bytes = record.peak_bytes or 0
         entry.growth_bytes = max(entry.growth_bytes, peak_bytes - meter.base_bytes)
-        if peak_bytes > self._cache.budget_bytes:  # on CUDA, where nobody is asked for room
+        if peak_bytes > self._cache.lease.device_bytes:  # on CUDA, where nobody is asked for room
             self._cache.remove(entry)
 
     def _run_planned(self, entry: PlanCacheEntry) -> Iterator[None]:
@@ -162,7 +162,7 @@ class StepModes:
             return self._make_engine(self._job.config.policy, self._cache.entries, None)
 
         self._running = step = RunningStep(
-            self._job, self._ledger, self._cache.budget_bytes, meter, engine=engine, capture=capture,
+            self._job, self._ledger, self._cache.lease, meter, engine=engine, capture=capture,
             expected=expected, make_engine=make_engine, number=self._metering.steps,
         )  # fmt: skip
         with step.running():
@@ -196,7 +196,7 @@ class StepModes:
         *,
         is_awake: bool = True,
     ) -> OnlineEngine:
-        job, budget_bytes = self._job, self._cache.budget_bytes
+        job, budget_bytes = self._job, self._cache.lease.device_bytes
         spare_bytes = None if is_awake or not entries else budget_bytes - entries[0].planned.forecast.peak_bytes
         return OnlineEngine(
             self._transfers, job.device, job.find_staying, job.config.min_offload_bytes,

@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 
-from elbowroom.ir.trace import PERSISTENT_ROLES, Op, Trace, find_claims
+from elbowroom.ir.trace import PERSISTENT_ROLES, Op, Trace
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -34,11 +34,8 @@ class Closures:
 
     def __init__(self, trace: Trace) -> None:
         self._trace = trace
-        self._writers: list[list[Op]] = [[] for _ in trace.storages]
-        for op in trace.ops:
-            for view in op.writes:
-                self._writers[view.storage].append(op)
-        self._claims = find_claims(trace)
+        self._writers = [[trace.ops[write.op] for write in writes] for writes in trace.writes]
+        self._claims = trace.claims
 
     def claim_at(self, storage: int, tick: int) -> int:
         """The tick of the save that began the claim on a storage at `tick`; -1 if there is none there."""

@@ -12,22 +12,14 @@ from collections.abc import Callable, Iterable
 
 from elbowroom.ir.costs import Costs
 from elbowroom.ir.forecast import Forecast
+from elbowroom.ir.labels import name_group, shorten
+from elbowroom.ir.lifetimes import Lifetimes
 from elbowroom.ir.plan import Choice, Decision, Plan
-from elbowroom.ir.trace import Op, Role, Storage, Trace, find_movable
-from elbowroom.report.lifetimes import Lifetimes
+from elbowroom.ir.trace import Op, Role, Storage, Trace
 from elbowroom.units import format_seconds
 
 SMALL_BYTES = 1 << 14
 """Below this a move costs more than the bytes are worth."""
-
-_PLURALS = {
-    Role.PARAMETER: "parameters",
-    Role.GRADIENT: "gradients",
-    Role.OPTIMIZER_STATE: "optimizer state",
-    Role.BUFFER: "buffers",
-    Role.INPUT: "inputs",
-}
-
 
 _STAY = {
     Role.PARAMETER: "live across steps, and stay",
@@ -94,12 +86,6 @@ def count_seconds(trace: Trace, costs: Costs) -> list[float]:
     return [0.0, *itertools.accumulate(seconds)]
 
 
-def shorten(name: str) -> str:
-    """An op's name for people: "aten.add_.Tensor" becomes "add_"."""
-    parts = name.split(".")
-    return parts[1] if len(parts) == 3 else name
-
-
 class _Judge:
     """Finds what happens to each storage around the forecast peak, and says why."""
 
@@ -107,7 +93,6 @@ class _Judge:
         self._trace, self._costs, self._plan, self._forecast = trace, costs, plan, forecast
         self._tick = forecast.peak_tick
         self._lifetimes = Lifetimes(trace, plan)
-        self._movable = find_movable(trace)
         self._begins = count_seconds(trace, costs)
         self._barriers: dict[int, str] = {}
         for op in trace.ops:
@@ -124,7 +109,7 @@ class _Judge:
         is_there = self._lifetimes.is_there(storage.id, self._tick)
         if not is_there and decision is None:
             return None
-        what = self._name(storage)
+        what = name_group(storage)
         if decision is None:
             return (what, False, *self._judge_kept(storage))
         if decision.choice is Choice.RECOMPUTE:
@@ -135,20 +120,16 @@ class _Judge:
             why = "offload"
         return (what, not is_there, str(decision.choice), why)
 
-    def _name(self, storage: Storage) -> str:
-        plural = _PLURALS.get(storage.role)
-        return plural if plural is not None else f"{storage.role} of {shorten(storage.label)}"
-
     def _judge_kept(self, storage: Storage) -> tuple[str, str]:
         if storage.role in _STAY:
             return ("-", _STAY[storage.role])
         if storage.id not in self._lifetimes.claims:
             return ("-", "the running code holds it")
         gaps = self._lifetimes.gaps.get(storage.id, ())
-        gap = next((gap for gap in gaps if gap.opens < self._tick < gap.closes), None)
+        gap = next((gap for gap in gaps if gap.covers(self._tick)), None)
         if gap is None:
             return ("-", "in use right there")
-        if storage.id not in self._movable:
+        if storage.id not in self._trace.movable:
             return ("keep", "written to after it was saved, so a copy would be out of date")
         if storage.released >= gap.closes:
             return ("keep", "the program itself holds it until it is needed")

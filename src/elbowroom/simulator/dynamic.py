@@ -18,7 +18,7 @@ from elbowroom.ir.actions import Action, Offload, Recompute, Release, Reload
 from elbowroom.ir.costs import Costs
 from elbowroom.ir.events import Event, PressureRaised, StorageFreed
 from elbowroom.ir.plan import Segment
-from elbowroom.ir.trace import Trace, find_movable
+from elbowroom.ir.trace import Trace
 from elbowroom.layout.caching import CachingAllocator
 from elbowroom.residency import policies
 from elbowroom.residency.access_history import AccessHistory
@@ -89,8 +89,7 @@ class _Step:
         self._trace, self._costs, self._budget = trace, costs, budget_bytes
         self._most_seconds = most_seconds
         self._rounded: list[int] = round_up([home.nbytes for home in trace.storages], costs.alignment_bytes).tolist()
-        movable = find_movable(trace)
-        self._movable = {storage for storage in movable if trace.storages[storage].nbytes >= min_bytes}
+        self._movable = {storage for storage in trace.movable if trace.storages[storage].nbytes >= min_bytes}
         self._back = Backtrack(trace, costs, self._rounded)
         self._ways: dict[int, Way | None] = {}
         self._segments: list[Segment] = []

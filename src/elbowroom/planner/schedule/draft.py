@@ -9,8 +9,8 @@ import bisect
 import dataclasses
 
 from elbowroom.cost.transfers import offload_seconds, reload_seconds
+from elbowroom.ir.gaps import Gap
 from elbowroom.ir.plan import Choice, Decision, Plan, Segment
-from elbowroom.ir.trace import Gap, find_gaps, find_movable
 from elbowroom.planner.closures import Closures
 from elbowroom.simulator.replay import Replay
 
@@ -49,12 +49,10 @@ class Drafter:
     def __init__(self, replay: Replay, min_bytes: int) -> None:
         trace = replay.trace
         self.replay, self.min_bytes = replay, min_bytes
-        self.movable = frozenset(
-            storage for storage in find_movable(trace) if trace.storages[storage].nbytes >= min_bytes
-        )
+        self.movable = frozenset(storage for storage in trace.movable if trace.storages[storage].nbytes >= min_bytes)
         self.gaps: dict[Key, Gap] = {
             (storage, gap.index): gap
-            for storage, gaps in find_gaps(trace).items()
+            for storage, gaps in trace.gaps.items()
             if storage in self.movable
             for gap in gaps
             if trace.storages[storage].released < gap.closes  # else the program holds it throughout
