@@ -17,7 +17,7 @@ import bisect
 from walks import Away, Job, Key, Walk
 
 from elbowroom.ir.forecast import Forecast
-from elbowroom.ir.trace import Gap
+from elbowroom.ir.gaps import Gap
 
 PAGE_BYTES = 4096
 

@@ -18,8 +18,9 @@ import numpy as np
 from elbowroom.ir.check import check
 from elbowroom.ir.costs import Costs
 from elbowroom.ir.forecast import Forecast
+from elbowroom.ir.gaps import Gap
 from elbowroom.ir.plan import Choice, Decision, Plan
-from elbowroom.ir.trace import Gap, Trace, find_gaps, find_movable
+from elbowroom.ir.trace import Trace
 from elbowroom.simulator.clock import Lanes
 from elbowroom.simulator.planned import PreparedTrace
 
@@ -42,8 +43,8 @@ class Job:
     def __init__(self, trace: Trace, costs: Costs) -> None:
         self.trace, self.costs = trace, costs
         self.replay = PreparedTrace(trace, costs)
-        movable = find_movable(trace)
-        found = find_gaps(trace)
+        movable = trace.movable
+        found = trace.gaps
         self.gaps = {(each.storage, each.index): each for key in movable for each in found.get(key, ())}
         held = {(trace.saves[need.save].storage, need.tick): need.released for need in trace.needs}
         self.leaves = {

@@ -10,7 +10,7 @@ from elbowroom.ir.actions import Action, Offload, Recompute, Reload, Wait
 from elbowroom.ir.buffers import Buffer, overlap
 from elbowroom.ir.costs import Costs
 from elbowroom.ir.events import StorageFreed, StorageNeeded, StorageSaved
-from elbowroom.ir.trace import Trace, find_movable
+from elbowroom.ir.trace import Trace
 from elbowroom.planner.problem import Problem
 from elbowroom.residency.machine import Machine
 from elbowroom.simulator.planned import list_events
@@ -48,7 +48,7 @@ def follow(trace: Trace, machine: Machine) -> list[Action]:
         AssertionError: an action could not be carried out, or gives the wrong contents.
     """
     contents = find_contents(trace)
-    movable = find_movable(trace)
+    movable = trace.movable
     device: dict[int, object] = {}  # what autograd's claim on each storage holds
     below: dict[int, object] = {}
     leaving: set[int] = set()

@@ -1,57 +1,230 @@
-"""Compiles every loop ahead of the steps that need it, by planning small models with all that has loops of its own."""
+"""Compiles every loop ahead of the steps that need it, by planning made-up steps with all that has loops of its own.
+
+    fit         starts a process that compiles the loops, where they are not on disk
+    step 0, 1   run meanwhile, and are captured
+    first plan  waits for the process, and loads the loops from disk
+
+A process, since a compiling thread would hold Python's lock, which the program's own ops need. No torch.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import os
 import random
-from collections.abc import Callable
+import select
+import signal
+import subprocess
+import sys
+import time
+import weakref
+from collections.abc import Callable, Iterator
 
-import torch
-
-from elbowroom.api import capture
-from elbowroom.cost.price import price
-from elbowroom.hardware.shipped import load_shipped
+from elbowroom import _numba_loops
 from elbowroom.ir.buffers import Buffer
 from elbowroom.ir.costs import Costs
-from elbowroom.ir.trace import Trace
+from elbowroom.ir.digest import digest
+from elbowroom.ir.hardware import Link
+from elbowroom.ir.trace import Need, Op, Role, Save, Storage, Trace, View
 from elbowroom.layout.lay_out import lay_out
 from elbowroom.planner.problem import plan, pose
-from elbowroom.progress import Advance, drawing_on
+from elbowroom.progress import Advance, announcing, drawing_on
 
 MANY, FEW = 12, 4
 """Layers: the choices for many are searched, those for few are all tried."""
 
-WIDTH, SAMPLES, BUFFERS = 64, 1024, 60
+BLOCK_BYTES, BUFFERS = 1 << 20, 60
+
+LONGEST_WAIT_SECONDS = 300.0
+"""For a process that compiles; after that the loops are compiled where they are called."""
+
+ALL = "from elbowroom.compilation import compile_loops as run; run(lambda what, share: print(share, what, flush=True))"
+LAYOUTS = "from elbowroom.compilation import compile_layouts as run; run()"
+"""Code of the processes that compile all loops, and those of `layout` alone. The first says how far it is."""
+
+ENOUGH = 0.6
+"""Share of the stages after which strategy "auto" finds all of its loops."""
 
 
 def compile_loops(advance: Advance) -> None:
-    """Compile what is not yet on disk, which takes up to a minute. `advance` is told how far it is."""
-    small, large = _make_job(FEW), _make_job(MANY)
-    stages: dict[str, Callable[[], object]] = {
-        "a search through choices": functools.partial(_plan, *large, "auto"),
-        "all choices of a small step": functools.partial(_plan, *small, "auto"),
-        "the search for the best": functools.partial(_plan, *small, "exact"),
-        "the search by particles": functools.partial(_plan, *small, "home_pso"),
-        "layouts": functools.partial(lay_out, _make_buffers()),
-    }
-    for done, (what, work) in enumerate(stages.items()):
-        advance(what, done / len(stages))
-        with drawing_on(None):
-            work()
+    """Compile what is not yet on disk, which takes up to a minute, and note there that all of it is.
+
+    Where another process compiles already, this one waits for it, and then finds everything.
+
+    Args:
+        advance: is told how far it is.
+    """
+    small, large = _make_step(FEW), _make_step(MANY)
+    with _numba_loops.locking_cache(), _compiling_layouts() as layouts:
+        stages: dict[str, Callable[[], object]] = {
+            "a search through choices": functools.partial(_plan, *large, "auto"),
+            "all choices of a small step": functools.partial(_plan, *small, "auto"),
+            "layouts": layouts,
+            "the search for the best": functools.partial(_plan, *small, "exact"),
+            "the search by particles": functools.partial(_plan, *small, "home_pso"),
+        }
+        for done, (what, work) in enumerate(stages.items()):
+            advance(what, done / len(stages))
+            with drawing_on(None):
+                work()
+        _numba_loops.note_complete()
 
 
-def _make_job(layers: int) -> tuple[Trace, Costs]:
-    parts = [part for _ in range(layers) for part in (torch.nn.Linear(WIDTH, WIDTH), torch.nn.Tanh())]
-    model, inputs = torch.nn.Sequential(*parts), torch.ones(SAMPLES, WIDTH)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+def compile_layouts() -> None:
+    """Compile the loops that lay out buffers."""
+    lay_out(_make_buffers())
 
-    def step() -> None:
-        model(inputs).sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
 
-    trace = capture(step, model, optimizer)
-    return trace, price(trace, load_shipped("p100"))
+@contextlib.contextmanager
+def _compiling_layouts() -> Iterator[Callable[[], None]]:
+    """Compile the loops of `layout` on another core, as far as that can be. Yields what ends when they are there."""
+    beside = None if _numba_loops.is_complete() else _start(LAYOUTS)
+
+    def finish() -> None:
+        if beside is not None:
+            beside.wait()
+        compile_layouts()  # which loads them, if all went well
+
+    try:
+        yield finish
+    finally:
+        if beside is not None:
+            beside.kill()
+            beside.communicate()
+
+
+class LoopCompiler:
+    """Compiles the loops in processes of their own, where they are not on disk.
+
+    They end with this object or with the interpreter, whichever goes first: what was compiled until then stays on disk.
+    A process that is forked from this one has nothing to do with them.
+
+    Args:
+        starts: False where no step is planned, so that no process is started.
+    """
+
+    def __init__(self, *, starts: bool = True) -> None:
+        self._process = _start(ALL, start_new_session=True) if starts and not _numba_loops.is_complete() else None
+        self._owner = os.getpid()
+        self._share = 0.0
+        if self._process is not None:
+            weakref.finalize(self, _stop, self._process, self._owner)
+
+    @property
+    def is_pending(self) -> bool:
+        """True from the start of the process until `wait` finds its end: it may have slowed down what ran meanwhile."""
+        return self._process is not None
+
+    def wait(self, *, share: float = 1.0) -> None:
+        """Return when the loops are on disk, or when the process has failed: then calling them compiles them.
+
+        Args:
+            share: of the stages that are waited for.
+        """
+        process = self._process
+        if process is None or os.getpid() != self._owner or share <= self._share:
+            return
+        with announcing("compiling loops", _numba_loops.say_how()) as advance:
+            for self._share, what in _read_stages(process):
+                advance(what, self._share)
+                if share <= self._share:
+                    return
+        self.stop()
+
+    def stop(self) -> None:
+        """End the process, if it still runs."""
+        process, self._process = self._process, None
+        if process is not None:
+            _stop(process, self._owner)
+
+
+def _read_stages(process: subprocess.Popen[bytes]) -> Iterator[tuple[float, str]]:
+    """The stages that a process begins, as it says so, until its end, or until it has been waited for too long."""
+    assert process.stdout is not None
+    deadline = time.monotonic() + LONGEST_WAIT_SECONDS
+    while select.select([process.stdout], [], [], max(0.0, deadline - time.monotonic()))[0]:
+        line = process.stdout.readline().decode()
+        if not line:
+            process.wait()
+            return
+        share, _, what = line.strip().partition(" ")
+        yield float(share), what
+
+
+def _start(code: str, *, start_new_session: bool = False) -> subprocess.Popen[bytes] | None:
+    """Start a process; None where none can be had, or where what it compiled could not be kept.
+
+    Args:
+        start_new_session: Ctrl-C in the terminal is then for the program alone, which ends the process.
+    """
+    if not _numba_loops.can_be_kept() or "python" not in os.path.basename(sys.executable or ""):
+        return None
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    quiet = subprocess.DEVNULL
+    try:
+        return subprocess.Popen(
+            [sys.executable, "-P", "-c", code], env=environment, stdin=quiet, stdout=subprocess.PIPE, stderr=quiet,
+            bufsize=0, start_new_session=start_new_session,
+        )  # fmt: skip
+    except OSError:  # no more processes, or no memory for one
+        return None
+
+
+def _stop(process: subprocess.Popen[bytes], owner: int) -> None:
+    """End a process with all that it has started. `owner`: the process that has started it."""
+    if os.getpid() == owner and process.poll() is None:
+        os.killpg(process.pid, signal.SIGTERM)
+        process.wait()
+    if process.stdout is not None:
+        process.stdout.close()
+
+
+# -- what is planned --------------------------------------------------------------------------------------------------
+
+
+def _make_step(layers: int) -> tuple[Trace, Costs]:
+    """A step of a chain of layers, each of which saves what it made, and what it costs."""
+    ops: list[Op] = []
+    storages = [_make_storage(0, Role.INPUT, -1, 4 * layers)]
+    saves: list[Save] = []
+    needs: list[Need] = []
+
+    def run(reads: tuple[int, ...], tick: int, role: Role, released: int) -> None:
+        views = [View(storage=each, version=0, dtype="float32", shape=(BLOCK_BYTES // 4,)) for each in reads]
+        made = View(storage=len(storages), version=0, dtype="float32", shape=(BLOCK_BYTES // 4,))
+        storages.append(_make_storage(made.storage, role, tick, released))
+        ops.append(Op(tick=tick, name="layer", reads=tuple(views), writes=(made,), flops=0, barrier=""))
+
+    for layer in range(layers):
+        run((layer,), 2 * layer, Role.ACTIVATION, 2 * layer + 3)
+        saves.append(Save(tick=2 * layer + 1, storage=layer + 1, released=4 * layers - 2 * layer))
+    for position, layer in enumerate(reversed(range(layers))):
+        tick = 2 * (layers + position)
+        needs.append(Need(tick=tick, save=layer, released=tick + 2))
+        gradient = (len(storages) - 1,) if position else ()
+        run((*gradient, layer + 1), tick + 1, Role.TEMPORARY, min(tick + 4, 4 * layers))
+    trace = Trace(
+        name=f"{layers} layers", device="cpu", ops=tuple(ops), storages=tuple(storages), saves=tuple(saves),
+        needs=tuple(needs), end=4 * layers,
+    )  # fmt: skip
+    return trace, _make_costs(trace)
+
+
+def _make_storage(index: int, role: Role, created: int, released: int) -> Storage:
+    return Storage(id=index, nbytes=BLOCK_BYTES, role=role, created=created, released=released, label="layer")
+
+
+def _make_costs(trace: Trace) -> Costs:
+    link = Link(
+        upper="device", lower="below", out_latency_seconds=1e-5, out_bytes_per_second=1e9, back_latency_seconds=1e-5,
+        back_bytes_per_second=1e9, half_duplex=False, drag_seconds_per_byte=0.0, source="made up",
+    )  # fmt: skip
+    return Costs(
+        trace_digest=digest(trace), profile_name="made up", op_seconds=(1e-3,) * len(trace.ops),
+        workspace_bytes=(0,) * len(trace.ops), link=link, alignment_bytes=512, hook_seconds=1e-6,
+        overhead_seconds=0.0, measured=False,
+    )  # fmt: skip
 
 
 def _plan(trace: Trace, costs: Costs, strategy: str) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import torch
 
-from elbowroom._numba_loops import IS_COMPILED, is_kept
+from elbowroom.compilation import ENOUGH, LoopCompiler
 from elbowroom.config import Config
 from elbowroom.cost.price import correct, price
 from elbowroom.errors import Infeasible
@@ -21,6 +21,7 @@ from elbowroom.ir.costs import Costs, Measurements
 from elbowroom.ir.forecast import Forecast
 from elbowroom.ir.hardware import HardwareProfile
 from elbowroom.ir.journal import StepRecord
+from elbowroom.ir.lease import Lease
 from elbowroom.ir.placement import Placement
 from elbowroom.ir.plan import Choice, Plan
 from elbowroom.ir.trace import Role, Trace, release_unneeded
@@ -125,30 +126,29 @@ class PlanCache:
     """Plans steps, keeps the plans, and remembers which steps recur.
 
     Args:
-        budget_bytes: what the job may hold on its device.
+        lease: what the job may hold.
         config, device: of the room.
         profile: of this machine.
         ledger: gives back the pages of free memory, since planning takes memory of its own.
 
     Attributes:
-        budget_bytes: as given, or as `set_budget` has changed it since.
+        lease: the one that holds now: as given, or as `set_budget` has replaced it.
         profile: as given.
         entries: most recently used first.
     """
 
     def __init__(
-        self, budget_bytes: int, config: Config, device: torch.device, profile: HardwareProfile, ledger: Ledger
+        self, lease: Lease, config: Config, device: torch.device, profile: HardwareProfile, ledger: Ledger
     ) -> None:
         self._config = config
         self._device = device
         self._ledger = ledger
-        self.budget_bytes = budget_bytes
+        self.lease = lease
         self.profile = profile
         self.entries: list[PlanCacheEntry] = []
         self._seen: OrderedDict[int, int] = OrderedDict()
         self._steady = STEADY
-        if config.mode != "dynamic":
-            _warn_of_compiling()
+        self._loops = LoopCompiler(starts=config.mode != "dynamic")
 
     @property
     def current(self) -> PlanCacheEntry | None:
@@ -159,6 +159,10 @@ class PlanCache:
     def varies(self) -> bool:
         """True if recent steps were of several kinds."""
         return self._steady < STEADY
+
+    def close(self) -> None:
+        """Plan no more steps."""
+        self._loops.stop()
 
     # -- what steps were ------------------------------------------------------------------------------------------
 
@@ -202,8 +206,10 @@ class PlanCache:
         """
         self._ledger.trim()
         costs = price(trace, self.profile, measurements, trace_digest=trace_digest)
+        # What was measured beside a process that compiles is measured again.
+        is_measured = measurements is not None and not self._loops.is_pending
         planned = self._plan(trace, costs)
-        self.entries.insert(0, PlanCacheEntry(planned, is_measured=measurements is not None))
+        self.entries.insert(0, PlanCacheEntry(planned, is_measured=is_measured))
         del self.entries[MOST_PLANS:]
 
     def set_budget(self, nbytes: int) -> None:
@@ -212,11 +218,11 @@ class PlanCache:
         Raises:
             Infeasible: no plan fits it; nothing has changed.
         """
-        before, self.budget_bytes = self.budget_bytes, nbytes
+        before, self.lease = self.lease, self.lease.replace(nbytes)
         try:
             self.entries = [] if (entry := self.current) is None else self._plan_again(entry)
         except BaseException:
-            self.budget_bytes = before
+            self.lease = before
             raise
 
     def _plan_again(self, entry: PlanCacheEntry) -> list[PlanCacheEntry]:
@@ -237,10 +243,10 @@ class PlanCache:
         trace = release_unneeded(trace)
         costs = price(trace, self.profile, measurements, trace_digest=trace_digest)
         problem = pose(
-            trace, costs, self.budget_bytes, min_offload_bytes=self._config.min_offload_bytes,
-            host_bytes=self._config.host_bytes,
+            trace, costs, self.lease.device_bytes, min_offload_bytes=self._config.min_offload_bytes,
+            host_bytes=self.lease.host_bytes,
         )  # fmt: skip
-        return problem.floor.peak_bytes <= self.budget_bytes
+        return problem.floor.peak_bytes <= self.lease.device_bytes
 
     def replan(self, entry: PlanCacheEntry, measurements: Measurements) -> None:
         """Plan a step again, with measured costs of its ops.
@@ -263,7 +269,7 @@ class PlanCache:
         beyond = statistics.median(entry.busy_seconds[1:]) - (forecast.step_seconds - forecast.stall_seconds)
         costs = correct(planned.costs, beyond)
         forecast = simulate(
-            planned.trace, costs, planned.plan, host_bytes=self._config.host_bytes, placement=planned.placement
+            planned.trace, costs, planned.plan, host_bytes=self.lease.host_bytes, placement=planned.placement
         )
         entry.planned = dataclasses.replace(planned, costs=costs, forecast=forecast)
 
@@ -271,31 +277,22 @@ class PlanCache:
         config = self._config
         plan = None
         if config.strategy == "auto":
-            plan = keep_all_if_it_fits(trace, costs, self.budget_bytes)
+            plan = keep_all_if_it_fits(trace, costs, self.lease.device_bytes)
         if plan is None:
+            self._loops.wait(share=ENOUGH if config.strategy == "auto" else 1.0)
             plan = make_plan(
-                trace, costs, self.budget_bytes, strategy=config.strategy,
-                min_offload_bytes=config.min_offload_bytes, host_bytes=config.host_bytes,
+                trace, costs, self.lease.device_bytes, strategy=config.strategy,
+                min_offload_bytes=config.min_offload_bytes, host_bytes=self.lease.host_bytes,
             )  # fmt: skip
-        replay = PreparedTrace(trace, costs, host_bytes=config.host_bytes)
+        replay = PreparedTrace(trace, costs, host_bytes=self.lease.host_bytes)
         placement = replay.place(plan)
         planned = PlannedStep(trace, costs, plan, replay.run(plan, placement=placement), placement)
         self._ledger.trim()
         logger.info(
             "%s: forecast peak %d of %d bytes, %d decisions by %s",
-            trace.name, planned.forecast.peak_bytes, self.budget_bytes, len(plan.decisions), plan.strategy
+            trace.name, planned.forecast.peak_bytes, self.lease.device_bytes, len(plan.decisions), plan.strategy
         )  # fmt: skip
         return planned
-
-
-@functools.cache
-def _warn_of_compiling() -> None:
-    """Say, once in a process, what the first plan will wait for."""
-    if IS_COMPILED and not is_kept():
-        logger.warning(
-            "where a step needs a plan, the first one waits half a minute or more for loops to be compiled: "
-            "`elbowroom build` does that ahead"
-        )
 
 
 def _tell_apart(trace: Trace) -> tuple[object, ...]:

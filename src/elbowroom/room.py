@@ -21,6 +21,7 @@ from elbowroom.hooks.attachment import attach_mark, is_marked, remove_mark
 from elbowroom.hooks.ledger import make_ledger
 from elbowroom.ir.hardware import HardwareProfile
 from elbowroom.ir.journal import Journal
+from elbowroom.ir.lease import Lease
 from elbowroom.job import Job
 from elbowroom.metering import Metering
 from elbowroom.plan_cache import PlanCache, PlannedStep
@@ -64,8 +65,10 @@ class Room:
         with contextlib.ExitStack() as undoing:
             undoing.callback(self._ledger.close)
             profile = profile or self._probe(budget_bytes)
-            self._cache = PlanCache(budget_bytes, config, device, profile, self._ledger)
-            self._transfers = open_transfers(device, config.spill_folder, config.host_bytes)
+            lease = Lease(device_bytes=budget_bytes, host_bytes=config.host_bytes)
+            self._cache = PlanCache(lease, config, device, profile, self._ledger)
+            undoing.callback(self._cache.close)
+            self._transfers = open_transfers(device, config.spill_folder, lease.host_bytes)
             undoing.callback(self._transfers.close)
             self._metering = Metering(device, self._transfers, self._ledger)
             self._modes = StepModes(job, self._cache, self._metering, self._transfers, self._ledger)
@@ -81,7 +84,7 @@ class Room:
     @property
     def budget_bytes(self) -> int:
         """Bytes that the job may hold on its device."""
-        return self._cache.budget_bytes
+        return self._cache.lease.device_bytes
 
     @property
     def planned(self) -> PlannedStep | None:
@@ -246,7 +249,7 @@ class Room:
         planned = self.planned
         if planned is None:
             return summarize(budget_bytes=self.budget_bytes, journal=self.journal(), by=by, depth=depth)
-        bound_seconds = bound_plan(planned.trace, planned.costs, planned.plan, self.config.host_bytes)
+        bound_seconds = bound_plan(planned.trace, planned.costs, planned.plan, self._cache.lease.host_bytes)
         return summarize(
             budget_bytes=self.budget_bytes, journal=self.journal(), trace=planned.trace, costs=planned.costs,
             plan=planned.plan, forecast=planned.forecast, bound_seconds=bound_seconds, by=by, depth=depth,
@@ -263,6 +266,7 @@ class Room:
             self.end_step(_BrokenOff())
         self._modes.forget_last()
         remove_mark(self._job.model)
+        self._cache.close()
         self._transfers.close()
         self._ledger.close()
         self._detached = True  # last: what an interruption leaves undone is done by the next call

@@ -19,6 +19,7 @@ from elbowroom.hooks.main_thread_calls import call_in_main_thread
 from elbowroom.hooks.meter import Meter
 from elbowroom.hooks.op_dispatch import dispatching_ops_to
 from elbowroom.hooks.worker_processes import end_in_workers
+from elbowroom.ir.lease import Lease
 from elbowroom.job import Job
 from elbowroom.plan_cache import PlanCacheEntry
 from elbowroom.runtime.ending_step import ending_step
@@ -45,7 +46,7 @@ class RunningStep:
     Args:
         job: the model is looked at when it is called.
         ledger: counts the step's bytes.
-        budget_bytes: of them.
+        lease: how many of them there may be.
         meter: of this step.
         runner: watches the step; None for a plain one.
         capture: takes the step's trace.
@@ -65,7 +66,7 @@ class RunningStep:
         self,
         job: Job,
         ledger: Ledger,
-        budget_bytes: int,
+        lease: Lease,
         meter: Meter,
         *,
         runner: StepRunner | None,
@@ -74,12 +75,15 @@ class RunningStep:
         make_runner: Callable[[], StepRunner],
         number: int,
     ) -> None:
-        self._job, self._ledger, self._budget_bytes, self._meter = job, ledger, budget_bytes, meter
+        self._job = job
+        self._ledger = ledger
+        self._lease = lease
+        self._meter = meter
         self._capture, self.expected, self._make_runner, self._number = capture, expected, make_runner, number
         self._place = HookInsertionPoint()
         self._attached = contextlib.ExitStack()
         self._is_running = False
-        self._limit_bytes = budget_bytes
+        self._limit_bytes = lease.device_bytes
         self.runner = runner
         self.calls: Counter[Inputs] = Counter()
         self.unwatched = ""
@@ -90,7 +94,7 @@ class RunningStep:
         """Return a context in which the step runs."""
         runner, capture = self.runner, self._capture
         with serving(self._job.device), self._attached as stack:
-            stack.enter_context(self._ledger.counting(self._budget_bytes, self._make_room))
+            stack.enter_context(self._ledger.counting(self._lease.device_bytes, self._make_room))
             self._meter.start()
             stack.callback(self._meter.stop)
             self._limit_growth()
@@ -123,7 +127,7 @@ class RunningStep:
         if self.expected is None or self._ledger.scope is None or not is_main:
             return
         growth_bytes = int((1 + GROWTH) * self.expected.expect_growth()) + (1 << 20)
-        self._limit_bytes = min(self._budget_bytes, self._ledger.live_bytes + growth_bytes)
+        self._limit_bytes = min(self._lease.device_bytes, self._ledger.live_bytes + growth_bytes)
         self._ledger.set_limit(self._limit_bytes)
 
     def _needs_few_calls(self) -> bool:
@@ -134,7 +138,7 @@ class RunningStep:
         """
         if self.expected is None:
             return self._capture is None
-        return self._limit_bytes <= self._budget_bytes // 2
+        return self._limit_bytes <= self._lease.device_bytes // 2
 
     def _adopt_inputs(self, tensors: list[torch.Tensor]) -> bool:
         """Count what a watched step is given. Returns whether there was something new."""
@@ -174,9 +178,9 @@ class RunningStep:
         if self.runner is not None:
             return self.runner.make_room(requested_bytes, missing_bytes)
         is_over = self._ledger.live_bytes + requested_bytes > self._limit_bytes  # else it is the system that refuses
-        if self._limit_bytes < self._budget_bytes and is_over:
-            self._limit_bytes = self._budget_bytes
-            self._ledger.set_limit(self._budget_bytes)
+        if self._limit_bytes < self._lease.device_bytes and is_over:
+            self._limit_bytes = self._lease.device_bytes
+            self._ledger.set_limit(self._lease.device_bytes)
             call_in_main_thread(self._watch_from_here)
             return True
-        raise explain_growth(requested_bytes, missing_bytes, self._budget_bytes)
+        raise explain_growth(requested_bytes, missing_bytes, self._lease.device_bytes)

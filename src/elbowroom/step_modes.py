@@ -58,7 +58,7 @@ class StepModes:
         self._transfers, self._ledger = transfers, ledger
         self._captures = self._futile_captures = self._next_capture = 0
         self._has_recurred = False
-        self._history = AccessHistory(is_bounded=job.config.host_bytes is not None)
+        self._history = AccessHistory(is_bounded=cache.lease.host_bytes is not None)
         self._running: RunningStep | None = None
 
     @property
@@ -103,7 +103,7 @@ class StepModes:
     def _fits_unwatched(self, entry: PlanCacheEntry) -> bool:
         """Tell whether a step in which everything fitted will fit now: there may be gradients, say, that were not."""
         is_steady = not (self._cache.varies or self._job.config.always_watch)
-        return is_steady and self._ledger.has_room(entry.expect_growth(), self._cache.budget_bytes)
+        return is_steady and self._ledger.has_room(entry.expect_growth(), self._cache.lease.device_bytes)
 
     # -- modes ----------------------------------------------------------------------------------------------------
 
@@ -119,7 +119,7 @@ class StepModes:
         self._cache.calibrate_time(entry, record)
         peak_bytes = record.peak_bytes or 0
         entry.growth_bytes = max(entry.growth_bytes, peak_bytes - meter.base_bytes)
-        if peak_bytes > self._cache.budget_bytes:  # on CUDA, where nobody is asked for room
+        if peak_bytes > self._cache.lease.device_bytes:  # on CUDA, where nobody is asked for room
             self._cache.remove(entry)
 
     def _run_planned(self, entry: PlanCacheEntry) -> Iterator[None]:
@@ -170,7 +170,7 @@ class StepModes:
         self._running = step = RunningStep(
             self._job,
             self._ledger,
-            self._cache.budget_bytes,
+            self._cache.lease,
             meter,
             runner=runner,
             capture=capture,
@@ -205,7 +205,7 @@ class StepModes:
         self, phase: Phase, entries: Sequence[PlanCacheEntry] = (), capture: LiveCapture | None = None
     ) -> StepRunner:
         job = self._job
-        budget_bytes = self._cache.budget_bytes
+        budget_bytes = self._cache.lease.device_bytes
         environment = StepEnvironment(
             device=job.device,
             budget_bytes=budget_bytes,

@@ -16,6 +16,7 @@ import elbowroom
 from elbowroom.errors import Infeasible, UnknownMember, UsageError
 from elbowroom.ir.hardware import HardwareProfile
 from elbowroom.ir.journal import Mode, StepRecord
+from elbowroom.ir.lease import Lease
 from elbowroom.ir.trace import release_unneeded
 from elbowroom.plan_cache import STEPS_THAT_SET_THE_PACE
 from elbowroom.planner.plain import EVERYTHING_FITS
@@ -208,6 +209,7 @@ def test_the_budget_changes_between_steps(profile: HardwareProfile) -> None:
             with pytest.raises(error):
                 room.set_budget(budget)
             assert room.planned is before and room.budget_bytes == floor + 4096
+        assert room._cache.lease == Lease(device_bytes=floor + 4096, host_bytes=None, epoch=3)
     with pytest.raises(UsageError, match="detached"):
         room.set_budget("1GiB")
 

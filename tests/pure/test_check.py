@@ -14,7 +14,7 @@ from elbowroom.errors import TraceError
 from elbowroom.ir.check import check, check_trace
 from elbowroom.ir.costs import Costs
 from elbowroom.ir.plan import Choice, Decision, Plan, Segment
-from elbowroom.ir.trace import Role, Trace, find_gaps
+from elbowroom.ir.trace import Role, Trace
 from elbowroom.planner.problem import plan, pose
 from elbowroom.residency import plan_policy
 from elbowroom.residency.machine import Machine
@@ -130,7 +130,7 @@ def test_good_plans_pass() -> None:
     assert OFFLOADING.decisions
 
 
-GAPS = find_gaps(TRACE)
+GAPS = TRACE.gaps
 MOVE = OFFLOADING.decisions[0]
 GAP = GAPS[MOVE.storage][MOVE.gap]
 DROP = DROPPING.decisions[0]
@@ -238,7 +238,7 @@ def test_a_leaf_must_not_be_dropped_itself() -> None:
     for save in reversed(saves):
         program.need(save)
     trace = program.finish("three in a row")
-    gaps = find_gaps(trace)
+    gaps = trace.gaps
 
     def drop(storage: int, segment: int) -> Decision:
         back = gaps[storage][0].closes
@@ -263,7 +263,7 @@ def test_one_replay_serves_all_that_is_dropped() -> None:
     made = plan(trace, costs, 10**9, strategy="recompute_all")
     index, segment = next((index, each) for index, each in enumerate(made.segments) if len(each.outputs) > 1)
     users = [each for each in made.decisions if each.segment == index]
-    gaps = find_gaps(trace)
+    gaps = trace.gaps
     runs = min(gaps[each.storage][each.gap].closes for each in users)
     late = next(each for each in users if gaps[each.storage][each.gap].closes > runs + 1)
     assert late.storage in segment.outputs

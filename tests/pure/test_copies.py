@@ -14,7 +14,7 @@ from elbowroom.ir.buffers import Buffer, Layout, check_layout
 from elbowroom.ir.costs import Costs
 from elbowroom.ir.placement import CopySlot, Placement
 from elbowroom.ir.plan import Choice, Plan
-from elbowroom.ir.trace import Trace, find_claims, find_gaps
+from elbowroom.ir.trace import Trace
 from elbowroom.layout.caching import CachingAllocator
 from elbowroom.layout.copies import lay_out_copies, make_buffer
 from elbowroom.layout.free_list import ALIGNMENT_BYTES
@@ -33,7 +33,7 @@ MOST_OVER = 1.02
 def find_lifetimes(trace: Trace, made: Plan) -> set[tuple[int, int, int]]:
     """Storage, begin and end of every copy, read off the decisions: from the first of a claim to the claim's end."""
     events = sorted([save.tick for save in trace.saves] + [need.tick for need in trace.needs])
-    claims, gaps = find_claims(trace), find_gaps(trace)
+    claims, gaps = trace.claims, trace.gaps
     begins: dict[tuple[int, int], int] = {}
     for decision in made.decisions:
         if decision.choice is Choice.OFFLOAD:

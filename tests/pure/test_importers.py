@@ -24,7 +24,7 @@ from elbowroom.importers.g10 import CYCLES_PER_SECOND
 from elbowroom.ir.check import check_trace
 from elbowroom.ir.forecast import Forecast
 from elbowroom.ir.plan import Plan
-from elbowroom.ir.trace import PERSISTENT_ROLES, Role, find_gaps, find_movable
+from elbowroom.ir.trace import PERSISTENT_ROLES, Role
 from elbowroom.planner.problem import pose
 from elbowroom.simulator.simulate import simulate
 from tests.generators import make_link
@@ -197,9 +197,7 @@ def test_every_block_can_be_away_whenever_it_is_not_used(parts: list[list[Line]]
     path = write(tmp_path_factory.mktemp("log"), *parts)
     imported = read_log("dtr", path, release=LoggedRelease.LAST_USE)
     trace = imported.trace
-    assert {each for each in find_gaps(trace) if trace.storages[each].role not in PERSISTENT_ROLES} == set(
-        find_movable(trace)
-    )
+    assert {each for each in trace.gaps if trace.storages[each].role not in PERSISTENT_ROLES} == set(trace.movable)
     smallest = 0
     for op in trace.ops:
         fixed = {home.id for home in trace.storages if home.role in PERSISTENT_ROLES and home.created <= op.tick}
@@ -234,11 +232,11 @@ def test_a_block_is_saved_after_its_first_run_of_uses_and_needed_before_each_oth
     ticks = [op.tick for op in trace.ops]
     (save,) = [each for each in trace.saves if each.storage == x.id]
     assert ticks[1] < save.tick < ticks[2] and x.released == save.tick
-    (gap,) = find_gaps(trace)[x.id]
+    (gap,) = trace.gaps[x.id]
     assert ticks[2] < gap.closes < ticks[3]
     # w stays; y is in use from its making to its last use; r and s are results, and only r has a stretch to lie idle.
     assert homes["w"].role is Role.PARAMETER and homes["y"].role is Role.TEMPORARY
-    assert set(find_gaps(trace)) == {x.id}
+    assert set(trace.gaps) == {x.id}
     assert homes["s"].released == homes["r"].released == trace.end
     assert imported.costs.op_seconds[0] == pytest.approx(7e-6) and imported.costs.measured
 
@@ -247,7 +245,7 @@ def test_a_result_is_needed_when_the_step_ends(tmp_path: pathlib.Path) -> None:
     path = write(tmp_path, constant("w", 1), call("a", ["w"], {"g": 9}), call("b", ["w"], {"h": 9}))
     trace = read_log("dtr", path).trace
     result = next(home.id for home in trace.storages if home.label == "g")
-    (gap,) = find_gaps(trace)[result]
+    (gap,) = trace.gaps[result]
     assert gap.closes == trace.end - 1 > trace.ops[-1].tick
 
 
@@ -417,7 +415,7 @@ def test_a_kernel_trace(tmp_path: pathlib.Path) -> None:
     assert homes["tensor3"].role is Role.TEMPORARY
     assert homes["tensor6"].released == trace.end  # read by the last kernel
     # 0 lies idle from its convolution to the backward one; so does 2, which was overwritten before it was put aside.
-    assert {trace.storages[each].label for each in find_movable(trace)} == {"tensor0", "tensor2"}
+    assert {trace.storages[each].label for each in trace.movable} == {"tensor0", "tensor2"}
     assert [op.name for op in trace.ops if op.barrier] == ["input", "Dropout_Forward"]
 
 

@@ -14,7 +14,7 @@ from elbowroom.ir.actions import Action, Offload, Recompute, Release, Reload, Wa
 from elbowroom.ir.costs import Costs
 from elbowroom.ir.events import Event, StorageFreed, StorageNeeded, StorageSaved
 from elbowroom.ir.plan import Choice, Decision, Plan, Segment
-from elbowroom.ir.trace import Trace, find_movable
+from elbowroom.ir.trace import Trace
 from elbowroom.residency import capacity_first, plan_policy, policies
 from elbowroom.residency.machine import Drop, Intent, Machine, State
 from tests.generators import jobs, traces
@@ -262,7 +262,7 @@ def test_capacity_first_lets_everything_go_as_soon_as_it_may() -> None:
 
 @given(traces)
 def test_capacity_first_gives_every_need_its_contents(trace: Trace) -> None:
-    movable = find_movable(trace)
+    movable = trace.movable
     actions = follow(trace, Machine(capacity_first.Policy(movable.__contains__)))
     assert {action.storage for action in actions if isinstance(action, Offload)} == movable
 
@@ -270,7 +270,7 @@ def test_capacity_first_gives_every_need_its_contents(trace: Trace) -> None:
 @given(data=some.data(), job=jobs())
 def test_any_wishes_at_any_time_give_every_need_its_contents(data: some.DataObject, job: tuple[Trace, Costs]) -> None:
     trace, _ = job
-    movable = sorted(find_movable(trace))
+    movable = sorted(trace.movable)
     if not movable:
         return
     kinds = some.sampled_from([Offload, Release, Reload])

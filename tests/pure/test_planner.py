@@ -114,6 +114,7 @@ def test_infeasible_reports_budget_need_op_and_blocks() -> None:
     assert error.needed_bytes == pose(CHAIN, FAST, 1).floor.peak_bytes
     assert error.op in {op.name for op in CHAIN.ops}
     assert error.in_the_way
+    assert len(dict(error.in_the_way)) == len(error.in_the_way)
     assert all(nbytes > 0 for _, nbytes in error.in_the_way)
     assert sum(nbytes for _, nbytes in error.in_the_way) <= error.needed_bytes
     for said in (str(100 * KIB), "100.0 KiB", str(error.needed_bytes), error.op, error.in_the_way[0][0]):

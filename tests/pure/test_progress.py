@@ -17,7 +17,6 @@ import time
 import pytest
 
 from elbowroom import progress
-from elbowroom._numba_loops import IS_COMPILED
 from elbowroom.progress import announcing, drawing_on
 
 NAME = "elbowroom-progress"
@@ -143,14 +142,12 @@ def run(folder: pathlib.Path, stderr: int) -> str:
     return done.stderr
 
 
-@pytest.mark.skipif(not IS_COMPILED, reason="numba is not installed")
 def test_compiling_says_so_where_nothing_was_kept(tmp_path: pathlib.Path) -> None:
     said = run(tmp_path, subprocess.PIPE).splitlines()
     assert len(said) == 1 and said[0].startswith("compiling loops (kept for the next time; `elbowroom build`")
     assert run(tmp_path, subprocess.PIPE) == ""
 
 
-@pytest.mark.skipif(not IS_COMPILED, reason="numba is not installed")
 def test_compiling_draws_a_bar_on_a_terminal(tmp_path: pathlib.Path) -> None:
     ours, theirs = pty.openpty()
     try:

@@ -18,12 +18,12 @@ from elbowroom.ir.costs import Costs
 from elbowroom.ir.digest import digest
 from elbowroom.ir.forecast import Forecast
 from elbowroom.ir.journal import Journal, Mode, StepRecord
+from elbowroom.ir.lifetimes import Lifetimes
 from elbowroom.ir.plan import Choice, Plan
 from elbowroom.ir.trace import Trace
 from elbowroom.planner.problem import plan, pose
 from elbowroom.report.blocks import BlockGroup, count_seconds, explain_blocks
 from elbowroom.report.chart import draw_chart
-from elbowroom.report.lifetimes import Lifetimes
 from elbowroom.report.modules import count_by_module
 from elbowroom.report.steady import find_steady
 from elbowroom.report.summary import summarize

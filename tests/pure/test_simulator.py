@@ -14,7 +14,7 @@ from elbowroom.ir.events import StorageFreed
 from elbowroom.ir.forecast import Forecast
 from elbowroom.ir.hardware import Link
 from elbowroom.ir.plan import Choice, Decision, Plan, Segment
-from elbowroom.ir.trace import Need, Role, Save, Storage, Trace, find_claims, find_gaps
+from elbowroom.ir.trace import Need, Role, Save, Storage, Trace
 from elbowroom.planner.problem import plan
 from elbowroom.simulator.clock import Lanes
 from elbowroom.simulator.planned import list_events
@@ -339,7 +339,7 @@ def test_a_storage_may_be_claimed_more_than_once() -> None:
     needs = tuple(Need(tick=tick, save=save, released=tick + 1) for tick, save in ((2, 1), (3, 1), (6, 2)))
     home = Storage(id=0, nbytes=64, role=Role.ACTIVATION, created=-1, released=1, label="")
     trace = Trace(name="", device="cpu", ops=(), storages=(home,), saves=saves, needs=needs, end=8)
-    assert find_claims(trace) == {0: ((0, 4), (4, 8))}
-    assert [(gap.opens, gap.closes) for gap in find_gaps(trace)[0]] == [(0, 2), (2, 3), (4, 6)]
+    assert trace.claims == {0: ((0, 4), (4, 8))}
+    assert [(gap.opens, gap.closes) for gap in trace.gaps[0]] == [(0, 2), (2, 3), (4, 6)]
     freed = [event.tick for event in list_events(trace) if isinstance(event, StorageFreed)]
     assert freed == [4, 8]

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -141,43 +139,3 @@ def test_what_is_kept_from_sweep_to_sweep_changes_nothing(
         for field in ("ops", "leaves"):
             length = int(wanted.tally[0][field])
             assert getattr(found, field)[:length].tolist() == getattr(wanted, field)[:length].tolist()
-
-
-def test_no_field_is_hidden_by_what_every_record_has() -> None:
-    """Without a compiler a record's own attributes come before its fields."""
-    vectors = ChoiceVectorPlanner(pose(*example(), 1))
-    for array in [*vectors.columns, *vectors.room, *vectors.room.segments]:
-        for name in getattr(getattr(array, "dtype", None), "names", None) or ():
-            assert name not in dir(np.record), name
-
-
-WITHOUT_A_COMPILER = """
-import sys
-sys.modules["numba"] = None
-import numpy as np
-from elbowroom.planner.schedule.choice_vectors import ChoiceVectorPlanner
-from elbowroom.planner.problem import plan, pose
-from elbowroom._numba_loops import IS_COMPILED
-from elbowroom.simulator.compiled_loops.sweep import sweep
-from tests.generators import make_costs, make_link, make_residual_net
-trace = make_residual_net(3, 1 << 16)
-costs = make_costs(trace, op_seconds=1e-3, link=make_link(per_second=1e9))
-peak = pose(trace, costs, 1).plain.peak_bytes
-problem = pose(trace, costs, peak // 2)
-vectors = ChoiceVectorPlanner(problem)
-for number in range(20):
-    choices = np.random.default_rng(number).integers(0, 5, len(vectors.keys)).astype(np.int8)
-    if sweep(vectors.columns, choices, peak // 2, 0.5, np.inf, vectors.room):
-        outcome = vectors.room.outcome[0].copy()
-        forecast = problem.drafter.replay.run(vectors.make_plan(choices, "test", 0.5))
-        assert outcome.peak_bytes == forecast.peak_bytes
-        assert forecast.step_seconds <= outcome.seconds * (1 + 1e-12)
-made = problem.drafter.replay.run(plan(trace, costs, peak // 2))
-print(IS_COMPILED, made.peak_bytes <= peak // 2)
-"""
-
-
-def test_without_a_compiler_it_is_the_same() -> None:
-    done = subprocess.run([sys.executable, "-c", WITHOUT_A_COMPILER], capture_output=True, text=True, check=False)
-    assert done.stdout.split() == ["False", "True"], done.stderr
-    assert "numba is not installed" in done.stderr

@@ -11,9 +11,10 @@ from collections.abc import Sequence
 
 from elbowroom.errors import TraceError
 from elbowroom.ir.costs import Costs, Measurements
+from elbowroom.ir.gaps import Gap
 from elbowroom.ir.hardware import HardwareProfile, Link
 from elbowroom.ir.plan import Choice, Decision, Plan, Segment
-from elbowroom.ir.trace import Gap, Need, Op, Save, Trace, find_gaps, find_movable
+from elbowroom.ir.trace import Need, Op, Save, Trace
 
 
 def check_noun(value: object) -> None:
@@ -128,22 +129,18 @@ def check(trace: Trace, plan: Plan) -> None:
     Raises:
         TraceError: with the first decision that cannot be carried out, and why.
     """
-    gaps = {(storage, gap.index): gap for storage, found in find_gaps(trace).items() for gap in found}
-    movable = find_movable(trace)
+    gaps = {(storage, gap.index): gap for storage, found in trace.gaps.items() for gap in found}
     decided: dict[tuple[int, int], Decision] = {}
     for decision in plan.decisions:
         key = (decision.storage, decision.gap)
         place = f"decision for storage {decision.storage}, gap {decision.gap}"
         _require(key in gaps, f"{place}: there is no such gap")
         _require(key not in decided, f"{place}: it is decided twice")
-        _require(decision.storage in movable, f"{place}: this storage may not leave the device")
+        _require(decision.storage in trace.movable, f"{place}: this storage may not leave the device")
         gap = gaps[key]
         decided[key] = decision
-        if decision.choice is Choice.OFFLOAD:
-            in_order = gap.opens <= decision.leave <= decision.release < gap.closes
-            _require(in_order and decision.release <= decision.back <= gap.closes, f"{place}: ticks out of order")
-        elif decision.choice is Choice.RECOMPUTE:
-            _require(gap.opens <= decision.leave < gap.closes, f"{place}: dropped outside of its gap")
+        check_ticks(gap, decision, trace.end)
+        if decision.choice is Choice.RECOMPUTE:
             _require(0 <= decision.segment < len(plan.segments), f"{place}: there is no segment {decision.segment}")
             outputs = plan.segments[decision.segment].outputs
             _require(decision.storage in outputs, f"{place}: segment {decision.segment} does not make it")
@@ -156,6 +153,26 @@ def check(trace: Trace, plan: Plan) -> None:
         _require(index in replays, f"segment {index}: nothing uses it")
         _check_segment(trace, versions, index, segment, replays[index])
     _check_drops(trace, plan, drops, replays)
+
+
+def check_ticks(gap: Gap, decision: Decision, end: int) -> None:
+    """Judge when the moves of a decision begin, in steps that end at tick `end`.
+
+    Raises:
+        TraceError: one lies outside the gap or the step, or they are out of order; or a storage that is dropped in
+            this step would have to be recomputed in the next one.
+    """
+    place = f"decision for storage {decision.storage}, gap {decision.gap}"
+    closes = gap.opens + gap.length(end)
+    leave, release, back = (gap.unwrap(tick, end) for tick in (decision.leave, decision.release, decision.back))
+    if decision.choice is Choice.OFFLOAD:
+        back = closes if decision.back == gap.closes else back
+        is_in_step = all(0 <= tick < end for tick in (decision.leave, decision.release, decision.back))
+        in_order = gap.opens <= leave <= release < closes and release <= back <= closes
+        _require(is_in_step and in_order, f"{place}: ticks out of order")
+    elif decision.choice is Choice.RECOMPUTE:
+        _require(not gap.is_wrapping, f"{place}: a replay in the next step cannot run ops of this one")
+        _require(gap.opens <= leave < closes, f"{place}: dropped outside of its gap")
 
 
 def _check_drops(trace: Trace, plan: Plan, drops: list[tuple[Gap, Decision]], replays: dict[int, int]) -> None:
@@ -214,18 +231,15 @@ class _Versions:
 
     def __init__(self, trace: Trace) -> None:
         self._created = [storage.created for storage in trace.storages]
-        self._writes: dict[int, list[tuple[int, int]]] = {}
+        self._writes = trace.writes
         self.ops = {op.tick: op for op in trace.ops}
-        for op in trace.ops:
-            for view in op.writes:
-                self._writes.setdefault(view.storage, []).append((op.tick, view.version))
         self.saves: dict[int, list[Save]] = {}
         for save in trace.saves:
             self.saves.setdefault(save.storage, []).append(save)
 
     def at(self, storage: int, tick: int) -> int:
         """The version of a storage before an entry; -1 if it is not there yet."""
-        before = [version for written, version in self._writes.get(storage, ()) if written < tick]
+        before = [write.version for write in self._writes[storage] if write.tick < tick]
         return before[-1] if before else (0 if self._created[storage] < 0 else -1)
 
 

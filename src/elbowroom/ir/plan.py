@@ -28,7 +28,7 @@ class Decision:
     """One gap. Ticks take effect at the first save or need at or after them.
 
     Attributes:
-        storage, gap: which (`trace.Gap.index`).
+        storage, gap: which (`ir.gaps.Gap`). In a gap that wraps, ticks below its `opens` are those of the next step.
         leave: offload: when its copy begins. Recompute: when it is dropped.
         release: offload: when the device's copy is given up, after waiting for the transfer if need be.
         back: offload: when the reload begins; equal to the need's tick to load on demand.

@@ -17,9 +17,17 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import functools
 import reprlib
+from collections.abc import Mapping
+from typing import NamedTuple
 
+from elbowroom.ir.gaps import Gap, find_gaps
+from elbowroom.ir.use import StorageUse, UseKind
 from elbowroom.units import format_bytes
+
+Span = tuple[int, int]
+"""From the beginning of one entry to the beginning of another."""
 
 
 class Role(enum.StrEnum):
@@ -119,9 +127,17 @@ class Need:
     released: int
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Write(NamedTuple):
+    """One write to a storage: its tick, the version that it leaves, and the index of the op in `Trace.ops`."""
+
+    tick: int
+    version: int
+    op: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Trace:
-    """What one step did.
+    """Record of one step. What follows from it is found when it is first asked for, and kept.
 
     Attributes:
         name: what was captured, for people.
@@ -147,52 +163,39 @@ class Trace:
             f"{format_bytes(activation_bytes)} of activations>"
         )
 
+    @functools.cached_property
+    def claims(self) -> Mapping[int, tuple[Span, ...]]:
+        """Autograd's claims on every storage that was saved, by storage id, in order.
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Gap:
-    """The stretch between two uses of a saved storage, during which it may be away.
+        A claim begins with a save and ends before the tick at which the last handle is released; a storage that is
+        saved anew after that has another claim.
+        """
+        return _find_claims(self.saves)
 
-    Attributes:
-        index: counts the storage's gaps from 0.
-        opens: tick of the save (index 0) or need (others) after which it may leave.
-        closes: tick of the need by which it must be back.
-    """
+    @functools.cached_property
+    def uses(self) -> Mapping[int, tuple[StorageUse, ...]]:
+        """The saves that begin a claim, and the needs, of every storage that was saved, by storage id, in order."""
+        return _find_uses(self)
 
-    storage: int
-    index: int
-    opens: int
-    closes: int
+    @functools.cached_property
+    def gaps(self) -> Mapping[int, tuple[Gap, ...]]:
+        """The gaps of every storage that was saved and is needed again, by storage id. A gap lies within one claim."""
+        needed = dict.fromkeys(self.saves[need.save].storage for need in self.needs)
+        return {storage: find_gaps(self.uses[storage]) for storage in needed}
 
+    @functools.cached_property
+    def movable(self) -> frozenset[int]:
+        """The storages whose saved contents may leave the device.
 
-def find_claims(trace: Trace) -> dict[int, tuple[tuple[int, int], ...]]:
-    """Autograd's claims on every storage that was saved, by storage id, in order.
+        Not those that live across steps (they are not ours to move yet), and not those written after they were saved:
+        what autograd would then find is the later contents, which a copy or a replay would not have.
+        """
+        return _find_movable(self)
 
-    A claim begins with a save and ends before the tick at which the last handle is released; a storage that is saved
-    anew after that has another claim.
-    """
-    found: dict[int, list[tuple[int, int]]] = {}
-    for save in trace.saves:
-        claims = found.setdefault(save.storage, [])
-        if claims and save.tick < claims[-1][1]:
-            begin, end = claims[-1]
-            claims[-1] = (begin, max(end, save.released))
-        else:
-            claims.append((save.tick, save.released))
-    return {storage: tuple(claims) for storage, claims in found.items()}
-
-
-def find_gaps(trace: Trace) -> dict[int, tuple[Gap, ...]]:
-    """The gaps of every storage that was saved and is needed again, by storage id. A gap lies within one claim."""
-    claims = find_claims(trace)
-    found: dict[int, list[Gap]] = {}
-    for need in trace.needs:
-        storage = trace.saves[need.save].storage
-        gaps = found.setdefault(storage, [])
-        opens = max(begin for begin, _ in claims[storage] if begin < need.tick)
-        if gaps:
-            opens = max(opens, gaps[-1].closes)
-        gaps.append(Gap(storage=storage, index=len(gaps), opens=opens, closes=need.tick))
-    return {storage: tuple(gaps) for storage, gaps in found.items()}
+    @functools.cached_property
+    def writes(self) -> tuple[tuple[Write, ...], ...]:
+        """The writes to each storage, by storage id, in order."""
+        return _find_writes(self)
 
 
 def release_unneeded(trace: Trace) -> Trace:
@@ -209,23 +212,46 @@ def release_unneeded(trace: Trace) -> Trace:
     return dataclasses.replace(trace, saves=saves)
 
 
-def find_movable(trace: Trace) -> frozenset[int]:
-    """The storages whose saved contents may leave the device.
+def _find_claims(saves: tuple[Save, ...]) -> dict[int, tuple[Span, ...]]:
+    found: dict[int, list[Span]] = {}
+    for save in saves:
+        claims = found.setdefault(save.storage, [])
+        if claims and save.tick < claims[-1][1]:
+            begin, end = claims[-1]
+            claims[-1] = (begin, max(end, save.released))
+        else:
+            claims.append((save.tick, save.released))
+    return {storage: tuple(claims) for storage, claims in found.items()}
 
-    Not those that live across steps (they are not ours to move yet), and not those written after they were saved: what
-    autograd would then find is the later contents, which a copy or a replay would not have.
-    """
-    first_save: dict[int, int] = {}
-    for save in trace.saves:
-        first_save.setdefault(save.storage, save.tick)
+
+def _find_uses(trace: Trace) -> dict[int, tuple[StorageUse, ...]]:
+    found = {
+        storage: [StorageUse(begin, storage, UseKind.SAVE) for begin, _ in claims]
+        for storage, claims in trace.claims.items()
+    }
+    for need in trace.needs:
+        storage = trace.saves[need.save].storage
+        found[storage].append(StorageUse(need.tick, storage, UseKind.NEED))
+    return {storage: tuple(sorted(uses, key=lambda use: use.tick)) for storage, uses in found.items()}
+
+
+def _find_movable(trace: Trace) -> frozenset[int]:
     spoiled = {
-        view.storage
-        for op in trace.ops
-        for view in op.writes
-        if op.tick > first_save.get(view.storage, trace.end) and view.version > 0
+        storage
+        for storage, claims in trace.claims.items()
+        for write in trace.writes[storage]
+        if write.tick > claims[0][0] and write.version > 0
     }
     return frozenset(
         storage
-        for storage in first_save
+        for storage in trace.claims
         if storage not in spoiled and trace.storages[storage].role not in PERSISTENT_ROLES
     )
+
+
+def _find_writes(trace: Trace) -> tuple[tuple[Write, ...], ...]:
+    found: list[list[Write]] = [[] for _ in trace.storages]
+    for index, op in enumerate(trace.ops):
+        for view in op.writes:
+            found[view.storage].append(Write(op.tick, view.version, index))
+    return tuple(map(tuple, found))

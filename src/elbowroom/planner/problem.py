@@ -6,18 +6,17 @@ import dataclasses
 import numbers
 
 from elbowroom._family import names
-from elbowroom.errors import Infeasible, InternalError, UsageError
+from elbowroom.errors import InternalError, UsageError
 from elbowroom.ir.check import check, check_trace
 from elbowroom.ir.costs import Costs
 from elbowroom.ir.forecast import Forecast
 from elbowroom.ir.plan import Choice, Plan
-from elbowroom.ir.trace import Role, Trace
+from elbowroom.ir.trace import Trace
 from elbowroom.planner import strategies
+from elbowroom.planner.infeasible import explain_infeasible
 from elbowroom.planner.options import find_strategy
 from elbowroom.planner.schedule.draft import Draft, Drafter, Option
 from elbowroom.progress import announcing
-from elbowroom.report.blocks import explain_blocks
-from elbowroom.report.lifetimes import Lifetimes
 from elbowroom.simulator.planned import PreparedTrace
 
 LARGEST_BYTES = 1 << 62
@@ -25,12 +24,6 @@ LARGEST_BYTES = 1 << 62
 
 MIN_OFFLOAD_BYTES = 1 << 14
 """Smaller storages are never worth a move."""
-
-STATE = frozenset((Role.PARAMETER, Role.BUFFER, Role.GRADIENT, Role.OPTIMIZER_STATE))
-"""Roles of what is there before the step and after it."""
-
-MOST_IN_THE_WAY = 5
-"""Kinds of blocks that an Infeasible names."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -97,7 +90,10 @@ def plan(
             f"{problem.floor.peak_bytes}"
         )
     if not problem.fits(forecast):
-        raise explain_infeasible(problem, made, forecast)
+        raise explain_infeasible(
+            trace, costs, made, forecast, host_bytes=problem.host_bytes,
+            needed_host_bytes=_count_needed_below(problem, forecast),
+        )  # fmt: skip
     return made
 
 
@@ -137,27 +133,6 @@ def pose(
 def lowest_draft(drafter: Drafter) -> Draft:
     """Everything that may leave leaves at once and comes back on demand: the lowest peak there is."""
     return dict.fromkeys(drafter.gaps, Option(Choice.OFFLOAD, release_now=True, on_demand=True))
-
-
-def explain_infeasible(problem: Problem, plan: Plan, forecast: Forecast) -> Infeasible:
-    """Infeasible, with the op at the peak of `forecast` and the largest blocks that stand there under `plan`."""
-    trace, costs = problem.drafter.replay.trace, problem.drafter.replay.costs
-    index = Lifetimes(trace).op_at(forecast.peak_tick)
-    op = None if index is None else trace.ops[index]
-    held = [block for block in explain_blocks(trace, costs, plan, forecast) if not block.is_away and block.nbytes]
-    return Infeasible(
-        needed_bytes=forecast.peak_bytes,
-        budget_bytes=problem.budget_bytes,
-        op="the step" if op is None else op.name,
-        module=None if op is None else op.module,
-        line="" if op is None else op.line,
-        is_whole_step=problem.host_bytes is None or forecast.lower_tier_bytes <= problem.host_bytes,
-        in_the_way=tuple((block.what, block.nbytes) for block in held[:MOST_IN_THE_WAY]),
-        host_bytes=problem.host_bytes,
-        needed_host_bytes=_count_needed_below(problem, forecast),
-        is_estimated=not costs.measured,
-        state_bytes=sum(home.nbytes for home in trace.storages if home.created < 0 and home.role in STATE),
-    )
 
 
 def _count_needed_below(problem: Problem, forecast: Forecast) -> int:

@@ -11,7 +11,7 @@ import bisect
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from elbowroom.ir.trace import PERSISTENT_ROLES, Op, Role, Trace, View, find_claims
+from elbowroom.ir.trace import PERSISTENT_ROLES, Op, Role, Trace, View
 
 
 class OpGraph(Protocol):
@@ -45,7 +45,7 @@ class TraceGraph:
             for view in op.writes:
                 self.writers[view.storage].append(op)
         self.write_ticks = [[op.tick for op in writers] for writers in self.writers]
-        self._claims = find_claims(trace)
+        self._claims = trace.claims
 
     def claim_at(self, storage: int, tick: int) -> int:
         """Return the tick of the save that began the claim on a storage at `tick`; -1 if there is no claim then."""

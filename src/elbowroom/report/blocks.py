@@ -8,28 +8,19 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 from elbowroom.ir.costs import Costs
 from elbowroom.ir.forecast import Forecast
+from elbowroom.ir.labels import name_group, name_module, name_storages, shorten
+from elbowroom.ir.lifetimes import Lifetimes
 from elbowroom.ir.plan import Choice, Decision, Plan
-from elbowroom.ir.trace import Op, Role, Storage, Trace, find_movable
-from elbowroom.report.lifetimes import Lifetimes
+from elbowroom.ir.trace import Op, Role, Storage, Trace
 from elbowroom.units import format_seconds
 
 SMALL_BYTES = 1 << 14
 """Below this a move costs more than the bytes are worth."""
-
-_PLURALS = {
-    Role.PARAMETER: "parameters",
-    Role.GRADIENT: "gradients",
-    Role.OPTIMIZER_STATE: "optimizer state",
-    Role.BUFFER: "buffers",
-    Role.INPUT: "inputs",
-}
-
 
 _STAY = {
     Role.PARAMETER: "live across steps, and stay",
@@ -74,7 +65,7 @@ def explain_blocks(trace: Trace, costs: Costs, plan: Plan, forecast: Forecast) -
             groups.setdefault(fate, []).append(storage)
     blocks = [
         BlockGroup(
-            what=_name(storages),
+            what=name_storages(storages),
             count=len(storages),
             nbytes=sum(map(judge.round_up, storages)),
             is_away=is_away,
@@ -97,22 +88,6 @@ def count_seconds(trace: Trace, costs: Costs) -> list[float]:
     return [0.0, *itertools.accumulate(seconds)]
 
 
-def name_module(path: str) -> str:
-    """Return the path of a module for people."""
-    return path or "the model itself"
-
-
-def name_kind(path: str) -> str:
-    """Return the path of all modules whose paths differ in numbers alone: "transformer.h.*.mlp"."""
-    return re.sub("[0-9]+", "*", name_module(path))
-
-
-def shorten(name: str) -> str:
-    """An op's name for people: "aten.add_.Tensor" becomes "add_"."""
-    parts = name.split(".")
-    return parts[1] if len(parts) == 3 else name
-
-
 class _Fate(NamedTuple):
     """What storages that are one block share."""
 
@@ -122,25 +97,6 @@ class _Fate(NamedTuple):
     why: str
 
 
-def _find_kind(storage: Storage) -> str:
-    """What a storage is, the numbers in its module's path left out: layers of one kind are one block."""
-    if (plural := _PLURALS.get(storage.role)) is not None:
-        return plural
-    op = shorten(storage.label)
-    if storage.module is None:
-        return f"{storage.role} of {op}" + (f" ({storage.line})" if storage.line else "")
-    what = f"{op}, temporary" if storage.role is Role.TEMPORARY else op
-    return f"{name_kind(storage.module)} ({what})"
-
-
-def _name(storages: Sequence[Storage]) -> str:
-    """The kind of all of these; with the whole path, if they come from one module."""
-    kind, module = _find_kind(storages[0]), storages[0].module
-    if module and "*" in kind and all(each.module == module for each in storages):
-        return module + kind[kind.index(" (") :]
-    return kind
-
-
 class _Judge:
     """Finds what happens to each storage around the forecast peak, and says why."""
 
@@ -148,7 +104,6 @@ class _Judge:
         self._trace, self._costs, self._plan, self._forecast = trace, costs, plan, forecast
         self._tick = forecast.peak_tick
         self._lifetimes = Lifetimes(trace, plan)
-        self._movable = find_movable(trace)
         self._begins = count_seconds(trace, costs)
         self._barriers: dict[int, str] = {}
         for op in trace.ops:
@@ -165,7 +120,7 @@ class _Judge:
         is_there = self._lifetimes.is_there(storage.id, self._tick)
         if not is_there and decision is None:
             return None
-        what = _find_kind(storage)
+        what = name_group(storage)
         if decision is None:
             return _Fate(what, False, *self._judge_kept(storage))
         if decision.choice is Choice.RECOMPUTE:
@@ -182,10 +137,10 @@ class _Judge:
         if storage.id not in self._lifetimes.claims:
             return ("-", "the running code holds it")
         gaps = self._lifetimes.gaps.get(storage.id, ())
-        gap = next((gap for gap in gaps if gap.opens < self._tick < gap.closes), None)
+        gap = next((gap for gap in gaps if gap.covers(self._tick)), None)
         if gap is None:
             return ("-", "in use right there")
-        if storage.id not in self._movable:
+        if storage.id not in self._trace.movable:
             return ("keep", "written to after it was saved, so a copy would be out of date")
         if storage.released >= gap.closes:
             return ("keep", "the program itself holds it until it is needed")

@@ -7,11 +7,11 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from elbowroom.ir.costs import Costs
 from elbowroom.ir.forecast import Forecast
+from elbowroom.ir.labels import name_kind, name_module, shorten
+from elbowroom.ir.lifetimes import Lifetimes
 from elbowroom.ir.plan import Choice, Plan
 from elbowroom.ir.trace import PERSISTENT_ROLES, Role, Storage, Trace
-from elbowroom.report.blocks import name_kind, name_module, shorten
 from elbowroom.report.columns import align, wrap
-from elbowroom.report.lifetimes import Lifetimes
 from elbowroom.units import format_bytes
 
 MOST_ROWS = 28

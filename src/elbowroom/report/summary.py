@@ -9,12 +9,13 @@ from elbowroom.errors import TraceError, UsageError
 from elbowroom.ir.costs import Costs
 from elbowroom.ir.forecast import Forecast
 from elbowroom.ir.journal import Journal, Mode
+from elbowroom.ir.labels import shorten
+from elbowroom.ir.lifetimes import Lifetimes
 from elbowroom.ir.plan import Choice, Plan
 from elbowroom.ir.trace import Trace
-from elbowroom.report.blocks import BlockGroup, count_seconds, explain_blocks, shorten
+from elbowroom.report.blocks import BlockGroup, count_seconds, explain_blocks
 from elbowroom.report.chart import draw_chart
 from elbowroom.report.columns import align, wrap
-from elbowroom.report.lifetimes import Lifetimes
 from elbowroom.report.modules import tabulate_modules
 from elbowroom.report.steady import Steady, count_modes, find_steady
 from elbowroom.units import format_bytes, format_seconds

@@ -20,7 +20,7 @@ from elbowroom.ir.actions import Action, Offload, Recompute, Release, Reload
 from elbowroom.ir.costs import Costs
 from elbowroom.ir.events import Event, PressureRaised, StorageFreed, StorageNeeded
 from elbowroom.ir.forecast import Forecast
-from elbowroom.ir.trace import Op, Trace, find_movable
+from elbowroom.ir.trace import Op, Trace
 from elbowroom.layout.caching import CachingAllocator
 from elbowroom.residency import policies
 from elbowroom.residency.access_history import AccessHistory
@@ -67,7 +67,7 @@ def simulate_policy(
     if allocator is Allocator.PLANNED:
         raise UsageError("planned addresses need a plan: under a policy nobody knows what comes and goes")
     prepared = PreparedTrace(trace, costs, host_bytes=host_bytes)
-    movable = frozenset(storage for storage in find_movable(trace) if trace.storages[storage].nbytes >= min_bytes)
+    movable = frozenset(storage for storage in trace.movable if trace.storages[storage].nbytes >= min_bytes)
     run = _OnlineRun(prepared, budget_bytes, most_seconds, movable, policy, history or AccessHistory())
     forecast = run.finish()
     if allocator is Allocator.EXACT:

@@ -29,7 +29,7 @@ from elbowroom.ir.events import Event, StorageFreed, StorageNeeded, StorageSaved
 from elbowroom.ir.forecast import Forecast
 from elbowroom.ir.placement import Placement
 from elbowroom.ir.plan import Plan
-from elbowroom.ir.trace import Trace, find_claims
+from elbowroom.ir.trace import Trace
 from elbowroom.layout.copies import lay_out_copies
 from elbowroom.layout.lay_out import lay_out
 from elbowroom.replays.footprint import Footprints
@@ -88,7 +88,7 @@ class PreparedTrace:
             if storage.id not in saved:
                 _add_span(change, storage.created, storage.released, self.rounded[storage.id])
         self._unsaved = change
-        self._claims = find_claims(trace)
+        self._claims = trace.claims
 
     def run(
         self, plan: Plan, *, allocator: Allocator = Allocator.EXACT, placement: Placement | None = None
@@ -278,7 +278,7 @@ def list_events(trace: Trace) -> list[Event]:
         events.append((save.tick, 1, StorageSaved(save.storage, save.tick)))
     for need in trace.needs:
         events.append((need.tick, 1, StorageNeeded(trace.saves[need.save].storage, need.tick)))
-    for storage, claims in find_claims(trace).items():
+    for storage, claims in trace.claims.items():
         for _, end in claims:
             events.append((end, 0, StorageFreed(storage, end)))
     events.sort(key=lambda item: item[:2])

@@ -31,7 +31,6 @@ def capture(
 ) -> None:
     """Capture one training step on fake tensors: nothing is computed, and no card is needed."""
     from elbowroom.ir.digest import digest
-    from elbowroom.ir.trace import find_movable
 
     with open_terminal(as_json) as terminal:
         check_writable(output)
@@ -43,7 +42,7 @@ def capture(
             str(role): sum(storage.nbytes for storage in trace.storages if storage.role is role)
             for role in sorted({storage.role for storage in trace.storages})
         }
-        movable_bytes = sum(trace.storages[storage].nbytes for storage in find_movable(trace))
+        movable_bytes = sum(trace.storages[storage].nbytes for storage in trace.movable)
         rows = [
             ("ops", str(len(trace.ops)), f"{sum(op.flops for op in trace.ops) / 1e9:.1f} GFLOP"),
             ("storages", str(len(trace.storages)), ""),

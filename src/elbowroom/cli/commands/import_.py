@@ -14,7 +14,7 @@ from elbowroom.errors import UsageError
 from elbowroom.importers import LoggedRelease, list_formats
 from elbowroom.ir.forecast import Forecast
 from elbowroom.ir.hardware import HardwareProfile, Link
-from elbowroom.ir.trace import Trace, find_movable
+from elbowroom.ir.trace import Trace
 from elbowroom.units import format_bytes, format_seconds
 
 
@@ -86,7 +86,7 @@ def describe(trace: Trace, plain: Forecast) -> dict[str, Any]:
         "storages": len(trace.storages),
         "saves": len(trace.saves),
         "needs": len(trace.needs),
-        "movable_bytes": sum(trace.storages[storage].nbytes for storage in find_movable(trace)),
+        "movable_bytes": sum(trace.storages[storage].nbytes for storage in trace.movable),
         "plain_peak_bytes": plain.peak_bytes,
         "plain_step_seconds": plain.step_seconds,
     }

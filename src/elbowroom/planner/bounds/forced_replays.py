@@ -49,7 +49,7 @@ def find_forced_replays(trace: Trace) -> ForcedReplays:
         takes.append(tuple(sorted(makers)) if can_replay[-1] else ())
         may_find.append(tuple(sorted(found)))
     return ForcedReplays(
-        maker=tuple(writes[-1][2] if writes else -1 for writes in finder.writes),
+        maker=tuple(writes[-1].op if writes else -1 for writes in trace.writes),
         can_replay=tuple(can_replay),
         takes=tuple(takes),
         may_find=tuple(may_find),
@@ -59,22 +59,19 @@ def find_forced_replays(trace: Trace) -> ForcedReplays:
 class _Finder:
     def __init__(self, trace: Trace) -> None:
         self._needs = [need.tick for need in trace.needs]
-        self.writes: list[list[tuple[int, int, int]]] = [[] for _ in trace.storages]  # version, tick, op
-        for index, op in enumerate(trace.ops):
-            for view in op.writes:
-                self.writes[view.storage].append((view.version, op.tick, index))
+        self._writes = trace.writes
         self._holds = [[(home.created, home.released)] for home in trace.storages]
         for save in trace.saves:
             self._holds[save.storage].append((save.tick, save.released))
 
     def writer_of(self, view: View) -> int:
         """Return the op that wrote this version; -1 if it existed before the step."""
-        return next((op for version, _, op in self.writes[view.storage] if version == view.version), -1)
+        return next((write.op for write in self._writes[view.storage] if write.version == view.version), -1)
 
     def may_be_present(self, view: View, read: int) -> bool:
         """Return whether something holds this version at any need after tick `read`."""
         since, until = -1, self._needs[-1] if self._needs else -1
-        for version, tick, _ in self.writes[view.storage]:
+        for tick, version, _ in self._writes[view.storage]:
             if version == view.version:
                 since = tick
             elif version > view.version:

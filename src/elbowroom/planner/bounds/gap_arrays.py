@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from elbowroom.cost.transfers import offload_seconds, reload_seconds
-from elbowroom.ir.trace import Gap, find_claims
+from elbowroom.ir.gaps import Gap
 from elbowroom.planner.bounds.forced_replays import ForcedReplays, find_forced_replays
 from elbowroom.planner.problem import Problem
 from elbowroom.planner.schedule.draft import Drafter, Key
@@ -82,8 +82,7 @@ def make_gap_arrays(problem: Problem) -> GapArrays:
         pieces = list(_find_pieces(drafter, gap))
         if any(over[end] > over[begin] for begin, end in pieces) and drafter.replay.rounded[gap.storage] > 0:
             kept.append((gap, pieces))
-    claims = find_claims(trace)
-    claim = [max(each for each in claims[gap.storage] if each[0] < gap.closes) for gap, _ in kept]
+    claim = [max(each for each in trace.claims[gap.storage] if each[0] < gap.closes) for gap, _ in kept]
     sizes = [trace.storages[gap.storage].nbytes for gap, _ in kept]
     # A copy that goes on to the disk waits for it instead.
     drag = 0.0 if drafter.replay.overflow is not None else link.drag_seconds_per_byte

@@ -9,8 +9,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
+from elbowroom.ir.gaps import Gap
 from elbowroom.ir.plan import Choice, Decision, Plan, Segment
-from elbowroom.ir.trace import Gap
 from elbowroom.planner.schedule.draft import Drafter, Key
 from elbowroom.planner.schedule.timing import Times
 

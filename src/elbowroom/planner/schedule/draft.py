@@ -10,8 +10,8 @@ import dataclasses
 from collections.abc import Callable
 
 from elbowroom.cost.transfers import offload_seconds, reload_seconds
+from elbowroom.ir.gaps import Gap
 from elbowroom.ir.plan import Choice, Decision, Plan, Segment
-from elbowroom.ir.trace import Gap, find_gaps, find_movable
 from elbowroom.replays.closure import Closure, find_closure
 from elbowroom.replays.graph import TraceGraph
 from elbowroom.simulator.planned import PreparedTrace
@@ -51,12 +51,10 @@ class Drafter:
     def __init__(self, replay: PreparedTrace, min_bytes: int) -> None:
         trace = replay.trace
         self.replay, self.min_bytes = replay, min_bytes
-        self.movable = frozenset(
-            storage for storage in find_movable(trace) if trace.storages[storage].nbytes >= min_bytes
-        )
+        self.movable = frozenset(storage for storage in trace.movable if trace.storages[storage].nbytes >= min_bytes)
         self.gaps: dict[Key, Gap] = {
             (storage, gap.index): gap
-            for storage, gaps in find_gaps(trace).items()
+            for storage, gaps in trace.gaps.items()
             if storage in self.movable
             for gap in gaps
             if trace.storages[storage].released < gap.closes  # else the program holds it throughout

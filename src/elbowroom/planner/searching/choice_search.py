@@ -11,7 +11,6 @@ from typing import Literal
 
 import numpy as np
 
-from elbowroom._numba_loops import IS_COMPILED
 from elbowroom.ir.plan import Choice, Plan
 from elbowroom.planner.bounds.fluid import FluidSolution, solve_fluid
 from elbowroom.planner.heuristics.revolve import revolve
@@ -31,16 +30,15 @@ from elbowroom.simulator.compiled_loops.sweep import sweep
 
 logger = logging.getLogger(__name__)
 
-WORK = 11_000_000 if IS_COMPILED else 0
-"""Events swept in one search: about a second. A count and not a time, so that plans repeat. Without a compiler that
-would be minutes, so there the best of the roundings must do."""
+WORK = 11_000_000
+"""Events swept in one search: about a second. A count and not a time, so that plans repeat."""
 
-FEWEST_TURNS = 300 if IS_COMPILED else 0
+FEWEST_TURNS = 300
 ENOUGH = 20_000
 TURNS_A_GAP = 100
 """More sweeps than `ENOUGH` and than so many a gap are not worth it."""
 
-TIGHTER = (1.0, 0.94, 0.88, 0.82) if IS_COMPILED else (1.0, 0.97, 0.94, 0.91, 0.88, 0.85, 0.82, 0.76, 0.7, 0.6)
+TIGHTER = (1.0, 0.94, 0.88, 0.82)
 """Of the budget, for which the relaxation is solved: whole storages and whole transfers need some room."""
 
 EVENTS_RELAXED = 12_000

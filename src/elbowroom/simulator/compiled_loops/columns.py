@@ -16,7 +16,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from elbowroom.ir.trace import PERSISTENT_ROLES, Gap, find_claims
+from elbowroom.ir.gaps import Gap
+from elbowroom.ir.trace import PERSISTENT_ROLES
 from elbowroom.simulator.planned import PreparedTrace
 
 Array = npt.NDArray[Any]
@@ -118,7 +119,7 @@ def make_columns(replay: PreparedTrace, gaps: Mapping[tuple[int, int], Gap], pla
     trace = replay.trace
     ordered = sorted(gaps.values(), key=lambda gap: (gap.closes, gap.storage))
     ticks = sorted([save.tick for save in trace.saves] + [need.tick for need in trace.needs])
-    claims = find_claims(trace)
+    claims = trace.claims
     frees = [_free_tick(replay, gap) for gap in ordered]
     let_go = [trace.storages[gap.storage].released for gap in ordered]
     slot_of, slots = _cut_slots(trace.end, ticks, [*frees, *let_go], plain_bytes)
@@ -195,10 +196,7 @@ def _list_storages(replay: PreparedTrace, ordered: list[Gap], claims_start: list
     of_storage: list[list[int]] = [[] for _ in trace.storages]
     for index, gap in sorted(enumerate(ordered), key=lambda item: item[1].index):
         of_storage[gap.storage].append(index)
-    writers: list[list[int]] = [[] for _ in trace.storages]
-    for index, op in enumerate(trace.ops):
-        for storage in dict.fromkeys(view.storage for view in op.writes):
-            writers[storage].append(index)
+    writers = [list(dict.fromkeys(write.op for write in writes)) for writes in trace.writes]
     gaps_start, gap_lists = _flatten(of_storage)
     writers_start, flat_writers = _flatten(writers)
     storages = make_records(

@@ -15,11 +15,9 @@ import bisect
 import itertools
 
 from elbowroom.ir.costs import Costs
+from elbowroom.ir.gaps import Gap
 from elbowroom.ir.plan import Choice, Decision, Plan
-from elbowroom.ir.trace import Gap, Trace, find_claims, find_gaps
-
-Span = tuple[int, int]
-"""From the beginning of one entry to the beginning of another."""
+from elbowroom.ir.trace import Span, Trace
 
 
 class Lifetimes:
@@ -32,8 +30,8 @@ class Lifetimes:
 
     def __init__(self, trace: Trace, plan: Plan | None = None) -> None:
         self.trace = trace
-        self.gaps = find_gaps(trace)
-        self.claims = find_claims(trace)
+        self.gaps = trace.gaps
+        self.claims = trace.claims
         self._nodes: dict[int, list[Span]] = {}
         for need in trace.needs:
             self._nodes.setdefault(trace.saves[need.save].storage, []).append((need.tick, need.released))
@@ -62,8 +60,7 @@ class Lifetimes:
     def decision_at(self, storage: int, tick: int) -> Decision | None:
         """The decision in whose gap a tick lies."""
         for decision in self.decisions.get(storage, ()):
-            gap = self.gap_of(decision)
-            if gap.opens < tick < gap.closes:
+            if self.gap_of(decision).covers(tick):
                 return decision
         return None
 

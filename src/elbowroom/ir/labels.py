@@ -1,0 +1,51 @@
+"""Names of modules, storages and ops, for people."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from elbowroom.ir.trace import Role, Storage
+
+_PLURALS = {
+    Role.PARAMETER: "parameters",
+    Role.GRADIENT: "gradients",
+    Role.OPTIMIZER_STATE: "optimizer state",
+    Role.BUFFER: "buffers",
+    Role.INPUT: "inputs",
+}
+
+
+def name_module(path: str) -> str:
+    """Return the path of a module for people."""
+    return path or "the model itself"
+
+
+def name_kind(path: str) -> str:
+    """Return one path for all modules whose paths differ in numbers alone: "transformer.h.*.mlp"."""
+    return re.sub("[0-9]+", "*", name_module(path))
+
+
+def name_group(storage: Storage) -> str:
+    """Name the storages that have the role and the origin of this one: "parameters", "h.*.mlp (relu)"."""
+    if (plural := _PLURALS.get(storage.role)) is not None:
+        return plural
+    op = shorten(storage.label)
+    if storage.module is None:
+        return f"{storage.role} of {op}" + (f" ({storage.line})" if storage.line else "")
+    what = f"{op}, temporary" if storage.role is Role.TEMPORARY else op
+    return f"{name_kind(storage.module)} ({what})"
+
+
+def name_storages(storages: Sequence[Storage]) -> str:
+    """Name storages of one group, by the whole path of their module if they share it."""
+    group, module = name_group(storages[0]), storages[0].module
+    if module and "*" in group and all(each.module == module for each in storages):
+        return module + group[group.index(" (") :]
+    return group
+
+
+def shorten(name: str) -> str:
+    """Return an op's name without its namespace and overload: "aten.add_.Tensor" becomes "add_"."""
+    parts = name.split(".")
+    return parts[1] if len(parts) == 3 else name
