@@ -22,7 +22,7 @@ from elbowroom.ir.plan import Choice, Plan
 from elbowroom.ir.trace import Role, Trace
 from elbowroom.planner.heuristics.feedback import feed_back, find_late_reloads
 from elbowroom.planner.heuristics.msps import Recomputation
-from elbowroom.planner.heuristics.scores import Candidates, choose, make_scorer
+from elbowroom.planner.heuristics.scores import GapCandidates, choose, make_scorer
 from elbowroom.planner.ilp.recompute_graph import make_graph
 from elbowroom.planner.ilp.recompute_program import RecomputeProgram
 from elbowroom.planner.ilp.solver_limits import SolverLimits
@@ -159,7 +159,7 @@ def test_scores_match_their_definitions() -> None:
     costs = make_costs(UNET, op_seconds=1e-3, link=make_link(per_second=1e9, latency_seconds=1e-5))
     problem = pose_at(UNET, costs, 0.5)
     load = MemoryCurve(problem.drafter, problem.plain.live_bytes)
-    candidates = Candidates(problem.drafter, load)
+    candidates = GapCandidates(problem.drafter, load)
     assert candidates.keys
     limit_bytes = problem.budget_bytes
     wdoa = candidates.wdoa(load.live, limit_bytes)
@@ -180,7 +180,7 @@ def test_scores_match_their_definitions() -> None:
 def test_choose_is_greedy(score: str, job: tuple[Trace, Costs], share: float) -> None:
     problem = pose_at(*job, share)
     load = MemoryCurve(problem.drafter, problem.plain.live_bytes)
-    candidates = Candidates(problem.drafter, load)
+    candidates = GapCandidates(problem.drafter, load)
     limit_bytes = problem.budget_bytes
     found = choose(candidates, load.live, limit_bytes, make_scorer(candidates, load.live, limit_bytes, score))
     places = range(len(candidates.keys))

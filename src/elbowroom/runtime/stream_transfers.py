@@ -26,7 +26,7 @@ from elbowroom.ir.placement import CopySlot, Placement
 from elbowroom.runtime.copies import Copy, Record, Records
 from elbowroom.runtime.staging import Staging
 from elbowroom.runtime.stream_copies import StreamCopy
-from elbowroom.runtime.streams import StreamEvent, Streams
+from elbowroom.runtime.streams import Streams
 from elbowroom.runtime.transfers import check_process
 from elbowroom.runtime.transfers_in_flight import TransfersInFlight
 from elbowroom.tiers.disk import SpillFile
@@ -127,7 +127,8 @@ class StreamTransfers:
                     copy.last = self._streams.copy_out(storage, copy.block.tensor, after)
             else:
                 copy.offset = copy.record.block
-                self._write_out(storage, copy)
+                staging = self._get_staging()
+                self._pass(storage, copy, lambda: staging.write_out(storage, copy, self._streams.record_compute()))
         self.offloaded_bytes += copy.nbytes
         return copy
 
@@ -152,7 +153,8 @@ class StreamTransfers:
                 with self._in_flight.beginning(copy, storage):
                     copy.last = self._streams.copy_in(copy.block.tensor, storage, after)
             else:
-                self._read_back(storage, copy, after)
+                staging = self._get_staging()
+                self._pass(storage, copy, lambda: staging.read_back(storage, copy, after))
         self.reloaded_bytes += copy.nbytes
         return storage
 
@@ -278,15 +280,9 @@ class StreamTransfers:
 
     # The spill file ---------------------------------------------------------------------------------------------
 
-    def _write_out(self, storage: torch.UntypedStorage, copy: StreamCopy) -> None:
-        staging = self._staging
-        assert staging is not None
-        self._pass(storage, copy, lambda: staging.write_out(storage, copy, self._streams.record_compute()))
-
-    def _read_back(self, storage: torch.UntypedStorage, copy: StreamCopy, after: list[StreamEvent]) -> None:
-        staging = self._staging
-        assert staging is not None
-        self._pass(storage, copy, lambda: staging.read_back(storage, copy, after))
+    def _get_staging(self) -> Staging:
+        assert self._staging is not None
+        return self._staging
 
     def _pass(self, storage: torch.UntypedStorage, copy: StreamCopy, move: Callable[[], None]) -> None:
         with self._in_flight.stalling(), self._in_flight.beginning(copy, storage):

@@ -47,6 +47,20 @@ class _Seen:
         self.version = 0
         self.is_of_owner = False  # made of what only one module has: parameters, gradients, optimizer state
 
+    def freeze(self, end: int, saved: set[int]) -> Storage:
+        """Return the storage of the trace. `saved`: storages that autograd saved."""
+        is_activation = self.role is Role.TEMPORARY and self.id in saved
+        return Storage(
+            id=self.id,
+            nbytes=self.nbytes,
+            role=Role.ACTIVATION if is_activation else self.role,
+            created=self.created,
+            released=end if self.released is None else self.released,
+            label=self.label,
+            module=self.origin.module,
+            line=self.origin.line,
+        )
+
 
 class Tracer(TorchDispatchMode):
     """Records one step.
@@ -143,7 +157,7 @@ class Tracer(TorchDispatchMode):
                     why = "reads what is on another device, or no plain block of bytes"
                 else:
                     reads.append(view)
-                    why = why or self._find_risk(tensor)
+                    why = why or find_risk(self._get_storage(tensor))
         return reads, why
 
     def _measure(self, run: Callable[[], Any]) -> Any:
@@ -260,7 +274,7 @@ class Tracer(TorchDispatchMode):
         # Storages that are neither on this device nor plain cannot be moved: a save of one is a save of nothing.
         void = Storage(id=len(self._seen), nbytes=0, role=Role.TEMPORARY, created=-1, released=end, label="untraced")
         saved = {storage for _, storage, _ in self._saves}
-        storages = [self._freeze(seen, end, saved) for seen in self._seen]
+        storages = [seen.freeze(end, saved) for seen in self._seen]
         if -1 in saved:
             storages.append(void)
         storages.append(
@@ -317,11 +331,6 @@ class Tracer(TorchDispatchMode):
         dtype = str(tensor.dtype).removeprefix("torch.")
         return View(storage=seen.id, version=seen.version, dtype=dtype, shape=tuple(map(int, tensor.shape)))
 
-    def _find_risk(self, tensor: torch.Tensor) -> str:
-        """Why what reads a tensor may not be replayed; "" if it may be."""
-        storage = self._get_storage(tensor)
-        return "others may write to what it reads, unseen" if storage is not None and is_shared(storage) else ""
-
     def _died(self, seen: _Seen) -> None:
         seen.released = self._tick
 
@@ -329,20 +338,10 @@ class Tracer(TorchDispatchMode):
         for need in needs:
             self._needs[need][2] = self._tick
 
-    def _freeze(self, seen: _Seen, end: int, saved: set[int]) -> Storage:
-        role = seen.role
-        if role is Role.TEMPORARY and seen.id in saved:
-            role = Role.ACTIVATION
-        return Storage(
-            id=seen.id,
-            nbytes=seen.nbytes,
-            role=role,
-            created=seen.created,
-            released=end if seen.released is None else seen.released,
-            label=seen.label,
-            module=seen.origin.module,
-            line=seen.origin.line,
-        )
+
+def find_risk(storage: torch.UntypedStorage | None) -> str:
+    """Return why an op that reads a storage may not be replayed; "" if it may be."""
+    return "others may write to what it reads, unseen" if storage is not None and is_shared(storage) else ""
 
 
 @contextlib.contextmanager

@@ -31,7 +31,7 @@ SHARE_OF_LARGEST = 1 / 64
 """If all blocks are smaller than `MIN_BYTES`, a candidate has at least this share of the largest."""
 
 
-class Candidates:
+class GapCandidates:
     """The gaps that may be chosen, as arrays: gaps in which a large storage can be gone (at `tick`, if given)."""
 
     def __init__(self, drafter: Drafter, load: MemoryCurve, tick: int | None = None) -> None:
@@ -85,7 +85,7 @@ def normalise(scores: Scores, among: npt.NDArray[np.bool_]) -> Scores:
     return (scores - low) / (high - low) if high > low else np.zeros_like(scores)
 
 
-def make_scorer(candidates: Candidates, plain: npt.NDArray[np.int64], limit_bytes: int, score: str) -> Scorer:
+def make_scorer(candidates: GapCandidates, plain: npt.NDArray[np.int64], limit_bytes: int, score: str) -> Scorer:
     """Return a scorer by name; "wdoa" uses the plain memory use, "swdoa" the present one."""
     wdoa = candidates.wdoa(plain, limit_bytes)
     if score == "swdoa":
@@ -97,7 +97,7 @@ def make_scorer(candidates: Candidates, plain: npt.NDArray[np.int64], limit_byte
     return lambda live, left: fixed
 
 
-def weigh(candidates: Candidates, limit_bytes: int, weights: tuple[float, ...]) -> Scorer:
+def weigh(candidates: GapCandidates, limit_bytes: int, weights: tuple[float, ...]) -> Scorer:
     """Return a scorer of the weighted sum of normalised DOA, AOA, WDOA and SWDOA."""
     first: list[Scores] = []
 
@@ -112,7 +112,7 @@ def weigh(candidates: Candidates, limit_bytes: int, weights: tuple[float, ...]) 
 
 
 def choose(
-    candidates: Candidates,
+    candidates: GapCandidates,
     plain: npt.NDArray[np.int64],
     limit_bytes: int,
     scorer: Scorer,
@@ -145,7 +145,7 @@ def choose(
     return chosen
 
 
-def _has_room(candidates: Candidates, below: dict[int, int], most_bytes: int) -> npt.NDArray[np.bool_]:
+def _has_room(candidates: GapCandidates, below: dict[int, int], most_bytes: int) -> npt.NDArray[np.bool_]:
     """Return a mask of the candidates that still fit into the lower tier.
 
     All copies are counted as if they coexisted, so it may exclude too many.

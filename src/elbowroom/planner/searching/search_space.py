@@ -7,7 +7,8 @@ import numpy as np
 from elbowroom._numba_loops import compiled
 from elbowroom.planner.searching.annealing import SearchSpace
 from elbowroom.simulator.compiled_loops.columns import Array, Columns
-from elbowroom.simulator.compiled_loops.segments import CHOICES, KEEP, RECOMPUTE, Segments, add_segment
+from elbowroom.simulator.compiled_loops.segment_arrays import Segments
+from elbowroom.simulator.compiled_loops.segments import CHOICES, KEEP, RECOMPUTE, add_segment
 
 MOST_TICKETS = 8
 """The largest gaps are drawn this many times as often as the smallest."""

@@ -33,7 +33,7 @@ import numpy as np
 
 from elbowroom.ir.forecast import Forecast
 from elbowroom.ir.plan import Plan
-from elbowroom.planner.heuristics.scores import Candidates, Scorer, choose, make_scorer, weigh
+from elbowroom.planner.heuristics.scores import GapCandidates, Scorer, choose, make_scorer, weigh
 from elbowroom.planner.heuristics.tuning import minimise
 from elbowroom.planner.problem import Problem
 from elbowroom.planner.schedule.assembly import assemble
@@ -90,7 +90,7 @@ class _Swaps:
         self._problem, self._waits = problem, mode == "stick_to_limit"
         self._load = MemoryCurve(problem.drafter, problem.plain.live_bytes)
         self._plain = self._load.live
-        self._candidates = Candidates(problem.drafter, self._load, problem.plain.peak_tick if first_only else None)
+        self._candidates = GapCandidates(problem.drafter, self._load, problem.plain.peak_tick if first_only else None)
         self._timetable = CopyTimetable(problem.drafter)
 
     def score(self, limit_bytes: int, name: str) -> Scorer:

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from elbowroom._numba_loops import internal
 from elbowroom.simulator.compiled_loops.columns import Array, Columns
-
-if TYPE_CHECKING:
-    from elbowroom.simulator.compiled_loops.segments import Segments
+from elbowroom.simulator.compiled_loops.segment_arrays import Segments
 
 
 @internal

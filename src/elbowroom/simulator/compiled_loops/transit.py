@@ -8,7 +8,7 @@ import numpy as np
 
 from elbowroom._numba_loops import inlined, internal
 from elbowroom.simulator.compiled_loops.columns import Array, Columns, make_records
-from elbowroom.simulator.compiled_loops.segments import Segments, make_segments
+from elbowroom.simulator.compiled_loops.segment_arrays import Segments, make_segments
 
 OPEN, PENDING, AWAY, ARRIVING, BACK = 0, 1, 2, 3, 4  # states of a gap
 
