@@ -36,7 +36,9 @@ class UnknownMember(UsageError):
 
     def __init__(self, family: str, name: str, known: tuple[str, ...]) -> None:
         super().__init__(f"no {family} is called {name!r}; there are: {', '.join(known)}")
-        self.family, self.name, self.known = family, name, known
+        self.family = family
+        self.name = name
+        self.known = known
 
 
 class TraceError(ElbowroomError, ValueError):
@@ -234,7 +236,9 @@ class MemoryRefused(ElbowroomError, MemoryError):
             + "".join(f"; {each}" for each in limits)
             + f". Set memory_budget to at most {held_bytes}, make the batch smaller, or give the process more memory."
         )
-        self.requested_bytes, self.held_bytes, self.budget_bytes = requested_bytes, held_bytes, budget_bytes
+        self.requested_bytes = requested_bytes
+        self.held_bytes = held_bytes
+        self.budget_bytes = budget_bytes
 
 
 class TierError(ElbowroomError):
@@ -252,7 +256,9 @@ class TierFull(TierError):
         super().__init__(
             f"{tier} has no room for {format_bytes(needed_bytes)}: {format_bytes(free_bytes)} are free. {advice}"
         )
-        self.tier, self.needed_bytes, self.free_bytes = tier, needed_bytes, free_bytes
+        self.tier = tier
+        self.needed_bytes = needed_bytes
+        self.free_bytes = free_bytes
 
 
 class TransferFailed(TierError):

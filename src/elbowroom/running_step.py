@@ -79,7 +79,10 @@ class RunningStep:
         self._ledger = ledger
         self._lease = lease
         self._meter = meter
-        self._capture, self.expected, self._make_runner, self._number = capture, expected, make_runner, number
+        self._capture = capture
+        self.expected = expected
+        self._make_runner = make_runner
+        self._number = number
         self._place = HookInsertionPoint()
         self._attached = contextlib.ExitStack()
         self._is_running = False

@@ -54,7 +54,9 @@ class StepModes:
         transfers: Transfers,
         ledger: CpuLedger | CudaLedger,
     ) -> None:
-        self._job, self._cache, self._metering = job, cache, metering
+        self._job = job
+        self._cache = cache
+        self._metering = metering
         self._transfers, self._ledger = transfers, ledger
         self._captures = self._futile_captures = self._next_capture = 0
         self._has_recurred = False

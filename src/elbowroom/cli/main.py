@@ -22,7 +22,10 @@ from elbowroom import __version__, _family
 from elbowroom.cli import commands
 from elbowroom.errors import ElbowroomError, Infeasible, TraceError, UsageError
 
-FAILED, MISUSED, INFEASIBLE, INTERRUPTED = 1, 2, 3, 130
+FAILED = 1
+MISUSED = 2
+INFEASIBLE = 3
+INTERRUPTED = 130
 
 
 class Program(typer.core.TyperGroup):

@@ -70,7 +70,10 @@ class Counts(ctypes.Structure):
         return f"Counts({', '.join(f'{name}={getattr(self, name)}' for name, *_ in self._fields_)})"
 
 
-_INT, _WIDE, _ADDRESS, _TEXT = ctypes.c_int, ctypes.c_int64, ctypes.c_void_p, ctypes.c_char_p
+_INT = ctypes.c_int
+_WIDE = ctypes.c_int64
+_ADDRESS = ctypes.c_void_p
+_TEXT = ctypes.c_char_p
 _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "memory_open_host": (_ADDRESS, (_WIDE,)),
     "memory_open_cuda": (_ADDRESS, (_TEXT,)),

@@ -54,7 +54,9 @@ def check_spill_folder(folder: str, block_bytes: int) -> None:
 
 def name_file_system(folder: str) -> str:
     """The kind of file system a folder lies on ("ext4", "tmpfs", ...), or "unknown file system"."""
-    target, best, found = os.path.realpath(folder), "", "unknown file system"
+    target = os.path.realpath(folder)
+    best = ""
+    found = "unknown file system"
     for partition in psutil.disk_partitions(all=True):
         inside = os.path.commonpath([partition.mountpoint, target]) == partition.mountpoint
         if inside and len(partition.mountpoint) >= len(best):
@@ -210,7 +212,10 @@ def measure_drag(move: Callable[[], int], compute: Callable[[], None], device: t
 @contextlib.contextmanager
 def _mover(move: Callable[[], int]) -> Iterator[Callable[[], int]]:
     """Move bytes on a thread until the block ends; gives a call that says how many have been moved."""
-    stop, started, total, errors = threading.Event(), threading.Event(), [0], []
+    stop = threading.Event()
+    started = threading.Event()
+    total = [0]
+    errors = []
 
     def run() -> None:
         try:

@@ -84,7 +84,10 @@ def _convolution(device: torch.device, dtype: torch.dtype, sizes: Sizes) -> Work
 
 
 def _attention(device: torch.device, dtype: torch.dtype, sizes: Sizes) -> Work:
-    batch, heads, length, width = sizes.samples, sizes.heads, sizes.length, HEAD_WIDTH
+    batch = sizes.samples
+    heads = sizes.heads
+    length = sizes.length
+    width = HEAD_WIDTH
     query, key, value = (_random(device, dtype, batch, heads, length, width).requires_grad_() for _ in range(3))
     gradient = _random(device, dtype, batch, heads, length, width)
 

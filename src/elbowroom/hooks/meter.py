@@ -86,7 +86,9 @@ class CpuMeter:
 
     def __init__(self, ledger: CpuLedger, *, is_detailed: bool = True) -> None:
         self.peak_bytes = self.resident_bytes = 0
-        self._ledger, self._scope, self.is_detailed = ledger, ledger.scope, is_detailed
+        self._ledger = ledger
+        self._scope = ledger.scope
+        self.is_detailed = is_detailed
         self._begins: list[int] = []
         self._ends: list[int] = []
         self._live_before = self._adopted_before = 0

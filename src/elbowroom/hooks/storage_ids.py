@@ -64,7 +64,9 @@ class Identities(Generic[Item]):
     def put(self, storage: torch.UntypedStorage, item: Item) -> None:
         """Give a storage its value."""
         entry: _Entry[Item] = _Entry(storage, _forget)
-        entry.item, entry.key, entry.owner = item, id(storage), self
+        entry.item = item
+        entry.key = id(storage)
+        entry.owner = self
         self._items[entry.key] = entry
 
     def close(self) -> None:

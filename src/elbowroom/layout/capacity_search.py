@@ -99,7 +99,9 @@ class CapacitySearch:
         """Go on until the smallest is proven or the work is done."""
         if self.is_done:
             return
-        found, grain, state = self.found, self._grain, make_search_state(self._instance)
+        found = self.found
+        grain = self._grain
+        state = make_search_state(self._instance)
         shortest = LIMIT + LIMIT_PER_PAIR * len(state.near)
         step = max((found.arena_bytes - found.refuted_bytes) // 2 // grain, 1)
         orders, long_first = list_orders(self._instance, state), list_long_first(self._instance)
@@ -137,7 +139,9 @@ def list_orders(instance: Instance, state: SearchState) -> Iterator[Array]:
 
     Clashes are those of the searches on the desk since the order before, and count the less the longer they are past.
     """
-    areas, durations, pressures = find_areas(instance), find_durations(instance), find_pressures(instance)
+    areas = find_areas(instance)
+    durations = find_durations(instance)
+    pressures = find_pressures(instance)
     lengths, nbytes = instance.lengths, instance.nbytes
     for keys in ((pressures, durations, areas), (pressures, lengths, nbytes), (pressures, areas)):
         yield order_by(instance, *keys)
@@ -156,7 +160,9 @@ def list_orders(instance: Instance, state: SearchState) -> Iterator[Array]:
 
 def list_long_first(instance: Instance) -> Iterator[Array]:
     """Orders where there is room to spare: what is there for long comes first, since the rest fits anywhere."""
-    areas, durations, pressures = find_areas(instance), find_durations(instance), find_pressures(instance)
+    areas = find_areas(instance)
+    durations = find_durations(instance)
+    pressures = find_pressures(instance)
     chance, spread = np.random.default_rng(0), 0.0
     while True:
         for keys in ((durations, areas), (instance.lengths, pressures)):

@@ -51,7 +51,9 @@ def find_last(state: SearchState, top: int) -> int:
 @internal
 def justify(state: SearchState, frame: int, block: int) -> None:
     """Close a frame: write down why its block, which is not at its lowest offset, can only lie on one that is left."""
-    reasons, this, low = state.reasons[frame], state.blocks[block], state.low
+    reasons = state.reasons[frame]
+    this = state.blocks[block]
+    low = state.low
     state.frames[frame].is_open = 0
     state.clash[frame >> 6] &= ~(np.int64(1) << np.int64(frame & 63))
     for word in range(len(reasons)):
@@ -76,7 +78,9 @@ def explain(state: SearchState, section: int, lowest: int, capacity: int) -> Non
     """Why a section has no room, by as few and as early decisions as will do: the fewer, the farther back."""
     forget(state)
     state.tally[CLASHES] += 1
-    members, blocks, nbytes = state.members, state.blocks, state.nbytes
+    members = state.members
+    blocks = state.blocks
+    nbytes = state.nbytes
     end, least = state.begins[section + 1], state.low[members[lowest]]
     excess = least - capacity
     for index in range(lowest, end):

@@ -90,7 +90,9 @@ class FreeList:
 
     def restore(self, taken: Iterable[tuple[int, int]]) -> None:
         """Begin anew with what is known to be taken, offset and bytes each: an exception has ended a change halfway."""
-        self._offsets, self._sizes, self.end_bytes = [], [], 0
+        self._offsets = []
+        self._sizes = []
+        self.end_bytes = 0
         for offset, nbytes in taken:
             self.take_at(offset, nbytes)
 

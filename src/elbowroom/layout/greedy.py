@@ -23,7 +23,9 @@ from elbowroom.layout.instance import Instance
 
 Array = Any
 
-AT, COUNT, ROOM = 0, 1, 2
+AT = 0
+COUNT = 1
+ROOM = 2
 """Of a union of addresses: where its stretches begin in the shared array, how many there are, and places for more."""
 
 LOW, HIGH = 0, 1
@@ -69,7 +71,9 @@ def _fit_all(
     todo = np.empty((2 * levels.shape[0] + 2, 3), np.int64)
     ways = np.empty((len(listed), 2), np.int64)
     for block in order:
-        first, last, wrap = lives[block, 0], lives[block, 1], lives[block, 2]
+        first = lives[block, 0]
+        last = lives[block, 1]
+        wrap = lives[block, 2]
         low, nbytes = offsets[block], sizes[block, 0]
         if low < 0:
             end = _list_unions(first, last, False, levels, todo, listed, 0)
@@ -99,10 +103,14 @@ def _list_unions(first: int, last: int, is_new: bool, levels: Array, todo: Array
 
     Of a node with 16 children, unions 1 to 31 are a binary heap over them, and 32 to 47 are what fills each.
     """
-    todo[0, 0], todo[0, 1], todo[0, 2] = 0, first, last
+    todo[0, 0] = 0
+    todo[0, 1] = first
+    todo[0, 2] = last
     left, done = 1, 0
     while done < left:
-        level, first, last = todo[done, 0], todo[done, 1], todo[done, 2]
+        level = todo[done, 0]
+        first = todo[done, 1]
+        last = todo[done, 2]
         done += 1
         unit = levels[level, 0]
         node = first // (unit * WIDE)
@@ -149,16 +157,22 @@ def _list_unions(first: int, last: int, is_new: bool, levels: Array, todo: Array
 @internal
 def _find_gap(parts: Array, ways: Array, count: int, nbytes: int, alignment: int, best: bool) -> int:
     """The offset of the first gap that all unions leave, or of the smallest; above everything if there is none."""
-    top, found, smallest = np.int64(0), np.int64(-1), np.int64(NOWHERE)
+    top = np.int64(0)
+    found = np.int64(-1)
+    smallest = np.int64(NOWHERE)
     while True:
-        begin, index, agreed = np.int64(NOWHERE), 0, 0
+        begin = np.int64(NOWHERE)
+        index = 0
+        agreed = 0
         while agreed < count:  # up to where nothing is taken, all around
             place, end = ways[index, 0], ways[index, 1]
             while place < end and parts[place, HIGH] <= top:
                 place += 1
             agreed += 1
             if place < end and parts[place, LOW] <= top:
-                top, begin, agreed = parts[place, HIGH], np.int64(NOWHERE), 0
+                top = parts[place, HIGH]
+                begin = np.int64(NOWHERE)
+                agreed = 0
             elif place < end:
                 begin = min(begin, parts[place, LOW])
             ways[index, 0] = place

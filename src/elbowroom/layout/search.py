@@ -35,7 +35,10 @@ from elbowroom.layout.search_state import CLASHES, JUMPS, WORK, SearchState
 
 Array = Any
 
-SOLVED, REFUTED, STOPPED, UNPROVEN = 1, 0, -1, -2
+SOLVED = 1
+REFUTED = 0
+STOPPED = -1
+UNPROVEN = -2
 
 NOWHERE = 1 << 62
 
@@ -117,7 +120,11 @@ def _choose(state: SearchState) -> int:
 
     That is the lowest of all; or the lowest of those around what has clashed last, and of those around that.
     """
-    low, rank, recent, is_local, chosen = state.low, state.rank, state.recent, state.is_local[0], -1
+    low = state.low
+    rank = state.rank
+    recent = state.recent
+    is_local = state.is_local[0]
+    chosen = -1
     state.tally[WORK] += len(low)
     for block in range(len(low)):
         if low[block] < 0:
@@ -238,7 +245,10 @@ def _tighten(state: SearchState, block: int, frame: int, least: int, raised: int
     low = state.low
     while block >= 0 and low[block] < least:
         this, entry = state.blocks[block], state.raises[raised]
-        entry.block, entry.low, entry.frame, entry.before = block, low[block], frame, this.raised
+        entry.block = block
+        entry.low = low[block]
+        entry.frame = frame
+        entry.before = this.raised
         low[block], this.raised = _align(this.alignment, least), raised
         raised += 1
         least = low[block] + state.nbytes[block]
@@ -273,7 +283,9 @@ def _take_back(state: SearchState, frame: int, top: int, raised: int) -> int:
 @internal
 def _has_room(state: SearchState, begin: int, end: int, capacity: int) -> bool:
     """Whether what some raises raised has room below the capacity; if not, `clash` says why."""
-    first, last, wrap = len(state.starts), 0, 0
+    first = len(state.starts)
+    last = 0
+    wrap = 0
     for index in range(begin, end):
         block = state.raises[index].block
         this, low = state.blocks[block], state.low[block]

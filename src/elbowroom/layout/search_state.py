@@ -10,7 +10,9 @@ from elbowroom.layout.instance import Instance
 
 Array = Any  # of numpy; machine code is typed by what it is called with
 
-WORK, JUMPS, CLASHES = 0, 1, 2
+WORK = 0
+JUMPS = 1
+CLASHES = 2
 """Fields of `SearchState.tally`: units of about 5 ns; how often decisions were passed over on the way back; how often a
 section had no room."""
 
@@ -83,7 +85,9 @@ def make_search_state(instance: Instance) -> SearchState:
     Cost: quadratic in the number of buffers, in time and in memory.
     """
     count = len(instance.nbytes)
-    first, last, wrap = instance.first, instance.last, instance.wrap
+    first = instance.first
+    last = instance.last
+    wrap = instance.wrap
     blocks = np.zeros(count, BLOCK).view(np.recarray)  # fields are attributes without a compiler, too
     for name in ("first", "last", "wrap", "alignment", "pinned"):
         blocks[name] = getattr(instance, name)

@@ -101,7 +101,10 @@ class _Judge:
     """Finds what happens to each storage around the forecast peak, and says why."""
 
     def __init__(self, trace: Trace, costs: Costs, plan: Plan, forecast: Forecast) -> None:
-        self._trace, self._costs, self._plan, self._forecast = trace, costs, plan, forecast
+        self._trace = trace
+        self._costs = costs
+        self._plan = plan
+        self._forecast = forecast
         self._tick = forecast.peak_tick
         self._lifetimes = Lifetimes(trace, plan)
         self._begins = count_seconds(trace, costs)

@@ -123,7 +123,9 @@ def replay_seconds(context: PolicyContext, storage: int) -> float:
     """
     if not context.may_drop(storage):
         return math.inf
-    seconds, seen, stack = 0.0, {storage}, [storage]
+    seconds = 0.0
+    seen = {storage}
+    stack = [storage]
     while stack:
         path = context.find_path(stack.pop())
         if path is None:

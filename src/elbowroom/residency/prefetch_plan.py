@@ -277,7 +277,9 @@ class _Draft:
     """
 
     def __init__(self, gaps: list[_Gap], place: dict[int, int], curve: _Shortage) -> None:
-        self._gaps, self._place, self._curve = gaps, place, curve
+        self._gaps = gaps
+        self._place = place
+        self._curve = curve
         self.excess = curve.excess.copy()
         self.ends = [gap.end for gap in gaps]
         self.roles: dict[int, ForeseenMove] = {}

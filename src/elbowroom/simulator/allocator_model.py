@@ -145,7 +145,9 @@ class _Noted:
 
 class _Requests:
     def __init__(self, trace: Trace, costs: Costs, pool: _Pool) -> None:
-        self._trace, self._costs, self._pool = trace, costs, pool
+        self._trace = trace
+        self._costs = costs
+        self._pool = pool
         self._index = {op.tick: index for index, op in enumerate(trace.ops)}
         self._ends: dict[int, list[int]] = {}  # addresses, by the tick before which they go
 

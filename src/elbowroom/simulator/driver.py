@@ -79,7 +79,9 @@ class VirtualDevice:
 
     def reload(self, storage: int) -> None:
         """Begin to copy a storage back; if its copy is on the disk, wait until all is read."""
-        nbytes, overflow, now = self._sizes[storage], self._overflow, self.now
+        nbytes = self._sizes[storage]
+        overflow = self._overflow
+        now = self.now
         self._reloaded_bytes += nbytes
         if overflow is not None and self._below[storage].is_on_disk:
             read, done = self._lanes.fetch_through(overflow.disk, overflow.piece_bytes, nbytes, now)

@@ -90,7 +90,9 @@ class _StepContext:
         self._costs, self._movable = prepared.costs, movable
         self._sizes = [home.nbytes for home in prepared.trace.storages]
         self._rounded: list[int] = prepared.rounded.tolist()
-        self._device, self._memory, self._paths = device, memory, paths
+        self._device = device
+        self._memory = memory
+        self._paths = paths
         self.budget_bytes = budget_bytes
         self.machine: Machine | None = None  # given later: its policy asks this context
         self.pinned: list[Counter[int]] = []  # storages that pending actions read, one count for each list of actions

@@ -26,7 +26,9 @@ class StandIn:
     """
 
     def __init__(self, iterator: Any) -> None:
-        self.iterator, self.was_asked, self.is_over = iterator, False, False
+        self.iterator = iterator
+        self.was_asked = False
+        self.is_over = False
         self._thread = threading.get_ident()
 
     def __iter__(self) -> StandIn:

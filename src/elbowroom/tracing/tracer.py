@@ -41,7 +41,11 @@ class _Seen:
     __slots__ = ("created", "id", "is_of_owner", "label", "nbytes", "origin", "released", "role", "version")
 
     def __init__(self, storage: int, nbytes: int, role: Role, created: int, label: str, origin: Origin) -> None:
-        self.id, self.nbytes, self.role, self.created, self.label = storage, nbytes, role, created, label
+        self.id = storage
+        self.nbytes = nbytes
+        self.role = role
+        self.created = created
+        self.label = label
         self.origin = origin
         self.released: int | None = None
         self.version = 0
@@ -90,7 +94,9 @@ class Tracer(TorchDispatchMode):
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._get_storage = functools.partial(get_plain_storage, fake=fake)
-        self._name, self._device, self._meter = name, device, meter
+        self._name = name
+        self._device = device
+        self._meter = meter
         self._origins = OpOrigins(model)
         self.own_seconds = 0.0
         self._tick = 0

@@ -126,7 +126,9 @@ def run_within(
                     losses.append(float(workload.step()))
                     _finish(device)
                 _tell(advance, step, steps, losses[-1], room.journal().steps[-1].seconds)
-            journal, planned, report = room.journal(), room.planned, room.report()
+            journal = room.journal()
+            planned = room.planned
+            report = room.report()
     steady = find_steady(journal)
     assert steady is not None  # there is at least one step
     return {

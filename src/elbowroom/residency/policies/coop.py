@@ -106,7 +106,9 @@ class Policy(Online):
 
     def _widen(self, start: int, nbytes: int, least: float) -> tuple[float, list[int]] | None:
         """The window that begins there, and what it costs; None if it is too narrow or costs more than `least`."""
-        cost, wide, window = 0.0, 0, list[int]()
+        cost = 0.0
+        wide = 0
+        window = list[int]()
         end = self._blocks[start][0]
         for address, storage in self._blocks[start : start + WIDEST]:
             idle = self.idle_seconds(storage)

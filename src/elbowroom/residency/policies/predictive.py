@@ -193,7 +193,9 @@ class Policy(Online):
         else:
             use.free, use.learnt = before.free, before.learnt
             if use.learnt >= LEARNT:
-                use.own_seconds, use.own_bytes, use.leaves = before.own_seconds, before.own_bytes, before.leaves
+                use.own_seconds = before.own_seconds
+                use.own_bytes = before.own_bytes
+                use.leaves = before.leaves
                 return
         use.learnt += 1
         path = self.context.find_path(storage)

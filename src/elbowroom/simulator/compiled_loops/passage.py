@@ -10,14 +10,19 @@ from elbowroom.simulator.compiled_loops.segment_arrays import Segments
 @internal
 def walk(columns: Columns, ops: Array, segment: int, room: Segments) -> None:
     """Seconds of a replay, and its peak bytes minus those of the outputs that stay."""
-    marks, stamp, storages = room.marks, room.tally[0].stamp, columns.storages
+    marks = room.marks
+    stamp = room.tally[0].stamp
+    storages = columns.storages
     for position in range(len(ops)):
         op = ops[position]
         for index in range(columns.ops[op].reads_start, columns.ops[op + 1].reads_start):
             marks[columns.reads[index].storage].last_use = position
         for index in range(columns.ops[op].writes_start, columns.ops[op + 1].writes_start):
             marks[columns.writes[index]].last_use = position
-    live, peak, stays, seconds = 0, 0, 0, 0.0
+    live = 0
+    peak = 0
+    stays = 0
+    seconds = 0.0
     for position in range(len(ops)):
         op = ops[position]
         seconds += columns.ops[op].seconds

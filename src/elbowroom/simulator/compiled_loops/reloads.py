@@ -13,7 +13,10 @@ from elbowroom.simulator.compiled_loops.transit import AWAY, LOOK_AHEAD, Sweep, 
 @internal
 def order_reloads(columns: Columns, slack: float, room: Sweep) -> None:
     """Offloaded gaps by when they are wanted, and the latest time at which each reload can begin."""
-    moves, order, gaps, link = room.segments.moves, room.order, columns.gaps, columns.link[0]
+    moves = room.segments.moves
+    order = room.order
+    gaps = columns.gaps
+    link = columns.link[0]
     count = 0
     for gap in range(len(moves)):
         if moves[gap].choice == OFFLOAD:
@@ -38,9 +41,14 @@ def reload_early(columns: Columns, room: Sweep, budget_bytes: int, leaving: int,
 
     `leaving`: bytes that were on their way out when the event began.
     """
-    events, gaps, moves, clock = columns.events, columns.gaps, room.segments.moves, room.clock[0]
+    events = columns.events
+    gaps = columns.gaps
+    moves = room.segments.moves
+    clock = room.clock[0]
     following = events[event].next
-    free, seen, chosen = clock.back_free, 0, 0
+    free = clock.back_free
+    seen = 0
+    chosen = 0
     for position in range(clock.next_reload, clock.reloads):
         gap = room.order[position]
         if seen == LOOK_AHEAD or free > events[following].begin + clock.late:

@@ -32,7 +32,9 @@ def find_segments(columns: Columns, room: Segments) -> int:
 
     Cost: linear in the ops replayed.
     """
-    moves, gaps, count = room.moves, columns.gaps, room.tally[0]
+    moves = room.moves
+    gaps = columns.gaps
+    count = room.tally[0]
     count.segments = count.ops = count.leaves = 0
     for gap in range(len(moves)):
         moves[gap].segment = -1
@@ -73,7 +75,9 @@ def _recall(
     tick: int,
 ) -> bool:  # fmt: skip
     """Take over what the last search found, if it would find the same again."""
-    found, memo, count = finds[target], memos[target], tally[0]
+    found = finds[target]
+    memo = memos[target]
+    count = tally[0]
     if found.ops == 0 or count.ops + found.ops > len(ops) or count.leaves + found.leaves > len(leaves):
         return False
     for index in range(found.conditions):
@@ -96,7 +100,9 @@ def _recall(
     count.ops += found.ops
     count.leaves += found.leaves
     segment = segments[count.segments]
-    segment.seconds, segment.spike, segment.saved = found.seconds, found.spike, found.saved
+    segment.seconds = found.seconds
+    segment.spike = found.spike
+    segment.saved = found.saved
     return True
 
 
@@ -173,7 +179,11 @@ def _note(memo: Array, size: int, value: int) -> int:
 @internal
 def _note_conditions(columns: Columns, ops: Array, tick: int, room: Segments, memo: Array) -> int:
     """Note what the search depended on: all that can differ about the storages that it met. Returns how many."""
-    storages, gaps, moves, marks, size = columns.storages, columns.gaps, room.moves, room.marks, 0
+    storages = columns.storages
+    gaps = columns.gaps
+    moves = room.moves
+    marks = room.marks
+    size = 0
     stamp = room.tally[0].stamp
     for op in ops:
         reads, writes = columns.ops[op].reads_start, columns.ops[op].writes_start
@@ -212,7 +222,10 @@ def _sort(values: Array) -> None:
 @internal
 def _search(columns: Columns, target: int, tick: int, room: Segments) -> bool:
     """Collect the ops that make `target` anew at `tick`, and the leaves they read."""
-    count, storages, marks, stack = room.tally[0], columns.storages, room.marks, room.stack
+    count = room.tally[0]
+    storages = columns.storages
+    marks = room.marks
+    stack = room.stack
     stamp = count.stamp
     stack[0], stack[1] = target, tick
     height = 1

@@ -105,7 +105,10 @@ def _stretch(columns: Columns, room: Sweep) -> None:
 @internal
 def _outline(columns: Columns, room: Sweep) -> None:
     """The bytes of every slot if whatever is offloaded were away for all of its gap."""
-    moves, segments, events, gaps = room.segments.moves, room.segments.segments, columns.events, columns.gaps
+    moves = room.segments.moves
+    segments = room.segments.segments
+    events = columns.events
+    gaps = columns.gaps
     change = room.profile
     change[:] = 0
     for gap in range(len(moves)):
@@ -151,7 +154,9 @@ def _spike(change: Array, events: Array, segments: Array, segment: int) -> None:
 
 @internal
 def _run(columns: Columns, budget_bytes: int, limit: float, room: Sweep) -> bool:
-    events, moves, clock = columns.events, room.segments.moves, room.clock[0]
+    events = columns.events
+    moves = room.segments.moves
+    clock = room.clock[0]
     for claim in range(len(room.copies)):
         room.copies[claim].done, room.copies[claim].sent = np.inf, -1
     clock.late = clock.stall = clock.out_free = clock.back_free = 0.0
@@ -190,7 +195,9 @@ def _run(columns: Columns, budget_bytes: int, limit: float, room: Sweep) -> bool
 
 @internal
 def _replay(columns: Columns, room: Sweep, event: int) -> None:
-    segments, moves, gaps = room.segments.segments, room.segments.moves, columns.gaps
+    segments = room.segments.segments
+    moves = room.segments.moves
+    gaps = columns.gaps
     segment, tick = room.events[event].replay, columns.events[event].tick
     for index in range(segments[segment].leaves_start, segments[segment + 1].leaves_start):
         leaf = room.segments.leaves[index]
@@ -240,7 +247,11 @@ def _release(
 @internal
 def _measure(columns: Columns, room: Sweep) -> None:
     """The bytes of every slot as it turned out, here and below."""
-    change, below, outcome, gaps, moves = room.held, room.profile, room.outcome[0], columns.gaps, room.segments.moves
+    change = room.held
+    below = room.profile
+    outcome = room.outcome[0]
+    gaps = columns.gaps
+    moves = room.segments.moves
     change[:] = 0
     below[:] = 0
     for gap in range(len(moves)):
