@@ -315,7 +315,8 @@ for kind in ("mlp", "conv", "transformer"):
     plain, expected, _ = train(kind)
     # A convolution is refused in dynamic mode for what is estimated that it takes inside itself.
     for options in ({}, {"mode": "dynamic", "policy": "dtr"}) if kind != "conv" else ({},):
-        budget = int(0.9 * max(plain))
+        # What a convolution allocates inside itself depends on the processor: at 0.9 of its peak there may be no plan.
+        budget = int((0.95 if kind == "conv" else 0.9) * max(plain))
         peaks, found, moved = train(kind, budget, **options)
         assert max(peaks) <= budget and moved and found == expected, (kind, options, peaks, budget, moved)
 """
