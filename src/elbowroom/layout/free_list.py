@@ -75,7 +75,7 @@ class FreeList:
         self._sizes[index : index + 1] = [size for _, size in left]
 
     def give(self, offset: int, nbytes: int) -> None:
-        """Take a block back."""
+        """Free a block."""
         nbytes = self._round(nbytes)
         index = bisect.bisect_left(self._offsets, offset)
         if index < len(self._offsets) and offset + nbytes == self._offsets[index]:
@@ -89,7 +89,7 @@ class FreeList:
             del self._offsets[index], self._sizes[index]
 
     def restore(self, taken: Iterable[tuple[int, int]]) -> None:
-        """Begin anew with what is known to be taken, offset and bytes each: an exception has ended a change halfway."""
+        """Rebuild from the allocated (offset, bytes) blocks, after an exception interrupted a change."""
         self._offsets, self._sizes, self.end_bytes = [], [], 0
         for offset, nbytes in taken:
             self.take_at(offset, nbytes)
