@@ -21,15 +21,15 @@ class Policy(Online):
 
     def __init__(self, context: PolicyContext, history: AccessHistory) -> None:
         super().__init__(context, history)
-        self._classes = EvictedSets()
+        self._evicted_sets = EvictedSets()
         self._costs: dict[int, float] = {}  # of dropped storages
 
     def rate(self, storage: int) -> float:
         context = self.context
         cost = replay_seconds(context, storage)
         if cost < math.inf:
-            roots = {self._classes.find(each) for each in list_leaves(context, storage) if each in self._costs}
-            cost += sum(map(self._classes.cost, roots))
+            roots = {self._evicted_sets.find(each) for each in list_leaves(context, storage) if each in self._costs}
+            cost += sum(map(self._evicted_sets.cost, roots))
         weight = context.nbytes(storage) * self.idle_seconds(storage)
         return cost / weight if weight > 0 else math.inf
 
@@ -39,11 +39,11 @@ class Policy(Online):
     def left(self, storage: int, is_dropped: bool) -> None:
         if is_dropped:
             cost = replay_seconds(self.context, storage)
-            self._classes.add(
+            self._evicted_sets.add(
                 storage, cost, [each for each in list_leaves(self.context, storage) if each in self._costs]
             )
             self._costs[storage] = cost
 
     def came(self, storage: int) -> None:
         if storage in self._costs:
-            self._classes.take(storage, self._costs.pop(storage))
+            self._evicted_sets.take(storage, self._costs.pop(storage))
