@@ -113,7 +113,7 @@ class Memory:
         if runtime is not None:
             opened = self._library.memory_open_cuda(runtime.encode())
         if opened is None:
-            raise UsageError(f"{runtime} has not what a CUDA runtime has: PyTorch's own allocator has to do")
+            raise UsageError(f"{runtime} lacks functions of the CUDA runtime; leave out use_planned_allocator()")
         self._memory = opened
 
     def close(self) -> int:

@@ -87,7 +87,7 @@ class StepTracker:
             self.bound_bytes = plan.bound_bytes
             self._memory.plan(self._device, plan.stream, plan.sizes, plan.offsets, plan.arena_bytes)
             logger.info(
-                "device %d, stream %d: %d requests of a step lie in an arena of %s from now on, %.2f%% over the bound",
+                "device %d, stream %d: planned %d requests of a step in an arena of %s, %.2f%% above the lower bound",
                 self._device, plan.stream, len(plan.sizes), format_bytes(plan.arena_bytes),
                 100 * (plan.arena_bytes / plan.bound_bytes - 1) if plan.bound_bytes else 0.0,
             )  # fmt: skip
@@ -155,7 +155,8 @@ def use_planned_allocator() -> Arena:
     if find_arena() is None:
         if not torch.cuda.is_available():
             raise UsageError(
-                "an arena is for CUDA devices, and PyTorch finds none; on a CPU leave out use_planned_allocator()"
+                "the planned allocator needs a CUDA device, and PyTorch finds none; on a CPU leave out "
+                "use_planned_allocator()"
             )
         if torch.cuda.is_initialized():
             raise UsageError(
@@ -205,7 +206,7 @@ def find_runtime() -> str:
             if found:
                 return found[1]
     raise UsageError(
-        "PyTorch has loaded no libcudart.so, so the arena cannot use the same; leave out use_planned_allocator()"
+        "PyTorch has loaded no libcudart.so, which the planned allocator needs; leave out use_planned_allocator()"
     )
 
 

@@ -43,8 +43,7 @@ def place_in_smallest_gaps(instance: Instance) -> Array:
         return fit_in_order(instance, order_by(instance, instance.nbytes), best=True)
     if (instance.pinned >= 0).any():
         raise UsageError(
-            "best_fit keeps two regions for buffers that cross the iteration, beside which nothing can be pinned; "
-            "choose another allocator"
+            "best_fit cannot combine pinned buffers with buffers that cross the iteration; choose another allocator"
         )
     offsets = np.zeros(len(instance.nbytes), np.int64)
     region = 0

@@ -68,8 +68,8 @@ def _check_ids(path: pathlib.Path, buffers: list[Buffer], lines: Sequence[int]) 
 def _check_header(place: str, header: list[str]) -> None:
     if not set(COLUMNS) <= set(header) <= {*COLUMNS, *OPTIONAL} or len(set(header)) < len(header):
         raise TraceError(
-            f"{place}: the columns are {','.join(header)[:200]!r}; expected {','.join(COLUMNS)}, and perhaps "
-            f"{' and '.join(OPTIONAL)}"
+            f"{place}: the columns are {','.join(header)[:200]!r}; expected {','.join(COLUMNS)}, optionally "
+            f"with {' and '.join(OPTIONAL)}"
         )
 
 
@@ -83,17 +83,17 @@ def _read_row(place: str, header: list[str], row: list[str], is_pinned: bool, sh
             continue
         if not text.removeprefix("-").isdecimal() or len(text) > MOST_DIGITS:
             found = repr(cell[:60])
-            raise TraceError(f"{place}: {name} is {found}, which is no whole number of at most {MOST_DIGITS} digits")
+            raise TraceError(f"{place}: {name} is {found}, not a whole number of at most {MOST_DIGITS} digits")
         number = int(text)
         values[name] = shared.setdefault(number, number) if 0 <= number < SHARED_BELOW else number
     alignment = values.get("alignment", 1)
     offset = values.get("offset") if is_pinned else None
     if values["size"] <= 0:
-        raise TraceError(f"{place}: size is {values['size']}; what has no bytes needs no place")
+        raise TraceError(f"{place}: size is {values['size']}; it must be positive")
     if min(values["lower"], values["upper"]) < 0 or values["lower"] == values["upper"]:
         raise TraceError(f"{place}: nothing lives from {values['lower']} to {values['upper']}; times begin at 0")
     if alignment < 1 or (offset is not None and (offset < 0 or offset % alignment)):
-        raise TraceError(f"{place}: offset {offset} is no multiple of the alignment, {alignment}")
+        raise TraceError(f"{place}: offset {offset} is not a multiple of the alignment, {alignment}")
     return Buffer(
         id=values["id"], lower=values["lower"], upper=values["upper"], nbytes=values["size"], alignment=alignment,
         offset=offset,

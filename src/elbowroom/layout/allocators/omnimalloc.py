@@ -28,7 +28,7 @@ def assign(buffers: Sequence[Buffer], capacity_bytes: int | None = None) -> Layo
         raise UsageError("the allocator omnimalloc needs the package omnimalloc, which is not installed") from error
     units = {buffer.alignment for buffer in buffers}
     if len(units) > 1 or any(buffer.upper < buffer.lower or buffer.offset is not None for buffer in buffers):
-        raise UsageError("omnimalloc is asked only for buffers of one alignment that neither wrap nor are pinned")
+        raise UsageError("omnimalloc supports only buffers of one alignment that neither wrap nor are pinned")
     unit = units.pop() if units else 1  # omnimalloc has no alignment: sizes are counted in units of it
     wanted = tuple(
         rival.Allocation(id=place, size=-(-buffer.nbytes // unit), start=buffer.lower, end=buffer.upper)
