@@ -1,1 +1,1 @@
-"""Planned addresses on a CUDA device: a library in C, which PyTorch has its memory from."""
+"""A pluggable CUDA allocator, written in C, that serves PyTorch's requests at planned addresses."""

@@ -1,4 +1,4 @@
-"""The library in C, compiled when it is first asked for by the system's own compiler, and kept."""
+"""Compile the C library with the system's compiler on first use, and cache it."""
 
 from __future__ import annotations
 
@@ -16,27 +16,27 @@ WHAT = "the arena"
 
 
 def find_compiler() -> list[str]:
-    """The command of the system's C compiler: what CC says, or the first that is there of cc, gcc and clang.
+    """Return the command of the C compiler: CC if set, else the first installed of cc, gcc and clang.
 
     Raises:
-        UsageError: there is none.
+        UsageError: no compiler is installed.
     """
     return _toolchain.find_compiler(WHAT, _toolchain.C)
 
 
 def list_sources() -> list[pathlib.Path]:
-    """Every file the library is made of."""
+    """Return the sources and headers of the library."""
     return sorted([*SOURCES.glob("*.c"), *SOURCES.glob("*.h")])
 
 
 def build_library(folder: pathlib.Path | None = None) -> pathlib.Path:
-    """The library's file; compiled if there is none of the same source, compiler and flags.
+    """Return the path of the library; compile it unless one of the same source, compiler and flags is cached.
 
     Args:
-        folder: where it is kept; by default the user's cache.
+        folder: the cache; by default the user's.
 
     Raises:
-        UsageError: there is no compiler, it does not compile, or others can write to the folder.
+        UsageError: no compiler is installed, compilation fails, or other users can write to the folder.
     """
     compiler = find_compiler()
     stamp = hashlib.sha256(

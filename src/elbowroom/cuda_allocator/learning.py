@@ -1,15 +1,15 @@
-"""What a stream asks for in a step, learnt from what was recorded, and laid out.
+"""Learns the allocation requests of each stream in a step from recorded events, and plans their addresses.
 
-Time is counted in the stream's own requests: a block that is given back before the n-th of them is there until n. What
-outlives its step is planned if the next one gives it back before the request that it came from comes again.
+Time is the index of the stream's own requests: a block that is freed before request n lives until n. A block that
+outlives its step is planned only if the next step frees it before it repeats the request.
 
-    step      |a....a'......|  |a....a'......|         a, b: taken     a', b': given back
-              |      b......|  |..b' b.......|         a: [0, 5)       b: [5, 2), which wraps
+    step      |a....a'......|  |a....a'......|         a, b: allocated     a', b': freed
+              |      b......|  |..b' b.......|         a: [0, 5)           b: [5, 2), which wraps
 
-Once a step has come twice, it is laid out. Every later one that was recorded can only make lifetimes longer.
+A step is laid out once it has occurred twice. Later recordings only extend lifetimes.
 
-Segments in which blocks lie that stay for good (weights, the state of optimizers) are there whatever a plan says, and
-so is what is free in them. So what the pool has served from there in the step that is laid out is left to it.
+Segments that contain persistent blocks (weights, optimizer state) stay reserved with or without a plan, including their
+free space. So requests that the pool served from such segments, in the step that is laid out, are left to the pool.
 """
 
 from __future__ import annotations
@@ -23,25 +23,24 @@ from elbowroom.ir.buffers import Buffer
 from elbowroom.layout.lay_out import lay_out
 
 OUTLIVES = -1
-"""The end of a block that no arena is for."""
+"""End of a block that is left to the pool."""
 
 UNKNOWN = 0
-"""The end of a block that is still there."""
+"""End of a block that is not freed yet."""
 
 UNIT_BYTES = 512
 MOST_KINDS = 8
-"""Kinds of steps that are remembered for each stream."""
+"""Most kinds of steps remembered per stream."""
 
 
 @dataclasses.dataclass(slots=True, eq=False)
 class Requests:
-    """What a stream asks for in one step.
+    """The requests of a stream in one step.
 
     Attributes:
         sizes: bytes of each request.
-        ends: the number of requests at which each block is given back: beyond those of the step, those of the next one
-            are counted on; OUTLIVES, UNKNOWN.
-        segments: where each block's segment begins; 0 in an arena.
+        ends: number of requests before each block is freed, counted on into the next step; OUTLIVES or UNKNOWN.
+        segments: address of each block's segment; 0 in an arena.
     """
 
     sizes: list[int] = dataclasses.field(default_factory=list)
@@ -51,14 +50,14 @@ class Requests:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class StreamPlan:
-    """Where the blocks of one kind of step lie.
+    """Planned offsets for one kind of step.
 
     Attributes:
-        stream: whose requests these are.
+        stream: the stream that makes the requests.
         sizes: bytes of each request.
-        offsets: in the arena; -1 for what is left to the pool.
-        arena_bytes: what the arena has to have.
-        bound_bytes: no layout takes less.
+        offsets: in the arena; -1 for requests that are left to the pool.
+        arena_bytes: size of the arena.
+        bound_bytes: lower bound on the arena of any layout.
     """
 
     stream: int
@@ -69,28 +68,28 @@ class StreamPlan:
 
 
 class RequestPlanner:
-    """Reads what was recorded on one device.
+    """Makes plans from the events recorded on one device.
 
     Args:
-        list_blocks: the blocks that are handed out now, in the form of what is recorded.
+        list_blocks: returns the allocated blocks, as an array of `EVENT`.
     """
 
     def __init__(self, list_blocks: Callable[[], Any]) -> None:
         self._list_blocks = list_blocks
-        self._steps: dict[tuple[int, tuple[int, ...]], list[int]] = {}  # the ends, by stream and sizes
+        self._steps: dict[tuple[int, tuple[int, ...]], list[int]] = {}  # ends, by stream and sizes
         self._planned: dict[tuple[int, tuple[int, ...]], tuple[int, ...]] = {}
         self.forget()
 
     def forget(self) -> None:
-        """Something was not recorded: what lies before it tells nothing about what comes after."""
+        """Reset after a loss of events: earlier events cannot be matched with later ones."""
         self._now: dict[int, Requests] | None = None
         self._last: dict[int, Requests] = {}
-        self._there: dict[int, tuple[int, Requests, int]] = {}  # by serial: stream, its requests, which one
+        self._live: dict[int, tuple[int, Requests, int]] = {}  # live blocks, by serial: stream, its requests, index
 
     def read(self, events: Any) -> list[StreamPlan]:
-        """Go on with what was recorded since the last time. Returns plans that are new.
+        """Process the events recorded since the last call. Returns new plans.
 
-        Cost: searches a layout for each of them, up to some seconds for ten thousand requests.
+        Cost: a layout search per new plan, up to some seconds for ten thousand requests.
         """
         found: list[StreamPlan] = []
         for nbytes, serial, stream, segment in events.tolist():
@@ -101,12 +100,12 @@ class RequestPlanner:
                 self._last, self._now = self._now, None
             elif nbytes > 0 and self._now is not None:
                 requests = self._now.setdefault(stream, Requests())
-                self._there[serial] = stream, requests, len(requests.sizes)
+                self._live[serial] = stream, requests, len(requests.sizes)
                 requests.sizes.append(nbytes)
                 requests.ends.append(UNKNOWN)
                 requests.segments.append(segment)
-            elif nbytes == 0 and serial in self._there:
-                self._give(*self._there.pop(serial))
+            elif nbytes == 0 and serial in self._live:
+                self._give(*self._live.pop(serial))
         return found
 
     def _give(self, stream: int, requests: Requests, place: int) -> None:
@@ -116,13 +115,13 @@ class RequestPlanner:
         requests.ends[place] = end
 
     def _end_step(self, now: dict[int, Requests]) -> list[StreamPlan]:
-        """The step before is known to the end now, and this one up to here."""
+        """Merge the previous step, which is complete now, and this one so far; return new plans."""
         for stream, before in self._last.items():
             count, is_alike = len(before.sizes), stream in now and now[stream].sizes == before.sizes
             ends = [end if end and (end <= count or is_alike) else OUTLIVES for end in before.ends]
             self._remember((stream, tuple(before.sizes)), ends)
-        for serial in [serial for serial, (_, requests, _) in self._there.items() if requests not in now.values()]:
-            del self._there[serial]
+        for serial in [serial for serial, (_, requests, _) in self._live.items() if requests not in now.values()]:
+            del self._live[serial]
         found = []
         for stream, requests in now.items():
             kind = stream, tuple(requests.sizes)
@@ -130,14 +129,14 @@ class RequestPlanner:
                 self._remember(kind, requests.ends)
                 if self._planned.get(kind) != tuple(self._steps[kind]):
                     self._planned[kind] = tuple(self._steps[kind])
-                    found.append(make_plan(stream, requests.sizes, self._keep_apart(kind, requests)))
+                    found.append(make_plan(stream, requests.sizes, self._leave_to_pool(kind, requests)))
         return found
 
-    def _keep_apart(self, kind: tuple[int, tuple[int, ...]], requests: Requests) -> list[int]:
-        """The ends of requests, and OUTLIVES for those that lay beside what stays."""
+    def _leave_to_pool(self, kind: tuple[int, tuple[int, ...]], requests: Requests) -> list[int]:
+        """Return the ends of requests, with OUTLIVES for those served from segments of persistent blocks."""
         ends = self._steps[kind]
         leaving = {
-            serial for serial, (_, whose, place) in self._there.items() if whose is requests and ends[place] != OUTLIVES
+            serial for serial, (_, whose, place) in self._live.items() if whose is requests and ends[place] != OUTLIVES
         }
         kept = {segment for _, serial, _, segment in self._list_blocks().tolist() if serial not in leaving} - {0}
         return [OUTLIVES if segment in kept else end for end, segment in zip(ends, requests.segments, strict=True)]
@@ -152,12 +151,12 @@ class RequestPlanner:
 
 
 def merge(known: int, end: int) -> int:
-    """The end of a block that has come again."""
+    """Merge the ends of a block in two occurrences of a step."""
     return known if end == UNKNOWN else OUTLIVES if OUTLIVES in (known, end) else max(known, end)
 
 
 def make_plan(stream: int, sizes: Sequence[int], ends: Sequence[int]) -> StreamPlan:
-    """Lay out the requests of one kind of step; those that are there when they come again are left to the pool."""
+    """Lay out the requests of one kind of step; blocks still live when their request recurs are left to the pool."""
     count = len(sizes)
     buffers = []
     for place, (nbytes, end) in enumerate(zip(sizes, ends, strict=True)):

@@ -1,4 +1,4 @@
-"""The library's functions, as `memory.h` declares them."""
+"""ctypes bindings of the C library, as declared in `memory.h`."""
 
 from __future__ import annotations
 
@@ -12,32 +12,32 @@ import numpy as np
 from elbowroom.errors import UsageError
 
 EVENT = np.dtype([("nbytes", np.int64), ("serial", np.int64), ("stream", np.uint64), ("segment", np.uint64)])
-"""What was recorded: bytes that were taken, 0 for a block given back, or one of the two below; the block's number, its
-stream, and where its segment begins: 0 in an arena."""
+"""A recorded event: bytes allocated, 0 for a free, or one of the two constants below; the block's serial number, its
+stream, and the address of its segment (0 in an arena)."""
 
 STEP_BEGINS, STEP_ENDS = -1, -2
 
 MOST_EVENTS = 1 << 14
-"""Handed over at a time."""
+"""Events per call of `memory_drain`."""
 
 
 class Counts(ctypes.Structure):
-    """What the library has counted on one device. Peaks are since they were last reset, requests since the beginning.
+    """Counters of one device. Peaks count since their last reset, requests since the beginning.
 
     Attributes:
-        allocated_bytes, allocated_peak_bytes: in blocks that are handed out, each a multiple of 512 bytes.
-        reserved_bytes, reserved_peak_bytes: taken from the device, arenas and segments together.
-        arena_bytes, arena_used_bytes: arenas, and the blocks in them that are handed out.
-        requests: that were served.
-        hits: of them, at the address that was planned.
-        missed: in a step with a plan, and not what the plan has there.
-        blocked: what the plan has there, but something is still in its place.
-        apart: left to the pool by the plan: blocks that outlive the step after.
-        unplanned: in a step, on a stream without a plan.
-        failed: not served: the device has no room.
-        retries: served only after memory was given back to the device.
-        unknown: addresses that were given back and are not handed out.
-        leaving: blocks that were given back, and another stream still works on.
+        allocated_bytes, allocated_peak_bytes: allocated blocks, each a multiple of 512 bytes.
+        reserved_bytes, reserved_peak_bytes: device memory of arenas and segments.
+        arena_bytes, arena_used_bytes: arenas, and the allocated blocks in them.
+        requests: requests served.
+        hits: requests served at the planned address.
+        missed: requests in a step with a plan that differ from the plan.
+        blocked: planned requests whose address was still in use.
+        apart: requests that the plan leaves to the pool.
+        unplanned: requests in a step, on a stream without a plan.
+        failed: requests that ran out of device memory.
+        retries: requests served only after cached memory was returned to the device.
+        unknown: frees of addresses that are not allocated.
+        leaving: freed blocks that another stream still uses.
     """
 
     allocated_bytes: int
@@ -96,15 +96,15 @@ _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
 
 
 class Memory:
-    """Device memory handed out block by block. Addresses and streams are numbers.
+    """An allocator of device memory. Addresses and streams are integers.
 
     Args:
-        path: of the library.
-        runtime: file of a CUDA runtime that the process has loaded; None for host memory in its place.
-        capacity_bytes: of host memory.
+        path: file of the library.
+        runtime: file of the CUDA runtime that the process has loaded; None to allocate host memory instead.
+        capacity_bytes: limit on host memory.
 
     Raises:
-        UsageError: the file is no CUDA runtime.
+        UsageError: the file is not a CUDA runtime.
     """
 
     def __init__(self, path: pathlib.Path, runtime: str | None = None, capacity_bytes: int = 1 << 61) -> None:
@@ -116,43 +116,43 @@ class Memory:
         if runtime is not None:
             opened = self._library.memory_open_cuda(runtime.encode())
         if opened is None:
-            raise UsageError(f"{runtime} has not what a CUDA runtime has: PyTorch's own allocator has to do")
+            raise UsageError(f"{runtime} lacks functions of the CUDA runtime; leave out use_planned_allocator()")
         self._memory = opened
 
     def close(self) -> int:
-        """Give everything back to the device, unless blocks are handed out. Returns how many are."""
+        """Return all memory to the device, unless blocks are allocated. Returns the number of allocated blocks."""
         return int(self._library.memory_close(self._memory))
 
     def install(self) -> None:
-        """Be the memory that the functions for PyTorch hand out, for good.
+        """Serve PyTorch's requests from this allocator, permanently.
 
         Raises:
-            UsageError: there is one already.
+            UsageError: another allocator is installed already.
         """
         if self._library.memory_install(self._memory) != 0:
             raise UsageError("this process has an arena already; elbowroom.use_planned_allocator() returns it")
 
     def take(self, nbytes: int, device: int = 0, stream: int = 0) -> int | None:
-        """The address of a block; None if there is no room, or for no bytes."""
+        """Allocate a block and return its address; None if memory runs out, or `nbytes` is not positive."""
         address: int | None = self._library.memory_take(self._memory, nbytes, device, stream)
         return address
 
     def give(self, address: int) -> bool:
-        """Take a block back. Returns whether one that is handed out begins there."""
+        """Free a block. Returns whether an allocated block begins at `address`."""
         return bool(self._library.memory_give(self._memory, address) == 0)
 
     def use(self, address: int, stream: int) -> bool:
-        """Another stream works on a block. Returns whether one that is handed out begins there."""
+        """Record a use by another stream, as in `record_stream`. Returns whether a block begins at `address`."""
         return bool(self._library.memory_use(self._memory, address, stream) == 0)
 
     def empty(self, device: int = -1) -> None:
-        """Give what nobody uses back to the device; -1 is all of them."""
+        """Return unused memory to the device; -1 for all devices."""
         self._library.memory_empty(self._memory, device)
 
     def plan(self, device: int, stream: int, sizes: Sequence[int], offsets: Sequence[int], nbytes: int) -> bool:
-        """Have the requests of a stream, in steps that begin like this, at these offsets of an arena of `nbytes`.
+        """Plan offsets, in an arena of `nbytes`, for the requests of a stream in steps that begin with these sizes.
 
-        A negative offset leaves a request to the pool. Returns whether the plan was taken: it has to be well-formed.
+        A negative offset leaves a request to the pool. Returns whether the plan is well-formed and was accepted.
         """
         wide, places = np.asarray(sizes, np.int64), np.asarray(offsets, np.int64)
         if len(wide) != len(places):
@@ -163,19 +163,19 @@ class Memory:
         return bool(done == 0)
 
     def begin_step(self, device: int = 0) -> bool:
-        """A step begins. Returns whether none had begun."""
+        """Begin a step. Returns False, without effect, inside another step."""
         return bool(self._library.memory_begin_step(self._memory, device) == 0)
 
     def end_step(self, device: int = 0) -> bool:
-        """A step ends. Returns whether one had begun."""
+        """End a step. Returns False if no step had begun."""
         return bool(self._library.memory_end_step(self._memory, device) == 0)
 
     def record(self, device: int, is_on: bool) -> None:
-        """Write down what happens from now on, or stop and forget it."""
+        """Start recording events, or stop and discard them."""
         self._library.memory_record(self._memory, device, is_on)
 
     def drain(self, device: int = 0) -> Any:
-        """What was recorded since it was last asked for, as an array of `EVENT`; None if some of it was lost."""
+        """Return the events since the last call, as an array of `EVENT`; None if some were lost."""
         parts: list[Any] = []
         while True:
             part = np.empty(MOST_EVENTS, EVENT)
@@ -187,7 +187,7 @@ class Memory:
                 return np.concatenate(parts)
 
     def list_blocks(self, device: int = 0) -> Any:
-        """The blocks that are handed out on a device, as an array of `EVENT`."""
+        """Return the allocated blocks of a device, as an array of `EVENT`."""
         room = MOST_EVENTS
         while True:
             blocks = np.empty(room, EVENT)
@@ -197,19 +197,19 @@ class Memory:
             room = count
 
     def count(self, device: int = 0) -> Counts:
-        """What has been counted so far."""
+        """Return the counters of a device."""
         counts = Counts()
         self._library.memory_count(self._memory, device, ctypes.byref(counts))
         return counts
 
     def reset_peaks(self, device: int = 0) -> None:
-        """Let the peaks begin anew."""
+        """Reset the peaks to the current values."""
         self._library.memory_reset_peaks(self._memory, device)
 
     def check(self) -> int:
-        """0 if the library's books agree with each other; otherwise the line of the check that failed."""
+        """Check invariants; return 0, or the C source line of the check that failed."""
         return int(self._library.memory_check(self._memory))
 
     def find_function(self, name: str) -> int:
-        """The address of one of the library's functions."""
+        """Return the address of a C function."""
         return int(ctypes.cast(getattr(self._library, name), ctypes.c_void_p).value or 0)

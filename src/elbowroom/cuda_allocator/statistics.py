@@ -1,4 +1,4 @@
-"""What `torch.cuda.memory_stats` is to say of memory that PyTorch's own allocator has not handed out."""
+"""Counters in the format of `torch.cuda.memory_stats`."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ BYTES = {
     "requested_bytes": ("allocated_bytes", "allocated_peak_bytes"),
     "reserved_bytes": ("reserved_bytes", "reserved_peak_bytes"),
 }
-"""PyTorch's names, and the counts now and at their peak."""
+"""PyTorch's names, with the fields of `Counts` for current and peak values."""
 
 UNTOLD = ("allocation", "segment", "active", "inactive_split", "inactive_split_bytes",
           "oversize_allocations", "oversize_segments")  # fmt: skip
-"""What programs may look up, and nobody counts here: 0."""
+"""Statistics that programs may look up, but that are not counted here: 0."""
 
 
 def nest_statistics(counts: Counts) -> dict[str, Any]:
-    """Counts in the shape that PyTorch's C++ gives them to its Python in."""
+    """Return counters in the nested form of `torch._C._cuda_memoryStats`."""
     found: dict[str, Any] = {
         "num_alloc_retries": counts.retries,
         "num_ooms": counts.failed,

@@ -1,4 +1,4 @@
-"""Plugs the planned allocator into PyTorch for CUDA memory: `use_planned_allocator`, and the steps that it serves."""
+"""Plug the planned allocator into PyTorch: `use_planned_allocator`, and tracking of training steps."""
 
 from __future__ import annotations
 
@@ -21,26 +21,26 @@ from elbowroom.units import format_bytes
 logger = logging.getLogger(__name__)
 
 LEAST_SERVED = 0.9
-"""A step with a smaller share of requests that went as planned is looked at anew."""
+"""If a smaller share of a step's requests is served as planned, recording restarts."""
 
 MOST_FUTILE = 8
-"""So many steps in a row are recorded without learning anything, and then two in so many."""
+"""Most consecutive steps recorded without a new plan; after that, two of every so many steps are recorded."""
 
 
 class StepTracker:
-    """Learns the steps of one device as they come, and has them served at planned addresses.
+    """Learns the steps of one device while they run, and installs plans for them.
 
     Args:
-        memory: the library.
+        memory: the allocator.
         device: index.
 
     Attributes:
-        bound_bytes: what the blocks that were planned last have at once at most: no arena for them is smaller.
+        bound_bytes: peak bytes of the blocks planned last: a lower bound on their arena.
     """
 
     def __init__(self, memory: Memory, device: int) -> None:
         self._memory, self._device = memory, device
-        self._learner = RequestPlanner(lambda: memory.list_blocks(device))
+        self._planner = RequestPlanner(lambda: memory.list_blocks(device))
         self._is_recording = True
         self._futile = self._count = 0
         self._before = Counts()
@@ -48,27 +48,27 @@ class StepTracker:
         memory.record(device, True)
 
     def begin(self) -> bool:
-        """A step begins. Returns whether it does: a step inside of another one is part of that."""
+        """Begin a step. Returns False inside another step, which this one then is part of."""
         if not self._memory.begin_step(self._device):
             return False
         self._before = self._memory.count(self._device)
         return True
 
     def end(self) -> None:
-        """It ends: from what was recorded, plans are made, and it is decided whether to record the next one."""
+        """End a step: make plans from its events, and decide whether to record the next step."""
         memory, device = self._memory, self._device
         memory.end_step(device)
         self._count += 1
         if self._is_recording:
             self._learn()
-        wants = self._is_strange() and (self._futile < MOST_FUTILE or self._count % MOST_FUTILE < 2)
+        wants = self._is_mispredicted() and (self._futile < MOST_FUTILE or self._count % MOST_FUTILE < 2)
         if wants != self._is_recording:
             self._is_recording = wants
-            self._learner.forget()
+            self._planner.forget()
             memory.record(device, wants)
 
-    def _is_strange(self) -> bool:
-        """Whether too many requests of the step were not served as planned."""
+    def _is_mispredicted(self) -> bool:
+        """Tell whether too few requests of the step were served as planned."""
         now, before = self._memory.count(self._device), self._before
         served, others = (
             sum(getattr(now, name) - getattr(before, name) for name in names)
@@ -79,24 +79,24 @@ class StepTracker:
     def _learn(self) -> None:
         events = self._memory.drain(self._device)
         if events is None:  # some were lost
-            self._learner.forget()
+            self._planner.forget()
             return
-        plans = self._learner.read(events)
+        plans = self._planner.read(events)
         self._futile = 0 if plans else self._futile + 1
         for plan in plans:
             self.bound_bytes = plan.bound_bytes
             self._memory.plan(self._device, plan.stream, plan.sizes, plan.offsets, plan.arena_bytes)
             logger.info(
-                "device %d, stream %d: %d requests of a step lie in an arena of %s from now on, %.2f%% over the bound",
+                "device %d, stream %d: planned %d requests of a step in an arena of %s, %.2f%% above the lower bound",
                 self._device, plan.stream, len(plan.sizes), format_bytes(plan.arena_bytes),
                 100 * (plan.arena_bytes / plan.bound_bytes - 1) if plan.bound_bytes else 0.0,
             )  # fmt: skip
 
 
 class Arena:
-    """The memory of all CUDA devices of this process. Made by `elbowroom.use_planned_allocator`, once and for good.
+    """The planned allocator of this process. Created once, by `elbowroom.use_planned_allocator`; it cannot be removed.
 
-    Rooms on CUDA use it by themselves. A loop without a room names its steps:
+    Rooms on CUDA devices use it automatically. A training loop without a room marks its steps:
 
         for batch in loader:
             with arena.step():
@@ -105,17 +105,17 @@ class Arena:
 
     def __init__(self, memory: Memory) -> None:
         self._memory = memory
-        self._keepers: dict[int, StepTracker] = {}
+        self._trackers: dict[int, StepTracker] = {}
 
     @contextlib.contextmanager
     def step(self, device: torch.device | int | None = None) -> Iterator[None]:
-        """One training step on a device, by default the current one. Steps that come again get planned addresses.
+        """Mark one training step on a device, by default the current one. Recurring steps get planned addresses.
 
         Raises:
             UsageError: inside another step on the same device.
         """
-        keeper = self.find_keeper(find_index(device))
-        if not keeper.begin():
+        tracker = self.find_keeper(find_index(device))
+        if not tracker.begin():
             raise UsageError(
                 "a step of the arena inside another one on the same device: one `with arena.step():` is one training "
                 "step, and `room.step()` is one already"
@@ -123,39 +123,40 @@ class Arena:
         try:
             yield
         finally:
-            keeper.end()
+            tracker.end()
 
     def find_keeper(self, index: int) -> StepTracker:
-        """Who has learnt the steps of a device."""
-        if index not in self._keepers:
-            self._keepers[index] = StepTracker(self._memory, index)
-        return self._keepers[index]
+        """Return the step tracker of a device."""
+        if index not in self._trackers:
+            self._trackers[index] = StepTracker(self._memory, index)
+        return self._trackers[index]
 
     def count(self, device: torch.device | int | None = None) -> Counts:
-        """What has been counted on a device so far: bytes, peaks, and how requests were served."""
+        """Return the counters of a device: bytes, peaks, and how requests were served."""
         return self._memory.count(find_index(device))
 
 
 def find_index(device: torch.device | int | None) -> int:
-    """The index of a CUDA device; None, and one without an index, is the current one."""
+    """Return the index of a CUDA device; the current one for None, or a device without an index."""
     index = device.index if isinstance(device, torch.device) else device
     return torch.cuda.current_device() if index is None else index
 
 
 def use_planned_allocator() -> Arena:
-    """Have PyTorch get its CUDA memory from planned addresses, in this process and from now on.
+    """Replace PyTorch's CUDA allocator with one that serves recurring steps at planned addresses.
 
-    Has to be called before anything is on a CUDA device. The library is compiled by the system's C compiler when it is
-    first asked for, and kept. What PyTorch's own allocator serves besides memory, an arena does not: CUDA graphs, pools
-    of `torch.cuda.MemPool`, memory shared with other processes, snapshots.
+    Call it before the program allocates CUDA memory; it affects the whole process. The library is compiled with the
+    system's C compiler on first use, and cached. Not supported: CUDA graphs, `torch.cuda.MemPool`, memory shared with
+    other processes, memory snapshots.
 
     Raises:
-        UsageError: there is no CUDA device, or something is on one already; there is no C compiler.
+        UsageError: there is no CUDA device, CUDA is initialized already, or no C compiler is installed.
     """
     if find_arena() is None:
         if not torch.cuda.is_available():
             raise UsageError(
-                "an arena is for CUDA devices, and PyTorch finds none; on a CPU leave out use_planned_allocator()"
+                "the planned allocator needs a CUDA device, and PyTorch finds none; on a CPU leave out "
+                "use_planned_allocator()"
             )
         if torch.cuda.is_initialized():
             raise UsageError(
@@ -167,11 +168,11 @@ def use_planned_allocator() -> Arena:
 
 
 def find_arena() -> Arena | None:
-    """The arena that is in use; None if there is none."""
+    """Return the arena in use; None if there is none."""
     return _plug_in() if _plug_in.cache_info().currsize else None
 
 
-@functools.cache  # one for the process, as PyTorch has one allocator; a failure is not kept
+@functools.cache  # one per process, as PyTorch has one allocator; failures are not cached
 def _plug_in() -> Arena:
     path = build_library()
     memory = Memory(path, runtime=find_runtime())
@@ -194,10 +195,10 @@ def _plug_in() -> Arena:
 
 
 def find_runtime() -> str:
-    """The file of the CUDA runtime that PyTorch has loaded.
+    """Return the file of the CUDA runtime that PyTorch has loaded.
 
     Raises:
-        UsageError: it has loaded none of its own.
+        UsageError: the process has loaded no shared CUDA runtime.
     """
     with open("/proc/self/maps") as maps:
         for line in maps:
@@ -205,28 +206,27 @@ def find_runtime() -> str:
             if found:
                 return found[1]
     raise UsageError(
-        "PyTorch has loaded no libcudart.so, so the arena cannot use the same; leave out use_planned_allocator()"
+        "PyTorch has loaded no libcudart.so, which the planned allocator needs; leave out use_planned_allocator()"
     )
 
 
 def _answer_statistics(memory: Memory) -> None:
-    """torch.cuda.memory_stats and all that rests on it. Of an allocator that is plugged in PyTorch asks nothing, and
-    raises: what meters, and programs, ask for is answered here."""
+    """Make `torch.cuda.memory_stats`, and functions built on it, work: PyTorch raises for pluggable allocators."""
     bindings: Any = torch._C
     bindings._cuda_memoryStats = lambda device: nest_statistics(memory.count(device))
     bindings._cuda_resetPeakMemoryStats = memory.reset_peaks
-    bindings._cuda_resetAccumulatedMemoryStats = lambda device: None  # nothing that is accumulated is told
+    bindings._cuda_resetAccumulatedMemoryStats = lambda device: None  # accumulated statistics are not counted
 
 
 @contextlib.contextmanager
 def serving(device: torch.device) -> Iterator[None]:
-    """A step of a room: one of the arena too, if there is one for this device, and no step of it has begun already."""
+    """Mark a step of a room as a step of the arena, if one is in use and not inside a step already."""
     arena = find_arena() if device.type == "cuda" else None
-    keeper = None if arena is None else arena.find_keeper(find_index(device))
-    if keeper is None or not keeper.begin():
+    tracker = None if arena is None else arena.find_keeper(find_index(device))
+    if tracker is None or not tracker.begin():
         yield
         return
     try:
         yield
     finally:
-        keeper.end()
+        tracker.end()

@@ -1,1 +1,1 @@
-"""Where blocks lie in an arena."""
+"""Offsets for buffers in an arena: allocators, the search behind them, and pools to compare with."""

@@ -1,10 +1,10 @@
-"""Blocks handed out by a caching allocator: what a device gives up for good is more than what is in use.
+"""A model of PyTorch's caching allocator, which reserves more memory than it has allocated.
 
-    segment 0  |block|block|......|block|      taken from the device 2 MiB, 20 MiB or a large request at a time
-    segment 1  |block.............|......|     free neighbours of one segment are one; nothing joins two segments
+    segment 0  |block|block|......|block|      allocated from the device: 2 MiB, 20 MiB, or the size of a large request
+    segment 1  |block.............|......|     adjacent free blocks of one segment are merged, never across segments
 
-The rules are those of PyTorch's allocator for CUDA in its default settings. Inferred, and left out: more streams than
-one, and the settings that change the rules; addresses of segments only ever go up. For segments that grow see `pools`.
+The rules are those of PyTorch's CUDA allocator with default settings. Inferred: segment addresses only increase. Left
+out: multiple streams, and non-default settings. For expandable segments see `pools`.
 
 Source: PyTorch, c10/cuda/CUDACachingAllocator.cpp (`round_size`, `get_allocation_size`, `get_free_block`,
 `should_split`, `free_block`, `release_cached_blocks`).
@@ -18,23 +18,23 @@ import dataclasses
 from elbowroom.errors import TierFull, UsageError
 
 MIN_BLOCK_BYTES = 512
-"""Every block is a multiple of this."""
+"""Block sizes are multiples of this."""
 
 SMALL_BYTES = 1 << 20
-"""Blocks up to this come from segments of their own."""
+"""Blocks up to this size are allocated from separate segments."""
 
 SMALL_SEGMENT_BYTES = 2 << 20
 LARGE_SEGMENT_BYTES = 20 << 20
 LEAST_OWN_BYTES = 10 << 20
-"""A request of this much and more gets a segment of its size,"""
+"""A request of at least this size gets a segment of its own."""
 
 OWN_ROUND_BYTES = 2 << 20
-"""rounded up to a multiple of this."""
+"""Sizes of such segments are rounded up to a multiple of this."""
 
 
 @dataclasses.dataclass(slots=True, eq=False)
 class CachedBlock:
-    """A stretch of a segment."""
+    """A contiguous part of a segment."""
 
     address: int
     nbytes: int
@@ -45,14 +45,14 @@ class CachedBlock:
 
 
 class CachingAllocator:
-    """Takes segments from a device and hands blocks of them out.
+    """Allocates segments from a device, and blocks from the segments.
 
     Args:
-        capacity_bytes: what the segments may take together; None for any amount.
+        capacity_bytes: limit on the total size of the segments; None for no limit.
 
     Attributes:
-        reserved_bytes: taken from the device now.
-        allocated_bytes: in blocks that are handed out now; more than was asked for, where a block was not worth a cut.
+        reserved_bytes: total size of all segments.
+        allocated_bytes: total size of allocated blocks; more than requested where a block was not split.
     """
 
     def __init__(self, capacity_bytes: int | None = None) -> None:
@@ -63,20 +63,20 @@ class CachingAllocator:
         self.reserved_bytes = self.allocated_bytes = 0
 
     def take(self, nbytes: int) -> int:
-        """The address of a block of at least `nbytes`.
+        """Allocate a block of at least `nbytes` and return its address.
 
         Raises:
-            TierFull: the capacity is used up, and there are no free segments to give back.
-            UsageError: 0 bytes or fewer are asked for, which no block is needed for.
+            TierFull: the capacity is exhausted, even after free segments are released.
+            UsageError: `nbytes` is not positive.
 
-        Cost: linear in the free blocks at worst, in moving entries of one list.
+        Cost: linear in the number of free blocks (a list insertion).
         """
         if nbytes <= 0:
             raise UsageError(f"no block has {nbytes} bytes")
         nbytes = round_up(nbytes, MIN_BLOCK_BYTES)
         is_small = self.is_small(nbytes)
         free = self._free[is_small]
-        index = bisect.bisect_left(free, (nbytes, -1))  # the smallest that is large enough, of those the lowest
+        index = bisect.bisect_left(free, (nbytes, -1))  # best fit; ties go to the lowest address
         is_there = index < len(free)
         block = self._blocks[free.pop(index)[1]] if is_there else self._add_segment(nbytes, is_small)
         self._cut(block, nbytes)
@@ -85,10 +85,10 @@ class CachingAllocator:
         return block.address
 
     def give(self, address: int) -> None:
-        """Take a block back, and join it with its free neighbours.
+        """Free a block, and merge it with its free neighbours.
 
         Raises:
-            UsageError: no block that is handed out begins there.
+            UsageError: no allocated block begins at `address`.
         """
         block = self._blocks.get(address)
         if block is None or block.is_free:
@@ -102,7 +102,7 @@ class CachingAllocator:
         bisect.insort(self._free[block.is_small], (block.nbytes, block.address))
 
     def release(self) -> int:
-        """Give the segments without blocks back to the device; returns their bytes."""
+        """Release segments that are entirely free to the device; return their bytes."""
         released = 0
         for free in self._free.values():
             for nbytes, address in list(free):
@@ -115,21 +115,21 @@ class CachingAllocator:
         return released
 
     def list_blocks(self) -> list[tuple[int, int, bool]]:
-        """Address, bytes and whether it is free of every block, by address."""
+        """Return (address, bytes, is free) of every block, by address."""
         return [(block.address, block.nbytes, block.is_free) for _, block in sorted(self._blocks.items())]
 
     def is_small(self, nbytes: int) -> bool:
-        """Whether a block of these bytes comes from the segments for small ones."""
+        """Tell whether a block of this size belongs to the small segments."""
         return nbytes <= SMALL_BYTES
 
     def size_segment(self, nbytes: int, is_small: bool) -> int:
-        """What is taken from the device for a block that no free one is large enough for."""
+        """Return the size of the segment to allocate for a block that no free block can hold."""
         if nbytes >= LEAST_OWN_BYTES:
             return round_up(nbytes, OWN_ROUND_BYTES)
         return SMALL_SEGMENT_BYTES if is_small else LARGE_SEGMENT_BYTES
 
     def is_worth_cutting(self, left: int, is_small: bool) -> bool:
-        """Whether what a request leaves of a free block becomes a free block."""
+        """Tell whether to split a block that has `left` bytes more than requested."""
         return left >= MIN_BLOCK_BYTES if is_small else left > SMALL_BYTES
 
     def _add_segment(self, nbytes: int, is_small: bool) -> CachedBlock:
@@ -150,7 +150,7 @@ class CachingAllocator:
         return block
 
     def _cut(self, block: CachedBlock, nbytes: int) -> None:
-        """Leave the end of a block free, where that is worth it."""
+        """Split a block, if the remainder is worth it."""
         left = block.nbytes - nbytes
         if not self.is_worth_cutting(left, block.is_small):
             return
@@ -162,13 +162,13 @@ class CachingAllocator:
         bisect.insort(self._free[rest.is_small], (rest.nbytes, rest.address))
 
     def _join(self, block: CachedBlock) -> CachedBlock:
-        """Make one of a free block and the free one after it, neither of which is in the list any more afterwards."""
+        """Merge a free block with the free block after it, and remove both from the free list."""
         other = block.after
         assert other is not None
         for each in (block, other):
             free = self._free[each.is_small]
             index = bisect.bisect_left(free, (each.nbytes, each.address))
-            if index < len(free) and free[index] == (each.nbytes, each.address):  # else it has just been given back
+            if index < len(free) and free[index] == (each.nbytes, each.address):  # else it is just being freed
                 del free[index]
         del self._blocks[other.address]
         block.nbytes += other.nbytes
@@ -179,5 +179,5 @@ class CachingAllocator:
 
 
 def round_up(nbytes: int, multiple: int) -> int:
-    """The next multiple."""
+    """Round up to a multiple."""
     return -(-nbytes // multiple) * multiple

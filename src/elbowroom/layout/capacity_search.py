@@ -1,17 +1,18 @@
-"""From a first layout down to the smallest that is found: `searching`, at one capacity after the other.
+"""Search for the smallest arena: run `search_offsets` at one trial capacity after another.
 
-    arena of the first layout   ------
-                                  --    rungs, a step below the best each: a step that was found is doubled for the
-                                  --    next one, a step that was not is halved, and begins anew after the smallest
-    the bound, or what is refuted ----  tried as often as all rungs together; if it is found, nothing is smaller
+    arena of the best layout    ------
+                                  --    trial capacities, `step` below the best: the step doubles after a success,
+                                  --    halves after a failure, and restarts at half the range once it reaches zero
+    lower bound, or refuted     ------  the smallest capacity left is tried as often; a layout there is optimal
 
-The same search takes a tenth of a second in one order and a year in another. So it is given up soon, and begun again
-in an order that is a little different, with short and long limits mixed. Limits are counted in work and not in
-seconds, and chance has a fixed seed: the same buffers have the same layout everywhere.
+The same search can take a tenth of a second in one branching order and a year in another. So runs are cut short and
+restarted in a slightly different order, with short and long limits mixed. Limits are in units of work, not seconds, and
+the random seed is fixed, so that layouts are reproducible.
 
-Where there are many buffers, the large ones are searched, and the small ones put into what they leave.
+With many buffers, only the large ones are searched, and the small ones are placed in the gaps.
 
-Source: Moffitt, "MiniMalloc", ASPLOS 2023 (orders by turns). Orders changed by chance, rungs, small ones: inferred.
+Source: Moffitt, "MiniMalloc", ASPLOS 2023 (alternating orders). Inferred: randomized orders, trial capacities, small
+buffers last.
 """
 
 from __future__ import annotations
@@ -33,36 +34,36 @@ from elbowroom.layout.search_state import WORK, SearchState, make_search_state, 
 Array = Any
 
 LIMIT, LIMIT_PER_PAIR = 1 << 22, 1 << 8
-"""Work of a short trial: to place everything once, without a step back, takes up to 150 a pair that overlaps."""
+"""Work limit of a short run. Placing every buffer once, without backtracking, takes up to 150 per overlapping pair."""
 
 MOST = 5000
-"""Up to so many buffers are searched at once: a desk for more would take half a second and some hundred MB."""
+"""Buffers searched at once, at most: the state for more would take half a second and some hundred MB to build."""
 
 FIT_PER_BUFFER = 1500
-"""Work of placing one buffer after the other, in units of the search."""
+"""Work of greedy placement per buffer, in units of the search."""
 
 ANY = 1 << 61
-"""A capacity that is never too small."""
+"""A capacity that is always large enough."""
 
 SPREAD = 0.1
-"""How much chance, or what has clashed, changes the figures that buffers are ordered by."""
+"""Relative change of the sort keys, at random or by conflict weights."""
 
 FEW = 64
-"""Of so few buffers every other trial is one that proves: it often comes to its end."""
+"""Up to so many buffers, every other run is exhaustive: it often finishes."""
 
 MEMORY = 0.9
-"""How much of what has clashed counts in the order after the next: about ten orders are remembered."""
+"""Decay of the conflict weights per order: about ten orders are remembered."""
 
 
 @dataclasses.dataclass(slots=True, eq=False)
 class BestLayout:
-    """The best so far.
+    """The best layout so far.
 
     Attributes:
         offsets: of every buffer.
-        arena_bytes: what they take.
-        refuted_bytes: no layout takes so few or fewer.
-        work: what it took, in units of `searching`.
+        arena_bytes: its size.
+        refuted_bytes: no layout of this size or smaller exists.
+        work: work spent so far, in units of the search.
     """
 
     offsets: Array
@@ -71,7 +72,7 @@ class BestLayout:
     work: int = 0
 
     def keep(self, offsets: Array, nbytes: Array) -> None:
-        """Take other offsets if they are better."""
+        """Keep these offsets if their arena is smaller."""
         arena = int((offsets + nbytes).max(initial=0))
         if arena < self.arena_bytes:
             self.offsets, self.arena_bytes = offsets.copy(), arena
@@ -81,7 +82,7 @@ class CapacitySearch:
     """Searches one instance at many capacities.
 
     Args:
-        found: the first layout; made better in place.
+        found: the first layout; improved in place.
     """
 
     def __init__(self, instance: Instance, found: BestLayout) -> None:
@@ -92,11 +93,11 @@ class CapacitySearch:
 
     @property
     def is_done(self) -> bool:
-        """Whether the best is proven to be so."""
+        """Tell whether the best layout is proven optimal."""
         return self.found.arena_bytes <= self.found.refuted_bytes + self._grain
 
     def climb(self, most_work: int) -> None:
-        """Go on until the smallest is proven or the work is done."""
+        """Search until the best layout is proven optimal or the work limit is reached."""
         if self.is_done:
             return
         found = self.found
@@ -110,18 +111,18 @@ class CapacitySearch:
             may_jump = len(state.low) > FEW or trial % 2 == 0
             limit = min(shortest * find_luby(trial), most_work - found.work)
             self._try(state, found.refuted_bytes + grain, limit, may_jump)
-            rungs = (found.arena_bytes - found.refuted_bytes) // grain - 1
-            if rungs > 1:
-                step = min(step, rungs - 1)
+            untried = (found.arena_bytes - found.refuted_bytes) // grain - 1
+            if untried > 1:
+                step = min(step, untried - 1)
                 set_order(state, next(long_first), is_local=trial % 2 == 0)
                 limit = min(shortest, most_work - found.work)
                 verdict = self._try(state, found.arena_bytes - step * grain, limit, may_jump)
-                step = 2 * step if verdict == SOLVED else step // 2 or rungs // 2
+                step = 2 * step if verdict == SOLVED else step // 2 or untried // 2
             if self.is_done or found.work >= most_work:
                 return
 
     def _try(self, state: SearchState, capacity: int, limit: int, may_jump: bool) -> int:
-        """One order at one capacity; again step by step where it came to an end that proves nothing."""
+        """Search at one capacity; if the result is UNPROVEN, search again without jumps."""
         verdict = search_offsets(state, capacity, limit, may_jump)
         self.found.work += int(state.tally[WORK])
         if verdict == UNPROVEN:
@@ -135,9 +136,9 @@ class CapacitySearch:
 
 
 def list_orders(instance: Instance, state: SearchState) -> Iterator[Array]:
-    """Orders to search in where there is no room to spare, without end: what has clashed comes first in the end.
+    """Generate orders for tight capacities, without end. Later orders favour buffers that were often in conflict.
 
-    Clashes are those of the searches on the desk since the order before, and count the less the longer they are past.
+    Conflicts are counted in `state` since the previous order, and decay by `MEMORY` per order.
     """
     areas = find_areas(instance)
     durations = find_durations(instance)
@@ -151,15 +152,15 @@ def list_orders(instance: Instance, state: SearchState) -> Iterator[Array]:
         clashes = state.blocks["clashes"]
         weights = weights * MEMORY + clashes / max(clashes.sum(), 1)
         clashes[:] = 0
-        changed = (durations, areas, lengths, nbytes)[trial % 4] * _shake(chance, len(weights), SPREAD)
+        changed = (durations, areas, lengths, nbytes)[trial % 4] * _perturb(chance, len(weights), SPREAD)
         if trial % 4 < 2:
-            yield order_by(instance, weights * _shake(chance, len(weights), 1), pressures, changed)
+            yield order_by(instance, weights * _perturb(chance, len(weights), 1), pressures, changed)
         else:
             yield order_by(instance, pressures * (1 + SPREAD * weights / max(weights.mean(), 1e-12)), changed)
 
 
 def list_long_first(instance: Instance) -> Iterator[Array]:
-    """Orders where there is room to spare: what is there for long comes first, since the rest fits anywhere."""
+    """Generate orders for loose capacities: long-lived buffers first, since the others fit anywhere."""
     areas = find_areas(instance)
     durations = find_durations(instance)
     pressures = find_pressures(instance)
@@ -168,18 +169,18 @@ def list_long_first(instance: Instance) -> Iterator[Array]:
         for keys in ((durations, areas), (instance.lengths, pressures)):
             for changed in (0, 1):
                 figures = list(keys)
-                figures[changed] = keys[changed] * _shake(chance, len(areas), spread)
+                figures[changed] = keys[changed] * _perturb(chance, len(areas), spread)
                 yield order_by(instance, *figures)
         spread = SPREAD
 
 
-def _shake(chance: np.random.Generator, count: int, spread: float) -> Array:
-    """Factors around 1."""
+def _perturb(chance: np.random.Generator, count: int, spread: float) -> Array:
+    """Return random factors around 1."""
     return 1 + spread * (chance.random(count) - 0.5)
 
 
 def find_luby(trial: int) -> int:
-    """1, 1, 2, 1, 1, 2, 4, 1, ...: how much longer than the shortest the trials of a search are best.
+    """Return an element of the Luby sequence 1, 1, 2, 1, 1, 2, 4, 1, ...: run lengths of a restarted search.
 
     Source: Luby, Sinclair, Zuckerman, "Optimal Speedup of Las Vegas Algorithms", 1993.
     """
@@ -191,7 +192,7 @@ def find_luby(trial: int) -> int:
 
 
 def search_large(instance: Instance, found: BestLayout, most_work: int) -> None:
-    """Search the large buffers, fewer of them from time to time, and put the small ones into what they leave."""
+    """Search the largest `MOST`, `MOST` / 2 and `MOST` / 4 buffers, and place the others in the gaps."""
     by_size = order_by(instance, instance.nbytes)
     for count in (MOST, MOST // 2, MOST // 4):
         large, before = by_size[:count], np.full(count, -1)
@@ -200,7 +201,7 @@ def search_large(instance: Instance, found: BestLayout, most_work: int) -> None:
         limit = LIMIT + count * count + LIMIT_PER_PAIR * len(state.near)
         for trial, order in enumerate(itertools.islice(list_orders(part, state), 4)):
             set_order(state, order, is_local=trial % 2 == 1)
-            for capacity in (ANY, instance.bound_bytes):  # as it comes, and as if it had to
+            for capacity in (ANY, instance.bound_bytes):  # unconstrained, then as tight as possible
                 if found.arena_bytes <= instance.bound_bytes or found.work >= most_work:
                     return
                 verdict = search_offsets(state, capacity, min(most_work - found.work, limit), True)
@@ -214,7 +215,7 @@ def search_large(instance: Instance, found: BestLayout, most_work: int) -> None:
 
 
 def find_grain(instance: Instance) -> int:
-    """The smallest arena is a multiple of this: what lies upon each other adds up."""
+    """Return a number that divides the smallest arena: offsets are sums of sizes, rounded up to alignments."""
     if (instance.pinned >= 0).any():
         return 1
     return math.gcd(*map(int, np.unique(instance.nbytes)), *map(int, np.unique(instance.alignment))) or 1

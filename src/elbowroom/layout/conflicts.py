@@ -1,12 +1,13 @@
-"""Which decisions of a search are to blame: sets of frames, a bit each, from raises that are written down.
+"""Conflict analysis: find the decisions that a failure follows from, as a bit set of frames.
 
-    a block is raised    because of
-    by a decision        that decision: the block overlaps what was placed, and could not lie below it
-    by a lift            why it does not lie lower, and why all that it could lie on do not
-    with its equal       why that one is not lower
+    a lower bound was raised    because of
+    by a decision               that decision: the block overlaps the placed one, and cannot lie below it
+    by a refuted decision       the conflict that refuted it, and why neither it nor any block it could rest on is lower
+    with an equal block         the reasons of that block
 
-A frame that is not open follows from others, which stand in its place. So a set names decisions and nothing else. Where
-offsets are aligned a set may lack one; so going back by it finds layouts, and proves nothing.
+A frame that is no longer open is replaced by the decisions that it follows from, so a conflict set contains open
+decisions only. With aligned offsets a set may lack a decision; therefore a search that backjumps finds layouts but
+proves nothing.
 """
 
 from __future__ import annotations
@@ -23,14 +24,14 @@ Array = Any
 
 @internal
 def forget(state: SearchState) -> None:
-    """Nothing clashes."""
+    """Clear the conflict set."""
     for word in range(len(state.clash)):
         state.clash[word] = 0
 
 
 @internal
 def blame_all(state: SearchState, top: int) -> None:
-    """Every decision has to do with the clash."""
+    """Put every open decision into the conflict set."""
     forget(state)
     for frame in range(top):
         if state.frames[frame].is_open:
@@ -39,7 +40,7 @@ def blame_all(state: SearchState, top: int) -> None:
 
 @internal
 def find_last(state: SearchState, top: int) -> int:
-    """The last decision that has to do with the clash; -1 for none."""
+    """Return the last decision in the conflict set; -1 if it is empty."""
     for word in range(top >> 6, -1, -1):
         if state.clash[word]:
             for bit in range(63, -1, -1):
@@ -50,7 +51,7 @@ def find_last(state: SearchState, top: int) -> int:
 
 @internal
 def justify(state: SearchState, frame: int, block: int) -> None:
-    """Close a frame: write down why its block, which is not at its lowest offset, can only lie on one that is left."""
+    """Close a refuted frame: record why its block must lie above its lowest offset, on a block not placed yet."""
     reasons = state.reasons[frame]
     this = state.blocks[block]
     low = state.low
@@ -75,7 +76,7 @@ def justify(state: SearchState, frame: int, block: int) -> None:
 
 @internal
 def explain(state: SearchState, section: int, lowest: int, capacity: int) -> None:
-    """Why a section has no room, by as few and as early decisions as will do: the fewer, the farther back."""
+    """Set the conflict set to why a section overflows: as few and as early decisions as possible, for longer jumps."""
     forget(state)
     state.tally[CLASHES] += 1
     members = state.members
@@ -85,7 +86,7 @@ def explain(state: SearchState, section: int, lowest: int, capacity: int) -> Non
     excess = least - capacity
     for index in range(lowest, end):
         excess += nbytes[members[index]]
-    while True:  # leave out what was raised last and is not needed
+    while True:  # leave out the block raised last that is not needed for the overflow
         spare, last = -1, -1
         for index in range(lowest, end):
             block = members[index]
@@ -106,13 +107,13 @@ def explain(state: SearchState, section: int, lowest: int, capacity: int) -> Non
 
 @internal
 def add_cause(state: SearchState, block: int, least: int, reasons: Array) -> None:
-    """Add why a block is at `least` or above."""
+    """Add to `reasons` why a block lies at `least` or above."""
     raised = state.blocks[block].raised
     while True:
         while raised >= 0 and state.raises[raised].low >= least:
             raised = state.raises[raised].before
         if raised < 0:
-            return  # it begins there
+            return  # its initial lower bound
         frame = state.raises[raised].frame
         if frame < 0:
             block = state.blocks[block].under

@@ -1,4 +1,4 @@
-"""Offsets for the copies of a step, in each of the tiers below the device."""
+"""Assign offsets to the copies of a step, in each tier below the device."""
 
 from __future__ import annotations
 
@@ -14,28 +14,28 @@ from elbowroom.layout.instance import finish, make_instance
 from elbowroom.layout.lay_out import DEFAULT, lay_out
 
 QUICK = ("first_fit", "greedy_by_size", "greedy_by_area", "best_fit")
-"""Tried before any search."""
+"""Allocators to try before a search."""
 
 ENOUGH = 1.005
-"""So near the bound, nothing better is looked for: to prove an optimum takes longer than it is worth here."""
+"""A layout within this factor of the bound is good enough: proving the optimum is not worth the time here."""
 
 MOST_WORK = 200_000_000
-"""Of a search, in units of 3 nanoseconds, more or less."""
+"""Work limit of the search: about a second."""
 
 MOST_SEARCHED = 2000
-"""Of more copies, what the default allocator finds has to do."""
+"""With more copies, the default allocator is used instead of the search."""
 
 NOTHING = Layout(offsets=(), arena_bytes=0, bound_bytes=0, is_optimal=True)
 
 
 def lay_out_copies(copy_slots: Sequence[CopySlot], end: int) -> Placement:
-    """Offsets for copies, whatever those that they have.
+    """Assign offsets to copies, ignoring those that they have.
 
     Args:
-        end: one past the last tick of the step. What is there until then may live on into the next step, nobody knows
-            how long: no other copy gets a place that it could be found in.
+        end: one past the last tick of the step. A copy that lives until then may live on into the next step for an
+            unknown time, so no other copy shares its bytes.
 
-    Cost: quadratic in the number of copies; about a second besides where no order of them is good enough.
+    Cost: quadratic in the number of copies, plus about a second where no greedy layout is good enough.
     """
     ordered = tuple(
         sorted(
@@ -59,7 +59,7 @@ def lay_out_copies(copy_slots: Sequence[CopySlot], end: int) -> Placement:
 
 
 def make_buffer(index: int, copy_slot: CopySlot, end: int) -> Buffer:
-    """A copy as what wants an offset."""
+    """Return the buffer of a copy; a copy that outlives the step is live from tick 0."""
     return Buffer(
         id=index,
         lower=copy_slot.begin if copy_slot.end < end else 0,
@@ -70,7 +70,7 @@ def make_buffer(index: int, copy_slot: CopySlot, end: int) -> Buffer:
 
 
 def _lay_out(buffers: Sequence[Buffer]) -> Layout:
-    """A layout that is good enough, by the first allocator that finds one; by a search, if none does."""
+    """Return the first layout that is good enough; search if no allocator in `QUICK` finds one."""
     if not buffers:
         return NOTHING
     found = []
@@ -82,13 +82,13 @@ def _lay_out(buffers: Sequence[Buffer]) -> Layout:
 
 
 def _search(buffers: Sequence[Buffer], layout: Layout) -> Layout:
-    """A layout that is good enough, if the search finds one; the best that it finds otherwise."""
-    from elbowroom.layout.capacity_search import BestLayout, CapacitySearch  # a compiler comes with it
+    """Search for a layout that is good enough; return the best one found."""
+    from elbowroom.layout.capacity_search import BestLayout, CapacitySearch  # deferred: imports numba
 
     if len(buffers) > MOST_SEARCHED:
         return min(layout, lay_out(buffers, DEFAULT), key=lambda each: each.arena_bytes)
     instance = make_instance(buffers)
-    # As if it were known that nothing better than enough can be had: the search ends where it has found that.
+    # Pretend that anything smaller than good enough is refuted, so that the search stops there.
     found = BestLayout(np.asarray(layout.offsets), layout.arena_bytes, int(ENOUGH * layout.bound_bytes))
     CapacitySearch(instance, found).climb(MOST_WORK)
     layout = finish(instance, found.offsets)

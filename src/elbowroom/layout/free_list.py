@@ -1,4 +1,4 @@
-"""Offsets handed out and taken back one at a time: the one that was planned, else first fit over the free stretches."""
+"""Allocate and free offsets one at a time: at a given offset, or first fit over the free ranges."""
 
 from __future__ import annotations
 
@@ -6,33 +6,33 @@ import bisect
 from collections.abc import Iterable
 
 ALIGNMENT_BYTES = 512
-"""Of blocks in the tiers below the device."""
+"""Alignment of blocks in the tiers below the device."""
 
 
 class FreeList:
-    """An arena that grows as far as it is let.
+    """An arena that grows up to its capacity.
 
     Args:
         capacity_bytes: offsets stay below this; None for no limit.
         alignment_bytes: every block begins at a multiple of this.
 
     Attributes:
-        end_bytes: one past the highest byte handed out since `forget_end`.
+        end_bytes: one past the highest byte allocated since `forget_end`.
     """
 
     def __init__(self, capacity_bytes: int | None = None, alignment_bytes: int = ALIGNMENT_BYTES) -> None:
         self._capacity, self._alignment = capacity_bytes, alignment_bytes
-        self._offsets: list[int] = []  # of the free stretches below `end_bytes`, sorted, never adjacent
+        self._offsets: list[int] = []  # of the free ranges below `end_bytes`, sorted, never adjacent
         self._sizes: list[int] = []
         self.end_bytes = 0
 
     def take(self, nbytes: int, least_offset: int = 0) -> int | None:
-        """The lowest offset where `nbytes` fit, now taken; None if there is none.
+        """Allocate `nbytes` at the lowest offset where they fit, and return it; None if they do not fit.
 
         Args:
-            least_offset: none below this one; a multiple of the alignment.
+            least_offset: lower bound on the offset; a multiple of the alignment.
 
-        Cost: linear in the number of free stretches.
+        Cost: linear in the number of free ranges.
         """
         nbytes = self._round(nbytes)
         for index, size in enumerate(self._sizes):
@@ -40,7 +40,7 @@ class FreeList:
             if self._offsets[index] + size - offset >= nbytes:
                 self._cut(index, offset, nbytes)
                 return offset
-        # Nothing fits: grow, from the last free stretch if it ends at the end.
+        # Nothing fits: grow, starting in the last free range if that ends at `end_bytes`.
         offset = self.end_bytes
         if self._offsets and self._offsets[-1] + self._sizes[-1] == self.end_bytes:
             offset = self._offsets[-1]
@@ -48,7 +48,7 @@ class FreeList:
         return offset if self._grow(offset, nbytes) else None
 
     def take_at(self, offset: int, nbytes: int) -> bool:
-        """Take `nbytes` at an offset, a multiple of the alignment. False, and nothing is taken, if not all are free."""
+        """Allocate `nbytes` at an aligned offset. Return False, without effect, unless all of them are free."""
         nbytes = self._round(nbytes)
         index = bisect.bisect_right(self._offsets, offset) - 1
         end = self._offsets[index] + self._sizes[index] if index >= 0 else 0
@@ -58,7 +58,7 @@ class FreeList:
         return (offset >= self.end_bytes or end == self.end_bytes > offset) and self._grow(offset, nbytes)
 
     def _grow(self, offset: int, nbytes: int) -> bool:
-        """Take a block that reaches beyond `end_bytes`, if the capacity allows it."""
+        """Allocate a block that extends beyond `end_bytes`, if the capacity allows it."""
         end = offset + nbytes
         if self._capacity is not None and end > self._capacity:
             return False
@@ -68,14 +68,14 @@ class FreeList:
         return True
 
     def _cut(self, index: int, offset: int, nbytes: int) -> None:
-        """Take a block out of a free stretch."""
+        """Remove a block from a free range."""
         begin, end = self._offsets[index], self._offsets[index] + self._sizes[index]
         left = [(low, high - low) for low, high in ((begin, offset), (offset + nbytes, end)) if low < high]
         self._offsets[index : index + 1] = [low for low, _ in left]
         self._sizes[index : index + 1] = [size for _, size in left]
 
     def give(self, offset: int, nbytes: int) -> None:
-        """Take a block back."""
+        """Free a block."""
         nbytes = self._round(nbytes)
         index = bisect.bisect_left(self._offsets, offset)
         if index < len(self._offsets) and offset + nbytes == self._offsets[index]:
@@ -89,7 +89,7 @@ class FreeList:
             del self._offsets[index], self._sizes[index]
 
     def restore(self, taken: Iterable[tuple[int, int]]) -> None:
-        """Begin anew with what is known to be taken, offset and bytes each: an exception has ended a change halfway."""
+        """Rebuild from the allocated (offset, bytes) blocks, after an exception interrupted a change."""
         self._offsets = []
         self._sizes = []
         self.end_bytes = 0
@@ -97,7 +97,7 @@ class FreeList:
             self.take_at(offset, nbytes)
 
     def forget_end(self) -> int:
-        """The most that `end_bytes` was since this was asked last; from now on it is what is taken that counts."""
+        """Return `end_bytes` and reset it to the end of the highest allocated block."""
         most = self.end_bytes
         if self._offsets and self._offsets[-1] + self._sizes[-1] == self.end_bytes:
             self.end_bytes = self._offsets.pop()
@@ -106,14 +106,14 @@ class FreeList:
 
     @property
     def free_bytes(self) -> int | None:
-        """Bytes not handed out; None without a capacity."""
+        """Bytes that are not allocated; None without a capacity."""
         if self._capacity is None:
             return None
         return self._capacity - self.end_bytes + sum(self._sizes)
 
     @property
     def is_empty(self) -> bool:
-        """Whether everything has been given back."""
+        """Tell whether nothing is allocated."""
         return sum(self._sizes) == self.end_bytes
 
     def _round(self, nbytes: int) -> int:

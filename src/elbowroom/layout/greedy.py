@@ -1,15 +1,15 @@
-"""Buffers placed one after the other, each where the earlier ones leave room: first fit and best fit, in machine code.
+"""Greedy placement, compiled: place buffers in order, each in a gap between the earlier ones (first fit or best fit).
 
-      [         every section          ]     A tree over the sections of time, 16 children a node. A buffer (#) fills
-      [ ]  [ ]  [#]  [#]  [#]  [ ]  [ ]      some children and reaches into one or two more, where the same is asked
-              #/            |#               again. Of each child the tree knows which addresses are taken in all of
-           [ ][#]          [#][#][ ]         it by what fills it and not its parent; and, of 1, 2, 4, ... children
-              <-- lifetime -->               side by side, which are taken in any of them.
+      [         every section          ]     A segment tree over the sections of time, 16 children per node. A buffer
+      [ ]  [ ]  [#]  [#]  [#]  [ ]  [ ]      (#) covers some children entirely and one or two in part, where it
+              #/            |#               recurses. Two kinds of unions of addresses are kept: per child, the
+           [ ][#]          [#][#][ ]         buffers that cover it but not its parent; and per aligned group of 1, 2,
+              <-- lifetime -->               4, ... children, the buffers that overlap any of them.
 
-What is in the way of a buffer are the second of what it fills, and the first of what it reaches into. Addresses that
-touch are one stretch: where buffers are piled up without gaps, a pile of thousands is looked at as a whole.
+A buffer conflicts with the second kind for the children that it covers, and with the first kind for those that it
+covers in part. Adjacent address ranges are merged, so a stack of thousands of buffers without gaps is one range.
 
-Source: segment tree, Bentley 1977. Unions of addresses in it: inferred.
+Source: segment tree, Bentley 1977. Unions of addresses per node: inferred.
 """
 
 from __future__ import annotations
@@ -26,32 +26,32 @@ Array = Any
 AT = 0
 COUNT = 1
 ROOM = 2
-"""Of a union of addresses: where its stretches begin in the shared array, how many there are, and places for more."""
+"""Columns of a union of addresses: index of its first range in the shared array, number of ranges, capacity."""
 
 LOW, HIGH = 0, 1
 
 NOWHERE = 1 << 62
 
 WIDE = 16
-"""Children of a node: with more, long buffers enter more unions; with fewer, piles fall into more of them. From 4 to 16
-the time is the same, within what two runs differ by; with 64 it is twice that."""
+"""Children per node: with more, long buffers enter more unions; with fewer, a query reads more of them. The time is
+equal from 4 to 16, within noise; with 64 it doubles."""
 
 
 def fit_in_order(instance: Instance, order: Array, *, best: bool = False, fixed: Array | None = None) -> Array:
-    """Offsets of buffers that are placed in this order.
+    """Place buffers in this order and return their offsets.
 
     Args:
-        order: all that are not fixed.
-        best: into the smallest gap that has room; otherwise into the lowest one.
-        fixed: offsets that are given, -1 elsewhere; those that are pinned if None.
+        order: all buffers that are not fixed.
+        best: best fit (smallest gap); otherwise first fit (lowest gap).
+        fixed: given offsets, -1 elsewhere; the pinned offsets if None.
 
-    Cost: some microseconds a buffer, and some nanoseconds for each gap below it that is too small.
+    Cost: some microseconds per buffer, plus some nanoseconds for each lower gap that is too small.
     """
     offsets = (instance.pinned if fixed is None else fixed).copy()
     order = np.concatenate([np.flatnonzero(offsets >= 0), order[offsets[order] < 0]])
     lives = np.stack([instance.first, instance.last, instance.wrap], axis=1)
     sizes = np.stack([instance.nbytes, instance.alignment], axis=1)
-    levels: list[tuple[int, int]] = []  # sections of a child, and the first union of the level; the widest first
+    levels: list[tuple[int, int]] = []  # sections per child and index of the first union, by level from the root
     unit, unions = 1, 0
     while not levels or unit < instance.sections:
         levels.insert(0, (unit, unions))
@@ -65,7 +65,7 @@ def fit_in_order(instance: Instance, order: Array, *, best: bool = False, fixed:
 def _fit_all(
     order: Array, lives: Array, sizes: Array, best: bool, levels: Array, unions: Array, offsets: Array
 ) -> None:
-    """Place what is in `order`; what has an offset is only put down."""
+    """Place the buffers in `order`; those that have an offset are only entered."""
     parts, used = np.empty((1024, 2), np.int64), 0
     listed = np.empty(4 * levels.shape[0] * 3 * WIDE, np.int64)
     todo = np.empty((2 * levels.shape[0] + 2, 3), np.int64)
@@ -99,9 +99,9 @@ def _fit_all(
 
 @internal
 def _list_unions(first: int, last: int, is_new: bool, levels: Array, todo: Array, listed: Array, end: int) -> int:
-    """The unions that a buffer of the sections [first, last) enters, or those that are in its way; their end.
+    """List the unions that a buffer over sections [first, last) enters (`is_new`) or conflicts with; return the end.
 
-    Of a node with 16 children, unions 1 to 31 are a binary heap over them, and 32 to 47 are what fills each.
+    Of a node's 48 unions, 1 to 31 are a binary heap over its 16 children, and 32 to 47 hold the buffers that cover one.
     """
     todo[0, 0] = 0
     todo[0, 1] = first
@@ -141,7 +141,7 @@ def _list_unions(first: int, last: int, is_new: bool, levels: Array, todo: Array
                     end += 1
                 low >>= 1
                 high >>= 1
-        for side in range(2):  # what it reaches into at its beginning, and, if that is another child, at its end
+        for side in range(2):  # the child covered in part at its beginning, and, if another, at its end
             child = outer if side == 0 else floor
             if outer < inner if side == 0 else floor < ceiling and not (outer < inner and outer == floor):
                 todo[left, 0] = level + 1
@@ -156,7 +156,7 @@ def _list_unions(first: int, last: int, is_new: bool, levels: Array, todo: Array
 
 @internal
 def _find_gap(parts: Array, ways: Array, count: int, nbytes: int, alignment: int, best: bool) -> int:
-    """The offset of the first gap that all unions leave, or of the smallest; above everything if there is none."""
+    """Return the offset of the first (`best`: smallest) gap in all unions; above everything if there is none."""
     top = np.int64(0)
     found = np.int64(-1)
     smallest = np.int64(NOWHERE)
@@ -164,7 +164,7 @@ def _find_gap(parts: Array, ways: Array, count: int, nbytes: int, alignment: int
         begin = np.int64(NOWHERE)
         index = 0
         agreed = 0
-        while agreed < count:  # up to where nothing is taken, all around
+        while agreed < count:  # raise `top` until it is free in all unions
             place, end = ways[index, 0], ways[index, 1]
             while place < end and parts[place, HIGH] <= top:
                 place += 1
@@ -190,7 +190,7 @@ def _find_gap(parts: Array, ways: Array, count: int, nbytes: int, alignment: int
 
 @internal
 def _move(unions: Array, union: int, parts: Array, used: int) -> tuple[Array, int]:
-    """Give a union twice the room, at the end of what is used; returns the array, a longer one if need be."""
+    """Double a union's capacity by moving it to the end of the array; return the array, reallocated if necessary."""
     at, count = unions[union, AT], unions[union, COUNT]
     room = max(4, 2 * count)
     if used + room > len(parts):
@@ -206,10 +206,10 @@ def _move(unions: Array, union: int, parts: Array, used: int) -> tuple[Array, in
 
 @internal
 def _add(unions: Array, union: int, parts: Array, low: int, high: int) -> None:
-    """Put the addresses [low, high) into a union; what touches becomes one."""
+    """Add the addresses [low, high) to a union, and merge adjacent ranges."""
     at, count = unions[union, AT], unions[union, COUNT]
     left, right = at, at + count
-    while left < right:  # the first that does not end below
+    while left < right:  # the first range that does not end below `low`
         middle = (left + right) // 2
         if parts[middle, HIGH] < low:
             left = middle + 1

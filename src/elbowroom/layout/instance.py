@@ -1,7 +1,7 @@
-"""Buffers as columns: what every allocator works on, whether in Python or in machine code.
+"""Buffers as columns: the input of every allocator, compiled or not.
 
-Time is cut into sections: a new one begins where a buffer has ended and another begins. Within a section nothing is
-parted in time, so all buffers of a section need room side by side; and the bytes of the fullest section are the bound.
+Time is divided into sections: a new section starts where a buffer begins after another has ended. All buffers of a
+section overlap in time, so they need disjoint addresses, and the bytes of the fullest section are a lower bound.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ class Instance:
     """Buffers as columns, in their order.
 
     Attributes:
-        buffers: what they were made of.
-        first, last, wrap: the sections of each, [first, last) and [0, wrap).
-        nbytes, alignment: of each.
-        pinned: the offset of each; -1 for anywhere.
-        sections: how many there are.
-        loads: bytes that are there in each section.
-        bound_bytes: no layout takes less.
+        buffers: the buffers themselves.
+        first, last, wrap: sections of each buffer, [first, last) and [0, wrap).
+        nbytes, alignment: of each buffer.
+        pinned: required offset of each buffer; -1 for any.
+        sections: number of sections.
+        loads: live bytes in each section.
+        bound_bytes: lower bound on the arena of any layout.
     """
 
     buffers: tuple[Buffer, ...]
@@ -46,15 +46,15 @@ class Instance:
 
     @property
     def lengths(self) -> Array:
-        """How many sections each buffer is there in."""
+        """Number of sections that each buffer is live in."""
         return self.last - self.first + self.wrap
 
 
 def make_instance(buffers: Sequence[Buffer], capacity_bytes: int | None = None) -> Instance:
-    """Buffers as columns.
+    """Convert buffers to columns.
 
     Raises:
-        TraceError: they are not what `check_buffers` lets pass.
+        TraceError: `check_buffers` rejects them.
         ArenaTooSmall: the capacity is below the bound.
     """
     check_buffers(buffers)
@@ -76,17 +76,17 @@ def make_instance(buffers: Sequence[Buffer], capacity_bytes: int | None = None) 
 
 
 def cut_sections(lower: Array, upper: Array) -> tuple[Array, Array, Array, int]:
-    """The sections [first, last) and [0, wrap) of lifetimes, and how many there are."""
+    """Return the sections [first, last) and [0, wrap) of each lifetime, and the number of sections."""
     count = len(lower)
     if not count:
         empty = np.zeros(0, np.int64)
         return empty, empty, empty, 0
     times = np.concatenate([upper, lower])
     begins = np.repeat([False, True], count)
-    order = np.lexsort((begins, times))  # at one time, what ends comes first
+    order = np.lexsort((begins, times))  # at equal times, ends come first
     begin = begins[order]
     wraps = upper < lower
-    # A section is over at an end that comes after a beginning, or, where buffers wrap, at the very first end.
+    # A section closes at an end that follows a beginning, or, where buffers wrap, at the very first end.
     before = np.concatenate([[bool(wraps.any())], begin[:-1]])
     done = np.cumsum(~begin & before)
     place = np.empty(2 * count, np.int64)
@@ -102,7 +102,7 @@ def cut_sections(lower: Array, upper: Array) -> tuple[Array, Array, Array, int]:
 
 
 def sum_loads(first: Array, last: Array, wrap: Array, nbytes: Array, sections: int) -> Array:
-    """Bytes that are there in each section."""
+    """Return the live bytes in each section."""
     change = np.zeros(sections + 1, np.int64)
     np.add.at(change, first, nbytes)
     np.add.at(change, last, -nbytes)
@@ -114,7 +114,7 @@ def sum_loads(first: Array, last: Array, wrap: Array, nbytes: Array, sections: i
 def _find_bound(
     first: Array, last: Array, wrap: Array, nbytes: Array, alignment: Array, pinned: Array, loads: Array
 ) -> int:
-    """The fullest section; with what rounding up costs all of its buffers but the highest."""
+    """Return the load of the fullest section, with the alignment padding of all its buffers but the topmost."""
     if not len(loads):
         return 0
     bound = max(int(loads.max()), int((pinned + nbytes)[pinned >= 0].max(initial=0)))
@@ -125,7 +125,7 @@ def _find_bound(
 
 
 def find_fullest(instance: Instance, most: int = 5) -> tuple[tuple[str, int], ...]:
-    """Name and bytes of the buffers of the fullest section, the largest first."""
+    """Return name and bytes of the largest buffers of the fullest section, largest first."""
     section = int(np.argmax(instance.loads))
     inside = ((instance.first <= section) & (section < instance.last)) | (section < instance.wrap)
     found = [instance.buffers[index] for index in np.flatnonzero(inside)]
@@ -136,7 +136,7 @@ def find_fullest(instance: Instance, most: int = 5) -> tuple[tuple[str, int], ..
 def finish(
     instance: Instance, offsets: Array, capacity_bytes: int | None = None, *, is_optimal: bool = False
 ) -> Layout:
-    """The layout with these offsets.
+    """Return the layout with these offsets.
 
     Raises:
         ArenaTooSmall: it does not fit the capacity.
@@ -153,6 +153,6 @@ def finish(
 
 
 def select(instance: Instance, chosen: Array) -> Instance:
-    """Some of the buffers, in the order in which they are named, as an instance of their own."""
+    """Return an instance of the chosen buffers, in the order of `chosen`."""
     buffers = tuple(instance.buffers[index] for index in chosen)
     return make_instance(buffers)

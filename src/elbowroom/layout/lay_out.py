@@ -1,4 +1,4 @@
-"""The verb `lay_out`: an allocator by its name, and a judge of what it returns."""
+"""`lay_out`: run an allocator by name, and check its layout."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ from elbowroom.progress import announcing
 DEFAULT = "auto"
 
 MOST_JUDGED = 3000
-"""Up to so many buffers every pair is looked at, which takes some seconds."""
+"""Up to so many buffers, every pair of the layout is checked for overlap, which takes some seconds."""
 
 
 def list_allocators() -> tuple[str, ...]:
-    """The names that `lay_out` takes."""
+    """Return the names that `lay_out` accepts."""
     return _family.names(allocators)
 
 
 def lay_out(buffers: Sequence[Buffer], allocator: str = DEFAULT, capacity_bytes: int | None = None) -> Layout:
-    """Offsets for buffers whose lifetimes are known.
+    """Assign offsets to buffers with known lifetimes.
 
     Args:
-        capacity_bytes: what the arena may take; None for any amount.
+        capacity_bytes: limit on the size of the arena; None for no limit.
 
     Raises:
         UnknownMember: there is no such allocator.
-        TraceError: no layout can be for these buffers.
-        ArenaTooSmall: they do not fit the capacity.
-        UsageError: the allocator does not take buffers that are aligned, pinned or wrap.
+        TraceError: the buffers have no valid layout.
+        ArenaTooSmall: the layout exceeds the capacity.
+        UsageError: the allocator does not support buffers that are aligned, pinned or wrap.
     """
     with announcing("laying out buffers", f"{len(buffers):,} of them"):
         layout: Layout = _family.get(allocators, allocator, "assign")(buffers, capacity_bytes)

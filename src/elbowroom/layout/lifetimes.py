@@ -1,4 +1,4 @@
-"""The buffers of a step: every storage of a Trace, for as long as anything holds it."""
+"""The buffers of a step: every storage of a Trace, with its lifetime."""
 
 from __future__ import annotations
 
@@ -6,13 +6,14 @@ from elbowroom.ir.buffers import Buffer
 from elbowroom.ir.trace import Trace
 
 ALIGNMENT_BYTES = 512
-"""Of blocks on a CUDA device."""
+"""Alignment of blocks on a CUDA device."""
 
 
 def list_buffers(trace: Trace, alignment_bytes: int = ALIGNMENT_BYTES) -> tuple[Buffer, ...]:
-    """One buffer a storage that has bytes, by storage id; the times are ticks.
+    """Return one buffer per nonempty storage, by storage id; times are ticks.
 
-    Each is there from the op that makes it until the program, autograd and the running backward node have let go of it.
+    A buffer lives from the op that creates the storage until the program, autograd and the running backward node have
+    all released it.
     """
     ends = [storage.released for storage in trace.storages]
     for save in trace.saves:

@@ -1,4 +1,4 @@
-"""In which order buffers are placed. Ties are broken by what lives earlier, and then by place."""
+"""Orders to place buffers in, and their sort keys. Ties are broken by begin of lifetime, then by index."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ Array = Any
 
 
 def order_by(instance: Instance, *keys: Array) -> Array:
-    """Buffers in an order: the largest first key first, and so on."""
+    """Sort buffers by these keys, largest first; return their indices."""
     lower = np.array([buffer.lower for buffer in instance.buffers], np.int64)
     return np.lexsort((np.arange(len(lower)), lower, *(-key for key in reversed(keys))))
 
 
 def find_durations(instance: Instance) -> Array:
-    """How long each buffer is there; what wraps, as if the iteration ended with the last time that any names."""
+    """Return the duration of each lifetime. If a buffer wraps, the iteration ends at the latest time of any buffer."""
     spans = np.array([(buffer.lower, buffer.upper) for buffer in instance.buffers], np.int64).reshape(-1, 2)
     durations = spans[:, 1] - spans[:, 0]
     return durations + (durations < 0) * spans.max(initial=0)
 
 
 def find_areas(instance: Instance) -> Array:
-    """Bytes times how long they are there, as floats: they need not fit 64 bits."""
+    """Return bytes x duration of each buffer, as floats, since they may exceed 64 bits."""
     return instance.nbytes * find_durations(instance).astype(float)
 
 
 def find_pressures(instance: Instance) -> Array:
-    """Of each buffer, the most bytes that are there while it is."""
+    """Return, for each buffer, the peak of live bytes during its lifetime."""
     pressures = np.zeros(len(instance.buffers), np.int64)
     _find_pressures(instance.first, instance.last, instance.wrap, instance.loads, pressures)
     return pressures

@@ -1,4 +1,4 @@
-"""Pools that know nothing of lifetimes, to compare layouts with: what programs get from a device without a plan."""
+"""Memory pools without knowledge of lifetimes, as baselines: what programs use without a plan."""
 
 from __future__ import annotations
 
@@ -14,28 +14,28 @@ from elbowroom.layout.caching import (
 )
 
 LARGE_BASE = 1 << 60
-"""Where the segment of the larger blocks begins, if segments grow: no two of them meet."""
+"""Base address of the expandable segment for large blocks, far from the one for small blocks."""
 
 
 class Pool(Protocol):
-    """Hands out blocks, one at a time."""
+    """Allocates and frees blocks one at a time."""
 
     reserved_bytes: int
 
     def take(self, nbytes: int) -> int:
-        """The address of a block of at least `nbytes`."""
+        """Allocate a block of at least `nbytes` and return its address."""
         ...
 
     def give(self, address: int) -> None:
-        """Take a block back."""
+        """Free a block."""
         ...
 
 
 class BestFitPool(CachingAllocator):
-    """One pool, in the way of CnMem: the smallest free block that is large enough, always split; no sizes apart.
+    """A single best-fit pool, as in CnMem: blocks are always split, and sizes are not segregated.
 
-    Where no block is large enough, the device is asked for exactly what is missing. Source: NVIDIA/cnmem, src/cnmem.cpp
-    (`findBestBlock`, `extractBlock`, `allocateBlock`), with no initial size given.
+    If no free block is large enough, the device allocates exactly the requested bytes. Source: NVIDIA/cnmem,
+    src/cnmem.cpp (`findBestBlock`, `extractBlock`, `allocateBlock`), without an initial size.
     """
 
     def is_small(self, nbytes: int) -> bool:
@@ -49,10 +49,10 @@ class BestFitPool(CachingAllocator):
 
 
 class ExpandableAllocator(CachingAllocator):
-    """PyTorch's allocator with `expandable_segments:True`: one segment for small blocks, one for others; both grow.
+    """PyTorch's allocator with `expandable_segments:True`: one growing segment for small blocks, one for large ones.
 
-    Where no block is large enough, the segment grows by pages of 2 MiB or 20 MiB; a free block at its end is part of
-    what is handed out. It takes as much as it needs, and gives nothing back.
+    If no block is large enough, the segment grows by pages of 2 MiB or 20 MiB, and a free block at its end is used
+    together with them. There is no capacity limit, and nothing is released.
     """
 
     def __init__(self) -> None:
@@ -82,10 +82,10 @@ class ExpandableAllocator(CachingAllocator):
 
 
 class PowerOfTwoPool:
-    """Blocks of powers of two, each kept for the next request of its size.
+    """Blocks of power-of-two sizes; a freed block is reused for requests of its size only.
 
     Attributes:
-        reserved_bytes: taken from the device.
+        reserved_bytes: total size of all blocks, allocated and free.
     """
 
     def __init__(self) -> None:
@@ -94,7 +94,7 @@ class PowerOfTwoPool:
         self.reserved_bytes = 0
 
     def take(self, nbytes: int) -> int:
-        """The address of a block of at least `nbytes`."""
+        """Allocate a block of at least `nbytes` and return its address."""
         size = max(1 << (nbytes - 1).bit_length(), 512)
         free = self._free.setdefault(size, [])
         if free:
@@ -105,7 +105,7 @@ class PowerOfTwoPool:
         return address
 
     def give(self, address: int) -> None:
-        """Take a block back."""
+        """Free a block."""
         self._free[self._sizes[address]].append(address)
 
 
@@ -115,4 +115,4 @@ POOLS = {
     "best_fit_pool": BestFitPool,
     "power_of_two": PowerOfTwoPool,
 }
-"""What they are called in tables."""
+"""Pools by their names in reports."""

@@ -1,5 +1,5 @@
-"""Layouts that are made in one go: each a function from an instance to offsets. Allocators have them one by one, the
-default has the best of all.
+"""Greedy layouts: functions from an instance to offsets. Some are allocators of their own; the default allocator takes
+the best of all.
 """
 
 from __future__ import annotations
@@ -18,33 +18,32 @@ Array = Any
 
 
 def place_by_size(instance: Instance) -> Array:
-    """The largest buffer first, each at the lowest offset that has room."""
+    """Place the largest buffer first, each at the lowest offset that fits."""
     return fit_in_order(instance, order_by(instance, instance.nbytes))
 
 
 def place_by_area(instance: Instance) -> Array:
-    """The buffer with the most bytes times lifetime first, each at the lowest offset that has room."""
+    """Place the largest bytes x lifetime first, each at the lowest offset that fits."""
     return fit_in_order(instance, order_by(instance, find_areas(instance)))
 
 
 def place_by_time(instance: Instance) -> Array:
-    """As they come into being, each at the lowest offset that has room."""
+    """Place buffers in order of allocation, each at the lowest offset that fits."""
     return fit_in_order(instance, order_by(instance))
 
 
 def place_in_smallest_gaps(instance: Instance) -> Array:
-    """The largest first, each into the smallest gap that has room; what crosses the iteration has a region of its own.
+    """Place the largest buffer first, each in the smallest gap that fits; buffers that wrap get a region of their own.
 
     Raises:
-        UsageError: some cross the iteration and some are pinned, which the regions have no place for.
+        UsageError: some buffers wrap and others are pinned, which the regions do not support.
     """
     crossing, inside = np.flatnonzero(instance.wrap > 0), np.flatnonzero(instance.wrap == 0)
     if not len(crossing):
         return fit_in_order(instance, order_by(instance, instance.nbytes), best=True)
     if (instance.pinned >= 0).any():
         raise UsageError(
-            "best_fit keeps two regions for buffers that cross the iteration, beside which nothing can be pinned; "
-            "choose another allocator"
+            "best_fit cannot combine pinned buffers with buffers that cross the iteration; choose another allocator"
         )
     offsets = np.zeros(len(instance.nbytes), np.int64)
     region = 0
@@ -65,11 +64,11 @@ MEMBERS: dict[str, Callable[[Instance], Array]] = {
     "first_fit": place_by_time,
     "greedy_by_area": place_by_area,
 }
-"""What allocators of these names do, and all of it what the default tries, for any number of buffers."""
+"""Greedy layouts by allocator name; the default allocator tries them all, for any number of buffers."""
 
 
 def list_others(instance: Instance) -> Iterator[Array]:
-    """Layouts in further orders, which no allocator has; each is made when it is asked for."""
+    """Generate layouts by further orders, which are not available as allocators."""
     nbytes, lengths = instance.nbytes, instance.lengths
     durations, pressures = find_durations(instance), find_pressures(instance)
     yield fit_in_order(instance, order_by(instance, pressures, durations, find_areas(instance)))

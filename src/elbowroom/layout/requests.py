@@ -1,9 +1,8 @@
-"""A stream of requests, as an allocator gets it that knows nothing of lifetimes; and pools to serve it.
+"""Buffers as a sequence of requests to a memory pool, which does not know their lifetimes.
 
-    take a, take b, give a, take c, ...      of buffers: what ends at a time goes before what begins there
+    take a, take b, give a, take c, ...      at equal times, buffers are freed before others are allocated
 
-A pool is asked for bytes and hands out addresses. What it takes from the device for a stream is compared with the arena
-of a layout of the same buffers.
+The memory that a pool reserves for the requests is compared with the arena of a layout of the same buffers.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from elbowroom.layout.pools import Pool
 
 
 def list_requests(buffers: Sequence[Buffer]) -> Iterator[tuple[bool, Buffer]]:
-    """Whether each request takes, and for which buffer; two iterations where some buffers wrap."""
+    """Generate (is allocation, buffer) for each request; two iterations where some buffers wrap."""
     events = sorted(
         event
         for place, buffer in enumerate(buffers)
@@ -33,7 +32,7 @@ def list_requests(buffers: Sequence[Buffer]) -> Iterator[tuple[bool, Buffer]]:
 
 
 def serve(buffers: Sequence[Buffer], pool: Pool) -> int:
-    """What a pool has taken from the device at the end of a stream; it gives nothing back on the way."""
+    """Serve all requests from a pool, and return the bytes that it has reserved at the end."""
     addresses: dict[int, int] = {}
     for takes, buffer in list_requests(buffers):
         if takes:

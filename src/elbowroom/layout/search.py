@@ -1,26 +1,25 @@
-"""A search for offsets below a capacity: from the bottom up, depth first, in machine code.
+"""Depth-first search for offsets below a capacity, from the bottom up, compiled.
 
-    offset                  What is placed is a pile that only grows upwards. Of the blocks that are left, `low` is the
-      |        +--+         lowest offset that is left to them. A block that is at least as low as all that overlap it
-      |  +-----+  |  x      is decided on: it lies there; or it lies higher, on one of these, and `low` is raised to
-      |  |   +--+----+      where the lowest of them can end. Every layout can be pressed down to one that is found so.
-      +--+---+-------+ time
+    offset                  Blocks are placed upwards only. `low` is a lower bound on the offset of every block not
+      |        +--+         placed yet. The search branches on a block whose `low` is minimal among all that overlap
+      |  +-----+  |  x      it: either it lies at `low`; or it lies higher, on one of those, and its `low` is raised
+      |  |   +--+----+      to the lowest end that one of them can have. Pushing every block of a layout down gives a
+      +--+---+-------+ time layout of this kind, so the search is complete.
 
-What makes it fast is what it does not look at:
+Pruning:
 
-- In a search that proves: a block whose lowest offset is above everything that is placed, since the lowest of those
-  that are left lies on the ground or on what is placed.
-- Where nothing overlaps in time, the order of decisions makes no difference, and only one is tried.
-- A section of time whose blocks cannot all lie below the capacity: those that must lie above an offset t, and t, are
-  more than it, for any t.
-- What has nothing to do with a failure: of each raise it is known which decisions it follows from, and so of each
-  failure. The last of these decisions is taken back, and all after it; the others would fail in the same way.
-- Of equal blocks, one that is earlier in the order lies lower.
+- The exhaustive search branches on supported blocks only, since the lowest block not placed yet lies on the ground or
+  on a placed block.
+- The order of decisions that do not overlap in time is irrelevant, and only one is tried.
+- A section fails if, for some offset t, the blocks that must lie above t have more bytes than the capacity minus t.
+- Conflict-directed backjumping: every raise records the decisions that it follows from, and so does every failure. The
+  search returns to the last of these decisions, since any other choice after it would fail in the same way.
+- Symmetry: of equal blocks, the earlier one in the order lies lower.
 
 Source: Moffitt, "MiniMalloc: A Lightweight Memory Allocator for Hardware-Accelerated Machine Learning", ASPLOS 2023
-(layouts that are pressed down; its bound is the one here with t the lowest offset of a section alone). The bound for
-every t is Jackson's, of scheduling one machine with release times; the way back is Prosser's, "Hybrid algorithms for
-the constraint satisfaction problem", 1993. Decisions that are local in time, and equal blocks: inferred.
+(pushing layouts down; its bound is the one here for t = the lowest offset of a section). The bound for every t is
+Jackson's, for scheduling one machine with release times; backjumping is from Prosser, "Hybrid algorithms for the
+constraint satisfaction problem", 1993. Decisions that are local in time, and equal blocks: inferred.
 """
 
 from __future__ import annotations
@@ -45,10 +44,10 @@ NOWHERE = 1 << 62
 
 @compiled
 def search_offsets(state: SearchState, capacity: int, most_work: int, may_jump: bool) -> int:
-    """Place every block below the capacity: SOLVED, with their offsets; REFUTED: it cannot be done; or STOPPED.
+    """Place every block below the capacity: SOLVED (see `state.blocks`), REFUTED (impossible) or STOPPED (work limit).
 
-    Who jumps, passing over decisions that are not to blame, and deciding on what may have nothing to lie on, finds more
-    and proves less: UNPROVEN where it comes to an end that is no proof, or to the end of what it can write down.
+    With `may_jump`, backjump over decisions outside the conflict set and also branch on unsupported blocks. This finds
+    layouts faster but is not exhaustive: UNPROVEN if no decision is left after a jump, or the trail is full.
     """
     frames, tally = state.frames, state.tally
     if not _begin(state, capacity):
@@ -89,7 +88,7 @@ def search_offsets(state: SearchState, capacity: int, most_work: int, may_jump: 
 
 @internal
 def _begin(state: SearchState, capacity: int) -> bool:
-    """Nothing is placed; whether every section has room."""
+    """Reset the state; tell whether every section can fit below the capacity."""
     blocks, low = state.blocks, state.low
     state.tally[WORK] = state.tally[JUMPS] = state.tally[CLASHES] = 0
     for block in range(len(low)):
@@ -116,9 +115,10 @@ def _begin(state: SearchState, capacity: int) -> bool:
 
 @internal
 def _choose(state: SearchState) -> int:
-    """What is decided on next, -1 if everything is placed: a block that nothing can lie below any more.
+    """Choose the block to branch on: one that no overlapping block can lie below. -1 if every block is placed.
 
-    That is the lowest of all; or the lowest of those around what has clashed last, and of those around that.
+    It is the lowest of all; or, if `is_local`, the block that was in conflict most recently, followed downwards to
+    lower overlapping blocks until none is lower.
     """
     low = state.low
     rank = state.rank
@@ -150,7 +150,7 @@ def _choose(state: SearchState) -> int:
 
 @internal
 def _choose_resting(state: SearchState) -> int:
-    """The same of a search that proves: the lowest that has something to lie on, -1 if nothing has."""
+    """Choose the lowest supported block, for the exhaustive search; -1 if there is none."""
     low, chosen = state.low, -1
     state.tally[WORK] += len(low)
     for block in range(len(low)):
@@ -161,7 +161,7 @@ def _choose_resting(state: SearchState) -> int:
 
 @internal
 def _is_left(state: SearchState) -> bool:
-    """Whether anything is not placed."""
+    """Tell whether any block is not placed."""
     is_left = False
     for block in range(len(state.low)):
         is_left |= state.low[block] >= 0
@@ -176,7 +176,7 @@ def _is_lower(state: SearchState, one: int, other: int) -> bool:
 
 @internal
 def _is_supported(state: SearchState, block: int) -> bool:
-    """Whether a block would lie on the ground, on what is placed, or where it is pinned."""
+    """Tell whether a block at `low` lies on the ground, on a placed block, or where it is pinned."""
     this, low = state.blocks[block], state.low[block]
     if low == 0 or this.pinned >= 0:
         return True
@@ -197,7 +197,7 @@ def _align(alignment: int, offset: int) -> int:
 
 @internal
 def _place(state: SearchState, block: int, frame: int, raised: int) -> int:
-    """Put a block at its lowest offset, and what overlaps it above it; returns how many raises there are."""
+    """Place a block at `low`, and raise overlapping blocks above it; return the number of raises."""
     this, low = state.blocks[block], state.low
     this.offset, this.frame = low[block], frame
     top = low[block] + state.nbytes[block]
@@ -213,7 +213,7 @@ def _place(state: SearchState, block: int, frame: int, raised: int) -> int:
 
 @internal
 def _settle(state: SearchState, block: int, frame: int, raised: int) -> int:
-    """Where a block is the lowest that has something to lie on, raise what is lower: it lies on what is not placed."""
+    """Raise blocks below the lowest supported block: they must lie on blocks that are not placed yet."""
     low, floor = state.low, state.low[block]
     for other in range(len(low)):
         if 0 <= low[other] < floor:
@@ -229,7 +229,7 @@ def _settle(state: SearchState, block: int, frame: int, raised: int) -> int:
 
 @internal
 def _exclude_lowest(state: SearchState, block: int, frame: int, raised: int) -> int:
-    """A block does not lie at its lowest offset: raise it to where it can lie on another; returns as `_place`."""
+    """Exclude `low` for a block: raise it to where it can lie on another block; return the number of raises."""
     this, lowest = state.blocks[block], NOWHERE
     state.tally[WORK] += 2 * (this.far - this.near)
     for place in range(this.near, this.far):
@@ -241,7 +241,7 @@ def _exclude_lowest(state: SearchState, block: int, frame: int, raised: int) -> 
 
 @internal
 def _tighten(state: SearchState, block: int, frame: int, least: int, raised: int) -> int:
-    """Raise a block, and with it those that are equal and lie above it."""
+    """Raise a block, and the equal blocks above it, to `least` or higher; return the number of raises."""
     low = state.low
     while block >= 0 and low[block] < least:
         this, entry = state.blocks[block], state.raises[raised]
@@ -258,7 +258,7 @@ def _tighten(state: SearchState, block: int, frame: int, least: int, raised: int
 
 @internal
 def _count(state: SearchState, block: int, change: int) -> None:
-    """One more or less that is left begins and ends in the sections that a block begins and ends in."""
+    """Add `change` to the counts of unplaced blocks that begin and end in a block's first and last sections."""
     this = state.blocks[block]
     state.starts[this.first] += change
     state.ends[this.last - 1] += change
@@ -269,7 +269,7 @@ def _count(state: SearchState, block: int, change: int) -> None:
 
 @internal
 def _take_back(state: SearchState, frame: int, top: int, raised: int) -> int:
-    """Undo what followed from a decision and those after it; returns how many raises are left."""
+    """Undo a decision and all after it; return the number of raises left."""
     for index in range(frame, top):
         if state.frames[index].is_open:
             state.low[state.frames[index].block] = state.frames[index].offset
@@ -282,7 +282,7 @@ def _take_back(state: SearchState, frame: int, top: int, raised: int) -> int:
 
 @internal
 def _has_room(state: SearchState, begin: int, end: int, capacity: int) -> bool:
-    """Whether what some raises raised has room below the capacity; if not, `clash` says why."""
+    """Tell whether the raised blocks can fit below the capacity; if not, set the conflict set `clash`."""
     first = len(state.starts)
     last = 0
     wrap = 0
@@ -296,14 +296,14 @@ def _has_room(state: SearchState, begin: int, end: int, capacity: int) -> bool:
         first, last, wrap = min(first, this.first), max(last, this.last), max(wrap, this.wrap)
     if begin == end:
         return True
-    for place in range(len(state.suspects)):  # most often it is a section that had no room a moment ago
+    for place in range(len(state.suspects)):  # recently overfull sections first: they are the likeliest
         if _is_overfull(state, state.suspects[place], place, capacity):
             return False
     for start, stop in ((first, last), (0, wrap)):
         has_start = True
         for section in range(start, stop):
             has_start |= state.starts[section] > 0
-            if has_start and state.ends[section] > 0:  # or the one before it, or the next one, has all of its blocks
+            if has_start and state.ends[section] > 0:  # else a neighbouring section has all of its blocks
                 has_start = False
                 if _is_overfull(state, section, len(state.suspects) - 1, capacity):
                     return False
@@ -312,7 +312,7 @@ def _has_room(state: SearchState, begin: int, end: int, capacity: int) -> bool:
 
 @internal
 def _is_overfull(state: SearchState, section: int, place: int, capacity: int) -> bool:
-    """Whether a section has no room: if so, it becomes the first suspect, and `clash` says why."""
+    """Tell whether a section cannot fit; if so, make it the first suspect and set the conflict set `clash`."""
     lowest = _find_overfull(state, section, capacity)
     if lowest < 0:
         return False
@@ -325,11 +325,14 @@ def _is_overfull(state: SearchState, section: int, place: int, capacity: int) ->
 
 @internal
 def _find_overfull(state: SearchState, section: int, capacity: int) -> int:
-    """The lowest of those in a section, by place in `members`, that cannot all lie above it; -1 if there is room."""
+    """Find an index in `members` from which on the section's blocks exceed the capacity; -1 if there is none.
+
+    The blocks from there on must all lie at or above the lower bound of the first of them.
+    """
     members, low = state.members, state.low
     begin, end = state.begins[section], state.begins[section + 1]
     moves = 0
-    for index in range(begin + 1, end):  # nearly sorted, as it was left the last time; what is placed comes first
+    for index in range(begin + 1, end):  # insertion sort: nearly sorted since the last call; placed blocks come first
         block, place = members[index], index
         while place > begin and low[members[place - 1]] > low[block]:
             members[place] = members[place - 1]

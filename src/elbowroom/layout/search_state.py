@@ -1,4 +1,4 @@
-"""What a search works with, laid out once, so that nothing is allocated while it runs."""
+"""The arrays of a search, allocated once, so that the compiled loops allocate nothing."""
 
 from __future__ import annotations
 
@@ -8,56 +8,57 @@ import numpy as np
 
 from elbowroom.layout.instance import Instance
 
-Array = Any  # of numpy; machine code is typed by what it is called with
+Array = Any  # of numpy; compiled code is typed by its arguments
 
 WORK = 0
 JUMPS = 1
 CLASHES = 2
-"""Fields of `SearchState.tally`: units of about 5 ns; how often decisions were passed over on the way back; how often a
-section had no room."""
+"""Indices of `SearchState.tally`: work in units of about 5 ns; number of backjumps; number of conflicts."""
 
 MOST_RAISES = 1 << 22
 
 SUSPECTS = 4
-"""Sections that are looked at first, since they had no room a moment ago: few, as each is looked at each time."""
+"""Recently overfull sections, which are checked first; few, since each is checked every time."""
 
 BLOCK = np.dtype(
     [
-        ("offset", np.int64),  # where it is, if it is placed
+        ("offset", np.int64),  # if it is placed
         ("alignment", np.int64), ("pinned", np.int64),
-        ("first", np.int64), ("last", np.int64), ("wrap", np.int64),  # its sections, [first, last) and [0, wrap)
-        ("near", np.int64), ("far", np.int64),  # what overlaps it in time, in `near`
-        ("raised", np.int64),  # the last raise of `low`, -1 for none
+        ("first", np.int64), ("last", np.int64), ("wrap", np.int64),  # sections [first, last) and [0, wrap)
+        ("near", np.int64), ("far", np.int64),  # range in `SearchState.near` of the blocks that overlap it in time
+        ("raised", np.int64),  # index of the last raise of `low`; -1 for none
         ("frame", np.int64),  # the decision by which it is placed
-        ("clashes", np.int64),  # how often it had no room
-        ("under", np.int64), ("above", np.int64),  # equal blocks, in the order in which they lie; -1 for none
+        ("clashes", np.int64),  # number of conflicts that it was part of
+        ("under", np.int64), ("above", np.int64),  # the equal blocks next below and above it; -1 for none
     ]
 )  # fmt: skip
-"""A buffer, but for what is looked at most."""
+"""A buffer, without the hottest columns, which are arrays of their own."""
 
 FRAME = np.dtype([("block", np.int64), ("offset", np.int64), ("is_open", np.int64), ("raises", np.int64)])
-"""A decision: a block lies at its lowest offset; not open any more: for known reasons it does not. `raises`: how many
-there were before it."""
+"""A decision that a block lies at its lowest offset; no longer open once that is refuted. `raises`: number of raises
+before it."""
 
 RAISE = np.dtype([("block", np.int64), ("low", np.int64), ("frame", np.int64), ("before", np.int64)])
-"""The lowest offset of a block before a decision raised it, -1 for the equal block below it; the raise before that."""
+"""A raise of a block's lower bound: its previous value `low`, the frame that caused it (-1: the equal block below it),
+and the previous raise of the block."""
 
 
 class SearchState(NamedTuple):
-    """What a search works with.
+    """The arrays of a search.
 
     Attributes:
-        low: of each block the lowest offset that is left to it; -1 where it is placed.
-        nbytes, rank: of each block; its place in the order.
-        blocks, frames, raises: see above.
-        near: of each block those that overlap it in time.
-        begins, members: of each section its blocks, [begins, next begins) of `members`, about in order of `low`.
-        starts, ends: of each section how many blocks that are left begin and end there.
-        suspects: sections that had no room last.
-        recent: of each block when it last was in a section without room: after so many clashes.
-        reasons: by frame that is not open, the decisions because of which it is not; a bit each.
-        clash: the decisions because of which something has no room; a bit each.
-        is_local: whether what has clashed last, and what lies below that, is decided on first.
+        low: lower bound on the offset of each block; -1 if it is placed.
+        nbytes, rank: size of each block, and its position in the order.
+        blocks, frames, raises: see `BLOCK`, `FRAME` and `RAISE`.
+        near: blocks that overlap each block in time.
+        begins, members: blocks of each section, [begins, next begins) of `members`, roughly sorted by `low`.
+        starts, ends: number of unplaced blocks that begin and end in each section.
+        suspects: recently overfull sections.
+        recent: number of the last conflict that each block was part of.
+        reasons: by closed frame, the decisions that it follows from, as a bit set.
+        clash: the conflict set: the decisions that the last failure follows from, as a bit set.
+        is_local: whether to branch first on blocks that were in conflict recently, and on lower blocks around them.
+        tally: see `WORK`, `JUMPS` and `CLASHES`.
     """
 
     low: Array
@@ -80,15 +81,15 @@ class SearchState(NamedTuple):
 
 
 def make_search_state(instance: Instance) -> SearchState:
-    """A desk for `search`; `set_order` says in which order.
+    """Allocate the state of a search; `set_order` sets the branching order.
 
-    Cost: quadratic in the number of buffers, in time and in memory.
+    Cost: time and memory quadratic in the number of buffers.
     """
     count = len(instance.nbytes)
     first = instance.first
     last = instance.last
     wrap = instance.wrap
-    blocks = np.zeros(count, BLOCK).view(np.recarray)  # fields are attributes without a compiler, too
+    blocks = np.zeros(count, BLOCK).view(np.recarray)  # so that fields are attributes in uncompiled code, too
     for name in ("first", "last", "wrap", "alignment", "pinned"):
         blocks[name] = getattr(instance, name)
     meets = (first[:, None] < last) & (first < last[:, None])
@@ -98,7 +99,7 @@ def make_search_state(instance: Instance) -> SearchState:
     blocks["near"] = blocks["far"] - meets.sum(axis=1)
     sections = np.arange(instance.sections)[:, None]
     inside = ((first <= sections) & (sections < last)) | (sections < wrap)
-    most = 8 * count + 128  # decisions, those that are not open any more included
+    most = 8 * count + 128  # decisions, closed ones included
     words = most // 64 + 1
     numbers = {name: np.zeros(count, np.int64) for name in ("low", "rank", "recent")}
     by_section = {name: np.zeros(instance.sections, np.int64) for name in ("starts", "ends")}
@@ -114,7 +115,7 @@ def make_search_state(instance: Instance) -> SearchState:
 
 
 def set_order(state: SearchState, order: Array, *, is_local: bool) -> None:
-    """Decide on blocks in this order from now on; see `SearchState.is_local`."""
+    """Set the branching order; see `SearchState.is_local`."""
     state.is_local[0] = is_local
     blocks = state.blocks
     state.rank[order] = np.arange(len(order))

@@ -1,6 +1,6 @@
-"""Buffers as CSV, as published benchmarks of allocation have them: `id,lower,upper,size[,offset]`.
+"""Buffers as CSV, in the format of published allocation benchmarks: `id,lower,upper,size[,offset]`.
 
-An offset in a file says where a buffer lies, as a solution does; whether it must lie there is for the caller to say.
+The offsets in a file are a solution; the caller decides whether they also are constraints.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ OPTIONAL = ("alignment", "offset")
 MOST_DIGITS = 19
 
 SHARED_BELOW = 1 << 14
-"""Equal numbers below this are one object: of three digits and a comma, each would take 32 bytes."""
+"""Equal numbers below this share one object, which saves 32 bytes per cell."""
 
 
 def read_buffers(path: str | os.PathLike[str], *, is_pinned: bool = False) -> tuple[Buffer, ...]:
-    """The buffers in a file.
+    """Read the buffers in a file.
 
     Args:
-        is_pinned: whether each must be at the offset that the file gives it; otherwise offsets are not looked at.
+        is_pinned: whether each buffer is pinned to its offset in the file; otherwise offsets are ignored.
 
     Raises:
-        UsageError: it cannot be read.
-        TraceError: it is not such a table; names the line.
+        UsageError: the file cannot be read.
+        TraceError: the file is not such a table; the message names the line.
     """
     path = pathlib.Path(path)
     rows = csv.reader(read_lines(path))
@@ -58,7 +58,7 @@ def read_buffers(path: str | os.PathLike[str], *, is_pinned: bool = False) -> tu
 def _check_ids(path: pathlib.Path, buffers: list[Buffer], lines: Sequence[int]) -> None:
     if all(first.id < second.id for first, second in itertools.pairwise(buffers)):
         return
-    in_order = sorted(buffers, key=operator.attrgetter("id"))  # a set of ids would take as much as the buffers
+    in_order = sorted(buffers, key=operator.attrgetter("id"))  # a set of ids would take as much memory as the buffers
     for first, second in itertools.pairwise(in_order):
         if first.id == second.id:
             before, here = (line for line, each in zip(lines, buffers, strict=True) if each is first or each is second)
@@ -68,8 +68,8 @@ def _check_ids(path: pathlib.Path, buffers: list[Buffer], lines: Sequence[int]) 
 def _check_header(place: str, header: list[str]) -> None:
     if not set(COLUMNS) <= set(header) <= {*COLUMNS, *OPTIONAL} or len(set(header)) < len(header):
         raise TraceError(
-            f"{place}: the columns are {','.join(header)[:200]!r}; expected {','.join(COLUMNS)}, and perhaps "
-            f"{' and '.join(OPTIONAL)}"
+            f"{place}: the columns are {','.join(header)[:200]!r}; expected {','.join(COLUMNS)}, optionally "
+            f"with {' and '.join(OPTIONAL)}"
         )
 
 
@@ -83,17 +83,17 @@ def _read_row(place: str, header: list[str], row: list[str], is_pinned: bool, sh
             continue
         if not text.removeprefix("-").isdecimal() or len(text) > MOST_DIGITS:
             found = repr(cell[:60])
-            raise TraceError(f"{place}: {name} is {found}, which is no whole number of at most {MOST_DIGITS} digits")
+            raise TraceError(f"{place}: {name} is {found}, not a whole number of at most {MOST_DIGITS} digits")
         number = int(text)
         values[name] = shared.setdefault(number, number) if 0 <= number < SHARED_BELOW else number
     alignment = values.get("alignment", 1)
     offset = values.get("offset") if is_pinned else None
     if values["size"] <= 0:
-        raise TraceError(f"{place}: size is {values['size']}; what has no bytes needs no place")
+        raise TraceError(f"{place}: size is {values['size']}; it must be positive")
     if min(values["lower"], values["upper"]) < 0 or values["lower"] == values["upper"]:
         raise TraceError(f"{place}: nothing lives from {values['lower']} to {values['upper']}; times begin at 0")
     if alignment < 1 or (offset is not None and (offset < 0 or offset % alignment)):
-        raise TraceError(f"{place}: offset {offset} is no multiple of the alignment, {alignment}")
+        raise TraceError(f"{place}: offset {offset} is not a multiple of the alignment, {alignment}")
     return Buffer(
         id=values["id"], lower=values["lower"], upper=values["upper"], nbytes=values["size"], alignment=alignment,
         offset=offset,
@@ -101,10 +101,10 @@ def _read_row(place: str, header: list[str], row: list[str], is_pinned: bool, sh
 
 
 def write_layout(path: str | os.PathLike[str], buffers: Sequence[Buffer], layout: Layout) -> None:
-    """Buffers and their offsets, as a table.
+    """Write buffers and their offsets as a table.
 
     Raises:
-        UsageError: it cannot be written.
+        UsageError: the file cannot be written.
     """
     has_alignment = any(buffer.alignment != 1 for buffer in buffers)
     try:

@@ -1,5 +1,5 @@
-"""Events in, actions out: the only code that decides at run time, as a pure machine with two drivers.
+"""Runtime decisions as a pure state machine: events in, actions out.
 
-The runtime feeds it what really happens and carries its actions out on streams; the simulator feeds it a trace on a
-virtual clock. So a forecast and a run cannot drift apart.
+It has two drivers. The runtime feeds it real events and carries out its actions on streams; the simulator feeds it a
+trace on a virtual clock. Both run the same code, so a forecast cannot diverge from a run.
 """

@@ -1,11 +1,11 @@
-"""What earlier steps teach: when what is saved at some place of a step will be needed, and how much room a step takes.
+"""Access history: predicts the next use of saved storages, and memory demand, from the previous step.
 
-    earlier step   save 0  save 1  save 2  need 2  need 1  need 0
-    this step      save 0  save 1  save 2   ^ now: 1 is needed in one event, 0 in two
+    previous step   save 0  save 1  save 2  need 2  need 1  need 0
+    this step       save 0  save 1  save 2   ^ now: 1 is needed in one event, 0 in two
 
-Steps are told apart by nothing: a save is the same as one of the step before if it comes at the same place and has as
-many bytes. Where that is wrong, what it says is worth less, and does no harm. Time is counted in saves and needs, which
-last as long in a step that is slower.
+A save matches the save of the previous step with the same index, if both have the same bytes. A wrong match makes a
+prediction less useful, never incorrect results. Time is counted in events (saves and needs), so that it does not depend
+on the speed of a step.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ from bisect import bisect_right
 from typing import Any
 
 NEVER = 1 << 60
-"""An event that does not come."""
+"""The index of an event that never happens."""
 
 
 @dataclasses.dataclass(slots=True, eq=False)
 class AccessPattern:
-    """What became of one thing that was saved.
+    """The accesses to one saved storage in a step.
 
     Attributes:
-        place: its first save was the step's so-and-so-many-th.
-        events: at which it was saved and needed, in order.
-        needs: those at which it was needed.
-        free: the event from which on nothing but autograd held it, as far as was seen.
-        own_seconds, own_bytes: to compute it from `leaves`; infinite if that cannot be done, or nobody asked.
-        leaves: places of what it is computed from.
-        learnt: how often somebody asked, in this step and those before.
+        place: index of its first save among the saves of the step.
+        events: events that save or need it, in order.
+        needs: events that need it.
+        free: first event since which only autograd holds it, as far as observed.
+        own_seconds, own_bytes: cost of computing it from `leaves`; infinite seconds if that is impossible or unknown.
+        leaves: `place` of each storage that it is computed from.
+        learnt: how often the cost was looked up, in this step and earlier ones.
     """
 
     place: int
@@ -49,15 +49,18 @@ NEVER_NEEDED_AGAIN = AccessPattern(NEVER, 0)
 
 @dataclasses.dataclass(slots=True, eq=False)
 class StepAccesses:
-    """One step.
+    """The accesses of one step. Bytes are counted as if nothing had been evicted.
 
     Attributes:
-        saves: a use for each save; the same one where a thing is saved again, and `NEVER_NEEDED_AGAIN` for all that may
-        not leave. needs: how many there were. seconds: by event, those that the step's own ops had taken by then.
-        demand_bytes: by event, most that would have been there since the event before, had nothing left. level_bytes:
-        by event, what would have been there just then, had nothing left. was_tight: whether there was ever too little
-        room. end_seconds: that had passed at the last event. is_foreseen: whether what was foreseen for it decided;
-        else a plan did.
+        saves: pattern of each save; one pattern if a storage is saved again, and `NEVER_NEEDED_AGAIN` for storages that
+            may not leave.
+        needs: number of needs.
+        seconds: by event, seconds that the step's own ops have taken.
+        demand_bytes: by event, peak bytes since the previous event.
+        level_bytes: by event, bytes at the event.
+        was_tight: whether memory was ever short.
+        end_seconds: elapsed seconds at the last event.
+        is_foreseen: whether a prefetch plan decided on evictions; else a plan did.
     """
 
     saves: list[AccessPattern] = dataclasses.field(default_factory=list)
@@ -70,20 +73,20 @@ class StepAccesses:
     is_foreseen: bool = False
 
     def find_shape(self) -> tuple[int, ...]:
-        """Bytes of all saves: what steps are told apart by."""
+        """Return the bytes of all saves, by which steps are distinguished."""
         return tuple(use.nbytes for use in self.saves)
 
 
 class AccessHistory:
-    """Remembers one step while the next one goes on.
+    """Records the accesses of a step, and keeps those of the previous step.
 
     Args:
-        is_bounded: whether there may be too little room below the device.
+        is_bounded: whether the tier below the device may run out of space.
 
     Attributes:
-        before, present: the step before, and this one.
-        tried: what was foreseen for steps of each shape, and what became of them; anything, to this class.
-        was_short: whether there has ever been too little room.
+        before, present: the previous step and the current one.
+        tried: prefetch plans tried for steps of each shape, with their outcomes; opaque to this class.
+        was_short: whether memory has ever been short.
     """
 
     def __init__(self, *, is_bounded: bool = False) -> None:
@@ -95,32 +98,32 @@ class AccessHistory:
 
     @property
     def may_rest(self) -> bool:
-        """Whether it will do if what a step makes first can be offloaded alone: there was a step before this one, and
-        never too little room."""
+        """Tell whether the first results of a step need not be recomputable, only offloadable: a step came before this
+        one, and memory has never been short."""
         return self._steps > 1 and not self.was_short and not self._is_bounded
 
     @property
     def events(self) -> int:
-        """Saves and needs of this step so far."""
+        """Number of saves and needs in this step so far."""
         return len(self.present.demand_bytes) - 1
 
     def begin(self) -> None:
-        """A step begins. One without any need teaches nothing."""
+        """Begin a step. The previous step is kept only if it had needs."""
         self._steps += 1
         if self.present.needs:
             self.before = self.present
         self.present, self._uses = StepAccesses(), {}
 
     def demand(self, nbytes: int) -> None:
-        """Since the last event there would have been so much, had nothing left."""
+        """Record bytes on the device since the last event, counted as if nothing had been evicted."""
         demand = self.present.demand_bytes
         if nbytes > demand[-1]:
             demand[-1] = nbytes
 
     def saved(self, storage: int, nbytes: int | None, seconds: float = 0.0, level_bytes: int = 0) -> AccessPattern:
-        """A storage was saved, when the step's own ops had taken so long and so much would have been there.
+        """Record a save, with the seconds that the step's own ops have taken and the bytes at the time.
 
-        Of one that may not leave (`nbytes` is None) only matters that there was a save; steps are full of them.
+        For a storage that may not leave (`nbytes` is None), only the event is recorded; most saves are of this kind.
         """
         saves = self.present.saves
         if nbytes is None:
@@ -137,7 +140,7 @@ class AccessHistory:
         return use
 
     def needed(self, storage: int, seconds: float = 0.0, level_bytes: int = 0) -> None:
-        """A storage was needed."""
+        """Record a need."""
         for use in self._uses.get(storage, ()):
             use.events.append(self.events)
             use.needs.append(self.events)
@@ -151,16 +154,16 @@ class AccessHistory:
         record.demand_bytes.append(0)
 
     def freed(self, storage: int) -> None:
-        """A storage will not be needed again; its number may stand for another one from now on."""
+        """Forget a storage that is not needed again; its id may be reused from now on."""
         self._uses.pop(storage, None)
 
     def find(self, storage: int) -> AccessPattern | None:
-        """What is known of a storage in this step."""
+        """Return the pattern of a storage in this step; None if it has not been saved."""
         uses = self._uses.get(storage)
         return uses[0] if uses else None
 
     def find_before(self, storage: int) -> AccessPattern | None:
-        """What became of it in the step before; None if that says nothing."""
+        """Return the matching pattern of the previous step; None if there is none."""
         use = self.find(storage)
         if use is None or use.place >= len(self.before.saves):
             return None
@@ -168,7 +171,7 @@ class AccessHistory:
         return found if found.nbytes == use.nbytes else None
 
     def next_use(self, storage: int) -> int | None:
-        """In how many events a storage will be needed, going by the step before; None if that says nothing."""
+        """Predict in how many events a storage is needed, from the previous step; None if that is unknown."""
         before = self.find_before(storage)
         if before is None:
             return None

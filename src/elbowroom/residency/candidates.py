@@ -1,4 +1,4 @@
-"""The storages that a policy may choose from, and samples of them."""
+"""The storages that a policy may evict, and random samples of them."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from collections.abc import Iterator, Sequence
 
 
 class Candidates:
-    """A set of storages from which samples are drawn, the same in every run.
+    """A set of storages with random sampling, reproducible between runs.
 
-    Cost: constant for each storage that is added, removed or drawn.
+    Cost: O(1) per storage added, removed or drawn.
     """
 
     def __init__(self) -> None:
@@ -41,14 +41,14 @@ class Candidates:
             self._index[last] = index
 
     def draw(self, most: int) -> Sequence[int]:
-        """Return so many storages, drawn with replacement; all of them if there are no more."""
+        """Return `most` storages, drawn with replacement; all of them if there are no more."""
         count = len(self._storages)
         if count <= most:
             return self._storages
         return [self._storages[index] for index in self.draw_numbers(count, most)]
 
     def draw_numbers(self, below: int, count: int) -> Iterator[int]:
-        """Draw so many numbers from 0 to below `below`."""
+        """Draw `count` numbers from range(`below`)."""
         for _ in range(count):
             self._random = (self._random * 25214903917 + 11) & 0xFFFFFFFFFFFF
             yield (self._random >> 16) % below

@@ -1,7 +1,7 @@
-"""Whatever may leave leaves as it is saved, and comes back on need.
+"""Offloads every storage that may leave as soon as it is saved, and reloads it on demand.
 
-The least memory any policy can reach, whatever the program does next; used while a step is being captured and after a
-step has left its trace.
+This is the lowest memory use that a policy can reach without knowledge of the program; used while a step is captured,
+and after a step has diverged from its trace.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from elbowroom.residency.machine import Intent
 
 
 class Policy:
-    """Offload at once, release at once; after a need, release again when the program moves on.
+    """Offloads and releases at once; after a need, releases again at the next event.
 
     Args:
         movable: whether a storage may leave.
@@ -32,7 +32,7 @@ class Policy:
             return ()
         intents: list[Intent] = []
         if self._used is not None and self._used != event.storage:
-            # Its copy below is clean, so this moves nothing. Autograd holds what it is still working on.
+            # Its copy below is clean, so this copies nothing. Autograd keeps what it still uses alive.
             intents.append(Release(self._used))
             self._used = None
         if not self._movable(event.storage):

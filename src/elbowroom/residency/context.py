@@ -1,4 +1,4 @@
-"""A policy's view of the step: a few primitive questions that a driver answers, and all that follows from them."""
+"""A policy's view of the step: primitive queries that a driver answers, and functions built on them."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ class RecomputePath(Protocol):
 
     Attributes:
         seconds: of the ops.
-        nbytes: most bytes that they allocate at once, with the storage itself.
-        leaves: saved storages that they start from.
+        nbytes: peak bytes that they allocate, including the storage itself.
+        leaves: saved storages that they read.
     """
 
     @property
@@ -36,7 +36,7 @@ class RecomputePath(Protocol):
 
 
 class PolicyContext(Protocol):
-    """The step so far, as a policy may ask about it. Storages by id, seconds on the driver's clock."""
+    """Queries about the current step. Storages are ids, seconds are on the driver's clock."""
 
     @property
     def budget_bytes(self) -> int:
@@ -56,7 +56,7 @@ class PolicyContext(Protocol):
         ...
 
     def take_recent_peak(self) -> int:
-        """Return the most bytes on the device, or asked for by an op, since this was last called."""
+        """Return the peak of bytes on the device, or requested by an op, since the last call."""
         ...
 
     def nbytes(self, storage: int) -> int:

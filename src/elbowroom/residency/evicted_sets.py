@@ -1,6 +1,6 @@
-"""Sets of dropped storages that touch each other, each with what computing all of it would cost.
+"""Sets of adjacent dropped storages, each with the cost of recomputing all of it.
 
-Source: M. Kirisame et al., "Dynamic Tensor Rematerialization", ICLR 2021, section 4.1: sets are joined, never split.
+Source: M. Kirisame et al., "Dynamic Tensor Rematerialization", ICLR 2021, section 4.1: sets are merged, never split.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from collections.abc import Iterable
 
 
 class EvictedSets:
-    """A union-find of dropped storages. Cost: nearly constant for each call."""
+    """A union-find of dropped storages. Cost: nearly constant per call."""
 
     def __init__(self) -> None:
         self._parents: list[int] = []
@@ -17,7 +17,7 @@ class EvictedSets:
         self._nodes: dict[int, int] = {}  # of a storage that was ever dropped
 
     def find(self, storage: int) -> int:
-        """The set of a storage that was dropped."""
+        """Return the root of the set of a dropped storage."""
         parents, node = self._parents, self._nodes[storage]
         while parents[node] != node:
             parents[node] = parents[parents[node]]
@@ -25,11 +25,11 @@ class EvictedSets:
         return node
 
     def cost(self, root: int) -> float:
-        """What computing a set costs."""
+        """Return the cost of recomputing a set."""
         return self._costs[root]
 
     def add(self, storage: int, cost: float, neighbours: Iterable[int]) -> None:
-        """A storage was dropped beside these dropped ones."""
+        """Add a dropped storage, and merge it with the sets of its dropped neighbours."""
         root = len(self._parents)
         self._parents.append(root)
         self._costs.append(cost)
@@ -42,7 +42,7 @@ class EvictedSets:
                 root = other
 
     def take(self, storage: int, cost: float) -> None:
-        """A storage is back; nothing changes where it was not dropped but let go for good, and is made again."""
+        """Subtract the cost of a storage that is back; no effect on a storage that was never dropped."""
         if storage not in self._nodes:
             return
         self._costs[self.find(storage)] -= cost

@@ -1,4 +1,4 @@
-"""The residency machine: where every saved storage is, and which actions are legal next.
+"""The residency machine: the state of every saved storage, and its legal transitions.
 
                Offload           Wait, Release
     RESIDENT ----------> LEAVING -------------> AWAY
@@ -10,7 +10,7 @@
        |----------------------------------------> DROPPED
        '<------------- Recompute -------------------'
 
-A storage that came back from the tier below still has its copy there: releasing it again costs nothing.
+A reloaded storage keeps its copy in the tier below: releasing it again costs nothing.
 """
 
 from __future__ import annotations
@@ -28,48 +28,48 @@ from elbowroom.ir.plan import Segment
 
 
 class State(enum.Enum):
-    """Where a storage is, as far as autograd's claim on it goes."""
+    """Residency of a storage with respect to autograd's claim on it."""
 
     RESIDENT = enum.auto()
     LEAVING = enum.auto()  # on the device, and being copied to the tier below
     AWAY = enum.auto()
-    ARRIVING = enum.auto()  # its room on the device is taken, its bytes are not all there
+    ARRIVING = enum.auto()  # its device memory is allocated, its bytes are being copied
     DROPPED = enum.auto()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Drop:
-    """Ask that a storage be let go without a copy; `segment` will bring it back."""
+    """Request to release a storage without a copy; `segment` recomputes it."""
 
     storage: int
     segment: int
 
 
 Intent = Offload | Release | Reload | Drop
-"""What a policy may ask for. The machine turns it into legal actions, or into none."""
+"""A request of a policy. The machine turns it into legal actions, or ignores it."""
 
 
 class Policy(Protocol):
-    """Decides what should move. Pure: it sees events and nothing else."""
+    """Decides which storages move, from events alone."""
 
     def decide(self, event: Event) -> Iterable[Intent]:
-        """What to do once `event` has been served."""
+        """Return the intents to carry out after `event`."""
         ...
 
 
 @dataclasses.dataclass(slots=True)
 class _Record:
     state: State = State.RESIDENT
-    copied: bool = False  # the tier below has, or is being given, its contents
-    segment: int = -1  # replays it, if it is dropped
+    copied: bool = False  # the tier below has its contents, or a copy is under way
+    segment: int = -1  # recomputes it, if it is dropped
 
 
 class Machine:
     """Keeps the state of every saved storage of one step.
 
     Args:
-        policy: decides what leaves and what comes back early.
-        segments: how dropped storages can be computed again; a list may grow while the step goes on.
+        policy: decides which storages leave, and which come back early.
+        segments: recompute segments of dropped storages; a list may grow during the step.
     """
 
     def __init__(self, policy: Policy, segments: Sequence[Segment] = ()) -> None:
@@ -78,28 +78,28 @@ class Machine:
         self._records: dict[int, _Record] = {}
 
     def state(self, storage: int) -> State | None:
-        """Where a storage is; None if it is not saved (any more)."""
+        """Return the state of a storage; None if it is not saved (any more)."""
         record = self._records.get(storage)
         return None if record is None else record.state
 
     def is_on_device(self, storage: int) -> bool:
-        """Whether autograd's claim on a storage keeps it on the device; so it does where nothing is known of it."""
+        """Tell whether autograd's claim on a storage keeps it on the device; True if the storage is unknown."""
         record = self._records.get(storage)
         return record is None or record.state not in (State.AWAY, State.DROPPED)
 
     def segment_of(self, storage: int) -> int | None:
-        """The segment that will bring a dropped storage back; None if it is not dropped."""
+        """Return the segment that recomputes a dropped storage; None if it is not dropped."""
         record = self._records.get(storage)
         return record.segment if record is not None and record.state is State.DROPPED else None
 
     def feed(self, event: Event) -> list[Action]:
-        """Take in one event.
+        """Process one event.
 
         Returns:
-            What the driver must do now, in this order, before it feeds the next event.
+            Actions for the driver to carry out, in this order, before it feeds the next event.
 
         Raises:
-            InternalError: a storage is needed that was never saved or is already free.
+            InternalError: a segment does not produce the dropped storage that it is recorded for.
         """
         actions: list[Action] = []
         storage = event.storage
@@ -118,20 +118,20 @@ class Machine:
         return actions
 
     def add(self, storage: int) -> None:
-        """A storage was saved, and is on the device; the policy need not be told, or knows."""
+        """Add a saved storage that is on the device, without calling the policy."""
         if storage not in self._records:
             self._records[storage] = _Record()
 
     def evict(self, storages: Iterable[int]) -> list[Action]:
-        """What it takes to have these in the tier below, wherever they are; nobody planned that.
+        """Return the actions that move these storages to the tier below, whatever their states.
 
-        What was dropped is computed while that can still be done, so that nothing depends on what comes next.
+        Dropped storages are recomputed first, while their leaves are still available.
         """
         actions: list[Action] = []
         for storage in storages:
             leaving = [storage]
             if self.segment_of(storage) is not None:
-                # What it was computed from goes again, too, or one after the other would stay.
+                # Also evict the leaves that this restored, or they would accumulate.
                 leaving = self._ensure(storage, actions)
             for each in leaving:
                 self._intend(Offload(each), actions)
@@ -139,13 +139,13 @@ class Machine:
         return actions
 
     def refuse(self, storage: int) -> None:
-        """The driver could not let a storage leave the device: it stays, and nothing was lost."""
+        """Mark a storage resident and without a copy: the driver keeps it on the device."""
         record = self._records.get(storage)
         if record is not None:
             record.state, record.copied = State.RESIDENT, False
 
     def correct(self, storage: int, state: State, copied: bool) -> None:
-        """The driver could not do what it was told: this is where a storage really is."""
+        """Set the actual state of a storage, after the driver failed to carry out an action."""
         record = self._records.get(storage)
         if record is not None:
             record.state, record.copied = state, copied
@@ -155,7 +155,7 @@ class Machine:
         if record is None:
             return
         if record.state in (State.LEAVING, State.ARRIVING):
-            actions.append(Wait(storage))  # its memory is in use by the transfer until then
+            actions.append(Wait(storage))  # the transfer uses its memory until then
         if record.state not in (State.AWAY, State.DROPPED):
             actions.append(Release(storage))
 
@@ -185,13 +185,13 @@ class Machine:
         elif isinstance(intent, Drop):
             record.state, record.segment = State.DROPPED, intent.segment
         else:
-            return  # its copy failed, or was never begun: it stays
+            return  # no copy exists: it stays
         actions.append(Release(intent.storage))
 
     def _ensure(self, storage: int, actions: list[Action]) -> list[int]:
-        """Bring a storage to the device, and first what it is computed from; returns all that were not there.
+        """Restore a storage, after its leaves if it is dropped; return all storages that were restored.
 
-        Not recursive: what is computed from what was dropped may be a long chain.
+        Iterative, since chains of dropped storages may be long.
         """
         restored: list[int] = []
         stack = [(storage, False)]
@@ -199,7 +199,7 @@ class Machine:
             storage, is_ready = stack.pop()
             record = self._records.get(storage)
             if record is None or record.state in (State.RESIDENT, State.LEAVING):
-                continue  # there, or a leaf that the program holds and not autograd
+                continue  # on the device, or a leaf that only the program holds
             if record.state is State.DROPPED and not is_ready:
                 stack.append((storage, True))
                 stack += [(leaf, False) for leaf in reversed(self._segments[record.segment].leaves)]
@@ -229,9 +229,9 @@ class Machine:
 
 
 def count_reads(actions: Sequence[Action], segments: Sequence[Segment]) -> Counter[int]:
-    """How often each storage is read while some actions are carried out: until then it may not leave again.
+    """Count how often actions read each storage. A storage may not leave again before its last read.
 
-    Links of a chain may go once they were read; what comes back and nothing here reads is needed, and counts as one.
+    A restored storage that no action reads is the one that is needed; it counts as read once.
     """
     reads: Counter[int] = Counter()
     back: list[int] = []

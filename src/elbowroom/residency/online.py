@@ -1,13 +1,13 @@
-"""Deciding as the step goes on: when room is needed, what is cheapest to miss leaves, in the cheaper manner.
+"""Online eviction: under memory pressure, evict the storages with the lowest scores, by offloading or dropping.
 
-    PressureRaised    rate a sample of what is there, let the lowest go, until there is room
-    StorageSaved      where little room is left, begin to copy what will have to go next
-    StorageNeeded     where there is room, bring back early what was offloaded
+    PressureRaised    score a sample of the storages on the device, evict the lowest, until enough bytes are free
+    StorageSaved      if little memory is free, begin to copy out the next victim
+    StorageNeeded     if memory is free, reload offloaded storages early
 
-What is asked of a driver is in `context.PolicyContext`; three small methods tell one policy from another.
+`context.PolicyContext` lists the queries to a driver. Policies differ in `rate`, `rank`, `drops` and `list_next`.
 
-Source: sampling what is to be rated: M. Kirisame et al., "Dynamic Tensor Rematerialization", ICLR 2021, appendix; here
-with a fixed sample, so that a decision costs the same however many storages there are.
+Source: scoring a sample: M. Kirisame et al., "Dynamic Tensor Rematerialization", ICLR 2021, appendix; here the sample
+size is fixed, so that the cost of a decision does not depend on the number of storages.
 """
 
 from __future__ import annotations
@@ -24,23 +24,23 @@ from elbowroom.residency.context import PolicyContext, replay_seconds, spare_byt
 from elbowroom.residency.machine import Drop, Intent
 
 SAMPLE = 128
-"""Storages rated for each that leaves; of no more, all are."""
+"""Storages scored per eviction; all of them if there are no more."""
 
 PREFETCHED = 5
-"""Reloads begun at a need, at most."""
+"""Most reloads begun at one need."""
 
 AHEAD = 0.1
-"""Of the budget: where less of it is free, copies are begun before there is need."""
+"""Fraction of the budget: with less of it free, copies begin before memory is needed."""
 
 
 class Moment(NamedTuple):
-    """What there was when something happened.
+    """The time and memory use at an event.
 
     Attributes:
         seconds: since the step began.
-        busy_seconds: of those, without what moves, replays and decisions took.
-        live_bytes: there was so much.
-        most_bytes: most that there was, or was asked for, since the moment before.
+        busy_seconds: of these, seconds that the step's own ops took, without moves, replays and decisions.
+        live_bytes: bytes on the device.
+        most_bytes: peak of bytes on the device, or requested, since the previous moment.
     """
 
     seconds: float
@@ -50,15 +50,15 @@ class Moment(NamedTuple):
 
 
 class Online:
-    """A policy that decides under pressure. A member of the family says how to rate, and which manner to prefer.
+    """Base of the policies that evict under pressure. Subclasses define the score, and when to drop or to offload.
 
     Args:
-        context: what the driver knows.
-        history: what earlier steps taught; this one is added to it.
+        context: queries to the driver.
+        history: accesses of earlier steps; this step is added to it.
 
     Attributes:
-        is_early: whether copies begin before room is needed.
-        uses_addresses: whether it asks where storages are; a driver that would have to find out need not, otherwise.
+        is_early: whether copies begin before memory is needed.
+        uses_addresses: whether the policy queries addresses, which are costly for some drivers.
     """
 
     is_early = False
@@ -72,58 +72,58 @@ class Online:
         self._accessed: dict[int, float] = {}
 
     def idle_seconds(self, storage: int) -> float:
-        """Since autograd last saved it or asked for it, or a replay did."""
+        """Return the seconds since autograd last saved or needed a storage, or a replay restored it."""
         return self.context.now() - self._accessed[storage]
 
-    # -- what a member says ---------------------------------------------------------------------------------------
+    # -- for subclasses to override -------------------------------------------------------------------------------
 
     def rate(self, storage: int) -> float:
-        """The lower, the sooner it leaves."""
+        """Return the score of a storage; the lowest is evicted first."""
         raise NotImplementedError
 
     def rank(self, storage: int) -> int:
-        """What is of a lower rank leaves first, however it is rated."""
+        """Return the rank of a storage; lower ranks are evicted first, whatever their scores."""
         return 0
 
     def drops(self, storage: int) -> bool:
-        """Whether it is dropped and not offloaded; asked only where both can be done."""
+        """Tell whether to drop a storage rather than offload it; called only where both are possible."""
         return replay_seconds(self.context, storage) < swap_seconds(self.context, storage)
 
     def list_next(self, away: Iterable[int]) -> Iterable[int]:
-        """Of what was offloaded (the earliest first), what is to come back early, in order; nothing by default."""
+        """Return the offloaded storages to reload early, in order. `away` is in order of offloading; default: none."""
         return ()
 
     def may_wait(self) -> bool:
-        """Whether nothing will be asked for while more than `AHEAD` of the budget is free: it may be told later, then.
+        """Tell whether the policy returns no intents while more than `AHEAD` of the budget is free.
 
-        Asked when the step begins.
+        If so, the driver may pass it the events later. Called when the step begins.
         """
         return True
 
     def missing_bytes(self) -> int:
-        """What there would be beside what there is, had nothing left; 0 of a member that does not count."""
+        """Return the bytes of evicted storages; 0 for policies that do not count them."""
         return 0
 
     def left(self, storage: int, is_dropped: bool) -> None:
-        """Told that a storage leaves."""
+        """Handle the eviction of a storage."""
 
     def came(self, storage: int) -> None:
-        """Told that a storage is there again."""
+        """Handle the return of a storage."""
 
     def comes(self, storage: int, moment: Moment) -> None:
-        """Told that a storage was saved, is needed or has returned, before anything is made of it."""
+        """Handle a save, need or return of a storage, before it is recorded."""
 
     def ended(self, storage: int) -> None:
-        """Told that nobody can ask for a storage again."""
+        """Handle the end of a storage: it cannot be needed again."""
         self._take(storage)
         self._away.pop(storage, None)
         self._accessed.pop(storage, None)
         self.history.freed(storage)
 
-    # -- the machine's side ---------------------------------------------------------------------------------------
+    # -- called by the machine and the drivers --------------------------------------------------------------------
 
     def decide(self, event: Event) -> Iterable[Intent]:
-        """What to do once `event` has been served."""
+        """Return the intents to carry out after `event`."""
         if isinstance(event, PressureRaised):
             self.history.was_short = True
             return self._relieve(event.nbytes)
@@ -135,11 +135,11 @@ class Online:
         return ()
 
     def watch(self, event: Event, moment: Moment | None = None, nbytes: int | None = None) -> None:
-        """Learn of a save, a need, a return or an end, whoever decides what follows from it.
+        """Record a save, need, return or end, without deciding anything.
 
         Args:
-            moment: when it happened; now if None.
-            nbytes: of what was saved, if it might have left then and the driver knows nothing of it any more.
+            moment: time and memory use at the event; now if None.
+            nbytes: bytes of the saved storage, if it could have been evicted then and the driver no longer knows it.
         """
         storage = event.storage
         if isinstance(event, PressureRaised):
@@ -164,12 +164,12 @@ class Online:
             history.saved(storage, nbytes, moment.busy_seconds, level_bytes)
 
     def look(self) -> Moment:
-        """The present moment."""
+        """Return the current moment."""
         context = self.context
         return Moment(context.now(), context.busy_seconds(), context.live_bytes(), context.take_recent_peak())
 
     def learn(self, intent: Intent) -> None:
-        """Somebody else has decided this."""
+        """Record a move that another policy has decided."""
         storage = intent.storage
         if isinstance(intent, Reload):
             if storage in self._away and self._add(storage):
@@ -181,7 +181,7 @@ class Online:
             self.left(storage, isinstance(intent, Drop))
 
     def _add(self, storage: int) -> bool:
-        """Put a storage among those on the device; whether it was not there before."""
+        """Add a storage to those on the device; return whether it is new there."""
         if storage in self._here:
             return False
         self._put(storage)
@@ -209,10 +209,10 @@ class Online:
             self._away[storage] = None
             copies.append(Offload(storage))
             releases.append(Release(storage))
-        return copies + releases  # so that all copies are under way before the first is waited for
+        return copies + releases  # start all copies before waiting for the first
 
     def _pick(self) -> int | None:
-        """The lowest of a sample; None if nothing may leave."""
+        """Return the storage with the lowest rank and score of a sample; None if none may leave."""
         for among in (self._here.draw(SAMPLE), self._here):
             rated = [
                 (self.rank(storage), self.rate(storage), storage)
@@ -240,7 +240,7 @@ class Online:
         return intents
 
     def _expect(self, storage: int) -> None:
-        """It is on its way back, and on the device from here on, as far as room goes."""
+        """Count a storage that is being reloaded as on the device."""
         self._away.pop(storage)
         self._put(storage)
         self.came(storage)

@@ -1,4 +1,4 @@
-"""Carries out a Plan: each of its moves at the first save or need at or after its tick."""
+"""Carries out a Plan: each move at the first save or need at or after its tick."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from elbowroom.ir.plan import Choice, Plan
 from elbowroom.residency.machine import Drop, Intent
 
 NEVER = 1 << 60
-"""After every tick."""
+"""Later than every tick."""
 
-# Within one tick: make room first, then fill it.
+# Order within one tick: free memory before reloading.
 _COPIES, _RELEASES, _RELOADS = range(3)
 
 
@@ -20,13 +20,13 @@ class Policy:
     """The moves of a plan, in order of tick.
 
     Args:
-        plan: what to carry out.
-        since: it is followed from this tick on; gaps that are over by then are left out.
+        plan: the plan to carry out.
+        since: follow the plan from this tick on; gaps that end by then are skipped.
     """
 
     def __init__(self, plan: Plan, *, since: int = -1) -> None:
         moves: list[tuple[int, int, int, Intent]] = []
-        # Loaded by the need that ends one gap and given up again at once: the need is its reload.
+        # If the next gap releases the storage in the tick that ends this one, the need itself reloads it.
         given_up = {(decision.storage, decision.release) for decision in plan.decisions}
         for decision in plan.decisions:
             storage = decision.storage
@@ -46,7 +46,7 @@ class Policy:
 
     @property
     def due_tick(self) -> int:
-        """Before this, it does not matter whether it is told of anything."""
+        """Tick of the next move: earlier events may be withheld from the policy."""
         return NEVER if self._next == len(self._ticks) else self._ticks[self._next]
 
     def decide(self, event: Event) -> Iterable[Intent]:

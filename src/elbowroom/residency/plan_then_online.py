@@ -1,6 +1,6 @@
-"""A plan for the moves that it foresaw, and an online policy for everything else.
+"""Follows a plan, with an online policy for everything that the plan did not foresee.
 
-The online policy is told of all that happens, and alone decides what leaves where room is short.
+The online policy observes all events and moves, and alone decides on evictions under pressure.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from elbowroom.residency.online import Online
 
 
 class Policy:
-    """Follows a plan, and asks an online policy where room is short.
+    """Follows a plan, and calls an online policy under pressure.
 
     Args:
-        online: told of all events and moves.
-        plan: whose moves are carried out.
+        online: observes all events and moves.
+        plan: the plan to follow.
         since: the plan is followed from this tick on.
     """
 
@@ -31,7 +31,7 @@ class Policy:
         self._moves = plan_policy.Policy(plan, since=since)
 
     def decide(self, event: Event) -> Iterable[Intent]:
-        """Return what to do once `event` has been served."""
+        """Return the intents to carry out after `event`."""
         if isinstance(event, PressureRaised):
             return self._online.decide(event)
         self._online.watch(event)
@@ -41,13 +41,13 @@ class Policy:
         return intents
 
     def _translate(self, intent: Intent) -> tuple[Intent, ...]:
-        """Return what replaces a move of the plan: the ops of this step, and so its replays, may be others."""
+        """Return the intents for a move of the plan. Drops use segments of this step, whose ops may differ."""
         if not isinstance(intent, Drop):
             return (intent,)
         context = self._online.context
         storage = intent.storage
         if not context.may_move(storage):
-            return ()  # this step may not even have it
+            return ()  # this step may not have the storage
         if replay_seconds(context, storage) < math.inf:
             return (Drop(storage, context.add_segment(storage)),)
         return (Offload(storage), Release(storage))

@@ -1,15 +1,15 @@
-"""From what a step did, what shall leave in the next one like it: copied in the shadow of the ops, or computed again.
+"""Plan evictions for the next step from the accesses of this one: copies behind the ops, or recomputation.
 
-    bytes that would be there           .-''''-.
-    budget  - - - - - - - - - - - - - -/- - - - \\- - -   what is above it has to be away
-    copies out                      [a][b][c]             one after the other, as soon as each is saved
-    copies back                                [c][b][a]  one after the other, as late as will do
+    bytes without eviction              .-''''-.
+    budget  - - - - - - - - - - - - - -/- - - - \\- - -   the excess has to be evicted
+    copies out                      [a][b][c]             serialized, each as soon as it is saved
+    copies back                                [c][b][a]  serialized, each as late as possible
 
-A copy costs nothing where it is out before its room is needed and back before it is needed itself. What can be
-computed again for few seconds a byte is dropped instead; where the line between the two is drawn is tried out.
+A copy is free if it is out before its memory is needed, and back before the storage is needed. Storages that are cheap
+to recompute per byte are dropped instead; several thresholds between the two are tried.
 
-Source: choosing by the pattern of accesses of a first, measured iteration: X. Peng et al., "Capuchin", ASPLOS 2020.
-Ours: lanes with a backlog, and the room that a step takes as a curve over it.
+Source: choosing by the access pattern of a first, measured iteration: X. Peng et al., "Capuchin", ASPLOS 2020.
+Ours: a link with a queue in each direction, and memory demand as a curve over the step.
 """
 
 from __future__ import annotations
@@ -29,27 +29,27 @@ from elbowroom.residency.access_history import AccessPattern, StepAccesses
 Curve = npt.NDArray[np.float64]
 
 SLOTS = 2048
-"""The curve has so many points at most."""
+"""Most points of the curve."""
 
 WEIGHED = 1024
-"""Uses that are thought about: those with the most bytes for the longest."""
+"""Most storages considered: those with the largest bytes x events."""
 
 LINES = 8
-"""Between what is dropped and what is copied, tried."""
+"""Thresholds between dropping and copying to try, about."""
 
-MENDED, MOST_MENDED = 3, 128
-"""Drafts that are mended, those that lack least; and what leaves in the course of it."""
+REPAIRED, MOST_REPAIRED = 3, 128
+"""Drafts that are repaired, those with the least cost; and the most evictions that a repair adds."""
 
 PACES = (1.0, 1.2, 1.5, 2.0, 3.0)
-"""Where copies do not suffice: how much slower the step may become for their sake, tried."""
+"""Slowdowns of the step to try, in this order, if free copies do not suffice."""
 
 
 class ForeseenMove(NamedTuple):
-    """What is foreseen for one thing that is saved.
+    """The planned eviction of one saved storage.
 
     Attributes:
-        is_copied: else it is dropped.
-        back: the event at which the copy back begins.
+        is_copied: whether it is offloaded; otherwise it is dropped.
+        back: the event at which its reload begins.
     """
 
     is_copied: bool
@@ -59,29 +59,29 @@ class ForeseenMove(NamedTuple):
 @dataclasses.dataclass(slots=True)
 class _Gap:
     use: AccessPattern
-    begin: int  # the events that it lies between
+    begin: int  # the events that bound it
     end: int
-    rate: float  # seconds a byte to compute it again
+    rate: float  # seconds per byte of recomputing it
 
 
 def plan_prefetch(
     record: StepAccesses, budget_bytes: int, move_seconds: Callable[[int], tuple[float, float]]
 ) -> Mapping[int, ForeseenMove]:
-    """What leaves in a step like the one on record, by the place of its first save.
+    """Plan the evictions of a step with the recorded accesses, by the `place` of each storage.
 
     Args:
-        move_seconds: bytes to the seconds of a copy out, and of one back.
+        move_seconds: maps bytes to the seconds of a copy out, and of a copy back.
 
-    Cost: of `LINES` walks over at most `WEIGHED` uses, however long the step.
+    Cost: about `LINES` passes over at most `WEIGHED` storages, for each of `PACES`.
     """
     if not record.was_tight:
         return {}
-    foresight = _PrefetchPlanner(record, budget_bytes, move_seconds)
-    return foresight.find() if foresight.gaps else {}
+    planner = _PrefetchPlanner(record, budget_bytes, move_seconds)
+    return planner.find() if planner.gaps else {}
 
 
 class _Shortage:
-    """The room that is missing, as a curve: from each event to the next, and at each event, where replays are."""
+    """The bytes over budget, as a curve over the step: between events, and at each event, where replays run."""
 
     def __init__(self, record: StepAccesses, budget_bytes: int) -> None:
         self._positions = 2 * len(record.seconds) + 1  # 2 e before event e, 2 e + 1 at it
@@ -93,19 +93,19 @@ class _Shortage:
         np.maximum.at(self.excess, slots, bytes_ - budget_bytes)
 
     def find_slot(self, event: int) -> int:
-        """Where an event is."""
+        """Return the slot of an event."""
         return (2 * event + 1) * self._slots // self._positions
 
     def find_slots(self, events: list[int]) -> npt.NDArray[np.int64]:
-        """Where each of these is."""
+        """Return the slots of events."""
         return (2 * np.array(events, np.int64) + 1) * self._slots // self._positions
 
     def find_event(self, slot: int) -> int:
-        """The other way around."""
+        """Return the event at a slot."""
         return slot * self._positions // self._slots // 2
 
     def find_cover(self, begin: int, end: int) -> tuple[int, int]:
-        """The part that lies between two events."""
+        """Return the slots [first, last) between two events."""
         first = (2 * begin + 2) * self._slots // self._positions
         return first + (self._slots < self._positions), self.find_slot(end)
 
@@ -132,9 +132,9 @@ class _PrefetchPlanner:
             drafts = [self._try(line, pace) for line in lines]
             is_better = False
             is_enough = any(draft.excess.max() <= 0 for draft in drafts)
-            for draft in sorted(drafts, key=self._find_cost)[:MENDED]:
-                self._mend(draft, pace)
-                cost = self._walk(draft)
+            for draft in sorted(drafts, key=self._find_cost)[:REPAIRED]:
+                self._repair(draft, pace)
+                cost = self._simulate(draft)
                 if cost < best[0]:
                     best = cost, draft.roles
                     is_better = True
@@ -143,11 +143,11 @@ class _PrefetchPlanner:
         return best[1]
 
     def _find_cost(self, draft: _Draft) -> float:
-        """Seconds, and more of them for what is still too much."""
+        """Return the cost of a draft in seconds, with a penalty for remaining excess."""
         return draft.seconds + 2 * sum(self._move(max(0, int(draft.excess.max()))))
 
-    def _walk(self, draft: _Draft) -> float:
-        """Seconds that a step would take with this beyond those of its ops, and for what is still too much."""
+    def _simulate(self, draft: _Draft) -> float:
+        """Simulate a step with a draft; return the seconds beyond its ops, with a penalty for remaining excess."""
         saved: dict[int, list[int]] = {}
         backs: dict[int, list[int]] = {}
         ends: dict[int, list[int]] = {}
@@ -198,7 +198,7 @@ class _PrefetchPlanner:
         return clock - before + 2 * sum(self._move(int(max(0.0, lacking))))
 
     def _find_gap(self, use: AccessPattern) -> _Gap | None:
-        """The longest time between two uses, the second of which is a need."""
+        """Return the longest gap between two uses, the second of which is a need; None if it cannot be used."""
         needs = set(use.needs)
         found: tuple[float, int, int] | None = None
         for begin, end in zip(use.events, use.events[1:], strict=False):
@@ -211,10 +211,10 @@ class _PrefetchPlanner:
         return _Gap(use, max(found[1], use.free), found[2], use.own_seconds / max(1, use.nbytes))
 
     def _try(self, line: float, pace: float) -> _Draft:
-        """Drop what is below the line, as far as must be; of the rest, copy what costs nothing."""
+        """Draft: copy storages above the threshold where that is free, and drop others as far as necessary."""
         ends = [gap.end for gap in self.gaps]
         dropped = sorted((gap.rate, index) for index, gap in enumerate(self.gaps) if gap.rate <= line)
-        for is_first in (True, False):  # what is dropped says until when the rest may be away
+        for is_first in (True, False):  # drops limit how long their leaves may be away
             draft = _Draft(self.gaps, self._place, self._curve)
             self._copy(draft, ends, line, pace)
             for _, index in dropped:
@@ -240,14 +240,14 @@ class _PrefetchPlanner:
             if draft.copy(index, first, bisect_right(seconds, start / pace) - 1):
                 draft.out_free, back_free = done, start
 
-    def _mend(self, draft: _Draft, pace: float) -> None:
-        """Where it is worst, let leave what costs least, be it that the step waits for its copy."""
+    def _repair(self, draft: _Draft, pace: float) -> None:
+        """Repair a draft: at the largest excess, evict the cheapest storage, even if the step waits for its copy."""
         nbytes = np.array([gap.use.nbytes for gap in self.gaps], float)
         own = np.array([gap.use.own_seconds for gap in self.gaps], float)
         out, back = np.array([self._move(gap.use.nbytes) for gap in self.gaps]).reshape(-1, 2).T
         first = np.array([self._curve.find_cover(gap.begin, gap.end)[0] for gap in self.gaps])
         is_out = np.array([gap.use.place in draft.roles for gap in self.gaps])
-        for _ in range(MOST_MENDED):
+        for _ in range(MOST_REPAIRED):
             worst = int(draft.excess.argmax())
             last = self._curve.find_slots(draft.ends)
             wait = pace * self._times[min(self._curve.find_event(worst), len(self._times) - 1)]
@@ -267,13 +267,13 @@ class _PrefetchPlanner:
 
 
 class _Draft:
-    """What leaves, so far.
+    """The evictions chosen so far.
 
     Attributes:
-        excess: bytes that are too many, as a curve.
-        ends: when each is needed, be it for what is computed from it.
-        seconds: of replays, and of waiting.
-        out_free: when the last copy is out.
+        excess: bytes over budget, as a curve.
+        ends: by gap, the event that needs the storage, directly or as a leaf of a recomputation.
+        seconds: of replays, and of waiting for copies.
+        out_free: when the last copy out is complete.
     """
 
     def __init__(self, gaps: list[_Gap], place: dict[int, int], curve: _Shortage) -> None:
@@ -285,10 +285,10 @@ class _Draft:
         self.roles: dict[int, ForeseenMove] = {}
         self.seconds = self.out_free = 0.0
         self._covers: dict[int, tuple[int, int]] = {}
-        self._transient: dict[int, int] = {}  # by event, what replays take beside what they bring back
+        self._transient: dict[int, int] = {}  # by event, bytes that replays need besides their results
 
     def copy(self, index: int, begin: int, end: int) -> bool:
-        """Have it away from one event to another, if that is of use."""
+        """Offload a storage between two events, if that reduces excess; return whether it does."""
         first, last = self._curve.find_cover(begin, end)
         covered = self.excess[first:last]
         if not covered.size or covered.max() <= 0:
@@ -300,7 +300,7 @@ class _Draft:
         return True
 
     def drop(self, index: int) -> bool:
-        """Have it away until it is needed, if that is of more use than it does harm to what it is computed from."""
+        """Drop a storage until it is needed, if that reduces excess, with its leaves needed earlier; return whether."""
         gap, end = self._gaps[index], self.ends[index]
         first, last = self._curve.find_cover(gap.begin, end)
         covered = self.excess[first:last]
@@ -327,7 +327,7 @@ class _Draft:
         return False
 
     def _shorten(self, index: int) -> list[tuple[int, int, tuple[int, int] | None, ForeseenMove | None]]:
-        """What it is computed from is needed no later than it is; returns what was before."""
+        """Limit the absence of a storage's leaves, which are needed when it is; return previous values, for undo."""
         undo: list[tuple[int, int, tuple[int, int] | None, ForeseenMove | None]] = []
         stack = [index]
         while stack:

@@ -1,8 +1,8 @@
-"""The default: the best of many orders, and then a search for a better one.
+"""The default allocator: the best of many greedy orders, then a search for a smaller arena.
 
-What other members make in one go, this one makes, too, and more; so none of them is ever better. Up to some thousands
-of buffers the search goes on until nothing can be smaller or its work is done. Of more, the large ones are searched and
-the small ones put between them.
+It tries the layout of every greedy allocator, so none of them is ever better. Up to `MOST` buffers, the
+search runs until the layout is proven optimal or its work limit is reached. With more, only the large buffers are
+searched, and the small ones are placed in the gaps.
 """
 
 from __future__ import annotations
@@ -18,22 +18,21 @@ from elbowroom.layout.instance import finish, make_instance
 from elbowroom.layout.portfolio import MEMBERS, list_others
 
 WORK, WORK_TIMES_BUFFERS = 1_000_000_000, 600_000_000_000
-"""What the search may take, in units of about 5 nanoseconds: five seconds, half of what anybody is asked to wait for
-a few hundred buffers; and for steps of thousands of buffers, where the first layouts are good already, less: half a
-second for 5,000."""
+"""Work limit of the search, in units of about 5 ns: five seconds for a few hundred buffers. Less for thousands, whose
+greedy layouts are good already: half a second for 5,000."""
 
 LARGE_WORK, LARGE_WORK_PER_BUFFER = 1_000_000_000, 25_000
-"""What it may take for the large ones of many: five seconds, and for 10,000 buffers one and a quarter."""
+"""Work limit where only the large buffers are searched: at most five seconds; 1.25 seconds for 10,000 buffers."""
 
 FEW, NEAR = 1500, 1.0001
-"""Of more buffers nothing better than so many times the bound is searched for: it would cost seconds, and nobody would
-see it."""
+"""With more than `FEW` buffers, a layout within `NEAR` times the bound is not searched further: it would cost seconds
+for a negligible gain."""
 
 
 def assign(buffers: Sequence[Buffer], capacity_bytes: int | None = None) -> Layout:
-    """Offsets of all buffers; see `allocators`.
+    """Assign an offset to every buffer; see `allocators`.
 
-    Cost: some tens of microseconds a buffer, and the search, which is bounded by its work.
+    Cost: some tens of microseconds per buffer, plus the search, whose work is bounded.
     """
     instance = make_instance(buffers, capacity_bytes)
     found = BestLayout(instance.pinned, np.iinfo(np.int64).max, instance.bound_bytes - 1)
@@ -41,7 +40,7 @@ def assign(buffers: Sequence[Buffer], capacity_bytes: int | None = None) -> Layo
         try:
             found.keep(place(instance), instance.nbytes)
         except UsageError:
-            continue  # it does not take such buffers
+            continue  # it does not support these buffers
         if found.arena_bytes <= instance.bound_bytes:
             return finish(instance, found.offsets, capacity_bytes, is_optimal=True)
     for offsets in list_others(instance):
@@ -53,6 +52,6 @@ def assign(buffers: Sequence[Buffer], capacity_bytes: int | None = None) -> Layo
     if len(buffers) > MOST:
         search_large(instance, found, min(LARGE_WORK, len(buffers) * LARGE_WORK_PER_BUFFER))
         return finish(instance, found.offsets, capacity_bytes)
-    ladder = CapacitySearch(instance, found)
-    ladder.climb(min(WORK, WORK_TIMES_BUFFERS // len(buffers)))
-    return finish(instance, found.offsets, capacity_bytes, is_optimal=ladder.is_done)
+    search = CapacitySearch(instance, found)
+    search.climb(min(WORK, WORK_TIMES_BUFFERS // len(buffers)))
+    return finish(instance, found.offsets, capacity_bytes, is_optimal=search.is_done)

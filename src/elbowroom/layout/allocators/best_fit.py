@@ -1,14 +1,15 @@
-"""SmartPool's best fit: the largest buffer first, each into the smallest gap that has room for it.
+"""SmartPool's best fit: largest buffer first, each in the smallest gap that fits it.
 
-    offset   2X ... what lives within one iteration
-             X .. 2X    the second copy of the region below it
-             0 .. X     what crosses from one iteration into the next
+    offset   2X ... buffers that live within one iteration
+             X .. 2X    second copy of the region below
+             0 .. X     buffers that cross from one iteration into the next
 
-Blocks that cross are placed by themselves, in a region that is there twice and is used by turns.
+Buffers that cross are placed in a region of their own, which is double-buffered: iterations alternate between the two
+copies.
 
 Source: Zhang et al., "Efficient Memory Management for GPU-based Deep Learning Systems", arXiv 1903.06631, and its code
-in two pull requests to SINGA. That code never looks at the gap below the lowest block and adds addresses in 32 bits;
-this does neither.
+in two pull requests to SINGA. That code ignores the gap below the lowest block and adds addresses in 32 bits; this one
+does neither.
 """
 
 from __future__ import annotations
@@ -21,10 +22,10 @@ from elbowroom.layout.portfolio import MEMBERS
 
 
 def assign(buffers: Sequence[Buffer], capacity_bytes: int | None = None) -> Layout:
-    """Offsets of all buffers; see `allocators`.
+    """Assign an offset to every buffer; see `allocators`.
 
     Raises:
-        UsageError: some buffers cross the iteration and some are pinned, which the two regions have no place for.
+        UsageError: some buffers cross the iteration and others are pinned, which the two regions do not support.
     """
     instance = make_instance(buffers, capacity_bytes)
     return finish(instance, MEMBERS["best_fit"](instance), capacity_bytes)

@@ -1,4 +1,4 @@
-"""The smallest arena, proven to be so where the search comes to an end: `is_optimal` says whether it did."""
+"""Search for the smallest arena. `is_optimal` tells whether the search finished, which proves the optimum."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from elbowroom.layout.portfolio import place_by_size
 
 
 def assign(buffers: Sequence[Buffer], capacity_bytes: int | None = None, *, most_work: int = 6_000_000_000) -> Layout:
-    """Offsets of all buffers; see `allocators`.
+    """Assign an offset to every buffer; see `allocators`.
 
     Args:
-        most_work: when to give up the proof; 5 nanoseconds each, more or less.
+        most_work: work limit of the search, in units of about 5 ns.
 
-    Cost: exponential in the number of buffers, and quadratic in memory.
+    Cost: exponential in the number of buffers, and quadratic memory.
     """
     instance = make_instance(buffers, capacity_bytes)
     found = BestLayout(instance.pinned, np.iinfo(np.int64).max, instance.bound_bytes - 1)
     found.keep(place_by_size(instance), instance.nbytes)
-    ladder = CapacitySearch(instance, found)
-    ladder.climb(most_work)
-    return finish(instance, found.offsets, capacity_bytes, is_optimal=ladder.is_done)
+    search = CapacitySearch(instance, found)
+    search.climb(most_work)
+    return finish(instance, found.offsets, capacity_bytes, is_optimal=search.is_done)

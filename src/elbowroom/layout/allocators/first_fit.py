@@ -1,4 +1,4 @@
-"""First fit: buffers in the order in which they come into being, each at the lowest offset that has room."""
+"""First fit: buffers in order of allocation, each at the lowest offset that fits."""
 
 from __future__ import annotations
 
@@ -10,6 +10,6 @@ from elbowroom.layout.portfolio import MEMBERS
 
 
 def assign(buffers: Sequence[Buffer], capacity_bytes: int | None = None) -> Layout:
-    """Offsets of all buffers; see `allocators`."""
+    """Assign an offset to every buffer; see `allocators`."""
     instance = make_instance(buffers, capacity_bytes)
     return finish(instance, MEMBERS["first_fit"](instance), capacity_bytes)

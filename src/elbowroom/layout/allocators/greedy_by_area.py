@@ -1,4 +1,4 @@
-"""The buffer with the most bytes times lifetime first, each at the lowest offset that has room."""
+"""Greedy by area: largest bytes x lifetime first, each at the lowest offset that fits."""
 
 from __future__ import annotations
 
@@ -10,6 +10,6 @@ from elbowroom.layout.portfolio import MEMBERS
 
 
 def assign(buffers: Sequence[Buffer], capacity_bytes: int | None = None) -> Layout:
-    """Offsets of all buffers; see `allocators`."""
+    """Assign an offset to every buffer; see `allocators`."""
     instance = make_instance(buffers, capacity_bytes)
     return finish(instance, MEMBERS["greedy_by_area"](instance), capacity_bytes)

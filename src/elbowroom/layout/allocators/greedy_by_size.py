@@ -1,7 +1,7 @@
-"""The largest buffer first, each at the lowest offset that has room.
+"""Greedy by size: largest buffer first, each at the lowest offset that fits.
 
 Source: Pisarchyk, Lee, "Efficient Memory Management for Deep Neural Net Inference", 2020 (greedy by size); the default
-of most compilers for neural nets.
+of most neural network compilers.
 """
 
 from __future__ import annotations
@@ -14,6 +14,6 @@ from elbowroom.layout.portfolio import MEMBERS
 
 
 def assign(buffers: Sequence[Buffer], capacity_bytes: int | None = None) -> Layout:
-    """Offsets of all buffers; see `allocators`."""
+    """Assign an offset to every buffer; see `allocators`."""
     instance = make_instance(buffers, capacity_bytes)
     return finish(instance, MEMBERS["greedy_by_size"](instance), capacity_bytes)

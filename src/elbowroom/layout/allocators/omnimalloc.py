@@ -1,4 +1,4 @@
-"""omnimalloc's own default allocator, where that package is installed: a rival to compare with.
+"""The default allocator of the omnimalloc package, if that is installed, as a baseline.
 
 Source: https://github.com/fpedd/omnimalloc (Apache-2.0).
 """
@@ -16,10 +16,10 @@ from elbowroom.layout.instance import finish, make_instance
 
 
 def assign(buffers: Sequence[Buffer], capacity_bytes: int | None = None) -> Layout:
-    """Offsets of all buffers; see `allocators`.
+    """Assign an offset to every buffer; see `allocators`.
 
     Raises:
-        UsageError: the package is not installed, or buffers wrap, are pinned, or are aligned in several ways.
+        UsageError: the package is not installed, or buffers wrap, are pinned, or differ in alignment.
     """
     instance = make_instance(buffers, capacity_bytes)
     try:
@@ -28,8 +28,8 @@ def assign(buffers: Sequence[Buffer], capacity_bytes: int | None = None) -> Layo
         raise UsageError("the allocator omnimalloc needs the package omnimalloc, which is not installed") from error
     units = {buffer.alignment for buffer in buffers}
     if len(units) > 1 or any(buffer.upper < buffer.lower or buffer.offset is not None for buffer in buffers):
-        raise UsageError("omnimalloc is asked only for buffers of one alignment that neither wrap nor are pinned")
-    unit = units.pop() if units else 1  # it knows none: all is counted in units of it
+        raise UsageError("omnimalloc supports only buffers of one alignment that neither wrap nor are pinned")
+    unit = units.pop() if units else 1  # omnimalloc has no alignment: sizes are counted in units of it
     wanted = tuple(
         rival.Allocation(id=place, size=-(-buffer.nbytes // unit), start=buffer.lower, end=buffer.upper)
         for place, buffer in enumerate(buffers)

@@ -1,5 +1,5 @@
-"""Policies decide during a step which storages leave, how, and which come back early: one file a policy, entry point
-`Policy`.
+"""Policies decide during a step which storages to evict, how, and which to reload early: one file per policy, entry
+point `Policy`.
 """
 
 RENAMED = {"habit": "predictive"}

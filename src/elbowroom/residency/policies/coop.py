@@ -1,14 +1,14 @@
-"""Neighbours leave together: the blocks side by side in memory that make enough room at the least cost.
+"""Evicts adjacent blocks together: the contiguous window of sufficient size with the least cost.
 
-    addresses   |a |b |c  |held|d|e   |f |        room for two of these: b and c, or d and e, or e and f; never c and d
+    addresses   |a |b |c  |held|d|e   |f |        windows of two blocks: b and c, d and e, e and f; but not c and d
 
-A block costs min(recompute, swap) / idle seconds. A window is blocks with nothing but a sliver between them, and wide
-enough for what is asked for; of those that begin at a sample of places the cheapest leaves. Where addresses are not
-known, or no window is wide enough, what leaves is rated as in `delta`: min(recompute, swap) / (bytes x idle seconds).
+The cost of a block is min(recompute, swap) / idle seconds. A window is a run of blocks without gaps (beyond alignment)
+that is as large as the request; the cheapest of a sample of windows is evicted. If addresses are unknown, or no window
+is large enough, storages are scored as in `delta`: min(recompute, swap) / (bytes x idle seconds).
 
 Source: J. Zhang, S. Ma, P. Liu, J. Yuan, "Coop: Memory is not a Commodity", NeurIPS 2023 (a window that slides over the
-addresses). Inferred: what a block costs. Left out: where blocks are put is the allocator's, so that what is cheap to
-compute is not kept at one end of memory; it is told apart by its cost alone. Ours: the cheaper manner, not only drops.
+addresses). Inferred: the cost of a block. Left out: placing cheap tensors at one end of memory, since the allocator
+chooses addresses. Ours: offload or drop, whichever is cheaper, instead of drops only.
 """
 
 from __future__ import annotations
@@ -22,25 +22,25 @@ from elbowroom.residency.machine import Intent
 from elbowroom.residency.online import Online
 
 STARTS = 32
-"""Windows rated, if there are so many blocks."""
+"""Most windows scored per eviction."""
 
 WIDEST = 64
-"""Blocks in a window, at most."""
+"""Most blocks in a window."""
 
 SLIVER_BYTES = 1 << 10
-"""Between neighbours, at most: what an allocator rounds up to, or writes beside a block."""
+"""Largest gap between adjacent blocks: alignment padding, or an allocator's header."""
 
 
 class Policy(Online):
-    """The cheapest window; else min(recompute, swap) / (bytes x idle seconds)."""
+    """Score: cheapest window first; else min(recompute, swap) / (bytes x idle seconds)."""
 
     uses_addresses = True
 
     def __init__(self, context: PolicyContext, history: AccessHistory) -> None:
         super().__init__(context, history)
-        self._blocks: list[tuple[int, int]] = []  # (address, storage) of what is in the pool, in order
+        self._blocks: list[tuple[int, int]] = []  # (address, storage) of the storages on the device, sorted
         self._addresses: dict[int, int] = {}
-        self._new: list[int] = []  # may not be where it will be yet
+        self._new: list[int] = []  # may not have an address yet
         self._window: list[int] = []
 
     def rate(self, storage: int) -> float:
@@ -50,7 +50,7 @@ class Policy(Online):
     def _cost(self, storage: int) -> float:
         return min(replay_seconds(self.context, storage), swap_seconds(self.context, storage))
 
-    # -- where blocks are -----------------------------------------------------------------------------------------
+    # -- addresses of blocks --------------------------------------------------------------------------------------
 
     def _put(self, storage: int) -> None:
         super()._put(storage)
@@ -94,7 +94,7 @@ class Policy(Online):
         return super()._pick()
 
     def _find_window(self, nbytes: int) -> list[int]:
-        """The cheapest that is wide enough; nothing if there is none."""
+        """Return the cheapest window of at least `nbytes`; empty if there is none."""
         count = len(self._blocks)
         starts = range(count) if count <= STARTS else self._here.draw_numbers(count, STARTS)
         least: tuple[float, list[int]] = (math.inf, [])
@@ -105,7 +105,7 @@ class Policy(Online):
         return least[1]
 
     def _widen(self, start: int, nbytes: int, least: float) -> tuple[float, list[int]] | None:
-        """The window that begins there, and what it costs; None if it is too narrow or costs more than `least`."""
+        """Return (cost, storages) of the window from block `start`; None if too small, or not cheaper than `least`."""
         cost = 0.0
         wide = 0
         window = list[int]()

@@ -1,13 +1,12 @@
-"""The cheaper of moving and computing again, for the bytes and for how long they have been idle.
+"""Evicts the storage with the lowest min(recompute, swap) / (bytes x idle seconds), by the cheaper of the two.
 
-What leaves has the lowest min(recompute, swap) / (bytes x idle seconds), and leaves in the cheaper manner. Both ways
-are prepared: copies begin before the budget is reached, and what was offloaded comes back, first out first in, while
-there is room.
+Copies begin before the budget is reached, and offloaded storages are reloaded early, in the order in which they left,
+while memory is free.
 
 Source: Y. Tang, C. Wang, Y. Zhang, Y. Liu, X. Zhang, L. Qiao, Z. Lai, D. Li, "DELTA: Dynamically optimizing GPU memory
 beyond tensor recomputation", arXiv 2203.15980, 2022 (filter, director, prefetch). The score is that of its successor in
-ACM TACO 2024, as others report it. Their public code rates by 1 / (bytes x idle seconds) and moves nothing early; see
-`delta_code`.
+ACM TACO 2024, as reported by others. Their public code scores by 1 / (bytes x idle seconds) and moves nothing early;
+see `delta_code`.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from elbowroom.residency.online import Online
 
 
 class Policy(Online):
-    """min(recompute, swap) / (bytes x idle seconds)."""
+    """Score: min(recompute, swap) / (bytes x idle seconds)."""
 
     is_early = True
 

@@ -1,9 +1,9 @@
-"""What is cheapest to compute again, for its bytes and for how long it has been idle, is dropped.
+"""Drops the storage that is cheapest to recompute, relative to its bytes and idle time.
 
 Source: M. Kirisame, S. Lyubomirsky, A. Haan, J. Brennan, M. He, J. Roesch, T. Chen, Z. Tatlock, "Dynamic Tensor
-Rematerialization", ICLR 2021, its score over equivalence classes. Inferred: neighbours are what a storage is computed
-from, of what autograd has saved; what computes it from there counts as its own cost. Ours: what cannot be computed
-again is offloaded, once nothing else is left.
+Rematerialization", ICLR 2021, its score over equivalence classes. Inferred: the neighbours of a storage are the saved
+storages that it is computed from; its own cost is that of computing it from these. Ours: storages that cannot be
+recomputed are offloaded, once no others are left.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from elbowroom.residency.online import Online
 
 
 class Policy(Online):
-    """(own cost + that of the sets of dropped storages it touches) / (bytes x idle seconds)."""
+    """Score: (own cost + cost of the sets of its dropped neighbours) / (bytes x idle seconds)."""
 
     def __init__(self, context: PolicyContext, history: AccessHistory) -> None:
         super().__init__(context, history)
-        self._classes = EvictedSets()
-        self._costs: dict[int, float] = {}  # of what is dropped
+        self._evicted_sets = EvictedSets()
+        self._costs: dict[int, float] = {}  # of dropped storages
 
     def rate(self, storage: int) -> float:
         context = self.context
         cost = replay_seconds(context, storage)
         if cost < math.inf:
-            roots = {self._classes.find(each) for each in list_leaves(context, storage) if each in self._costs}
-            cost += sum(map(self._classes.cost, roots))
+            roots = {self._evicted_sets.find(each) for each in list_leaves(context, storage) if each in self._costs}
+            cost += sum(map(self._evicted_sets.cost, roots))
         weight = context.nbytes(storage) * self.idle_seconds(storage)
         return cost / weight if weight > 0 else math.inf
 
@@ -39,11 +39,11 @@ class Policy(Online):
     def left(self, storage: int, is_dropped: bool) -> None:
         if is_dropped:
             cost = replay_seconds(self.context, storage)
-            self._classes.add(
+            self._evicted_sets.add(
                 storage, cost, [each for each in list_leaves(self.context, storage) if each in self._costs]
             )
             self._costs[storage] = cost
 
     def came(self, storage: int) -> None:
         if storage in self._costs:
-            self._classes.take(storage, self._costs.pop(storage))
+            self._evicted_sets.take(storage, self._costs.pop(storage))

@@ -1,4 +1,4 @@
-"""What was used longest ago is offloaded."""
+"""Offloads the least recently used storage."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from elbowroom.residency.online import Online
 
 
 class Policy(Online):
-    """Rates by the time of the last use; never drops what can be offloaded."""
+    """Score: time of the last use. Drops only storages that cannot be offloaded."""
 
     def rate(self, storage: int) -> float:
         return -self.idle_seconds(storage)

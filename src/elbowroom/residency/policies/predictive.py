@@ -1,13 +1,13 @@
-"""What the step before says should leave does, as it says; where it says nothing, as `delta`.
+"""Evicts by a prefetch plan made from the previous step; without one, as `delta`.
 
-From the order and the times of saves and needs, and the room that would have been taken, `residency.prefetch_plan` says
-what is copied in the shadow of the ops, and when it comes back, and what is dropped. Under pressure, what was copied
-leaves first, then what was to be dropped, then what is cheapest to miss: min(recompute, swap) / (bytes x events until
-the next use, or seconds since the last). A swap counts with what is under way before it.
+From the order and times of saves and needs, and the memory demand, `residency.prefetch_plan` decides which storages are
+copied out behind the ops, when they are reloaded, and which are dropped. Under pressure, storages that have been copied
+are evicted first, then those planned to be dropped, then by lowest score: min(recompute, swap) / (bytes x events until
+the next use, or seconds since the last). The cost of a swap includes copies queued before it.
 
-Source: next uses by position within an iteration are what vDNN, Capuchin and TENSILE plan with; the score is DELTA's,
-with the future in the place of the past. L. A. Belady, "A study of replacement algorithms for a virtual-storage
-computer", IBM Systems Journal 5, 1966: what is needed last is what to miss.
+Source: vDNN, Capuchin and TENSILE plan by next uses within an iteration; the score is DELTA's, with the time to the
+next use instead of idle time. L. A. Belady, "A study of replacement algorithms for a virtual-storage computer", IBM
+Systems Journal 5, 1966: evict what is needed last.
 """
 
 from __future__ import annotations
@@ -26,23 +26,23 @@ from elbowroom.residency.online import Moment, Online
 from elbowroom.residency.prefetch_plan import ForeseenMove, plan_prefetch
 
 TRIES = 2
-"""Steps of one shape that are foreseen anew, each from what was seen in the one before; then the best is kept."""
+"""Prefetch plans made for steps of one shape, each from the previous step; then the best is kept."""
 
 SHAPES = 16
-"""Of steps that are remembered to have been."""
+"""Most step shapes that are remembered."""
 
 LEARNT = 2
-"""Steps in which is asked what it takes to compute something again."""
+"""Steps in which the recompute cost of a storage is looked up."""
 
 AT_ONCE = 16
-"""Storages asked about in each event, once there has been too little room."""
+"""Storages whose cost is looked up per event, once memory has been short."""
 
 WATCHED = 4
-"""Storages looked at in each event, for whether the program still holds them."""
+"""Storages checked per event for whether the program still holds them."""
 
 
 class _Tried:
-    """What was foreseen for steps of one shape, and what became of the steps with it."""
+    """Prefetch plans for steps of one shape, each with its outcome."""
 
     def __init__(self) -> None:
         self._made: list[tuple[tuple[int, float], Mapping[int, ForeseenMove]]] = []
@@ -52,14 +52,14 @@ class _Tried:
     def choose(
         self, before: StepAccesses, make: Callable[[], Mapping[int, ForeseenMove]]
     ) -> Mapping[int, ForeseenMove]:
-        """A new one, from what the last one led to; the best, once there are enough."""
-        outcome = -len(before.seconds), before.end_seconds  # a step that broke off is not a fast one
+        """Return a new plan, made from the previous step; the best plan, once `TRIES` have been made."""
+        outcome = -len(before.seconds), before.end_seconds  # most events first: an aborted step is not a fast one
         if self._is_open:
             if before is self._source or not before.is_foreseen:
-                return self._made[-1][1]  # nothing came of it: a step without a backward pass, or by a plan
+                return self._made[-1][1]  # no outcome yet: the step had no backward pass, or followed a plan
             self._made[-1] = outcome, self._made[-1][1]
         elif not self._made:
-            self._made.append((outcome, {}))  # with nothing foreseen for it
+            self._made.append((outcome, {}))  # the outcome without any prefetch plan
         self._source = before
         self._is_open = len(self._made) <= TRIES
         if not self._is_open:
@@ -69,26 +69,26 @@ class _Tried:
 
 
 class Policy(Online):
-    """As foreseen; else min(recompute, swap) / (bytes x events until the next use, or seconds since the last)."""
+    """Score: by prefetch plan; else min(recompute, swap) / (bytes x events to next use, or seconds since the last)."""
 
     is_early = True
 
     def __init__(self, context: PolicyContext, history: AccessHistory) -> None:
         super().__init__(context, history)
         self._roles: Mapping[int, ForeseenMove] | None = None
-        self._tight = 0  # the last event with too little room, in the step before
-        self._missing: dict[int, int] = {}  # bytes of what is not there
+        self._tight = 0  # the last event with memory short, in the previous step
+        self._missing: dict[int, int] = {}  # bytes of each evicted storage
         self._missing_bytes = 0
         self._unlearnt: deque[int] = deque()
-        self._held: deque[int] = deque()  # of what the program holds as well
-        self._copied: dict[int, float] = {}  # when each copy is out
+        self._held: deque[int] = deque()  # storages that the program holds as well
+        self._copied: dict[int, float] = {}  # when each copy out is complete
         self._out_free = 0.0
-        self._backs: list[tuple[int, int]] = []  # (event, storage) of copies back, by event
+        self._backs: list[tuple[int, int]] = []  # heap of (event, storage) of planned reloads
 
-    # -- what is told ---------------------------------------------------------------------------------------------
+    # -- events ---------------------------------------------------------------------------------------------------
 
     def decide(self, event: Event) -> Iterable[Intent]:
-        """What to do once `event` has been served."""
+        """Return the intents to carry out after `event`."""
         if self._roles is None:
             self._foresee()
         if isinstance(event, PressureRaised):
@@ -114,7 +114,7 @@ class Policy(Online):
     def ended(self, storage: int) -> None:
         self._copied.pop(storage, None)
         if self._missing or self.history.present.was_tight:
-            self.comes(storage, self.look())  # else of no consequence: what there was will be asked at the next event
+            self.comes(storage, self.look())  # else the next event takes the peak into account
         super().ended(storage)
 
     def _attend(self, moment: Moment) -> None:
@@ -136,7 +136,7 @@ class Policy(Online):
         if not before.saves:
             return
         tried: dict[object, _Tried] = history.tried
-        # To foresee takes time, and is of no use where steps do not recur: a shape that is new beside others waits.
+        # Planning takes time, and is useless if steps do not recur: a new shape, unless the first, waits to recur.
         must_wait = bool(tried) and key not in tried
         chosen = tried.setdefault(key, _Tried())
         if len(tried) > SHAPES:
@@ -167,7 +167,7 @@ class Policy(Online):
         self._copied[storage] = self._out_free = max(self._out_free, self.context.now()) + out
 
     def _watch_held(self) -> None:
-        """Note from when on the program no longer holds what was saved."""
+        """Record since which event the program no longer holds a saved storage."""
         for _ in range(min(WATCHED, len(self._held))):
             storage = self._held.popleft()
             if storage not in self._here:
@@ -180,7 +180,7 @@ class Policy(Online):
                 self._held.append(storage)
 
     def _learn(self, storage: int) -> None:
-        """What it would take to compute it again; ops are slow the first time."""
+        """Look up what recomputing a storage costs, in the first `LEARNT` steps, since ops are slow at first."""
         use = self.history.find(storage)
         if use is None or use.learnt:
             return
@@ -212,7 +212,7 @@ class Policy(Online):
         use = self.history.find_before(storage)
         return None if use is None else self._roles.get(use.place)
 
-    # -- what is rated --------------------------------------------------------------------------------------------
+    # -- scores ---------------------------------------------------------------------------------------------------
 
     def rank(self, storage: int) -> int:
         if not self._roles:
@@ -241,20 +241,20 @@ class Policy(Online):
     def drops(self, storage: int) -> bool:
         role = self._find_role(storage)
         if storage in self._copied:
-            return False  # nor could it be
+            return False  # a copy is out or under way
         if role is not None and role.back >= self.history.events and not role.is_copied:
             return True
         return replay_seconds(self.context, storage) < self._swap_seconds(storage)
 
     def _miss_seconds(self, storage: int) -> float:
-        """Of the cheaper manner; where a copy is under way there is no other."""
+        """Return the seconds of swapping or recomputing, whichever is less; of swapping if a copy has begun."""
         swap = self._swap_seconds(storage)
         if storage in self._copied:
             return swap
         return min(swap, replay_seconds(self.context, storage))
 
     def _swap_seconds(self, storage: int) -> float:
-        """With what is under way before it; without the way back, where that is foreseen."""
+        """Return the seconds of a swap, with the copies queued before it; without the reload, if that is planned."""
         context, role = self.context, self._find_role(storage)
         out, back = context.move_seconds(context.nbytes(storage))
         if role is not None and role.is_copied and role.back > self.history.events:
@@ -263,7 +263,7 @@ class Policy(Online):
             return back + max(0.0, self._copied[storage] - context.now())
         return back + out + max(0.0, self._out_free - context.now())
 
-    # -- what comes and goes early --------------------------------------------------------------------------------
+    # -- early copies and reloads ---------------------------------------------------------------------------------
 
     def list_next(self, away: Iterable[int]) -> Iterable[int]:
         found = [(events, storage) for storage in away if (events := self.history.next_use(storage)) is not None]

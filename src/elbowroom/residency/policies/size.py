@@ -1,4 +1,4 @@
-"""The largest is offloaded first: the fewest moves."""
+"""Offloads the largest storage first, for the fewest moves."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from elbowroom.residency.online import Online
 
 
 class Policy(Online):
-    """Rates by bytes; never drops what can be offloaded."""
+    """Score: bytes, largest first. Drops only storages that cannot be offloaded."""
 
     def rate(self, storage: int) -> float:
         return -self.context.nbytes(storage)
