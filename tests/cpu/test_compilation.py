@@ -174,7 +174,7 @@ def test_a_room_works_where_no_process_can_be_started(trouble: OSError, monkeypa
 IN_A_FORK = """
 import os, sys
 from elbowroom import _numba_loops, compilation
-_compiled.is_complete = lambda: False
+_numba_loops.is_complete = lambda: False
 compilation.ALL = "import time; time.sleep(60)"
 compiler = compilation.LoopCompiler()
 process = compiler._process
