@@ -18,6 +18,7 @@ from elbowroom.errors import Infeasible, TraceError, UsageError
 from elbowroom.hardware.memory import cut_blocks_to_size, parse_budget
 from elbowroom.hardware.probe import probe
 from elbowroom.hooks.attachment import attach_mark, is_marked, remove_mark
+from elbowroom.hooks.exposed_memory import note_exposures
 from elbowroom.hooks.ledger import make_ledger
 from elbowroom.ir.hardware import HardwareProfile
 from elbowroom.ir.journal import Journal
@@ -56,6 +57,7 @@ class Room:
     ) -> None:
         if is_marked(model):
             raise UsageError("this model already has a room; call its detach() first")
+        note_exposures()
         self.config = config
         self._job = job = Job(model, tuple(optimizers), device, config)
         self._ledger = make_ledger(device)

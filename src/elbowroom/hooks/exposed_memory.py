@@ -43,14 +43,15 @@ def is_shared(storage: torch.UntypedStorage) -> bool:
     return is_foreign or _shown.find(storage) is not None
 
 
-def guard_exposures(guard: ExposureGuard) -> None:
-    """Call `guard.expose` for each storage that is exposed, for as long as the guard is alive.
-
-    The methods that expose memory are wrapped for good when the first guard comes.
-    """
+def note_exposures() -> None:
+    """Note from now on which storages the program exposes. The methods that do so are wrapped once and for good."""
     for owner, name in _EXPOSING:
         if not hasattr(getattr(owner, name), "tells_guards"):
             setattr(owner, name, _wrap(getattr(owner, name)))
+
+
+def guard_exposures(guard: ExposureGuard) -> None:
+    """Call `guard.expose` for each storage that is exposed, for as long as the guard is alive."""
     _guards.append(weakref.ref(guard, _guards.remove))
 
 
