@@ -42,7 +42,7 @@ class Placement:
     """The copies of one step.
 
     Attributes:
-        berths: by (storage, begin).
+        copy_slots: by (storage, begin).
         lower_bytes: what they take in the tier below the device.
         disk_bytes: what they take in the tier behind that.
         piece_bytes: what passes through the tier below to the disk at a time; None for as much as there is room for.
@@ -54,7 +54,7 @@ class Placement:
     piece_bytes: int | None = None
 
     def find(self, storage: int, tick: int) -> CopySlot | None:
-        """The berth of a storage that leaves at a tick, or somewhat before the plan's; None if it was to stay."""
+        """Return the slot of a storage that leaves at a tick, or shortly before the plan says; None if it was to stay."""
         index = bisect.bisect_right(self.copy_slots, (storage, tick), key=_STORAGE_AND_END)
         if index == len(self.copy_slots) or self.copy_slots[index].storage != storage:
             return None

@@ -24,7 +24,7 @@ class StepEnvironment:
         transfers: moves storages to the tier below and back.
         list_residents: returns parameters, gradients, buffers and optimizer state.
         profile: of this machine.
-        habits: what earlier steps taught the policy. Each step is added, unless it is captured.
+        history: what earlier steps taught the policy. Each step is added, unless it is captured.
         policy: name of the online policy, a member of `residency.policies`.
         min_bytes: smaller storages stay on the device, unless a plan moves them.
     """

@@ -45,7 +45,7 @@ class Transfers(Protocol):
         """Begin copying a storage down. The caller keeps it alive until `finish`.
 
         Args:
-            berth: where the copy was planned to lie. What is there already only costs room: it lies elsewhere then.
+            copy_slot: where the plan puts the copy. If that place is taken, the copy goes elsewhere.
 
         Raises:
             TierFull: there is no room; nothing was begun.

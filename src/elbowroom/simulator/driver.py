@@ -29,7 +29,7 @@ class VirtualDevice:
         begin: when it begins in the plain step; the driver of the step sets both.
         late: seconds behind the plain step.
         delays: how much of them each entry has added.
-        berths: copies that are gone again, from when to when they were there.
+        copy_slots: copies that are gone again, from when to when they were there.
     """
 
     def __init__(self, costs: Costs, sizes: Sequence[int], rounded: Sequence[int], overflow: Overflow | None) -> None:

@@ -53,7 +53,7 @@ def simulate_policy(
         policy: a member of `residency.policies`.
         min_bytes: smaller storages never leave.
         most_seconds: give up when the step has taken so long.
-        habits: what earlier steps taught; this one is added to it.
+        history: what earlier steps taught; this one is added to it.
         host_bytes: what the tier below may hold before copies go on to the disk behind it, where the costs have a
             link to one; None for any amount.
         allocator: CACHING to know besides what PyTorch's allocator would take from the device.
