@@ -44,7 +44,7 @@ _Budget = Annotated[str | None, typer.Option("--budget", help=f"Bytes the step m
 _Steps = Annotated[
     int | None,
     typer.Option(
-        "--steps", min=1, help="Forecast the last of so many steps under a policy: habit learns from each (1)."
+        "--steps", min=1, help="Forecast the last of so many steps under a policy: predictive learns from each (1)."
     ),
 ]
 
