@@ -143,7 +143,7 @@ def test_ctrl_c(monkeypatch: pytest.MonkeyPatch) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr("elbowroom.cli.commands.probe.find_profile", interrupt)
-    assert "stopped" in fail(INTERRUPTED, "probe")
+    assert "interrupted" in fail(INTERRUPTED, "probe")
 
 
 def test_versions() -> None:
@@ -236,7 +236,7 @@ def test_plan_of_a_spec_for_a_card_that_is_not_here() -> None:
     assert result.exit_code == 0, result.output
     found = json.loads(result.stdout)
     assert "V100" in found["hardware"] and found["slowdown"] == 1
-    assert "captured on cpu, priced for" in result.stderr
+    assert "captured on cpu but priced for" in result.stderr
 
 
 def test_simulate(files: pathlib.Path) -> None:
@@ -372,7 +372,7 @@ def test_a_run_that_ends_early_keeps_the_steps_that_are_done(
     assert [step.step for step in elbowroom.load(Journal, tmp_path / "run.json").steps] == [0, 1, 2]
     assert elbowroom.load(Plan, tmp_path / "plan.json").budget_bytes == 45 << 20
     assert sorted(path.name for path in tmp_path.iterdir()) == ["plan.json", "run.json"]
-    assert ("stopped" if code == INTERRUPTED else "op") in result.stderr
+    assert ("interrupted" if code == INTERRUPTED else "op") in result.stderr
 
 
 def test_a_share_of_this_device_is_what_fit_takes_it_for(files: pathlib.Path) -> None:
@@ -380,7 +380,7 @@ def test_a_share_of_this_device_is_what_fit_takes_it_for(files: pathlib.Path) ->
     result = call("run", *IMAGES, "--budget", "50%", "--steps", 1, *hardware, "--json")
     nbytes = count_device_bytes(torch.device("cpu")) // 2
     assert json.loads(result.stdout)["budget_bytes"] == nbytes
-    assert f"({nbytes} bytes), a share of the device" in result.stderr
+    assert f"({nbytes} bytes), a share of device memory" in result.stderr
 
 
 def test_the_result_of_an_older_run_is_read(files: pathlib.Path, tmp_path: pathlib.Path) -> None:
@@ -467,12 +467,12 @@ def test_a_result_that_cannot_be_written_is_noticed_before_the_work(
     common = ("plan", files / "trace.json.gz", "--budget", "1GiB", "--hardware", "v100", "-o")
     os.mkfifo(tmp_path / "fifo")
     for path, words in (
-        (tmp_path, "it is a folder"), (tmp_path / "fifo", "no regular file"), (tmp_path / ("x" * 250), "too long"),
+        (tmp_path, "it is a folder"), (tmp_path / "fifo", "not a regular file"), (tmp_path / ("x" * 250), "too long"),
         (tmp_path / "fifo" / "plan.json", "is not a folder"),
     ):  # fmt: skip
         assert words in fail(MISUSED, *common, path)
     twice = ("-o", tmp_path / "run.json", "--save-plan", tmp_path / "." / "run.json")
-    assert "named for two results" in fail(MISUSED, "run", *IMAGES, "--budget", "1GiB", *twice)
+    assert "given for two results" in fail(MISUSED, "run", *IMAGES, "--budget", "1GiB", *twice)
     assert [path.name for path in tmp_path.iterdir()] == ["fifo"]
 
     def refuse(**_: object) -> None:
@@ -562,7 +562,7 @@ def test_files_of_another_step(files: pathlib.Path, tmp_path: pathlib.Path) -> N
         ("layout", other, "--plan", files / "plan.json", *hardware),
         ("report", files / "run.json", "--trace", other, "--plan", files / "plan.json", *hardware),
     ):
-        assert f"plan.json is a plan for trace {own}, not {found}" in fail(MISUSED, *command)
+        assert f"plan.json is a plan for trace {own}, but this is {found}" in fail(MISUSED, *command)
     fail(MISUSED, "simulate", other, files / "plan.json", "--costs", files / "run-costs.json")
     (tmp_path / "document.json").write_text('{"command": "plan"}')
     assert "run --json" in fail(MISUSED, "report", tmp_path / "document.json")
