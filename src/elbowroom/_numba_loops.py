@@ -44,12 +44,12 @@ def compiled(function: Function) -> Function:
 
 
 def internal(function: Function) -> Function:
-    """As `compiled`, for what only compiled functions call: it compiles faster, and a call from Python would crash."""
+    """Compile a function that only compiled functions call: that is faster, but a call from Python would crash."""
     return _compile(function, no_cpython_wrapper=True)
 
 
 def inlined(function: Function) -> Function:
-    """As `compiled`, and written out wherever it is called: a call costs 2 ns for each array that is handed on."""
+    """Compile a function and inline it into each caller: a call costs 2 ns for each array argument."""
     return _compile(function, inline="always")
 
 
@@ -144,7 +144,7 @@ def _find_parent() -> pathlib.Path:
 
 
 def _describe() -> str:
-    """All that the compiler looks at before it loads what was kept, beyond the text of the files."""
+    """Return what numba checks, beside the files' text, before it loads cached machine code."""
     newest = max(path.stat().st_mtime_ns for path in _list_files())
     machine = f"{platform.machine()} {_numba.core.codegen.ll.get_host_cpu_name()}"
     return f"numba {_numba.__version__}, {sys.implementation.cache_tag}, {machine}, files of {newest}\n"

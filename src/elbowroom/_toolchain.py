@@ -20,7 +20,7 @@ from elbowroom.progress import announcing
 
 
 class Language(NamedTuple):
-    """What a compiler compiles.
+    """Language that a compiler compiles.
 
     Attributes:
         name: of the language.

@@ -122,7 +122,7 @@ def capture(
     *,
     name: str | None = None,
 ) -> Trace:
-    """What one training step does, found on fake tensors: nothing is allocated, run or changed.
+    """Capture one training step on fake tensors: nothing is allocated, run or changed.
 
     Raises:
         UsageError: the model has no parameters, lies on two devices, or is sharded; an argument is not what it should

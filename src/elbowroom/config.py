@@ -16,7 +16,7 @@ MODES = ("auto", "dynamic")
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Config:
-    """How a room works, apart from its budget.
+    """Options of a room, apart from its budget.
 
     Attributes:
         mode: "auto" plans steps that repeat; "dynamic" decides in every step as it goes on.

@@ -28,7 +28,7 @@ class ElbowroomError(Exception):
 
 
 class UsageError(ElbowroomError, ValueError):
-    """What was asked for cannot be done in any circumstances; the message says what can."""
+    """The request can never be met; the message says what can be done instead."""
 
 
 class UnknownMember(UsageError):

@@ -70,7 +70,7 @@ def drawing_on(bars: Progress | None) -> Iterator[None]:
 
 @dataclasses.dataclass(slots=True, eq=False)
 class _Work:
-    """What is being done.
+    """Work in progress.
 
     Attributes:
         stage: what of it is being done.

@@ -1,4 +1,4 @@
-"""What a convolution allocates inside itself on a CPU: copies of its operands in the layouts its kernels want.
+"""Workspace of a convolution on a CPU: copies of its operands in the layouts that its kernels want.
 
 - **Blocked.** oneDNN works on blocked layouts (channels in groups of 16), so operands are copied in and results out; in
   half precision gradients of weights are summed in float32 as well. How many copies are alive at once depends on

@@ -1,4 +1,4 @@
-"""What a convolution allocates inside itself on a CUDA device: copies in the layout of the tensor cores, or little.
+"""Workspace of a convolution on a CUDA device: copies in the layout of the tensor cores, or little.
 
     [ input | result | weight ]   in channels_last          where tensor cores do it
     [ indices, partial sums ]                               where they do not

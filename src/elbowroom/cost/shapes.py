@@ -1,4 +1,4 @@
-"""What can be read off an op's views: bytes, dtypes, and which ops touch no bytes at all."""
+"""Facts that follow from an op's views: bytes, dtypes, and which ops touch no bytes at all."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ def view_bytes(view: View) -> int:
 
 
 def is_floating(dtype: str) -> bool:
-    """Whether it is a floating-point or complex dtype."""
+    """Tell whether a dtype is floating-point or complex."""
     return dtype.startswith(("float", "bfloat", "complex"))
 
 
 def touches_no_bytes(op: Op) -> bool:
-    """Whether an op only names bytes: a view of a storage it does not change, or fresh memory without contents."""
+    """Tell whether an op touches no bytes: it makes a view of a storage, or allocates memory without contents."""
     if short_name(op) in _ALLOCATIONS:
         return True
     read = {(view.storage, view.version) for view in op.reads}

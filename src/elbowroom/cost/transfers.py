@@ -1,4 +1,4 @@
-"""How long moving bytes between two neighbouring tiers takes."""
+"""Seconds that transfers between two neighbouring tiers take."""
 
 from __future__ import annotations
 

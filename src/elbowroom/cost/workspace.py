@@ -1,4 +1,4 @@
-"""What an op allocates inside itself beyond its results: reordered copies, casts, and scratch of its threads.
+"""Workspace of an op: reordered copies, casts, and scratch memory of its threads, beyond its results.
 
     live bytes       .--- workspace ---.
                 ____/                   \\______ results

@@ -1,4 +1,4 @@
-"""How fast bytes move between neighbouring tiers, and how much the compute slows down meanwhile.
+"""Measures how fast bytes move between neighbouring tiers, and how much compute slows down meanwhile.
 
 Bytes are moved as the runtime moves them: pinned copies on a stream of their own between device and host, and
 `os.pwrite` / `os.preadv` on the storage's own memory between memory and a spill file.
@@ -258,12 +258,12 @@ def _alternate(file: int, block: torch.Tensor, fresh_blocks: bool) -> Callable[[
 
 
 def _shares_a_lane(out_seconds: float, back_seconds: float, both_seconds: float) -> bool:
-    """Whether moving both ways at once takes nearer to the sum of the two than to the longer one."""
+    """Tell whether moving both ways at once takes closer to the sum of the two times than to the longer one."""
     return both_seconds > (max(out_seconds, back_seconds) + out_seconds + back_seconds) / 2
 
 
 def _latency(small_seconds: float, bytes_per_second: float) -> float:
-    """What a small transfer takes beyond its bytes."""
+    """Return the seconds of a small transfer beyond those of its bytes."""
     return max(small_seconds - SMALL_BYTES / bytes_per_second, 0.0)
 
 

@@ -1,4 +1,4 @@
-"""How much memory a device has, and how allocators keep what is freed."""
+"""The memory of a device, and how allocators keep freed blocks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How fast this machine computes: flops by kind and dtype, memory bandwidth, and what an op and a hook cost at least.
+"""Measures compute rates: flops by kind and dtype, memory bandwidth, and the least cost of an op and of a hook.
 
 Shapes are those of real layers (a residual network at 56 x 56, a transformer of width 1024), and forward and backward
 are timed together, since a training step spends two thirds of its flops in the backward pass.

@@ -1,4 +1,4 @@
-"""How long a call takes on a device: medians of repeated calls, timed where the work is done."""
+"""Times calls on a device: medians of repeated calls, timed where the work is done."""
 
 from __future__ import annotations
 

@@ -30,6 +30,6 @@ def remove_mark(model: torch.nn.Module) -> None:
 
 
 def is_marked(model: torch.nn.Module) -> bool:
-    """Whether a model has a room."""
+    """Tell whether a model has a room."""
     found = model.__dict__.get(_NAME)
     return isinstance(found, _Mark) and found.model() is model

@@ -119,7 +119,7 @@ def _attach(module: torch.nn.Module, hook: Look, look: Look) -> Callable[[], Non
 
 
 class CannotEnter(RuntimeError):
-    """Nothing can be entered at a place from where the program is now."""
+    """The program is at a point from which no context can be entered at the insertion point."""
 
 
 class HookInsertionPoint:

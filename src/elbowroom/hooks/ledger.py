@@ -43,7 +43,7 @@ class Ledger(Protocol):
 
     @property
     def scope(self) -> Any:
-        """Of the extension, if that counts; else None."""
+        """The extension's scope, if the extension counts; else None."""
         ...
 
     @property
@@ -69,7 +69,7 @@ class Ledger(Protocol):
         ...
 
     def has_room(self, nbytes: int, limit_bytes: int) -> bool:
-        """Whether so much fits beside what the room holds now; True where nobody counts."""
+        """Tell whether `nbytes` fit beside the live bytes; True if nothing is counted."""
         ...
 
     def trim(self) -> None:

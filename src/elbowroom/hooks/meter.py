@@ -58,7 +58,7 @@ class Meter(Protocol):
         ...
 
     def op_seconds(self) -> tuple[float, ...]:
-        """Of each op that was told of."""
+        """Seconds of each op."""
         ...
 
     def workspace_bytes(self, created_bytes: Sequence[int]) -> tuple[int, ...]:
@@ -96,7 +96,7 @@ class CpuMeter:
 
     @property
     def base_bytes(self) -> int:
-        """What was there when the meter started, as far as that is known by now."""
+        """Bytes that were live when the meter started, as far as known by now."""
         return int(self._live_before + self._scope.adopted_bytes - self._adopted_before)
 
     def adopt_input(self, storage: torch.UntypedStorage) -> object:

@@ -66,7 +66,7 @@ _CALLER, _RUNNER, _PROGRAM, _OTHER = _Kind
 
 
 class _Code(NamedTuple):
-    """What is known of a function.
+    """Facts about a function.
 
     Attributes:
         code: kept, so that no other has its id.

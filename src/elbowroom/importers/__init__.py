@@ -31,7 +31,7 @@ class LoggedRelease(enum.StrEnum):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Imported:
-    """What was in a log.
+    """The step in a log.
 
     Attributes:
         costs: measured op times as logged; no hook or overhead seconds, and blocks are counted as logged, unrounded.

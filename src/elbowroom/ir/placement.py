@@ -54,7 +54,7 @@ class Placement:
     piece_bytes: int | None = None
 
     def find(self, storage: int, tick: int) -> CopySlot | None:
-        """Return the slot of a storage that leaves at a tick, or shortly before the plan says; None if it was to stay."""
+        """Return the slot of a storage that leaves at a tick, or shortly before its plan; None if it was to stay."""
         index = bisect.bisect_right(self.copy_slots, (storage, tick), key=_STORAGE_AND_END)
         if index == len(self.copy_slots) or self.copy_slots[index].storage != storage:
             return None

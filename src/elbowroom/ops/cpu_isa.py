@@ -1,4 +1,4 @@
-"""What kind of processor this is, as far as what kernels allocate rests on it."""
+"""The processor's instruction set, which decides what kernels allocate."""
 
 from __future__ import annotations
 

@@ -74,7 +74,7 @@ def find_barrier(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
 
 
 def may_be_replayed(func: OpOverload) -> tuple[bool, bool]:
-    """Whether an op may be replayed, given the right arguments; and whether `find_barrier` has to look at them."""
+    """Tell whether an op may be replayed, given the right arguments; and whether `find_barrier` has to check them."""
     has_conditions = func._opname == "convolution" or "attention" in func._opname
     return has_conditions or not find_barrier(func, (), {}), has_conditions
 
@@ -111,7 +111,7 @@ def find_written(func: OpOverload) -> tuple[tuple[int, str], ...]:
 
 @by_op
 def is_view(func: OpOverload) -> bool:
-    """Whether an op only looks at its argument in another way, whatever it is given.
+    """Tell whether an op always returns a view of its argument.
 
     By its schema, but for ops that are made of others and are seen whole in inference mode: they may copy.
     """

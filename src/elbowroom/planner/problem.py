@@ -1,4 +1,4 @@
-"""What a strategy is given, and what every strategy's plan goes through."""
+"""The problem that a strategy is given, and the checks that every plan passes."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Problem:
     floor: Forecast
 
     def fits(self, forecast: Forecast) -> bool:
-        """Whether a forecast is within the budget of every tier."""
+        """Tell whether a forecast is within the budget of every tier."""
         within_host = self.host_bytes is None or forecast.lower_tier_bytes <= self.host_bytes
         return within_host and forecast.peak_bytes <= self.budget_bytes
 
@@ -136,7 +136,7 @@ def lowest_draft(drafter: Drafter) -> Draft:
 
 
 def _count_needed_below(problem: Problem, forecast: Forecast) -> int:
-    """What the tier below would have to hold: for this plan, or for the lowest peak if its limit stands in the way."""
+    """Return the bytes that the lower tier would have to hold: for this plan, or for the lowest peak if that is limited."""
     if problem.host_bytes is None or problem.floor.peak_bytes > problem.budget_bytes:
         return 0
     if forecast.peak_bytes <= problem.budget_bytes:

@@ -89,7 +89,7 @@ class Records:
             self._is_whole = True
 
     def list_lost(self) -> Iterator[Record]:
-        """Those of copies that are no more."""
+        """Return the records whose copies were garbage-collected."""
         return iter([record for record in self._records if record() is None])
 
 

@@ -32,7 +32,7 @@ class _Locks:
 
 @functools.cache
 def _find_locks() -> _Locks:
-    """Those of this process; functions that are called at a fork cannot be taken back, and are the same for all."""
+    """Return the locks of this process. Fork handlers cannot be unregistered, so all locks share them."""
     return _Locks()
 
 

@@ -17,7 +17,7 @@ MOST_NODES = 64
 
 @dataclasses.dataclass(frozen=True)
 class _Evidence:
-    """What tells where an op runs: in a backward pass, the parameter whose gradient comes next."""
+    """Evidence of where an op runs: in a backward pass, the parameter whose gradient comes next."""
 
     parameter: torch.Tensor | None
 

@@ -113,11 +113,11 @@ class SpillQueue:
 
     @property
     def copies(self) -> int:
-        """How many copies there are."""
+        """Number of copies."""
         return len(self._records)
 
     def prepare(self, placement: Placement, *, gives_back: bool) -> None:
-        """As `Transfers.prepare`."""
+        """Prepare the spill file, as `Transfers.prepare` says."""
         with self._lock:
             self._sweep()
             with self._records.changing():
@@ -195,7 +195,7 @@ class SpillQueue:
                 self.spill.close()  # if there was no thread, or an error has ended it
 
     def is_own_thread(self) -> bool:
-        """Whether it is the queue's thread that asks."""
+        """Tell whether the caller is the queue's own thread."""
         return threading.current_thread() is self._thread
 
     # With the lock ----------------------------------------------------------------------------------------------

@@ -34,7 +34,7 @@ class StreamCopy:
         self.error: OSError | None = None
 
     def let_go(self) -> None:
-        """What is computed from now on comes after the copy's transfers, so their storages may be reused."""
+        """Release the storages of the copy's transfers: later compute comes after them, so the memory may be reused."""
         for unfinished in self.moving:
             unfinished.storage = None
         self.moving.clear()

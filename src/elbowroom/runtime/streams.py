@@ -1,4 +1,4 @@
-"""What a device offers to whoever moves bytes beside its computing, and the one for CUDA.
+"""Streams of a device for transfers beside its compute, and their implementation for CUDA.
 
     compute  --op--op--o--------op--wait--op-->
                         \\            /
@@ -21,7 +21,7 @@ class StreamEvent(Protocol):
     """A point in a stream."""
 
     def is_done(self) -> bool:
-        """Whether the stream has passed it. Never waits."""
+        """Tell whether the stream has passed the event. Never waits."""
         ...
 
 
@@ -55,7 +55,7 @@ class Streams(Protocol):
         ...
 
     def compute_waits(self, event: StreamEvent) -> None:
-        """What the program computes from now on comes after the event."""
+        """Make later compute of the program wait for the event."""
         ...
 
     def host_waits(self, event: StreamEvent) -> None:
@@ -84,7 +84,7 @@ class CudaEvent:
         self.event, self.computing = event, computing
 
     def is_done(self) -> bool:
-        """Whether the stream has passed it. Never waits."""
+        """Tell whether the stream has passed the event. Never waits."""
         return bool(self.event.query())
 
 
@@ -152,7 +152,7 @@ class CudaStreams:
         return torch.empty(0, dtype=torch.uint8, device=self.device).set_(storage, offset, (nbytes,), (1,))
 
     def compute_waits(self, event: StreamEvent) -> None:
-        """What the program computes from now on comes after the event."""
+        """Make later compute of the program wait for the event."""
         assert isinstance(event, CudaEvent)
         current = torch.cuda.current_stream(self.device)
         current.wait_event(event.event)

@@ -1,4 +1,4 @@
-"""What the engine asks of whatever moves bytes, and the one for a CPU: a thread with its own queue."""
+"""The protocol of transfers, and its implementation for a CPU: a thread with a queue."""
 
 from __future__ import annotations
 

@@ -108,7 +108,7 @@ class SpillFile:
         self.file_bytes = os.fstat(self._file.fileno()).st_size
 
     def prepare(self, planned_bytes: int, *, gives_back: bool) -> None:
-        """What will be reserved with an offset lies below `planned_bytes`.
+        """Prepare for reservations with offsets below `planned_bytes`.
 
         Args:
             gives_back: whether the disk gets back what lies beyond, but for what was in use since the last time.
@@ -152,7 +152,7 @@ class SpillFile:
 
     @property
     def is_empty(self) -> bool:
-        """Whether every block has been freed."""
+        """Tell whether every block has been freed."""
         return self._free.is_empty
 
     def close(self) -> None:

@@ -40,7 +40,7 @@ class Pinning(Protocol):
     """Makes stretches of host memory reachable for a device, and undoes it."""
 
     def pin(self, address: int, nbytes: int) -> bool:
-        """Whether the memory is pinned now; False leaves it as it was."""
+        """Pin memory. Returns whether it is pinned now; False leaves it as it was."""
         ...
 
     def unpin(self, address: int) -> None:
@@ -133,12 +133,12 @@ class HostSlabs:
 
     @property
     def pinned_bytes(self) -> int:
-        """Of these, pinned."""
+        """Bytes of slabs that are pinned."""
         return sum(slab.memory.numel() for slab in self._slabs if slab.is_pinned)
 
     @property
     def block_bytes(self) -> int:
-        """Of these, handed out, rounding included."""
+        """Bytes of blocks in use, rounding included."""
         return sum(slab.memory.numel() - (slab.free.free_bytes or 0) for slab in self._slabs)
 
     def reserve(self, nbytes: int, at: int | None = None) -> SlabBlock:
@@ -197,7 +197,7 @@ class HostSlabs:
             slab.free.restore([(block.offset, block.nbytes) for block in taken if block.slab is slab])
 
     def prepare(self, planned_bytes: int, *, gives_back: bool, settle: Callable[[], None]) -> None:
-        """What will be reserved with an offset lies below `planned_bytes`: have one slab for that, as soon as may be.
+        """Prepare one slab, as soon as possible, for reservations with offsets below `planned_bytes`.
 
         Args:
             gives_back: whether the system gets back what is too much, but for slabs that were in use since last time.
@@ -223,7 +223,7 @@ class HostSlabs:
                 self._refused_bytes = size  # then it comes in chunks, for as long as they come
 
     def fits_after_release(self, nbytes: int) -> bool:
-        """Whether `reserve` would find room once `release_empty` was called."""
+        """Tell whether `reserve` would find room after `release_empty`."""
         empty_bytes = sum(slab.memory.numel() for slab in self._slabs if slab.free.is_empty)
         return empty_bytes > 0 and self.slab_bytes - empty_bytes + _round(nbytes) <= self.capacity_bytes
 
@@ -281,7 +281,7 @@ class HostSlabs:
         return slab
 
     def _give_up_pinning(self, nbytes: int) -> None:
-        """What was refused once would be refused for every later slab too."""
+        """Stop pinning: a refusal would repeat for every later slab."""
         if self._may_pin:
             self._may_pin = False
             logger.warning(

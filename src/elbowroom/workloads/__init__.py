@@ -54,7 +54,7 @@ class Workload:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """What a workload is built with; `build` says what each option means.
+    """Options that a workload is built with; `build` says what each one means.
 
     Attributes:
         given: the names of the options that the caller set himself. A source refuses one of these that it cannot

@@ -45,7 +45,7 @@ def build_workload(name: str, options: Options) -> Workload:
 
 
 def _figures(name: str, size: int) -> dict[str, Any]:
-    """What a constructor must be told: most models take any size of image, a few are made for one."""
+    """Return the arguments of a constructor: most models take any size of image, a few are made for one."""
     if name.startswith("vit_"):
         return {"image_size": size}
     if name.startswith("maxvit"):

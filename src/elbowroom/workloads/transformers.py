@@ -103,7 +103,7 @@ def _make_config(transformers: Any, model_type: str, figures: Mapping[str, Any],
 
 
 def _changed_figures(config: Any, options: Options, owner: str) -> dict[str, int]:
-    """What the options change in a configuration, under its own names."""
+    """Return the fields of a configuration that the options change."""
     if config.sub_configs:
         raise UsageError(f"{owner} is made of several models; build your own step as a function")
     changed: dict[str, int] = {}

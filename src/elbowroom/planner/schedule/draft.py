@@ -22,7 +22,7 @@ Key = tuple[int, int]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Option:
-    """What is to happen in a gap.
+    """The choice for a gap.
 
     Attributes:
         release_now: give the device's copy up as soon as it may leave, and wait for the transfer.

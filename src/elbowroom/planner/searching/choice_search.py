@@ -128,7 +128,7 @@ def _time(problem: Problem, plans: list[Plan]) -> list[tuple[float, int]]:
 
 
 def _list_plans(problem: Problem, vectors: ChoiceVectorPlanner, choices: Array, strategy: str) -> list[Plan]:
-    """The same choices with moves as soon as there is room, and with moves just in time."""
+    """Return plans of the choices: with moves as early as memory allows, and with moves just in time."""
     ways = {OFFLOAD: Option(Choice.OFFLOAD), RECOMPUTE: Option(Choice.RECOMPUTE)}
     draft = {key: ways[min(choice, RECOMPUTE)] for key, choice in zip(vectors.keys, choices, strict=True) if choice}
     drafted = problem.drafter.finish(draft, strategy, problem.budget_bytes)
@@ -242,7 +242,7 @@ def _rate(vectors: ChoiceVectorPlanner, choices: Array, terms: SweepLimits) -> t
 
 
 def _relax(problem: Problem, moves: Moves, events: int) -> list[FluidSolution]:
-    """Of the budget itself, and of smaller ones, as many as the length of the trace allows."""
+    """Solve the relaxation for the budget, and for as many smaller budgets as the length of the trace allows."""
 
     def solve(tighter: float) -> FluidSolution | None:
         budget_bytes = max(int(tighter * problem.budget_bytes), problem.floor.peak_bytes)
@@ -262,7 +262,7 @@ def _read(vectors: ChoiceVectorPlanner, plan: Plan, space: SearchSpace) -> Array
 
 
 def _simple_starts(space: SearchSpace) -> list[Array]:
-    """Nothing away, and everything in one manner, or in the other where that is possible."""
+    """Return simple starts: keep everything; move everything in one way, or in the other where that is impossible."""
     starts = [np.zeros(len(space.allowed), dtype=np.int8)]
     for orders in ((OFFLOAD,), (RECOMPUTE, OFFLOAD), (RECOMPUTE,), (RECOMPUTE_OWN, OFFLOAD)):
         choices = np.full(len(space.allowed), KEEP, dtype=np.int8)
