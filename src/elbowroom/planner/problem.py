@@ -136,7 +136,7 @@ def lowest_draft(drafter: Drafter) -> Draft:
 
 
 def _count_needed_below(problem: Problem, forecast: Forecast) -> int:
-    """Return the bytes that the lower tier would have to hold: for this plan, or for the lowest peak if that is limited."""
+    """Return the bytes that the lower tier must hold: for this plan, or for the lowest peak if the limit is lower."""
     if problem.host_bytes is None or problem.floor.peak_bytes > problem.budget_bytes:
         return 0
     if forecast.peak_bytes <= problem.budget_bytes:
