@@ -1,1 +1,1 @@
-"""The command line: the verbs, with tables for people and `--json` for programs."""
+"""Command-line interface: one command a module, with tables for people and `--json` for programs."""

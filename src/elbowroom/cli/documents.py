@@ -1,4 +1,4 @@
-"""The document that a command prints with `--json`, as a file."""
+"""Writes the document that a command prints with `--json` to a file."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from elbowroom.errors import UsageError
 
 
 def save_document(path: pathlib.Path | None, command: str, fields: dict[str, Any]) -> None:
-    """Write a command's result to a file, if there is one to write; it is complete or not there.
+    """Write a command's result to `path` atomically; do nothing if `path` is None.
 
     Raises:
-        UsageError: the folder is not there or not writable.
+        UsageError: the folder does not exist or is not writable.
     """
     if path is None:
         return

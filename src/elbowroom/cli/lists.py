@@ -1,4 +1,4 @@
-"""Several budgets, or several strategies, in one text."""
+"""Parses options that hold several budgets or several strategies."""
 
 from __future__ import annotations
 
@@ -10,15 +10,16 @@ MOST_BUDGETS = 1000
 
 
 def read_budgets(text: str, *, device_bytes: int | None = None, peak_bytes: int | None = None) -> tuple[int, ...]:
-    """Budgets in bytes, smallest first, each once: of "20%peak:100%peak:9", "4GiB,60%peak,80%", or both mixed.
+    """Return budgets in bytes, ascending and without duplicates.
 
-    FROM:TO:COUNT are so many budgets at equal distances, both ends included.
+    The text is a comma-separated list: "20%peak:100%peak:9", "4GiB,60%peak,80%", or a mix. FROM:TO:COUNT stands for
+    COUNT evenly spaced budgets, both ends included.
 
     Args:
-        device_bytes, peak_bytes: what "60%" and "60%peak" are shares of; None where that is not known.
+        device_bytes, peak_bytes: what "60%" and "60%peak" are shares of; None if unknown.
 
     Raises:
-        UsageError: a part is neither a budget nor FROM:TO:COUNT, or a share of what is not known.
+        UsageError: a part is neither a budget nor FROM:TO:COUNT, or is a share of an unknown amount.
     """
 
     def read(part: str) -> int:
@@ -38,20 +39,20 @@ def read_budgets(text: str, *, device_bytes: int | None = None, peak_bytes: int 
             )
         low, high = (read(bound) for bound in bounds[:2])
         if low > high:
-            raise UsageError(f"--budgets: {part!r} ends before it begins; the smaller one comes first")
+            raise UsageError(f"--budgets: {part!r} starts above its end; write the smaller budget first")
         steps = int(count) - 1
         found |= {low + (high - low) * step // steps for step in range(steps + 1)}
     return tuple(sorted(found))
 
 
 def read_strategies(text: str) -> tuple[str, ...]:
-    """Strategies, each once: of "all", "auto,vdnn", or with options, "auto,autoswap:score=doa,mode=zero_overhead,vdnn".
+    """Return strategies without duplicates, from "all", "auto,vdnn", or "auto,autoswap:score=doa,mode=zero_overhead".
 
-    An option follows the strategy it is for, so a part with "=" and without ":" belongs to the part before it.
+    Options follow their strategy, so a part with "=" but without ":" belongs to the part before it.
 
     Raises:
         UnknownMember: there is no such strategy.
-        UsageError: one has no such option, or there is none in the text.
+        UsageError: a strategy has no such option, or the text names no strategy.
     """
     from elbowroom.planner.options import find_strategy
     from elbowroom.planner.problem import list_strategies
@@ -63,7 +64,7 @@ def read_strategies(text: str) -> tuple[str, ...]:
         else:
             found += list_strategies() if part == ALL else [part]
     if not found:
-        raise UsageError(f"--strategies: {text!r} names none; write all, or for example auto,keep_all")
+        raise UsageError(f"--strategies: {text!r} names none; write all, or a list such as auto,keep_all")
     for strategy in found:
         find_strategy(strategy)
     return tuple(dict.fromkeys(found))

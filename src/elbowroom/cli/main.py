@@ -1,10 +1,10 @@
-"""The program `elbowroom`: finds its commands, and turns errors into messages and exit codes.
+"""The program `elbowroom`: registers its commands, and turns errors into messages and exit codes.
 
-0    done
-1    something failed, or the demo found a difference
-2    the call cannot mean anything: a malformed budget, an unknown name, a damaged file
+0    success
+1    failure, or the demo found a difference
+2    invalid request: a malformed budget, an unknown name, a damaged file
 3    no plan fits the budget
-130  stopped with Ctrl-C
+130  interrupted with Ctrl-C
 """
 
 from __future__ import annotations
@@ -22,17 +22,20 @@ from elbowroom import __version__, _family
 from elbowroom.cli import commands
 from elbowroom.errors import ElbowroomError, Infeasible, TraceError, UsageError
 
-FAILED, MISUSED, INFEASIBLE, INTERRUPTED = 1, 2, 3, 130
+FAILED = 1
+MISUSED = 2
+INFEASIBLE = 3
+INTERRUPTED = 130
 
 
 class Program(typer.core.TyperGroup):
-    """The group of all commands; the one place where errors are printed."""
+    """Group of all commands; the only place where errors are printed."""
 
     def invoke(self, ctx: Any) -> Any:
         """Run a command.
 
         Raises:
-            typer.Exit: with the exit code of what went wrong; its message is on stderr by then.
+            typer.Exit: with the exit code of the error, once its message is on stderr.
         """
         try:
             return super().invoke(ctx)
@@ -45,20 +48,20 @@ class Program(typer.core.TyperGroup):
 
 
 def find_exit_code(error: ElbowroomError) -> int:
-    """The exit code that an error ends the program with."""
+    """Return the exit code of an error."""
     if isinstance(error, (UsageError, TraceError)):
         return MISUSED
     return INFEASIBLE if isinstance(error, Infeasible) else FAILED
 
 
 def make_app() -> typer.Typer:
-    """The program with all of its commands."""
+    """Return the program with all its commands."""
     app = typer.Typer(
         name="elbowroom",
         cls=Program,
-        help="Fits PyTorch training into the memory you have.",
+        help="Fit PyTorch training into the memory you have.",
         no_args_is_help=True,
-        # An error that is not ours is a bug: Python's own traceback says where, without pages of local variables.
+        # Any other error is a bug: show Python's plain traceback, without pages of local variables.
         pretty_exceptions_enable=False,
         context_settings={"help_option_names": ["-h", "--help"]},
     )
@@ -69,15 +72,15 @@ def make_app() -> typer.Typer:
 
 
 def main() -> None:
-    """What the console script `elbowroom` calls."""
-    # A library that is new to a model says so in a line that nobody here asked for.
+    """Run the program: the entry point of the console script `elbowroom`."""
+    # transformers otherwise logs a line for every model that it does not know.
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     make_app()(prog_name="elbowroom")
 
 
 def _show_version(is_asked: bool) -> None:
     if is_asked:
-        # Without importing torch, which takes seconds.
+        # Importing torch would take seconds.
         torch_version = importlib.metadata.version("torch")
         typer.echo(f"elbowroom {__version__}, PyTorch {torch_version}, Python {platform.python_version()}")
         raise typer.Exit
@@ -94,7 +97,7 @@ def _describe(
         ),
     ] = False,
 ) -> None:
-    """Fits PyTorch training into the memory you have."""
+    """Fit PyTorch training into the memory you have."""
 
 
 def _complain(message: str) -> None:

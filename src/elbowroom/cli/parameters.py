@@ -1,4 +1,4 @@
-"""The options that several commands share, each declared once."""
+"""Options that several commands share, each declared once."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from elbowroom import _family
 from elbowroom.hardware.shipped import list_shipped
 from elbowroom.planner import strategies
 
-AMOUNTS = "8GiB or 8G (1024), 8GB (1000), 60% of the device, or 60%peak of the plain step's peak"
+AMOUNTS = "8GiB or 8G (1024), 8GB (1000), 60% of device memory, or 60%peak of the peak without a plan"
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of tables.")]
 Spec = Annotated[
@@ -27,17 +27,17 @@ Spec = Annotated[
 ]
 TraceOrSpec = Annotated[
     str,
-    typer.Argument(metavar="TRACE_OR_SPEC", help="A file written by `elbowroom capture`, or a SPEC as it takes."),
+    typer.Argument(metavar="TRACE_OR_SPEC", help="A file written by `elbowroom capture`, or a SPEC to capture."),
 ]
 Budget = Annotated[
     str,
-    typer.Option("--budget", help=f"Bytes the step may hold: {AMOUNTS}."),
+    typer.Option("--budget", help=f"Memory that the step may use: {AMOUNTS}."),
 ]
 Hardware = Annotated[
     str,
     typer.Option(
         "--hardware",
-        help="What to price for: this (measured now), a file written by `elbowroom probe`, or the name of a shipped "
+        help="Machine to price the step for: this (measured now), a file written by `elbowroom probe`, or a shipped "
         f"profile: {', '.join(list_shipped())}.",
         autocompletion=lambda: ["this", *list_shipped()],
     ),
@@ -46,54 +46,53 @@ HostMemory = Annotated[
     str | None,
     typer.Option(
         "--host-memory",
-        help="Bytes that may lie in the tier below the device: 64GiB. What is more goes to the disk behind it, or does "
-        "not fit where there is none. Any amount if not given.",
+        help="Memory for offloaded data in the tier below the device, e.g. 64GiB. Further data goes to disk if the "
+        "hardware has one; otherwise the plan does not fit. Default: unlimited.",
     ),
 ]
 CostsFile = Annotated[
     Path | None,
-    typer.Option("--costs", help="Measured costs instead of --hardware; written by `elbowroom run --save-costs`."),
+    typer.Option("--costs", help="Measured costs to use instead of --hardware, from `elbowroom run --save-costs`."),
 ]
 Strategy = Annotated[
     str,
     typer.Option(
         "--strategy",
-        help=f"What makes the plan: {', '.join(_family.names(strategies))}; options follow a colon, as in "
-        "autoswap:score=doa.",
+        help=f"Planning strategy: {', '.join(_family.names(strategies))}. Options follow a colon: autoswap:score=doa.",
         autocompletion=lambda: list(_family.names(strategies)),
     ),
 ]
 SpillFolder = Annotated[
     str | None,
-    typer.Option("--spill-folder", help="Where the spill file lies; the system's temporary folder if not given."),
+    typer.Option("--spill-folder", help="Folder of the spill file. Default: the system's temporary folder."),
 ]
 Output = Annotated[Path | None, typer.Option("--output", "-o", help="Write the result to this file.")]
 Picture = Annotated[
-    Path | None, typer.Option("--picture", help="Draw the result into this file (.svg, .png, .pdf); needs matplotlib.")
+    Path | None, typer.Option("--picture", help="Draw the result to this .svg, .png or .pdf file; needs matplotlib.")
 ]
 
 WorkloadOptions = dict[str, Any]
-"""Options of a workload that were given, by the names `elbowroom.workloads.build` has for them."""
+"""Workload options that the user gave, keyed by the parameter names of `elbowroom.workloads.build`."""
 
 
 _WORKLOAD: dict[str, tuple[type, str]] = {
-    "batch": (int, "Samples in a batch (8)."),
-    "image_size": (int, "Height and width of images in pixels."),
-    "sequence_length": (int, "Tokens in a sample (128)."),
-    "layers": (int, "Layers instead of the model's own number."),
+    "batch": (int, "Samples per batch (default 8)."),
+    "image_size": (int, "Height and width of images, in pixels."),
+    "sequence_length": (int, "Tokens per sample (default 128)."),
+    "layers": (int, "Number of layers, instead of the model's own."),
     "dtype": (str, "float32, or bfloat16 for autocast."),
     "optimizer": (str, "adamw or sgd."),
-    "device": (str, "cpu, cuda or cuda:N; CUDA if there is any."),
-    "seed": (int, "Of weights, batch and draws (0)."),
-    "channels_last": (bool, "Images and weights in that memory format."),
+    "device": (str, "cpu, cuda or cuda:N; default: cuda if available."),
+    "seed": (int, "Random seed of weights, batch and dropout (default 0)."),
+    "channels_last": (bool, "Use the channels_last memory format for images and weights."),
 }
 
 
 def with_workload_options(command: Callable[..., None], *, without: Sequence[str] = ()) -> Callable[..., None]:
-    """Return a command for typer with the options of a workload in place of its parameter `options`.
+    """Wrap a command for typer, with the workload options in place of its parameter `options`.
 
     Args:
-        command: takes those that were given, as `WorkloadOptions`.
+        command: receives the options that were given as `WorkloadOptions`.
         without: names of options that the command chooses itself.
     """
     declared = [name for name in _WORKLOAD if name not in without]

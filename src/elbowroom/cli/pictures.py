@@ -1,7 +1,6 @@
-"""Pictures of results: step time over peak, throughput over batch, blocks over time and address.
+"""Plots of results: step time over peak, throughput over batch size, blocks over time and address.
 
-Needs matplotlib, an optional extra. Nothing is drawn on a screen: a figure goes straight into a file whose ending says
-what it is.
+Needs matplotlib, an optional extra. Figures are written to a file, whose suffix chooses the format.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from elbowroom.planner.comparison.strategies_compared import Comparison, find_fr
 
 ENDINGS = (".svg", ".png", ".pdf")
 MOST_VECTORS = 5000
-"""More blocks than this are drawn as pixels, in any kind of file."""
+"""Layouts with more blocks are drawn as pixels, also in vector formats."""
 
 HIGHLIGHTED = "auto"
 _COLOURS = ("#1f77b4", "#ff7f0e", "#2ca02c", "#9467bd", "#8c564b", "#e377c2", "#7f7f7f", "#bcbd22", "#17becf")
@@ -27,22 +26,22 @@ _STRONG = "#c1121f"
 
 
 def check_picture(path: Path | None) -> None:
-    """Refuse a picture before the work is done, and not after it.
+    """Check early that a picture can be written.
 
     Raises:
-        UsageError: matplotlib is not installed, the file's ending is none of `ENDINGS`, or its folder is not writable.
+        UsageError: matplotlib is not installed, the suffix is not one of `ENDINGS`, or the folder is not writable.
     """
     if path is None:
         return
     if path.suffix.lower() not in ENDINGS:
-        raise UsageError(f"--picture: {path} ends in none of {', '.join(ENDINGS)}")
+        raise UsageError(f"--picture: {path} must end in one of {', '.join(ENDINGS)}")
     if importlib.util.find_spec("matplotlib") is None:
         raise UsageError("--picture needs matplotlib, which is not installed; run: pip install 'elbowroom[pictures]'")
     check_writable(path)
 
 
 def draw_front(comparison: Comparison, path: Path) -> None:
-    """Step time over peak of every plan, the front of all of them, and the bound as a line.
+    """Plot step time over peak for every plan, the Pareto front, and the lower bound.
 
     Raises:
         UsageError: the file cannot be written.
@@ -73,7 +72,7 @@ def draw_front(comparison: Comparison, path: Path) -> None:
         xytext=(-3, 0), textcoords="offset points", rotation=90, va="center", ha="right", fontsize=8, color="#666666",
     )  # fmt: skip
     axes.set_xlim(left=comparison.smallest_bytes / peak - 0.05)
-    axes.set(xlabel="peak over the plain step's peak", ylabel="step time over the plain step's")
+    axes.set(xlabel="peak relative to the plain step", ylabel="step time relative to the plain step")
     axes.set_title(f"{comparison.name} on {comparison.profile_name}", fontsize=11)
     axes.xaxis.set_major_formatter(lambda share, _: f"{share:.0%}")
     _scale_times(axes, slowest)
@@ -81,7 +80,7 @@ def draw_front(comparison: Comparison, path: Path) -> None:
 
 
 def draw_throughput(batches: Batches, title: str, path: Path) -> None:
-    """Samples per second over batch, with and without a plan, and the largest batch of each.
+    """Plot samples per second over batch size, with and without a plan, and mark the largest batch of each.
 
     Raises:
         UsageError: the file cannot be written.
@@ -104,7 +103,7 @@ def draw_throughput(batches: Batches, title: str, path: Path) -> None:
             f"{largest.batch}", (largest.batch, 0), xycoords=("data", "axes fraction"), xytext=(-3, 4),
             textcoords="offset points", ha="right", fontsize=9, color=colour,
         )  # fmt: skip
-    axes.set(xlabel="batch (dotted: the largest that fits)", ylabel="samples per second")
+    axes.set(xlabel="batch size (dotted: largest that fits)", ylabel="samples per second")
     axes.set_title(title, fontsize=11)
     axes.set_xlim(left=0)
     axes.set_ylim(bottom=0)
@@ -112,7 +111,7 @@ def draw_throughput(batches: Batches, title: str, path: Path) -> None:
 
 
 def draw_layout(buffers: tuple[Buffer, ...], layout: Layout, title: str, path: Path) -> None:
-    """Every block over time and address, and the bound as a line; a block that wraps is drawn at both ends.
+    """Plot every block over time and address, with the lower bound; a block that wraps around is drawn at both ends.
 
     Raises:
         UsageError: the file cannot be written.
@@ -156,7 +155,7 @@ def _open_figure() -> tuple[Any, Any]:
 
 
 def _style(index: int, strategy: str) -> dict[str, Any]:
-    """What every strategy can be told by; the default one stands out."""
+    """Return plot styles that tell the strategies apart; the default strategy stands out."""
     if strategy == HIGHLIGHTED:
         return {"color": _STRONG, "marker": "o", "markersize": 5, "linewidth": 2.2, "zorder": 5}
     return {
@@ -170,7 +169,7 @@ def _style(index: int, strategy: str) -> dict[str, Any]:
 
 
 def _scale_times(axes: Any, slowest: float) -> None:
-    """Multiples of the plain step; where some are many times the others, the axis is logarithmic."""
+    """Label the axis in multiples of the plain step; make it logarithmic if some plans are many times slower."""
     if slowest > 3:
         from matplotlib.ticker import LogLocator, NullFormatter
 
@@ -181,7 +180,7 @@ def _scale_times(axes: Any, slowest: float) -> None:
 
 
 def _finish(figure: Any, axes: Any, path: Path) -> None:
-    """Write the figure; the same input gives the same file."""
+    """Write the figure; equal inputs give equal files."""
     from matplotlib import rc_context
 
     if axes.get_legend_handles_labels()[1]:

@@ -1,4 +1,4 @@
-"""From what a user types to the values the verbs take: traces, profiles, budgets, files."""
+"""Turns command-line arguments into the values that the API takes: traces, profiles, budgets, files."""
 
 from __future__ import annotations
 
@@ -26,26 +26,26 @@ THIS_MACHINE = "this"
 
 
 def find_trace(terminal: Terminal, source: str, options: Mapping[str, Any]) -> Trace:
-    """The trace in a file, or of a workload.
+    """Load a trace from a file, or capture it from a workload.
 
     Raises:
-        UsageError: there is no such file or workload, or options of a workload were given for a file.
+        UsageError: there is no such file or workload, or workload options were given for a file.
         TraceError: the file is damaged, or the step cannot be captured on fake tensors.
     """
     if ":" in source and not os.path.exists(source):
         return capture_spec(terminal, source, options)
     if options:
         given = ", ".join("--" + name.replace("_", "-") for name in options)
-        raise UsageError(f"{source} is a file: {given} can only be chosen when it is captured")
+        raise UsageError(f"{source} is a file: {given} can only be chosen when a trace is captured")
     return load_trace(source)
 
 
 def load_trace(path: str | os.PathLike[str]) -> Trace:
-    """The trace in a file, checked.
+    """Load and check a trace from a file.
 
     Raises:
         UsageError: there is no such file.
-        TraceError: it is damaged, newer, or not consistent with itself.
+        TraceError: the trace is damaged, of a newer format, or inconsistent.
     """
     with announcing("reading a trace", str(path)):
         trace = files.load(Trace, path)
@@ -57,11 +57,11 @@ def load_trace(path: str | os.PathLike[str]) -> Trace:
 
 
 def capture_spec(terminal: Terminal, spec: str, options: Mapping[str, Any]) -> Trace:
-    """Capture one step of a workload on fake tensors, without allocating the model where that is possible.
+    """Capture one step of a workload on fake tensors; the model is fake, too, where possible.
 
     Raises:
-        UsageError: the spec or an option means nothing.
-        TraceError: the step cannot be faked.
+        UsageError: the spec or an option is invalid.
+        TraceError: the step cannot run on fake tensors.
     """
     from elbowroom.api import capture
 
@@ -72,7 +72,7 @@ def capture_spec(terminal: Terminal, spec: str, options: Mapping[str, Any]) -> T
             try:
                 return capture(workload.step, workload.model, workload.optimizer, name=spec)
             except TraceError:
-                pass  # the model may be what does not go together with fake tensors, and not the step
+                pass  # perhaps only the model's construction does not work on fake tensors
         advance("building the model", 0.1)
         workload = build(spec, options)
         advance("one step on fake tensors", 0.5)
@@ -80,10 +80,10 @@ def capture_spec(terminal: Terminal, spec: str, options: Mapping[str, Any]) -> T
 
 
 def build(spec: str, options: Mapping[str, Any]) -> Workload:
-    """A workload with real tensors.
+    """Build a workload with real tensors.
 
     Raises:
-        UsageError: the spec or an option means nothing.
+        UsageError: the spec or an option is invalid.
     """
     from elbowroom import workloads
 
@@ -91,33 +91,33 @@ def build(spec: str, options: Mapping[str, Any]) -> Workload:
 
 
 def _place(spec: str, options: Mapping[str, Any]) -> dict[str, Any]:
-    """The options with a device, where that is ours to choose: somebody's own function has its own ideas."""
+    """Add a default device to the options of a built-in source; a user's function chooses its own."""
     from elbowroom import workloads
 
-    is_ours = spec.partition(":")[0] in workloads.sources()
-    return {"device": default_device(), **options} if is_ours else dict(options)
+    is_builtin = spec.partition(":")[0] in workloads.sources()
+    return {"device": default_device(), **options} if is_builtin else dict(options)
 
 
 def _build_fake(spec: str, options: Mapping[str, Any]) -> Workload | None:
-    """A workload whose tensors are all fake; None if it cannot be made so."""
+    """Build a workload from fake tensors; None if that fails."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     from elbowroom import workloads
 
     if spec.partition(":")[0] not in workloads.sources():
-        return None  # somebody's own function may well load weights from a file
+        return None  # a user's function may load weights from a file
     try:
         with FakeTensorMode(allow_non_fake_inputs=True):
             return workloads.build(spec, **_place(spec, options))
     except ElbowroomError:
         raise
     except Exception:
-        # Its initialisation looks at values. Whatever else may be wrong shows when it is built in earnest.
+        # The initialisation reads values. Any other fault shows when the real model is built.
         return None
 
 
 def default_device() -> str:
-    """CUDA where there is any, otherwise the CPU."""
+    """Return "cuda" if available, otherwise "cpu"."""
     import torch
 
     return "cuda" if torch.cuda.is_available() else "cpu"
@@ -126,11 +126,11 @@ def default_device() -> str:
 def find_profile(
     terminal: Terminal, hardware: str, *, device: str = "auto", spill_folder: str | None = None
 ) -> HardwareProfile:
-    """The profile that `--hardware` names.
+    """Return the profile that `--hardware` names.
 
     Raises:
         UsageError: there is no such file or shipped profile, or this machine cannot be measured.
-        TraceError: the file is damaged or newer.
+        TraceError: the file is damaged or of a newer format.
     """
     if hardware == THIS_MACHINE:
         from elbowroom.hardware.probe import probe
@@ -145,11 +145,11 @@ def find_profile(
 
 
 def find_costs(terminal: Terminal, trace: Trace, hardware: str, costs_file: pathlib.Path | None) -> Costs:
-    """What a trace costs: as measured, from a file, or else priced for what `--hardware` names.
+    """Return the costs of a trace: measured ones from a file, otherwise priced for the machine that `--hardware` names.
 
     Raises:
         UsageError: there is no such file or profile.
-        TraceError: a file is damaged or newer, or the costs are those of another trace.
+        TraceError: a file is damaged or of a newer format, or the costs belong to another trace.
     """
     return find_costs_and_device(terminal, trace, hardware, costs_file)[0]
 
@@ -157,10 +157,10 @@ def find_costs(terminal: Terminal, trace: Trace, hardware: str, costs_file: path
 def find_costs_and_device(
     terminal: Terminal, trace: Trace, hardware: str, costs_file: pathlib.Path | None
 ) -> tuple[Costs, int | None]:
-    """As `find_costs`, and the bytes of the device; None where a file of costs is all there is, which has no device.
+    """Return `find_costs`, and the device's bytes: None if only a costs file is given, which names no device.
 
     Raises:
-        UsageError, TraceError: as for `find_costs`.
+        UsageError, TraceError: see `find_costs`.
     """
     from elbowroom.ir.digest import digest
 
@@ -169,24 +169,28 @@ def find_costs_and_device(
         return price_trace(terminal, trace, profile), count_bytes(profile)
     costs = files.load(Costs, costs_file)
     if costs.trace_digest != digest(trace):
-        raise TraceError(f"{costs_file} has the costs of trace {costs.trace_digest[:12]}, not {digest(trace)[:12]}")
+        raise TraceError(
+            f"{costs_file} holds the costs of trace {costs.trace_digest[:12]}, but this is {digest(trace)[:12]}"
+        )
     if len(costs.op_seconds) != len(trace.ops):
-        raise TraceError(f"{costs_file} has the costs of {len(costs.op_seconds)} ops; the trace has {len(trace.ops)}")
+        raise TraceError(
+            f"{costs_file} holds the costs of {len(costs.op_seconds)} ops, but the trace has {len(trace.ops)}"
+        )
     named = None if hardware == THIS_MACHINE else find_profile(terminal, hardware)
     return costs, None if named is None else count_bytes(named)
 
 
 def count_bytes(profile: HardwareProfile) -> int | None:
-    """All the memory of a profile's device; None if it does not say."""
+    """Return the memory of a profile's device, in bytes; None if the profile does not say."""
     return profile.tiers[0].capacity_bytes if profile.tiers else None
 
 
 def load_plan(path: str | os.PathLike[str], trace: Trace) -> Plan:
-    """The plan in a file, checked against the trace it is to be for.
+    """Load a plan from a file and check it against its trace.
 
     Raises:
         UsageError: there is no such file.
-        TraceError: it is damaged, newer, or for another trace.
+        TraceError: the plan is damaged, of a newer format, or for another trace.
     """
     from elbowroom.ir.digest import digest
 
@@ -201,24 +205,24 @@ def load_plan(path: str | os.PathLike[str], trace: Trace) -> Plan:
 
 
 def price_trace(terminal: Terminal, trace: Trace, profile: HardwareProfile) -> Costs:
-    """What a trace costs on a machine; says so where it was captured for another kind of device."""
+    """Price a trace for a machine; note if it was captured for another kind of device."""
     from elbowroom.cost.price import price
 
     if trace.device != profile.device:
         terminal.note(
-            f"captured on {trace.device}, priced for {profile.name} ({profile.device}): some ops are others there"
+            f"captured on {trace.device}, priced for {profile.name} ({profile.device}): some of its ops may differ"
         )
     return price(trace, profile)
 
 
 def read_amount(option: str, text: str, *, device_bytes: int | None = None, peak_bytes: int | None = None) -> int:
-    """The bytes that an option says.
+    """Parse an option's amount of memory, in bytes.
 
     Args:
-        device_bytes, peak_bytes: what "60%" and "60%peak" are shares of; None where that is not known.
+        device_bytes, peak_bytes: what "60%" and "60%peak" are shares of; None if unknown.
 
     Raises:
-        UsageError: it is not an amount of memory, or a share of what is not known.
+        UsageError: the text is not an amount of memory, or is a share of an unknown amount.
     """
     try:
         return parse_bytes(text, device_bytes=device_bytes, peak_bytes=peak_bytes)
@@ -227,42 +231,42 @@ def read_amount(option: str, text: str, *, device_bytes: int | None = None, peak
 
 
 def check_amount(option: str, text: str) -> None:
-    """Refuse what is no amount of memory before anything is captured or measured.
+    """Check an amount of memory before the work starts.
 
     Raises:
-        UsageError: it is none, whatever the device and the step are.
+        UsageError: the text is not an amount of memory for any device and step.
     """
     read_amount(option, text, device_bytes=1 << 40, peak_bytes=1 << 40)
 
 
 def note_share(terminal: Terminal, option: str, text: str, nbytes: int) -> None:
-    """Say how many bytes a share is."""
+    """Print how many bytes a share amounts to."""
     if "%" in text:
-        whole = "the plain step's peak" if is_share_of_peak(text) else "the device"
+        whole = "the peak without a plan" if is_share_of_peak(text) else "the device"
         terminal.note(f"{option} {text}: {format_bytes(nbytes)} ({nbytes} bytes), a share of {whole}")
 
 
 def is_share_of_peak(text: str) -> bool:
-    """Whether a budget can only be told once the peak of the plain step is known."""
+    """Return True if a budget is a share of the peak without a plan."""
     return text.strip().lower().endswith("peak")
 
 
 def read_host_memory(text: str | None) -> int | None:
-    """The bytes that `--host-memory` says; None for any amount.
+    """Parse `--host-memory`, in bytes; None means unlimited.
 
     Raises:
-        UsageError: it is not an amount of memory.
+        UsageError: the text is not an amount of memory.
     """
-    if text is None or text.strip() == "0":  # nothing, which no other amount of memory may be
+    if text is None or text.strip() == "0":  # parse_bytes refuses 0
         return None if text is None else 0
     return read_amount("--host-memory", text)
 
 
 def save(value: object, path: pathlib.Path | None) -> str | None:
-    """Write a noun to a file, if there is one to write. Returns its name.
+    """Write a value to `path` and return its name; do nothing if `path` is None.
 
     Raises:
-        UsageError: the folder is not there or not writable.
+        UsageError: the folder does not exist or is not writable.
     """
     if path is None:
         return None
@@ -274,21 +278,21 @@ def save(value: object, path: pathlib.Path | None) -> str | None:
 
 
 def check_writable(*paths: pathlib.Path | None) -> None:
-    """Refuse a result's file before the work is done, and not after it. Nothing is left in its folder.
+    """Check early that results can be written, leaving nothing behind.
 
     Raises:
-        UsageError: its folder is not there or not writable, it is there and no regular file, or it is named twice.
+        UsageError: a folder does not exist or is not writable, a path is not a regular file, or is given twice.
     """
     given = [path for path in paths if path is not None]
     for index, path in enumerate(given):
         if not path.parent.is_dir():
             raise UsageError(f"cannot write {path}: {path.parent} is not a folder")
         if path.exists() and not path.is_file():
-            raise UsageError(f"cannot write {path}: {'it is a folder' if path.is_dir() else 'it is no regular file'}")
+            raise UsageError(f"cannot write {path}: it is {'a folder' if path.is_dir() else 'no regular file'}")
         if path.resolve() in [other.resolve() for other in given[:index]]:
             raise UsageError(f"cannot write {path}: it is named for two results")
         try:
-            # A file is the only proof: permissions say nothing to root, and nothing of what the system refuses.
+            # Permission bits do not tell (root, read-only file systems), so create a file.
             handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".part")
         except OSError as error:
             raise UsageError(f"cannot write {path}: {error.strerror or error}") from error
@@ -297,7 +301,7 @@ def check_writable(*paths: pathlib.Path | None) -> None:
 
 
 def keep_all(costs: Costs, budget_bytes: int) -> Plan:
-    """The plan of a plain step: nothing moves."""
+    """Return the plan of a plain step: every storage is kept."""
     return Plan(
         trace_digest=costs.trace_digest, strategy="keep_all", budget_bytes=budget_bytes, decisions=(), segments=()
     )

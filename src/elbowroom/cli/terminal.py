@@ -1,4 +1,4 @@
-"""What a command says: tables on stdout for people or one JSON document for programs; progress on stderr."""
+"""Output of a command: tables on stdout, or one JSON document with `--json`; progress on stderr."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ from elbowroom.progress import drawing_on, list_columns
 
 
 class Terminal:
-    """Where one command's words go. Made by `open_terminal`."""
+    """Output streams of one command. Made by `open_terminal`."""
 
     def __init__(self, as_json: bool, stdout: TextIO) -> None:
         self.as_json = as_json
         self._stdout = stdout
-        # Files and pipes get lines as wide as the tables are, not as wide as a terminal that is not there.
+        # Files and pipes have no width; 120 columns hold every table.
         self._out = Console(file=stdout, width=None if stdout.isatty() else 120)
         self._err = Console(stderr=True)
 
     def show(self, *renderables: RenderableType) -> None:
-        """Print to people; with `--json` nothing."""
+        """Print renderables, unless `--json` was given."""
         if not self.as_json:
             self._out.print(*renderables)
 
     def show_facts(self, title: str, rows: Sequence[tuple[str, str, str]]) -> None:
-        """Print a heading, and a table of names and values with a remark beside some; with `--json` nothing."""
+        """Print a heading and a table of (name, value, remark), unless `--json` was given."""
         table = Table(show_header=False, box=None, pad_edge=False)
         table.add_column(style="cyan", no_wrap=True)
         table.add_column(justify="right", no_wrap=True)
@@ -44,17 +44,17 @@ class Terminal:
         self.show(table)
 
     def show_text(self, text: str) -> None:
-        """Print text as it is, neither wrapped nor read as markup; with `--json` nothing."""
+        """Print text verbatim, without wrapping or markup, unless `--json` was given."""
         if not self.as_json:
             self._out.print(Text(text), soft_wrap=True)
 
     def note(self, text: str) -> None:
-        """Say something beside the result, on stderr."""
-        # A terminal breaks lines between words; a file has each note in a line.
+        """Print a remark on stderr."""
+        # Wrap on a terminal only; a file gets one note per line.
         self._err.print(Text(text, style="dim"), soft_wrap=not self._err.is_terminal)
 
     def write_document(self, command: str, **fields: Any) -> None:
-        """With `--json`, print the result as the one JSON document on stdout."""
+        """Print the result as one JSON document on stdout, if `--json` was given."""
         if self.as_json:
             json.dump({"command": command, **fields}, self._stdout, indent=2, allow_nan=False)
             self._stdout.write("\n")
@@ -62,12 +62,11 @@ class Terminal:
 
     @contextlib.contextmanager
     def progress(self, title: str, *, steady: bool = True) -> Iterator[Advance]:
-        """A progress bar on stderr while the body runs; where that is not a terminal, a line for every new stage.
+        """Show a progress bar on stderr while the body runs; without a terminal, print one line per stage.
 
         Args:
-            title: what is being done.
-            steady: whether the bar moves by itself. Where times are being measured it must not: it is drawn only when
-                it is told of something.
+            title: the work in progress.
+            steady: whether a thread animates the bar. False while times are measured: then it is drawn only on updates.
         """
         if not self._err.is_terminal:
             yield self._line_by_line(title)
@@ -84,12 +83,12 @@ class Terminal:
 
     def _line_by_line(self, title: str) -> Advance:
         self.note(title)
-        said = ""
+        last_stage = ""
 
         def advance(what: str, share: float) -> None:
-            nonlocal said
-            if what != said:
-                said = what
+            nonlocal last_stage
+            if what != last_stage:
+                last_stage = what
                 self.note(f"  {what}")
 
         return advance
@@ -97,7 +96,7 @@ class Terminal:
 
 @contextlib.contextmanager
 def open_terminal(as_json: bool) -> Iterator[Terminal]:
-    """A terminal for one command. With `as_json`, whatever else is printed meanwhile goes to stderr."""
+    """Open the terminal of one command. With `as_json`, other output to stdout is redirected to stderr."""
     terminal = Terminal(as_json, sys.stdout)
     with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
         yield terminal

@@ -56,7 +56,7 @@ class Layout:
 
 
 def overlap(one: Buffer, other: Buffer) -> bool:
-    """Whether two buffers are ever there at once."""
+    """Return True if the lifetimes of two buffers overlap."""
     return any(max(lower, low) < min(upper, up) for lower, upper in _spans(one) for low, up in _spans(other))
 
 

@@ -176,7 +176,7 @@ def check_ticks(gap: Gap, decision: Decision, end: int) -> None:
 
 
 def _check_drops(trace: Trace, plan: Plan, drops: list[tuple[Gap, Decision]], replays: dict[int, int]) -> None:
-    """What is dropped is gone when its segment runs, so that one run serves all; and no replay waits for another."""
+    """Check that every drop precedes its segment's replay, and that no replay reads a dropped leaf."""
     events = sorted([save.tick for save in trace.saves] + [need.tick for need in trace.needs])
     away: dict[int, list[tuple[int, int, int]]] = {}
     for gap, decision in drops:
@@ -227,7 +227,7 @@ def _check_leaf(trace: Trace, versions: _Versions, leaf: int, tick: int, place: 
 
 
 class _Versions:
-    """What the ops leave in every storage, and when autograd holds it."""
+    """Versions of every storage over time, and its saves."""
 
     def __init__(self, trace: Trace) -> None:
         self._created = [storage.created for storage in trace.storages]

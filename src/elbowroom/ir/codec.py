@@ -193,7 +193,7 @@ class _Decoder:
         return self._find(kind)(data)
 
     def _find(self, kind: Any) -> Callable[[Any], Any]:
-        """What decodes data of a kind: annotations are looked at once, and not for every value."""
+        """Return the decoder of a type; built once per type, so that annotations are not inspected per value."""
         found = self._decoders.get(kind)
         if found is None:
             found = self._decoders[kind] = self._make(kind)

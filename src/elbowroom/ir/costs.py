@@ -11,7 +11,7 @@ from elbowroom.units import format_seconds
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Measurements:
-    """What was seen while one step ran. Both tuples follow `Trace.ops`.
+    """Measured times and workspaces of one step. Both tuples are indexed like `Trace.ops`.
 
     Attributes:
         op_seconds: time each op took by itself.
@@ -28,7 +28,7 @@ class Measurements:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Costs:
-    """What a trace costs on a machine. The tuples follow `Trace.ops`.
+    """Costs of one trace on one machine. The tuples are indexed like `Trace.ops`.
 
     Attributes:
         op_seconds: time of each op.

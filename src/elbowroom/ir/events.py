@@ -42,7 +42,7 @@ class StorageRestored:
 
 @dataclasses.dataclass(slots=True, unsafe_hash=True)
 class PressureRaised:
-    """What comes next needs more room than there is, by so many bytes. `storage` is that of none, -1."""
+    """The next allocation exceeds the limit by `nbytes`. `storage` is always -1."""
 
     nbytes: int
     tick: int

@@ -199,7 +199,7 @@ def _read_document(kind: type, path: pathlib.Path, text: JsonText) -> tuple[dict
 
 
 def _find_missing(kind: type, version: int) -> dict[type, dict[str, Any]]:
-    """What the fields stand for that a file of some version lacks."""
+    """Return the default values of fields that a file of this version lacks, by class."""
     missing: dict[type, dict[str, Any]] = {}
     for added in _ADDED.get(kind, ())[version - 1 :]:
         for part, fields in added.items():
@@ -208,7 +208,7 @@ def _find_missing(kind: type, version: int) -> dict[type, dict[str, Any]]:
 
 
 def _check_marks(kind: type, path: pathlib.Path, marks: Mapping[str, Any]) -> None:
-    """As far as they are known: they come before the value in what is written here, but need not elsewhere."""
+    """Check those of `format` and `version` that were read: `save` writes them first, but other writers need not."""
     expected = _format_of(kind)
     if marks.get("format", expected) != expected:
         raise TraceError(f"{path} is not a {expected} file: its format is {describe(marks['format'])}")

@@ -10,7 +10,7 @@ from elbowroom.units import format_bytes
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Rate:
-    """How fast one kind of work goes: `per_second` flops for matrix-like kinds, bytes for "elementwise".
+    """Throughput of one kind of op: `per_second` is flops for matrix-like kinds, bytes for "elementwise".
 
     Attributes:
         kind: "matmul", "convolution", "attention" (flops) or "elementwise" (bytes read and written).

@@ -10,7 +10,7 @@ from elbowroom.units import format_bytes, format_seconds
 
 
 class Mode(enum.StrEnum):
-    """How a step was run."""
+    """Mode in which a step was run."""
 
     CAPTURE = "capture"  # all that may leave leaves, while its trace is taken
     PLANNED = "planned"

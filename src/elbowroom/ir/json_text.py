@@ -51,7 +51,7 @@ class JsonText:
                 return self._text[self._at : self._at + 1]
 
     def finish(self) -> None:
-        """Nothing may come any more."""
+        """Check that only whitespace is left."""
         if self.peek():
             raise self._error("something comes after the end")
 
@@ -156,7 +156,7 @@ class JsonText:
             self._take(",")
 
     def _is_whole(self, end: int) -> bool:
-        """Whether a value ends there: a number may go on after the window, and of "1." the 1 is found as one."""
+        """Return False if a number might continue beyond `end`: after the window, or because "1." was parsed as 1."""
         return self._has_ended or _NUMBER.match(self._text, end).end() < len(self._text)  # type: ignore[union-attr]
 
     def _take(self, character: str) -> None:

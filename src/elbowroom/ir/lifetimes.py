@@ -54,7 +54,7 @@ class Lifetimes:
         return _join(spans)
 
     def is_there(self, storage: int, tick: int) -> bool:
-        """Whether a storage is on the device during an entry."""
+        """Return True if a storage is on the device during an entry."""
         return any(begin <= tick < end for begin, end in self.spans(storage))
 
     def decision_at(self, storage: int, tick: int) -> Decision | None:

@@ -16,7 +16,7 @@ from elbowroom.units import format_bytes
 
 
 class Choice(enum.StrEnum):
-    """What happens to a storage during one gap."""
+    """Treatment of a storage during one gap."""
 
     KEEP = "keep"
     OFFLOAD = "offload"

@@ -31,7 +31,7 @@ Span = tuple[int, int]
 
 
 class Role(enum.StrEnum):
-    """What a storage is to the training."""
+    """Role of a storage in training."""
 
     PARAMETER = "parameter"
     GRADIENT = "gradient"

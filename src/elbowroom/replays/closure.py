@@ -14,7 +14,7 @@ from elbowroom.replays.graph import OpGraph
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Closure:
-    """What one replay takes.
+    """Ops and storages of one replay.
 
     Attributes:
         ops: ticks, in order.

@@ -1,4 +1,4 @@
-"""What a replay takes: seconds, and the bytes it holds on its way."""
+"""Cost of a replay: its seconds and its peak bytes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from elbowroom.ir.trace import Op, Trace
 
 
 class Footprint(NamedTuple):
-    """What one replay takes.
+    """Cost of one replay.
 
     Attributes:
         seconds: of its ops.

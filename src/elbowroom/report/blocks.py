@@ -89,7 +89,7 @@ def count_seconds(trace: Trace, costs: Costs) -> list[float]:
 
 
 class _Fate(NamedTuple):
-    """What storages that are one block share."""
+    """Key by which storages are grouped into one block."""
 
     kind: str
     is_away: bool
@@ -115,7 +115,7 @@ class _Judge:
         return -(-storage.nbytes // alignment) * alignment
 
     def judge(self, storage: Storage) -> _Fate | None:
-        """What happens to one storage; None if it has no part in the peak."""
+        """Classify one storage at the peak; None if it is neither on the device nor moved away."""
         decision = self._lifetimes.decision_at(storage.id, self._tick)
         is_there = self._lifetimes.is_there(storage.id, self._tick)
         if not is_there and decision is None:
@@ -195,7 +195,7 @@ class _Judge:
         return len(storages) * latency_seconds + (nbytes / bytes_per_second if bytes_per_second else 0.0)
 
     def list_transients(self, held_bytes: int) -> list[BlockGroup]:
-        """What stands at the peak beside storages: the op's workspace, replays, second copies."""
+        """Return the bytes at the peak that belong to no storage: the op's workspace, replays, second copies."""
         index = self._lifetimes.op_at(self._tick)
         found = []
         workspace_bytes = 0

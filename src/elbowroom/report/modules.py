@@ -46,7 +46,7 @@ class ModuleBytes:
 
     @property
     def saved_bytes(self) -> int:
-        """All that the module saves for its backward pass, for each gap in which it is away."""
+        """Bytes that the module saves for its backward pass; counted once per gap if they leave."""
         return self.kept_bytes + self.offloaded_bytes + self.recomputed_bytes
 
     def list_figures(self) -> list[int]:
@@ -96,7 +96,7 @@ def _find_peak(lifetimes: Lifetimes, costs: Costs, forecast: Forecast | None) ->
 
 
 def _count_choices(lifetimes: Lifetimes, storage: Storage) -> dict[str, int]:
-    """How often one storage is kept, offloaded and recomputed."""
+    """Count how often one storage is kept, offloaded and recomputed."""
     decisions = lifetimes.decisions.get(storage.id, ())
     if decisions:
         offloads = sum(decision.choice is Choice.OFFLOAD for decision in decisions)
@@ -123,7 +123,7 @@ class _Node:
             self.inner.setdefault(names[0], _Node(path)).add(names[1:], figures)
 
     def count_levels(self) -> int:
-        """How deep modules lie in each other."""
+        """Return the depth of the tree below this module."""
         return 1 + max((each.count_levels() for each in self.inner.values()), default=-1)
 
 
@@ -218,7 +218,7 @@ def _describe_peak(trace: Trace, costs: Costs, plan: Plan | None, forecast: Fore
 
 
 def _list_notes(counted: Iterable[ModuleBytes], totals: Sequence[int]) -> list[str]:
-    """What the columns mean, and what takes the most."""
+    """Return notes that explain the columns and name the modules that save most."""
     state = "state, a part of it: parameters, gradients, optimizer state and buffers, which never leave."
     saved = "kept, offloaded, recomputed: what a module saves for its backward pass."
     notes = [f"{state} {saved}"]

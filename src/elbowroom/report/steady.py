@@ -55,7 +55,7 @@ def find_steady(journal: Journal) -> Steady | None:
 
 
 def count_modes(journal: Journal) -> dict[Mode, int]:
-    """How many steps were run in each mode, in the order in which the modes first came."""
+    """Return the number of steps in each mode, in the order of first occurrence."""
     return dict(Counter(record.mode for record in journal.steps))
 
 

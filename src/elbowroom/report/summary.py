@@ -212,7 +212,7 @@ def _compare_moves(
 
 
 def _list_copies(forecast: Forecast) -> list[tuple[str, str, str, str, str]]:
-    """What copies take in the tiers below, where they were laid out."""
+    """Return rows for the arenas of copies in the lower tiers, if they were laid out."""
     tiers = (("below the device", forecast.lower_tier_bytes, forecast.lower_arena_bytes),
              ("on the disk behind", forecast.disk_bytes, forecast.disk_arena_bytes))  # fmt: skip
     return [(name, "", format_bytes(arena), "", f"laid out; at most {format_bytes(most)} at once")
@@ -226,7 +226,7 @@ def _describe_timing(steady: Steady | None) -> str:
 
 
 def _describe_budget(budget_bytes: int, journal: Journal) -> list[str]:
-    """Whether what was measured stayed within the budget, the first steps included."""
+    """Say whether all measured steps stayed within the budget, the first ones included."""
     if not budget_bytes:
         return []
     peaks = [(record.peak_bytes, record.step) for record in journal.steps if record.peak_bytes is not None]

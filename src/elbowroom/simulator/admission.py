@@ -1,4 +1,4 @@
-"""What a forecast can be made of: costs of this trace, in figures that arithmetic can bear."""
+"""Checks the inputs of a forecast: the costs belong to the trace, and their figures cannot overflow."""
 
 from __future__ import annotations
 

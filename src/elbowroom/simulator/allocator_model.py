@@ -21,7 +21,7 @@ from elbowroom.replays.footprint import list_last_uses
 
 
 class Allocator(enum.StrEnum):
-    """How bytes on the device are counted."""
+    """Model by which bytes on the device are counted."""
 
     EXACT = "exact"
     """Block by block, as if addresses did not matter."""
@@ -51,7 +51,7 @@ class Rerun:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Reservation:
-    """What came out.
+    """Memory that a caching allocator takes for one step.
 
     Attributes:
         reserved_bytes: most that the allocator had taken from the device.

@@ -20,7 +20,7 @@ from elbowroom.ir.hardware import Link
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Overflow:
-    """What becomes of copies when the host is full.
+    """Treatment of copies when the host is full.
 
     Attributes:
         disk: the link from the host to the disk.
@@ -36,7 +36,7 @@ class Overflow:
 
 
 def find_overflow(costs: Costs, host_bytes: int | None) -> Overflow | None:
-    """What becomes of copies beyond `host_bytes`; None where there is no such limit, or no disk behind the host."""
+    """Return the treatment of copies beyond `host_bytes`; None without such a limit, or without a disk."""
     if host_bytes is None or not costs.further_links:
         return None
     piece_bytes = count_piece_bytes(host_bytes)

@@ -1,4 +1,4 @@
-"""How the storages of an online step can be computed again from what it has done so far."""
+"""Finds the ops that recompute a storage of an online step from the ops executed so far."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ def capture_fake(
     name: str,
     device: torch.device,
 ) -> Trace:
-    """What `step` does once it has settled, without running it.
+    """Trace a settled step on fake tensors, without running it.
 
     The model's and the optimizers' tensors are replaced by fake ones meanwhile and put back, and so is what the step
     changes in Python, as far as it can be reached from the step (`undone`).
@@ -98,7 +98,7 @@ def _refuse() -> NoReturn:
 
 
 def _find_left(mode: FakeTensorMode) -> str:
-    """How many fake tensors there are of a mode that is over, and what holds them; "" if there are none."""
+    """Describe the fake tensors of a finished mode that are still alive, and their referrers; "" if there are none."""
     gc.collect()  # a graph may be part of a cycle
     left = [
         each

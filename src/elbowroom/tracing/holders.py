@@ -1,4 +1,4 @@
-"""What holds values that a step may exchange: attributes, closures, dicts, lists. Each remembers what it held."""
+"""Snapshots of containers whose values a step may replace: attributes, closures, dicts, lists."""
 
 from __future__ import annotations
 
@@ -149,8 +149,8 @@ class CellHolder:
 
 
 def remember_contents(value: Any) -> Callable[[], None] | None:
-    """How to put back what something holds that is no Python object: numbers, bytes, the state of a generator of random
-    numbers. None where there is nothing of that kind."""
+    """Return a function that restores the contents of `value` that are not Python objects: array elements, bytes, the
+    state of a random generator. None if it has no such contents."""
     if isinstance(value, torch.Tensor):
         return _remember_gradient(value)
     if isinstance(value, set):

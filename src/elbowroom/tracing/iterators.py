@@ -12,7 +12,7 @@ class IteratorTaken(RuntimeError):
 
 
 def is_iterator(value: object) -> bool:
-    """Whether something gives each of its items once; files are not meant."""
+    """Return True for an iterator (an object that yields each item once), except for files."""
     return hasattr(type(value), "__next__") and not isinstance(value, (io.IOBase, StandIn))
 
 

@@ -34,7 +34,7 @@ class LiveCapture:
 
     @property
     def is_settled(self) -> bool:
-        """Whether the step left as much optimizer state as it found: later steps will be like it."""
+        """True if the step created no optimizer state, so that later steps will be like it."""
         return count_state(self._optimizers) == self._state_before
 
     def finish(self) -> Trace:
@@ -116,5 +116,5 @@ def add_outside(trace: Trace, base_bytes: int) -> Trace:
 
 
 def count_state(optimizers: Sequence[Optimizer]) -> int:
-    """How many entries the optimizers' states have."""
+    """Count the entries of the optimizers' states."""
     return sum(len(state) for optimizer in optimizers for state in optimizer.state.values())

@@ -143,7 +143,7 @@ def _list_holders(value: Any) -> list[Holder]:
 
 
 def _list_globals(table: dict[str, Any], names: frozenset[str], known: set[int]) -> list[Holder]:
-    """What a function uses, by its names, of its module, and of the program's modules that it names there."""
+    """Return holders for the globals that a function uses, in its module and in the user's modules that it names."""
     known.add(id(table))
     holders: list[Holder] = [NamesHolder(table, [name for name in names if not name.startswith("__")])]
     for name in names:
@@ -174,8 +174,7 @@ def _refuse_iterators(values: Iterable[Any]) -> list[Any]:
 
 @functools.cache
 def _is_library(name: str | None) -> bool:
-    """Whether a module is none of the program's own: Python's, installed, or one of ours. Globals of those are left
-    alone."""
+    """Return True for a module of Python, of an installed package, or of Elbowroom: its globals are left alone."""
     if name is None or name in ("builtins", "torch"):
         return True
     module = sys.modules.get(name)

@@ -1,4 +1,4 @@
-"""What of a training job is there before and after a step: parameters, buffers, gradients, optimizer state."""
+"""Lists the tensors that a job keeps between steps: parameters, buffers, gradients, optimizer state."""
 
 from __future__ import annotations
 
@@ -56,10 +56,10 @@ def list_residents(model: torch.nn.Module, optimizers: Sequence[Optimizer]) -> l
 
 
 def list_resident_tensors(model: torch.nn.Module, optimizers: Sequence[Optimizer]) -> list[torch.Tensor]:
-    """The same tensors alone.
+    """Return the tensors of `list_residents` without their labels.
 
-    Cost: less than a microsecond a tensor. A room asks in every step, so modules are walked here: PyTorch's own walk
-    takes several times as long.
+    Cost: less than a microsecond per tensor. A room calls this in every step, so it traverses the modules itself:
+    `Module.parameters()` takes several times as long.
     """
     kept: list[torch.Tensor | None] = []
     parameters: list[torch.Tensor | None] = []

@@ -144,7 +144,7 @@ def _show(
 
 
 def _head(comparison: Comparison) -> tuple[Text, ...]:
-    """What the rows are measured against."""
+    """Return the lines above the table: the plain step and the smallest budget that works."""
     facts = (
         f"plain step {format_seconds(comparison.plain_seconds)} at {format_bytes(comparison.plain_peak_bytes)}; "
         f"smallest budget that works {format_bytes(comparison.smallest_bytes)}"
@@ -207,9 +207,10 @@ def list_refusals(comparison: Comparison) -> list[str]:
 
 
 def list_fields(comparison: Comparison) -> dict[str, Any]:
-    """The same for a program: one object an entry. `front` names the entries that no other beats in peak and seconds.
+    """Return the fields of the JSON document, with one object per entry.
 
-    What an entry that does not fit has not, and what is not a number, is null.
+    `front` lists the Pareto-optimal entries (peak and seconds). Figures of an entry that does not fit, and figures that
+    are not finite, are null.
     """
     from elbowroom.planner.comparison.strategies_compared import find_front
 

@@ -79,7 +79,7 @@ def import_log(
 
 
 def describe(trace: Trace, plain: Forecast) -> dict[str, Any]:
-    """What was imported, and the step if nothing moves."""
+    """Describe the imported trace, and its step without a plan."""
     return {
         "name": trace.name,
         "ops": len(trace.ops),

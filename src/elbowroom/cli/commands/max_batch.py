@@ -145,7 +145,7 @@ def _run(
 
 
 class _Silent(Terminal):
-    """What is captured many times over says so once, in the bar around all of it."""
+    """Terminal without progress bars, for the captures of a search that shows one bar of its own."""
 
     @contextlib.contextmanager
     def progress(self, title: str, *, steady: bool = True) -> Iterator[Advance]:
@@ -156,7 +156,7 @@ class _Silent(Terminal):
 
 
 def list_facts(found: Batches) -> list[tuple[str, str, str]]:
-    """What a person wants to know: the largest and the fastest batch, with a plan and without."""
+    """Return table rows for the largest and the fastest batch, with a plan and without."""
     rows: list[tuple[str, str, str]] = []
     tried = {trial.batch: trial for trial in found.trials}
     for what, trial in (("largest batch", found.largest), ("largest batch, plain", found.largest_plain)):
@@ -219,7 +219,7 @@ def _format_rate(rate: float) -> str:
 
 
 def list_fields(found: Batches) -> dict[str, Any]:
-    """The same for a program."""
+    """Return the fields of the JSON document."""
     return {
         "memory_bytes": found.memory_bytes,
         "host_bytes": found.host_bytes,

@@ -117,7 +117,7 @@ class Outcome:
         return {str(choice): self.plan.count_gaps(choice) for choice in (Choice.OFFLOAD, Choice.RECOMPUTE)}
 
     def rows(self) -> list[tuple[str, str, str]]:
-        """What a person wants to know."""
+        """Return the rows of the table."""
         plain, forecast = self.plain, self.forecast
         choices = self.count_choices()
         offloaded = {decision.storage for decision in self.plan.decisions if decision.choice is Choice.OFFLOAD}
@@ -143,11 +143,11 @@ class Outcome:
         return self.forecast.step_seconds / self.plain.step_seconds if self.plain.step_seconds else 1.0
 
     def gap(self) -> float:
-        """How far the step is above the bound, as a share of it."""
+        """Share by which the step exceeds the bound."""
         return self.bound.over(self.forecast.step_seconds)
 
     def fields(self) -> dict[str, Any]:
-        """The same for a program."""
+        """Return the fields of the JSON document."""
         return {
             "strategy": self.plan.strategy,
             "budget_bytes": self.plan.budget_bytes,
@@ -174,7 +174,7 @@ class Outcome:
 
 
 def _list_tiers(forecast: Forecast) -> list[tuple[str, str, str]]:
-    """What copies take, in each tier that has any."""
+    """Return table rows for the bytes of copies in each lower tier that holds any."""
     tiers = (
         ("below the device", forecast.lower_tier_bytes, forecast.lower_arena_bytes),
         ("on the disk behind", forecast.disk_bytes, forecast.disk_arena_bytes),

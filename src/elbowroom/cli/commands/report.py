@@ -107,7 +107,7 @@ def load_journal(path: Path) -> tuple[Journal, int]:
 def _load_step(
     terminal: Terminal, trace_file: Path | None, plan_file: Path | None, hardware: str, costs_file: Path | None
 ) -> tuple[Trace | None, Costs | None, Plan | None, Forecast | None]:
-    """What is known beside the journal."""
+    """Load the trace, costs, plan and forecast; None for each that was not given."""
     from elbowroom.simulator.planned import PreparedTrace
 
     if trace_file is None:

@@ -185,7 +185,7 @@ def _train(
 
 
 def _list_fields(room: Room, workload: Workload, losses: Sequence[float]) -> dict[str, Any]:
-    """What happened in a room, for a program."""
+    """Return the fields of the JSON document for a room's steps."""
     journal, planned = room.journal(), room.planned
     return {
         "device": str(next(workload.model.parameters()).device),
@@ -199,7 +199,7 @@ def _list_fields(room: Room, workload: Workload, losses: Sequence[float]) -> dic
 
 
 def _show_losses(losses: Sequence[float]) -> dict[str, Any]:
-    """As numbers where JSON has them, and to the last bit."""
+    """Return the losses as JSON numbers (null if not finite), and bit for bit in hexadecimal."""
     return {
         "losses": [loss if math.isfinite(loss) else None for loss in losses],
         "losses_hex": [loss.hex() for loss in losses],

@@ -1,4 +1,4 @@
-"""What one process of the demo does: some steps, plain or within a budget. The only part that touches torch."""
+"""Trains one model of the demo, plain or within a budget, in its own process. Only this part imports torch."""
 
 from __future__ import annotations
 
@@ -158,7 +158,7 @@ def make_repeatable() -> None:
 
 
 def list_base(workload: Workload) -> list[torch.Tensor]:
-    """What is there before a step: parameters, buffers, gradients, optimizer state, and the batch."""
+    """Return the tensors that exist before a step: parameters, buffers, gradients, optimizer state, and the batch."""
     from elbowroom.tracing.residents import list_residents
 
     return [*(each.tensor for each in list_residents(workload.model, (workload.optimizer,))), *workload.batch.values()]

@@ -1,4 +1,4 @@
-"""What the demo found: one row a model, checked and put into a table."""
+"""Results of the demo, one per model: checks and a table."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ class Result:
 
     @property
     def losses_equal(self) -> bool:
-        """Whether the losses of all steps are the same to the last bit."""
+        """True if the losses of all steps are bitwise equal."""
         return bool(self.plain["losses"] == self.within["losses"])
 
     @property
     def budget_held(self) -> bool:
-        """Whether every metered step stayed within the budget."""
+        """True if every metered step stayed within the budget."""
         peak_bytes = self.within["peak_bytes"]
         return peak_bytes is not None and peak_bytes <= self.budget_bytes
 
@@ -56,7 +56,7 @@ class Result:
 
 
 def find_problems(results: Sequence[Result]) -> list[str]:
-    """What went wrong, in words; nothing if all is well."""
+    """Return a message for each failed check; empty if all passed."""
     problems = []
     for result in results:
         if not result.losses_equal:

@@ -1,4 +1,4 @@
-"""What a replay holds on its way: the compiled twin of `replays.footprint`."""
+"""Peak bytes of a replay: the compiled counterpart of `replays.footprint`."""
 
 from __future__ import annotations
 

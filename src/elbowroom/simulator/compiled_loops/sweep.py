@@ -74,7 +74,7 @@ def sweep_all(columns: Columns, batch: Array, budget_bytes: int, slack: float, r
 
 @internal
 def _settle(columns: Columns, choices: Array, moves: Array) -> None:
-    """What has a copy below need not be computed again."""
+    """Set the choice of every gap; a storage whose copy still exists is reloaded instead of recomputed."""
     for gap in range(len(moves)):
         moves[gap].choice = choices[gap]
     for storage in range(len(columns.storages) - 1):

@@ -1,4 +1,4 @@
-"""What a sweep carries along, and the moves it makes: copies begin and end on the lanes of one link."""
+"""State of a sweep, and its transfers over the lanes of one link."""
 
 from __future__ import annotations
 
@@ -183,7 +183,7 @@ def _send(events: Array, gaps: Array, links: Array, copies: Array, clocks: Array
 
 @internal
 def _has_room(gaps: Array, links: Array, copies: Array, clocks: Array, gap: int, tick: int) -> bool:
-    """Whether the tier below has room for a copy at a tick, which is then taken; the disk always has."""
+    """Reserve room for a copy in the tier below at a tick. Return False if there is none: the copy goes to disk."""
     clock, copy = clocks[0], copies[gaps[gap].claim]
     while clock.ended < len(copies) and copies[copies[clock.ended].in_turn].end <= tick:
         ended = copies[copies[clock.ended].in_turn]
