@@ -131,7 +131,7 @@ class Tracer(TorchDispatchMode):
         return result
 
     def _list_reads(self, values: Iterable[Any], skipped: Sequence[int]) -> tuple[list[View], str]:
-        """Return views of an op's tensor arguments, without `skipped` positions; and why it may not be replayed, or ""."""
+        """Return views of an op's tensor arguments, without `skipped` ones; and why it may not be replayed, or ""."""
         reads, why = [], ""
         for position, value in enumerate(values):
             if position in skipped:
