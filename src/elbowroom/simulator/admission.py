@@ -17,8 +17,8 @@ def admit(trace: Trace, costs: Costs) -> None:
     """Check the inputs of a forecast.
 
     Raises:
-        TraceError: the costs belong to another trace; a time is negative or not finite; a size exceeds
-            `LARGEST_BYTES`; a link has no bandwidth. Names the place.
+        TraceError: the costs belong to another trace; a time is negative or not finite; a size is negative, or all
+            sizes together reach `LARGEST_BYTES`; a link has no bandwidth. Names the place.
 
     Cost: linear in ops and storages.
     """

@@ -1,4 +1,4 @@
-"""`elbowroom max-batch`: how large a batch trains within some memory, and which one trains fastest?"""
+"""`elbowroom max-batch`: finds the largest and the fastest batch within a memory size."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ Memory = Annotated[
 
 
 def register(app: typer.Typer) -> None:
-    """Put this command into the program."""
+    """Add this command to the program."""
     app.command("max-batch")(with_workload_options(find_max_batch, without=("batch",)))
 
 
@@ -111,7 +111,7 @@ def _run(
     limits: tuple[int, int | None],
     strategy: str,
 ) -> tuple[tuple[Trial, ...], BaseException | None]:
-    """The trials by batch, and what kept the rest from being made."""
+    """Return the trials by batch, and the error that prevented the others."""
     from elbowroom.planner.comparison.batches import MOST_TRIALS, try_batches
 
     trials: list[Trial] = []
@@ -182,9 +182,9 @@ def _say_next(trial: Trial | None) -> str:
 
 
 def make_table(found: Batches) -> Table:
-    """One row a batch that was tried: the plain step, then the step within the memory.
+    """Return a table with one row per tried batch: the plain step, then the planned one.
 
-    The peak of what is too large is what it would need.
+    If a step does not fit, its peak is the memory that it would need.
     """
     table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="dim")
     table.add_column("\nbatch", justify="right", no_wrap=True)
@@ -214,7 +214,7 @@ def _cells(trial: Trial) -> tuple[str, ...]:
 
 
 def _format_rate(rate: float) -> str:
-    """Four figures."""
+    """Format a rate with about four significant digits."""
     return f"{rate:.1f}" if rate >= 100 else f"{rate:.2f}" if rate >= 10 else f"{rate:.3f}"
 
 

@@ -21,8 +21,8 @@ class Result:
     """One model, plain and within its budget.
 
     Attributes:
-        spec: what was trained.
-        plain, within: what the two processes said (`jobs.run_plain`, `jobs.run_within`).
+        spec: the workload.
+        plain, within: results of the two processes (`jobs.run_plain`, `jobs.run_within`).
     """
 
     spec: str
@@ -42,7 +42,7 @@ class Result:
         return peak_bytes is not None and peak_bytes <= self.budget_bytes
 
     def fields(self) -> dict[str, Any]:
-        """For a program."""
+        """Return the fields of the JSON document."""
         return {
             "name": self.spec,
             "budget_bytes": self.budget_bytes,
@@ -72,7 +72,7 @@ def find_problems(results: Sequence[Result]) -> list[str]:
 
 
 def tabulate(results: Sequence[Result]) -> Table:
-    """Plain PyTorch and Elbowroom side by side, a column a model."""
+    """Return a table of plain PyTorch and Elbowroom side by side, with one column per model."""
     title = "Plain PyTorch, and the same training within a budget"
     table = Table(title=title, title_justify="left", title_style="bold")
     if any(result.plain["device"] == "cpu" for result in results):
@@ -95,7 +95,7 @@ def _share(value: float, whole: float) -> str:
 
 
 def _bytes(result: Result, name: str, nbytes: int | None) -> tuple[str, str]:
-    """A number of bytes, and its share of the plain step's."""
+    """Format bytes with their share of the plain step's bytes."""
     return ("not measured", "") if nbytes is None else (format_bytes(nbytes), _share(nbytes, result.plain[name]))
 
 

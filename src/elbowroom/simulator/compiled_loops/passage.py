@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 @internal
 def walk(columns: Columns, ops: Array, segment: int, room: Segments) -> None:
-    """Seconds of a replay, and its peak bytes minus those of the outputs that stay."""
+    """Return the seconds of a replay, and its peak bytes beyond the outputs that stay."""
     marks, stamp, storages = room.marks, room.tally[0].stamp, columns.storages
     for position in range(len(ops)):
         op = ops[position]
@@ -47,7 +47,7 @@ def walk(columns: Columns, ops: Array, segment: int, room: Segments) -> None:
 
 @internal
 def _let_go(columns: Columns, storage: int, position: int, segment: int, room: Segments) -> int:
-    """The bytes that an intermediate gives back after its last use; 0 for outputs."""
+    """Return the bytes that an intermediate frees after its last use; 0 for outputs."""
     mark = room.marks[storage]
     if mark.live != room.tally[0].stamp or mark.last_use != position:
         return 0
