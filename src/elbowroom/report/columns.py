@@ -6,7 +6,7 @@ import textwrap
 from collections.abc import Sequence
 
 COLUMNS = 80
-"""The width of a terminal that nobody has made wider: no line is longer."""
+"""Default width of a terminal; no line is longer."""
 
 
 def align(rows: Sequence[Sequence[str]], sides: str, indent: str = "") -> list[str]:

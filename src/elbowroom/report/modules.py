@@ -15,7 +15,7 @@ from elbowroom.report.columns import align, wrap
 from elbowroom.units import format_bytes
 
 MOST_ROWS = 28
-"""Of a table whose depth nobody has chosen."""
+"""Limit on the rows of a table of default depth."""
 
 SMALL_SHARE = 0.005
 """Modules with less of the peak, and of each choice, share a row."""

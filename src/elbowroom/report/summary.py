@@ -21,7 +21,7 @@ from elbowroom.report.steady import Steady, count_modes, find_steady
 from elbowroom.units import format_bytes, format_seconds
 
 MOST_HELD, MOST_AWAY = 9, 6
-"""Rows of the table of blocks: of those on the device at the peak, and of those away."""
+"""Rows of the table of blocks, for blocks on the device at the peak and for blocks away."""
 
 TABLES = ("kind", "module")
 """The tables of blocks."""

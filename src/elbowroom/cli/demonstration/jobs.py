@@ -23,7 +23,7 @@ LEAST_STEPS = 5
 """Within a budget two steps are captured, two are metered op by op, and one at least must be as steps are then."""
 
 SETTLING_STEPS = 2
-"""The first step makes the optimizer's state, and the second warms what it left cold."""
+"""The first step creates the optimizer's state; the second warms caches."""
 
 _NO_LIMIT_BYTES = 1 << 62
 
@@ -87,7 +87,7 @@ def run_plain(
 def _meter(workload: Workload, device: torch.device) -> tuple[float, int, int]:
     """Run the last plain step. Return its loss, its peak, and on CUDA the peak of reserved bytes, otherwise 0.
 
-    On CPU the ledger replaces the allocator, so earlier steps run with PyTorch's own allocator instead.
+    On CPU the ledger replaces PyTorch's allocator, so resident memory is measured on the steps before.
     """
     from elbowroom.hooks.ledger import make_ledger
     from elbowroom.hooks.meter import make_meter

@@ -19,9 +19,9 @@ from elbowroom.simulator.compiled_loops.columns import Array, Columns, make_reco
 from elbowroom.simulator.compiled_loops.passage import walk
 
 KEEP, OFFLOAD, RECOMPUTE, RECOMPUTE_OWN, RECOMPUTE_KEEP_INPUTS = range(5)
-"""Choices for a gap. The last three drop the storage: RECOMPUTE until the first replay that makes it, RECOMPUTE_OWN until
-the gap's own close, whatever is replayed before, RECOMPUTE_KEEP_INPUTS likewise, but only after the last replay that
-reads it."""
+"""Choices for a gap. The last three drop the storage: RECOMPUTE until the first replay that makes it, RECOMPUTE_OWN
+until the gap's own close, whatever is replayed before, RECOMPUTE_KEEP_INPUTS likewise, but only after the last replay
+that reads it."""
 
 CHOICES = 5
 
