@@ -1,4 +1,4 @@
-"""Keeps the plans of a room, one for each kind of step that recurs, and tells which kind is expected next."""
+"""Caches the plans of a room, one per recurring kind of step, most recently used first."""
 
 from __future__ import annotations
 
@@ -36,21 +36,21 @@ from elbowroom.simulator.simulate import simulate
 logger = logging.getLogger(__name__)
 
 STEPS_THAT_SET_THE_PACE = 5
-"""Planned steps that correct the forecast seconds of later ones."""
+"""Number of planned steps whose times correct the forecast of later ones."""
 
 MOST_PLANS = 32
-"""Kept at once; beyond, the one that was followed longest ago is forgotten."""
+"""Capacity of the cache, which evicts the least recently used plan."""
 
 MOST_SEEN = 4096
-"""Steps without a plan that are told apart, to see which of them recur."""
+"""Number of distinct steps without a plan that are remembered, to detect recurrence."""
 
 STEADY = 16
-"""Steps in a row that were the expected one, after which no other is looked out for from the beginning."""
+"""Consecutive expected steps after which the next step is assumed to be of the expected kind."""
 
 
 @dataclasses.dataclass(frozen=True)
 class PlannedStep:
-    """One kind of step: its trace, costs, plan and forecast, and where its copies will lie."""
+    """One kind of step: its trace, costs, plan, forecast, and the placement of its copies."""
 
     trace: Trace
     costs: Costs = dataclasses.field(repr=False)
@@ -83,27 +83,27 @@ class PlannedStep:
 
     @functools.cached_property
     def candidate(self) -> Candidate:
-        """Return the form in which a runner compares a step with this one."""
+        """Form in which a runner matches a running step against this one."""
         return Candidate(self.trace, self.plan, self.placement)
 
     @functools.cached_property
     def activation_bytes(self) -> int:
-        """Bytes at the peak beyond those that are there before the step."""
+        """Bytes at the peak beyond those that exist before the step."""
         there = sum(home.nbytes for home in self.trace.storages if home.created < 0 and home.role is not Role.INPUT)
         return max(0, self.forecast.peak_bytes - there)
 
 
 @dataclasses.dataclass(slots=True)
 class PlanCacheEntry:
-    """One kind of step with its plan, and measurements of the steps that were of this kind.
+    """One kind of step with its plan, and measurements of its steps.
 
     Attributes:
         planned: the step and its plan.
-        is_measured: whether its costs are those of a real step.
-        measured_steps: steps that were watched so far to measure them.
-        growth_bytes: the most that a plain step held beyond what was there before it.
-        busy_seconds: of the steps that followed the present plan.
-        calls: shapes that the model was called with, and how often in one step at most.
+        is_measured: whether the costs were measured on a real step.
+        measured_steps: steps observed so far to measure the costs.
+        growth_bytes: most bytes that a plain step held beyond those that existed before it.
+        busy_seconds: of the steps that followed the current plan, stalls excluded.
+        calls: shapes that the model was called with, and the highest count of each in one step.
     """
 
     planned: PlannedStep
@@ -114,25 +114,25 @@ class PlanCacheEntry:
     calls: Counter[Inputs] = dataclasses.field(default_factory=Counter)
 
     def is_usual(self, inputs: Inputs, count: int) -> bool:
-        """Tell whether steps of this kind call the model with these shapes so often. True where no call was seen."""
+        """Return True if steps of this kind call the model this often with these shapes, or if no call was observed."""
         return not self.calls or count <= self.calls[inputs]
 
     def expect_growth(self) -> int:
-        """Return the bytes that a step of this kind may hold beyond what is there before it."""
+        """Return the bytes that a step of this kind may hold beyond those that exist before it."""
         return max(self.growth_bytes, self.planned.activation_bytes)
 
 
 class PlanCache:
-    """Plans steps, keeps the plans, and remembers which steps recur.
+    """Plans steps, caches the plans, and detects which steps recur.
 
     Args:
-        lease: what the job may hold.
+        lease: limits of the job.
         config, device: of the room.
         profile: of this machine.
-        ledger: gives back the pages of free memory, since planning takes memory of its own.
+        ledger: returns the pages of free memory to the system, since planning itself takes memory.
 
     Attributes:
-        lease: the one that holds now: as given, or as `set_budget` has replaced it.
+        lease: the current one; `set_budget` replaces it.
         profile: as given.
         entries: most recently used first.
     """
@@ -152,7 +152,7 @@ class PlanCache:
 
     @property
     def current(self) -> PlanCacheEntry | None:
-        """The entry of the step that is expected next."""
+        """Entry of the step that is expected next; None if the cache is empty."""
         return self.entries[0] if self.entries else None
 
     @property
@@ -164,20 +164,20 @@ class PlanCache:
         """Plan no more steps."""
         self._loops.stop()
 
-    # -- what steps were ------------------------------------------------------------------------------------------
+    # -- hits and misses -----------------------------------------------------------------------------------------
 
     def record_hit(self, entry: PlanCacheEntry, calls: Counter[Inputs]) -> None:
-        """Record that a step was of a known kind. `calls`: of the model in it."""
+        """Record that a step was of a known kind. `calls`: of the model during the step."""
         entry.calls |= calls
         self._steady = self._steady + 1 if entry is self.entries[0] else 0
         self.entries.remove(entry)
         self.entries.insert(0, entry)
 
     def record_miss(self, sizes: Sequence[int]) -> bool:
-        """Record that a step was of no known kind. Returns whether there was one like it before.
+        """Record that a step was of no known kind. Return True if a step like it occurred before.
 
         Args:
-            sizes: bytes of each storage that it saved.
+            sizes: bytes of each saved storage.
         """
         self._steady = 0
         key = hash(tuple(sizes))
@@ -188,35 +188,35 @@ class PlanCache:
         return count > 1
 
     def contains(self, trace: Trace) -> bool:
-        """Tell whether there is a plan for steps that do just this."""
+        """Return True if there is a plan for steps with the same saves and ops."""
         return any(_tell_apart(entry.planned.trace) == _tell_apart(trace) for entry in self.entries)
 
     def remove(self, entry: PlanCacheEntry) -> None:
-        """Forget an entry, if it is there: the next step of its kind is watched."""
+        """Remove an entry if present, so that the next step of its kind gets a runner."""
         if entry in self.entries:
             self.entries.remove(entry)
 
     # -- planning -------------------------------------------------------------------------------------------------
 
     def add(self, trace: Trace, trace_digest: str, measurements: Measurements | None) -> None:
-        """Plan a step, which is expected next.
+        """Plan a step, which becomes the expected one.
 
         Raises:
             Infeasible: no plan fits the budget.
         """
         self._ledger.trim()
         costs = price(trace, self.profile, measurements, trace_digest=trace_digest)
-        # What was measured beside a process that compiles is measured again.
+        # Measurements taken beside a compiling process are repeated.
         is_measured = measurements is not None and not self._loops.is_pending
         planned = self._plan(trace, costs)
         self.entries.insert(0, PlanCacheEntry(planned, is_measured=is_measured))
         del self.entries[MOST_PLANS:]
 
     def set_budget(self, nbytes: int) -> None:
-        """Plan the step that is expected next for another budget, and forget the others until they recur.
+        """Plan the expected step for another budget, and drop the other plans until their steps recur.
 
         Raises:
-            Infeasible: no plan fits it; nothing has changed.
+            Infeasible: no plan fits; the cache is unchanged.
         """
         before, self.lease = self.lease, self.lease.replace(nbytes)
         try:
@@ -236,8 +236,8 @@ class PlanCache:
             raise
 
     def fits_without_plan(self, trace: Trace, trace_digest: str, measurements: Measurements | None) -> bool:
-        """Tell whether a step that no plan fits may run all the same, if a policy decides during the step. False if the
-        user has chosen the strategy, which is then what does not fit."""
+        """Return True if a step that no plan fits may run under a policy. False if the user chose the strategy:
+        then the error is reported instead."""
         if self._config.strategy != "auto":
             return False
         trace = release_unneeded(trace)
@@ -249,7 +249,7 @@ class PlanCache:
         return problem.floor.peak_bytes <= self.lease.device_bytes
 
     def replan(self, entry: PlanCacheEntry, measurements: Measurements) -> None:
-        """Plan a step again, with measured costs of its ops.
+        """Replan a step with measured costs of its ops.
 
         Raises:
             Infeasible: no plan fits the budget.
@@ -260,9 +260,9 @@ class PlanCache:
         entry.busy_seconds.clear()
 
     def calibrate_time(self, entry: PlanCacheEntry, record: StepRecord) -> None:
-        """Correct the forecast seconds of later steps by those of the first planned ones."""
+        """Correct the forecast time of later steps by the measured time of the first planned ones."""
         entry.busy_seconds.append(record.seconds - record.stall_seconds)
-        # The first one finds caches, allocator and spill file cold.
+        # The first planned step runs with cold caches, allocator and spill file.
         if self._device.type != "cpu" or not 1 < len(entry.busy_seconds) <= STEPS_THAT_SET_THE_PACE + 1:
             return
         planned, forecast = entry.planned, entry.planned.forecast
@@ -300,5 +300,5 @@ def _tell_apart(trace: Trace) -> tuple[object, ...]:
 
 
 def list_sizes(trace: Trace) -> list[int]:
-    """Bytes of each save of a trace; 0 for what is no plain block of bytes."""
+    """Return the bytes of each save of a trace; 0 for tensors without a plain storage."""
     return [trace.storages[save.storage].nbytes for save in trace.saves]

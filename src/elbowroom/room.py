@@ -1,4 +1,4 @@
-"""A Room: one training job within one budget."""
+"""Room: one training job within one budget."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ logger = logging.getLogger(__name__)
 
 
 class _BrokenOff(Exception):
-    """Ends a step whose room is detached."""
+    """Aborts a step when its room is detached."""
 
 
 class Room:
-    """Fits the training steps of one model into a number of bytes. Made by `elbowroom.fit`."""
+    """Runs the training steps of one model within a byte budget. Made by `elbowroom.fit`."""
 
     def __init__(
         self,
@@ -61,9 +61,9 @@ class Room:
         self.config = config
         self._job = job = Job(model, tuple(optimizers), device, config)
         self._ledger = make_ledger(device)
-        self._detached = True  # until there is something to detach
+        self._detached = True  # until construction succeeds
         self._step: contextlib.AbstractContextManager[None] | None = None  # between begin_step and end_step
-        self._thread = 0  # in which it was begun
+        self._thread = 0  # id of the thread that began it
         with contextlib.ExitStack() as undoing:
             undoing.callback(self._ledger.close)
             profile = profile or self._probe(budget_bytes)
@@ -85,12 +85,12 @@ class Room:
 
     @property
     def budget_bytes(self) -> int:
-        """Bytes that the job may hold on its device."""
+        """Budget of the job on its device, in bytes."""
         return self._cache.lease.device_bytes
 
     @property
     def planned(self) -> PlannedStep | None:
-        """The step that is expected next, with its plan; None until one has been captured."""
+        """The step that is expected next, with its plan; None until a step has been planned."""
         return None if (current := self._cache.current) is None else current.planned
 
     @contextlib.contextmanager
@@ -99,23 +99,23 @@ class Room:
 
         Raises:
             UsageError: inside another step, or after `detach`.
-            Infeasible: before an op whose working set is larger than the budget, whatever leaves; or at the end of the
-                first steps, which have been carried out, when no plan fits them.
-            MemoryRefused: the system gives less memory than the budget, and nothing more may leave.
-            TierFull, TransferFailed: a move failed and there is no room to do without it.
+            Infeasible: before an op whose working set exceeds the budget even if everything movable leaves; or at the
+                end of the first steps, which have run, if no plan fits.
+            MemoryRefused: the system refuses memory within the budget, and nothing more can leave.
+            TierFull, TransferFailed: a move failed, and without it there is not enough memory.
         """
         self.begin_step()
         try:
             yield
         except BaseException as error:
-            if self._step is not None:  # else `detach` has ended it
+            if self._step is not None:  # otherwise `detach` has ended it
                 self.end_step(error)
             raise
         if self._step is not None:
             self.end_step()
 
     def begin_step(self) -> None:
-        """Begin a training step where `with room.step():` cannot be written: in the callbacks of a trainer, say.
+        """Begin a training step where `with room.step():` does not fit, such as in the callbacks of a trainer.
 
         Raises:
             UsageError: inside another step, or after `detach`.
@@ -136,13 +136,13 @@ class Room:
             raise
 
     def end_step(self, error: BaseException | None = None) -> None:
-        """End the step that `begin_step` has begun, in the same thread.
+        """End the step that `begin_step` began, in the same thread.
 
         Args:
-            error: by which the step was broken off, if it was. It is not raised here.
+            error: the exception that aborted the step, if any. It is not raised again.
 
         Raises:
-            UsageError: no step has begun, or in another thread.
+            UsageError: no step has begun, or another thread began it.
             Infeasible, MemoryRefused, TierFull, TransferFailed: as for `step`.
         """
         step = self._step
@@ -159,14 +159,14 @@ class Room:
             self._step = None
 
     def set_budget(self, memory_budget: int | float | str) -> None:
-        """Change the budget, from the next step on. That step is planned anew; so are others, when they recur.
+        """Change the budget from the next step on. That step is replanned now; other kinds of step when they recur.
 
         Args:
             memory_budget: as for `elbowroom.fit`.
 
         Raises:
-            UsageError: the budget is malformed; inside a step; after `detach`.
-            Infeasible: the job holds more already, or no plan of the next step fits. The room keeps its budget.
+            UsageError: the budget is malformed, a step is running, or the room is detached.
+            Infeasible: the job already holds more, or no plan of the next step fits. The old budget stays in force.
         """
         if self._detached:
             raise UsageError("this room is detached; call elbowroom.fit again")
@@ -186,33 +186,34 @@ class Room:
             raise
 
     def journal(self) -> Journal:
-        """Return what was measured so far."""
+        """Return the measurements so far."""
         return self._metering.journal()
 
     def metrics(self) -> dict[str, int | float | str]:
-        """Return the figures of the last step and of all steps so far, for a logger: wandb, TensorBoard, MLflow.
+        """Return metrics of the last step and of all steps so far, for a logger such as wandb, TensorBoard or MLflow.
 
-        A key whose value is not known is left out, so no value is None. "mode" alone is text. Costs a few microseconds.
+        Keys without a known value are omitted, so no value is None. Only "mode" is a string. Takes a few microseconds.
 
         Returns:
             Always:
-                budget_bytes: what the job may hold on its device.
+                budget_bytes: the budget on the device.
             Once a step has been planned; of the step that is expected next:
-                forecast_step_seconds, forecast_peak_bytes: what the simulator says.
+                forecast_step_seconds, forecast_peak_bytes: predicted by the simulator.
             Once a step has ended; of the last one:
-                step: counts from 0.
+                step: number of the step, from 0.
                 mode: "capture", "planned", "plain", "dynamic" or "drifted", as in `Mode`.
                 step_seconds: wall time.
-                stall_seconds: of it, waiting for transfers.
-                peak_bytes: most tensor bytes on the device at once; left out where the step was not metered.
-                resident_bytes: most resident memory of the process (CPU) or reserved by the allocator (CUDA); the same.
+                stall_seconds: part of it spent waiting for transfers.
+                peak_bytes: peak tensor bytes on the device; omitted if the step was not metered.
+                resident_bytes: peak resident memory of the process (CPU), or peak memory reserved by the allocator
+                    (CUDA); omitted if the step was not metered.
                 offloaded_bytes, reloaded_bytes: moved each way.
                 recomputed_segments: segments replayed.
             And of all steps:
-                max_peak_bytes: the highest peak of those that were metered; left out where none was.
+                max_peak_bytes: highest peak of all metered steps; omitted if no step was metered.
                 total_step_seconds, total_stall_seconds, total_offloaded_bytes, total_reloaded_bytes,
                 total_recomputed_segments: sums of the above.
-                capture_steps, planned_steps, plain_steps, dynamic_steps, drifted_steps: how many ran in each mode.
+                capture_steps, planned_steps, plain_steps, dynamic_steps, drifted_steps: steps in each mode.
         """
         found = {"budget_bytes": self.budget_bytes, **self._metering.metrics()}
         if (planned := self.planned) is not None:
@@ -222,7 +223,7 @@ class Room:
 
     def __repr__(self) -> str:
         if "_modes" not in vars(self):
-            return "<Room: not made>"  # a debugger looks at it where making it failed
+            return "<Room: not made>"  # a debugger may show it after a failed constructor
         found = self.metrics()
         text = f"{reprlib.repr(self._job.name)} on {self._job.device} within {format_bytes(self.budget_bytes)}"
         if self._detached:
@@ -239,14 +240,14 @@ class Room:
         return render_table(f"Elbowroom: {self._job.name} on {self._job.device}", figures)
 
     def report(self, *, by: str = "kind", depth: int | None = None) -> str:
-        """Return forecast and measurements, and why each block is where it is, as text.
+        """Return a text report: forecast, measurements, and why each block is where it is at the peak.
 
         Args:
-            by: "kind" for a table of blocks of one kind; "module" for one of bytes by module.
-            depth: levels of modules that are shown, with by="module"; as many as fit if not given.
+            by: "kind" groups blocks by kind; "module" counts bytes by module.
+            depth: levels of modules shown with by="module"; None for as many as fit.
 
         Raises:
-            UsageError: there is no such table, or the depth means nothing.
+            UsageError: there is no such table, or the depth is invalid.
         """
         planned = self.planned
         if planned is None:
@@ -258,9 +259,9 @@ class Room:
         )  # fmt: skip
 
     def detach(self) -> None:
-        """Leave the model as it was. Graphs that are still alive can still be backpropagated.
+        """Remove the room from the model. Graphs that are still alive can still run their backward pass.
 
-        A step that this thread has begun and not ended is broken off.
+        A running step of this thread is aborted.
         """
         if self._detached:
             return
@@ -271,11 +272,11 @@ class Room:
         self._cache.close()
         self._transfers.close()
         self._ledger.close()
-        self._detached = True  # last: what an interruption leaves undone is done by the next call
+        self._detached = True  # last, so that an interrupted call can be repeated
 
     def __del__(self) -> None:
         if not getattr(self, "_detached", True):
-            self.detach()  # nobody else can, with the last reference gone
+            self.detach()
 
     def __enter__(self) -> Room:
         return self
@@ -284,7 +285,7 @@ class Room:
         self.detach()
 
     def _probe(self, budget_bytes: int) -> HardwareProfile:
-        """Measure this machine before the first step, in what the budget leaves beside the model."""
+        """Measure this machine before the first step, using only memory that the budget leaves beside the model."""
         storages = (each.untyped_storage() for each in self._job.list_residents() if each.layout is torch.strided)
         held_bytes = sum({each.data_ptr(): each.nbytes() for each in storages}.values())
         most_bytes = max(0, budget_bytes - held_bytes)
@@ -300,6 +301,6 @@ class Room:
             logger.warning("%s", error)
             return
         if not trace.needs:
-            return  # there is nothing to plan, and nothing to tell it by
+            return  # nothing to plan, and nothing to recognize the step by
         if why := self._modes.plan(trace, None):
             logger.warning("%s", why)

@@ -1,4 +1,4 @@
-"""A training step while it runs: what is attached to it, and how a plain step is put under watch when it grows."""
+"""A running training step: the hooks attached to it, and the switch of a growing plain step to a runner."""
 
 from __future__ import annotations
 
@@ -31,35 +31,35 @@ from elbowroom.tracing.tracer import telling_gradients
 logger = logging.getLogger(__name__)
 
 FIRST_CALLS = 4
-"""Calls of the model that are looked at where a step is watched, or takes up to half of the budget."""
+"""Calls of the model whose shapes are compared if the step has a runner, or takes at most half of the budget."""
 
 GROWTH = 1 / 16
-"""Share of its expected allocations that a plain step may take beyond them before it is put under watch."""
+"""Share by which a plain step may exceed its expected allocations before it gets a runner."""
 
 
 class RunningStep:
-    """One step, from its begin to its end.
+    """One step, from beginning to end.
 
-    A plain step runs unwatched: everything is expected to fit. It is put under watch when the model is called with
-    other shapes, or more often, than in the steps before it, and when it allocates more than they did.
+    A plain step runs without a runner, since everything is expected to fit. It gets one when the model is called with
+    other shapes or more often than in earlier steps, or when the step allocates more than they did.
 
     Args:
-        job: the model is looked at when it is called.
+        job: its model's calls are observed.
         ledger: counts the step's bytes.
-        lease: how many of them there may be.
-        meter: of this step.
-        runner: watches the step; None for a plain one.
-        capture: takes the step's trace.
-        expected: the kind of a plain step.
+        lease: limit on these bytes.
+        meter: measures this step.
+        runner: manages the step; None for a plain one.
+        capture: traces the step; None if it is not captured.
+        expected: expected kind of a plain step; None for others.
         make_runner: makes a runner for a plain step that grows.
         number: of the step, for messages.
 
     Attributes:
         expected: as given.
-        runner: as given, or the one that was made meanwhile.
-        calls: shapes that the model was called with, and how often, as far as calls are looked at.
-        unwatched: why a plain step that grew was not put under watch; "" otherwise.
-        seconds: taken by the block.
+        runner: as given, or made during the step.
+        calls: shapes that the model was called with, and their counts, as far as calls are observed.
+        unwatched: why a plain step that grew got no runner; "" otherwise.
+        seconds: wall time of the block.
     """
 
     def __init__(
@@ -110,7 +110,7 @@ class RunningStep:
                 stack.enter_context(telling_gradients(capture.tracer, self._job.model))
             if runner is not None:
                 runner.begin()
-                # Innermost, so that the times of ops leave out its own work.
+                # Innermost, so that op times exclude the runner's own work.
                 stack.enter_context(dispatching_ops_to(runner.state.watcher))
                 self._finish_at_end(runner)
             self._is_running = True
@@ -124,8 +124,8 @@ class RunningStep:
     # -- plain steps that grow ------------------------------------------------------------------------------------
 
     def _limit_growth(self) -> None:
-        """Have the ledger ask for room before a plain step holds much more than those before it."""
-        # Watching begins between two calls of the program, which only its main thread can be interrupted for.
+        """Have the ledger call `_make_room` before a plain step holds much more than earlier ones."""
+        # A runner can only be attached between two Python calls, for which only the main thread can be interrupted.
         is_main = threading.current_thread() is threading.main_thread()
         if self.expected is None or self._ledger.scope is None or not is_main:
             return
@@ -134,17 +134,17 @@ class RunningStep:
         self._ledger.set_limit(self._limit_bytes)
 
     def _needs_few_calls(self) -> bool:
-        """Tell whether the first calls of the model tell enough.
+        """Return True if observing the first calls of the model is enough.
 
-        They do in a step that is watched, and in a plain one if half of the budget is left when it is put under watch:
-        what it has saved by then cannot leave.
+        It is in a step with a runner, and in a plain one if half of the budget is left when it gets a runner: storages
+        saved before that cannot leave.
         """
         if self.expected is None:
             return self._capture is None
         return self._limit_bytes <= self._lease.device_bytes // 2
 
     def _adopt_inputs(self, tensors: list[torch.Tensor]) -> bool:
-        """Count what a watched step is given. Returns whether there was something new."""
+        """Count the inputs of a step with a runner. Return True if any of them was new."""
         return self.runner is not None and self._ledger.adopt_inputs(tensors)
 
     def _see_inputs(self, inputs: Inputs) -> None:
@@ -153,7 +153,7 @@ class RunningStep:
             self._watch_from_here()
 
     def _watch_from_here(self) -> None:
-        """Put a plain step under watch, from the next op on."""
+        """Attach a runner to a plain step, from the next op on."""
         if self.expected is None or self.runner is not None or not self._is_running:
             return
         runner = self._make_runner()
@@ -173,14 +173,14 @@ class RunningStep:
         end_in_workers()
 
     def _make_room(self, requested_bytes: int, missing_bytes: int) -> bool:
-        """Make room for a request that would go over the limit. Returns whether to try again.
+        """Make room for a request that would exceed the limit. Return True if the request should be retried.
 
         Raises:
-            Infeasible: it would go over the budget, and nothing may leave.
+            Infeasible: the request would exceed the budget, and nothing can leave.
         """
         if self.runner is not None:
             return self.runner.make_room(requested_bytes, missing_bytes)
-        is_over = self._ledger.live_bytes + requested_bytes > self._limit_bytes  # else it is the system that refuses
+        is_over = self._ledger.live_bytes + requested_bytes > self._limit_bytes  # otherwise the system refused
         if self._limit_bytes < self._lease.device_bytes and is_over:
             self._limit_bytes = self._lease.device_bytes
             self._ledger.set_limit(self._lease.device_bytes)

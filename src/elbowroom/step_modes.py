@@ -34,16 +34,16 @@ from elbowroom.tracing.live import LiveCapture
 logger = logging.getLogger(__name__)
 
 MOST_STEPS_BETWEEN_CAPTURES = 64
-"""Most steps without a plan until the next one is captured, to see whether it can be planned."""
+"""Limit on the steps without a plan between two captures."""
 
 
 class StepModes:
-    """Chooses the mode of each step, runs it, and plans what was captured.
+    """Chooses the mode of each step, runs it, and plans captured steps.
 
     Args:
         job, cache, metering: of the room.
-        transfers: move bytes.
-        ledger: counts them.
+        transfers: moves bytes between tiers.
+        ledger: counts bytes on the device.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class StepModes:
 
     @property
     def runner(self) -> StepRunner | None:
-        """The runner of the step that runs, or of the last one; None for a plain step."""
+        """Runner of the current or last step; None for a plain step."""
         return None if self._running is None else self._running.runner
 
     def forget_last(self) -> None:
@@ -83,12 +83,12 @@ class StepModes:
         except (Infeasible, MemoryRefused, Thrashing) as error:
             if isinstance(error, Infeasible):
                 locate_shortage(error, self._job.model)
-            # A notebook keeps the last error, and with it every tensor of the functions that it ended.
+            # A notebook keeps the last traceback, whose frames would keep tensors alive.
             traceback.clear_frames(error.__traceback__)
             if isinstance(error, Infeasible):
                 advise(error, self._job.model, self._job.optimizers)
             if self._running is not None and (begun_as := self._running.expected) is not None:
-                self._cache.remove(begun_as)  # the next step is watched from its beginning
+                self._cache.remove(begun_as)  # the next step is observed from its beginning
             raise
 
     def _choose(self, entry: PlanCacheEntry | None) -> Iterator[None]:
@@ -103,7 +103,7 @@ class StepModes:
         return self._run_planned(entry)
 
     def _fits_unwatched(self, entry: PlanCacheEntry) -> bool:
-        """Tell whether a step in which everything fitted will fit now: there may be gradients, say, that were not."""
+        """Return True if a plain step fits beside what the job holds now (new gradients, for example)."""
         is_steady = not (self._cache.varies or self._job.config.always_watch)
         return is_steady and self._ledger.has_room(entry.expect_growth(), self._cache.lease.device_bytes)
 
@@ -121,11 +121,11 @@ class StepModes:
         self._cache.calibrate_time(entry, record)
         peak_bytes = record.peak_bytes or 0
         entry.growth_bytes = max(entry.growth_bytes, peak_bytes - meter.base_bytes)
-        if peak_bytes > self._cache.lease.device_bytes:  # on CUDA, where nobody is asked for room
+        if peak_bytes > self._cache.lease.device_bytes:  # on CUDA, where the ledger does not ask for room
             self._cache.remove(entry)
 
     def _run_planned(self, entry: PlanCacheEntry) -> Iterator[None]:
-        # The first steps after planning ahead of any run are watched op by op, to measure what ops cost.
+        # After planning from fake tensors, the first steps are observed op by op, to measure the costs.
         measuring = not entry.is_measured and entry.measured_steps < self._job.config.settling_steps
         meter = self._metering.make(is_detailed=measuring)
         capture = self._make_capture(meter) if measuring else None
@@ -187,7 +187,7 @@ class StepModes:
     def _settle(
         self, entries: Sequence[PlanCacheEntry], step: RunningStep, meter: Meter
     ) -> tuple[StepRecord, PlanCacheEntry | None]:
-        """Record a step that was expected to be of a known kind. Returns of which kind it was, if any."""
+        """Record a step that was expected to be of a known kind. Return its record, and the entry that it matched."""
         state = None if step.runner is None else step.runner.state
         followed = None if state is None or state.followed is None else entries[state.followed]
         mode = Mode.DRIFTED if followed is None else Mode.PLANNED
@@ -230,7 +230,7 @@ class StepModes:
     # -- planning -------------------------------------------------------------------------------------------------
 
     def plan(self, trace: Trace, measurements: Measurements | None) -> str:
-        """Plan a step. Returns why it stays without a plan and may run all the same, or "".
+        """Plan a step. Return "", or why the step runs without a plan.
 
         Raises:
             Infeasible: it cannot run within the budget.
@@ -245,26 +245,26 @@ class StepModes:
         return ""
 
     def _put_off_capture(self, why: str = "") -> None:
-        """Capture again later, and each time later still, after a captured step that was of no use."""
+        """Postpone the next capture after a futile one, with exponential backoff."""
         if why and not self._futile_captures:
             logger.warning("step %d: %s", self._metering.steps - 1, why)
         self._next_capture = self._metering.steps - 1 + min(2**self._futile_captures, MOST_STEPS_BETWEEN_CAPTURES)
         self._futile_captures += 1
 
     def _adopt(self, capture: LiveCapture, record: StepRecord, calls: Counter[Inputs], *, is_whole: bool) -> None:
-        """Plan a captured step, unless later steps will be others.
+        """Plan a captured step, unless later steps will differ from it.
 
         Args:
             capture, record: of the step.
-            calls: of the model in it.
-            is_whole: whether all that may leave did: of what stayed, it is not known how long the program held it.
+            calls: of the model during the step.
+            is_whole: whether every movable storage left; for those that stayed, the program's references are unknown.
         """
         self._captures += 1
         trace = capture.finish()
         if not (capture.is_settled and is_whole) and self._captures < self._job.config.settling_steps:
             return
         cache, self._captures = self._cache, 0
-        # Beside others it is planned when it recurs.
+        # If other kinds of step are known, this one is planned only once it recurs.
         if cache.entries and (cache.contains(trace) or not cache.record_miss(list_sizes(trace))):
             self._put_off_capture()
             return
@@ -275,8 +275,8 @@ class StepModes:
         cache.entries[0].calls = calls
 
     def _learn(self, entry: PlanCacheEntry, capture: LiveCapture, record: StepRecord, *, is_followed: bool) -> None:
-        """Plan again with measured op times, if the watched step was the planned one to the last op."""
-        # What the block does after the step that was captured (noting its loss, say) changes nothing.
+        """Replan with measured op times, if the observed step matched the planned one to the last op."""
+        # Ops of the block beyond the captured step (logging its loss, for example) do not matter.
         trace = entry.planned.trace
         measured = capture.measure(trace, record.seconds, record.stall_seconds) if is_followed else None
         if measured is not None:
@@ -286,7 +286,7 @@ class StepModes:
                 self._cache.remove(entry)
                 self._put_off_capture(f"steps like this one run without a plan: {error}")
         elif not is_followed or entry.measured_steps == self._job.config.settling_steps:
-            self._cache.remove(entry)  # the real step is not what the fake one was: capture it live
+            self._cache.remove(entry)  # the real step differs from the fake one: capture it live
 
 
 def _explain_no_needs() -> str:

@@ -249,7 +249,7 @@ def note_share(terminal: Terminal, option: str, text: str, nbytes: int) -> None:
 
 
 def is_share_of_peak(text: str) -> bool:
-    """Whether a budget depends on the peak of the plain step."""
+    """Return True if a budget is a share of the peak without a plan."""
     return text.strip().lower().endswith("peak")
 
 

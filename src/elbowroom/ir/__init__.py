@@ -1,1 +1,1 @@
-"""The nouns: frozen values that pass between the rooms, each of which can be a file. Nothing here imports torch."""
+"""Intermediate representation: frozen values that packages exchange and files store. Does not import torch."""

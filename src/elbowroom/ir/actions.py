@@ -1,4 +1,4 @@
-"""Actions: what the residency machine tells its driver to do, in order."""
+"""Actions that the residency machine tells its driver to carry out, in order."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ class Reload:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Wait:
-    """Do not go on before the storage's transfer has ended."""
+    """Wait for the storage's transfer to end."""
 
     storage: int
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Release:
-    """Let go of the device's copy."""
+    """Free the device's copy."""
 
     storage: int
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Recompute:
-    """Replay a segment, and hold these of its outputs."""
+    """Replay a segment, and keep the given outputs."""
 
     segment: int
     outputs: tuple[int, ...]

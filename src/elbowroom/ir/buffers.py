@@ -1,9 +1,9 @@
-"""Buffers, which want a place, and a Layout, which gives it to them.
+"""Buffers, and the Layout that assigns them offsets.
 
 offset
-  |   +-----+             [lower, upper): what ends at a time and what begins there may share an offset.
-  |---+--+  |  +--        A buffer with upper < lower wraps: it is there from `lower` to the end of the
-  |      |  |  |          iteration, and from the beginning of the next one to `upper`.
+  |   +-----+             [lower, upper): a buffer that ends at t and one that begins at t may share
+  |---+--+  |  +--        an offset. A buffer with upper < lower wraps around: it is live from `lower` to the
+  |      |  |  |          end of the iteration, and from the beginning of the next one to `upper`.
   +------+--+--+-- time
 """
 
@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from elbowroom.errors import InternalError, TraceError
 
 MOST_BYTES = 1 << 62
-"""All buffers together stay below this, so that no sum of theirs leaves 64 bits."""
+"""Limit on the total size of all buffers, so that no sum overflows 64 bits."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,11 +23,10 @@ class Buffer:
     """A block with a lifetime.
 
     Attributes:
-        id: what tells it from the others.
-        lower, upper: it is there at times lower <= t < upper; if upper < lower, at t < upper and at lower <= t.
-        nbytes: its size.
-        alignment: its offset is a multiple of this.
-        offset: where it must be; None for anywhere.
+        id: unique.
+        lower, upper: live at lower <= t < upper; if upper < lower, at t < upper and at t >= lower.
+        alignment: the offset is a multiple of this.
+        offset: fixed offset; None if it may be placed anywhere.
     """
 
     id: int
@@ -40,13 +39,13 @@ class Buffer:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """Where buffers lie.
+    """Offsets of buffers in one arena.
 
     Attributes:
-        offsets: of each buffer, in their order.
-        arena_bytes: one past the highest byte of any of them.
-        bound_bytes: no layout of these buffers takes less.
-        is_optimal: whether it is proven that none takes less than this one.
+        offsets: one per buffer, in the order of the buffers.
+        arena_bytes: end of the highest buffer.
+        bound_bytes: lower bound on the arena of any layout.
+        is_optimal: whether this layout is proven to be smallest.
     """
 
     offsets: tuple[int, ...] = dataclasses.field(repr=False)
@@ -56,7 +55,7 @@ class Layout:
 
 
 def overlap(one: Buffer, other: Buffer) -> bool:
-    """Whether two buffers are ever there at once."""
+    """Return True if the lifetimes of two buffers overlap."""
     return any(max(lower, low) < min(upper, up) for lower, upper in _spans(one) for low, up in _spans(other))
 
 
@@ -67,13 +66,13 @@ def _spans(buffer: Buffer) -> tuple[tuple[float, float], ...]:
 
 
 def check_buffers(buffers: Sequence[Buffer]) -> None:
-    """Refuse buffers that no layout can be for.
+    """Check that the buffers can have a layout.
 
     Raises:
-        TraceError: a buffer has a negative, empty or too large size or lifetime, an alignment below 1 or a pinned
-            offset that is not a multiple of it; two have one id; or two pinned ones lie upon each other. Names them.
+        TraceError: a buffer has a negative, empty or too large size or lifetime, an alignment below 1, or a fixed
+            offset that is not a multiple of it; two buffers share an id; or two fixed ones overlap. Names them.
 
-    Cost: quadratic in the buffers that are pinned.
+    Cost: quadratic in the number of fixed buffers.
     """
     seen: set[int] = set()
     for place, buffer in enumerate(buffers):
@@ -108,9 +107,9 @@ def check_buffers(buffers: Sequence[Buffer]) -> None:
 
 
 def find_clash(buffers: Sequence[Buffer], offsets: Sequence[int]) -> tuple[Buffer, Buffer] | None:
-    """Two buffers that lie upon each other while both are there; None if there are none.
+    """Return two buffers that overlap in time and address; None if there are none.
 
-    Cost: quadratic. It looks at every pair, so that there is nothing to get wrong.
+    Cost: quadratic. Compares every pair, to stay obviously correct.
     """
     placed = list(zip(buffers, offsets, strict=True))
     for index, (one, offset) in enumerate(placed):
@@ -121,11 +120,11 @@ def find_clash(buffers: Sequence[Buffer], offsets: Sequence[int]) -> tuple[Buffe
 
 
 def check_layout(buffers: Sequence[Buffer], layout: Layout) -> None:
-    """The judge of layouts: slow and obvious.
+    """Check a layout against its buffers, slowly but obviously correct.
 
     Raises:
-        InternalError: two buffers overlap in time and address, one is not aligned, not where it is pinned or below 0,
-            or a figure is not what it says.
+        InternalError: two buffers overlap in time and address, a buffer is misaligned, below 0 or not at its fixed
+            offset, or a figure is wrong.
 
     Cost: quadratic in the number of buffers.
     """

@@ -1,7 +1,4 @@
-"""The judge: is a value consistent with itself and with what it belongs to?
-
-Slow, plain, and knowing nothing of any planner or simulator.
-"""
+"""Validates values by themselves and against each other, independently of planner and simulator."""
 
 from __future__ import annotations
 
@@ -18,10 +15,10 @@ from elbowroom.ir.trace import Need, Op, Save, Trace
 
 
 def check_noun(value: object) -> None:
-    """Judge a value by itself, as far as its kind can be.
+    """Check a value by itself; types without invariants pass.
 
     Raises:
-        TraceError: with the place of the first thing that cannot be.
+        TraceError: names the first inconsistency.
     """
     if isinstance(value, Trace):
         check_trace(value)
@@ -66,10 +63,10 @@ def _check_amounts(value: Costs | Measurements) -> None:
 
 
 def check_trace(trace: Trace) -> None:
-    """Judge a trace by itself.
+    """Check a trace by itself.
 
     Raises:
-        TraceError: with the place of the first thing that cannot be.
+        TraceError: names the first inconsistency.
     """
     for index, storage in enumerate(trace.storages):
         _require(storage.id == index, f"storages[{index}] has id {storage.id}")
@@ -106,7 +103,7 @@ def check_trace(trace: Trace) -> None:
 
 
 def _check_versions(trace: Trace) -> None:
-    """Each op reads what the ops before it have left, and a storage begins with the op that created it."""
+    """Check that each op reads the latest version, and that the op at `created` makes the storage."""
     versions = {storage.id: 0 for storage in trace.storages if storage.created < 0}
     for index, op in enumerate(trace.ops):
         place = f"ops[{index}] ({op.name})"
@@ -124,10 +121,10 @@ def _check_versions(trace: Trace) -> None:
 
 
 def check(trace: Trace, plan: Plan) -> None:
-    """Judge a plan for a trace: every move is possible, and everything is back when it is needed.
+    """Check a plan against its trace: every move is possible, and every storage is back when it is needed.
 
     Raises:
-        TraceError: with the first decision that cannot be carried out, and why.
+        TraceError: names the first decision that cannot be carried out, and why.
     """
     gaps = {(storage, gap.index): gap for storage, found in trace.gaps.items() for gap in found}
     decided: dict[tuple[int, int], Decision] = {}
@@ -156,7 +153,7 @@ def check(trace: Trace, plan: Plan) -> None:
 
 
 def check_ticks(gap: Gap, decision: Decision, end: int) -> None:
-    """Judge when the moves of a decision begin, in steps that end at tick `end`.
+    """Check the ticks of a decision, in steps that end at tick `end`.
 
     Raises:
         TraceError: one lies outside the gap or the step, or they are out of order; or a storage that is dropped in
@@ -176,7 +173,7 @@ def check_ticks(gap: Gap, decision: Decision, end: int) -> None:
 
 
 def _check_drops(trace: Trace, plan: Plan, drops: list[tuple[Gap, Decision]], replays: dict[int, int]) -> None:
-    """What is dropped is gone when its segment runs, so that one run serves all; and no replay waits for another."""
+    """Check that every drop precedes its segment's replay, and that no replay reads a dropped leaf."""
     events = sorted([save.tick for save in trace.saves] + [need.tick for need in trace.needs])
     away: dict[int, list[tuple[int, int, int]]] = {}
     for gap, decision in drops:
@@ -193,7 +190,7 @@ def _check_drops(trace: Trace, plan: Plan, drops: list[tuple[Gap, Decision]], re
 
 
 def _check_segment(trace: Trace, versions: _Versions, index: int, segment: Segment, tick: int) -> None:
-    """Walk the replay at `tick`: every read is a leaf with the right contents, or was made before."""
+    """Simulate the replay at `tick`: every read is a leaf of the right version, or was made by an earlier op."""
     place = f"segment {index}"
     made: dict[int, int] = {}
     _require(list(segment.ops) == sorted(set(segment.ops)), f"{place}: its ops are not in order")
@@ -227,7 +224,7 @@ def _check_leaf(trace: Trace, versions: _Versions, leaf: int, tick: int, place: 
 
 
 class _Versions:
-    """What the ops leave in every storage, and when autograd holds it."""
+    """Versions of every storage over time, and its saves."""
 
     def __init__(self, trace: Trace) -> None:
         self._created = [storage.created for storage in trace.storages]
@@ -238,7 +235,7 @@ class _Versions:
             self.saves.setdefault(save.storage, []).append(save)
 
     def at(self, storage: int, tick: int) -> int:
-        """The version of a storage before an entry; -1 if it is not there yet."""
+        """Return the version of a storage before an entry; -1 if it does not exist yet."""
         before = [write.version for write in self._writes[storage] if write.tick < tick]
         return before[-1] if before else (0 if self._created[storage] < 0 else -1)
 

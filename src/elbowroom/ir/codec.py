@@ -1,7 +1,7 @@
-"""Nouns as plain data, and from JSON text: one codec for all of them, from their annotations alone.
+"""Codec between the IR's dataclasses and JSON, derived from their annotations, so that both directions agree.
 
-So a field cannot be forgotten in one direction. Text is read as it comes (`json_text.py`): the lists and objects that a
-noun has are entered one item after the other, and only items that are small are made by Python's own parser.
+Decoding is streaming (`json_text.py`): lists and objects are read item by item, and only small items go through
+Python's own parser.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from elbowroom.errors import TraceError
 from elbowroom.ir.json_text import ABSENT, JsonText
 
 MOST_SHARED = 1 << 14
-"""Equal numbers of one list are one object, for so many numbers: "0," is 2 bytes of text, and 32 as an object."""
+"""Number of distinct values per list that are interned: "0," is 2 bytes of text, but 32 as an object."""
 
 Missing = Mapping[type, Mapping[str, Any]]
-"""By class, what fields stand for that are missing, as plain data."""
+"""Defaults of missing fields, by class and field name, as plain data."""
 
 NOTHING: Missing = {}
 
@@ -31,7 +31,7 @@ Noun = TypeVar("Noun")
 
 
 class _Misfit(Exception):
-    """Data is not what a noun has there. `place` says where, and grows on the way out."""
+    """Data does not match the annotation. `place` is the JSON path, which grows while the exception propagates."""
 
     def __init__(self, problem: str) -> None:
         super().__init__(problem)
@@ -39,7 +39,7 @@ class _Misfit(Exception):
 
 
 def to_json(value: Any) -> Any:
-    """Plain data (dicts, lists, numbers, text) of a noun or of a part of one."""
+    """Convert a value to plain data: dicts, lists, numbers, strings."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {field: to_json(getattr(value, field)) for field in _hints(type(value))}
     if isinstance(value, tuple):
@@ -50,7 +50,7 @@ def to_json(value: Any) -> Any:
 
 
 def from_json(kind: type[Noun], data: Any, place: str = "$") -> Noun:
-    """A noun from plain data.
+    """Build a value from plain data.
 
     Raises:
         TraceError: a field is missing, unknown, of the wrong type, or not finite; names its place.
@@ -60,7 +60,7 @@ def from_json(kind: type[Noun], data: Any, place: str = "$") -> Noun:
 
 
 def read_noun(kind: type[Noun], text: JsonText, place: str = "$") -> Noun:
-    """A noun, or a part of one, from the text that comes now.
+    """Read a value at the current position of the text.
 
     Raises:
         TraceError: as `from_json`.
@@ -71,10 +71,10 @@ def read_noun(kind: type[Noun], text: JsonText, place: str = "$") -> Noun:
 
 
 def read_fields(kind: type, text: JsonText, place: str = "$", missing: Missing = NOTHING) -> dict[str, Any]:
-    """The fields of a noun from the text that comes now, some of which may be missing.
+    """Read the fields of an object at the current position of the text; some may be missing.
 
     Args:
-        missing: what fields stand for that are missing in its parts.
+        missing: defaults of fields missing in nested objects.
 
     Raises:
         TraceError: as `from_json`.
@@ -85,10 +85,10 @@ def read_fields(kind: type, text: JsonText, place: str = "$", missing: Missing =
 
 
 def build(kind: type[Noun], fields: dict[str, Any], missing: Missing, place: str = "$") -> Noun:
-    """A noun of its fields.
+    """Build a value from its fields.
 
     Args:
-        missing: what missing fields stand for.
+        missing: defaults of missing fields.
 
     Raises:
         TraceError: another field is missing.
@@ -106,7 +106,7 @@ def _naming(place: str) -> Iterator[None]:
 
 
 def describe(data: Any) -> str:
-    """A short, printable word on data of any kind and size."""
+    """Describe any data in at most 60 printable characters."""
     if isinstance(data, int) and data.bit_length() > 64:
         return f"an integer of {data.bit_length()} bits"
     if isinstance(data, str):
@@ -121,10 +121,10 @@ def _hints(kind: type) -> dict[str, Any]:
 
 
 class _Decoder:
-    """Makes nouns from JSON text or plain data.
+    """Decodes values from JSON text or plain data.
 
     Args:
-        missing: what fields stand for that are missing.
+        missing: defaults of missing fields.
     """
 
     def __init__(self, missing: Missing = NOTHING) -> None:
@@ -134,7 +134,7 @@ class _Decoder:
     # -- from text ----------------------------------------------------------------------------------------------------
 
     def read(self, kind: Any, text: JsonText) -> Any:
-        """Return the noun, tuple or scalar that comes now."""
+        """Read a dataclass, tuple or scalar at the current position."""
         if dataclasses.is_dataclass(kind):
             data = text.whole()
             return self.build(kind, self.read_fields(kind, text)) if data is ABSENT else self.decode(kind, data)
@@ -143,7 +143,7 @@ class _Decoder:
         return _decode_scalar(kind, _read_scalar(text))
 
     def read_fields(self, kind: Any, text: JsonText) -> dict[str, Any]:
-        """Return the fields of the noun that comes now, as far as they are there."""
+        """Read the fields of the object at the current position that are present."""
         if text.peek() != "{":
             raise _Misfit(f"expected an object, found {describe(_read_scalar(text))}")
         hints = _hints(kind)
@@ -160,7 +160,7 @@ class _Decoder:
         return fields
 
     def build(self, kind: Any, fields: dict[str, Any]) -> Any:
-        """Return a noun of its fields."""
+        """Build a value from its fields."""
         hints = _hints(kind)
         for name, data in self._missing.get(kind, {}).items():
             if name not in fields:
@@ -189,11 +189,11 @@ class _Decoder:
     # -- from plain data ----------------------------------------------------------------------------------------------
 
     def decode(self, kind: Any, data: Any) -> Any:
-        """Return a noun, tuple or scalar of plain data."""
+        """Decode a dataclass, tuple or scalar from plain data."""
         return self._find(kind)(data)
 
     def _find(self, kind: Any) -> Callable[[Any], Any]:
-        """What decodes data of a kind: annotations are looked at once, and not for every value."""
+        """Return the decoder of a type; built once per type, so that annotations are not inspected per value."""
         found = self._decoders.get(kind)
         if found is None:
             found = self._decoders[kind] = self._make(kind)
@@ -218,7 +218,7 @@ def _share(value: Any, shared: dict[Any, Any]) -> Any:
 
 
 def _read_scalar(text: JsonText) -> Any:
-    """The scalar that comes now; of a list or an object an empty one, which no scalar of a noun is."""
+    """Read the scalar at the current position; for a list or object return an empty one, which no field accepts."""
     return {"[": [], "{": {}}[text.peek()] if text.peek() in ("[", "{") else text.scalar()
 
 
@@ -258,7 +258,7 @@ def _decode_scalar(kind: Any, data: Any) -> Any:
     if typing.get_origin(kind) is types.UnionType:  # a scalar or None
         return None if data is None else _decode_scalar(typing.get_args(kind)[0], data)
     if kind is float:
-        # An integer too large for a float is not finite as a float either.
+        # An integer beyond the range of floats would overflow.
         if isinstance(data, bool) or not isinstance(data, (int, float)) or not 0 <= data <= sys.float_info.max:
             raise _Misfit(f"expected a finite number of at least 0, found {describe(data)}")
         return float(data)
@@ -281,7 +281,7 @@ def _decode_scalar(kind: Any, data: Any) -> Any:
 
 
 def _is_unicode(text: str) -> bool:
-    """JSON can spell half a surrogate pair, which nothing can print."""
+    """Return False for lone surrogates, which JSON can express but no text file can hold."""
     try:
         text.encode()
     except UnicodeEncodeError:

@@ -11,13 +11,13 @@ from elbowroom.units import format_seconds
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Measurements:
-    """What was seen while one step ran. Both tuples follow `Trace.ops`.
+    """Measured times and workspaces of one step. Both tuples are indexed like `Trace.ops`.
 
     Attributes:
-        op_seconds: time each op took by itself.
-        workspace_bytes: most that was allocated at once inside each op, beyond its results.
-        step_seconds: the whole step, from begin to end, moves included; 0 if it was not timed.
-        stall_seconds: the part of it spent waiting for moves.
+        op_seconds: time of each op alone.
+        workspace_bytes: peak allocation inside each op, beyond its results.
+        step_seconds: the whole step, moves included; 0 if it was not timed.
+        stall_seconds: the part of `step_seconds` spent waiting for moves.
     """
 
     op_seconds: tuple[float, ...] = dataclasses.field(repr=False)
@@ -28,17 +28,17 @@ class Measurements:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Costs:
-    """What a trace costs on a machine. The tuples follow `Trace.ops`.
+    """Costs of one trace on one machine. The tuples are indexed like `Trace.ops`.
 
     Attributes:
         op_seconds: time of each op.
-        workspace_bytes: most that each op allocates inside itself, beyond its results.
-        link: the path to the tier below the device.
-        further_links: the paths from there down, the next one first: the first leads to where copies go that the tier
-            below has no room for. Empty where that tier is the last.
+        workspace_bytes: peak allocation inside each op, beyond its results.
+        link: connects the device to the tier below.
+        further_links: links further down, in order; copies that do not fit the tier below go over the first. Empty if
+            that tier is the last.
         alignment_bytes: every block on the device is rounded up to a multiple of this.
-        hook_seconds: one save or need.
-        overhead_seconds: the part of a step that is in no op (the program itself).
+        hook_seconds: time of one save or need.
+        overhead_seconds: time of a step outside of ops (Python).
         measured: whether the op times and workspaces were measured, or estimated.
     """
 

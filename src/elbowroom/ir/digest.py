@@ -1,4 +1,4 @@
-"""Which trace a value belongs to: a digest of what it says."""
+"""Digest of a trace, by which plans and costs name the trace that they belong to."""
 
 from __future__ import annotations
 
@@ -11,11 +11,10 @@ from elbowroom.ir.trace import Trace
 
 
 def digest(trace: Trace) -> str:
-    """The SHA-256 of a trace's contents as JSON: equal steps have equal digests.
+    """Return the SHA-256 of a trace's contents as JSON, so that equal steps have equal digests.
 
-    Left out are its name, and the fields that comparisons leave out, too: modules and lines of code.
-
-    The text is made and digested item by item: as a whole it would take ten times its length.
+    Excluded are the name, and the fields that comparisons ignore: modules and lines of code. The text is hashed item by
+    item, since building all of it takes ten times its length in memory.
 
     Cost: linear in the trace; about 10 ms per thousand ops, so keep the result.
     """

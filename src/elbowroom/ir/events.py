@@ -1,6 +1,6 @@
-"""Events: what happens to a running step, as told to the residency machine.
+"""Events of a running step, the input of the residency machine.
 
-Nobody writes to one. To have that enforced would take as long as the rest of making it, and steps have thousands.
+Never modified, but not frozen: that would double the time to construct one, and a step has thousands.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import dataclasses
 
 @dataclasses.dataclass(slots=True, unsafe_hash=True)
 class StorageSaved:
-    """Autograd put a tensor of this storage aside."""
+    """Autograd saved a tensor of this storage."""
 
     storage: int
     tick: int
@@ -18,7 +18,7 @@ class StorageSaved:
 
 @dataclasses.dataclass(slots=True, unsafe_hash=True)
 class StorageNeeded:
-    """Autograd asks for a tensor of this storage; it must be on the device when the actions are done."""
+    """Autograd unpacks a tensor of this storage, which must be on the device once the actions are done."""
 
     storage: int
     tick: int
@@ -26,7 +26,7 @@ class StorageNeeded:
 
 @dataclasses.dataclass(slots=True, unsafe_hash=True)
 class StorageFreed:
-    """Nobody can ask for this storage again."""
+    """Autograd released its last save of this storage."""
 
     storage: int
     tick: int
@@ -34,7 +34,7 @@ class StorageFreed:
 
 @dataclasses.dataclass(slots=True, unsafe_hash=True)
 class StorageRestored:
-    """A storage is on the device again for the sake of another one, which is computed from it."""
+    """A storage is back on the device because another one is recomputed from it."""
 
     storage: int
     tick: int
@@ -42,7 +42,7 @@ class StorageRestored:
 
 @dataclasses.dataclass(slots=True, unsafe_hash=True)
 class PressureRaised:
-    """What comes next needs more room than there is, by so many bytes. `storage` is that of none, -1."""
+    """The next allocation exceeds the limit by `nbytes`. `storage` is always -1."""
 
     nbytes: int
     tick: int

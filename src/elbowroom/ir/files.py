@@ -1,7 +1,7 @@
-"""Nouns as files: JSON with `format` and `version`, gzipped where the name ends in .gz.
+"""Saves IR values as JSON files with `format` and `version`, gzipped if the name ends in .gz.
 
-Readers check everything, name the place of what is wrong, refuse what is newer, and never execute anything. What they
-take of memory is bounded by the text that they read, and that by a limit (`text_files.py`).
+Readers validate everything, name the place of an error, refuse newer versions, and never execute anything. Their memory
+is bounded by the length of the text, which is limited (`text_files.py`).
 """
 
 from __future__ import annotations
@@ -53,20 +53,20 @@ _ADDED: dict[type, tuple[dict[type, dict[str, Any]], ...]] = {
         {Forecast: {"evictions": 0, "replays": 0}},
     ),
     Plan: ({Plan: {"host_bytes": None}},),
-    Journal: ({},),  # `upgrade` says what else changed
+    Journal: ({},),  # `upgrade` converts version 1
 }
-"""Fields that came with version 2, 3, ... of a noun, in it and in its parts, and what files without them mean."""
+"""Fields added in version 2, 3, ... of a format, nested ones included, with their defaults for older files."""
 
 Noun = TypeVar("Noun")
 
 
 def version_of(kind: type) -> int:
-    """The version that is written, and the newest that is read."""
+    """Return the version that `save` writes, which is the newest that `load` reads."""
     return 1 + len(_ADDED.get(kind, ()))
 
 
 def upgrade(value: Noun, version: int) -> Noun:
-    """Return a noun from a file of an older version with what it means today."""
+    """Convert a value loaded from a file of an older version to today's meaning."""
     if isinstance(value, Journal) and version == 1:  # 0 bytes of a step stood for "not metered"
         steps = (
             dataclasses.replace(step, peak_bytes=step.peak_bytes or None, resident_bytes=step.resident_bytes or None)
@@ -77,12 +77,12 @@ def upgrade(value: Noun, version: int) -> Noun:
 
 
 def save(value: Any, path: str | os.PathLike[str]) -> None:
-    """Write a noun to a file. The file is complete or not there: it is written beside itself and renamed.
+    """Write a value to a file atomically: to a temporary file, which is then renamed.
 
     Raises:
-        UsageError: the value is not a noun.
-        TraceError: it holds a number that is not finite.
-        OSError: the folder is not there or not writable.
+        UsageError: values of this type have no file format.
+        TraceError: the value holds a number that is not finite.
+        OSError: the folder does not exist or is not writable.
     """
     path = pathlib.Path(path)
     document = {"format": _format_of(type(value)), "version": version_of(type(value)), "value": to_json(value)}
@@ -98,7 +98,7 @@ def save(value: Any, path: str | os.PathLike[str]) -> None:
     try:
         with os.fdopen(handle, "wb") as file:
             file.write(data)
-        os.umask(mask := os.umask(0))  # there is no asking without setting
+        os.umask(mask := os.umask(0))  # the umask cannot be read without setting it
         os.chmod(temporary, 0o666 & ~mask)
         os.replace(temporary, path)
     except BaseException:
@@ -107,14 +107,14 @@ def save(value: Any, path: str | os.PathLike[str]) -> None:
 
 
 def load(kind: type[Noun], path: str | os.PathLike[str]) -> Noun:
-    """Read a noun from a file.
+    """Read a value from a file.
 
     Raises:
         UsageError: there is no such file, or it cannot be read.
         TraceError: it is corrupt, truncated, too large, of another format or a newer version; names the place.
     """
     path = pathlib.Path(path)
-    _format_of(kind)  # refuses what is no file before it is looked for
+    _format_of(kind)  # raises for a type without a file format
     with _open_json(path) as text:
         fields, version = _read_document(kind, path, text)
     try:
@@ -126,14 +126,14 @@ def load(kind: type[Noun], path: str | os.PathLike[str]) -> Noun:
 
 
 def load_fields(kinds: Mapping[str, type], path: str | os.PathLike[str]) -> dict[str, Any]:
-    """Some fields of a JSON object in a file, each a noun or plain; the others are passed over.
+    """Read some fields of the JSON object in a file; skip the others.
 
     Args:
-        kinds: what each field is.
+        kinds: type of each field to read.
 
     Raises:
         UsageError: there is no such file, or it cannot be read.
-        TraceError: it is not a JSON object, is too large, or a field is not what it should be; names the place.
+        TraceError: it is not a JSON object or is too large, or a field has another type; names the place.
     """
     path = pathlib.Path(path)
     with _open_json(path) as text:
@@ -150,7 +150,7 @@ def load_fields(kinds: Mapping[str, type], path: str | os.PathLike[str]) -> dict
 
 
 def peek(path: str | os.PathLike[str], most_chars: int) -> str:
-    """The beginning of the text in a file.
+    """Return the first characters of a text file.
 
     Raises:
         UsageError: there is no such file, or it cannot be read.
@@ -165,7 +165,7 @@ def peek(path: str | os.PathLike[str], most_chars: int) -> str:
 
 @contextlib.contextmanager
 def _open_json(path: pathlib.Path) -> Iterator[JsonText]:
-    """Raises TraceError where the text is not JSON, too."""
+    """Open a JSON text; raise TraceError for invalid JSON read in the body."""
     with contextlib.closing(read_text(path)) as pieces:
         try:
             yield JsonText(pieces)
@@ -176,7 +176,7 @@ def _open_json(path: pathlib.Path) -> Iterator[JsonText]:
 
 
 def _read_document(kind: type, path: pathlib.Path, text: JsonText) -> tuple[dict[str, Any], int]:
-    """The fields of the noun in a document, and the version it was written in."""
+    """Read the fields of the value in a document, and its version."""
     marks: dict[str, Any] = {}
     fields: dict[str, Any] | None = None
     if text.peek() != "{":
@@ -187,7 +187,7 @@ def _read_document(kind: type, path: pathlib.Path, text: JsonText) -> tuple[dict
             marks[name] = text.scalar() if found is ABSENT else found
         elif name == "value":
             _check_marks(kind, path, marks)
-            # Where the version comes after the value, parts of a newer one may lack these fields, too.
+            # A version that follows the value is taken as 1 here: nested fields of newer versions may be missing, too.
             fields = read_fields(kind, text, f"{path}: $", _find_missing(kind, marks.get("version", 1)))
         else:
             text.skip()
@@ -199,7 +199,7 @@ def _read_document(kind: type, path: pathlib.Path, text: JsonText) -> tuple[dict
 
 
 def _find_missing(kind: type, version: int) -> dict[type, dict[str, Any]]:
-    """What the fields stand for that a file of some version lacks."""
+    """Return the default values of fields that a file of this version lacks, by class."""
     missing: dict[type, dict[str, Any]] = {}
     for added in _ADDED.get(kind, ())[version - 1 :]:
         for part, fields in added.items():
@@ -208,7 +208,7 @@ def _find_missing(kind: type, version: int) -> dict[type, dict[str, Any]]:
 
 
 def _check_marks(kind: type, path: pathlib.Path, marks: Mapping[str, Any]) -> None:
-    """As far as they are known: they come before the value in what is written here, but need not elsewhere."""
+    """Check those of `format` and `version` that were read: `save` writes them first, but other writers need not."""
     expected = _format_of(kind)
     if marks.get("format", expected) != expected:
         raise TraceError(f"{path} is not a {expected} file: its format is {describe(marks['format'])}")

@@ -1,4 +1,4 @@
-"""A Forecast: what the simulator says a plan or a policy will do."""
+"""Forecast: the simulator's prediction of one step under a plan or a policy."""
 
 from __future__ import annotations
 
@@ -9,28 +9,28 @@ from elbowroom.units import format_bytes, format_seconds
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Forecast:
-    """The predicted step.
+    """Predicted step.
 
     Attributes:
         peak_bytes: most bytes on the device at once.
-        peak_tick: where.
-        live_bytes: bytes on the device during each entry of the trace, its inner peak included; `Trace.end` figures.
-        begin_seconds: when each entry begins, and when the last one ends: with waits, replays, and the time that is in
-            no op spread over all of them. One figure more than live_bytes; none in a forecast of an older version.
-        step_seconds: the whole step.
-        compute_seconds: the ops alone, each once.
+        peak_tick: tick of the peak.
+        live_bytes: peak bytes on the device during each entry of the trace; `Trace.end` items.
+        begin_seconds: begin of each entry, and the end of the last one, waits and replays included; time outside of ops
+            is spread over all entries. One item longer than live_bytes; empty in forecasts of older versions.
+        step_seconds: duration of the step.
+        compute_seconds: ops, each counted once.
         recompute_seconds: replayed ops.
         stall_seconds: waiting for transfers.
         offloaded_bytes, reloaded_bytes: moved each way.
-        lower_tier_bytes: most bytes in the tier below at once.
-        disk_bytes: most bytes at once in the tier below that, where copies go for which there is no room.
-        reserved_bytes: most that a caching allocator would have taken from the device; 0 where that was not asked.
-        fragmented_bytes: of it, what was never in use at once with the rest: the price of holes.
-        arena_bytes: what the blocks on the device take if they are laid out; 0 where that was not asked.
-        lower_arena_bytes: what copies take in the tier below, laid out; 0 where that was not asked.
-        disk_arena_bytes: and in the tier below that.
-        evictions: how often a storage was let go that was still to be needed.
-        replays: how often a segment was computed again.
+        lower_tier_bytes: peak bytes in the tier below.
+        disk_bytes: peak bytes in the tier below that, which takes the copies that do not fit.
+        reserved_bytes: peak bytes that a caching allocator would reserve; 0 if not modelled.
+        fragmented_bytes: part of `reserved_bytes` lost to fragmentation.
+        arena_bytes: size of the device arena if the blocks are laid out; 0 if not modelled.
+        lower_arena_bytes: size of the arena of copies in the tier below; 0 if not modelled.
+        disk_arena_bytes: likewise in the tier below that.
+        evictions: number of storages freed before a later need.
+        replays: number of segments replayed.
     """
 
     peak_bytes: int

@@ -1,4 +1,4 @@
-"""Gaps: the stretches between the uses of a storage, in which it may be away from the device.
+"""Gaps: intervals between consecutive uses of a storage, during which it may leave the device.
 
 tick      0        3                 9       12     end
 use       |        save              need    need    |
@@ -18,12 +18,12 @@ from elbowroom.ir.use import StorageUse, UseKind
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Gap:
-    """The stretch between two uses of a storage, during which it may be away.
+    """Interval between two uses of a storage, during which it may leave the device.
 
     Attributes:
-        index: counts the storage's gaps from 0.
+        index: number of the gap among those of the storage, from 0.
         opens: tick of the use after which it may leave.
-        closes: tick of the use by which it must be back; of the next step if that is not after `opens`.
+        closes: tick of the use by which it must be back; in the next step if closes <= opens.
     """
 
     storage: int
@@ -37,17 +37,17 @@ class Gap:
         return self.closes <= self.opens
 
     def covers(self, tick: int) -> bool:
-        """Tell whether an entry lies between the two uses."""
+        """Return True if an entry lies between the two uses."""
         if self.is_wrapping:
             return tick > self.opens or tick < self.closes
         return self.opens < tick < self.closes
 
     def unwrap(self, tick: int, end: int) -> int:
-        """Count a tick on from `opens`, in steps that end at tick `end`: those of the next step come after `end`."""
+        """Return a tick of the gap, plus `end` (the length of a step) if it lies in the next step."""
         return tick + end if self.is_wrapping and tick < self.opens else tick
 
     def length(self, end: int) -> int:
-        """Count the ticks from one use to the other, in steps that end at tick `end`."""
+        """Return the number of ticks between the two uses, in steps that end at tick `end`."""
         return self.closes - self.opens + (end if self.is_wrapping else 0)
 
 
@@ -56,7 +56,7 @@ def find_gaps(uses: Sequence[StorageUse], *, wraps: bool = False) -> tuple[Gap, 
 
     Args:
         uses: in order of tick. A save closes no gap: autograd held nothing of the storage before it.
-        wraps: whether the storage outlives the step: then the first use of the next step follows the last of this one.
+        wraps: whether the storage outlives the step: then the last use and the first one of the next step form a gap.
     """
     pairs = [(first, second) for first, second in itertools.pairwise(uses) if second.kind is not UseKind.SAVE]
     if wraps and uses:

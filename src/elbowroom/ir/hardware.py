@@ -1,4 +1,4 @@
-"""A HardwareProfile: the speeds and capacities of one machine."""
+"""HardwareProfile: speeds and capacities of one machine."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from elbowroom.units import format_bytes
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Rate:
-    """How fast one kind of work goes: `per_second` flops for matrix-like kinds, bytes for "elementwise".
+    """Throughput of one kind of op: `per_second` is flops for matrix-like kinds, bytes for "elementwise".
 
     Attributes:
         kind: "matmul", "convolution", "attention" (flops) or "elementwise" (bytes read and written).
         dtype: "float32", "bfloat16", ...
-        source: where the figure comes from: "measured", or a datasheet and section.
+        source: "measured", or a datasheet and section.
     """
 
     kind: str
@@ -26,14 +26,14 @@ class Rate:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Link:
-    """The path between two neighbouring tiers.
+    """Connection of two adjacent tiers.
 
     Attributes:
         upper, lower: tier names; `out` is upper to lower, `back` lower to upper.
-        *_latency_seconds, *_bytes_per_second: of one transfer by itself.
-        half_duplex: both directions share one lane.
-        drag_seconds_per_byte: compute time lost per byte in flight, where moving takes processor time or bandwidth.
-        source: where the figures come from.
+        *_latency_seconds, *_bytes_per_second: of a single transfer.
+        half_duplex: whether both directions share one lane.
+        drag_seconds_per_byte: compute time lost per byte moved, where copies compete for cores or bandwidth.
+        source: as in `Rate`.
     """
 
     upper: str
@@ -49,7 +49,7 @@ class Link:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Tier:
-    """A place where bytes can live. `capacity_bytes`: all of it, before anything is in it."""
+    """One level of the memory hierarchy. `capacity_bytes` is its total size."""
 
     name: str
     capacity_bytes: int
@@ -57,16 +57,16 @@ class Tier:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class HardwareProfile:
-    """One machine.
+    """Speeds and capacities of one machine.
 
     Attributes:
         name: "this machine", "NVIDIA A100 SXM4 40GB", ...
         device: kind of the top tier, "cpu" or "cuda".
-        isa: the widest instructions of a CPU, "AVX512" or "AVX2", by which it is known what its kernels allocate; empty
-            for others, and for CUDA.
+        isa: widest vector instructions of a CPU, "AVX512" or "AVX2", which determine the workspaces of its kernels;
+            empty for other CPUs and for CUDA.
         tiers: top first; links[i] joins tiers[i] and tiers[i + 1].
-        op_latency_seconds: the least time any op takes, launch included.
-        hook_seconds: what one saved-tensor hook costs the program.
+        op_latency_seconds: minimum time of an op, launch included.
+        hook_seconds: time of one saved-tensor hook.
         alignment_bytes: the device allocator rounds every block up to a multiple of this.
     """
 

@@ -1,4 +1,4 @@
-"""A Journal: what was measured while steps ran."""
+"""Journal: measurements of the steps that ran."""
 
 from __future__ import annotations
 
@@ -10,30 +10,30 @@ from elbowroom.units import format_bytes, format_seconds
 
 
 class Mode(enum.StrEnum):
-    """How a step was run."""
+    """Mode in which a step was run."""
 
-    CAPTURE = "capture"  # all that may leave leaves, while its trace is taken
+    CAPTURE = "capture"  # traced, with every movable storage offloaded
     PLANNED = "planned"
-    PLAIN = "plain"  # everything fits: nothing of ours is attached
-    DYNAMIC = "dynamic"  # decided on as it went
-    DRIFTED = "drifted"  # was none of the steps that are known; decided on as it went from where it left them
+    PLAIN = "plain"  # everything fits: no hooks are attached
+    DYNAMIC = "dynamic"  # a policy decides during the step
+    DRIFTED = "drifted"  # matched no known step; a policy decides from the divergence on
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class StepRecord:
-    """One step as it was.
+    """Measurements of one step.
 
     Attributes:
         step: counts from 0.
-        seconds: wall time between the `with` block's two ends.
-        stall_seconds: of it, time the program waited for transfers (host time).
-        peak_bytes: most tensor bytes on the device at once; None where this step was not metered.
+        seconds: wall time of the `with` block.
+        stall_seconds: part of it spent waiting for transfers (host time).
+        peak_bytes: peak tensor bytes on the device; None if this step was not metered.
         resident_bytes: the process's peak resident memory during the step (CPU), or the allocator's peak reserved
-            bytes (CUDA); None where this step was not metered.
+            bytes (CUDA); None if this step was not metered.
         offloaded_bytes, reloaded_bytes: moved each way.
         recomputed: segments replayed.
-        saves, needs: hook calls.
-        note: why the step drifted, could not be planned, or kept what should have left; "" otherwise.
+        saves, needs: calls of the pack and unpack hooks.
+        note: why the step diverged, could not be planned, or kept storages that should have left; "" otherwise.
     """
 
     step: int
@@ -67,5 +67,5 @@ class Journal:
 
     @property
     def peak_bytes(self) -> int | None:
-        """The most of all steps that were metered; None where none was."""
+        """Highest peak of all metered steps; None if no step was metered."""
         return max((record.peak_bytes for record in self.steps if record.peak_bytes is not None), default=None)

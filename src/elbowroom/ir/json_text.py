@@ -1,7 +1,7 @@
-"""JSON that is read as it comes: what the text may hold is known, so nothing is built that is not asked for.
+"""Streaming pull parser for JSON: builds only the values that the reader asks for.
 
-Python's own parser makes up to 30 bytes of one of the text ("[],[],[],"), and all of it before anyone can look. Here
-the reader asks for one value after the other, and only the values of a window of the text are made by that parser.
+Python's own parser takes up to 30 bytes of memory per byte of text ("[],[],[],") before any check can run. Here the
+reader asks for one value after another, and Python's parser only sees values within a window of the text.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from typing import Any
 from elbowroom.ir.text_files import LONGEST_LINE_CHARS
 
 WINDOW_CHARS = 1 << 15
-"""So many are looked at at once, or all that is left: a value that fits is made in one go."""
+"""Size of the window: a value that fits is parsed by Python at once."""
 
 ABSENT = object()
-"""There is no whole value in the window."""
+"""Returned by `JsonText.whole` if the window holds no complete value."""
 
 _SPACE = re.compile(r"[ \t\n\r]*")
 _FLAT = re.compile(r'[^"\[\]{}]*')
@@ -28,43 +28,43 @@ _scan: Callable[[str, int], tuple[Any, int]] = typing.cast(Any, json.JSONDecoder
 
 
 class JsonText:
-    """Goes through a JSON text once, from the beginning to the end.
+    """Reads a JSON text once, from beginning to end.
 
-    Every method raises ValueError where the text is not JSON there, or not what was asked for.
+    Every method raises ValueError if the text is not JSON, or not of the requested type.
 
     Args:
-        pieces: of the text.
+        pieces: consecutive parts of the text.
     """
 
     def __init__(self, pieces: Iterator[str]) -> None:
         self._pieces = pieces
         self._text = ""
-        self._at = 0  # in the window
-        self._before = 0  # the characters before the window
+        self._at = 0  # position in the window
+        self._before = 0  # number of characters before the window
         self._has_ended = False
 
     def peek(self) -> str:
-        """The next character that is no space; "" at the end."""
+        """Return the next character that is not whitespace; "" at the end."""
         while True:
             self._at = _SPACE.match(self._text, self._at).end()  # type: ignore[union-attr]  # it matches anywhere
             if self._at < len(self._text) or not self._grow():
                 return self._text[self._at : self._at + 1]
 
     def finish(self) -> None:
-        """Nothing may come any more."""
+        """Check that only whitespace is left."""
         if self.peek():
             raise self._error("something comes after the end")
 
     def keys(self) -> Iterator[str]:
-        """The keys of the object that comes now. After each its value has to be read, or skipped."""
+        """Iterate over the keys of the next object. The caller reads or skips the value after each."""
         return self._each("{", "}")
 
     def items(self) -> Iterator[None]:
-        """One round for each item of the list that comes now: it has to be read, or skipped."""
+        """Iterate once per item of the next list. The caller reads or skips each item."""
         return (None for _ in self._each("[", "]"))
 
     def scalar(self) -> Any:
-        """The text, number, true, false or null that comes now."""
+        """Read the next string, number, true, false or null."""
         if self.peek() in ("", "[", "{"):
             raise self._error("a value is missing here")
         while True:
@@ -74,7 +74,7 @@ class JsonText:
                 problem = error.msg
             except StopIteration:
                 problem = "a value is missing here"
-            except ValueError as error:  # how Python refuses numbers of many digits
+            except ValueError as error:  # integers of too many digits
                 raise self._error("a number has too many digits") from error
             else:
                 if self._is_whole(end):
@@ -87,7 +87,7 @@ class JsonText:
                 raise self._error(problem)
 
     def whole(self) -> Any:
-        """The value that comes now, whatever it is, if it lies in the window; ABSENT if it does not, or is no JSON."""
+        """Read the next value of any type; return ABSENT if it is not JSON or exceeds the window."""
         self.peek()
         self._fill()
         try:
@@ -100,9 +100,9 @@ class JsonText:
         return value
 
     def numbers(self) -> Iterator[list[Any]]:
-        """The items of the list that comes now, some at a time, as long as they are numbers; then `items` goes on.
+        """Read runs of numbers within `items`, many at a time.
 
-        Ends before the first item that is none, or at the end of the list.
+        Stops before the first item that is not a number, or before the last item of the list.
         """
         while True:
             self.peek()
@@ -114,12 +114,12 @@ class JsonText:
             try:
                 found, _ = _scan(f"[{self._text[self._at : end]}]", 0)
             except (StopIteration, ValueError):
-                return  # `scalar` says why
+                return  # `scalar` raises the error
             self._at = end + 1
             yield found
 
     def skip(self) -> None:
-        """Pass over the value that comes now; inside of it only texts and brackets are looked at."""
+        """Skip the next value, scanning only its strings and brackets."""
         if self.peek() not in ("[", "{"):
             self.scalar()
             return
@@ -156,7 +156,7 @@ class JsonText:
             self._take(",")
 
     def _is_whole(self, end: int) -> bool:
-        """Whether a value ends there: a number may go on after the window, and of "1." the 1 is found as one."""
+        """Return False if a number might continue beyond `end`: after the window, or because "1." was parsed as 1."""
         return self._has_ended or _NUMBER.match(self._text, end).end() < len(self._text)  # type: ignore[union-attr]
 
     def _take(self, character: str) -> None:
@@ -169,7 +169,7 @@ class JsonText:
             pass
 
     def _grow(self) -> bool:
-        """One piece more. Returns whether there was one."""
+        """Append the next piece to the window. Return False if there is none."""
         if self._has_ended:
             return False
         piece = next(self._pieces, None)

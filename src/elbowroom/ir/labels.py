@@ -1,4 +1,4 @@
-"""Names of modules, storages and ops, for people."""
+"""Display names of modules, storages and ops."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ _PLURALS = {
 
 
 def name_module(path: str) -> str:
-    """Return the path of a module for people."""
+    """Return the display name of a module path."""
     return path or "the model itself"
 
 
 def name_kind(path: str) -> str:
-    """Return one path for all modules whose paths differ in numbers alone: "transformer.h.*.mlp"."""
+    """Return the path with every number replaced by "*": "transformer.h.*.mlp"."""
     return re.sub("[0-9]+", "*", name_module(path))
 
 
 def name_group(storage: Storage) -> str:
-    """Name the storages that have the role and the origin of this one: "parameters", "h.*.mlp (relu)"."""
+    """Return the group of storages of the same role and origin: "parameters", "h.*.mlp (relu)"."""
     if (plural := _PLURALS.get(storage.role)) is not None:
         return plural
     op = shorten(storage.label)
@@ -38,7 +38,7 @@ def name_group(storage: Storage) -> str:
 
 
 def name_storages(storages: Sequence[Storage]) -> str:
-    """Name storages of one group, by the whole path of their module if they share it."""
+    """Name storages of one group; use the full module path if they share it."""
     group, module = name_group(storages[0]), storages[0].module
     if module and "*" in group and all(each.module == module for each in storages):
         return module + group[group.index(" (") :]

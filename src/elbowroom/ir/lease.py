@@ -1,4 +1,4 @@
-"""A Lease: the bytes that a job may hold."""
+"""Lease: the bytes that a job may hold."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ import dataclasses
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Lease:
-    """Bytes that a job may hold, until another lease takes the place of this one. That happens between steps.
+    """Bytes that a job may hold until another lease replaces this one, between two steps.
 
     Attributes:
-        device_bytes: on its device.
-        host_bytes: in the tier below; None for any amount.
-        epoch: counts the leases of the job from 0.
+        device_bytes: on the device.
+        host_bytes: in the tier below; None for unlimited.
+        epoch: number of this lease among those of the job, from 0.
     """
 
     device_bytes: int
@@ -20,5 +20,5 @@ class Lease:
     epoch: int = 0
 
     def replace(self, device_bytes: int) -> Lease:
-        """Return the lease that comes after this one."""
+        """Return the next lease."""
         return dataclasses.replace(self, device_bytes=device_bytes, epoch=self.epoch + 1)

@@ -1,12 +1,12 @@
-"""When each storage is on the device: in a step where everything stays, and as a plan would have it.
+"""Spans during which each storage is on the device, without a plan or under one.
 
     program   |=========|
     claim            |======|   (away)    |========|
     node                                       |===|
-    there     |=============|             |========|
+    on device |=============|             |========|
 
-Exact for a step without a plan. Under a plan moves take effect at the next save or need, so a page that needs the
-exact bytes at a tick takes them from the forecast; this says which storages they belong to.
+Exact without a plan. Under a plan moves take effect only at the next save or need: reports take the exact bytes at a
+tick from the forecast, and from here the storages that they belong to.
 """
 
 from __future__ import annotations
@@ -21,11 +21,10 @@ from elbowroom.ir.trace import Span, Trace
 
 
 class Lifetimes:
-    """Where the bytes of one trace are.
+    """Lifetimes of the storages of one trace on the device.
 
     Args:
-        trace: the step.
-        plan: what leaves and comes back; nothing does without one.
+        plan: moves of storages; None if all stay.
     """
 
     def __init__(self, trace: Trace, plan: Plan | None = None) -> None:
@@ -41,7 +40,7 @@ class Lifetimes:
                 self.decisions.setdefault(decision.storage, []).append(decision)
 
     def spans(self, storage: int) -> list[Span]:
-        """The joined spans during which a storage is on the device, in order."""
+        """Return the merged spans during which a storage is on the device, in order."""
         home = self.trace.storages[storage]
         spans = [(home.created, home.released), *self._nodes.get(storage, ())]
         for begin, end in self.claims.get(storage, ()):
@@ -54,22 +53,22 @@ class Lifetimes:
         return _join(spans)
 
     def is_there(self, storage: int, tick: int) -> bool:
-        """Whether a storage is on the device during an entry."""
+        """Return True if a storage is on the device during an entry."""
         return any(begin <= tick < end for begin, end in self.spans(storage))
 
     def decision_at(self, storage: int, tick: int) -> Decision | None:
-        """The decision in whose gap a tick lies."""
+        """Return the decision whose gap covers a tick; None if there is none."""
         for decision in self.decisions.get(storage, ()):
             if self.gap_of(decision).covers(tick):
                 return decision
         return None
 
     def gap_of(self, decision: Decision) -> Gap:
-        """The gap a decision is for."""
+        """Return the gap of a decision."""
         return self.gaps[decision.storage][decision.gap]
 
     def count_plain(self, costs: Costs) -> list[int]:
-        """Bytes on the device during each entry if nothing ever leaves, workspace included.
+        """Return the bytes on the device during each entry if nothing leaves, workspaces included.
 
         Cost: linear in the trace.
         """
@@ -88,7 +87,7 @@ class Lifetimes:
         return live
 
     def op_at(self, tick: int) -> int | None:
-        """Index in `Trace.ops` of the op at a tick, or of the last one before it; None before the first."""
+        """Return the index in `Trace.ops` of the last op at or before a tick; None before the first."""
         index = bisect.bisect_right(self.trace.ops, tick, key=lambda op: op.tick) - 1
         return index if index >= 0 else None
 

@@ -1,6 +1,6 @@
-"""A Placement: where the copies of one step lie in the tiers below the device.
+"""Placement: offsets of the copies of one step in the tiers below the device.
 
-offset                 a copy is there from the save or need at which its transfer begins
+offset                 a copy lives from the save or need at which its transfer begins
   |   +-------------+  to the end of autograd's claim on the storage
   |---+---+   |     |
   |       |   |-----+--
@@ -18,15 +18,15 @@ _STORAGE_AND_END = operator.attrgetter("storage", "end")
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class CopySlot:
-    """Where one copy lies.
+    """Lifetime and offset of one copy.
 
     Attributes:
-        storage: whose contents it is.
+        storage: the storage that is copied.
         begin: tick of the save or need at which its transfer begins.
-        end: it is gone before this tick.
-        nbytes: its size.
-        is_on_disk: whether it is in the tier behind the one below the device, which had no room for it.
-        offset: where it begins in its tier.
+        end: the copy is freed before this tick.
+        nbytes: size of the copy.
+        is_on_disk: whether it lies in the second tier below the device, since the first has no room for it.
+        offset: in its tier.
     """
 
     storage: int
@@ -42,10 +42,10 @@ class Placement:
     """The copies of one step.
 
     Attributes:
-        copy_slots: by (storage, begin).
-        lower_bytes: what they take in the tier below the device.
-        disk_bytes: what they take in the tier behind that.
-        piece_bytes: what passes through the tier below to the disk at a time; None for as much as there is room for.
+        copy_slots: sorted by (storage, begin).
+        lower_bytes: size of their arena in the tier below the device.
+        disk_bytes: size of their arena in the tier below that.
+        piece_bytes: bytes staged in the tier below on the way to the disk, at a time; None for as many as fit.
     """
 
     copy_slots: tuple[CopySlot, ...] = dataclasses.field(default=(), repr=False)
@@ -54,7 +54,7 @@ class Placement:
     piece_bytes: int | None = None
 
     def find(self, storage: int, tick: int) -> CopySlot | None:
-        """Return the slot of a storage that leaves at a tick, or shortly before its plan; None if it was to stay."""
+        """Return the slot of a storage that leaves at or somewhat before the planned tick; None if none is planned."""
         index = bisect.bisect_right(self.copy_slots, (storage, tick), key=_STORAGE_AND_END)
         if index == len(self.copy_slots) or self.copy_slots[index].storage != storage:
             return None

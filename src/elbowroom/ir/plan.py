@@ -1,4 +1,4 @@
-"""A Plan: for every gap of every storage, whether it stays, leaves, or is computed again, and when.
+"""Plan: for every gap of every storage, whether it is kept, offloaded or recomputed, and when.
 
 opens            leave      release               back         closes
   |  in use        | copying   |        away        | arriving    |   in use
@@ -16,7 +16,7 @@ from elbowroom.units import format_bytes
 
 
 class Choice(enum.StrEnum):
-    """What happens to a storage during one gap."""
+    """Treatment of a storage during one gap."""
 
     KEEP = "keep"
     OFFLOAD = "offload"
@@ -25,12 +25,12 @@ class Choice(enum.StrEnum):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Decision:
-    """One gap. Ticks take effect at the first save or need at or after them.
+    """Decision for one gap. Ticks take effect at the first save or need at or after them.
 
     Attributes:
-        storage, gap: which (`ir.gaps.Gap`). In a gap that wraps, ticks below its `opens` are those of the next step.
-        leave: offload: when its copy begins. Recompute: when it is dropped.
-        release: offload: when the device's copy is given up, after waiting for the transfer if need be.
+        storage, gap: identify the gap (`ir.gaps.Gap`). In a gap that wraps, ticks below `opens` are of the next step.
+        leave: offload: when the copy begins. Recompute: when the storage is dropped.
+        release: offload: when the device's copy is freed, after waiting for the transfer if necessary.
         back: offload: when the reload begins; equal to the need's tick to load on demand.
         segment: recompute: index in `Plan.segments`; -1 otherwise.
     """
@@ -46,12 +46,12 @@ class Decision:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Segment:
-    """Ops that are replayed together, at the first need of any of their outputs.
+    """Ops that are replayed together, at the first need of one of their outputs.
 
     Attributes:
         ops: ticks of the ops, in order.
         outputs: storages that exist again afterwards.
-        leaves: storages the replay reads and does not make: they are kept, reloaded, or held by the program.
+        leaves: storages that the replay reads but does not make: kept, reloaded, or held by the program.
     """
 
     ops: tuple[int, ...]
@@ -61,15 +61,15 @@ class Segment:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """Decisions for one trace; a gap that is not named is kept.
+    """Decisions for one trace. A gap without a decision is kept.
 
     Attributes:
-        trace_digest: of the trace it was made for.
-        strategy: what made it.
-        budget_bytes: what it was made to hold.
-        decisions: by (storage, gap).
-        host_bytes: where there is a disk behind the host, the step uses no more of the host than this, and the rest
-            goes to the disk. So a plan for a smaller host takes the same time with a larger one. None for all there is.
+        trace_digest: digest of the trace.
+        strategy: name of the strategy that made the plan.
+        budget_bytes: peak that the plan must stay within.
+        decisions: sorted by (storage, gap).
+        host_bytes: with a disk below the host, the most that the step uses of the host; further copies go to the disk.
+            So a plan for a smaller host takes the same time on a larger one. None for unlimited.
     """
 
     trace_digest: str
@@ -87,10 +87,10 @@ class Plan:
         )
 
     def count_gaps(self, choice: Choice) -> int:
-        """Return how many gaps this was decided for. Gaps that are kept need no decision."""
+        """Return the number of decisions for a choice. Kept gaps need no decision."""
         return sum(decision.choice is choice for decision in self.decisions)
 
     def find_touched(self) -> frozenset[int]:
-        """The storages that move, and those that a replay makes or reads."""
+        """Return the storages that move, and those that a replay makes or reads."""
         moved = {decision.storage for decision in self.decisions if decision.choice is not Choice.KEEP}
         return frozenset(moved.union(*((*segment.outputs, *segment.leaves) for segment in self.segments)))

@@ -1,7 +1,7 @@
-"""Text files, read piece by piece within a limit: what a file says of itself decides nothing about memory.
+"""Reads text files piece by piece, within a limit on their length, so that a file cannot exhaust memory.
 
-A reader holds a few pieces of text and what it has made of the ones before, never the whole text. So its memory is
-bounded by the text's length: at most ten times that, plus a few MiB.
+A reader holds a few pieces of text and the values parsed so far, never the whole text: at most ten times the length of
+the text, plus a few MiB.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from elbowroom.errors import TraceError, UsageError
 from elbowroom.units import format_bytes
 
 LARGEST_FILE_BYTES = 1 << 28
-"""The most text that is read of one file, unpacked. A trace takes about 300 bytes an op, 29 MB for 100,000, so this is
+"""Limit on the uncompressed text of one file. A trace takes about 300 bytes an op, 29 MB for 100,000, so this is
 some 900,000 ops. Reading that much takes up to 2.5 GiB of memory."""
 
 LONGEST_LINE_CHARS = 1 << 18
-"""The longest line of a log or table, and the longest text or number of a JSON file: these are read in one piece."""
+"""Limit on a line of a log or table, and on a string or number in JSON, which are read in one piece."""
 
 PIECE_BYTES = 1 << 16
 
@@ -38,15 +38,15 @@ _KINDS = {
 
 
 def read_text(path: pathlib.Path, most_bytes: int | None = None) -> Generator[str, None, None]:
-    """The text in a file, a piece at a time, unpacked if the file's name ends in .gz.
+    """Yield the text of a file in pieces, decompressed if the name ends in .gz.
 
     Args:
-        most_bytes: of text that are read; LARGEST_FILE_BYTES if None.
+        most_bytes: limit on the length of the text; None for LARGEST_FILE_BYTES.
 
     Raises:
-        UsageError: there is no such file, it cannot be read, or it is no regular file: a pipe or a device may never
-            end, and cannot be read a second time.
-        TraceError: it is not UTF-8, no gzip file, cut off, or larger than `most_bytes`.
+        UsageError: there is no such file, it cannot be read, or it is not a regular file: a pipe or device may never
+            end, and cannot be read twice.
+        TraceError: it is not UTF-8, not a gzip file, truncated, or larger than `most_bytes`.
     """
     limit = LARGEST_FILE_BYTES if most_bytes is None else most_bytes
     decoder = codecs.getincrementaldecoder("utf-8-sig")()
@@ -58,7 +58,7 @@ def read_text(path: pathlib.Path, most_bytes: int | None = None) -> Generator[st
                 raise _too_large(path, f"has {size} bytes ({format_bytes(size)})", limit)
             while piece := file.read(PIECE_BYTES):
                 total += len(piece)
-                if total > limit:  # which a packed file does not tell before
+                if total > limit:  # a compressed file does not tell beforehand
                     raise _too_large(path, f"has {size} bytes, which unpack to more than {limit}", limit)
                 yield decoder.decode(piece)
             yield decoder.decode(b"", final=True)
@@ -71,7 +71,7 @@ def read_text(path: pathlib.Path, most_bytes: int | None = None) -> Generator[st
 
 
 def read_lines(path: pathlib.Path, most_bytes: int | None = None) -> Iterator[str]:
-    """The lines of a text file, without their ends.
+    """Yield the lines of a text file, without line endings.
 
     Raises:
         UsageError, TraceError: as `read_text`; also for a line of more than LONGEST_LINE_CHARS.
@@ -95,7 +95,7 @@ def read_lines(path: pathlib.Path, most_bytes: int | None = None) -> Iterator[st
 
 def _open_regular(path: pathlib.Path) -> IO[bytes]:
     try:
-        # Without O_NONBLOCK, opening a pipe that nobody writes to would wait for ever.
+        # Without O_NONBLOCK, opening a pipe without a writer would block.
         number = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except ValueError as error:  # a NUL in the name
         raise UsageError(f"cannot read {str(path)!r}: {error}") from error

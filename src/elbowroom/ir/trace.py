@@ -1,7 +1,7 @@
-"""A Trace: what one training step did, without the values.
+"""Trace: the record of one training step, without values.
 
-A step is one sequence of entries, each with its own tick: ops, saves (autograd puts a tensor aside) and needs (it asks
-for it back).
+A step is a sequence of entries, each with its own tick: ops, saves (autograd packs a saved tensor) and needs (it
+unpacks it).
 
     tick      0    1     2    3     4   ...   9     10    11
     entry    op  save   op  save   op        need   op   need
@@ -27,11 +27,11 @@ from elbowroom.ir.use import StorageUse, UseKind
 from elbowroom.units import format_bytes
 
 Span = tuple[int, int]
-"""From the beginning of one entry to the beginning of another."""
+"""Ticks (begin, end): from the beginning of one entry to that of another."""
 
 
 class Role(enum.StrEnum):
-    """What a storage is to the training."""
+    """Role of a storage in training."""
 
     PARAMETER = "parameter"
     GRADIENT = "gradient"
@@ -43,7 +43,7 @@ class Role(enum.StrEnum):
 
 
 PERSISTENT_ROLES = frozenset(Role) - {Role.ACTIVATION, Role.TEMPORARY}
-"""Roles of what the program holds whatever autograd does."""
+"""Roles of storages that the program holds independently of autograd."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,12 +52,12 @@ class Storage:
 
     Attributes:
         id: position in `Trace.storages`.
-        nbytes: its size, as asked of the allocator.
-        created: tick of the op that made it; -1 if it was there when the step began.
-        released: the program's own last reference is gone before this tick; `Trace.end` if it outlived the step.
-        label: the parameter's name, or the op that made it, for people.
-        module, line: as for the op that made it; of parameters, buffers, gradients and optimizer state, the module
-            that has the parameter or buffer, and "".
+        nbytes: size requested from the allocator.
+        created: tick of the op that made it; -1 if it existed before the step.
+        released: the program's last reference is gone before this tick; `Trace.end` if it outlives the step.
+        label: display name: the parameter's name, or the op that made it.
+        module, line: as for the op that made it; for parameters, buffers, gradients and optimizer state, the module
+            that owns the parameter or buffer, and "".
     """
 
     id: int
@@ -72,7 +72,7 @@ class Storage:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class View:
-    """One tensor argument or result of an op: which storage, in which version, and its shape.
+    """One tensor argument or result of an op: its storage, version, dtype and shape.
 
     `version` counts the writes to the storage before a read, or including this one for a write; creation is version 0.
     """
@@ -88,15 +88,15 @@ class Op:
     """One ATen call.
 
     Attributes:
-        name: as the dispatcher calls it, "aten.convolution.default".
-        reads: the tensors it takes.
-        writes: the tensors it makes or changes; a result that is a view of an argument is neither.
+        name: overload name of the dispatcher, "aten.convolution.default".
+        reads: tensor arguments.
+        writes: tensors it makes or modifies; a result that is a view of an argument is neither.
         flops: floating-point operations of a matrix-like op, 0 for others.
         barrier: why this op must not be replayed ("" if it may be).
-        module: path of the module that called it, as `torch.nn.Module.named_modules` has it ("" for the model itself);
-            of an op of the backward pass, the module whose forward pass made its node. None where no module did.
-        line: "file:line" of the innermost call outside of PyTorch; of an op of the backward pass, where its node was
-            made. "" if it is not known.
+        module: path of the module that called it, as in `torch.nn.Module.named_modules` ("" for the model itself); for
+            an op of the backward pass, the module whose forward pass created its node. None outside of modules.
+        line: "file:line" of the innermost caller outside of PyTorch; for an op of the backward pass, of the code that
+            created its node. "" if unknown.
     """
 
     tick: int
@@ -111,7 +111,7 @@ class Op:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Save:
-    """Autograd put a tensor aside. `released`: its graph node let go of it before this tick."""
+    """Autograd saved a tensor. `released`: its graph node freed it before this tick."""
 
     tick: int
     storage: int
@@ -120,7 +120,7 @@ class Save:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Need:
-    """Autograd asked for a saved tensor. `save`: index in `Trace.saves`; `released`: as for a Save, of what it got."""
+    """Autograd unpacked a save. `save`: index in `Trace.saves`. `released`: the result was freed before this tick."""
 
     tick: int
     save: int
@@ -128,7 +128,7 @@ class Need:
 
 
 class Write(NamedTuple):
-    """One write to a storage: its tick, the version that it leaves, and the index of the op in `Trace.ops`."""
+    """One write to a storage: its tick, the resulting version, and the index of the op in `Trace.ops`."""
 
     tick: int
     version: int
@@ -137,11 +137,11 @@ class Write(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Trace:
-    """Record of one step. What follows from it is found when it is first asked for, and kept.
+    """Record of one step. Derived properties are computed on first access and cached.
 
     Attributes:
-        name: what was captured, for people.
-        device: the kind of device it was captured on, "cpu" or "cuda".
+        name: display name.
+        device: device type that it was captured on, "cpu" or "cuda".
         ops, saves, needs: each in order of tick.
         storages: by id.
         end: one past the last tick.
@@ -165,44 +165,44 @@ class Trace:
 
     @functools.cached_property
     def claims(self) -> Mapping[int, tuple[Span, ...]]:
-        """Autograd's claims on every storage that was saved, by storage id, in order.
+        """Autograd's claims on every saved storage, by storage id, in order.
 
-        A claim begins with a save and ends before the tick at which the last handle is released; a storage that is
-        saved anew after that has another claim.
+        A claim begins with a save and ends before the tick at which the last handle is released; a later save begins
+        another claim.
         """
         return _find_claims(self.saves)
 
     @functools.cached_property
     def uses(self) -> Mapping[int, tuple[StorageUse, ...]]:
-        """The saves that begin a claim, and the needs, of every storage that was saved, by storage id, in order."""
+        """Saves that begin a claim, and needs, of every saved storage, by storage id, in order."""
         return _find_uses(self)
 
     @functools.cached_property
     def gaps(self) -> Mapping[int, tuple[Gap, ...]]:
-        """The gaps of every storage that was saved and is needed again, by storage id. A gap lies within one claim."""
+        """Gaps of every storage that was saved and is needed again, by storage id. A gap lies within one claim."""
         needed = dict.fromkeys(self.saves[need.save].storage for need in self.needs)
         return {storage: find_gaps(self.uses[storage]) for storage in needed}
 
     @functools.cached_property
     def movable(self) -> frozenset[int]:
-        """The storages whose saved contents may leave the device.
+        """Storages whose saved contents may leave the device.
 
-        Not those that live across steps (they are not ours to move yet), and not those written after they were saved:
-        what autograd would then find is the later contents, which a copy or a replay would not have.
+        Excluded are storages that live across steps (not supported yet), and storages written after they were saved:
+        autograd must find the later contents, which a copy or a replay lacks.
         """
         return _find_movable(self)
 
     @functools.cached_property
     def writes(self) -> tuple[tuple[Write, ...], ...]:
-        """The writes to each storage, by storage id, in order."""
+        """Writes to each storage, by storage id, in order."""
         return _find_writes(self)
 
 
 def release_unneeded(trace: Trace) -> Trace:
-    """Return the trace of the same step where autograd lets go at once of what it never asks for again.
+    """Return the same trace, but with saves that are never needed released at once.
 
     Such storages (a generator's activations, of which only `detach()` is used) have no gap, so plans keep them. A
-    policy can offload them, so this trace tells what a step needs that runs without a plan.
+    policy can offload them, so this trace shows the memory that a step needs without a plan.
     """
     needed = {need.save for need in trace.needs}
     saves = tuple(

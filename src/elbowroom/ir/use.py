@@ -9,18 +9,18 @@ import enum
 class UseKind(enum.Enum):
     """Reason why a storage has to be on the device.
 
-    Traces of today say when autograd saves and needs storages. The other kinds are for storages that live across steps:
-    parameters, gradients and optimizer state.
+    Traces record SAVE and NEED only. The other kinds are for storages that live across steps: parameters, gradients and
+    optimizer state.
     """
 
     SAVE = "save"
-    """Autograd saves the storage, which the op before has just made or read."""
+    """Autograd saves the storage, which the preceding op has made or read."""
     NEED = "need"
-    """Autograd asks for the saved storage."""
+    """Autograd unpacks the saved storage."""
     OP = "op"
     """One op reads or writes the storage."""
     MODULE = "module"
-    """The forward or backward pass of a module runs, which owns the storage."""
+    """The forward or backward pass of the owning module runs."""
     OPTIMIZER = "optimizer"
     """The optimizer's step reads or writes the storage."""
 

@@ -1,1 +1,1 @@
-"""Computes a storage again: which ops that takes, what they read, and their seconds and bytes."""
+"""Recomputation of a storage: the ops to replay, the storages that they read, and their cost."""

@@ -1,7 +1,8 @@
-"""Which ops must be replayed to have a storage again, and what they read.
+"""Finds the ops to replay in order to recompute a storage, and the storages that they read.
 
-Going back from the storage through the ops that wrote it: a read that is available is a leaf; any other must be made
-too. A closure is found or there is none: an op with a barrier, or something that no op made, ends the search.
+The search goes backwards through the ops that wrote the storage. A storage that they read is a leaf if it is available;
+otherwise it is recomputed, too. There is no closure if the search meets an op with a barrier, or an unavailable storage
+that no op made.
 """
 
 from __future__ import annotations
@@ -14,12 +15,12 @@ from elbowroom.replays.graph import OpGraph
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Closure:
-    """What one replay takes.
+    """Ops and storages of one replay.
 
     Attributes:
         ops: ticks, in order.
         leaves: storages that are read but not made, sorted.
-        made: storages whose final contents are made.
+        made: storages whose final contents the replay makes.
     """
 
     ops: tuple[int, ...]
@@ -28,13 +29,13 @@ class Closure:
 
 
 def find_closure(graph: OpGraph, target: int, *, most_ops: int | None = None) -> Closure | None:
-    """Find what it takes to make `target` again.
+    """Find the closure of `target`.
 
     Args:
-        most_ops: give up on a closure of more ops.
+        most_ops: limit on the number of ops.
 
     Returns:
-        None if it cannot be replayed.
+        None if `target` cannot be recomputed within the limit.
 
     Cost: linear in the ops replayed.
     """
@@ -63,7 +64,7 @@ def find_closure(graph: OpGraph, target: int, *, most_ops: int | None = None) ->
                     pending.append((view.storage, op.tick))
     made = frozenset(storage for storage, limit in made_until.items() if graph.is_final(storage, limit))
     leaves -= made
-    # A storage that is only partly made here cannot at the same time be read from outside.
+    # A storage that the replay only partly rewrites cannot be a leaf, too.
     if any(view.storage in leaves for op in ops.values() for view in op.writes):
         return None
     return Closure(ops=tuple(sorted(ops)), leaves=tuple(sorted(leaves)), made=made)

@@ -1,4 +1,4 @@
-"""What a replay takes: seconds, and the bytes it holds on its way."""
+"""Cost of a replay: its seconds and its peak bytes."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from elbowroom.ir.trace import Op, Trace
 
 
 class Footprint(NamedTuple):
-    """What one replay takes.
+    """Cost of one replay.
 
     Attributes:
         seconds: of its ops.
-        peak_bytes: most bytes that it allocates at once, outputs included.
-        output_bytes: bytes of the outputs, which stay.
+        peak_bytes: peak allocation, outputs included.
+        output_bytes: bytes of the outputs, which stay allocated.
     """
 
     seconds: float
@@ -25,15 +25,15 @@ class Footprint(NamedTuple):
 
     @property
     def extra_bytes(self) -> int:
-        """Bytes of the peak that do not stay."""
+        """Bytes of the peak that are freed by the end."""
         return max(0, self.peak_bytes - self.output_bytes)
 
 
 class Footprints:
-    """Measures replays of the ops of one trace, each once.
+    """Computes and caches the costs of replays of one trace.
 
     Args:
-        rounded: bytes of each storage, as the device's allocator counts them.
+        rounded: bytes of each storage, rounded up as by the device's allocator.
     """
 
     def __init__(self, trace: Trace, costs: Costs, rounded: Sequence[int]) -> None:
@@ -44,7 +44,7 @@ class Footprints:
         self._known: dict[tuple[tuple[int, ...], tuple[int, ...]], Footprint] = {}
 
     def measure(self, segment: Segment, outputs: tuple[int, ...]) -> Footprint:
-        """Measure one replay, which may keep only some of a segment's outputs."""
+        """Return the cost of one replay, which may keep only some of a segment's outputs."""
         key = (segment.ops, outputs)
         found = self._known.get(key)
         if found is None:
@@ -56,7 +56,7 @@ class Footprints:
         return sum(self._seconds[tick] for tick in ticks)
 
     def measure_replay(self, ticks: Sequence[int], leaves: Collection[int], outputs: Collection[int]) -> Footprint:
-        """Walk the ops at these ticks, freeing each intermediate after its last use, as the runtime does."""
+        """Return the cost of replaying these ops, freeing intermediates after their last use as the runtime does."""
         ops = [self._ops[tick] for tick in ticks]
         ends = list_last_uses(ops, {*leaves, *outputs})
         allocated: set[int] = set(leaves)
@@ -78,7 +78,7 @@ class Footprints:
 
 
 def list_last_uses(ops: Sequence[Op], stays: Collection[int]) -> list[list[int]]:
-    """Return the storages that each op is the last to use, in the order of its arguments, without what stays."""
+    """Return, for each op, the storages that it is the last to use, in argument order, excluding `stays`."""
     used = [dict.fromkeys(view.storage for view in (*op.reads, *op.writes)) for op in ops]
     last_use = {storage: index for index, storages in enumerate(used) for storage in storages}
     return [

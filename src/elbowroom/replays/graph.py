@@ -1,8 +1,8 @@
 """The ops of a step as a graph: which ops write a storage, and from which storages a replay may start.
 
-what is asked of it     OpGraph      by `closure.find_closure`
-of a planned step       TraceGraph   at any tick, given what is dropped then
-of a running step       ExecutedOps  now; `native/recorded_ops.cpp` answers the same for real tensors
+OpGraph       protocol that `closure.find_closure` uses
+TraceGraph    graph of a planned step at any tick, given the storages dropped by then
+ExecutedOps   graph of a running step now; `native/recorded_ops.cpp` is its counterpart for real tensors
 """
 
 from __future__ import annotations
@@ -15,23 +15,23 @@ from elbowroom.ir.trace import PERSISTENT_ROLES, Op, Role, Trace, View
 
 
 class OpGraph(Protocol):
-    """Ops and storages of a step at the moment at which something is replayed."""
+    """Ops and storages of a step at the time of a replay."""
 
     @property
     def now(self) -> int:
-        """The tick of that moment."""
+        """Tick of the replay."""
         ...
 
     def list_writers(self, storage: int, before: int) -> Sequence[Op]:
-        """Return the ops that give a storage the contents it has before a tick, in order; none if no op made it."""
+        """Return the ops that wrote a storage before a tick, in order; empty if no op made it."""
         ...
 
     def is_final(self, storage: int, before: int) -> bool:
-        """Tell whether `list_writers` has given all ops that write a storage."""
+        """Return True if `list_writers` returns all ops that write the storage."""
         ...
 
     def is_available(self, view: View) -> bool:
-        """Tell whether a replay may read this version of a storage without making it."""
+        """Return True if a replay may read this version of a storage without recomputing it."""
         ...
 
 
@@ -52,15 +52,15 @@ class TraceGraph:
         return next((begin for begin, end in self._claims.get(storage, ()) if begin < tick < end), -1)
 
     def at(self, tick: int, is_dropped: Callable[[int], bool]) -> _PlannedMoment:
-        """Return the graph as a replay at `tick` finds it, when the storages for which `is_dropped` holds are gone."""
+        """Return the graph for a replay at `tick`, with the storages for which `is_dropped` holds unavailable."""
         return _PlannedMoment(self, tick, is_dropped)
 
 
 class _PlannedMoment:
-    """A trace at one tick.
+    """Graph of a trace at one tick.
 
     Parameters, buffers and inputs are available while the program holds them. Anything else is available only while
-    autograd claims it, so that it cannot change unnoticed.
+    autograd claims it, so that a change is noticed.
     """
 
     __slots__ = ("_graph", "_is_dropped", "now")
@@ -92,14 +92,14 @@ class _PlannedMoment:
 
 
 class ExecutedOps:
-    """The ops of a step that have run so far.
+    """Graph of the ops of a step that have run so far.
 
-    A replay may start from what autograd has saved, wherever that is now, and from what the program holds, except for
-    inputs: a data loader may write the next batch to the same place.
+    Leaves may be storages that autograd saved, in any tier, and storages that the program holds, except for inputs: a
+    data loader may overwrite them with the next batch.
 
     Attributes:
-        versions: writes to each storage so far, beyond the one that made it.
-        claimed: storages that autograd has saved and may still ask for.
+        versions: number of writes to each storage so far, creation excluded.
+        claimed: storages that autograd has saved and may still unpack.
     """
 
     def __init__(self, trace: Trace) -> None:

@@ -1,1 +1,1 @@
-"""Values -> pages."""
+"""Renders results as text and HTML."""

@@ -1,7 +1,6 @@
-"""Why each block is where it is, at the moment that decides: the forecast peak.
+"""Explains why each block is where it is at the forecast peak.
 
-Storages are put together by what they are and what was decided about them, so that a page of fifteen rows tells of
-thousands.
+Storages are grouped by origin and decision, so that a table of fifteen rows covers thousands of them.
 """
 
 from __future__ import annotations
@@ -33,15 +32,15 @@ _STAY = {
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class BlockGroup:
-    """Storages that share a role, a module and an op, and a fate.
+    """Storages of the same role, module, op and decision.
 
     Attributes:
-        what: for people. "transformer.h.*.mlp.act (tanh)" is the activations that `tanh` makes in modules of which the
-            paths differ in numbers alone.
-        count, nbytes: how many there are, and their bytes as the device counts them.
-        is_away: whether they are elsewhere at the forecast peak.
-        decision: "keep", "offload" or "recompute"; "-" for what is not up for decision.
-        reason: why, in a few words.
+        what: display name. "transformer.h.*.mlp.act (tanh)" stands for the activations that `tanh` makes in all modules
+            whose paths differ only in numbers.
+        count, nbytes: number of storages, and their bytes, rounded up as by the device's allocator.
+        is_away: whether they are off the device at the forecast peak.
+        decision: "keep", "offload" or "recompute"; "-" if there is no choice.
+        reason: explanation in a few words.
     """
 
     what: str
@@ -53,7 +52,7 @@ class BlockGroup:
 
 
 def explain_blocks(trace: Trace, costs: Costs, plan: Plan, forecast: Forecast) -> tuple[BlockGroup, ...]:
-    """Every storage that is on the device at the forecast peak, or away because of a decision; largest first.
+    """Return groups of all storages that are on the device at the forecast peak, or away by decision; largest first.
 
     Cost: linear in the trace, and in the ops of every segment.
     """
@@ -79,7 +78,7 @@ def explain_blocks(trace: Trace, costs: Costs, plan: Plan, forecast: Forecast) -
 
 
 def count_seconds(trace: Trace, costs: Costs) -> list[float]:
-    """When each entry of the step begins if nothing ever waits, and when the last one ends."""
+    """Return the begin of each entry of the step if nothing waits, and the end of the last one."""
     seconds = [0.0] * trace.end
     for op, op_seconds in zip(trace.ops, costs.op_seconds, strict=True):
         seconds[op.tick] = op_seconds
@@ -89,7 +88,7 @@ def count_seconds(trace: Trace, costs: Costs) -> list[float]:
 
 
 class _Fate(NamedTuple):
-    """What storages that are one block share."""
+    """Key by which storages are grouped into one block."""
 
     kind: str
     is_away: bool
@@ -98,7 +97,7 @@ class _Fate(NamedTuple):
 
 
 class _Judge:
-    """Finds what happens to each storage around the forecast peak, and says why."""
+    """Classifies each storage at the forecast peak, and explains its place."""
 
     def __init__(self, trace: Trace, costs: Costs, plan: Plan, forecast: Forecast) -> None:
         self._trace = trace
@@ -118,7 +117,7 @@ class _Judge:
         return -(-storage.nbytes // alignment) * alignment
 
     def judge(self, storage: Storage) -> _Fate | None:
-        """What happens to one storage; None if it has no part in the peak."""
+        """Classify one storage at the peak; None if it is neither on the device nor moved away."""
         decision = self._lifetimes.decision_at(storage.id, self._tick)
         is_there = self._lifetimes.is_there(storage.id, self._tick)
         if not is_there and decision is None:
@@ -152,7 +151,7 @@ class _Judge:
         return ("keep", f"no replay: {self._barriers[storage.id]}" if storage.id in self._barriers else "cost")
 
     def reason(self, why: str, storages: list[Storage]) -> str:
-        """The words for what `judge` found, with figures of the whole group."""
+        """Return the explanation of a group, with figures of the whole group."""
         if why == "offload":
             return self._explain_offload(storages)
         if why == "recompute":
@@ -198,7 +197,7 @@ class _Judge:
         return len(storages) * latency_seconds + (nbytes / bytes_per_second if bytes_per_second else 0.0)
 
     def list_transients(self, held_bytes: int) -> list[BlockGroup]:
-        """What stands at the peak beside storages: the op's workspace, replays, second copies."""
+        """Return the bytes at the peak that belong to no storage: the op's workspace, replays, second copies."""
         index = self._lifetimes.op_at(self._tick)
         found = []
         workspace_bytes = 0

@@ -1,4 +1,4 @@
-"""Bytes over time as a small picture of text.
+"""Text chart of bytes over time.
 
 1.62 GiB |            ..:::..
          |        ..::'     ':.
@@ -26,14 +26,14 @@ def draw_chart(
     width: int = 64,
     height: int = 10,
 ) -> list[str]:
-    """Lines of a bar chart of bytes over time.
+    """Return the lines of a bar chart of bytes over time.
 
     Args:
         live_bytes: bytes during each entry of a step.
-        begins: when each entry begins, and at the end when the last one ends, in seconds; one longer than live_bytes.
-        budget_bytes: drawn as a line across; 0 for none.
-        plain_bytes: like live_bytes, of the step without a plan; drawn as dots where it is higher.
-        width, height: of the drawing, in characters, without its margin.
+        begins: begin of each entry, and the end of the last one, in seconds; one item longer than live_bytes.
+        budget_bytes: drawn as a horizontal line; 0 for none.
+        plain_bytes: like live_bytes, for the step without a plan; drawn as dots where it is higher.
+        width, height: of the plot area, in characters.
     """
     if not live_bytes or not begins:
         return []
@@ -61,7 +61,7 @@ def _margin(row: int, height: int, top: int, budget_row: int, budget_bytes: int)
 
 
 def _cell(bar: float, dots: float, is_budget: bool) -> str:
-    """One character; `bar` and `dots` are how far the two reach into its row, in rows."""
+    """Return one character; `bar` and `dots` are the heights of the two within its row, in rows."""
     if bar >= 1:
         return "█"
     eighths = round(max(bar, 0.0) * 8)
@@ -73,7 +73,7 @@ def _cell(bar: float, dots: float, is_budget: bool) -> str:
 
 
 def _most_in_columns(values: Sequence[int], begins: Sequence[float], width: int) -> list[int]:
-    """The most of all entries that begin in each column, or that last through it."""
+    """Return the maximum of the entries that begin in, or last through, each column."""
     columns = [0] * width
     whole = begins[-1] or 1.0
     for index, value in enumerate(values):

@@ -1,4 +1,4 @@
-"""Text in columns, within the width of a terminal."""
+"""Lays out text in columns, within the width of a terminal."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import textwrap
 from collections.abc import Sequence
 
 COLUMNS = 80
-"""The width of a terminal that nobody has made wider: no line is longer."""
+"""Default width of a terminal; no line is longer."""
 
 
 def align(rows: Sequence[Sequence[str]], sides: str, indent: str = "") -> list[str]:
-    """Lines of columns, none wider than `COLUMNS`: a last cell that does not fit beside the others goes below them.
+    """Return lines of at most `COLUMNS` characters; a last cell that does not fit goes on a line of its own.
 
     Args:
-        sides: "<" or ">" for each column but the last, which is left as it is.
+        sides: alignment, "<" or ">", of each column except the last, which is not padded.
     """
     widths = [max(len(row[column]) for row in rows) for column in range(len(sides))]
     widths[0] = max(8, min(widths[0], COLUMNS - len(indent) - sum(width + 2 for width in widths[1:])))
@@ -31,5 +31,5 @@ def align(rows: Sequence[Sequence[str]], sides: str, indent: str = "") -> list[s
 
 
 def wrap(text: str, indent: str = "") -> list[str]:
-    """Lines of at most `COLUMNS`, all but the first indented; longer words are broken."""
+    """Wrap text to `COLUMNS`, with a hanging indent; break longer words."""
     return textwrap.wrap(text, COLUMNS, subsequent_indent=indent, break_on_hyphens=False)

@@ -15,7 +15,7 @@ from elbowroom.report.columns import align, wrap
 from elbowroom.units import format_bytes
 
 MOST_ROWS = 28
-"""Of a table whose depth nobody has chosen."""
+"""Limit on the rows of a table of default depth."""
 
 SMALL_SHARE = 0.005
 """Modules with less of the peak, and of each choice, share a row."""
@@ -29,12 +29,12 @@ class ModuleBytes:
     """Bytes of one module.
 
     Attributes:
-        path: as `Op.module`: "" for the model itself, None for what no module has made.
-        peak_bytes: on the device at the forecast peak, the workspace of the op there included.
-        state_bytes: of these, parameters, buffers, gradients and optimizer state, which never leave.
-        kept_bytes: saved for the backward pass, on the device all the time.
-        offloaded_bytes: saved, and copied to the tier below; for each gap in which they are away.
-        recomputed_bytes: saved, dropped and computed again; for each gap.
+        path: as `Op.module`: "" for the model itself, None outside of modules.
+        peak_bytes: on the device at the forecast peak, the workspace of the running op included.
+        state_bytes: part of these: parameters, buffers, gradients and optimizer state, which never leave.
+        kept_bytes: saved for the backward pass and kept on the device.
+        offloaded_bytes: saved and copied to the tier below; counted once per gap.
+        recomputed_bytes: saved, dropped and recomputed; counted once per gap.
     """
 
     path: str | None
@@ -46,23 +46,23 @@ class ModuleBytes:
 
     @property
     def saved_bytes(self) -> int:
-        """All that the module saves for its backward pass, for each gap in which it is away."""
+        """Bytes that the module saves for its backward pass; counted once per gap if they leave."""
         return self.kept_bytes + self.offloaded_bytes + self.recomputed_bytes
 
     def list_figures(self) -> list[int]:
-        """All bytes, in order."""
+        """Return all byte counts, in the order of the columns."""
         return [self.peak_bytes, self.state_bytes, self.kept_bytes, self.offloaded_bytes, self.recomputed_bytes]
 
 
 def count_by_module(
     trace: Trace, costs: Costs, plan: Plan | None = None, forecast: Forecast | None = None
 ) -> tuple[ModuleBytes, ...]:
-    """Each module's own bytes, without those of the modules in it, in the order in which they are first called.
+    """Return the bytes of each module, submodules excluded, in the order of first call.
 
-    What the forecast has at its peak beyond storages and the workspace there (replays, second copies) is not counted.
+    Bytes at the peak beyond storages and workspace (replays, second copies) are not counted.
 
     Args:
-        plan, forecast: without them, of the step in which everything stays.
+        plan, forecast: None for the step without a plan.
 
     Cost: linear in the trace.
     """
@@ -96,7 +96,7 @@ def _find_peak(lifetimes: Lifetimes, costs: Costs, forecast: Forecast | None) ->
 
 
 def _count_choices(lifetimes: Lifetimes, storage: Storage) -> dict[str, int]:
-    """How often one storage is kept, offloaded and recomputed."""
+    """Count how often one storage is kept, offloaded and recomputed."""
     decisions = lifetimes.decisions.get(storage.id, ())
     if decisions:
         offloads = sum(decision.choice is Choice.OFFLOAD for decision in decisions)
@@ -109,26 +109,26 @@ def _count_choices(lifetimes: Lifetimes, storage: Storage) -> dict[str, int]:
 
 @dataclasses.dataclass(slots=True)
 class _Node:
-    """A module with those in it."""
+    """Module with its submodules."""
 
     path: str
     figures: list[int] = dataclasses.field(default_factory=lambda: [0] * 5)
     inner: dict[str, _Node] = dataclasses.field(default_factory=dict)
 
     def add(self, names: Sequence[str], figures: Sequence[int]) -> None:
-        """Add figures to the module that these names lead to, and to all on the way."""
+        """Add figures to the module at this path, and to its ancestors."""
         self.figures = [ours + theirs for ours, theirs in zip(self.figures, figures, strict=True)]
         if names:
             path = f"{self.path}.{names[0]}" if self.path else names[0]
             self.inner.setdefault(names[0], _Node(path)).add(names[1:], figures)
 
     def count_levels(self) -> int:
-        """How deep modules lie in each other."""
+        """Return the depth of the tree below this module."""
         return 1 + max((each.count_levels() for each in self.inner.values()), default=-1)
 
 
 def _list_rows(node: _Node, depth: int, limits: Sequence[float], level: int = 0) -> Iterator[tuple[str, list[int]]]:
-    """Name and figures of all modules within a module, down to a depth; small ones together."""
+    """Yield name and figures of all submodules down to a depth, with small ones combined."""
     small: list[_Node] = []
     for name, each in node.inner.items():
         if _is_small(each.figures, limits):
@@ -143,7 +143,7 @@ def _list_rows(node: _Node, depth: int, limits: Sequence[float], level: int = 0)
 
 
 def _choose_rows(root: _Node, depth: int | None, limits: Sequence[float]) -> tuple[list[tuple[str, list[int]]], int]:
-    """The rows of a table, and its depth: the greatest with few rows, if none is chosen."""
+    """Return the rows of a table, and its depth; by default the greatest with few enough rows."""
     deepest = max(1, root.count_levels())
     if depth is not None:
         return list(_list_rows(root, depth, limits)), min(depth, deepest)
@@ -159,10 +159,10 @@ def _choose_rows(root: _Node, depth: int | None, limits: Sequence[float]) -> tup
 def tabulate_modules(
     trace: Trace, costs: Costs, plan: Plan | None, forecast: Forecast | None, depth: int | None
 ) -> list[str]:
-    """Lines of a table of bytes by module.
+    """Return the lines of a table of bytes by module.
 
     Args:
-        depth: levels of modules that are shown; None for as many as fit.
+        depth: levels of modules shown; None for as many as fit.
     """
     counted = count_by_module(trace, costs, plan, forecast)
     if all(each.path is None for each in counted):
@@ -201,7 +201,7 @@ def tabulate_modules(
 
 
 def _drop_empty(rows: Sequence[Sequence[str]]) -> list[list[str]]:
-    """Rows without the columns in which there is nothing."""
+    """Remove columns without any bytes."""
     last = len(rows[0]) - 1
     kept = [c for c in range(last + 1) if c in (0, 1, last) or any(row[c] != "-" for row in rows[1:])]
     return [[row[column] for column in kept] for row in rows]
@@ -218,7 +218,7 @@ def _describe_peak(trace: Trace, costs: Costs, plan: Plan | None, forecast: Fore
 
 
 def _list_notes(counted: Iterable[ModuleBytes], totals: Sequence[int]) -> list[str]:
-    """What the columns mean, and what takes the most."""
+    """Return notes that explain the columns and name the modules that save most."""
     state = "state, a part of it: parameters, gradients, optimizer state and buffers, which never leave."
     saved = "kept, offloaded, recomputed: what a module saves for its backward pass."
     notes = [f"{state} {saved}"]

@@ -1,4 +1,4 @@
-"""From a journal to one set of figures: what a step was like once things had settled."""
+"""Summarizes the steady state of a journal: the steps after planning has settled."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from elbowroom.ir.journal import Journal, Mode, StepRecord
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Steady:
-    """The latest run of steps of one kind.
+    """Figures of the latest consecutive steps of one mode.
 
     Attributes:
-        mode: how they were run.
-        steps: how many there are.
+        mode: their mode.
+        steps: number of steps.
         seconds: median step time.
-        peak_bytes, resident_bytes: the most of them; None if none was measured.
+        peak_bytes, resident_bytes: maximum; None if not measured.
         stall_seconds: median.
         offloaded_bytes, reloaded_bytes, recomputed: of the last step.
     """
@@ -34,14 +34,14 @@ class Steady:
 
 
 def find_steady(journal: Journal) -> Steady | None:
-    """Figures of the steps since things last settled; None for an empty journal.
+    """Return figures of the steady state; None for an empty journal.
 
-    Planned (or plain) steps after the last capture if there are any; failing that, whatever the last steps were.
+    Uses the planned (or plain) steps after the last capture, or else the last steps of any mode.
     """
     records = journal.steps
     if not records:
         return None
-    # Steps before a capture followed another plan, or none.
+    # Steps before the last capture followed another plan, or none.
     last_capture = max((index for index, record in enumerate(records) if record.mode is Mode.CAPTURE), default=-1)
     for wanted, since in (
         ((Mode.PLANNED, Mode.PLAIN), last_capture + 1),
@@ -55,7 +55,7 @@ def find_steady(journal: Journal) -> Steady | None:
 
 
 def count_modes(journal: Journal) -> dict[Mode, int]:
-    """How many steps were run in each mode, in the order in which the modes first came."""
+    """Return the number of steps in each mode, in the order of first occurrence."""
     return dict(Counter(record.mode for record in journal.steps))
 
 

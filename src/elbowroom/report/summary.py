@@ -1,4 +1,4 @@
-"""Forecast beside what was measured, and why each block is where it is, as text."""
+"""Text report: forecast beside measurements, and why each block is where it is."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from elbowroom.report.steady import Steady, count_modes, find_steady
 from elbowroom.units import format_bytes, format_seconds
 
 MOST_HELD, MOST_AWAY = 9, 6
-"""Rows of the table of blocks: of those on the device at the peak, and of those away."""
+"""Rows of the table of blocks, for blocks on the device at the peak and for blocks away."""
 
 TABLES = ("kind", "module")
 """The tables of blocks."""
@@ -49,20 +49,20 @@ def summarize(
     by: str = "kind",
     depth: int | None = None,
 ) -> str:
-    """The report of a room.
+    """Return the report of a room.
 
     Args:
-        budget_bytes: what the job may hold on its device; 0 if that is not known.
+        budget_bytes: budget on the device; 0 if unknown.
         journal: the steps so far; may be empty.
-        trace, costs, plan, forecast: what is known of the step, and decided about it; None where nothing is.
-        policy: decides as the step goes on, where the forecast is of a step without a plan.
-        bound_seconds: of a step that no plan within the plan's budget can beat; 0 if that is not known.
-        by: what the table at the end puts together: blocks of one "kind", or those of one "module".
-        depth: levels of modules that it shows; None for as many as fit. For by="module" alone.
+        trace, costs, plan, forecast: of the step; None if unknown.
+        policy: name of the online policy, if the forecast is of a step without a plan.
+        bound_seconds: lower bound on the step time of any plan within the budget; 0 if unknown.
+        by: grouping of the table at the end: "kind" or "module".
+        depth: levels of modules shown; None for as many as fit. Only for by="module".
 
     Raises:
-        UsageError: there is no such table, or the depth means nothing.
-        TraceError: the costs, the plan or the forecast are those of another step than the trace.
+        UsageError: there is no such table, or the depth is invalid.
+        TraceError: costs, plan or forecast belong to another trace.
     """
     check_table(by, depth)
     if trace is not None:
@@ -89,10 +89,10 @@ def summarize(
 
 
 def check_table(by: str, depth: int | None) -> None:
-    """Refuse a table that there is not.
+    """Check the name and the depth of a table.
 
     Raises:
-        UsageError: its name is not one of `TABLES`, or the depth is not at least 1, or is given with another one.
+        UsageError: the name is not one of `TABLES`, or the depth is below 1, or given for a table without levels.
     """
     if by not in TABLES:
         raise UsageError(f"a report is by {' or by '.join(TABLES)}, not by {by!r}")
@@ -161,7 +161,7 @@ def _compare(
     forecast: Forecast | None,
     plain: Sequence[int],
 ) -> list[str]:
-    """Plain, forecast and measured figures side by side."""
+    """Return rows of plain, forecast and measured figures."""
     rows = [("", "plain forecast", "forecast", "measured", "")]
     plain_peak = max(plain, default=0)
     peak, measured_peak = 0 if forecast is None else forecast.peak_bytes, None if steady is None else steady.peak_bytes
@@ -181,7 +181,7 @@ def _compare(
         rows.append(("no plan can beat", "", _seconds(bound_seconds), "", over))
     if forecast is not None:
         rows += _compare_moves(steady, plan, forecast)
-    # A column in which nothing is known yet is left out.
+    # Columns without any known figure are omitted.
     known = [column for column in (1, 2, 3) if any(row[column] not in ("", "-") for row in rows[1:])]
     return align([[row[0], *(row[column] for column in known), row[4]] for row in rows], "<" + ">" * len(known))
 
@@ -212,7 +212,7 @@ def _compare_moves(
 
 
 def _list_copies(forecast: Forecast) -> list[tuple[str, str, str, str, str]]:
-    """What copies take in the tiers below, where they were laid out."""
+    """Return rows for the arenas of copies in the lower tiers, if they were laid out."""
     tiers = (("below the device", forecast.lower_tier_bytes, forecast.lower_arena_bytes),
              ("on the disk behind", forecast.disk_bytes, forecast.disk_arena_bytes))  # fmt: skip
     return [(name, "", format_bytes(arena), "", f"laid out; at most {format_bytes(most)} at once")
@@ -226,7 +226,7 @@ def _describe_timing(steady: Steady | None) -> str:
 
 
 def _describe_budget(budget_bytes: int, journal: Journal) -> list[str]:
-    """Whether what was measured stayed within the budget, the first steps included."""
+    """Say whether all measured steps stayed within the budget, the first ones included."""
     if not budget_bytes:
         return []
     peaks = [(record.peak_bytes, record.step) for record in journal.steps if record.peak_bytes is not None]
@@ -243,7 +243,7 @@ def _whole(metered: int) -> str:
 
 
 def _describe_peak(trace: Trace, costs: Costs, plan: Plan, forecast: Forecast) -> list[str]:
-    """Why each block is where it is."""
+    """Explain the blocks at the peak."""
     blocks = explain_blocks(trace, costs, plan, forecast)
     index = Lifetimes(trace).op_at(forecast.peak_tick)
     place = "the beginning" if index is None else f"{shorten(trace.ops[index].name)}, op {index} of {len(trace.ops)}"

@@ -1,4 +1,4 @@
-"""A table of figures in HTML, for notebooks. No scripts, no styles."""
+"""HTML table of figures for notebooks, without scripts or styles."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from elbowroom.units import format_bytes, format_seconds
 
 
 def render_table(title: str, figures: Mapping[str, int | float | str]) -> str:
-    """Return an HTML table with one row a figure. Title, names and texts are escaped.
+    """Return an HTML table with one row per figure; all text is escaped.
 
     Args:
-        figures: by name; what ends in "_bytes" or "_seconds" is written with a unit.
+        figures: by name; names ending in "_bytes" or "_seconds" get a unit.
     """
     lines = ["<table>", f"<caption>{html.escape(title)}</caption>", "<tbody>"]
     for name, figure in figures.items():

@@ -1,1 +1,1 @@
-"""Trace + Costs + Plan -> Forecast: the residency machine on a virtual clock."""
+"""Simulates a step, planned or under an online policy: the residency machine on a virtual clock."""

@@ -1,4 +1,4 @@
-"""What a forecast can be made of: costs of this trace, in figures that arithmetic can bear."""
+"""Checks the inputs of a forecast: the costs belong to the trace, and their figures cannot overflow."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ LARGEST_BYTES = 1 << 60
 
 
 def admit(trace: Trace, costs: Costs) -> None:
-    """Refuse what no forecast can be made of.
+    """Check the inputs of a forecast.
 
     Raises:
-        TraceError: the costs belong to another trace; a time is not a number of at least 0, or a size not one below
-            `LARGEST_BYTES`; a link moves nothing. Names the place.
+        TraceError: the costs belong to another trace; a time is negative or not finite; a size is negative, or all
+            sizes together reach `LARGEST_BYTES`; a link has no bandwidth. Names the place.
 
     Cost: linear in ops and storages.
     """

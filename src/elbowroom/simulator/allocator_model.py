@@ -1,7 +1,7 @@
-"""The blocks on the device under a plan, one by one: what a caching allocator would take for them, or a layout.
+"""Enumerates the blocks on the device under a plan, for a model of the caching allocator or for a layout.
 
-Blocks come and go as `replay` counts them: what ends at a tick goes before its entry, what begins there comes with it.
-Replays allocate op by op; the inner bytes of an op are one block that goes as soon as the op is done.
+Blocks that end at a tick are freed before its entry, those that begin there are allocated with it, as in `planned`.
+Replays allocate op by op; the workspace of an op is one block, freed as soon as the op is done.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from elbowroom.replays.footprint import list_last_uses
 
 
 class Allocator(enum.StrEnum):
-    """How bytes on the device are counted."""
+    """Model by which bytes on the device are counted."""
 
     EXACT = "exact"
     """Block by block, as if addresses did not matter."""
@@ -33,7 +33,7 @@ class Allocator(enum.StrEnum):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Stay:
-    """A storage is on the device from the entry `begin` to before the entry `end`."""
+    """A storage is on the device from entry `begin` to before entry `end`."""
 
     storage: int
     begin: int
@@ -42,7 +42,7 @@ class Stay:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Rerun:
-    """A segment is replayed at a tick; `outputs` stay."""
+    """A segment is replayed at a tick; its `outputs` stay."""
 
     tick: int
     segment: Segment
@@ -51,12 +51,12 @@ class Rerun:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Reservation:
-    """What came out.
+    """Memory that a caching allocator takes for one step.
 
     Attributes:
-        reserved_bytes: most that the allocator had taken from the device.
-        fragmented_bytes: of it, what was never in use at once with the rest: the price of holes.
-        allocated_bytes: most in blocks at once, each rounded as the allocator does.
+        reserved_bytes: peak bytes reserved from the device.
+        fragmented_bytes: part of `reserved_bytes` lost to fragmentation.
+        allocated_bytes: peak bytes in blocks, each rounded up as by the allocator.
     """
 
     reserved_bytes: int
@@ -67,16 +67,16 @@ class Reservation:
 def reserve(
     trace: Trace, costs: Costs, stays: Sequence[Stay], reruns: Sequence[Rerun], capacity_bytes: int | None = None
 ) -> Reservation:
-    """Place every block of a step.
+    """Allocate every block of a step.
 
     Args:
-        stays: of all storages, what comes back while its old block is still held as a stay of its own.
-        capacity_bytes: what the allocator may take; None for any amount.
+        stays: of all storages; a storage that returns while its old block is still held has a stay of its own.
+        capacity_bytes: limit on reserved bytes; None for unlimited.
 
     Raises:
-        TierFull: the capacity is used up.
+        TierFull: the capacity is exhausted.
 
-    Cost: linear in blocks times the free ones among them.
+    Cost: number of blocks times number of free blocks.
     """
     pool = _Watched(capacity_bytes)
     _Requests(trace, costs, pool).make(stays, reruns)
@@ -88,7 +88,7 @@ def reserve(
 
 
 def list_blocks(trace: Trace, costs: Costs, stays: Sequence[Stay], reruns: Sequence[Rerun]) -> tuple[Buffer, ...]:
-    """Every block of a step as what wants an offset; time counts requests."""
+    """Return every block of a step as a buffer; time counts requests."""
     pool = _Noted()
     _Requests(trace, costs, pool).make(stays, reruns)
     return pool.finish()
@@ -100,7 +100,7 @@ class _Pool(Protocol):
 
 
 class _Watched(CachingAllocator):
-    """Knows the most that it has had."""
+    """Pool that tracks its peak."""
 
     def __init__(self, capacity_bytes: int | None) -> None:
         super().__init__(capacity_bytes)
@@ -114,7 +114,7 @@ class _Watched(CachingAllocator):
 
 
 class _Noted:
-    """Hands out numbers, and notes who was there when."""
+    """Pool that numbers its blocks and records their lifetimes."""
 
     def __init__(self) -> None:
         self._clock = 0
@@ -149,14 +149,16 @@ class _Requests:
         self._costs = costs
         self._pool = pool
         self._index = {op.tick: index for index, op in enumerate(trace.ops)}
-        self._ends: dict[int, list[int]] = {}  # addresses, by the tick before which they go
+        self._ends: dict[int, list[int]] = {}  # addresses, by the tick before which they are freed
 
     def make(self, stays: Sequence[Stay], reruns: Sequence[Rerun]) -> None:
-        """Ask the pool for every block of a step in turn, and give back what is over by the step's end."""
+        """Allocate every block of a step in order, and free those that end with it."""
         begins: dict[int, list[Stay]] = {}
         for stay in sorted(stays, key=lambda stay: (stay.begin, stay.storage, stay.end)):
             if stay.begin < stay.end:
-                begins.setdefault(max(stay.begin, 0), []).append(stay)  # what was there comes first
+                begins.setdefault(max(stay.begin, 0), []).append(
+                    stay
+                )  # storages that existed before the step come first
         runs: dict[int, list[Rerun]] = {}
         for rerun in reruns:
             runs.setdefault(rerun.tick, []).append(rerun)
@@ -168,7 +170,7 @@ class _Requests:
                 self._run_inside(self._index[tick])
 
     def _come(self, stays: list[Stay], reruns: list[Rerun]) -> None:
-        """Place what begins at one tick: what replays make, where they make it."""
+        """Allocate the blocks that begin at one tick; outputs of replays are allocated by their replay."""
         made = {storage for rerun in reruns for storage in rerun.outputs}
         remade: dict[int, Stay] = {}
         for stay in stays:
@@ -180,11 +182,11 @@ class _Requests:
             for storage, address in self._walk(rerun).items():
                 if storage in remade:
                     self._settle(remade[storage], address)
-                else:  # its old block is still counted on: the one that holds it takes it over
+                else:  # its old block is still held: the stay that holds it takes it over
                     self._give(address)
 
     def _walk(self, rerun: Rerun) -> dict[int, int | None]:
-        """Replay op by op; returns where the outputs are."""
+        """Replay op by op. Return the addresses of the outputs."""
         ops = [self._trace.ops[self._index[tick]] for tick in rerun.segment.ops]
         leaves = set(rerun.segment.leaves)
         there: dict[int, int | None] = {}
@@ -206,7 +208,7 @@ class _Requests:
             self._ends.setdefault(stay.end, []).append(address)
 
     def _take(self, nbytes: int) -> int | None:
-        """A block; none for no bytes."""
+        """Allocate a block; None for 0 bytes."""
         return None if nbytes <= 0 else self._pool.take(nbytes)
 
     def _give(self, address: int | None) -> None:

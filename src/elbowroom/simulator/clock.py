@@ -1,4 +1,4 @@
-"""One link as lanes on a virtual clock: one transfer at a time in each direction, first come first served."""
+"""Models a link on a virtual clock: one lane per direction, one transfer at a time, in FIFO order."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from elbowroom.ir.hardware import Link
 
 
 class Lanes:
-    """When transfers over one link end.
+    """Computes when transfers over one link end.
 
     Args:
-        link: its latencies and bandwidths; one lane for both directions if it is half-duplex.
+        link: latencies and bandwidths. A half-duplex link has a single lane.
     """
 
     def __init__(self, link: Link) -> None:
@@ -17,23 +17,23 @@ class Lanes:
         self._out_free = self._back_free = 0.0
 
     def send(self, nbytes: int, now: float) -> float:
-        """Begin moving bytes down at `now` or when the lane is free; returns when they have arrived."""
+        """Start a transfer down at `now`, or once the lane is free. Return its end."""
         link = self._link
         begin = max(now, self._out_free, self._back_free if link.half_duplex else 0.0)
         self._out_free = begin + link.out_latency_seconds + nbytes / link.out_bytes_per_second
         return self._out_free
 
     def fetch(self, nbytes: int, now: float) -> float:
-        """Begin moving bytes up at `now` or when the lane is free; returns when they have arrived."""
+        """Start a transfer up at `now`, or once the lane is free. Return its end."""
         link = self._link
         begin = max(now, self._back_free, self._out_free if link.half_duplex else 0.0)
         self._back_free = begin + link.back_latency_seconds + nbytes / link.back_bytes_per_second
         return self._back_free
 
     def send_through(self, disk: Link, piece_bytes: int, nbytes: int, now: float) -> float:
-        """Move bytes down and on to the disk, piece by piece; returns when all are written.
+        """Move bytes down and on to the disk, piece by piece. Return when all are written.
 
-        While the disk writes a piece the link brings the next one: the slower of the two sets the pace.
+        The link transfers the next piece while the disk writes one, so the slower of the two limits the throughput.
         """
         link = self._link
         begin = max(now, self._out_free, self._back_free if link.half_duplex else 0.0)
@@ -47,7 +47,7 @@ class Lanes:
         return self._out_free
 
     def fetch_through(self, disk: Link, piece_bytes: int, nbytes: int, now: float) -> tuple[float, float]:
-        """Move bytes from the disk and up, piece by piece; returns when all are read, and when they have arrived."""
+        """Move bytes from the disk and up, piece by piece. Return when all are read, and when all have arrived."""
         link = self._link
         lane = max(self._back_free, self._out_free if link.half_duplex else 0.0)
         pieces = -(-nbytes // piece_bytes)

@@ -1,7 +1,7 @@
-"""A device on a virtual clock, which carries out moves and replays for planned and for online steps alike.
+"""Virtual device: carries out moves and replays on a virtual clock, for planned and for online steps.
 
-The time is that of the plain step at the entry at hand, and what the step is late by then: waits, replays, and the
-compute time that transfers take away.
+The time is the begin of the current entry in the plain step plus the delay so far: waits, replays, and compute time
+lost to transfers.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from elbowroom.simulator.host_overflow import Overflow
 
 
 class VirtualDevice:
-    """Carries out the actions of one step in virtual time, and counts the bytes of copies in the tiers below.
+    """Carries out the actions of one step in virtual time, and counts the bytes of copies in the lower tiers.
 
     Args:
-        sizes: bytes of each storage, as a copy takes them.
-        rounded: the same as allocators count them.
-        overflow: what becomes of copies that the host has no room for; None if it has room for any.
+        sizes: bytes of a copy of each storage.
+        rounded: these bytes, rounded up as by allocators.
+        overflow: treatment of copies that do not fit the host; None if the host is unlimited.
 
     Attributes:
-        entry: tick of the entry at hand.
-        begin: when it begins in the plain step; the driver of the step sets both.
-        late: seconds behind the plain step.
-        delays: how much of them each entry has added.
-        copy_slots: copies that are gone again, from when to when they were there.
+        entry: tick of the current entry.
+        begin: begin of the current entry in the plain step. The caller sets both.
+        late: delay against the plain step, in seconds.
+        delays: part of the delay that each entry added.
+        copy_slots: lifetimes of the copies that were freed.
     """
 
     def __init__(self, costs: Costs, sizes: Sequence[int], rounded: Sequence[int], overflow: Overflow | None) -> None:
@@ -54,11 +54,11 @@ class VirtualDevice:
         return self.begin + self.late
 
     def has_copy(self, storage: int) -> bool:
-        """Tell whether a storage has a copy in a tier below."""
+        """Return True if a storage has a copy in a lower tier."""
         return storage in self._below
 
     def offload(self, storage: int) -> None:
-        """Begin to copy a storage to the tier below; if that is full, copy it to the disk and wait."""
+        """Start copying a storage to the tier below; if that is full, copy it to the disk and wait."""
         nbytes, rounded = self._sizes[storage], self._rounded[storage]
         overflow, now = self._overflow, self.now
         self._offloaded_bytes += nbytes
@@ -78,7 +78,7 @@ class VirtualDevice:
         self._host_peak = max(self._host_peak, self._host_bytes)
 
     def reload(self, storage: int) -> None:
-        """Begin to copy a storage back; if its copy is on the disk, wait until all is read."""
+        """Start copying a storage back; if its copy is on the disk, wait until all is read."""
         nbytes = self._sizes[storage]
         overflow = self._overflow
         now = self.now
@@ -92,18 +92,18 @@ class VirtualDevice:
         self._delay(nbytes * self._drag)
 
     def wait(self, storage: int) -> float:
-        """Wait for the last transfer of a storage; returns the seconds."""
+        """Wait for the last transfer of a storage. Return the seconds waited."""
         seconds = max(0.0, self._done.get(storage, 0.0) - self.now)
         self._stall(seconds)
         return seconds
 
     def replay(self, seconds: float) -> None:
-        """Run ops again."""
+        """Advance the clock by a replay."""
         self._recompute_seconds += seconds
         self._delay(seconds)
 
     def discard_copy(self, storage: int) -> None:
-        """Discard the copy of a storage, if it has one: its claim has ended."""
+        """Free the copy of a storage, if any, when its claim ends."""
         copy = self._below.pop(storage, None)
         if copy is None:
             return
@@ -114,7 +114,7 @@ class VirtualDevice:
             self._host_bytes -= self._rounded[storage]
 
     def list_figures(self) -> dict[str, Any]:
-        """Return what a Forecast says of moves and replays."""
+        """Return the fields of a Forecast about moves and replays."""
         return {
             "recompute_seconds": self._recompute_seconds,
             "stall_seconds": self._stall_seconds,

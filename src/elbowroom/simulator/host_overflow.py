@@ -1,12 +1,11 @@
-"""Disk behind host: where copies go that the host has no room for, as the runtime does it.
+"""Models the disk as overflow of the host, as the runtime uses it.
 
-    device ==link==> host              while there is room, first come first served
-    device ==link==> [half|half] ==disk==> spill file      after that, and the program waits until all is written
+    device ==link==> host              while there is room, in FIFO order
+    device ==link==> [half|half] ==disk==> spill file      after that; the program waits until all is written
 
-The program stands still for as long as the disk works, whichever way: so the disk has one lane and is never contended
-for. Only the last copy of a reload, from the host to the device, goes on beside the program. A copy stays where it
-was put. Left out: that the host's room can be in pieces too small for a block (`tiers.pinned`), and the limit of the
-disk itself.
+The program waits while the disk reads or writes, so the disk has one lane without contention. Only the last transfer of
+a reload, from host to device, overlaps with the program. A copy stays in its tier. Not modelled: fragmentation of the
+host's memory (`tiers.pinned`), and the capacity of the disk.
 """
 
 from __future__ import annotations
@@ -20,13 +19,13 @@ from elbowroom.ir.hardware import Link
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Overflow:
-    """What becomes of copies when the host is full.
+    """Treatment of copies when the host is full.
 
     Attributes:
         disk: the link from the host to the disk.
-        host_bytes: what the host may hold in all.
-        host_room_bytes: for copies; what the disk's bytes pass through is taken off.
-        piece_bytes: what passes through at a time.
+        host_bytes: capacity of the host.
+        host_room_bytes: part of it for copies, without the staging buffer of the disk.
+        piece_bytes: bytes staged at a time.
     """
 
     disk: Link
@@ -36,7 +35,7 @@ class Overflow:
 
 
 def find_overflow(costs: Costs, host_bytes: int | None) -> Overflow | None:
-    """What becomes of copies beyond `host_bytes`; None where there is no such limit, or no disk behind the host."""
+    """Return the treatment of copies beyond `host_bytes`; None without such a limit, or without a disk."""
     if host_bytes is None or not costs.further_links:
         return None
     piece_bytes = count_piece_bytes(host_bytes)
@@ -49,7 +48,7 @@ def find_overflow(costs: Costs, host_bytes: int | None) -> Overflow | None:
 
 
 def find_host_bytes(room_bytes: int) -> int:
-    """The smallest host with so much room for copies beside what the disk's bytes pass through."""
+    """Return the smallest host with this much room for copies beside the staging buffer of the disk."""
     host_bytes, larger = 0, room_bytes
     while host_bytes < larger:
         host_bytes, larger = larger, room_bytes + 2 * count_piece_bytes(larger)

@@ -1,4 +1,4 @@
-"""Bytes on the device while an online step goes on: who holds each storage, and how much that is now."""
+"""Tracks the bytes on the device, and the holders of each storage, during an online step."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ class LiveMemory:
 
     Args:
         rounded: bytes of each storage, as the device's allocator counts them.
-        allocator: chooses addresses; None where nobody asks for them.
+        allocator: chooses addresses; None if they are not needed.
 
     Attributes:
         live_bytes: on the device now.
-        entry_peak: most bytes during the entry at hand.
+        entry_peak: peak bytes during the current entry.
         addresses: of storages that are on the device.
-        stays: from when to when storages were on the device, without those that are there now.
+        stays: spans during which storages were on the device, current ones excluded.
     """
 
     def __init__(self, rounded: Sequence[int], allocator: CachingAllocator | None) -> None:
@@ -34,22 +34,22 @@ class LiveMemory:
         self._since: dict[int, int] = {}
 
     def is_here(self, storage: int) -> bool:
-        """Tell whether a storage is on the device."""
+        """Return True if a storage is on the device."""
         return storage in self._claims or self._holds[storage] > 0
 
     def is_claimed_alone(self, storage: int) -> bool:
-        """Tell whether a storage is on the device for autograd alone."""
+        """Return True if only autograd holds a storage on the device."""
         return storage in self._claims and not self._holds[storage]
 
     def hold(self, storage: int) -> None:
-        """Count one more holder: the program, or a node."""
+        """Add a holder: the program, or a node."""
         is_new = not self.is_here(storage)
         self._holds[storage] += 1
         if is_new:
             self._take(storage)
 
     def let_go(self, storage: int) -> None:
-        """Count one holder less."""
+        """Remove a holder."""
         self._holds[storage] -= 1
         if not self.is_here(storage):
             self._give(storage)
@@ -62,7 +62,7 @@ class LiveMemory:
             self._take(storage)
 
     def unclaim(self, storage: int) -> bool:
-        """Keep a storage no longer for autograd; returns whether that was so."""
+        """Stop keeping a storage for autograd. Return True if it was kept for autograd."""
         if storage not in self._claims:
             return False
         self._claims.remove(storage)
@@ -71,28 +71,28 @@ class LiveMemory:
         return True
 
     def begin_entry(self, tick: int) -> None:
-        """Begin with an entry: what is let go from now on is gone before it."""
+        """Begin an entry: storages released from now on are freed before it."""
         self._entry = tick
 
     def measure_entry(self) -> None:
-        """Begin to measure `entry_peak`: what is over with this entry has been let go."""
+        """Start measuring `entry_peak`, once storages that end before this entry are freed."""
         self.entry_peak = self.live_bytes
 
     def list_stays(self) -> list[Stay]:
-        """Return `stays`, and those of what is there now, which end with this entry."""
+        """Return `stays`, plus those of the storages that are on the device now, ended at this entry."""
         here = (Stay(storage=storage, begin=since, end=self._entry) for storage, since in self._since.items())
         return [*self.stays, *here]
 
     def note(self, extra_bytes: int) -> None:
-        """Note bytes that are there for a moment, beside what is counted."""
+        """Record a momentary allocation on top of the live bytes."""
         self.entry_peak = max(self.entry_peak, self.live_bytes + extra_bytes)
 
     def note_request(self, nbytes: int) -> None:
-        """Note that an op of the step asks for bytes, whether there is room or not."""
+        """Record a request of an op of the step, whether it fits or not."""
         self._recent_peak = max(self._recent_peak, self.live_bytes + nbytes)
 
     def take_recent_peak(self) -> int:
-        """Return the most bytes that ops have asked for since this was last called, beside what was there."""
+        """Return the peak of live and requested bytes since the last call."""
         most, self._recent_peak = self._recent_peak, self.live_bytes
         return most
 

@@ -1,7 +1,7 @@
-"""An online policy over a trace, on the virtual clock: a step that nobody planned.
+"""Simulates a step under an online policy, without a plan, on a virtual clock.
 
-Room is made before each op, reload and replay, as the runtime does it; what the program or a running node holds stays.
-Bytes are exact, as far as the trace is; seconds are those of the costs, with one lane each way.
+Room is made before each op, reload and replay, as in the runtime; storages that the program or a running node holds
+stay. Bytes are as exact as the trace; seconds come from the costs, with one lane per direction.
 """
 
 from __future__ import annotations
@@ -47,22 +47,22 @@ def simulate_policy(
     host_bytes: int | None = None,
     allocator: Allocator = Allocator.EXACT,
 ) -> Forecast:
-    """Forecast one step of `trace` within a budget, if a policy decides as the step goes on.
+    """Forecast one step of `trace` within a budget, under a policy that decides during the step.
 
     Args:
-        policy: a member of `residency.policies`.
+        policy: name of a module of `residency.policies`.
         min_bytes: smaller storages never leave.
-        most_seconds: give up when the step has taken so long.
-        history: what earlier steps taught; this one is added to it.
-        host_bytes: what the tier below may hold before copies go on to the disk behind it, where the costs have a
-            link to one; None for any amount.
-        allocator: CACHING to know besides what PyTorch's allocator would take from the device.
+        most_seconds: limit on the time of the step.
+        history: history of earlier steps; this step is added.
+        host_bytes: capacity of the tier below; further copies go to the disk, if the costs have a link to one. None for
+            unlimited.
+        allocator: CACHING also models the memory that PyTorch's allocator reserves.
 
     Raises:
-        UsageError: PLANNED addresses, which nobody can plan for a step that is decided on as it goes.
-        Infeasible: an op, a reload or a replay finds no room, or the time is over; names it.
+        UsageError: `allocator` is PLANNED, but addresses can only be planned for a planned step.
+        Infeasible: an op, a reload or a replay finds no room, or the time limit is exceeded; names it.
         UnknownMember: there is no such policy.
-        TraceError: the costs belong to another trace, or a link moves nothing.
+        TraceError: the costs belong to another trace, or a link has no bandwidth.
     """
     if allocator is Allocator.PLANNED:
         raise UsageError("planned addresses need a plan: under a policy nobody knows what comes and goes")
@@ -76,7 +76,7 @@ def simulate_policy(
 
 
 class _StepContext:
-    """Answers from what a simulated step has done so far (`residency.context.PolicyContext`)."""
+    """State of a simulated step so far (`residency.context.PolicyContext`)."""
 
     def __init__(
         self,
@@ -94,7 +94,7 @@ class _StepContext:
         self._memory = memory
         self._paths = paths
         self.budget_bytes = budget_bytes
-        self.machine: Machine | None = None  # given later: its policy asks this context
+        self.machine: Machine | None = None  # set later, since its policy needs this context
         self.pinned: list[Counter[int]] = []  # storages that pending actions read, one count for each list of actions
         self.op_seconds = 0.0
 
@@ -144,7 +144,7 @@ class _StepContext:
 
 
 class _OnlineRun:
-    """One step: feeds the machine, and makes room."""
+    """Simulation of one step: feeds the machine, and makes room."""
 
     def __init__(
         self,

@@ -1,15 +1,15 @@
-"""Replays a trace under a plan: the residency machine on a virtual clock.
+"""Simulates a step under a plan: the residency machine on a virtual clock.
 
-A storage counts from its creation until its last holder lets go. Holders are the program, the running backward node,
-and autograd's claim, which is ours to interrupt:
+A storage counts from its creation until its last holder releases it. Holders are the program, the running backward
+node, and autograd's claim, which a plan can interrupt:
 
     program   |=========|
     claim            |======|   (away)    |========|
     node                                       |===|
     counted   |=============|             |========|
 
-How long anything takes never changes how many bytes are held: a release waits for its transfer. So the memory of a
-plan is exact arithmetic, and only the seconds are a forecast. Where copies are kept below changes seconds alone, too.
+Durations never change the bytes held, since a release waits for its transfer. So the memory of a plan is exact, and
+only its seconds are a forecast. The tier of a copy affects seconds only, too.
 """
 
 from __future__ import annotations
@@ -44,21 +44,21 @@ Spans = list[tuple[int, int]]
 
 
 class PreparedTrace:
-    """Everything about a trace that no plan changes, prepared once for many forecasts.
+    """Data of a trace that do not depend on the plan, prepared once for many forecasts.
 
     Args:
         host_bytes: as for `simulate.simulate`.
 
     Attributes:
-        begins, begin_list: when each entry begins in the plain step.
-        rounded: bytes of each storage, as the device's allocator counts them.
+        begins, begin_list: begin of each entry in the plain step.
+        rounded: bytes of each storage, rounded up as by the device's allocator.
         events: saves, needs and ends of claims, in order.
-        footprints: measures replays.
-        node_spans: when a backward node holds each saved storage.
-        overflow: what becomes of copies that the tier below has no room for; None if it has room for any.
+        footprints: costs of replays.
+        node_spans: spans during which a backward node holds each saved storage.
+        overflow: treatment of copies that do not fit the tier below; None if it is unlimited.
 
     Raises:
-        TraceError: the costs belong to another trace, or are no figures to reckon with (`simulator.admission`).
+        TraceError: the costs belong to another trace, or are invalid (`simulator.admission`).
     """
 
     def __init__(self, trace: Trace, costs: Costs, *, host_bytes: int | None = None) -> None:
@@ -107,8 +107,8 @@ class PreparedTrace:
         return dataclasses.replace(run.finish(), **figures)
 
     def list_blocks(self, plan: Plan) -> tuple[Buffer, ...]:
-        """The blocks on the device under a plan, as what wants an offset: what comes back, what replays make on their
-        way, and workspaces included. Time counts requests.
+        """Return the blocks on the device under a plan as buffers: reloads, intermediates of replays, and workspaces
+        included. Time counts requests.
 
         Raises:
             TraceError: the plan is for another trace.
@@ -117,7 +117,7 @@ class PreparedTrace:
         return list_blocks(self.trace, self.costs, run.list_stays(), run.reruns)
 
     def place(self, plan: Plan) -> Placement:
-        """Where the copies lie that a plan has made.
+        """Return the placement of the copies that a plan makes.
 
         Raises:
             TraceError: the plan is for another trace.
@@ -127,7 +127,7 @@ class PreparedTrace:
         return dataclasses.replace(placement, piece_bytes=None if overflow is None else overflow.piece_bytes)
 
     def find_overflow(self, plan: Plan) -> Overflow | None:
-        """Find what becomes of a plan's copies: `overflow`, or that of the smaller host that the plan keeps to."""
+        """Return the overflow for a plan's copies: `overflow`, or that of the smaller host that the plan uses."""
         if plan.host_bytes is None or (self._host_bytes is not None and self._host_bytes <= plan.host_bytes):
             return self.overflow
         return find_overflow(self.costs, plan.host_bytes)
@@ -142,7 +142,7 @@ class PreparedTrace:
         """Return the forecast of a step that a device has carried out.
 
         Args:
-            live_bytes: on the device during each entry, at most.
+            live_bytes: peak bytes on the device during each entry.
         """
         peak_tick = int(np.argmax(live_bytes)) if len(live_bytes) else 0
         return Forecast(
@@ -158,12 +158,12 @@ class PreparedTrace:
         )
 
     def list_reserved(self, stays: Sequence[Stay], reruns: Sequence[Rerun]) -> dict[str, Any]:
-        """Return what a Forecast says of PyTorch's allocator."""
+        """Return the fields of a Forecast about PyTorch's allocator."""
         found = reserve(self.trace, self.costs, stays, reruns)
         return {"reserved_bytes": found.reserved_bytes, "fragmented_bytes": found.fragmented_bytes}
 
     def _list_begins(self, delays: Mapping[int, float]) -> tuple[float, ...]:
-        """When each entry begins; a delay is part of the entry at which it comes about."""
+        """Return the begin of each entry; a delay is part of the entry that causes it."""
         plain, overhead = self.begins[: self.trace.end + 1], self.costs.overhead_seconds
         shares = plain / plain[-1] if plain[-1] else np.linspace(0.0, 1.0, len(plain))
         late = np.zeros(len(plain))
@@ -182,7 +182,7 @@ class PreparedTrace:
 
 
 class _PlannedRun:
-    """One pass over the events, under a plan."""
+    """Simulation of one step under a plan."""
 
     def __init__(self, prepared: PreparedTrace, plan: Plan, machine: Machine, events: list[Event]) -> None:
         self.prepared, self.plan = prepared, plan
@@ -203,7 +203,7 @@ class _PlannedRun:
                 self.device.discard_copy(event.storage)
 
     def perform(self, action: Action, event: Event) -> None:
-        """Carry out one action in time, and note from when to when storages are on the device."""
+        """Carry out one action, and record the spans during which storages are on the device."""
         tick = event.tick
         if isinstance(action, Recompute):
             segment = self.plan.segments[action.segment]
@@ -228,18 +228,18 @@ class _PlannedRun:
             self.device.reload(action.storage)
 
     def bring_back(self, storage: int, tick: int) -> None:
-        """Note a new block; while the program still holds the old one, both count."""
+        """Record a new block; while the program still holds the old one, both count."""
         self.held_since[storage] = tick
         released = self.prepared.trace.storages[storage].released
         if tick < released:
             self.doubles.append((storage, tick, released))
 
     def finish(self) -> Forecast:
-        """Return what became of the step."""
+        """Return the forecast of the step."""
         return self.prepared.summarize(self.device, self._count(), evictions=self.evictions, replays=len(self.reruns))
 
     def list_spans(self, storage: int) -> Spans:
-        """When a saved storage is on the device, without what comes back beside its old block."""
+        """Return the spans of a saved storage on the device, except blocks that return beside the old one."""
         home = self.prepared.trace.storages[storage]
         claims, spans = self.prepared._claims[storage], self.claims.get(storage)
         if spans is None:
@@ -249,7 +249,7 @@ class _PlannedRun:
         return _join([(home.created, home.released), *spans, *self.prepared.node_spans[storage]])
 
     def list_stays(self) -> list[Stay]:
-        """Every block of the step but those inside of ops and replays."""
+        """Return every block of the step except those inside ops and replays."""
         stays = [Stay(storage=storage, begin=begin, end=end) for storage, begin, end in self.doubles]
         for home in self.prepared.trace.storages:
             saved = home.id in self.prepared._claims
@@ -272,7 +272,7 @@ class _PlannedRun:
 
 
 def list_events(trace: Trace) -> list[Event]:
-    """Saves, needs, and the end of every claim, in order; a claim that ends at tick t ends before entry t."""
+    """Return saves, needs and ends of claims, in order; a claim that ends at tick t ends before entry t."""
     events: list[tuple[int, int, Event]] = []
     for save in trace.saves:
         events.append((save.tick, 1, StorageSaved(save.storage, save.tick)))
@@ -286,13 +286,13 @@ def list_events(trace: Trace) -> list[Event]:
 
 
 def round_up(sizes: list[int], alignment_bytes: int) -> npt.NDArray[np.int64]:
-    """Sizes as the device's allocator counts them."""
+    """Return sizes rounded up as by the device's allocator."""
     array = np.asarray(sizes, dtype=np.int64)
     return -(-array // alignment_bytes) * alignment_bytes
 
 
 def _join(spans: Spans) -> Spans:
-    """The union of spans, in order, without overlaps."""
+    """Return the union of spans, in order, without overlaps."""
     joined: Spans = []
     for begin, end in sorted(spans):
         if joined and begin <= joined[-1][1]:

@@ -1,4 +1,4 @@
-"""How the storages of an online step can be computed again from what it has done so far."""
+"""Finds the ops that recompute a storage of an online step from the ops executed so far."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ MOST_OPS = 64
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Path:
-    """The ops that compute one storage again (`residency.context.RecomputePath`).
+    """Ops that recompute one storage (`residency.context.RecomputePath`).
 
     Attributes:
         ops: ticks, in order.
-        leaves: saved storages that they start from.
+        leaves: saved storages that they read.
         seconds: of the ops.
-        nbytes: most bytes that they allocate at once.
-        versions: (storage, version) of all that they start from.
+        nbytes: peak allocation.
+        versions: (storage, version) of all storages that they read.
     """
 
     ops: tuple[int, ...]
@@ -34,11 +34,11 @@ class Path:
 
 
 class RecomputePaths:
-    """Finds paths, and remembers them for as long as they can be taken.
+    """Finds paths, and caches them while they are valid.
 
     Attributes:
         executed: the ops that have run.
-        segments: those that were added, for the machine; grows.
+        segments: segments added so far, for the machine.
     """
 
     def __init__(self, trace: Trace, footprints: Footprints) -> None:
@@ -56,7 +56,7 @@ class RecomputePaths:
         return path
 
     def add_segment(self, storage: int) -> int:
-        """Add a segment that computes a storage again, and return its index."""
+        """Add a segment that recomputes a storage, and return its index."""
         path = self.find(storage)
         assert path is not None
         leaves = tuple(leaf.id for leaf in path.leaves)
@@ -65,7 +65,7 @@ class RecomputePaths:
         return len(self.segments) - 1
 
     def path_of(self, segment: int) -> Path:
-        """Return the path that a segment takes."""
+        """Return the path of a segment."""
         return self._added[segment]
 
     def forget(self, storage: int) -> None:

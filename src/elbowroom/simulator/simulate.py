@@ -1,4 +1,4 @@
-"""The verb `simulate`: what a step will do under a plan, or under a policy that decides as the step goes on."""
+"""The function `simulate`: forecasts a step under a plan or an online policy."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ def simulate(
     """Forecast one step of `trace` under `plan`, or under a policy within a budget.
 
     Args:
-        policy: decides what leaves as the step goes on; in place of a plan.
+        policy: online policy that decides during the step, instead of a plan.
         budget_bytes: bytes that the step may hold under a policy. A plan has its own budget.
-        host_bytes: what the tier below may hold before copies go on to the disk behind it, where the costs have a
-            link to one; None for any amount.
-        allocator: "caching" to know besides what PyTorch's allocator would take from the device (`layout.caching`);
-            "planned" for that, and the arenas that blocks and copies take if they are laid out; it needs a plan.
-        placement: of the plan's copies, where it is known; made for "planned" where not.
+        host_bytes: capacity of the tier below; further copies go to the disk, if the costs have a link to one. None for
+            unlimited.
+        allocator: "caching" also models the memory that PyTorch's allocator reserves (`layout.caching`); "planned" adds
+            the sizes of the arenas if blocks and copies are laid out, and needs a plan.
+        placement: of the plan's copies, if known; "planned" computes it otherwise.
 
     Raises:
-        UsageError: both a plan and a policy are given, or neither; or what belongs to the other one.
+        UsageError: both a plan and a policy are given, or neither; or an argument that belongs to the other one.
         Infeasible: the policy finds no room within the budget.
-        TraceError: costs or plan belong to another trace, or a link moves nothing.
+        TraceError: costs or plan belong to another trace, or a link has no bandwidth.
         UnknownMember: there is no such policy or allocator.
     """
     if allocator not in list(Allocator):

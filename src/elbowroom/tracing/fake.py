@@ -1,4 +1,4 @@
-"""Captures a step on fake tensors: shapes without values, so nothing is allocated and nothing changes."""
+"""Captures a step on fake tensors, which have shapes but no values: nothing is allocated, nothing changes."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from elbowroom.tracing.tracer import Tracer, telling_gradients
 from elbowroom.tracing.undo import undone
 
 SETTLING_STEPS = 3
-"""A first step is not like the others: optimizers make their state in it."""
+"""Limit on captured steps: the first differs from later ones, since optimizers create their state in it."""
 
 
 def capture_fake(
@@ -45,15 +45,15 @@ def capture_fake(
     name: str,
     device: torch.device,
 ) -> Trace:
-    """What `step` does once it has settled, without running it.
+    """Trace a settled step on fake tensors, without running it.
 
-    The model's and the optimizers' tensors are replaced by fake ones meanwhile and put back, and so is what the step
-    changes in Python, as far as it can be reached from the step (`undone`).
+    The tensors of the model and the optimizers are replaced by fake ones, and restored afterwards. So are the Python
+    objects reachable from the step that it changes (`undone`).
 
     Raises:
-        UsageError: fake tensors are in use already, and two kinds of them do not mix.
-        TraceError: the step looks at values (`.item()`, data-dependent shapes), uses what cannot be faked, or changes
-            what cannot be put back: it takes from an iterator, or leaves fake tensors where it could not be followed.
+        UsageError: a FakeTensorMode is already active.
+        TraceError: the step reads values (`.item()`, data-dependent shapes), uses ops without a fake implementation, or
+            changes state that cannot be restored: it advances an iterator, or leaves fake tensors out of reach.
     """
     if any(isinstance(each, FakeTensorMode) for each in _get_current_dispatch_mode_stack()):
         raise UsageError("a FakeTensorMode is active; capture the step outside of it")
@@ -67,7 +67,7 @@ def capture_fake(
             mode,
         ):
             if not count_state(optimizers):
-                step()  # to make it, which takes half as long where nobody writes it down
+                step()  # creates the state; takes half as long untraced
             for _ in range(SETTLING_STEPS):
                 before = count_state(optimizers)
                 trace = _run(step, model, optimizers, name, device)
@@ -98,7 +98,7 @@ def _refuse() -> NoReturn:
 
 
 def _find_left(mode: FakeTensorMode) -> str:
-    """How many fake tensors there are of a mode that is over, and what holds them; "" if there are none."""
+    """Describe the fake tensors of a finished mode that are still alive, and their referrers; "" if there are none."""
     gc.collect()  # a graph may be part of a cycle
     left = [
         each
@@ -123,7 +123,7 @@ def _run(
 
 
 class _Handle:
-    """Stands for a saved tensor without holding it."""
+    """Placeholder for a saved tensor that does not keep it alive."""
 
     __slots__ = ("__weakref__", "geometry", "save")
 
@@ -161,7 +161,7 @@ class _Hooks:
 
 @contextlib.contextmanager
 def _replaced_by_fakes(mode: FakeTensorMode, model: torch.nn.Module, optimizers: Sequence[Optimizer]) -> Iterator[None]:
-    """Swap every tensor of the job for a fake one, ties kept, and put all back whatever happens."""
+    """Replace every tensor of the job by a fake one, preserving sharing; restore all at exit."""
     fakes: dict[int, torch.Tensor] = {}
 
     def fake(tensor: torch.Tensor) -> torch.Tensor:
@@ -178,13 +178,13 @@ def _replaced_by_fakes(mode: FakeTensorMode, model: torch.nn.Module, optimizers:
         if not isinstance(value, torch.Tensor):
             return value
         if value.dim() == 0 and value.device.type == "cpu":
-            number = value.item()  # an optimizer looks at the number of its steps
+            number = value.item()  # optimizers read their step counter
             with mode:
                 return torch.tensor(number, dtype=value.dtype)
         return fake(value)
 
     undo: list[Callable[[], None]] = []
-    # Optimizers choose between one op a parameter and one op for all by the parameters' types.
+    # Optimizers choose between the for-loop and the foreach implementation by the parameters' types.
     foreach_types = getattr(sys.modules[Optimizer.__module__], "_foreach_supported_types", None)
     try:
         if isinstance(foreach_types, list):

@@ -1,4 +1,4 @@
-"""What holds values that a step may exchange: attributes, closures, dicts, lists. Each remembers what it held."""
+"""Snapshots of containers whose values a step may replace: attributes, closures, dicts, lists."""
 
 from __future__ import annotations
 
@@ -14,32 +14,32 @@ import numpy as np
 import torch
 
 MOST_ARRAY_BYTES = 16 << 20
-"""Larger NumPy arrays are not copied, and so not put back."""
+"""Larger NumPy arrays are not copied, hence not restored."""
 
 _MISSING = object()
 
 
 class Holder(Protocol):
-    """Something that holds values."""
+    """Container with a snapshot of its values."""
 
     def list_held(self) -> Iterable[tuple[Any, Any]]:
-        """(key, value) of all that it held when it was remembered."""
+        """Return the (key, value) pairs of the snapshot."""
         ...
 
     def replace(self, key: Any, value: Any) -> None:
-        """Let it hold another value under a key."""
+        """Replace the value under a key."""
         ...
 
     def put_back(self) -> None:
-        """Let it hold what it held, if that has changed."""
+        """Restore the snapshot, if the contents have changed."""
         ...
 
 
 class DictHolder:
-    """A dict, or the attributes of an object."""
+    """Snapshot of a dict, or of the attributes of an object."""
 
     def __init__(self, table: dict[Any, Any]) -> None:
-        # Whatever a class of the program's does at an assignment, it is not to be done here.
+        # Bypasses overridden methods of user-defined subclasses.
         self._kind: Any = collections.OrderedDict if isinstance(table, collections.OrderedDict) else dict
         self._table, self._held = table, list(self._kind.items(table))
 
@@ -60,7 +60,7 @@ class DictHolder:
 
 
 class ListHolder:
-    """A list or a deque."""
+    """Snapshot of a list or a deque."""
 
     def __init__(self, values: list[Any] | collections.deque[Any]) -> None:
         self._kind: Any = list if isinstance(values, list) else collections.deque
@@ -79,9 +79,9 @@ class ListHolder:
 
 
 class NamesHolder:
-    """Attributes that something else tells by their names: globals that a function uses, slots, those of a class.
+    """Snapshot of named attributes: globals that a function uses, slots, class attributes.
 
-    Whatever the program does at an access (`__getattr__`, a frozen class), it is not to be done here.
+    Bypasses user-defined access (`__getattr__`, frozen dataclasses).
     """
 
     def __init__(self, owner: Any, names: Iterable[str]) -> None:
@@ -115,7 +115,7 @@ class NamesHolder:
 
 
 class ClassHolder(NamesHolder):
-    """The attributes of a class, but for those that Python keeps there itself."""
+    """Snapshot of the attributes of a class, dunder names excluded."""
 
     def __init__(self, owner: type) -> None:
         super().__init__(owner, [name for name in vars(owner) if not name.startswith("__")])
@@ -128,7 +128,7 @@ class ClassHolder(NamesHolder):
 
 
 class CellHolder:
-    """A variable that a function has from the one around it."""
+    """Snapshot of a closure cell."""
 
     def __init__(self, cell: CellType) -> None:
         self._cell, self._held = cell, _read_cell(cell)
@@ -149,8 +149,8 @@ class CellHolder:
 
 
 def remember_contents(value: Any) -> Callable[[], None] | None:
-    """How to put back what something holds that is no Python object: numbers, bytes, the state of a generator of random
-    numbers. None where there is nothing of that kind."""
+    """Return a function that restores the contents of `value` that are not Python objects: array elements, bytes, the
+    state of a random generator. None if it has no such contents."""
     if isinstance(value, torch.Tensor):
         return _remember_gradient(value)
     if isinstance(value, set):
@@ -172,7 +172,7 @@ def remember_contents(value: Any) -> Callable[[], None] | None:
         return _putting_back(value.getstate, value.setstate)
     clear, info = find_attribute(value, "cache_clear"), find_attribute(value, "cache_info")
     if callable(clear) and callable(info):
-        known = info()  # functools.lru_cache: what it computed on fake tensors is not to be found later
+        known = info()  # functools.lru_cache: drop results computed on fake tensors
         return lambda: clear() if info().misses != known.misses else None
     return None
 
@@ -226,20 +226,20 @@ def _read_cell(cell: CellType) -> Any:
 
 
 def find_attribute(value: Any, name: str, default: Any = None) -> Any:
-    """An attribute, without the program's own `__getattr__`; `default` if there is none, or a property has none yet."""
+    """Return an attribute, bypassing `__getattr__`; `default` if it is missing or a property raises."""
     try:
         return object.__getattribute__(value, name)
-    except Exception:  # whatever a property raises
+    except Exception:  # a property may raise anything
         return default
 
 
 def list_slots(value: object) -> Sequence[str]:
-    """The slots of an object that Python code may set."""
+    """Return the names of an object's slots, dunder names excluded."""
     slots: list[str] = []
     for each in type(value).__mro__:
         names = vars(each).get("__slots__", ())
         for name in (names,) if isinstance(names, str) else tuple(names):
-            if name.startswith("__") and not name.endswith("__"):  # private: Python adds the name of the class
+            if name.startswith("__") and not name.endswith("__"):  # private: name mangling
                 slots.append(f"_{each.__name__.lstrip('_')}{name}")
             elif not name.startswith("__"):
                 slots.append(name)

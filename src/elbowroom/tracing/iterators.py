@@ -1,4 +1,4 @@
-"""Keeps a step that is only looked at from taking items of iterators, which cannot be put back."""
+"""Keeps a captured step from advancing iterators, which could not be undone."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ from typing import Any
 
 
 class IteratorTaken(RuntimeError):
-    """A step asked an iterator for its next item, and was refused."""
+    """A captured step tried to advance an iterator."""
 
 
 def is_iterator(value: object) -> bool:
-    """Whether something gives each of its items once; files are not meant."""
+    """Return True for an iterator (an object that yields each item once), except for files."""
     return hasattr(type(value), "__next__") and not isinstance(value, (io.IOBase, StandIn))
 
 
 class StandIn:
-    """Stands for an iterator, and refuses to take from it in the thread that made the stand-in, until it is over.
+    """Proxy of an iterator that refuses to advance it in the thread that made the proxy, until the capture is over.
 
     Attributes:
-        iterator: what it stands for.
-        was_asked: whether an item was to be taken.
-        is_over: whether it may be taken from again, should the stand-in have been kept somewhere.
+        iterator: the original.
+        was_asked: whether the step tried to advance it.
+        is_over: whether the capture is over. The step may have kept the proxy, which then forwards to the original.
     """
 
     def __init__(self, iterator: Any) -> None:

@@ -1,4 +1,4 @@
-"""Captures a step while it really runs: the same tracer, with the meter telling seconds and bytes of every op."""
+"""Captures a step while it runs: the same tracer, with a meter for the seconds and bytes of every op."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from elbowroom.tracing.tracer import Tracer
 
 
 class LiveCapture:
-    """One step being captured. Have `tracer` watch it, and tell it of saves and needs."""
+    """Capture of one running step. `tracer` must observe its ops, saves and needs."""
 
     def __init__(
         self,
@@ -34,18 +34,18 @@ class LiveCapture:
 
     @property
     def is_settled(self) -> bool:
-        """Whether the step left as much optimizer state as it found: later steps will be like it."""
+        """True if the step created no optimizer state, so that later steps will be like it."""
         return count_state(self._optimizers) == self._state_before
 
     def finish(self) -> Trace:
-        """The trace. The meter may be stopped afterwards."""
+        """Return the trace. The meter may be stopped afterwards."""
         return add_outside(self.tracer.finish(list_residents(self._model, self._optimizers)), self._meter.base_bytes)
 
     def measure(self, trace: Trace, step_seconds: float, stall_seconds: float) -> Measurements | None:
-        """Return what the (stopped) meter saw of the ops of `trace`; None if this step did not begin with them.
+        """Return the (stopped) meter's measurements of the ops of `trace`; None if this step did not begin with them.
 
         Args:
-            step_seconds: wall time, the tracer's own included.
+            step_seconds: wall time, tracing included.
         """
         ran = self.finish()
         found = match_ops(trace.ops, ran.ops)
@@ -55,7 +55,7 @@ class LiveCapture:
         for storage in ran.storages:
             if storage.created >= 0:
                 created[storage.created] += storage.nbytes
-        # Watching keeps the host of a CUDA device far busier than a step does: its wall time says nothing of the rest.
+        # On CUDA, tracing slows the host far below the speed of a plain step, so the wall time is meaningless.
         whole_seconds = max(0.0, step_seconds - self.tracer.own_seconds) if trace.device == "cpu" else 0.0
         seconds = self._meter.op_seconds()
         workspace = self._meter.workspace_bytes([created[op.tick] for op in ran.ops])
@@ -68,13 +68,13 @@ class LiveCapture:
 
 
 def match_ops(planned: Sequence[Op], ran: Sequence[Op]) -> list[int | None] | None:
-    """Find the ops of a trace among those that ran first.
+    """Match the ops of a trace with the first ops that ran.
 
-    Fake tensors have autograd make other views, and add gradients where it would add them in place: views need not
-    match, and an op matches its in-place variant.
+    On fake tensors autograd makes other views, and accumulates gradients out of place: views need not match, and an op
+    matches its in-place variant.
 
     Returns:
-        For each op of `planned` the index in `ran`; None for views that did not run. None if another step ran.
+        The index in `ran` of each op of `planned`, None for views that did not run; None in all if another step ran.
     """
     found: list[int | None] = []
     position = 0
@@ -97,14 +97,14 @@ def _strip(name: str) -> str:
 
 
 def add_outside(trace: Trace, base_bytes: int) -> Trace:
-    """A trace that also counts what the device held before the step and no storage of it stands for.
+    """Add a storage for device memory that existed before the step but belongs to no storage of the trace.
 
-    On CUDA that is the workspaces that cuBLAS keeps for each thread, and everywhere what else the program has there.
+    That is other memory of the program, and on CUDA the workspaces that cuBLAS keeps per thread.
 
     Args:
-        base_bytes: what was allocated when the step began.
+        base_bytes: allocated when the step began.
     """
-    block = 512 if trace.device == "cuda" else 1  # bytes: the caching allocator hands out multiples of it
+    block = 512 if trace.device == "cuda" else 1  # bytes: granularity of the caching allocator
     known_bytes = sum(-(-storage.nbytes // block) * block for storage in trace.storages if storage.created < 0)
     if base_bytes <= known_bytes:
         return trace
@@ -116,5 +116,5 @@ def add_outside(trace: Trace, base_bytes: int) -> Trace:
 
 
 def count_state(optimizers: Sequence[Optimizer]) -> int:
-    """How many entries the optimizers' states have."""
+    """Count the entries of the optimizers' states."""
     return sum(len(state) for optimizer in optimizers for state in optimizer.state.values())

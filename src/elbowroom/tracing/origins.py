@@ -1,4 +1,4 @@
-"""Where the ops of a step come from: modules, and lines of the program."""
+"""Origins of ops: modules, and lines of the user's code."""
 
 from __future__ import annotations
 
@@ -15,27 +15,27 @@ class OpOrigins:
     """Finds the origin of each op of one step.
 
     The modules that call the ops of a forward pass are on Python's stack. The ops of a backward pass are called by
-    nodes. Each thread numbers the nodes that it makes, so a node comes from where the op does that it was made with.
+    autograd nodes. Nodes have sequence numbers per thread, which lead to the forward op that created the node.
 
     Args:
-        model: of the step, which this thread begins.
+        model: of the step, which this thread runs.
     """
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._paths = ModulePaths(model)
         self._thread = threading.get_ident()
-        # For each thread, in order: a number above those of all nodes made so far, and where the last of them was made.
+        # By thread, ascending: a sequence number above all nodes made so far, and the origin of the last of them.
         self._made: dict[int, list[tuple[int, Origin]]] = {self._thread: [(_count_nodes(), UNKNOWN)]}
 
     def find(self) -> Origin:
-        """Return the origin of the op that the caller's caller is called for."""
+        """Return the origin of the op that is being dispatched to the caller's caller."""
         site = self._paths.look(list_stack(sys._getframe(2)))
         node = torch._C._current_autograd_node()
         origin = site.origin
         if node is not None and (origin.module is None or site.candidates):
             made = self._find_made(node, threading.get_ident() if site.is_backward else self._thread)
             module = made.module
-            if site.candidates:  # a forward pass that is run again within a backward pass, near where it was run
+            if site.candidates:  # a forward pass rerun in a backward pass: choose by the node's module
                 near = (each for each in site.candidates if module is not None and is_within(module, each))
                 module = next(near, origin.module)
             origin = Origin(module, origin.line or made.line)
@@ -46,7 +46,7 @@ class OpOrigins:
         return origin
 
     def _find_made(self, node: torch.autograd.graph.Node, thread: int) -> Origin:
-        """Where a node was made, in a thread."""
+        """Return the origin of a node that was created in a thread."""
         if (parameter := get_accumulated(node)) is not None:
             return Origin(self._paths.find_owner(parameter), "")
         made = self._made.get(thread, [])
@@ -55,5 +55,5 @@ class OpOrigins:
 
 
 def _count_nodes() -> int:
-    """The number of nodes that this thread has made."""
+    """Return the number of nodes that this thread has created."""
     return torch._C._autograd._get_sequence_nr()

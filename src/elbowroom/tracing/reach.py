@@ -1,4 +1,4 @@
-"""Finds what a step can change in Python: whatever is reached from it by closures, globals, attributes and items."""
+"""Finds the Python objects that a step can change: those reachable through closures, globals, attributes and items."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from elbowroom.tracing.holders import (
 from elbowroom.tracing.iterators import StandIn, is_iterator
 
 MOST_OBJECTS = 500_000
-"""That are looked at; a second or two."""
+"""Limit on the traversal, which takes a second or two."""
 
 _ATOMS = frozenset(
     (
@@ -51,19 +51,19 @@ _PYTHON = sysconfig.get_paths()["stdlib"]
 
 
 class Reach:
-    """Remembers all that can be reached.
+    """Snapshot of all objects reachable from `roots`.
 
     Raises:
-        TraceError: it is too much, or has an iterator where no other can stand in.
+        TraceError: there are too many objects, or an iterator sits where it cannot be replaced.
 
     Attributes:
-        stand_ins: in the places of iterators, from `guard` to `put_back`.
+        stand_ins: proxies that replace iterators from `guard` to `put_back`, by id of the iterator.
 
-    Cost: some microseconds for each object.
+    Cost: some microseconds per object.
     """
 
     def __init__(self, roots: Iterable[Any]) -> None:
-        self._seen: dict[int, Any] = {}  # and kept, so that no other gets its identity
+        self._seen: dict[int, Any] = {}  # keeps the objects alive, so that ids stay unique
         self._holders: list[Holder] = []
         self._contents: list[Callable[[], None]] = []
         self.stand_ins: dict[int, StandIn] = {}
@@ -78,14 +78,14 @@ class Reach:
             pending.extend(self._open(value))
 
     def guard(self) -> None:
-        """Let stand-ins refuse whoever takes from an iterator."""
+        """Replace every iterator by a proxy that refuses to advance it."""
         for holder in self._holders:
             for key, value in holder.list_held():
                 if is_iterator(value):
                     holder.replace(key, self.stand_ins.setdefault(id(value), StandIn(value)))
 
     def put_back(self) -> None:
-        """Let everything be as it was."""
+        """Restore the snapshot."""
         for each in self.stand_ins.values():
             each.is_over = True
         for holder in self._holders:
@@ -94,13 +94,13 @@ class Reach:
             put_back()
 
     def _open(self, value: Any) -> list[Any]:
-        """Remember one object. Returns what it leads to."""
+        """Take a snapshot of one object. Return the objects that it refers to."""
         if (put_back := remember_contents(value)) is not None:
             self._contents.append(put_back)
         found: list[Any] = []
         for holder in _list_holders(value):
             self._holders.append(holder)
-            # An iterator is not looked into: what stands for it does not give its items.
+            # Iterators are not traversed: their proxies yield no items.
             found += [held for _, held in holder.list_held() if type(held) not in _ATOMS and not is_iterator(held)]
         if isinstance(value, dict):
             found += [key for key in value if type(key) not in _ATOMS]
@@ -143,7 +143,7 @@ def _list_holders(value: Any) -> list[Holder]:
 
 
 def _list_globals(table: dict[str, Any], names: frozenset[str], known: set[int]) -> list[Holder]:
-    """What a function uses, by its names, of its module, and of the program's modules that it names there."""
+    """Return holders for the globals that a function uses, in its module and in the user's modules that it names."""
     known.add(id(table))
     holders: list[Holder] = [NamesHolder(table, [name for name in names if not name.startswith("__")])]
     for name in names:
@@ -174,8 +174,7 @@ def _refuse_iterators(values: Iterable[Any]) -> list[Any]:
 
 @functools.cache
 def _is_library(name: str | None) -> bool:
-    """Whether a module is none of the program's own: Python's, installed, or one of ours. Globals of those are left
-    alone."""
+    """Return True for a module of Python, of an installed package, or of Elbowroom: its globals are left alone."""
     if name is None or name in ("builtins", "torch"):
         return True
     module = sys.modules.get(name)

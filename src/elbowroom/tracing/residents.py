@@ -1,4 +1,4 @@
-"""What of a training job is there before and after a step: parameters, buffers, gradients, optimizer state."""
+"""Lists the tensors that a job keeps between steps: parameters, buffers, gradients, optimizer state."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ class Resident(NamedTuple):
     """A tensor that a job keeps between steps.
 
     Attributes:
-        label: its name, for people.
-        module: path of the module that has it, or whose parameter it belongs to; None if no module does.
+        label: display name.
+        module: path of the module that owns it or its parameter; None if no module does.
     """
 
     tensor: torch.Tensor
@@ -29,9 +29,9 @@ class Resident(NamedTuple):
 
 
 def list_residents(model: torch.nn.Module, optimizers: Sequence[Optimizer]) -> list[Resident]:
-    """Every tensor a job keeps between steps; a tensor may come more than once.
+    """Return every tensor that a job keeps between steps, possibly with repetitions.
 
-    In the place of one that wraps others (`unwrap`) come those.
+    Wrapper subclasses are replaced by the tensors that they wrap (`unwrap`).
     """
     parameters = [
         Resident(each, Role.PARAMETER, name, find_module_path(name)) for name, each in model.named_parameters()
@@ -56,15 +56,15 @@ def list_residents(model: torch.nn.Module, optimizers: Sequence[Optimizer]) -> l
 
 
 def list_resident_tensors(model: torch.nn.Module, optimizers: Sequence[Optimizer]) -> list[torch.Tensor]:
-    """The same tensors alone.
+    """Return the tensors of `list_residents` without their labels.
 
-    Cost: less than a microsecond a tensor. A room asks in every step, so modules are walked here: PyTorch's own walk
-    takes several times as long.
+    Cost: less than a microsecond per tensor. A room calls this in every step, so it traverses the modules itself:
+    `Module.parameters()` takes several times as long.
     """
     kept: list[torch.Tensor | None] = []
     parameters: list[torch.Tensor | None] = []
     modules, seen = [model], set[int]()
-    for module in modules:  # which grows
+    for module in modules:  # grows during the loop
         if module is None or id(module) in seen:
             continue
         seen.add(id(module))
@@ -94,7 +94,7 @@ def _list_updated(optimizer: Optimizer) -> list[torch.Tensor]:
 
 
 def _iterate_state(optimizer: Optimizer) -> Iterator[tuple[object, str, torch.Tensor]]:
-    """Parameter, key and tensor of each entry."""
+    """Yield the parameter, key and tensor of each entry."""
     for parameter, state in optimizer.state.items():
         for key, value in state.items():
             for each in _iterate_tensors(value):
@@ -102,7 +102,7 @@ def _iterate_state(optimizer: Optimizer) -> Iterator[tuple[object, str, torch.Te
 
 
 def _iterate_tensors(value: object) -> Iterator[torch.Tensor]:
-    """The tensors of one entry: L-BFGS keeps lists of them, Shampoo dictionaries."""
+    """Yield the tensors of one entry: L-BFGS keeps lists of them, Shampoo dictionaries."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, (list, tuple, deque)):

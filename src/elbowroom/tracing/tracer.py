@@ -1,8 +1,7 @@
-"""Writes down what a step does: a dispatch mode for its ops, and three calls for what autograd saves and needs.
+"""Records a step: a dispatch mode for its ops, and three methods that the saved-tensor hooks call.
 
-Used on fake tensors and live alike. A storage's own lifetime is seen by weak references, so whoever drives the
-saved-tensor hooks must not keep a saved storage alive by holding its tensor: else the program's hold on it and
-autograd's cannot be told apart.
+Used for fake and for real tensors. Weak references observe when the program frees a storage, so the saved-tensor hooks
+must not hold a saved tensor: otherwise the program's references and autograd's cannot be told apart.
 """
 
 from __future__ import annotations
@@ -28,11 +27,11 @@ from elbowroom.tracing.origins import OpOrigins
 from elbowroom.tracing.residents import Resident
 
 OWNED = frozenset((Role.PARAMETER, Role.GRADIENT, Role.OPTIMIZER_STATE))
-"""Roles of storages that one module owns: an optimizer's ops belong to it."""
+"""Roles of storages that one module owns, to which ops of the optimizer are attributed."""
 
 UNSEEN_BYTES = 1 << 14
-"""Counted in every trace for what a step allocates without an op: states of random generators, the scalars of a loop.
-It was some hundred bytes at most in all that was measured."""
+"""Allowance in every trace for allocations outside of ops: generator states, the scalars of a loop. Measured: at most a
+few hundred bytes."""
 
 
 class _Seen:
@@ -49,7 +48,7 @@ class _Seen:
         self.origin = origin
         self.released: int | None = None
         self.version = 0
-        self.is_of_owner = False  # made of what only one module has: parameters, gradients, optimizer state
+        self.is_of_owner = False  # computed from storages that a single module owns
 
     def freeze(self, end: int, saved: set[int]) -> Storage:
         """Return the storage of the trace. `saved`: storages that autograd saved."""
@@ -70,16 +69,16 @@ class Tracer(TorchDispatchMode):
     """Records one step.
 
     Args:
-        name: for people.
-        device: storages on other kinds of device are not traced.
+        name: display name.
+        device: storages on other device types are not traced.
         model: its modules call the ops.
-        residents: what is there before the step: parameters, buffers, optimizer state.
-        meter: told of each op.
+        residents: tensors that exist before the step: parameters, buffers, optimizer state.
+        meter: measures each op.
         fake: whether the step runs on fake tensors.
 
     Attributes:
-        pauses: how many contexts there are in which ops are not part of the step.
-        own_seconds: host time that tracing itself took.
+        pauses: number of active contexts whose ops are not part of the step.
+        own_seconds: host time spent in tracing.
     """
 
     def __init__(
@@ -104,7 +103,7 @@ class Tracer(TorchDispatchMode):
         self.pauses = 0
         self._seen: list[_Seen] = []
         self._identities: Identities[_Seen] = Identities(self._died)
-        self._returned: Identities[_Seen] = Identities()  # what autograd was given in their stead
+        self._returned: Identities[_Seen] = Identities()  # storages given to autograd in place of the originals
         self._ops: list[Op] = []
         self._saves: list[list[int]] = []  # tick, storage, released
         self._needs: list[list[int]] = []  # tick, save, released
@@ -141,7 +140,7 @@ class Tracer(TorchDispatchMode):
     def run_region(
         self, name: str, inputs: Sequence[Any], written: Sequence[torch.Tensor], call: Callable[[], Any]
     ) -> Any:
-        """Return what compiled code returns, which is one op."""
+        """Run a compiled region, which is recorded as one op, and return its result."""
         if self.pauses:
             return call()
         origin = self._origins.find()
@@ -152,7 +151,7 @@ class Tracer(TorchDispatchMode):
         return result
 
     def _list_reads(self, values: Iterable[Any], skipped: Sequence[int]) -> tuple[list[View], str]:
-        """The tensors among an op's arguments, but for `skipped` positions; and why it must not be replayed, or ""."""
+        """Return views of an op's tensor arguments, without `skipped` ones; and why it may not be replayed, or ""."""
         reads, why = [], ""
         for position, value in enumerate(values):
             if position in skipped:
@@ -184,7 +183,7 @@ class Tracer(TorchDispatchMode):
         barrier: str,
         flops: int,
     ) -> None:
-        """Write an op down. `changed`: the tensors that it wrote to in place."""
+        """Record an op. `changed`: tensors that it wrote to in place."""
         tick = self._tick
         written = self._count_writes(changed)
         owner = self._find_owner((*(view.storage for view in reads), *written)) if origin.module is None else None
@@ -196,7 +195,7 @@ class Tracer(TorchDispatchMode):
         for tensor in (*results, *(part for each in results for part in list_parts(each))):
             view = self._view(tensor, tick, name, origin)
             if view is not None and (self._seen[view.storage].created == tick or view.storage in written):
-                writes.append(view)  # anything else is a view of what was there
+                writes.append(view)  # other results are views of existing storages
                 self._seen[view.storage].is_of_owner |= is_owned and self._seen[view.storage].created == tick
         known = {view.storage for view in writes}
         for storage in written:
@@ -222,15 +221,15 @@ class Tracer(TorchDispatchMode):
         return written
 
     def _find_owner(self, storages: Iterable[int]) -> str | None:
-        """The only module that owns some of these storages, or what they were made of; None if there is none."""
+        """Return the module that owns some of these storages, or their sources; None unless exactly one does."""
         there = (self._seen[storage] for storage in storages)
         owners = {seen.origin.module for seen in there if seen.role in OWNED or seen.is_of_owner} - {None}
         return owners.pop() if len(owners) == 1 else None
 
-    # -- what autograd does ---------------------------------------------------------------------------------------
+    # -- saved tensors --------------------------------------------------------------------------------------------
 
     def saved(self, tensor: torch.Tensor) -> int:
-        """Autograd puts `tensor` aside. Returns the save's index."""
+        """Record that autograd saves `tensor`. Return the index of the save."""
         seen = self._find(tensor) or self._identify(tensor, Role.INPUT, -1, "input")
         with self._lock:
             self._saves.append([self._tick, -1 if seen is None else seen.id, -1])
@@ -238,7 +237,7 @@ class Tracer(TorchDispatchMode):
             return len(self._saves) - 1
 
     def needed(self, save: int, given: torch.Tensor) -> None:
-        """Autograd asks for a save and is `given` this tensor."""
+        """Record that autograd unpacks a save and is `given` this tensor."""
         with self._lock:
             self._needs.append([self._tick, save, -1])
             index = len(self._needs) - 1
@@ -254,12 +253,12 @@ class Tracer(TorchDispatchMode):
             open_needs.append(index)
 
     def save_released(self, save: int) -> None:
-        """The graph node lets go of a save."""
+        """Record that the graph node frees a save."""
         if self._saves[save][2] < 0:
             self._saves[save][2] = self._tick
 
     def gradient(self, tensor: torch.Tensor, parameter: str) -> None:
-        """A parameter's gradient, which the step may well give up again before its end."""
+        """Record a parameter's gradient, which the step may free before its end."""
         seen = self._find(tensor)
         if seen is not None and seen.created >= 0:
             seen.role, seen.label = Role.GRADIENT, f"gradient of {parameter}"
@@ -268,7 +267,7 @@ class Tracer(TorchDispatchMode):
     # -- the result -----------------------------------------------------------------------------------------------
 
     def finish(self, survivors: Iterable[Resident]) -> Trace:
-        """End the step. `survivors`: as `residents`, after the step: gives roles to what it created and kept."""
+        """End the step. `survivors`: residents after the step; they set the roles of storages that it made."""
         for tensor, role, label, module in survivors:
             seen = self._find(tensor)
             if seen is not None and seen.created >= 0:
@@ -277,7 +276,7 @@ class Tracer(TorchDispatchMode):
         end = self._tick
         self._identities.close()
         self._open_needs.close()
-        # Storages that are neither on this device nor plain cannot be moved: a save of one is a save of nothing.
+        # Storages on other devices, and tensors without a plain storage, cannot be moved: their saves have 0 bytes.
         void = Storage(id=len(self._seen), nbytes=0, role=Role.TEMPORARY, created=-1, released=end, label="untraced")
         saved = {storage for _, storage, _ in self._saves}
         storages = [seen.freeze(end, saved) for seen in self._seen]
@@ -352,7 +351,7 @@ def find_risk(storage: torch.UntypedStorage | None) -> str:
 
 @contextlib.contextmanager
 def telling_gradients(tracer: Tracer, model: torch.nn.Module) -> Iterator[None]:
-    """Tell a tracer of each gradient of a model as it comes."""
+    """Report each gradient of a model to a tracer as it is accumulated."""
 
     def tell(name: str) -> Callable[[torch.Tensor], None]:
         def told(parameter: torch.Tensor) -> None:
@@ -374,14 +373,14 @@ def telling_gradients(tracer: Tracer, model: torch.nn.Module) -> Iterator[None]:
 
 
 def count_flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
-    """Floating-point operations of a matrix-like op; 0 for ops whose time is the bytes they touch."""
+    """Return the floating-point operations of a matrix-like op; 0 for memory-bound ops."""
     formula = flop_registry.get(func._overloadpacket)
     if formula is None:
         return 0
     try:
         return int(formula(*args, **kwargs, out_val=result))
     except (TypeError, ValueError, AssertionError, IndexError):
-        return 0  # a formula that does not know this overload's arguments: price the op by its bytes
+        return 0  # the formula does not accept this overload's arguments: price the op by its bytes
 
 
 def _or_end(tick: int, end: int) -> int:

@@ -1,4 +1,4 @@
-"""Puts back what a step changes in Python, when it was only looked at: attributes, counters, random generators."""
+"""Undoes the changes of a captured step to Python state: attributes, counters, random generators."""
 
 from __future__ import annotations
 
@@ -16,14 +16,15 @@ from elbowroom.tracing.reach import Reach
 
 @contextlib.contextmanager
 def undone(*roots: Any) -> Iterator[None]:
-    """Let a step run, and undo what it does to all that is reached from `roots`: the step, its model, its optimizers.
+    """Undo, at exit, all changes to objects reachable from `roots`: the step, its model, its optimizers.
 
-    So a counter counts no further, a list does not grow, a loss scaler has no fake scale, a table computed on fake
-    tensors is not found by the next step, and a learning rate does not move on. Random generators, those of torch (the
-    CPU's), Python and NumPy too, are where they were. Files, other processes, and what only C code holds stay changed.
+    This restores counters, lists, the scale of a loss scaler, tables computed on fake tensors, learning rates, and the
+    random generators of torch (CPU), Python and NumPy. Files, other processes, and state held only by C code stay
+    changed.
 
     Raises:
-        TraceError: the step takes from an iterator, which is refused before an item is lost; or it can reach too much.
+        TraceError: the step advances an iterator, which is refused before an item is lost; or it reaches too many
+            objects.
     """
     states = torch.get_rng_state(), random.getstate(), np.random.get_state()
     reach = Reach(roots)
@@ -35,5 +36,5 @@ def undone(*roots: Any) -> Iterator[None]:
         torch.set_rng_state(states[0])
         random.setstate(states[1])
         np.random.set_state(states[2])
-    if asked := [each for each in reach.stand_ins.values() if each.was_asked]:  # and went on all the same
+    if asked := [each for each in reach.stand_ins.values() if each.was_asked]:  # the step swallowed IteratorTaken
         raise TraceError(f"it takes the next item of a {type(asked[0].iterator).__name__}, which could not be put back")

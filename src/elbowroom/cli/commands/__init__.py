@@ -1,4 +1,4 @@
-"""The commands. Each module here is one, and puts itself into the program with `register(app)`.
+"""Commands, one per module, which adds itself to the program with `register(app)`.
 
 No module imports torch before its command runs, so that `elbowroom --help` is instant.
 """

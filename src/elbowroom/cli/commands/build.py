@@ -1,4 +1,4 @@
-"""`elbowroom build`: machine code for this machine, ahead of the first step that needs it."""
+"""`elbowroom build`: compiles for this machine ahead of the first step."""
 
 from __future__ import annotations
 
@@ -12,15 +12,14 @@ from elbowroom.units import format_seconds
 
 
 def register(app: typer.Typer) -> None:
-    """Put this command into the program."""
+    """Add this command to the program."""
     app.command()(build)
 
 
 def build(as_json: Json = False) -> None:
-    """Compile what the first fit and the first plan wait for otherwise, the extension that watches steps and counts
-    their memory among it: two minutes, once.
+    """Compile the C++ extension and the planner's loops, which the first fit and plan otherwise wait for.
 
-    It takes a C++ compiler.
+    Takes two minutes, once, and needs a C++ compiler.
     """
     from elbowroom.compilation import compile_loops
     from elbowroom.native.library import NATIVE, build_library, is_built, load

@@ -1,4 +1,4 @@
-"""`elbowroom capture`: what one training step does."""
+"""`elbowroom capture`: writes the trace of one training step."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _REMARKS = {
 
 
 def register(app: typer.Typer) -> None:
-    """Put this command into the program."""
+    """Add this command to the program."""
     app.command()(with_workload_options(capture))
 
 
@@ -29,7 +29,7 @@ def capture(
     options: WorkloadOptions,
     as_json: Json = False,
 ) -> None:
-    """Capture one training step on fake tensors: nothing is computed, and no card is needed."""
+    """Capture one training step on fake tensors: nothing is computed, and no GPU is needed."""
     from elbowroom.ir.digest import digest
 
     with open_terminal(as_json) as terminal:

@@ -1,4 +1,4 @@
-"""`elbowroom compare`: which strategy makes what of which budget?"""
+"""`elbowroom compare`: compares strategies over budgets."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ Strategies = Annotated[
 
 
 def register(app: typer.Typer) -> None:
-    """Put this command into the program."""
+    """Add this command to the program."""
     app.command("compare")(with_workload_options(compare_strategies))
 
 
@@ -67,7 +67,7 @@ def compare_strategies(
 ) -> None:
     """Plan one step within several budgets by several strategies, and show what each costs.
 
-    Ctrl-C shows what there is so far.
+    Ctrl-C shows the results so far.
     """
     from elbowroom.cli.pictures import check_picture
     from elbowroom.planner.comparison.strategies_compared import Comparison, even_out
@@ -76,7 +76,7 @@ def compare_strategies(
     with open_terminal(as_json) as terminal:
         check_writable(output)
         check_picture(picture)
-        # What means nothing is refused before anything is captured or measured.
+        # Check the arguments before anything is captured or measured.
         read_budgets(budgets, device_bytes=1 << 40, peak_bytes=1 << 40)
         asked, host_bytes = read_strategies(strategies), read_host_memory(host_memory)
         trace = find_trace(terminal, source, options)
@@ -107,7 +107,7 @@ def _run(
     strategies: tuple[str, ...],
     host_bytes: int | None,
 ) -> tuple[tuple[Entry, ...], BaseException | None]:
-    """The entries, and what kept the rest from being made."""
+    """Return the entries, and the error that prevented the others."""
     from elbowroom.planner.comparison.strategies_compared import compare
 
     entries: list[Entry] = []
@@ -128,7 +128,7 @@ def _run(
 def _show(
     terminal: Terminal, comparison: Comparison, picture: Path | None, output: Path | None, *, is_complete: bool
 ) -> None:
-    """Print the comparison, and write the files that were asked for."""
+    """Print the comparison, and write the requested files."""
     from elbowroom.cli.pictures import draw_front
 
     terminal.show(*_head(comparison))
@@ -144,7 +144,7 @@ def _show(
 
 
 def _head(comparison: Comparison) -> tuple[Text, ...]:
-    """What the rows are measured against."""
+    """Return the lines above the table: the plain step and the smallest budget that works."""
     facts = (
         f"plain step {format_seconds(comparison.plain_seconds)} at {format_bytes(comparison.plain_peak_bytes)}; "
         f"smallest budget that works {format_bytes(comparison.smallest_bytes)}"
@@ -153,9 +153,9 @@ def _head(comparison: Comparison) -> tuple[Text, ...]:
 
 
 def make_table(comparison: Comparison) -> Table:
-    """One row an entry, under one row a budget with its bound; the fastest of each budget stands out.
+    """Return a table with one row per entry, under one row per budget with its bound; highlights the fastest entries.
 
-    Moved bytes count both ways; "over bound" is how much longer the step takes than any plan must.
+    Moved bytes count both ways; "over bound" is the excess of the step time over the lower bound.
     """
     from elbowroom.planner.comparison.strategies_compared import find_fastest
 
@@ -196,7 +196,7 @@ def _cells(entry: Entry) -> tuple[str, ...]:
 
 
 def list_refusals(comparison: Comparison) -> list[str]:
-    """Why cells are empty: for each strategy the first reason, and in how many cells it refused."""
+    """Explain empty cells: for each strategy its first error, and the number of cells that failed."""
     lines = []
     for strategy in comparison.list_strategies():
         entries = comparison.find_entries(strategy=strategy)
@@ -207,9 +207,10 @@ def list_refusals(comparison: Comparison) -> list[str]:
 
 
 def list_fields(comparison: Comparison) -> dict[str, Any]:
-    """The same for a program: one object an entry. `front` names the entries that no other beats in peak and seconds.
+    """Return the fields of the JSON document, with one object per entry.
 
-    What an entry that does not fit has not, and what is not a number, is null.
+    `front` lists the Pareto-optimal entries (peak and seconds). Figures of an entry that does not fit, and figures that
+    are not finite, are null.
     """
     from elbowroom.planner.comparison.strategies_compared import find_front
 

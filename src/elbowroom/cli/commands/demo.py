@@ -27,10 +27,10 @@ class Part:
     """One model of the demo.
 
     Attributes:
-        budget: an amount of memory, as "50%peak", or "halfway": between the smallest budget that works and the plain
+        budget: an amount of memory such as "50%peak", or "halfway" between the smallest feasible budget and the plain
             peak.
-        steps: how many; two are captured, and the rest give the time.
-        patience_seconds: on a slow machine there are fewer steps, so that the plain ones take no longer than this.
+        steps: number of steps; two are captured, and the others are timed.
+        patience_seconds: limit on the time of the plain steps; slow machines run fewer.
     """
 
     spec: str
@@ -40,7 +40,7 @@ class Part:
     patience_seconds: float
 
 
-# The numbers of steps are what fits into six minutes on two cores.
+# The numbers of steps are chosen to take six minutes on two cores.
 PARTS = (
     Part(
         spec="torchvision:resnet50",
@@ -60,7 +60,7 @@ PARTS = (
 
 
 def register(app: typer.Typer) -> None:
-    """Put this command, and the one its processes run, into the program."""
+    """Add this command, and the one that its processes run, to the program."""
     app.command()(demo)
     app.command("demo-part", hidden=True)(with_workload_options(run_one))
 
@@ -95,7 +95,7 @@ def demo(as_json: Json = False) -> None:
 
 
 def _train(terminal: Terminal, index: int, part: Part, profile: Path) -> Result:
-    """One model, plain and then within its budget, each in its own process."""
+    """Train one model plain and then within its budget, each in its own process."""
     from elbowroom.cli.demonstration.processes import run_part
     from elbowroom.cli.demonstration.results import Result
 
@@ -115,9 +115,9 @@ def _train(terminal: Terminal, index: int, part: Part, profile: Path) -> Result:
 
 
 def choose_budget(budget: str, plain_peak_bytes: int, smallest_bytes: int) -> int:
-    """Bytes of a part's budget."""
+    """Return the budget of a part in bytes."""
     if budget == "halfway":
-        # Where the two are next to each other, measured and forecast bytes may be in the wrong order.
+        # If the two are close, measured and forecast bytes may be in the wrong order.
         return max(smallest_bytes, (smallest_bytes + plain_peak_bytes) // 2)
     return read_amount("--budget", budget, peak_bytes=plain_peak_bytes)
 
@@ -133,7 +133,7 @@ def run_one(
     options: WorkloadOptions,
     as_json: Json = False,
 ) -> None:
-    """One process of the demo."""
+    """Run one process of the demo."""
     from elbowroom.cli.demonstration import jobs
 
     with open_terminal(as_json) as terminal:

@@ -1,4 +1,4 @@
-"""`elbowroom import`: another system's log becomes a trace with its measured costs."""
+"""`elbowroom import`: converts another system's log into a trace and measured costs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from elbowroom.units import format_bytes, format_seconds
 
 
 def register(app: typer.Typer) -> None:
-    """Put this command into the program."""
+    """Add this command to the program."""
     app.command("import")(import_log)
 
 
@@ -50,7 +50,7 @@ def import_log(
     ] = LoggedRelease.PROGRAM,
     as_json: Json = False,
 ) -> None:
-    """Import the log of one step that another system ran, with what its ops took, to plan and simulate it here."""
+    """Import the log of one step of another system, with its op times, to plan and simulate it here."""
     from elbowroom.importers import read_log
     from elbowroom.simulator.simulate import simulate
 
@@ -79,7 +79,7 @@ def import_log(
 
 
 def describe(trace: Trace, plain: Forecast) -> dict[str, Any]:
-    """What was imported, and the step if nothing moves."""
+    """Describe the imported trace, and its step without a plan."""
     return {
         "name": trace.name,
         "ops": len(trace.ops),
@@ -93,7 +93,7 @@ def describe(trace: Trace, plain: Forecast) -> dict[str, Any]:
 
 
 def top_link(profile: HardwareProfile) -> Link:
-    """The link below the device.
+    """Return the link below the device.
 
     Raises:
         UsageError: there is none.

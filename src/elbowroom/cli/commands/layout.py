@@ -1,4 +1,4 @@
-"""`elbowroom layout`: offsets for buffers whose lifetimes are known, and what allocators without a plan would take."""
+"""`elbowroom layout`: offsets for buffers of known lifetimes, compared with online allocators."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ Allocator = Annotated[
 
 
 def register(app: typer.Typer) -> None:
-    """Put this command into the program."""
+    """Add this command to the program."""
     app.command("layout")(show_layout)
 
 
@@ -62,7 +62,7 @@ def show_layout(
     picture: Picture = None,
     as_json: Json = False,
 ) -> None:
-    """Lay the buffers of a step out in one arena: its size, the lower bound, and what other allocators would take."""
+    """Lay out the buffers of a step in one arena; show its size, the lower bound, and the sizes of other allocators."""
     from elbowroom.layout.lay_out import lay_out
     from elbowroom.layout.pools import POOLS
     from elbowroom.layout.requests import serve
@@ -95,7 +95,7 @@ def show_layout(
 
 
 def load_buffers(source: Path, is_pinned: bool = False) -> tuple[Buffer, ...]:
-    """The buffers in a table, or of a trace.
+    """Load the buffers of a table or of a trace.
 
     Raises:
         UsageError: there is no such file.
@@ -112,7 +112,7 @@ def load_buffers(source: Path, is_pinned: bool = False) -> tuple[Buffer, ...]:
 def list_planned(
     terminal: Terminal, source: Path, plan_file: Path, hardware: str, costs_file: Path | None
 ) -> tuple[Buffer, ...]:
-    """The blocks of a step under a plan.
+    """Return the blocks of a step under a plan.
 
     Raises:
         UsageError: a file is missing, or no trace.
@@ -128,7 +128,7 @@ def list_planned(
 
 
 def describe(buffers: tuple[Buffer, ...], layout: Layout, seconds: float) -> dict[str, Any]:
-    """The figures of a layout."""
+    """Return the figures of a layout for JSON."""
     return {
         "buffers": len(buffers),
         "arena_bytes": layout.arena_bytes,
@@ -141,7 +141,7 @@ def describe(buffers: tuple[Buffer, ...], layout: Layout, seconds: float) -> dic
 
 
 def list_rows(buffers: tuple[Buffer, ...], layout: Layout, seconds: float) -> list[tuple[str, str, str]]:
-    """The figures of a layout, for people."""
+    """Return the figures of a layout as table rows."""
     found = describe(buffers, layout, seconds)
     proof = "proven to be the smallest" if layout.is_optimal else "not proven to be the smallest"
     return [

@@ -1,4 +1,4 @@
-"""`elbowroom max-batch`: how large a batch trains within some memory, and which one trains fastest?"""
+"""`elbowroom max-batch`: finds the largest and the fastest batch within a memory size."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ Memory = Annotated[
 
 
 def register(app: typer.Typer) -> None:
-    """Put this command into the program."""
+    """Add this command to the program."""
     app.command("max-batch")(with_workload_options(find_max_batch, without=("batch",)))
 
 
@@ -111,7 +111,7 @@ def _run(
     limits: tuple[int, int | None],
     strategy: str,
 ) -> tuple[tuple[Trial, ...], BaseException | None]:
-    """The trials by batch, and what kept the rest from being made."""
+    """Return the trials by batch, and the error that prevented the others."""
     from elbowroom.planner.comparison.batches import MOST_TRIALS, try_batches
 
     trials: list[Trial] = []
@@ -145,7 +145,7 @@ def _run(
 
 
 class _Silent(Terminal):
-    """What is captured many times over says so once, in the bar around all of it."""
+    """Terminal without progress bars, for the captures of a search that shows one bar of its own."""
 
     @contextlib.contextmanager
     def progress(self, title: str, *, steady: bool = True) -> Iterator[Advance]:
@@ -156,7 +156,7 @@ class _Silent(Terminal):
 
 
 def list_facts(found: Batches) -> list[tuple[str, str, str]]:
-    """What a person wants to know: the largest and the fastest batch, with a plan and without."""
+    """Return table rows for the largest and the fastest batch, with a plan and without."""
     rows: list[tuple[str, str, str]] = []
     tried = {trial.batch: trial for trial in found.trials}
     for what, trial in (("largest batch", found.largest), ("largest batch, plain", found.largest_plain)):
@@ -182,9 +182,9 @@ def _say_next(trial: Trial | None) -> str:
 
 
 def make_table(found: Batches) -> Table:
-    """One row a batch that was tried: the plain step, then the step within the memory.
+    """Return a table with one row per tried batch: the plain step, then the planned one.
 
-    The peak of what is too large is what it would need.
+    If a step does not fit, its peak is the memory that it would need.
     """
     table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="dim")
     table.add_column("\nbatch", justify="right", no_wrap=True)
@@ -214,12 +214,12 @@ def _cells(trial: Trial) -> tuple[str, ...]:
 
 
 def _format_rate(rate: float) -> str:
-    """Four figures."""
+    """Format a rate with about four significant digits."""
     return f"{rate:.1f}" if rate >= 100 else f"{rate:.2f}" if rate >= 10 else f"{rate:.3f}"
 
 
 def list_fields(found: Batches) -> dict[str, Any]:
-    """The same for a program."""
+    """Return the fields of the JSON document."""
     return {
         "memory_bytes": found.memory_bytes,
         "host_bytes": found.host_bytes,

@@ -1,4 +1,4 @@
-"""`elbowroom plan`: will it fit, and what would it cost?"""
+"""`elbowroom plan`: plans one step within a budget."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 
 def register(app: typer.Typer) -> None:
-    """Put this command into the program."""
+    """Add this command to the program."""
     app.command()(with_workload_options(plan))
 
 
@@ -98,12 +98,12 @@ def plan(
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """A plan beside the step without one.
+    """Plan compared with the plain step.
 
     Attributes:
-        plain, forecast: without and with the plan.
-        bound: what no plan within this budget can beat.
-        planning_seconds: how long the strategy took.
+        plain, forecast: forecasts without and with the plan.
+        bound: lower bound for all plans within this budget.
+        planning_seconds: time that the strategy took.
     """
 
     plan: Plan
@@ -113,11 +113,11 @@ class Outcome:
     planning_seconds: float
 
     def count_choices(self) -> dict[str, int]:
-        """Decisions of each kind."""
+        """Return the number of decisions per choice."""
         return {str(choice): self.plan.count_gaps(choice) for choice in (Choice.OFFLOAD, Choice.RECOMPUTE)}
 
     def rows(self) -> list[tuple[str, str, str]]:
-        """What a person wants to know."""
+        """Return the rows of the table."""
         plain, forecast = self.plain, self.forecast
         choices = self.count_choices()
         offloaded = {decision.storage for decision in self.plan.decisions if decision.choice is Choice.OFFLOAD}
@@ -139,15 +139,15 @@ class Outcome:
         ]  # fmt: skip
 
     def slowdown(self) -> float:
-        """The step's time over the plain step's."""
+        """Step time relative to the plain step."""
         return self.forecast.step_seconds / self.plain.step_seconds if self.plain.step_seconds else 1.0
 
     def gap(self) -> float:
-        """How far the step is above the bound, as a share of it."""
+        """Share by which the step exceeds the bound."""
         return self.bound.over(self.forecast.step_seconds)
 
     def fields(self) -> dict[str, Any]:
-        """The same for a program."""
+        """Return the fields of the JSON document."""
         return {
             "strategy": self.plan.strategy,
             "budget_bytes": self.plan.budget_bytes,
@@ -174,7 +174,7 @@ class Outcome:
 
 
 def _list_tiers(forecast: Forecast) -> list[tuple[str, str, str]]:
-    """What copies take, in each tier that has any."""
+    """Return table rows for the bytes of copies in each lower tier that holds any."""
     tiers = (
         ("below the device", forecast.lower_tier_bytes, forecast.lower_arena_bytes),
         ("on the disk behind", forecast.disk_bytes, forecast.disk_arena_bytes),

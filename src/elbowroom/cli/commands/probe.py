@@ -1,4 +1,4 @@
-"""`elbowroom probe`: what this machine can do."""
+"""`elbowroom probe`: measures this machine."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from elbowroom.units import format_bytes, format_seconds
 
 
 def register(app: typer.Typer) -> None:
-    """Put this command into the program."""
+    """Add this command to the program."""
     app.command()(probe)
 
 
@@ -67,7 +67,7 @@ def _tabulate_memory(profile: HardwareProfile) -> Table:
 
 
 def format_rate(kind: str, per_second: float) -> str:
-    """A rate for people: bytes for elementwise work, floating-point operations for the rest."""
+    """Format a rate: bytes for elementwise ops, floating-point operations for others."""
     if kind == "elementwise":
         return f"{format_bytes(per_second)}/s"
     if per_second >= 1e12:

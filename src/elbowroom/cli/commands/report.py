@@ -1,4 +1,4 @@
-"""`elbowroom report`: what steps did, from their journal."""
+"""`elbowroom report`: reports on steps from their journal."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _BY_HELP = "The table that --trace adds: kind (the default), why each block is w
 
 
 def register(app: typer.Typer) -> None:
-    """Put this command into the program."""
+    """Add this command to the program."""
     app.command("report")(render_report)
 
 
@@ -42,7 +42,7 @@ def render_report(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Report what steps did: forecast beside measured, and with a trace why each block is where it is."""
+    """Report on steps: forecast beside measurements, and with a trace why each block is where it is."""
     from elbowroom.planner.bounds.bound import bound_plan
     from elbowroom.report.modules import count_by_module
     from elbowroom.report.steady import count_modes, find_steady
@@ -82,7 +82,7 @@ def render_report(
 
 
 def load_journal(path: Path) -> tuple[Journal, int]:
-    """A journal and the budget it was run within (0 if the file does not say), from either kind of file.
+    """Load a journal and its budget (0 if the file has none), from either kind of file.
 
     Raises:
         UsageError: there is no such file.
@@ -98,7 +98,7 @@ def load_journal(path: Path) -> tuple[Journal, int]:
     budget_bytes: int = document.get("budget_bytes", 0)
     if budget_bytes < 1:
         raise TraceError(f"{path}: budget_bytes is not a number of bytes")
-    version = document.get("journal_version", 1)  # the first ones did not say
+    version = document.get("journal_version", 1)  # missing in the oldest files
     if not 1 <= version <= files.version_of(Journal):
         raise TraceError(f"{path}: its journal is of a version that this Elbowroom does not read")
     return files.upgrade(document["journal"], version), budget_bytes
@@ -107,7 +107,7 @@ def load_journal(path: Path) -> tuple[Journal, int]:
 def _load_step(
     terminal: Terminal, trace_file: Path | None, plan_file: Path | None, hardware: str, costs_file: Path | None
 ) -> tuple[Trace | None, Costs | None, Plan | None, Forecast | None]:
-    """What is known beside the journal."""
+    """Load the trace, costs, plan and forecast; None for each that was not given."""
     from elbowroom.simulator.planned import PreparedTrace
 
     if trace_file is None:

@@ -1,4 +1,4 @@
-"""`elbowroom run`: real steps within a budget."""
+"""`elbowroom run`: trains within a budget."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ _FILE_HELP = "Write the {} to this file, for `elbowroom report`."
 
 
 def register(app: typer.Typer) -> None:
-    """Put this command into the program."""
+    """Add this command to the program."""
     app.command()(with_workload_options(run))
 
 
@@ -94,7 +94,7 @@ def run(
             ahead=ahead, profile=profile, strategy=strategy, spill_folder=spill_folder, mode=mode, policy=policy,
         )  # fmt: skip
         if stopped is None or room.journal().steps:
-            # The journal first: what follows takes time, and Ctrl-C may come again.
+            # Write the journal first, since the rest takes time and Ctrl-C may come again.
             written = save(room.journal(), output)
             if room.planned is not None:
                 save(room.planned.trace, save_trace)
@@ -112,7 +112,7 @@ def run(
 def _check_mode(
     mode: str | None, policy: str | None, *, strategy: str, ahead: bool, files: Sequence[Path | None]
 ) -> None:
-    """Refuse what means nothing, before anything is built."""
+    """Check the options before anything is built."""
     if mode not in (None, *MODES):
         raise UsageError(f"--mode {mode}: there are: {', '.join(MODES)}")
     if policy is not None:
@@ -126,7 +126,7 @@ def _check_mode(
 
 
 def _find_profile(terminal: Terminal, workload: Workload, hardware: str, spill_folder: str | None) -> HardwareProfile:
-    """The profile to plan with, of the kind of device that the model lies on."""
+    """Return the profile to plan with, for the type of the model's device."""
     from elbowroom.api import find_device
 
     device = find_device(workload.model)
@@ -137,7 +137,7 @@ def _find_profile(terminal: Terminal, workload: Workload, hardware: str, spill_f
 
 
 def _find_budget(terminal: Terminal, workload: Workload, budget: str, profile: HardwareProfile) -> int:
-    """Bytes of a budget: shares are of this device, or of the plain forecast peak, for which a step is captured."""
+    """Return a budget in bytes: shares are of this device, or of the forecast plain peak, which needs a capture."""
     from elbowroom.api import capture, find_device
     from elbowroom.hardware.memory import count_device_bytes
     from elbowroom.simulator.simulate import simulate
@@ -156,7 +156,7 @@ def _find_budget(terminal: Terminal, workload: Workload, budget: str, profile: H
 def _train(
     terminal: Terminal, workload: Workload, budget_bytes: int, steps: int, *, ahead: bool, **fitting: Any
 ) -> tuple[Room, list[float], BaseException | None]:
-    """The room after the steps, which is detached; their losses; and what kept the rest from being made."""
+    """Run the steps. Return the detached room, the losses, and the error that ended the run early."""
     from elbowroom.api import fit
 
     title = f"{workload.name} within {format_bytes(budget_bytes)}"
@@ -185,7 +185,7 @@ def _train(
 
 
 def _list_fields(room: Room, workload: Workload, losses: Sequence[float]) -> dict[str, Any]:
-    """What happened in a room, for a program."""
+    """Return the fields of the JSON document for a room's steps."""
     journal, planned = room.journal(), room.planned
     return {
         "device": str(next(workload.model.parameters()).device),
@@ -199,7 +199,7 @@ def _list_fields(room: Room, workload: Workload, losses: Sequence[float]) -> dic
 
 
 def _show_losses(losses: Sequence[float]) -> dict[str, Any]:
-    """As numbers where JSON has them, and to the last bit."""
+    """Return the losses as JSON numbers (null if not finite), and bit for bit in hexadecimal."""
     return {
         "losses": [loss if math.isfinite(loss) else None for loss in losses],
         "losses_hex": [loss.hex() for loss in losses],
@@ -207,5 +207,5 @@ def _show_losses(losses: Sequence[float]) -> dict[str, Any]:
 
 
 def _summarize_forecast(forecast: dict[str, Any]) -> dict[str, Any]:
-    """Without the figures of every tick, which nobody reads in a result."""
+    """Return the forecast without its per-tick figures."""
     return {name: value for name, value in forecast.items() if name not in ("live_bytes", "begin_seconds")}

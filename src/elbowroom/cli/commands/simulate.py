@@ -1,4 +1,4 @@
-"""`elbowroom simulate`: what a plan will do, or a policy."""
+"""`elbowroom simulate`: forecasts a step under a plan or a policy."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ _Steps = Annotated[
 
 
 def register(app: typer.Typer) -> None:
-    """Put this command into the program."""
+    """Add this command to the program."""
     app.command()(simulate)
 
 
@@ -77,7 +77,7 @@ def simulate(
 ) -> None:
     """Forecast one step of a trace under a plan, or under a policy within a budget: peak, seconds and moves.
 
-    Of a plan it also says why each block is where it is. Exit code 3 if the policy finds no room.
+    For a plan, also explain why each block is where it is. Exit code 3 if the policy finds no room.
     """
     from elbowroom.planner.bounds.bound import bound_plan
     from elbowroom.report.summary import summarize
@@ -119,7 +119,7 @@ def simulate(
 def _check_choice(
     plan_file: Path | None, policy: str | None, budget: str | None, steps: int | None, allocator: Allocator
 ) -> None:
-    """Refuse what means nothing, before anything is read."""
+    """Check the options before anything is read."""
     if policy is not None:
         get(policies, policy, "Policy")
         if plan_file is not None:
@@ -167,7 +167,7 @@ def _simulate_steps(
 
 
 def describe_places(forecast: Forecast) -> list[str]:
-    """Bytes per tier, and what addresses make of them, where there is something to tell."""
+    """Return sentences on the bytes per lower tier, the caching allocator and the arena, as far as known."""
     lines = []
     if forecast.lower_tier_bytes or forecast.disk_bytes:
         line = "Below the device at most " + describe_arena(forecast.lower_tier_bytes, forecast.lower_arena_bytes)
@@ -191,7 +191,7 @@ def describe_places(forecast: Forecast) -> list[str]:
 
 
 def describe_arena(nbytes: int, arena_bytes: int) -> str:
-    """The most bytes that are there at once, and what they take if they were laid out."""
+    """Describe the peak bytes, and the size of their arena if they were laid out."""
     if not nbytes:
         return "nothing"
     laid_out = f", laid out in {format_bytes(arena_bytes)} ({arena_bytes / nbytes:.3f} of that)" if arena_bytes else ""

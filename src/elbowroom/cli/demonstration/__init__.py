@@ -1,1 +1,1 @@
-"""The demo: real models trained plainly and then within a budget, each in a process of its own."""
+"""Demo: real models trained plain and then within a budget, each in its own process."""

@@ -1,4 +1,4 @@
-"""What one process of the demo does: some steps, plain or within a budget. The only part that touches torch."""
+"""Trains one model of the demo, plain or within a budget, in its own process. Only this part imports torch."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ LEAST_STEPS = 5
 """Within a budget two steps are captured, two are metered op by op, and one at least must be as steps are then."""
 
 SETTLING_STEPS = 2
-"""The first step makes the optimizer's state, and the second warms what it left cold."""
+"""The first step creates the optimizer's state; the second warms caches."""
 
 _NO_LIMIT_BYTES = 1 << 62
 
@@ -41,9 +41,9 @@ def run_plain(
     """Train with PyTorch alone.
 
     Args:
-        steps: the most there will be; fewer, but at least `LEAST_STEPS`, where they take too long.
-        patience_seconds: how long is too long, for all of them.
-        floor: afterwards capture one step to find the smallest budget that works.
+        steps: maximum number of steps; fewer, but at least `LEAST_STEPS`, if they take too long.
+        patience_seconds: limit on the time of all steps.
+        floor: whether to capture one step afterwards, to find the smallest feasible budget.
 
     Returns:
         losses (hexadecimal), seconds a step, peak_bytes of the last step, resident_bytes of the one before it (of the
@@ -85,9 +85,9 @@ def run_plain(
 
 
 def _meter(workload: Workload, device: torch.device) -> tuple[float, int, int]:
-    """Run the last plain step: its loss, its peak, and on CUDA the peak of reserved bytes, else 0.
+    """Run the last plain step. Return its loss, its peak, and on CUDA the peak of reserved bytes, otherwise 0.
 
-    A ledger is an allocator, and what a CPU gives up for the steps before is that of PyTorch's own.
+    On CPU the ledger replaces PyTorch's allocator, so resident memory is measured on the steps before.
     """
     from elbowroom.hooks.ledger import make_ledger
     from elbowroom.hooks.meter import make_meter
@@ -96,7 +96,7 @@ def _meter(workload: Workload, device: torch.device) -> tuple[float, int, int]:
     ledger.adopt(list_base(workload))
     meter = make_meter(device, ledger)
     meter.start()
-    # No loss stays behind as a tensor: one that is freed while the meter runs was never seen by it.
+    # Keep no loss tensor: the meter would see it freed, but never allocated.
     loss = float(workload.step())
     _finish(device)
     meter.stop()
@@ -107,10 +107,10 @@ def _meter(workload: Workload, device: torch.device) -> tuple[float, int, int]:
 def run_within(
     terminal: Terminal, spec: str, options: dict[str, Any], steps: int, profile: HardwareProfile, budget_bytes: int
 ) -> dict[str, Any]:
-    """Train within a budget, as a user's loop would: the first steps are captured as they run.
+    """Train within a budget as a user's loop would: the first steps are captured while they run.
 
     Returns:
-        losses (hexadecimal), what was forecast and measured of the planned steps, and the room's report.
+        losses (hexadecimal), forecast and measurements of the planned steps, and the room's report.
     """
     from elbowroom.api import fit
 
@@ -130,7 +130,7 @@ def run_within(
             planned = room.planned
             report = room.report()
     steady = find_steady(journal)
-    assert steady is not None  # there is at least one step
+    assert steady is not None  # at least one step ran
     return {
         "losses": [loss.hex() for loss in losses],
         "modes": [str(record.mode) for record in journal.steps],
@@ -148,26 +148,26 @@ def run_within(
 
 
 def make_repeatable() -> None:
-    """Let the same step give the same bits twice, which CUDA does not promise unless it is asked to."""
+    """Make steps bitwise reproducible, which CUDA guarantees only on request."""
     import torch
 
     if torch.cuda.is_available():
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True, warn_only=True)
         torch.backends.cudnn.benchmark = False
-        # It would write to every new block, which no training does.
+        # Deterministic mode would otherwise fill every new block, unlike real training.
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
 
 def list_base(workload: Workload) -> list[torch.Tensor]:
-    """What is there before a step: parameters, buffers, gradients, optimizer state, and the batch."""
+    """Return the tensors that exist before a step: parameters, buffers, gradients, optimizer state, and the batch."""
     from elbowroom.tracing.residents import list_residents
 
     return [*(each.tensor for each in list_residents(workload.model, (workload.optimizer,))), *workload.batch.values()]
 
 
 def _find_smallest(advance: Advance, workload: Workload, profile: HardwareProfile) -> int:
-    """The smallest budget that works, from one captured step."""
+    """Return the smallest feasible budget, from one captured step."""
     from elbowroom.api import fit
     from elbowroom.planner.problem import pose
 
@@ -180,7 +180,7 @@ def _find_smallest(advance: Advance, workload: Workload, profile: HardwareProfil
 
 
 def _finish(device: torch.device) -> None:
-    """Let the clock see the work, and not only its being ordered."""
+    """Wait for the device, so that the clock measures execution and not only launches."""
     import torch
 
     if device.type == "cuda":

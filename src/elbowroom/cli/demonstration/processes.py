@@ -1,4 +1,4 @@
-"""Runs the parts of the demo, each in a process of its own, so that no part finds memory that another one used."""
+"""Runs each part of the demo in its own process, so that no part reuses memory of another one."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from elbowroom.errors import ElbowroomError
 
 
 def run_part(arguments: Sequence[str]) -> dict[str, Any]:
-    """Run one command of this program with `--json` and read its document. Its progress goes to our stderr.
+    """Run one command of this program with `--json` and read its document. Its progress goes to stderr.
 
     Raises:
-        ElbowroomError: it failed; what it had to say is on stderr.
+        ElbowroomError: it failed; its message is on stderr.
     """
     command = [sys.executable, "-m", "elbowroom", *arguments, "--json"]
     finished = subprocess.run(command, stdout=subprocess.PIPE, check=False)

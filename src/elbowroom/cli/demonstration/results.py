@@ -1,4 +1,4 @@
-"""What the demo found: one row a model, checked and put into a table."""
+"""Results of the demo, one per model: checks and a table."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ class Result:
     """One model, plain and within its budget.
 
     Attributes:
-        spec: what was trained.
-        plain, within: what the two processes said (`jobs.run_plain`, `jobs.run_within`).
+        spec: the workload.
+        plain, within: results of the two processes (`jobs.run_plain`, `jobs.run_within`).
     """
 
     spec: str
@@ -32,17 +32,17 @@ class Result:
 
     @property
     def losses_equal(self) -> bool:
-        """Whether the losses of all steps are the same to the last bit."""
+        """True if the losses of all steps are bitwise equal."""
         return bool(self.plain["losses"] == self.within["losses"])
 
     @property
     def budget_held(self) -> bool:
-        """Whether every metered step stayed within the budget."""
+        """True if every metered step stayed within the budget."""
         peak_bytes = self.within["peak_bytes"]
         return peak_bytes is not None and peak_bytes <= self.budget_bytes
 
     def fields(self) -> dict[str, Any]:
-        """For a program."""
+        """Return the fields of the JSON document."""
         return {
             "name": self.spec,
             "budget_bytes": self.budget_bytes,
@@ -56,7 +56,7 @@ class Result:
 
 
 def find_problems(results: Sequence[Result]) -> list[str]:
-    """What went wrong, in words; nothing if all is well."""
+    """Return a message for each failed check; empty if all passed."""
     problems = []
     for result in results:
         if not result.losses_equal:
@@ -72,7 +72,7 @@ def find_problems(results: Sequence[Result]) -> list[str]:
 
 
 def tabulate(results: Sequence[Result]) -> Table:
-    """Plain PyTorch and Elbowroom side by side, a column a model."""
+    """Return a table of plain PyTorch and Elbowroom side by side, with one column per model."""
     title = "Plain PyTorch, and the same training within a budget"
     table = Table(title=title, title_justify="left", title_style="bold")
     if any(result.plain["device"] == "cpu" for result in results):
@@ -95,7 +95,7 @@ def _share(value: float, whole: float) -> str:
 
 
 def _bytes(result: Result, name: str, nbytes: int | None) -> tuple[str, str]:
-    """A number of bytes, and its share of the plain step's."""
+    """Format bytes with their share of the plain step's bytes."""
     return ("not measured", "") if nbytes is None else (format_bytes(nbytes), _share(nbytes, result.plain[name]))
 
 

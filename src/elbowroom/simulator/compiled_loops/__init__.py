@@ -1,1 +1,1 @@
-"""The simulator in machine code, as the planner calls it hundreds of thousands of times."""
+"""Compiled simulator, which the planner calls hundreds of thousands of times."""

@@ -1,4 +1,4 @@
-"""A trace and its costs as arrays of records, for loops in machine code: the columnar twin of `planned.PreparedTrace`.
+"""A trace and its costs as arrays of records, for compiled loops: the columnar form of `planned.PreparedTrace`.
 
 Gaps are numbered in order of (closes, storage). Time is cut into slots, at every tick at which a decision can change
 what is held; a slot's bytes are the most of its ticks. Lists of lists are one array of items and, in the records that
@@ -40,7 +40,7 @@ _GAP = {
     "payload": "i8",
     "rounded": "i8",
     "free": "i8",  # slot from which its absence frees anything
-    "released": "i8",  # tick at which the program has let go
+    "released": "i8",  # tick before which the program releases it
     "released_slot": "i8",
     "claim": "i8",
     "claim_end": "i8",  # slot
@@ -71,8 +71,8 @@ _LINK = {
     "back_rate": "f8",
     "drag": "f8",
     "half_duplex": "i8",
-    # Where copies go that the tier below has no room for (`simulator.host_overflow`).
-    "overflows": "i8",  # 0: it has room for any
+    # Overflow of the tier below (`simulator.host_overflow`).
+    "overflows": "i8",  # 0: unlimited
     "host_room": "i8",  # bytes
     "piece": "i8",  # bytes
     "disk_out_latency": "f8",
@@ -83,7 +83,7 @@ _LINK = {
 
 
 class Columns(NamedTuple):
-    """One trace on one machine. All arrays are of records but for those that hold plain indices or bytes."""
+    """One trace on one machine. Arrays hold records, except for plain indices and byte counts."""
 
     events: Array
     gaps: Array
@@ -100,7 +100,7 @@ class Columns(NamedTuple):
 
 
 def make_records(fields: Mapping[str, str], count: int, **columns: Any) -> Array:
-    """An array of records, 0 where no column is given; a shorter column leaves the last records 0."""
+    """Return an array of records from columns; missing columns, and the tails of shorter ones, are 0."""
     records = np.zeros(count, dtype=np.dtype(list(fields.items()), align=True)).view(np.recarray)
     for name, values in columns.items():
         records[name][: len(values)] = values
@@ -108,11 +108,11 @@ def make_records(fields: Mapping[str, str], count: int, **columns: Any) -> Array
 
 
 def make_columns(replay: PreparedTrace, gaps: Mapping[tuple[int, int], Gap], plain_bytes: Sequence[int]) -> Columns:
-    """The columns of a trace, its costs, and the gaps that may be decided on.
+    """Return the columns of a trace, its costs, and the gaps that are up for decision.
 
     Args:
         gaps: by (storage, index).
-        plain_bytes: on the device during each tick if everything stays.
+        plain_bytes: on the device during each tick if nothing leaves.
 
     Cost: linear in the trace.
     """
@@ -266,7 +266,7 @@ def _list_link(replay: PreparedTrace) -> Array:
 
 
 def _free_tick(replay: PreparedTrace, gap: Gap) -> int:
-    """Until when the program, or a running node that was given the storage, holds it anyway."""
+    """Return the tick until which the program, or a running node, holds the storage anyway."""
     nodes = (released for tick, released in replay.node_spans[gap.storage] if tick <= gap.opens)
     return min(gap.closes, max(gap.opens + 1, replay.trace.storages[gap.storage].released, *nodes))
 
@@ -274,7 +274,7 @@ def _free_tick(replay: PreparedTrace, gap: Gap) -> int:
 def _cut_slots(
     end: int, ticks: Sequence[int], others: Iterable[int], plain_bytes: Sequence[int]
 ) -> tuple[Array, Array]:
-    """The slot of every tick, `end` included, and the bytes of every slot."""
+    """Return the slot of every tick, `end` included, and the bytes of every slot."""
     cuts = np.unique(np.asarray([0, *ticks, *(tick + 1 for tick in ticks), *others], dtype=np.int64))
     cuts = cuts[cuts < max(end, 1)]
     slot_of = np.searchsorted(cuts, np.arange(end + 1), side="right") - 1

@@ -1,4 +1,4 @@
-"""What a replay holds on its way: the compiled twin of `replays.footprint`."""
+"""Peak bytes of a replay: the compiled counterpart of `replays.footprint`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from elbowroom.simulator.compiled_loops.segment_arrays import Segments
 
 @internal
 def walk(columns: Columns, ops: Array, segment: int, room: Segments) -> None:
-    """Seconds of a replay, and its peak bytes minus those of the outputs that stay."""
+    """Return the seconds of a replay, and its peak bytes beyond the outputs that stay."""
     marks = room.marks
     stamp = room.tally[0].stamp
     storages = columns.storages
@@ -48,7 +48,7 @@ def walk(columns: Columns, ops: Array, segment: int, room: Segments) -> None:
 
 @internal
 def _let_go(columns: Columns, storage: int, position: int, segment: int, room: Segments) -> int:
-    """The bytes that an intermediate gives back after its last use; 0 for outputs."""
+    """Return the bytes that an intermediate frees after its last use; 0 for outputs."""
     mark = room.marks[storage]
     if mark.live != room.tally[0].stamp or mark.last_use != position:
         return 0

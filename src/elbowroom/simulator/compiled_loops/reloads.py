@@ -1,4 +1,4 @@
-"""When reloads begin: in the order of use, as late as the link allows, and where there is room until the use."""
+"""Schedules reloads: in order of use, as late as the link allows, and where there is room until the use."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from elbowroom.simulator.compiled_loops.transit import AWAY, LOOK_AHEAD, Sweep, 
 
 @internal
 def order_reloads(columns: Columns, slack: float, room: Sweep) -> None:
-    """Offloaded gaps by when they are wanted, and the latest time at which each reload can begin."""
+    """Sort offloaded gaps by their use, and compute the latest time at which each reload can begin."""
     moves = room.segments.moves
     order = room.order
     gaps = columns.gaps
@@ -37,9 +37,9 @@ def order_reloads(columns: Columns, slack: float, room: Sweep) -> None:
 
 @internal
 def reload_early(columns: Columns, room: Sweep, budget_bytes: int, leaving: int, event: int) -> None:
-    """Begin the reloads that are due before the next event and have room until they are wanted.
+    """Start the reloads that are due before the next event and have room until their use.
 
-    `leaving`: bytes that were on their way out when the event began.
+    `leaving`: bytes that were being copied out when the event began.
     """
     events = columns.events
     gaps = columns.gaps
@@ -76,7 +76,7 @@ def reload_early(columns: Columns, room: Sweep, budget_bytes: int, leaving: int,
 
 @internal
 def _find_block(columns: Columns, room: Sweep, budget_bytes: int, leaving: int, event: int, gap: int) -> int:
-    """The last slot in which a reload that begins now has no room; without one, -1, and its room is taken."""
+    """Return the last slot in which a reload that starts now has no room; -1 if it fits, and then reserve its room."""
     begin, window = columns.events[event].at, next_slot(columns.events, event, len(columns.slots))
     end = slot_of(columns.events, room.segments.moves[gap].wanted)
     nbytes = columns.gaps[gap].rounded

@@ -1,4 +1,4 @@
-"""The arrays in which the segments of one vector of choices are found; reused from vector to vector."""
+"""Arrays in which the segments of one vector of choices are found; reused from vector to vector."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ MEMO = 128
 
 
 class Segments(NamedTuple):
-    """Room for the segments of one vector of choices; used again and again."""
+    """Reusable buffers for the segments of one vector of choices."""
 
     moves: Array  # per gap
     segments: Array  # the last record in use is there for the end of the last lists
@@ -70,7 +70,7 @@ class Segments(NamedTuple):
 
 
 def make_segments(columns: Columns) -> Segments:
-    """Room for the segments of one trace."""
+    """Allocate the buffers for the segments of one trace."""
     gaps, views = len(columns.gaps), len(columns.reads) + len(columns.writes)
     return Segments(
         moves=make_records(_MOVE, gaps),

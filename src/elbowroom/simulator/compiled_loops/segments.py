@@ -1,11 +1,11 @@
-"""Which ops are replayed for given choices, when, and what that takes: the compiled twin of `replays.closure`.
+"""Finds the ops to replay for given choices, their times and costs: the compiled form of `replays.closure`.
 
-Dropped gaps are looked at in order of their closes. What a replay makes on its way stays, where it was dropped too, is
-still awaited and not RECOMPUTE_OWN; so one replay can end several absences.
+Dropped gaps are visited in order of their closes. If a replay makes other dropped storages that are still needed, these
+stay, unless their choice is to be recomputed at their own close; so one replay can close several gaps.
 
-From one vector of choices to the next most replays are the same. What the last search for each gap found is kept with
-what it depended on: the choices for the storages that it came across, and whether they were awaited. So a search is
-made again only where one of these has changed, and nobody has to say what did.
+Most replays are the same for successive vectors of choices. The last search for each gap is cached with its conditions:
+the choices for the storages that it met, and whether these were still needed. A search is repeated only if one of these
+conditions has changed, so that nothing has to be invalidated.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from elbowroom.simulator.compiled_loops.passage import walk
 from elbowroom.simulator.compiled_loops.segment_arrays import Segments
 
 KEEP, OFFLOAD, RECOMPUTE, RECOMPUTE_OWN, RECOMPUTE_KEEP_INPUTS = range(5)
-"""Choices for a gap. The last three drop: RECOMPUTE until the first replay that makes the storage, RECOMPUTE_OWN
-until the gap's own close, whatever is replayed before, RECOMPUTE_KEEP_INPUTS as well, but not before the last replay
+"""Choices for a gap. The last three drop the storage: RECOMPUTE until the first replay that makes it, RECOMPUTE_OWN
+until the gap's own close, whatever is replayed before, RECOMPUTE_KEEP_INPUTS likewise, but only after the last replay
 that reads it."""
 
 CHOICES = 5
@@ -56,7 +56,7 @@ def find_segments(columns: Columns, room: Segments) -> int:
 
 @internal
 def add_segment(columns: Columns, target: int, room: Segments) -> bool:
-    """Add the segment that is replayed when a dropped gap closes. Returns whether it can be."""
+    """Add the segment that is replayed when a dropped gap closes. Return False if there is none."""
     count, segments = room.tally[0], room.segments
     segment, tick = count.segments, columns.gaps[target].closes
     segments[segment].event = columns.gaps[target].close_event
@@ -74,7 +74,7 @@ def _recall(
     finds: Array, memos: Array, moves: Array, segments: Array, ops: Array, leaves: Array, tally: Array, target: int,
     tick: int,
 ) -> bool:  # fmt: skip
-    """Take over what the last search found, if it would find the same again."""
+    """Reuse the result of the last search, if its conditions still hold."""
     found = finds[target]
     memo = memos[target]
     count = tally[0]
@@ -108,7 +108,7 @@ def _recall(
 
 @inlined
 def _hold(moves: Array, gap: int, tick: int) -> None:
-    """A replay at `tick` reads a storage in one of its gaps."""
+    """Record that a replay at `tick` reads a storage in one of its gaps."""
     moves[gap].wanted = min(moves[gap].wanted, tick)
     if moves[gap].choice == RECOMPUTE_KEEP_INPUTS:
         moves[gap].leave = max(moves[gap].leave, tick)
@@ -116,7 +116,7 @@ def _hold(moves: Array, gap: int, tick: int) -> None:
 
 @internal
 def _make(columns: Columns, target: int, room: Segments) -> bool:
-    """Search for the segment of a gap, and keep what was found."""
+    """Search for the segment of a gap, and cache the result."""
     count, storages, gaps, moves, marks = room.tally[0], columns.storages, columns.gaps, room.moves, room.marks
     found, memo, segment, tick = room.found[target], room.memo[target], count.segments, gaps[target].closes
     found.ops = 0
@@ -134,7 +134,7 @@ def _make(columns: Columns, target: int, room: Segments) -> bool:
         for index in range(columns.ops[op].writes_start, columns.ops[op + 1].writes_start):
             storage = columns.writes[index]
             if marks[storage].leaf == stamp:
-                return False  # a storage that is made here cannot at the same time be read from outside
+                return False  # a storage that is made here cannot be a leaf, too
     for op in ops:
         for index in range(columns.ops[op].writes_start, columns.ops[op + 1].writes_start):
             storage = columns.writes[index]
@@ -170,7 +170,7 @@ def _make(columns: Columns, target: int, room: Segments) -> bool:
 
 @inlined
 def _note(memo: Array, size: int, value: int) -> int:
-    """Put a number behind the others, as long as there is room; counted in any case."""
+    """Append a number if there is room; count it in any case."""
     if size < len(memo):
         memo[size] = value
     return size + 1
@@ -178,7 +178,7 @@ def _note(memo: Array, size: int, value: int) -> int:
 
 @internal
 def _note_conditions(columns: Columns, ops: Array, tick: int, room: Segments, memo: Array) -> int:
-    """Note what the search depended on: all that can differ about the storages that it met. Returns how many."""
+    """Record the conditions of the search: the variable state of the storages that it met. Return their number."""
     storages = columns.storages
     gaps = columns.gaps
     moves = room.moves
@@ -205,7 +205,7 @@ def _note_conditions(columns: Columns, ops: Array, tick: int, room: Segments, me
 
 @internal
 def _sort(values: Array) -> None:
-    """In place, by Shell's method: most lists are short, and NumPy's sort takes seconds longer to compile."""
+    """Sort in place by Shell's method: most lists are short, and NumPy's sort takes seconds longer to compile."""
     gap = 1
     while gap < len(values) // 3:
         gap = 3 * gap + 1
@@ -221,7 +221,7 @@ def _sort(values: Array) -> None:
 
 @internal
 def _search(columns: Columns, target: int, tick: int, room: Segments) -> bool:
-    """Collect the ops that make `target` anew at `tick`, and the leaves they read."""
+    """Collect the ops that recompute `target` at `tick`, and the leaves that they read."""
     count = room.tally[0]
     storages = columns.storages
     marks = room.marks
@@ -294,7 +294,7 @@ def _claim_at(storages: Array, claims: Array, storage: int, tick: int) -> int:
 
 @inlined
 def _dropped_gap(storages: Array, gap_lists: Array, gaps: Array, moves: Array, storage: int, tick: int) -> int:
-    """The gap in which a storage is dropped at `tick` and not yet there again; -1 if there is none."""
+    """Return the gap in which a storage is dropped at `tick` and not yet restored; -1 if there is none."""
     found = -1
     for index in range(storages[storage].gaps_start, storages[storage + 1].gaps_start):
         gap = gap_lists[index]

@@ -1,4 +1,4 @@
-"""One pass over a step under given choices: when everything moves, how long the step takes, what it holds.
+"""Simulates a step under given choices in one pass: times of moves, duration, memory.
 
 Choices say what happens in each gap; the sweep says when, from the budget:
 
@@ -34,15 +34,15 @@ from elbowroom.simulator.compiled_loops.transit import (
 
 @compiled
 def sweep(columns: Columns, choices: Array, budget_bytes: int, slack: float, limit: float, room: Sweep) -> bool:
-    """Carry a vector of choices out.
+    """Simulate a vector of choices.
 
     Args:
         choices: for each gap, as in `segments`.
-        slack: reloads begin this many of their own durations before they must.
-        limit: seconds after which nobody is interested.
+        slack: reloads start this many of their own durations before they must.
+        limit: seconds after which the sweep gives up.
 
     Returns:
-        Whether it can be carried out at all, in no more than `limit`; `room.outcome` says whether it fits.
+        True if the choices are possible and take at most `limit`; `room.outcome` tells whether they fit.
 
     Cost: linear in the slots, the events and the ops replayed.
     """
@@ -60,10 +60,10 @@ def sweep(columns: Columns, choices: Array, budget_bytes: int, slack: float, lim
 
 @compiled
 def sweep_all(columns: Columns, batch: Array, budget_bytes: int, slack: float, room: Sweep, outcomes: Array) -> None:
-    """Carry out every row of `batch`; a row that cannot be carried out takes infinite seconds.
+    """Simulate every row of `batch`; impossible rows take infinite seconds.
 
     Args:
-        outcomes: one record a row, of the fields of `Sweep.outcome`.
+        outcomes: one record per row, with the fields of `Sweep.outcome`.
     """
     for row in range(len(batch)):
         if sweep(columns, batch[row], budget_bytes, slack, np.inf, room):
@@ -74,7 +74,7 @@ def sweep_all(columns: Columns, batch: Array, budget_bytes: int, slack: float, r
 
 @internal
 def _settle(columns: Columns, choices: Array, moves: Array) -> None:
-    """What has a copy below need not be computed again."""
+    """Set the choice of every gap; a storage whose copy still exists is reloaded instead of recomputed."""
     for gap in range(len(moves)):
         moves[gap].choice = choices[gap]
     for storage in range(len(columns.storages) - 1):
@@ -89,7 +89,7 @@ def _settle(columns: Columns, choices: Array, moves: Array) -> None:
 
 @internal
 def _stretch(columns: Columns, room: Sweep) -> None:
-    """Find when each event begins with the replays before it, and what is replayed at it."""
+    """Compute the begin of each event including earlier replays, and the segment replayed at it."""
     events, segments = room.events, room.segments.segments
     for event in range(len(events)):
         events[event].replay = -1
@@ -104,7 +104,7 @@ def _stretch(columns: Columns, room: Sweep) -> None:
 
 @internal
 def _outline(columns: Columns, room: Sweep) -> None:
-    """The bytes of every slot if whatever is offloaded were away for all of its gap."""
+    """Compute the bytes of every slot if offloaded storages were away during their whole gap."""
     moves = room.segments.moves
     segments = room.segments.segments
     events = columns.events
@@ -138,7 +138,7 @@ def _take(change: Array, begin: int, end: int, nbytes: int) -> None:
 
 @inlined
 def _absent(change: Array, events: Array, gaps: Array, gap: int, release: int, back: int) -> None:
-    """Take a storage away from after one event until another."""
+    """Subtract a storage from the slots between two events."""
     _take(change, max(events[release].after, gaps[gap].free), events[back].at, gaps[gap].rounded)
     if events[back].tick < gaps[gap].released:  # the program still holds the old block
         change[events[back].at] += gaps[gap].rounded
@@ -176,7 +176,7 @@ def _run(columns: Columns, budget_bytes: int, limit: float, room: Sweep) -> bool
             continue
         if columns.step_seconds + clock.late > limit:
             return False
-        # Handing all arrays on costs more than most events do, so what nothing comes of is not called.
+        # Passing all arrays costs more than most events do, so calls without effect are skipped.
         leaving = clock.leaving
         if clock.first < clock.last:
             _release(events, columns.gaps, moves, room.copies, room.pending, room.profile, room.clock, budget_bytes,
@@ -213,10 +213,10 @@ def _release(
     events: Array, gaps: Array, moves: Array, copies: Array, pending: Array, profile: Array, clocks: Array,
     budget_bytes: int, event: int,
 ) -> None:  # fmt: skip
-    """Give up what has been copied; wait for copies where there is no room for what comes before the next event."""
+    """Free storages that are copied out; wait for copies if there is no room until the next event."""
     clock = clocks[0]
     end = next_slot(events, event, len(profile) - 1)
-    for index in range(clock.fresh, clock.last):  # what the program holds no longer than to the next event
+    for index in range(clock.fresh, clock.last):  # storages that the program releases by the next event
         gap = pending[index]
         if gaps[gap].free < end:
             pending[index] = pending[clock.fresh]
@@ -246,7 +246,7 @@ def _release(
 
 @internal
 def _measure(columns: Columns, room: Sweep) -> None:
-    """The bytes of every slot as it turned out, here and below."""
+    """Compute the final bytes of every slot, on the device and below."""
     change = room.held
     below = room.profile
     outcome = room.outcome[0]

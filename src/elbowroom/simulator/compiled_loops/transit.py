@@ -1,4 +1,4 @@
-"""What a sweep carries along, and the moves it makes: copies begin and end on the lanes of one link."""
+"""State of a sweep, and its transfers over the lanes of one link."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ _OUTCOME = {
 
 
 class Sweep(NamedTuple):
-    """Room for one pass; used again and again. After `sweep` it holds what came out."""
+    """Reusable buffers for one sweep, which hold its results afterwards."""
 
     segments: Segments
     copies: Array  # per claim
@@ -69,7 +69,7 @@ class Sweep(NamedTuple):
 
 
 def make_sweep(columns: Columns) -> Sweep:
-    """Room for sweeps over one trace."""
+    """Allocate the buffers for sweeps over one trace."""
     gaps, slots = len(columns.gaps), len(columns.slots)
     return Sweep(
         segments=make_segments(columns),
@@ -92,13 +92,13 @@ def make_sweep(columns: Columns) -> Sweep:
 
 
 def make_outcomes(count: int) -> Array:
-    """Room for what comes out of so many sweeps."""
+    """Allocate the outcomes of a number of sweeps."""
     return make_records(_OUTCOME, count)
 
 
 @internal
 def event_at(events: Array, tick: int) -> int:
-    """The first event at or after a tick."""
+    """Return the first event at or after a tick."""
     low, high = 0, len(events) - 1
     while low < high:
         middle = (low + high) // 2
@@ -111,20 +111,20 @@ def event_at(events: Array, tick: int) -> int:
 
 @inlined
 def slot_of(events: Array, tick: int) -> int:
-    """The slot of the first event at or after a tick."""
+    """Return the slot of the first event at or after a tick."""
     return int(events[event_at(events, tick)].at)
 
 
 @inlined
 def next_slot(events: Array, event: int, slots: int) -> int:
-    """The end of the slots up to the next event at which anything can move, its own included."""
+    """Return the end of the slots up to and including the next event at which anything can move."""
     following = events[event].next
     return int(events[following].at + 1) if following + 1 < len(events) else slots
 
 
 @internal
 def ensure(events: Array, gaps: Array, links: Array, moves: Array, clocks: Array, gap: int, event: int) -> None:
-    """Have a storage on the device at an event, whatever it takes."""
+    """Bring a storage to the device by an event, waiting if necessary."""
     clock = clocks[0]
     if moves[gap].state == AWAY:
         fetch(events, gaps, links, moves, clocks, gap, event)
@@ -137,7 +137,7 @@ def ensure(events: Array, gaps: Array, links: Array, moves: Array, clocks: Array
 
 @internal
 def fetch(events: Array, gaps: Array, links: Array, moves: Array, clocks: Array, gap: int, event: int) -> None:
-    """Begin the copy back from the tier below."""
+    """Start the copy back from the tier below."""
     clock, link = clocks[0], links[0]
     moves[gap].state = ARRIVING
     moves[gap].back_event = event
@@ -157,7 +157,7 @@ def send(
     events: Array, gaps: Array, links: Array, moves: Array, copies: Array, pending: Array, clocks: Array, gap: int,
     event: int,
 ) -> None:  # fmt: skip
-    """Begin the copy to the tier below, unless there is one."""
+    """Start the copy to the tier below, unless one exists."""
     clock, copy = clocks[0], copies[gaps[gap].claim]
     moves[gap].state = PENDING
     pending[clock.last] = gap
@@ -183,7 +183,7 @@ def _send(events: Array, gaps: Array, links: Array, copies: Array, clocks: Array
 
 @internal
 def _has_room(gaps: Array, links: Array, copies: Array, clocks: Array, gap: int, tick: int) -> bool:
-    """Whether the tier below has room for a copy at a tick, which is then taken; the disk always has."""
+    """Reserve room for a copy in the tier below at a tick. Return False if there is none: the copy goes to disk."""
     clock, copy = clocks[0], copies[gaps[gap].claim]
     while clock.ended < len(copies) and copies[copies[clock.ended].in_turn].end <= tick:
         ended = copies[copies[clock.ended].in_turn]
@@ -202,7 +202,7 @@ def _has_room(gaps: Array, links: Array, copies: Array, clocks: Array, gap: int,
 
 @internal
 def _write_out(events: Array, gaps: Array, links: Array, clocks: Array, gap: int, event: int) -> float:
-    """Make a copy on the disk, while the step waits: the twin of `Lanes.send_through`. Returns when it is done."""
+    """Copy to the disk while the step waits, as in `Lanes.send_through`. Return when it is done."""
     clock, link = clocks[0], links[0]
     now = events[event].begin + clock.late
     begin = max(now, clock.out_free)
@@ -226,7 +226,7 @@ def _write_out(events: Array, gaps: Array, links: Array, clocks: Array, gap: int
 
 @internal
 def _read_back(events: Array, gaps: Array, links: Array, moves: Array, clocks: Array, gap: int, event: int) -> None:
-    """Begin the copy back from the disk; the step waits until it is read: the twin of `Lanes.fetch_through`."""
+    """Start the copy back from the disk; the step waits until all is read, as in `Lanes.fetch_through`."""
     clock, link = clocks[0], links[0]
     now, lane = events[event].begin + clock.late, clock.back_free
     if link.half_duplex:
