@@ -11,7 +11,8 @@ from elbowroom.units import parse_bytes
 
 PREFIX = "ELBOWROOM_"
 
-MODES = ("auto", "dynamic")
+CHOICES = {"mode": ("auto", "dynamic"), "manages": ("everything", "activations")}
+"""Values of the options that take one of a few."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,6 +32,7 @@ class Config:
         always_watch: whether room is watched in steps, too, that fit as they are. It takes some microseconds an op, and
             is for steps that grow by themselves: where nothing is moved, only the shapes that the model is called with
             tell that a step may be larger than those before it.
+        manages: "everything", or "activations": then parameters, gradients, buffers and optimizer state never move.
     """
 
     mode: str = "auto"
@@ -41,6 +43,7 @@ class Config:
     min_offload_bytes: int = 1 << 14
     settling_steps: int = 3
     always_watch: bool = False
+    manages: str = "everything"
 
 
 def read_config(environment: Mapping[str, str] | None = None, **given: object) -> Config:
@@ -82,8 +85,8 @@ def _read_value(name: str, value: object) -> object:
         text = os.fspath(value)  # type: ignore[call-overload]
         if not isinstance(text, str) or not text:
             raise ValueError("it takes some text")
-        if name == "mode" and text not in MODES:
-            raise ValueError(f"there are: {', '.join(MODES)}")
+        if text not in CHOICES.get(name, (text,)):
+            raise ValueError(f"there are: {', '.join(CHOICES[name])}")
         return text
     except (ValueError, KeyError, TypeError) as error:
         raise UsageError(f"{name}={value!r} means nothing: {error}") from error

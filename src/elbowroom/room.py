@@ -30,6 +30,7 @@ from elbowroom.planner.bounds.bound import bound_plan
 from elbowroom.report.summary import summarize
 from elbowroom.report.table import render_table
 from elbowroom.runtime.factory import open_transfers
+from elbowroom.runtime.state_pager import StatePager
 from elbowroom.step_modes import StepModes
 from elbowroom.tracing.fake import capture_fake
 from elbowroom.units import format_bytes, format_seconds
@@ -73,7 +74,8 @@ class Room:
             self._transfers = open_transfers(device, config.spill_folder, lease.host_bytes)
             undoing.callback(self._transfers.close)
             self._metering = Metering(device, self._transfers, self._ledger)
-            self._modes = StepModes(job, self._cache, self._metering, self._transfers, self._ledger)
+            self._pager = self._make_pager()
+            self._modes = StepModes(job, self._cache, self._metering, self._transfers, self._ledger, self._pager)
             self._ledger.adopt(job.list_residents())
             if step is not None and config.mode != "dynamic":
                 self._plan_ahead(step)
@@ -173,6 +175,8 @@ class Room:
         if self._step is not None:
             raise UsageError("set_budget() inside a step: call it before or after room.step()")
         budget_bytes = parse_budget(memory_budget, self._job.device)
+        if self._pager is not None and (held_bytes := self._ledger.live_bytes) > budget_bytes:
+            self._pager.make_room(held_bytes - budget_bytes)
         held_bytes = self._ledger.live_bytes
         if held_bytes > budget_bytes:
             raise Infeasible(
@@ -268,6 +272,8 @@ class Room:
         if self._step is not None and self._thread == threading.get_ident():
             self.end_step(_BrokenOff())
         self._modes.forget_last()
+        if self._pager is not None:
+            self._pager.close()
         remove_mark(self._job.model)
         self._cache.close()
         self._transfers.close()
@@ -283,6 +289,14 @@ class Room:
 
     def __exit__(self, *exception: object) -> None:
         self.detach()
+
+    def _make_pager(self) -> StatePager | None:
+        job = self._job
+        if job.config.manages == "activations":
+            return None
+        return StatePager(
+            job.device, job.list_residents, job.optimizers, self._transfers, self._ledger, job.config.min_offload_bytes
+        )
 
     def _probe(self, budget_bytes: int) -> HardwareProfile:
         """Measure this machine before the first step, using only memory that the budget leaves beside the model."""

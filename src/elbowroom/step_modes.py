@@ -26,6 +26,7 @@ from elbowroom.residency.access_history import AccessHistory
 from elbowroom.running_step import RunningStep
 from elbowroom.runtime.phase import Phase
 from elbowroom.runtime.shortage import locate_shortage
+from elbowroom.runtime.state_pager import StatePager
 from elbowroom.runtime.step_environment import StepEnvironment
 from elbowroom.runtime.step_runner import StepRunner
 from elbowroom.runtime.transfers import Transfers
@@ -44,6 +45,7 @@ class StepModes:
         job, cache, metering: of the room.
         transfers: moves bytes between tiers.
         ledger: counts bytes on the device.
+        pager: moves model state; None if that stays on the device.
     """
 
     def __init__(
@@ -53,11 +55,13 @@ class StepModes:
         metering: Metering,
         transfers: Transfers,
         ledger: CpuLedger | CudaLedger,
+        pager: StatePager | None,
     ) -> None:
         self._job = job
         self._cache = cache
         self._metering = metering
         self._transfers, self._ledger = transfers, ledger
+        self._pager = pager
         self._captures = self._futile_captures = self._next_capture = 0
         self._has_recurred = False
         self._history = AccessHistory(is_bounded=cache.lease.host_bytes is not None)
@@ -110,6 +114,7 @@ class StepModes:
     # -- modes ----------------------------------------------------------------------------------------------------
 
     def _run_plain(self, entry: PlanCacheEntry) -> Iterator[None]:
+        self._begin_paging(may_move=False)
         meter = self._metering.make()
         entries = tuple(self._cache.entries)
         step = yield from self._run(None, meter, None, entry)
@@ -126,6 +131,7 @@ class StepModes:
 
     def _run_planned(self, entry: PlanCacheEntry) -> Iterator[None]:
         # After planning from fake tensors, the first steps are observed op by op, to measure the costs.
+        self._begin_paging(may_move=self._pager is not None and self._pager.is_active)
         measuring = not entry.is_measured and entry.measured_steps < self._job.config.settling_steps
         meter = self._metering.make(is_detailed=measuring)
         capture = self._make_capture(meter) if measuring else None
@@ -141,12 +147,14 @@ class StepModes:
             self._cache.calibrate_time(entry, record)
 
     def _run_dynamic(self, note: str) -> Iterator[None]:
+        self._begin_paging(may_move=True)
         meter = self._metering.make()
         runner = self._make_runner(Phase.UNPRESSURED)
         step = yield from self._run(runner, meter, None)
         self._metering.record(Mode.DYNAMIC, step.seconds, runner.state, meter, note)
 
     def _run_capture(self) -> Iterator[None]:
+        self._begin_paging(may_move=True)
         meter = self._metering.make(is_detailed=True)
         capture = self._make_capture(meter)
         runner = self._make_runner(Phase.CAPTURING, capture=capture)
@@ -157,6 +165,10 @@ class StepModes:
             self._put_off_capture(note)
         else:
             self._adopt(capture, record, step.calls, is_whole=not runner.state.refusal)
+
+    def _begin_paging(self, *, may_move: bool) -> None:
+        if self._pager is not None:
+            self._pager.begin_step(self._cache.lease.device_bytes, may_move=may_move)
 
     def _run(
         self,
@@ -218,6 +230,7 @@ class StepModes:
             history=self._history,
             policy=job.config.policy,
             min_bytes=job.config.min_offload_bytes,
+            pager=self._pager,
         )
         return StepRunner(
             phase,
@@ -239,10 +252,19 @@ class StepModes:
         try:
             self._cache.add(trace, trace_digest, measurements)
         except Infeasible as error:
-            if self._cache.entries or self._cache.fits_without_plan(trace, trace_digest, measurements):
+            if (
+                self._is_paging
+                or self._cache.entries
+                or self._cache.fits_without_plan(trace, trace_digest, measurements)
+            ):
                 return f"steps like this one run without a plan: {error}"
             raise
         return ""
+
+    @property
+    def _is_paging(self) -> bool:
+        """True if model state has left memory in this room: then a step may run although no plan fits."""
+        return self._pager is not None and self._pager.is_active
 
     def _put_off_capture(self, why: str = "") -> None:
         """Postpone the next capture after a futile one, with exponential backoff."""

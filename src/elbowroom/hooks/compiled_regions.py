@@ -56,6 +56,12 @@ def _show(call: Callable[[Any, Sequence[Any]], Any]) -> Callable[[Any, Sequence[
 
     @functools.wraps(call)
     def run(code: Any, inputs: Sequence[Any]) -> Any:
+        if native.is_any_state_managed():
+            written = [inputs[index] for index in getattr(code, "mutated_input_idxs", ())]
+            return native.run_with_state(inputs, written, functools.partial(run_watched, code, inputs))
+        return run_watched(code, inputs)
+
+    def run_watched(code: Any, inputs: Sequence[Any]) -> Any:
         watchers = native.get_active_watchers()
         if not watchers:
             return call(code, inputs)

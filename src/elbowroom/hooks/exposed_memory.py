@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
 import torch
@@ -23,9 +23,22 @@ class ExposureGuard(Protocol):
         ...
 
 
+class Restorer(Protocol):
+    """Brings back bytes that are away."""
+
+    def is_away(self, storage: torch.UntypedStorage) -> bool:
+        """Tell whether the bytes of a storage are away."""
+        ...
+
+    def restore_storage(self, storage: torch.UntypedStorage) -> None:
+        """Bring the bytes of a storage back, if they are away."""
+        ...
+
+
 _shown: Identities[bool] = Identities()
 
 _guards: list[weakref.ref[ExposureGuard]] = []
+_restorers: list[weakref.ref[Restorer]] = []
 
 _EXPOSING: tuple[tuple[Any, str], ...] = (
     (torch.Tensor, "numpy"),  # np.asarray calls it
@@ -36,9 +49,22 @@ _EXPOSING: tuple[tuple[Any, str], ...] = (
     (torch.UntypedStorage, "_share_filename_cpu_"),
 )
 
+_READING: tuple[tuple[Any, str], ...] = (
+    (torch.Tensor, "data_ptr"),
+    (torch.Tensor, "tolist"),
+    (torch.UntypedStorage, "data_ptr"),
+    (torch.UntypedStorage, "is_shared"),
+    (torch.UntypedStorage, "_write_file"),
+    (torch._C.PyTorchFileWriter, "write_record"),  # torch.save writes each storage by it
+)
+"""Methods that access memory without an op, and are done with it when they return."""
+
 
 def is_shared(storage: torch.UntypedStorage) -> bool:
     """Tell whether NumPy, another library or another process may write to a storage."""
+    for find in tuple(_restorers):
+        if (restorer := find()) is not None and restorer.is_away(storage):
+            return False  # what is shared stays; and PyTorch aborts the process if it is asked about such a storage
     is_foreign = storage.device.type == "cpu" and (not storage.resizable() or storage.is_shared())
     return is_foreign or _shown.find(storage) is not None
 
@@ -55,9 +81,44 @@ def guard_exposures(guard: ExposureGuard) -> None:
     _guards.append(weakref.ref(guard, _guards.remove))
 
 
+def restore_before_access(restorer: Restorer) -> None:
+    """Call `restorer.restore_storage` before memory is accessed without an op, for as long as the restorer is alive.
+
+    The methods that do so are wrapped once and for good.
+    """
+    _restorers.append(weakref.ref(restorer, _restorers.remove))
+    for owner, name in _READING:
+        read = getattr(owner, name)
+        if not hasattr(read, "restores"):
+            setattr(owner, name, _restore_first(read))
+
+
+def _restore_first(read: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(read)
+    def restore_and_read(accessed: Any, *args: Any, **options: Any) -> Any:
+        if _restorers:
+            _restore((accessed, *args))
+        return read(accessed, *args, **options)
+
+    restore_and_read.restores = True  # type: ignore[attr-defined]
+    return restore_and_read
+
+
+def _restore(accessed: Iterable[Any]) -> None:
+    """Bring back the storages among some objects."""
+    for each in accessed:
+        storage = get_any_storage(each) if isinstance(each, torch.Tensor) else each
+        if isinstance(storage, torch.UntypedStorage):
+            for restorer in [find() for find in tuple(_restorers)]:
+                if restorer is not None:
+                    restorer.restore_storage(storage)
+
+
 def _wrap(expose: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(expose)
     def expose_and_tell(exposed: Any, *args: Any, **options: Any) -> Any:
+        if _restorers:
+            _restore((exposed, *args))
         result = expose(exposed, *args, **options)
         storage = get_any_storage(exposed) if isinstance(exposed, torch.Tensor) else exposed
         if storage is not None:

@@ -12,6 +12,7 @@
 
 #include "ledger.h"
 #include "python_call.h"
+#include "python_objects.h"
 #include "recorded_ops.h"
 
 namespace elbowroom {
@@ -39,11 +40,6 @@ class AskPython {
 
   PyObject* callable_;  // for ever: a scope is never destroyed
 };
-
-const c10::Storage& unpack(const py::object& storage) {
-  if (!THPStorage_Check(storage.ptr())) throw py::type_error("adopt() takes an UntypedStorage");
-  return THPStorage_Unpack(storage.ptr());
-}
 
 py::tuple take_changes(Scope& scope) {
   const std::vector<Change> changes = scope.take_changes();

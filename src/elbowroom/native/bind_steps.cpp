@@ -3,7 +3,6 @@
 #include <pybind11/stl.h>
 #include <torch/csrc/DynamicTypes.h>
 #include <torch/csrc/PyInterpreter.h>
-#include <torch/csrc/Storage.h>
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/utils/pybind.h>
 
@@ -23,11 +22,6 @@ namespace elbowroom {
 namespace py = pybind11;
 
 namespace {
-
-const c10::Storage& unpack(const py::handle& storage) {
-  if (!THPStorage_Check(storage.ptr())) throw py::type_error("an UntypedStorage is expected");
-  return THPStorage_Unpack(storage.ptr());
-}
 
 py::list find_residences(const std::vector<StorageRecordPtr>& records) {
   py::list found;

@@ -4,6 +4,7 @@
 namespace elbowroom {
 void bind_arena(pybind11::module_& module);
 void bind_ledger(pybind11::module_& module);
+void bind_state(pybind11::module_& module);
 void bind_steps(pybind11::module_& module);
 void bind_saves(pybind11::module_& module);
 }
@@ -12,6 +13,7 @@ PYBIND11_MODULE(_native, module) {
   module.doc() = "The C++ side of Elbowroom: a counting allocator, and its arena.";
   elbowroom::bind_arena(module);
   elbowroom::bind_ledger(module);
+  elbowroom::bind_state(module);
   elbowroom::bind_steps(module);
   elbowroom::bind_saves(module);
 }

@@ -7,42 +7,12 @@
 #include <utility>
 
 #include "ledger.h"
+#include "op_arguments.h"
 #include "watched_ops.h"
 
 namespace elbowroom {
 
 namespace {
-
-template <typename Visit>
-void visit_tensors(const c10::IValue& value, const Visit& visit) {
-  if (value.isTensor()) {
-    if (value.toTensor().defined()) visit(value.toTensor());
-  } else if (value.isTensorList() || value.isOptionalTensorList()) {
-    for (const c10::IValue& item : value.toListRef()) {
-      if (item.isTensor() && item.toTensor().defined()) visit(item.toTensor());
-    }
-  }
-}
-
-// The storage of a tensor that has bytes of its own; null of others.
-const c10::StorageImpl* find_storage(const at::Tensor& tensor) {
-  const c10::TensorImpl* impl = tensor.unsafeGetTensorImpl();
-  return impl->has_storage() && !tensor._is_zerotensor() ? impl->unsafe_storage().unsafeGetStorageImpl() : nullptr;
-}
-
-using Written = c10::SmallVector<at::Tensor, 2>;
-
-Written list_written(const OpKind& kind, const c10::IValue* arguments, size_t count) {
-  Written written;
-  const auto add = [&](int64_t position) {
-    if (position >= 0 && position < static_cast<int64_t>(count)) {
-      visit_tensors(arguments[position], [&](const at::Tensor& tensor) { written.push_back(tensor); });
-    }
-  };
-  for (const int64_t position : kind.written) add(position);
-  if (kind.updates_statistics(arguments, count)) add(kind.mean), add(kind.variance);
-  return written;
-}
 
 // The name of an op without what says that it writes in place: autograd adds gradients in place where nobody else holds
 // them, which may be one step and not the other.

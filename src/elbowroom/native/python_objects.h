@@ -5,6 +5,7 @@
 #include <pybind11/pybind11.h>
 #include <torch/csrc/DynamicTypes.h>
 #include <torch/csrc/PyInterpreter.h>
+#include <torch/csrc/Storage.h>
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/utils/pybind.h>
 
@@ -28,6 +29,12 @@ inline pybind11::object wrap(const at::Tensor& tensor) {
 
 inline pybind11::object wrap(const c10::Storage& storage) {
   return pybind11::reinterpret_steal<pybind11::object>(torch::createPyObject(storage));
+}
+
+// The storage that an object in Python stands for.
+inline const c10::Storage& unpack(const pybind11::handle& storage) {
+  if (!THPStorage_Check(storage.ptr())) throw pybind11::type_error("an UntypedStorage is expected");
+  return THPStorage_Unpack(storage.ptr());
 }
 
 inline std::shared_ptr<c10::SafePyObject> share(pybind11::object object) {

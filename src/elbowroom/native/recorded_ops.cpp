@@ -1,4 +1,5 @@
 #include "recorded_ops.h"
+#include "state_storages.h"
 
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/autocast_mode.h>
@@ -279,7 +280,10 @@ std::vector<at::Tensor> RecordedOp::replay(const Find& find) const {
     }
   }
   lists.clear();
-  op.callBoxed(stack);
+  {
+    const StateUse use(kind, stack.data(), stack.size(), StateUse::Kind::REPLAY);
+    op.callBoxed(stack);
+  }
   std::vector<at::Tensor> made;
   for (const c10::IValue& value : stack) {
     if (value.isTensor()) {
@@ -319,7 +323,9 @@ std::vector<c10::Storage> replay(
       }
       at::Tensor tensor = view(slot, std::move(storage));
       // A side effect that must not happen twice.
-      return is_own || !op.writes(slot.argument) ? tensor : tensor.clone();
+      if (is_own || !op.writes(slot.argument)) return tensor;
+      const StateUse use({tensor}, {}, StateUse::Kind::REPLAY);
+      return tensor.clone();
     });
     TORCH_CHECK(results.size() == op.results.size(), "a replay of ", op.kind.name, " returned another number of tensors");
     for (size_t each = 0; each < results.size(); ++each) {

@@ -18,6 +18,7 @@
 
 #include "op_kinds.h"
 #include "op_watch.h"
+#include "state_storages.h"
 #include "watched_ops.h"
 
 namespace elbowroom {
@@ -98,7 +99,7 @@ struct Unboxed<Op, Result(Arguments...)> {
     static std::atomic<const OpKind*> known{nullptr};
     Thread& thread = get_thread();
     OpWatch* const watch = keys.has_backend(c10::BackendComponent::MetaBit) ? nullptr : find_only_watch(thread);
-    if (watch == nullptr || watch->is_closed()) {
+    if (watch == nullptr || watch->is_closed() || StateTable::is_any_managed()) {
       return box(c10::BoxedKernel::makeFromFunction<&run_watched>(), op, keys, arguments...);
     }
     const OpKind* kind = known.load(std::memory_order_acquire);

@@ -22,6 +22,7 @@
 #include <vector>
 
 #include "op_watch.h"
+#include "state_storages.h"
 #include "watched_ops.h"
 
 namespace elbowroom {
@@ -151,12 +152,26 @@ std::unique_ptr<at::ObserverContext> hide(const at::RecordFunction& function) {
 
 }  // namespace
 
-void run_watched(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
+namespace {
+
+void run_by_watchers(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
   const Thread& thread = get_thread();
   const Watchers* watchers = find_watchers(thread);
   const size_t count = watchers == nullptr ? 0 : watchers->natives.size();
   const bool is_watched = thread.busy < count && op.hasSchema() && !is_without_bytes(op, *stack);
   run_by(watchers, is_watched ? count - thread.busy : 0, op, keys, stack);
+}
+
+}  // namespace
+
+void run_watched(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
+  const OpKind* kind = nullptr;
+  if (StateTable::is_any_managed() && op.hasSchema() && !is_without_bytes(op, *stack)) kind = find_kind(op);
+  if (kind == nullptr || kind->is_idle) return run_by_watchers(op, keys, stack);
+  const size_t count = op.schema().arguments().size();
+  StateUse use(*kind, stack->data() + (stack->size() - count), count);
+  run_by_watchers(op, keys, stack);
+  use.finish();
 }
 
 void lose_seconds(double seconds) {
@@ -188,7 +203,7 @@ TORCH_LIBRARY_IMPL(_, Fake, library) {
 
 void set_watchers(const py::tuple& watchers) {
   Thread& thread = get_thread();
-  c10::impl::tls_set_dispatch_key_included(KEY, !watchers.empty());
+  c10::impl::tls_set_dispatch_key_included(KEY, !watchers.empty() || StateTable::is_any_managed());
   if (watchers.empty()) {
     at::impl::ThreadLocalPythonObjects::erase(WATCHERS);
     thread.watchers = nullptr;

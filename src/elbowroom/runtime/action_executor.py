@@ -260,6 +260,8 @@ class ActionExecutor:
     def _make_room(self, nbytes: int, what: str) -> None:
         """Have storages leave until there is room for what comes back. A plan that has none for it is left."""
         while (missing_bytes := self._guard.count_missing(nbytes)) > 0:
+            if self._guard.move_state(missing_bytes, spares_soon=True):
+                continue
             if self._state.phase.follows_plan:
                 self._state.saved_tensors.leave(f"there is no room for {what}")
             self.perform(self._guard.evict(missing_bytes, nbytes, what))

@@ -24,6 +24,7 @@ class MemoryGuard:
         self._budget_bytes = environment.budget_bytes
         self._list_residents = environment.list_residents
         self._ledger = ledger
+        self._pager = environment.pager
         self._counter = ledger if ledger.scope is None else ledger.scope  # on a CPU without a call of Python
 
     @property
@@ -40,8 +41,12 @@ class MemoryGuard:
         """Return how many of `nbytes` do not fit beside the live bytes; 0 or less if there is room for all."""
         return self._counter.live_bytes + nbytes - self._budget_bytes if self._state.phase.has_budget else 0
 
+    def move_state(self, missing_bytes: int, *, spares_soon: bool = False) -> int:
+        """Move model state out of memory. Return the bytes freed. For the arguments see `StatePager.make_room`."""
+        return 0 if self._pager is None else self._pager.make_room(missing_bytes, spares_soon=spares_soon)
+
     def evict(self, missing_bytes: int, nbytes: int, what: str) -> list[Action]:
-        """Return actions that free some of the bytes that an allocation misses.
+        """Return actions that free some of the bytes that an allocation misses; none if model state has left.
 
         Args:
             missing_bytes: of the `nbytes` that the allocation takes.
@@ -51,7 +56,7 @@ class MemoryGuard:
             Infeasible: nothing more may leave.
         """
         actions = self._state.machine.feed(PressureRaised(missing_bytes, self._state.events))
-        if not actions:
+        if not actions and not self.move_state(missing_bytes):
             raise self._explain(missing_bytes, nbytes, what)
         return actions
 
@@ -59,7 +64,8 @@ class MemoryGuard:
         """Return the error for an allocation: a lower bound, since what comes after it is not known."""
         residents = [each for each in self._list_residents() if each.device.type == self._device.type]
         storages = [each.untyped_storage() for each in residents if each.layout is torch.strided]
-        blocks = {id(each): self._state.storages.round_up(each.nbytes()) for each in storages}
+        here = [each for each in storages if self._pager is None or not self._pager.is_away(each)]
+        blocks = {id(each): self._state.storages.round_up(each.nbytes()) for each in here}
         state_bytes = sum(blocks.values())
         in_the_way = [
             ("the op's own results and workspace", nbytes),

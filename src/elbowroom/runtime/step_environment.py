@@ -10,6 +10,7 @@ import torch
 from elbowroom.hooks.ledger import Ledger
 from elbowroom.ir.hardware import HardwareProfile
 from elbowroom.residency.access_history import AccessHistory
+from elbowroom.runtime.state_pager import StatePager
 from elbowroom.runtime.transfers import Transfers
 
 
@@ -27,6 +28,7 @@ class StepEnvironment:
         history: what earlier steps taught the policy. Each step is added, unless it is captured.
         policy: name of the online policy, a member of `residency.policies`.
         min_bytes: smaller storages stay on the device, unless a plan moves them.
+        pager: moves model state; None if that stays on the device.
     """
 
     device: torch.device
@@ -38,3 +40,4 @@ class StepEnvironment:
     history: AccessHistory
     policy: str
     min_bytes: int
+    pager: StatePager | None = None

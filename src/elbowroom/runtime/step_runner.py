@@ -249,11 +249,15 @@ class StepRunner:
             Infeasible: nothing more may leave, and there is not enough room.
         """
         with self._lock:
+            if self.state.phase is Phase.FOLLOWING_PLAN and self._guard.move_state(missing_bytes, spares_soon=True):
+                return True
             limit_bytes = self._guard.limit_bytes
             what = f"a request of {requested_bytes} bytes"
             if not self._prepare_to_evict(what):
                 return False
             missing_bytes -= self._guard.limit_bytes - limit_bytes
+            if missing_bytes > 0:
+                missing_bytes -= self._guard.move_state(missing_bytes, spares_soon=True)
             if missing_bytes > 0:
                 what = load_native().name_running_op() or what
                 self._executor.perform(self._guard.evict(missing_bytes, requested_bytes, what))

@@ -34,7 +34,7 @@ from elbowroom.cli.sources import (
     save,
 )
 from elbowroom.cli.terminal import Terminal, open_terminal
-from elbowroom.config import MODES
+from elbowroom.config import CHOICES
 from elbowroom.errors import UsageError
 from elbowroom.ir.files import to_json, version_of
 from elbowroom.ir.hardware import HardwareProfile
@@ -113,8 +113,8 @@ def _check_mode(
     mode: str | None, policy: str | None, *, strategy: str, ahead: bool, files: Sequence[Path | None]
 ) -> None:
     """Check the options before anything is built."""
-    if mode not in (None, *MODES):
-        raise UsageError(f"--mode {mode}: there are: {', '.join(MODES)}")
+    if mode not in (None, *CHOICES["mode"]):
+        raise UsageError(f"--mode {mode}: there are: {', '.join(CHOICES['mode'])}")
     if policy is not None:
         get(policies, policy, "Policy")
         if mode != "dynamic":

@@ -1,0 +1,144 @@
+"""Runs an optimizer's step over a few parameters at a time, so that the state of all never has to be in memory at once.
+
+Done for optimizers that update each parameter from its own gradient and state alone; others run whole.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import types
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+PER_PARAMETER = frozenset(
+    {f"torch.optim.{name}" for name in (
+        "Adafactor", "Muon", "adadelta.Adadelta", "adagrad.Adagrad", "adam.Adam", "adamax.Adamax", "adamw.AdamW",
+        "asgd.ASGD", "nadam.NAdam", "radam.RAdam", "rmsprop.RMSprop", "rprop.Rprop", "sgd.SGD",
+        "sparse_adam.SparseAdam",
+    )}
+    | {"transformers.optimization.Adafactor"}
+)  # fmt: skip
+"""Optimizers whose update of a parameter depends on nothing but its gradient, its state and the options of its group."""
+
+Slices = list[list[torch.nn.Parameter]]
+"""Parameters to update together, by param group."""
+
+
+def is_per_parameter(optimizer: Optimizer) -> bool:
+    """Tell whether the step of an optimizer can be run over a few parameters at a time, with the same results."""
+    kind = type(optimizer)
+    parameters = [each for group in optimizer.param_groups for each in group["params"]]
+    # PyTorch decides by the types and devices of all parameters whether it updates them by `_foreach_` ops.
+    is_uniform = len({(type(each), each.device) for each in parameters}) == 1
+    return is_uniform and f"{kind.__module__}.{kind.__qualname__}" in PER_PARAMETER
+
+
+class GroupedStep:
+    """Replaces the `step` of one optimizer.
+
+    Args:
+        optimizer: one that `is_per_parameter`.
+        find_group_bytes: returns the bytes of parameters to update together; None to update all at once.
+    """
+
+    def __init__(self, optimizer: Optimizer, find_group_bytes: Callable[[], int | None]) -> None:
+        self._optimizer = optimizer
+        self._find_group_bytes = find_group_bytes
+        self._before = vars(optimizer).get("step")  # of a learning-rate scheduler, for instance
+        inner = optimizer.step
+
+        @functools.wraps(inner.__func__ if isinstance(inner, types.MethodType) else inner)
+        def step(optimizer: Optimizer, *args: Any, **options: Any) -> Any:
+            group_bytes = self._find_group_bytes()
+            if group_bytes is None or args or options.get("closure") is not None:
+                return inner(*args, **options)
+            return self._run(inner, group_bytes, options)
+
+        self._step = types.MethodType(step, optimizer)
+        optimizer.step = self._step  # type: ignore[method-assign]
+
+    def remove(self) -> None:
+        """Give the optimizer its own step back."""
+        if vars(self._optimizer).get("step") is self._step:
+            del self._optimizer.step
+            if self._before is not None:
+                self._optimizer.step = self._before  # type: ignore[method-assign]
+        self._find_group_bytes = lambda: None  # a scheduler may have wrapped ours since
+
+    def _run(self, step: Callable[..., Any], group_bytes: int, options: dict[str, Any]) -> Any:
+        optimizer = self._optimizer
+        after = optimizer._optimizer_step_post_hooks
+        args: tuple[Any, ...] = ()
+        for hook in optimizer._optimizer_step_pre_hooks.values():
+            args, options = hook(optimizer, args, options) or (args, options)
+        result = None
+        with self._without_hooks():
+            for slices in cut(optimizer, group_bytes):
+                with self._restricted(slices):
+                    result = step(*args, **options)
+        for hook in after.values():
+            hook(optimizer, args, options)
+        return result
+
+    @contextlib.contextmanager
+    def _without_hooks(self) -> Iterator[None]:
+        optimizer = self._optimizer
+        kept = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
+        optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
+        try:
+            yield
+        finally:
+            optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks = kept
+
+    @contextlib.contextmanager
+    def _restricted(self, slices: Slices) -> Iterator[None]:
+        """Have the optimizer's groups hold these parameters only."""
+        groups = self._optimizer.param_groups
+        kept = [group["params"] for group in groups]
+        try:
+            for group, parameters in zip(groups, slices, strict=True):
+                group["params"] = parameters
+            yield
+        finally:
+            for group, parameters in zip(groups, kept, strict=True):
+                group["params"] = parameters
+
+
+def cut(optimizer: Optimizer, group_bytes: int) -> Iterator[Slices]:
+    """Yield the parameters to update together: in order, at most `group_bytes` of them or a single one."""
+    groups: Sequence[dict[str, Any]] = optimizer.param_groups
+    slices: Slices = [[] for _ in groups]
+    nbytes = 0
+    for index, group in enumerate(groups):
+        for parameter in group["params"]:
+            if parameter.grad is None:
+                continue  # the step would skip it
+            if nbytes and nbytes + parameter.nbytes > group_bytes:
+                yield slices
+                slices = [[] for _ in groups]
+                nbytes = 0
+            slices[index].append(parameter)
+            nbytes += parameter.nbytes
+    if any(slices) or not nbytes:
+        yield slices
+
+
+def find_groupable(optimizers: Sequence[Optimizer]) -> list[Optimizer]:
+    """List the optimizers that can be grouped, those that others wrap included."""
+    found = []
+    for optimizer in optimizers:
+        inner = optimizer
+        for _ in itertools.repeat(None, 4):
+            wrapped = vars(inner).get("optimizer")
+            if not isinstance(wrapped, Optimizer):
+                break
+            inner = wrapped
+        if is_per_parameter(inner):
+            found.append(inner)
+    return found

@@ -1,0 +1,88 @@
+// What Python sees of storages of model state.
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+#include <torch/csrc/autograd/python_variable.h>
+
+#include <memory>
+#include <utility>
+#include <vector>
+
+#include "python_objects.h"
+#include "state_storages.h"
+#include "watched_ops.h"
+
+namespace elbowroom {
+
+namespace py = pybind11;
+
+namespace {
+
+std::shared_ptr<StateTable> make_table(const py::object& host) {
+  StateTable::Callbacks callbacks;
+  callbacks.restore = [method = Method(host, "restore")](const StateStoragePtr& storage) {
+    method.call([&](const py::object& restore) { restore(storage); });
+  };
+  callbacks.proceed = [method = Method(host, "proceed")](int64_t event) {
+    method.call([&](const py::object& proceed) { proceed(event); });
+  };
+  return std::make_shared<StateTable>(std::move(callbacks));
+}
+
+// Calls compiled code, which reads its inputs and writes to some of them. It frees each input when it has read it, so
+// that none may be held meanwhile.
+py::object run_with_state(const py::list& inputs, const py::list& written, const py::function& call) {
+  const auto list = [](const py::list& objects) {
+    std::vector<at::Tensor> tensors;
+    for (const py::handle each : objects) {
+      if (THPVariable_Check(each.ptr())) tensors.push_back(THPVariable_Unpack(each.ptr()));
+    }
+    return tensors;
+  };
+  auto use = std::make_unique<StateUse>(list(inputs), list(written));
+  py::object result = call();
+  use->finish();
+  return result;
+}
+
+}  // namespace
+
+void bind_state(py::module_& module) {
+  py::class_<StateStorage, StateStoragePtr>(module, "StateStorage", "A storage of model state, whose bytes may be away.")
+      .def_readonly("nbytes", &StateStorage::nbytes)
+      .def_property_readonly("is_idle", &StateStorage::is_idle)
+      .def_property_readonly("is_away", [](const StateStorage& storage) { return storage.is_away.load(); })
+      .def_property_readonly("last_use", [](const StateStorage& storage) { return storage.last_use.load(); })
+      .def_property(
+          "is_written", [](const StateStorage& storage) { return storage.is_written.load(); },
+          [](StateStorage& storage, bool is_written) { storage.is_written = is_written; })
+      .def_property_readonly(
+          "storage",
+          [](const StateStorage& storage) -> py::object {
+            auto held = storage.storage.lock();
+            return held ? wrap(c10::Storage(std::move(held))) : py::none();
+          })
+      .def("count_until_use", &StateStorage::count_until_use, py::arg("now"), py::arg("step_events"), py::arg("most"))
+      .def("empty", &StateStorage::empty, py::call_guard<py::gil_scoped_release>(),
+          "Free the memory, whose contents are copied. Returns whether that was possible.")
+      .def("refill", [](StateStorage& storage, const py::handle& contents) { storage.refill(unpack(contents)); },
+          py::arg("contents"), "Take over the memory of another storage.");
+  py::class_<StateTable, std::shared_ptr<StateTable>>(module, "StateTable", "The storages of model state of one room.")
+      .def(py::init(&make_table), py::arg("host"))
+      .def("add", [](StateTable& table, const py::handle& storage) { return table.add(unpack(storage)); }, py::arg("storage"))
+      .def("find", [](const StateTable& table, const py::handle& storage) {
+            return table.find(unpack(storage).unsafeGetStorageImpl());
+          }, py::arg("storage"))
+      .def("list", &StateTable::list)
+      .def("sweep", &StateTable::sweep, "Forget the storages that are gone, and return their records.")
+      .def("clear", &StateTable::clear)
+      .def("begin_step", &StateTable::begin_step)
+      .def("set_due", &StateTable::set_due, py::arg("event"))
+      .def_property_readonly("events", &StateTable::events)
+      .def_property_readonly("former_events", &StateTable::former_events);
+  module.def("is_any_state_managed", &StateTable::is_any_managed);
+  module.def("run_with_state", &run_with_state, py::arg("inputs"), py::arg("written"), py::arg("call"));
+  module.def("update_watching", [] { set_watchers(get_watchers()); },
+      "Watch the ops of this thread from now on if there is managed state, or if somebody else watches them.");
+}
+
+}  // namespace elbowroom

@@ -1,0 +1,44 @@
+// Tensors among the boxed arguments of an op.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <ATen/core/ivalue.h>
+#include <c10/util/SmallVector.h>
+
+#include "op_kinds.h"
+
+namespace elbowroom {
+
+template <typename Visit>
+void visit_tensors(const c10::IValue& value, const Visit& visit) {
+  if (value.isTensor()) {
+    if (value.toTensor().defined()) visit(value.toTensor());
+  } else if (value.isTensorList() || value.isOptionalTensorList()) {
+    for (const c10::IValue& item : value.toListRef()) {
+      if (item.isTensor() && item.toTensor().defined()) visit(item.toTensor());
+    }
+  }
+}
+
+// The storage of a tensor that has bytes of its own; null of others.
+inline const c10::StorageImpl* find_storage(const at::Tensor& tensor) {
+  const c10::TensorImpl* impl = tensor.unsafeGetTensorImpl();
+  return impl->has_storage() && !tensor._is_zerotensor() ? impl->unsafe_storage().unsafeGetStorageImpl() : nullptr;
+}
+
+using Written = c10::SmallVector<at::Tensor, 2>;
+
+// The tensors that an op writes to.
+inline Written list_written(const OpKind& kind, const c10::IValue* arguments, size_t count) {
+  Written written;
+  const auto add = [&](int64_t position) {
+    if (position >= 0 && position < static_cast<int64_t>(count)) {
+      visit_tensors(arguments[position], [&](const at::Tensor& tensor) { written.push_back(tensor); });
+    }
+  };
+  for (const int64_t position : kind.written) add(position);
+  if (kind.updates_statistics(arguments, count)) add(kind.mean), add(kind.variance);
+  return written;
+}
+
+}  // namespace elbowroom

@@ -1,0 +1,127 @@
+// Storages of model state (parameters, gradients, buffers, optimizer state), whose bytes may leave memory.
+//
+// A storage that is away keeps its `StorageImpl`, its size and all its tensors. PyTorch raises an error where its memory is
+// accessed. An op of a watched thread restores what it reads or writes before its kernel runs, and pins it until the
+// kernel has ended.
+#pragma once
+
+#include <ATen/core/ivalue.h>
+#include <c10/core/Storage.h>
+#include <c10/util/SmallVector.h>
+#include <c10/util/intrusive_ptr.h>
+
+#include <atomic>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <vector>
+
+#include "op_kinds.h"
+
+namespace elbowroom {
+
+class StateTable;
+
+// One storage. All fields but the atomic ones are guarded by the mutex of all tables.
+class StateStorage final : public c10::intrusive_ptr_target {
+ public:
+  StateStorage(const c10::Storage& storage, std::weak_ptr<StateTable> owner);
+
+  // Frees the memory, whose contents the caller has copied. Returns false, and does nothing, if an op may use the storage,
+  // has written to it since `is_written` was cleared, or the storage is gone.
+  bool empty();
+  // Whether no op uses the storage. Ops that began before the record was made are not known to use it, so they count.
+  bool is_idle() const;
+  // Takes over the memory of another storage, which has none from then on.
+  void refill(const c10::Storage& contents);
+  // Number of uses between event `now` and the next use, as far as the last step tells. `most` if it does not.
+  int64_t count_until_use(int64_t now, int64_t step_events, int64_t most) const;
+
+  const c10::StorageImpl* const key;
+  const c10::weak_intrusive_ptr<c10::StorageImpl> storage;
+  const int64_t nbytes;
+  const std::weak_ptr<StateTable> owner;
+  std::atomic<bool> is_away{false};
+  std::atomic<bool> is_written{true};  // since it was copied
+  std::atomic<int64_t> last_use{-1};   // event of all steps
+  int64_t pins = 0;
+  int64_t birth = 0;  // number of the latest op at that time
+  std::vector<int64_t> uses, former_uses;  // events of this step, and of the one before
+};
+using StateStoragePtr = c10::intrusive_ptr<StateStorage>;
+
+// The storages of one room.
+class StateTable : public std::enable_shared_from_this<StateTable> {
+ public:
+  struct Callbacks {
+    std::function<void(const StateStoragePtr&)> restore;  // before an op that uses a storage that is away
+    std::function<void(int64_t)> proceed;                 // after the op of an event that is due
+  };
+
+  explicit StateTable(Callbacks callbacks) : callbacks_(std::move(callbacks)) {}
+  ~StateTable() { clear(); }
+
+  // The record of a storage, made if there is none. Null if the storage belongs to another table.
+  StateStoragePtr add(const c10::Storage& storage);
+  StateStoragePtr find(const c10::StorageImpl* storage) const;
+  std::vector<StateStoragePtr> list() const;
+  // Forgets the storages that are gone, and returns their records.
+  std::vector<StateStoragePtr> sweep();
+  void clear();
+  // Counts uses from 0.
+  void begin_step();
+
+  // An event is an op that uses storages of the table. Events count from the beginning of the step.
+  int64_t events() const { return events_.load(); }
+  int64_t former_events() const { return former_events_; }
+  void set_due(int64_t event) { due_ = event; }
+
+  static bool is_any_managed() { return managed.load(std::memory_order_relaxed) > 0; }
+
+ private:
+  friend class StateUse;
+
+  static inline std::atomic<int64_t> managed{0};  // storages of all tables
+
+  const Callbacks callbacks_;
+  std::atomic<int64_t> events_{0}, clock_{0}, due_{int64_t{1} << 60};
+  int64_t former_events_ = 0;
+};
+
+// While an op runs: what it uses is in memory, and stays there.
+class StateUse {
+ public:
+  enum class Kind {
+    STEP,    // an op of the program: an event
+    REPLAY,  // an op of ours: no event
+  };
+
+  StateUse(const OpKind& op, const c10::IValue* arguments, size_t count, Kind kind = Kind::STEP);
+  // Of code that reads and writes these tensors.
+  StateUse(at::TensorList read, at::TensorList written, Kind kind = Kind::STEP);
+  StateUse(const StateUse&) = delete;
+  StateUse& operator=(const StateUse&) = delete;
+
+  // The op has ended without an error.
+  void finish();
+
+ private:
+  struct Pins {
+    Pins() = default;
+    Pins(const Pins&) = delete;
+    Pins& operator=(const Pins&) = delete;
+    ~Pins();
+    c10::SmallVector<StateStoragePtr, 4> storages;
+    int64_t op = -1;  // its number
+  };
+
+  void start();
+  void pin(const at::Tensor& tensor, bool is_written);
+  void begin(Kind kind);
+
+  Pins pins_;
+  std::shared_ptr<StateTable> table_;  // the first one's
+  int64_t event_ = -1;
+};
+
+}  // namespace elbowroom
