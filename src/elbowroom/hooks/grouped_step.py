@@ -24,7 +24,7 @@ PER_PARAMETER = frozenset(
     )}
     | {"transformers.optimization.Adafactor"}
 )  # fmt: skip
-"""Optimizers whose update of a parameter depends on nothing but its gradient, its state and the options of its group."""
+"""Optimizers that update a parameter from its gradient, its state and the options of its group alone."""
 
 Slices = list[list[torch.nn.Parameter]]
 """Parameters to update together, by param group."""

@@ -39,7 +39,7 @@ COMING = 4
 """With Adam, parameters, gradients and optimizer state take four times the bytes of the parameters."""
 
 GROUPS = 32
-"""An optimizer updates parameters of this share of the budget at a time. With their gradients, state and temporaries, they
+"""An optimizer updates parameters of this share of the budget at a time. With gradients, state and temporaries they
 take several times as much."""
 
 
