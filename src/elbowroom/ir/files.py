@@ -52,7 +52,7 @@ _ADDED: dict[type, tuple[dict[type, dict[str, Any]], ...]] = {
         {Forecast: {"begin_seconds": []}},
         {Forecast: {"evictions": 0, "replays": 0}},
     ),
-    Plan: ({Plan: {"host_bytes": None}},),
+    Plan: ({Plan: {"host_bytes": None}}, {Plan: {"state": []}}),
     Journal: ({},),  # `upgrade` converts version 1
 }
 """Fields added in version 2, 3, ... of a format, nested ones included, with their defaults for older files."""
