@@ -7,9 +7,63 @@ op at opens    op at release                        op at back      op at closes
 
 from __future__ import annotations
 
+import dataclasses
+import enum
+
 from elbowroom.ir.gaps import Gap
 from elbowroom.ir.plan import Decision, Plan
 from elbowroom.ir.trace import Span, Trace
+
+
+class MoveKind(enum.Enum):
+    """One move of a storage of the state, in the order in which the moves of one tick are made."""
+
+    RELOAD = "reload"
+    """Before the op: allocate the device's bytes, and begin the copy back."""
+    WAIT = "wait"
+    """Before the op: wait until the copy back has arrived."""
+    COPY = "copy"
+    """After the op: begin the copy out."""
+    RELEASE = "release"
+    """After the op: wait for the copy out if one is under way, and free the device's bytes."""
+
+    @property
+    def is_before(self) -> bool:
+        """True if the move is made before the op of its tick."""
+        return self in (MoveKind.RELOAD, MoveKind.WAIT)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class StateMove:
+    """One move of a plan, at the op of a tick. `storage` and `gap` identify the decision."""
+
+    tick: int
+    kind: MoveKind
+    storage: int
+    gap: int
+
+
+def list_moves(trace: Trace, plan: Plan) -> tuple[StateMove, ...]:
+    """Return the moves of the state in one step, in order, in a step like the ones before.
+
+    Reloads of one tick begin with those that are needed first.
+    """
+    copied, moves = find_copied(trace, plan), list[tuple[int, int, int, StateMove]]()
+    order = {kind: place for place, kind in enumerate(MoveKind)}
+    for decision in plan.state:
+        gap = trace.state_gaps[decision.storage][decision.gap]
+        key = (decision.storage, decision.gap)
+        ticks = [(decision.release, MoveKind.RELEASE)]
+        if key in copied:
+            ticks.append((decision.leave, MoveKind.COPY))
+        if trace.is_reloaded(gap):
+            ticks += [(decision.back, MoveKind.RELOAD), (gap.closes, MoveKind.WAIT)]
+        left = gap.opens + gap.length(trace.end) - get_back(gap, decision, trace.end)
+        for tick, kind in ticks:
+            urgency = left if kind is MoveKind.RELOAD else 0
+            moves.append((tick, order[kind], urgency, StateMove(tick, kind, *key)))
+    moves.sort(key=lambda move: (*move[:3], move[3].storage, move[3].gap))
+    return tuple(move[3] for move in moves)
 
 
 def get_back(gap: Gap, decision: Decision, end: int) -> int:
