@@ -39,7 +39,9 @@ def cyclic_traces(draw: some.DrawFn) -> Trace:
 def cyclic_steps(draw: some.DrawFn) -> tuple[Trace, Costs]:
     trace = draw(cyclic_traces())
     link = make_link(per_second=draw(some.sampled_from([1e8, 1e9, 1e10])), half_duplex=draw(some.booleans()))
-    return trace, make_costs(trace, op_seconds=draw(some.sampled_from([0.0, 2e-5, 2e-4])), workspace_bytes=KIB, link=link)
+    return trace, make_costs(
+        trace, op_seconds=draw(some.sampled_from([0.0, 2e-5, 2e-4])), workspace_bytes=KIB, link=link
+    )
 
 
 def draw_state(data: some.DataObject, trace: Trace) -> tuple[Decision, ...]:
@@ -51,8 +53,7 @@ def draw_state(data: some.DataObject, trace: Trace) -> tuple[Decision, ...]:
             releases = [
                 offset
                 for offset, tick in enumerate(ticks)
-                if tick in trace.state_ticks
-                and (trace.storages[storage].created < 0 or gap.opens + offset < trace.end)
+                if tick in trace.state_ticks and (trace.storages[storage].created < 0 or gap.opens + offset < trace.end)
             ]
             if not data.draw(some.booleans()):
                 continue

@@ -56,6 +56,7 @@ class PreparedTrace:
         host_bytes: as for `simulate.simulate`.
 
     Attributes:
+        host_bytes: as given.
         begins, begin_list: begin of each entry in the plain step.
         rounded: bytes of each storage, rounded up as by the device's allocator.
         events: saves, needs and ends of claims, in order.
@@ -70,7 +71,7 @@ class PreparedTrace:
     def __init__(self, trace: Trace, costs: Costs, *, host_bytes: int | None = None) -> None:
         admit(trace, costs)
         self.trace, self.costs = trace, costs
-        self._host_bytes = host_bytes
+        self.host_bytes = host_bytes
         self.overflow = find_overflow(costs, host_bytes)
         self.rounded = round_up([storage.nbytes for storage in trace.storages], costs.alignment_bytes)
         self.events = list_events(trace)
@@ -138,7 +139,7 @@ class PreparedTrace:
 
     def find_overflow(self, plan: Plan) -> Overflow | None:
         """Return the overflow for a plan's copies: `overflow`, or that of the smaller host that the plan uses."""
-        if plan.host_bytes is None or (self._host_bytes is not None and self._host_bytes <= plan.host_bytes):
+        if plan.host_bytes is None or (self.host_bytes is not None and self.host_bytes <= plan.host_bytes):
             return self.overflow
         return find_overflow(self.costs, plan.host_bytes)
 
