@@ -441,3 +441,29 @@ def example() -> tuple[Trace, Costs]:
     """One ordinary job: a residual net on a machine whose link keeps up with some of it."""
     trace = make_residual_net(3, 256 * KIB)
     return trace, make_costs(trace, op_seconds=1e-4, workspace_bytes=4 * KIB, link=make_link(per_second=5e8))
+
+
+@some.composite
+def cyclic_traces(draw: some.DrawFn) -> Trace:
+    """Steps with an optimizer, and parameters of which some are large enough to move."""
+    layers = [
+        dataclasses.replace(layer, parameter_bytes=draw(some.sampled_from([0, 8, 16, 40, 96])) * KIB)
+        for layer in draw(nets())[:8]
+    ]
+    optimizer = Optimizer(
+        states=draw(some.integers(0, 2)),
+        group=draw(some.integers(1, 3)),
+        begins_with_gradients=draw(some.booleans()),
+        frozen=draw(some.sampled_from([0, 2, 3])),
+    )
+    return make_trace(layers, optimizer=optimizer)
+
+
+@some.composite
+def cyclic_steps(draw: some.DrawFn) -> tuple[Trace, Costs]:
+    """Such steps, and what they cost on machines with all kinds of links."""
+    trace = draw(cyclic_traces())
+    link = make_link(per_second=draw(some.sampled_from([1e8, 1e9, 1e10])), half_duplex=draw(some.booleans()))
+    return trace, make_costs(
+        trace, op_seconds=draw(some.sampled_from([0.0, 2e-5, 2e-4])), workspace_bytes=KIB, link=link
+    )

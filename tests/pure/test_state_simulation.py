@@ -8,40 +8,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as some
 
-from elbowroom import check, plan, simulate
-from elbowroom.errors import Infeasible
+from elbowroom import check, simulate
 from elbowroom.ir.costs import Costs
+from elbowroom.ir.gaps import Gap
 from elbowroom.ir.lifetimes import Lifetimes
 from elbowroom.ir.plan import Choice, Decision, Plan
 from elbowroom.ir.trace import Trace
-from elbowroom.planner.problem import pose
-from tests.generators import KIB, Layer, Optimizer, keep_everything, make_costs, make_link, make_trace, nets
+from tests.generators import cyclic_steps, keep_everything
 
 STEPS = 4
-
-
-@some.composite
-def cyclic_traces(draw: some.DrawFn) -> Trace:
-    layers = [
-        dataclasses.replace(layer, parameter_bytes=draw(some.sampled_from([0, 8, 16, 40, 96])) * KIB)
-        for layer in draw(nets())[:8]
-    ]
-    optimizer = Optimizer(
-        states=draw(some.integers(0, 2)),
-        group=draw(some.integers(1, 3)),
-        begins_with_gradients=draw(some.booleans()),
-        frozen=draw(some.sampled_from([0, 2, 3])),
-    )
-    return make_trace(layers, optimizer=optimizer)
-
-
-@some.composite
-def cyclic_steps(draw: some.DrawFn) -> tuple[Trace, Costs]:
-    trace = draw(cyclic_traces())
-    link = make_link(per_second=draw(some.sampled_from([1e8, 1e9, 1e10])), half_duplex=draw(some.booleans()))
-    return trace, make_costs(
-        trace, op_seconds=draw(some.sampled_from([0.0, 2e-5, 2e-4])), workspace_bytes=KIB, link=link
-    )
 
 
 def draw_state(data: some.DataObject, trace: Trace) -> tuple[Decision, ...]:
@@ -136,7 +111,7 @@ class SlowSteps:
                 self.now = max(self.now, self.done.get(decision.storage, 0.0))
                 self.away.add(decision.storage)
 
-    def gap(self, decision: Decision):  # type: ignore[no-untyped-def]
+    def gap(self, decision: Decision) -> Gap:
         return self.trace.state_gaps[decision.storage][decision.gap]
 
     def count(self, tick: int) -> int:

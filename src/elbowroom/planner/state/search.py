@@ -24,11 +24,12 @@ from typing import Protocol
 
 import numpy as np
 
-from elbowroom.cost.transfers import STAGING_BYTES
+from elbowroom.cost.transfers import STAGING_BYTES, offload_seconds, reload_seconds
 from elbowroom.errors import TraceError
 from elbowroom.ir.check import check
+from elbowroom.ir.costs import Costs
 from elbowroom.ir.plan import Choice, Decision, Plan
-from elbowroom.ir.state import list_away
+from elbowroom.ir.state import MoveKind, list_away, list_moves
 from elbowroom.ir.trace import Trace
 from elbowroom.planner.options import Manages
 from elbowroom.planner.problem import Problem, make_lowest, pose
@@ -53,6 +54,9 @@ QUICK = 0.1
 
 LEAST_HOST_BYTES = 4 * STAGING_BYTES
 """Host memory that activations have beside the state's copies if there is a disk: enough to stage what goes there."""
+
+LEAST_LINK = 0.2
+"""The planner of the activations counts on at least this part of the link."""
 
 ROUNDS = 3
 """Most plans of the activations for one share: each may replay ops that read state which is away."""
@@ -198,8 +202,26 @@ class _ShareSearch:
             least = 0 if self._replay.overflow is None else min(host_bytes, LEAST_HOST_BYTES)
             host_bytes = max(host_bytes - self._count_below(state), least)
         trace = fix_state(self._trace, state) if state else self._trace
-        return pose(trace, self._replay.costs, problem.budget_bytes, min_offload_bytes=problem.drafter.min_bytes,
+        return pose(trace, self._share_link(state), problem.budget_bytes, min_offload_bytes=problem.drafter.min_bytes,
                     host_bytes=host_bytes)  # fmt: skip
+
+    def _share_link(self, state: tuple[Decision, ...]) -> Costs:
+        """Return costs with the part of the link that the state's moves leave."""
+        costs, step_seconds = self._replay.costs, self._problem.plain.step_seconds
+        link, plan = (
+            costs.link,
+            Plan(trace_digest="", strategy="", budget_bytes=0, decisions=(), segments=(), state=state),
+        )
+        moves = list_moves(self._trace, plan)
+        sizes = self._trace.storages
+        out = sum(offload_seconds(link, sizes[each.storage].nbytes) for each in moves if each.kind is MoveKind.COPY)
+        back = sum(reload_seconds(link, sizes[each.storage].nbytes) for each in moves if each.kind is MoveKind.RELOAD)
+        if link.half_duplex:
+            out = back = out + back
+        left = [max(LEAST_LINK, 1.0 - seconds / step_seconds) if step_seconds else 1.0 for seconds in (out, back)]
+        link = dataclasses.replace(link, out_bytes_per_second=link.out_bytes_per_second * left[0],
+                                   back_bytes_per_second=link.back_bytes_per_second * left[1])  # fmt: skip
+        return dataclasses.replace(costs, link=link)
 
     def _count_below(self, state: tuple[Decision, ...]) -> int:
         """Return the bytes of the state's copies in the tiers below."""
