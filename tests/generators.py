@@ -57,9 +57,9 @@ class Program:
         self._needs: list[Need] = []
         self._versions: list[int] = []
 
-    def resident(self, nbytes: int, role: Role) -> int:
+    def resident(self, nbytes: int, role: Role, label: str = "") -> int:
         """A storage that is there before the step and after it."""
-        return self._storage(nbytes, role, -1, str(role))
+        return self._storage(nbytes, role, -1, label or str(role))
 
     def op(
         self, name: str, reads: Sequence[int], nbytes: int, *, role: Role = Role.ACTIVATION, barrier: str = ""
@@ -75,6 +75,13 @@ class Program:
         read = tuple(self._view(storage) for storage in reads)
         self._versions[target] += 1
         self._add_op(name, read, (self._view(target),), barrier)
+
+    def update(self, name: str, reads: Sequence[int], targets: Sequence[int]) -> None:
+        """An op that overwrites some of what it reads: an optimizer's step."""
+        read = tuple(self._view(storage) for storage in reads)
+        for target in targets:
+            self._versions[target] += 1
+        self._add_op(name, read, tuple(self._view(target) for target in targets), "")
 
     def save(self, storage: int) -> int:
         """Autograd puts a storage aside."""
@@ -129,13 +136,50 @@ class Program:
         self._ops.append(Op(tick=self._next(), name=name, reads=reads, writes=writes, flops=0, barrier=barrier))
 
 
-def make_trace(layers: Sequence[Layer], *, batch_bytes: int = 16 * KIB, name: str = "made up") -> Trace:
-    """The step of a net: forward, backward."""
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Optimizer:
+    """What follows the backward pass.
+
+    Attributes:
+        states: state storages of each parameter, as large as it is.
+        group: parameters that one op updates.
+        begins_with_gradients: the gradients of the step before are released after the first op, not at the end.
+        frozen: every so many parameters one has no gradient; 0 for none.
+    """
+
+    states: int = 2
+    group: int = 1
+    begins_with_gradients: bool = False
+    frozen: int = 0
+
+
+def make_trace(
+    layers: Sequence[Layer],
+    *,
+    batch_bytes: int = 16 * KIB,
+    name: str = "made up",
+    optimizer: Optimizer | None = None,
+) -> Trace:
+    """The step of a net: forward, backward, and the optimizer's step if there is one."""
     program = Program()
     batch = program.resident(batch_bytes, Role.INPUT)
     weights = [
         program.resident(layer.parameter_bytes, Role.PARAMETER) if layer.parameter_bytes else None for layer in layers
     ]
+    frozen = {
+        position
+        for number, position in enumerate(position for position, weight in enumerate(weights) if weight is not None)
+        if optimizer is not None and optimizer.frozen and number % optimizer.frozen == optimizer.frozen - 1
+    }
+    states: dict[int, list[int]] = {}
+    earlier: list[int] = []
+    for position, layer in enumerate(layers) if optimizer is not None else ():
+        if weights[position] is not None and position not in frozen:
+            states[position] = [
+                program.resident(layer.parameter_bytes, Role.OPTIMIZER_STATE) for _ in range(optimizer.states)
+            ]
+            if optimizer.begins_with_gradients:
+                earlier.append(program.resident(layer.parameter_bytes, Role.GRADIENT, f"weight{position}"))
     results: list[int] = []
     saves: list[list[int]] = []
     last_reader = {index: position for position, layer in enumerate(layers) for index in layer.inputs}
@@ -153,8 +197,33 @@ def make_trace(layers: Sequence[Layer], *, batch_bytes: int = 16 * KIB, name: st
         for index in {index for index in layer.inputs if index >= 0 and last_reader[index] == position}:
             if results[index] != results[-1]:
                 program.release(storage=results[index])
-    _run_backward(program, layers, weights, results, saves)
+        if position == 0:
+            for gradient in earlier:
+                program.release(storage=gradient)
+    trained = [None if index in frozen else weight for index, weight in enumerate(weights)]
+    gradients = _run_backward(program, layers, weights, results, saves, trained)
+    _run_optimizer(program, optimizer, weights, gradients, states)
     return program.finish(name)
+
+
+def _run_optimizer(
+    program: Program,
+    optimizer: Optimizer | None,
+    weights: list[int | None],
+    gradients: dict[int, int],
+    states: dict[int, list[int]],
+) -> None:
+    updated = [position for position in sorted(gradients) if position in states]
+    group = 1 if optimizer is None else optimizer.group
+    for begin in range(0, len(updated), group):
+        targets = [
+            each
+            for position in updated[begin : begin + group]
+            for each in (weights[position], *states[position])
+            if each is not None
+        ]
+        reads = [*targets, *(gradients[position] for position in updated[begin : begin + group])]
+        program.update("update", reads, targets)
 
 
 def _run_backward(
@@ -163,7 +232,10 @@ def _run_backward(
     weights: list[int | None],
     results: list[int],
     saves: list[list[int]],
-) -> None:
+    trained: list[int | None],
+) -> dict[int, int]:
+    """Return the gradient of each layer's weight."""
+    made_for: dict[int, int] = {}
     gradients: dict[int, int] = {
         len(layers) - 1: program.op("seed", [results[-1]], layers[-1].nbytes, role=Role.TEMPORARY)
     }
@@ -176,8 +248,8 @@ def _run_backward(
             found = [program._saves[save].storage for save in saves[position]]
             weight = weights[position]
             reads = [gradient, *found, *([] if weight is None else [weight])]
-            if weight is not None:
-                program.op(f"weight{position}", reads, layer.parameter_bytes, role=Role.GRADIENT)
+            if trained[position] is not None:
+                made_for[position] = program.op(f"weight{position}", reads, layer.parameter_bytes, role=Role.GRADIENT)
             for index in sorted({index for index in layer.inputs if index >= 0}):
                 made = program.op(f"back{position}", reads, layers[index].nbytes, role=Role.TEMPORARY)
                 if index in gradients:
@@ -190,6 +262,7 @@ def _run_backward(
             program.release(need=need)
         for save in saves[position]:
             program.release(save=save)
+    return made_for
 
 
 def make_chain(sizes: Sequence[int], *, keeps: str = "i", barriers: frozenset[int] = frozenset()) -> Trace:
@@ -368,3 +441,29 @@ def example() -> tuple[Trace, Costs]:
     """One ordinary job: a residual net on a machine whose link keeps up with some of it."""
     trace = make_residual_net(3, 256 * KIB)
     return trace, make_costs(trace, op_seconds=1e-4, workspace_bytes=4 * KIB, link=make_link(per_second=5e8))
+
+
+@some.composite
+def cyclic_traces(draw: some.DrawFn) -> Trace:
+    """Steps with an optimizer, and parameters of which some are large enough to move."""
+    layers = [
+        dataclasses.replace(layer, parameter_bytes=draw(some.sampled_from([0, 8, 16, 40, 96])) * KIB)
+        for layer in draw(nets())[:8]
+    ]
+    optimizer = Optimizer(
+        states=draw(some.integers(0, 2)),
+        group=draw(some.integers(1, 3)),
+        begins_with_gradients=draw(some.booleans()),
+        frozen=draw(some.sampled_from([0, 2, 3])),
+    )
+    return make_trace(layers, optimizer=optimizer)
+
+
+@some.composite
+def cyclic_steps(draw: some.DrawFn) -> tuple[Trace, Costs]:
+    """Such steps, and what they cost on machines with all kinds of links."""
+    trace = draw(cyclic_traces())
+    link = make_link(per_second=draw(some.sampled_from([1e8, 1e9, 1e10])), half_duplex=draw(some.booleans()))
+    return trace, make_costs(
+        trace, op_seconds=draw(some.sampled_from([0.0, 2e-5, 2e-4])), workspace_bytes=KIB, link=link
+    )

@@ -22,9 +22,15 @@ def names(family: ModuleType) -> tuple[str, ...]:
     return tuple(sorted(name for name in found if not name.startswith("_")))
 
 
+_REQUIRED = object()
+
+
 @functools.cache
-def get(family: ModuleType, name: str, entry_point: str) -> Any:
+def get(family: ModuleType, name: str, entry_point: str, default: Any = _REQUIRED) -> Any:
     """Return the entry point of one member, importing only that member. The result is cached.
+
+    Args:
+        default: returned if the member lacks an optional entry point.
 
     A family may have a dict `RENAMED` of former names of members; these still work, with a `FutureWarning`.
 
@@ -40,4 +46,5 @@ def get(family: ModuleType, name: str, entry_point: str) -> Any:
         folder = family.__name__.rpartition(".")[2]
         singular = folder.removesuffix("ies") + "y" if folder.endswith("ies") else folder.rstrip("s")
         raise UnknownMember(singular, name, known)
-    return getattr(importlib.import_module(f"{family.__name__}.{name}"), entry_point)
+    member = importlib.import_module(f"{family.__name__}.{name}")
+    return getattr(member, entry_point) if default is _REQUIRED else getattr(member, entry_point, default)

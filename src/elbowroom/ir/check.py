@@ -7,6 +7,7 @@ import math
 from collections.abc import Sequence
 
 from elbowroom.errors import TraceError
+from elbowroom.ir.check_state import check_state
 from elbowroom.ir.costs import Costs, Measurements
 from elbowroom.ir.gaps import Gap
 from elbowroom.ir.hardware import HardwareProfile, Link
@@ -150,6 +151,7 @@ def check(trace: Trace, plan: Plan) -> None:
         _require(index in replays, f"segment {index}: nothing uses it")
         _check_segment(trace, versions, index, segment, replays[index])
     _check_drops(trace, plan, drops, replays)
+    check_state(trace, plan, replays)
 
 
 def check_ticks(gap: Gap, decision: Decision, end: int) -> None:

@@ -51,8 +51,9 @@ _ADDED: dict[type, tuple[dict[type, dict[str, Any]], ...]] = {
         {Forecast: {"arena_bytes": 0, "lower_arena_bytes": 0, "disk_arena_bytes": 0}},
         {Forecast: {"begin_seconds": []}},
         {Forecast: {"evictions": 0, "replays": 0}},
+        {Forecast: {"state_offloaded_bytes": 0, "state_reloaded_bytes": 0}},
     ),
-    Plan: ({Plan: {"host_bytes": None}},),
+    Plan: ({Plan: {"host_bytes": None}}, {Plan: {"state": []}}),
     Journal: ({},),  # `upgrade` converts version 1
 }
 """Fields added in version 2, 3, ... of a format, nested ones included, with their defaults for older files."""

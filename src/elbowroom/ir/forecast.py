@@ -31,6 +31,7 @@ class Forecast:
         disk_arena_bytes: likewise in the tier below that.
         evictions: number of storages freed before a later need.
         replays: number of segments replayed.
+        state_offloaded_bytes, state_reloaded_bytes: part of the moves that is the model's state.
     """
 
     peak_bytes: int
@@ -52,6 +53,8 @@ class Forecast:
     begin_seconds: tuple[float, ...] = ()
     evictions: int = 0
     replays: int = 0
+    state_offloaded_bytes: int = 0
+    state_reloaded_bytes: int = 0
 
     def __repr__(self) -> str:
         return (

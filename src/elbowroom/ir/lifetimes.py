@@ -13,10 +13,12 @@ from __future__ import annotations
 
 import bisect
 import itertools
+from collections.abc import Sequence
 
 from elbowroom.ir.costs import Costs
 from elbowroom.ir.gaps import Gap
 from elbowroom.ir.plan import Choice, Decision, Plan
+from elbowroom.ir.state import list_away
 from elbowroom.ir.trace import Span, Trace
 
 
@@ -34,6 +36,7 @@ class Lifetimes:
         self._nodes: dict[int, list[Span]] = {}
         for need in trace.needs:
             self._nodes.setdefault(trace.saves[need.save].storage, []).append((need.tick, need.released))
+        self._away = {} if plan is None else list_away(trace, plan)
         self.decisions: dict[int, list[Decision]] = {}
         for decision in () if plan is None else plan.decisions:
             if decision.choice is not Choice.KEEP:
@@ -50,7 +53,7 @@ class Lifetimes:
                     spans.append((since, self._leaves(decision) + 1))
                     since = min(decision.back, end)
             spans.append((since, end))
-        return _join(spans)
+        return cut(_join(spans), self._away.get(storage, ()))
 
     def is_there(self, storage: int, tick: int) -> bool:
         """Return True if a storage is on the device during an entry."""
@@ -94,6 +97,15 @@ class Lifetimes:
     @staticmethod
     def _leaves(decision: Decision) -> int:
         return decision.release if decision.choice is Choice.OFFLOAD else decision.leave
+
+
+def cut(spans: Sequence[Span], away: Sequence[Span]) -> list[Span]:
+    """Return spans without the ticks of others."""
+    left = list(spans)
+    for gone, back in away:
+        parts = [part for begin, end in left for part in ((begin, min(end, gone)), (max(begin, back), end))]
+        left = [(begin, end) for begin, end in parts if begin < end]
+    return left
 
 
 def _join(spans: list[Span]) -> list[Span]:

@@ -4,6 +4,11 @@ opens            leave      release               back         closes
   |  in use        | copying   |        away        | arriving    |   in use
   save.............begin.......wait, drop...........begin.........need     (offload)
   save.............drop...........................................replay   (recompute)
+
+The model's state moves at ops that use some of it (`Trace.state_ticks`), in gaps that may close in the next step:
+
+opens              release                    back           closes
+  op ][ copying       op ][       away       ][ op   arriving   ][ op
 """
 
 from __future__ import annotations
@@ -70,6 +75,11 @@ class Plan:
         decisions: sorted by (storage, gap).
         host_bytes: with a disk below the host, the most that the step uses of the host; further copies go to the disk.
             So a plan for a smaller host takes the same time on a larger one. None for unlimited.
+        state: moves of the model's state, sorted by (storage, gap); `gap` is an index in `Trace.state_gaps`. Each is
+            an offload. The copy out begins right after the op at `leave`, which is where the gap opens; there is none
+            if nothing has written to the storage since an earlier one. The device's bytes are freed right after the op
+            at `release`, once the copy is done. The reload begins right before the op at `back`, and the op at which
+            the gap closes waits for it. A gradient that is released there does not come back (`Trace.is_reloaded`).
     """
 
     trace_digest: str
@@ -78,12 +88,14 @@ class Plan:
     decisions: tuple[Decision, ...]
     segments: tuple[Segment, ...]
     host_bytes: int | None = None
+    state: tuple[Decision, ...] = ()
 
     def __repr__(self) -> str:
         return (
             f"<Plan by {reprlib.repr(self.strategy)} within {format_bytes(self.budget_bytes)} "
             f"for trace {self.trace_digest[:12]}: {self.count_gaps(Choice.OFFLOAD)} gaps offloaded, "
-            f"{self.count_gaps(Choice.RECOMPUTE)} recomputed in {len(self.segments)} segments>"
+            f"{self.count_gaps(Choice.RECOMPUTE)} recomputed in {len(self.segments)} segments"
+            f"{f', {len(self.state)} gaps of state offloaded' if self.state else ''}>"
         )
 
     def count_gaps(self, choice: Choice) -> int:

@@ -45,6 +45,12 @@ class Role(enum.StrEnum):
 PERSISTENT_ROLES = frozenset(Role) - {Role.ACTIVATION, Role.TEMPORARY}
 """Roles of storages that the program holds independently of autograd."""
 
+STATE_ROLES = PERSISTENT_ROLES - {Role.INPUT}
+"""Roles of a model's state."""
+
+MIN_STATE_BYTES = 1 << 14
+"""Smaller storages of a model's state always stay on the device."""
+
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Storage:
@@ -193,6 +199,47 @@ class Trace:
         return _find_movable(self)
 
     @functools.cached_property
+    def state(self) -> frozenset[int]:
+        """Storages of the model's state that may leave the device: of at least `MIN_STATE_BYTES`, and used by an op."""
+        return frozenset(self.state_uses)
+
+    @functools.cached_property
+    def state_uses(self) -> Mapping[int, tuple[StorageUse, ...]]:
+        """Uses of the model's state, by storage id, in order: the ops that read or write it.
+
+        A save or need is no use: autograd keeps the tensor itself, and the op that follows reads it. A use is of kind
+        OPTIMIZER if the op also reads or writes optimizer state, and of kind OP otherwise.
+        """
+        return _find_state_uses(self)
+
+    @functools.cached_property
+    def state_gaps(self) -> Mapping[int, tuple[Gap, ...]]:
+        """Gaps between the uses of the model's state, by storage id.
+
+        A storage that exists before and after the step also has a gap from its last use to its first use in the next
+        step. So has a gradient that the step makes and leaves behind. In the next step it is the gradient that the step
+        begins with (`earlier_gradients`): the gap closes at that one's first use, or when it is released, at tick 0 if
+        the trace has none.
+        """
+        return {storage: _find_state_gaps(self, storage) for storage in sorted(self.state)}
+
+    @functools.cached_property
+    def state_ticks(self) -> tuple[int, ...]:
+        """Ticks at which the model's state can move: ops that read or write some of it."""
+        return tuple(sorted({use.tick for uses in self.state_uses.values() for use in uses}))
+
+    @functools.cached_property
+    def earlier_gradients(self) -> Mapping[int, int]:
+        """The gradient of the same parameter that the step began with, by id of one that the step makes and keeps."""
+        return _find_earlier_gradients(self)
+
+    def is_reloaded(self, gap: Gap) -> bool:
+        """Return False if a storage of the model's state is released where its gap closes, and so never comes back."""
+        if not gap.is_wrapping or self.storages[gap.storage].created < 0:
+            return True
+        return self.earlier_gradients.get(gap.storage) in self.state
+
+    @functools.cached_property
     def writes(self) -> tuple[tuple[Write, ...], ...]:
         """Writes to each storage, by storage id, in order."""
         return _find_writes(self)
@@ -247,6 +294,44 @@ def _find_movable(trace: Trace) -> frozenset[int]:
         for storage in trace.claims
         if storage not in spoiled and trace.storages[storage].role not in PERSISTENT_ROLES
     )
+
+
+def _find_state_uses(trace: Trace) -> dict[int, tuple[StorageUse, ...]]:
+    found: dict[int, list[StorageUse]] = {}
+    for op in trace.ops:
+        touched = [trace.storages[each] for each in sorted({view.storage for view in (*op.reads, *op.writes)})]
+        is_update = any(home.role is Role.OPTIMIZER_STATE for home in touched)
+        kind = UseKind.OPTIMIZER if is_update else UseKind.OP
+        for home in touched:
+            if home.role in STATE_ROLES and home.nbytes >= MIN_STATE_BYTES:
+                found.setdefault(home.id, []).append(StorageUse(op.tick, home.id, kind))
+    return {storage: tuple(uses) for storage, uses in found.items()}
+
+
+def _find_state_gaps(trace: Trace, storage: int) -> tuple[Gap, ...]:
+    home, uses = trace.storages[storage], trace.state_uses[storage]
+    is_kept = home.released == trace.end
+    gaps = find_gaps(uses, wraps=is_kept and home.created < 0)
+    if not (is_kept and home.created >= 0 and home.role is Role.GRADIENT):
+        return gaps
+    earlier = trace.earlier_gradients.get(storage)
+    closes = 0
+    if earlier is not None:
+        closes = trace.state_uses[earlier][0].tick if earlier in trace.state else trace.storages[earlier].released
+    return (*gaps, Gap(storage=storage, index=len(gaps), opens=uses[-1].tick, closes=min(closes, uses[-1].tick)))
+
+
+def _find_earlier_gradients(trace: Trace) -> dict[int, int]:
+    gradients = [home for home in trace.storages if home.role is Role.GRADIENT and home.nbytes >= MIN_STATE_BYTES]
+    earlier: dict[tuple[str, int], list[int]] = {}
+    for home in gradients:
+        if home.created < 0 and home.released < trace.end:
+            earlier.setdefault((home.label, home.nbytes), []).append(home.id)
+    made: dict[tuple[str, int], list[int]] = {}
+    for home in gradients:
+        if home.created >= 0 and home.released == trace.end:
+            made.setdefault((home.label, home.nbytes), []).append(home.id)
+    return {found[0]: earlier[key][0] for key, found in made.items() if len(found) == len(earlier.get(key, ())) == 1}
 
 
 def _find_writes(trace: Trace) -> tuple[tuple[Write, ...], ...]:

@@ -9,8 +9,8 @@ import enum
 class UseKind(enum.Enum):
     """Reason why a storage has to be on the device.
 
-    Traces record SAVE and NEED only. The other kinds are for storages that live across steps: parameters, gradients and
-    optimizer state.
+    Saved storages have the kinds SAVE and NEED (`Trace.uses`); the model's state has OP and OPTIMIZER
+    (`Trace.state_uses`).
     """
 
     SAVE = "save"
@@ -22,7 +22,7 @@ class UseKind(enum.Enum):
     MODULE = "module"
     """The forward or backward pass of the owning module runs."""
     OPTIMIZER = "optimizer"
-    """The optimizer's step reads or writes the storage."""
+    """One op of the optimizer's step reads or writes the storage."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -10,10 +10,7 @@ from elbowroom.ir.forecast import Forecast
 from elbowroom.ir.labels import name_group, name_storages, shorten
 from elbowroom.ir.lifetimes import Lifetimes
 from elbowroom.ir.plan import Plan
-from elbowroom.ir.trace import Role, Storage, Trace
-
-STATE = frozenset((Role.PARAMETER, Role.BUFFER, Role.GRADIENT, Role.OPTIMIZER_STATE))
-"""Roles of what is there before the step and after it."""
+from elbowroom.ir.trace import STATE_ROLES, Storage, Trace
 
 MOST_IN_THE_WAY = 5
 """Kinds of blocks that an Infeasible names."""
@@ -43,7 +40,7 @@ def explain_infeasible(
         host_bytes=host_bytes,
         needed_host_bytes=needed_host_bytes,
         is_estimated=not costs.measured,
-        state_bytes=sum(home.nbytes for home in trace.storages if home.created < 0 and home.role in STATE),
+        state_bytes=sum(home.nbytes for home in trace.storages if home.created < 0 and home.role in STATE_ROLES),
     )
 
 

@@ -6,21 +6,58 @@ values, so a strategy declares them nowhere else.
 
 from __future__ import annotations
 
+import enum
 import inspect
 import typing
 from collections.abc import Callable
 from typing import Any
 
 from elbowroom._family import get
-from elbowroom.errors import UsageError
+from elbowroom.errors import UnknownMember, UsageError
 from elbowroom.ir.plan import Plan
 from elbowroom.planner import strategies
 
 ENTRY_POINT = "make_plan"
 
+JOINT_ENTRY_POINT = "make_joint_plan"
+"""Function, with the options of `make_plan`, of strategies that also move the model's state. The others keep it on the
+device."""
 
-def find_strategy(text: str) -> Callable[[Any], Plan]:
+
+class Manages(enum.StrEnum):
+    """Storages that a plan may move."""
+
+    ACTIVATIONS = "activations"
+    """Storages that autograd saves."""
+    EVERYTHING = "everything"
+    """These, and the model's state: parameters, gradients, optimizer state and buffers."""
+
+
+def find_manages(text: str) -> Manages:
+    """Return the member for a name.
+
+    Raises:
+        UnknownMember: there is none.
+    """
+    if text not in list(Manages):
+        raise UnknownMember("choice of what to manage", text, tuple(Manages))
+    return Manages(text)
+
+
+def moves_state(name: str) -> bool:
+    """Return True if a strategy also moves the model's state.
+
+    Raises:
+        UnknownMember: there is no such strategy.
+    """
+    return get(strategies, name, JOINT_ENTRY_POINT, None) is not None
+
+
+def find_strategy(text: str, manages: Manages = Manages.ACTIVATIONS) -> Callable[[Any], Plan]:
     """Return the function that plans as `text` says.
+
+    Args:
+        manages: storages that the plan may move, if the strategy moves more than activations.
 
     Raises:
         UnknownMember: there is no such strategy.
@@ -36,6 +73,8 @@ def find_strategy(text: str) -> Callable[[Any], Plan]:
             known_options = ", ".join(f"{each}={describe(kind)}" for each, kind in known.items()) or "none"
             raise UsageError(f"strategy {name}: {item!r} is not an option, or is repeated; options: {known_options}")
         given[option] = _read(known[option], value, f"strategy {name}: {option}")
+    if manages is Manages.EVERYTHING and moves_state(name):
+        make_plan = get(strategies, name, JOINT_ENTRY_POINT)
     return lambda problem: make_plan(problem, **given)
 
 

@@ -14,8 +14,9 @@ from elbowroom.ir.plan import Choice, Plan
 from elbowroom.ir.trace import Trace
 from elbowroom.planner import strategies
 from elbowroom.planner.infeasible import explain_infeasible
-from elbowroom.planner.options import find_strategy
+from elbowroom.planner.options import Manages, find_manages, find_strategy
 from elbowroom.planner.schedule.draft import Draft, Drafter, Option
+from elbowroom.planner.state.scheduler import StateScheduler
 from elbowroom.progress import announcing
 from elbowroom.simulator.planned import PreparedTrace
 
@@ -59,6 +60,7 @@ def plan(
     strategy: str = "auto",
     min_offload_bytes: int = MIN_OFFLOAD_BYTES,
     host_bytes: int | None = None,
+    manages: Manages | str = Manages.ACTIVATIONS,
 ) -> Plan:
     """Make a plan whose forecast is within `budget_bytes` on the device and `host_bytes` below it.
 
@@ -67,18 +69,23 @@ def plan(
         min_offload_bytes: smaller storages always stay.
         host_bytes: what the tier below may hold at once; None for any amount. A limit where the costs have no link
             further down; else what is more goes to the disk, and takes longer.
+        manages: "activations", or "everything": the model's state may leave the device as well. Strategies that do not
+            move it (`options.moves_state`) keep it there.
 
     Raises:
         Infeasible: no plan of this strategy is; it names the tier, and the smallest budget that works.
-        UnknownMember: there is no such strategy.
+        UnknownMember: there is no such strategy, or `manages` is neither.
         UsageError: it has no such option, or an amount of bytes means nothing.
         TraceError: the trace is not consistent with itself, the costs belong to another one or are no figures to reckon
             with, or a link moves nothing.
     """
     check_amounts(budget_bytes=budget_bytes, min_offload_bytes=min_offload_bytes, host_bytes=host_bytes)
-    make_plan = find_strategy(strategy)
+    manages = find_manages(manages)
+    make_plan = find_strategy(strategy, manages)
     check_trace(trace)
-    problem = pose(trace, costs, budget_bytes, min_offload_bytes=min_offload_bytes, host_bytes=host_bytes)
+    problem = pose(
+        trace, costs, budget_bytes, min_offload_bytes=min_offload_bytes, host_bytes=host_bytes, manages=manages
+    )
     with announcing("planning a step", f"{trace.name}, {len(trace.ops):,} ops"):
         made = make_plan(problem)
     check(trace, made)
@@ -115,12 +122,13 @@ def pose(
     *,
     min_offload_bytes: int = MIN_OFFLOAD_BYTES,
     host_bytes: int | None = None,
+    manages: Manages = Manages.ACTIVATIONS,
 ) -> Problem:
     """Prepare a problem."""
     drafter = Drafter(PreparedTrace(trace, costs, host_bytes=host_bytes), min_offload_bytes)
     plain = drafter.finish({}, "plain", budget_bytes)
-    lowest = drafter.finish(lowest_draft(drafter), "floor", budget_bytes)
-    assert plain is not None and lowest is not None  # they drop nothing
+    assert plain is not None  # it drops nothing
+    lowest = make_lowest(drafter, budget_bytes, manages)
     return Problem(
         budget_bytes=budget_bytes,
         host_bytes=None if drafter.replay.overflow is not None else host_bytes,
@@ -133,6 +141,16 @@ def pose(
 def lowest_draft(drafter: Drafter) -> Draft:
     """Everything that may leave leaves at once and comes back on demand: the lowest peak there is."""
     return dict.fromkeys(drafter.gaps, Option(Choice.OFFLOAD, release_now=True, on_demand=True))
+
+
+def make_lowest(drafter: Drafter, budget_bytes: int, manages: Manages) -> Plan:
+    """Return the plan with the lowest peak, whatever it holds below: each storage is there only while it is used."""
+    lowest = drafter.finish(lowest_draft(drafter), "floor", budget_bytes)
+    assert lowest is not None  # it drops nothing
+    if manages is Manages.EVERYTHING:
+        state = StateScheduler(drafter.replay, drafter.min_bytes).move_all()
+        return dataclasses.replace(lowest, state=state)
+    return lowest
 
 
 def _count_needed_below(problem: Problem, forecast: Forecast) -> int:

@@ -10,7 +10,7 @@ from elbowroom.ir.forecast import Forecast
 from elbowroom.ir.labels import name_kind, name_module, shorten
 from elbowroom.ir.lifetimes import Lifetimes
 from elbowroom.ir.plan import Choice, Plan
-from elbowroom.ir.trace import PERSISTENT_ROLES, Role, Storage, Trace
+from elbowroom.ir.trace import PERSISTENT_ROLES, STATE_ROLES, Storage, Trace
 from elbowroom.report.columns import align, wrap
 from elbowroom.units import format_bytes
 
@@ -19,9 +19,6 @@ MOST_ROWS = 28
 
 SMALL_SHARE = 0.005
 """Modules with less of the peak, and of each choice, share a row."""
-
-STATE = frozenset((Role.PARAMETER, Role.BUFFER, Role.GRADIENT, Role.OPTIMIZER_STATE))
-"""Roles of what never leaves the device."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,7 +75,7 @@ def count_by_module(
         nbytes = -(-storage.nbytes // costs.alignment_bytes) * costs.alignment_bytes
         if lifetimes.is_there(storage.id, peak_tick):
             add(storage.module, "peak_bytes", nbytes)
-            if storage.role in STATE:
+            if storage.role in STATE_ROLES:
                 add(storage.module, "state_bytes", nbytes)
         for name, count in _count_choices(lifetimes, storage).items():
             add(storage.module, name, count * nbytes)

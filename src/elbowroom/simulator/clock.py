@@ -16,6 +16,11 @@ class Lanes:
         self._link = link
         self._out_free = self._back_free = 0.0
 
+    def shift(self, seconds: float) -> None:
+        """Move the origin of time `seconds` ahead."""
+        self._out_free -= seconds
+        self._back_free -= seconds
+
     def send(self, nbytes: int, now: float) -> float:
         """Start a transfer down at `now`, or once the lane is free. Return its end."""
         link = self._link

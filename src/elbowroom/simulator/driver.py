@@ -43,10 +43,10 @@ class VirtualDevice:
         self.copy_slots: list[CopySlot] = []
         self._done: dict[int, float] = {}  # when the last transfer of a storage is over
         self._below: dict[int, CopySlot] = {}
+        self._state = frozenset[int]()
         self._host_bytes = self._host_peak = 0
         self._disk_bytes = self._disk_peak = 0
-        self._recompute_seconds = self._stall_seconds = 0.0
-        self._offloaded_bytes = self._reloaded_bytes = 0
+        self._reset_figures()
 
     @property
     def now(self) -> float:
@@ -57,25 +57,54 @@ class VirtualDevice:
         """Return True if a storage has a copy in a lower tier."""
         return storage in self._below
 
+    def keep_copies(self, storages: Sequence[int]) -> None:
+        """Make room below for copies of the model's state, which stay: on the disk once the host is full."""
+        overflow = self._overflow
+        self._state = frozenset(storages)
+        for storage in storages:
+            rounded = self._rounded[storage]
+            is_full = overflow is not None and self._host_bytes + rounded > overflow.host_room_bytes
+            self._below[storage] = CopySlot(
+                storage=storage, begin=0, end=0, nbytes=self._sizes[storage], is_on_disk=is_full
+            )
+            self._count_copy(rounded, is_on_disk=is_full)
+
+    def count_state_copies(self) -> tuple[int, int]:
+        """Return the bytes of the state's copies on the host and on the disk."""
+        on_host, on_disk = (
+            sum(self._rounded[storage] for storage in self._state if self._below[storage].is_on_disk is is_on_disk)
+            for is_on_disk in (False, True)
+        )
+        return on_host, on_disk
+
+    def begin_next_step(self, seconds: float) -> None:
+        """Begin the next step after one that took `seconds`: transfers under way go on, figures start anew."""
+        self._lanes.shift(seconds)
+        self._done = {storage: done - seconds for storage, done in self._done.items()}
+        self.begin = self.late = 0.0
+        self.delays = {}
+        self.copy_slots = []
+        self._reset_figures()
+
     def offload(self, storage: int) -> None:
         """Start copying a storage to the tier below; if that is full, copy it to the disk and wait."""
         nbytes, rounded = self._sizes[storage], self._rounded[storage]
         overflow, now = self._overflow, self.now
         self._offloaded_bytes += nbytes
-        is_full = overflow is not None and self._host_bytes + rounded > overflow.host_room_bytes
-        self._below[storage] = CopySlot(
-            storage=storage, begin=self.entry, end=self.entry, nbytes=nbytes, is_on_disk=is_full
-        )
-        if overflow is not None and is_full:
+        if storage in self._state:
+            self._state_offloaded_bytes += nbytes
+        else:
+            is_full = overflow is not None and self._host_bytes + rounded > overflow.host_room_bytes
+            self._below[storage] = CopySlot(
+                storage=storage, begin=self.entry, end=self.entry, nbytes=nbytes, is_on_disk=is_full
+            )
+            self._count_copy(rounded, is_on_disk=is_full)
+        if overflow is not None and self._below[storage].is_on_disk:
             done = self._done[storage] = self._lanes.send_through(overflow.disk, overflow.piece_bytes, nbytes, now)
             self._stall(done - now)
-            self._disk_bytes += rounded
-            self._disk_peak = max(self._disk_peak, self._disk_bytes)
             return
         self._done[storage] = self._lanes.send(nbytes, now)
         self._delay(nbytes * self._drag)
-        self._host_bytes += rounded
-        self._host_peak = max(self._host_peak, self._host_bytes)
 
     def reload(self, storage: int) -> None:
         """Start copying a storage back; if its copy is on the disk, wait until all is read."""
@@ -83,6 +112,7 @@ class VirtualDevice:
         overflow = self._overflow
         now = self.now
         self._reloaded_bytes += nbytes
+        self._state_reloaded_bytes += nbytes if storage in self._state else 0
         if overflow is not None and self._below[storage].is_on_disk:
             read, done = self._lanes.fetch_through(overflow.disk, overflow.piece_bytes, nbytes, now)
             self._done[storage] = done
@@ -120,9 +150,24 @@ class VirtualDevice:
             "stall_seconds": self._stall_seconds,
             "offloaded_bytes": self._offloaded_bytes,
             "reloaded_bytes": self._reloaded_bytes,
+            "state_offloaded_bytes": self._state_offloaded_bytes,
+            "state_reloaded_bytes": self._state_reloaded_bytes,
             "lower_tier_bytes": self._host_peak,
             "disk_bytes": self._disk_peak,
         }
+
+    def _reset_figures(self) -> None:
+        self._recompute_seconds = self._stall_seconds = 0.0
+        self._offloaded_bytes = self._reloaded_bytes = 0
+        self._state_offloaded_bytes = self._state_reloaded_bytes = 0
+
+    def _count_copy(self, rounded: int, *, is_on_disk: bool) -> None:
+        if is_on_disk:
+            self._disk_bytes += rounded
+            self._disk_peak = max(self._disk_peak, self._disk_bytes)
+        else:
+            self._host_bytes += rounded
+            self._host_peak = max(self._host_peak, self._host_bytes)
 
     def _stall(self, seconds: float) -> None:
         self._stall_seconds += seconds

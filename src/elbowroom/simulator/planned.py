@@ -8,6 +8,9 @@ node, and autograd's claim, which a plan can interrupt:
     node                                       |===|
     counted   |=============|             |========|
 
+The model's state moves at ops (`ir.state`), in a step like the ones before: storages that are away when the step ends
+are away when it begins, and transfers that the step before has left under way go on.
+
 Durations never change the bytes held, since a release waits for its transfer. So the memory of a plan is exact, and
 only its seconds are a forecast. The tier of a copy affects seconds only, too.
 """
@@ -27,8 +30,10 @@ from elbowroom.ir.buffers import Buffer
 from elbowroom.ir.costs import Costs
 from elbowroom.ir.events import Event, StorageFreed, StorageNeeded, StorageSaved
 from elbowroom.ir.forecast import Forecast
+from elbowroom.ir.lifetimes import cut
 from elbowroom.ir.placement import Placement
 from elbowroom.ir.plan import Plan
+from elbowroom.ir.state import StateMove, list_away, list_moves
 from elbowroom.ir.trace import Trace
 from elbowroom.layout.copies import lay_out_copies
 from elbowroom.layout.lay_out import lay_out
@@ -39,6 +44,7 @@ from elbowroom.simulator.admission import admit
 from elbowroom.simulator.allocator_model import Allocator, Rerun, Stay, list_blocks, reserve
 from elbowroom.simulator.driver import VirtualDevice
 from elbowroom.simulator.host_overflow import Overflow, find_overflow
+from elbowroom.simulator.state_moves import merge_moves, move_state
 
 Spans = list[tuple[int, int]]
 
@@ -50,6 +56,7 @@ class PreparedTrace:
         host_bytes: as for `simulate.simulate`.
 
     Attributes:
+        host_bytes: as given.
         begins, begin_list: begin of each entry in the plain step.
         rounded: bytes of each storage, rounded up as by the device's allocator.
         events: saves, needs and ends of claims, in order.
@@ -64,7 +71,7 @@ class PreparedTrace:
     def __init__(self, trace: Trace, costs: Costs, *, host_bytes: int | None = None) -> None:
         admit(trace, costs)
         self.trace, self.costs = trace, costs
-        self._host_bytes = host_bytes
+        self.host_bytes = host_bytes
         self.overflow = find_overflow(costs, host_bytes)
         self.rounded = round_up([storage.nbytes for storage in trace.storages], costs.alignment_bytes)
         self.events = list_events(trace)
@@ -99,7 +106,11 @@ class PreparedTrace:
             placement = lay_out_copies(run.device.copy_slots, self.trace.end)
         figures: dict[str, Any] = {}
         if placement is not None:
-            figures |= {"lower_arena_bytes": placement.lower_bytes, "disk_arena_bytes": placement.disk_bytes}
+            state_host_bytes, state_disk_bytes = run.device.count_state_copies()
+            figures |= {
+                "lower_arena_bytes": placement.lower_bytes + state_host_bytes,
+                "disk_arena_bytes": placement.disk_bytes + state_disk_bytes,
+            }
         if allocator is not Allocator.EXACT:
             figures |= self.list_reserved(run.list_stays(), run.reruns)
         if allocator is Allocator.PLANNED:
@@ -128,7 +139,7 @@ class PreparedTrace:
 
     def find_overflow(self, plan: Plan) -> Overflow | None:
         """Return the overflow for a plan's copies: `overflow`, or that of the smaller host that the plan uses."""
-        if plan.host_bytes is None or (self._host_bytes is not None and self._host_bytes <= plan.host_bytes):
+        if plan.host_bytes is None or (self.host_bytes is not None and self.host_bytes <= plan.host_bytes):
             return self.overflow
         return find_overflow(self.costs, plan.host_bytes)
 
@@ -176,27 +187,42 @@ class PreparedTrace:
             raise TraceError(f"the plan is for trace {plan.trace_digest[:12]}, not {self.costs.trace_digest[:12]}")
         moved = {decision.storage for decision in plan.decisions}
         moved |= {leaf for segment in plan.segments for leaf in segment.leaves if leaf in self._claims}
-        machine = Machine(plan_policy.Policy(plan), plan.segments)
         events = [event for event in self.events if not isinstance(event, StorageFreed) or event.storage in moved]
-        return _PlannedRun(self, plan, machine, events)
+        return _PlannedRun(self, plan, events)
 
 
 class _PlannedRun:
     """Simulation of one step under a plan."""
 
-    def __init__(self, prepared: PreparedTrace, plan: Plan, machine: Machine, events: list[Event]) -> None:
+    def __init__(self, prepared: PreparedTrace, plan: Plan, events: list[Event]) -> None:
         self.prepared, self.plan = prepared, plan
         self.device = prepared.make_device(prepared.find_overflow(plan))
+        self._state = frozenset(decision.storage for decision in plan.state)
+        self._away = list_away(prepared.trace, plan)
+        timeline = merge_moves(events, list_moves(prepared.trace, plan))
+        if plan.state:
+            self.device.keep_copies(sorted(self._state))
+            self._carry_out(timeline)  # the step before
+            self.device.begin_next_step(prepared.begin_list[-1] + self.device.late + prepared.costs.overhead_seconds)
+        self._carry_out(timeline)
+
+    def _carry_out(self, timeline: Sequence[Event | StateMove]) -> None:
+        """Carry out one step."""
         self.held_since = dict[int, int]()
         self.claims: dict[int, Spans] = {}
         self.doubles: list[tuple[int, int, int]] = []
         self.spikes: dict[int, int] = {}
         self.reruns: list[Rerun] = []
         self.evictions = 0
-        for event in events:
+        begins, machine = self.prepared.begin_list, Machine(plan_policy.Policy(self.plan), self.plan.segments)
+        for event in timeline:
+            self.device.entry, self.device.begin = event.tick, begins[event.tick]
+            if isinstance(event, StateMove):
+                self.device.begin = begins[event.tick + (not event.kind.is_before)]
+                move_state(self.device, event)
+                continue
             if isinstance(event, StorageSaved):
                 self.held_since.setdefault(event.storage, event.tick)
-            self.device.entry, self.device.begin = event.tick, prepared.begin_list[event.tick]
             for action in machine.feed(event):
                 self.perform(action, event)
             if isinstance(event, StorageFreed):
@@ -207,6 +233,8 @@ class _PlannedRun:
         tick = event.tick
         if isinstance(action, Recompute):
             segment = self.plan.segments[action.segment]
+            for leaf in self._state.intersection(segment.leaves):
+                self.device.wait(leaf)
             footprint = self.prepared.footprints.measure(segment, action.outputs)
             self.device.replay(footprint.seconds)
             self.spikes[tick] = max(self.spikes.get(tick, 0), footprint.extra_bytes)
@@ -246,14 +274,16 @@ class _PlannedRun:
             spans = list(claims)  # it never leaves
         elif storage in self.held_since:
             spans = [*spans, (self.held_since[storage], claims[-1][1])]
-        return _join([(home.created, home.released), *spans, *self.prepared.node_spans[storage]])
+        joined = _join([(home.created, home.released), *spans, *self.prepared.node_spans[storage]])
+        return cut(joined, self._away.get(storage, ()))
 
     def list_stays(self) -> list[Stay]:
         """Return every block of the step except those inside ops and replays."""
         stays = [Stay(storage=storage, begin=begin, end=end) for storage, begin, end in self.doubles]
         for home in self.prepared.trace.storages:
             saved = home.id in self.prepared._claims
-            for begin, end in self.list_spans(home.id) if saved else [(home.created, home.released)]:
+            spans = self.list_spans(home.id) if saved else [(home.created, home.released)]
+            for begin, end in spans if saved else cut(spans, self._away.get(home.id, ())):
                 stays.append(Stay(storage=home.id, begin=begin, end=end))
         return stays
 
@@ -263,6 +293,9 @@ class _PlannedRun:
         for storage in prepared._claims:
             for begin, end in self.list_spans(storage):
                 _add_span(change, begin, end, prepared.rounded[storage])
+        for storage, away in self._away.items():
+            for begin, end in away if storage not in prepared._claims else ():
+                _add_span(change, begin, end, -prepared.rounded[storage])
         for storage, begin, end in self.doubles:
             _add_span(change, begin, end, prepared.rounded[storage])
         live = np.cumsum(change[:-1])

@@ -33,6 +33,7 @@ from elbowroom.ir.plan import Plan
 from elbowroom.planner.problem import Problem
 from elbowroom.planner.searching.choice_search import Moves
 from elbowroom.planner.searching.nested_budgets import solve
+from elbowroom.planner.state import search
 
 
 def make_plan(problem: Problem, *, moves: Moves = "both", effort: float = 1.0) -> Plan:
@@ -47,3 +48,14 @@ def make_plan(problem: Problem, *, moves: Moves = "both", effort: float = 1.0) -
         assert plan is not None  # it drops nothing
         return plan
     return solve(problem, "auto", moves, effort)
+
+
+def make_joint_plan(problem: Problem, *, moves: Moves = "both", effort: float = 1.0) -> Plan:
+    """Return the fastest plan found that also moves the model's state. Deterministic.
+
+    Args:
+        moves, effort: as for `make_plan`; the state is only offloaded.
+    """
+    if problem.fits(problem.plain):
+        return make_plan(problem)
+    return search.solve(problem, "auto", make_plan, moves, effort)

@@ -1,0 +1,247 @@
+"""Plans state and activations together: an outer search over how much of the state is away.
+
+    memory, everything on the device      /\\____/\\       = activations + state
+    memory, activations at their lowest   __/```\\_       = what activations cannot give up + state
+    share                                  how far activations may rise from the lower curve to the upper one
+
+For a share of 0, state leaves only where activations at their lowest do not fit; for a share of 1, state makes room for
+all activations. The state's moves are chosen for a share (`scheduler`) and written into the trace (`residence`), and
+the activations are planned beside them. Then the state's moves are chosen once more, for the memory that this plan
+leaves. A replay may read state that would be away: then that state comes back before the replay. The simulator judges
+the whole.
+
+The plan that keeps all state on the device is a candidate, so no plan is slower than that of the activations alone. So
+is the plan with the lowest peak, so every budget from there on has a plan.
+
+Cost: one plan of the activations if the state need not move; else two, and up to five with little effort.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+from typing import Protocol
+
+import numpy as np
+
+from elbowroom.cost.transfers import STAGING_BYTES, offload_seconds, reload_seconds
+from elbowroom.errors import TraceError
+from elbowroom.ir.check import check
+from elbowroom.ir.costs import Costs
+from elbowroom.ir.plan import Choice, Decision, Plan
+from elbowroom.ir.state import MoveKind, list_away, list_moves
+from elbowroom.ir.trace import Trace
+from elbowroom.planner.options import Manages
+from elbowroom.planner.problem import Problem, make_lowest, pose
+from elbowroom.planner.searching.choice_search import Moves
+from elbowroom.planner.state.residence import fix_state
+from elbowroom.planner.state.scheduler import StateScheduler
+
+SHARES = (1.0, 0.5, 0.0)
+"""Shares to try; the first often needs no search."""
+
+FINER = 0.25
+"""Distance of further shares from the best one."""
+
+NEGLIGIBLE = 1.002
+"""A step that takes at most this multiple of the plain one is fast enough."""
+
+NEAR = 1.03
+"""A share is planned with full effort if the step takes at most this multiple of the fastest one so far."""
+
+QUICK = 0.1
+"""Effort for trying a share, as a multiple of the full one."""
+
+LEAST_HOST_BYTES = 4 * STAGING_BYTES
+"""Host memory that activations have beside the state's copies if there is a disk: enough to stage what goes there."""
+
+LEAST_LINK = 0.2
+"""The planner of the activations counts on at least this part of the link."""
+
+ROUNDS = 3
+"""Most plans of the activations for one share: each may replay ops that read state which is away."""
+
+Pins = dict[int, set[int]]
+"""Ticks at which replays read a storage of the state."""
+
+
+class MakePlan(Protocol):
+    """Plans the activations of a problem."""
+
+    def __call__(self, problem: Problem, *, moves: Moves, effort: float) -> Plan:
+        """Return a plan. `effort`: a multiple of the usual one."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Candidate:
+    """A plan that fits, and the time of its step."""
+
+    plan: Plan
+    seconds: float
+
+
+def solve(problem: Problem, strategy: str, make_plan: MakePlan, moves: Moves, effort: float) -> Plan:
+    """Return the fastest plan found within the budget; the plan with the lowest peak if none fits.
+
+    Args:
+        problem: manages everything.
+        make_plan: plans the activations beside moves of the state.
+    """
+    plan = make_lowest(problem.drafter, problem.budget_bytes, Manages.EVERYTHING)
+    if problem.floor.peak_bytes <= problem.budget_bytes:
+        found = _ShareSearch(problem, make_plan, moves, effort).solve()
+        plan = plan if found is None else found.plan
+    return dataclasses.replace(plan, strategy=strategy)
+
+
+class _ShareSearch:
+    """The outer search for one problem."""
+
+    def __init__(self, problem: Problem, make_plan: MakePlan, moves: Moves, effort: float) -> None:
+        self._problem, self._make_plan, self._moves, self._effort = problem, make_plan, moves, effort
+        self._replay = problem.drafter.replay
+        self._trace = self._replay.trace
+        self._scheduler = StateScheduler(self._replay, problem.drafter.min_bytes, problem.host_bytes)
+        self._resident = self._pose(())
+        self._highest = np.array(self._resident.plain.live_bytes, dtype=np.int64)
+        self._lowest = np.array(self._resident.floor.live_bytes, dtype=np.int64)
+
+    def solve(self) -> Candidate | None:
+        """Return the fastest candidate; None if there is none but the plan with the lowest peak."""
+        resident = self._plan_resident()
+        if resident is not None and self._is_fast(resident):
+            return resident
+        found: dict[float, Candidate] = {}
+        for share in SHARES:
+            self._try(share, found)
+        if found:
+            best = min(found, key=lambda share: (found[share].seconds, share))
+            for share in (best - FINER, best + FINER):
+                self._try(share, found)
+        fastest = _find_fastest([*found.values(), resident])
+        if fastest is None or not found:
+            return fastest
+        share = min(found, key=lambda share: (found[share].seconds, share))
+        full = None
+        if not self._is_fast(fastest) and found[share].seconds <= NEAR * fastest.seconds:
+            full = self._plan_share(share, self._effort)
+        return _find_fastest([fastest, full])
+
+    def _try(self, share: float, found: dict[float, Candidate]) -> None:
+        """Plan a share with little effort, unless a step is fast enough already."""
+        if 0.0 <= share <= 1.0 and not any(map(self._is_fast, found.values())):
+            made = self._plan_share(share, QUICK * self._effort)
+            if made is not None:
+                found[share] = made
+
+    def _is_fast(self, candidate: Candidate) -> bool:
+        return candidate.seconds <= NEGLIGIBLE * self._problem.plain.step_seconds
+
+    # -- one share ------------------------------------------------------------------------------------------------
+
+    def _plan_resident(self) -> Candidate | None:
+        """Return the plan that keeps all state on the device; None if it does not fit."""
+        if self._resident.floor.peak_bytes > self._problem.budget_bytes:
+            return None
+        plan = self._make_plan(self._resident, moves=self._moves, effort=self._effort)
+        return self._judge(plan)
+
+    def _plan_share(self, share: float, effort: float) -> Candidate | None:
+        """Return a plan for one share; without replays if no plan with them can be completed; None if none fits."""
+        limit = self._lowest + share * (self._highest - self._lowest)
+        excess = np.ceil(limit).astype(np.int64) - self._problem.budget_bytes
+        pins: Pins = {}
+        for _ in range(ROUNDS):
+            state = self._scheduler.schedule(excess, pins)
+            plan = self._plan_beside(state, self._moves, effort)
+            if plan is None:
+                break
+            read = list_state_reads(self._trace, plan)
+            found = self._complete(plan, read)
+            if found is not None or self._moves == "offload":
+                return found
+            for storage, ticks in read.items():
+                pins.setdefault(storage, set()).update(ticks)
+        if self._moves != "both":
+            return None
+        plan = self._plan_beside(self._scheduler.schedule(excess), "offload", effort)
+        return None if plan is None else self._complete(plan, {})
+
+    def _plan_beside(self, state: tuple[Decision, ...], moves: Moves, effort: float) -> Plan | None:
+        """Plan the activations beside moves of the state; None if they do not fit beside them."""
+        inner = self._pose(state)
+        if inner.floor.peak_bytes > inner.budget_bytes:
+            return None
+        made = self._make_plan(inner, moves=moves, effort=effort)
+        host_bytes = None if made.host_bytes is None else made.host_bytes + self._count_below(state)
+        return dataclasses.replace(made, state=state, host_bytes=host_bytes)
+
+    def _complete(self, plan: Plan, read: Pins) -> Candidate | None:
+        """Choose the moves of the state once more, for the memory that a plan leaves; return the better plan."""
+        held = np.array(self._replay.run(plan).live_bytes, dtype=np.int64)
+        for storage, spans in list_away(self._trace, plan).items():
+            for begin, end in spans:
+                held[begin:end] += int(self._replay.rounded[storage])
+        state = self._scheduler.schedule(held - self._problem.budget_bytes, read)
+        return _find_fastest([self._judge(plan), self._judge(dataclasses.replace(plan, state=state))])
+
+    def _judge(self, plan: Plan) -> Candidate | None:
+        """Return a plan with its forecast; None if it does not fit, or cannot be carried out."""
+        try:
+            check(self._trace, plan)
+        except TraceError:
+            return None
+        forecast = self._replay.run(plan)
+        return Candidate(plan, forecast.step_seconds) if self._problem.fits(forecast) else None
+
+    def _pose(self, state: tuple[Decision, ...]) -> Problem:
+        """Return the problem of the activations beside moves of the state."""
+        problem, host_bytes = self._problem, self._replay.host_bytes
+        if host_bytes is not None and state:
+            least = 0 if self._replay.overflow is None else min(host_bytes, LEAST_HOST_BYTES)
+            host_bytes = max(host_bytes - self._count_below(state), least)
+        trace = fix_state(self._trace, state) if state else self._trace
+        return pose(trace, self._share_link(state), problem.budget_bytes, min_offload_bytes=problem.drafter.min_bytes,
+                    host_bytes=host_bytes)  # fmt: skip
+
+    def _share_link(self, state: tuple[Decision, ...]) -> Costs:
+        """Return costs with the part of the link that the state's moves leave."""
+        costs, step_seconds = self._replay.costs, self._problem.plain.step_seconds
+        link, plan = (
+            costs.link,
+            Plan(trace_digest="", strategy="", budget_bytes=0, decisions=(), segments=(), state=state),
+        )
+        moves = list_moves(self._trace, plan)
+        sizes = self._trace.storages
+        out = sum(offload_seconds(link, sizes[each.storage].nbytes) for each in moves if each.kind is MoveKind.COPY)
+        back = sum(reload_seconds(link, sizes[each.storage].nbytes) for each in moves if each.kind is MoveKind.RELOAD)
+        if link.half_duplex:
+            out = back = out + back
+        left = [max(LEAST_LINK, 1.0 - seconds / step_seconds) if step_seconds else 1.0 for seconds in (out, back)]
+        link = dataclasses.replace(link, out_bytes_per_second=link.out_bytes_per_second * left[0],
+                                   back_bytes_per_second=link.back_bytes_per_second * left[1])  # fmt: skip
+        return dataclasses.replace(costs, link=link)
+
+    def _count_below(self, state: tuple[Decision, ...]) -> int:
+        """Return the bytes of the state's copies in the tiers below."""
+        return sum(int(self._replay.rounded[storage]) for storage in {decision.storage for decision in state})
+
+
+def list_state_reads(trace: Trace, plan: Plan) -> Pins:
+    """Return the ticks at which replays of a plan read the state, by storage."""
+    replays: dict[int, int] = {}
+    for decision in plan.decisions:
+        if decision.choice is Choice.RECOMPUTE:
+            closes = trace.gaps[decision.storage][decision.gap].closes
+            replays[decision.segment] = min(replays.get(decision.segment, closes), closes)
+    ops = {op.tick: op for op in trace.ops}
+    read: Pins = {}
+    for index, segment in enumerate(plan.segments):
+        for storage in {view.storage for tick in segment.ops for view in ops[tick].reads}.intersection(trace.state):
+            read.setdefault(storage, set()).add(replays[index])
+    return read
+
+
+def _find_fastest(candidates: Iterable[Candidate | None]) -> Candidate | None:
+    return min((each for each in candidates if each is not None), key=lambda each: each.seconds, default=None)
