@@ -8,7 +8,7 @@ import torch
 from torch.optim import Optimizer
 
 from elbowroom.config import Config
-from elbowroom.tracing.residents import list_resident_tensors
+from elbowroom.tracing.residents import Resident, list_resident_tensors, list_residents
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,3 +28,7 @@ class Job:
     def list_residents(self) -> list[torch.Tensor]:
         """List parameters, gradients, buffers and optimizer state."""
         return list_resident_tensors(self.model, self.optimizers)
+
+    def name_residents(self) -> list[Resident]:
+        """List them with their roles and labels."""
+        return list_residents(self.model, self.optimizers)

@@ -25,6 +25,7 @@ from elbowroom.ir.lease import Lease
 from elbowroom.ir.placement import Placement
 from elbowroom.ir.plan import Choice, Plan
 from elbowroom.ir.trace import Role, Trace, release_unneeded
+from elbowroom.planner.options import Manages
 from elbowroom.planner.plain import keep_all_if_it_fits
 from elbowroom.planner.problem import plan as make_plan
 from elbowroom.planner.problem import pose
@@ -79,7 +80,7 @@ class PlannedStep:
     @property
     def is_plain(self) -> bool:
         """True if the plan moves nothing."""
-        return not self.plan.decisions
+        return not (self.plan.decisions or self.plan.state)
 
     @functools.cached_property
     def candidate(self) -> Candidate:
@@ -244,7 +245,7 @@ class PlanCache:
         costs = price(trace, self.profile, measurements, trace_digest=trace_digest)
         problem = pose(
             trace, costs, self.lease.device_bytes, min_offload_bytes=self._config.min_offload_bytes,
-            host_bytes=self.lease.host_bytes,
+            host_bytes=self.lease.host_bytes, manages=Manages(self._config.manages),
         )  # fmt: skip
         return problem.floor.peak_bytes <= self.lease.device_bytes
 
@@ -282,7 +283,7 @@ class PlanCache:
             self._loops.wait(share=ENOUGH if config.strategy == "auto" else 1.0)
             plan = make_plan(
                 trace, costs, self.lease.device_bytes, strategy=config.strategy,
-                min_offload_bytes=config.min_offload_bytes, host_bytes=self.lease.host_bytes,
+                min_offload_bytes=config.min_offload_bytes, host_bytes=self.lease.host_bytes, manages=config.manages,
             )  # fmt: skip
         replay = PreparedTrace(trace, costs, host_bytes=self.lease.host_bytes)
         placement = replay.place(plan)

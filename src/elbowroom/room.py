@@ -295,8 +295,9 @@ class Room:
         if job.config.manages == "activations":
             return None
         return StatePager(
-            job.device, job.list_residents, job.optimizers, self._transfers, self._ledger, job.config.min_offload_bytes
-        )
+            job.device, job.list_residents, job.name_residents, job.optimizers, self._transfers, self._ledger,
+            job.config.min_offload_bytes,
+        )  # fmt: skip
 
     def _probe(self, budget_bytes: int) -> HardwareProfile:
         """Measure this machine before the first step, using only memory that the budget leaves beside the model."""

@@ -131,7 +131,7 @@ class StepModes:
 
     def _run_planned(self, entry: PlanCacheEntry) -> Iterator[None]:
         # After planning from fake tensors, the first steps are observed op by op, to measure the costs.
-        self._begin_paging(may_move=self._pager is not None and self._pager.is_active)
+        self._begin_paging(may_move=bool(entry.planned.plan.state) or self._is_paging)
         measuring = not entry.is_measured and entry.measured_steps < self._job.config.settling_steps
         meter = self._metering.make(is_detailed=measuring)
         capture = self._make_capture(meter) if measuring else None

@@ -18,14 +18,10 @@ namespace py = pybind11;
 namespace {
 
 std::shared_ptr<StateTable> make_table(const py::object& host) {
-  StateTable::Callbacks callbacks;
-  callbacks.restore = [method = Method(host, "restore")](const StateStoragePtr& storage) {
+  StateTable::Restore restore = [method = Method(host, "restore")](const StateStoragePtr& storage) {
     method.call([&](const py::object& restore) { restore(storage); });
   };
-  callbacks.proceed = [method = Method(host, "proceed")](int64_t event) {
-    method.call([&](const py::object& proceed) { proceed(event); });
-  };
-  return std::make_shared<StateTable>(std::move(callbacks));
+  return std::make_shared<StateTable>(std::move(restore));
 }
 
 // Calls compiled code, which reads its inputs and writes to some of them. It frees each input when it has read it, so
@@ -38,10 +34,8 @@ py::object run_with_state(const py::list& inputs, const py::list& written, const
     }
     return tensors;
   };
-  auto use = std::make_unique<StateUse>(list(inputs), list(written));
-  py::object result = call();
-  use->finish();
-  return result;
+  const StateUse use(list(inputs), list(written));
+  return call();
 }
 
 }  // namespace
@@ -76,7 +70,6 @@ void bind_state(py::module_& module) {
       .def("sweep", &StateTable::sweep, "Forget the storages that are gone, and return their records.")
       .def("clear", &StateTable::clear)
       .def("begin_step", &StateTable::begin_step)
-      .def("set_due", &StateTable::set_due, py::arg("event"))
       .def_property_readonly("events", &StateTable::events)
       .def_property_readonly("former_events", &StateTable::former_events);
   module.def("is_any_state_managed", &StateTable::is_any_managed);

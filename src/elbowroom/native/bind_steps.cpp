@@ -59,6 +59,9 @@ std::shared_ptr<OpWatch> make_watch(
   callbacks.leave = [method = Method(host, "leave")](const std::string& why) {
     method.call([&](const py::object& tell) { tell(why); });
   };
+  callbacks.move_state = [method = Method(host, "move_state")](int64_t position, bool is_before) {
+    method.call([&](const py::object& move) { move(position, is_before); });
+  };
   if (table->scope == nullptr) {
     callbacks.make_room = [method = Method(host, "make_room_for")](const std::string& op) {
       bool is_made = false;
@@ -214,6 +217,7 @@ void bind_watch(py::module_& module) {
       .def(py::init(&make_watch), py::arg("device_type"), py::arg("table"), py::arg("host"))
       .def("record", &OpWatch::record, py::arg("resting_bytes"), py::arg("least_bytes"))
       .def("follow", &OpWatch::follow, py::arg("names"), py::arg("ticks"), py::arg("kept"))
+      .def("set_state_moves", &OpWatch::set_state_moves, py::arg("before"), py::arg("after"))
       .def("stop_recording", &OpWatch::pass)
       .def("run_region", &run_region, py::arg("name"), py::arg("inputs"), py::arg("written"), py::arg("call"),
           "Return what `call` returns, which is compiled code that writes to some tensors, and is one op of the step.")

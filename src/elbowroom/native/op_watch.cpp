@@ -105,7 +105,8 @@ void OpWatch::run(
 void OpWatch::run_region(
     const std::string& name, const std::vector<at::Tensor>& written, c10::function_ref<void()> next) {
   if (is_closed_) return next();
-  count(name);
+  const Count counted = count(name);
+  move_state(counted, true);
   tell(callbacks_.before_write, written);
   try {
     const Running running(name);
@@ -115,6 +116,7 @@ void OpWatch::run_region(
     throw;
   }
   tell(callbacks_.after_write, written, true);
+  move_state(counted, false);
 }
 
 OpWatch::Count OpWatch::count(const OpKind& kind) { return kind.is_traced ? count(kind.name) : Count(); }
@@ -125,7 +127,7 @@ OpWatch::Count OpWatch::count(const std::string& name) {
   if (counted.place > due_ops) {
     callbacks_.leave(std::to_string(counted.place) + " ops without a save that should have come before");
   }
-  if (mode_ == Mode::FOLLOW && !is_expected(name, &counted.tick)) counted.tick = -1;
+  if (mode_ == Mode::FOLLOW && !is_expected(name, counted)) counted.tick = -1;
   return counted;
 }
 
@@ -144,7 +146,7 @@ RecordedOpPtr OpWatch::describe(
   return made;
 }
 
-bool OpWatch::is_expected(const std::string& name, int64_t* tick) {
+bool OpWatch::is_expected(const std::string& name, Count& count) {
   const size_t position = position_.fetch_add(1);
   if (position >= names_.size()) {
     if (position == names_.size()) mode_ = Mode::PASS;
@@ -154,8 +156,9 @@ bool OpWatch::is_expected(const std::string& name, int64_t* tick) {
     callbacks_.leave("op " + std::to_string(position) + " is " + name + ", where the trace has " + names_[position]);
     return false;
   }
-  *tick = ticks_[position];
-  return *tick >= 0;
+  count.position = static_cast<int64_t>(position);
+  count.tick = ticks_[position];
+  return count.tick >= 0;
 }
 
 bool OpWatch::may_record(const Count& count) const {

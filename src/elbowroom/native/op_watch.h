@@ -12,6 +12,7 @@
 #include <memory>
 #include <string>
 #include <unordered_map>
+#include <unordered_set>
 #include <vector>
 
 #include "recorded_ops.h"
@@ -25,6 +26,7 @@ struct Callbacks {
   std::function<void(const at::Tensor&)> before_write;  // an op is about to write to what Python knows
   std::function<void(const at::Tensor&)> after_write;
   std::function<void(const std::string&)> leave;  // why the step is not the one that is expected
+  std::function<void(int64_t, bool)> move_state;  // at an op of the expected ones, by position: before it, or after
   std::function<bool(const std::string&)> make_room;  // the device has no memory for an op; whether to try again
 };
 
@@ -50,6 +52,7 @@ class OpWatch {
   struct Count {
     int64_t place = 0;
     int64_t tick = -1;  // at which it is wanted, else -1
+    int64_t position = -1;  // among the ops that are expected, else -1
   };
 
   // What is known of an op; null where it is not watched, since the step is over.
@@ -79,6 +82,15 @@ class OpWatch {
   // From now on, follow: names of the ops that are expected, the tick of each that is wanted, else -1, and of each wanted
   // one's reads whether the program holds them throughout the step.
   void follow(std::vector<std::string> names, std::vector<int64_t> ticks, std::unordered_map<int64_t, std::vector<bool>> kept);
+  // Positions of ops before and after which model state moves.
+  void set_state_moves(std::unordered_set<int64_t> before, std::unordered_set<int64_t> after) {
+    moves_before_ = std::move(before);
+    moves_after_ = std::move(after);
+  }
+  void move_state(const Count& count, bool is_before) const {
+    if (count.position < 0 || mode_ != Mode::FOLLOW) return;
+    if ((is_before ? moves_before_ : moves_after_).count(count.position) > 0) callbacks_.move_state(count.position, is_before);
+  }
   void pass() { mode_ = Mode::PASS; }
   // The step is over: every op passes, and nobody is told.
   void close();
@@ -104,7 +116,7 @@ class OpWatch {
   RecordedOpPtr describe(
       const c10::OperatorHandle& op, const OpKind& kind, const c10::IValue* arguments, size_t count, int64_t tick);
   Count count(const std::string& name);
-  bool is_expected(const std::string& name, int64_t* tick);
+  bool is_expected(const std::string& name, Count& count);
   // Calls `next`. Where the device has no memory, `restore` is called before it is called again; null: it is not.
   void call(
       const OpKind& kind, at::TensorList written, c10::function_ref<void()> next,
@@ -130,6 +142,7 @@ class OpWatch {
   std::vector<int64_t> ticks_;
   std::unordered_map<int64_t, std::vector<bool>> kept_;
   std::atomic<size_t> position_{0};
+  std::unordered_set<int64_t> moves_before_, moves_after_;
   std::unordered_map<int64_t, RecordedOpPtr> by_tick_;  // with the table's mutex
 };
 

@@ -224,26 +224,20 @@ void StateUse::pin(const at::Tensor& tensor, bool is_written) {
 
 void StateUse::begin(Kind kind) {
   if (pins_.storages.empty()) return;
-  table_ = pins_.storages.front()->owner.lock();
-  if (table_ == nullptr) return;
-  if (kind == Kind::STEP) {
-    event_ = table_->events_.fetch_add(1);
-    const int64_t now = table_->clock_.fetch_add(1);
+  const auto table = pins_.storages.front()->owner.lock();
+  if (table != nullptr && kind == Kind::STEP) {
+    const int64_t event = table->events_.fetch_add(1);
+    const int64_t now = table->clock_.fetch_add(1);
     const std::lock_guard<std::mutex> guard(state_mutex());
     for (const StateStoragePtr& each : pins_.storages) {
       each->last_use = now;
-      each->uses.push_back(event_);
+      each->uses.push_back(event);
     }
   }
   for (const StateStoragePtr& each : pins_.storages) {
-    if (each->is_away) {
-      if (const auto owner = each->owner.lock()) owner->callbacks_.restore(each);
-    }
+    if (!each->is_away) continue;
+    if (const auto owner = each->owner.lock()) owner->restore_(each);
   }
-}
-
-void StateUse::finish() {
-  if (event_ >= 0 && event_ >= table_->due_) table_->callbacks_.proceed(event_);
 }
 
 }  // namespace elbowroom

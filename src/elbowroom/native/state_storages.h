@@ -53,12 +53,10 @@ using StateStoragePtr = c10::intrusive_ptr<StateStorage>;
 // The storages of one room.
 class StateTable : public std::enable_shared_from_this<StateTable> {
  public:
-  struct Callbacks {
-    std::function<void(const StateStoragePtr&)> restore;  // before an op that uses a storage that is away
-    std::function<void(int64_t)> proceed;                 // after the op of an event that is due
-  };
+  // Called before an op that uses a storage that is away.
+  using Restore = std::function<void(const StateStoragePtr&)>;
 
-  explicit StateTable(Callbacks callbacks) : callbacks_(std::move(callbacks)) {}
+  explicit StateTable(Restore restore) : restore_(std::move(restore)) {}
   ~StateTable() { clear(); }
 
   // The record of a storage, made if there is none. Null if the storage belongs to another table.
@@ -74,7 +72,6 @@ class StateTable : public std::enable_shared_from_this<StateTable> {
   // An event is an op that uses storages of the table. Events count from the beginning of the step.
   int64_t events() const { return events_.load(); }
   int64_t former_events() const { return former_events_; }
-  void set_due(int64_t event) { due_ = event; }
 
   static bool is_any_managed() { return managed.load(std::memory_order_relaxed) > 0; }
 
@@ -83,8 +80,8 @@ class StateTable : public std::enable_shared_from_this<StateTable> {
 
   static inline std::atomic<int64_t> managed{0};  // storages of all tables
 
-  const Callbacks callbacks_;
-  std::atomic<int64_t> events_{0}, clock_{0}, due_{int64_t{1} << 60};
+  const Restore restore_;
+  std::atomic<int64_t> events_{0}, clock_{0};
   int64_t former_events_ = 0;
 };
 
@@ -102,9 +99,6 @@ class StateUse {
   StateUse(const StateUse&) = delete;
   StateUse& operator=(const StateUse&) = delete;
 
-  // The op has ended without an error.
-  void finish();
-
  private:
   struct Pins {
     Pins() = default;
@@ -120,8 +114,6 @@ class StateUse {
   void begin(Kind kind);
 
   Pins pins_;
-  std::shared_ptr<StateTable> table_;  // the first one's
-  int64_t event_ = -1;
 };
 
 }  // namespace elbowroom

@@ -129,7 +129,11 @@ void run_by(
     const Busy guard;
     const auto next = [&] { run_by(watchers, count - 1, op, keys, stack); };
     const OpKind* kind = native->find_open_kind(op);
-    kind == nullptr ? next() : native->run(op, *kind, native->count(*kind), stack, next);
+    if (kind == nullptr) return next();
+    const OpWatch::Count counted = native->count(*kind);
+    native->move_state(counted, true);
+    native->run(op, *kind, counted, stack, next);
+    native->move_state(counted, false);
   } else if (is_seen_in_python(op)) {
     run_in_python(*watchers, count - 1, op, stack);
   } else {
@@ -169,9 +173,8 @@ void run_watched(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch:
   if (StateTable::is_any_managed() && op.hasSchema() && !is_without_bytes(op, *stack)) kind = find_kind(op);
   if (kind == nullptr || kind->is_idle) return run_by_watchers(op, keys, stack);
   const size_t count = op.schema().arguments().size();
-  StateUse use(*kind, stack->data() + (stack->size() - count), count);
+  const StateUse use(*kind, stack->data() + (stack->size() - count), count);
   run_by_watchers(op, keys, stack);
-  use.finish();
 }
 
 void lose_seconds(double seconds) {

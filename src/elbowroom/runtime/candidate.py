@@ -9,6 +9,7 @@ from typing import Any
 from elbowroom.ir.placement import Placement
 from elbowroom.ir.plan import Plan
 from elbowroom.ir.trace import PERSISTENT_ROLES, Trace
+from elbowroom.runtime.state_moves import StateSchedule
 from elbowroom.runtime.step_storages import load_native
 
 
@@ -42,8 +43,13 @@ class Candidate:
         return self.plan.find_touched()
 
     @functools.cached_property
+    def state_schedule(self) -> StateSchedule | None:
+        """Moves of the plan's state; None if it has none."""
+        return StateSchedule(self.trace, self.plan) if self.plan.state else None
+
+    @functools.cached_property
     def replayed_ops(self) -> tuple[list[str], list[int], dict[int, list[bool]]]:
-        """Ops of the trace up to the end of the forward pass, with those marked that the plan replays.
+        """Ops of the trace, with those marked that the plan replays: to the end of the forward pass, if no state moves.
 
         The others are listed as well, since an op that is not in the trace might write to what a replay starts from.
 
@@ -56,7 +62,7 @@ class Candidate:
         replayed = {tick for segment in segments for tick in segment.ops}
         leaves = {leaf for segment in segments for leaf in segment.leaves}
         held = frozenset(leaf for leaf in leaves if trace.storages[leaf].role in PERSISTENT_ROLES)
-        last = max(*replayed, trace.needs[0].tick)
+        last = trace.end if self.plan.state else max(*replayed, trace.needs[0].tick)
         ops = [op for op in trace.ops if op.tick <= last]
         ticks = [op.tick if op.tick in replayed else -1 for op in ops]
         reads = {op.tick: [view.storage in held for view in op.reads] for op in ops if op.tick in replayed}

@@ -18,19 +18,23 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from elbowroom.errors import TierError
+from elbowroom.errors import Infeasible, TierError
 from elbowroom.hooks.compiled_regions import show_regions
 from elbowroom.hooks.dispatch_keys import Hidden
 from elbowroom.hooks.exposed_memory import is_shared, restore_before_access
 from elbowroom.hooks.grouped_step import GroupedStep, find_groupable
 from elbowroom.hooks.ledger import Ledger
 from elbowroom.hooks.storage_ids import get_plain_storage
+from elbowroom.ir.trace import Role
 from elbowroom.native import library
 from elbowroom.runtime.copies import Copy
 from elbowroom.runtime.locks import make_lock
 from elbowroom.runtime.transfers import Transfers
 
 logger = logging.getLogger(__name__)
+
+NamedTensor = tuple[torch.Tensor, Role, str, str | None]
+"""A tensor of the state, its role, its label, and the path of the module that owns it."""
 
 SOON = 0.25
 """Share of a step's uses of state. What is used within so many is better kept than activations."""
@@ -49,6 +53,7 @@ class StatePager:
     Args:
         device: device whose memory is limited. State elsewhere stays where it is.
         list_residents: returns parameters, gradients, buffers and optimizer state.
+        name_residents: returns them with their roles and labels.
         optimizers: of the job. Those that can update a few parameters at a time do so while ops are watched.
         transfers: moves bytes to the tier below and back.
         ledger: counts bytes on the device.
@@ -63,6 +68,7 @@ class StatePager:
         self,
         device: torch.device,
         list_residents: Callable[[], list[torch.Tensor]],
+        name_residents: Callable[[], Sequence[NamedTensor]],
         optimizers: Sequence[Optimizer],
         transfers: Transfers,
         ledger: Ledger,
@@ -70,6 +76,7 @@ class StatePager:
     ) -> None:
         self._native = library.load()
         self._device = device
+        self.name_residents = name_residents
         self._list_residents = list_residents
         self._optimizers = optimizers
         self._grouped: list[GroupedStep] = []
@@ -78,6 +85,7 @@ class StatePager:
         self._min_bytes = min_bytes
         self._table = self._native.StateTable(self)
         self._copies: dict[Any, Copy] = {}
+        self._arriving: dict[Any, torch.UntypedStorage] = {}
         self._lock = make_lock()
         self._budget_bytes: int | None = None
         self._first_bytes = 0
@@ -132,7 +140,10 @@ class StatePager:
             self._was_short = True  # ops that run now are not known to use state: it can leave in the next step
             return 0
         with self._lock:
-            return self._evict(self._choose(missing_bytes, spares_soon))
+            freed_bytes = self._evict(self._choose(missing_bytes, spares_soon))
+            if freed_bytes < missing_bytes and not spares_soon:
+                freed_bytes += self._cancel_reloads()
+            return freed_bytes
 
     def restore(self, record: Any) -> None:
         """Bring a storage back. Called by the extension, before an op uses it.
@@ -144,15 +155,30 @@ class StatePager:
         with self._lock:
             if not record.is_away:
                 return
-            self._limit_outside_steps(record.nbytes)
-            with Hidden(), self._counted():
-                contents = self._transfers.reload(self._copies[record])
-                self._transfers.finish(self._copies[record])
-                record.refill(contents)
-            self.reloaded_bytes += record.nbytes
+            self._begin_reload(record)
+            self._transfers.finish(self._copies[record])
+            record.refill(self._arriving.pop(record))
 
-    def proceed(self, event: int) -> None:
-        """Make the moves that are due after an event."""
+    def begin_copy(self, storage: torch.UntypedStorage) -> None:
+        """Begin copying a storage out, if nothing says that it has a valid copy."""
+        with self._lock, contextlib.suppress(TierError):  # it stays
+            record = self._table.add(storage)
+            if record is not None and not record.is_away and (record.is_written or record not in self._copies):
+                self._begin_copy(record, storage)
+
+    def release(self, storage: torch.UntypedStorage) -> None:
+        """Free a storage's memory, once its copy is complete. It stays if an op uses it."""
+        with self._lock:
+            record = self._table.add(storage)
+            if record is not None and not record.is_away:
+                self._evict([record])
+
+    def begin_reload(self, storage: torch.UntypedStorage) -> None:
+        """Begin bringing a storage back, if there is room. If not, it comes back when it is used."""
+        record = self._table.find(storage)
+        with self._lock, contextlib.suppress(TierError, Infeasible):
+            if record is not None and record.is_away:
+                self._begin_reload(record)
 
     def restore_storage(self, storage: torch.UntypedStorage) -> None:
         """Bring a storage back if it is state that is away."""
@@ -255,6 +281,24 @@ class StatePager:
                 freed_bytes += record.nbytes
         return freed_bytes
 
+    def _begin_reload(self, record: Any) -> None:
+        if record in self._arriving:
+            return
+        self._limit_outside_steps(record.nbytes)
+        with Hidden(), self._counted():
+            self._arriving[record] = self._transfers.reload(self._copies[record])
+        self.reloaded_bytes += record.nbytes
+
+    def _cancel_reloads(self) -> int:
+        """Give up what is on its way back. Return the bytes freed."""
+        freed_bytes = 0
+        while self._arriving:
+            record, _ = self._arriving.popitem()
+            with contextlib.suppress(TierError):
+                self._transfers.finish(self._copies[record])
+            freed_bytes += record.nbytes
+        return freed_bytes
+
     def _begin_copy(self, record: Any, storage: torch.UntypedStorage) -> None:
         self._discard_copy(record)
         record.is_written = False  # before the copy: a later write sets it again
@@ -300,6 +344,7 @@ class StatePager:
     def _sweep(self) -> None:
         """Give up the copies of storages that are gone."""
         for record in self._table.sweep():
+            self._arriving.pop(record, None)
             if (copy := self._copies.pop(record, None)) is not None:
                 self._transfers.discard(copy)
 

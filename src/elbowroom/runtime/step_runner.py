@@ -32,6 +32,7 @@ from elbowroom.runtime.memory_guard import MemoryGuard
 from elbowroom.runtime.packed import PackedTensor
 from elbowroom.runtime.phase import Phase
 from elbowroom.runtime.saved_storage import SavedStorage, check_version
+from elbowroom.runtime.state_moves import StateMoves
 from elbowroom.runtime.step_context import StepContext
 from elbowroom.runtime.step_environment import StepEnvironment
 from elbowroom.runtime.step_policy import StepPolicy
@@ -83,6 +84,8 @@ class StepRunner:
         self._machine = self.state.machine
         self._saved_tensors = self.state.saved_tensors
         self._observer = observer
+        self._pager = environment.pager
+        self._state_moves: StateMoves | None = None
         # The lock knows which thread holds it: the garbage collector may free packed tensors in the middle of a move.
         self._lock = make_lock()
         self._retired: deque[tuple[int, SavedStorage | None]] = deque()
@@ -108,8 +111,12 @@ class StepRunner:
         state = self.state
         if state.phase is Phase.FOLLOWING_PLAN:
             expected = state.candidates[0]
-            if state.segments:
+            if state.segments or expected.plan.state:
                 self.state.watcher.follow(*expected.replayed_ops)
+            if (schedule := expected.state_schedule) is not None and self._pager is not None:
+                before, after = (schedule.list_positions(is_before=is_before) for is_before in (True, False))
+                self.state.watcher.set_state_moves(before, after)
+                self._state_moves = StateMoves(schedule, self._pager)
             is_observed = self._observer is not None  # then everything is reported at once
             touched = frozenset[int]() if is_observed else expected.plan_storages
             self._saved_tensors.log(touched, -1 if is_observed else self._policy.due_tick)
@@ -120,6 +127,8 @@ class StepRunner:
 
     def begin(self) -> None:
         """Have the ledger ask for room from now on."""
+        if self._state_moves is not None:
+            self._state_moves.begin()
         self._guard.limit_requests()
 
     # -- what the extension calls ---------------------------------------------------------------------------------
@@ -225,6 +234,11 @@ class StepRunner:
             self._saved_tensors.leave(f"there is no room for {op}")  # of a plan that is followed while managed, too
             self._executor.perform(self._guard.evict(1, 0, op))
             return True
+
+    def move_state(self, position: int, is_before: bool) -> None:
+        """Make the moves of model state that the plan has before or after an op. `position`: of the op in the trace."""
+        if self._state_moves is not None and self.state.phase is Phase.FOLLOWING_PLAN:
+            self._state_moves.make(position, is_before=is_before)
 
     def about_to_write(self, tensor: torch.Tensor) -> None:
         """Compute what depends on the present contents of a tensor that an op is about to write to."""
