@@ -38,45 +38,35 @@ class StepContext:
         self.pinned: list[dict[int, int]] = []
 
     def now(self) -> float:
-        """Return the seconds since the step began."""
         return time.perf_counter() - self.begin
 
     @property
     def budget_bytes(self) -> int:
-        """Budget in bytes."""
         return self._budget_bytes
 
     def nbytes(self, storage: int) -> int:
-        """Return the bytes of a storage's block."""
         return self._state.storages.round_up(self._by_id[storage].nbytes)
 
     def address(self, storage: int) -> int | None:
-        """Return the address of a storage's block; None while the storage is not on the device."""
         home = self._by_id[storage].find_storage()
         return None if home is None else home.data_ptr()
 
     def live_bytes(self) -> int:
-        """Return the bytes on the device."""
         return self._ledger.live_bytes
 
     def take_recent_peak(self) -> int:
-        """Return the peak of live and requested bytes since the last call."""
         return self._ledger.take_recent_peak()
 
     def busy_seconds(self) -> float:
-        """Return the seconds that the step's own ops took."""
         return float(self._state.watcher.busy_seconds)
 
     def move_seconds(self, nbytes: int) -> tuple[float, float]:
-        """Return the seconds to offload and to reload `nbytes`."""
         return offload_seconds(self._link, nbytes), reload_seconds(self._link, nbytes)
 
     def state(self, storage: int) -> State | None:
-        """Return the machine's state of a storage; None if it is not saved."""
         return self._state.machine.state(storage)
 
     def copy_out_seconds(self, storage: int) -> float:
-        """Return the seconds to copy a storage out: 0 if it has a copy, infinite if the tier below has no room."""
         saved = self._by_id[storage]
         if saved.copy is not None:
             return 0.0
@@ -93,7 +83,6 @@ class StepContext:
         return not is_large or self._state.has_no_room_below(self._by_id[storage])
 
     def may_leave(self, storage: int) -> bool:
-        """Tell whether releasing a storage now would free its bytes, and no pending action needs it."""
         if any(counts.get(storage, 0) > 0 for counts in self.pinned):
             return False
         saved = self._by_id.get(storage)
@@ -106,7 +95,6 @@ class StepContext:
         return int(torch._C._storage_Use_Count(home._cdata)) <= own + 1  # 1 for the storage's Python object
 
     def add_segment(self, storage: int) -> int:
-        """Add a segment that recomputes a storage, and return its index."""
         recording = self.find_path(storage)
         assert recording is not None
         leaves = tuple(leaf.id for leaf in recording.leaves)

@@ -73,7 +73,6 @@ class StreamTransfers:
 
     @property
     def stall_seconds(self) -> float:
-        """Seconds that the host waited, for the disk or for a device."""
         return self._in_flight.stall_seconds
 
     def reset_figures(self) -> None:
@@ -86,7 +85,6 @@ class StreamTransfers:
         return len(self._records)
 
     def prepare(self, placement: Placement, *, gives_back: bool) -> None:
-        """Prepare the tiers for the placement of the next step."""
         if self._pid != os.getpid():
             return
         with self._lock:
@@ -132,11 +130,6 @@ class StreamTransfers:
         return copy
 
     def reload(self, copy: Copy) -> torch.UntypedStorage:
-        """Allocate a storage on the device and begin to copy into it. The copy stays valid.
-
-        Raises:
-            TransferFailed: the device is out of memory, or this is a forked process.
-        """
         assert isinstance(copy, StreamCopy)
         check_process(self._pid, copy.nbytes)
         if copy.record is None:
@@ -158,11 +151,6 @@ class StreamTransfers:
         return storage
 
     def finish(self, copy: Copy) -> None:
-        """Make later compute wait for the copy's last transfer. The host does not wait.
-
-        Raises:
-            TransferFailed: the transfer failed. After an offload the storage is intact.
-        """
         assert isinstance(copy, StreamCopy)
         check_process(self._pid, copy.nbytes)
         if not self._in_flight.is_certain:
@@ -195,7 +183,6 @@ class StreamTransfers:
         self._settle()
 
     def close(self) -> None:
-        """Stop once the last copy is discarded; until then copies can be reloaded."""
         self._closing = True
         self._settle()
 

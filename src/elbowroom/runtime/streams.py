@@ -83,12 +83,11 @@ class CudaEvent:
         self.event, self.computing = event, computing
 
     def is_done(self) -> bool:
-        """Tell whether the stream has passed the event. Never waits."""
         return bool(self.event.query())
 
 
 class CudaStreams:
-    """Streams of a CUDA device: the current stream computes, two streams of our own copy.
+    """`Streams` of a CUDA device: the current stream computes, two streams of our own copy.
 
     The caching allocator reuses memory in the order of the stream it was allocated on, regardless of our streams. So
     the compute stream waits for a copy before the memory is released. (`record_stream` would do, too, but such blocks
@@ -119,20 +118,17 @@ class CudaStreams:
         return self._back
 
     def record_compute(self) -> CudaEvent:
-        """Record an event after everything that the program has enqueued on the current stream."""
         computing = torch.cuda.current_stream(self.device)
         return CudaEvent(computing.record_event(), computing)
 
     def copy_out(
         self, source: torch.UntypedStorage, host: torch.Tensor, after: Sequence[StreamEvent], source_offset: int = 0
     ) -> CudaEvent:
-        """Copy `host.numel()` bytes of a storage, from `source_offset` on, to the host, once `after` is done."""
         return self._copy(self.out_stream, self._bytes_of(source, source_offset, host.numel()), host, after)
 
     def copy_in(
         self, host: torch.Tensor, target: torch.UntypedStorage, after: Sequence[StreamEvent], target_offset: int = 0
     ) -> CudaEvent:
-        """Copy a host tensor's bytes into a storage, from `target_offset` on, once `after` is done."""
         return self._copy(self.back_stream, host, self._bytes_of(target, target_offset, host.numel()), after)
 
     def _copy(
@@ -151,7 +147,6 @@ class CudaStreams:
         return torch.empty(0, dtype=torch.uint8, device=self.device).set_(storage, offset, (nbytes,), (1,))
 
     def compute_waits(self, event: StreamEvent) -> None:
-        """Make later compute of the program wait for the event."""
         assert isinstance(event, CudaEvent)
         current = torch.cuda.current_stream(self.device)
         current.wait_event(event.event)
@@ -161,22 +156,15 @@ class CudaStreams:
             event.computing.wait_event(event.event)
 
     def host_waits(self, event: StreamEvent) -> None:
-        """Return when the event is done. Releases the GIL meanwhile."""
         assert isinstance(event, CudaEvent)
         event.event.synchronize()
 
     def host_waits_for_copies(self) -> None:
-        """Return when both copy streams are idle."""
         for stream in (self._out, self._back):
             if stream is not None:
                 stream.synchronize()
 
     def allocate(self, nbytes: int) -> torch.UntypedStorage:
-        """Allocate memory on the current stream.
-
-        Raises:
-            TransferFailed: the device is out of memory.
-        """
         try:
             return torch.empty(nbytes, dtype=torch.uint8, device=self.device).untyped_storage()
         except torch.OutOfMemoryError as error:
