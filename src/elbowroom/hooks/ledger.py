@@ -30,15 +30,15 @@ class Ledger(Protocol):
     """Counts the bytes of one room."""
 
     def adopt(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Count tensors that existed before. Each storage counts once, even if passed repeatedly."""
+        """Count tensors that were there before. Each storage is counted once, however often it is given."""
         ...
 
     def adopt_input(self, storage: torch.UntypedStorage) -> object:
-        """Count a storage that existed before the step, until the step ends: a program may hold many batches."""
+        """Count a storage that was there before until the step ends: a program may hold all its batches at once."""
         ...
 
     def adopt_inputs(self, tensors: list[torch.Tensor]) -> bool:
-        """Call `adopt_input` for the storages of plain tensors. Return whether one was not counted yet."""
+        """Do so for the storages of plain tensors. Return whether one was not counted yet."""
         ...
 
     @property

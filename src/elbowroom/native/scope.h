@@ -62,7 +62,7 @@ class Scope {
   void add_adopted(int64_t nbytes);
   void remove(int64_t nbytes);
 
-  // Counts a storage without taking over its memory, until it is freed, or an input until `drop_inputs`.
+  // Count a storage whose memory is not taken over: until it dies, or until `drop_inputs` if it is an input of a step.
   void add_external(const c10::Storage& storage, bool is_input);
   void drop_inputs();
   bool has_external(const c10::Storage& storage);

@@ -31,9 +31,9 @@ class Problem:
     """One trace on one machine within one budget, with what strategies need prepared.
 
     Attributes:
-        budget_bytes: limit on the device.
-        host_bytes: limit on the tier below; None for no limit, or if there is a disk behind that tier: the excess goes
-            on to the disk, at the cost that `drafter.replay` accounts for.
+        budget_bytes: the device's.
+        host_bytes: what the tier below may hold at once; None for any amount. Where a disk lies behind that tier it is
+            None too: what has no room there goes on to the disk, at the price that `drafter.replay` knows.
         drafter: makes plans of drafts; `drafter.replay` forecasts them.
         plain: forecast of the step without moves.
         floor: forecast of holding as little as can be; no plan has a lower peak.
@@ -65,15 +65,15 @@ def plan(
     Args:
         strategy: a name, with options where wanted: "autoswap:score=doa".
         min_offload_bytes: smaller storages always stay.
-        host_bytes: capacity of the tier below; None for no limit. If the costs have a link further down, the excess
-            goes to the disk, which takes longer.
+        host_bytes: what the tier below may hold at once; None for any amount. A limit where the costs have no link
+            further down; else what is more goes to the disk, and takes longer.
 
     Raises:
-        Infeasible: no plan of this strategy fits; names the tier, and the smallest budget that works.
-        UnknownMember: the strategy does not exist.
-        UsageError: the strategy has no such option, or an amount of bytes is invalid.
-        TraceError: the trace is inconsistent, the costs belong to another trace or are invalid, or a link's bandwidth
-            is 0.
+        Infeasible: no plan of this strategy is; it names the tier, and the smallest budget that works.
+        UnknownMember: there is no such strategy.
+        UsageError: it has no such option, or an amount of bytes means nothing.
+        TraceError: the trace is not consistent with itself, the costs belong to another one or are no figures to reckon
+            with, or a link moves nothing.
     """
     check_amounts(budget_bytes=budget_bytes, min_offload_bytes=min_offload_bytes, host_bytes=host_bytes)
     make_plan = find_strategy(strategy)
