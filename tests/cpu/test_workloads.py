@@ -150,7 +150,7 @@ def test_published_names_have_the_published_size_and_need_no_memory_under_fake_t
         ("timm:hf-hub:owner/name", {}, "no model 'hf-hub:owner/name'"),
         ("timm:resnet18", {"sequence_length": 8}, "it takes images"),
         ("transformers:gpt22", {}, "gpt2"),
-        ("transformers:zzzzzzzzzzzz", {}, "for example"),
+        ("transformers:zzzzzzzzzzzz", {}, "examples: "),
         ("transformers:PretrainedConfig", {}, "no model"),
         ("transformers:gpt2", {"image_size": 32}, "image_size does not fit transformers:gpt2"),
         ("transformers:gpt2", {"channels_last": True}, "it takes text"),
@@ -278,7 +278,7 @@ def test_a_function_gets_the_options_that_were_given(own_module: str) -> None:
     [
         ("plain", {"batch": 8}, "batch does not fit .*it takes no options"),
         ("with_options", {"image_size": 8}, "it takes batch, device, dtype, seed"),
-        ("demanding", {}, "demands path"),
+        ("demanding", {}, "requires path"),
         ("plane", {}, "no function 'plane'; similar names: plain"),
         ("number", {}, "is a int, not a function"),
         ("two", {}, "not tuple"),
