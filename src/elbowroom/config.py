@@ -29,8 +29,8 @@ class Config:
         min_offload_bytes: smaller storages never move.
         settling_steps: number of steps to capture before planning a step that still changes.
         always_watch: whether to watch steps that fit without moves, too, at about a microsecond an op. For steps that
-            may grow although the shapes of the model's inputs stay the same: otherwise such growth is noticed in the
-            middle of a step, and storages saved before that cannot leave.
+            may grow while the shapes of the model's inputs stay the same: otherwise only shapes, and on a CPU
+            allocations, tell that a step may be larger than those before it.
     """
 
     mode: str = "auto"
@@ -81,9 +81,9 @@ def _read_value(name: str, value: object) -> object:
             return value if isinstance(value, bool) else {"0": False, "1": True}[str(value)]
         text = os.fspath(value)  # type: ignore[call-overload]
         if not isinstance(text, str) or not text:
-            raise ValueError("expected a non-empty string")
+            raise ValueError("it takes some text")
         if name == "mode" and text not in MODES:
-            raise ValueError(f"the modes are: {', '.join(MODES)}")
+            raise ValueError(f"there are: {', '.join(MODES)}")
         return text
     except (ValueError, KeyError, TypeError) as error:
         raise UsageError(f"invalid {name}={value!r}: {error}") from error

@@ -24,7 +24,7 @@ void visit_tensors(const c10::IValue& value, const Visit& visit) {
   }
 }
 
-// Returns the storage of a tensor that owns bytes; null for others.
+// The storage of a tensor that has bytes of its own; null of others.
 const c10::StorageImpl* find_storage(const at::Tensor& tensor) {
   const c10::TensorImpl* impl = tensor.unsafeGetTensorImpl();
   return impl->has_storage() && !tensor._is_zerotensor() ? impl->unsafe_storage().unsafeGetStorageImpl() : nullptr;
@@ -44,8 +44,8 @@ Written list_written(const OpKind& kind, const c10::IValue* arguments, size_t co
   return written;
 }
 
-// Returns the name of an op without the in-place suffix: autograd adds gradients in place if nothing else refers to
-// them, which may differ from step to step.
+// The name of an op without what says that it writes in place: autograd adds gradients in place where nobody else holds
+// them, which may be one step and not the other.
 std::string out_of_place(std::string name) {
   const size_t end = name.rfind('.');
   if (end != std::string::npos && end > 0 && name[end - 1] == '_') name.erase(end - 1, 1);

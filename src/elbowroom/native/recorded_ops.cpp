@@ -318,7 +318,7 @@ std::vector<c10::Storage> replay(
         storage = leaf->second;
       }
       at::Tensor tensor = view(slot, std::move(storage));
-      // Write to a copy, since the side effect must not happen twice.
+      // A side effect that must not happen twice.
       return is_own || !op.writes(slot.argument) ? tensor : tensor.clone();
     });
     TORCH_CHECK(results.size() == op.results.size(), "a replay of ", op.kind.name, " returned another number of tensors");
