@@ -29,8 +29,8 @@ class Config:
         min_offload_bytes: smaller storages never move.
         settling_steps: number of steps to capture before planning a step that still changes.
         always_watch: whether to watch steps that fit without moves, too, at about a microsecond an op. For steps that
-            may grow while the shapes of the model's inputs stay the same: otherwise only shapes, and on a CPU
-            allocations, tell that a step may be larger than those before it.
+            may grow while the shapes of the model's inputs stay the same: otherwise only shapes (on a CPU, bytes, too)
+            tell that a step may be larger than those before it.
     """
 
     mode: str = "auto"
