@@ -1,7 +1,7 @@
-"""The folder is the registry.
+"""Families of interchangeable modules.
 
-A family is a package; each module in it is one member, and each member has one entry point of a fixed name. Adding a
-member is adding a file.
+A family is a package; each module in it is one member with one entry point of a fixed name. The folder is the registry:
+adding a file adds a member.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from elbowroom.errors import UnknownMember
 
 
 def names(family: ModuleType) -> tuple[str, ...]:
-    """The members of a family, sorted. Imports none of them."""
+    """Return the names of a family's members, sorted, without importing them."""
     found = (module.name for module in pkgutil.iter_modules(family.__path__))
     return tuple(sorted(name for name in found if not name.startswith("_")))
 
@@ -35,7 +35,7 @@ def get(family: ModuleType, name: str, entry_point: str, default: Any = _REQUIRE
     A family may have a dict `RENAMED` of former names of members; these still work, with a `FutureWarning`.
 
     Raises:
-        UnknownMember: the family has no such member; the message lists the ones it has.
+        UnknownMember: the family has no such member; the message lists the existing ones.
     """
     known = names(family)
     renamed: dict[str, str] = getattr(family, "RENAMED", {})

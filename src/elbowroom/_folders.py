@@ -1,6 +1,6 @@
-"""Folders of this machine: for what was compiled on it, and for temporary files.
+"""Folders for compiled files and for temporary files.
 
-What is loaded as machine code from a folder can do all that this process can, so it counts who may write there.
+Compiled files are loaded into this process, so no other user may be able to write to their folder.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from collections.abc import Iterator
 
 from elbowroom.errors import UsageError
 
-ADVICE = "XDG_CACHE_HOME names another folder."
+ADVICE = "Set XDG_CACHE_HOME to use another folder."
 
 
 def find_cache() -> pathlib.Path:
-    """Where what was compiled is kept: the user's cache; where none can be written to, a folder for temporary files.
+    """Return the folder of compiled files: in the user's cache, or in the temporary folder if that is not writable.
 
-    A user without a home (no HOME, and no entry in the system's list of users) is one who cannot have a cache.
+    A user may have no home (no HOME, and no entry in the system's list of users).
     """
     if named := os.environ.get("XDG_CACHE_HOME"):
         return pathlib.Path(named) / "elbowroom"
-    with contextlib.suppress(RuntimeError):  # there is no home
+    with contextlib.suppress(RuntimeError):  # no home
         folder = pathlib.Path.home() / ".cache" / "elbowroom"
         if _can_make(folder):
             return folder
@@ -39,23 +39,23 @@ def _can_make(folder: pathlib.Path) -> bool:
 
 
 def make_cache(folder: pathlib.Path) -> None:
-    """Make a folder for what was compiled, if it is not there.
+    """Create a folder for compiled files if it does not exist.
 
     Raises:
-        UsageError: it cannot be made, or others can write to it.
+        UsageError: it cannot be created, or other users can write to it.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     except OSError as error:
-        raise UsageError(f"{folder} cannot be made: {error.strerror or error}. {ADVICE}") from error
+        raise UsageError(f"{folder} cannot be created: {error.strerror or error}. {ADVICE}") from error
     check_private(folder)
 
 
 def check_private(path: pathlib.Path) -> None:
-    """Make sure that nobody but this user, or the system's, can have written what is at a path.
+    """Check that only this user or root can write to a path.
 
     Raises:
-        UsageError: somebody else owns it, or may write to it; or it is not there.
+        UsageError: another user owns it or may write to it, or it does not exist.
     """
     try:
         found = path.stat()
@@ -65,40 +65,40 @@ def check_private(path: pathlib.Path) -> None:
         raise UsageError(f"{path} belongs to user {found.st_uid}, not to user {os.geteuid()}. {ADVICE}")
     if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         raise UsageError(
-            f"others can write to {path} (mode {stat.S_IMODE(found.st_mode):o}), so what is there may not be ours: "
-            f"delete it, or look at it and then take that right away (chmod -R go-w). {ADVICE}"
+            f"others can write to {path} (mode {stat.S_IMODE(found.st_mode):o}), so its contents cannot be trusted: "
+            f"delete it, or inspect it and remove that permission (chmod -R go-w). {ADVICE}"
         )
 
 
 def find_temporary() -> str:
-    """The system's folder for temporary files.
+    """Return the system's folder for temporary files.
 
     Raises:
-        UsageError: there is none that can be written to.
+        UsageError: no such folder is writable.
     """
     try:
         return tempfile.gettempdir()
     except OSError as error:
         raise UsageError(
-            f"there is no folder for temporary files ({error.strerror or error}): name one in the environment variable "
-            "TMPDIR, or a folder for the spill file in spill_folder"
+            f"there is no folder for temporary files ({error.strerror or error}): set the environment variable TMPDIR "
+            "to one, or pass spill_folder= for the spill file"
         ) from error
 
 
 @contextlib.contextmanager
 def hold_temporary(prefix: str) -> Iterator[pathlib.Path]:
-    """A new folder for temporary files, which is deleted at the end.
+    """Yield a new folder for temporary files, and delete it at the end.
 
     Raises:
-        UsageError: none can be made.
+        UsageError: it cannot be created.
     """
     where = find_temporary()
     try:
         made = tempfile.TemporaryDirectory(prefix=prefix, dir=where)
     except OSError as error:
         raise UsageError(
-            f"cannot write into {where}, the folder for temporary files: {error.strerror or error}. The environment "
-            "variable TMPDIR names another."
+            f"cannot write to {where}, the folder for temporary files: {error.strerror or error}. Set the environment "
+            "variable TMPDIR to use another."
         ) from error
     with made as folder:
         yield pathlib.Path(folder)

@@ -1,10 +1,10 @@
-"""Machine code of plain loops over arrays.
+"""Compiles loops over arrays with numba and caches the machine code on disk.
 
-Machine code is kept on disk for the next process. The compiler would look at the age of a function's own file only,
-and not at that of the functions it calls in others; so the folder is named after all files that hold such loops.
+numba's cache checks the age of a function's own file only, not of the files of functions that it calls. So the cache
+folder's name is a digest of all files with such loops.
 
-Compiling takes many times as long as running, and most of that is machine code around the loops: for calls from Python,
-from C, for exceptions with formatted messages. So there is as little of it as can be.
+Compiling takes many times as long as running, mostly for the wrappers around the loops: for calls from Python and from
+C, and for exceptions with formatted messages. So as few of these are generated as possible.
 """
 
 from __future__ import annotations
@@ -35,26 +35,26 @@ _numba: Any = numba  # parts of it have no annotations
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 COMPLETE = "complete"
-"""A file in the folder of machine code that says for which compiler, machine and files there is all of it."""
+"""File in the cache folder that names the compiler, machine and files for which the cache is complete."""
 
 
 def compiled(function: Function) -> Function:
-    """The function in machine code, made when it is first called."""
+    """Compile a function when it is first called."""
     return _compile(function)
 
 
 def internal(function: Function) -> Function:
-    """Compile a function that only compiled functions call: that is faster, but a call from Python would crash."""
+    """Compile a function that only compiled functions call. Compiles faster, but a call from Python would crash."""
     return _compile(function, no_cpython_wrapper=True)
 
 
 def inlined(function: Function) -> Function:
-    """Compile a function and inline it into each caller: a call costs 2 ns for each array argument."""
+    """Compile a function and inline it into each caller, since a call costs 2 ns per array argument."""
     return _compile(function, inline="always")
 
 
 def is_complete() -> bool:
-    """Tell whether all loops were compiled before, for this compiler and machine, and can be loaded."""
+    """Tell whether the cache holds all loops for this compiler and machine."""
     try:
         return pathlib.Path(_find_cache(), COMPLETE).read_text() == _describe()
     except (OSError, UsageError):
@@ -62,7 +62,7 @@ def is_complete() -> bool:
 
 
 def note_complete() -> None:
-    """Note that all loops have been compiled. Nothing is noted where nothing can be kept."""
+    """Note on disk, if it is writable, that all loops have been compiled."""
     with contextlib.suppress(OSError, UsageError):
         folder = pathlib.Path(_find_cache())
         folder.mkdir(parents=True, exist_ok=True)
@@ -72,7 +72,7 @@ def note_complete() -> None:
 
 
 def can_be_kept() -> bool:
-    """Tell whether what is compiled can be written to disk."""
+    """Tell whether the cache can be written to."""
     try:
         return os.access(_find_parent(), os.W_OK)
     except (OSError, UsageError):
@@ -81,25 +81,25 @@ def can_be_kept() -> bool:
 
 @contextlib.contextmanager
 def locking_cache() -> Iterator[None]:
-    """Return a context in which no other process compiles all loops, as far as processes can tell each other."""
+    """Return a context in which no other process compiles all loops, if the cache is writable."""
     with ExitStack() as stack:
         with contextlib.suppress(OSError, UsageError):
             folder = pathlib.Path(_find_cache())
             folder.mkdir(parents=True, exist_ok=True)
             file = stack.enter_context(open(folder / "lock", "w"))
-            fcntl.flock(file, fcntl.LOCK_EX)  # given back with the file, however the process ends
+            fcntl.flock(file, fcntl.LOCK_EX)  # released with the file, however the process ends
         yield
 
 
 def say_how() -> str:
-    """Say for people whether what is compiled will be kept."""
+    """Describe for the progress message whether the machine code will be kept."""
     try:
         there = _find_parent()
     except (OSError, UsageError) as error:
         return f"in every process: {error}"
     if os.access(there, os.W_OK):
-        return "kept for the next time; `elbowroom build` does all of it ahead"
-    return f"in every process, since {there} cannot be written to; XDG_CACHE_HOME names another folder"
+        return "kept for the next time; `elbowroom build` compiles all of it ahead"
+    return f"in every process, since {there} is not writable; set XDG_CACHE_HOME to use another folder"
 
 
 def _compile(function: Function, **options: Any) -> Function:
@@ -109,7 +109,7 @@ def _compile(function: Function, **options: Any) -> Function:
     try:
         _numba.config.CACHE_DIR = _find_cache()
         made: Function = _numba.njit(function, cache=True, **options)
-    except (RuntimeError, OSError, UsageError):  # nowhere to write to: compiled in every process
+    except (RuntimeError, OSError, UsageError):  # no writable folder: compile in every process
         made = _numba.njit(function, **options)
     finally:
         _numba.config.CACHE_DIR = before
@@ -118,14 +118,14 @@ def _compile(function: Function, **options: Any) -> Function:
 
 @functools.cache
 def _list_files() -> tuple[pathlib.Path, ...]:
-    """The files that hold such loops."""
+    """List the files that contain such loops."""
     package = pathlib.Path(__file__).parent
     return tuple(path for path in sorted(package.glob("*/**/*.py")) if b"_numba_loops import" in path.read_bytes())
 
 
 @functools.cache
 def _find_cache() -> str:
-    """Where machine code is kept: beside the source, or in the user's cache if nobody else can write there."""
+    """Return the folder of the machine code: beside the source, else in the user's private cache."""
     package = pathlib.Path(__file__).parent
     stamp = hashlib.sha256()
     for path in _list_files():
@@ -138,13 +138,13 @@ def _find_cache() -> str:
 
 
 def _find_parent() -> pathlib.Path:
-    """The folder of machine code, or where it would be made."""
+    """Return the folder of the machine code, or its nearest existing parent."""
     folder = pathlib.Path(_find_cache())
     return next(each for each in (folder, *folder.parents) if each.exists())
 
 
 def _describe() -> str:
-    """Return what numba checks, beside the files' text, before it loads cached machine code."""
+    """Return what numba checks, besides the files' text, before it loads cached machine code."""
     newest = max(path.stat().st_mtime_ns for path in _list_files())
     machine = f"{platform.machine()} {_numba.core.codegen.ll.get_host_cpu_name()}"
     return f"numba {_numba.__version__}, {sys.implementation.cache_tag}, {machine}, files of {newest}\n"
@@ -152,16 +152,16 @@ def _describe() -> str:
 
 @functools.cache
 def _announce_compiling() -> None:
-    """Have it said from now on, once, when loops of ours are being compiled and that takes long."""
+    """Show a message from now on when compiling our loops takes long."""
 
     class Announcer(_numba.core.event.Listener):  # type: ignore[misc]
-        """Told by the compiler of each function, and of those that it calls in between."""
+        """Listener of compile events. Events of the functions that a function calls are nested in its own."""
 
         def __init__(self) -> None:
             self._thread, self._seconds = threading.local(), 0.0
 
         def on_start(self, event: Any) -> None:
-            """A function is being compiled, and was not kept on disk."""
+            """Show the message, after a delay, when a function that is not in the cache is compiled."""
             if not _is_ours(event):
                 return
             stack = self._thread.__dict__.setdefault("stack", [])
@@ -172,7 +172,7 @@ def _announce_compiling() -> None:
                 announcement.enter_context(progress.announcing("compiling loops", say_how(), after_seconds=patience))
 
         def on_end(self, event: Any) -> None:
-            """It is done, or cannot be."""
+            """Remove the message when compilation has ended or failed."""
             if not _is_ours(event):
                 return
             self._thread.stack.pop().close()

@@ -1,4 +1,4 @@
-"""The system's own compilers, for what is compiled on the user's machine, once, and kept."""
+"""Compiles libraries with the system's compilers, once, and keeps them on disk."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from elbowroom.progress import announcing
 
 
 class Language(NamedTuple):
-    """Language that a compiler compiles.
+    """Programming language and its compilers.
 
     Attributes:
-        name: of the language.
-        variable: of the environment, which may name a compiler.
-        commands: that are looked for otherwise.
+        name: name of the language.
+        variable: environment variable that may name a compiler.
+        commands: compilers to look for otherwise.
     """
 
     name: str
@@ -34,43 +34,43 @@ class Language(NamedTuple):
 
 
 SEAL_BYTES = 32
-"""At the end of each compiled file: the SHA-256 of what comes before. Whoever loads such a file does not look there."""
+"""Length of the SHA-256 digest appended to each compiled file. The dynamic loader ignores it."""
 
 QUOTED_LINES = 12
-"""Of a compiler's output, in an error."""
+"""Lines of a compiler's output that an error message quotes."""
 
 C = Language("C", "CC", ("cc", "gcc", "clang"))
 CPP = Language("C++", "CXX", ("c++", "g++", "clang++"))
 
 
 def find_compiler(what: str, language: Language) -> list[str]:
-    """The command of a compiler: what the environment says, or the first that is there.
+    """Return the command of the compiler named in the environment, else of the first one installed.
 
     Args:
-        what: is compiled, for the message.
+        what: what is compiled, for the message.
 
     Raises:
-        UsageError: there is none.
+        UsageError: no compiler was found.
     """
     named = shlex.split(os.environ.get(language.variable, ""))
     for command in [named] if named else [[name] for name in language.commands]:
         if shutil.which(command[0]):
             return command
     raise UsageError(
-        f"{what} is compiled on this machine, and there is no {language.name} compiler: "
-        f"{' or '.join(named[:1] or language.commands)} was not found. Install one (apt-get install "
-        f"{language.commands[1]}, say), or name it in the environment variable {language.variable}."
+        f"{what} must be compiled on this machine, but there is no {language.name} compiler: "
+        f"{' or '.join(named[:1] or language.commands)} was not found. Install one (for example, apt-get install "
+        f"{language.commands[1]}), or name it in the environment variable {language.variable}."
     )
 
 
 @contextlib.contextmanager
 def making(what: str, language: Language, made: pathlib.Path) -> Iterator[pathlib.Path]:
-    """Lend a folder to make a file in, under its own name; at the end the file is sealed, and moved to its place.
+    """Yield a temporary folder in which the caller makes the file; then seal the file and move it to `made`.
 
-    The file is there whole or not at all, whoever else is making it.
+    The move is atomic, so several processes may make the file at once.
 
     Raises:
-        UsageError: nothing can be written there, or others can write there.
+        UsageError: the folder is not writable, or other users can write to it.
     """
     try:
         make_cache(made.parent)
@@ -94,7 +94,7 @@ def run_compiler(
     """Run a compiler, or a program that runs one.
 
     Raises:
-        UsageError: it fails, with the first error that it printed.
+        UsageError: it fails; the message quotes its first error.
     """
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment, errors="replace")
@@ -102,24 +102,24 @@ def run_compiler(
         raise UsageError(f"{what} cannot be compiled: {command[0]}: {error.strerror}") from error
     if done.returncode != 0:
         raise UsageError(
-            f"{what} does not compile: {command[0]} ended with {done.returncode}: "
+            f"{what} cannot be compiled: {command[0]} exited with {done.returncode}: "
             f"{_quote_error(done.stdout + done.stderr)}\nName another compiler in the environment variable "
             f"{language.variable}."
         )
 
 
 def _quote_error(output: str) -> str:
-    """Return the lines from the first error on; where none says that it is one, the last lines."""
+    """Return the lines from the first error on; without a line marked as an error, the last lines."""
     lines = [line for line in output.strip().splitlines() if not line.startswith("ninja: ")]
     errors = [index for index, line in enumerate(lines) if re.search(r"\berror: ", line)]
     return "\n".join(lines[errors[0] :][:QUOTED_LINES] if errors else lines[-QUOTED_LINES:])
 
 
 def is_made(made: pathlib.Path) -> bool:
-    """Tell whether a compiled file is there and whole, and is ours.
+    """Tell whether a compiled file exists and is complete.
 
     Raises:
-        UsageError: somebody else may have written it, so it must not be loaded.
+        UsageError: another user may have written it, so it must not be loaded.
     """
     if not made.exists():
         return False
@@ -129,7 +129,7 @@ def is_made(made: pathlib.Path) -> bool:
 
 
 def is_whole(made: pathlib.Path) -> bool:
-    """Tell whether a compiled file is there as it was made: its last bytes are the digest of the others."""
+    """Tell whether a compiled file is complete: its last bytes are the digest of the others."""
     try:
         contents = made.read_bytes()
     except OSError:

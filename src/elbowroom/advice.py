@@ -12,11 +12,11 @@ from elbowroom.errors import Infeasible
 from elbowroom.units import format_bytes
 
 MOST_OF_IT = 0.5
-"""Of what is needed: from here on parameters, gradients and optimizer state are most of it."""
+"""Share of the needed bytes from which on the advice concerns parameters, gradients and optimizer state."""
 
 
 def advise(error: Infeasible, model: torch.nn.Module, optimizers: Sequence[Optimizer]) -> None:
-    """Add to an error what would help this job. Once: an error that has advice is left as it is."""
+    """Add advice for this job to an error, unless it has advice already."""
     if not error.advice:
         error.advise(_find_advice(error, model, optimizers))
 
@@ -25,24 +25,24 @@ def _find_advice(error: Infeasible, model: torch.nn.Module, optimizers: Sequence
     if error.state_bytes > MOST_OF_IT * error.needed_bytes:
         yield (
             f"Parameters, gradients and optimizer state take {format_bytes(error.state_bytes)} of this and never leave "
-            "the device: an optimizer with less state, fewer trainable parameters or a smaller dtype makes it less."
+            "the device: use an optimizer with less state, fewer trainable parameters or a smaller dtype."
         )
     if "_foreach_" in error.op or any(_is_foreach(each) for each in optimizers):
         yield (
-            "An optimizer works on all parameters at once (foreach) and makes temporaries as large as all of them: "
+            "An optimizer works on all parameters at once (foreach), with temporaries as large as all of them: "
             "construct it with fused=True or foreach=False."
         )
     if any(getattr(module, "gradient_checkpointing", False) for module in model.modules()) or _is_in_checkpoint(error):
         yield (
-            "Gradient checkpointing is on, and keeps what it computes again out of the reach of Elbowroom, which can "
-            "recompute and offload by itself: turn it off."
+            "Gradient checkpointing is on, and hides the tensors that it recomputes from Elbowroom, which can "
+            "recompute and offload them itself: turn it off."
         )
 
 
 def _is_foreach(optimizer: Optimizer) -> bool:
     groups = optimizer.param_groups
     is_cuda = any(each.is_cuda for group in groups for each in group["params"])
-    # PyTorch's own choice where nothing is asked for: all at once on CUDA, one by one on a CPU.
+    # PyTorch's default: foreach on CUDA, a for-loop on a CPU.
     return any(
         not group.get("fused") and (group.get("foreach") or (is_cuda and group.get("foreach", False) is None))
         for group in groups

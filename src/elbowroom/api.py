@@ -1,4 +1,4 @@
-"""The verbs, and `fit`. Each verb takes and returns values that can be files."""
+"""The public functions: `fit`, `capture` and `smallest_budget`."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def fit(
     profile: HardwareProfile | None = None,
     **options: Any,
 ) -> Room:
-    """Fit a training job into a number of bytes.
+    """Fit a training job into a memory budget.
 
         room = elbowroom.fit(model, optimizer, memory_budget="8GiB")
         for batch in loader:
@@ -44,26 +44,25 @@ def fit(
                 optimizer.step()
                 optimizer.zero_grad()
 
-    The losses, gradients and parameters are bit for bit those of the same loop without it.
+    Losses, gradients and parameters are bit for bit those of the same loop without Elbowroom.
 
     Args:
-        model: any module; all of its parameters on one device.
-        optimizer: one, or several.
+        model: any module with all of its parameters on one device.
+        optimizer: one or several.
         memory_budget: bytes the job may hold on that device: a number, "8GiB" or "8G" (1024), "8GB" (1000), or "60%"
-            of all of the device's memory.
-        step: does one whole training step when called. It is then captured ahead on fake tensors (nothing runs,
-            nothing changes), so that the first step is already planned; else the first steps run capacity-first, and
-            so they do, with a warning, where it looks at values or takes the next item of an iterator.
-        profile: of this machine, from `probe`; measured now otherwise, within the budget, which takes some seconds.
+            of the device's memory.
+        step: function that does one whole training step. It is captured ahead on fake tensors (nothing runs or
+            changes), so that the first step already follows a plan. Without it, or with a warning if it reads tensor
+            values or advances an iterator, the first steps run capacity-first.
+        profile: profile of this machine from `probe`; by default measured now, within the budget, in some seconds.
         **options: fields of `elbowroom.config.Config`: mode, strategy, policy, spill_folder, host_bytes,
             min_offload_bytes, settling_steps, always_watch.
 
     Raises:
-        UnknownMember: there is no such policy or strategy.
-        UsageError: the budget is malformed; the model has no parameters, lies on two devices, is sharded (FSDP,
-            DTensor), or has a room already; the spill folder is missing or not writable; an argument is not what it
-            should be.
-        Infeasible: with `step`: no plan fits the budget.
+        UnknownMember: the policy or strategy does not exist.
+        UsageError: the budget is malformed; the model has no parameters, is on two devices, is sharded (FSDP, DTensor)
+            or already has a room; the spill folder is missing or not writable; an argument has the wrong type.
+        Infeasible: no plan of `step` fits the budget.
     """
     config = read_config(**options)
     get(policies, config.policy, "Policy")
@@ -91,21 +90,21 @@ def smallest_budget(
 ) -> int:
     """Find the smallest `memory_budget`, in bytes, with which this training step works.
 
-    The step is captured on fake tensors (nothing is run or changed), and the whole of it is planned. What ops allocate
-    inside themselves is estimated; a few (oneDNN's LSTM) take more when they run. It holds for mode="auto".
+    The step is captured on fake tensors (nothing runs or changes) and planned. Workspace inside ops is estimated; a
+    few ops (oneDNN's LSTM) take more than estimated. The result is for mode="auto".
 
     Args:
         model, optimizer, step, profile, **options: as for `fit`. Strategy, `host_bytes` and `min_offload_bytes` count.
 
     Raises:
         UsageError: as for `fit`; or mode="dynamic", which makes no plan.
-        TraceError: the step looks at values, uses what cannot be faked, or never calls backward. Run one step in a room
-            with a large budget then, and plan `room.planned.trace`.
-        Infeasible: there is no such budget, since `host_bytes` is too small.
+        TraceError: the step reads tensor values, uses something that cannot be faked, or never calls backward. Run one
+            step in a room with a large budget instead, and plan `room.planned.trace`.
+        Infeasible: `host_bytes` is too small for any budget.
     """
     config, device = read_config(**options), find_device(model)
     if config.mode == "dynamic":
-        raise UsageError('smallest_budget plans the step, and mode="dynamic" makes no plan: leave out mode')
+        raise UsageError('smallest_budget plans the step, but mode="dynamic" makes no plan: leave out mode')
     trace = capture(step, model, optimizer)
     if profile is None:
         profile = probe(str(device), spill_folder=config.spill_folder)
@@ -125,9 +124,8 @@ def capture(
     """Capture one training step on fake tensors: nothing is allocated, run or changed.
 
     Raises:
-        UsageError: the model has no parameters, lies on two devices, or is sharded; an argument is not what it should
-            be.
-        TraceError: the step looks at values, or uses what cannot be faked.
+        UsageError: the model has no parameters, is on two devices or is sharded; an argument has the wrong type.
+        TraceError: the step reads tensor values, uses something that cannot be faked, or never calls backward.
     """
     device, optimizers = find_device(model), list_optimizers(optimizer)
     _check_step(step)
@@ -138,11 +136,11 @@ def capture(
 
 
 def find_device(model: torch.nn.Module) -> torch.device:
-    """The one device of a model's parameters.
+    """Return the one device of a model's parameters.
 
     Raises:
-        UsageError: it is no model; there are none, or several, or one that is neither a CPU nor CUDA; or the model is
-            sharded.
+        UsageError: `model` is not a module, has no parameters, is on several devices or on one that is neither CPU nor
+            CUDA, or is sharded.
     """
     if not isinstance(model, torch.nn.Module):
         raise UsageError(f"expected a torch.nn.Module as the model, not {_name_type(model)}")
@@ -154,18 +152,18 @@ def find_device(model: torch.nn.Module) -> torch.device:
     devices = sorted({str(parameter.device) for parameter in model.parameters()})
     if len(devices) != 1:
         raise UsageError(
-            f"the model lies on {devices}; Elbowroom manages one device: move it there with model.to(...)"
+            f"the model is on {devices}; Elbowroom manages one device: move it there with model.to(...)"
             if devices
             else "the model has no parameters, so there is nothing to train"
         )
     device = torch.device(devices[0])
     if device.type not in ("cpu", "cuda"):
-        raise UsageError(f"the model lies on {device}; Elbowroom manages the memory of CPUs and CUDA devices")
+        raise UsageError(f"the model is on {device}; Elbowroom manages the memory of CPUs and CUDA devices")
     return device
 
 
 def list_optimizers(optimizer: Optimizer | Iterable[Optimizer]) -> tuple[Optimizer, ...]:
-    """One or several optimizers as a tuple.
+    """Return one or several optimizers as a tuple.
 
     Raises:
         UsageError: one of them is not an optimizer.
@@ -184,7 +182,7 @@ def list_optimizers(optimizer: Optimizer | Iterable[Optimizer]) -> tuple[Optimiz
 
 def _check_step(step: object) -> None:
     if not callable(step):
-        raise UsageError(f"step is a function that does one training step when called, not {_name_type(step)}")
+        raise UsageError(f"step must be a function that does one training step, not {_name_type(step)}")
 
 
 def _name_type(value: object) -> str:

@@ -1,10 +1,10 @@
-"""Compiles every loop ahead of the steps that need it, by planning made-up steps with all that has loops of its own.
+"""Compiles every numba loop before it is needed, by planning synthetic steps with the strategies that have loops.
 
-    fit         starts a process that compiles the loops, where they are not on disk
+    fit         starts a process that compiles the loops, unless they are on disk
     step 0, 1   run meanwhile, and are captured
     first plan  waits for the process, and loads the loops from disk
 
-A process, since a compiling thread would hold Python's lock, which the program's own ops need. No torch.
+A compiling thread would hold the GIL, which the program's own ops need; hence a process. No torch.
 """
 
 from __future__ import annotations
@@ -32,28 +32,28 @@ from elbowroom.planner.problem import plan, pose
 from elbowroom.progress import Advance, announcing, drawing_on
 
 MANY, FEW = 12, 4
-"""Layers: the choices for many are searched, those for few are all tried."""
+"""Layers of the synthetic steps: with MANY the choices are searched, with FEW they are enumerated."""
 
 BLOCK_BYTES, BUFFERS = 1 << 20, 60
 
 LONGEST_WAIT_SECONDS = 300.0
-"""For a process that compiles; after that the loops are compiled where they are called."""
+"""Timeout for the compiling process; after that the loops are compiled when they are called."""
 
 ALL = "from elbowroom.compilation import compile_loops as run; run(lambda what, share: print(share, what, flush=True))"
 LAYOUTS = "from elbowroom.compilation import compile_layouts as run; run()"
-"""Code of the processes that compile all loops, and those of `layout` alone. The first says how far it is."""
+"""Code of the processes that compile all loops, or those of `layout` alone. The first prints its progress."""
 
 ENOUGH = 0.6
-"""Share of the stages after which strategy "auto" finds all of its loops."""
+"""Share of the stages after which all loops of strategy "auto" are on disk."""
 
 
 def compile_loops(advance: Advance) -> None:
-    """Compile what is not yet on disk, which takes up to a minute, and note there that all of it is.
+    """Compile the loops that are not on disk, which takes up to a minute, and mark the cache as complete.
 
-    Where another process compiles already, this one waits for it, and then finds everything.
+    If another process is compiling, wait for it and use its results.
 
     Args:
-        advance: is told how far it is.
+        advance: receives the current stage and the share of stages done.
     """
     small, large = _make_step(FEW), _make_step(MANY)
     with _numba_loops.locking_cache(), _compiling_layouts() as layouts:
@@ -78,13 +78,13 @@ def compile_layouts() -> None:
 
 @contextlib.contextmanager
 def _compiling_layouts() -> Iterator[Callable[[], None]]:
-    """Compile the loops of `layout` on another core, as far as that can be. Yields what ends when they are there."""
+    """Compile the loops of `layout` in another process, if possible. Yields a function that waits for them."""
     beside = None if _numba_loops.is_complete() else _start(LAYOUTS)
 
     def finish() -> None:
         if beside is not None:
             beside.wait()
-        compile_layouts()  # which loads them, if all went well
+        compile_layouts()  # loads them from disk, if the process succeeded
 
     try:
         yield finish
@@ -95,13 +95,13 @@ def _compiling_layouts() -> Iterator[Callable[[], None]]:
 
 
 class LoopCompiler:
-    """Compiles the loops in processes of their own, where they are not on disk.
+    """Compiles the loops in a child process, unless they are on disk.
 
-    They end with this object or with the interpreter, whichever goes first: what was compiled until then stays on disk.
-    A process that is forked from this one has nothing to do with them.
+    The child ends with this object or with the interpreter; what it has compiled until then stays on disk. Processes
+    forked from this one neither wait for the child nor end it.
 
     Args:
-        starts: False where no step is planned, so that no process is started.
+        starts: False to start no process, because no step will be planned.
     """
 
     def __init__(self, *, starts: bool = True) -> None:
@@ -113,14 +113,14 @@ class LoopCompiler:
 
     @property
     def is_pending(self) -> bool:
-        """True from the start of the process until `wait` finds its end: it may have slowed down what ran meanwhile."""
+        """True from the start of the child until `wait` finds its end. The child may slow down steps meanwhile."""
         return self._process is not None
 
     def wait(self, *, share: float = 1.0) -> None:
-        """Return when the loops are on disk, or when the process has failed: then calling them compiles them.
+        """Return when the loops are on disk, or when the child has failed; calling the loops then compiles them.
 
         Args:
-            share: of the stages that are waited for.
+            share: share of the stages to wait for.
         """
         process = self._process
         if process is None or os.getpid() != self._owner or share <= self._share:
@@ -133,14 +133,14 @@ class LoopCompiler:
         self.stop()
 
     def stop(self) -> None:
-        """End the process, if it still runs."""
+        """End the child, if it still runs."""
         process, self._process = self._process, None
         if process is not None:
             _stop(process, self._owner)
 
 
 def _read_stages(process: subprocess.Popen[bytes]) -> Iterator[tuple[float, str]]:
-    """The stages that a process begins, as it says so, until its end, or until it has been waited for too long."""
+    """Yield the stages that a process reports, until it ends or the timeout expires."""
     assert process.stdout is not None
     deadline = time.monotonic() + LONGEST_WAIT_SECONDS
     while select.select([process.stdout], [], [], max(0.0, deadline - time.monotonic()))[0]:
@@ -153,10 +153,10 @@ def _read_stages(process: subprocess.Popen[bytes]) -> Iterator[tuple[float, str]
 
 
 def _start(code: str, *, start_new_session: bool = False) -> subprocess.Popen[bytes] | None:
-    """Start a process; None where none can be had, or where what it compiled could not be kept.
+    """Start a Python process; None if that fails, or if the machine code could not be kept.
 
     Args:
-        start_new_session: Ctrl-C in the terminal is then for the program alone, which ends the process.
+        start_new_session: keeps Ctrl-C in the terminal from reaching the process.
     """
     if not _numba_loops.can_be_kept() or "python" not in os.path.basename(sys.executable or ""):
         return None
@@ -172,7 +172,7 @@ def _start(code: str, *, start_new_session: bool = False) -> subprocess.Popen[by
 
 
 def _stop(process: subprocess.Popen[bytes], owner: int) -> None:
-    """End a process with all that it has started. `owner`: the process that has started it."""
+    """End a process and its children, if this process is `owner`, which started it."""
     if os.getpid() == owner and process.poll() is None:
         os.killpg(process.pid, signal.SIGTERM)
         process.wait()
@@ -180,11 +180,11 @@ def _stop(process: subprocess.Popen[bytes], owner: int) -> None:
         process.stdout.close()
 
 
-# -- what is planned --------------------------------------------------------------------------------------------------
+# -- synthetic steps --------------------------------------------------------------------------------------------------
 
 
 def _make_step(layers: int) -> tuple[Trace, Costs]:
-    """A step of a chain of layers, each of which saves what it made, and what it costs."""
+    """Return the trace and the costs of a chain of layers, each of which saves its result."""
     ops: list[Op] = []
     storages = [_make_storage(0, Role.INPUT, -1, 4 * layers)]
     saves: list[Save] = []
@@ -233,7 +233,7 @@ def _plan(trace: Trace, costs: Costs, strategy: str) -> None:
 
 
 def _make_buffers() -> tuple[Buffer, ...]:
-    """Buffers for which no order is as good as a search."""
+    """Return buffers that need a search: no fixed placement order is optimal for them."""
     draw = random.Random(1)
     begins = [draw.randrange(BUFFERS) for _ in range(BUFFERS)]
     return tuple(

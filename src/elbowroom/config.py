@@ -1,4 +1,4 @@
-"""One frozen Config, read from what the user passes and from the environment, at the edge only."""
+"""The options of a room, read once from keyword arguments and environment variables."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ class Config:
     """Options of a room, apart from its budget.
 
     Attributes:
-        mode: "auto" plans steps that repeat; "dynamic" decides in every step as it goes on.
-        strategy: makes the plans.
-        policy: decides where there is no plan.
-        spill_folder: where the spill file lies; the system's temporary folder if None.
-        host_bytes: the most that may lie below the device: pinned host memory on CUDA, the spill file on a CPU. None
-            for as much as there is. What is more goes from pinned memory to the spill file, at the price of the disk;
-            where there is nothing behind, plans stay within it.
+        mode: "auto" plans steps that repeat; "dynamic" makes no plans and lets the policy decide in every step.
+        strategy: the planner's strategy.
+        policy: chooses evictions in steps without a plan.
+        spill_folder: folder of the spill file; None for the system's temporary folder.
+        host_bytes: limit on the tier below the device: pinned host memory on CUDA (by default half of the free memory),
+            the spill file on a CPU (by default unlimited). On CUDA the excess goes on to the spill file, at disk speed;
+            on a CPU plans stay within the limit.
         min_offload_bytes: smaller storages never move.
-        settling_steps: how many steps are captured before a step that still changes is planned as it is.
-        always_watch: whether room is watched in steps, too, that fit as they are. It takes some microseconds an op, and
-            is for steps that grow by themselves: where nothing is moved, only the shapes that the model is called with
+        settling_steps: number of steps to capture before planning a step that still changes.
+        always_watch: whether to watch steps that fit without moves, too, at about a microsecond an op. For steps that
+            may grow while the shapes of the model's inputs stay the same: otherwise only shapes (on a CPU, bytes, too)
             tell that a step may be larger than those before it.
         manages: "everything", or "activations": then parameters, gradients, buffers and optimizer state never move.
     """
@@ -47,12 +47,12 @@ class Config:
 
 
 def read_config(environment: Mapping[str, str] | None = None, **given: object) -> Config:
-    """A Config of what was given, else of ELBOWROOM_STRATEGY, ELBOWROOM_SPILL_FOLDER, ..., else of the defaults.
+    """Build a Config from keyword arguments, then ELBOWROOM_STRATEGY, ELBOWROOM_SPILL_FOLDER, ..., then defaults.
 
-    A variable that is empty counts as not set.
+    An empty variable counts as not set.
 
     Raises:
-        UsageError: an option is not known, or its value means nothing.
+        UsageError: an option is unknown or its value is invalid.
     """
     environment = os.environ if environment is None else environment
     values: dict[str, object] = {}
@@ -65,14 +65,14 @@ def read_config(environment: Mapping[str, str] | None = None, **given: object) -
             values[field.name] = _read_value(field.name, value)
     if given:
         known = ", ".join(field.name for field in dataclasses.fields(Config))
-        raise UsageError(f"unknown options {sorted(given)}; there are: {known}")
+        raise UsageError(f"unknown options {sorted(given)}; the options are: {known}")
     return Config(**values)  # type: ignore[arg-type]
 
 
 def _read_value(name: str, value: object) -> object:
     try:
         if name.endswith("_bytes"):
-            # No amount of memory is 0, but a limit may be.
+            # `parse_bytes` rejects 0, but a limit may be 0.
             is_zero = value in (0, "0") and value is not False
             return 0 if is_zero else parse_bytes(value)  # type: ignore[arg-type]
         if name == "settling_steps":
@@ -89,4 +89,4 @@ def _read_value(name: str, value: object) -> object:
             raise ValueError(f"there are: {', '.join(CHOICES[name])}")
         return text
     except (ValueError, KeyError, TypeError) as error:
-        raise UsageError(f"{name}={value!r} means nothing: {error}") from error
+        raise UsageError(f"invalid {name}={value!r}: {error}") from error

@@ -1,16 +1,16 @@
-"""Every error Elbowroom raises on purpose.
+"""Errors that Elbowroom raises.
 
     ElbowroomError
-      UsageError (ValueError)   the call cannot mean anything: a malformed budget, two rooms on one model
-        UnknownMember           no such strategy, policy, format, ...; lists the ones there are
-      TraceError (ValueError)   a file or value is not what it claims to be; names the place
-      Infeasible                no plan fits; says what would
-        ArenaTooSmall           no layout of these buffers does
-      MemoryRefused (MemoryError)  the system gives no memory that the budget allows
-      Thrashing                 a step spends its time bringing back what it has given up
-      TierError                 a place for bytes failed
+      UsageError (ValueError)   the call is invalid: a malformed budget, two rooms on one model
+        UnknownMember           no such strategy, policy, format, ...; lists the existing ones
+      TraceError (ValueError)   a file or value is corrupt or inconsistent; names the place
+      Infeasible                no plan fits; names a budget that would
+        ArenaTooSmall           no layout of these buffers fits
+      MemoryRefused (MemoryError)  the system refuses memory that the budget allows
+      Thrashing                 a step spends its time on reloads and recomputation
+      TierError                 a tier failed
         TierFull                it has no room left
-        TransferFailed          a move did not complete; the source is intact
+        TransferFailed          a transfer failed; the source is intact
       InternalError             a bug in Elbowroom
 
 Each message gives the numbers and the next step. Nothing here imports torch.
@@ -24,11 +24,11 @@ from elbowroom.units import format_bytes
 
 
 class ElbowroomError(Exception):
-    """The root of the tree: `except ElbowroomError` catches all of them and nothing else."""
+    """Base class of all errors of Elbowroom."""
 
 
 class UsageError(ElbowroomError, ValueError):
-    """The request can never be met; the message says what can be done instead."""
+    """The request is invalid; the message says what to do instead."""
 
 
 class UnknownMember(UsageError):
@@ -46,25 +46,25 @@ class TraceError(ElbowroomError, ValueError):
 
 
 class Infeasible(ElbowroomError):
-    """No plan fits into the budget, or none also into what the tier below may hold.
+    """No plan fits the budget, or the limit on the tier below.
 
     Attributes:
-        needed_bytes: with `is_whole_step`, the smallest budget with which this step works (for the strategy that was
-            asked for); otherwise a lower bound: the op at which the step broke off needs at least this. At most
-            `budget_bytes` where the device is not what is too small.
+        needed_bytes: with `is_whole_step`, the smallest budget with which this step works (with the given strategy);
+            otherwise a lower bound: the need of the op at which the step was aborted. At most `budget_bytes` if only
+            the tier below is too small.
         is_whole_step: whether `needed_bytes` comes from a plan of the whole step.
-        is_estimated: whether that plan rests on estimates of what ops allocate inside themselves: no step has run.
-        budget_bytes: the budget that was asked for.
-        op: the name of the op at the peak of that plan, or at which the step broke off.
-        module: path of the module that it runs in, as in `torch.nn.Module.named_modules`; None if that is not known.
-        line: "file:line" of the program that calls it; "" if that is not known.
-        in_the_way: (what, bytes) of the largest things that must be there at that op.
-        host_bytes: what the tier below may hold; None for any amount.
-        needed_host_bytes: what it would have to hold for the plan that comes nearest; 0 where that was not the limit.
-        state_bytes: of them parameters, buffers, gradients and optimizer state, which never leave; 0 if not known.
-        advice: what else would help, a sentence each.
-        note: a sentence on the step, or "".
-        evidence: what tells where the op runs, until that is known.
+        is_estimated: whether the workspace of ops in that plan is estimated, because no step has run yet.
+        budget_bytes: the given budget.
+        op: name of the op at the peak of that plan, or at which the step was aborted.
+        module: path of the op's module, as in `torch.nn.Module.named_modules`; None if unknown.
+        line: "file:line" of the program that calls the op; "" if unknown.
+        in_the_way: (description, bytes) of the largest things that must be on the device at that op.
+        host_bytes: limit on the tier below; None for no limit.
+        needed_host_bytes: bytes that the nearest plan needs there; 0 if the tier below was not the limit.
+        state_bytes: bytes of parameters, buffers, gradients and optimizer state, which never leave; 0 if unknown.
+        advice: further advice, a sentence each.
+        note: a sentence about the step, or "".
+        evidence: data from which `module` and `line` are determined later.
     """
 
     def __init__(
@@ -99,7 +99,7 @@ class Infeasible(ElbowroomError):
         self.locate(module, line)
 
     def locate(self, module: str | None, line: str, *, is_near: bool = False) -> None:
-        """Say where the op runs. `is_near`: in a backward pass, in this module or in what follows it."""
+        """Set where the op runs. `is_near`: in the backward pass of this module or of the one after it."""
         self.module = module
         self.line = line
         place = f"{self.op} runs"
@@ -118,34 +118,33 @@ class Infeasible(ElbowroomError):
         needed = f"{format_bytes(self.needed_bytes)} ({self.needed_bytes} bytes)"
         bound = "" if self.is_whole_step else "at least "
         things = "; ".join(f"{what} {format_bytes(nbytes)}" for what, nbytes in self.in_the_way)
-        message = f"the step cannot run within {budget}: {bound}{needed} have to be there at once when {place}"
+        message = f"the step cannot run within {budget}: {bound}{needed} are needed at once when {place}"
         message += f": {things}." if things else "."
         if self.note:
             message += f" {self.note}"
         if self.is_whole_step:
             message += f" Set memory_budget to at least {self.needed_bytes}, or make the batch smaller."
             if self.is_estimated:
-                message += " No step has run yet: what ops allocate inside themselves is estimated."
+                message += " No step has run yet, so the workspace of ops is estimated."
         else:
             message += (
-                " That is what this op needs; the rest of the step may need more. "
-                "elbowroom.smallest_budget(model, optimizer, step) finds what the whole step needs. "
-                "Set memory_budget to that, or make the batch smaller."
+                " This is the need of that op; the rest of the step may need more. "
+                "elbowroom.smallest_budget(model, optimizer, step) finds the need of the whole step. "
+                "Set memory_budget to it, or make the batch smaller."
             )
         if self.host_bytes is not None and self.needed_host_bytes > self.host_bytes:
             message += (
-                f" Or let the tier below hold more than host_bytes={self.host_bytes}: {self.needed_host_bytes} is "
-                "enough."
+                f" Or raise host_bytes={self.host_bytes}, the limit on the tier below, to {self.needed_host_bytes}."
             )
         return message
 
     def _describe_below(self) -> str:
-        """Where the tier below the device is what is too small."""
+        """Describe the case that only the tier below the device is too small."""
         return (
             f" with at most {format_bytes(self.host_bytes or 0)} ({self.host_bytes} bytes) in the tier below the "
-            f"device: the plan has {format_bytes(self.needed_host_bytes)} ({self.needed_host_bytes} bytes) there at "
-            f"once. Set host_bytes to {self.needed_host_bytes}, which is enough; raise memory_budget; name hardware "
-            "with a disk behind that tier; or make the batch smaller."
+            f"device: the plan needs {format_bytes(self.needed_host_bytes)} ({self.needed_host_bytes} bytes) there. "
+            f"Set host_bytes to {self.needed_host_bytes}, raise memory_budget, use hardware with a disk behind that "
+            "tier, or make the batch smaller."
         )
 
     def advise(self, advice: Iterable[str]) -> None:
@@ -160,8 +159,8 @@ class ArenaTooSmall(Infeasible):
 
     Attributes:
         needed_bytes, budget_bytes: as for every `Infeasible`; the budget is the capacity.
-        in_the_way: (what, bytes) of the largest buffers that are there at the time with the most bytes.
-        is_proven: whether no layout can fit; otherwise `needed_bytes` is the smallest that was found.
+        in_the_way: (description, bytes) of the largest buffers that are live at the peak.
+        is_proven: whether no layout can fit; otherwise `needed_bytes` is the smallest arena found.
     """
 
     def __init__(
@@ -171,8 +170,8 @@ class ArenaTooSmall(Infeasible):
         why = "are needed, whatever the layout" if is_proven else "is the smallest arena that was found"
         ElbowroomError.__init__(
             self,
-            f"the buffers do not fit {capacity_bytes} bytes: {needed_bytes} bytes {why}; the largest of those that are "
-            f"there at once when the most is: {things}. Give them at least {needed_bytes} bytes.",
+            f"the buffers do not fit {capacity_bytes} bytes: {needed_bytes} bytes {why}; the largest live buffers at "
+            f"the peak: {things}. Give them at least {needed_bytes} bytes.",
         )
         self.needed_bytes = needed_bytes
         self.budget_bytes = capacity_bytes
@@ -192,46 +191,46 @@ class ArenaTooSmall(Infeasible):
 
 
 class Thrashing(ElbowroomError):
-    """A step spends its time bringing back what it has given up.
+    """A step spends its time on reloads and recomputation.
 
     Attributes:
-        replay_seconds: computing it again took so long so far.
-        move_seconds: waiting for moves did.
-        busy_seconds: the rest of the step took so long.
-        budget_bytes: what it was to fit into.
+        replay_seconds: seconds of recomputation so far.
+        move_seconds: seconds of waiting for transfers.
+        busy_seconds: seconds of the rest of the step.
+        budget_bytes: the budget.
     """
 
     def __init__(self, replay_seconds: float, move_seconds: float, busy_seconds: float, budget_bytes: int) -> None:
         advice = (
-            'choose policy="lru", which only moves' if replay_seconds > move_seconds else "name a faster spill_folder"
+            'set policy="lru", which only offloads' if replay_seconds > move_seconds else "use a faster spill_folder"
         )
         super().__init__(
-            f"the step has spent {replay_seconds:.1f} s on computing again what it gave up and {move_seconds:.1f} s on "
-            f"waiting for moves, for {busy_seconds:.1f} s of its own: {format_bytes(budget_bytes)} ({budget_bytes} "
-            f"bytes) are too few for it to get on. Give it more, or {advice}."
+            f"the step is thrashing: it has spent {replay_seconds:.1f} s on recomputing and {move_seconds:.1f} s on "
+            f"waiting for transfers, for {busy_seconds:.1f} s of its own. {format_bytes(budget_bytes)} ({budget_bytes} "
+            f"bytes) are too few. Raise memory_budget, or {advice}."
         )
         self.replay_seconds, self.move_seconds = replay_seconds, move_seconds
         self.busy_seconds, self.budget_bytes = busy_seconds, budget_bytes
 
 
 class MemoryRefused(ElbowroomError, MemoryError):
-    """The system refuses memory that the budget allows, and nothing more may leave.
+    """The system refuses memory that the budget allows, and no further storage may leave.
 
     Attributes:
-        requested_bytes: were asked for.
-        held_bytes: the room holds.
-        budget_bytes: it may hold.
+        requested_bytes: bytes requested.
+        held_bytes: bytes that the room holds.
+        budget_bytes: the budget.
     """
 
     def __init__(
         self, requested_bytes: int, held_bytes: int, budget_bytes: int, system_limits: Iterable[tuple[str, int, int]]
     ) -> None:
         limits = [
-            f"{name} is {limit_bytes} bytes, of which the process has {taken_bytes}"
+            f"{name} is {limit_bytes} bytes, of which the process uses {taken_bytes}"
             for name, limit_bytes, taken_bytes in system_limits
         ]
         super().__init__(
-            f"the system refuses {format_bytes(requested_bytes)} ({requested_bytes} bytes) of memory, though the step "
+            f"the system refuses {format_bytes(requested_bytes)} ({requested_bytes} bytes) of memory, but the step "
             f"holds only {held_bytes} of its budget of {budget_bytes} bytes"
             + "".join(f"; {each}" for each in limits)
             + f". Set memory_budget to at most {held_bytes}, make the batch smaller, or give the process more memory."
@@ -242,14 +241,15 @@ class MemoryRefused(ElbowroomError, MemoryError):
 
 
 class TierError(ElbowroomError):
-    """A place where bytes live failed."""
+    """A tier of memory or disk failed."""
 
 
 class TierFull(TierError):
     """A tier has no room for a block; nothing was moved.
 
     Attributes:
-        tier: its name.  needed_bytes, free_bytes: what was asked for and what is there.
+        tier: name of the tier.
+        needed_bytes, free_bytes: bytes requested, and bytes free.
     """
 
     def __init__(self, tier: str, needed_bytes: int, free_bytes: int, advice: str) -> None:
@@ -262,8 +262,8 @@ class TierFull(TierError):
 
 
 class TransferFailed(TierError):
-    """A move of bytes did not complete. The source is intact."""
+    """A transfer failed. The source is intact."""
 
 
 class InternalError(ElbowroomError):
-    """Elbowroom broke one of its own rules: please report it."""
+    """A bug in Elbowroom: please report it."""

@@ -1,4 +1,4 @@
-"""A Job: the model that is trained, with its optimizers and the user's options."""
+"""Training job: a model with its optimizers and the user's options."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Meters the steps of a room, and keeps the record that each step leaves."""
+"""Measures the steps of a room, and keeps their records."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ logger = logging.getLogger(__name__)
 
 
 class Metering:
-    """Meters every step of a room and keeps the records of all.
+    """Measures every step of a room and keeps all records.
 
     Args:
         transfers: counts moved bytes and stalls.
-        ledger: counts what the room holds.
+        ledger: counts the bytes that the room holds.
     """
 
     def __init__(self, device: torch.device, transfers: Transfers, ledger: CpuLedger | CudaLedger) -> None:
@@ -33,7 +33,7 @@ class Metering:
 
     @property
     def steps(self) -> int:
-        """Steps so far."""
+        """Number of steps so far."""
         return self._journal_writer.count
 
     def journal(self) -> Journal:
@@ -41,15 +41,15 @@ class Metering:
         return self._journal_writer.journal()
 
     def metrics(self) -> dict[str, int | float | str]:
-        """Return the figures of the last step and of all so far, by the names in `Room.metrics`."""
+        """Return the figures listed in `Room.metrics`."""
         return self._journal_writer.metrics()
 
     def make(self, *, is_detailed: bool = False) -> Meter:
-        """Return a meter for the next step. `is_detailed`: whether its ops are metered one by one."""
+        """Return a meter for the next step. `is_detailed`: whether to measure each op."""
         return make_meter(self._device, self._ledger, is_detailed=is_detailed)
 
     def record(self, mode: Mode, seconds: float, state: StepState | None, meter: Meter, note: str) -> StepRecord:
-        """Add the record of a step that is over. `state`: None for a plain step."""
+        """Add the record of a completed step. `state`: None for a plain step."""
         transfers = self._transfers
         record = StepRecord(
             step=self._journal_writer.count,
@@ -68,6 +68,6 @@ class Metering:
         transfers.reset_figures()
         if state is not None and state.refusal and not self._has_refused:
             self._has_refused = True
-            logger.warning("what should leave the device stays there, as far as there is room: %s", state.refusal)
+            logger.warning("storages that should leave the device stay there while they fit: %s", state.refusal)
         self._journal_writer.add(record)
         return record

@@ -1,7 +1,6 @@
-"""Says what is being done where that takes longer than two seconds: on a terminal with a bar, elsewhere in one line.
+"""Shows work that takes longer than two seconds: with a progress bar on a terminal, elsewhere as one log line.
 
-The line is a warning of this package's logger, and comes once in a process for each kind of work. Both go to stderr;
-whatever takes less is silent.
+The line is a warning of this package's logger, once per process for each kind of work. Both go to stderr.
 """
 
 from __future__ import annotations
@@ -21,33 +20,32 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 Advance = Callable[[str, float], None]
-"""Told of what is being done, and of the share (0 to 1) that is done."""
+"""Called with the current stage and the share (0 to 1) done."""
 
 PATIENCE = 2.0
-"""Seconds after which it is said what takes so long."""
+"""Seconds before work is shown."""
 
 
 @contextlib.contextmanager
 def announcing(
     what: str, details: str = "", *, after_seconds: float = PATIENCE, steady: bool = True
 ) -> Iterator[Advance]:
-    """Say what is being done as long as the body runs, if that takes long.
+    """Show the work in this context if it takes long.
 
     Args:
-        what: the kind of work: "planning a step". Outside of a terminal each kind is said once in a process.
-        details: of this one.
-        after_seconds: how long nothing is said.
-        steady: whether the bar moves by itself. Where times are being measured it must not: it is drawn only when it is
-            told of something.
+        what: kind of work, such as "planning a step". Outside of a terminal each kind is logged once per process.
+        details: details of this work.
+        after_seconds: delay before it is shown.
+        steady: whether the bar is animated. While times are measured it must not be: it is redrawn only on progress.
 
     Yields:
-        What may be called to say how far it is.
+        A function to report progress with.
     """
     work = _Work(what=what, details=details, steady=steady)
     timer = threading.Timer(after_seconds, functools.partial(_screen().show, work))
-    timer.daemon, timer.name = True, "elbowroom-progress"  # what would be left by an interruption ends by itself
+    timer.daemon, timer.name = True, "elbowroom-progress"  # must not keep the process alive after an interruption
     try:
-        # Where no thread can be had, as under a tight limit on memory, nothing is said.
+        # If no thread can be started, as under a tight limit on memory, nothing is shown.
         with contextlib.suppress(RuntimeError):
             timer.start()
         yield functools.partial(_screen().advance, work)
@@ -60,7 +58,7 @@ def announcing(
 
 @contextlib.contextmanager
 def drawing_on(bars: Progress | None) -> Iterator[None]:
-    """Add to the bars that somebody else draws as long as the body runs. None: say nothing, for somebody else does."""
+    """Add to existing bars in this context. None: show nothing, because the caller does."""
     _screen().lent.append(bars)
     try:
         yield
@@ -73,9 +71,9 @@ class _Work:
     """Work in progress.
 
     Attributes:
-        stage: what of it is being done.
-        share: that is done; None if nobody knows.
-        task: its line on the terminal, if it has one.
+        stage: current stage.
+        share: share done; None if unknown.
+        task: line on the terminal, if there is one.
     """
 
     what: str
@@ -95,7 +93,7 @@ class _Work:
 
 
 class _Screen:
-    """Where it is said: one block of lines on the terminal, one for each work that goes on."""
+    """Output: one block of lines on the terminal, one line for each work in progress."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -104,7 +102,7 @@ class _Screen:
         self._said: set[str] = set()
 
     def show(self, work: _Work) -> None:
-        """Say it, unless it is over."""
+        """Show the work, unless it is over."""
         with self._lock:
             if work.is_over:
                 return
@@ -121,13 +119,13 @@ class _Screen:
             self._draw(work)
 
     def advance(self, work: _Work, stage: str, share: float) -> None:
-        """Say how far it is."""
+        """Show its progress."""
         with self._lock:
             work.stage, work.share = stage, share
             self._draw(work)
 
     def hide(self, work: _Work) -> None:
-        """Say no more of it."""
+        """Remove it."""
         with self._lock:
             work.is_over = True
             if work.bars is None or work.task is None:
@@ -161,7 +159,7 @@ def _open_bars(steady: bool) -> Progress:
 
 
 def list_columns() -> list[ProgressColumn]:
-    """The columns of a bar."""
+    """Return the columns of a bar."""
     from rich.progress import BarColumn, SpinnerColumn, TextColumn, TimeElapsedColumn
 
     text = TextColumn("{task.description}", markup=False)

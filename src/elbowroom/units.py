@@ -1,6 +1,6 @@
-"""Bytes and seconds as people write them, and back.
+"""Parses and formats bytes and seconds.
 
-Inside Elbowroom bytes are `int` and seconds are `float`; text is parsed at the edge and printed here only.
+Inside Elbowroom bytes are `int` and seconds are `float`.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ def parse_bytes(value: int | float | str, *, device_bytes: int | None = None, pe
     """Read an amount of memory: 8589934592, "8GiB", "8G" (the same), "8GB", "512 MiB", "60%", or "60%peak".
 
     Args:
-        device_bytes: all the memory of the device, which "60%" is a share of; None where no device is known.
-        peak_bytes: the peak of the step without a plan, which "60%peak" is a share of; None where it is not known.
+        device_bytes: total memory of the device, for "60%"; None if no device is known.
+        peak_bytes: peak of the step without a plan, for "60%peak"; None if unknown.
 
     Returns:
         Bytes, rounded down, at least 1.
 
     Raises:
-        ValueError: not an amount, not positive, not finite, or a share outside (0, 100] or of what is not known.
+        ValueError: not an amount, not positive, not finite, a share outside (0, 100], or a share of an unknown amount.
     """
     if isinstance(value, bool) or not isinstance(value, (int, float, str)):
-        raise ValueError(f"an amount of memory is a number or text like '8GiB', not {value!r}")
+        raise ValueError(f"an amount of memory must be a number or text like '8GiB', not {value!r}")
     if isinstance(value, str):
         match = _TEXT.fullmatch(value)
         if match is None:
@@ -45,13 +45,13 @@ def parse_bytes(value: int | float | str, *, device_bytes: int | None = None, pe
             raise ValueError(
                 f"{value!r} has no known unit; use KiB MiB GiB TiB or K M G T (1024), or KB MB GB TB (1000)"
             )
-        # Integers stay exact: 2**60 as a float would not.
+        # Keep integers exact, beyond 2**53.
         exact = int(match[1]) * _POWERS[unit] if match[1].isdigit() else None
         amount: float = exact if exact is not None else number * _POWERS[unit]
     else:
         amount = value
     if not math.isfinite(amount) or amount < 1:
-        raise ValueError(f"an amount of memory is at least one byte, not {value!r}")
+        raise ValueError(f"an amount of memory must be at least one byte, not {value!r}")
     if amount >= 2**63:
         raise ValueError(f"{value!r} is more memory than 64 bits can count")
     return int(amount)
@@ -66,7 +66,7 @@ def _take_share(text: str, number: float, whole_bytes: int | None, of: str) -> i
 
 
 def format_bytes(nbytes: int | float) -> str:
-    """Write bytes for a person, in powers of 1024: '512 B', '1.50 GiB', '-3.0 MiB'."""
+    """Format bytes in powers of 1024: '512 B', '1.50 GiB', '-3.0 MiB'."""
     sign, amount = ("-", -nbytes) if nbytes < 0 else ("", nbytes)
     if amount < 1024:
         return f"{sign}{amount:.0f} B"
@@ -79,11 +79,11 @@ def format_bytes(nbytes: int | float) -> str:
 
 
 def format_seconds(seconds: float) -> str:
-    """Write seconds for a person: '1.23 s', '45.6 ms', '7.8 us', '2 min 5 s'."""
+    """Format seconds: '1.23 s', '45.6 ms', '7.8 us', '2 min 5 s'."""
     if not math.isfinite(seconds):
         return f"{seconds} s"
     sign, amount = ("-", -seconds) if seconds < 0 else ("", seconds)
-    # Each limit is where rounding reaches the next unit.
+    # Each limit is the value from which on rounding reaches the next unit.
     if amount >= 119.995:
         minutes, rest = divmod(round(amount), 60)
         return f"{sign}{minutes} min {rest} s"

@@ -128,7 +128,7 @@ def test_the_default_is_never_larger_with_many_buffers() -> None:
         ({"alignment": 4, "offset": 6}, "no multiple of 4"),
         ({"offset": -4}, "pinned to -4"),
         ({"id": 1}, "has the id of another"),
-        ({"offset": 3}, "upon the other"),
+        ({"offset": 3}, "overlap while both are live"),
         ({"nbytes": 1 << 62}, "more than 2\\*\\*62"),
     ],
 )

@@ -305,7 +305,7 @@ def test_profilers_of_the_program(way: str, profiler: Callable[[], Any], profile
 def test_python_without_its_lock_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> None:
     read = sysconfig.get_config_var
     monkeypatch.setattr(sysconfig, "get_config_var", lambda name: 1 if name == "Py_GIL_DISABLED" else read(name))
-    with pytest.raises(UsageError, match="needs Python's global lock, which this Python is built without"):
+    with pytest.raises(UsageError, match="needs the GIL, but this is a free-threaded build"):
         library.build_library(library.NATIVE, tmp_path)
 
 

@@ -263,7 +263,7 @@ def test_simulate_a_policy(files: pathlib.Path) -> None:
     assert forecast["reserved_bytes"] == 0
     first, third = (document(*step, "--policy", "habit", "--steps", count)["forecast"] for count in (1, 3))
     assert third["step_seconds"] != first["step_seconds"], "it tries what the steps before have taught"
-    assert "have to be there at once when" in fail(INFEASIBLE, *step[:-1], "1MiB", "--policy", "dtr")
+    assert "are needed at once when" in fail(INFEASIBLE, *step[:-1], "1MiB", "--policy", "dtr")
 
 
 def test_a_plan_or_a_policy(files: pathlib.Path) -> None:

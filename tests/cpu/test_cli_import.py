@@ -66,4 +66,4 @@ def test_what_cannot_be_imported(tmp_path: pathlib.Path) -> None:
     assert "line 1: after 0 kernels" in fail(MISUSED, "import", "g10", log)
     assert "no shipped profile is called" in fail(MISUSED, "import", "dtr", log, "--hardware", "abacus")
     log.write_text(log.read_text()[:-20])
-    assert "or cut off" in fail(MISUSED, "import", "dtr", log)
+    assert "or truncated" in fail(MISUSED, "import", "dtr", log)

@@ -108,7 +108,7 @@ def test_a_compiler_that_fails_is_quoted(tmp_path: pathlib.Path, monkeypatch: py
     compiler.write_text("#!/bin/sh\necho some reason >&2\nexit 3\n")
     compiler.chmod(0o755)
     monkeypatch.setenv("CC", str(compiler))
-    with pytest.raises(UsageError, match=r"ended with 3: some reason"):
+    with pytest.raises(UsageError, match=r"exited with 3: some reason"):
         build_library(tmp_path / "cache")
     assert os.listdir(tmp_path / "cache") == []
 

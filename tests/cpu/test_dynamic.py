@@ -749,10 +749,10 @@ def test_a_step_that_does_not_get_on_is_said_and_ended(
         caplog.clear()
         with room.step():
             step(300)
-        assert caplog.text.count("waiting for moves") == 1
+        assert caplog.text.count("waiting for transfers") == 1
         before = [each.detach().clone() for each in model.parameters()]
         monkeypatch.setattr(thrash_guard, "ENOUGH", 1e-9)
-        with pytest.raises(Thrashing, match=r"computing again .* waiting for moves, for .* s of its own") as caught:
+        with pytest.raises(Thrashing, match=r"recomputing .* waiting for transfers, for .* s of its own") as caught:
             run_in(room, step, 300)
         assert (caught.value.move_seconds if lost == "moves" else caught.value.replay_seconds) > 0
         assert all(torch.equal(*pair) for pair in zip(before, model.parameters(), strict=True))
@@ -812,7 +812,7 @@ def test_what_has_no_room_below_is_dropped(
     assert max(record.peak_bytes or 0 for record in records) <= 1_000_000
     assert max(record.offloaded_bytes for record in records) <= host_bytes
     assert records[-1].recomputed > 0
-    assert caplog.text.count("stays there") == (policy != "dtr")
+    assert caplog.text.count("stay there") == (policy != "dtr")
 
 
 def test_what_can_neither_leave_nor_be_dropped_is_named(profile: HardwareProfile) -> None:

@@ -120,7 +120,7 @@ def test_folders_that_cannot_be_used_are_named(tmp_path: pathlib.Path, monkeypat
     with pytest.raises(UsageError, match="spill_folder"):
         probe("cpu", spill_folder=str(tmp_path / "file"))
     monkeypatch.setattr(links.shutil, "disk_usage", lambda _: types.SimpleNamespace(free=1 << 20))
-    with pytest.raises(UsageError, match="make room"):
+    with pytest.raises(UsageError, match="free some space"):
         probe("cpu", spill_folder=str(tmp_path))
 
 

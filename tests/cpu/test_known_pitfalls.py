@@ -1445,7 +1445,7 @@ def test_a_full_disk_where_there_is_room_to_stay(
         assert_same(expected["produced"], copy_values(produced))
         assert room.journal().steps[-1].offloaded_bytes > 0
         assert room._transfers._copies == 0  # type: ignore[attr-defined]
-        assert caplog.text.count("stays there") == 1
+        assert caplog.text.count("stay there") == 1
 
 
 @pytest.mark.parametrize(("call", "error"), [("posix_fallocate", TierFull), ("pwrite", TransferFailed)])

@@ -76,7 +76,7 @@ def test_arguments_that_are_something_else(profile: HardwareProfile) -> None:
         ((model, [None]), {}, "Optimizer.*None in it"),
         ((optimizer, model), {}, "torch.nn.Module as the model, not Adam"),
         ((None, optimizer), {}, "torch.nn.Module as the model, not None"),
-        ((model, optimizer), {"step": 5}, "step is a function"),
+        ((model, optimizer), {"step": 5}, "step must be a function"),
         ((model, optimizer), {"profile": "v100"}, "HardwareProfile"),
         ((model, optimizer), {"strategy": "autoo"}, "no strategy is called 'autoo'"),
         ((model, optimizer), {"strategy": "autoswap:scores=doa"}, "'scores=doa' is not an option"),
@@ -85,7 +85,7 @@ def test_arguments_that_are_something_else(profile: HardwareProfile) -> None:
             fit(*arguments, "1GiB", **{"profile": profile} | options)
     capture: Any = elbowroom.capture
     for arguments in ((step, optimizer, model), (step, model, None), (None, model, optimizer), (5, model, optimizer)):
-        with pytest.raises(UsageError, match=r"expected|step is a function"):
+        with pytest.raises(UsageError, match=r"expected|step must be a function"):
             capture(*arguments)
     elbowroom.fit(model, optimizer, "1GiB", profile=profile).detach()  # nothing stayed behind
 

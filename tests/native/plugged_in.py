@@ -60,7 +60,7 @@ def refused(call: Any, text: str) -> None:
 refused(elbowroom.use_planned_allocator, "finds none")
 torch.cuda.is_available = lambda: True
 torch.cuda.is_initialized = lambda: True
-refused(elbowroom.use_planned_allocator, "first thing in the program")
+refused(elbowroom.use_planned_allocator, "at the beginning of the program")
 torch.cuda.is_initialized = lambda: False
 torch.cuda.current_device = lambda: 0
 torch.cuda.memory.CUDAPluggableAllocator = Allocator  # type: ignore[misc, assignment]

@@ -74,7 +74,7 @@ def test_temporary_folders_go(homeless: pathlib.Path) -> None:
         assert folder.parent == homeless
     assert os.listdir(homeless) == []
     os.rmdir(homeless)
-    with pytest.raises(UsageError, match=f"cannot write into {homeless}"), _folders.hold_temporary("elbowroom-"):
+    with pytest.raises(UsageError, match=f"cannot write to {homeless}"), _folders.hold_temporary("elbowroom-"):
         pass
 
 

@@ -277,7 +277,7 @@ def test_zero_and_enormous_sizes(tmp_path: pathlib.Path) -> None:
     problem = pose(imported.trace, imported.costs, 1)
     assert problem.floor.peak_bytes == 2 * big  # y is never used again, so it cannot leave
     more = [call(f"more{index}", ["w"], {f"m{index}": MOST_BYTES // 2}) for index in range(3)]
-    with pytest.raises(TraceError, match=r"at op 2 \(more2\) \d+ bytes are there at once"):
+    with pytest.raises(TraceError, match=r"at op 2 \(more2\) \d+ bytes are live"):
         read_log("dtr", write(tmp_path, constant("w", 0), *more))
 
 
@@ -315,11 +315,14 @@ BAD_LOGS: dict[str, tuple[list[Line], str]] = {
     "memory of another": ([call("b", ["w"], {"y": 1})[0], *constant("q", 1)[1:]], "line 7: expected the MEMORY of y"),
     "changes what it has not": (mutate("b", ["w"], [1]), r"line 6: b changes arguments \[1\] of 1"),
     "changes twice": (mutate("b", ["w", "x"], [0, 0]), r"line 6: b changes arguments \[0, 0\] of 2"),
-    "changes a name": (mutate("b", ["w"], ["w"]), "line 6: b: MUTATE is a list of positions"),  # type: ignore[list-item]
-    "cut off within an op": (call("b", ["w"], {"y": 1})[:2], "line 7: the log is cut off here"),
-    "not a name": ([{"INSTRUCTION": "RELEASE", "NAME": 7}], "line 6: RELEASE: NAME is .*where names should be"),
-    "unprintable": (release("\ud800"), "line 6: RELEASE: NAME is .*where names should be"),
-    "no arguments": ([{"INSTRUCTION": "CALL", "NAME": "b", "ARGS": "w"}], "line 6: CALL: ARGS is 'w', where names"),
+    "changes a name": (mutate("b", ["w"], ["w"]), "line 6: b: MUTATE must be a list of positions"),  # type: ignore[list-item]
+    "cut off within an op": (call("b", ["w"], {"y": 1})[:2], "line 7: the log is truncated here"),
+    "not a name": ([{"INSTRUCTION": "RELEASE", "NAME": 7}], "line 6: RELEASE: NAME is .*not a list of names"),
+    "unprintable": (release("\ud800"), "line 6: RELEASE: NAME is .*not a list of names"),
+    "no arguments": (
+        [{"INSTRUCTION": "CALL", "NAME": "b", "ARGS": "w"}],
+        "line 6: CALL: ARGS is 'w', not a list of names",
+    ),
 }
 
 
@@ -333,7 +336,7 @@ def test_bad_logs_are_refused_with_their_line(case: str, tmp_path: pathlib.Path)
 def test_a_line_that_is_cut_off(tmp_path: pathlib.Path) -> None:
     path = write(tmp_path, HEAD, release("x"))
     path.write_text(path.read_text()[:-9])
-    with pytest.raises(TraceError, match="line 6: not a line of JSON, or cut off"):
+    with pytest.raises(TraceError, match="line 6: not a line of JSON, or truncated"):
         read_log("dtr", path)
     path.write_text('["CALL"]\n')
     with pytest.raises(TraceError, match="line 1: expected an instruction"):
@@ -420,19 +423,25 @@ def test_a_kernel_trace(tmp_path: pathlib.Path) -> None:
 
 
 BAD_KERNELS: dict[str, tuple[str, str]] = {
-    "missing kernel": (kernel(7, "B", 1, [], []), r"line \d+: after 6 kernels: kernel 7 \(B\) comes where kernel 6"),
+    "missing kernel": (
+        kernel(7, "B", 1, [], []),
+        r"line \d+: after 6 kernels: found kernel 7 \(B\) instead of kernel 6",
+    ),
     "negative time": (kernel(6, "B", -1, [], []), r"kernel 6 \(B\): it takes -1 cycles"),
     "negative size": (kernel(6, "B", 1, [], ["9:-4"]), r"kernel 6 \(B\): tensor9 has -4 bytes"),
     "negative global": (kernel(6, "B", 1, ["9g:-4"], []), r"line \d+: tensor9 has -4 bytes"),
-    "another size": (kernel(6, "B", 1, ["0:65"], []), r"kernel 6 \(B\): tensor0 has 65 bytes here and 64 before"),
-    "global now": (kernel(6, "B", 1, ["0g:64"], []), r"kernel 6 \(B\): tensor0 has 64 bytes here"),
-    "no number": (kernel(6, "B", "soon", [], []), r"kernel 6 \(B\): 'Execution Time: soon' is not of this format"),
-    "enormous time": (kernel(6, "B", "9" * 40, [], []), r"kernel 6 \(B\): 'Execution Time: 9+' is not of this"),
+    "another size": (kernel(6, "B", 1, ["0:65"], []), r"kernel 6 \(B\): tensor0 had 64 bytes before and has 65 here"),
+    "global now": (kernel(6, "B", 1, ["0g:64"], []), r"kernel 6 \(B\): tensor0 had 64 bytes before and has 64 here"),
+    "no number": (kernel(6, "B", "soon", [], []), r"kernel 6 \(B\): 'Execution Time: soon' is not a line of this"),
+    "enormous time": (kernel(6, "B", "9" * 40, [], []), r"kernel 6 \(B\): 'Execution Time: 9+' is not a line of this"),
     "no time": (re.sub("Exec.*\n", "", kernel(6, "B", 1, [], [])), r"kernel 6 \(B\): it is not complete here"),
     "no outputs": (re.sub("Output.*\n", "", kernel(6, "B", 1, ["0:64"], [])), r"kernel 6 \(B\): it is not complete"),
-    "cut off": ("\n".join(kernel(6, "B", 1, ["0:64"], []).splitlines()[:-2]), r"kernel 6 \(B\): the file is cut off"),
-    "cut off and on": (kernel(6, "B", 1, [], [])[:40] + "\n" + kernel(7, "C", 1, [], []), r"kernel 6 \(B\): it is cut"),
-    "something else": ("hello\n", "after 6 kernels: 'hello' is not of this format"),
+    "cut off": ("\n".join(kernel(6, "B", 1, ["0:64"], []).splitlines()[:-2]), r"kernel 6 \(B\): the file is truncated"),
+    "cut off and on": (
+        kernel(6, "B", 1, [], [])[:40] + "\n" + kernel(7, "C", 1, [], []),
+        r"kernel 6 \(B\): it is trunc",
+    ),
+    "something else": ("hello\n", "after 6 kernels: 'hello' is not a line of this format"),
     "homeless tensor": ("tensor9 Is weight (global)?: 0, Size in byte: 4\n", "tensor9 is neither input nor output"),
 }
 

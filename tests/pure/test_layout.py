@@ -80,7 +80,7 @@ def test_buffers_of_a_trace_are_what_is_live(net: object) -> None:
     ("offsets", "arena", "message"),
     [
         ((0,), 8, "1 offsets for 2 buffers"),
-        ((0, 4), 12, "upon each other"),
+        ((0, 4), 12, "overlap while both are live"),
         ((0, -8), 8, "no multiple"),
         ((0, 9), 17, "no multiple"),
         ((0, 8), 24, "said to have 24"),

@@ -1,1 +1,1 @@
-"""Trace + HardwareProfile -> Costs: how long each op and transfer takes, and what an op allocates inside itself."""
+"""Cost model: Trace + HardwareProfile -> Costs (seconds of ops and transfers, and the workspace of ops)."""

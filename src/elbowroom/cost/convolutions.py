@@ -1,12 +1,12 @@
-"""Workspace of a convolution on a CPU: copies of its operands in the layouts that its kernels want.
+"""Workspace of a convolution on a CPU: copies of its operands in the layouts of its kernels.
 
 - **Blocked.** oneDNN works on blocked layouts (channels in groups of 16), so operands are copied in and results out; in
   half precision gradients of weights are summed in float32 as well. How many copies are alive at once depends on
   layouts, which a trace does not record, and on kernels that oneDNN picks by shape. So the coefficients below were
   fitted to measurements, by linear programming: as small as possible, yet never below what was seen.
-- **Multiplied.** What its kernels without AVX-512 cannot do, it does by multiplying matrices.
-- **Written out.** What PyTorch does not hand to oneDNN, it does itself: the window of every element of the result is
-  written out, for the whole batch.
+- **Multiplied.** Convolutions that oneDNN's kernels do not support without AVX-512 use matrix products.
+- **Written out.** Convolutions that PyTorch does not pass to oneDNN use its own kernels, which write out the window of
+  every element of the result, for the whole batch (im2col).
 
 Source: measured with torch 2.13 (oneDNN inside), two threads. With AVX-512: 6,500 different convolutions, both ways,
     of ResNet-50, VGG-16, DenseNet-121, MobileNetV3, ConvNeXt, ViT, a U-Net and 2,000 random shapes, float32 and
@@ -26,7 +26,7 @@ from elbowroom.ir.trace import Op, View
 
 _BLOCK = 16
 _SMALL_BYTES = 128 << 10
-"""What the scratch of each call takes, whatever its shape."""
+"""Scratch memory of each call, independent of its shape."""
 
 _COEFFICIENTS = {
     (False, "dense", "half"): (0.98, 0, 0.14, 0, 1.86, 0, 0),
@@ -62,10 +62,10 @@ _COEFFICIENTS = {
 input, one image of the output; channels of all of them rounded up to whole blocks. By (backward, kind, precision)."""
 
 _BLOCKED = {"AVX512": ("float32", "bfloat16"), "AVX2": ("float32",)}
-"""What PyTorch hands to oneDNN, by instruction set."""
+"""Dtypes that PyTorch passes to oneDNN, by instruction set."""
 
 _WRITTEN_OUT = {"AVX512": ("float64",), "AVX2": ("float64", "bfloat16", "float16")}
-"""What it never does; of what is in neither, either may be."""
+"""Dtypes that it never passes to oneDNN. For dtypes in neither table, both are possible."""
 
 
 class _Geometry(NamedTuple):
@@ -76,12 +76,12 @@ class _Geometry(NamedTuple):
 
 
 def estimate_convolution(op: Op, *, backward: bool, isa: str, is_dilated: bool) -> int:
-    """Bytes that a convolution allocates inside itself, beyond its results.
+    """Estimate the workspace of a convolution in bytes.
 
     Args:
-        op: reads input, weight and perhaps a bias; backward the gradient of the result before them.
+        op: reads input, weight and an optional bias; a backward op reads the gradient of the result before them.
         isa: the processor's instruction set, as in `HardwareProfile`.
-        is_dilated: whether its windows have gaps, or some lie beside the image altogether.
+        is_dilated: whether windows have gaps, or some lie entirely in the padding.
     """
     geometry = _read_geometry(op, backward=backward)
     if geometry is None:
@@ -115,7 +115,7 @@ def _estimate_blocked(geometry: _Geometry, *, backward: bool) -> int:
 
 
 def _estimate_multiplied(geometry: _Geometry, *, backward: bool, is_dilated: bool) -> int:
-    """The windows of an image for each of two threads, and gradients of weights by image, in several layouts."""
+    """Count the windows of an image for each of two threads, and weight gradients per image, in several layouts."""
     source, weight, _, groups = geometry
     inputs, outputs, weights = _count_blocked(geometry)
     is_large = any(kernel > pixels for kernel, pixels in zip(weight.shape[2:], source.shape[2:], strict=True))
@@ -132,8 +132,8 @@ def _estimate_multiplied(geometry: _Geometry, *, backward: bool, is_dilated: boo
 
 
 def _estimate_written_out(geometry: _Geometry, *, backward: bool) -> int:
-    """Every window, and a copy of each operand that is laid out in another way, or of each group of it. In half
-    precision the gradient of a bias is summed in float32."""
+    """Count all windows, and a copy of each operand (or of its groups) in another layout. In half precision the
+    gradient of a bias is summed in float32."""
     source, weight, result, _ = geometry
     copies = sum(map(view_bytes, (source, weight, result)))
     bias = 3 * view_bytes(result) if backward and element_bytes(result.dtype) < 4 else 0
@@ -141,7 +141,7 @@ def _estimate_written_out(geometry: _Geometry, *, backward: bool) -> int:
 
 
 def _count_windows(geometry: _Geometry) -> int:
-    """Bytes of the windows of a whole batch. Transposed, what is written out are windows of the result."""
+    """Return the bytes of the windows of a whole batch. A transposed convolution has windows of the result."""
     source, weight, result, _ = geometry
     window = math.prod(weight.shape[2:]) * element_bytes(source.dtype) * source.shape[0]
     forward, transposed = source.shape[1] * math.prod(result.shape[2:]), result.shape[1] * math.prod(source.shape[2:])
@@ -149,7 +149,7 @@ def _count_windows(geometry: _Geometry) -> int:
 
 
 def _count_blocked(geometry: _Geometry) -> tuple[int, int, int]:
-    """Bytes of input, result and weight, channels rounded up to whole blocks."""
+    """Return the bytes of input, result and weight, with channels rounded up to whole blocks."""
     source, weight, result, groups = geometry
     weights = _blocked_bytes(weight, (0, 1)) if groups == 1 else view_bytes(weight)
     return _blocked_bytes(source, (1,)), _blocked_bytes(result, (1,)), weights
@@ -161,7 +161,7 @@ def _read_geometry(op: Op, *, backward: bool) -> _Geometry | None:
     source, weight = op.reads[1:3] if backward else op.reads[:2]
     result = op.reads[0] if backward else op.writes[0]
     shapes = (source.shape, weight.shape, result.shape)
-    # Without a batch dimension, or in an argument order of its own, it is not one of those measured.
+    # Without a batch dimension, or with another argument order, the op is not one of those measured.
     if len({len(shape) for shape in shapes}) != 1 or len(source.shape) < 3 or not math.prod(weight.shape):
         return None
     # The weight is (out, in / groups) or, transposed, (in, out / groups).

@@ -1,4 +1,4 @@
-"""Trace + HardwareProfile (+ Measurements) -> Costs."""
+"""Computes Costs from a Trace and a HardwareProfile, and from Measurements if there are any."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ def price(
     *,
     trace_digest: str | None = None,
 ) -> Costs:
-    """Seconds and inner bytes of every op of a trace on a machine, and the link its storages would move over.
+    """Return the seconds and the workspace of every op of a trace on a machine, and the links for its storages.
 
-    Without measurements times come from the roofline of the profile and workspaces from rules of thumb that are never
-    below what was seen on a CPU. With measurements every op costs what was measured, 0 included.
+    Without measurements, times come from the profile's roofline, and workspaces from rules that are never below what
+    was measured on a CPU. With measurements every op costs what was measured, even 0.
 
     Args:
-        measurements: of this trace on this machine.
-        trace_digest: `ir.digest.digest(trace)`, where it is known already; taken here otherwise.
+        measurements: measurements of this trace on this machine.
+        trace_digest: `ir.digest.digest(trace)`, if already known; computed otherwise.
 
     Raises:
-        TraceError: the measurements are of another trace, or not numbers of at least 0; or the profile has no link or
-            no usable rates.
+        TraceError: the measurements belong to another trace or are not numbers of at least 0; or the profile has no
+            link or no usable rates.
 
-    Cost: linear in the trace; the digest takes the most, about 10 ms per thousand ops.
+    Cost: linear in the trace; mostly the digest, about 10 ms per thousand ops.
     """
     link, *further_links = _find_links(profile)
     if measurements is None:
@@ -63,10 +63,9 @@ def price(
 
 
 def correct(costs: Costs, seconds: float) -> Costs:
-    """Costs of a step that takes some `seconds` more than these say, or fewer.
+    """Return costs of a step that takes `seconds` more (or fewer, if negative).
 
-    What is too much or too little is taken for the program's own time, in no op; ops change, all in proportion, where
-    there is not enough of that.
+    The difference goes to the overhead outside of ops. If the overhead would become negative, all ops are scaled down.
     """
     overhead_seconds = costs.overhead_seconds + seconds
     if overhead_seconds >= 0:
@@ -78,7 +77,7 @@ def correct(costs: Costs, seconds: float) -> Costs:
 
 def _find_links(profile: HardwareProfile) -> tuple[Link, ...]:
     if not profile.links:
-        raise TraceError(f"profile {profile.name!r} has no link to a tier below the device, so nothing could be moved")
+        raise TraceError(f"profile {profile.name!r} has no link to a tier below the device, so nothing can move")
     for link in profile.links:
         if not all(0 < rate < math.inf for rate in (link.out_bytes_per_second, link.back_bytes_per_second)):
             raise TraceError(

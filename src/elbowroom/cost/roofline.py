@@ -1,4 +1,4 @@
-"""The time of one op on one machine: the longer of its flops and its bytes.
+"""Time of an op by the roofline model: the longer of the times for its flops and for its bytes.
 
 Source: S. Williams, A. Waterman, D. Patterson, "Roofline: an insightful visual performance model for multicore
 architectures", Communications of the ACM 52(4), 2009.
@@ -52,10 +52,10 @@ _GATHERS = frozenset({"embedding", "index", "index_select", "gather"})
 
 
 def index_rates(profile: HardwareProfile) -> dict[tuple[str, str], float]:
-    """The rates of a profile by (kind, dtype).
+    """Return the rates of a profile by (kind, dtype).
 
     Raises:
-        TraceError: there are none for elementwise or none for matrix-like ops, or one of them is 0.
+        TraceError: there is no rate for elementwise or none for matrix-like ops, or a rate is not positive.
     """
     rates = {(rate.kind, rate.dtype): rate.per_second for rate in profile.rates}
     for (kind, dtype), per_second in rates.items():
@@ -63,26 +63,26 @@ def index_rates(profile: HardwareProfile) -> dict[tuple[str, str], float]:
             raise TraceError(f"profile {profile.name!r}: {kind} in {dtype} runs at {per_second} per second")
     kinds = {kind for kind, _ in rates}
     if "elementwise" not in kinds or not kinds & {"matmul", "convolution", "attention"}:
-        raise TraceError(f"profile {profile.name!r} has rates for {sorted(kinds)}; it takes 'elementwise' and 'matmul'")
+        raise TraceError(f"profile {profile.name!r} has rates for {sorted(kinds)}; it needs 'elementwise' and 'matmul'")
     return rates
 
 
 def find_kind(op: Op) -> str:
-    """Which rate an op runs at: "convolution", "attention", "matmul" or "elementwise"."""
+    """Return the kind of rate of an op: "convolution", "attention", "matmul" or "elementwise"."""
     name = short_name(op)
     if "convolution" in name or name.startswith(("conv1d", "conv2d", "conv3d", "conv_transpose")):
         return "convolution"
     if "scaled_dot_product" in name or "_attention" in name:
         return "attention"
-    # An op that does flops and is not known by name is most like a matrix product.
+    # An unknown op with flops is most like a matrix product.
     return "matmul" if name in _PRODUCTS or op.flops > 0 else "elementwise"
 
 
 def estimate_seconds(op: Op, storages: Sequence[Storage], rates: Rates, profile: HardwareProfile) -> float:
-    """Seconds of one op by itself.
+    """Estimate the seconds of one op.
 
     Args:
-        storages: of the trace, by id: an expanded tensor has no more bytes than its storage.
+        storages: storages of the trace, by id: an expanded tensor has no more bytes than its storage.
         rates: from `index_rates` of the same profile.
     """
     if touches_no_bytes(op):
@@ -91,18 +91,18 @@ def estimate_seconds(op: Op, storages: Sequence[Storage], rates: Rates, profile:
     work = count_moved_bytes(op, storages) / find_rate(rates, "elementwise", dtype)
     if kind != "elementwise":
         work = max(work, (op.flops or guess_flops(op, kind)) / find_rate(rates, kind, dtype))
-    # On a CPU the program waits for each op; on an accelerator it launches the next one meanwhile.
+    # On a CPU the host runs each op; on an accelerator launches overlap with earlier ops.
     latency = profile.op_latency_seconds
     return latency + work if profile.device == "cpu" else max(latency, work)
 
 
 def count_moved_bytes(op: Op, storages: Sequence[Storage]) -> int:
-    """Bytes that an op reads and writes."""
+    """Return the bytes that an op reads and writes."""
     written = sum(_held_bytes(view, storages) for view in op.writes)
-    # A tensor given twice is read once.
+    # A tensor passed twice is read once.
     reads = {(view.storage, view.version, view.shape): view for view in op.reads}
     if short_name(op) in _GATHERS:
-        # They read of the table only what they write, and the positions.
+        # These read the positions, and only as much of the table as they write.
         positions = sum(_held_bytes(view, storages) for view in reads.values() if not is_floating(view.dtype))
         return 2 * written + positions
     return written + sum(_held_bytes(view, storages) for view in reads.values())
@@ -113,16 +113,16 @@ def _held_bytes(view: View, storages: Sequence[Storage]) -> int:
 
 
 def _working_dtype(op: Op) -> str:
-    """The floating dtype of the largest tensor, which is what an op works in."""
+    """Return the floating dtype of the largest tensor, in which the op computes."""
     views = [view for view in op.reads + op.writes if is_floating(view.dtype)]
     return max(views, key=view_bytes).dtype if views else "float32"
 
 
 def find_rate(rates: Rates, kind: str, dtype: str) -> float:
-    """The rate of a kind in a dtype, or of what comes nearest to it where that was not measured.
+    """Return the rate of a kind in a dtype, or the nearest measured one.
 
-    A matrix-like kind without figures runs at the rate of products. A dtype without figures runs at the rate of
-    float32, in proportion where its elements are larger, because that is what hardware without it falls back to.
+    A matrix-like kind without a rate runs at that of matmul. A dtype without a rate runs at that of float32, which
+    hardware falls back to, or proportionally slower if its elements are larger.
     """
     kinds = [kind] if kind == "elementwise" else [kind, "matmul", "convolution", "attention"]
     for candidate in kinds:
@@ -130,17 +130,17 @@ def find_rate(rates: Rates, kind: str, dtype: str) -> float:
             return rates[candidate, dtype]
         known = [per_second for (other, _), per_second in rates.items() if other == candidate]
         if known:
-            # Elementwise rates count bytes, so larger elements take their share anyhow.
+            # Elementwise rates are in bytes, so they already account for larger elements.
             share = 1.0 if kind == "elementwise" else min(1.0, 4 / element_bytes(dtype))
             return rates.get((candidate, "float32"), min(known)) * share
     raise TraceError(f"there is no rate for {kind} in {dtype}")
 
 
 def guess_flops(op: Op, kind: str) -> float:
-    """Flops of a matrix-like op that was captured without any, from its shapes.
+    """Guess the flops of a matrix-like op, captured without a count, from its shapes.
 
     Attention: two products of the queries with every key, 2.5 times that backward. Others: a product of m x k with
-    k x n has sides of mk, kn and mn elements, and the root of their product is mkn.
+    k x n has operands of mk, kn and mn elements, and the square root of their product is mkn.
     """
     if kind == "attention" and len(op.reads) >= 3:
         backward = "backward" in short_name(op)

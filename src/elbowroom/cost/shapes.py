@@ -1,4 +1,4 @@
-"""Facts that follow from an op's views: bytes, dtypes, and which ops touch no bytes at all."""
+"""Facts that follow from an op's views: bytes, dtypes, and whether it touches any bytes."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ _ALLOCATIONS = frozenset({"empty", "empty_like", "empty_strided", "empty_permute
 
 
 def short_name(op: Op) -> str:
-    """The op without its namespace and overload: "convolution" for "aten.convolution.default"."""
+    """Return an op's name without namespace and overload: "convolution" for "aten.convolution.default"."""
     parts = op.name.replace("::", ".").split(".")
     return parts[1] if len(parts) > 1 else parts[0]
 
 
 def element_bytes(dtype: str) -> int:
-    """Bytes of one element: 4 for "float32", 1 for "float8_e4m3fn"; 4 for a dtype that is not known."""
+    """Return the bytes of one element: 4 for "float32", 1 for "float8_e4m3fn"; 4 for an unknown dtype."""
     if dtype in _SIZES:
         return _SIZES[dtype]
     bits = _BITS.search(dtype)
@@ -27,12 +27,12 @@ def element_bytes(dtype: str) -> int:
 
 
 def count_elements(view: View) -> int:
-    """Elements of a view; 1 for a scalar."""
+    """Return the number of elements of a view; 1 for a scalar."""
     return math.prod(view.shape)
 
 
 def view_bytes(view: View) -> int:
-    """Bytes of a view's elements, each counted once for every place it appears in."""
+    """Return the bytes of a view's elements; those of an expanded view are counted repeatedly."""
     return count_elements(view) * element_bytes(view.dtype)
 
 
@@ -42,7 +42,7 @@ def is_floating(dtype: str) -> bool:
 
 
 def touches_no_bytes(op: Op) -> bool:
-    """Tell whether an op touches no bytes: it makes a view of a storage, or allocates memory without contents."""
+    """Tell whether an op only makes views of a storage or allocates uninitialized memory."""
     if short_name(op) in _ALLOCATIONS:
         return True
     read = {(view.storage, view.version) for view in op.reads}

@@ -1,4 +1,4 @@
-"""Seconds that transfers between two neighbouring tiers take."""
+"""Duration of transfers between two neighbouring tiers."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from elbowroom.errors import TraceError
 from elbowroom.ir.hardware import Link
 
 STAGING_BYTES = 32 << 20
-"""Host memory that bytes for the disk pass through: large enough for full speed on any disk, twice."""
+"""Host memory for staging copies to the disk: two halves, each large enough for full speed on any disk."""
 
 
 def count_piece_bytes(host_bytes: int, staging_bytes: int = STAGING_BYTES) -> int:
-    """Bytes that go to or from the disk at a time: half of what is set aside for that, at most a quarter of the host's.
+    """Return the bytes of a staging half; both halves take at most `staging_bytes` and a quarter of the host's memory.
 
     The disk works on one half while the device copies the other.
     """
@@ -18,25 +18,25 @@ def count_piece_bytes(host_bytes: int, staging_bytes: int = STAGING_BYTES) -> in
 
 
 def offload_seconds(link: Link, nbytes: int) -> float:
-    """Seconds to move a block of `nbytes` out, from the upper tier to the lower one, with the link to itself.
+    """Return the seconds to offload a block of `nbytes` on an idle link.
 
     Raises:
-        TraceError: the link has no speed in this direction.
+        TraceError: the link's bandwidth in this direction is 0.
     """
     return _move_seconds(link, nbytes, link.out_latency_seconds, link.out_bytes_per_second)
 
 
 def reload_seconds(link: Link, nbytes: int) -> float:
-    """Seconds to move a block of `nbytes` back, from the lower tier to the upper one, with the link to itself.
+    """Return the seconds to reload a block of `nbytes` on an idle link.
 
     Raises:
-        TraceError: the link has no speed in this direction.
+        TraceError: the link's bandwidth in this direction is 0.
     """
     return _move_seconds(link, nbytes, link.back_latency_seconds, link.back_bytes_per_second)
 
 
 def drag_seconds(link: Link, nbytes: int) -> float:
-    """Seconds that the compute loses while `nbytes` are moved, either way."""
+    """Return the seconds that compute loses while `nbytes` are moved in either direction."""
     return link.drag_seconds_per_byte * nbytes
 
 
@@ -44,5 +44,8 @@ def _move_seconds(link: Link, nbytes: int, latency_seconds: float, bytes_per_sec
     if nbytes <= 0:
         return 0.0
     if bytes_per_second <= 0:
-        raise TraceError(f"the link from {link.upper} to {link.lower} moves 0 bytes per second; probe the machine anew")
+        raise TraceError(
+            f"the link from {link.upper} to {link.lower} moves 0 bytes per second; measure the machine again with "
+            "`elbowroom probe`"
+        )
     return latency_seconds + nbytes / bytes_per_second

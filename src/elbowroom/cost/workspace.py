@@ -4,13 +4,13 @@
                 ____/                   \\______ results
          before                                 after
 
-The rules are upper bounds, as tight as a trace allows: it does not record strides, and many ops copy an operand only
-where it is not laid out as they like. Where a step was measured, `price` takes what was measured instead.
+The rules are upper bounds, as tight as a trace allows: it does not record strides, and many ops copy an operand only if
+their kernels do not support its strides. For a measured step `price` uses the measurements instead.
 
 Source: measured with torch 2.13 on a CPU with two threads: whole training steps of ResNet-50, VGG-16, DenseNet-121,
     MobileNetV3, ConvNeXt, ViT, GPT-2, BERT, LSTM and a U-Net, float32, bfloat16 and autocast, contiguous and
-    channels_last, and some 120 single ops. CUDA kernels were not measured: convolutions have rules of their own there
-    (`cost.cudnn`), for all else the same ones stand in.
+    channels_last, and some 120 single ops. CUDA kernels were not measured: convolutions have their own rules there
+    (`cost.cudnn`), and all other ops use the same rules as on a CPU.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from elbowroom.cost.shapes import (
 from elbowroom.ir.trace import Op, View
 
 _SCALAR_BYTES = 64
-"""A Python number as a tensor, the smallest block of the allocator."""
+"""Size of a Python number as a tensor: the allocator's smallest block."""
 _THREADS = 2
 
 _POINTWISE = frozenset(
@@ -96,16 +96,16 @@ def estimate_workspace(
     isa: str = "AVX512",
     is_dilated: bool = False,
 ) -> int:
-    """Bytes that an op allocates inside itself at most, beyond its results.
+    """Estimate the workspace of an op in bytes, as an upper bound.
 
-    An op that is not known is taken to allocate nothing of size, as most do, unless it is a decomposition, a transform
-    or an operator from outside PyTorch: these are taken to copy all they read and write.
+    An unknown op counts as one without workspace, like most ops, unless it is a matrix decomposition, a transform or an
+    op from outside PyTorch: these count as copying all that they read and write.
 
     Args:
-        cuda_rates: of a CUDA device, by (kind, dtype); None for a CPU.
-        isa: of a CPU, as in `HardwareProfile`.
-        is_dilated: of a convolution, whether its windows have gaps, or some lie beside the image altogether; a trace
-            does not tell.
+        cuda_rates: rates of a CUDA device, by (kind, dtype); None for a CPU.
+        isa: instruction set of a CPU, as in `HardwareProfile`.
+        is_dilated: whether a convolution's windows have gaps, or some lie entirely in the padding; not recorded in a
+            trace.
     """
     if touches_no_bytes(op) or not op.reads:
         return 0
@@ -136,7 +136,7 @@ def _channels(op: Op) -> int:
 
 
 def _cast_operands(op: Op) -> int:
-    """Operands of another dtype than the widest one are converted first."""
+    """Count conversions of operands to the widest dtype."""
     widest = max(element_bytes(view.dtype) for view in op.reads + op.writes)
     kinds = {view.dtype for view in op.reads}
     narrow = [view for view in op.reads if len(kinds) > 1 and element_bytes(view.dtype) < widest]
@@ -145,10 +145,10 @@ def _cast_operands(op: Op) -> int:
 
 
 def _reduce(op: Op) -> int:
-    """Means and products of half precision, and sums of narrow integers, run on a converted copy."""
+    """Count the converted copies for means and products in half precision, and for sums of narrow integers."""
     view, results = op.reads[0], sum(count_elements(write) for write in op.writes)
     if is_floating(view.dtype):
-        # A sum converts as it reads, unless it keeps the channels, in the middle.
+        # A sum converts on the fly, unless it keeps the channels, the middle dimension.
         plain = short_name(op) == "sum" and not (len(view.shape) > 2 and results == view.shape[1])
         return 4 * (count_elements(view) + results) if _is_half(view) and not plain else 0
     return 8 * (count_elements(view) + results) if element_bytes(view.dtype) < 8 else 0
@@ -161,20 +161,20 @@ def _loss(op: Op) -> int:
 
 
 def _product(op: Op) -> int:
-    """In half precision, threads pack panels of the operands and sum in float32."""
-    factors = [view for view in op.reads if is_floating(view.dtype)]  # and not the ends of groups
+    """Count the panels of operands that threads pack, and sums in float32, in half precision."""
+    factors = [view for view in op.reads if is_floating(view.dtype)]  # without the offsets of groups
     if not any(map(_is_half, factors)):
         return 0
     left = factors[-2] if len(factors) > 1 else factors[0]
     inner = left.shape[-1] if left.shape else 1
     panels = 180_224 + 1280 * inner + count_elements(left) // 16
-    # A panel has a largest size; one of a transposed left operand, which only `mm` meets in a step, is larger.
+    # Panels have a maximum size, larger for a transposed left operand, which in a step only `mm` has.
     packed_bias = short_name(op) in ("addmm", "linear")
     return min(panels, 409_600 if packed_bias else 2_359_296)
 
 
 def _attention(op: Op) -> int:
-    """Each thread holds the scores of one tile: up to 256 queries by 512 keys, in float32 and the operands' dtype."""
+    """Count each thread's tile of scores: up to 256 queries by 512 keys, in float32 and the operands' dtype."""
     query, key = op.reads[0], op.reads[1]
     if len(query.shape) < 2 or len(key.shape) < 2:
         return _largest(op)
@@ -186,7 +186,7 @@ def _attention(op: Op) -> int:
 
 
 def _attention_backward(op: Op) -> int:
-    """A contiguous copy of the gradient, and each thread's tiles of scores and of their gradients."""
+    """Count a contiguous copy of the gradient, and each thread's tiles of scores and of their gradients."""
     gradient, query, key = op.reads[:3] if len(op.reads) >= 3 else (op.reads[0],) * 3
     if len(query.shape) < 2 or len(key.shape) < 2:
         return 2 * _largest(op)
@@ -202,8 +202,8 @@ def _tile(length: int) -> int:
 
 
 def _recurrent(op: Op) -> int:
-    """The weights in blocked layouts, and the gates of every step of the sequence in float32. Forward, beside that,
-    what is kept for the backward pass, where nothing tells how large that is."""
+    """Count the weights in blocked layouts and the gates of the whole sequence in float32; forward also the reserve for
+    the backward pass, if the trace does not record its size."""
     inputs, *others = op.reads
     matrices = [view for view in others if len(view.shape) == 2][:2]
     if not matrices or len(inputs.shape) != 3:
@@ -220,7 +220,8 @@ def _recurrent(op: Op) -> int:
 
 
 def _count_kept(inputs: View, width: int, gates: int) -> int:
-    """States of every step, inputs and gradients among them, in rows of whole blocks; each kind on pages of its own."""
+    """Count states, inputs and gradients of the whole sequence, in rows of whole blocks, each kind on separate
+    pages."""
     row = 4 * (math.ceil(max(width, inputs.shape[-1]) / 16) * 16 + 16)
     steps, others = inputs.shape[0] + 1, inputs.shape[1] + 1
     rows = max(steps * inputs.shape[1], others * inputs.shape[0])  # whichever of the first two counts the steps
@@ -228,24 +229,25 @@ def _count_kept(inputs: View, width: int, gates: int) -> int:
 
 
 def _normalize_layer(op: Op) -> int:
-    """A copy of an input that is not contiguous (the transposed one of a vision transformer); statistics in float32."""
+    """Count a copy of a non-contiguous input (as in a vision transformer), and statistics in float32."""
     rows = math.prod(op.reads[0].shape[:-1]) if _is_half(op.reads[0]) else 0
     return _largest(op) + 2 * 4 * rows
 
 
 def _batch_norm_backward(op: Op) -> int:
-    """A copy of the gradient where it is laid out unlike the input; of small images, of both."""
+    """Count a copy of the gradient if its layout differs from the input's; for small images, of both."""
     inputs = max(op.reads, key=view_bytes)
     copies = 2 if math.prod(inputs.shape[2:]) <= 64 else 1
     return copies * view_bytes(inputs) + 64 * _channels(op)
 
 
 def _isin(op: Op) -> int:
-    """Few candidates are compared one by one; many are sorted among the elements, each with its position."""
+    """Count the sort of elements and candidates with their positions. Few candidates are compared one by one
+    instead."""
     if len(op.reads) < 2:
         count = count_elements(op.reads[0])
         is_one_candidate = bool(op.writes) and count_elements(op.writes[0]) == count
-        return 0 if is_one_candidate else 32 * count  # a number is looked for in float64
+        return 0 if is_one_candidate else 32 * count  # a Python number is compared in float64
     elements, candidates = map(count_elements, op.reads[:2])
     if candidates < int(10 * math.pow(elements, 0.145)):
         return 0
@@ -254,7 +256,7 @@ def _isin(op: Op) -> int:
 
 
 def _allclose(op: Op) -> int:
-    """Differences and tolerances of operands that are expanded to one shape, and what was found of each element."""
+    """Count differences, tolerances and comparison results of the broadcast operands."""
     axes = max(len(view.shape) for view in op.reads)
     shapes = [(1,) * (axes - len(view.shape)) + view.shape for view in op.reads]
     widest = max(element_bytes(view.dtype) for view in op.reads)
@@ -263,7 +265,7 @@ def _allclose(op: Op) -> int:
 
 
 def _distances(op: Op) -> int:
-    """Both operands with two more columns each; of the first one, first the product with -2."""
+    """Count both operands with two more columns each, and before that the first one multiplied by -2."""
     if len(op.reads) < 2 or not all(view.shape for view in op.reads):
         return sum(view_bytes(view) for view in op.reads + op.writes)
     (left, left_more), (right, right_more) = (
@@ -274,7 +276,7 @@ def _distances(op: Op) -> int:
 
 
 def _copy(op: Op) -> int:
-    """A matrix that is transposed on the way goes through a tile of 60 by 60."""
+    """Count the 60 x 60 tile through which a matrix is transposed."""
     view = op.reads[-1]
     return 3600 * element_bytes(view.dtype) if len(view.shape) == 2 and count_elements(view) >= 3600 else 0
 
@@ -296,10 +298,10 @@ _RULES: dict[str, Callable[[Op], int]] = {
     "native_layer_norm_backward": lambda op: math.ceil(2.02 * _largest(op)) + (16 << 10),
     "native_group_norm": lambda op: 32 * _channels(op) * max(op.reads[0].shape[:1], default=1) + 1024,
     "native_group_norm_backward": lambda op: 32 * _channels(op) * max(op.reads[0].shape[:1], default=1) + 1024,
-    # Positions that are expanded (the token types of BERT) are copied.
+    # Expanded positions (the token types of BERT) are copied.
     "embedding": lambda op: sum(view_bytes(view) for view in op.reads if not is_floating(view.dtype)),
     "embedding_dense_backward": lambda op: sum(view_bytes(view) for view in op.reads if not is_floating(view.dtype)),
-    # The largest of a bag are found with their positions.
+    # A maximum over a bag also records positions.
     "_embedding_bag": lambda op: 2 * sum(view_bytes(view) for view in op.reads[1:]) + _SCALAR_BYTES,
     "_embedding_bag_backward": lambda op: sum(view_bytes(view) for view in op.reads + op.writes),
     "_safe_softmax": lambda op: math.ceil(0.26 * _largest(op)) + _SCALAR_BYTES,
@@ -307,9 +309,9 @@ _RULES: dict[str, Callable[[Op], int]] = {
     "upsample_nearest2d": lambda op: sum(view_bytes(view) for view in op.reads + op.writes),
     "upsample_bilinear2d": lambda op: sum(view_bytes(view) for view in op.reads + op.writes) + (16 << 10),
     "upsample_bicubic2d": lambda op: sum(view_bytes(view) for view in op.reads + op.writes) + (16 << 10),
-    # Their gradient, where it is not contiguous.
+    # A copy of the gradient if it is not contiguous.
     **dict.fromkeys([f"upsample_{kind}2d_backward" for kind in ("nearest", "bilinear", "bicubic")], _largest),
-    "roll": _largest,  # by more than one dimension, one after the other
+    "roll": _largest,  # over several dimensions, one after the other
     "im2col": lambda op: view_bytes(op.reads[0]),
     "col2im": _largest,
     "_adaptive_avg_pool2d_backward": _largest,
@@ -318,11 +320,11 @@ _RULES: dict[str, Callable[[Op], int]] = {
     "scatter_reduce": lambda op: 4 * count_elements(op.reads[0]),
     "gather": lambda op: 4 * count_elements(op.reads[0]) if _is_half(op.reads[0]) else 0,
     "sort": lambda op: 32 * (op.reads[0].shape[-1] if op.reads[0].shape else 1),
-    # A copy that is reordered, and for kthvalue the positions of its elements.
+    # A reordered copy, and for kthvalue the positions of its elements.
     "kthvalue": lambda op: view_bytes(op.reads[0]) + 8 * count_elements(op.reads[0]),
     "median": lambda op: view_bytes(op.reads[0]) + _copy(op),
     "nanmedian": lambda op: view_bytes(op.reads[0]) + _copy(op),
-    # A random number for each category, and those of the chosen ones.
+    # A random number for each category and for each result.
     "multinomial": lambda op: view_bytes(op.reads[0]) + sum(view_bytes(view) for view in op.writes) + _SCALAR_BYTES,
     "histc": lambda op: (1 + _THREADS) * sum(view_bytes(view) for view in op.writes) + _SCALAR_BYTES,
     "isin": _isin,

@@ -160,8 +160,8 @@ def use_planned_allocator() -> Arena:
             )
         if torch.cuda.is_initialized():
             raise UsageError(
-                "PyTorch has already given out CUDA memory, and keeps the allocator that did: call "
-                "elbowroom.use_planned_allocator() first thing in the program, before any tensor or model is on a "
+                "PyTorch has already allocated CUDA memory, and keeps its allocator: call "
+                "elbowroom.use_planned_allocator() at the beginning of the program, before any tensor or model is on a "
                 "CUDA device"
             )
     return _plug_in()

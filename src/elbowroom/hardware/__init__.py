@@ -1,4 +1,1 @@
-"""This machine, or one on paper -> HardwareProfile: measured speeds and capacities, and shipped ones.
-
-`probe` measures and needs torch; `shipped` only reads files and does not.
-"""
+"""Hardware profiles: measured by `probe`, or shipped with the package (`shipped`, which does not import torch)."""

@@ -1,7 +1,7 @@
-"""Measures how fast bytes move between neighbouring tiers, and how much compute slows down meanwhile.
+"""Measures the bandwidth and latency between neighbouring tiers, and the slowdown of compute during transfers.
 
-Bytes are moved as the runtime moves them: pinned copies on a stream of their own between device and host, and
-`os.pwrite` / `os.preadv` on the storage's own memory between memory and a spill file.
+Bytes are moved as in the runtime: by pinned copies on a separate stream between device and host, and by `os.pwrite` /
+`os.preadv` on the storage's own memory between memory and a spill file.
 """
 
 from __future__ import annotations
@@ -30,30 +30,30 @@ BLOCKS = 3
 
 
 def check_spill_folder(folder: str, block_bytes: int) -> None:
-    """Make sure that the folder can hold the file that the link is measured with.
+    """Check that a folder can hold the file for measuring the link.
 
     Raises:
-        UsageError: it does not exist, is no folder, is not writable, or is nearly full.
+        UsageError: it does not exist, is not a folder, is not writable, or is nearly full.
     """
     if not os.path.isdir(folder):
-        raise UsageError(f"the spill folder {folder!r} is not there; make it, or name another one in spill_folder")
+        raise UsageError(f"the spill folder {folder!r} does not exist; create it, or pass another as spill_folder")
     try:
         with tempfile.TemporaryFile(dir=folder):
             pass
     except OSError as error:
         raise UsageError(
-            f"cannot write into the spill folder {folder!r} ({error.strerror or error}); name another in spill_folder"
+            f"cannot write to the spill folder {folder!r} ({error.strerror or error}); pass another as spill_folder"
         ) from error
     free_bytes = shutil.disk_usage(folder).free
     if free_bytes < 2 * BLOCKS * block_bytes:
         raise UsageError(
-            f"the spill folder {folder!r} has {format_bytes(free_bytes)} free and measuring takes "
-            f"{format_bytes(2 * BLOCKS * block_bytes)}; make room, or name another one in spill_folder"
+            f"the spill folder {folder!r} has {format_bytes(free_bytes)} free, but measuring takes "
+            f"{format_bytes(2 * BLOCKS * block_bytes)}; free some space, or pass another as spill_folder"
         )
 
 
 def name_file_system(folder: str) -> str:
-    """The kind of file system a folder lies on ("ext4", "tmpfs", ...), or "unknown file system"."""
+    """Return the type of a folder's file system ("ext4", "tmpfs", ...), or "unknown file system"."""
     target = os.path.realpath(folder)
     best = ""
     found = "unknown file system"
@@ -73,13 +73,13 @@ def measure_disk_link(
     compute: Callable[[], None],
     device: torch.device,
 ) -> Link:
-    """The link from memory to a spill file in `folder`.
+    """Measure the link from memory to a spill file in `folder`.
 
     Args:
         upper: name of the tier above the disk.
-        block_bytes: size of each of the blocks that are moved; takes six times that in memory.
-        fresh_blocks: whether reloading allocates new memory (CPU: `torch.empty`) or fills a standing buffer (CUDA).
-        compute: a piece of the step's work, to see how much moving slows it down.
+        block_bytes: size of the blocks to move; measuring takes six times that in memory.
+        fresh_blocks: whether reloading allocates new memory (CPU: `torch.empty`) or fills an existing buffer (CUDA).
+        compute: compute that runs during transfers, to measure its slowdown.
 
     Raises:
         UsageError: the disk filled up while measuring.
@@ -92,12 +92,12 @@ def measure_disk_link(
                 _write(file, block, index * block_bytes)
 
         def read_all() -> None:
-            # All of them are held until the pass ends: otherwise the allocator hands out the same memory again.
+            # Hold all blocks until the pass ends: otherwise the allocator would reuse the same memory.
             held = [_new_block(block_bytes) if fresh_blocks else block for block in blocks]
             for index, block in enumerate(held):
                 _read(file, block, index * block_bytes)
 
-        # The first pass makes the file grow. A training step writes the same places again and again.
+        # The first pass makes the file grow. A training step rewrites the same blocks.
         write_all()
         out_seconds, back_seconds = _median_of(write_all, 5), _median_of(read_all, 5)
         small = _faulted_in(SMALL_BYTES)
@@ -112,7 +112,7 @@ def measure_disk_link(
         out_bytes_per_second=total / out_seconds,
         back_latency_seconds=_latency(back_small, total / back_seconds),
         back_bytes_per_second=total / back_seconds,
-        half_duplex=True,  # one thread moves both ways, whatever the disk could do
+        half_duplex=True,  # one thread moves both ways
         drag_seconds_per_byte=drag,
         source=(
             f"measured with blocks of {format_bytes(block_bytes)} in a spill file on {name_file_system(folder)}, "
@@ -122,7 +122,7 @@ def measure_disk_link(
 
 
 def measure_device_link(device: torch.device, block_bytes: int, compute: Callable[[], None]) -> Link:
-    """The link from a CUDA device to pinned host memory. Needs CUDA."""
+    """Measure the link from a CUDA device to pinned host memory."""
     with torch.cuda.device(device):
         outward, inward = torch.cuda.Stream(device), torch.cuda.Stream(device)
         on_device = [torch.zeros(block_bytes, dtype=torch.uint8, device=device) for _ in range(2)]
@@ -161,7 +161,7 @@ Copy = tuple["torch.cuda.Stream", torch.Tensor, torch.Tensor]
 
 
 def _copy_seconds(copies: list[Copy], device: torch.device) -> float:
-    """Median time until all copies, begun together on their streams, have ended."""
+    """Return the median time until all copies, begun together on their streams, have ended."""
     times = []
     for _ in range(12):
         torch.cuda.synchronize(device)
@@ -177,16 +177,16 @@ def _copy_seconds(copies: list[Copy], device: torch.device) -> float:
                 ended.append(event)
         torch.cuda.synchronize(device)
         times.append(max(float(begun.elapsed_time(event)) for event in ended) / 1e3)
-    # The first ones warm up.
+    # The first two warm up.
     return max(statistics.median(times[2:]), 1e-9)
 
 
 def measure_drag(move: Callable[[], int], compute: Callable[[], None], device: torch.device) -> float:
-    """Compute seconds lost per byte moved meanwhile.
+    """Measure the compute seconds lost per byte that moves at the same time.
 
     Args:
-        move: moves some bytes, waits for them and says how many; called over and over on a thread.
-        compute: a fixed piece of work on the calling thread, about a tenth of a second long.
+        move: moves some bytes, waits for them and returns their number; called repeatedly on a thread.
+        compute: fixed work of about a tenth of a second for the calling thread.
     """
 
     def timed() -> float:
@@ -202,7 +202,7 @@ def measure_drag(move: Callable[[], int], compute: Callable[[], None], device: t
             before = moved()
             beside = timed()
             nbytes = moved() - before
-        # Against the mean of the runs before and after, so that a slow drift of the machine cancels.
+        # Compare with the mean of the runs before and after, so that slow drift of the machine cancels out.
         alone_before, alone = alone, timed()
         if nbytes > 0:
             found.append((beside - (alone_before + alone) / 2) / nbytes)
@@ -211,7 +211,7 @@ def measure_drag(move: Callable[[], int], compute: Callable[[], None], device: t
 
 @contextlib.contextmanager
 def _mover(move: Callable[[], int]) -> Iterator[Callable[[], int]]:
-    """Move bytes on a thread until the block ends; gives a call that says how many have been moved."""
+    """Move bytes on a thread while the context is open. Yields a function that returns the bytes moved so far."""
     stop = threading.Event()
     started = threading.Event()
     total = [0]
@@ -240,8 +240,8 @@ def _mover(move: Callable[[], int]) -> Iterator[Callable[[], int]]:
 
 
 def _alternate(file: int, block: torch.Tensor, fresh_blocks: bool) -> Callable[[], int]:
-    """A move of a few MiB for `measure_drag`: out and back in turn, as a step does."""
-    # Small enough that the count of moved bytes is fine compared with the time it is taken over.
+    """Return a function that moves a few MiB for `measure_drag`, alternately out and back, as a step does."""
+    # Small moves, so that the count of moved bytes is precise for the measured time.
     block_bytes, turn = block.numel(), [0]
     nbytes = min(8 << 20, block_bytes)
 
@@ -300,13 +300,13 @@ def _read(file: int, block: torch.Tensor, offset: int) -> None:
     while done < len(memory):
         count = os.preadv(file, [memory[done:]], offset + done)
         if count == 0:
-            raise TierError(f"the spill file ended at byte {offset + done}: somebody else made it shorter")
+            raise TierError(f"the spill file ends at byte {offset + done}: another process has truncated it")
         done += count
 
 
 @contextlib.contextmanager
 def _spill_file(folder: str) -> Iterator[int]:
-    """A file without a name: it is gone when it is closed, however the process ends."""
+    """Open a file without a name, which the system deletes however the process ends."""
     with tempfile.TemporaryFile(dir=folder, prefix="elbowroom-probe-", buffering=0) as file:
         yield file.fileno()
 
@@ -318,6 +318,7 @@ def _disk_errors(folder: str) -> Iterator[None]:
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise UsageError(
-                f"the spill folder {folder!r} filled up while measuring; make room, or name another in spill_folder"
+                f"the spill folder {folder!r} filled up while measuring; free some space, or pass another as "
+                "spill_folder"
             ) from error
         raise

@@ -1,4 +1,4 @@
-"""The memory of a device, and how allocators keep freed blocks."""
+"""Memory size of a device, budgets, and settings of the CUDA allocator."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ logger = logging.getLogger(__name__)
 
 
 def count_device_bytes(device: torch.device) -> int:
-    """All the memory of a device, used or not."""
+    """Return the total memory of a device."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[1])
     return int(psutil.virtual_memory().total)
@@ -25,10 +25,10 @@ def parse_budget(memory_budget: int | float | str, device: torch.device) -> int:
     """Return a budget in bytes.
 
     Args:
-        memory_budget: a number of bytes, "8GiB" or "8G" (1024), "8GB" (1000), or "60%" of all of the device's memory.
+        memory_budget: a number of bytes, "8GiB" or "8G" (1024), "8GB" (1000), or "60%" of the device's memory.
 
     Raises:
-        UsageError: it is none of these.
+        UsageError: the budget is malformed.
     """
     try:
         return parse_bytes(memory_budget, device_bytes=count_device_bytes(device))
@@ -37,11 +37,11 @@ def parse_budget(memory_budget: int | float | str, device: torch.device) -> int:
 
 
 def cut_blocks_to_size() -> bool:
-    """Tell CUDA's caching allocator to hand out blocks of the size asked for. Returns whether it listened.
+    """Make the CUDA caching allocator split blocks to the requested size. Returns whether it accepted the setting.
 
-    By default a cached block that is up to 1 MiB too large is handed out as it is, and all of it counts as allocated,
-    so that the same step takes more or less memory by what was freed before it. Segments that can grow are always cut
-    (to 512 bytes), and keep free memory in one piece. A program that has its own settings keeps them.
+    By default a cached block that is up to 1 MiB too large is not split, and all of it counts as allocated, so the
+    memory of a step depends on what was freed before. Blocks of expandable segments are always split (to multiples of
+    512 bytes), and their free memory stays contiguous. Settings of the program take precedence.
     """
     if any(os.environ.get(name) for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")):
         return False

@@ -1,4 +1,4 @@
-"""This machine -> HardwareProfile, in a few seconds of measuring."""
+"""Measures a HardwareProfile of this machine, in a few seconds."""
 
 from __future__ import annotations
 
@@ -34,31 +34,30 @@ def probe(
 ) -> HardwareProfile:
     """Measure this machine: compute rates, latencies, capacities, and the links between its tiers.
 
-    Takes up to about ten seconds on two processor cores, 400 MiB of memory on a CPU and 2.5 GiB on a CUDA device and,
-    while it runs, 120 MiB in the spill folder. Other work on the machine shows in the figures. The program's random
-    state is not touched.
+    Takes up to about ten seconds on two cores, 400 MiB of memory on a CPU, 2.5 GiB on a CUDA device, and 120 MiB in the
+    spill folder. Other work on the machine affects the figures. The program's random state does not change.
 
     Args:
-        device: "cpu", "cuda", "cuda:1", or "auto": CUDA where there is any, otherwise the CPU.
-        spill_folder: where the disk tier will lie; the system's folder for temporary files if not given.
-        most_bytes: memory that measuring may take on the device. Where that is less than it takes by default, shapes
-            are smaller than those of real layers, and so may the figures be; about 2 MB is the least that works.
-        progress: called with what is being measured and the share (0 to 1) that is done.
+        device: "cpu", "cuda", "cuda:1", or "auto": CUDA if available, otherwise the CPU.
+        spill_folder: folder of the disk tier; by default the system's temporary folder.
+        most_bytes: limit on the device memory that measuring takes. Below the default, shapes are smaller than those of
+            real layers, and rates may be lower; the minimum is about 2 MB.
+        progress: receives what is being measured and the share (0 to 1) done.
 
     Returns:
         A profile with tiers ("ram", "disk") on a CPU and ("device", "host", "disk") on CUDA. The capacity of the disk
-        is what is free on it now.
+        is its free space.
 
     Raises:
-        UsageError: no such device, CUDA is not there or its memory is taken, or the folder is missing, not writable
-            or full.
+        UsageError: the device does not exist, CUDA is not available or its memory is in use, or the folder is missing,
+            not writable or full.
     """
     chosen = _choose_device(device)
     folder = find_temporary() if spill_folder is None else spill_folder
     sizes = choose_sizes(chosen.type, most_bytes)
     check_spill_folder(folder, min(sizes.block_bytes, LINK_BLOCK_BYTES))
     if name_file_system(folder) == "tmpfs":
-        logger.warning("the spill folder %s lies in memory (tmpfs): offloading there saves no memory", folder)
+        logger.warning("the spill folder %s is in memory (tmpfs): offloading to it saves no memory", folder)
     announcement = announcing("measuring this machine", steady=False) if progress is None else nullcontext(progress)
     with announcement as report, _plain_torch(chosen), _scarce_memory(chosen):
         profile = _measure(chosen, folder, sizes, report)
@@ -74,7 +73,7 @@ def _choose_device(device: str) -> torch.device:
     except (RuntimeError, TypeError) as error:
         raise UsageError(f"{device!r} is not a device; use 'auto', 'cpu' or 'cuda'") from error
     if chosen.type not in ("cpu", "cuda"):
-        raise UsageError(f"devices of kind {chosen.type!r} cannot be measured; use 'auto', 'cpu' or 'cuda'")
+        raise UsageError(f"devices of type {chosen.type!r} cannot be measured; use 'auto', 'cpu' or 'cuda'")
     if chosen.type == "cpu":
         return torch.device("cpu")
     if not torch.cuda.is_available():
@@ -90,7 +89,7 @@ def _choose_device(device: str) -> torch.device:
 
 @contextlib.contextmanager
 def _plain_torch(device: torch.device) -> Iterator[None]:
-    """Whatever modes the caller is in, measure ops as they are."""
+    """Return a context in which ops run without the caller's inference, no-grad and autocast modes."""
     with (
         torch.inference_mode(False),
         torch.enable_grad(),
@@ -105,13 +104,12 @@ def _scarce_memory(device: torch.device) -> Iterator[None]:
         yield
     except torch.OutOfMemoryError as error:
         raise UsageError(
-            f"{device} has too little memory free to be measured (about 2 GiB); probe before the model is built, or "
-            "end the other processes on it"
+            f"{device} has too little free memory for measuring (about 2 GiB); probe before building the model, or end "
+            "other processes on the device"
         ) from error
     finally:
         if device.type == "cuda":
-            # The blocks measured with would stay with the caching allocator.
-            torch.cuda.empty_cache()
+            torch.cuda.empty_cache()  # the caching allocator would keep the blocks
 
 
 def _measure(device: torch.device, folder: str, sizes: Sizes, report: Advance) -> HardwareProfile:
@@ -129,7 +127,7 @@ def _measure(device: torch.device, folder: str, sizes: Sizes, report: Advance) -
         links=links,
         op_latency_seconds=op_latency_seconds,
         hook_seconds=hook_seconds,
-        # What the allocators of torch work in: 64 bytes is the alignment on a CPU, 512 a CUDA block's granularity.
+        # Granularity of PyTorch's allocators: the alignment on a CPU, the block size on CUDA.
         alignment_bytes=512 if device.type == "cuda" else 64,
     )
 
@@ -168,7 +166,7 @@ def _measure_cuda(
 
 
 def _mixed_work(device: torch.device, sizes: Sizes) -> Callable[[], None]:
-    """About a tenth of a second of matmul and elementwise ops, about half of the time each."""
+    """Return about a tenth of a second of work, half of the time matmul, half elementwise ops."""
     width, count = sizes.work_width, sizes.work_elements
     matrix = torch.ones(width, width, device=device, dtype=torch.float32)
     vector = torch.ones(count, device=device, dtype=torch.float32)
@@ -183,7 +181,7 @@ def _mixed_work(device: torch.device, sizes: Sizes) -> Callable[[], None]:
 
 
 def _memory_bytes() -> int:
-    """Memory of the machine, or of the control group where that is less (containers)."""
+    """Return the memory of the machine, or the limit of the control group (container) if that is less."""
     total = int(psutil.virtual_memory().total)
     for place in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
         with contextlib.suppress(OSError, ValueError):

@@ -1,7 +1,7 @@
-"""Measures compute rates: flops by kind and dtype, memory bandwidth, and the least cost of an op and of a hook.
+"""Measures compute rates: flops by kind and dtype, memory bandwidth, and the overhead of an op and of a hook.
 
-Shapes are those of real layers (a residual network at 56 x 56, a transformer of width 1024), and forward and backward
-are timed together, since a training step spends two thirds of its flops in the backward pass.
+Shapes are those of real layers (a residual network at 56 x 56, a transformer of width 1024). Forward and backward are
+timed together, since a training step spends two thirds of its flops in the backward pass.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from elbowroom.hardware.timing import median_seconds, wait_for
 from elbowroom.ir.hardware import Rate
 
 Work = tuple[Callable[[], object], float]
-"""A call, and the flops it does or the bytes it reads and writes."""
+"""A call, and its flops or the bytes that it reads and writes."""
 
 
 def measure_rates(device: torch.device, sizes: Sizes, progress: Callable[[str, float], None]) -> tuple[Rate, ...]:
-    """Flops per second of matmul, convolution and attention, and bytes per second of elementwise ops, by dtype.
+    """Measure flops per second of matmul, convolution and attention, and bytes per second of elementwise ops, by dtype.
 
     Args:
         sizes: shapes of the operands.
-        progress: told what is being measured, and the share of this function's work that is done.
+        progress: receives what is being measured and the share (0 to 1) done.
     """
     dtypes = [torch.float32, torch.bfloat16] + ([torch.float16] if device.type == "cuda" else [])
     makers = {"matmul": _matmul, "convolution": _convolution, "attention": _attention, "elementwise": _elementwise}
@@ -38,13 +38,13 @@ def measure_rates(device: torch.device, sizes: Sizes, progress: Callable[[str, f
             progress(f"{kind} in {name}", len(found) / (len(makers) * len(dtypes)))
             call, amount = make(device, dtype, sizes)
             seconds = median_seconds(call, device)
-            del call  # its operands would lie beside the next ones
+            del call  # frees its operands before the next ones are allocated
             found.append(Rate(kind=kind, dtype=name, per_second=amount / seconds, source="measured"))
     return tuple(found)
 
 
 def _random(device: torch.device, dtype: torch.dtype, *shape: int) -> torch.Tensor:
-    # A generator of our own: measuring must not move the program's random state.
+    # A separate generator, so that the program's random state does not change.
     generator = torch.Generator(device=device).manual_seed(0)
     return torch.randn(shape, generator=generator, device=device, dtype=torch.float32).to(dtype)
 
@@ -95,7 +95,7 @@ def _attention(device: torch.device, dtype: torch.dtype, sizes: Sizes) -> Work:
         result = torch.nn.functional.scaled_dot_product_attention(query, key, value)
         torch.autograd.grad(result, (query, key, value), gradient)
 
-    # Two products forward, five backward (one of them the scores again), each of 2 * length * length * width.
+    # Two products forward, five backward (which recomputes the scores), each of 2 * length * length * width.
     return call, 7 * 2.0 * batch * heads * length * length * width
 
 
@@ -105,7 +105,7 @@ def _elementwise(device: torch.device, dtype: torch.dtype, sizes: Sizes) -> Work
     held: collections.deque[torch.Tensor] = collections.deque(maxlen=4)
 
     def call() -> None:
-        # Results outlive their op, as in a training step, so that caches hold neither them nor the inputs.
+        # Results outlive their op, as in a training step, so that neither they nor the inputs stay in the caches.
         for left, right in itertools.pairwise(inputs):
             held.append(torch.relu(left))
             held.append(torch.mul(left, right))
@@ -114,7 +114,7 @@ def _elementwise(device: torch.device, dtype: torch.dtype, sizes: Sizes) -> Work
 
 
 def measure_op_latency(device: torch.device) -> float:
-    """Seconds that a one-element op takes, launch included: the median of several runs of many ops."""
+    """Return the seconds of a one-element op, launch included: the median of several runs of many ops."""
     tiny = torch.ones(1, device=device, dtype=torch.float32)
     count = 500
     times = []
@@ -129,7 +129,7 @@ def measure_op_latency(device: torch.device) -> float:
 
 
 def measure_hook(device: torch.device) -> float:
-    """Seconds that one saved-tensor hook (a save or a need) costs the program, beside what it does inside."""
+    """Return the overhead in seconds of calling one saved-tensor hook (pack or unpack)."""
     count = 200
     tiny = torch.ones(1, device=device, dtype=torch.float32, requires_grad=True)
 
@@ -146,6 +146,6 @@ def measure_hook(device: torch.device) -> float:
             return chain()
 
     chain(), hooked()
-    # In turn, so that a slow moment of the machine falls on both.
+    # Alternate, so that slow moments of the machine affect both.
     differences = [hooked() - chain() for _ in range(25)]
     return max(statistics.median(differences) / (2 * count), 0.0)

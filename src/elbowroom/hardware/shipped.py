@@ -1,7 +1,7 @@
-"""Profiles of well-known devices, from their datasheets: what would this step cost on a card that is not here?
+"""Profiles of well-known devices from their datasheets, for planning without the device.
 
-Each figure says in its `source` what the datasheet promises and what share of that was assumed to be reachable. They
-serve to decide whether a job fits and roughly how fast it would be; `probe` on the machine itself is better.
+The `source` of each figure states the datasheet's value and the share of it assumed to be reachable. The profiles serve
+to decide whether a job fits and roughly how fast it would be; `probe` on the machine itself is better.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ _MAKERS = re.compile(r"nvidia|geforce|tesla|[^a-z0-9]")
 
 
 def list_shipped() -> tuple[str, ...]:
-    """The short names of the shipped profiles, sorted: "a100", "h100", ..."""
+    """Return the short names of the shipped profiles, sorted: "a100", "h100", ..."""
     found = (entry.name for entry in _folder().iterdir())
     return tuple(sorted(name.removesuffix(".json") for name in found if name.endswith(".json")))
 
 
 def load_shipped(name: str) -> HardwareProfile:
-    """A shipped profile.
+    """Load a shipped profile.
 
     Args:
-        name: a short name ("v100", "rtx3090"), however it is spaced and capitalised ("RTX 3090"), or the device's full
-            name or the beginning of it ("NVIDIA A100 SXM4"). Another form ("A100 80GB") is another device.
+        name: short name ("v100", "rtx3090"; spaces and case are ignored: "RTX 3090"), or a prefix of the device's full
+            name ("NVIDIA A100 SXM4"). Another variant ("A100 80GB") is another device.
 
     Raises:
-        UnknownMember: there is no such profile; the message lists the ones there are.
+        UnknownMember: there is no such profile; the message lists the existing ones.
         TraceError: the installed file is damaged.
     """
     known, plain = list_shipped(), _plain(name)

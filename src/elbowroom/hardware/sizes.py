@@ -1,4 +1,4 @@
-"""The shapes that a machine is measured with: those of real layers, or smaller ones where memory is short."""
+"""Shapes for measuring a machine: those of real layers, or smaller ones if memory is short."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ HEAD_WIDTH = 64
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Sizes:
-    """Shapes of everything that `probe` runs.
+    """Shapes of the ops and transfers that `probe` runs.
 
     Attributes:
-        rows, width: of a matrix product, (rows, width) times (width, width).
-        batch, image: of the convolutions: samples, and their height and width in pixels.
-        samples, heads, length: of attention.
-        block_bytes: of the operands of an elementwise op, and of the blocks that links move.
-        work_width, work_elements: of the ops that run while a link moves blocks: a square matrix and a vector.
+        rows, width: matrix product of (rows, width) and (width, width).
+        batch, image: samples of the convolutions, and their height and width in pixels.
+        samples, heads, length: shape of attention.
+        block_bytes: size of the operands of an elementwise op, and of the blocks that links move.
+        work_width, work_elements: square matrix and vector of the ops that run while a link moves blocks.
     """
 
     rows: int
@@ -35,8 +35,8 @@ class Sizes:
     work_elements: int
 
 
-# On a CPU, blocks are larger than glibc's largest mmap threshold (32 MiB), so that each result is fresh memory and
-# faults its pages in, as in a large step. Smaller ones do so or not, by the state of the heap.
+# On a CPU, blocks exceed glibc's largest mmap threshold (32 MiB), so that each result is new memory whose pages fault
+# in, as in a large step. For smaller blocks this depends on the state of the heap.
 CPU_SIZES = Sizes(
     rows=1024, width=768, batch=4, image=56, samples=2, heads=12, length=256, block_bytes=40 << 20, work_width=768,
     work_elements=2 << 20,
@@ -46,7 +46,7 @@ CUDA_SIZES = Sizes(
     work_width=4096, work_elements=64 << 20,
 )  # fmt: skip
 LINK_BLOCK_BYTES = 40 << 20
-"""The largest block that a link is measured with."""
+"""Limit on the size of blocks that measure a link."""
 
 SMALLEST = Sizes(
     rows=16, width=64, batch=1, image=7, samples=1, heads=1, length=16, block_bytes=1 << 16, work_width=64,
@@ -55,9 +55,9 @@ SMALLEST = Sizes(
 
 
 def choose_sizes(device_type: str, most_bytes: int | None) -> Sizes:
-    """Return the shapes of real layers, each kind of work halved until it takes at most `most_bytes`.
+    """Return the shapes of real layers, halved for each kind of work until it takes at most `most_bytes`.
 
-    Below about 2 MB the smallest shapes are returned, whatever they take.
+    Below about 2 MB this returns the smallest shapes, which may take more.
     """
     sizes = CUDA_SIZES if device_type == "cuda" else CPU_SIZES
     if most_bytes is None:
@@ -70,27 +70,27 @@ def choose_sizes(device_type: str, most_bytes: int | None) -> Sizes:
 
 
 def _count_product(sizes: Sizes) -> int:
-    """Operands and the largest result in float32, and packed panels."""
+    """Count operands and the largest result in float32, and packed panels."""
     return 4 * (3 * sizes.rows * sizes.width + 2 * sizes.width**2) + (1 << 18) + 2560 * sizes.width
 
 
 def _count_convolution(sizes: Sizes) -> int:
-    """Operands of both convolutions, results, gradients, and copies in the layout that kernels like."""
+    """Count operands of both convolutions, results, gradients, and copies in the kernels' layouts."""
     return 1600 * 4 * sizes.batch * sizes.image**2 + (1 << 20)
 
 
 def _count_attention(sizes: Sizes) -> int:
-    """Operands, result, all gradients, and the tiles of scores."""
+    """Count operands, result, all gradients, and the tiles of scores."""
     return 10 * 4 * sizes.samples * sizes.heads * sizes.length * HEAD_WIDTH + 2 * 64 * 15 * min(sizes.length, 512)
 
 
 def _count_blocks(sizes: Sizes) -> int:
-    """Four operands and five results of elementwise ops; six blocks where links are measured, beside the work."""
+    """Count four operands and five results of elementwise ops, which exceed the six blocks of a link."""
     return 10 * sizes.block_bytes
 
 
 def _count_work(sizes: Sizes) -> int:
-    """Operand and result of each op that runs beside the six blocks of a link."""
+    """Count operands and results of the ops that run beside the six blocks of a link."""
     beside = 6 * min(sizes.block_bytes, LINK_BLOCK_BYTES)
     return beside + 8 * (sizes.work_width**2 + sizes.work_elements)
 

@@ -1,4 +1,4 @@
-"""Times calls on a device: medians of repeated calls, timed where the work is done."""
+"""Median time of calls on a device, measured by the device itself on CUDA."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 
 def wait_for(device: torch.device) -> None:
-    """Return when the device has done all it was given."""
+    """Return when the device has finished all enqueued work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
@@ -18,10 +18,10 @@ def wait_for(device: torch.device) -> None:
 def median_seconds(
     call: Callable[[], object], device: torch.device, *, budget_seconds: float = 0.25, least: int = 3
 ) -> float:
-    """The median time of one call, after one call to warm up.
+    """Return the median time of one call, after a warm-up call.
 
     Args:
-        budget_seconds: calls are repeated until this much time has gone, at least `least` times.
+        budget_seconds: time during which to repeat calls, at least `least` times.
     """
     call()
     wait_for(device)
@@ -39,7 +39,7 @@ def _host_seconds(call: Callable[[], object]) -> float:
 
 
 def _cuda_seconds(call: Callable[[], object], device: torch.device) -> float:
-    # Events are stamped by the device itself, so what launching costs the host is left out.
+    # The device itself records the times of events, so the host's launch overhead is excluded.
     with torch.cuda.device(device):
         begun, ended = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         begun.record()

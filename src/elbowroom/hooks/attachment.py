@@ -1,4 +1,4 @@
-"""Says on a model that it has a room."""
+"""Marks a model that has a room."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _NAME = "_elbowroom_room"
 
 
 class _Mark:
-    """A copy of the model, or one that was pickled, is another model and has no room."""
+    """Mark on a model. A copied or unpickled model is another model and has no room."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         self.model = weakref.ref(model)
@@ -20,12 +20,12 @@ class _Mark:
 
 
 def attach_mark(model: torch.nn.Module) -> None:
-    """From now on the model has a room."""
+    """Mark a model as having a room."""
     model.__dict__[_NAME] = _Mark(model)
 
 
 def remove_mark(model: torch.nn.Module) -> None:
-    """It has none any more."""
+    """Remove the mark, if there is one."""
     model.__dict__.pop(_NAME, None)
 
 

@@ -1,7 +1,7 @@
-"""Lets code that `torch.compile` makes run in steps as it does outside of them: each call of a kernel is one op.
+"""Makes code compiled by `torch.compile` run in steps as it does outside of them.
 
-Graphs that run op by op (`eager`, `aot_eager`) are seen as any ops are. Inductor's code reads and writes memory unseen,
-so each call of it is told to whoever watches the step: what it reads, what it writes in place, what it returns.
+Graphs that run op by op (`eager`, `aot_eager`) are watched like any ops. Inductor's code bypasses the dispatcher, so
+each call of it is reported to the step's watchers as one op, with its inputs, the inputs it mutates, and its results.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Pause = Callable[[], contextlib.AbstractContextManager[None]]
 
 
 class Timer(Protocol):
-    """Adds up seconds that are none of the step's."""
+    """Adds up seconds that do not belong to the step."""
 
     own_seconds: float
 
@@ -34,16 +34,16 @@ class Timer(Protocol):
 def run_region(
     watchers: Sequence[Any], name: str, inputs: Sequence[Any], written: Sequence[torch.Tensor], call: Callable[[], Any]
 ) -> Any:
-    """Return what compiled code returns, run as one op by some watchers, of which the last sees it first."""
+    """Run a call of compiled code as one op and return its result. The last watcher is called first, as with modes."""
     if not watchers:
-        with Unwatched():  # some of its kernels are ops
+        with Unwatched():  # it calls some kernels as ATen ops
             return call()
     rest = functools.partial(run_region, watchers[:-1], name, inputs, written, call)
     return watchers[-1].run_region(name, inputs, written, rest)
 
 
 def show_regions() -> None:
-    """Have calls of Inductor's code seen by watchers, from now on and for good; nothing where there is no such code."""
+    """Wrap the classes of Inductor's compiled code, if loaded, so that watchers see its calls. Permanent."""
     module = sys.modules.get("torch._inductor.output_code")
     for kind in ("CompiledFxGraph", "CompiledAOTI"):
         code = getattr(module, kind, None)
@@ -66,7 +66,7 @@ def _show(call: Callable[[Any, Sequence[Any]], Any]) -> Callable[[Any, Sequence[
         if not watchers:
             return call(code, inputs)
         written = [inputs[index] for index in getattr(code, "mutated_input_idxs", ())]
-        # No input is held here but those: the code frees each when it has read it.
+        # Keep no reference to other inputs: the code frees each input after its last use.
         tensors = [each for each in written if isinstance(each, torch.Tensor)]
         options = getattr(code, "fx_kwargs", None) or {}
         name = "inductor.backward" if options.get("is_backward") else "inductor.forward"
@@ -77,7 +77,7 @@ def _show(call: Callable[[Any, Sequence[Any]], Any]) -> Callable[[Any, Sequence[
 
 
 def may_run_compiled() -> bool:
-    """Tell whether the program has compiled anything, or has said that it will."""
+    """Tell whether the program has compiled a frame, or has called `torch.compile`."""
     dynamo = sys.modules.get("torch._dynamo")
     if dynamo is None:
         return False
@@ -86,13 +86,15 @@ def may_run_compiled() -> bool:
 
 @contextlib.contextmanager
 def refusing_compiled(refuse: Callable[[], NoReturn]) -> Iterator[None]:
-    """Have `refuse` raise where a compiled function is called in here. On fake tensors it would be marked as one that
-    cannot be compiled, and run eagerly from then on."""
+    """Call `refuse`, which raises, when a compiled function is called in this context.
+
+    Called with fake tensors, Dynamo would mark the function as not compilable and run it eagerly from then on.
+    """
     module: Any = sys.modules.get("torch._dynamo.eval_frame")
     if module is None:
         yield
         return
-    thread, find = threading.get_ident(), module._callback_from_stance  # asked at the beginning of each such call
+    thread, find = threading.get_ident(), module._callback_from_stance  # the first thing that such a call does
 
     def find_or_refuse(callback: Any) -> Any:
         return refuse() if callable(callback) and threading.get_ident() == thread else find(callback)
@@ -105,13 +107,15 @@ def refusing_compiled(refuse: Callable[[], NoReturn]) -> Iterator[None]:
 
 
 def stay_watched() -> None:
-    """Have threads that are watched stay so after the calls of compiled functions that they are in, from now on and for
-    good: each such call puts dispatch keys back as it found them."""
+    """Keep a thread watched after it returns from a compiled function. Permanent.
+
+    Each such call restores the dispatch keys that it found, so watching that began inside of it would end with it.
+    """
     native = library.load()
     module: Any = sys.modules.get("torch._dynamo.eval_frame")
     if module is None or hasattr(module._maybe_set_eval_frame, "stays_watched"):
         return
-    change = module._maybe_set_eval_frame  # the last that such a call does
+    change = module._maybe_set_eval_frame  # the last thing that such a call does
 
     def change_and_watch(callback: Any) -> Any:
         before = change(callback)
@@ -125,9 +129,9 @@ def stay_watched() -> None:
 
 @contextlib.contextmanager
 def hiding_from_guards() -> Iterator[None]:
-    """Have Dynamo find code in this thread that it has compiled for steps that nobody watches, and the other way round.
+    """Hide the watchers' dispatch key from Dynamo's guards in this thread.
 
-    Its guards compare the thread's dispatch keys, of which the watchers' is one.
+    The guards compare the thread's dispatch keys: without this, watched and unwatched steps would compile separately.
     """
     native = library.load()
     handle = native.hide_from_guards()
@@ -139,19 +143,19 @@ def hiding_from_guards() -> Iterator[None]:
 
 @contextlib.contextmanager
 def noticing_compiles(notice: Callable[[], None], pause: Pause, timer: Timer | None) -> Iterator[None]:
-    """Have the compiler find everything as it is without us.
+    """Remove our hooks and watchers while the compiler works.
 
     Args:
-        notice: called in this thread when compilation begins, before anything else.
-        pause: returns a context in which the compiler works.
-        timer: told how long it worked.
+        notice: called first when Dynamo begins to compile in this thread.
+        pause: returns a context that is entered during compilation.
+        timer: receives the seconds of compilation.
     """
     dynamo = sys.modules.get("torch._dynamo")
     if dynamo is None:
         yield
         return
     skipped = dynamo.trace_rules.FORCE_SKIP_FILES
-    if __file__ not in skipped:  # or what autograd and ops call of ours would be compiled
+    if __file__ not in skipped:  # otherwise Dynamo would compile our functions that autograd and ops call
         skipped.update(path.as_posix() for path in HERE.rglob("*.py"))
     thread, handler = threading.get_ident(), dynamo.callback.callback_handler
     compiling, hiding = contextlib.ExitStack(), contextlib.ExitStack()
@@ -179,7 +183,7 @@ def noticing_compiles(notice: Callable[[], None], pause: Pause, timer: Timer | N
         yield
     finally:
         hiding.close()
-        with contextlib.suppress(ValueError):  # `torch._dynamo.reset` forgets them
+        with contextlib.suppress(ValueError):  # `torch._dynamo.reset` has removed them
             handler.remove_start_callback(start)
         with contextlib.suppress(ValueError):
             handler.remove_end_callback(end)

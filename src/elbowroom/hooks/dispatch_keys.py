@@ -1,4 +1,4 @@
-"""Ops of our own are not part of the step: ways to keep them from whatever watches it."""
+"""Contexts that hide Elbowroom's own ops from the step's watchers."""
 
 from __future__ import annotations
 
@@ -13,21 +13,20 @@ _PYTHON = torch._C.DispatchKeySet(torch._C.DispatchKey.Python)
 _SNAPSHOT = torch._C.DispatchKeySet(torch._C.DispatchKey.PythonTLSSnapshot)
 
 Unwatched = functools.partial(torch._C._ExcludeDispatchKeyGuard, _WATCHED)
-"""A context in which no watcher sees an op; dispatch modes do."""
+"""Context in which watchers see no ops; dispatch modes still do."""
 
 Hidden = functools.partial(torch._C._ExcludeDispatchKeyGuard, _WATCHED | _PYTHON | _SNAPSHOT)
-"""A context in which neither watchers nor dispatch modes see an op. For plain tensors only: others need their modes to
-work at all."""
+"""Context in which neither watchers nor dispatch modes see ops. For plain tensors only: others need their modes."""
 
 
 class Pausable(Protocol):
-    """Something that watches ops, while it is paused by nobody."""
+    """Watcher that ignores ops while `pauses` is above 0."""
 
     pauses: int
 
 
 class PausedWatchers:
-    """A context in which some watchers let ops pass, which other modes still see."""
+    """Context that pauses the given watchers; dispatch modes still see ops."""
 
     __slots__ = ("_watchers",)
 

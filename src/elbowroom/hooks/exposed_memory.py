@@ -1,4 +1,4 @@
-"""Tells running steps when a program shows the memory of a tensor to NumPy, DLPack or another process.
+"""Notifies running steps when the program exposes a tensor's memory to NumPy, DLPack or another process.
 
 From then on that memory may be written to without PyTorch noticing.
 """
@@ -16,10 +16,10 @@ from elbowroom.hooks.storage_ids import Identities, get_any_storage
 
 
 class ExposureGuard(Protocol):
-    """Keeps copies and replays right where others may write."""
+    """Keeps copies and replays correct for storages that others may write to."""
 
     def expose(self, storage: torch.UntypedStorage) -> None:
-        """Expect writes to a storage from now on."""
+        """Expect unnoticed writes to a storage from now on."""
         ...
 
 
@@ -70,7 +70,7 @@ def is_shared(storage: torch.UntypedStorage) -> bool:
 
 
 def note_exposures() -> None:
-    """Note from now on which storages the program exposes. The methods that do so are wrapped once and for good."""
+    """Wrap PyTorch's methods that expose memory, so that exposed storages are noted. Permanent."""
     for owner, name in _EXPOSING:
         if not hasattr(getattr(owner, name), "tells_guards"):
             setattr(owner, name, _wrap(getattr(owner, name)))

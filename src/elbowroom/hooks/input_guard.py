@@ -1,7 +1,7 @@
-"""Sees what a model is called with, and puts a step under watch in its middle.
+"""Observes the inputs of a model, and enters watchers in the middle of a step.
 
-Where everything fits, nothing is attached to a step. What tells that this one may be larger than those before it are
-the shapes that the model is called with, and by then the program may be inside contexts of its own.
+A plain step, in which everything fits, has no watchers. New input shapes are the sign that a step may be larger than
+those before it; by then the program may be inside contexts of its own.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Look = Callable[[torch.nn.Module, tuple[Any, ...], dict[str, Any]], None]
 
 
 def list_entries(model: torch.nn.Module) -> list[torch.nn.Module]:
-    """The modules that a program calls: the model, or if it only holds others (a ModuleDict), those."""
+    """Return the modules that the program calls: the model, or its children if it has no `forward` (a ModuleDict)."""
     forward = getattr(model.forward, "__func__", model.forward)
     if forward is not torch.nn.Module.forward:
         return [model]
@@ -32,12 +32,12 @@ def list_entries(model: torch.nn.Module) -> list[torch.nn.Module]:
 
 
 def _read_shape(tensor: torch.Tensor) -> torch.Size:
-    """Shape of a tensor; of a nested one, whose shape is like no other's, its number of elements."""
+    """Return a tensor's shape; for a nested tensor, whose shape never equals another's, its number of elements."""
     return torch.Size((tensor.numel(),)) if tensor.is_nested else tensor.shape
 
 
 def _list_tensors(values: Iterable[Any]) -> list[torch.Tensor]:
-    """List the tensors in arguments. Flattening by PyTorch takes longer than some models, and few need it."""
+    """List the tensors in arguments. Avoids PyTorch's `tree_leaves`, which takes longer than some models, if it can."""
     found: list[torch.Tensor] = []
     for value in values:
         if isinstance(value, torch.Tensor):
@@ -56,16 +56,17 @@ def observe_inputs(
     adopt: Callable[[list[torch.Tensor]], bool],
     most_calls: int | None = None,
 ) -> Iterator[Pause]:
-    """Tell `see` what the model, or the parts that a program calls one by one, are called with.
+    """Report the inputs of the model, or of the children that the program calls one by one.
 
     Args:
-        adopt: told of the tensors before; they may have been there before anything was counted. Returns whether one was
-            not counted yet.
-        most_calls: calls in a row that bring no such tensor until no more are looked at, since each look takes some
-            microseconds; None to look at all.
+        see: receives the shapes and dtypes of each call.
+        adopt: receives the input tensors first, since they may be older than the step. Returns whether the ledger did
+            not count one of them yet.
+        most_calls: the hooks are removed after so many consecutive calls without such a tensor, since each costs some
+            microseconds. None to keep them.
 
     Yields:
-        What returns a context in which the model has no hooks of ours: the compiler would make them part of its code.
+        A function that returns a context without our hooks: `torch.compile` would compile them into its code.
     """
 
     calls = 0
@@ -78,7 +79,7 @@ def observe_inputs(
             handles.close()
         see(tuple((_read_shape(tensor), tensor.dtype) for tensor in tensors))
 
-    # The compiler would compile what it is not told to leave alone, which costs some microseconds a call.
+    # Otherwise Dynamo would compile the hook. Disabling it costs some microseconds a call.
     hook = torch.compiler.disable(look) if may_run_compiled() else look
     with contextlib.ExitStack() as handles:
 
@@ -100,8 +101,8 @@ def observe_inputs(
 
 
 def _attach(module: torch.nn.Module, hook: Look, look: Look) -> Callable[[], None]:
-    """Call a hook whenever a module is called: of a compiled one (`module.compile()`) outside of its compiled code.
-    Returns what undoes that."""
+    """Call a hook before each call of a module, outside the code of a module compiled by `module.compile()`.
+    Returns a function that removes it."""
     compiled = module._compiled_call_impl
     if compiled is None:
         return module.register_forward_pre_hook(hook, prepend=True, with_kwargs=True).remove
@@ -123,14 +124,14 @@ class CannotEnter(RuntimeError):
 
 
 class HookInsertionPoint:
-    """A place among nested contexts: where a step begins. What is entered there later comes before what is inside."""
+    """Position in the nesting of contexts where a step begins, at which watchers can be entered later."""
 
     def __init__(self) -> None:
         self._thread, self._backward = threading.get_ident(), torch._C._current_graph_task_id()
 
     def _find_obstacle(self) -> str:
-        """Why nothing can be entered at this place for now; "" if it can be. PyTorch keeps contexts by thread, and each
-        backward node runs in copies of them that are gone after it."""
+        """Return why no context can be entered now, or "". PyTorch keeps contexts per thread, and each backward node
+        runs in copies of them that are dropped after it."""
         if threading.get_ident() != self._thread:
             return "it grows in another thread"
         if torch._C._current_graph_task_id() != self._backward:
@@ -138,10 +139,10 @@ class HookInsertionPoint:
         return ""
 
     def enter(self, watcher: Any, stack: contextlib.ExitStack) -> None:
-        """Enter a watcher at this place; `stack` leaves it.
+        """Enter a watcher here; closing `stack` leaves it.
 
         Raises:
-            OutOfReach: it is in another thread, or in a backward pass.
+            CannotEnter: the program is in another thread or in a backward pass.
         """
         if obstacle := self._find_obstacle():
             raise CannotEnter(obstacle)

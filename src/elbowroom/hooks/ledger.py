@@ -1,7 +1,7 @@
-"""Counts what a room's steps hold on their device, byte for byte and in all threads.
+"""Counts the bytes that a room's steps hold on their device, in all threads.
 
-On a CPU the ledger is the allocator itself: an extension in C++ stands before PyTorch's own allocator and counts every
-block, whatever allocates it. On CUDA the caching allocator keeps such counts.
+On a CPU a C++ extension wraps PyTorch's allocator and counts every block. On CUDA the caching allocator keeps the
+counts.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ NO_LIMIT = 1 << 60
 """Bytes: more than any machine has."""
 
 MakeRoom = Callable[[int, int], bool]
-"""Called with the bytes of a request and the bytes that are missing. Frees memory and returns True, raises, or returns
-False to let the request pass."""
+"""Called with the requested and the missing bytes. Returns True after freeing memory, returns False to let the request
+pass, or raises."""
 
 
 class Ledger(Protocol):
@@ -43,7 +43,7 @@ class Ledger(Protocol):
 
     @property
     def scope(self) -> Any:
-        """The extension's scope, if the extension counts; else None."""
+        """The extension's scope on a CPU, else None."""
         ...
 
     @property
@@ -52,7 +52,7 @@ class Ledger(Protocol):
         ...
 
     def take_recent_peak(self) -> int:
-        """Return the most that the room held since this was last called."""
+        """Return the peak of bytes held since the last call."""
         ...
 
     def set_limit(self, nbytes: int) -> None:
@@ -60,11 +60,11 @@ class Ledger(Protocol):
         ...
 
     def counting(self, limit_bytes: int, make_room: MakeRoom) -> contextlib.AbstractContextManager[None]:
-        """Return a context in which this thread's allocations are the room's, and no more than a limit is held.
+        """Return a context in which this thread's allocations count for the room, within a limit.
 
         Args:
-            limit_bytes: of all that the room holds.
-            make_room: asked before a request that would go beyond it.
+            limit_bytes: limit on all bytes that the room holds.
+            make_room: called before a request that would exceed the limit.
         """
         ...
 
@@ -73,24 +73,24 @@ class Ledger(Protocol):
         ...
 
     def trim(self) -> None:
-        """Give back the pages of all free memory that the steps that are running cannot need."""
+        """Return free pages to the system, except those that running steps may need."""
         ...
 
     def close(self) -> None:
-        """End."""
+        """Stop counting."""
         ...
 
 
 class CpuLedger:
-    """Counts what the CPU's allocator hands out.
+    """Counts allocations of the CPU allocator.
 
-    What threads allocate that are in no room's step counts for every room. What was there before counts once it is
-    adopted: the model and its optimizer's state for good, inputs as long as the step lasts that touches them.
+    Allocations by threads outside any room's step count for every room. Older memory counts once it is adopted: the
+    model and its optimizer's state permanently, inputs until the end of the step that reads them.
 
-    Where the system refuses memory that the limit allows (a limit on data size, say), the step makes room as well.
+    If the system refuses memory within the limit (because of `ulimit -d`, for example), the step frees memory, too.
 
     Attributes:
-        scope: of the extension; has `live_bytes` and `peak_bytes`.
+        scope: the extension's scope, with `live_bytes` and `peak_bytes`.
     """
 
     def __init__(self) -> None:
@@ -139,7 +139,7 @@ class CpuLedger:
         return bool(self.scope.live_bytes + nbytes <= limit_bytes)
 
     def _ask(self, requested_bytes: int, missing_bytes: int) -> bool:
-        make_room = self._make_room  # None where the step has ended meanwhile
+        make_room = self._make_room  # None if the step has ended meanwhile
         if make_room is None:
             return False
         if missing_bytes == 0:
@@ -149,11 +149,11 @@ class CpuLedger:
     def _ask_for_memory(self, requested_bytes: int, make_room: MakeRoom) -> bool:
         held_bytes = self.live_bytes - requested_bytes
         refusal = MemoryRefused(requested_bytes, held_bytes, self._budget_bytes, list_system_limits())
-        with contextlib.suppress(Infeasible):  # it would blame the budget
+        with contextlib.suppress(Infeasible):  # the budget is not the reason: raise MemoryRefused instead
             is_made = make_room(requested_bytes, requested_bytes)
             if is_made and not self._was_refused:
                 self._was_refused = True
-                logger.warning("more is moved than was planned, since %s", refusal)
+                logger.warning("moving more than planned: %s", refusal)
             return is_made
         raise refusal
 
@@ -166,7 +166,7 @@ class CpuLedger:
 
 
 class CudaLedger:
-    """Leaves counting to PyTorch's caching allocator, which refuses to reserve more than a limit."""
+    """Reads PyTorch's caching allocator, which refuses to reserve more than a limit."""
 
     scope = None
 
@@ -188,7 +188,7 @@ class CudaLedger:
         return torch.cuda.memory_allocated(self._device)
 
     def take_recent_peak(self) -> int:
-        return self.live_bytes  # the allocator keeps one peak, which the step's meter reads
+        return self.live_bytes  # the allocator keeps one peak, which the step's meter resets and reads
 
     def set_limit(self, nbytes: int) -> None:
         torch.cuda.set_per_process_memory_fraction(min(1.0, nbytes / self._total_bytes), self._device)
@@ -212,8 +212,8 @@ class CudaLedger:
 
 
 def list_system_limits() -> list[tuple[str, int, int]]:
-    """List the limits of the system on this process's memory: name, bytes it may have, bytes it has."""
-    import resource  # a CPU is counted on Linux only; others import this as well
+    """List the system's limits on this process's memory: name, limit in bytes, bytes in use."""
+    import resource  # CpuLedger runs on Linux only, but other systems import this module, too
 
     with open("/proc/self/status") as file:
         taken = dict(line.split(":", 1) for line in file)
@@ -229,6 +229,6 @@ def make_ledger(device: torch.device) -> CpuLedger | CudaLedger:
     """Return the ledger for a device.
 
     Raises:
-        UsageError: the extension that counts on a CPU can be neither found nor compiled.
+        UsageError: the extension for the CPU can be neither found nor compiled.
     """
     return CudaLedger(device) if device.type == "cuda" else CpuLedger()

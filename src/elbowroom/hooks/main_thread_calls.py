@@ -1,4 +1,4 @@
-"""Calls Python functions between two calls of the program."""
+"""Interrupts the main thread with calls of Python functions."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from elbowroom.native import library
 
 
 def call_in_main_thread(function: Callable[[], None]) -> None:
-    """Have the main thread call a function between two instructions of Python, not inside an op.
+    """Have the main thread call a function between two bytecode instructions, not inside an op.
 
-    An error that the function raises is raised there.
+    An exception of the function propagates from there.
     """
     library.load().call_soon(function)

@@ -1,6 +1,6 @@
-"""Measures the real bytes and seconds of a running step, and of each of its ops.
+"""Measures the bytes and seconds of a running step and of each of its ops.
 
-The allocator keeps counts: on CUDA PyTorch's, on a CPU the room's ledger. The system knows the peak of resident memory.
+Bytes come from PyTorch's caching allocator (CUDA) or the room's ledger (CPU), the resident peak from the system.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ import torch
 from elbowroom.hooks.ledger import CpuLedger, CudaLedger
 
 HEAD_START_CYCLES = 200_000
-"""Of a CUDA device, before each op that is timed: about a tenth of a millisecond, more than handing out most ops."""
+"""CUDA cycles to sleep before each timed op: about 0.1 ms, longer than the host takes to launch most ops."""
 
 
 class Meter(Protocol):
-    """Counts bytes during one step. Ops are told of one by one, or not at all.
+    """Measures one step.
 
     Attributes:
-        peak_bytes: most bytes on the device at once; 0 before `stop`.
-        resident_bytes: the process's peak resident memory (CPU), or the allocator's peak reserved bytes (CUDA).
-        base_bytes: what was there when the meter started.
-        is_detailed: whether ops are told of.
+        peak_bytes: peak of live bytes on the device; 0 before `stop`.
+        resident_bytes: peak resident memory of the process (CPU), or peak reserved bytes of the allocator (CUDA).
+        base_bytes: live bytes when the meter started.
+        is_detailed: whether each op is measured, too, between `begin_op` and `end_op`.
     """
 
     peak_bytes: int
@@ -38,41 +38,36 @@ class Meter(Protocol):
     def base_bytes(self) -> int: ...
 
     def start(self) -> None:
-        """Begin to count."""
+        """Begin to measure."""
         ...
 
     def adopt_input(self, storage: torch.UntypedStorage) -> object:
-        """Count a storage that may have been there before anything was counted."""
+        """Count a storage that may be older than the step."""
         ...
 
     def begin_op(self) -> Any:
-        """An op is about to run. Returns what to give to `end_op`."""
+        """Note that an op is about to run. Returns the argument for `end_op`."""
         ...
 
     def end_op(self, begun: Any) -> None:
-        """It has run, or been handed to the device. One that failed is never told of."""
+        """Note that an op has run, or has been launched on the device. Not called for an op that failed."""
         ...
 
     def stop(self) -> None:
-        """End."""
+        """Stop measuring."""
         ...
 
     def op_seconds(self) -> tuple[float, ...]:
-        """Seconds of each op."""
+        """Return the seconds of each op."""
         ...
 
     def workspace_bytes(self, created_bytes: Sequence[int]) -> tuple[int, ...]:
-        """Most that each of the first ops allocated inside itself, beyond the results that it `created`."""
+        """Return the peak that each of the first ops allocated beyond the bytes of its results (`created_bytes`)."""
         ...
 
 
 def make_meter(device: torch.device, ledger: CpuLedger | CudaLedger, *, is_detailed: bool = True) -> Meter:
-    """Return a meter for a device.
-
-    Args:
-        ledger: counts the bytes.
-        is_detailed: whether ops are told of.
-    """
+    """Return a meter for a device, which on a CPU reads the ledger."""
     if isinstance(ledger, CpuLedger):
         return CpuMeter(ledger, is_detailed=is_detailed)
     return CudaMeter(device, is_detailed=is_detailed)
@@ -82,7 +77,7 @@ _NO_CHANGES = np.zeros(0, dtype=np.int64)
 
 
 class CpuMeter:
-    """Reads a ledger."""
+    """Reads the scope of a CPU ledger."""
 
     def __init__(self, ledger: CpuLedger, *, is_detailed: bool = True) -> None:
         self.peak_bytes = self.resident_bytes = 0
@@ -96,7 +91,7 @@ class CpuMeter:
 
     @property
     def base_bytes(self) -> int:
-        """Bytes that were live when the meter started, as far as known by now."""
+        """Live bytes when the meter started, including storages adopted since."""
         return int(self._live_before + self._scope.adopted_bytes - self._adopted_before)
 
     def adopt_input(self, storage: torch.UntypedStorage) -> object:
@@ -132,7 +127,7 @@ class CpuMeter:
         return tuple(max(0, most - created) for most, created in zip(taken, created_bytes, strict=False))
 
     def _count_taken(self) -> list[int]:
-        """Most that was there during each op, beyond what there was at its begin."""
+        """Return for each op the peak of live bytes above those at its beginning."""
         firsts = np.searchsorted(self._times, self._begins, side="left").tolist()
         lasts = np.searchsorted(self._times, self._ends, side="right").tolist()
         found = []
@@ -143,11 +138,11 @@ class CpuMeter:
 
 
 class CudaMeter:
-    """Reads the caching allocator's counters, which follow the program and not the device's queue.
+    """Reads the caching allocator's counters, which follow the host and not the device's queue.
 
     Attributes:
-        base_bytes: what the allocator had handed out when the meter started, whoever holds it: also what no tensor of
-            the step shows, such as the workspaces that cuBLAS keeps for each thread.
+        base_bytes: allocated bytes when the meter started, including memory without a tensor, such as the workspaces
+            that cuBLAS keeps for each thread.
     """
 
     def __init__(self, device: torch.device, *, is_detailed: bool = True) -> None:
@@ -157,7 +152,7 @@ class CudaMeter:
         self._inner: list[int] = []
 
     def adopt_input(self, storage: torch.UntypedStorage) -> object:
-        pass  # the allocator counts all
+        pass  # the allocator counts everything
 
     def start(self) -> None:
         torch.cuda.reset_peak_memory_stats(self._device)
@@ -169,8 +164,8 @@ class CudaMeter:
         torch.cuda.reset_peak_memory_stats(self._device)
         begin = torch.cuda.Event(enable_timing=True)
         with torch.cuda.device(self._device):
-            # A device that waits for the host would measure how long the host takes to hand the op out, which in a
-            # step that is not watched happens while earlier ops run. So the host gets a head start.
+            # A device that waits for the host would measure the launch, which in an unmeasured step overlaps with
+            # earlier ops. So the host gets a head start.
             torch.cuda._sleep(HEAD_START_CYCLES)
             begin.record()
         return begin, before
@@ -185,11 +180,11 @@ class CudaMeter:
 
     def stop(self) -> None:
         if self.is_detailed:
-            torch.cuda.synchronize(self._device)  # or the times of ops cannot be read
+            torch.cuda.synchronize(self._device)  # `elapsed_time` needs completed events
         self._note_peak()
 
     def _note_peak(self) -> None:
-        counts = torch.cuda.memory_stats(self._device)  # once: asking takes the allocator some time
+        counts = torch.cuda.memory_stats(self._device)  # read once: the call is slow
         self.peak_bytes = max(self.peak_bytes, counts.get("allocated_bytes.all.peak", 0))
         self.resident_bytes = max(self.resident_bytes, counts.get("reserved_bytes.all.peak", 0))
 
@@ -197,18 +192,18 @@ class CudaMeter:
         return tuple(begin.elapsed_time(end) * 1e-3 for begin, end in self._spans)
 
     def workspace_bytes(self, created_bytes: Sequence[int]) -> tuple[int, ...]:
-        # The allocator rounds each block up to 512 bytes; the results among them are counted rounded elsewhere.
+        # The allocator rounds each block up to 512 bytes, results included.
         return tuple(
             max(0, inner - -(-created // 512) * 512) for inner, created in zip(self._inner, created_bytes, strict=False)
         )
 
 
 def reset_resident_peak() -> None:
-    """Let the system's high-water mark of this process's resident memory begin anew, where it offers that."""
+    """Reset the process's high-water mark of resident memory, if the system allows it."""
     try:
-        file = os.open("/proc/self/clear_refs", os.O_WRONLY)  # every step does this: `open` takes three times as long
+        file = os.open("/proc/self/clear_refs", os.O_WRONLY)  # runs in every step: `open` takes three times as long
     except OSError:
-        return  # then the mark is that of the whole process's life
+        return  # the mark then covers the whole life of the process
     try:
         with contextlib.suppress(OSError):
             os.write(file, b"5")
@@ -217,9 +212,9 @@ def reset_resident_peak() -> None:
 
 
 def read_resident_peak() -> int:
-    """Return the high-water mark of resident memory in bytes; 0 where the system does not tell.
+    """Return the high-water mark of resident memory in bytes; 0 if the system does not report it.
 
-    `getrusage` would be faster, but its mark starts at that of the process which started this one.
+    `getrusage` would be faster, but its mark starts at that of the parent process.
     """
     try:
         file = os.open("/proc/self/status", os.O_RDONLY)

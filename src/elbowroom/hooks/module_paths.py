@@ -1,7 +1,7 @@
-"""Paths of the modules, and lines of the program, that ops are called from: read from Python's stack.
+"""Finds the module and the source line that an op is called from, by reading Python's stack.
 
-Nothing is attached to a module. Hooks would be part of what `torch.compile` guards, so that it compiled again; and a
-module that is called by another method than `__call__` would not have them called.
+Module hooks would not do: `torch.compile` guards on them and would recompile, and methods other than `__call__` do not
+call them.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ _ENGINE: CodeType = torch.autograd.graph._engine_run_backward.__code__
 _ELBOWROOM = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "")
 _WORKLOADS = os.path.join(_ELBOWROOM, "workloads", "")
 _NO_PROGRAM = (os.path.join(os.path.dirname(torch.__file__), ""), _ELBOWROOM, "<eval_with_key>", "<frozen ")
-"""Beginnings of the names of files that are not the program's."""
+"""Prefixes of file names that do not belong to the program."""
 
 
 class Origin(NamedTuple):
-    """Where an op comes from: `module` and `line`, as in `ir.trace.Op`."""
+    """Source of an op: `module` and `line`, as in `ir.trace.Op`."""
 
     module: str | None
     line: str
@@ -42,9 +42,9 @@ class Site(NamedTuple):
     """A place in the program.
 
     Attributes:
-        origin: the innermost module, and the innermost line.
-        candidates: paths of the modules one of which it is, where that is not known; `origin` has what they share.
-        is_backward: whether a backward pass was begun by this thread, and runs; what called it is not looked at.
+        origin: the innermost module and the innermost line.
+        candidates: paths of the possible modules if there are several; `origin.module` is their common ancestor.
+        is_backward: whether this thread runs a backward pass; its callers are not examined.
     """
 
     origin: Origin
@@ -53,15 +53,15 @@ class Site(NamedTuple):
 
 
 class _Kind(enum.Enum):
-    """A function on the stack."""
+    """Kind of function on the stack."""
 
     CALLER = enum.auto()  # `Module.__call__`
-    RUNNER = enum.auto()  # of a backward pass
+    RUNNER = enum.auto()  # runs a backward pass
     PROGRAM = enum.auto()
     OTHER = enum.auto()
 
 
-# Members of an enum are slow to look up.
+# Globals, since looking up members of an enum is slow.
 _CALLER, _RUNNER, _PROGRAM, _OTHER = _Kind
 
 
@@ -69,9 +69,9 @@ class _Code(NamedTuple):
     """Facts about a function.
 
     Attributes:
-        code: kept, so that no other has its id.
-        file: for people, of the program's.
-        paths: of the modules that have this function as a method.
+        code: kept alive, so that its id is not reused.
+        file: shortened file name, of the program's functions.
+        paths: paths of the modules that have this function as a method.
     """
 
     code: CodeType
@@ -84,12 +84,12 @@ _NO_CODE = _Code(_CALL, _OTHER, "", ())
 
 
 class ModulePaths:
-    """Names the modules of a model by their paths.
+    """Module paths within a model.
 
     A module that is registered in several places has the path by which it was called.
 
     Args:
-        model: the paths are from here on down.
+        model: root of the paths.
     """
 
     def __init__(self, model: Module) -> None:
@@ -107,11 +107,7 @@ class ModulePaths:
         self._inner: dict[tuple[str | None, int], tuple[str | None, Sequence[str]]] = {}
 
     def look(self, frames: Iterable[FrameType]) -> Site:
-        """Return the place in the program that a stack is in.
-
-        Args:
-            frames: of the stack, the innermost first.
-        """
+        """Return the place in the program of a stack, given its frames, innermost first."""
         codes = self._codes
         called: list[int] = []
         line = ""
@@ -130,7 +126,7 @@ class ModulePaths:
                 if module is not None:
                     called.append(module)
                 elif not called:
-                    method = _NO_CODE  # of a module of the same class that is not in the model
+                    method = _NO_CODE  # the module has the same class but is not in the model
             elif kind is _RUNNER:
                 is_backward = True
                 break
@@ -141,7 +137,7 @@ class ModulePaths:
         return Site(Origin(path, line), candidates, is_backward)
 
     def find_owner(self, parameter: torch.Tensor) -> str | None:
-        """Return the path of the module that has a parameter; None if no module of the model does."""
+        """Return the path of the module that owns a parameter; None if it is not a parameter of the model."""
         known, path = self._owners.get(id(parameter), (None, None))
         return path if known is parameter else None
 
@@ -164,7 +160,7 @@ class ModulePaths:
         return found
 
     def _find_methods(self) -> dict[int, list[str]]:
-        """By id of each function in the program, the paths of the modules that have it as a method."""
+        """Return the paths of the modules that have a function as a method, by the id of its code."""
         paths: dict[type, list[str]] = {}
         for key, module in self._modules.items():
             paths.setdefault(type(module), []).append(self._names[key])
@@ -175,8 +171,8 @@ class ModulePaths:
         return found
 
     def _find_inner(self, path: str | None, method: _Code) -> tuple[str | None, Sequence[str]]:
-        """The path of a module within one that was called, of which a method was called by another name than
-        `__call__`; and those that it may be."""
+        """Return the path of the module inside `path` whose method was called without `__call__`, and the
+        candidates."""
         key = path, id(method.code)
         found = self._inner.get(key)
         if found is None:
@@ -195,19 +191,19 @@ class ModulePaths:
     # -- modules --------------------------------------------------------------------------------------------------
 
     def _find_called(self, frame: FrameType) -> int | None:
-        """Which module's `__call__` a frame is of; None if it is not in the model."""
+        """Return the id of the module whose `__call__` runs in a frame; None if it is not in the model."""
         scope = frame.f_locals
         module: Any = scope.get("self")
-        # Up to Python 3.12 the frame keeps the dict, and with it what the module was called with.
+        # Up to Python 3.12 the frame keeps this dict, which would keep the module's arguments alive.
         if sys.version_info < (3, 13) and frame.f_trace is None:
             scope.clear()
         if id(module) not in self._modules:
             held = vars(module).get("_modules") if isinstance(module, Module) else None
-            module = held.get("_orig_mod") if isinstance(held, dict) else None  # of a compiled one
+            module = held.get("_orig_mod") if isinstance(held, dict) else None  # an OptimizedModule
         return id(module) if id(module) in self._modules else None
 
     def _find_path(self, called: tuple[int, ...]) -> str:
-        """The path of the innermost of modules that call each other; the outermost comes first."""
+        """Return the path of the innermost of nested module calls, given outermost first."""
         found = self._paths.get(called)
         if found is None:
             found = self._paths[called] = self._name_below(called[:-1], called[-1])
@@ -221,7 +217,7 @@ class ModulePaths:
         return self._names[module]
 
     def _climb(self, module: int, ancestor: int) -> str | None:
-        """The shortest path from one module down to another; None if it is not in there."""
+        """Return the shortest path from `ancestor` down to `module`; None if it is not inside."""
         queue, seen = deque([(module, "")]), {module}
         while queue:
             here, below = queue.popleft()
@@ -235,7 +231,7 @@ class ModulePaths:
 
 
 def strip_wrappers(name: str) -> str:
-    """Return the path of a module or parameter without what `torch.compile` puts into it."""
+    """Return the path of a module or parameter without the `_orig_mod` of `torch.compile`."""
     return ".".join(part for part in name.split(".") if part != "_orig_mod")
 
 
@@ -245,14 +241,14 @@ def find_module_path(name: str) -> str:
 
 
 def list_stack(frame: FrameType | None) -> Iterator[FrameType]:
-    """Yield a frame and those that called it."""
+    """Yield a frame and its callers."""
     while frame is not None:
         yield frame
         frame = frame.f_back
 
 
 def list_raised(error: BaseException) -> list[FrameType]:
-    """Return the frames that an error has ended, the innermost first."""
+    """Return the frames of an error's traceback, innermost first."""
     found = []
     trace = error.__traceback__
     while trace is not None:
@@ -262,12 +258,12 @@ def list_raised(error: BaseException) -> list[FrameType]:
 
 
 def get_accumulated(node: Any) -> torch.Tensor | None:
-    """Return the parameter whose gradient a backward node adds up; None if it does something else."""
+    """Return the parameter of an AccumulateGrad node; None for other nodes."""
     return node.variable if type(node).__name__ == "AccumulateGrad" else None
 
 
 def _shorten(name: str) -> str:
-    """A file's name from the folder on that Python has it from, or the working folder."""
+    """Return a file name relative to its entry of `sys.path` or to the working folder."""
     folders = {os.path.join(each, "") for each in sys.path if isinstance(each, str) and each}
     with contextlib.suppress(OSError):  # it has been removed
         folders.add(os.path.join(os.getcwd(), ""))
@@ -275,7 +271,7 @@ def _shorten(name: str) -> str:
 
 
 def _list_methods(kind: type) -> Iterator[CodeType]:
-    """Methods of a class of modules, and of the classes it is derived from, but for PyTorch's."""
+    """Yield the code of the methods of a module class and its bases, except PyTorch's."""
     for each in kind.__mro__:
         if not each.__module__.startswith(("torch.", "builtins")):
             for value in vars(each).values():
@@ -290,7 +286,7 @@ def _join(path: str, below: str) -> str:
 
 
 def is_within(path: str, other: str) -> bool:
-    """Tell whether a module is another one, or in it."""
+    """Tell whether a module is another module or inside it."""
     return path == other or _is_below(path, other)
 
 
@@ -299,7 +295,7 @@ def _is_below(path: str, other: str) -> bool:
 
 
 def _find_common(path: str, other: str) -> str:
-    """The path of the innermost module that holds both."""
+    """Return the path of the innermost module that contains both."""
     ours, theirs = path.split("."), other.split(".")
     count = next((i for i, (one, two) in enumerate(zip(ours, theirs, strict=False)) if one != two), None)
     return ".".join(ours[: min(len(ours), len(theirs)) if count is None else count])

@@ -1,4 +1,4 @@
-"""Has objects in Python run the ops of a step, without PyTorch noticing."""
+"""Dispatches the ops of a step to Python objects without an entered dispatch mode."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from elbowroom.native import library
 
 @contextlib.contextmanager
 def dispatching_ops_to(watcher: TorchDispatchMode) -> Iterator[None]:
-    """Have `watcher.__torch_dispatch__` run the ops of this thread, and of backward passes that it begins.
+    """Have `watcher.__torch_dispatch__` run the ops of this thread and of the backward passes that it begins.
 
-    An entered dispatch mode would do the same, but PyTorch picks other formulas while there is one, which changes
-    results in their last bits. A watcher is called below all dispatch modes and tensor subclasses, whose ops it sees as
-    the plain ones that they call. A call of Inductor's code is one op, which `watcher.run_region` runs.
+    An entered dispatch mode would do the same, but PyTorch picks other formulas under a mode, which changes results in
+    their last bits. A watcher is called below all dispatch modes and tensor subclasses: it sees the plain ops that they
+    call. A call of Inductor's code is one op, which `watcher.run_region` runs.
     """
     native = library.load()
     show_regions()

@@ -1,4 +1,4 @@
-"""Finds models that are spread over several devices."""
+"""Detects models that are sharded over several devices."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import torch
 
 
 def find_sharded(model: torch.nn.Module) -> str:
-    """The first part of a model that is sharded, in words; "" if none is. Replicas (DistributedDataParallel) are not.
+    """Return a description of the first sharded part of a model, or "". DistributedDataParallel does not count.
 
-    Whoever has sharded a model has imported what did it: nothing is imported here, which would be slow.
+    Only looks at modules that are already imported: a sharded model has imported its library, and importing is slow.
     """
     fsdp, tensor = sys.modules.get("torch.distributed.fsdp"), sys.modules.get("torch.distributed.tensor")
     wrappers = () if fsdp is None else (fsdp.FullyShardedDataParallel, fsdp.FSDPModule)

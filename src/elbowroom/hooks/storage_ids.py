@@ -1,7 +1,7 @@
-"""Which storage is this? Identities that survive neither a storage's death nor the reuse of its address.
+"""Values by storage, and access to the storages of tensors of any class.
 
-PyTorch keeps one Python object for a storage as long as the storage lives, so a weak reference to that object is a
-weak reference to the storage. Addresses are reused; these objects are compared by identity while they live.
+PyTorch keeps one Python object for a storage as long as the storage lives, so a weak reference to that object is a weak
+reference to the storage. Addresses are reused, so a value is found by the identity of that object.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from elbowroom.hooks.dispatch_keys import Hidden
 Item = TypeVar("Item")
 
 PLAIN_TENSORS = frozenset((Tensor, Parameter))
-"""Of what class almost all tensors are: quicker to ask than `isinstance`."""
+"""Classes of almost all tensors: a look-up here is faster than `isinstance`."""
 
 _NO_DISPATCH = Tensor.__torch_dispatch__
-"""Of classes whose tensors have their bytes themselves."""
+"""`__torch_dispatch__` of classes whose tensors own their bytes."""
 
 
 class _Entry(weakref.ref[torch.UntypedStorage], Generic[Item]):
-    """A weak reference that knows what it stands for: one object a storage, since every step makes thousands."""
+    """Weak reference that holds its key and value: one object per storage, since every step creates thousands."""
 
     __slots__ = ("item", "key", "owner")
 
@@ -46,10 +46,10 @@ def _forget(entry: _Entry[Item]) -> None:
 
 
 class Identities(Generic[Item]):
-    """A value for each living storage.
+    """Mapping from living storages to values.
 
     Args:
-        on_death: called with the value when its storage dies. May run at any moment, so it must be quick.
+        on_death: called with the value when its storage is freed. May run at any moment, so it must be quick.
     """
 
     def __init__(self, on_death: Callable[[Item], None] | None = None) -> None:
@@ -57,12 +57,12 @@ class Identities(Generic[Item]):
         self._on_death = on_death
 
     def find(self, storage: torch.UntypedStorage) -> Item | None:
-        """The value of a storage, or None if it has none."""
+        """Return the value of a storage, or None."""
         entry = self._items.get(id(storage))
         return entry.item if entry is not None and entry() is storage else None
 
     def put(self, storage: torch.UntypedStorage, item: Item) -> None:
-        """Give a storage its value."""
+        """Set the value of a storage."""
         entry: _Entry[Item] = _Entry(storage, _forget)
         entry.item = item
         entry.key = id(storage)
@@ -70,14 +70,14 @@ class Identities(Generic[Item]):
         self._items[entry.key] = entry
 
     def close(self) -> None:
-        """Forget everything; later deaths are not reported."""
+        """Remove all values; `on_death` is not called any more."""
         self._items.clear()
         self._on_death = None
 
 
 def get_any_storage(tensor: torch.Tensor) -> torch.UntypedStorage | None:
-    """The storage of a tensor of whatever class, if it has one."""
-    if tensor._is_zerotensor():  # its storage has a size and no bytes
+    """Return the storage of a tensor of any class, or None if it has none."""
+    if tensor._is_zerotensor():  # its storage has a size but no bytes
         return None
     try:
         return tensor.untyped_storage()
@@ -86,12 +86,12 @@ def get_any_storage(tensor: torch.Tensor) -> torch.UntypedStorage | None:
 
 
 def get_plain_storage(tensor: torch.Tensor, *, fake: bool = False) -> torch.UntypedStorage | None:
-    """The storage of an ordinary strided tensor; None for sparse, quantised, nested, wrapped and symbolic ones.
+    """Return the storage of a plain strided tensor; None for sparse, quantised, nested, wrapped and symbolic ones.
 
-    Also None where the bytes alone are not the value (conjugate and negative bits, subclasses of the user's).
+    Also None if the bytes alone are not the value (conjugate and negative bits, subclasses of the user's).
 
     Args:
-        fake: whether fake tensors count as ordinary ones, or as wrapped ones.
+        fake: whether fake tensors count as plain.
     """
     if type(tensor) not in PLAIN_TENSORS:
         if isinstance(tensor, FakeTensor):  # a Parameter may be one
@@ -117,7 +117,7 @@ _PARTS: dict[torch.layout, tuple[str, ...]] = {
 
 
 def list_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """The tensors that a sparse or nested one is made of, unseen by modes; of another, nothing."""
+    """Return the component tensors of a sparse or nested tensor, hidden from modes; none of other tensors."""
     with Hidden():
         if tensor.is_nested and type(tensor) in PLAIN_TENSORS:
             return [tensor.values()]
@@ -125,8 +125,8 @@ def list_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
 
 
 def unwrap(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """The tensors that have the bytes of a tensor: of a wrapping class (a DTensor, say) those that it wraps; of any
-    other class the tensor itself. Nothing where the class does not tell what it wraps."""
+    """Return the tensors that own a tensor's bytes: the inner tensors of a wrapper subclass (such as DTensor), else the
+    tensor itself. Empty if a wrapper class does not expose its inner tensors."""
     if type(tensor).__torch_dispatch__ is _NO_DISPATCH or isinstance(tensor, FakeTensor):
         return [tensor]
     if is_traceable_wrapper_subclass(tensor):

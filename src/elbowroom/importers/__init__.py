@@ -1,8 +1,7 @@
-"""Logs of other systems -> Trace and Costs: one file a format, entry point `read`.
+"""Imports logs of other systems as a Trace and Costs: one file per format, entry point `read`.
 
-A foreign log knows ops, blocks of memory and times, but nothing of autograd. `_log.py` puts in the saves and needs that
-let every block move between its uses, as in the systems that wrote such logs. What was measured there can then be
-planned here, and what another system does with it can be simulated.
+Such logs have ops, memory blocks and times, but no autograd. `_log.py` adds saves and needs that let every block move
+between its uses, as in the systems that wrote the logs. The steps can then be planned and simulated here.
 """
 
 from __future__ import annotations
@@ -21,20 +20,20 @@ ENTRY_POINT = "read"
 
 
 class LoggedRelease(enum.StrEnum):
-    """Until when a block counts."""
+    """Release time of a block."""
 
     PROGRAM = "program"
-    """Until the program that was logged let go of it."""
+    """When the logged program releases it."""
     LAST_USE = "last_use"
-    """Until after the last op that uses it, as a planner that knows the step can free it; results of the step stay."""
+    """After the last op that uses it, as a planner that knows the step could; results of the step stay."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Imported:
-    """The step in a log.
+    """Imported step.
 
     Attributes:
-        costs: measured op times as logged; no hook or overhead seconds, and blocks are counted as logged, unrounded.
+        costs: op times as logged, without hook and overhead seconds; block sizes are not rounded.
     """
 
     trace: Trace
@@ -42,7 +41,7 @@ class Imported:
 
 
 def list_formats() -> tuple[str, ...]:
-    """The names of all formats."""
+    """Return the names of all formats."""
     return names(sys.modules[__name__])
 
 
@@ -53,18 +52,18 @@ def read_log(
     release: LoggedRelease = LoggedRelease.PROGRAM,
     link: Link | None = None,
 ) -> Imported:
-    """The log in a file.
+    """Read a log file.
 
     Args:
         format_name: one of `list_formats()`.
-        release: until when a block counts.
-        link: the path to the tier below, which no log knows; None for that of the machine the format's public logs
-            come from.
+        release: release time of blocks.
+        link: link to the tier below, which logs do not record; by default that of the machine on which the format's
+            public logs were recorded.
 
     Raises:
-        UnknownMember: there is no such format.
-        UsageError: there is no such file.
-        TraceError: it is malformed, cut off, or inconsistent; names the line and the op.
+        UnknownMember: the format does not exist.
+        UsageError: the file does not exist.
+        TraceError: the log is malformed, truncated or inconsistent; the message names the line and the op.
     """
     imported: Imported = get(sys.modules[__name__], format_name, ENTRY_POINT)(path, release=release, link=link)
     return imported

@@ -1,8 +1,8 @@
-"""Ops and blocks, as a foreign log tells them, become a Trace and its Costs.
+"""Builds a Trace and its Costs from the ops and blocks of a foreign log.
 
-A log has no autograd, so the saves and needs are made up, in such a way that a block may be away whenever it is not in
-use. Uses with no op between them are one run; after the first run the block is saved, before each further one it is
-needed, and nothing but the saves holds it in between:
+A log has no autograd, so saves and needs are added such that a block may be off the device whenever it is not in use.
+Consecutive uses form a run. The block is saved after the first run and needed before each further one; in between only
+the saves hold it:
 
     calls        0    1    2    3    4    5    6         of a block made by call 0, used by 1, 4 and 5, and a result
     program      |====|                                  of the step
@@ -10,7 +10,7 @@ needed, and nothing but the saves holds it in between:
     node                        |=======|        |=|
     entries           save      need             need
 
-What a call writes to later is left alone until its last write, since moving it would lose that.
+A block does not move before the last write to it.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from elbowroom.ir.hardware import Link
 from elbowroom.ir.trace import PERSISTENT_ROLES, Need, Op, Role, Save, Storage, Trace, View
 
 MOST_BYTES = 2**62
-"""More than this at once is refused: the sums of what comes after must still fit into 64 bits."""
+"""Limit on live bytes, so that later sums fit into 64 bits."""
 
 UNKNOWN_ORIGIN = "the log does not say how it is made"
-"""The barrier of the op that stands for a block's coming from outside."""
+"""Barrier of the op that represents an input from outside the log."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -41,13 +41,13 @@ class _Block:
     role: Role
     label: str
     created: int  # a call, or -1
-    released: int | None = None  # gone before this call; None if it outlives the step
+    released: int | None = None  # released before this call; None if it outlives the step
     last_write: int = -1
     versions: int = 0
     uses: list[int] = dataclasses.field(default_factory=list)
 
     def runs(self, count: int) -> list[tuple[int, int]]:
-        """First and last call of each run of uses from the last write on; the step's end is call `count`."""
+        """Return the first and last call of each run of uses since the last write; `count` is the step's end."""
         points = [use for use in self.uses if use >= self.last_write]
         if self.released is None:
             points.append(count)
@@ -70,16 +70,16 @@ class _Call:
 
 
 LARGEST_LOG_BYTES = 1 << 26
-"""The most text that is read of a log. A line of 50 bytes can be an op, a block and what goes with them: logs that are
-made for it take 40 times their text, so this many take as much as the largest file of our own. An op of a real log
-takes 300 bytes of text or more: this is some 200,000 ops."""
+"""Limit on the text of a log. A line of 50 bytes can define an op and a block: a crafted log takes up to 40 times its
+text in memory, so that this limit equals that of our own files. A real log has at least 300 bytes per op, so the limit
+allows some 200,000 ops."""
 
 
 class Log:
-    """Takes down what a log says, in its order, and checks it.
+    """Collects and checks the contents of a log, in order.
 
     Attributes:
-        place: where in the file we are, for errors.
+        place: current position in the file, for error messages.
     """
 
     def __init__(self) -> None:
@@ -88,11 +88,11 @@ class Log:
         self._calls: list[_Call] = []
 
     def add_resident(self, nbytes: int, label: str, role: Role) -> int:
-        """A block that is there before the first call and stays: a parameter, say. Returns its number."""
+        """Add a block that exists throughout the step, such as a parameter. Returns its number."""
         return self._add_block(nbytes, label, role, -1)
 
     def add_input(self, nbytes: int, label: str, role: Role) -> int:
-        """A block that comes from outside in the middle of the step, in no time. Returns its number."""
+        """Add a block that comes from outside in the middle of the step, at no cost. Returns its number."""
         return self.call("input", 0.0, (), made=((nbytes, label),), barrier=UNKNOWN_ORIGIN, role=role)[0]
 
     def call(
@@ -106,17 +106,17 @@ class Log:
         barrier: str = "",
         role: Role = Role.ACTIVATION,
     ) -> tuple[int, ...]:
-        """One op.
+        """Add an op.
 
         Args:
             reads, changed: numbers of the blocks that it reads and overwrites.
-            made: bytes and label of each block that it makes.
+            made: bytes and label of each block that it creates.
 
         Returns:
-            The numbers of the blocks that it made.
+            The numbers of the created blocks.
 
         Raises:
-            TraceError: a time or size that cannot be, or a block that is gone.
+            TraceError: a time or size is impossible, or a block was released before.
         """
         if not (math.isfinite(seconds) and seconds >= 0):
             raise TraceError(f"{self.place}: {name} takes {seconds} seconds")
@@ -134,21 +134,21 @@ class Log:
         return new
 
     def size_of(self, block: int) -> int:
-        """Its bytes."""
+        """Return the bytes of a block."""
         return self._blocks[block].nbytes
 
     def release(self, block: int) -> None:
-        """The program lets go of a block, before the next call. What lives across steps stays all the same."""
+        """Release a block before the next call, unless it outlives the step."""
         if self._blocks[block].role not in PERSISTENT_ROLES:
             self._blocks[block].released = len(self._calls)
 
     def finish(self, *, name: str, profile_name: str, link: Link, release: LoggedRelease) -> Imported:
-        """The trace and its costs.
+        """Return the trace and its costs.
 
         Raises:
-            TraceError: more bytes at once than 64 bits can count.
+            TraceError: the live bytes exceed the limit.
 
-        Cost: linear in the uses, and the digest.
+        Cost: linear in the uses, plus the digest.
         """
         if release is LoggedRelease.LAST_USE:
             for block in self._blocks:
@@ -194,11 +194,11 @@ class Log:
         for index, live in enumerate(itertools.accumulate(change)):
             if live > MOST_BYTES:
                 name = self._calls[index].name if index < len(self._calls) else "the end"
-                raise TraceError(f"at op {index} ({name}) {live} bytes are there at once; {MOST_BYTES} can be counted")
+                raise TraceError(f"at op {index} ({name}) {live} bytes are live; the limit is {MOST_BYTES}")
 
 
 class _Weaver:
-    """Gives every call, save and need its tick."""
+    """Assigns ticks to calls, saves and needs."""
 
     def __init__(self, blocks: list[_Block], calls: list[_Call]) -> None:
         self._blocks, self._calls = blocks, calls
@@ -210,9 +210,9 @@ class _Weaver:
                 saved.setdefault(runs[0][1], []).append(number)
                 for first, last in runs[1:]:
                     needed.setdefault(first, []).append((number, last))
-        self._begins: list[int] = []  # of each call's entries
+        self._begins: list[int] = []  # tick of each call's first entry
         self._op_ticks: list[int] = []
-        self._needs: list[tuple[int, int, int]] = []  # its tick, the block, and the last call of its run
+        self._needs: list[tuple[int, int, int]] = []  # tick, block, last call of the run
         self._save_ticks: dict[int, int] = {}
         tick = itertools.count()
         self._end = 0
@@ -226,7 +226,7 @@ class _Weaver:
             self._end = len(self._needs) + len(self._op_ticks) + len(self._save_ticks)
 
     def weave(self, name: str) -> Trace:
-        """The trace."""
+        """Return the trace."""
         order = {number: index for index, number in enumerate(self._save_ticks)}
         return Trace(
             name=name,

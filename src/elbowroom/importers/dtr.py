@@ -1,15 +1,16 @@
 """Operator logs in the style of the DTR prototype: JSON lines, one instruction each.
 
-    CONSTANT  NAME                        a parameter or input, of the bytes in the MEMORY line after it
+    CONSTANT  NAME                        a parameter or input; its bytes are in the MEMORY line after it
     CALL      NAME ARGS RESULT TIME       an op; after it a MEMORY and an ALIAS line for each result (-1: not a view)
     MUTATE    NAME ARGS MUTATE TIME       an op that changes some of its arguments (by position)
-    COPY      DST SRC, COPY_FROM DST SRC  another name for a tensor; the second time over
-    RELEASE   NAME                        a name is gone
-    ANNOTATE  ANNOTATION                  what comes before START belongs to another step
+    COPY      DST SRC                     a new name for a tensor
+    COPY_FROM DST SRC                     rebinds an existing name to a tensor
+    RELEASE   NAME                        removes a name
+    ANNOTATE  ANNOTATION                  instructions before START belong to another step
 
-Sizes are bytes and times nanoseconds. As in that system's simulator, constants never leave, an op that changes a tensor
-makes a new storage of the same size for the name it was called by, and what is still named at the end is a result: it
-must be there when the step ends. Any op may be replayed.
+Sizes are in bytes and times in nanoseconds. As in that system's simulator, constants never leave; an op that changes a
+tensor creates a new storage of the same size for the changed name; tensors with names at the end are results, which
+must be on the device when the step ends. Any op may be replayed.
 
 Source: M. Kirisame, S. Lyubomirsky, A. Haan, J. Brennan, M. He, J. Roesch, T. Chen, Z. Tatlock, "Dynamic Tensor
 Rematerialization", ICLR 2021, appendix C; the prototype's public repository has eight such logs of a Titan V.
@@ -48,11 +49,11 @@ TITAN_V_LINK = Link(
 def read(
     path: str | os.PathLike[str], *, release: LoggedRelease = LoggedRelease.PROGRAM, link: Link | None = None
 ) -> Imported:
-    """The step in a log.
+    """Read the step in a log.
 
     Raises:
-        UsageError: there is no such file.
-        TraceError: a line is malformed, or says what cannot be; names the line and the op.
+        UsageError: the file does not exist.
+        TraceError: a line is malformed or inconsistent; the message names the line and the op.
     """
     path = pathlib.Path(path)
     reader = _Reader(path)
@@ -63,13 +64,13 @@ def read(
 
 
 class _Reader:
-    """Goes through the lines; once more than that to find where the step begins."""
+    """Reads the lines of a log, after a first pass that finds the step's beginning."""
 
     def __init__(self, path: pathlib.Path) -> None:
         self.log = Log()
         self._path = path
         self._lines = enumerate(read_lines(path, LARGEST_LOG_BYTES), 1)
-        self._at_line = 0  # of the line that was read last
+        self._at_line = 0  # number of the line read last
         self._storage_of: dict[str, int] = {}
         self._released: set[str] = set()
         self._earlier: set[str] = set()  # names of the step before START
@@ -77,7 +78,7 @@ class _Reader:
         self._has_begun = False
 
     def run(self) -> None:
-        """Take down every instruction after the first START; all of them where there is none."""
+        """Read all instructions after the first START, or all if there is none."""
         handlers: dict[str, Callable[[dict[str, Any]], None]] = {
             "CONSTANT": self._constant,
             "CALL": self._call,
@@ -152,7 +153,7 @@ class _Reader:
         arguments = [self._find(name, op) for name in names]
         positions = line.get("MUTATE")
         if not isinstance(positions, list) or any(type(each) is not int for each in positions):
-            raise self._error(f"{op}: MUTATE is a list of positions, not {positions!r}")
+            raise self._error(f"{op}: MUTATE must be a list of positions, not {positions!r}")
         if len(set(positions)) != len(positions) or not all(0 <= each < len(names) for each in positions):
             raise self._error(f"{op} changes arguments {positions} of {len(names)}")
         changed = [names[each] for each in positions]
@@ -177,7 +178,7 @@ class _Reader:
     def _release(self, line: dict[str, Any]) -> None:
         name = self._text(line, "NAME")
         if name in self._earlier and name not in self._storage_of:
-            return  # of the step before
+            return  # a name of the previous step
         self._drop(self._find(name, "RELEASE"))
         self._released.add(name)
 
@@ -209,16 +210,16 @@ class _Reader:
         try:
             line = json.loads(text)
         except (ValueError, RecursionError) as error:
-            raise self._error(f"not a line of JSON, or cut off: {error}") from error
+            raise self._error(f"not a line of JSON, or truncated: {error}") from error
         if not isinstance(line, dict):
             raise self._error(f"expected an instruction, found {text[:60]!r}")
         return line
 
     def _follow(self, kind: str, name: str, *, least: int = 0) -> int:
-        """The number in the MEMORY or ALIAS line that must come now."""
+        """Return the number in the MEMORY or ALIAS line that must come next."""
         number, text = next(self._lines, (0, ""))
         if not number:
-            raise self._error("the log is cut off here")
+            raise self._error("the log is truncated here")
         line = self._parse(number, text)
         if line.get("INSTRUCTION") != kind or line.get("NAME") != name:
             found = f"{describe(line.get('INSTRUCTION'))} of {describe(line.get('NAME'))}"
@@ -226,7 +227,7 @@ class _Reader:
         return self._number(line, kind, least=least)
 
     def _number(self, line: dict[str, Any], field: str, *, least: int = 0) -> int:
-        """A whole number, which may be written as text."""
+        """Return a field as an integer, which may be written as text."""
         value = line.get(field)
         try:
             number = int(value) if isinstance(value, str) else value
@@ -243,7 +244,7 @@ class _Reader:
     def _texts(self, line: dict[str, Any], field: str) -> list[str]:
         values = line.get(field)
         if not isinstance(values, list) or not all(isinstance(each, str) and each.isprintable() for each in values):
-            raise self._error(f"{line.get('INSTRUCTION')}: {field} is {ascii(values)[:60]}, where names should be")
+            raise self._error(f"{line.get('INSTRUCTION')}: {field} is {ascii(values)[:60]}, not a list of names")
         return values
 
     def _place(self) -> str:

@@ -1,4 +1,4 @@
-"""Kernel traces of the G10 artifact: `kernels.config`, which its program writes for every net, batch and time table.
+"""Kernel traces of the G10 artifact: `kernels.config`, which it writes for every network, batch and time table.
 
     Kernel ID: 4, Name: Conv2d_Forward
     Parent Layer ID:3; Name:Conv2d
@@ -9,9 +9,9 @@
     tensor20 Is weight (global)?: 0, Size in byte: 1416167424, Range:9828384768--11244552192
     ____________________________________________________________________
 
-Times are cycles at 1.2 GHz. As in that artifact, a global tensor is there for the whole step, any other from its first
-use to its last; an output that was there before is overwritten; a kernel's workspace is one of its outputs. The file
-knows no other end of a tensor, so both kinds of release mean the same here.
+Times are cycles at 1.2 GHz. As in that artifact, a global tensor lives for the whole step, any other from its first to
+its last use; an existing output is overwritten; a kernel's workspace is one of its outputs. The file has no releases,
+so both members of `LoggedRelease` mean the last use.
 
 Source: H. Zhang, Y. E. Zhou, Y. Xue, Y. Liu, J. Huang, "G10: Enabling An Efficient Unified GPU Memory and Storage
 Architecture with Smart Tensor Migrations", MICRO 2023; the format is that of its public artifact.
@@ -49,23 +49,23 @@ _KERNEL = re.compile(r"Kernel ID: (\d{1,18}), Name: (\S+)")
 _TIME = re.compile(r"Execution Time: (-?\d{1,18})")
 _TENSOR = re.compile(r"(tensor\d+) Is weight \(global\)\?: ([01]), Size in byte: (-?\d{1,18})(?:,.*)?")
 _REST = re.compile(r"Parent .*|\(.*\)|")
-"""What a kernel's lines also say, and no one needs here."""
+"""Lines of a kernel that are ignored."""
 
 RANDOM = frozenset({"Dropout_Forward"})
 """Kernels that draw random numbers."""
 
 _Tensors = dict[str, tuple[int, bool]]
-"""Bytes, and whether it is global, by name."""
+"""Bytes of each tensor, and whether it is global, by name."""
 
 
 def read(
     path: str | os.PathLike[str], *, release: LoggedRelease = LoggedRelease.PROGRAM, link: Link | None = None
 ) -> Imported:
-    """The step in a `kernels.config`, or in the folder that it lies in.
+    """Read the step in a `kernels.config` file or the folder that contains it.
 
     Raises:
-        UsageError: there is no such file.
-        TraceError: a line is malformed, or says what cannot be; names the line and the kernel.
+        UsageError: the file does not exist.
+        TraceError: a line is malformed or inconsistent; the message names the line and the kernel.
     """
     path = pathlib.Path(path)
     path = path / "kernels.config" if path.is_dir() else path
@@ -80,7 +80,7 @@ def read(
 
 
 class _Reader:
-    """Goes through the lines; a kernel is taken down at the rule below it."""
+    """Reads the lines; a kernel is added at the horizontal line below it."""
 
     def __init__(self, path: pathlib.Path) -> None:
         self.log = Log()
@@ -97,7 +97,7 @@ class _Reader:
         self._side: _Tensors | None = None
 
     def run(self) -> None:
-        """Take down every kernel. What is there for the whole step comes first, wherever it is named first."""
+        """Add all global tensors, then every kernel."""
         for text in self._each_line():
             found = _TENSOR.fullmatch(text)
             if found and found[2] == "1" and found[1] not in self._blocks:
@@ -105,7 +105,7 @@ class _Reader:
         for text in self._each_line():
             self._take(text)
         if self._name:
-            raise self._error("the file is cut off within this kernel")
+            raise self._error("the file is truncated within this kernel")
         if not self._count:
             raise TraceError(f"{self._path} has no kernels")
         for name, block in self._blocks.items():
@@ -134,13 +134,13 @@ class _Reader:
         elif found := _TENSOR.fullmatch(text):
             self._add_tensor(found[1], int(found[3]), found[2] == "1")
         elif not _REST.fullmatch(text):
-            raise self._error(f"{text[:60]!r} is not of this format")
+            raise self._error(f"{text[:60]!r} is not a line of this format")
 
     def _begin_kernel(self, number: int, name: str) -> None:
         if self._name:
-            raise self._error(f"it is cut off before kernel {number} ({name})")
+            raise self._error(f"it is truncated before kernel {number} ({name})")
         if number != self._count:
-            raise self._error(f"kernel {number} ({name}) comes where kernel {self._count} should")
+            raise self._error(f"found kernel {number} ({name}) instead of kernel {self._count}")
         self._begin(name)
 
     def _add_tensor(self, name: str, nbytes: int, is_global: bool) -> None:
@@ -150,7 +150,7 @@ class _Reader:
             raise self._error(f"{name} has {nbytes} bytes")
         known = self._known.setdefault(name, (nbytes, is_global))
         if known != (nbytes, is_global):
-            raise self._error(f"{name} has {nbytes} bytes here and {known[0]} before, or is global only once")
+            raise self._error(f"{name} had {known[0]} bytes before and has {nbytes} here, or is global only once")
         self._side[name] = known
 
     def _end_kernel(self) -> None:

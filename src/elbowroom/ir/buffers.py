@@ -101,8 +101,8 @@ def check_buffers(buffers: Sequence[Buffer]) -> None:
     if clash is not None:
         one, other = clash
         raise TraceError(
-            f"buffers {one.id} and {other.id} are pinned to offsets {one.offset} and {other.offset}, where one lies "
-            "upon the other while both are there"
+            f"buffers {one.id} and {other.id} are pinned to offsets {one.offset} and {other.offset}, where they "
+            "overlap while both are live"
         )
 
 
@@ -137,7 +137,7 @@ def check_layout(buffers: Sequence[Buffer], layout: Layout) -> None:
             raise InternalError(f"buffer {buffer.id} is at {offset} and pinned to {buffer.offset}")
     clash = find_clash(buffers, layout.offsets)
     if clash is not None:
-        raise InternalError(f"buffers {clash[0].id} and {clash[1].id} lie upon each other while both are there")
+        raise InternalError(f"buffers {clash[0].id} and {clash[1].id} overlap while both are live")
     ends = (offset + buffer.nbytes for buffer, offset in zip(buffers, layout.offsets, strict=True))
     if layout.arena_bytes != max(ends, default=0):
         raise InternalError(f"the arena is said to have {layout.arena_bytes} bytes, and does not")

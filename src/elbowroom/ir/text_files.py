@@ -102,7 +102,7 @@ def _open_regular(path: pathlib.Path) -> IO[bytes]:
     mode = os.fstat(number).st_mode
     if kind := _KINDS.get(stat.S_IFMT(mode)):
         os.close(number)
-        raise UsageError(f"cannot read {path}: it is {kind}, not a file; write what it gives to a file first")
+        raise UsageError(f"cannot read {path}: it is {kind}, not a file; write its output to a file first")
     try:
         return os.fdopen(number, "rb")
     except OSError:  # a folder

@@ -1,4 +1,4 @@
-// Requests, and the limit. How segments become larger and smaller is in arena_segments.cpp.
+// Requests and the limit. arena_segments.cpp splits, merges, maps and unmaps segments.
 #include "arena.h"
 
 #include <pthread.h>
@@ -9,10 +9,10 @@ namespace elbowroom {
 
 namespace {
 
-constexpr size_t MOST_BYTES = size_t{1} << 41;  // of addresses
+constexpr size_t MOST_BYTES = size_t{1} << 41;  // of the address range
 constexpr size_t LEAST_BYTES = size_t{1} << 31;
-constexpr size_t GROWING_LOOKED_AT = 16;  // free segments, of which one grows
-constexpr size_t MOST_TRIES = 8;          // to get pages
+constexpr size_t GROWING_LOOKED_AT = 16;  // free segments to consider for growing
+constexpr size_t MOST_TRIES = 8;          // to map pages
 constexpr size_t LEAST_GIVEN_BYTES = size_t{1} << 20;
 constexpr size_t HEADROOM_PARTS = 64;
 constexpr size_t LEAST_HEADROOM_BYTES = size_t{1} << 20;
@@ -70,7 +70,7 @@ void* Arena::allocate(size_t nbytes) {
   return block;
 }
 
-// Makes a block of the beginning of a mapped segment.
+// Makes the beginning of a mapped segment a block.
 void* Arena::hand_out(Segment* segment, size_t nbytes) {
   Segment* const block = cut(segment, segment->begin, nbytes);
   if (block == nullptr) {
@@ -83,7 +83,7 @@ void* Arena::hand_out(Segment* segment, size_t nbytes) {
   counts_.live_bytes += nbytes;
   counts_.live_peak_bytes = std::max(counts_.live_peak_bytes, counts_.live_bytes);
   highest_live_bytes_ = std::max(highest_live_bytes_, counts_.live_bytes);
-  // Pages that were added have not been written to, so what is resident is within the limit all the time.
+  // New pages are not resident until they are written to, so resident bytes never exceed the limit.
   if (counts_.mapped_bytes > find_limit()) give_back(find_limit());
   counts_.mapped_peak_bytes = std::max(counts_.mapped_peak_bytes, counts_.mapped_bytes);
   return reinterpret_cast<void*>(block->begin);
@@ -110,7 +110,7 @@ bool Arena::owns(const void* address) const {
   return block != nullptr && block->begin == begin && block->state == State::LIVE;
 }
 
-// Adds pages until there is a free mapped segment of so many bytes. Null if there are none to be had.
+// Maps pages until there is a free mapped segment of `nbytes`. Returns null if the kernel refuses them.
 Segment* Arena::grow(size_t nbytes) {
   for (size_t tries = 0; tries < MOST_TRIES; ++tries) {
     Segment* segment = find_growing(nbytes);
@@ -123,7 +123,7 @@ Segment* Arena::grow(size_t nbytes) {
   return nullptr;
 }
 
-// The free segment that needs the fewest pages to have so many bytes, or nearly.
+// Finds the free segment that needs (nearly) the fewest new pages to have `nbytes`.
 Segment* Arena::find_growing(size_t nbytes) const {
   const auto count_free = [](const Segment* neighbour) {
     const bool is_unmapped = neighbour != nullptr && neighbour->state == State::UNMAPPED;
@@ -139,7 +139,7 @@ Segment* Arena::find_growing(size_t nbytes) const {
   return unmapped_.find_first([&](const Segment& each) { return each.nbytes >= in_pages; });
 }
 
-// The kernel gave no pages: give some back first. Returns whether it is worth another try.
+// Unmaps free pages after the kernel has refused new ones. Returns whether to try again.
 bool Arena::find_room(size_t nbytes, size_t tries) {
   const size_t wanted = tries == 0 ? round_up(nbytes, page_bytes_) : counts_.mapped_bytes;
   return give_back(counts_.mapped_bytes - std::min(counts_.mapped_bytes, wanted)) > 0;
@@ -160,7 +160,8 @@ size_t Arena::trim(size_t keep_bytes) {
   return give_back(counts_.live_bytes + std::min(keep_bytes, counts_.mapped_bytes));
 }
 
-// Unmaps free pages, the largest segments first, until no more bytes are mapped than these. Returns how many it gave.
+// Unmaps free pages, the largest segments first, until at most `most_mapped_bytes` are mapped. Returns the unmapped
+// bytes.
 size_t Arena::give_back(size_t most_mapped_bytes) {
   size_t given_bytes = 0;
   while (counts_.mapped_bytes > most_mapped_bytes) {

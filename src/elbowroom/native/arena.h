@@ -1,20 +1,20 @@
-// CPU memory for blocks of some size, in few pages: what is mapped stays close to what is live.
+// Allocator of larger CPU blocks that keeps the mapped bytes close to the live bytes.
 //
-//   request --> is a free segment with pages large enough?
+//   request --> is a free mapped segment large enough?
 //                 | yes: the smallest          | no
 //                 |                            v
-//                 |        the largest one that can grow over free addresses beside it gets the pages that are missing;
-//                 |        where that maps more than the limit, other free segments give pages back, the largest first
+//                 |        map the missing pages of the largest free segment that can grow into unmapped neighbours;
+//                 |        above the limit, unmap pages of other free segments, the largest first
 //                 v                            v
 //     |live|mapped|live|..unmapped..|live|mapped|..unmapped..
 //
-// Blocks are mapped when they are handed out, and what is free and unmapped has no pages. So the mapped bytes are an
-// upper bound of the resident ones whatever the kernel does (huge pages included), and are equal to them if every block
-// is written to. Limits on data and on address space count just these bytes: nothing is reserved ahead. Pages are
-// unmapped (and not marked by MADV_FREE, which leaves them resident until the kernel needs them).
+// Blocks are always mapped, and unmapped segments have no pages. So the mapped bytes are an upper bound of the resident
+// bytes (huge pages included), and are equal to them if every block is written to. Limits on data and on address space
+// count exactly these bytes: nothing is reserved ahead. Pages are unmapped, not marked by MADV_FREE, which leaves them
+// resident until the kernel needs them.
 //
-// The limit is the highest live bytes so far and a sixty-fourth of them, at least 1 MiB. It never refuses a request:
-// holes between blocks cost page faults, not memory, except for the pages that a block shares with a hole.
+// The limit is the peak of live bytes so far plus a sixty-fourth of it, at least 1 MiB. It never refuses a request:
+// holes between blocks cost page faults, not memory, except for pages that a block shares with a hole.
 #pragma once
 
 #include <cstddef>
@@ -28,16 +28,16 @@
 namespace elbowroom {
 
 struct ArenaStatistics {
-  size_t live_bytes;         // of the blocks, each rounded up to the alignment
+  size_t live_bytes;         // blocks, each rounded up to the alignment
   size_t live_peak_bytes;
-  size_t mapped_bytes;       // live ones and free ones, in whole pages
-  size_t mapped_peak_bytes;  // when a request was done
-  size_t limit_bytes;        // of `mapped_bytes`, now
+  size_t mapped_bytes;       // live and free, in whole pages
+  size_t mapped_peak_bytes;  // at the end of a request
+  size_t limit_bytes;        // current limit of `mapped_bytes`
   size_t blocks;
-  // Counted from the beginning:
-  size_t requests;           // served
-  size_t reused;             // of these: from pages that were mapped
-  size_t failed;             // not served
+  // Totals:
+  size_t requests;           // requests served
+  size_t reused;             // of these, served from mapped pages
+  size_t failed;             // requests not served
   size_t newly_mapped_bytes;
   size_t given_back_bytes;
 };
@@ -47,35 +47,35 @@ class Arena {
   static constexpr size_t ALIGNMENT = 64;  // PyTorch's
 
   Arena();
-  ~Arena();  // unmaps all, live blocks too
+  ~Arena();  // unmaps everything, including live blocks
   Arena(const Arena&) = delete;
   Arena& operator=(const Arena&) = delete;
 
-  // The one of this process, which survives forks. It is never destroyed: blocks may outlive everything else.
+  // The arena of this process, which works after a fork. Never destroyed, since blocks may outlive other statics.
   static Arena& get();
 
-  // A block at a multiple of the alignment. Null for no bytes, and if the kernel gives no memory.
+  // Returns an aligned block; null for 0 bytes, or if the kernel refuses memory.
   void* allocate(size_t nbytes);
 
-  // Returns false, and does nothing, if no block begins there.
+  // Returns false, without effect, if no block begins at the address.
   bool free(void* address);
 
-  // Whether a block begins there.
+  // Returns whether a block begins at the address.
   bool owns(const void* address) const;
 
-  // Live bytes of the past count for no more than this towards the limit, and pages beyond it are given back.
+  // Lowers the peak that sets the limit to at most `nbytes`, and unmaps pages beyond the new limit.
   void forget_peak(size_t nbytes);
 
-  // Give free pages back, the largest segments first, until at most so many free bytes are mapped. Returns the bytes.
+  // Unmaps free pages, the largest segments first, until at most `keep_bytes` free bytes are mapped. Returns the bytes.
   size_t trim(size_t keep_bytes);
 
   void reset_peaks();
   ArenaStatistics get_statistics() const;
 
-  // What the kernel says of the mapped bytes. Cost: linear in the pages.
+  // Resident bytes according to the kernel. Cost: linear in the pages.
   size_t count_resident_bytes() const;
 
-  // For tests: all segments, and which rule they break (null: none).
+  // For tests: all segments, and the invariant that they violate (null if none).
   std::vector<Segment> list_segments() const;
   const char* check() const;
 
@@ -100,7 +100,7 @@ class Arena {
   size_t give_back_part(Segment* segment, size_t nbytes);
 
   const size_t page_bytes_;
-  uintptr_t begin_ = 0;  // of the addresses that blocks have; 0 if there are none
+  uintptr_t begin_ = 0;  // of the address range; 0 if none was found
   uintptr_t end_ = 0;
 
   mutable std::mutex mutex_;

@@ -1,4 +1,4 @@
-// The arena's segments: cut, merged, mapped and unmapped; and the rules that they keep.
+// Splits, merges, maps and unmaps the arena's segments, and checks their invariants.
 #include <algorithm>
 
 #include "arena.h"
@@ -23,12 +23,12 @@ SegmentTree<SizeOrder>& Arena::find_tree(const Segment& segment) {
   return segment.state == State::MAPPED ? mapped_ : unmapped_;
 }
 
-// The segment that an address lies in.
+// Returns the segment that contains an address.
 Segment* Arena::find_segment(uintptr_t address) const {
   return segments_.find_last_before([&](const Segment& each) { return each.begin > address; });
 }
 
-// A new segment like the one before it. `pool_` has one.
+// Inserts a segment in the state of the one before it. `pool_` must have one.
 Segment* Arena::add_after(Segment* segment, uintptr_t begin, size_t nbytes) {
   Segment* const made = pool_.make();
   made->begin = begin;
@@ -42,7 +42,7 @@ Segment* Arena::add_after(Segment* segment, uintptr_t begin, size_t nbytes) {
   return made;
 }
 
-// A part of a free segment as a segment of its own, in no tree of free ones. Null if there is no memory for that.
+// Splits a part off a free segment and returns it, in no tree of free segments. Null if memory is exhausted.
 Segment* Arena::cut(Segment* segment, uintptr_t begin, size_t nbytes) {
   if (!pool_.reserve(2)) return nullptr;
   const uintptr_t last = segment->end();
@@ -62,7 +62,7 @@ Segment* Arena::cut(Segment* segment, uintptr_t begin, size_t nbytes) {
   return part;
 }
 
-// Makes a segment that is in no tree of free ones free. Returns it, together with its neighbours in that state.
+// Makes a segment free that is in no tree of free segments. Returns it, merged with its neighbours in the same state.
 Segment* Arena::settle(Segment* segment, State state) {
   segment->state = state;
   if (can_merge(segment, segment->after)) {
@@ -87,7 +87,7 @@ void Arena::merge(Segment* segment, Segment* after) {
   pool_.drop(after);
 }
 
-// Maps whole pages of an unmapped segment, which is then the mapped one around them, or what it was.
+// Maps whole pages of an unmapped segment. On success `segment` is the mapped segment that contains them.
 Mapping Arena::map_part(Segment*& segment, uintptr_t begin, size_t nbytes) {
   Segment* const part = cut(segment, begin, nbytes);
   if (part == nullptr) return Mapping::REFUSED;
@@ -105,7 +105,7 @@ Mapping Arena::map_part(Segment*& segment, uintptr_t begin, size_t nbytes) {
   return mapping;
 }
 
-// Maps pages so that a free segment has so many bytes: in it, or after and before it.
+// Maps pages in a free segment, or after and before it, until it has `nbytes`.
 Mapping Arena::extend(Segment*& segment, size_t nbytes) {
   const auto count_missing = [&] {
     const size_t missing = nbytes - (segment->state == State::MAPPED ? segment->nbytes : 0);
@@ -124,7 +124,7 @@ Mapping Arena::extend(Segment*& segment, size_t nbytes) {
   return mapping;
 }
 
-// Unmaps whole pages of a free mapped segment, where possible beside unmapped ones. Returns how many bytes.
+// Unmaps whole pages of a free mapped segment, if possible next to an unmapped one. Returns the unmapped bytes.
 size_t Arena::give_back_part(Segment* segment, size_t nbytes) {
   const uintptr_t low = (segment->begin + page_bytes_ - 1) / page_bytes_ * page_bytes_;
   const uintptr_t high = segment->end() / page_bytes_ * page_bytes_;

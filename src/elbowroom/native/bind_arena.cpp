@@ -1,4 +1,4 @@
-// The arena as Python sees it: for tests and figures. Addresses are integers, 0 for none.
+// Python bindings of the arena, for tests and figures. Addresses are integers, 0 for none.
 #include <pybind11/pybind11.h>
 
 #include <cstdint>
@@ -41,28 +41,28 @@ void bind_arena(py::module_& module) {
   const auto to_address = [](void* block) { return reinterpret_cast<uintptr_t>(block); };
   const auto to_block = [](uintptr_t address) { return reinterpret_cast<void*>(address); };
   using no_gil = py::call_guard<py::gil_scoped_release>;
-  py::class_<Arena, std::unique_ptr<Arena>>(module, "Arena", "CPU memory in few pages.", py::module_local())
+  py::class_<Arena, std::unique_ptr<Arena>>(module, "Arena", "CPU memory with few unused pages.", py::module_local())
       .def(py::init<>())
       .def(
           "allocate", [=](Arena& arena, size_t nbytes) { return to_address(arena.allocate(nbytes)); },
-          py::arg("nbytes"), no_gil(), "The address of a block; 0 if the system gives no memory.")
+          py::arg("nbytes"), no_gil(), "Return the address of a new block; 0 if the system refuses memory.")
       .def(
           "free", [=](Arena& arena, uintptr_t address) { return arena.free(to_block(address)); }, py::arg("address"),
-          no_gil(), "Returns False if no block begins there.")
+          no_gil(), "Free a block. Returns False if none begins at the address.")
       .def(
           "owns", [=](const Arena& arena, uintptr_t address) { return arena.owns(to_block(address)); },
-          py::arg("address"), "Whether a block begins there.")
+          py::arg("address"), "Tell whether a block begins at the address.")
       .def(
           "forget_peak", &Arena::forget_peak, py::arg("nbytes"),
-          "Live bytes of the past count for no more than this towards the limit of the mapped ones.")
-      .def("trim", &Arena::trim, py::arg("keep_bytes"), "Keep so many free bytes mapped. Returns the bytes given back.")
+          "Lower the peak of live bytes that limits the mapped bytes.")
+      .def("trim", &Arena::trim, py::arg("keep_bytes"), "Unmap free pages beyond `keep_bytes`. Returns their bytes.")
       .def("reset_peaks", &Arena::reset_peaks)
       .def("statistics", [](const Arena& arena) { return describe(arena.get_statistics()); })
-      .def("count_resident_bytes", &Arena::count_resident_bytes, "What the kernel says.")
-      .def("list_segments", &list_segments, "Address, bytes and state of each.")
-      .def("check", &Arena::check, "Which rule the segments break; None if none.");
+      .def("count_resident_bytes", &Arena::count_resident_bytes, "Resident bytes according to the kernel.")
+      .def("list_segments", &list_segments, "Return address, bytes and state of each segment.")
+      .def("check", &Arena::check, "Return the invariant that the segments violate; None if there is none.");
   module.def(
-      "get_arena", &Arena::get, py::return_value_policy::reference, "The one of this process, which survives forks.");
+      "get_arena", &Arena::get, py::return_value_policy::reference, "Return the arena of this process.");
 }
 
 }  // namespace elbowroom

@@ -1,4 +1,4 @@
-// What Python sees of the ledger.
+// Python bindings of the ledger.
 #include <ATen/Parallel.h>
 #include <pybind11/pybind11.h>
 #include <torch/csrc/DynamicTypes.h>
@@ -21,7 +21,7 @@ namespace py = pybind11;
 
 namespace {
 
-// Calls Python from an allocation, in whatever thread that is. What Python raises passes through the op that allocates.
+// Calls Python from an allocation in any thread. Python exceptions propagate through the op that allocates.
 class AskPython {
  public:
   explicit AskPython(PyObject* callable) : callable_(callable) {}
@@ -34,11 +34,11 @@ class AskPython {
 
  private:
   static bool can_call() {
-    // A worker of a parallel loop must not wait for the lock that the loop's caller may hold.
+    // A worker of a parallel loop must not wait for the GIL, which the loop's caller may hold.
     return is_python_there() && (PyGILState_Check() == 1 || !at::in_parallel_region());
   }
 
-  PyObject* callable_;  // for ever: a scope is never destroyed
+  PyObject* callable_;  // never freed, like the scope
 };
 
 py::tuple take_changes(Scope& scope) {
@@ -74,43 +74,43 @@ void bind_ledger(py::module_& module) {
       .def_property_readonly("adopted_bytes", &Scope::adopted_bytes)
       .def_property_readonly("peak_bytes", &Scope::peak_bytes)
       .def_property("limit_bytes", &Scope::limit_bytes, &Scope::set_limit)
-      .def("take_recent_peak", &Scope::take_recent_peak, "Return the most that was live since this was last called.")
-      .def("reset_peak", &Scope::reset_peak, "Let `peak_bytes` begin at what is live now.")
+      .def("take_recent_peak", &Scope::take_recent_peak, "Return the peak of live bytes since the last call.")
+      .def("reset_peak", &Scope::reset_peak, "Reset `peak_bytes` to the live bytes.")
       .def(
           "set_make_room",
           [](Scope& scope, const py::function& make_room) {
             scope.set_make_room(AskPython(make_room.inc_ref().ptr()));
           },
           py::arg("make_room"),
-          "Call `make_room(requested_bytes, missing_bytes)` before a request that would go over the limit, and with 0 "
-          "missing bytes where the system refuses memory. It frees memory and returns True, raises, or returns False to "
-          "let the request pass.")
-      .def("set_recording", &Scope::set_recording, py::arg("is_recording"), "Record every change of the live bytes, or no more.")
-      .def("take_changes", &take_changes, "Times (nanoseconds) and live bytes so far, as the bytes of int64 arrays.")
+          "Call `make_room(requested_bytes, missing_bytes)` before a request that would exceed the limit, and with 0 "
+          "missing bytes if the system refuses memory. It returns True after freeing memory, returns False to let the "
+          "request pass, or raises.")
+      .def("set_recording", &Scope::set_recording, py::arg("is_recording"), "Start or stop recording changes of the live bytes.")
+      .def("take_changes", &take_changes, "Return times (ns) and live bytes of the changes, as bytes of int64 arrays.")
       .def(
           "adopt",
           [](Scope& scope, const py::object& storage, bool is_input) {
             return Ledger::get().adopt(unpack(storage), scope, is_input);
           },
           py::arg("storage"), py::arg("is_input"),
-          "Count a storage that was there before: until it dies, an input only until `drop_inputs()`. Returns whether "
-          "it was not counted already.")
+          "Count an existing storage until it is freed, an input until `drop_inputs()`. Returns whether it was not "
+          "counted before.")
       .def(
           "adopt_inputs", &adopt_inputs, py::arg("tensors"),
-          "Adopt the storages of plain tensors as inputs. Returns whether one was not counted already.")
-      .def("drop_inputs", &Scope::drop_inputs, "Count the inputs that were adopted no longer.")
-      .def("close", [](Scope& scope) { Ledger::get().close_scope(scope); }, "No limit from now on.");
+          "Adopt the storages of plain tensors as inputs. Returns whether one was not counted before.")
+      .def("drop_inputs", &Scope::drop_inputs, "Stop counting adopted inputs.")
+      .def("close", [](Scope& scope) { Ledger::get().close_scope(scope); }, "Close the scope and remove its limit.");
   module.def(
       "make_scope", [] { return &Ledger::get().make_scope(); }, py::return_value_policy::reference,
-      "Register the ledger as the CPU's allocator, if it is not yet, and make a scope.");
+      "Register the ledger as the CPU allocator, if it is not yet, and make a scope.");
   module.def(
       "trim_pages", [](bool everywhere) { Ledger::get().trim(everywhere); }, py::arg("everywhere"),
       py::call_guard<py::gil_scoped_release>(),
-      "Give back the arena's pages that neither live blocks nor the steps that are running can need, and with "
-      "`everywhere` what the C library keeps free.");
+      "Unmap the arena's pages that neither live blocks nor running steps can need, and with `everywhere` return the C "
+      "library's free memory, too.");
   module.def(
       "enter_scope", &Ledger::enter, py::return_value_policy::reference, py::arg("scope"),
-      "Let a scope count what this thread allocates, or every scope if it is None. Returns the one before.");
+      "Let a scope (None: every scope) count this thread's allocations. Returns the previous scope.");
 }
 
 }  // namespace elbowroom

@@ -1,4 +1,4 @@
-// What Python sees of the tensors that autograd has saved.
+// Python bindings of saved tensors.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
@@ -76,10 +76,10 @@ py::list list_entries(const std::vector<SavedTensors::Entry>& entries) {
 
 void bind_saves(py::module_& module) {
   py::class_<Timetable, std::shared_ptr<Timetable>>(
-      module, "Timetable", "What a trace says of the tensors that autograd saves and needs.")
+      module, "Timetable", "The saves and needs of a trace.")
       .def(
           py::init(&make_timetable), py::arg("saves"), py::arg("needs"), py::arg("storages"),
-          "`saves`: tick, storage, bytes and whether that outlives the step, of each; `needs`: tick and save.");
+          "`saves`: tick, storage, bytes, and whether the storage outlives the step; `needs`: tick and save.");
   py::class_<Save, SavePtr>(module, "Save", "One tensor that autograd has saved.")
       .def_readonly("index", &Save::index)
       .def_readonly("version", &Save::version)
@@ -92,9 +92,9 @@ void bind_saves(py::module_& module) {
           })
       .def_property_readonly(
           "is_written", [](const Save& save) { return save.record && save.record->version != save.seen; },
-          "Whether an op has written to its storage since.");
+          "True if an op has written to its storage since the save.");
   py::class_<SavedTensors, std::shared_ptr<SavedTensors>>(
-      module, "SavedTensors", "What autograd saves and needs in one step.")
+      module, "SavedTensors", "The tensors that autograd saves and needs in one step.")
       .def(
           py::init(&make_saved_tensors), py::arg("watch"), py::arg("device"), py::arg("host"), py::arg("known"),
           py::arg("least_bytes"))

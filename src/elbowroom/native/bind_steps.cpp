@@ -1,4 +1,4 @@
-// What Python sees of a step's storages and ops.
+// Python bindings of a step's storages and ops.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 #include <torch/csrc/DynamicTypes.h>
@@ -34,7 +34,7 @@ StorageRecordPtr find_record(StorageTable& table, const c10::Storage& storage) {
   return table.find(storage.unsafeGetStorageImpl());
 }
 
-// `tensors` that are not on a device of this type, or have no storage, are left out.
+// Skips tensors on other devices or without a storage.
 void mark_staying(StorageTable& table, const py::list& tensors, const std::string& device_type) {
   const c10::DeviceType type = c10::Device(device_type).type();
   for (const py::handle each : tensors) {
@@ -109,7 +109,7 @@ bool ask_with_mutex(const Recording& recording, StorageTable& table) {
 }
 
 void bind_records(py::module_& module) {
-  py::class_<StorageRecord, StorageRecordPtr>(module, "StorageRecord", "What a step knows of one storage.")
+  py::class_<StorageRecord, StorageRecordPtr>(module, "StorageRecord", "Record of one storage of a step.")
       .def_property_readonly("ops", [](const StorageRecord& record) {
         py::list names;
         if (record.made_by) names.append(record.made_by->kind.name);
@@ -134,30 +134,30 @@ void bind_records(py::module_& module) {
             guard.unlock();
             return find_residence(record);
           },
-          py::arg("storage"), "Return the residence of a storage.")
+          py::arg("storage"), "Return the Python object of a storage's record, which is created if needed.")
       .def(
           "find",
           [](StorageTable& table, const py::handle& storage) -> py::object {
             const StorageRecordPtr record = find_record(table, unpack(storage));
             return record ? find_residence(record) : py::none();
           },
-          py::arg("storage"), "Return the residence of a storage that the step knows; None of others.")
+          py::arg("storage"), "Return the Python object of a storage's record; None if there is no record.")
       .def(
           "put",
           [](StorageTable& table, const py::handle& storage, const StorageRecordPtr& record) {
             const std::lock_guard<std::mutex> guard(table.mutex);
             table.put(unpack(storage), record);
           },
-          py::arg("storage"), py::arg("record"), "Let a record have a new storage, which has its contents.")
-      .def("mark_staying", &mark_staying, py::arg("tensors"), py::arg("device_type"), "These outlive the step.")
+          py::arg("storage"), py::arg("record"), "Give a record a new storage with the same contents.")
+      .def("mark_staying", &mark_staying, py::arg("tensors"), py::arg("device_type"), "Mark the storages of tensors that outlive the step.")
       .def("find_recording",
           [](StorageTable& table, const StorageRecordPtr& target) {
             const std::lock_guard<std::mutex> guard(table.mutex);
             return find_recording(target);
           },
-          py::arg("target"), "Return how a storage is computed again; None if it cannot be.")
-      .def("clear", &StorageTable::clear, py::call_guard<py::gil_scoped_release>(), "Forget all.");
-  py::class_<Recording, RecordingPtr>(module, "Recording", "How one storage is computed again.")
+          py::arg("target"), "Return the recording that recomputes a storage; None if there is none.")
+      .def("clear", &StorageTable::clear, py::call_guard<py::gil_scoped_release>(), "Remove all records.");
+  py::class_<Recording, RecordingPtr>(module, "Recording", "The ops that recompute one storage.")
       .def_property_readonly("places", [](const Recording& recording) {
         py::list places;
         for (const RecordedOpPtr& op : recording.ops) places.append(op->place);
@@ -179,10 +179,10 @@ void bind_records(py::module_& module) {
       .def_readonly("nbytes", &Recording::nbytes)
       .def("is_open", &ask_with_mutex<&Recording::is_open>, py::arg("table"))
       .def("is_current", &ask_with_mutex<&Recording::is_current>, py::arg("table"));
-  module.def("count_replay", &count_replay, py::arg("recordings"), "Return the bytes that a replay allocates at most.");
+  module.def("count_replay", &count_replay, py::arg("recordings"), "Return the peak bytes that a replay allocates.");
   module.def(
       "replay", &replay_all, py::arg("recordings"), py::arg("leaves"),
-      "Compute the targets of recordings again. `leaves`: pairs of record and storage. Returns the targets' storages.");
+      "Replay recordings and return the storages of their targets. `leaves`: pairs of record and storage.");
 }
 
 py::object run_region(
@@ -193,7 +193,7 @@ py::object run_region(
   return result;
 }
 
-// Runs in the main thread, between two instructions of Python. Takes over the reference to what it calls.
+// Runs in the main thread between two bytecode instructions. Steals the reference to `function`.
 int run_pending(void* function) {
   if (PythonCall::is_inside()) return Py_AddPendingCall(&run_pending, function);
   try {
@@ -220,7 +220,7 @@ void bind_watch(py::module_& module) {
       .def("set_state_moves", &OpWatch::set_state_moves, py::arg("before"), py::arg("after"))
       .def("stop_recording", &OpWatch::pass)
       .def("run_region", &run_region, py::arg("name"), py::arg("inputs"), py::arg("written"), py::arg("call"),
-          "Return what `call` returns, which is compiled code that writes to some tensors, and is one op of the step.")
+          "Run compiled code, which writes to the `written` tensors, as one op, and return the result of `call`.")
       .def("close", &OpWatch::close, py::call_guard<py::gil_scoped_release>())
       .def("make_recording", &OpWatch::make_recording, py::arg("ticks"), py::arg("target"))
       .def_property_readonly("ops", &OpWatch::ops)
@@ -229,13 +229,13 @@ void bind_watch(py::module_& module) {
       .def_property(
           "due_ops", [](const OpWatch& watch) { return watch.due_ops.load(); },
           [](OpWatch& watch, int64_t ops) { watch.due_ops = ops; });
-  module.def("set_watchers", &set_watchers, py::arg("watchers"), "Let these run every op of this thread from now on.");
-  module.def("get_watchers", &get_watchers, "Those of this thread.");
-  module.def("get_active_watchers", &get_active_watchers, "Those of them that run an op now.");
-  module.def("hide_from_guards", &hide_from_guards, "Have Dynamo's guards not see that ops are watched, in this thread.");
-  module.def("stop_hiding", &stop_hiding, py::arg("handle"), "End that.");
-  module.def("call_soon", &call_soon, py::arg("function"), "Have the main thread call this between two instructions of Python, not inside an op.");
-  module.def("name_running_op", [] { return get_thread().running == nullptr ? std::string() : *get_thread().running; }, "The op that this thread runs; empty outside of watched ops.");
+  module.def("set_watchers", &set_watchers, py::arg("watchers"), "Set the watchers that run every op of this thread.");
+  module.def("get_watchers", &get_watchers, "Return the watchers of this thread.");
+  module.def("get_active_watchers", &get_active_watchers, "Return the watchers that would run an op now.");
+  module.def("hide_from_guards", &hide_from_guards, "Hide the watchers' dispatch key from Dynamo's guards in this thread.");
+  module.def("stop_hiding", &stop_hiding, py::arg("handle"), "Undo `hide_from_guards`.");
+  module.def("call_soon", &call_soon, py::arg("function"), "Have the main thread call a function between two bytecode instructions, not inside an op.");
+  module.def("name_running_op", [] { return get_thread().running == nullptr ? std::string() : *get_thread().running; }, "Return the name of the op that this thread runs; empty outside of watched ops.");
   module.def(
       "learn",
       [](const py::function& find_kind, const py::object& residence) {
@@ -246,7 +246,7 @@ void bind_watch(py::module_& module) {
         });
         set_residence_class(residence);
       },
-      py::arg("find_kind"), py::arg("residence"), "Set who is asked for what is known of an op, and the class that stands for a record.");
+      py::arg("find_kind"), py::arg("residence"), "Set the function that returns the facts about an op, and the Python class of records.");
 }
 
 }  // namespace

@@ -1,4 +1,4 @@
-// The living blocks of the ledger, by address.
+// The live blocks of the ledger, by address.
 #pragma once
 
 #include <c10/core/Allocator.h>
@@ -18,11 +18,11 @@ class Scope;
 struct Block {
   c10::DataPtr memory;  // from the allocator below
   int64_t nbytes = 0;
-  Scope* scope = nullptr;  // null if a thread allocated it that was in no scope
-  int64_t epoch = 0;       // how many scopes had been made by then
+  Scope* scope = nullptr;  // null if the allocating thread was in no scope
+  int64_t epoch = 0;       // number of scopes made before the allocation
 };
 
-// Spread over locks of its own, since threads allocate at the same time.
+// Sharded over several locks, since threads allocate concurrently.
 class BlockTable {
  public:
   void put(void* address, Block block) {
@@ -42,14 +42,14 @@ class BlockTable {
     return block;
   }
 
-  // What is known of a block, without its memory.
+  // A block without its memory.
   struct Owner {
     int64_t nbytes;
     Scope* scope;
     int64_t epoch;
   };
 
-  // Whose a block is; nothing if there is no such block.
+  // Returns the owner of a block, if there is such a block.
   std::optional<Owner> find(void* address) {
     Shard& shard = find_shard(address);
     const std::lock_guard<std::mutex> guard(shard.mutex);
@@ -58,7 +58,7 @@ class BlockTable {
     return Owner{found->second.nbytes, found->second.scope, found->second.epoch};
   }
 
-  // Hand a block that is held over to another scope.
+  // Moves an existing block to another scope.
   void move(void* address, Scope* scope) {
     Shard& shard = find_shard(address);
     const std::lock_guard<std::mutex> guard(shard.mutex);
@@ -80,7 +80,7 @@ class BlockTable {
   };
 
   Shard& find_shard(void* address) {
-    // Blocks are 64 bytes apart at least.
+    // Blocks are at least 64 bytes apart.
     const auto bits = reinterpret_cast<uintptr_t>(address) >> 6;
     return shards_[(bits ^ (bits >> 9)) % shards_.size()];
   }

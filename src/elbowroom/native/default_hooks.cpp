@@ -18,8 +18,8 @@ namespace {
 
 namespace autograd = torch::autograd;
 
-// PyTorch asks its default engine for default hooks. This one has the engine that was there do everything else. Backward
-// passes that Python begins do not come here.
+// PyTorch asks its default engine for default hooks. This engine forwards all other calls to the previous one. Backward
+// passes that Python begins do not use it.
 class DefaultEngine final : public autograd::Engine {
  public:
   explicit DefaultEngine(autograd::Engine& engine) : engine_(engine) {}
@@ -66,7 +66,7 @@ DefaultEngine* served = nullptr;
 void serve_default_hooks() {
   static std::once_flag once;
   std::call_once(once, [] {
-    served = new DefaultEngine(autograd::Engine::get_default_engine());  // for ever: threads may run it at exit
+    served = new DefaultEngine(autograd::Engine::get_default_engine());  // never freed: threads may use it at exit
     autograd::set_default_engine_stub([]() -> autograd::Engine& { return *served; });
   });
 }

@@ -1,10 +1,10 @@
-// Has autograd ask a step for what it calls when it saves a tensor.
+// Makes a step provide autograd's default saved-tensor hooks.
 #pragma once
 
 namespace elbowroom {
 
-// From now on, and for ever, autograd asks the step that is watched in its thread, unless the program has set hooks of its
-// own (`torch.autograd.graph.saved_tensors_hooks`), which come first.
+// Installs, permanently, the hooks of the step that is watched in the current thread as autograd's default hooks. The
+// program's own hooks (`torch.autograd.graph.saved_tensors_hooks`) take precedence.
 void serve_default_hooks();
 
 }  // namespace elbowroom

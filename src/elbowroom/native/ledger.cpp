@@ -13,10 +13,10 @@ namespace elbowroom {
 
 namespace {
 
-// The highest there is: whoever registers an allocator later with less is refused, and with as much wraps this one.
+// The highest priority: later allocators of lower priority are refused, and those of equal priority wrap this one.
 constexpr uint8_t PRIORITY = 255;
 
-// Smaller blocks are many, and leave no holes to speak of.
+// Smaller blocks are frequent and leave only small holes.
 constexpr size_t LEAST_IN_ARENA = 16 << 10;
 
 thread_local Scope* current = nullptr;
@@ -47,7 +47,7 @@ Ledger::Ledger() : below_(c10::GetCPUAllocator()), has_arena_(below_ == c10::Get
       },
       [] { self->unlock_after_fork(); },
       [] {
-        // A worker that is forked inside a step is no part of it. A step that begins in the child sets its limit anew.
+        // A worker forked inside a step does not belong to it. A step that begins in the child sets its own limit.
         for (Scope* each : self->scopes_) each->set_limit(NO_LIMIT);
         self->unlock_after_fork();
       });
@@ -79,7 +79,7 @@ c10::DataPtr Ledger::allocate(size_t nbytes) {
   }
 }
 
-// A block. Where the system refuses memory, the running step makes room until there is some, or says why it cannot.
+// Allocates a block. If the system refuses memory, the running step frees memory until it succeeds, or throws.
 c10::DataPtr Ledger::take(size_t nbytes, Scope* scope) {
   while (true) {
     if (has_arena_ && nbytes >= LEAST_IN_ARENA) {
@@ -102,7 +102,7 @@ c10::DataPtr Ledger::take_below(size_t nbytes) {
   } catch (const c10::Error&) {
     const bool is_trimmed = trim_heap();
     const size_t given_bytes = has_arena_ ? Arena::get().trim(0) : 0;
-    if (!is_trimmed && given_bytes == 0) throw;  // which says what is wrong
+    if (!is_trimmed && given_bytes == 0) throw;
     return below_->allocate(nbytes);
   }
 }
@@ -131,7 +131,7 @@ Ledger::Scopes Ledger::list_scopes(int64_t epoch) {
 void Ledger::release(void* address) {
   std::optional<Block> block = get().blocks_.take(address);
   if (!block.has_value()) return;
-  block->memory.clear();  // before anybody counts on the room
+  block->memory.clear();  // before its bytes are subtracted
   get().remove(block->nbytes, block->scope, block->epoch);
 }
 
@@ -172,14 +172,14 @@ bool Ledger::adopt(const c10::Storage& storage, Scope& scope, bool is_input) {
   const auto owner = blocks_.find(address);
   if (owner.has_value() && owner->scope == &scope) return false;
   if (scope.has_external(storage)) return false;
-  // What was allocated in no scope may be counted here already.
+  // This scope may already count a block that was allocated outside any scope.
   const bool is_counted = owner.has_value() && owner->scope == nullptr && owner->epoch >= scope.epoch();
   if (is_input) {
     if (!is_counted) scope.add_external(storage, true);
     return !is_counted;
   }
   if (owner.has_value()) {
-    // Another room's counts for both, until the storage dies.
+    // A block of another room counts for both rooms until the storage is freed.
     if (owner->scope != nullptr && !owner->scope->is_closed()) {
       scope.add_external(storage, false);
       return true;
@@ -190,7 +190,7 @@ bool Ledger::adopt(const c10::Storage& storage, Scope& scope, bool is_input) {
     return !is_counted;
   }
   c10::DataPtr& memory = impl->_mutable_data_ptr_no_checks();
-  // Memory that is mapped, shared, lazily cloned or another library's is known by its context, which has to stay.
+  // Mapped, shared, lazily cloned or foreign memory is identified by its context, so it cannot be taken over.
   if (memory.get_context() != address) {
     scope.add_external(storage, false);
     return true;

@@ -1,6 +1,6 @@
-// The CPU's allocator: counts every block, and asks for room before it is short. Large blocks lie in an arena, whose
-// pages stay close to what is live; small ones, and all if the program has an allocator of its own, come from the
-// allocator that was there.
+// CPU allocator that counts every block, and calls `make_room` before a request would exceed a limit. Large blocks come
+// from an arena whose mapped bytes stay close to the live bytes; small ones, and all if the program has its own
+// allocator, from the previous allocator.
 #pragma once
 
 #include <c10/core/Allocator.h>
@@ -17,22 +17,22 @@ namespace elbowroom {
 
 class Ledger final : public c10::Allocator {
  public:
-  // The one of this process. It is registered at the first call, and stays: its blocks may outlive every room.
+  // The ledger of this process. The first call registers it, permanently: its blocks may outlive every room.
   static Ledger& get();
 
   c10::DataPtr allocate(size_t nbytes) override;
   c10::DeleterFnPtr raw_deleter() const override;
   void copy_data(void* destination, const void* source, size_t count) const override;
 
-  // A new scope. It is never destroyed, since blocks refer to it, but may be closed.
+  // Makes a scope. It can be closed but is never destroyed, since blocks refer to it.
   Scope& make_scope();
   void close_scope(Scope& scope);
 
-  // Give back the arena's pages that neither live blocks nor the steps that are running can need, whatever was live
-  // before, and with `everywhere` what the C library keeps free.
+  // Unmaps the arena's pages that neither live blocks nor running steps can need, regardless of earlier peaks, and with
+  // `everywhere` returns the C library's free memory, too.
   void trim(bool everywhere);
 
-  // What this thread allocates belongs to the scope from now on, to every scope if it is null. Returns the one before.
+  // Makes a scope (null: every scope) count this thread's allocations. Returns the previous scope.
   static Scope* enter(Scope* scope);
 
   // Count a storage that was there before: until it dies, or until its scope drops its inputs if it is one. Returns
@@ -45,7 +45,7 @@ class Ledger final : public c10::Allocator {
   static void release(void* address);
   c10::DataPtr take(size_t nbytes, Scope* scope);
   c10::DataPtr take_below(size_t nbytes);
-  // The open scopes that count what was allocated in no scope at this epoch.
+  // The open scopes that count allocations outside any scope at this epoch.
   using Scopes = c10::SmallVector<Scope*, 4>;
   Scopes list_scopes(int64_t epoch);
   void remove(int64_t nbytes, Scope* scope, int64_t epoch);
@@ -55,7 +55,7 @@ class Ledger final : public c10::Allocator {
   const bool has_arena_;
   BlockTable blocks_;
   std::mutex scopes_mutex_;
-  std::vector<Scope*> scopes_;  // that are open
+  std::vector<Scope*> scopes_;  // open scopes
   std::atomic<int64_t> epoch_{0};
 };
 

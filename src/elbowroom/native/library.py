@@ -1,4 +1,4 @@
-"""The extension in C++: compiled once for each PyTorch and Python, with the package or into the user's cache."""
+"""Builds and loads the C++ extension: once per PyTorch and Python, with the package or into the user's cache."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ import torch
 from elbowroom import _folders, _toolchain
 from elbowroom.errors import UsageError
 
-# As PyTorch itself is compiled: without NDEBUG its headers lay out some objects differently.
+# PyTorch itself is compiled with NDEBUG; without it, its headers define some objects with another layout.
 FLAGS = ("-std=c++20", "-O2", "-DNDEBUG", "-fvisibility=hidden", "-pthread")
 
-# In a process of its own: what the compiler prints can be quoted, and setuptools, which PyTorch imports here, replaces
-# parts of Python.
+# Runs in a separate process, so that the compiler's output can be quoted, and because setuptools, which PyTorch imports
+# here, patches parts of Python.
 COMPILE = """
 import json, sys
 from torch.utils.cpp_extension import load
@@ -36,10 +36,10 @@ class Extension(NamedTuple):
     """An extension module.
 
     Attributes:
-        name: of the module.
-        what: it is, for messages.
-        sources: that are compiled.
-        headers: that they include, beside PyTorch's.
+        name: name of the module.
+        what: description for messages.
+        sources: source files.
+        headers: headers that the sources include, other than PyTorch's.
     """
 
     name: str
@@ -53,14 +53,14 @@ FOLDER = pathlib.Path(__file__).parent
 SOURCES, HEADERS = (tuple(sorted(FOLDER.glob(f"*{suffix}"))) for suffix in (".cpp", ".h"))
 
 NATIVE = Extension("_native", "the extension that counts memory", SOURCES, HEADERS)
-"""Used by every room."""
+"""The extension that every room uses."""
 
 
 def find_library(extension: Extension, folder: pathlib.Path | None = None) -> pathlib.Path:
-    """Return an extension's file, whether it is there or not: one for each source, PyTorch and Python.
+    """Return the path of an extension's file, which may not exist yet, for these sources, PyTorch and Python.
 
     Args:
-        folder: where it is kept; by default the package if it was compiled with it, else the user's cache.
+        folder: folder of the file; by default the package if the file was compiled with it, else the user's cache.
     """
     stands_on = (torch.__version__, torch.version.git_version, sys.version, FLAGS, _toolchain.SEAL_BYTES)
     stamp = hashlib.sha256(repr((*stands_on, platform.machine())).encode())
@@ -76,23 +76,24 @@ def is_built(extension: Extension, folder: pathlib.Path | None = None) -> bool:
     """Tell whether an extension is compiled already.
 
     Raises:
-        UsageError: somebody else may have written it, so it must not be loaded.
+        UsageError: another user may have written the file, so it must not be loaded.
     """
     library = find_library(extension, folder)
-    # Who can write into the package can change its Python as well.
+    # No check in the package: anyone who can write to it can also change its Python code.
     return _toolchain.is_whole(library) if library.parent == FOLDER else _toolchain.is_made(library)
 
 
 def build_library(extension: Extension, folder: pathlib.Path | None = None) -> pathlib.Path:
-    """Return an extension's file. Compile it if it is not there, which takes half a minute and 1.5 GiB.
+    """Return an extension's file, compiling it if needed, which takes half a minute and 1.5 GiB.
 
     Raises:
-        UsageError: there is no compiler, it does not compile, or not for this Python; others can write to the folder.
+        UsageError: no compiler was found, compilation fails, this Python is not supported, or other users can write to
+            the folder.
     """
     library = find_library(extension, folder)
     if not is_built(extension, folder):
         if sysconfig.get_config_var("Py_GIL_DISABLED"):
-            raise UsageError(f"{extension.what} needs Python's global lock, which this Python is built without")
+            raise UsageError(f"{extension.what} needs the GIL, but this is a free-threaded build of Python")
         compiler = _toolchain.find_compiler(extension.what, _toolchain.CPP)
         with _toolchain.making(extension.what, _toolchain.CPP, library) as made:
             _compile(extension, compiler, made)
@@ -101,11 +102,11 @@ def build_library(extension: Extension, folder: pathlib.Path | None = None) -> p
 
 
 def _compile(extension: Extension, compiler: list[str], folder: pathlib.Path) -> None:
-    """Compile and link in a folder, by PyTorch's own builder of extensions.
+    """Compile and link in a folder with PyTorch's `cpp_extension`.
 
-    All sources are one file to the compiler: most of its time goes into PyTorch's headers, once for each file.
+    All sources are compiled as one file, since most of the time goes into parsing PyTorch's headers.
     """
-    import ninja  # needed by nobody whose extension is there
+    import ninja  # only needed for compiling
 
     whole = folder / f"{extension.name}_all.cpp"
     whole.write_text("".join(f'#include "{source.resolve()}"\n' for source in extension.sources))
@@ -133,7 +134,7 @@ def import_library(extension: Extension, library: pathlib.Path) -> ModuleType:
     """Import an extension from its file.
 
     Raises:
-        ImportError, OSError: it cannot be loaded.
+        ImportError, OSError: the file cannot be loaded.
     """
     spec = importlib.util.spec_from_file_location(extension.name, library)
     assert spec is not None and spec.loader is not None
@@ -144,13 +145,13 @@ def import_library(extension: Extension, library: pathlib.Path) -> ModuleType:
 
 @functools.cache
 def load(extension: Extension = NATIVE) -> ModuleType:
-    """Return an extension. It is compiled first if that has not been done.
+    """Return an extension, compiling it if needed.
 
     Raises:
-        UsageError: as for `build_library`, or it cannot be loaded.
+        UsageError: as for `build_library`, or the file cannot be loaded.
     """
     library = build_library(extension)
     try:
         return import_library(extension, library)
     except (ImportError, OSError) as error:
-        raise UsageError(f"{library} cannot be loaded: {error}. Delete it, and it is compiled anew.") from error
+        raise UsageError(f"{library} cannot be loaded: {error}. Delete it to compile it again.") from error

@@ -10,7 +10,7 @@ void bind_saves(pybind11::module_& module);
 }
 
 PYBIND11_MODULE(_native, module) {
-  module.doc() = "The C++ side of Elbowroom: a counting allocator, and its arena.";
+  module.doc() = "Elbowroom's C++ extension: a counting CPU allocator, and watching of ops and saved tensors.";
   elbowroom::bind_arena(module);
   elbowroom::bind_ledger(module);
   elbowroom::bind_state(module);

@@ -15,8 +15,7 @@ namespace {
 
 std::function<OpKind(const std::string&, const std::string&)> ask;  // NOLINT: set when the extension is loaded
 std::shared_mutex mutex;
-// Never destroyed: recordings refer to them, and a program may take its own ops back, whose schemas' addresses are used
-// again.
+// Never freed: recordings refer to them. A program may deregister its own ops, so addresses of schemas are reused.
 std::unordered_map<const c10::FunctionSchema*, const OpKind*> known;
 
 }  // namespace
@@ -33,8 +32,8 @@ bool OpKind::may_be_replayed(const c10::IValue* arguments, size_t count) const {
   }
   if (is_convolution && count > 6 && arguments[0].isTensor() && arguments[0].toTensor().is_cuda()) {
     const at::Context& context = at::globalContext();
-    // cuDNN may choose another algorithm by the clock; a transposed one is the backward pass of another, whose order of
-    // additions may vary.
+    // With benchmarking, cuDNN chooses algorithms by timing. A transposed convolution uses the backward algorithms,
+    // whose order of additions may vary.
     if (context.benchmarkCuDNN()) return false;
     const bool is_fixed = context.deterministicCuDNN() || context.deterministicAlgorithms();
     return is_fixed || !arguments[6].toBool();
@@ -50,7 +49,7 @@ const OpKind* find_kind(const c10::OperatorHandle& op) {
     const auto found = known.find(schema);
     if (found != known.end() && found->second->schema == schema->name()) return found->second;
   }
-  auto* made = new OpKind(ask(schema->name(), schema->overload_name()));  // without the mutex: Python is asked
+  auto* made = new OpKind(ask(schema->name(), schema->overload_name()));  // calls Python: not under the mutex
   made->schema = schema->name();
   for (size_t i = 0; i < schema->arguments().size(); ++i) {
     const c10::AliasInfo* alias = schema->arguments()[i].alias_info();
@@ -62,7 +61,7 @@ const OpKind* find_kind(const c10::OperatorHandle& op) {
 
 void set_find_kind(std::function<OpKind(const std::string&, const std::string&)> find) {
   ask = std::move(find);
-  // Nobody holds the lock at a fork. The child's is a new one, since the owner of such a lock has another id there.
+  // No other thread holds the lock at a fork. The child makes a new one, since the lock's owner has another id there.
   pthread_atfork([] { mutex.lock(); }, [] { mutex.unlock(); }, [] { new (&mutex) std::shared_mutex; });
 }
 

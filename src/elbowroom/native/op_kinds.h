@@ -1,4 +1,4 @@
-// What is known of an op whatever it is given.
+// Facts about an op that do not depend on its arguments.
 #pragma once
 
 #include <ATen/core/dispatch/Dispatcher.h>
@@ -11,23 +11,23 @@
 
 namespace elbowroom {
 
-// See `ops/op_info.py`, which says what these are.
+// Filled by `ops/op_info.py`.
 struct OpKind {
   std::string name, schema;
   bool is_traced, is_idle, may_write, is_replayable, is_random, is_source, is_convolution;
   std::vector<int64_t> written;  // positions of the arguments that it writes to
-  int64_t dropout = -1;  // position of the probability that makes it random if it is not zero
-  int64_t mean = -1, variance = -1, training = -1;  // positions of statistics that it updates if it is training
+  int64_t dropout = -1;  // position of the probability that makes the op random unless it is zero
+  int64_t mean = -1, variance = -1, training = -1;  // positions of statistics that it updates in training, and the flag
 
   bool updates_statistics(const c10::IValue* arguments, size_t count) const;
-  // Whether it may be replayed with these arguments.
+  // Returns whether it may be replayed with these arguments.
   bool may_be_replayed(const c10::IValue* arguments, size_t count) const;
 };
 
-// Returns what is known of an op, which is asked of Python the first time; null where it has no schema.
+// Returns the facts about an op, calling Python the first time; null if it has no schema.
 const OpKind* find_kind(const c10::OperatorHandle& op);
 
-// Sets the function that is asked, with an op's name and its overload's.
+// Sets the function that returns the facts, given an op's name and overload.
 void set_find_kind(std::function<OpKind(const std::string&, const std::string&)> find);
 
 }  // namespace elbowroom

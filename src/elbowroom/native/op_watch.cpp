@@ -37,7 +37,7 @@ void OpWatch::call(
       }
       (*restore)();
     } catch (...) {
-      forget_ops(written);  // which may be half written
+      forget_ops(written);  // they may be partly written
       throw;
     }
   }
@@ -62,7 +62,7 @@ void OpWatch::run(
   const Written written = kind.may_write ? list_written(kind, arguments, count) : Written();
   const bool is_recorded = may_record(counted) && kind.may_be_replayed(arguments, count);
   std::vector<c10::IValue> given;
-  // Whether it is recorded rests on what it makes.
+  // Whether the op is recorded may depend on the bytes of its results.
   if (may_retry(kind, written) || (is_recorded && written.empty())) given.assign(arguments, arguments + count);
   if (!is_recorded && given.empty()) return run_unrecorded(kind, written, next);
   if (!written.empty()) tell(callbacks_.before_write, written);
@@ -123,7 +123,7 @@ OpWatch::Count OpWatch::count(const OpKind& kind) { return kind.is_traced ? coun
 
 OpWatch::Count OpWatch::count(const std::string& name) {
   Count counted;
-  counted.place = ++ops_;  // its own, whatever other threads run
+  counted.place = ++ops_;  // unique among threads
   if (counted.place > due_ops) {
     callbacks_.leave(std::to_string(counted.place) + " ops without a save that should have come before");
   }
@@ -217,7 +217,7 @@ void OpWatch::put_down(
     record->nbytes = static_cast<int64_t>(tensor.storage().nbytes());
     const bool is_read = std::any_of(op->slots.begin(), op->slots.end(), [&](const Slot& slot) { return slot.record == record; });
     op->results.push_back({c10::weak_intrusive_ptr<StorageRecord>(record), record->nbytes});
-    // What it was given is not made by it, even where its schema hides that it returns a view.
+    // An argument that is returned was not made by the op, even if its schema hides that it returns a view.
     if (is_read || record->made_by || record->version != 0 || record->is_staying) continue;
     record->made_by = op;
     new_bytes += record->nbytes;
@@ -227,7 +227,7 @@ void OpWatch::put_down(
     op->written.push_back({c10::weak_intrusive_ptr<StorageRecord>(record), record->nbytes});
     if (!record->made_by) continue;
     record->changed_by.push_back(op);
-    if (record->changed_by.size() == 64) forget(*record);  // with the one that made it, there are too many
+    if (record->changed_by.size() == 64) forget(*record);  // more ops than a recording may have
   }
   if (tick >= 0) by_tick_[tick] = op;
 }

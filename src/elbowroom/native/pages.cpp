@@ -21,7 +21,7 @@ Mapping map(uintptr_t begin, size_t nbytes, int protection) {
   void* const found = mmap(to_pointer(begin), nbytes, protection, flags, -1, 0);
   if (found == to_pointer(begin)) return Mapping::DONE;
   if (found == MAP_FAILED) return errno == EEXIST ? Mapping::TAKEN : Mapping::REFUSED;
-  munmap(found, nbytes);  // a kernel before 4.17 takes the address as a wish
+  munmap(found, nbytes);  // kernels before 4.17 treat the address as a hint
   return Mapping::TAKEN;
 }
 
@@ -33,8 +33,8 @@ size_t get_page_bytes() {
 }
 
 uintptr_t find_addresses(size_t nbytes) {
-  // The kernel fills addresses from the top down, and programs lie at two thirds: halfway there is nothing. Addresses are
-  // multiples of the size, or a second arena would begin before the first one's mark and reach into it.
+  // The kernel places mappings from the top down, and programs at two thirds: the middle is unused. Addresses are
+  // multiples of the size; otherwise a second arena could begin before the first one's mark and overlap it.
   void* const top = mmap(nullptr, get_page_bytes(), PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
   if (top == MAP_FAILED) return 0;
   munmap(top, get_page_bytes());

@@ -21,7 +21,7 @@ inline bool is_python_there() {
 #endif
 }
 
-// For as long as it lives, this thread may call Python. The op's seconds do not count meanwhile.
+// Allows this thread to call Python while it exists. This time does not count as the op's.
 class PythonCall {
  public:
   PythonCall() {
@@ -37,10 +37,10 @@ class PythonCall {
   PythonCall(const PythonCall&) = delete;
   PythonCall& operator=(const PythonCall&) = delete;
 
-  // Whether this thread is in the middle of an op.
+  // Returns whether this thread calls Python from the middle of an op.
   static bool is_inside() { return depth_ > 0; }
 
-  // What Python raises in `call` passes through the op.
+  // Python exceptions in `call` propagate through the op.
   template <typename Call>
   pybind11::object make(const Call& call) const {
     try {
@@ -57,7 +57,7 @@ class PythonCall {
   static inline thread_local int depth_ = 0;
   const std::chrono::steady_clock::time_point begin_ = std::chrono::steady_clock::now();
   const pybind11::gil_scoped_acquire gil_;
-  // The op has excluded dispatch keys for its own inner ops, not for those of Python.
+  // The op excludes dispatch keys for its own inner ops, which must not apply to ops of Python.
   const c10::impl::ForceDispatchKeyGuard default_keys_{
       c10::impl::LocalDispatchKeySet(c10::impl::PODLocalDispatchKeySet{})};
   const c10::AutoGradMode no_grad_{false};

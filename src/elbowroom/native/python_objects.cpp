@@ -6,7 +6,7 @@ namespace py = pybind11;
 
 namespace {
 
-PyObject* residence_class = nullptr;  // for ever
+PyObject* residence_class = nullptr;  // never freed
 
 }  // namespace
 

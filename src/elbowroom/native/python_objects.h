@@ -1,4 +1,4 @@
-// Objects in Python for what the extension knows.
+// Python objects of the extension's objects.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -17,10 +17,10 @@
 
 namespace elbowroom {
 
-// Set the class of the objects that stand for records, once.
+// Sets the Python class (`SavedStorage`) that wraps records, once.
 void set_residence_class(const pybind11::object& residence);
 
-// The object in Python that stands for a record. There is one at a time, for as long as somebody holds it.
+// Returns the Python object that wraps a record. There is at most one at a time; it lives while Python refers to it.
 pybind11::object find_residence(const StorageRecordPtr& record);
 
 inline pybind11::object wrap(const at::Tensor& tensor) {
@@ -41,12 +41,12 @@ inline std::shared_ptr<c10::SafePyObject> share(pybind11::object object) {
   return std::make_shared<c10::SafePyObject>(object.release().ptr(), getPyInterpreter());
 }
 
-// A method of the object that runs the step, for as long as there is one.
+// A method of the Python object that runs the step, held weakly.
 class Method {
  public:
   Method(const pybind11::object& host, const char* name) : host_(share(pybind11::weakref(host))), name_(name) {}
 
-  // Has `use` call it, with Python's lock. What Python raises is thrown.
+  // Passes the method to `use`, with the GIL. Python exceptions are thrown. Does nothing if the object was freed.
   template <typename Use>
   void call(const Use& use) const {
     if (!is_python_there()) return;

@@ -15,10 +15,10 @@ namespace elbowroom {
 
 namespace {
 
-// A way that takes more ops is not taken, so that the room and the time for it are bounded.
+// Limit on the ops of a recording, to bound the memory and the time of its replay.
 constexpr size_t MOST_OPS = 64;
 
-// Whatever this thread's state is, a replay runs below autograd, and nobody watches it.
+// Keys excluded in a replay, which runs below autograd and unwatched in any state of the thread.
 constexpr c10::DispatchKeySet HIDDEN =
     c10::autograd_dispatch_keyset_with_ADInplaceOrView | c10::autocast_dispatch_keyset |
     c10::DispatchKeySet({c10::DispatchKey::Python, c10::DispatchKey::PythonTLSSnapshot, c10::DispatchKey::Fake});
@@ -40,7 +40,7 @@ std::optional<Slot> describe_one(
   return slot;
 }
 
-// A number that PyTorch has made a tensor of: nobody else has it.
+// Returns whether PyTorch has wrapped a Python number in this tensor, which is then shared with nothing else.
 bool is_number(const at::Tensor& tensor) { return tensor.unsafeGetTensorImpl()->is_wrapped_number(); }
 
 at::Tensor view(const Slot& slot, c10::Storage storage) {
@@ -63,7 +63,7 @@ bool changes(const RecordedOp& op, const StorageRecord* record) {
   return std::any_of(op.written.begin(), op.written.end(), is_it);
 }
 
-// Most that a replay allocates at once: each result until its last use, and the targets to the end.
+// Peak bytes of a replay, which keeps each result until its last use, and the targets to the end.
 int64_t count_bytes(const std::vector<RecordedOpPtr>& ops, const std::set<const StorageRecord*>& targets) {
   std::map<const StorageRecord*, size_t> last;
   for (size_t i = 0; i < ops.size(); ++i) {
@@ -119,7 +119,7 @@ RecordedOpPtr describe(
   auto made = c10::make_intrusive<RecordedOp>(op, kind);
   made->arguments.resize(count);
   made->lengths.resize(count);
-  size_t next = 0;  // of the tensors that it reads
+  size_t next = 0;  // index among the tensors that it reads
   const bool updates = kind.updates_statistics(arguments, count);
   const auto add = [&](const at::Tensor& tensor, size_t argument, int32_t item) {
     std::optional<Slot> slot = describe_one(tensor, table, device, met);

@@ -1,9 +1,9 @@
-// Ops that a step ran, and how they are run again: what is replayed is the operator and the arguments of this very step.
+// Ops that a step ran, and their replays with the same arguments.
 //
-//     x --matmul--> t --gelu--> y (saved)         how y is computed again: matmul, gelu, from x, if x is there
+//     x --matmul--> t --gelu--> y (saved)         recording of y: matmul, gelu, starting from x
 //
-// An op holds the records of the storages that it read, and a record the ops that wrote to it; what nothing leads back to
-// any more is forgotten by itself.
+// An op refers to the records of the storages that it read, and a record to the ops that wrote to it. Ops and records
+// without references are freed.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -20,20 +20,20 @@
 
 namespace elbowroom {
 
-// A tensor argument: which storage, and how it lies there.
+// A tensor argument: its storage, and its view of the storage.
 struct Slot {
   StorageRecordPtr record;
-  c10::Storage kept;  // the storage itself where the program holds it anyway
+  c10::Storage kept;  // the storage itself, if the program holds it throughout the step
   c10::ScalarType dtype;
   c10::DimVector sizes, strides;
   int64_t offset;
   int64_t version;  // of the record, when the op read it
   uint32_t argument;
-  int32_t item;  // in a list of tensors; -1 of a single tensor
-  bool is_read = true;  // not of statistics that the op only updates
+  int32_t item;  // index in a list of tensors; -1 for a single tensor
+  bool is_read = true;  // false for statistics that the op only updates
 };
 
-// A plain strided tensor on a device of this type, whose bytes alone are its value.
+// Returns whether a tensor is plain: strided, on a device of this type, and its bytes alone are its value.
 bool is_plain(const at::Tensor& tensor, c10::DeviceType device);
 
 // One op that ran.
@@ -41,27 +41,27 @@ class RecordedOp final : public c10::intrusive_ptr_target {
  public:
   RecordedOp(const c10::OperatorHandle& op, const OpKind& kind) : op(op), kind(kind) {}
 
-  // Run it again; `find` returns the storage of a slot. Returns its results in order.
+  // Runs the op again and returns its results in order. `find` returns the tensor of a slot.
   template <typename Find>
   std::vector<at::Tensor> replay(const Find& find) const;
-  // Whether it may write to an argument.
+  // Returns whether the op may write to an argument.
   bool writes(int64_t argument) const;
 
   const c10::OperatorHandle op;
   const OpKind& kind;
-  int64_t place = 0;  // among the ops of the step
+  int64_t place = 0;  // index among the ops of the step
   std::vector<c10::IValue> arguments;  // without tensors
-  std::vector<uint32_t> lengths;  // of each argument, if it is a list of tensors
+  std::vector<uint32_t> lengths;  // of the arguments that are lists of tensors
   std::vector<Slot> slots;
   struct Made {
     c10::weak_intrusive_ptr<StorageRecord> record;
     int64_t nbytes;
   };
-  std::vector<Made> results;  // of the tensors that it returned
-  std::vector<Made> written;  // of arguments that it wrote to
+  std::vector<Made> results;  // storages of the returned tensors
+  std::vector<Made> written;  // storages of the arguments that it wrote to
   Settings settings{};
   double seconds = 0;
-  int64_t inner_bytes = 0;  // most that it allocated beside its results
+  int64_t inner_bytes = 0;  // peak allocated beyond its results
 };
 
 // With the table's mutex: describes what an op is about to be given. Null if it cannot be had again. `met`: storages that
@@ -71,34 +71,35 @@ RecordedOpPtr describe(
     const c10::OperatorHandle& op, const OpKind& kind, const c10::IValue* arguments, size_t count, StorageTable& table,
     c10::DeviceType device, const std::vector<bool>* kept, std::vector<c10::Storage>& met);
 
-// How one storage is computed again.
+// The ops that recompute one storage.
 class Recording final : public c10::intrusive_ptr_target {
  public:
-  // Takes the ops that the target needs from some that may be needed.
+  // Selects those of the given ops that the target needs.
   Recording(std::vector<RecordedOpPtr> ops, StorageRecordPtr target);
 
-  // With the table's mutex: whether all leaves are saved, and all that is read is as it was.
+  // With the table's mutex held: whether all inputs are unchanged (`is_current`), and all leaves are saved (`is_open`).
   bool is_open() const;
   bool is_current() const;
 
   StorageRecordPtr target;
-  std::vector<RecordedOpPtr> ops;  // in order; none if nothing makes the target
-  std::vector<StorageRecordPtr> leaves;  // that the replay reads, and autograd has saved
-  std::vector<StorageRecordPtr> sources;  // that it reads of what outlives the step
-  std::vector<c10::Storage> kept;  // of the sources
+  std::vector<RecordedOpPtr> ops;  // in order; empty if none makes the target
+  std::vector<StorageRecordPtr> leaves;  // inputs that autograd has saved
+  std::vector<StorageRecordPtr> sources;  // inputs that the program holds throughout the step
+  std::vector<c10::Storage> kept;  // storages of the sources
   double seconds = 0;
-  int64_t nbytes = 0;  // most that the replay allocates at once
+  int64_t nbytes = 0;  // peak that the replay allocates
 };
 using RecordingPtr = c10::intrusive_ptr<Recording>;
 
-// With the table's mutex: finds the ops that lead to a storage from what is saved or stays. Null if there are none.
+// Finds the ops that compute a storage from saved or persistent storages, with the table's mutex held. Null if there
+// are none.
 RecordingPtr find_recording(const StorageRecordPtr& target);
 
-// Most that it takes to compute the targets of some recordings again, all at once.
+// Peak bytes that replaying several recordings together allocates.
 int64_t count_replay(const std::vector<RecordingPtr>& recordings);
 
-// Computes the targets of some recordings again, together. `leaves`: their storages. Returns the targets' storages.
-// Autograd, saved-tensor hooks, autocast, dispatch modes and watchers are not involved.
+// Replays several recordings together and returns the storages of their targets. `leaves`: storages of the leaves.
+// Autograd, saved-tensor hooks, autocast, dispatch modes and watchers do not see the ops.
 std::vector<c10::Storage> replay(
     const std::vector<RecordingPtr>& recordings, const std::unordered_map<StorageRecord*, c10::Storage>& leaves);
 

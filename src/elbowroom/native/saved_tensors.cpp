@@ -16,7 +16,7 @@ namespace elbowroom {
 
 namespace {
 
-// With hooks, PyTorch does not check this itself. In its words.
+// With hooks, PyTorch does not check versions itself. Throws PyTorch's message.
 void check_version(const Save& save) {
   const int64_t version = save.tensor._version();
   TORCH_CHECK(
@@ -34,15 +34,15 @@ PyObject* find_object(const Slot& slot) {
   }
 }
 
-// Whether Python knows the tensor as one of a class of the program's own, which has to stay what it is. Parameters of any
-// class are leaves, and kept themselves.
+// Returns whether the tensor's Python object is of a user-defined subclass, which must be preserved. Parameters of any
+// class are leaves, which are kept themselves.
 bool is_subclass(const at::Tensor& tensor) {
   PyObject* object = find_object(*tensor.unsafeGetTensorImpl()->pyobj_slot());
   return object != nullptr && !THPVariable_CheckExact(object) &&
       PyType_IsSubtype(Py_TYPE(object), reinterpret_cast<PyTypeObject*>(ParameterClass)) == 0;
 }
 
-// What is kept of a tensor that is not plain: without its graph, which would hold it in turn.
+// Returns an alias of a tensor that is not plain, without its graph, which would form a reference cycle.
 at::Tensor make_alias(const at::Tensor& tensor) {
   const c10::impl::ExcludeDispatchKeyGuard unwatched{c10::DispatchKeySet(WATCHED_KEY)};
   if (!is_subclass(tensor)) return tensor.detach();
@@ -52,7 +52,7 @@ at::Tensor make_alias(const at::Tensor& tensor) {
 
 }  // namespace
 
-// Stands in autograd's graph for one tensor.
+// Saved-tensor hooks of one tensor in autograd's graph.
 class SavedTensors::Hooks final : public torch::autograd::SavedVariableHooks {
  public:
   explicit Hooks(std::shared_ptr<SavedTensors> step) : step_(std::move(step)) {}
@@ -111,8 +111,8 @@ SavePtr SavedTensors::save(const at::Tensor& tensor) {
 
 void SavedTensors::keep(const SavePtr& save, const at::Tensor& tensor, const StorageRecordPtr& record) {
   const bool may_move = !save->handle && record->id >= 0 && !record->is_staying;
-  // A leaf that stays is kept itself, as autograd would keep it: a program may give it other contents (`leaf.data = ...`)
-  // before they are needed.
+  // A leaf that stays is kept itself, as autograd would: a program may replace its contents (`leaf.data = ...`) before
+  // they are needed.
   save->tensor = !may_move && tensor.is_leaf() ? tensor : tensor.tensor_data();
   if (!may_move) return;
   save->record = record;
@@ -224,10 +224,10 @@ void SavedTensors::settle(const std::function<PythonObject(const SavePtr&)>& mak
       const std::lock_guard<std::mutex> guard(mutex_);
       tensor = save->tensor;
     }
-    if (!tensor.defined()) continue;  // given up
+    if (!tensor.defined()) continue;  // released
     PythonObject handle = make_handle(save);
     const std::lock_guard<std::mutex> guard(mutex_);
-    if (save->is_given_up) continue;  // meanwhile, by another thread
+    if (save->is_given_up) continue;  // released by another thread meanwhile
     save->handle.swap(handle);
     save->tensor.reset();
   }

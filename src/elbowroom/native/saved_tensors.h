@@ -1,7 +1,7 @@
-// What autograd saves and needs in one step.
+// The tensors that autograd saves and needs in one step.
 //
-// Most of it stays as it is: it is put down in a log, and Python learns of it when that matters. Python is asked at once
-// where something may move.
+// Most of them stay as they are: these events are only logged, and reported to Python when it matters. Events of
+// storages that may move call Python at once.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -24,40 +24,40 @@ namespace elbowroom {
 
 using PythonObject = std::shared_ptr<c10::SafePyObject>;
 
-// One tensor that autograd has saved. `tensor` and `handle` are changed with the mutex of the step's table, and with
-// Python's lock unless autograd has given the save up.
+// One tensor that autograd has saved. `tensor` and `handle` change with the mutex of the step's table held, and with
+// the GIL unless autograd has released the save.
 struct Save {
-  int64_t index = 0;    // counts the saves of the step
-  int64_t version = 0;  // of the tensor when it was saved
-  at::Tensor tensor;    // shares its bytes and its version counter; undefined where the handle stands for it
-  StorageRecordPtr record;  // of its storage, where that may come to move; else null
+  int64_t index = 0;    // of the save in the step
+  int64_t version = 0;  // version counter of the tensor when it was saved
+  at::Tensor tensor;    // shares its bytes and its version counter; undefined if the handle replaces it
+  StorageRecordPtr record;  // of its storage, if that may come to move; else null
   int64_t seen = 0;         // the record's version when the tensor was saved
-  PythonObject handle;      // the object in Python that is told when autograd gives it up; null where nobody has to be
-  bool is_given_up = false;
+  PythonObject handle;      // Python object to release when autograd releases the save; null if none is needed
+  bool is_given_up = false;  // autograd has released the save
 };
 using SavePtr = std::shared_ptr<Save>;
 
 class SavedTensors {
  public:
-  // Functions that are called without the mutex. What they throw passes through autograd.
+  // Called without the mutex. Exceptions propagate through autograd.
   struct Answer {
     PythonObject handle;
-    bool stays = true;  // the tensor, as it is
+    bool stays = true;  // the tensor is kept as it is
   };
   struct Callbacks {
-    // A tensor is saved: its index, and its record, which is null of what is no plain tensor on the device.
+    // A tensor is saved. Arguments: index of the save, tensor, and record (null for tensors that are not plain).
     std::function<Answer(int64_t, const at::Tensor&, const StorageRecordPtr&)> save;
-    // A tensor is needed: the index of the need, and the save. Returns it; an undefined one where that is the save's own.
+    // A tensor is needed. Arguments: index of the need, save. Returns the tensor; an undefined one for the save's own.
     std::function<at::Tensor(int64_t, const SavePtr&)> need;
-    // The step is not the one that is expected: why.
+    // The step differs from the expected one. Argument: the reason.
     std::function<void(const std::string&)> change;
   };
   enum class Event : uint8_t { SAVED, NEEDED, FREED };
   struct Entry {
     Event event;
-    int64_t storage;  // `NO_STORAGE` of what is no plain tensor, or outlives the step
+    int64_t storage;  // `NO_STORAGE` for tensors that are not plain or outlive the step
     int64_t tick;
-    int64_t nbytes;  // of what is saved
+    int64_t nbytes;  // of a saved storage
     double seconds;  // on the steady clock
     double busy_seconds;
     int64_t live_bytes;
@@ -68,23 +68,23 @@ class SavedTensors {
       std::shared_ptr<OpWatch> watch, c10::Device device, Callbacks callbacks, std::vector<TimetablePtr> known,
       int64_t least_bytes);
 
-  // What autograd is to call for the next tensor that a step saves.
+  // Returns the hooks for the next tensor that a step saves.
   static std::unique_ptr<torch::autograd::SavedVariableHooks> make_hooks(std::shared_ptr<SavedTensors> step);
 
-  // From now on, log what autograd does, until `tell`. Python is told of the storages that are `touched` (by the ids of the
-  // trace), and of all from the tick that is due.
+  // Logs events until `tell`. Only events of `touched` storages (ids in the trace), and all events from `due_tick` on,
+  // call Python at once.
   void log(std::unordered_set<int64_t> touched, int64_t due_tick);
   void set_due_tick(int64_t due_tick);
-  // From now on Python is told of everything. Returns what was logged.
+  // Stops logging, so that all events call Python. Returns the log.
   std::vector<Entry> tell();
-  // The step is over: no more is logged.
+  // Ends the step: discards the log.
   void end();
-  // Python logs an event; ignored while there is no log.
+  // Adds an event from Python to the log, if there is one.
   void note(Event event, int64_t storage, int64_t tick, int64_t nbytes);
-  // Everything that may come to move gets a handle, by `make_handle`.
+  // Gives a handle from `make_handle` to every save whose storage may come to move.
   void settle(const std::function<PythonObject(const SavePtr&)>& make_handle);
 
-  // What Python asks of the follower when it is told of a save or a need. Returns its tick.
+  // Follow a save or a need that was reported to Python. Return its tick.
   int64_t follow_save(int64_t index, const StorageRecordPtr& record);
   int64_t follow_need(int64_t index, int64_t save);
   void leave(const std::string& why);
@@ -102,7 +102,7 @@ class SavedTensors {
   class Hooks;
 
   SavePtr save(const at::Tensor& tensor);
-  // With the mutex: keep a plain tensor as it is. It may come to move if its storage may.
+  // Keeps a plain tensor as it is, with the mutex held. Its storage may come to move later.
   void keep(const SavePtr& save, const at::Tensor& tensor, const StorageRecordPtr& record);
   at::Tensor need(const SavePtr& save);
   void give_up(const SavePtr& save);
@@ -121,7 +121,7 @@ class SavedTensors {
   std::unordered_set<int64_t> touched_;
   int64_t due_tick_ = -1;
   std::vector<Entry> log_;
-  std::vector<std::weak_ptr<Save>> loose_;  // without handles, of storages that may come to move
+  std::vector<std::weak_ptr<Save>> loose_;  // saves without handles whose storages may come to move
   int64_t next_id_ = 0, saves_ = 0, needs_ = 0;
   std::vector<int64_t> sizes_;
 };

@@ -15,7 +15,7 @@ int64_t read_clock() {
   return now.tv_sec * int64_t{1'000'000'000} + now.tv_nsec;
 }
 
-// A request that is made while room is made for another one is not refused: what makes room needs some itself.
+// A request inside `make_room` is not refused, since freeing memory needs some memory itself.
 thread_local bool is_making_room = false;
 
 struct MakingRoom {
@@ -95,7 +95,7 @@ bool Scope::has_external(const c10::Storage& storage) {
   const std::lock_guard<std::mutex> guard(external_mutex_);
   const auto* impl = storage.unsafeGetStorageImpl();
   return std::any_of(external_.begin(), external_.end(), [impl](const External& each) {
-    return each.storage._unsafe_get_target() == impl;  // not another one at its place, as long as it is referred to
+    return each.storage._unsafe_get_target() == impl;  // the weak reference keeps the address from being reused
   });
 }
 

@@ -1,4 +1,4 @@
-// The bytes of one room: what its steps have allocated and not yet freed, and what other threads allocate meanwhile.
+// The live bytes of one room: allocations of its steps, and those of other threads outside any room.
 #pragma once
 
 #include <algorithm>
@@ -20,22 +20,22 @@ struct Change {
   int64_t live_bytes;
 };
 
-// Asked for room: bytes requested, bytes missing within the limit, 0 if it is the system that has no more. Throws if it
-// finds none; false if the request may pass all the same.
+// Frees memory. Arguments: requested bytes, and missing bytes within the limit (0 if the system refuses memory). Throws
+// on failure; returns false to let the request pass anyway.
 using MakeRoom = std::function<bool(int64_t, int64_t)>;
 
 class Scope {
  public:
-  // `epoch`: how many scopes there are with it. What was allocated before it, in no scope, is not counted.
+  // `epoch`: number of scopes including this one. Earlier allocations outside any scope are not counted.
   explicit Scope(int64_t epoch) : epoch_(epoch) {}
 
   int64_t epoch() const { return epoch_; }
   int64_t live_bytes() const { return bytes_.load(std::memory_order_relaxed); }
-  // Bytes of storages that were there before and have been taken over so far.
+  // Bytes of all adopted storages so far.
   int64_t adopted_bytes() const { return adopted_bytes_.load(std::memory_order_relaxed); }
   int64_t peak_bytes() const { return peak_bytes_.load(std::memory_order_relaxed); }
   void reset_peak();
-  // The peak of one op begins anew, at the live bytes, which it returns.
+  // Resets the op's peak to the live bytes, and returns these.
   int64_t begin_op();
   int64_t op_peak_bytes() const { return op_peak_bytes_.load(std::memory_order_relaxed); }
   // Returns the peak since the last call.
@@ -44,18 +44,18 @@ class Scope {
   void set_limit(int64_t nbytes) { limit_bytes_.store(nbytes, std::memory_order_relaxed); }
   int64_t limit_bytes() const { return limit_bytes_.load(std::memory_order_relaxed); }
   void set_make_room(MakeRoom make_room) { make_room_ = std::move(make_room); }
-  // What may still be allocated in the step that is running; 0 if none is.
+  // Bytes that the running step may still allocate; 0 if no step runs.
   int64_t count_left() const {
     const int64_t limit = limit_bytes();
     return limit >= NO_LIMIT ? 0 : std::max<int64_t>(0, limit - live_bytes());
   }
 
-  // Count bytes that are about to be allocated: threads that ask at once do not get the same room. Throws what
-  // `make_room` throws, and counts nothing then.
+  // Counts bytes before they are allocated, so that concurrent requests do not get the same room. Propagates exceptions
+  // of `make_room`, and then counts nothing.
   void reserve(int64_t nbytes);
 
-  // The system has refused memory for bytes that are counted. Whether room was made for them, so that it may be asked
-  // again; throws what `make_room` throws.
+  // Frees memory after the system has refused memory for counted bytes. Returns whether to try again. Propagates
+  // exceptions of `make_room`.
   bool ask_for_memory(int64_t nbytes);
 
   void add(int64_t nbytes);
@@ -67,7 +67,7 @@ class Scope {
   void drop_inputs();
   bool has_external(const c10::Storage& storage);
 
-  // No scope of a room that is there: its blocks may be another room's.
+  // Ends the scope's room. Other rooms may adopt its blocks.
   void close();
   bool is_closed() const { return is_closed_.load(std::memory_order_relaxed); }
 
@@ -75,7 +75,7 @@ class Scope {
   void lock();
   void unlock();
 
-  // Every change from now on, or none.
+  // Starts or stops recording every change of the live bytes.
   void set_recording(bool is_recording);
   std::vector<Change> take_changes();
 

@@ -1,4 +1,4 @@
-// The arena's addresses as segments side by side, each in one state, and trees of them.
+// The arena's address range, divided into contiguous segments, and search trees of them.
 #pragma once
 
 #include <cstddef>
@@ -6,8 +6,8 @@
 
 namespace elbowroom {
 
-// LIVE: handed out. MAPPED: free, and its pages may be resident. UNMAPPED: free, and without pages, so it is made of
-// whole ones. LOST: another mapping lies there.
+// LIVE: allocated. MAPPED: free, and its pages may be resident. UNMAPPED: free, without pages, and page-aligned. LOST:
+// occupied by another mapping.
 enum class State : uint8_t { LIVE, MAPPED, UNMAPPED, LOST };
 
 struct Segment;
@@ -35,7 +35,7 @@ struct AddressOrder {
   static bool is_before(const Segment& one, const Segment& other) { return one.begin < other.begin; }
 };
 
-// The lower address first where sizes are equal.
+// By size; equal sizes by address.
 struct SizeOrder {
   static Children& children(Segment& segment) { return segment.by_size; }
   static bool is_before(const Segment& one, const Segment& other) {
@@ -88,7 +88,7 @@ class SegmentTree {
     *link = low != nullptr ? low : high;
   }
 
-  // The first segment for which `reaches` is true; it is false for all before that one, and true for all after it.
+  // Returns the first segment for which `reaches`, which is monotonic, is true.
   template <typename Predicate>
   Segment* find_first(Predicate reaches) const {
     Segment* found = nullptr;
@@ -100,7 +100,7 @@ class SegmentTree {
     return found;
   }
 
-  // The last segment for which `reaches` is false.
+  // Returns the last segment for which `reaches` is false.
   template <typename Predicate>
   Segment* find_last_before(Predicate reaches) const {
     Segment* found = nullptr;
@@ -129,7 +129,7 @@ class SegmentTree {
   Segment* root_ = nullptr;
 };
 
-// Makes segments from memory of its own, and uses them again.
+// Pool of segments in memory of its own.
 class SegmentPool {
  public:
   SegmentPool() = default;
@@ -137,10 +137,10 @@ class SegmentPool {
   SegmentPool& operator=(const SegmentPool&) = delete;
   ~SegmentPool();
 
-  // Whether `make` may be called so many times; false if there is no memory for that.
+  // Prepares `count` calls of `make`. Returns false if memory is exhausted.
   bool reserve(size_t count);
 
-  // A segment with a random priority. Only after `reserve`.
+  // Returns a segment with a random priority. Only after `reserve`.
   Segment* make();
 
   void drop(Segment* segment);

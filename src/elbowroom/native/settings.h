@@ -1,8 +1,8 @@
-// What chooses a kernel, and so its bits, beside its arguments: settings that a program may change as it runs.
+// Settings that select kernels, and so affect results, and that a program may change while it runs.
 //
-// A forward pass may run under `torch.backends.cudnn.flags(...)` or with another number of threads, and what is saved
-// may depend on whether gradients are recorded (a oneDNN LSTM makes its workspace only then). A replay, in the backward
-// pass, has to run under what the op ran under.
+// A forward pass may run under `torch.backends.cudnn.flags(...)` or with another number of threads, and results may
+// depend on grad mode (a oneDNN LSTM returns its workspace only if gradients are recorded). A replay in the backward
+// pass must run under the settings of the original op.
 #pragma once
 
 #include <ATen/Context.h>
@@ -22,10 +22,10 @@ struct Settings {
   bool operator==(const Settings&) const = default;
 };
 
-// Those of this thread.
+// Returns this thread's settings.
 Settings read_settings();
 
-// Sets those that differ from the present ones, and sets them back when it ends.
+// Changes settings, and restores them when destroyed.
 class SettingsGuard {
  public:
   SettingsGuard() : before_(read_settings()), present_(before_) {}

@@ -12,8 +12,8 @@ namespace elbowroom {
 
 namespace {
 
-// A record holds the op that made it, which holds the records that it read, and so on through the whole step: destroyed
-// one inside the other, they would take the stack.
+// A record refers to the op that made it, which refers to the records that it read, and so on through the whole step.
+// Recursive destruction would overflow the stack.
 thread_local std::vector<RecordedOpPtr> doomed;
 thread_local bool is_destroying = false;
 
@@ -29,7 +29,7 @@ void destroy(RecordedOpPtr op) {
   is_destroying = false;
 }
 
-// Holds the mutexes of all tables around a fork: the child must not inherit one that another thread holds.
+// Holds the mutexes of all tables during a fork: the child must not inherit one that another thread holds.
 class Tables {
  public:
   static Tables& get() {
@@ -113,7 +113,7 @@ StorageRecordPtr StorageTable::see_counted(const c10::Storage& storage, std::uni
 }
 
 void StorageTable::put(const c10::Storage& storage, const StorageRecordPtr& record) {
-  records_.erase(record->key);  // which may be another storage's address from now on
+  records_.erase(record->key);  // the address may be reused from now on
   record->key = storage.unsafeGetStorageImpl();
   record->storage = storage.getWeakStorageImpl();
   records_[record->key] = record;
@@ -123,7 +123,7 @@ void StorageTable::sweep() {
   std::vector<StorageRecordPtr> gone;  // destroyed without the mutex
   const std::lock_guard<std::mutex> guard(mutex);
   is_many_.store(false, std::memory_order_relaxed);
-  if (records_.size() < sweep_at_) return;  // another thread has done it
+  if (records_.size() < sweep_at_) return;  // another thread has swept meanwhile
   for (const auto& [key, record] : records_) {
     if (record->storage.expired()) gone.push_back(record);
   }

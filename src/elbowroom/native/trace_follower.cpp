@@ -7,7 +7,7 @@ namespace elbowroom {
 
 namespace {
 
-// A save may come so many ops later than in the trace: programs measure something now and then.
+// Number of ops by which a save may be later than in the trace, since programs sometimes compute metrics.
 constexpr int64_t SLACK_OPS = 64;
 
 std::string compare_need(const Timetable& trace, int64_t index, int64_t save) {
@@ -72,7 +72,7 @@ std::string TraceFollower::check_save(int64_t index, const StorageRecordPtr& rec
   if (!may_doubt_ || expected == tick) return "";
   const int64_t other = find_other([&](const Timetable& each) { return agrees(each) && each.saves[index].tick == tick; });
   if (other < 0) {
-    may_doubt_ = false;  // an op more or less, which no trace tells of
+    may_doubt_ = false;  // the number of ops differs from every trace
     return "";
   }
   followed_ = other;
@@ -88,7 +88,7 @@ std::string TraceFollower::check_need(int64_t index, int64_t save) {
 }
 
 bool TraceFollower::leave() {
-  return go_on([](const Timetable&) { return true; });  // of all that begin alike, saves and needs will tell
+  return go_on([](const Timetable&) { return true; });  // later saves and needs tell traces that begin alike apart
 }
 
 bool TraceFollower::stop() {
@@ -119,7 +119,7 @@ int64_t TraceFollower::reach(int64_t tick) {
   return tick;
 }
 
-// After how many ops the next save should have come at the latest; `NEVER` where a need comes first, or nothing does.
+// Sets the number of ops after which the next save is overdue; `NEVER` if a need comes first, or no save follows.
 void TraceFollower::set_due() {
   const Timetable* trace = find_timetable();
   const size_t save = static_cast<size_t>(saves_), need = static_cast<size_t>(needs_);
@@ -136,7 +136,7 @@ std::string TraceFollower::compare_save(const Timetable& trace, int64_t index, c
   const auto name = [&] { return "save " + std::to_string(index); };
   if (index >= static_cast<int64_t>(trace.saves.size())) return "it saves more than " + std::to_string(index) + " tensors";
   const Timetable::Save& expected = trace.saves[index];
-  if (!record) {  // nothing rests on smaller ones: attention's seed lies on the host on CUDA
+  if (!record) {  // ignored for small tensors: on CUDA, attention's seed is on the host
     if (expected.nbytes < least_bytes_) return "";
     return name() + " is no plain tensor, where the trace has " + std::to_string(expected.nbytes) + " bytes";
   }
@@ -145,14 +145,14 @@ std::string TraceFollower::compare_save(const Timetable& trace, int64_t index, c
         std::to_string(expected.nbytes);
   }
   StorageRecordPtr bound = expected.storage < 0 ? StorageRecordPtr() : bound_.at(static_cast<size_t>(expected.storage)).lock();
-  if (bound && bound->id != expected.storage) bound.reset();  // autograd has given it up since
+  if (bound && bound->id != expected.storage) bound.reset();  // autograd has released it since
   if (bound != record && (bound || (record->id != -1 && record->id != expected.storage))) {
     return name() + " is of another storage than in the trace";
   }
   return "";
 }
 
-// Follow another trace that everything has been the same as so far, and that `agrees`; none if there is none.
+// Follows another trace that matches so far and `agrees`, or none.
 bool TraceFollower::go_on(const std::function<bool(const Timetable&)>& agrees) {
   if (followed_ < 0) return false;
   followed_ = find_other(agrees);
@@ -170,7 +170,7 @@ int64_t TraceFollower::find_other(const std::function<bool(const Timetable&)>& a
   return -1;
 }
 
-// Whether two traces say the same of what the step has done so far.
+// Returns whether two traces have the same saves and needs as far as the step has run.
 bool TraceFollower::begins_alike(const Timetable& one, const Timetable& other) const {
   const size_t saves = static_cast<size_t>(saves_), needs = static_cast<size_t>(needs_);
   if (saves > other.saves.size() || needs > other.needs.size()) return false;

@@ -1,4 +1,4 @@
-// Holds what autograd saves and needs in a running step against the traces of the steps that are known.
+// Matches the saves and needs of a running step against the traces of candidates.
 #pragma once
 
 #include <cstdint>
@@ -13,13 +13,13 @@
 
 namespace elbowroom {
 
-// What a trace says of the tensors that autograd saves, and of those it needs.
+// The saves and needs of a trace.
 struct Timetable {
   struct Save {
     int64_t tick;
     int64_t storage;
     int64_t nbytes;
-    bool is_persistent;  // of a storage that outlives the step: nothing moves it
+    bool is_persistent;  // its storage outlives the step, so that it never moves
   };
   struct Need {
     int64_t tick;
@@ -27,45 +27,47 @@ struct Timetable {
   };
   std::vector<Save> saves;
   std::vector<Need> needs;
-  int64_t storages = 0;  // how many there are
+  int64_t storages = 0;  // number of storages
 };
 using TimetablePtr = std::shared_ptr<const Timetable>;
 
-// Gives saves and needs the ticks they have in a trace, for as long as the step is one that is known.
+// Assigns to saves and needs their ticks in a trace while the step matches one.
 //
-// Several may be known that begin alike. A step that leaves the trace it followed goes on with another one that it has
-// been the same as so far. Saves of equal sizes may still come from other ops: where their number is not the trace's, and
-// is that of another one, it is the other one.
+// Several traces may begin alike. A step that differs from the trace it followed goes on with another trace that has
+// matched so far. Saves of equal sizes may come from different ops: if the number of ops before a save differs from the
+// trace and equals that of another one, the step follows the other one.
 //
-// Not synchronized: who owns it holds a mutex.
+// Not synchronized: the owner holds a mutex.
 class TraceFollower {
  public:
-  // `known`: the likeliest first; where there is none, ticks only count. Of storages smaller than `least_bytes` it does not
-  // matter whether they are plain. `watch` counts ops, and is told after how many the next save should have come.
+  // `known`: candidates, the likeliest first; without any, ticks only count. Saves below `least_bytes` match even if
+  // the tensor is not plain. `watch` counts ops; its `due_ops` is set to the number after which the next save is
+  // overdue.
   TraceFollower(std::vector<TimetablePtr> known, int64_t least_bytes, std::shared_ptr<OpWatch> watch);
 
-  // Which of the traces the step has been the same as so far; -1 if it is none of them.
+  // Index of the trace that the step has matched so far; -1 if there is none.
   int64_t followed() const { return followed_; }
-  // The tick of the last save or need.
+  // Tick of the last save or need.
   int64_t tick() const { return tick_; }
-  // Whether the trace that the step follows has the save of a storage that outlives the step.
+  // Returns whether the storage of a save in the followed trace outlives the step.
   bool is_persistent(int64_t save) const;
-  // The storage of a save in the trace that the step follows; -1 if there is none.
+  // Returns the storage of a save in the followed trace; -1 if there is none.
   int64_t find_storage(int64_t save) const;
 
-  // The tick of the next save, if it is as expected and no other trace has to be asked. `record`: null of what is no plain
-  // tensor.
+  // Returns the tick of the next save if it matches without consulting other traces. `record`: null for tensors that
+  // are not plain.
   std::optional<int64_t> expect_save(int64_t index, const StorageRecordPtr& record) const;
   std::optional<int64_t> expect_need(int64_t index, int64_t save) const;
 
-  // Follow another trace if the step's next save (need) is not the one of the present trace. Returns why, or "".
+  // Follow another trace if the next save (need) does not match the current one. Return the reason, or "".
   std::string check_save(int64_t index, const StorageRecordPtr& record);
   std::string check_need(int64_t index, int64_t save);
-  // The step is not the one that it was taken for, or none that is known. Returns whether it was one until now.
+  // Follow another trace that matches so far (`leave`), or none (`stop`). Return whether the step followed one until
+  // now.
   bool leave();
   bool stop();
 
-  // The next save (need), which has been checked, has come. Returns its tick.
+  // Advance over the next save (need), which was checked before. Return its tick.
   int64_t save(int64_t index, const StorageRecordPtr& record);
   int64_t need(int64_t index);
 
@@ -84,7 +86,7 @@ class TraceFollower {
   bool may_doubt_;
   int64_t followed_;
   int64_t saves_ = 0, needs_ = 0, tick_ = 0;
-  // By the storages of the trace, as saves are recognised.
+  // Records by their storages in the trace, bound when saves match.
   std::vector<c10::weak_intrusive_ptr<StorageRecord>> bound_;
 };
 

@@ -1,7 +1,7 @@
-// Watches the ops that models call most without boxing their arguments, which costs more than the watch itself.
+// Watches the most frequent ops without boxing their arguments, which costs more than watching itself.
 //
-// The same as `run_watched` does with their boxed arguments, which runs them where more than one watches, and every op
-// that is not listed here.
+// Equivalent to `run_watched`, which boxes arguments: it handles these ops if there are several watchers, and all other
+// ops.
 #include <ATen/Operators.h>
 #include <ATen/core/boxing/KernelFunction.h>
 #include <ATen/core/dispatch/Dispatcher.h>
@@ -25,7 +25,7 @@ namespace elbowroom {
 
 namespace {
 
-// What an op returns.
+// Result of an op, a value or a reference.
 template <typename Result>
 struct Returned {
   void operator=(Result&& result) { value.emplace(std::move(result)); }
@@ -58,7 +58,7 @@ bool is_true(bool value) { return value; }
 template <typename Argument>
 bool is_true(const Argument&) { return false; }
 
-// The tensors that an op writes to.
+// Returns the tensors that an op writes to.
 template <typename... Arguments>
 Tensors list_written(const OpKind& kind, const Arguments&... arguments) {
   Tensors written;
@@ -74,7 +74,7 @@ Tensors list_written(const OpKind& kind, const Arguments&... arguments) {
   return written;
 }
 
-// Runs an op that has been counted, and may have to be recorded.
+// Runs a counted op that may have to be recorded.
 class Counted final : public c10::OperatorKernel {
  public:
   Counted(OpWatch& watch, const OpKind& kind, const OpWatch::Count& count) : watch_(watch), kind_(kind), count_(count) {}
@@ -140,7 +140,7 @@ void watch_unboxed(torch::Library& library) {
 
 }  // namespace
 
-// None of them makes tensors on a device that it is told, nor writes to lists of tensors.
+// None of these takes a device argument or writes to a list of tensors.
 TORCH_LIBRARY_IMPL(aten, Fake, library) {
   namespace ops = at::_ops;
   watch_unboxed<

@@ -1,8 +1,8 @@
-// Lets objects in Python run the ops of a step without being PyTorch's dispatch modes.
+// Calls watchers for the ops of a step, without entering dispatch modes.
 //
-// While a dispatch mode is active, PyTorch picks other formulas (`prod`, `masked_fill`, sums of gradients), whose results
-// differ in their last bits. A watcher is called at a dispatch key of its own instead: below autograd, subclasses and
-// all dispatch modes, with the same arguments and the same duties as a mode's `__torch_dispatch__`.
+// While a dispatch mode is active, PyTorch picks other formulas (`prod`, `masked_fill`, sums of gradients), whose
+// results differ in their last bits. Watchers have a dispatch key of their own instead: below autograd, subclasses and
+// all dispatch modes, with the same arguments and the same contract as a mode's `__torch_dispatch__`.
 #include <ATen/ThreadLocalPythonObjects.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <c10/core/SafePyObject.h>
@@ -29,12 +29,12 @@ namespace elbowroom {
 
 namespace py = pybind11;
 
-// The tuple, and each of its items that is an `OpWatch`, else null.
+// The tuple of watchers; `natives` has each item that is an `OpWatch`, else null.
 struct Watchers final : c10::SafePyObject {
   Watchers(const py::tuple& objects, std::vector<OpWatch*> natives)
       : c10::SafePyObject(py::object(objects).release().ptr(), getPyInterpreter()), natives(std::move(natives)) {}
 
-  // The innermost; null if there is none.
+  // Returns the innermost `OpWatch`; null if there is none.
   OpWatch* find_native() const {
     const auto found = std::find_if(natives.rbegin(), natives.rend(), [](const OpWatch* each) { return each != nullptr; });
     return found == natives.rend() ? nullptr : *found;
@@ -53,11 +53,11 @@ constexpr c10::DispatchKeySet DOWN_TO_PYTHON =
     (c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, c10::DispatchKey::Python) |
      c10::DispatchKeySet(c10::DispatchKey::Python) | c10::DispatchKeySet(KEY));
 
-// Where autograd copies the state of a thread to its workers: a tuple, the innermost watcher last. It does so for each node
-// of a graph, so that the name should be one that a string holds without memory of its own.
+// Key of the thread state that autograd copies to its workers: a tuple, the innermost watcher last. It copies the state
+// for each node, so the name is short enough for a string without heap memory.
 const std::string WATCHERS = "elbowroom";
 
-// Keeps what this thread has entered.
+// Keeps the watchers that this thread has entered alive.
 thread_local std::shared_ptr<Watchers> entered;
 
 const Watchers* find_watchers(const Thread& thread) {
@@ -72,9 +72,9 @@ bool is_key_active() {
 
 using Mode = c10::impl::PyObject_TorchDispatchMode;
 
-// Fake tensors run ops on tensors without bytes: those are no ops of the step.
+// Returns whether an op runs on meta tensors, as for fake tensors: it does not belong to the step.
 bool is_without_bytes(const c10::OperatorHandle& op, const torch::jit::Stack& stack) {
-  // As they have it while their kernels run.
+  // Included while kernels of fake tensors run.
   if (c10::impl::tls_local_dispatch_key_set().included_.has_backend(c10::BackendComponent::MetaBit)) return true;
   const size_t count = std::min(stack.size(), op.schema().arguments().size());
   return std::any_of(stack.end() - static_cast<std::ptrdiff_t>(count), stack.end(), [](const c10::IValue& value) {
@@ -83,17 +83,17 @@ bool is_without_bytes(const c10::OperatorHandle& op, const torch::jit::Stack& st
   });
 }
 
-// PyTorch makes a subclass of what these return, which must not be known to Python as a tensor by then.
+// PyTorch turns the results of these into subclass instances, so they must not have Python objects yet.
 bool is_alias(const c10::OperatorHandle& op) {
   const std::string& name = op.operator_name().name;
   return name == "aten::alias" || name == "aten::detach";
 }
 
 bool is_seen_in_python(const c10::OperatorHandle& op) {
-  return !is_alias(op) && !c10::impl::tls_is_dispatch_key_excluded(c10::DispatchKey::Python);  // as by a mode
+  return !is_alias(op) && !c10::impl::tls_is_dispatch_key_excluded(c10::DispatchKey::Python);  // as for a mode
 }
 
-// PyTorch calls the mode on top of its stack, and takes it off the stack meanwhile.
+// Pushes a watcher onto PyTorch's mode stack: PyTorch calls the mode on top, and pops it meanwhile.
 class OnTop {
  public:
   explicit OnTop(PyObject* watcher)
@@ -109,16 +109,16 @@ class OnTop {
   const std::shared_ptr<Mode> mode_;
 };
 
-// By one of the watchers, in Python.
+// Runs an op by a watcher in Python.
 void run_in_python(const Watchers& watchers, size_t index, const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   const py::gil_scoped_acquire gil;
-  // What a watcher calls runs from here on down, as for a mode.
+  // Ops that the watcher calls start below this key, as for a mode.
   const c10::impl::ExcludeDispatchKeyGuard above(DOWN_TO_PYTHON);
   const OnTop guard(PyTuple_GET_ITEM(watchers.ptr(getPyInterpreter()), static_cast<Py_ssize_t>(index)));
   (*getPyInterpreter())->dispatch(op, stack);
 }
 
-// By the innermost `count` of the watchers, and then by the kernel.
+// Runs an op by the first `count` watchers, the last of them first, and then by the kernel.
 void run_by(
     const Watchers* watchers, size_t count, const c10::OperatorHandle& op, c10::DispatchKeySet keys,
     torch::jit::Stack* stack) {
@@ -143,7 +143,7 @@ void run_by(
 
 thread_local bool is_hidden = false;
 
-// While Dynamo looks for code that was compiled for what this thread's state is now.
+// Hides the key while Dynamo looks up compiled code for this thread's state.
 struct Lookup final : at::ObserverContext {
   Lookup() { c10::impl::tls_set_dispatch_key_included(KEY, false); }
   ~Lookup() override { c10::impl::tls_set_dispatch_key_included(KEY, true); }
@@ -222,7 +222,7 @@ void set_watchers(const py::tuple& watchers) {
   at::impl::ThreadLocalPythonObjects::set(WATCHERS, made);
   thread.watchers = made.get();
   thread.only = made->find_only();
-  entered = made;  // the one before is destroyed last
+  entered = made;  // destroys the previous watchers last
 }
 
 py::tuple get_watchers() {

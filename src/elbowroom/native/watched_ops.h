@@ -1,4 +1,4 @@
-// Runs each op of a thread by those that watch it.
+// Runs each op of a thread through its watchers.
 #pragma once
 
 #include <ATen/core/dispatch/Dispatcher.h>
@@ -15,13 +15,13 @@ namespace elbowroom {
 class OpWatch;
 struct Watchers;
 
-// What a thread does, for all steps. One variable: to find a thread's own takes a call.
+// State of a thread. One variable, since each access to a thread-local variable may take a call.
 struct Thread {
-  const Watchers* watchers = nullptr;  // that it has entered; null also where autograd has handed it some
-  OpWatch* only = nullptr;  // of them, if there is one
-  size_t busy = 0;  // watchers, from the innermost, that run an op: they do not see the ops that it calls
-  const std::string* running = nullptr;  // name of the op; null outside of ops that are watched
-  double lost_seconds = 0;  // that it has spent in Python on our behalf: no op is charged with them
+  const Watchers* watchers = nullptr;  // entered by this thread; null if inherited through autograd
+  OpWatch* only = nullptr;  // the only one of them, if there is one
+  size_t busy = 0;  // innermost watchers that are running an op: they do not see the ops that it calls
+  const std::string* running = nullptr;  // name of the op; null outside of watched ops
+  double lost_seconds = 0;  // spent in our own Python code: not charged to ops
 };
 
 inline Thread& get_thread() {
@@ -33,19 +33,19 @@ inline Thread& get_thread() {
 constexpr c10::DispatchKey WATCHED_KEY = c10::DispatchKey::Fake;
 constexpr c10::DispatchKeySet BELOW_WATCH(c10::DispatchKeySet::FULL_AFTER, WATCHED_KEY);
 
-// Has an op run by all that watch it.
+// Runs an op through all watchers.
 void run_watched(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack);
 
-// The only one of the watchers that autograd has handed this thread, if it is an `OpWatch`; else null.
+// Returns the only watcher that this thread has inherited through autograd, if it is an `OpWatch`; else null.
 OpWatch* find_handed_watch();
 
-// The watch that is to run an op of this thread, where it is the only one that watches; null otherwise.
+// Returns the watch to run an op of this thread, if it is the only watcher; else null.
 inline OpWatch* find_only_watch(const Thread& thread) {
   if (thread.busy > 0) return nullptr;
   return thread.watchers != nullptr ? thread.only : find_handed_watch();
 }
 
-// While one of the watchers runs an op: what it calls is not seen by it, nor by those that saw the op before it.
+// Marks a watcher as running an op: neither it nor the watchers that ran before it see the ops that it calls.
 class Busy {
  public:
   explicit Busy(Thread& thread = get_thread()) : thread_(thread) { ++thread_.busy; }
@@ -57,7 +57,7 @@ class Busy {
   Thread& thread_;
 };
 
-// While an op of this name runs.
+// Marks an op of this name as running.
 class Running {
  public:
   explicit Running(const std::string& name, Thread& thread = get_thread())
@@ -71,24 +71,25 @@ class Running {
   const std::string* const before_;
 };
 
-// This thread has spent so long in Python on behalf of the step that it runs.
+// Notes seconds that this thread has spent in our own Python code.
 void lose_seconds(double seconds);
 
-// From now on these run every op of this thread, and of backward passes that it begins. The last sees it first. Each is an
-// `OpWatch`, or an object with `__torch_dispatch__`.
+// Sets the watchers that run every op of this thread and of backward passes that it begins. The last is called first.
+// Each is an `OpWatch`, or an object with `__torch_dispatch__`.
 void set_watchers(const pybind11::tuple& watchers);
 
-// Those of this thread.
+// Returns the watchers of this thread.
 pybind11::tuple get_watchers();
 
-// The innermost `OpWatch` of this thread; null where there is none, or ops are hidden from it.
+// Returns the innermost `OpWatch` of this thread; null if there is none, or ops are hidden from it.
 OpWatch* find_watch();
 
-// Those that run an op of this thread now: none inside of an op that they run, or where they are excluded.
+// Returns the watchers that would run an op of this thread now: none inside an op that they run, or if they are
+// excluded.
 pybind11::tuple get_active_watchers();
 
-// Have Dynamo, which compares this thread's dispatch keys with those that it compiled for, not see that ops are watched,
-// from now on until the other is called with what this returned: 0 where that is so already.
+// Hides the watchers' dispatch key from Dynamo's guards, which compare this thread's keys, until `stop_hiding` is
+// called with the returned handle: 0 if the key is hidden already.
 uint64_t hide_from_guards();
 void stop_hiding(uint64_t handle);
 

@@ -6,7 +6,7 @@ import torch
 
 
 def find_isa() -> str:
-    """The widest instructions that convolutions use here, as in `HardwareProfile`."""
+    """Return the widest instruction set that convolutions use here, as in `HardwareProfile`."""
     if torch.cpu._is_avx512_supported():
         return "AVX512"
     return "AVX2" if torch.cpu._is_avx2_supported() else ""

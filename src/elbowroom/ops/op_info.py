@@ -1,4 +1,4 @@
-"""Facts about an op that hold for any arguments, for the extension that watches steps."""
+"""Facts about an op that do not depend on its arguments, for the C++ extension."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from elbowroom.ops.replayable import STATISTICS, find_written, is_view, may_be_r
 
 
 def describe_op(name: str, overload: str) -> dict[str, Any]:
-    """Return what the extension asks about an op, given its name ("aten::add") and its overload's ("Tensor")."""
+    """Return the extension's facts about an op, given its name ("aten::add") and overload ("Tensor")."""
     namespace, opname = name.split("::", 1)
     packet = getattr(getattr(torch.ops, namespace), opname)
     func = getattr(packet, overload or "default")

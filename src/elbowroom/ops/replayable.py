@@ -1,7 +1,7 @@
-"""Which ops may be replayed to compute their results again, and what each op writes.
+"""Tells which ops may be replayed (run again to recompute their results), and which arguments an op writes.
 
-An op may be replayed if the same inputs give the same bits and nothing else changes. Replays are recorded from the
-step as it runs, so scalars and tensors are always those of this step.
+An op may be replayed if the same inputs give the same bits and it has no side effects. Replays are recorded from the
+running step, so scalars and tensors are always those of this step.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ Fact = TypeVar("Fact")
 
 
 def by_op(find: Callable[[OpOverload], Fact]) -> Callable[[OpOverload], Fact]:
-    """Remember what is found of each op. By identity: an op's own hash takes longer than all the rest."""
-    known: dict[int, tuple[OpOverload, Fact]] = {}  # the op is kept, so that its identity is not used again
+    """Cache a function of an op. Keyed by identity, since hashing an op takes longer than the rest of the call."""
+    known: dict[int, tuple[OpOverload, Fact]] = {}  # keeps the op alive, so that its id is not reused
 
     @functools.wraps(find)
     def remember(func: OpOverload) -> Fact:
@@ -30,7 +30,7 @@ def by_op(find: Callable[[OpOverload], Fact]) -> Callable[[OpOverload], Fact]:
     return remember
 
 
-# On CUDA these add in an order that varies from run to run.
+# On CUDA the order of additions in these ops varies from run to run.
 _UNORDERED = frozenset(
     (
         *("bincount", "cumprod", "cumsum", "histc", "index_add", "index_add_", "index_copy", "index_put", "index_put_"),
@@ -45,19 +45,19 @@ STATISTICS: dict[str, tuple[int, int, int | None]] = {
     "cudnn_batch_norm": (3, 4, 5),
     "miopen_batch_norm": (3, 4, 5),
     "_batch_norm_with_update": (3, 4, None),
-    # Whole, as inference mode shows them.
+    # Composite ops, which reach watchers undecomposed in inference mode.
     "batch_norm": (3, 4, 5),
     "instance_norm": (3, 4, 5),
 }
-"""Batch norm in training reads no running statistics: it updates them, once. (Positions: running mean, running
-variance, and the training flag, or None where the op is for training only.) A replay gives it copies."""
+"""Positions of the running mean, the running variance and the training flag (None if the op is for training only).
+Batch norm in training does not read its running statistics, but updates them, once. So a replay passes copies."""
 
 
 def find_barrier(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
-    """Why an op must not be replayed; "" if it may be."""
+    """Return why an op must not be replayed; "" if it may be."""
     name = func._opname
     if func.namespace != "aten":
-        return "not an ATen op: it may do more than it says"
+        return "not an ATen op: it may have side effects"
     if torch.Tag.nondeterministic_seeded in func.tags and not _without_dropout(func, args, kwargs):
         return "draws random numbers"
     if name.startswith(("empty", "new_empty")):
@@ -66,21 +66,21 @@ def find_barrier(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
         return "its order of additions may vary"
     if name == "convolution" and args[0].device.type == "cuda":
         if torch.backends.cudnn.benchmark:
-            return "cuDNN may choose another algorithm"  # by the clock, and anew in each thread
+            return "cuDNN may choose another algorithm"  # by timing, separately in each thread
         fixed = torch.backends.cudnn.deterministic or torch.are_deterministic_algorithms_enabled()
         if args[6] and not fixed:
-            return "its order of additions may vary"  # a transposed one is the backward pass of another
+            return "its order of additions may vary"  # a transposed convolution uses the backward algorithms
     return ""
 
 
 def may_be_replayed(func: OpOverload) -> tuple[bool, bool]:
-    """Tell whether an op may be replayed, given the right arguments; and whether `find_barrier` has to check them."""
+    """Return whether an op may be replayed at all, and whether that depends on its arguments (see `find_barrier`)."""
     has_conditions = func._opname == "convolution" or "attention" in func._opname
     return has_conditions or not find_barrier(func, (), {}), has_conditions
 
 
 def _without_dropout(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """An attention op is tagged as random even where its dropout is off."""
+    """Tell whether an attention op, which is always tagged as random, has its dropout off."""
     if "attention" not in func._opname:
         return False
     for index, argument in enumerate(func._schema.arguments):
@@ -91,7 +91,7 @@ def _without_dropout(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, 
 
 
 def find_statistics(func: OpOverload, args: tuple[Any, ...]) -> tuple[int, ...]:
-    """Positions of arguments that are running statistics being updated, not read."""
+    """Return the positions of running statistics that an op updates without reading them."""
     entry = STATISTICS.get(func._opname)
     if entry is None:
         return ()
@@ -101,7 +101,7 @@ def find_statistics(func: OpOverload, args: tuple[Any, ...]) -> tuple[int, ...]:
 
 @by_op
 def find_written(func: OpOverload) -> tuple[tuple[int, str], ...]:
-    """(position, name) of the arguments that an op writes to, by its schema."""
+    """Return (position, name) of the arguments that an op writes to, by its schema."""
     return tuple(
         (index, argument.name)
         for index, argument in enumerate(func._schema.arguments)
@@ -113,26 +113,28 @@ def find_written(func: OpOverload) -> tuple[tuple[int, str], ...]:
 def is_view(func: OpOverload) -> bool:
     """Tell whether an op always returns a view of its argument.
 
-    By its schema, but for ops that are made of others and are seen whole in inference mode: they may copy.
+    False for composite ops, which inference mode does not decompose: they may copy.
     """
     if not func.is_view or func._opname.startswith("lift"):
-        return False  # nor does PyTorch's dispatcher know of all ops, and it ends the process where it is asked
+        return False  # the query below aborts the process for ops that the dispatcher does not know
     return not torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd")
 
 
 @by_op
 def touches_tensors(func: OpOverload) -> bool:
-    """Tell whether an op makes or changes tensors. One that only asks (its device, its strides) is not part of a step.
-    Nor is one that returns its tensor under another name: whether autograd calls those depends on who watches."""
+    """Tell whether an op makes or changes tensors, unlike a query (of a device or strides).
+
+    `alias` and `detach` do not count: whether autograd calls them depends on the watchers.
+    """
     if func._opname in ("alias", "detach"):
         return False
     if func._opname == "allclose":
-        return True  # the answer is no tensor, what it takes to find it are several
+        return True  # it returns a bool, but allocates temporaries
     return bool(find_written(func)) or any("Tensor" in str(result.type) for result in func._schema.returns)
 
 
 def iterate_tensors(value: Any) -> Iterator[torch.Tensor]:
-    """The tensors among arguments or results, in order, through lists and tuples."""
+    """Yield the tensors in arguments or results, in order, including those in lists and tuples."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, (list, tuple)):

@@ -192,7 +192,7 @@ def _compare_moves(
     measured = steady if steady is not None and steady.mode is Mode.PLANNED else None
     rows = []
     if plan is None and forecast.evictions:
-        rows.append(("evictions", "", str(forecast.evictions), "", "let go, though still to be needed"))
+        rows.append(("evictions", "", str(forecast.evictions), "", "evicted, but needed again"))
     if forecast.offloaded_bytes:
         out = "" if measured is None else format_bytes(measured.offloaded_bytes)
         back = "" if measured is None else format_bytes(measured.reloaded_bytes)

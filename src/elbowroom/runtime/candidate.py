@@ -18,7 +18,7 @@ class Candidate:
     """A trace that a step may match, and its plan.
 
     Attributes:
-        placement: where the plan's copies lie.
+        placement: offsets of the plan's copies in the tier below.
     """
 
     trace: Trace
@@ -27,7 +27,7 @@ class Candidate:
 
     @functools.cached_property
     def timetable(self) -> Any:
-        """Saves and needs of the trace, as the extension reads them."""
+        """Saves and needs of the trace, in the extension's format."""
         storages = self.trace.storages
         homes = [storages[save.storage] for save in self.trace.saves]
         saves = [
@@ -49,12 +49,13 @@ class Candidate:
 
     @functools.cached_property
     def replayed_ops(self) -> tuple[list[str], list[int], dict[int, list[bool]]]:
-        """Ops of the trace, with those marked that the plan replays: to the end of the forward pass, if no state moves.
+        """Ops of the trace, with a mark on those that the plan replays: all ops if model state moves, else those of
+        the forward pass.
 
-        The others are listed as well, since an op that is not in the trace might write to what a replay starts from.
+        The other ops are listed to detect ops that are not in the trace, which might write to inputs of a replay.
 
         Returns:
-            Name of each op; tick of each op that the plan replays, -1 for the others; and by tick of a replayed op, for
+            Name of each op; tick of each op, or -1 if the plan does not replay it; and by tick of a replayed op, for
             each tensor that it reads, whether the program holds that tensor throughout the step.
         """
         trace = self.trace

@@ -1,4 +1,4 @@
-"""Copies in the tier below, and the record of which block each of them has."""
+"""Copies in the tier below, and the records of their blocks."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from elbowroom.errors import TierError
 
 
 class Copy(Protocol):
-    """The contents of a storage in the tier below, and the state of its last transfer."""
+    """Copy of a storage in the tier below, with the state of its last transfer."""
 
     nbytes: int
 
 
 class Record(weakref.ref[Any]):
-    """A copy, and its block in the tier below: an offset, or a block of host memory; None until one is reserved.
+    """Weak reference to a copy, with the block that it occupies.
 
     Attributes:
-        block: as above.
-        nbytes: of the copy.
+        block: offset, or block of host memory; None until one is reserved.
+        nbytes: size of the copy.
     """
 
     __slots__ = ("block", "nbytes")
@@ -30,21 +30,21 @@ class Record(weakref.ref[Any]):
 
 
 class Records:
-    """Which blocks are taken, and by which copies.
+    """Records of the copies in a tier.
 
-    An exception may end a change at any line: Ctrl-C, or no memory. So a copy is recorded before its block is reserved,
-    and what a change has left halfway is restored from the records before the next one. A copy that is dropped without
-    being discarded is noticed by its death. To be used by one thread at a time.
+    An exception (Ctrl-C, out of memory) may interrupt a change at any line. So a copy is recorded before its block is
+    reserved, and after an interrupted change the tier is rebuilt from the records. A copy that is garbage-collected
+    without being discarded is reported to `on_death`. For one thread at a time.
 
     Args:
-        restore: has the tier begin anew with the blocks of these records.
-        on_death: called with the record of a copy that is no more. At any moment, in any thread.
+        restore: rebuilds the tier from the blocks of the given records.
+        on_death: called with the record of a garbage-collected copy, at any moment, in any thread.
     """
 
     def __init__(self, restore: Callable[[list[Record]], None], on_death: Callable[[Any], object]) -> None:
         self._restore, self._on_death = restore, on_death
         self._records: set[Record] = set()
-        self._is_whole = True  # False during a change, and after one that was ended halfway
+        self._is_whole = True  # False during a change, and after an interrupted one
 
     def __len__(self) -> int:
         return len(self._records)
@@ -53,7 +53,7 @@ class Records:
         """Record a copy, with the block that `take` returns.
 
         Raises:
-            TierError: as `take` does; then nothing is recorded.
+            TierError: raised by `take`; then nothing is recorded.
         """
         record = Record(copy, self._on_death)
         record.block, record.nbytes = None, copy.nbytes
@@ -68,8 +68,8 @@ class Records:
         return record
 
     def free(self, record: Record, give: Callable[[Record], None]) -> None:
-        """Have `give` free the block of a copy, once."""
-        self.repair()  # before the end of this change is taken for the end of the one that was ended halfway
+        """Have `give` free the block of a copy. Does nothing the second time."""
+        self.repair()  # first, since a completed change marks the records as whole
         if record not in self._records:
             return
         with self.changing():
@@ -78,11 +78,11 @@ class Records:
             self._records.discard(record)
 
     def changing(self) -> _Changing:
-        """A context in which what is taken changes. Errors of the tier's own leave it whole."""
+        """Return a context for a change. Only errors other than `TierError` count as an interruption."""
         return _Changing(self)
 
     def repair(self) -> None:
-        """If the last change was ended halfway, begin anew with what the living copies have."""
+        """Rebuild the tier from the living copies if the last change was interrupted."""
         if not self._is_whole:
             self._records = {record for record in self._records if record() is not None}
             self._restore([record for record in self._records if record.block is not None])

@@ -1,4 +1,4 @@
-"""The end of a step, whether the program reached it or an error ended the step."""
+"""Finishes a step at its end or after an error."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ logger = logging.getLogger(__name__)
 
 @contextlib.contextmanager
 def ending_step(finish: Callable[[], None]) -> Iterator[None]:
-    """Return a context that calls `finish` in the end. What `finish` raises does not replace an error of the step.
+    """Return a context that calls `finish` at its end. An error of `finish` does not replace an error of the step.
 
-    A step that the end of the interpreter interrupts is not finished: the threads that transfers wait for are gone.
+    `finish` is not called at interpreter shutdown, because the threads that transfers wait for are gone.
     """
     try:
         yield
@@ -24,6 +24,6 @@ def ending_step(finish: Callable[[], None]) -> Iterator[None]:
         try:
             finish()
         except Exception:
-            logger.exception("after the error that ended the step, what it had given up could not be settled")
+            logger.exception("after the error that ended the step, finishing the step failed, too")
         raise
     finish()

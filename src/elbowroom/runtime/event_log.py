@@ -1,4 +1,4 @@
-"""The log of saves, needs and releases that the extension keeps while the policy is not told of them."""
+"""Reads the extension's log of saves, needs and releases that were not reported to the policy."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from elbowroom.ir.events import StorageFreed, StorageNeeded, StorageSaved
 from elbowroom.residency.online import Moment
 
 NO_STORAGE = -1
-"""Id in events of tensors that never move: those that are not a plain block of bytes, and those that outlive the step.
-Moves that are planned for the tick of such an event take place all the same."""
+"""Id in events of tensors that never move, because they are not a plain block of bytes or outlive the step. Moves
+planned for the tick of such an event still take place."""
 
 Logged = StorageSaved | StorageNeeded | StorageFreed
 """Events that are logged."""
 
 EVENTS: tuple[type[Logged], ...] = (StorageSaved, StorageNeeded, StorageFreed)
-"""By their numbers in the log."""
+"""Event types by their numbers in the log."""
 
 SAVED, NEEDED, FREED = range(3)
 
@@ -27,12 +27,12 @@ def read_log(
     """Read the entries that `SavedTensors.tell` returns.
 
     Args:
-        begin: time of the step's begin, on the clock of `time.perf_counter`.
-        present: ids of the storages that autograd has not given up.
+        begin: start of the step, on the clock of `time.perf_counter`.
+        present: ids of the storages that autograd still holds.
 
     Yields:
-        Each event; its time and the bytes that were live then; and the size of the storage, where a storage was saved
-        that autograd has given up since.
+        Each event; its time and the live bytes at that time; and, for a save of a storage that autograd has released
+        since, the size of the storage.
     """
     for event, storage, tick, nbytes, seconds, busy_seconds, live_bytes in entries:
         is_gone = event == SAVED and storage >= 0 and storage not in present

@@ -1,4 +1,4 @@
-"""Makes the transfers for a device."""
+"""Creates the transfers for a device."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from elbowroom.tiers.disk import SpillFile
 
 
 def open_transfers(device: torch.device, spill_folder: str | None, host_bytes: int | None) -> Transfers:
-    """Open the tiers below `device`, and return what moves its storages to them and back.
+    """Open the tiers below `device` and return the transfers to and from them.
 
     Raises:
         UsageError: the spill folder is missing or not writable.
@@ -21,7 +21,7 @@ def open_transfers(device: torch.device, spill_folder: str | None, host_bytes: i
         from elbowroom.runtime.streams import CudaStreams
         from elbowroom.tiers.pinned import CudaPinning, HostSlabs
 
-        # Pinned memory cannot be swapped: leave the rest of the program half of what is free.
+        # Pinned memory cannot be swapped: leave half of the free memory to the rest of the program.
         capacity = host_bytes if host_bytes is not None else psutil.virtual_memory().available // 2
         host = HostSlabs(capacity, pinning=CudaPinning(device))
         return StreamTransfers(CudaStreams(device), host, SpillFile(spill_folder))

@@ -1,4 +1,4 @@
-"""The records of a run's steps: all of a short run, and the first and the latest of a long one."""
+"""Collects the records of a run's steps: all of a short run, the first and the latest of a long one."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ _SUMMED = {
 
 
 class JournalWriter:
-    """Collects the records of steps for a Journal.
+    """Collects step records for a Journal.
 
     Attributes:
-        count: steps so far.
+        count: number of steps so far.
     """
 
     def __init__(self) -> None:
@@ -36,7 +36,7 @@ class JournalWriter:
         self.count = 0
 
     def add(self, record: StepRecord) -> None:
-        """Add the record of a step that is over."""
+        """Add the record of a completed step."""
         self.count += 1
         self._last = record
         if len(self._first) < RECORDS_KEPT:
@@ -50,14 +50,11 @@ class JournalWriter:
             self._max_peak_bytes = max(self._max_peak_bytes or 0, record.peak_bytes)
 
     def journal(self) -> Journal:
-        """Return what was measured so far."""
+        """Return the journal so far."""
         return Journal(steps=(*self._first, *self._latest))
 
     def metrics(self) -> dict[str, int | float | str]:
-        """Return the figures of the last step and of all steps, those included whose records are gone.
-
-        The names are listed in `Room.metrics`.
-        """
+        """Return the figures of the last step and the totals of all steps, as listed in `Room.metrics`."""
         if self._last is None:
             return {}
         found: dict[str, int | float | str | None] = {

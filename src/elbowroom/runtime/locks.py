@@ -1,4 +1,4 @@
-"""Locks that a fork finds free: a child goes on with the thread that forked it, and with no other that could let go."""
+"""Locks that are never held by another thread across a fork: in the child, such a thread could not release them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 
 class _Locks:
-    """All such locks that are in use. Around a fork the thread that forks holds them."""
+    """All such locks in use. The forking thread acquires them before a fork and releases them after it."""
 
     def __init__(self) -> None:
         self._locks: weakref.WeakSet[Any] = weakref.WeakSet()

@@ -1,4 +1,4 @@
-"""Objects that autograd holds in the place of saved tensors."""
+"""Objects that pack hooks return to autograd in place of saved tensors."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from elbowroom.runtime.saved_storage import SavedStorage
 
 
 class PackedTensor:
-    """Stands for a saved tensor whose storage may move.
+    """Placeholder of a saved tensor whose storage may move.
 
     Attributes:
-        on_death: called with `index` and `residence` when autograd gives the tensor up: at any moment, in any thread.
-        index: position of the save among those of the step.
-        residence: storage of the tensor; None if it stays where it is. The extension reads this.
+        on_death: called with `index` and `residence` when autograd releases the tensor, at any moment in any thread.
+        index: index of the save within the step.
+        residence: storage of the tensor; None if it does not move. The extension reads this.
         version: version counter of the tensor when it was saved.
     """
 

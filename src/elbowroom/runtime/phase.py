@@ -19,18 +19,18 @@ class Phase(enum.Enum):
     """Phase of a step.
 
     Attributes:
-        follows_plan: whether the plan alone decides, so that no room is made.
+        follows_plan: whether only the plan moves storages, so that no memory is freed on demand.
         has_ended: whether the program has left the step.
-        has_budget: whether the budget holds.
+        has_budget: whether the budget is enforced.
     """
 
-    CAPTURING = 0, False, False, True  # everything that may leave the device leaves as soon as it is saved
+    CAPTURING = 0, False, False, True  # every storage that may leave the device leaves as soon as it is saved
     FOLLOWING_PLAN = 1, True, False, True  # saves and needs of storages that the plan does not move are only logged
-    UNPRESSURED = 2, False, False, True  # no plan, and plenty of room: all saves and needs are only logged
-    MANAGED = 3, False, False, True  # whenever room is short, storages leave; the machine is told of everything at once
-    SETTLING = 4, False, True, True  # what was dropped is computed while that can be done, and room is made for it
-    DRAINING = 5, True, True, False  # a backward pass through what is left of the graph goes on by the plan
-    CLOSED = 6, False, True, False  # what is left of the graph comes back when it is needed
+    UNPRESSURED = 2, False, False, True  # no plan and no shortage: all saves and needs are only logged
+    MANAGED = 3, False, False, True  # storages leave when memory is short; all events are reported to the machine
+    SETTLING = 4, False, True, True  # dropped storages are recomputed while their inputs exist, within the budget
+    DRAINING = 5, True, True, False  # a backward pass through the rest of the graph still follows the plan
+    CLOSED = 6, False, True, False  # storages of the rest of the graph come back when they are needed
 
     def __init__(self, number: int, follows_plan: bool, has_ended: bool, has_budget: bool) -> None:
         self.number = number
@@ -48,4 +48,4 @@ NEXT_PHASES: dict[Phase, tuple[Phase, ...]] = {
     Phase.DRAINING: (Phase.CLOSED,),
     Phase.CLOSED: (),
 }
-"""Phases that may come after each."""
+"""Phases that may follow each phase."""

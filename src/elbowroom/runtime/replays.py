@@ -1,4 +1,4 @@
-"""Computes storages again by the ops that made them in this very step, which the extension has recorded."""
+"""Recomputes storages by replaying the ops that the extension recorded in this step."""
 
 from __future__ import annotations
 
@@ -10,25 +10,25 @@ from elbowroom.native import library
 from elbowroom.runtime.saved_storage import SavedStorage
 
 Recording = Any
-"""The recorded ops that compute one storage again: an object of the extension. They start from `leaves`, which autograd
-has saved, and from `sources`, which the program holds; they took `seconds` and allocate `nbytes` at most."""
+"""Recorded ops that recompute one storage: an object of the extension. They start from `leaves`, which autograd has
+saved, and from `sources`, which the program holds. They took `seconds` and allocate at most `nbytes`."""
 
 
 def is_exposed(recording: Recording, target: SavedStorage) -> bool:
-    """Tell whether NumPy or another process may write unseen to the storages that a replay reads or computes."""
+    """Tell whether NumPy or another process may write to the storages that a replay reads or computes."""
     return any(each.is_exposed() for each in (target, *recording.leaves)) or any(map(is_shared, recording.kept))
 
 
 def count_bytes(recordings: Sequence[Recording]) -> int:
-    """Return the most bytes that a replay of all these recordings together allocates."""
+    """Return the peak bytes that replaying these recordings together allocates."""
     return int(library.load().count_replay(list(recordings)))
 
 
 def replay(recordings: Sequence[Recording], outputs: Sequence[SavedStorage]) -> None:
-    """Compute the targets of recordings again, together, and give each of `outputs` its new storage.
+    """Recompute the targets of several recordings together and assign the new storages to `outputs`.
 
-    Each op runs under the settings that it ran under before; autograd, saved-tensor hooks, autocast, dispatch modes and
-    random generators are not involved.
+    Each op runs under the numeric settings of its first run, without autograd, saved-tensor hooks, autocast, dispatch
+    modes and random generators.
     """
     leaves = {leaf.record: leaf.find_storage() for recording in recordings for leaf in recording.leaves}
     storages = library.load().replay(list(recordings), list(leaves.items()))

@@ -1,4 +1,4 @@
-"""Storages that autograd has saved tensors of, as the runtime holds them."""
+"""Storages of the tensors that autograd has saved."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from elbowroom.hooks.exposed_memory import is_shared
 from elbowroom.runtime.copies import Copy
 
 _SharingVersions = torch._C._SetExcludeDispatchKeyGuard
-"""Aliases share a version counter by a layer that is left out where a dispatch mode sees an op."""
+"""Aliases share a version counter through ADInplaceOrView, a dispatch key that is excluded below dispatch modes."""
 
 
 class Geometry(NamedTuple):
@@ -27,15 +27,15 @@ class Geometry(NamedTuple):
 
 
 def check_version(version_ref: torch.Tensor, shape: Sequence[int], expected: int) -> None:
-    """Refuse a tensor that was modified in place after it was saved: where hooks are active, PyTorch does not check.
+    """Check that a tensor was not modified in place after it was saved. With hooks active PyTorch does not check.
 
     Args:
         version_ref: shares the tensor's version counter.
-        shape: of the tensor.
+        shape: shape of the tensor.
         expected: version of the tensor when it was saved.
 
     Raises:
-        RuntimeError: in PyTorch's own words.
+        RuntimeError: the tensor was modified; PyTorch's message.
     """
     if version_ref._version != expected:
         raise RuntimeError(
@@ -49,9 +49,8 @@ class SavedView:
     """One saved tensor of a storage.
 
     Attributes:
-        tensor: shares the saved tensor's version counter until autograd gives that up; its bytes only while `geometry`
-            is None.
-        geometry: position of the tensor in its storage, once the storage was released.
+        tensor: shares the saved tensor's version counter, and also its bytes while `geometry` is None.
+        geometry: position of the tensor in its storage; None until the storage is released.
     """
 
     __slots__ = ("geometry", "tensor")
@@ -62,27 +61,27 @@ class SavedView:
 
 
 NO_READERS: Set[SavedStorage] = frozenset()
-"""Shared by the storages that no replay reads, which are most."""
+"""Shared empty set: no replay reads most storages."""
 
 NO_VIEWS: dict[int, SavedView] = {}
-"""Shared by the storages that were never saved. Never written to."""
+"""Shared empty dict of storages that were never saved. Never written to."""
 
 
 class SavedStorage:
-    """One storage of one step: what autograd has saved of it, and how it comes back once it has left.
+    """One storage of one step, with the tensors that autograd has saved of it and the means to bring it back.
 
     Args:
-        record: of the extension; has what the step's ops did with the storage.
+        record: the extension's record of what the step's ops did with the storage.
 
     Attributes:
-        views: saved tensors by the index of their save. As long as they have its bytes, nothing else of ours holds the
+        views: saved tensors by the index of their save. While they share its bytes, we hold no other reference to the
             storage.
-        storage: the storage that came back from a reload or a replay, or that a replay reads; None otherwise.
-        released_ref: weak reference to the storage that was released last: the program may hold it still.
-        copy: contents in the tier below, if the storage was ever offloaded.
-        recording: how the storage is computed again, while it is dropped.
+        storage: storage that came back from a reload or a replay, or that a replay reads; else None.
+        released_ref: weak reference to the storage that was released last, which the program may still hold.
+        copy: copy in the tier below, if the storage was ever offloaded.
+        recording: recording that recomputes the storage, while it is dropped.
         reads: storages that `recording` starts from.
-        may_move: whether the storage may leave the device; None until that is asked.
+        may_move: whether the storage may leave the device; None until first asked.
         readers: dropped storages whose replay reads this one.
     """
 
@@ -104,42 +103,42 @@ class SavedStorage:
 
     @property
     def id(self) -> int:
-        """Id of the storage in the trace that the step follows, or a number of the step's own; -1 until it is saved."""
+        """Id of the storage in the trace that the step follows, else a number of this step; -1 until it is saved."""
         return int(self.record.id)
 
     @property
     def nbytes(self) -> int:
-        """Size."""
+        """Size in bytes."""
         return int(self.record.nbytes)
 
     @property
     def is_persistent(self) -> bool:
-        """True if the storage outlives the step: that of a parameter or a buffer, for example."""
+        """True if the storage outlives the step, as parameters and buffers do."""
         return bool(self.record.is_staying)
 
     def add_view(self, index: int, tensor: torch.Tensor) -> None:
-        """Keep a tensor that autograd saves. `index`: of the save."""
+        """Keep a tensor that autograd saves. `index`: index of the save."""
         if self.views is NO_VIEWS:
             self.views = {}
         with Hidden():
-            self.views[index] = SavedView(tensor.detach())  # the tensor itself would hold the graph that holds it
+            self.views[index] = SavedView(tensor.detach())  # the tensor itself would keep the graph alive in a cycle
         self.record.views = len(self.views)
         self.record.is_guarded = True
 
     def discard_view(self, index: int) -> None:
-        """Forget a saved tensor that autograd has given up."""
+        """Remove a saved tensor that autograd has released."""
         self.views.pop(index, None)
         self.record.views = len(self.views)
 
     def add_reader(self, reader: SavedStorage) -> None:
-        """Note that a storage was dropped whose replay reads this one."""
+        """Note a dropped storage whose replay reads this one."""
         if not isinstance(self.readers, set):
             self.readers = set()
         self.readers.add(reader)
         self.record.is_guarded = True
 
     def discard_reader(self, reader: SavedStorage) -> None:
-        """Note that a storage whose replay reads this one is no longer dropped."""
+        """Remove a reader that is no longer dropped."""
         if isinstance(self.readers, set):
             self.readers.discard(reader)
 
@@ -153,14 +152,14 @@ class SavedStorage:
         return None
 
     def find_released(self) -> torch.UntypedStorage | None:
-        """Return the storage that was released last; None if it is gone.
+        """Return the storage that was released last; None if it was freed.
 
-        Without Elbowroom, autograd would find this very storage, whatever the program has done with it.
+        Without Elbowroom autograd would use this storage, including what the program has written to it since.
         """
         return None if self.released_ref is None else self.released_ref()
 
     def revive(self) -> bool:
-        """Take back the storage that was released last. Returns whether the program holds it still."""
+        """Take back the storage that was released last. Returns whether the program still holds it."""
         released = None if self.released_ref is None else self.released_ref()
         if released is None:
             return False
@@ -168,7 +167,7 @@ class SavedStorage:
         return True
 
     def is_exposed(self) -> bool:
-        """Tell whether NumPy or another process may write to the storage unseen."""
+        """Tell whether NumPy or another process may write to the storage."""
         storage = self.find_storage() or self.find_released()
         return storage is not None and is_shared(storage)
 
@@ -185,7 +184,7 @@ class SavedStorage:
             return empty.set_(self.storage, geometry.offset, geometry.shape, geometry.stride)
 
     def release(self) -> None:
-        """Drop each of our references to the storage. Version counters of the saved tensors stay."""
+        """Drop all of our references to the storage. The version counters of the saved tensors stay."""
         home = self.find_storage()
         if home is not None:
             self.released_ref = weakref.ref(home)
@@ -193,11 +192,11 @@ class SavedStorage:
             if view.geometry is not None:
                 continue
             tensor = view.tensor
-            # Without the call of `Geometry.__new__`: this runs at each save that moves.
+            # Bypass `Geometry.__new__` for speed: this runs at each save that moves.
             geometry = (tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset())
             view.geometry = tuple.__new__(Geometry, geometry)
-            # To assign `data` exchanges the storage and leaves the version counter as it is. `view.tensor` itself may
-            # be in autograd's hands.
+            # Assigning `data` replaces the storage and keeps the version counter. On a new alias, since autograd may
+            # be using `view.tensor`.
             with _SharingVersions(torch._C.DispatchKey.ADInplaceOrView, False):
                 view.tensor = tensor.detach()
             view.tensor.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)

@@ -1,4 +1,4 @@
-"""Finds the module and the line in which a request was refused."""
+"""Finds the module and the source line in which a request was refused."""
 
 from __future__ import annotations
 
@@ -12,27 +12,27 @@ from elbowroom.errors import Infeasible
 from elbowroom.hooks.module_paths import ModulePaths, get_accumulated, list_raised
 
 MOST_NODES = 64
-"""Backward nodes that are looked at to find a parameter."""
+"""Backward nodes to visit in the search for a parameter."""
 
 
 @dataclasses.dataclass(frozen=True)
 class _Evidence:
-    """Evidence of where an op runs: in a backward pass, the parameter whose gradient comes next."""
+    """Location of an op in a backward pass: the parameter whose gradient comes next."""
 
     parameter: torch.Tensor | None
 
 
 def note_evidence(error: Infeasible) -> Infeasible:
-    """Note, where a request is refused, what `locate_shortage` needs to know. Returns the error."""
+    """Attach to an error what `locate_shortage` needs, where the request is refused. Returns the error."""
     error.evidence = _Evidence(_find_nearby_parameter())
     return error
 
 
 def locate_shortage(error: Infeasible, model: torch.nn.Module) -> None:
-    """Add the module to an error that has ended a step, and the line of the program.
+    """Add the module and the source line to an error that has ended a step.
 
-    They are those of the functions that it has ended. In a backward pass these are PyTorch's; there the module is the
-    one that has the parameter whose gradient comes next.
+    Both come from the traceback. In a backward pass, whose frames are PyTorch's, the module is the one that owns the
+    parameter whose gradient comes next.
     """
     evidence, error.evidence = error.evidence, None
     if not isinstance(evidence, _Evidence):
@@ -47,9 +47,9 @@ def locate_shortage(error: Infeasible, model: torch.nn.Module) -> None:
 
 
 def _find_nearby_parameter() -> torch.Tensor | None:
-    """The parameter that is the fewest nodes away from the backward node that runs in this thread, if one does."""
+    """Return the parameter nearest in the graph to the backward node that runs in this thread, or None."""
     node: Any = torch._C._current_autograd_node()
-    queue, seen = deque([node] if node is not None else []), {id(node): node}  # kept, so that no other has its id
+    queue, seen = deque([node] if node is not None else []), {id(node): node}  # keeps nodes alive: ids stay unique
     for _ in range(MOST_NODES):
         if not queue:
             break

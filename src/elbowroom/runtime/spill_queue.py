@@ -1,8 +1,7 @@
-"""A spill file and the thread that reads and writes it, for one process: first come, first served.
+"""A spill file with the thread that reads and writes it, first in first out, for one process.
 
-An exception may strike at any line here: Ctrl-C in the main thread, or no memory. So a transfer is in the queue before
-anybody waits for it, whoever waits makes sure that there is a thread, and a copy that nobody holds is freed by the
-thread.
+An exception (Ctrl-C in the main thread, out of memory) may be raised at any line here. So a transfer is enqueued before
+anyone waits for it, a waiter makes sure that the thread runs, and the thread frees copies without references.
 """
 
 from __future__ import annotations
@@ -23,22 +22,22 @@ from elbowroom.runtime.copies import Record, Records
 from elbowroom.tiers.disk import SpillFile
 
 CHECK_SECONDS = 1.0
-"""Whoever waits looks so often whether the thread is still there."""
+"""Interval at which a waiter checks that the thread still runs."""
 
 RETRY_SECONDS = 0.01
-"""The thread waits so long before it repeats what an exception ended."""
+"""Delay before the thread retries after an exception."""
 
 
 class SpillCopy:
-    """A storage's block in a spill file.
+    """Copy of a storage in a spill file.
 
     Attributes:
-        nbytes: its size.
-        queue: has the file.
-        offset: of the block.
-        record: of the copy; None once it is discarded.
-        last: the last transfer that was begun; everything before it has ended when it has.
-        error: why the contents could not be written, if they could not.
+        nbytes: size of the storage.
+        queue: queue of the file.
+        offset: offset of the block in the file.
+        record: record of the copy; None once it is discarded.
+        last: last transfer that was begun; earlier ones end before it.
+        error: error of the write, if it failed.
     """
 
     __slots__ = ("__weakref__", "error", "last", "nbytes", "offset", "queue", "record")
@@ -52,12 +51,13 @@ class SpillCopy:
 
 
 class SpillJob:
-    """One transfer. It holds the copy and the storage until it is done, whoever else may have dropped them.
+    """One transfer. Holds references to the copy and the storage until it has ended.
 
     Attributes:
-        is_done: whether it has ended.
-        ended: locked until then. (Ctrl-C in `threading.Event.wait` may leave its lock locked, and `set` wait for it.)
-        error: why it could not read.
+        is_done: whether the transfer has ended.
+        ended: locked until then. (A `threading.Event` would not do: Ctrl-C in `wait` may leave its lock locked, and
+            `set` would block.)
+        error: error of a read, if it failed.
     """
 
     __slots__ = ("_copy", "_is_out", "_storage", "ended", "error", "is_done")
@@ -71,7 +71,7 @@ class SpillJob:
         self.ended.acquire()
 
     def run(self, spill: SpillFile) -> None:
-        """Carry it out. An error is for whoever waits; the thread goes on."""
+        """Carry out the transfer. Errors are stored for the waiter, so that the thread goes on."""
         copy, storage = self._copy, self._storage
         assert copy is not None and storage is not None
         try:
@@ -83,7 +83,7 @@ class SpillJob:
                 self.error = error
         finally:
             del copy, storage
-            self._copy = self._storage = None  # before anyone counts on its being free
+            self._copy = self._storage = None  # before a waiter expects them to be free
             self.is_done = True
             self.ended.release()
 
@@ -92,21 +92,21 @@ class SpillQueue:
     """Reads and writes a spill file on one thread, for the process that made it.
 
     Args:
-        spill: the file; closed in the end.
-        owner: when it is gone, the queue is closed.
+        spill: the file; the queue closes it.
+        owner: object whose end closes the queue.
 
     Attributes:
-        pid: of the process.
-        spill: as given.
+        pid: id of the process.
+        spill: the file.
     """
 
     def __init__(self, spill: SpillFile, owner: object) -> None:
         self.pid, self.spill = os.getpid(), spill
         self._jobs: queue.SimpleQueue[SpillJob | weakref.ref[object] | None] = queue.SimpleQueue()
-        self._owner = weakref.ref(owner, self._jobs.put)  # a method of C: nothing can end it halfway
+        self._owner = weakref.ref(owner, self._jobs.put)  # implemented in C: no exception can interrupt it
         self._records = Records(self._restore, self._jobs.put)
         self._discarded: deque[tuple[Record, SpillJob | None]] = deque()
-        self._lock = threading.RLock()  # of what is above and below, and of the blocks of the spill file
+        self._lock = threading.RLock()  # guards this object's state and the blocks of the spill file
         self._closing = self._stopped = False
         self._thread: threading.Thread | None = None
         self._working = threading.Lock()  # held by the thread while it works
@@ -117,24 +117,24 @@ class SpillQueue:
         return len(self._records)
 
     def prepare(self, placement: Placement, *, gives_back: bool) -> None:
-        """Prepare the spill file, as `Transfers.prepare` says."""
+        """Prepare the spill file; see `Transfers.prepare`."""
         with self._lock:
             self._sweep()
             with self._records.changing():
                 self.spill.prepare(placement.lower_bytes, gives_back=gives_back)
 
     def make_copy(self, nbytes: int, at: int | None) -> SpillCopy:
-        """A copy with a block of its own; nothing is in it yet.
+        """Return a copy with a block that is not written yet.
 
         Raises:
-            TierFull: there is no room.
+            TierFull: the file has no room.
             TransferFailed: the queue is closed, or the file cannot grow.
         """
         copy = SpillCopy(nbytes, self)
         with self._lock:
             if self._stopped:
                 raise TransferFailed("the spill file is closed")
-            self._sweep()  # what could not be swept in time would be in the way of what is planned to be there
+            self._sweep()  # discarded copies may occupy the planned offset
             record = self._records.reserve(copy, lambda: self.spill.reserve(nbytes, at))
             copy.record, copy.offset = record, record.block
         return copy
@@ -143,7 +143,7 @@ class SpillQueue:
         """Begin a transfer.
 
         Raises:
-            TransferFailed: there is no thread and none can be started; nothing was begun.
+            TransferFailed: the thread cannot be started; nothing was begun.
         """
         job = SpillJob(copy, is_out, storage)
         self._start()
@@ -154,21 +154,21 @@ class SpillQueue:
         """Return when the copy's last transfer has ended.
 
         Raises:
-            TransferFailed: there is no thread any more and none can be started, or the interpreter ends.
+            TransferFailed: the thread has died and cannot be restarted, or the interpreter is shutting down.
         """
         job = copy.last
         if job is None or self.is_own_thread():
-            return  # own thread: the garbage collector is freeing something; the job holds the storage until it is done
+            return  # a destructor runs in the queue's thread; the job keeps the storage alive until it has ended
         while not job.is_done:
             if job.ended.acquire(timeout=CHECK_SECONDS):
-                job.ended.release()  # others may wait for it too
+                job.ended.release()  # other waiters need it, too
             elif sys.is_finalizing():
-                raise TransferFailed("the interpreter ends, and its threads do nothing any more")
+                raise TransferFailed("the interpreter is shutting down, and its threads have stopped")
             else:
                 self._start()
 
     def discard(self, copy: SpillCopy) -> None:
-        """Give the copy's block back, as soon as its last transfer has ended."""
+        """Free the copy's block as soon as its last transfer has ended."""
         record = copy.record
         if record is not None:
             self._discarded.append((record, copy.last))
@@ -176,14 +176,14 @@ class SpillQueue:
         self.settle()
 
     def close(self) -> None:
-        """Stop, once the last copy is gone."""
+        """Stop once the last copy is discarded."""
         self._closing = True
         self.settle()
 
     def settle(self) -> None:
-        """Free what was discarded, and stop if nothing is left to wait for. Called by any thread, at any moment."""
+        """Free discarded copies, and stop if the queue is closing and empty. Callable from any thread at any moment."""
         if self._lock._is_owned():  # type: ignore[attr-defined]
-            self._jobs.put(None)  # the garbage collector is at work in the middle of a change: the thread does it
+            self._jobs.put(None)  # a destructor runs in the middle of a change: leave it to the thread
             return
         with self._lock:
             is_over = self._tidy()
@@ -192,7 +192,7 @@ class SpillQueue:
             if not self.is_own_thread():
                 if self._thread is not None and not sys.is_finalizing():
                     self._thread.join()
-                self.spill.close()  # if there was no thread, or an error has ended it
+                self.spill.close()  # if the thread never ran, or has died
 
     def is_own_thread(self) -> bool:
         """Tell whether the caller is the queue's own thread."""
@@ -201,11 +201,11 @@ class SpillQueue:
     # With the lock ----------------------------------------------------------------------------------------------
 
     def _tidy(self) -> bool:
-        """Free what was discarded; whether nothing is left, and nobody will come."""
+        """Free discarded copies. Returns whether the queue is closing and empty."""
         self._sweep()
         if self._closing or self._owner() is None:
             for record in self._records.list_lost():
-                self._free(record)  # the thread would do it, if there ever was one
+                self._free(record)  # the thread may never have run
             self._stopped |= not self._records
         return self._stopped
 
@@ -227,7 +227,7 @@ class SpillQueue:
     # The thread -------------------------------------------------------------------------------------------------
 
     def _start(self) -> None:
-        """Make sure that there is a thread."""
+        """Start the thread unless it runs."""
         if self._working.locked():
             return
         thread = threading.Thread(target=self._work, name="elbowroom-transfers", daemon=True)
@@ -241,7 +241,7 @@ class SpillQueue:
 
     def _work(self) -> None:
         if not self._working.acquire(blocking=False):
-            return  # another one was started while this one was slow to begin
+            return  # another thread was started meanwhile
         self._thread = threading.current_thread()
         try:
             while not self._take():
@@ -251,17 +251,17 @@ class SpillQueue:
             self._working.release()
 
     def _take(self) -> bool:
-        """Take the next job; whether it was the last."""
+        """Run the next job. Returns whether it was the last."""
         job = self._jobs.get()
         try:
             if isinstance(job, SpillJob):
                 job.run(self.spill)
             with self._lock:
-                if isinstance(job, Record):  # nobody holds the copy any more
+                if isinstance(job, Record):  # the copy was garbage-collected
                     self._free(job)
                 del job
                 return self._tidy()
-        except Exception:  # no memory, say: this thread must go on
+        except Exception:  # out of memory, for example: this thread must go on
             time.sleep(RETRY_SECONDS)
             self._jobs.put(None)
             return False

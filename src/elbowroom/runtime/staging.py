@@ -1,4 +1,4 @@
-"""The way from a device to the spill file and back: through a piece of host memory."""
+"""Copies between a device and the spill file through a staging block in host memory."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from elbowroom.tiers.pinned import HostSlabs
 
 
 class Staging:
-    """Two halves of a block of host memory, used in turn: the disk works on one while the device copies the other.
+    """Double buffer in host memory: the disk works on one half while the device copies the other.
 
     Attributes:
-        block: of both.
-        piece_bytes: what is copied at a time, at most a half.
+        block: block of both halves.
+        piece_bytes: bytes copied at a time, at most a half.
 
     Raises:
-        TierFull: the host has no room for it.
+        TierFull: the host has no room for the block.
     """
 
     def __init__(self, streams: Streams, host: HostSlabs, spill: SpillFile, piece_bytes: int) -> None:
@@ -29,15 +29,15 @@ class Staging:
         self._last: list[StreamEvent | None] = [None, None]  # the device's last transfer from or to each half
 
     def prepare(self, piece_bytes: int | None) -> None:
-        """Copy so much at a time from now on; as much as a half holds if None."""
+        """Set the bytes to copy at a time; a whole half if None."""
         half_bytes = self._halves[0].numel()
         self.piece_bytes = half_bytes if piece_bytes is None else min(piece_bytes, half_bytes)
 
     def write_out(self, storage: torch.UntypedStorage, copy: StreamCopy, computed: StreamEvent) -> None:
-        """Copy a storage into the spill file, after an event; back when all is written.
+        """Copy a storage into the spill file, after an event. Returns when all is written.
 
         Raises:
-            OSError: not all could be written.
+            OSError: the write failed.
         """
         written = 0
         for index, begin in enumerate(range(0, copy.nbytes, self.piece_bytes)):
@@ -46,7 +46,7 @@ class Staging:
             busy = self._last[half]
             after = [computed] if busy is None else [computed, busy]
             self._last[half] = copy.last = self._streams.copy_out(storage, piece, after, begin)
-            # The piece before this one is written while this one is on its way.
+            # Write the previous piece while this one is being copied.
             if index > 0:
                 written += self._write(1 - half, copy, written)
         if written < copy.nbytes:
@@ -61,16 +61,16 @@ class Staging:
         return nbytes
 
     def read_back(self, storage: torch.UntypedStorage, copy: StreamCopy, after: list[StreamEvent]) -> None:
-        """Copy out of the spill file into a storage, after events; back when all is read.
+        """Copy from the spill file into a storage, after events. Returns when all is read.
 
         Raises:
-            OSError: not all could be read.
+            OSError: the read failed.
         """
         for index, begin in enumerate(range(0, copy.nbytes, self.piece_bytes)):
             half = index % 2
             piece = self._halves[half][: min(self.piece_bytes, copy.nbytes - begin)]
             busy = self._last[half]
-            if busy is not None:  # the device may still be copying from what is overwritten here
+            if busy is not None:  # the device may still be copying from this half
                 self._streams.host_waits(busy)
             self._spill.read(copy.offset + begin, piece.data_ptr(), piece.numel())
             self._last[half] = copy.last = self._streams.copy_in(piece, storage, after, begin)

@@ -1,4 +1,4 @@
-"""Answers to what a policy asks about the running step."""
+"""Facts about the running step for the policies."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from elbowroom.runtime.step_state import StepState
 
 
 class StepContext:
-    """Answers from what a step has done so far (`residency.context.PolicyContext`).
+    """Implementation of `residency.context.PolicyContext` for a running step.
 
     Attributes:
-        may_move: whether a storage may leave the device, unless a plan says so.
-        begin: time of the step's begin, on the clock of `time.perf_counter`.
-        pinned: storages that actions under way need on the device, and how often; one table for each list of actions.
+        may_move: whether a storage may leave the device without a plan that says so.
+        begin: start of the step, on the clock of `time.perf_counter`.
+        pinned: storages that pending actions need on the device, with counts; one dict for each list of actions.
     """
 
     def __init__(self, state: StepState, environment: StepEnvironment) -> None:
@@ -38,61 +38,51 @@ class StepContext:
         self.pinned: list[dict[int, int]] = []
 
     def now(self) -> float:
-        """Return the seconds since the step began."""
         return time.perf_counter() - self.begin
 
     @property
     def budget_bytes(self) -> int:
-        """Return the budget."""
         return self._budget_bytes
 
     def nbytes(self, storage: int) -> int:
-        """Return the bytes of a storage's block."""
         return self._state.storages.round_up(self._by_id[storage].nbytes)
 
     def address(self, storage: int) -> int | None:
-        """Return where a storage's block begins; None while the storage is not on the device."""
         home = self._by_id[storage].find_storage()
         return None if home is None else home.data_ptr()
 
     def live_bytes(self) -> int:
-        """Return the bytes on the device."""
         return self._ledger.live_bytes
 
     def take_recent_peak(self) -> int:
-        """Return the most bytes that were live or asked for since this was last called."""
         return self._ledger.take_recent_peak()
 
     def busy_seconds(self) -> float:
-        """Return the seconds that the step's own ops took."""
         return float(self._state.watcher.busy_seconds)
 
     def move_seconds(self, nbytes: int) -> tuple[float, float]:
-        """Return the seconds to copy so many bytes out, and back."""
         return offload_seconds(self._link, nbytes), reload_seconds(self._link, nbytes)
 
     def state(self, storage: int) -> State | None:
-        """Return where a storage is; None if it is not saved."""
         return self._state.machine.state(storage)
 
     def copy_out_seconds(self, storage: int) -> float:
-        """Return the seconds to copy a storage out: none if there is a copy, infinite if there is no room below."""
         saved = self._by_id[storage]
         if saved.copy is not None:
             return 0.0
         return float("inf") if self._state.has_no_room_below(saved) else offload_seconds(self._link, saved.nbytes)
 
     def may_drop(self, storage: int) -> bool:
-        """Tell whether a storage may be dropped: not after the step, nor if a reload finds room more easily."""
+        """Tell whether a storage may be dropped: not after the step, nor if its replay takes much of the free
+        memory."""
         if self._state.phase.has_ended:
             return False
-        # A replay runs beside what the same node of the graph needs, so it gets half of what the model leaves.
+        # A replay needs memory beside that of the backward node that triggers it, so it gets half of the free memory.
         path = self.find_path(storage)
         is_large = path is not None and 2 * path.nbytes > self._free_bytes
         return not is_large or self._state.has_no_room_below(self._by_id[storage])
 
     def may_leave(self, storage: int) -> bool:
-        """Tell whether releasing a storage now would free its bytes, and no action under way needs it."""
         if any(counts.get(storage, 0) > 0 for counts in self.pinned):
             return False
         saved = self._by_id.get(storage)
@@ -102,10 +92,9 @@ class StepContext:
         if self._state.has_no_room_below(saved) and self.find_safe_recording(saved) is None:
             return False
         own = sum(view.geometry is None for view in saved.views.values())
-        return int(torch._C._storage_Use_Count(home._cdata)) <= own + 1  # and that of its Python object
+        return int(torch._C._storage_Use_Count(home._cdata)) <= own + 1  # 1 for the storage's Python object
 
     def add_segment(self, storage: int) -> int:
-        """Return the index of a new segment that computes a storage again."""
         recording = self.find_path(storage)
         assert recording is not None
         leaves = tuple(leaf.id for leaf in recording.leaves)
@@ -113,7 +102,7 @@ class StepContext:
         return len(self._state.segments) - 1
 
     def find_path(self, storage: int) -> Recording | None:
-        """Return the recording that computes a storage again; None if there is none."""
+        """Return the recording that recomputes a storage; None if there is none."""
         table = self._state.storages.table
         recording = self._recordings.get(storage)
         if recording is None or not recording.is_open(table):
@@ -121,18 +110,15 @@ class StepContext:
         return recording
 
     def find_safe_recording(self, saved: SavedStorage) -> Recording | None:
-        """Return the recording of a storage, unless others may write to what it reads.
-
-        Policies do not ask for this: such storages are few.
-        """
+        """Return the recording of a storage; None if others may write to its inputs. Too rare for policies to check."""
         recording = self.find_path(saved.id)
         return None if recording is None or is_exposed(recording, saved) else recording
 
     def forget(self, storage: int) -> None:
-        """Forget a storage that autograd has given up."""
+        """Forget a storage that autograd has released."""
         self._recordings.pop(storage, None)
         self._state.stuck_bytes.pop(storage, None)
 
     def close(self) -> None:
-        """Forget all recordings, since the step is over."""
+        """Drop all recordings at the end of the step."""
         self._recordings.clear()

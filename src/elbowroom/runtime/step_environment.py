@@ -1,4 +1,4 @@
-"""The environment that the steps of a room run in."""
+"""Environment of a room's steps."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ class StepEnvironment:
     """Environment of a step, the same for all steps of a room until its budget changes.
 
     Attributes:
-        device: the one whose memory is kept within the budget. Storages elsewhere are left alone.
-        budget_bytes: that a step may hold there.
-        ledger: counts what the room holds, and asks for room before a request that goes over its limit.
+        device: device with the budget. Storages on other devices are ignored.
+        budget_bytes: bytes that a step may hold there.
+        ledger: counts the bytes that the room holds, and frees memory before a request would exceed the limit.
         transfers: moves storages to the tier below and back.
         list_residents: returns parameters, gradients, buffers and optimizer state.
-        profile: of this machine.
-        history: what earlier steps taught the policy. Each step is added, unless it is captured.
+        profile: profile of this machine.
+        history: access history of earlier steps, for the policy. Each step is added, unless it is captured.
         policy: name of the online policy, a member of `residency.policies`.
         min_bytes: smaller storages stay on the device, unless a plan moves them.
         pager: moves model state; None if that stays on the device.

@@ -1,4 +1,4 @@
-"""The policy that decides in each phase of a step."""
+"""Selects the policy for each phase of a step."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from elbowroom.runtime.step_state import StepState
 
 
 class StepPolicy:
-    """Gives the machine its policy: whenever the phase changes, and when the step follows another plan.
+    """Sets the machine's policy when the phase changes and when the step follows another plan.
 
     Args:
-        state: of the step. Until the machine is given another policy, everything leaves at once.
-        context: of the step, which the online policy asks.
+        state: state of the step. The machine's initial policy is capacity-first.
+        context: context that the online policy uses.
         online: the online policy.
     """
 
@@ -33,7 +33,7 @@ class StepPolicy:
         self._online = online
 
     def begin(self) -> None:
-        """Give the machine its first policy. If the policy must be told of all at once, the step is managed at once."""
+        """Set the first policy. If the online policy cannot wait for events, enter MANAGED at once."""
         state = self._state
         if state.phase is Phase.UNPRESSURED and not self._online.may_wait():
             state.enter(Phase.MANAGED)
@@ -44,13 +44,13 @@ class StepPolicy:
 
     @property
     def due_tick(self) -> int:
-        """First tick at which the plan has a move to make, in a phase in which the plan alone decides."""
+        """First tick at which the plan moves something, in a phase that follows the plan."""
         plan = self._machine.policy
         assert isinstance(plan, PlanPolicy)
         return plan.due_tick
 
     def catch_up(self, entries: Iterable[Any]) -> None:
-        """Tell the online policy what was logged (`SavedTensors.tell`), and which storages are not on the device."""
+        """Replay the log (`SavedTensors.tell`) into the online policy, and report which storages are off the device."""
         for event, moment, nbytes in read_log(entries, self._begin, self._state.storages.by_id):
             self._online.watch(event, moment, nbytes)
         for storage in self._state.storages.by_id:
@@ -62,12 +62,13 @@ class StepPolicy:
                 self._online.learn(Drop(storage, segment))
 
     def manage(self, followed: int, tick: int) -> None:
-        """Let the online policy decide, beside the plan of a candidate from `tick` on. `followed`: its index, or -1."""
+        """Use the online policy, along with the rest of a candidate's plan from `tick` on. `followed`: its index or
+        -1."""
         if followed < 0:
             self._machine.policy = self._online
         else:
             self._machine.policy = Guided(self._online, self._state.candidates[followed].plan, since=tick)
 
     def close(self) -> None:
-        """Have storages come back when they are needed, and leave again after that. Nothing else is decided."""
+        """Use capacity-first: storages come back when they are needed, and leave again after that."""
         self._machine.policy = CapacityFirst(self._state.storages.may_move)

@@ -1,4 +1,4 @@
-"""The state of one step, which its parts share."""
+"""State of one step, shared by the parts of the runtime."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ class StepState:
     """State of one step.
 
     Attributes:
-        phase: changed by `enter` alone.
-        candidates: planned steps that this one may be, the likeliest first.
-        storages: that autograd has saved tensors of.
-        machine: knows where each of these storages is, and says what moves.
-        segments: how dropped storages are computed again. Those of the plan come first; those of the step follow.
-        watcher: of the extension; watches the ops of the step.
-        saved_tensors: of the extension; watches what autograd saves and needs in the step.
-        stuck_bytes: sizes of the storages that the tier below had no room for, by id, until there is room again.
-        refusal: why the first of the storages that had to stay did so; "" if none had to.
-        recomputed: segments replayed.
-        drift: why the step is none of the candidates; "" while it is one.
-        given_up: why storages could not be computed when the step ended; "" if all could.
+        phase: current phase; changed only by `enter`.
+        candidates: planned steps that this one may match, the likeliest first.
+        storages: storages of the tensors that autograd has saved.
+        machine: tracks where each of these storages is, and returns the actions that move them.
+        segments: segments that recompute dropped storages: those of the plan, then those of this step.
+        watcher: the extension's watcher of the step's ops.
+        saved_tensors: the extension's record of the step's saves and needs.
+        stuck_bytes: sizes of the storages that the tier below refused, by id, until it has room again.
+        refusal: reason for the first refusal by the tier below; "" if there was none.
+        recomputed: number of segments replayed.
+        drift: reason why the step matches no candidate; "" while it matches one.
+        given_up: reason why storages could not be recomputed when the step ended; "" if all could.
     """
 
     phase: Phase
@@ -51,23 +51,23 @@ class StepState:
 
     @property
     def events(self) -> int:
-        """Saves and needs so far."""
+        """Number of saves and needs so far."""
         return int(self.saved_tensors.saves + self.saved_tensors.needs)
 
     @property
     def followed(self) -> int | None:
-        """Index of the candidate that the step is so far; None if it is none of them."""
+        """Index of the candidate that the step matches so far; None if it matches none."""
         return None if self.saved_tensors.followed < 0 else int(self.saved_tensors.followed)
 
     def has_no_room_below(self, saved: SavedStorage) -> bool:
-        """Tell whether the tier below has refused a storage of this size. One that has a copy there needs no room."""
+        """Tell whether the tier below has refused a storage of this size and has no copy of this one."""
         return saved.copy is None and bool(self.stuck_bytes) and saved.nbytes >= min(self.stuck_bytes.values())
 
     def enter(self, phase: Phase) -> None:
-        """Go on to another phase.
+        """Enter another phase.
 
         Raises:
-            InternalError: it may not come after the present one.
+            InternalError: it may not follow the current one.
         """
         if phase not in NEXT_PHASES[self.phase]:
             raise InternalError(f"a step in phase {self.phase.name} cannot enter phase {phase.name}")
@@ -75,7 +75,7 @@ class StepState:
 
 
 def make_state(phase: Phase, environment: StepEnvironment, candidates: Sequence[Candidate], host: object) -> StepState:
-    """Return the state of a step that begins. `host`: called by the extension; held weakly."""
+    """Return the state of a new step. `host`: object that the extension calls, held weakly."""
     native = load_native()
     storages = StepStorages(environment)
     segments = list(candidates[0].plan.segments) if phase is Phase.FOLLOWING_PLAN else []

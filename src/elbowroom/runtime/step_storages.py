@@ -1,4 +1,4 @@
-"""Storages of one step, by storage and by id."""
+"""Storages of one step, by tensor and by id."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from elbowroom.runtime.step_environment import StepEnvironment
 
 @functools.cache
 def load_native() -> ModuleType:
-    """Return the extension that watches steps."""
+    """Return the C++ extension, initialized for watching steps."""
     native = library.load()
     native.learn(describe_op, SavedStorage)
     return native
 
 
 class StepStorages:
-    """Finds the storages of one step.
+    """Storages of one step.
 
     Attributes:
-        table: of the extension; has a record of each storage. Several threads may use it at once.
+        table: the extension's table of storage records; thread-safe.
         by_id: storages that autograd has saved and that may move.
-        alignment_bytes: the allocator rounds blocks up to multiples of this.
+        alignment_bytes: block size granularity of the allocator.
         min_bytes: smaller storages stay on the device, unless a plan moves them.
     """
 
@@ -43,7 +43,7 @@ class StepStorages:
         self.alignment_bytes = environment.profile.alignment_bytes
 
     def find(self, tensor: torch.Tensor) -> SavedStorage | None:
-        """Return the storage of a tensor; None if the step does not know it."""
+        """Return the storage of a tensor; None if the step has no record of it."""
         storage = get_any_storage(tensor)
         found: SavedStorage | None = None if storage is None else self.table.find(storage)
         return found
@@ -54,15 +54,15 @@ class StepStorages:
         self._are_marked = True
 
     def may_move(self, storage: int) -> bool:
-        """Tell whether a storage may leave the device, unless a plan says so."""
+        """Tell whether a storage may leave the device without a plan that says so."""
         saved = self.by_id.get(storage)
         if saved is None or saved.nbytes < self.min_bytes:
             return False
         if saved.may_move is None:
-            if not self._are_marked:  # a step that follows its plan marks them when it needs to know
+            if not self._are_marked:  # in a step that follows its plan, marking is deferred to here
                 self.mark_persistent()
             home = saved.find_storage()
-            # If others can write to it unseen, autograd must find what they have written.
+            # If others can write to the storage, autograd must find what they have written.
             saved.may_move = not saved.is_persistent and (home is None or not is_shared(home))
         return saved.may_move
 

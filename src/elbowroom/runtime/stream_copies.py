@@ -1,4 +1,4 @@
-"""Copies that streams make, and transfers that may still run."""
+"""Copies of storages made on streams, and their transfers that may still run."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from elbowroom.tiers.pinned import SlabBlock
 
 
 class StreamCopy:
-    """A storage's block in host memory, or in the spill file if it has none.
+    """Copy of a storage in host memory or in the spill file.
 
     Attributes:
-        nbytes: its size.
-        block: where it is in host memory; None if it is in the spill file.
-        offset: where it is in the spill file.
-        record: of the copy; None once it is discarded.
-        last: the end of the last transfer that was begun; everything before it has ended too.
-        moving: transfers that nothing has been made to wait for yet.
-        error: what went wrong on the disk.
+        nbytes: size of the storage.
+        block: block in host memory; None if the copy is in the spill file.
+        offset: offset in the spill file.
+        record: record of the copy; None once it is discarded.
+        last: end of the last transfer that was begun; earlier ones end before it.
+        moving: transfers that compute does not wait for yet.
+        error: error of the disk, if any.
     """
 
     __slots__ = ("__weakref__", "block", "error", "last", "moving", "nbytes", "offset", "record")
@@ -34,17 +34,17 @@ class StreamCopy:
         self.error: OSError | None = None
 
     def let_go(self) -> None:
-        """Release the storages of the copy's transfers: later compute comes after them, so the memory may be reused."""
+        """Release the storages of the copy's transfers. Later compute waits for them, so the memory may be reused."""
         for unfinished in self.moving:
             unfinished.storage = None
         self.moving.clear()
 
 
 class Unfinished:
-    """A transfer that may still run: the host memory that it uses, and the storage until somebody waits for it.
+    """Transfer that may still run, with its range of host memory and, until compute waits for it, its storage.
 
-    There is one before the transfer is begun, so that its memory is kept whatever happens meanwhile. `event` is its
-    end; None where an exception came before that was known.
+    Created before the transfer begins, so that the memory is kept even after an exception. `event` marks the end; it is
+    None if an exception came first.
     """
 
     __slots__ = ("begin", "end", "event", "storage")

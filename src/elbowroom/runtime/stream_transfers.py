@@ -1,4 +1,4 @@
-"""Transfers between a device and the host on streams: every order that matters is an event, and the host goes on.
+"""Transfers between a device and the host on streams, ordered by events, so that the host does not wait.
 
     compute   save o............wait, drop the source.....allocate o...........wait, use
                     \\          /                                    \\         /
@@ -6,7 +6,7 @@
                                \\                                      \\     /
     back      ..................o (never before its own copy out) ......o--copy--o.......
 
-What does not fit into the host's memory goes through a piece of it to a spill file, and the host waits meanwhile.
+Copies that exceed the host memory go through a staging block to a spill file; the host waits for these.
 """
 
 from __future__ import annotations
@@ -36,22 +36,21 @@ logger = logging.getLogger(__name__)
 
 
 class StreamTransfers:
-    """Moves storages of a device to host memory and back, and beyond that to a spill file if there is one.
+    """Moves storages of a device to host memory and back, or to a spill file when host memory is full.
 
-    A process that is forked from this one can move nothing: it cannot use the device.
+    A forked process can move nothing, since it cannot use the device.
 
     Args:
-        streams: the device's lanes.
-        host: where copies go first.
-        spill: where they go when `host` is full; nowhere if None.
-        staging_bytes: how much of `host` is set aside for what passes through to the spill file; at most a quarter of
-            it is used.
+        streams: streams of the device.
+        host: first destination of copies.
+        spill: destination when `host` is full; None for none.
+        staging_bytes: part of `host` to reserve for staging copies to the spill file; limited to a quarter of `host`.
 
     Attributes:
-        offloaded_bytes, reloaded_bytes: begun so far.
+        offloaded_bytes, reloaded_bytes: bytes of all transfers begun so far.
 
     Raises:
-        TierFull: `host` has no room to pass anything through.
+        TierFull: `host` has no room for the staging block.
     """
 
     def __init__(
@@ -68,13 +67,12 @@ class StreamTransfers:
         settle = weakref.WeakMethod(self._settle)
         self._records = Records(self._restore, lambda record: (lost := settle()) and lost(has_lost=True))
         self._discarded: deque[Record] = deque()
-        self._lock = threading.RLock()  # of records and tiers
+        self._lock = threading.RLock()  # guards records and tiers
         self._closing = self._stopped = self._has_lost = False
         self.reset_figures()
 
     @property
     def stall_seconds(self) -> float:
-        """Seconds that the host waited, for the disk or for a device."""
         return self._in_flight.stall_seconds
 
     def reset_figures(self) -> None:
@@ -87,7 +85,6 @@ class StreamTransfers:
         return len(self._records)
 
     def prepare(self, placement: Placement, *, gives_back: bool) -> None:
-        """The next step's copies are laid out like this."""
         if self._pid != os.getpid():
             return
         with self._lock:
@@ -100,20 +97,20 @@ class StreamTransfers:
                     self._staging.prepare(placement.piece_bytes)
 
     def offload(self, storage: torch.UntypedStorage, copy_slot: CopySlot | None = None) -> StreamCopy:
-        """Begin copying a storage down, to where it was planned to lie.
+        """Begin to offload a storage, to its planned slot if there is one.
 
         Raises:
             UsageError: the storage is on another device.
-            TierFull: there is no room; nothing was begun.
-            TransferFailed: this process was forked from the one that has the device.
+            TierFull: the tiers have no room; nothing was begun.
+            TransferFailed: this is a forked process.
         """
         check_process(self._pid, storage.nbytes())
         if self._stopped:
-            raise InternalError("an offload was asked for after the transfers had been closed")
+            raise InternalError("an offload was requested after the transfers were closed")
         if storage.device != self._streams.device:
             raise UsageError(
                 f"a storage on {storage.device} cannot be moved by the transfers of {self._streams.device}; "
-                "fit each device's part of the model by itself"
+                "fit the part of the model on each device separately"
             )
         copy = StreamCopy(storage.nbytes())
         with self._lock:
@@ -133,19 +130,14 @@ class StreamTransfers:
         return copy
 
     def reload(self, copy: Copy) -> torch.UntypedStorage:
-        """Make room on the device and begin copying back. The copy stays valid.
-
-        Raises:
-            TransferFailed: no memory, or this process was forked from the one that has the device.
-        """
         assert isinstance(copy, StreamCopy)
         check_process(self._pid, copy.nbytes)
         if copy.record is None:
-            raise InternalError("a copy was to be reloaded after it had been discarded")
+            raise InternalError("a reload of a discarded copy was requested")
         with self._lock:
             self._in_flight.forget_ended()
             storage = self._streams.allocate(copy.nbytes)
-            # Recorded after the allocation: what was computed in this memory before must not come after the copy.
+            # Recorded after the allocation, since earlier compute may still use this memory.
             after = [self._streams.record_compute()]
             if copy.last is not None:
                 after.append(copy.last)
@@ -159,11 +151,6 @@ class StreamTransfers:
         return storage
 
     def finish(self, copy: Copy) -> None:
-        """Make what is computed from now on come after the copy's last transfer. The host does not wait.
-
-        Raises:
-            TransferFailed: it did not complete. After an offload the storage is intact.
-        """
         assert isinstance(copy, StreamCopy)
         check_process(self._pid, copy.nbytes)
         if not self._in_flight.is_certain:
@@ -180,9 +167,9 @@ class StreamTransfers:
             ) from error
 
     def discard(self, copy: Copy) -> None:
-        """Give the copy's room back. Whoever gets it next waits for what still runs there.
+        """Free the copy's block. Its next user waits for transfers that still run there.
 
-        The program does not wait: a reload in flight is still to be finished before its storage is used.
+        The program does not wait: a reload in flight must still be finished before its storage is used.
         """
         assert isinstance(copy, StreamCopy)
         if self._pid != os.getpid():
@@ -196,7 +183,6 @@ class StreamTransfers:
         self._settle()
 
     def close(self) -> None:
-        """Stop, once the last copy is discarded; until then copies can still be reloaded."""
         self._closing = True
         self._settle()
 
@@ -205,7 +191,7 @@ class StreamTransfers:
             self._stop()
 
     def _settle(self, *, has_lost: bool = False) -> None:
-        """Free what was discarded, and stop if nothing is left to wait for. Called by any thread, at any moment."""
+        """Free discarded copies, and stop if closing and empty. Callable from any thread at any moment."""
         self._has_lost |= has_lost
         if self._pid != os.getpid():
             self._stop()
@@ -215,13 +201,13 @@ class StreamTransfers:
                 self._sweep()
                 if self._closing and not self._records:
                     self._stop()
-        # else the garbage collector is at work in the middle of a change, and whoever makes it sweeps the next time
+        # Otherwise a destructor runs in the middle of a change: the next change sweeps.
 
     def _sweep(self) -> None:
         self._records.repair()
         while self._discarded:
             self._free(self._discarded.popleft())
-        if self._has_lost:  # dropped, and not discarded
+        if self._has_lost:  # garbage-collected, but not discarded
             for record in self._records.list_lost():
                 self._free(record)
             self._has_lost = False
@@ -246,8 +232,7 @@ class StreamTransfers:
 
     def _stop(self) -> None:
         if self._pid == os.getpid():
-            # What runs in the staging memory too.
-            self._in_flight.wait()
+            self._in_flight.wait()  # for transfers in the staging block, too
         self._stopped = True
         self._host.close()
         if self._spill is not None:
@@ -272,8 +257,8 @@ class StreamTransfers:
         except TierFull:
             if not self._host.fits_after_release(nbytes):
                 raise
-        # There is room, but in slabs of the wrong size. They may only go when nothing runs in them.
-        logger.debug("giving empty slabs of host memory back to make room for %d bytes", nbytes)
+        # Empty slabs are too small. Wait for transfers in them, then free them for a larger slab.
+        logger.debug("freeing empty slabs of host memory for a block of %d bytes", nbytes)
         self._in_flight.wait()
         self._host.release_empty()
         return self._host.reserve(nbytes)

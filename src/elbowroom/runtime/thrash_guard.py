@@ -1,4 +1,4 @@
-"""The limit on what a step may spend on replays and on waiting for transfers."""
+"""Limits the time that a step spends on replays and on waiting for transfers."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ logger = logging.getLogger(__name__)
 
 WORTH_SAYING = 10.0
 ENOUGH = 100.0
-"""Seconds of replays and waits for each second of the step's own ops: a warning, and the end of the step."""
+"""Seconds of replays and waits per second of the step's own ops that cause a warning, and an error."""
 
 NOT_LONG = 1.0
-"""Seconds. A step whose own ops take less counts as one that takes so long."""
+"""Lower bound in seconds on the time of a step's own ops for this comparison."""
 
 
 class ThrashGuard:
-    """Warns once when a step thrashes, and ends it if that gets worse.
+    """Warns once when a step thrashes, and ends the step if it gets worse.
 
     Attributes:
-        replay_seconds: spent on replays so far.
+        replay_seconds: seconds of replays so far.
     """
 
     def __init__(self, state: StepState, environment: StepEnvironment) -> None:
@@ -34,10 +34,10 @@ class ThrashGuard:
         self.replay_seconds = 0.0
 
     def check(self) -> None:
-        """Compare what was spent so far with the step's own ops.
+        """Compare the seconds lost so far with those of the step's own ops.
 
         Raises:
-            Thrashing: it is `ENOUGH` times as much. Not once the step has ended: what it has left must be computed.
+            Thrashing: the ratio exceeds `ENOUGH`. Not raised after the step, when dropped storages must be recomputed.
         """
         move_seconds = self._transfers.stall_seconds - self._stalled_before
         busy_seconds = self._state.watcher.busy_seconds

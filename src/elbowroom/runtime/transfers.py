@@ -1,4 +1,4 @@
-"""The protocol of transfers, and its implementation for a CPU: a thread with a queue."""
+"""Protocol of transfers, and its implementation for a CPU: a thread with a queue."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from elbowroom.tiers.disk import SpillFile
 class Transfers(Protocol):
     """Moves storages between the device and the tier below.
 
-    The order that matters is the program's: what it computed before `offload` is in the copy, and what it computes
-    after `finish` finds the transfer done.
+    Transfers follow program order: a copy contains everything computed before `offload`, and compute after `finish`
+    sees the transfer complete.
     """
 
     offloaded_bytes: int
@@ -27,7 +27,7 @@ class Transfers(Protocol):
 
     @property
     def stall_seconds(self) -> float:
-        """Seconds that the program waited for transfers."""
+        """Seconds that the host waited for transfers."""
         ...
 
     def reset_figures(self) -> None:
@@ -35,62 +35,62 @@ class Transfers(Protocol):
         ...
 
     def prepare(self, placement: Placement, *, gives_back: bool) -> None:
-        """The next step's copies are laid out like this; `gives_back`: no others are expected to need more room.
+        """Prepare the tier for the placement of the next step's copies.
 
-        To be called between steps. Copies that are there stay where they are.
+        Called between steps. Existing copies stay where they are.
+
+        Args:
+            gives_back: whether to return memory and disk space beyond the placement to the system.
         """
         ...
 
     def offload(self, storage: torch.UntypedStorage, copy_slot: CopySlot | None = None) -> Copy:
-        """Begin copying a storage down. The caller keeps it alive until `finish`.
+        """Begin to offload a storage. The caller keeps it alive until `finish`.
 
         Args:
-            copy_slot: where the plan puts the copy. If that place is taken, the copy goes elsewhere.
+            copy_slot: planned slot of the copy. If it is taken, the copy goes elsewhere.
 
         Raises:
-            TierFull: there is no room; nothing was begun.
-            TransferFailed: it could not be begun.
+            TierFull: the tier has no room; nothing was begun.
+            TransferFailed: the transfer could not be begun.
         """
         ...
 
     def reload(self, copy: Copy) -> torch.UntypedStorage:
-        """Make room on the device and begin copying back. The copy stays valid.
+        """Allocate a storage on the device and begin to copy into it. The copy stays valid.
 
         Raises:
-            TransferFailed: no memory, or the copy was made by the process that this one was forked from.
+            TransferFailed: the device is out of memory, or a parent process made the copy.
         """
         ...
 
     def finish(self, copy: Copy) -> None:
-        """Make what follows come after the copy's last transfer.
+        """Make later compute wait for the copy's last transfer.
 
         Raises:
-            TransferFailed: it did not complete. After an offload the storage is intact.
+            TransferFailed: the transfer failed. After an offload the storage is intact.
         """
         ...
 
     def discard(self, copy: Copy) -> None:
-        """Give the copy's room back."""
+        """Free the copy's block."""
         ...
 
     def close(self) -> None:
-        """Stop, once the last copy is discarded; until then copies can still be reloaded."""
+        """Stop once the last copy is discarded; until then copies can be reloaded."""
         ...
 
 
 class ThreadTransfers:
-    """Moves storages of the CPU to a spill file and back, on one thread of its own, first come first served.
+    """Moves storages of the CPU to a spill file and back, on one thread, first in first out.
 
-    A process that is forked from this one shares nothing with it: its first transfer opens a file and starts a thread
-    of its own. What its parent has offloaded it cannot bring back.
-
-    Args:
-        spill: where to.
+    A forked process opens its own file and starts its own thread with its first transfer. It cannot reload its parent's
+    copies.
     """
 
     def __init__(self, spill: SpillFile) -> None:
         self._first = spill
-        self._queues = {os.getpid(): SpillQueue(spill, self)}  # by process: of a parent's there is only a dead image
+        self._queues = {os.getpid(): SpillQueue(spill, self)}  # by process id: a parent's queue has no thread here
         self._closed = False
         self.reset_figures()
 
@@ -101,7 +101,7 @@ class ThreadTransfers:
 
     @property
     def _queue(self) -> SpillQueue:
-        """This process's."""
+        """Queue of this process."""
         pid = os.getpid()
         found = self._queues.get(pid)
         if found is None:
@@ -140,11 +140,11 @@ class ThreadTransfers:
         assert isinstance(copy, SpillCopy)
         check_process(copy.queue.pid, copy.nbytes)
         if copy.record is None:
-            raise InternalError("a copy was to be reloaded after it had been discarded")
+            raise InternalError("a reload of a discarded copy was requested")
         try:
             storage = torch.empty(copy.nbytes, dtype=torch.uint8).untyped_storage()
         except RuntimeError as error:
-            raise TransferFailed(f"there is no memory to bring {copy.nbytes} bytes back into: {error}") from error
+            raise TransferFailed(f"there is no memory to reload {copy.nbytes} bytes: {error}") from error
         self._submit(copy, False, storage)
         self.reloaded_bytes += copy.nbytes
         return storage
@@ -169,9 +169,9 @@ class ThreadTransfers:
     def discard(self, copy: Copy) -> None:
         assert isinstance(copy, SpillCopy)
         if copy.queue.pid != os.getpid():
-            return  # the file is the parent's, and so is the block
+            return  # the file and the block belong to the parent
         if copy.record is not None:
-            copy.queue.wait(copy)  # the block may not be given to another while the thread writes to it
+            copy.queue.wait(copy)  # the block must not be reused while the thread writes to it
         copy.queue.discard(copy)
 
     def close(self) -> None:
@@ -182,10 +182,10 @@ class ThreadTransfers:
 
 
 def check_process(pid: int, nbytes: int) -> None:
-    """Refuse what only the process that began it can end.
+    """Check that this process made a copy.
 
     Raises:
-        TransferFailed: `pid` is of another process.
+        TransferFailed: another process (`pid`) made it.
     """
     if pid != os.getpid():
         raise TransferFailed(

@@ -1,4 +1,4 @@
-"""Transfers that were begun on streams and may still run."""
+"""Transfers on streams that may still run."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from elbowroom.tiers.pinned import SlabBlock
 
 
 class TransfersInFlight:
-    """Holds the storages and host blocks of transfers until these have ended, so that no memory is reused under one.
+    """Keeps the storages and host blocks of transfers until these have ended, so that their memory is not reused.
 
     Args:
-        streams: the device's streams.
+        streams: streams of the device.
 
     Attributes:
-        is_certain: False while a transfer is begun, and after an exception interrupted that: its end is then unknown.
-        stall_seconds: time the host waited.
+        is_certain: False while a transfer begins, and after an exception interrupted that, so that its end is unknown.
+        stall_seconds: seconds that the host waited.
     """
 
     def __init__(self, streams: Streams) -> None:
@@ -33,7 +33,7 @@ class TransfersInFlight:
 
     @contextlib.contextmanager
     def beginning(self, copy: StreamCopy, storage: torch.UntypedStorage) -> Iterator[None]:
-        """Begin a transfer in this context. Its end is `copy.last`."""
+        """Return a context in which to begin a transfer whose end is `copy.last`."""
         self.is_certain = False
         unfinished = Unfinished(copy, storage)
         self._unfinished.append(unfinished)
@@ -43,13 +43,13 @@ class TransfersInFlight:
         self.is_certain = copy.last is not None
 
     def list_users(self, block: SlabBlock) -> list[StreamEvent]:
-        """Return the ends of transfers that may still use host memory within a block."""
+        """Return the end events of transfers that may still use host memory of a block."""
         begin, end = block.address, block.address + block.nbytes
         users = [user.event for user in self._unfinished if user.begin < end and begin < user.end]
         return [event for event in users if event is not None]
 
     def forget_ended(self) -> None:
-        """Forget the transfers that have ended: the oldest first, up to the first that still runs."""
+        """Remove completed transfers, oldest first, up to the first that still runs."""
         if not self.is_certain:
             self.wait()
         while self._unfinished and (event := self._unfinished[0].event) is not None and event.is_done():

@@ -1,4 +1,4 @@
-"""Writes to storages that autograd has saved, or that a replay would read."""
+"""Handles writes to storages that autograd has saved, or that a replay would read."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from elbowroom.runtime.step_state import StepState
 
 
 class WriteGuard:
-    """Keeps replays and copies right when an op writes to a tensor, and when others may write to it."""
+    """Keeps replays and copies correct when an op, or code outside PyTorch, writes to a tensor."""
 
     def __init__(self, state: StepState, lock: Any, executor: ActionExecutor) -> None:
         self._state = state
@@ -24,29 +24,29 @@ class WriteGuard:
         guard_exposures(self)
 
     def about_to_write(self, tensor: torch.Tensor) -> None:
-        """Compute each storage that is to be computed from the present contents of a tensor. Leaves the plan.
+        """Recompute each dropped storage whose replay reads a tensor, before an op writes to it. Leaves the plan.
 
-        Room for these storages is made before the op writes.
+        Memory for these storages is freed before the op writes.
         """
         saved = self._state.storages.find(tensor)
         if saved is not None:
             self._settle_readers(saved, "an op writes to a tensor that a replay reads")
 
     def written(self, tensor: torch.Tensor) -> None:
-        """Give up the copy and the recording of a tensor's storage. Autograd then finds what was written, as usual."""
+        """Discard the copy and the recording of a tensor's storage, so that autograd finds what was written."""
         saved = self._state.storages.find(tensor)
         if saved is not None:
             self._keep(saved, tensor.untyped_storage())
 
     def expose(self, storage: torch.UntypedStorage) -> None:
-        """Expect writes to a storage from now on: compute what depends on its present contents, and keep it."""
+        """Expect unnoticed writes to a storage: recompute what depends on its current contents, and keep it."""
         saved = self._state.storages.table.find(storage)
         if saved is not None:
             self._settle_readers(saved, "the program exposes a tensor that a replay reads")
             self._keep(saved, storage)
 
     def _settle_readers(self, saved: SavedStorage, why: str) -> None:
-        """Compute the dropped storages whose replay reads a storage. Leaves the plan."""
+        """Recompute the dropped storages whose replay reads a storage. Leaves the plan."""
         if saved.readers:
             with self._lock:
                 if self._state.phase.follows_plan:
@@ -54,7 +54,7 @@ class WriteGuard:
                 self.settle(list(saved.readers))
 
     def _keep(self, saved: SavedStorage, home: torch.UntypedStorage) -> None:
-        """Keep a saved storage on the device, so that autograd finds whatever is written to it."""
+        """Keep a saved storage on the device, so that autograd finds what is written to it."""
         if not saved.views:
             return
         with self._lock:
@@ -63,14 +63,14 @@ class WriteGuard:
                 self._executor.discard_copy(saved)
             if saved.find_storage() is not home:
                 with Hidden():
-                    saved.release()  # contents that came back while the program held the storage itself
+                    saved.release()  # a reloaded duplicate of a storage that the program still held
                 saved.storage = home
             saved.may_move = False
             self._state.machine.refuse(saved.id)
             self._executor.forget_recording(saved)
 
     def settle(self, storages: Iterable[SavedStorage]) -> None:
-        """Compute dropped storages while that can be done, and offload them."""
+        """Recompute dropped storages while their inputs are intact, and offload them."""
         actions = self._state.machine.evict([saved.id for saved in storages if saved.recording is not None])
         if actions:
             self._executor.perform(actions)

@@ -63,5 +63,5 @@ def _check_link(link: Link) -> None:
         raise TraceError(
             f"the link from {link.upper} to {link.lower} moves {rates[0]} bytes per second out and {rates[1]} back, "
             f"after {waits[0]} and {waits[1]} seconds, at a drag of {waits[2]} seconds per byte; give it speeds above "
-            "0, or probe the machine anew"
+            "0, or measure the machine again with `elbowroom probe`"
         )

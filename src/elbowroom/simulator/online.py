@@ -65,7 +65,7 @@ def simulate_policy(
         TraceError: the costs belong to another trace, or a link has no bandwidth.
     """
     if allocator is Allocator.PLANNED:
-        raise UsageError("planned addresses need a plan: under a policy nobody knows what comes and goes")
+        raise UsageError("planned addresses need a plan: a policy's evictions are not known ahead")
     prepared = PreparedTrace(trace, costs, host_bytes=host_bytes)
     movable = frozenset(storage for storage in trace.movable if trace.storages[storage].nbytes >= min_bytes)
     run = _OnlineRun(prepared, budget_bytes, most_seconds, movable, policy, history or AccessHistory())

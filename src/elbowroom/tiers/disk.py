@@ -1,4 +1,4 @@
-"""A spill file: no name, so that the system takes it back whatever happens to the process."""
+"""Spill file without a name, so that the system deletes it however the process ends."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ class SpillFile:
     """Blocks in an unlinked temporary file.
 
     Args:
-        folder: where; the system's temporary folder if None.
-        capacity_bytes: the most it may hold; None for as much as the disk has.
+        folder: folder of the file; the system's temporary folder if None.
+        capacity_bytes: limit on the file's size; None for no limit but the disk's.
 
     Attributes:
-        file_bytes: what it takes on the disk now.
+        file_bytes: current size of the file.
 
     Raises:
         UsageError: the folder is missing or not writable.
@@ -45,7 +45,7 @@ class SpillFile:
         self._planned_bytes = self.file_bytes = 0
 
     def open_another(self) -> SpillFile:
-        """A new file like this one: a process that was forked needs its own.
+        """Return a new file with the same folder and capacity, for a forked process.
 
         Raises:
             UsageError: as for the first.
@@ -53,10 +53,10 @@ class SpillFile:
         return SpillFile(self.folder, self._capacity)
 
     def reserve(self, nbytes: int, at: int | None = None) -> int:
-        """Room for a block; returns its offset.
+        """Reserve a block and return its offset.
 
         Args:
-            at: where it was planned to be. If that is taken, it lies beyond what is planned, in nobody's way.
+            at: planned offset. If it is taken, the block goes behind all planned ones.
 
         Raises:
             TierFull: the capacity or the disk is used up.
@@ -71,7 +71,7 @@ class SpillFile:
             except TierFull:
                 if at is None:
                     raise
-                return self.reserve(nbytes)  # lower down there may be room that the file has already
+                return self.reserve(nbytes)  # the file may have a free block at a lower offset
         return offset
 
     def _take(self, nbytes: int, at: int | None) -> int | None:
@@ -83,7 +83,7 @@ class SpillFile:
         return self._free.take(nbytes) if offset is None else offset
 
     def _grow(self, offset: int, nbytes: int) -> None:
-        # The disk's blocks are claimed here, so that a full disk is noticed before anything is written.
+        # Allocate the disk blocks now, so that a full disk is noticed before anything is written.
         end = offset + nbytes
         try:
             os.posix_fallocate(self._file.fileno(), self.file_bytes, end - self.file_bytes)
@@ -91,7 +91,7 @@ class SpillFile:
             self._free.give(offset, nbytes)
             if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
                 raise TransferFailed(f"{NAME} in {self.folder} cannot grow: {error.strerror}") from error
-            status = os.fstatvfs(self._file.fileno())  # the folder may have another name by now
+            status = os.fstatvfs(self._file.fileno())  # the folder may have been renamed
             raise TierFull(
                 f"{NAME} in {self.folder}", nbytes, status.f_bavail * status.f_frsize,
                 "Free some disk space, or pass spill_folder= a folder on a larger disk."
@@ -99,11 +99,12 @@ class SpillFile:
         self.file_bytes = end
 
     def free(self, offset: int, nbytes: int) -> None:
-        """Give a block's room back."""
+        """Free a block."""
         self._free.give(offset, nbytes)
 
     def restore(self, taken: Iterable[tuple[int, int]]) -> None:
-        """Begin anew with what is known to be taken, offset and bytes each: an exception has ended a change halfway."""
+        """Rebuild the free list after an exception interrupted a change. `taken`: (offset, bytes) of each used
+        block."""
         self._free.restore(taken)
         self.file_bytes = os.fstat(self._file.fileno()).st_size
 
@@ -111,7 +112,7 @@ class SpillFile:
         """Prepare for reservations with offsets below `planned_bytes`.
 
         Args:
-            gives_back: whether the disk gets back what lies beyond, but for what was in use since the last time.
+            gives_back: whether to truncate the file behind them, except for blocks used since the last call.
         """
         self._planned_bytes = -(-planned_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
         if not gives_back:
@@ -121,15 +122,15 @@ class SpillFile:
             try:
                 os.ftruncate(self._file.fileno(), least)
             except OSError as error:
-                logger.warning("%s in %s stays as large as it is: %s", NAME, self.folder, error)
+                logger.warning("%s in %s could not be truncated: %s", NAME, self.folder, error)
             else:
                 self.file_bytes = least
 
     def write(self, offset: int, address: int, nbytes: int) -> None:
-        """Copy bytes from memory into a block. Releases the interpreter while it copies.
+        """Copy bytes from memory into a block. Releases the GIL meanwhile.
 
         Raises:
-            OSError: not all could be written.
+            OSError: the write failed.
         """
         done = 0
         memory = memoryview((ctypes.c_char * nbytes).from_address(address))
@@ -137,10 +138,10 @@ class SpillFile:
             done += os.pwrite(self._file.fileno(), memory[done:], offset + done)
 
     def read(self, offset: int, address: int, nbytes: int) -> None:
-        """Copy a block's bytes into memory. Releases the interpreter while it copies.
+        """Copy a block's bytes into memory. Releases the GIL meanwhile.
 
         Raises:
-            OSError: not all could be read.
+            OSError: the read failed.
         """
         done = 0
         memory = memoryview((ctypes.c_char * nbytes).from_address(address))
@@ -156,12 +157,12 @@ class SpillFile:
         return self._free.is_empty
 
     def close(self) -> None:
-        """Give the file back to the system. A forked process leaves it as it is, and only lets go of it."""
+        """Truncate and close the file. A forked process only closes it."""
         if not self._file.closed:
             try:
                 if self._pid == os.getpid():
-                    os.ftruncate(self._file.fileno(), 0)  # now, even where a process that was forked holds it too
+                    os.ftruncate(self._file.fileno(), 0)  # frees the disk even if a forked process has it open
             except OSError as error:
-                logger.warning("%s in %s could not be made empty before it was closed: %s", NAME, self.folder, error)
+                logger.warning("%s in %s could not be truncated before it was closed: %s", NAME, self.folder, error)
             finally:
                 self._file.close()

@@ -1,10 +1,10 @@
-"""Host memory that a device can copy to and from by itself: a few big slabs, cut into blocks by offset.
+"""Pinned host memory in a few big slabs, divided into blocks by offset.
 
-    of a planned step    |block|block|......|block|      one slab, as large as what was laid out
-    of others            |.....|block|.........|         a chunk at a time
+    planned step    |block|block|......|block|      one slab, as large as the layout
+    other steps     |.....|block|.........|         one chunk at a time
 
-Pinning through the framework's own allocator would round every request up to a power of two and take milliseconds for
-each. Here whole slabs of plain memory are registered with the driver once, and a block is an offset.
+PyTorch's pinned allocator would round every request up to a power of two and take milliseconds for each. Here whole
+slabs of plain memory are registered with the driver once, and a block is an offset.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from elbowroom.layout.free_list import ALIGNMENT_BYTES, FreeList
 NAME = "host memory"
 CHUNK_BYTES = 256 << 20
 SPARE_CHUNK_BYTES = 32 << 20
-"""Taken at a time beside a planned slab, for what was not planned."""
+"""Size of chunks beside a planned slab, for unplanned copies."""
 
 SLACK = 0.01
-"""A planned slab that is larger than its plan by no more than this share stays: registering memory takes long."""
+"""Share by which a planned slab may exceed its plan before it is replaced, since registering memory is slow."""
 
 PORTABLE = 1
 """`cudaHostRegisterPortable`: pinned for every device of the process."""
@@ -37,14 +37,14 @@ logger = logging.getLogger(__name__)
 
 
 class Pinning(Protocol):
-    """Makes stretches of host memory reachable for a device, and undoes it."""
+    """Pins ranges of host memory for a device, and unpins them."""
 
     def pin(self, address: int, nbytes: int) -> bool:
-        """Pin memory. Returns whether it is pinned now; False leaves it as it was."""
+        """Pin a range of memory. Returns whether it succeeded."""
         ...
 
     def unpin(self, address: int) -> None:
-        """Undo `pin` of the stretch that begins at `address`, if it came to that."""
+        """Unpin the range that begins at `address`, if it is pinned."""
         ...
 
 
@@ -52,8 +52,8 @@ class CudaPinning:
     """Registers memory with the CUDA driver.
 
     Args:
-        device: whose context is used; the current one if None. (Registering in the context of another device would
-            create that context, which takes hundreds of megabytes there.)
+        device: device in whose context to register; the current one if None. (The context of another device would
+            be created, which takes hundreds of megabytes there.)
     """
 
     def __init__(self, device: torch.device | None = None) -> None:
@@ -63,8 +63,8 @@ class CudaPinning:
         with torch.cuda.device(self._device):
             if int(torch.cuda.cudart().cudaHostRegister(address, nbytes, PORTABLE)) == 0:
                 return True
-            # The refusal stays behind as the thread's last error, where the next kernel launch would find it and
-            # raise it as its own. A launch is made here to take it away.
+            # The refusal remains as the thread's last error, which the next kernel launch would raise as its own.
+            # Launch a kernel to clear it.
             with contextlib.suppress(RuntimeError):
                 torch.zeros(1, device="cuda")
             return False
@@ -72,7 +72,7 @@ class CudaPinning:
     def unpin(self, address: int) -> None:
         with torch.cuda.device(self._device):
             if int(torch.cuda.cudart().cudaHostUnregister(address)) != 0:
-                logger.warning("the driver did not give a stretch of pinned memory back; it stays pinned")
+                logger.warning("the driver could not unregister a range of pinned memory; it stays pinned")
 
 
 @dataclass(slots=True, eq=False)
@@ -80,17 +80,17 @@ class _Slab:
     memory: torch.Tensor
     free: FreeList
     is_pinned: bool
-    stays: bool = False  # until the end
+    stays: bool = False  # until `close`
 
 
 @dataclass(slots=True, eq=False)
 class SlabBlock:
-    """A stretch of one slab.
+    """Range of one slab.
 
     Attributes:
-        nbytes: what was asked for.
-        offset: where it begins in its slab, in bytes.
-        tensor: its memory, `nbytes` elements of uint8.
+        nbytes: requested bytes.
+        offset: offset in the slab in bytes.
+        tensor: memory of the block, `nbytes` elements of uint8.
     """
 
     nbytes: int
@@ -100,20 +100,20 @@ class SlabBlock:
 
     @property
     def address(self) -> int:
-        """Where its memory begins."""
+        """Address of the block."""
         return self.tensor.data_ptr()
 
 
 class HostSlabs:
     """Blocks of pinned host memory.
 
-    A block never spans two slabs. A block larger than a chunk gets a slab of its own size. Once `prepare` was told what
-    a step needs, there is one slab of just that size.
+    A block never spans two slabs. A block larger than a chunk gets a slab of its own size. `prepare` makes one slab of
+    exactly the size that a planned step needs.
 
     Args:
-        capacity_bytes: the most that slabs may take together.
-        chunk_bytes: what is taken from the system at a time, as long as the capacity allows it.
-        pinning: who pins the slabs; the CUDA driver, in the current device's context, if None.
+        capacity_bytes: limit on all slabs together.
+        chunk_bytes: size of a new slab, if the capacity allows it.
+        pinning: pins the slabs; the CUDA driver, in the current device's context, if None.
     """
 
     def __init__(self, capacity_bytes: int, chunk_bytes: int = CHUNK_BYTES, *, pinning: Pinning | None = None) -> None:
@@ -128,7 +128,7 @@ class HostSlabs:
 
     @property
     def slab_bytes(self) -> int:
-        """Bytes taken from the system now."""
+        """Bytes of all slabs."""
         return sum(slab.memory.numel() for slab in self._slabs)
 
     @property
@@ -142,14 +142,14 @@ class HostSlabs:
         return sum(slab.memory.numel() - (slab.free.free_bytes or 0) for slab in self._slabs)
 
     def reserve(self, nbytes: int, at: int | None = None) -> SlabBlock:
-        """A block of exactly `nbytes`. What is in it is unspecified.
+        """Reserve an uninitialized block of exactly `nbytes`.
 
         Args:
-            at: where it was planned to be in the planned slab. If that is taken, it lies in another slab, in nobody's
-                way, as long as the capacity allows one.
+            at: planned offset in the planned slab. If it is taken, the block goes to another slab, if the capacity
+                allows one, away from the planned blocks.
 
         Raises:
-            TierFull: no slab has room and the capacity or the system allows no further one.
+            TierFull: no slab has room, and the capacity or the system allows no further slab.
         """
         planned = self._planned
         if at is None or planned is None:
@@ -165,7 +165,7 @@ class HostSlabs:
             return self._cut(planned, offset, nbytes)
 
     def reserve_apart(self, nbytes: int) -> SlabBlock:
-        """A block with a slab of its own, which stays until the end.
+        """Reserve a block in a slab of its own, which stays until `close`.
 
         Raises:
             TierFull: the capacity or the system does not allow it.
@@ -187,21 +187,21 @@ class HostSlabs:
         return self._cut(slab, offset, nbytes)
 
     def free(self, block: SlabBlock) -> None:
-        """Give a block's room back. Its memory may be handed out again at once."""
+        """Free a block. Its memory may be reused at once."""
         block.slab.free.give(block.offset, block.nbytes)
 
     def restore(self, blocks: Iterable[SlabBlock]) -> None:
-        """Begin anew with what is known to be taken: an exception has ended a change halfway."""
+        """Rebuild the free lists from the used blocks, after an exception interrupted a change."""
         taken = list(blocks)
         for slab in self._slabs:
             slab.free.restore([(block.offset, block.nbytes) for block in taken if block.slab is slab])
 
     def prepare(self, planned_bytes: int, *, gives_back: bool, settle: Callable[[], None]) -> None:
-        """Prepare one slab, as soon as possible, for reservations with offsets below `planned_bytes`.
+        """Prepare one slab, as soon as no copies are in the way, for reservations with offsets below `planned_bytes`.
 
         Args:
-            gives_back: whether the system gets back what is too much, but for slabs that were in use since last time.
-            settle: called before slabs go; afterwards no transfer may be running in what was freed.
+            gives_back: whether to return excess memory to the system, except slabs used since the last call.
+            settle: called before slabs are freed; waits for all transfers in them.
         """
         others = [slab for slab in self._slabs if not slab.stays]
         most = sum(slab.memory.numel() for slab in others) + self.capacity_bytes - self.slab_bytes
@@ -210,7 +210,7 @@ class HostSlabs:
         unused = [slab for slab in others if slab.free.forget_end() == 0] if gives_back else []
         is_fitted = size <= has and not (gives_back and has > size * (1 + SLACK))
         if not is_fitted and not all(slab.free.is_empty for slab in others):
-            return  # some copy lives on: another time
+            return  # a copy is still alive: the next call tries again
         going = [slab for slab in unused if slab is not self._planned] if is_fitted else others
         if going:
             settle()
@@ -220,22 +220,22 @@ class HostSlabs:
             try:
                 self._planned = self._add(size, size, is_planned=True)
             except TierFull:
-                self._refused_bytes = size  # then it comes in chunks, for as long as they come
+                self._refused_bytes = size  # use chunks from now on
 
     def fits_after_release(self, nbytes: int) -> bool:
-        """Tell whether `reserve` would find room after `release_empty`."""
+        """Tell whether `reserve` would succeed after `release_empty`."""
         empty_bytes = sum(slab.memory.numel() for slab in self._slabs if slab.free.is_empty)
         return empty_bytes > 0 and self.slab_bytes - empty_bytes + _round(nbytes) <= self.capacity_bytes
 
     def release_empty(self) -> None:
-        """Give the slabs without blocks back to the system. No transfer may still be running in them."""
+        """Return the slabs without blocks to the system. No transfer may still be running in them."""
         for slab in [slab for slab in self._slabs if slab.free.is_empty]:
             self._drop(slab)
 
     def close(self) -> None:
-        """Give everything back to the system. No transfer may still be running in it.
+        """Return all slabs to the system. No transfer may still be running in them.
 
-        A process that was forked leaves alone what its parent has pinned.
+        A forked process does not unpin slabs of its parent.
         """
         if self._pid != os.getpid():
             self._slabs.clear()
@@ -254,20 +254,24 @@ class HostSlabs:
         if _round(nbytes) > left:
             raise TierFull(
                 NAME, nbytes, self.capacity_bytes - self.block_bytes,
-                f"It may take {self.capacity_bytes} bytes in slabs, none of which has room for the block in one piece. "
-                "Give it more with host_bytes=, or let it overflow to disk with spill_folder=."
+                f"Its slabs may take {self.capacity_bytes} bytes, and none has room for the block in one piece. Give "
+                "it more with host_bytes=, or let it overflow to disk with spill_folder=."
             )  # fmt: skip
         chunk = self._chunk_bytes if self._planned is None else min(self._chunk_bytes, SPARE_CHUNK_BYTES)
         return self._add(nbytes, max(_round(nbytes), min(chunk, left)))
 
     def _add(self, nbytes: int, size: int, *, is_planned: bool = False) -> _Slab:
-        """A slab, for a block of `nbytes`. One that is planned is pinned, if any can be, or there is none."""
+        """Add a slab for a block of `nbytes`.
+
+        Raises:
+            TierFull: the system refuses the memory, or refuses to pin a planned slab although it has pinned others.
+        """
         try:
             memory = _new_memory(size)
         except RuntimeError as error:
             raise TierFull(NAME, nbytes, 0, "The system refuses more memory; lower host_bytes=.") from error
         slab = _Slab(memory, FreeList(size, ALIGNMENT_BYTES), self._may_pin)
-        self._slabs.append(slab)  # before it is pinned: whatever happens there, nothing stays pinned that is not listed
+        self._slabs.append(slab)  # before it is pinned, so that `close` unpins it even after an exception
         try:
             slab.is_pinned = self._may_pin and self._pinning.pin(memory.data_ptr(), size)
         except BaseException:
@@ -281,12 +285,12 @@ class HostSlabs:
         return slab
 
     def _give_up_pinning(self, nbytes: int) -> None:
-        """Stop pinning: a refusal would repeat for every later slab."""
+        """Stop pinning, since the system would refuse every later slab, too."""
         if self._may_pin:
             self._may_pin = False
             logger.warning(
                 "the system refuses to pin %d bytes of host memory (after %d bytes; see `ulimit -l`, or the limits of "
-                "WSL or the container): going on with pageable memory, whose transfers are slower and do not overlap",
+                "WSL or the container): using pageable memory, whose transfers are slower and do not overlap",
                 nbytes, self.pinned_bytes,
             )  # fmt: skip
 
@@ -300,9 +304,9 @@ class HostSlabs:
 
 
 def _new_memory(nbytes: int) -> torch.Tensor:
-    # Pinning works on whole pages, which must not be shared with a neighbour that is pinned or freed by itself.
+    # Pinning works on whole pages, which must not be shared with other allocations.
     page = mmap.PAGESIZE
-    with torch.inference_mode(False):  # memory made in inference mode could not be written to outside of it
+    with torch.inference_mode(False):  # an inference tensor could not be written to outside inference mode
         memory = torch.empty(-(-nbytes // page) * page + page, dtype=torch.uint8, device="cpu")
     return memory.narrow(0, -memory.data_ptr() % page, nbytes)
 

@@ -1,1 +1,1 @@
-"""A running step -> Trace: on fake tensors (nothing is allocated) or live."""
+"""Captures a Trace of a step: on fake tensors (nothing is allocated) or live."""

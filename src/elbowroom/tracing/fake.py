@@ -74,7 +74,7 @@ def capture_fake(
                 if count_state(optimizers) == before:
                     break
         if left := _find_left(mode):
-            raise TraceError(f"fake tensors of it are still there, {left}")
+            raise TraceError(f"fake tensors of the step are still alive, {left}")
         return trace
     except (
         TraceError,
@@ -94,7 +94,7 @@ def capture_fake(
 
 
 def _refuse() -> NoReturn:
-    raise TraceError("it calls what `torch.compile` has made")
+    raise TraceError("it calls a function compiled by `torch.compile`")
 
 
 def _find_left(mode: FakeTensorMode) -> str:

@@ -47,4 +47,4 @@ class StandIn:
         if self.is_over or threading.get_ident() != self._thread:
             return
         self.was_asked = True
-        raise IteratorTaken(f"it takes the next item of a {type(self.iterator).__name__}, which could not be put back")
+        raise IteratorTaken(f"it takes the next item of a {type(self.iterator).__name__}, which could not be undone")

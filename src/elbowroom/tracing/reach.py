@@ -73,7 +73,7 @@ class Reach:
             if type(value) in _ATOMS or id(value) in self._seen or isinstance(value, _OPAQUE):
                 continue
             if len(self._seen) >= MOST_OBJECTS:
-                raise TraceError(f"it can reach more than {MOST_OBJECTS} Python objects, too many to put back")
+                raise TraceError(f"it can reach more than {MOST_OBJECTS} Python objects, too many to restore")
             self._seen[id(value)] = value
             pending.extend(self._open(value))
 
@@ -168,7 +168,7 @@ def _refuse_iterators(values: Iterable[Any]) -> list[Any]:
     found = list(values)
     for each in found:
         if is_iterator(each):
-            raise TraceError(f"a {type(each).__name__} is in a tuple or a default: what it took could not be put back")
+            raise TraceError(f"a {type(each).__name__} is in a tuple or a default, so it could not be restored")
     return found
 
 

@@ -147,7 +147,7 @@ class Tracer(TorchDispatchMode):
         reads, _ = self._list_reads(inputs, ())
         result = self._measure(call)
         with self._lock:
-            self._record(name, origin, tuple(reads), written, result, "compiled code may do more than is seen", 0)
+            self._record(name, origin, tuple(reads), written, result, "compiled code may have side effects", 0)
         return result
 
     def _list_reads(self, values: Iterable[Any], skipped: Sequence[int]) -> tuple[list[View], str]:
@@ -159,7 +159,7 @@ class Tracer(TorchDispatchMode):
             for tensor in iterate_tensors(value):
                 view = self._view(tensor)
                 if view is None:
-                    why = "reads what is on another device, or no plain block of bytes"
+                    why = "reads a tensor on another device, or without a plain storage"
                 else:
                     reads.append(view)
                     why = why or find_risk(self._get_storage(tensor))
@@ -346,7 +346,7 @@ class Tracer(TorchDispatchMode):
 
 def find_risk(storage: torch.UntypedStorage | None) -> str:
     """Return why an op that reads a storage may not be replayed; "" if it may be."""
-    return "others may write to what it reads, unseen" if storage is not None and is_shared(storage) else ""
+    return "code outside PyTorch may write to its inputs" if storage is not None and is_shared(storage) else ""
 
 
 @contextlib.contextmanager

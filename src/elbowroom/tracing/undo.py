@@ -37,4 +37,4 @@ def undone(*roots: Any) -> Iterator[None]:
         random.setstate(states[1])
         np.random.set_state(states[2])
     if asked := [each for each in reach.stand_ins.values() if each.was_asked]:  # the step swallowed IteratorTaken
-        raise TraceError(f"it takes the next item of a {type(asked[0].iterator).__name__}, which could not be put back")
+        raise TraceError(f"it takes the next item of a {type(asked[0].iterator).__name__}, which could not be undone")

@@ -1,13 +1,13 @@
-"""Real training steps from one line of text, for the command line, the demo, the benchmarks and the tests.
+"""Real training steps by name, for the command line, the demo, the benchmarks and the tests.
 
     torchvision:resnet50          a model of torchvision, random weights, synthetic images
-    timm:vit_base_patch16_224     the same from timm
+    timm:vit_base_patch16_224     a model of timm, likewise
     transformers:gpt2-medium      a model of transformers by its published figures, random weights, synthetic tokens
-    transformers:llama            the same by model type, with that type's default configuration
+    transformers:llama            a model type of transformers, with its default configuration
     package.module:function       your own function; it returns (model, optimizer, step)
 
-Nothing is downloaded. The folder is the registry: each public module is one source of models and has one entry point,
-`build_workload(name, options)`; `function` takes whatever no other source claims.
+Nothing is downloaded. The folder is the registry: each public module is one source of models with one entry point,
+`build_workload(name, options)`. `function` handles all other names.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ _OWN_FUNCTION = "function"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
-    """One training step that can be run again and again on the same batch.
+    """One training step that can be repeated on the same batch.
 
     Attributes:
-        name: the spec it was built from.
+        name: spec of the workload.
         model: the model, in training mode.
-        optimizer: over all parameters of the model.
+        optimizer: optimizer of all parameters.
         step: forward, `loss.backward()`, `optimizer.step()`, `optimizer.zero_grad(set_to_none=True)`; returns the
             detached loss.
         forward: the forward pass alone; returns the loss, with its graph.
-        batch: the input tensors by name; empty for a function of your own.
+        batch: the input tensors by name; empty for a user's function.
     """
 
     name: str
@@ -54,11 +54,11 @@ class Workload:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """Options that a workload is built with; `build` says what each one means.
+    """Options of a workload; see `build`.
 
     Attributes:
-        given: the names of the options that the caller set himself. A source refuses one of these that it cannot
-            follow, and follows its own default for the others.
+        given: names of the options that the caller set. A source refuses those that it does not support, and uses its
+            own defaults for the others.
     """
 
     batch: int = 8
@@ -76,20 +76,20 @@ class Options:
         for name in ("batch", "image_size", "sequence_length", "layers"):
             value = getattr(self, name)
             if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-                raise UsageError(f"{name} is a whole number of at least 1, not {value!r}")
+                raise UsageError(f"{name} must be a whole number of at least 1, not {value!r}")
         for name, choices in (("dtype", get_args(DataType)), ("optimizer", get_args(OptimizerName))):
             value = getattr(self, name)
             if value not in choices:
-                raise UsageError(f"{name} is one of {', '.join(choices)}, not {value!r}")
+                raise UsageError(f"{name} must be one of {', '.join(choices)}, not {value!r}")
         if isinstance(self.seed, bool) or not isinstance(self.seed, int) or not 0 <= self.seed < 2**63:
-            raise UsageError(f"seed is a whole number from 0 to 2**63 - 1, not {self.seed!r}")
+            raise UsageError(f"seed must be a whole number from 0 to 2**63 - 1, not {self.seed!r}")
         _check_device(self.device)
 
     def refuse(self, names: tuple[str, ...], owner: str, reason: str) -> None:
-        """Stop if the caller set one of these options.
+        """Refuse options that a workload does not support.
 
         Raises:
-            UsageError: one of `names` was given.
+            UsageError: the caller set one of `names`.
         """
         for name in names:
             if name in self.given:
@@ -99,16 +99,16 @@ class Options:
 def _check_device(device: str) -> None:
     kind, _, index = str(device).partition(":")
     if kind not in ("cpu", "cuda") or (index and not index.isdecimal()) or str(device).endswith(":"):
-        raise UsageError(f"device is 'cpu', 'cuda' or 'cuda:N', not {device!r}")
+        raise UsageError(f"device must be 'cpu', 'cuda' or 'cuda:N', not {device!r}")
     if kind == "cuda":
         if not torch.cuda.is_available():
-            raise UsageError(f"device {device!r} was asked for, but torch {torch.__version__} finds no GPU here")
+            raise UsageError(f"device {device!r} is not available: torch {torch.__version__} finds no GPU")
         if index and int(index) >= torch.cuda.device_count():
             raise UsageError(f"there is no device {device!r}; this machine has {torch.cuda.device_count()} GPUs")
 
 
 def sources() -> tuple[str, ...]:
-    """The packages that models are taken from: what may stand before the colon besides a module of your own."""
+    """Return the packages of models: the names before the colon, other than a user's module."""
     return tuple(name for name in _family.names(sys.modules[__name__]) if name != _OWN_FUNCTION)
 
 
@@ -127,25 +127,25 @@ def build(
 ) -> Workload:
     """Build a real training step.
 
-    Everything follows from the spec and the options: torch's generators are seeded before the model is made, and once
-    more at the end, so that the steps after `build` draw the same numbers whatever building it drew. Inside a
-    `FakeTensorMode` nothing is allocated, so that a model of any size can be captured; timm's models do not allow that.
+    The result depends only on the spec and the options: torch's generators are seeded before the model is built, and
+    again at the end, so that the steps draw the same numbers in any case. Inside a `FakeTensorMode` nothing is
+    allocated, so that a model of any size can be captured; timm's models do not support that.
 
     Args:
-        spec: `torchvision:NAME`, `timm:NAME`, `transformers:NAME`, or `package.module:function`. A function is called
-            with those of the options below that were given, and returns (model, optimizer, step) or a `Workload`.
-        batch: how many samples; 8 if not given.
-        image_size: height and width of the images in pixels; the model's own if not given.
-        sequence_length: tokens in a sample; 128, or the most the model can take if that is less, if not given.
-        layers: how many layers the model has instead of its own number (transformers only).
+        spec: `torchvision:NAME`, `timm:NAME`, `transformers:NAME`, or `package.module:function`. A function receives
+            the given options as keyword arguments, and returns (model, optimizer, step) or a `Workload`.
+        batch: number of samples; by default 8.
+        image_size: height and width of the images in pixels; by default the model's own.
+        sequence_length: tokens in a sample; by default 128, or the model's maximum if that is less.
+        layers: number of layers of the model, instead of its own (transformers only).
         dtype: "float32", or "bfloat16" for autocast; the parameters stay float32.
         optimizer: "adamw", or "sgd" with momentum 0.9.
         device: "cpu", "cuda" or "cuda:N".
-        seed: of the weights, the batch, and whatever the steps draw; 0 if not given.
-        channels_last: keep model and images in the channels-last memory format.
+        seed: seed of the weights, the batch and the steps; by default 0.
+        channels_last: whether to use the channels-last memory format for model and images.
 
     Raises:
-        UsageError: the spec or an option means nothing, the two do not go together, or a package is missing.
+        UsageError: the spec or an option is invalid, they do not fit together, or a package is missing.
     """
     source, colon, name = spec.partition(":")
     if not (colon and source and name):

@@ -1,9 +1,9 @@
-"""Imports of the packages that models come from, which are optional and do not always import.
+"""Imports the optional packages of models.
 
-torchvision registers shape functions for the operators in its own binary. Where that binary does not match torch (a
-CPU build of torch beside torchvision from PyPI), the import ends in "operator torchvision::nms does not exist", and
-timm and transformers, which import torchvision where it is installed, end with it. Image models need none of these
-operators, so it is enough to declare them.
+torchvision registers shape functions for the operators in its own binary. If that binary does not match torch (a CPU
+build of torch with torchvision from PyPI), importing it raises "operator torchvision::nms does not exist". So does
+importing timm and transformers, which import torchvision if it is installed. Image models need none of these operators,
+so declaring them is enough.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def import_package(name: str) -> Any:
     """Import torchvision, timm or transformers.
 
     Raises:
-        UsageError: it is not installed, or its import fails.
+        UsageError: the package is not installed, or its import fails.
     """
     if importlib.util.find_spec(name) is None:
         raise UsageError(f"{name} is not installed; run: pip install 'elbowroom[models]'")
@@ -37,7 +37,7 @@ def import_package(name: str) -> Any:
         return importlib.import_module(name)
     except (ImportError, RuntimeError, OSError) as error:
         raise UsageError(
-            f"{name} is installed but cannot be imported beside torch {torch.__version__}: {error}"
+            f"{name} is installed but cannot be imported with torch {torch.__version__}: {error}"
         ) from error
 
 
@@ -46,24 +46,24 @@ def _import_torchvision() -> None:
     try:
         importlib.import_module("torchvision")
     except RuntimeError as error:
-        # Never where torchvision's own operators load: declaring them twice would break those.
+        # Only if torchvision's own operators are missing: a second declaration would break them.
         if "torchvision::nms" not in str(error):
             raise
         for module in set(sys.modules) - before:
             if module.partition(".")[0] == "torchvision":
                 del sys.modules[module]
         for operator in _NEEDED_OPERATORS:
-            # torch keeps this declaration for as long as the process lives.
+            # Permanent in this process.
             if not hasattr(torch.ops.torchvision, operator):
                 torch.library.define(f"torchvision::{operator}", _SCHEMA)
         importlib.import_module("torchvision")
 
 
 def unknown_name(owner: str, noun: str, name: str, known: Iterable[str]) -> UsageError:
-    """The error for a name that a package or module does not have, with the names nearest to it."""
+    """Return the error for an unknown name, with similar known names."""
     names = sorted(known)
     near = difflib.get_close_matches(name.lower(), names, n=5, cutoff=0.5)
     if near:
-        return UsageError(f"{owner} has no {noun} {name!r}; near it are: {', '.join(near)}")
+        return UsageError(f"{owner} has no {noun} {name!r}; similar names: {', '.join(near)}")
     examples = ", ".join(names[:: max(1, len(names) // 6)])
-    return UsageError(f"{owner} has no {noun} {name!r}; there are, for example: {examples}")
+    return UsageError(f"{owner} has no {noun} {name!r}; examples: {examples}")

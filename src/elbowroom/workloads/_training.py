@@ -1,4 +1,4 @@
-"""From a model and a batch to a training step: what all sources of models share."""
+"""Builds a training step from a model and a batch, for all sources of models."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ def training_workload(
     loss: Callable[[nn.Module, dict[str, torch.Tensor]], torch.Tensor],
     options: Options,
 ) -> Workload:
-    """Put a model, its batch and its loss together into a workload.
+    """Build a workload from a model, its batch and its loss.
 
-    The model goes into training mode and, with the batch, to the device and memory format of the options.
+    Sets the model to training mode, and moves model and batch to the device and memory format of the options.
     """
     model.train()
     device_type = torch.device(options.device).type
-    # Fake parameters cannot be moved, and where a model was made in place there is nothing to move.
+    # Fake parameters cannot be moved, so skip this for a model that was built on the device.
     if any(tensor.device.type != device_type for tensor in (*model.parameters(), *model.buffers())):
         model.to(options.device)
     batch = {key: value.to(options.device) for key, value in batch.items()}
@@ -52,14 +52,14 @@ def training_workload(
 
 
 def make_optimizer(model: nn.Module, options: Options) -> torch.optim.Optimizer:
-    """The optimizer of the options, over all parameters."""
+    """Create the optimizer of all parameters."""
     if options.optimizer == "sgd":
         return torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9)
     return torch.optim.AdamW(model.parameters(), lr=1e-4)
 
 
 def image_batch(options: Options, shape: tuple[int, ...], classes: int) -> dict[str, torch.Tensor]:
-    """Noise images of one shape, channels first, with a random class each."""
+    """Return random images of one shape, channels first, with random labels."""
     return {
         "images": torch.randn(options.batch, *shape, device=options.device),
         "labels": torch.randint(classes, (options.batch,), device=options.device),
@@ -67,7 +67,7 @@ def image_batch(options: Options, shape: tuple[int, ...], classes: int) -> dict[
 
 
 def classification_loss(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-    """Cross-entropy; auxiliary classifiers count 0.3 each.
+    """Return the cross-entropy; auxiliary classifiers have weight 0.3.
 
     Source: Szegedy et al., "Going Deeper with Convolutions", CVPR 2015, section 5 (the weight 0.3).
     """

@@ -1,6 +1,6 @@
-"""The published figures of well-known language models, so that they can be built without a download.
+"""Published figures of well-known language models, for building them without a download.
 
-Each entry: the model type of transformers, and what differs from that type's default configuration.
+Each entry has the model type of transformers, and the differences from that type's default configuration.
 """
 
 from __future__ import annotations

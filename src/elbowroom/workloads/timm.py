@@ -13,14 +13,14 @@ _CLASSES = 1000
 
 
 def build_workload(name: str, options: Options) -> Workload:
-    """A training step of `timm.create_model(NAME)` with random weights and 1000 classes.
+    """Build a training step of `timm.create_model(NAME)` with random weights and 1000 classes.
 
     Raises:
         UsageError: timm is missing, has no such model, or an option does not fit it.
     """
     owner = f"timm:{name}"
     timm = import_package("timm")
-    # `is_model` is also what keeps names such as hf-hub:..., which mean a download, out.
+    # `is_model` also rejects names such as hf-hub:..., which would be downloaded.
     if not timm.is_model(name):
         raise unknown_name("timm", "model", name, timm.list_models())
     options.refuse(("sequence_length",), owner, "it takes images")
@@ -38,6 +38,6 @@ def build_workload(name: str, options: Options) -> Workload:
         except (AssertionError, RuntimeError, TypeError, ValueError) as error:
             if not figures:
                 raise
-            raise UsageError(f"{owner} cannot be made for images of {height} pixels: {error}") from error
+            raise UsageError(f"{owner} cannot be built for images of {height} pixels: {error}") from error
         batch = image_batch(options, (channels, height, width), _CLASSES)
     return training_workload(owner, model, batch, classification_loss, options)

@@ -12,17 +12,17 @@ from elbowroom.workloads._packages import import_package, unknown_name
 from elbowroom.workloads._training import classification_loss, image_batch, training_workload
 
 _IMAGE_SIZE = 224
-# The models whose training was published with another size, or whose layers demand it.
+# Models whose published training uses another size, or whose layers require it.
 _IMAGE_SIZES = {"inception_v3": 299}
 _CLASSES = 1000
 _SEGMENTATION_CLASSES = 21
 
 
 def build_workload(name: str, options: Options) -> Workload:
-    """A training step of `torchvision.models.NAME` with random weights.
+    """Build a training step of `torchvision.models.NAME` with random weights.
 
     Raises:
-        UsageError: torchvision is missing, has no such model for images, or an option is for language models.
+        UsageError: torchvision is missing, has no such image model, or an option is for language models.
     """
     owner = f"torchvision:{name}"
     models = import_package("torchvision").models
@@ -45,13 +45,13 @@ def build_workload(name: str, options: Options) -> Workload:
 
 
 def _figures(name: str, size: int) -> dict[str, Any]:
-    """Return the arguments of a constructor: most models take any size of image, a few are made for one."""
+    """Return the constructor's arguments: most models take any image size, a few are built for one."""
     if name.startswith("vit_"):
         return {"image_size": size}
     if name.startswith("maxvit"):
         return {"input_size": (size, size)}
     if name in ("googlenet", "inception_v3"):
-        # Their own initialisation draws from scipy for minutes; torch's is as good for a workload.
+        # Their own initialisation with scipy takes minutes; torch's is as good for a workload.
         return {"init_weights": False}
     return {}
 

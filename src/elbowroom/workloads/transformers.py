@@ -17,18 +17,18 @@ from elbowroom.workloads._transformer_figures import FIGURES
 
 _SEQUENCE_LENGTH = 128
 _IMAGE_SIZE = 224
-# The first numbers of a vocabulary are special tokens (padding, start, mask), which change what a model does.
+# The first tokens of a vocabulary are special (padding, start, mask) and change what a model does.
 _SPECIAL_TOKENS = 1000
 _MASKED_SHARE = 0.15
-_IGNORED_LABEL = -100  # what every loss of transformers leaves out
+_IGNORED_LABEL = -100  # label that the losses of transformers ignore
 
 
 def build_workload(name: str, options: Options) -> Workload:
-    """A training step with random weights of a model given by a published name, a model type or a config class.
+    """Build a training step with random weights of a model named by a published name, a model type or a config class.
 
     Raises:
-        UsageError: transformers is missing, knows no such model, has no training objective for it that needs only
-            tokens or only images, or an option does not fit it.
+        UsageError: transformers is missing, does not know the model, has no training objective for it that needs only
+            tokens or only images, or an option does not fit the model.
     """
     owner = f"transformers:{name}"
     transformers = import_package("transformers")
@@ -74,7 +74,7 @@ class _Task:
 
 def _task_of(model_type: str, owner: str) -> _Task:
     tasks = import_package("transformers.models.auto.modeling_auto")
-    # BERT can be trained as a causal model too; the first in this order is what a model was made for.
+    # BERT can be trained as a causal model, too; the first match in this order is the model's main objective.
     for task in (
         _Task("AutoModelForSeq2SeqLM", "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES", _text_pair_batch),
         _Task("AutoModelForMaskedLM", "MODEL_FOR_MASKED_LM_MAPPING_NAMES", _masked_batch),
@@ -95,10 +95,9 @@ def _make_config(transformers: Any, model_type: str, figures: Mapping[str, Any],
         raise
     except (AttributeError, TypeError, ValueError) as error:
         raise UsageError(f"{owner} cannot be configured: {error}") from error
-    # A cache of keys and values is for generating text.
-    config.use_cache = False
+    config.use_cache = False  # the cache of keys and values is for generating text
     if config.is_encoder_decoder and getattr(config, "decoder_start_token_id", None) is None:
-        config.decoder_start_token_id = config.pad_token_id or 0  # T5's checkpoints say so, its defaults do not
+        config.decoder_start_token_id = config.pad_token_id or 0  # as in T5's checkpoints, but not in its defaults
     return config
 
 
@@ -131,7 +130,7 @@ def _longest_sequence(config: Any) -> int | None:
     most = getattr(config, "max_position_embeddings", None)
     if not isinstance(most, int) or most < 1:
         return None
-    # RoBERTa and its kin count positions from behind the padding token's.
+    # RoBERTa and related models number positions from the padding token's id on.
     counts_from_padding = ("roberta", "camembert", "xmod", "data2vec-text")
     return most - config.pad_token_id - 1 if config.model_type.startswith(counts_from_padding) else most
 
@@ -144,7 +143,7 @@ def _causal_batch(config: Any, options: Options, owner: str) -> dict[str, torch.
 def _masked_batch(config: Any, options: Options, owner: str) -> dict[str, torch.Tensor]:
     tokens = _tokens(config, options, owner)
     masked = torch.rand(tokens.shape, device=tokens.device) < _MASKED_SHARE
-    masked[:, 0] = True  # a batch in which nothing is masked has no loss
+    masked[:, 0] = True  # a batch without masked tokens would have no loss
     stand_in = min(_SPECIAL_TOKENS, config.vocab_size // 2) - 1
     return {
         "input_ids": tokens.masked_fill(masked, stand_in),

@@ -99,5 +99,8 @@ def top_link(profile: HardwareProfile) -> Link:
         UsageError: there is none.
     """
     if not profile.links:
-        raise UsageError(f"profile {profile.name!r} has no link to a tier below the device; probe the machine anew")
+        raise UsageError(
+            f"profile {profile.name!r} has no link to a tier below the device; measure the machine again with "
+            "`elbowroom probe`"
+        )
     return profile.links[0]

@@ -46,14 +46,12 @@ def show_layout(
     capacity: Annotated[
         str | None, typer.Option("--capacity", help="Bytes the arena may take: 8GiB. Any amount if not given.")
     ] = None,
-    pinned: Annotated[
-        bool, typer.Option("--pinned", help="Leave what has an offset in the table where it is.")
-    ] = False,
+    pinned: Annotated[bool, typer.Option("--pinned", help="Keep the offsets that the table has.")] = False,
     plan_file: Annotated[
         Path | None,
         typer.Option(
             "--plan",
-            help="Written by `elbowroom plan`: lay out the blocks that are there under it, workspace included.",
+            help="Written by `elbowroom plan`: lay out the blocks of the planned step, workspace included.",
         ),
     ] = None,
     hardware: Hardware = "this",
@@ -147,7 +145,7 @@ def list_rows(buffers: tuple[Buffer, ...], layout: Layout, seconds: float) -> li
     return [
         ("buffers", str(len(buffers)), ""),
         ("arena", format_bytes(layout.arena_bytes), f"{layout.arena_bytes} bytes, {proof}"),
-        ("lower bound", format_bytes(layout.bound_bytes), f"{layout.bound_bytes} bytes are there at once"),
+        ("lower bound", format_bytes(layout.bound_bytes), f"{layout.bound_bytes} bytes are live at the peak"),
         ("fragmentation", f"{found['fragmentation']:.3%}", "of the arena, when the most is there"),
         ("time", format_seconds(seconds), ""),
     ]

@@ -180,7 +180,7 @@ def _list_tiers(forecast: Forecast) -> list[tuple[str, str, str]]:
         ("on the disk behind", forecast.disk_bytes, forecast.disk_arena_bytes),
     )
     return [
-        (name, format_bytes(arena), f"laid out; at most {format_bytes(nbytes)} are there at once")
+        (name, format_bytes(arena), f"laid out; {format_bytes(nbytes)} live at the peak")
         for name, nbytes, arena in tiers
         if nbytes
     ]

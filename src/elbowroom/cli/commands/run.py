@@ -118,7 +118,7 @@ def _check_mode(
     if policy is not None:
         get(policies, policy, "Policy")
         if mode != "dynamic":
-            raise UsageError("--policy decides where nothing is planned: give --mode dynamic, too")
+            raise UsageError("--policy only applies without plans: add --mode dynamic")
     if mode == "dynamic" and (ahead or strategy != "auto" or any(files)):
         raise UsageError(
             "--mode dynamic plans nothing: leave out --ahead, --strategy, --save-trace, --save-plan and --save-costs"

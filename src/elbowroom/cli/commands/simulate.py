@@ -127,7 +127,7 @@ def _check_choice(
         if budget is None:
             raise UsageError(f"--policy {policy} needs --budget: the bytes that the step may hold")
         if allocator is Allocator.PLANNED:
-            raise UsageError("--allocator planned needs a plan: under a policy nobody knows what comes and goes")
+            raise UsageError("--allocator planned needs a plan: a policy's evictions are not known ahead")
         check_amount("--budget", budget)
     elif plan_file is None:
         raise UsageError("nothing to forecast: give a PLAN written by `elbowroom plan`, or --policy with --budget")

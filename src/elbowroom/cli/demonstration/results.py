@@ -11,8 +11,8 @@ from rich.table import Table
 from elbowroom.units import format_bytes, format_seconds
 
 ALLOCATES_ITSELF = (
-    "A room's allocator uses pages again that plain PyTorch gives back to the system and faults in anew: a step may be "
-    "shorter within a budget."
+    "A room's allocator reuses pages that plain PyTorch returns to the system and faults in again, so a step may be "
+    "faster within a budget."
 )
 
 
