@@ -1,8 +1,8 @@
 """Lower bound on the step time within a budget, over all plans.
 
-It holds for plans that decide on the gaps of a `Drafter`, and on those of the model's state, timed by the simulator. The
-best bound comes from the fluid linear program (`fluid`); the others drop one kind of choice, and show what limits the
-step.
+It holds for plans that decide on the gaps of a `Drafter`, and on those of the model's state, timed by the simulator.
+The best bound comes from the fluid linear program (`fluid`); the others drop one kind of choice, and show what limits
+the step.
 """
 
 from __future__ import annotations
