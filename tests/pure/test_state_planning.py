@@ -13,6 +13,7 @@ from elbowroom.errors import Infeasible, UnknownMember
 from elbowroom.ir.costs import Costs
 from elbowroom.ir.plan import Plan
 from elbowroom.ir.trace import Trace
+from elbowroom.planner.bounds.bound import find_bound
 from elbowroom.planner.options import Manages, moves_state
 from elbowroom.planner.problem import list_strategies, make_lowest, pose
 from tests.generators import KIB, Layer, Optimizer, cyclic_steps, make_costs, make_link, make_trace
@@ -42,6 +43,9 @@ def test_state_that_may_move_makes_no_step_slower_and_no_budget_impossible(
     everything = try_plan(trace, costs, budget_bytes, Manages.EVERYTHING)
     activations = try_plan(trace, costs, budget_bytes, Manages.ACTIVATIONS)
     assert everything is not None
+    bound = find_bound(dataclasses.replace(joint, budget_bytes=budget_bytes))
+    assert bound.seconds <= simulate(trace, costs, everything).step_seconds * (1 + 1e-9)
+    assert bound.floor_bytes == least
     if activations is not None:
         assert not activations.state
         slower = simulate(trace, costs, everything).step_seconds

@@ -62,6 +62,15 @@ Strategy = Annotated[
         autocompletion=lambda: list(_family.names(strategies)),
     ),
 ]
+Managed = Annotated[
+    str,
+    typer.Option(
+        "--manages",
+        help="Storages that may leave the device: activations, or everything, which adds parameters, gradients and "
+        "optimizer state.",
+        autocompletion=lambda: ["activations", "everything"],
+    ),
+]
 SpillFolder = Annotated[
     str | None,
     typer.Option("--spill-folder", help="Folder of the spill file. Default: the system's temporary folder."),

@@ -33,17 +33,6 @@ class Manages(enum.StrEnum):
     """These, and the model's state: parameters, gradients, optimizer state and buffers."""
 
 
-def find_manages(text: str) -> Manages:
-    """Return the member for a name.
-
-    Raises:
-        UnknownMember: there is none.
-    """
-    if text not in list(Manages):
-        raise UnknownMember("choice of what to manage", text, tuple(Manages))
-    return Manages(text)
-
-
 def moves_state(name: str) -> bool:
     """Return True if a strategy also moves the model's state.
 
@@ -53,11 +42,22 @@ def moves_state(name: str) -> bool:
     return get(strategies, name, JOINT_ENTRY_POINT, None) is not None
 
 
+def find_managed(strategy: str, manages: str) -> Manages:
+    """Return what a strategy, with or without options, moves if it is asked to manage activations or everything.
+
+    Raises:
+        UnknownMember: there is no such strategy, or `manages` is neither.
+    """
+    if manages not in list(Manages):
+        raise UnknownMember("kind of storages to manage", str(manages), tuple(Manages))
+    return Manages(manages) if moves_state(strategy.partition(":")[0]) else Manages.ACTIVATIONS
+
+
 def find_strategy(text: str, manages: Manages = Manages.ACTIVATIONS) -> Callable[[Any], Plan]:
     """Return the function that plans as `text` says.
 
     Args:
-        manages: storages that the plan may move, if the strategy moves more than activations.
+        manages: as `find_managed` returns it.
 
     Raises:
         UnknownMember: there is no such strategy.
@@ -73,7 +73,7 @@ def find_strategy(text: str, manages: Manages = Manages.ACTIVATIONS) -> Callable
             known_options = ", ".join(f"{each}={describe(kind)}" for each, kind in known.items()) or "none"
             raise UsageError(f"strategy {name}: {item!r} is not an option, or is repeated; options: {known_options}")
         given[option] = _read(known[option], value, f"strategy {name}: {option}")
-    if manages is Manages.EVERYTHING and moves_state(name):
+    if manages is Manages.EVERYTHING:
         make_plan = get(strategies, name, JOINT_ENTRY_POINT)
     return lambda problem: make_plan(problem, **given)
 

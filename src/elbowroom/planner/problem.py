@@ -14,7 +14,7 @@ from elbowroom.ir.plan import Choice, Plan
 from elbowroom.ir.trace import Trace
 from elbowroom.planner import strategies
 from elbowroom.planner.infeasible import explain_infeasible
-from elbowroom.planner.options import Manages, find_manages, find_strategy
+from elbowroom.planner.options import Manages, find_managed, find_strategy
 from elbowroom.planner.schedule.draft import Draft, Drafter, Option
 from elbowroom.planner.state.scheduler import StateScheduler
 from elbowroom.progress import announcing
@@ -38,6 +38,7 @@ class Problem:
         drafter: makes plans of drafts; `drafter.replay` forecasts them.
         plain: forecast of the step without moves.
         floor: forecast of holding as little as can be; no plan has a lower peak.
+        manages: storages that plans may move.
     """
 
     budget_bytes: int
@@ -45,6 +46,7 @@ class Problem:
     drafter: Drafter
     plain: Forecast
     floor: Forecast
+    manages: Manages = Manages.ACTIVATIONS
 
     def fits(self, forecast: Forecast) -> bool:
         """Tell whether a forecast is within the budget of every tier."""
@@ -80,7 +82,7 @@ def plan(
             with, or a link moves nothing.
     """
     check_amounts(budget_bytes=budget_bytes, min_offload_bytes=min_offload_bytes, host_bytes=host_bytes)
-    manages = find_manages(manages)
+    manages = find_managed(strategy, manages)
     make_plan = find_strategy(strategy, manages)
     check_trace(trace)
     problem = pose(
@@ -135,6 +137,7 @@ def pose(
         drafter=drafter,
         plain=drafter.replay.run(plain),
         floor=drafter.replay.run(lowest),
+        manages=manages,
     )
 
 

@@ -16,6 +16,18 @@ from elbowroom.simulator.clock import Lanes
 from elbowroom.simulator.host_overflow import Overflow
 
 
+@dataclasses.dataclass(slots=True)
+class _Moved:
+    """Totals of one step, as in its Forecast."""
+
+    recompute_seconds: float = 0.0
+    stall_seconds: float = 0.0
+    offloaded_bytes: int = 0
+    reloaded_bytes: int = 0
+    state_offloaded_bytes: int = 0
+    state_reloaded_bytes: int = 0
+
+
 class VirtualDevice:
     """Carries out the actions of one step in virtual time, and counts the bytes of copies in the lower tiers.
 
@@ -46,7 +58,7 @@ class VirtualDevice:
         self._state = frozenset[int]()
         self._host_bytes = self._host_peak = 0
         self._disk_bytes = self._disk_peak = 0
-        self._reset_figures()
+        self._moved = _Moved()
 
     @property
     def now(self) -> float:
@@ -84,15 +96,15 @@ class VirtualDevice:
         self.begin = self.late = 0.0
         self.delays = {}
         self.copy_slots = []
-        self._reset_figures()
+        self._moved = _Moved()
 
     def offload(self, storage: int) -> None:
         """Start copying a storage to the tier below; if that is full, copy it to the disk and wait."""
         nbytes, rounded = self._sizes[storage], self._rounded[storage]
         overflow, now = self._overflow, self.now
-        self._offloaded_bytes += nbytes
+        self._moved.offloaded_bytes += nbytes
         if storage in self._state:
-            self._state_offloaded_bytes += nbytes
+            self._moved.state_offloaded_bytes += nbytes
         else:
             is_full = overflow is not None and self._host_bytes + rounded > overflow.host_room_bytes
             self._below[storage] = CopySlot(
@@ -111,8 +123,8 @@ class VirtualDevice:
         nbytes = self._sizes[storage]
         overflow = self._overflow
         now = self.now
-        self._reloaded_bytes += nbytes
-        self._state_reloaded_bytes += nbytes if storage in self._state else 0
+        self._moved.reloaded_bytes += nbytes
+        self._moved.state_reloaded_bytes += nbytes if storage in self._state else 0
         if overflow is not None and self._below[storage].is_on_disk:
             read, done = self._lanes.fetch_through(overflow.disk, overflow.piece_bytes, nbytes, now)
             self._done[storage] = done
@@ -129,7 +141,7 @@ class VirtualDevice:
 
     def replay(self, seconds: float) -> None:
         """Advance the clock by a replay."""
-        self._recompute_seconds += seconds
+        self._moved.recompute_seconds += seconds
         self._delay(seconds)
 
     def discard_copy(self, storage: int) -> None:
@@ -146,20 +158,10 @@ class VirtualDevice:
     def list_figures(self) -> dict[str, Any]:
         """Return the fields of a Forecast about moves and replays."""
         return {
-            "recompute_seconds": self._recompute_seconds,
-            "stall_seconds": self._stall_seconds,
-            "offloaded_bytes": self._offloaded_bytes,
-            "reloaded_bytes": self._reloaded_bytes,
-            "state_offloaded_bytes": self._state_offloaded_bytes,
-            "state_reloaded_bytes": self._state_reloaded_bytes,
+            **dataclasses.asdict(self._moved),
             "lower_tier_bytes": self._host_peak,
             "disk_bytes": self._disk_peak,
         }
-
-    def _reset_figures(self) -> None:
-        self._recompute_seconds = self._stall_seconds = 0.0
-        self._offloaded_bytes = self._reloaded_bytes = 0
-        self._state_offloaded_bytes = self._state_reloaded_bytes = 0
 
     def _count_copy(self, rounded: int, *, is_on_disk: bool) -> None:
         if is_on_disk:
@@ -170,7 +172,7 @@ class VirtualDevice:
             self._host_peak = max(self._host_peak, self._host_bytes)
 
     def _stall(self, seconds: float) -> None:
-        self._stall_seconds += seconds
+        self._moved.stall_seconds += seconds
         self._delay(seconds)
 
     def _delay(self, seconds: float) -> None:

@@ -14,6 +14,7 @@ from elbowroom.cli.parameters import (
     Hardware,
     HostMemory,
     Json,
+    Managed,
     Output,
     Strategy,
     TraceOrSpec,
@@ -52,6 +53,7 @@ def plan(
     costs_file: CostsFile = None,
     strategy: Strategy = "auto",
     host_memory: HostMemory = None,
+    manages: Managed = "activations",
     output: Output = None,
     *,
     options: WorkloadOptions,
@@ -59,7 +61,7 @@ def plan(
 ) -> None:
     """Plan one step within a budget, and say what that costs. Exit code 3 if no plan fits."""
     from elbowroom.planner.bounds.bound import find_bound
-    from elbowroom.planner.options import find_strategy
+    from elbowroom.planner.options import find_managed, find_strategy
     from elbowroom.planner.problem import plan as make_plan
     from elbowroom.planner.problem import pose
     from elbowroom.simulator.simulate import simulate
@@ -67,17 +69,18 @@ def plan(
     with open_terminal(as_json) as terminal:
         check_writable(output)
         check_amount("--budget", budget)
-        find_strategy(strategy)
+        managed = find_managed(strategy, manages)
+        find_strategy(strategy, managed)
         host_bytes = read_host_memory(host_memory)
         trace = find_trace(terminal, source, options)
         costs, device_bytes = find_costs_and_device(terminal, trace, hardware, costs_file)
         plain = simulate(trace, costs, keep_all(costs, 0))
         budget_bytes = read_amount("--budget", budget, device_bytes=device_bytes, peak_bytes=plain.peak_bytes)
         note_share(terminal, "--budget", budget, budget_bytes)
-        problem = pose(trace, costs, budget_bytes, host_bytes=host_bytes)
+        problem = pose(trace, costs, budget_bytes, host_bytes=host_bytes, manages=managed)
         begin = time.perf_counter()
         with terminal.progress(f"planning {trace.name} within {format_bytes(budget_bytes)}"):
-            made = make_plan(trace, costs, budget_bytes, strategy=strategy, host_bytes=host_bytes)
+            made = make_plan(trace, costs, budget_bytes, strategy=strategy, host_bytes=host_bytes, manages=managed)
             planning_seconds = time.perf_counter() - begin
             bound = find_bound(problem)
         outcome = Outcome(
@@ -132,6 +135,7 @@ class Outcome:
             ("offloaded", format_bytes(forecast.offloaded_bytes), 
              f"decided for {_count(choices['offload'], 'gap')} of {_count(len(offloaded), 'storage')}"),
             ("reloaded", format_bytes(forecast.reloaded_bytes), f"{waits} of waiting for moves"),
+            *_list_state(forecast),
             *_list_tiers(forecast),
             ("recomputed", format_seconds(forecast.recompute_seconds),
              f"decided for {_count(choices['recompute'], 'gap')}, by {_count(len(self.plan.segments), 'segment')}"),
@@ -161,6 +165,8 @@ class Outcome:
             "gap": self.gap(),
             "offloaded_bytes": self.forecast.offloaded_bytes,
             "reloaded_bytes": self.forecast.reloaded_bytes,
+            "state_offloaded_bytes": self.forecast.state_offloaded_bytes,
+            "state_reloaded_bytes": self.forecast.state_reloaded_bytes,
             "lower_tier_bytes": self.forecast.lower_tier_bytes,
             "lower_arena_bytes": self.forecast.lower_arena_bytes,
             "disk_bytes": self.forecast.disk_bytes,
@@ -171,6 +177,14 @@ class Outcome:
             "segments": len(self.plan.segments),
             "planning_seconds": self.planning_seconds,
         }
+
+
+def _list_state(forecast: Forecast) -> list[tuple[str, str, str]]:
+    """Return the table row for the part of the moves that is the model's state."""
+    if not forecast.state_reloaded_bytes:
+        return []
+    back = format_bytes(forecast.state_reloaded_bytes)
+    return [("of that, state", format_bytes(forecast.state_offloaded_bytes), f"{back} reloaded, in every step")]
 
 
 def _list_tiers(forecast: Forecast) -> list[tuple[str, str, str]]:

@@ -1,7 +1,8 @@
 """Lower bound on the step time within a budget, over all plans.
 
-It holds for plans that decide on the gaps of a `Drafter`, timed by the simulator. The best bound comes from the fluid
-linear program (`fluid`); the others drop one kind of choice, and show what limits the step.
+It holds for plans that decide on the gaps of a `Drafter`, and on those of the model's state, timed by the simulator.
+The best bound comes from the fluid linear program (`fluid`); the others drop one kind of choice, and show what limits
+the step.
 """
 
 from __future__ import annotations
@@ -13,10 +14,13 @@ import numpy as np
 
 from elbowroom.ir.costs import Costs
 from elbowroom.ir.plan import Plan
+from elbowroom.ir.state import list_away
 from elbowroom.ir.trace import Trace
 from elbowroom.planner.bounds.fluid import solve_fluid
 from elbowroom.planner.bounds.gap_arrays import Numbers, make_gap_arrays
-from elbowroom.planner.problem import Problem, pose
+from elbowroom.planner.options import Manages
+from elbowroom.planner.problem import Problem, make_lowest, pose
+from elbowroom.planner.state.residence import fix_state
 from elbowroom.progress import announcing
 
 
@@ -48,8 +52,14 @@ class Bound:
 def find_bound(problem: Problem) -> Bound:
     """Compute the bounds of one problem.
 
+    If the model's state may move, it counts as away whenever no op uses it, and its moves as free but for the link.
+
     Cost: two linear programs (`fluid.solve_fluid`).
     """
+    if problem.manages is Manages.EVERYTHING:
+        bound = find_bound(_leave_state_out(problem))
+        link = max(bound.link_seconds, find_state_link_seconds(problem))
+        return dataclasses.replace(bound, seconds=max(bound.seconds, link), link_seconds=link)
     plain, floor_bytes = problem.plain.step_seconds, problem.floor.peak_bytes
     if floor_bytes > problem.budget_bytes:
         return Bound(
@@ -76,8 +86,41 @@ def bound_plan(trace: Trace, costs: Costs, plan: Plan, host_bytes: int | None = 
     Raises:
         TraceError: the costs belong to another trace.
     """
+    manages = Manages.EVERYTHING if plan.state else Manages.ACTIVATIONS
     with announcing("proving a bound", f"{trace.name}, {len(trace.ops):,} ops"):
-        return find_bound(pose(trace, costs, plan.budget_bytes, host_bytes=host_bytes)).seconds
+        return find_bound(pose(trace, costs, plan.budget_bytes, host_bytes=host_bytes, manages=manages)).seconds
+
+
+def find_state_link_seconds(problem: Problem) -> float:
+    """Return the least time that a step's reloads of the model's state take on the link.
+
+    At each tick, what exceeds the budget with the activations at their lowest is state that is away. Each of its bytes
+    returns once in every step, except for those of gradients that nothing reads any more.
+    """
+    drafter = problem.drafter
+    trace, replay = drafter.replay.trace, drafter.replay
+    lowest = make_lowest(drafter, problem.budget_bytes, Manages.ACTIVATIONS)
+    excess = np.array(replay.run(lowest).live_bytes, dtype=np.int64) - problem.budget_bytes
+    free = [
+        decision
+        for decision in make_lowest(drafter, problem.budget_bytes, Manages.EVERYTHING).state
+        if not trace.is_reloaded(trace.state_gaps[decision.storage][decision.gap])
+    ]
+    for storage, spans in list_away(trace, dataclasses.replace(lowest, state=tuple(free))).items():
+        for begin, end in spans:
+            excess[begin:end] -= int(replay.rounded[storage])
+    alignment = replay.costs.alignment_bytes  # blocks on the device are larger than what crosses the link
+    padding = len(trace.state) * alignment
+    return max(0, int(excess.max(initial=0)) - padding) / replay.costs.link.back_bytes_per_second
+
+
+def _leave_state_out(problem: Problem) -> Problem:
+    """Return the problem of the activations if the state took no room between its uses."""
+    drafter = problem.drafter
+    lowest = make_lowest(drafter, problem.budget_bytes, problem.manages)
+    trace = fix_state(drafter.replay.trace, lowest.state)
+    return pose(trace, drafter.replay.costs, problem.budget_bytes, min_offload_bytes=drafter.min_bytes,
+                host_bytes=drafter.replay.host_bytes)  # fmt: skip
 
 
 def _find_waiting(problem: Problem) -> float:

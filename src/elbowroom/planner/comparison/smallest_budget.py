@@ -5,6 +5,7 @@ from __future__ import annotations
 from elbowroom.errors import Infeasible
 from elbowroom.ir.costs import Costs
 from elbowroom.ir.trace import Trace
+from elbowroom.planner.options import Manages, find_managed
 from elbowroom.planner.problem import MIN_OFFLOAD_BYTES, plan, pose
 
 MOST_TRIES = 12
@@ -18,6 +19,7 @@ def find_smallest(
     strategy: str = "auto",
     min_offload_bytes: int = MIN_OFFLOAD_BYTES,
     host_bytes: int | None = None,
+    manages: str = Manages.ACTIVATIONS,
 ) -> int:
     """Return the bytes of the smallest budget for which the strategy has a plan.
 
@@ -25,7 +27,7 @@ def find_smallest(
     that works, at most 1/4096 of the range above one that failed.
 
     Args:
-        strategy, min_offload_bytes, host_bytes: as for `plan`.
+        strategy, min_offload_bytes, host_bytes, manages: as for `plan`.
 
     Raises:
         UnknownMember, UsageError, TraceError: as `plan` does.
@@ -38,13 +40,16 @@ def find_smallest(
         try:
             plan(
                 trace, costs, budget_bytes, strategy=strategy, min_offload_bytes=min_offload_bytes,
-                host_bytes=host_bytes,
+                host_bytes=host_bytes, manages=manages,
             )  # fmt: skip
         except Infeasible as error:
             return error
         return None
 
-    problem = pose(trace, costs, 1, min_offload_bytes=min_offload_bytes, host_bytes=host_bytes)
+    problem = pose(
+        trace, costs, 1, min_offload_bytes=min_offload_bytes, host_bytes=host_bytes,
+        manages=find_managed(strategy, manages),
+    )  # fmt: skip
     first = refuse(1)
     least = problem.floor.peak_bytes
     if first is not None and problem.host_bytes is None:

@@ -18,7 +18,7 @@ from elbowroom.ir.forecast import Forecast
 from elbowroom.ir.trace import Trace
 from elbowroom.planner.bounds.bound import find_bound
 from elbowroom.planner.comparison.frontier import choose
-from elbowroom.planner.options import find_strategy
+from elbowroom.planner.options import Manages, find_managed, find_strategy
 from elbowroom.planner.problem import plan, pose
 from elbowroom.simulator.simulate import simulate
 
@@ -124,11 +124,20 @@ class Comparison:
         )
 
 
-def attempt(trace: Trace, costs: Costs, budget_bytes: int, strategy: str, *, host_bytes: int | None = None) -> Attempt:
+def attempt(
+    trace: Trace,
+    costs: Costs,
+    budget_bytes: int,
+    strategy: str,
+    *,
+    host_bytes: int | None = None,
+    manages: str = Manages.ACTIVATIONS,
+) -> Attempt:
     """Plan once, and time it.
 
     Args:
         host_bytes: capacity of the lower tier, or the bytes after which copies go on to a disk (`problem.plan`).
+        manages: storages that may move (`problem.plan`).
 
     Raises:
         UnknownMember: there is no such strategy.
@@ -137,7 +146,7 @@ def attempt(trace: Trace, costs: Costs, budget_bytes: int, strategy: str, *, hos
     """
     begin = time.perf_counter()
     try:
-        made = plan(trace, costs, budget_bytes, strategy=strategy, host_bytes=host_bytes)
+        made = plan(trace, costs, budget_bytes, strategy=strategy, host_bytes=host_bytes, manages=manages)
     except Infeasible as error:
         seconds = time.perf_counter() - begin
         on_host = error.needed_bytes <= budget_bytes
@@ -158,7 +167,13 @@ def attempt(trace: Trace, costs: Costs, budget_bytes: int, strategy: str, *, hos
 
 
 def try_strategy(
-    trace: Trace, costs: Costs, budget_bytes: int, strategy: str, *, host_bytes: int | None = None
+    trace: Trace,
+    costs: Costs,
+    budget_bytes: int,
+    strategy: str,
+    *,
+    host_bytes: int | None = None,
+    manages: str = Manages.ACTIVATIONS,
 ) -> Attempt:
     """Call `attempt`; if the strategy rejects the step, return an attempt with the reason.
 
@@ -167,36 +182,47 @@ def try_strategy(
     """
     begin = time.perf_counter()
     try:
-        return attempt(trace, costs, budget_bytes, strategy, host_bytes=host_bytes)
+        return attempt(trace, costs, budget_bytes, strategy, host_bytes=host_bytes, manages=manages)
     except UsageError as error:
         seconds = time.perf_counter() - begin
         return Attempt(outcome=None, needed_bytes=0, needed_host_bytes=0, planning_seconds=seconds, refusal=str(error))
 
 
 def compare(
-    trace: Trace, costs: Costs, budgets: Sequence[int], strategies: Sequence[str], *, host_bytes: int | None = None
+    trace: Trace,
+    costs: Costs,
+    budgets: Sequence[int],
+    strategies: Sequence[str],
+    *,
+    host_bytes: int | None = None,
+    manages: str = Manages.ACTIVATIONS,
 ) -> Iterator[Entry]:
     """Yield the entry of every strategy within every budget as soon as it is planned, budget by budget.
 
     A strategy that rejects the step does not end the comparison: its entry has the reason (`Attempt.refusal`).
 
     Args:
-        host_bytes: as for `attempt`.
+        host_bytes, manages: as for `attempt`. The bounds are for activations alone, and infinite below their floor.
 
     Raises:
-        UnknownMember: there is no such strategy. Raised before anything is planned.
+        UnknownMember: there is no such strategy, or nothing of that name to manage. Raised before anything is planned.
         UsageError: a strategy has no such option. Raised before anything is planned.
         TraceError: the costs belong to another trace.
 
     Cost: one plan an entry, and one bound a budget.
     """
     for strategy in strategies:
-        find_strategy(strategy)
-    return _compare(trace, costs, budgets, strategies, host_bytes)
+        find_strategy(strategy, find_managed(strategy, manages))
+    return _compare(trace, costs, budgets, strategies, host_bytes, manages)
 
 
 def _compare(
-    trace: Trace, costs: Costs, budgets: Sequence[int], strategies: Sequence[str], host_bytes: int | None
+    trace: Trace,
+    costs: Costs,
+    budgets: Sequence[int],
+    strategies: Sequence[str],
+    host_bytes: int | None,
+    manages: str,
 ) -> Iterator[Entry]:
     for budget_bytes in budgets:
         problem = pose(trace, costs, budget_bytes, host_bytes=host_bytes)
@@ -207,7 +233,7 @@ def _compare(
                 budget_bytes=budget_bytes,
                 plain_seconds=problem.plain.step_seconds,
                 bound_seconds=bound_seconds,
-                attempt=try_strategy(trace, costs, budget_bytes, strategy, host_bytes=host_bytes),
+                attempt=try_strategy(trace, costs, budget_bytes, strategy, host_bytes=host_bytes, manages=manages),
             )
 
 

@@ -22,7 +22,9 @@ def fix_state(trace: Trace, state: Sequence[Decision]) -> Trace:
     Plans for it are plans for `trace`, if replays find the state that they read. Costs of `trace` hold for it.
     """
     plan = Plan(trace_digest="", strategy="", budget_bytes=0, decisions=(), segments=(), state=tuple(state))
-    lifetimes, storages, held = Lifetimes(trace, plan), list(trace.storages), list[Storage]()
+    lifetimes = Lifetimes(trace, plan)
+    storages = list(trace.storages)
+    held: list[Storage] = []
     for storage in list_away(trace, plan):
         home = storages[storage]
         storages[storage] = dataclasses.replace(home, nbytes=0)

@@ -38,7 +38,9 @@ class StateScheduler:
     """
 
     def __init__(self, replay: PreparedTrace, min_bytes: int, most_bytes: int | None = None) -> None:
-        self._replay, self._trace, self._min_bytes = replay, replay.trace, min_bytes
+        self._replay = replay
+        self._trace = replay.trace
+        self._min_bytes = min_bytes
         self._most_bytes = most_bytes
         self._cycle = Cycle(replay)
         self._written = {

@@ -74,7 +74,7 @@ class MakePlan(Protocol):
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Candidate:
+class JointPlan:
     """A plan that fits, and the time of its step."""
 
     plan: Plan
@@ -99,7 +99,10 @@ class _ShareSearch:
     """The outer search for one problem."""
 
     def __init__(self, problem: Problem, make_plan: MakePlan, moves: Moves, effort: float) -> None:
-        self._problem, self._make_plan, self._moves, self._effort = problem, make_plan, moves, effort
+        self._problem = problem
+        self._make_plan = make_plan
+        self._moves = moves
+        self._effort = effort
         self._replay = problem.drafter.replay
         self._trace = self._replay.trace
         self._scheduler = StateScheduler(self._replay, problem.drafter.min_bytes, problem.host_bytes)
@@ -107,12 +110,12 @@ class _ShareSearch:
         self._highest = np.array(self._resident.plain.live_bytes, dtype=np.int64)
         self._lowest = np.array(self._resident.floor.live_bytes, dtype=np.int64)
 
-    def solve(self) -> Candidate | None:
+    def solve(self) -> JointPlan | None:
         """Return the fastest candidate; None if there is none but the plan with the lowest peak."""
         resident = self._plan_resident()
         if resident is not None and self._is_fast(resident):
             return resident
-        found: dict[float, Candidate] = {}
+        found: dict[float, JointPlan] = {}
         for share in SHARES:
             self._try(share, found)
         if found:
@@ -128,26 +131,26 @@ class _ShareSearch:
             full = self._plan_share(share, self._effort)
         return _find_fastest([fastest, full])
 
-    def _try(self, share: float, found: dict[float, Candidate]) -> None:
+    def _try(self, share: float, found: dict[float, JointPlan]) -> None:
         """Plan a share with little effort, unless a step is fast enough already."""
         if 0.0 <= share <= 1.0 and not any(map(self._is_fast, found.values())):
             made = self._plan_share(share, QUICK * self._effort)
             if made is not None:
                 found[share] = made
 
-    def _is_fast(self, candidate: Candidate) -> bool:
+    def _is_fast(self, candidate: JointPlan) -> bool:
         return candidate.seconds <= NEGLIGIBLE * self._problem.plain.step_seconds
 
     # -- one share ------------------------------------------------------------------------------------------------
 
-    def _plan_resident(self) -> Candidate | None:
+    def _plan_resident(self) -> JointPlan | None:
         """Return the plan that keeps all state on the device; None if it does not fit."""
         if self._resident.floor.peak_bytes > self._problem.budget_bytes:
             return None
         plan = self._make_plan(self._resident, moves=self._moves, effort=self._effort)
         return self._judge(plan)
 
-    def _plan_share(self, share: float, effort: float) -> Candidate | None:
+    def _plan_share(self, share: float, effort: float) -> JointPlan | None:
         """Return a plan for one share; without replays if no plan with them can be completed; None if none fits."""
         limit = self._lowest + share * (self._highest - self._lowest)
         excess = np.ceil(limit).astype(np.int64) - self._problem.budget_bytes
@@ -177,7 +180,7 @@ class _ShareSearch:
         host_bytes = None if made.host_bytes is None else made.host_bytes + self._count_below(state)
         return dataclasses.replace(made, state=state, host_bytes=host_bytes)
 
-    def _complete(self, plan: Plan, read: Pins) -> Candidate | None:
+    def _complete(self, plan: Plan, read: Pins) -> JointPlan | None:
         """Choose the moves of the state once more, for the memory that a plan leaves; return the better plan."""
         held = np.array(self._replay.run(plan).live_bytes, dtype=np.int64)
         for storage, spans in list_away(self._trace, plan).items():
@@ -186,14 +189,14 @@ class _ShareSearch:
         state = self._scheduler.schedule(held - self._problem.budget_bytes, read)
         return _find_fastest([self._judge(plan), self._judge(dataclasses.replace(plan, state=state))])
 
-    def _judge(self, plan: Plan) -> Candidate | None:
+    def _judge(self, plan: Plan) -> JointPlan | None:
         """Return a plan with its forecast; None if it does not fit, or cannot be carried out."""
         try:
             check(self._trace, plan)
         except TraceError:
             return None
         forecast = self._replay.run(plan)
-        return Candidate(plan, forecast.step_seconds) if self._problem.fits(forecast) else None
+        return JointPlan(plan, forecast.step_seconds) if self._problem.fits(forecast) else None
 
     def _pose(self, state: tuple[Decision, ...]) -> Problem:
         """Return the problem of the activations beside moves of the state."""
@@ -243,5 +246,5 @@ def list_state_reads(trace: Trace, plan: Plan) -> Pins:
     return read
 
 
-def _find_fastest(candidates: Iterable[Candidate | None]) -> Candidate | None:
+def _find_fastest(candidates: Iterable[JointPlan | None]) -> JointPlan | None:
     return min((each for each in candidates if each is not None), key=lambda each: each.seconds, default=None)
