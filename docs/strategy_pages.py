@@ -15,7 +15,7 @@ from collections.abc import Iterator
 
 from elbowroom._family import get
 from elbowroom.planner import strategies
-from elbowroom.planner.options import ENTRY_POINT, describe, list_options
+from elbowroom.planner.options import ENTRY_POINT, describe, list_options, moves_state
 from elbowroom.planner.problem import list_strategies
 
 FOLDER = pathlib.Path(__file__).parent / "strategies"
@@ -30,10 +30,13 @@ def make_pages() -> dict[str, str]:
 def make_index() -> str:
     """Return the index, with one row per strategy."""
     lines = [f"| [`{name}`]({name}.md) | {head_of(name)[0]} |" for name in list_strategies()]
+    movers = " and ".join(f"`{name}`" for name in list_strategies() if moves_state(name))
     return "\n".join([
         "# Strategies", "",
         "A strategy decides which storages are kept, offloaded or recomputed: `elbowroom plan ... --strategy NAME`,",
         "or `NAME:option=value,option=value`. `python docs/strategy_pages.py` generates these pages from source.", "",
+        f"With `--manages everything`, {movers} also move the model's state: parameters, gradients and",
+        "optimizer state. The others keep it on the device.", "",
         "| strategy | |", "|---|---|", *lines, "",
     ])  # fmt: skip
 
@@ -41,7 +44,8 @@ def make_index() -> str:
 def make_page(name: str) -> str:
     """Return the page of a strategy: its module's docstring, and its options."""
     headline, rest = head_of(name)
-    parts = [f"# `{name}`", headline, *([rest] if rest else [])]
+    state = "can move the model's state as well" if moves_state(name) else "keeps the model's state on the device"
+    parts = [f"# `{name}`", headline, *([rest] if rest else []), f"It {state}."]
     options = list(list_rows(name))
     if options:
         parts.append("## Options\n\n| option | values | default | |\n|---|---|---|---|\n" + "\n".join(options))

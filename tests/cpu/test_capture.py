@@ -13,9 +13,11 @@ from torch.nn import functional
 
 import elbowroom
 from benchmarks.profiler_meter import ProfilerMeter
-from elbowroom.errors import TraceError, UsageError
+from elbowroom.errors import Infeasible, TraceError, UsageError
+from elbowroom.hardware.shipped import load_shipped
 from elbowroom.ir.hardware import HardwareProfile
 from elbowroom.ir.trace import Role, Trace
+from elbowroom.planner.problem import pose
 from elbowroom.tracing.live import match_ops
 from elbowroom.tracing.residents import list_resident_tensors, list_residents
 from tests.models import MODELS, Made
@@ -227,3 +229,35 @@ def test_state_made_by_the_step_is_no_activation() -> None:
     trace = elbowroom.capture(step, model, optimizer)
     kept = [storage for storage in trace.storages if storage.nbytes == 256 * 64 * 4 and storage.role is Role.BUFFER]
     assert kept
+
+
+@pytest.mark.parametrize("foreach", [False, True])
+def test_a_step_that_is_mostly_state_is_planned_below_the_floor_of_its_activations(foreach: bool) -> None:
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(256, 256), nn.GELU()) for _ in range(8)))
+    optimizer = torch.optim.AdamW(model.parameters(), foreach=foreach)
+    batch = torch.randn(128, 256)
+
+    def step() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = model(batch).square().mean()
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    trace = elbowroom.capture(step, model, optimizer)
+    costs = elbowroom.price(trace, load_shipped("rtx4090"))
+    plain = pose(trace, costs, 1).plain
+    weights = {home.id for home in trace.storages if home.nbytes == 256 * 256 * 4}
+    assert weights >= trace.state and len(trace.state) == 8 * 4
+    budget_bytes = plain.peak_bytes * 6 // 10
+    with pytest.raises(Infeasible):
+        elbowroom.plan(trace, costs, budget_bytes)
+    if foreach:  # one op reads all of the optimizer's state
+        with pytest.raises(Infeasible, match="_foreach"):
+            elbowroom.plan(trace, costs, budget_bytes, manages="everything")
+        return
+    plan = elbowroom.plan(trace, costs, budget_bytes, manages="everything")
+    elbowroom.check(trace, plan)
+    forecast = elbowroom.simulate(trace, costs, plan)
+    assert forecast.peak_bytes <= budget_bytes
+    assert forecast.state_offloaded_bytes > forecast.offloaded_bytes // 2

@@ -53,6 +53,16 @@ def test_state_that_may_move_makes_no_step_slower_and_no_budget_impossible(
     assert try_plan(trace, costs, least - 1, Manages.EVERYTHING) is None
 
 
+@given(cyclic_steps(), some.floats(0.3, 1.0))
+@settings(max_examples=60, deadline=None)
+def test_tensile_plans_what_can_be_carried_out(step: tuple[Trace, Costs], share: float) -> None:
+    trace, costs = step
+    budget_bytes = int(share * pose(trace, costs, 1).plain.peak_bytes)
+    made = try_plan(trace, costs, budget_bytes, Manages.EVERYTHING, "tensile")
+    if made is not None:  # and its swaps do not stall the plain step
+        assert made.strategy == "tensile"
+
+
 @given(cyclic_steps())
 @settings(max_examples=60, deadline=None)
 def test_the_floor_holds_what_ops_use_and_nothing_else_that_can_move(step: tuple[Trace, Costs]) -> None:
@@ -92,14 +102,20 @@ def test_a_budget_below_the_bytes_of_the_state_has_a_plan() -> None:
     assert forecast.step_seconds < 1.05 * plain.step_seconds  # the link is fast enough to hide all moves
 
 
-def test_a_plan_whose_link_has_time_waits_for_nothing() -> None:
+def make_hungry_model() -> tuple[Trace, Costs]:
+    """A step whose peak is one op in its middle."""
     trace = make_model(optimizer=Optimizer(group=2))
     costs = make_costs(trace, op_seconds=1e-3, link=make_link(per_second=1e10))
     hungry = len(trace.ops) // 2
     workspace_bytes = tuple((8 << 20) * (index == hungry) for index in range(len(trace.ops)))
     costs = dataclasses.replace(costs, workspace_bytes=workspace_bytes)
+    assert pose(trace, costs, 1).plain.peak_tick == trace.ops[hungry].tick
+    return trace, costs
+
+
+def test_a_plan_whose_link_has_time_waits_for_nothing() -> None:
+    trace, costs = make_hungry_model()
     plain = pose(trace, costs, 1).plain
-    assert plain.peak_tick == trace.ops[hungry].tick
     made = plan(trace, costs, plain.peak_bytes - 8 * 256 * KIB, strategy=EFFORT, manages="everything")
     forecast = simulate(trace, costs, made)
     assert made.state and not made.decisions
@@ -139,14 +155,12 @@ def test_the_tier_below_holds_no_more_than_it_may() -> None:
 
 @pytest.mark.parametrize("strategy", list_strategies())
 def test_each_strategy_says_whether_it_moves_the_state(strategy: str) -> None:
-    trace = make_model(layers=3)
-    costs = make_costs(trace, op_seconds=1e-3)
+    trace, costs = make_hungry_model()
     plain = pose(trace, costs, 1).plain
-    state_bytes = sum(home.nbytes for home in trace.storages if home.id in trace.state)
     made = plan(trace, costs, plain.peak_bytes, strategy=strategy, manages="everything")
     assert not made.state
     try:
-        made = plan(trace, costs, state_bytes * 3 // 4, strategy=strategy, manages="everything")
+        made = plan(trace, costs, plain.peak_bytes - (2 << 20), strategy=strategy, manages="everything")
     except Infeasible:
         assert not moves_state(strategy)
     else:

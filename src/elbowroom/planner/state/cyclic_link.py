@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from elbowroom.ir.hardware import Link
 from elbowroom.planner.schedule.link_timetable import LinkTimetable
 from elbowroom.planner.state.windows import Cycle, Window
 
@@ -11,37 +10,43 @@ STEPS = (-1, 0, 1, 2)
 
 
 class CyclicLink:
-    """The copies of chosen windows. A half-duplex link has one timetable for both directions."""
+    """The copies of chosen windows: out as early as possible, back as late as possible.
 
-    def __init__(self, cycle: Cycle, link: Link) -> None:
+    Args:
+        out, back: timetables of the two directions; one for both if the link is half-duplex.
+    """
+
+    def __init__(self, cycle: Cycle, out: LinkTimetable, back: LinkTimetable) -> None:
         self._cycle = cycle
-        self._out = LinkTimetable()
-        self._back = self._out if link.half_duplex else LinkTimetable()
+        self._out = out
+        self._back = back
+
+    def find_gone(self, window: Window, *, is_dirty: bool) -> float:
+        """Return the time at which the copy out is done, or would be."""
+        left = float(self._cycle.begins[window.opens + 1])
+        return self._out.earliest(left, window.out_seconds) + window.out_seconds if is_dirty else left
+
+    def find_reload(self, window: Window) -> float:
+        """Return the latest time at which the copy back can begin."""
+        return self._back.latest(float(self._cycle.begins[window.last]), window.back_seconds)
 
     def find_late(self, window: Window, begin: int, stop: int, *, is_dirty: bool) -> float:
         """Return the seconds by which a window's copies would reach into the ticks in which it has to be away."""
-        begins, late = self._cycle.begins, 0.0
-        if is_dirty:
-            left = float(begins[window.opens + 1])
-            late += max(0.0, self._out.earliest(left, window.out_seconds) + window.out_seconds - float(begins[begin]))
+        begins = self._cycle.begins
+        late = max(0.0, self.find_gone(window, is_dirty=is_dirty) - float(begins[begin])) if is_dirty else 0.0
         if window.back_seconds:
-            needed = float(begins[window.last])
-            late += max(0.0, float(begins[stop]) - self._back.latest(needed, window.back_seconds))
+            late += max(0.0, float(begins[stop]) - self.find_reload(window))
         return late
 
     def take(self, window: Window, *, is_dirty: bool) -> None:
         """Note the copies of a window."""
         if is_dirty:
-            left = float(self._cycle.begins[window.opens + 1])
-            self._note(self._out, self._out.earliest(left, window.out_seconds), window.out_seconds)
+            self._note(self._out, self.find_gone(window, is_dirty=True) - window.out_seconds, window.out_seconds)
         if window.back_seconds:
-            needed = float(self._cycle.begins[window.last])
-            self._note(self._back, self._back.latest(needed, window.back_seconds), window.back_seconds)
+            self._note(self._back, self.find_reload(window), window.back_seconds)
 
     def _note(self, lane: LinkTimetable, begin: float, seconds: float) -> None:
         begin %= self._cycle.step_seconds or 1.0
         for step in STEPS:
-            at = lane.earliest(
-                begin + step * self._cycle.step_seconds, seconds
-            )  # itself, unless the link is overloaded
+            at = lane.earliest(begin + step * self._cycle.step_seconds, seconds)  # later only if the link is overloaded
             lane.take(at, seconds)

@@ -18,6 +18,7 @@ import numpy as np
 
 from elbowroom.ir.plan import Choice, Decision
 from elbowroom.planner.schedule.draft import Key
+from elbowroom.planner.schedule.link_timetable import LinkTimetable
 from elbowroom.planner.state.cyclic_link import CyclicLink
 from elbowroom.planner.state.windows import Curve, Cycle, Window, list_windows
 from elbowroom.simulator.planned import PreparedTrace
@@ -73,14 +74,14 @@ class StateScheduler:
         windows = list_windows(self._replay, self._cycle, self._min_bytes, {})
         windows.sort(key=lambda each: (-each.nbytes, each.key))
         below = _Below(self._most_bytes)
-        return self._decide([(each, each.first, each.last) for each in windows if below.take(each)])
+        return self.decide([(each, each.first, each.last) for each in windows if below.take(each)])
 
     # -- choice ---------------------------------------------------------------------------------------------------
 
     def _choose(self, excess: Curve, windows: Mapping[Key, Window]) -> list[Window]:
         """Choose gaps; their bytes are subtracted from the excess."""
         picked: dict[Key, Window] = {}
-        below, link = _Below(self._most_bytes), CyclicLink(self._cycle, self._replay.costs.link)
+        below, link = _Below(self._most_bytes), self._make_link()
         heap = [(self._rate(excess, each, picked, link), each.key) for each in windows.values()]
         heap = [each for each in heap if each[0] < np.inf]
         heapq.heapify(heap)
@@ -92,7 +93,7 @@ class StateScheduler:
                 continue
             if rate == np.inf or not below.take(windows[key]):
                 continue
-            link.take(windows[key], is_dirty=self._is_dirty(key, picked))
+            link.take(windows[key], is_dirty=self.is_dirty(key, picked))
             picked[key] = windows[key]
             self._take(excess, windows[key], -1)
         for key in reversed(list(picked)):
@@ -102,6 +103,10 @@ class StateScheduler:
                 self._take(excess, window, 1)
         return list(picked.values())
 
+    def _make_link(self) -> CyclicLink:
+        out = LinkTimetable()
+        return CyclicLink(self._cycle, out, out if self._replay.costs.link.half_duplex else LinkTimetable())
+
     def _rate(self, excess: Curve, window: Window, picked: Collection[Key], link: CyclicLink) -> float:
         """Return transfer seconds for each byte-second of excess that a gap removes; infinite if it removes none."""
         begin, stop = window.first + 1, window.until
@@ -110,12 +115,12 @@ class StateScheduler:
         if not len(found):
             return np.inf
         gain = float(over @ self._cycle.view(self._cycle.weights, begin, stop))
-        is_dirty = self._is_dirty(window.key, picked)
+        is_dirty = self.is_dirty(window.key, picked)
         moved = window.back_seconds + (window.out_seconds if is_dirty else 0.0)
         late = link.find_late(window, begin + int(found[0]), begin + int(found[-1]) + 1, is_dirty=is_dirty)
         return (moved + EXPOSED * late) / gain
 
-    def _is_dirty(self, key: Key, picked: Collection[Key]) -> bool:
+    def is_dirty(self, key: Key, picked: Collection[Key]) -> bool:
         """Return True if something has written to a storage since the last chosen gap in which it left."""
         storage, index = key
         gaps, home = self._trace.state_gaps[storage], self._trace.storages[storage]
@@ -159,7 +164,7 @@ class StateScheduler:
                 cycle.add(excess, back, window.until, window.nbytes)
             if release + 1 < min(back, window.until):
                 times.append((window, release, back))
-        return self._decide(times)
+        return self.decide(times)
 
     def _list_releases(self, chosen: Sequence[Window]) -> list[tuple[Window, int]]:
         """Return each gap with the tick by which the link has copied its storage, in order of time."""
@@ -171,7 +176,7 @@ class StateScheduler:
             found = []
             for window in ordered:
                 done = float(self._cycle.begins[window.opens + 1])
-                if self._is_dirty(window.key, keys):
+                if self.is_dirty(window.key, keys):
                     free = done = max(free, done) + window.out_seconds
                 found.append((window, max(window.first, self._cycle.move_done_by(done))))
             free = max(0.0, free - self._cycle.step_seconds)
@@ -195,7 +200,7 @@ class StateScheduler:
             free += cycle.step_seconds
         return found[::-1]
 
-    def _decide(self, times: Sequence[tuple[Window, int, int]]) -> tuple[Decision, ...]:
+    def decide(self, times: Sequence[tuple[Window, int, int]]) -> tuple[Decision, ...]:
         """Return decisions of gaps with their ticks of release and reload, counted from this step's begin."""
         end = self._cycle.end
         decisions = []

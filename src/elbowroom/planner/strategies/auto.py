@@ -14,6 +14,9 @@
    it.
 3. The best choices become a plan with exact ticks; replays that share ops are merged if that is faster.
 
+If everything is managed, this search plans the activations beside moves of the model's state, for several shares of the
+state that are away (`planner.state.search`).
+
 A dropped storage returns with the first replay that produces it, or is recomputed at its own need, whatever was
 replayed before; in the latter case it may also stay until the last replay that reads it. The choice says which of
 these. If nothing fits, the plan has the lowest peak found, and the error that `plan` raises states the budget it needs.

@@ -7,33 +7,40 @@
                      -> analyse again
     no block can be swapped -> of those never swapped, drop the one with the most bytes per second of recomputation
 
+If everything is managed, blocks are activations and the model's state. A parameter or optimizer state that leaves after
+the update returns in the next step; a block that has not changed since its last copy is just released. State is never
+recomputed.
+
 The channel is one for both directions. The planner stops when memory use is within the budget, when nothing can be
 scheduled, or when after 100 rounds the last three have not lowered the peak by 0.05 %.
 
 Source: K. Zhang, H. Wang, H. Hu, S. Zou, J. Qiu, T. Li, Z. Wang, "TENSILE: A tensor granularity dynamic GPU memory
 scheduling method toward multiple dynamic workloads system", 2021 (arXiv 2105.13336), and the authors' code: its planner
-for the activations of one job. Not carried over: several jobs, parameters across steps, the prediction of op times,
-replanning as they drift. Inferred: a copy out must be done by the peak. Recomputation reads blocks that stay: as
-published, a block with an evicted source is not recomputed; in addition, a source of a recomputed block is not evicted
-later. Sources that autograd did not save are replayed along with the block. Ours: without a budget the published
-planner goes on as long as it can; here it stops once the plan fits, and returns the plan with the lowest peak so far if
-none does.
+for one job. Not carried over: several jobs, the prediction of op times, replanning as they drift. Inferred: a copy out
+must be done by the peak. Recomputation reads blocks that stay: as published, a block with an evicted source is not
+recomputed; in addition, a source of a recomputed block is not evicted later. Sources that autograd did not save are
+replayed along with the block. Gradients wait between their last use and the release by the program as any other block.
+Ours: without a budget the published planner goes on as long as it can; here it stops once the plan fits, and returns
+the plan with the lowest peak so far if none does.
 
 Cost: for each block chosen, linear in ticks and in the gaps at the peak.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 
 from elbowroom.cost.transfers import offload_seconds, reload_seconds
-from elbowroom.ir.plan import Plan
+from elbowroom.ir.plan import Decision, Plan
+from elbowroom.planner.heuristics.state_swaps import StateSwaps
 from elbowroom.planner.problem import Problem
 from elbowroom.planner.schedule.assembly import ReplayStep, assemble, list_replays
 from elbowroom.planner.schedule.draft import Key
 from elbowroom.planner.schedule.link_timetable import LinkTimetable
 from elbowroom.planner.schedule.memory_curve import MemoryCurve
 from elbowroom.planner.schedule.timing import CopyTimetable, Times
+from elbowroom.planner.state.windows import Window
 from elbowroom.replays.closure import Closure
 
 PATIENT_ROUNDS = 100
@@ -51,18 +58,36 @@ LEAST_SECONDS = 1e-12
 
 def make_plan(problem: Problem) -> Plan:
     """Return the plan after the first round that fits; otherwise the one with the lowest peak."""
-    schedule = _Schedule(problem)
+    return _make_plan(problem, _Schedule(problem))
+
+
+def make_joint_plan(problem: Problem) -> Plan:
+    """Return the plan after the first round that fits, the model's state included."""
+    return _make_plan(problem, _Schedule(problem, swaps_state=True))
+
+
+def _make_plan(problem: Problem, schedule: _Schedule) -> Plan:
     peaks = [schedule.load.peak_bytes]
-    times, dropped = schedule.chosen
+    chosen = schedule.chosen
     while peaks[-1] > problem.budget_bytes and not _stalls(peaks) and schedule.advance():
         peaks.append(schedule.load.peak_bytes)
         if peaks[-1] < min(peaks[:-1]):
-            times, dropped = schedule.chosen
+            chosen = schedule.chosen
     replays: list[ReplayStep] = []
-    for replay in list_replays(problem.drafter, dropped, keeps=lambda key, tick: False):
+    for replay in list_replays(problem.drafter, chosen.dropped, keeps=lambda key, tick: False):
         assert isinstance(replay, ReplayStep)  # its leaves stay on the device
         replays.append(replay)
-    return assemble(problem.drafter, "tensile", problem.budget_bytes, offloads=times, replays=replays)
+    plan = assemble(problem.drafter, "tensile", problem.budget_bytes, offloads=chosen.times, replays=replays)
+    return dataclasses.replace(plan, state=chosen.state)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Chosen:
+    """Swaps of activations with their times, dropped gaps, and swaps of the state."""
+
+    times: dict[Key, Times]
+    dropped: frozenset[Key]
+    state: tuple[Decision, ...]
 
 
 def _stalls(peaks: list[int]) -> bool:
@@ -74,7 +99,7 @@ def _stalls(peaks: list[int]) -> bool:
 class _Schedule:
     """The swaps and recomputations so far, and memory use with them."""
 
-    def __init__(self, problem: Problem) -> None:
+    def __init__(self, problem: Problem, *, swaps_state: bool = False) -> None:
         drafter = problem.drafter
         self._drafter = drafter
         self._gaps = drafter.gaps
@@ -94,18 +119,26 @@ class _Schedule:
         self._read: dict[int, list[int]] = {}  # when replays read a storage
         self._closures: dict[Key, Closure | None] = {}
         self._dropped: set[Key] = set()
+        self._state = StateSwaps(problem, self.load, self._channel) if swaps_state else None
 
     @property
-    def chosen(self) -> tuple[dict[Key, Times], frozenset[Key]]:
-        """The swaps with their times, and the dropped gaps."""
-        return dict(self._times), frozenset(self._dropped)
+    def chosen(self) -> _Chosen:
+        """What has been decided so far."""
+        state = () if self._state is None else self._state.decide(self._state.chosen)
+        return _Chosen(dict(self._times), frozenset(self._dropped), state)
 
     def advance(self) -> bool:
         """Swap or recompute one block; return whether any was possible."""
         tick = self.load.peak_tick
         present = [key for key in self.load.spanning(tick) if key not in self._times and key not in self._dropped]
-        present.sort(key=lambda key: (-self.load.nbytes[key], key))
-        return any(self._swap(key, tick) for key in present) or self._recompute(present)
+        blocks: list[tuple[int, Key, Window | None]] = [(-self.load.nbytes[key], key, None) for key in present]
+        if self._state is not None:
+            blocks += [(-window.nbytes, window.key, window) for window in self._state.spanning(tick)]
+        blocks.sort(key=lambda block: block[:2])
+        swapped = (
+            self._swap(key, tick) if window is None else self._swap_state(window, tick) for _, key, window in blocks
+        )
+        return any(swapped) or self._recompute(present)
 
     # -- swaps ----------------------------------------------------------------------------------------------------
 
@@ -119,6 +152,12 @@ class _Schedule:
                 break
             placed |= self._place(each, peak_tick)
         return placed
+
+    def _swap_state(self, window: Window, peak_tick: int) -> bool:
+        """Swap a storage of the state, if the channel is free and no replay reads it meanwhile."""
+        assert self._state is not None
+        has_room = self._most_bytes is None or self._count_below() + window.nbytes <= self._most_bytes
+        return has_room and self._state.swap(window, peak_tick, self._read.get(window.key[0], ()))
 
     def _place(self, key: Key, peak_tick: int) -> bool:
         gap, nbytes = self._gaps[key], self._storages[key[0]].nbytes
@@ -153,8 +192,11 @@ class _Schedule:
     def _has_room_below(self, key: Key) -> bool:
         if self._most_bytes is None:
             return True
+        return self._count_below() + self.load.nbytes[key] <= self._most_bytes
+
+    def _count_below(self) -> int:
         below = sum(int(self._drafter.replay.rounded[storage]) for storage, _ in self._copied)
-        return below + self.load.nbytes[key] <= self._most_bytes
+        return below + (0 if self._state is None else self._state.count_below())
 
     # -- recomputation --------------------------------------------------------------------------------------------
 
@@ -180,6 +222,8 @@ class _Schedule:
 
     def _is_away(self, storage: int, tick: int) -> bool:
         """Return whether a chosen gap of a storage spans a tick."""
+        if self._state is not None and self._state.is_away(storage, tick):
+            return True
         chosen = (key for key in (*self._times, *self._dropped) if key[0] == storage)
         return any(self._gaps[key].opens < tick <= self._gaps[key].closes for key in chosen)
 
