@@ -41,6 +41,9 @@ class Lifetimes:
         for decision in () if plan is None else plan.decisions:
             if decision.choice is not Choice.KEEP:
                 self.decisions.setdefault(decision.storage, []).append(decision)
+        self._state_decisions: dict[int, list[Decision]] = {}
+        for decision in () if plan is None else plan.state:
+            self._state_decisions.setdefault(decision.storage, []).append(decision)
 
     def spans(self, storage: int) -> list[Span]:
         """Return the merged spans during which a storage is on the device, in order."""
@@ -61,14 +64,15 @@ class Lifetimes:
 
     def decision_at(self, storage: int, tick: int) -> Decision | None:
         """Return the decision whose gap covers a tick; None if there is none."""
-        for decision in self.decisions.get(storage, ()):
+        for decision in (*self.decisions.get(storage, ()), *self._state_decisions.get(storage, ())):
             if self.gap_of(decision).covers(tick):
                 return decision
         return None
 
     def gap_of(self, decision: Decision) -> Gap:
         """Return the gap of a decision."""
-        return self.gaps[decision.storage][decision.gap]
+        gaps = self.trace.state_gaps if decision.storage in self.trace.state else self.gaps
+        return gaps[decision.storage][decision.gap]
 
     def count_plain(self, costs: Costs) -> list[int]:
         """Return the bytes on the device during each entry if nothing leaves, workspaces included.

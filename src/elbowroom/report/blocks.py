@@ -128,12 +128,16 @@ class _Judge:
         if decision.choice is Choice.RECOMPUTE:
             why = "still in use before it is dropped" if is_there else "recompute"
         elif is_there:
-            why = "still leaving" if self._tick <= decision.release else "arriving for its use"
+            is_leaving = self._unwrap(decision, self._tick) <= self._unwrap(decision, decision.release)
+            why = "still leaving" if is_leaving else "arriving for its use"
         else:
             why = "offload"
         return _Fate(what, not is_there, str(decision.choice), why)
 
     def _judge_kept(self, storage: Storage) -> tuple[str, str]:
+        if self._plan.state and storage.id in self._trace.state:
+            is_idle = any(gap.covers(self._tick) for gap in self._trace.state_gaps[storage.id])
+            return ("keep", "cost") if is_idle else ("-", "in use right there")
         if storage.role in _STAY:
             return ("-", _STAY[storage.role])
         if storage.id not in self._lifetimes.claims:
@@ -167,13 +171,20 @@ class _Judge:
     def _explain_offload(self, storages: list[Storage]) -> str:
         link = self._costs.link
         decisions = self._decisions(storages)
-        away = [self._begins[decision.back] - self._begins[decision.release] for decision in decisions]
+        away = [self._count_away_seconds(decision) for decision in decisions]
         out = self._move_seconds(storages, link.out_latency_seconds, link.out_bytes_per_second)
         back = self._move_seconds(storages, link.back_latency_seconds, link.back_bytes_per_second)
         gaps = {decision.gap for decision in decisions}
         which = f"gap {next(iter(gaps))}" if len(gaps) == 1 else "several gaps"
         mean = format_seconds(sum(away) / len(away))
         return f"{which}, away {mean}; to {link.lower} {format_seconds(out)}, back {format_seconds(back)}"
+
+    def _count_away_seconds(self, decision: Decision) -> float:
+        seconds = self._begins[decision.back] - self._begins[decision.release]
+        return seconds if seconds >= 0 else seconds + self._begins[-1]
+
+    def _unwrap(self, decision: Decision, tick: int) -> int:
+        return self._lifetimes.gap_of(decision).unwrap(tick, self._trace.end)
 
     def _explain_recompute(self, storages: list[Storage]) -> str:
         segments = {decision.segment for decision in self._decisions(storages)}
