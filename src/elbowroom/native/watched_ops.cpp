@@ -66,10 +66,6 @@ const Watchers* find_watchers(const Thread& thread) {
   return state.contains(WATCHERS) ? static_cast<const Watchers*>(state.get(WATCHERS).get()) : nullptr;
 }
 
-bool is_key_active() {
-  return c10::impl::tls_is_dispatch_key_included(KEY) && !c10::impl::tls_is_dispatch_key_excluded(KEY);
-}
-
 using Mode = c10::impl::PyObject_TorchDispatchMode;
 
 // Fake tensors run ops on tensors without bytes: those are no ops of the step.
@@ -172,6 +168,10 @@ void run_watched(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch:
   StateUse use(*kind, stack->data() + (stack->size() - count), count);
   run_by_watchers(op, keys, stack);
   use.finish();
+}
+
+bool is_key_active() {
+  return c10::impl::tls_is_dispatch_key_included(KEY) && !c10::impl::tls_is_dispatch_key_excluded(KEY);
 }
 
 void lose_seconds(double seconds) {

@@ -71,6 +71,9 @@ class Running {
   const std::string* const before_;
 };
 
+// Whether this thread's ops come to the watchers' dispatch key.
+bool is_key_active();
+
 // This thread has spent so long in Python on behalf of the step that it runs.
 void lose_seconds(double seconds);
 

@@ -3,8 +3,9 @@
     RESIDENT --- make_room ---> AWAY --- an op is about to use it ---> RESIDENT
 
 The objects that the program, its modules and its optimizers hold stay the same; only the bytes leave. A storage that
-was not written to since it was last copied leaves without a copy. The extension calls `restore` before an op of a
-watched thread uses a storage that is away (`native/state_storages.h`); other accesses raise an error.
+was not written to since it was last copied leaves without a copy. The extension calls `restore` before an op uses a
+storage that is away (`native/state_storages.h`), and `hooks/exposed_memory.py` does so before Python's methods that
+access memory without an op; other accesses raise an error.
 """
 
 from __future__ import annotations
@@ -78,7 +79,8 @@ class StatePager:
         self._min_bytes = min_bytes
         self._table = self._native.StateTable(self)
         self._copies: dict[Any, Copy] = {}
-        self._lock = make_lock()
+        self._lock = make_lock()  # never held while memory is requested: whoever makes room takes it
+        self._held: dict[Any, Any] = {}  # what the program knows the address of, until the next step begins
         self._budget_bytes: int | None = None
         self._first_bytes = 0
         self._was_short = False
@@ -97,6 +99,7 @@ class StatePager:
                 large, or an earlier step had too little room.
         """
         self._budget_bytes = budget_bytes
+        self._release_held()
         missing_bytes = self._ledger.live_bytes - budget_bytes
         if self.is_active:
             self._sweep()
@@ -142,22 +145,37 @@ class StatePager:
             Infeasible: there is no room for it.
         """
         with self._lock:
-            if not record.is_away:
-                return
             self._limit_outside_steps(record.nbytes)
-            with Hidden(), self._counted():
-                contents = self._transfers.reload(self._copies[record])
-                self._transfers.finish(self._copies[record])
-                record.refill(contents)
-            self.reloaded_bytes += record.nbytes
+            copy = self._copies.get(record)
+        if copy is None or not record.is_away:
+            return  # another thread has brought it back
+        with Hidden(), self._counted():
+            contents = self._transfers.reload(copy)
+            self._transfers.finish(copy)
+            record.refill(contents)
+        self.reloaded_bytes += record.nbytes
 
     def proceed(self, event: int) -> None:
         """Make the moves that are due after an event."""
 
-    def restore_storage(self, storage: torch.UntypedStorage) -> None:
-        """Bring a storage back if it is state that is away."""
-        if self.is_away(storage):
-            self.restore(self._table.find(storage))
+    def hold_storage(self, storage: torch.UntypedStorage, *, is_written: bool, is_lasting: bool) -> Any:
+        """Bring a storage back if it is state that is away. See `exposed_memory.Restorer`.
+
+        Raises:
+            TierError, Infeasible: as for `restore`.
+        """
+        record = self._table.find(storage) if self.is_active else None
+        if record is None:
+            return None
+        use = self._native.StateUse(record, is_written)
+        if is_lasting:
+            self._held.setdefault(record, use)
+        return use
+
+    def _release_held(self) -> None:
+        for record in self._held:
+            record.is_written = True  # by its address
+        self._held.clear()
 
     def restore_all(self) -> None:
         """Bring all state back.
@@ -168,7 +186,7 @@ class StatePager:
         errors: list[TierError] = []
         for record in self._table.list():
             try:
-                self.restore(record)
+                self._native.StateUse(record, False)
             except TierError as error:
                 errors.append(error)
         if errors:
@@ -288,6 +306,7 @@ class StatePager:
 
     def _deactivate(self) -> None:
         """Watch no more. All state is in memory."""
+        self._held.clear()
         while self._grouped:
             self._grouped.pop().remove()
         self._table.clear()
