@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from elbowroom.hooks.meter import read_resident_peak, reset_resident_peak
+from elbowroom.hooks.storage_ids import get_address
 
 _PROFILING = threading.Lock()
 """Held by the one meter of this process that runs a profiler."""
@@ -30,7 +31,7 @@ class ProfilerMeter:
 
     def start(self, there: Iterable[torch.Tensor] = (), other_bytes: int = 0) -> None:
         self._there = {
-            tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
+            get_address(tensor.untyped_storage()): tensor.untyped_storage().nbytes()
             for tensor in there
             if tensor.layout is torch.strided and tensor.device.type == "cpu"
         }

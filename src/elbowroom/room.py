@@ -302,7 +302,7 @@ class Room:
     def _probe(self, budget_bytes: int) -> HardwareProfile:
         """Measure this machine before the first step, using only memory that the budget leaves beside the model."""
         storages = (each.untyped_storage() for each in self._job.list_residents() if each.layout is torch.strided)
-        held_bytes = sum({each.data_ptr(): each.nbytes() for each in storages}.values())
+        held_bytes = sum({each._cdata: each.nbytes() for each in storages}.values())
         most_bytes = max(0, budget_bytes - held_bytes)
         profile = probe(str(self._job.device), spill_folder=self.config.spill_folder, most_bytes=most_bytes)
         self._ledger.trim()

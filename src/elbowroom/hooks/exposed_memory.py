@@ -1,13 +1,16 @@
-"""Notifies running steps when the program exposes a tensor's memory to NumPy, DLPack or another process.
+"""Notifies rooms when the program accesses a tensor's memory without an op.
 
-From then on that memory may be written to without PyTorch noticing.
+Memory that is away is brought back first. Memory that the program shows to NumPy, DLPack or another process may be
+written to from then on without PyTorch noticing.
 """
 
 from __future__ import annotations
 
 import functools
+import sys
 import weakref
 from collections.abc import Callable, Iterable
+from enum import Enum
 from typing import Any, Protocol
 
 import torch
@@ -30,9 +33,25 @@ class Restorer(Protocol):
         """Tell whether the bytes of a storage are away."""
         ...
 
-    def restore_storage(self, storage: torch.UntypedStorage) -> None:
-        """Bring the bytes of a storage back, if they are away."""
+    def hold_storage(self, storage: torch.UntypedStorage, *, is_written: bool, is_lasting: bool) -> object:
+        """Bring the bytes of a storage back if they are away, and keep them in memory.
+
+        Args:
+            is_written: whether the program may write to them.
+            is_lasting: whether they stay until the next step begins; otherwise as long as the result lives.
+
+        Returns:
+            None if the storage never leaves.
+        """
         ...
+
+
+class Access(Enum):
+    """Accesses of a method to the memory of the tensors or storages that it is given."""
+
+    READ = "reads, until it returns"
+    WRITE = "writes, until it returns"
+    ADDRESS = "tells the address"
 
 
 _shown: Identities[bool] = Identities()
@@ -49,15 +68,34 @@ _EXPOSING: tuple[tuple[Any, str], ...] = (
     (torch.UntypedStorage, "_share_filename_cpu_"),
 )
 
-_READING: tuple[tuple[Any, str], ...] = (
-    (torch.Tensor, "data_ptr"),
-    (torch.Tensor, "tolist"),
-    (torch.UntypedStorage, "data_ptr"),
-    (torch.UntypedStorage, "is_shared"),
-    (torch.UntypedStorage, "_write_file"),
-    (torch._C.PyTorchFileWriter, "write_record"),  # torch.save writes each storage by it
+_ACCESSING: tuple[tuple[Any, str, Access], ...] = (
+    (torch.Tensor, "tolist", Access.READ),
+    (torch.Tensor, "apply_", Access.WRITE),
+    (torch.Tensor, "map_", Access.WRITE),
+    (torch.Tensor, "map2_", Access.WRITE),
+    (torch.Tensor, "data_ptr", Access.ADDRESS),
+    (torch.Tensor, "const_data_ptr", Access.ADDRESS),
+    (torch.UntypedStorage, "data_ptr", Access.ADDRESS),
+    (torch.UntypedStorage, "is_shared", Access.READ),
+    (torch.UntypedStorage, "__getitem__", Access.READ),
+    (torch.UntypedStorage, "__setitem__", Access.WRITE),
+    (torch.UntypedStorage, "_byteswap", Access.WRITE),
+    (torch.UntypedStorage, "_set_from_file", Access.WRITE),
+    (torch.UntypedStorage, "_write_file", Access.READ),
+    (torch.UntypedStorage, "copy_", Access.WRITE),
+    (torch.UntypedStorage, "fill_", Access.WRITE),
+    (torch.UntypedStorage, "resize_", Access.WRITE),
+    (torch._C.PyTorchFileWriter, "write_record", Access.READ),  # torch.save writes each storage by it
 )
-"""Methods that access memory without an op, and are done with it when they return."""
+"""Methods that access memory without an op."""
+
+_COMPARING = {
+    ("torch.serialization", "persistent_id"),
+    ("torch._tensor", "__deepcopy__"),
+    ("torch._tensor", "_reduce_ex_internal"),
+    ("torch.nn.modules.rnn", "flatten_parameters"),
+}
+"""Functions of PyTorch that only compare addresses, with each other and with 0."""
 
 
 def is_shared(storage: torch.UntypedStorage) -> bool:
@@ -82,50 +120,75 @@ def guard_exposures(guard: ExposureGuard) -> None:
 
 
 def restore_before_access(restorer: Restorer) -> None:
-    """Call `restorer.restore_storage` before memory is accessed without an op, for as long as the restorer is alive.
+    """Call `restorer.hold_storage` before memory is accessed without an op, for as long as the restorer is alive.
 
     The methods that do so are wrapped once and for good.
     """
-    _restorers.append(weakref.ref(restorer, _restorers.remove))
-    for owner, name in _READING:
-        read = getattr(owner, name)
-        if not hasattr(read, "restores"):
-            setattr(owner, name, _restore_first(read))
+    if all(find() is not restorer for find in _restorers):
+        _restorers.append(weakref.ref(restorer, _restorers.remove))
+    for owner, name, access in _ACCESSING:
+        method = getattr(owner, name)
+        if not hasattr(method, "restores"):
+            setattr(owner, name, _restore_first(method, access))
 
 
-def _restore_first(read: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(read)
-    def restore_and_read(accessed: Any, *args: Any, **options: Any) -> Any:
-        if _restorers:
-            _restore((accessed, *args))
-        return read(accessed, *args, **options)
+def _restore_first(method: Callable[..., Any], access: Access) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def restore_and_call(*args: Any, **options: Any) -> Any:
+        if not _restorers:
+            return method(*args, **options)
+        caller = sys._getframe(1)
+        if access is Access.ADDRESS and (caller.f_globals.get("__name__"), caller.f_code.co_name) in _COMPARING:
+            return _identify(method, *args)
+        uses = _hold(args, access)
+        result = method(*args, **options)
+        del uses
+        return result
 
-    restore_and_read.restores = True  # type: ignore[attr-defined]
-    return restore_and_read
+    restore_and_call.restores = True  # type: ignore[attr-defined]
+    return restore_and_call
 
 
-def _restore(accessed: Iterable[Any]) -> None:
-    """Bring back the storages among some objects."""
-    for each in accessed:
-        storage = get_any_storage(each) if isinstance(each, torch.Tensor) else each
-        if isinstance(storage, torch.UntypedStorage):
-            for restorer in [find() for find in tuple(_restorers)]:
-                if restorer is not None:
-                    restorer.restore_storage(storage)
+def _identify(method: Callable[..., Any], accessed: Any) -> Any:
+    """Return the address that `method` tells; of memory that may leave, a number that stays the same."""
+    storage = _find_storage(accessed)
+    if storage is None or not _hold((storage,), Access.READ):
+        return method(accessed)
+    return storage._cdata  # an address as well, at which nothing else is
+
+
+def _hold(accessed: Iterable[Any], access: Access | None) -> list[object]:
+    """Bring back the storages among some objects, or of some tensors. They stay as long as the result lives.
+
+    Args:
+        access: to them; None if the program may access them from now on.
+    """
+    uses = []
+    for storage in filter(None, map(_find_storage, accessed)):
+        for restorer in filter(None, [find() for find in tuple(_restorers)]):
+            is_lasting = access is Access.ADDRESS
+            uses.append(restorer.hold_storage(storage, is_written=access is not Access.READ, is_lasting=is_lasting))
+    return [each for each in uses if each is not None]
+
+
+def _find_storage(accessed: Any) -> torch.UntypedStorage | None:
+    if isinstance(accessed, torch.Tensor):
+        return get_any_storage(accessed)
+    return accessed if isinstance(accessed, torch.UntypedStorage) else None
 
 
 def _wrap(expose: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(expose)
     def expose_and_tell(exposed: Any, *args: Any, **options: Any) -> Any:
-        if _restorers:
-            _restore((exposed, *args))
+        uses = _hold((exposed,), None) if _restorers else []
         result = expose(exposed, *args, **options)
-        storage = get_any_storage(exposed) if isinstance(exposed, torch.Tensor) else exposed
+        storage = _find_storage(exposed)
         if storage is not None:
             _shown.put(storage, True)
             for guard in [each() for each in tuple(_guards)]:
                 if guard is not None:
                     guard.expose(storage)
+        del uses
         return result
 
     expose_and_tell.tells_guards = True  # type: ignore[attr-defined]

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch.optim import Optimizer
+from torch.optim import optimizer as hooked
 
 PER_PARAMETER = frozenset(
     {f"torch.optim.{name}" for name in (
@@ -31,12 +32,17 @@ Slices = list[list[torch.nn.Parameter]]
 
 
 def is_per_parameter(optimizer: Optimizer) -> bool:
-    """Tell whether the step of an optimizer can be run over a few parameters at a time, with the same results."""
+    """Tell whether an optimizer updates each parameter from its own gradient and state alone."""
     kind = type(optimizer)
-    parameters = [each for group in optimizer.param_groups for each in group["params"]]
-    # PyTorch decides by the types and devices of all parameters whether it updates them by `_foreach_` ops.
-    is_uniform = len({(type(each), each.device) for each in parameters}) == 1
-    return is_uniform and f"{kind.__module__}.{kind.__qualname__}" in PER_PARAMETER
+    return f"{kind.__module__}.{kind.__qualname__}" in PER_PARAMETER
+
+
+def is_uniform(optimizer: Optimizer) -> bool:
+    """Tell whether the way in which PyTorch updates parameters is the same for some of them as for all.
+
+    By the types and devices of all it decides whether to update them by `_foreach_` ops.
+    """
+    return len({(type(each), each.device) for group in optimizer.param_groups for each in group["params"]}) == 1
 
 
 class GroupedStep:
@@ -56,9 +62,9 @@ class GroupedStep:
         @functools.wraps(inner.__func__ if isinstance(inner, types.MethodType) else inner)
         def step(optimizer: Optimizer, *args: Any, **options: Any) -> Any:
             group_bytes = self._find_group_bytes()
-            if group_bytes is None or args or options.get("closure") is not None:
+            if group_bytes is None or not is_uniform(optimizer):
                 return inner(*args, **options)
-            return self._run(inner, group_bytes, options)
+            return self._run(inner, group_bytes, args, options)
 
         self._step = types.MethodType(step, optimizer)
         optimizer.step = self._step  # type: ignore[method-assign]
@@ -71,30 +77,36 @@ class GroupedStep:
                 self._optimizer.step = self._before  # type: ignore[method-assign]
         self._find_group_bytes = lambda: None  # a scheduler may have wrapped ours since
 
-    def _run(self, step: Callable[..., Any], group_bytes: int, options: dict[str, Any]) -> Any:
+    def _run(self, step: Callable[..., Any], group_bytes: int, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
         optimizer = self._optimizer
-        after = optimizer._optimizer_step_post_hooks
-        args: tuple[Any, ...] = ()
-        for hook in optimizer._optimizer_step_pre_hooks.values():
+        args = (optimizer, *args)
+        before = [*hooked._global_optimizer_pre_hooks.values(), *optimizer._optimizer_step_pre_hooks.values()]
+        for hook in before:
             args, options = hook(optimizer, args, options) or (args, options)
-        result = None
-        with self._without_hooks():
-            for slices in cut(optimizer, group_bytes):
-                with self._restricted(slices):
-                    result = step(*args, **options)
-        for hook in after.values():
+        with _without_hooks(hooked, "_global_optimizer_pre_hooks", "_global_optimizer_post_hooks"), \
+                _without_hooks(optimizer, "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):  # fmt: skip
+            result = self._run_unhooked(step, group_bytes, *args[1:], **options)
+        for hook in [*optimizer._optimizer_step_post_hooks.values(), *hooked._global_optimizer_post_hooks.values()]:
             hook(optimizer, args, options)
         return result
 
-    @contextlib.contextmanager
-    def _without_hooks(self) -> Iterator[None]:
-        optimizer = self._optimizer
-        kept = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
-        optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
-        try:
-            yield
-        finally:
-            optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks = kept
+    def _run_unhooked(
+        self, step: Callable[..., Any], group_bytes: int, closure: Callable[[], Any] | None = None, **options: Any
+    ) -> Any:
+        result = None
+        if closure is not None:
+            whole = [group["params"] for group in self._optimizer.param_groups]
+
+            def call() -> Any:
+                with self._restricted(whole):
+                    return closure()
+
+            with self._restricted([[] for _ in whole]):  # so that the optimizer calls it, and updates nothing
+                result = step(call, **options)
+        for slices in cut(self._optimizer, group_bytes):
+            with self._restricted(slices):
+                step(**options)
+        return result
 
     @contextlib.contextmanager
     def _restricted(self, slices: Slices) -> Iterator[None]:
@@ -108,6 +120,19 @@ class GroupedStep:
         finally:
             for group, parameters in zip(groups, kept, strict=True):
                 group["params"] = parameters
+
+
+@contextlib.contextmanager
+def _without_hooks(owner: Any, *names: str) -> Iterator[None]:
+    """Have an object hold no hooks under these names."""
+    kept = [getattr(owner, name) for name in names]
+    try:
+        for name in names:
+            setattr(owner, name, OrderedDict())
+        yield
+    finally:
+        for name, hooks in zip(names, kept, strict=True):
+            setattr(owner, name, hooks)
 
 
 def cut(optimizer: Optimizer, group_bytes: int) -> Iterator[Slices]:

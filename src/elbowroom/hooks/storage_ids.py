@@ -75,6 +75,10 @@ class Identities(Generic[Item]):
         self._on_death = None
 
 
+get_address = torch.UntypedStorage.data_ptr
+"""Returns the address of a storage's memory. The method itself may be wrapped later (see `exposed_memory.py`)."""
+
+
 def get_any_storage(tensor: torch.Tensor) -> torch.UntypedStorage | None:
     """Return the storage of a tensor of any class, or None if it has none."""
     if tensor._is_zerotensor():  # its storage has a size but no bytes
@@ -139,6 +143,6 @@ def unwrap(tensor: torch.Tensor) -> list[torch.Tensor]:
 def _has_bytes(tensor: torch.Tensor) -> bool:
     storage = get_any_storage(tensor)
     try:
-        return storage is not None and storage.data_ptr() is not None
+        return storage is not None and get_address(storage) is not None
     except RuntimeError:
         return False

@@ -42,7 +42,7 @@ py::object run_with_state(const py::list& inputs, const py::list& written, const
 
 void bind_state(py::module_& module) {
   py::class_<StateStorage, StateStoragePtr>(module, "StateStorage", "A storage of model state, whose bytes may be away.")
-      .def_readonly("nbytes", &StateStorage::nbytes)
+      .def_property_readonly("nbytes", [](const StateStorage& storage) { return storage.nbytes.load(); })
       .def_property_readonly("is_idle", &StateStorage::is_idle)
       .def_property_readonly("is_away", [](const StateStorage& storage) { return storage.is_away.load(); })
       .def_property_readonly("last_use", [](const StateStorage& storage) { return storage.last_use.load(); })
@@ -74,8 +74,13 @@ void bind_state(py::module_& module) {
       .def_property_readonly("former_events", &StateTable::former_events);
   module.def("is_any_state_managed", &StateTable::is_any_managed);
   module.def("run_with_state", &run_with_state, py::arg("inputs"), py::arg("written"), py::arg("call"));
-  module.def("update_watching", [] { set_watchers(get_watchers()); },
-      "Watch the ops of this thread from now on if there is managed state, or if somebody else watches them.");
+  py::class_<StateUse>(module, "StateUse", "Brings a storage back, and keeps it in memory for as long as this object lives.")
+      .def(py::init<const StateStoragePtr&, bool>(), py::arg("storage"), py::arg("is_written"));
+  module.def("update_watching", [] {
+        set_watchers(get_watchers());
+        const py::gil_scoped_release released;
+        watch_all_threads();
+      }, "Watch ops from now on if there is managed state; those of this thread also if somebody else watches them.");
 }
 
 }  // namespace elbowroom

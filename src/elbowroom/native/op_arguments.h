@@ -17,6 +17,10 @@ void visit_tensors(const c10::IValue& value, const Visit& visit) {
     for (const c10::IValue& item : value.toListRef()) {
       if (item.isTensor() && item.toTensor().defined()) visit(item.toTensor());
     }
+  } else if (value.isList()) {
+    const auto items = value.toListRef();
+    if (items.empty() || !items.front().isTensorList()) return;
+    for (const c10::IValue& item : items) visit_tensors(item, visit);
   }
 }
 

@@ -106,7 +106,7 @@ void OpWatch::run_region(
     const std::string& name, const std::vector<at::Tensor>& written, c10::function_ref<void()> next) {
   if (is_closed_) return next();
   const Count counted = count(name);
-  move_state(counted, true);
+  move_state(counted.position, true);
   tell(callbacks_.before_write, written);
   try {
     const Running running(name);
@@ -116,7 +116,7 @@ void OpWatch::run_region(
     throw;
   }
   tell(callbacks_.after_write, written, true);
-  move_state(counted, false);
+  move_state(counted.position, false);
 }
 
 OpWatch::Count OpWatch::count(const OpKind& kind) { return kind.is_traced ? count(kind.name) : Count(); }

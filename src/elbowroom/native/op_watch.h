@@ -87,9 +87,10 @@ class OpWatch {
     moves_before_ = std::move(before);
     moves_after_ = std::move(after);
   }
-  void move_state(const Count& count, bool is_before) const {
-    if (count.position < 0 || mode_ != Mode::FOLLOW) return;
-    if ((is_before ? moves_before_ : moves_after_).count(count.position) > 0) callbacks_.move_state(count.position, is_before);
+  // Makes the moves of state that the plan has before or after an expected op.
+  void move_state(int64_t position, bool is_before) const {
+    if (position < 0 || mode_ != Mode::FOLLOW) return;
+    if ((is_before ? moves_before_ : moves_after_).count(position) > 0) callbacks_.move_state(position, is_before);
   }
   void pass() { mode_ = Mode::PASS; }
   // Ends the step: every op passes unwatched.

@@ -1,8 +1,8 @@
 // Storages of model state (parameters, gradients, buffers, optimizer state), whose bytes may leave memory.
 //
 // A storage that is away keeps its `StorageImpl`, its size and all its tensors. PyTorch raises an error where its memory is
-// accessed. An op of a watched thread restores what it reads or writes before its kernel runs, and pins it until the
-// kernel has ended.
+// accessed. An op restores what it reads or writes before its kernel runs, and pins it until the kernel has ended. Ops of
+// watched threads do so at the watchers' dispatch key, all others by a callback of PyTorch's `RecordFunction`.
 #pragma once
 
 #include <ATen/core/ivalue.h>
@@ -34,18 +34,21 @@ class StateStorage final : public c10::intrusive_ptr_target {
   bool is_idle() const;
   // Takes over the memory of another storage, which has none from then on.
   void refill(const c10::Storage& contents);
+  // Whether a table made the record.
+  bool belongs_to(const StateTable& table) const;
   // Number of uses between event `now` and the next use, as far as the last step tells. `most` if it does not.
   int64_t count_until_use(int64_t now, int64_t step_events, int64_t most) const;
 
   const c10::StorageImpl* const key;
   const c10::weak_intrusive_ptr<c10::StorageImpl> storage;
-  const int64_t nbytes;
+  std::atomic<int64_t> nbytes;
   const std::weak_ptr<StateTable> owner;
   std::atomic<bool> is_away{false};
   std::atomic<bool> is_written{true};  // since it was copied
   std::atomic<int64_t> last_use{-1};   // event of all steps
   int64_t pins = 0;
   int64_t birth = 0;  // number of the latest op at that time
+  bool is_staying = false;  // code that runs beside the program may use it at any time
   std::vector<int64_t> uses, former_uses;  // events of this step, and of the one before
 };
 using StateStoragePtr = c10::intrusive_ptr<StateStorage>;
@@ -56,10 +59,11 @@ class StateTable : public std::enable_shared_from_this<StateTable> {
   // Called before an op that uses a storage that is away.
   using Restore = std::function<void(const StateStoragePtr&)>;
 
-  explicit StateTable(Restore restore) : restore_(std::move(restore)) {}
+  explicit StateTable(Restore restore);
   ~StateTable() { clear(); }
 
-  // The record of a storage, made if there is none. Null if the storage belongs to another table.
+  // The record of a storage, made if there is none. Null if the storage belongs to another table. A storage that has been
+  // resized has another size from then on.
   StateStoragePtr add(const c10::Storage& storage);
   StateStoragePtr find(const c10::StorageImpl* storage) const;
   std::vector<StateStoragePtr> list() const;
@@ -85,17 +89,24 @@ class StateTable : public std::enable_shared_from_this<StateTable> {
   int64_t former_events_ = 0;
 };
 
+// Have the ops of all threads restore and pin what they use for as long as there is managed state; to be called where that
+// may have changed.
+void watch_all_threads();
+
 // While an op runs: what it uses is in memory, and stays there.
 class StateUse {
  public:
   enum class Kind {
     STEP,    // an op of the program: an event
-    REPLAY,  // an op of ours: no event
+    OTHER,   // an op that nobody watches, or an access without an op: no event
+    REPLAY,  // an op of ours, which writes to nothing that it has not made: no event
   };
 
   StateUse(const OpKind& op, const c10::IValue* arguments, size_t count, Kind kind = Kind::STEP);
   // Of code that reads and writes these tensors.
   StateUse(at::TensorList read, at::TensorList written, Kind kind = Kind::STEP);
+  // Of one storage, without an op.
+  StateUse(const StateStoragePtr& storage, bool is_written);
   StateUse(const StateUse&) = delete;
   StateUse& operator=(const StateUse&) = delete;
 
@@ -110,7 +121,8 @@ class StateUse {
   };
 
   void start();
-  void pin(const at::Tensor& tensor, bool is_written);
+  void pin(const at::Tensor& tensor, bool is_written, bool is_staying = false);
+  void pin(const StateStoragePtr& storage, bool is_written);
   void begin(Kind kind);
 
   Pins pins_;

@@ -66,10 +66,6 @@ const Watchers* find_watchers(const Thread& thread) {
   return state.contains(WATCHERS) ? static_cast<const Watchers*>(state.get(WATCHERS).get()) : nullptr;
 }
 
-bool is_key_active() {
-  return c10::impl::tls_is_dispatch_key_included(KEY) && !c10::impl::tls_is_dispatch_key_excluded(KEY);
-}
-
 using Mode = c10::impl::PyObject_TorchDispatchMode;
 
 // Returns whether an op runs on meta tensors, as for fake tensors: it does not belong to the step.
@@ -131,9 +127,10 @@ void run_by(
     const OpKind* kind = native->find_open_kind(op);
     if (kind == nullptr) return next();
     const OpWatch::Count counted = native->count(*kind);
-    native->move_state(counted, true);
+    native->move_state(counted.position, true);
     native->run(op, *kind, counted, stack, next);
-    native->move_state(counted, false);
+    get_thread().moves = native;
+    get_thread().position = counted.position;
   } else if (is_seen_in_python(op)) {
     run_in_python(*watchers, count - 1, op, stack);
   } else {
@@ -169,12 +166,23 @@ void run_by_watchers(const c10::OperatorHandle& op, c10::DispatchKeySet keys, to
 }  // namespace
 
 void run_watched(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
+  Thread& thread = get_thread();
+  thread.moves = nullptr;
   const OpKind* kind = nullptr;
   if (StateTable::is_any_managed() && op.hasSchema() && !is_without_bytes(op, *stack)) kind = find_kind(op);
-  if (kind == nullptr || kind->is_idle) return run_by_watchers(op, keys, stack);
-  const size_t count = op.schema().arguments().size();
-  const StateUse use(*kind, stack->data() + (stack->size() - count), count);
-  run_by_watchers(op, keys, stack);
+  if (kind == nullptr || kind->is_idle) {
+    run_by_watchers(op, keys, stack);
+  } else {
+    const size_t count = op.schema().arguments().size();
+    const StateUse use(*kind, stack->data() + (stack->size() - count), count);
+    run_by_watchers(op, keys, stack);
+  }
+  // What the op has used is free to leave by now.
+  if (OpWatch* const watch = std::exchange(thread.moves, nullptr)) watch->move_state(thread.position, false);
+}
+
+bool is_key_active() {
+  return c10::impl::tls_is_dispatch_key_included(KEY) && !c10::impl::tls_is_dispatch_key_excluded(KEY);
 }
 
 void lose_seconds(double seconds) {

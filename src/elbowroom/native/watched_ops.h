@@ -21,6 +21,8 @@ struct Thread {
   OpWatch* only = nullptr;  // the only one of them, if there is one
   size_t busy = 0;  // innermost watchers that are running an op: they do not see the ops that it calls
   const std::string* running = nullptr;  // name of the op; null outside of watched ops
+  OpWatch* moves = nullptr;  // whose plan may move state after the op that has run last
+  int64_t position = -1;  // of that op among the expected ones
   double lost_seconds = 0;  // spent in our own Python code: not charged to ops
 };
 
@@ -70,6 +72,9 @@ class Running {
   Thread& thread_;
   const std::string* const before_;
 };
+
+// Whether this thread's ops come to the watchers' dispatch key.
+bool is_key_active();
 
 // Notes seconds that this thread has spent in our own Python code.
 void lose_seconds(double seconds);

@@ -17,6 +17,7 @@ from collections import deque
 import torch
 
 from elbowroom.errors import TransferFailed
+from elbowroom.hooks.storage_ids import get_address
 from elbowroom.ir.placement import Placement
 from elbowroom.runtime.copies import Record, Records
 from elbowroom.tiers.disk import SpillFile
@@ -75,7 +76,7 @@ class SpillJob:
         copy, storage = self._copy, self._storage
         assert copy is not None and storage is not None
         try:
-            (spill.write if self._is_out else spill.read)(copy.offset, storage.data_ptr(), copy.nbytes)
+            (spill.write if self._is_out else spill.read)(copy.offset, get_address(storage), copy.nbytes)
         except BaseException as error:
             if self._is_out:
                 copy.error = error

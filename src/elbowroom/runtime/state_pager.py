@@ -3,8 +3,9 @@
     RESIDENT --- make_room ---> AWAY --- an op is about to use it ---> RESIDENT
 
 The objects that the program, its modules and its optimizers hold stay the same; only the bytes leave. A storage that
-was not written to since it was last copied leaves without a copy. The extension calls `restore` before an op of a
-watched thread uses a storage that is away (`native/state_storages.h`); other accesses raise an error.
+was not written to since it was last copied leaves without a copy. The extension calls `restore` before an op uses a
+storage that is away (`native/state_storages.h`), and `hooks/exposed_memory.py` does so before Python's methods that
+access memory without an op; other accesses raise an error.
 """
 
 from __future__ import annotations
@@ -86,7 +87,8 @@ class StatePager:
         self._table = self._native.StateTable(self)
         self._copies: dict[Any, Copy] = {}
         self._arriving: dict[Any, torch.UntypedStorage] = {}
-        self._lock = make_lock()
+        self._lock = make_lock()  # never held while memory is requested: a thread that makes room takes it
+        self._held: dict[Any, Any] = {}  # storages whose address the program knows, until the next step begins
         self._budget_bytes: int | None = None
         self._first_bytes = 0
         self._was_short = False
@@ -105,6 +107,7 @@ class StatePager:
                 large, or an earlier step had too little room.
         """
         self._budget_bytes = budget_bytes
+        self._release_held()
         missing_bytes = self._ledger.live_bytes - budget_bytes
         if self.is_active:
             self._sweep()
@@ -153,11 +156,17 @@ class StatePager:
             Infeasible: there is no room for it.
         """
         with self._lock:
-            if not record.is_away:
-                return
-            self._begin_reload(record)
-            self._transfers.finish(self._copies[record])
-            record.refill(self._arriving.pop(record))
+            contents = self._arriving.get(record)
+            if contents is None:
+                self._limit_outside_steps(record.nbytes)
+            copy = self._copies.get(record)
+        if copy is None or not record.is_away:
+            return  # another thread has brought it back
+        if contents is None:
+            contents = self._reload(record, copy)
+        self._transfers.finish(copy)
+        record.refill(contents)
+        self._arriving.pop(record, None)
 
     def begin_copy(self, storage: torch.UntypedStorage) -> None:
         """Begin copying a storage out, if nothing says that it has a valid copy."""
@@ -176,14 +185,32 @@ class StatePager:
     def begin_reload(self, storage: torch.UntypedStorage) -> None:
         """Begin bringing a storage back, if there is room. If not, it comes back when it is used."""
         record = self._table.find(storage)
-        with self._lock, contextlib.suppress(TierError, Infeasible):
-            if record is not None and record.is_away:
-                self._begin_reload(record)
+        copy = None if record is None else self._copies.get(record)
+        if record is None or copy is None or not record.is_away or record in self._arriving:
+            return
+        with contextlib.suppress(TierError, Infeasible):
+            contents = self._reload(record, copy)
+            with self._lock:
+                self._arriving.setdefault(record, contents)
 
-    def restore_storage(self, storage: torch.UntypedStorage) -> None:
-        """Bring a storage back if it is state that is away."""
-        if self.is_away(storage):
-            self.restore(self._table.find(storage))
+    def hold_storage(self, storage: torch.UntypedStorage, *, is_written: bool, is_lasting: bool) -> Any:
+        """Bring a storage back if it is state that is away. See `exposed_memory.Restorer`.
+
+        Raises:
+            TierError, Infeasible: as for `restore`.
+        """
+        record = self._table.find(storage) if self.is_active else None
+        if record is None:
+            return None
+        use = self._native.StateUse(record, is_written)
+        if is_lasting:
+            self._held.setdefault(record, use)
+        return use
+
+    def _release_held(self) -> None:
+        for record in self._held:
+            record.is_written = True  # by its address
+        self._held.clear()
 
     def restore_all(self) -> None:
         """Bring all state back.
@@ -194,7 +221,7 @@ class StatePager:
         errors: list[TierError] = []
         for record in self._table.list():
             try:
-                self.restore(record)
+                self._native.StateUse(record, False)
             except TierError as error:
                 errors.append(error)
         if errors:
@@ -281,13 +308,12 @@ class StatePager:
                 freed_bytes += record.nbytes
         return freed_bytes
 
-    def _begin_reload(self, record: Any) -> None:
-        if record in self._arriving:
-            return
-        self._limit_outside_steps(record.nbytes)
+    def _reload(self, record: Any, copy: Copy) -> torch.UntypedStorage:
+        """Begin to read a storage back, into new memory."""
         with Hidden(), self._counted():
-            self._arriving[record] = self._transfers.reload(self._copies[record])
+            contents = self._transfers.reload(copy)
         self.reloaded_bytes += record.nbytes
+        return contents
 
     def _cancel_reloads(self) -> int:
         """Give up what is on its way back. Return the bytes freed."""
@@ -332,6 +358,7 @@ class StatePager:
 
     def _deactivate(self) -> None:
         """Watch no more. All state is in memory."""
+        self._held.clear()
         while self._grouped:
             self._grouped.pop().remove()
         self._table.clear()

@@ -8,6 +8,7 @@ from collections.abc import Callable
 import torch
 
 from elbowroom.cost.transfers import offload_seconds, reload_seconds
+from elbowroom.hooks.storage_ids import get_address
 from elbowroom.ir.plan import Segment
 from elbowroom.residency.machine import State
 from elbowroom.runtime.replays import Recording, is_exposed
@@ -49,7 +50,10 @@ class StepContext:
 
     def address(self, storage: int) -> int | None:
         home = self._by_id[storage].find_storage()
-        return None if home is None else home.data_ptr()
+        try:
+            return None if home is None else get_address(home)
+        except RuntimeError:
+            return None  # model state that is away
 
     def live_bytes(self) -> int:
         return self._ledger.live_bytes
