@@ -99,6 +99,47 @@ def test_an_input_that_was_there_before_counts_until_its_step_ends() -> None:
     ledger.close()
 
 
+def test_room_is_made_for_an_input_before_it_counts() -> None:
+    there = make(4 * KIB)
+    ledger = CpuLedger()
+    scope, held, asked = ledger.scope, [], []
+
+    def give_up_one(requested_bytes: int, missing_bytes: int) -> bool:
+        asked.append((requested_bytes, missing_bytes))
+        held.pop()
+        return True
+
+    with ledger.counting(10 * KIB, give_up_one):
+        held += [make(4 * KIB), make(4 * KIB)]
+        assert ledger.adopt_inputs([there, there[10:]])
+        assert asked == [(4 * KIB, 2 * KIB)] and scope.peak_bytes == 8 * KIB == scope.live_bytes
+        assert not ledger.adopt_inputs([there])
+    held.clear()
+    with ledger.counting(3 * KIB, refuse):
+        for adopt in (lambda: ledger.adopt_inputs([there]), lambda: ledger.adopt_input(there.untyped_storage())):
+            with pytest.raises(MemoryError) as caught:
+                adopt()
+            assert caught.value.args == (4 * KIB, KIB)
+        assert (scope.live_bytes, scope.adopted_bytes) == (0, 4 * KIB)
+    ledger.close()
+
+
+def test_an_input_that_is_counted_while_room_is_made_for_it_counts_once() -> None:
+    there = make(4 * KIB)
+    ledger = CpuLedger()
+
+    def count_it(requested_bytes: int, missing_bytes: int) -> bool:
+        assert ledger.adopt_inputs([there])
+        ledger.set_limit(NO_LIMIT)
+        return True
+
+    with ledger.counting(KIB, count_it):
+        assert not ledger.adopt_inputs([there])
+        assert (ledger.scope.live_bytes, ledger.scope.adopted_bytes) == (4 * KIB, 4 * KIB)
+    assert ledger.scope.live_bytes == 0
+    ledger.close()
+
+
 def test_an_adopted_storage_that_grows_is_counted_as_it_is(ledger: CpuLedger) -> None:
     tensor = make(1000)
     ledger.adopt([tensor])

@@ -30,15 +30,18 @@ class Ledger(Protocol):
     """Counts the bytes of one room."""
 
     def adopt(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Count tensors that were there before. Each storage is counted once, however often it is given."""
+        """Count tensors that were there before, without making room. Each storage is counted once."""
         ...
 
     def adopt_input(self, storage: torch.UntypedStorage) -> object:
-        """Count a storage that was there before until the step ends: a program may hold all its batches at once."""
+        """Count a storage that was there before until the step ends: a program may hold all its batches at once.
+
+        Room is made for it first, as for a request.
+        """
         ...
 
     def adopt_inputs(self, tensors: list[torch.Tensor]) -> bool:
-        """Do so for the storages of plain tensors. Return whether one was not counted yet."""
+        """Adopt the storages of plain tensors as inputs. Return whether one was not counted yet."""
         ...
 
     @property

@@ -4,10 +4,12 @@
 #include <pthread.h>
 
 #include <algorithm>
+#include <string>
 #include <utility>
 
 #include "arena.h"
 #include "pages.h"
+#include "watched_ops.h"
 
 namespace elbowroom {
 
@@ -175,13 +177,15 @@ bool Ledger::adopt(const c10::Storage& storage, Scope& scope, bool is_input) {
   // This scope may already count a block that was allocated outside any scope.
   const bool is_counted = owner.has_value() && owner->scope == nullptr && owner->epoch >= scope.epoch();
   if (is_input) {
-    if (!is_counted) scope.add_external(storage, true);
-    return !is_counted;
+    if (is_counted) return false;
+    const std::string reader = "an op that reads an input of " + std::to_string(impl->nbytes()) + " bytes";
+    const Running running(reader);  // for the message, if there is no room
+    return scope.add_input(storage);
   }
   if (owner.has_value()) {
     // A block of another room counts for both rooms until the storage is freed.
     if (owner->scope != nullptr && !owner->scope->is_closed()) {
-      scope.add_external(storage, false);
+      scope.add_external(storage);
       return true;
     }
     blocks_.move(address, &scope);
@@ -192,7 +196,7 @@ bool Ledger::adopt(const c10::Storage& storage, Scope& scope, bool is_input) {
   c10::DataPtr& memory = impl->_mutable_data_ptr_no_checks();
   // Mapped, shared, lazily cloned or foreign memory is identified by its context, so it cannot be taken over.
   if (memory.get_context() != address) {
-    scope.add_external(storage, false);
+    scope.add_external(storage);
     return true;
   }
   const auto nbytes = static_cast<int64_t>(impl->nbytes());

@@ -35,8 +35,8 @@ class Ledger final : public c10::Allocator {
   // Makes a scope (null: every scope) count this thread's allocations. Returns the previous scope.
   static Scope* enter(Scope* scope);
 
-  // Count a storage that was there before: until it dies, or until its scope drops its inputs if it is one. Returns
-  // whether it was not counted for this scope already.
+  // Count a storage that was there before until it dies. Room is made for an input of a step as for an allocation, and it
+  // counts until its scope drops its inputs. Returns whether the storage was not counted for this scope already.
   bool adopt(const c10::Storage& storage, Scope& scope, bool is_input);
 
  private:

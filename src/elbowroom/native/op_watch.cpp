@@ -65,6 +65,7 @@ void OpWatch::run(
   // Whether the op is recorded may depend on the bytes of its results.
   if (may_retry(kind, written) || (is_recorded && written.empty())) given.assign(arguments, arguments + count);
   if (!is_recorded && given.empty()) return run_unrecorded(kind, written, next);
+  if (is_recorded) count_inputs(arguments, count);  // first: if there is no room, nothing has happened yet
   if (!written.empty()) tell(callbacks_.before_write, written);
   RecordedOpPtr recorded;
   if (is_recorded && !written.empty()) recorded = describe(op, kind, arguments, count, counted.tick);
@@ -131,19 +132,26 @@ OpWatch::Count OpWatch::count(const std::string& name) {
   return counted;
 }
 
+void OpWatch::count_inputs(const c10::IValue* arguments, size_t count) {
+  if (scope_ == nullptr) return;
+  c10::SmallVector<c10::Storage, 2> unknown;
+  {
+    const std::lock_guard<std::mutex> guard(table_->mutex);
+    for (size_t i = 0; i < count; ++i) {
+      visit_tensors(arguments[i], [&](const at::Tensor& tensor) {
+        if (!is_plain(tensor, device_) || tensor.unsafeGetTensorImpl()->is_wrapped_number()) return;
+        if (!table_->find(find_storage(tensor))) unknown.push_back(tensor.storage());
+      });
+    }
+  }
+  for (const c10::Storage& storage : unknown) Ledger::get().adopt(storage, *scope_, true);
+}
+
 RecordedOpPtr OpWatch::describe(
     const c10::OperatorHandle& op, const OpKind& kind, const c10::IValue* arguments, size_t count, int64_t tick) {
   const auto kept = kept_.find(tick);
-  std::vector<c10::Storage> met;
-  RecordedOpPtr made;
-  {
-    const std::lock_guard<std::mutex> guard(table_->mutex);
-    made = elbowroom::describe(op, kind, arguments, count, *table_, device_, kept == kept_.end() ? nullptr : &kept->second, met);
-  }
-  if (scope_ != nullptr) {
-    for (const c10::Storage& storage : met) Ledger::get().adopt(storage, *scope_, true);
-  }
-  return made;
+  const std::lock_guard<std::mutex> guard(table_->mutex);
+  return elbowroom::describe(op, kind, arguments, count, *table_, device_, kept == kept_.end() ? nullptr : &kept->second);
 }
 
 bool OpWatch::is_expected(const std::string& name, Count& count) {

@@ -113,7 +113,8 @@ class OpWatch {
   static constexpr int64_t NEVER = int64_t{1} << 60;
 
  private:
-  // Describes an op, and has the ledger count what was there before the step.
+  // Makes room for what an op reads and was there before the step, and has the ledger count it.
+  void count_inputs(const c10::IValue* arguments, size_t count);
   RecordedOpPtr describe(
       const c10::OperatorHandle& op, const OpKind& kind, const c10::IValue* arguments, size_t count, int64_t tick);
   Count count(const std::string& name);

@@ -23,15 +23,10 @@ constexpr c10::DispatchKeySet HIDDEN =
     c10::autograd_dispatch_keyset_with_ADInplaceOrView | c10::autocast_dispatch_keyset |
     c10::DispatchKeySet({c10::DispatchKey::Python, c10::DispatchKey::PythonTLSSnapshot, c10::DispatchKey::Fake});
 
-std::optional<Slot> describe_one(
-    const at::Tensor& tensor, StorageTable& table, c10::DeviceType device, std::vector<c10::Storage>& met) {
+std::optional<Slot> describe_one(const at::Tensor& tensor, StorageTable& table, c10::DeviceType device) {
   if (!is_plain(tensor, device)) return std::nullopt;
   Slot slot;
-  slot.record = table.find(tensor.storage().unsafeGetStorageImpl());
-  if (!slot.record) {
-    slot.record = table.see(tensor.storage());
-    met.push_back(tensor.storage());
-  }
+  slot.record = table.see(tensor.storage());
   slot.dtype = tensor.scalar_type();
   slot.sizes = tensor.sizes();
   slot.strides = tensor.strides();
@@ -115,14 +110,14 @@ bool is_plain(const at::Tensor& tensor, c10::DeviceType device) {
 
 RecordedOpPtr describe(
     const c10::OperatorHandle& op, const OpKind& kind, const c10::IValue* arguments, size_t count, StorageTable& table,
-    c10::DeviceType device, const std::vector<bool>* kept, std::vector<c10::Storage>& met) {
+    c10::DeviceType device, const std::vector<bool>* kept) {
   auto made = c10::make_intrusive<RecordedOp>(op, kind);
   made->arguments.resize(count);
   made->lengths.resize(count);
   size_t next = 0;  // index among the tensors that it reads
   const bool updates = kind.updates_statistics(arguments, count);
   const auto add = [&](const at::Tensor& tensor, size_t argument, int32_t item) {
-    std::optional<Slot> slot = describe_one(tensor, table, device, met);
+    std::optional<Slot> slot = describe_one(tensor, table, device);
     if (!slot.has_value()) return false;
     slot->argument = static_cast<uint32_t>(argument);
     slot->item = item;

@@ -64,12 +64,11 @@ class RecordedOp final : public c10::intrusive_ptr_target {
   int64_t inner_bytes = 0;  // peak allocated beyond its results
 };
 
-// With the table's mutex: describes what an op is about to be given. Null if it cannot be had again. `met`: storages that
-// had no record so far. `kept`: of each tensor that it reads, whether the program holds its storage throughout the step;
-// null where only records tell.
+// With the table's mutex: describes what an op is about to be given. Null if it cannot be had again. `kept`: of each tensor
+// that it reads, whether the program holds its storage throughout the step; null where only records tell.
 RecordedOpPtr describe(
     const c10::OperatorHandle& op, const OpKind& kind, const c10::IValue* arguments, size_t count, StorageTable& table,
-    c10::DeviceType device, const std::vector<bool>* kept, std::vector<c10::Storage>& met);
+    c10::DeviceType device, const std::vector<bool>* kept);
 
 // The ops that recompute one storage.
 class Recording final : public c10::intrusive_ptr_target {

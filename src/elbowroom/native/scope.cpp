@@ -93,17 +93,34 @@ void Scope::record(int64_t live) {
 
 bool Scope::has_external(const c10::Storage& storage) {
   const std::lock_guard<std::mutex> guard(external_mutex_);
+  return is_external(storage);
+}
+
+bool Scope::is_external(const c10::Storage& storage) const {
   const auto* impl = storage.unsafeGetStorageImpl();
   return std::any_of(external_.begin(), external_.end(), [impl](const External& each) {
     return each.storage._unsafe_get_target() == impl;  // the weak reference keeps the address from being reused
   });
 }
 
-void Scope::add_external(const c10::Storage& storage, bool is_input) {
+void Scope::add_external(const c10::Storage& storage) {
   const std::lock_guard<std::mutex> guard(external_mutex_);
   const auto nbytes = static_cast<int64_t>(storage.nbytes());
-  external_.push_back({storage.getWeakStorageImpl(), nbytes, is_input});
+  external_.push_back({storage.getWeakStorageImpl(), nbytes, false});
   add_adopted(nbytes);
+}
+
+bool Scope::add_input(const c10::Storage& storage) {
+  const auto nbytes = static_cast<int64_t>(storage.nbytes());
+  reserve(nbytes);  // without the mutex: Python may make the room
+  const std::lock_guard<std::mutex> guard(external_mutex_);
+  if (is_external(storage)) {
+    remove(nbytes);
+    return false;
+  }
+  external_.push_back({storage.getWeakStorageImpl(), nbytes, true});
+  adopted_bytes_.fetch_add(nbytes, std::memory_order_relaxed);
+  return true;
 }
 
 void Scope::drop_inputs() { sweep_external(true); }

@@ -62,8 +62,11 @@ class Scope {
   void add_adopted(int64_t nbytes);
   void remove(int64_t nbytes);
 
-  // Count a storage whose memory is not taken over: until it dies, or until `drop_inputs` if it is an input of a step.
-  void add_external(const c10::Storage& storage, bool is_input);
+  // Count a storage whose memory is not taken over, until it dies.
+  void add_external(const c10::Storage& storage);
+  // Make room for an input of a step as `reserve` does, and count it until `drop_inputs`. Returns false if another thread
+  // has counted it meanwhile. Throws what `make_room` throws, and counts nothing then.
+  bool add_input(const c10::Storage& storage);
   void drop_inputs();
   bool has_external(const c10::Storage& storage);
 
@@ -97,6 +100,8 @@ class Scope {
     int64_t nbytes;
     bool is_input;
   };
+  // With the mutex.
+  bool is_external(const c10::Storage& storage) const;
   std::mutex external_mutex_;
   std::vector<External> external_;
 

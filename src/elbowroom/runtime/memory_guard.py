@@ -68,7 +68,7 @@ class MemoryGuard:
         blocks = {id(each): self._state.storages.round_up(each.nbytes()) for each in here}
         state_bytes = sum(blocks.values())
         in_the_way = [
-            ("the op's own results and workspace", nbytes),
+            ("what the op asks for", nbytes),
             ("parameters, gradients and optimizer state", state_bytes),
         ]
         if stuck := self._state.stuck_bytes:

@@ -319,11 +319,11 @@ class Tracer(TorchDispatchMode):
             return None
         seen = self._lookup(storage)
         if seen is None:
+            if created < 0 and self._meter is not None:
+                self._meter.adopt_input(storage)  # first: there may be no room for it
             seen = _Seen(len(self._seen), storage.nbytes(), role, created, label, origin)
             self._seen.append(seen)
             self._identities.put(storage, seen)
-            if created < 0 and self._meter is not None:
-                self._meter.adopt_input(storage)
         return seen
 
     def _view(
