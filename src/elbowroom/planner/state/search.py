@@ -35,7 +35,7 @@ from elbowroom.planner.options import Manages
 from elbowroom.planner.problem import Problem, make_lowest, pose
 from elbowroom.planner.searching.choice_search import Moves
 from elbowroom.planner.state.residence import fix_state
-from elbowroom.planner.state.scheduler import StateScheduler
+from elbowroom.planner.state.scheduler import EXPOSED, StateScheduler
 
 SHARES = (1.0, 0.5, 0.0)
 """Shares to try; the first often needs no search."""
@@ -57,6 +57,9 @@ LEAST_HOST_BYTES = 4 * STAGING_BYTES
 
 LEAST_LINK = 0.2
 """The planner of the activations counts on at least this part of the link."""
+
+WEIGHTS = (0.5, EXPOSED, 32.0)
+"""Weights of transfer time that nothing hides, with which the state's moves are chosen beside a plan."""
 
 ROUNDS = 3
 """Most plans of the activations for one share: each may replay ops that read state which is away."""
@@ -186,8 +189,9 @@ class _ShareSearch:
         for storage, spans in list_away(self._trace, plan).items():
             for begin, end in spans:
                 held[begin:end] += int(self._replay.rounded[storage])
-        state = self._scheduler.schedule(held - self._problem.budget_bytes, read)
-        return _find_fastest([self._judge(plan), self._judge(dataclasses.replace(plan, state=state))])
+        excess = held - self._problem.budget_bytes
+        states = {self._scheduler.schedule(excess, read, exposed) for exposed in WEIGHTS}
+        return _find_fastest([self._judge(dataclasses.replace(plan, state=state)) for state in (plan.state, *states)])
 
     def _judge(self, plan: Plan) -> JointPlan | None:
         """Return a plan with its forecast; None if it does not fit, or cannot be carried out."""
