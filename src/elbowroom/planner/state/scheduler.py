@@ -11,6 +11,7 @@
 
 from __future__ import annotations
 
+import functools
 import heapq
 from collections.abc import Collection, Mapping, Sequence
 
@@ -24,7 +25,7 @@ from elbowroom.planner.state.windows import Curve, Cycle, Window, list_windows
 from elbowroom.simulator.planned import PreparedTrace
 
 EXPOSED = 4.0
-"""Weight of transfer time that nothing hides, relative to hidden transfer time."""
+"""Usual weight of transfer time that nothing hides, relative to hidden transfer time."""
 
 Pins = Mapping[int, Collection[int]]
 """Ticks at which replays read a storage of the state, by storage id."""
@@ -48,25 +49,19 @@ class StateScheduler:
             storage: frozenset(write.tick for write in self._trace.writes[storage]) for storage in self._trace.state
         }
 
-    def schedule(
-        self, excess: Curve, pins: Pins | None = None, among: Collection[Key] | None = None
-    ) -> tuple[Decision, ...]:
+    def schedule(self, excess: Curve, pins: Pins | None = None, exposed: float = EXPOSED) -> tuple[Decision, ...]:
         """Return moves after which no excess is left, or as little as possible.
 
         Args:
             excess: bytes by which memory use exceeds the limit at each tick if all state stays; negative where room is.
             pins: storages that replays read.
-            among: gaps that may be chosen; None for all.
+            exposed: weight of transfer time that nothing hides.
 
         Cost: linear in the ticks of all gaps.
         """
         excess = np.array(excess)
-        windows = {
-            each.key: each
-            for each in list_windows(self._replay, self._cycle, self._min_bytes, pins or {})
-            if among is None or each.key in among
-        }
-        chosen = self._choose(excess, windows)
+        windows = {each.key: each for each in list_windows(self._replay, self._cycle, self._min_bytes, pins or {})}
+        chosen = self._choose(excess, windows, exposed)
         return self._set_ticks(excess, chosen)
 
     def move_all(self) -> tuple[Decision, ...]:
@@ -78,16 +73,17 @@ class StateScheduler:
 
     # -- choice ---------------------------------------------------------------------------------------------------
 
-    def _choose(self, excess: Curve, windows: Mapping[Key, Window]) -> list[Window]:
+    def _choose(self, excess: Curve, windows: Mapping[Key, Window], exposed: float) -> list[Window]:
         """Choose gaps; their bytes are subtracted from the excess."""
         picked: dict[Key, Window] = {}
         below, link = _Below(self._most_bytes), self._make_link()
-        heap = [(self._rate(excess, each, picked, link), each.key) for each in windows.values()]
+        rate_window = functools.partial(self._rate, excess, picked, link, exposed)
+        heap = [(rate_window(each), each.key) for each in windows.values()]
         heap = [each for each in heap if each[0] < np.inf]
         heapq.heapify(heap)
         while heap and excess.max(initial=0) > 0:
             before, key = heapq.heappop(heap)
-            rate = self._rate(excess, windows[key], picked, link)
+            rate = rate_window(windows[key])
             if rate > before * 1.0001 and rate < np.inf:
                 heapq.heappush(heap, (rate, key))
                 continue
@@ -107,7 +103,7 @@ class StateScheduler:
         out = LinkTimetable()
         return CyclicLink(self._cycle, out, out if self._replay.costs.link.half_duplex else LinkTimetable())
 
-    def _rate(self, excess: Curve, window: Window, picked: Collection[Key], link: CyclicLink) -> float:
+    def _rate(self, excess: Curve, picked: Collection[Key], link: CyclicLink, exposed: float, window: Window) -> float:
         """Return transfer seconds for each byte-second of excess that a gap removes; infinite if it removes none."""
         begin, stop = window.first + 1, window.until
         over = self._cycle.view(excess, begin, stop).clip(0, window.nbytes)
@@ -118,7 +114,7 @@ class StateScheduler:
         is_dirty = self.is_dirty(window.key, picked)
         moved = window.back_seconds + (window.out_seconds if is_dirty else 0.0)
         late = link.find_late(window, begin + int(found[0]), begin + int(found[-1]) + 1, is_dirty=is_dirty)
-        return (moved + EXPOSED * late) / gain
+        return (moved + exposed * late) / gain
 
     def is_dirty(self, key: Key, picked: Collection[Key]) -> bool:
         """Return True if something has written to a storage since the last chosen gap in which it left."""

@@ -13,7 +13,7 @@ the whole.
 The plan that keeps all state on the device is a candidate, so no plan is slower than that of the activations alone. So
 is the plan with the lowest peak, so every budget from there on has a plan.
 
-Cost: one plan of the activations if the state need not move; else two, and up to five with little effort.
+Cost: one plan of the activations if the state need not move; else two, and about four with little effort.
 """
 
 from __future__ import annotations
@@ -35,13 +35,10 @@ from elbowroom.planner.options import Manages
 from elbowroom.planner.problem import Problem, make_lowest, pose
 from elbowroom.planner.searching.choice_search import Moves
 from elbowroom.planner.state.residence import fix_state
-from elbowroom.planner.state.scheduler import StateScheduler
+from elbowroom.planner.state.scheduler import EXPOSED, StateScheduler
 
-SHARES = (1.0, 0.5, 0.0)
-"""Shares to try; the first often needs no search."""
-
-FINER = 0.25
-"""Distance of further shares from the best one."""
+SHARES = (0.0, 0.1, 0.25, 0.5, 1.0)
+"""Shares to try: from the middle one towards the better side, and then between the best one and its neighbours."""
 
 NEGLIGIBLE = 1.002
 """A step that takes at most this multiple of the plain one is fast enough."""
@@ -57,6 +54,9 @@ LEAST_HOST_BYTES = 4 * STAGING_BYTES
 
 LEAST_LINK = 0.2
 """The planner of the activations counts on at least this part of the link."""
+
+WEIGHTS = (0.5, EXPOSED, 32.0)
+"""Weights of transfer time that nothing hides, with which the state's moves are chosen beside a plan."""
 
 ROUNDS = 3
 """Most plans of the activations for one share: each may replay ops that read state which is away."""
@@ -81,16 +81,19 @@ class JointPlan:
     seconds: float
 
 
-def solve(problem: Problem, strategy: str, make_plan: MakePlan, moves: Moves, effort: float) -> Plan:
+def solve(
+    problem: Problem, strategy: str, make_plan: MakePlan, make_quickly: MakePlan, moves: Moves, effort: float
+) -> Plan:
     """Return the fastest plan found within the budget; the plan with the lowest peak if none fits.
 
     Args:
         problem: manages everything.
         make_plan: plans the activations beside moves of the state.
+        make_quickly: does so in less time; for trying shares.
     """
     plan = make_lowest(problem.drafter, problem.budget_bytes, Manages.EVERYTHING)
     if problem.floor.peak_bytes <= problem.budget_bytes:
-        found = _ShareSearch(problem, make_plan, moves, effort).solve()
+        found = _ShareSearch(problem, make_plan, make_quickly, moves, effort).solve()
         plan = plan if found is None else found.plan
     return dataclasses.replace(plan, strategy=strategy)
 
@@ -98,15 +101,20 @@ def solve(problem: Problem, strategy: str, make_plan: MakePlan, moves: Moves, ef
 class _ShareSearch:
     """The outer search for one problem."""
 
-    def __init__(self, problem: Problem, make_plan: MakePlan, moves: Moves, effort: float) -> None:
+    def __init__(
+        self, problem: Problem, make_plan: MakePlan, make_quickly: MakePlan, moves: Moves, effort: float
+    ) -> None:
         self._problem = problem
         self._make_plan = make_plan
+        self._make_quickly = make_quickly
         self._moves = moves
         self._effort = effort
         self._replay = problem.drafter.replay
         self._trace = self._replay.trace
         self._scheduler = StateScheduler(self._replay, problem.drafter.min_bytes, problem.host_bytes)
         self._resident = self._pose(())
+        self._pins: dict[float, Pins] = {}
+        self._tried = set[tuple[tuple[Decision, ...], bool]]()
         self._highest = np.array(self._resident.plain.live_bytes, dtype=np.int64)
         self._lowest = np.array(self._resident.floor.live_bytes, dtype=np.int64)
 
@@ -115,28 +123,47 @@ class _ShareSearch:
         resident = self._plan_resident()
         if resident is not None and self._is_fast(resident):
             return resident
-        found: dict[float, JointPlan] = {}
-        for share in SHARES:
-            self._try(share, found)
-        if found:
-            best = min(found, key=lambda share: (found[share].seconds, share))
-            for share in (best - FINER, best + FINER):
-                self._try(share, found)
+        found = self._try_shares()
         fastest = _find_fastest([*found.values(), resident])
         if fastest is None or not found:
             return fastest
         share = min(found, key=lambda share: (found[share].seconds, share))
         full = None
         if not self._is_fast(fastest) and found[share].seconds <= NEAR * fastest.seconds:
-            full = self._plan_share(share, self._effort)
+            full = self._plan_share(share, is_quick=False)
         return _find_fastest([fastest, full])
 
-    def _try(self, share: float, found: dict[float, JointPlan]) -> None:
-        """Plan a share with little effort, unless a step is fast enough already."""
-        if 0.0 <= share <= 1.0 and not any(map(self._is_fast, found.values())):
-            made = self._plan_share(share, QUICK * self._effort)
-            if made is not None:
-                found[share] = made
+    def _try_shares(self) -> dict[float, JointPlan]:
+        """Plan several shares with little effort, until a step is fast enough; the time has one minimum, or nearly."""
+        found: dict[float, JointPlan] = {}
+
+        def rate(share: float) -> float:
+            if share not in seconds and not any(map(self._is_fast, found.values())):
+                made = self._plan_share(share, is_quick=True)
+                seconds[share] = np.inf if made is None else made.seconds
+                if made is not None:
+                    found[share] = made
+            return seconds.get(share, np.inf)
+
+        seconds: dict[float, float] = {}
+        if self._leaves_room_for_all():
+            rate(SHARES[-1])
+        place = len(SHARES) // 2
+        step = 1 if rate(SHARES[place + 1]) < rate(SHARES[place]) else -1
+        while 0 <= place + step < len(SHARES) and rate(SHARES[place + step]) < rate(SHARES[place]):
+            place += step
+        for neighbour in SHARES[max(place - 1, 0) : place + 2]:
+            rate((SHARES[place] + neighbour) / 2)
+        if not found:
+            for share in SHARES:
+                rate(share)
+        return found
+
+    def _leaves_room_for_all(self) -> bool:
+        """Return True if moves of the state make room for all activations."""
+        state = self._scheduler.schedule(self._highest - self._problem.budget_bytes)
+        inner = self._pose(state)
+        return inner.fits(inner.plain)
 
     def _is_fast(self, candidate: JointPlan) -> bool:
         return candidate.seconds <= NEGLIGIBLE * self._problem.plain.step_seconds
@@ -145,19 +172,26 @@ class _ShareSearch:
 
     def _plan_resident(self) -> JointPlan | None:
         """Return the plan that keeps all state on the device; None if it does not fit."""
+        self._tried |= {((), False), ((), True)}
         if self._resident.floor.peak_bytes > self._problem.budget_bytes:
             return None
         plan = self._make_plan(self._resident, moves=self._moves, effort=self._effort)
         return self._judge(plan)
 
-    def _plan_share(self, share: float, effort: float) -> JointPlan | None:
-        """Return a plan for one share; without replays if no plan with them can be completed; None if none fits."""
+    def _plan_share(self, share: float, *, is_quick: bool) -> JointPlan | None:
+        """Return a plan for one share; without replays if no plan with them can be completed.
+
+        None if none fits, or if the same moves of the state have been tried.
+        """
         limit = self._lowest + share * (self._highest - self._lowest)
         excess = np.ceil(limit).astype(np.int64) - self._problem.budget_bytes
-        pins: Pins = {}
+        pins = self._pins.setdefault(share, {})
         for _ in range(ROUNDS):
             state = self._scheduler.schedule(excess, pins)
-            plan = self._plan_beside(state, self._moves, effort)
+            if (state, is_quick) in self._tried:
+                return None
+            self._tried.add((state, is_quick))
+            plan = self._plan_beside(state, self._moves, is_quick=is_quick)
             if plan is None:
                 break
             read = list_state_reads(self._trace, plan)
@@ -168,15 +202,18 @@ class _ShareSearch:
                 pins.setdefault(storage, set()).update(ticks)
         if self._moves != "both":
             return None
-        plan = self._plan_beside(self._scheduler.schedule(excess), "offload", effort)
+        plan = self._plan_beside(self._scheduler.schedule(excess), "offload", is_quick=is_quick)
         return None if plan is None else self._complete(plan, {})
 
-    def _plan_beside(self, state: tuple[Decision, ...], moves: Moves, effort: float) -> Plan | None:
+    def _plan_beside(self, state: tuple[Decision, ...], moves: Moves, *, is_quick: bool) -> Plan | None:
         """Plan the activations beside moves of the state; None if they do not fit beside them."""
         inner = self._pose(state)
         if inner.floor.peak_bytes > inner.budget_bytes:
             return None
-        made = self._make_plan(inner, moves=moves, effort=effort)
+        if is_quick:
+            made = self._make_quickly(inner, moves=moves, effort=QUICK * self._effort)
+        else:
+            made = self._make_plan(inner, moves=moves, effort=self._effort)
         host_bytes = None if made.host_bytes is None else made.host_bytes + self._count_below(state)
         return dataclasses.replace(made, state=state, host_bytes=host_bytes)
 
@@ -186,8 +223,9 @@ class _ShareSearch:
         for storage, spans in list_away(self._trace, plan).items():
             for begin, end in spans:
                 held[begin:end] += int(self._replay.rounded[storage])
-        state = self._scheduler.schedule(held - self._problem.budget_bytes, read)
-        return _find_fastest([self._judge(plan), self._judge(dataclasses.replace(plan, state=state))])
+        excess = held - self._problem.budget_bytes
+        states = {self._scheduler.schedule(excess, read, exposed) for exposed in WEIGHTS}
+        return _find_fastest([self._judge(dataclasses.replace(plan, state=state)) for state in (plan.state, *states)])
 
     def _judge(self, plan: Plan) -> JointPlan | None:
         """Return a plan with its forecast; None if it does not fit, or cannot be carried out."""

@@ -34,7 +34,7 @@ from __future__ import annotations
 
 from elbowroom.ir.plan import Plan
 from elbowroom.planner.problem import Problem
-from elbowroom.planner.searching.choice_search import Moves
+from elbowroom.planner.searching.choice_search import Moves, search_choices
 from elbowroom.planner.searching.nested_budgets import solve
 from elbowroom.planner.state import search
 
@@ -61,4 +61,11 @@ def make_joint_plan(problem: Problem, *, moves: Moves = "both", effort: float = 
     """
     if problem.fits(problem.plain):
         return make_plan(problem)
-    return search.solve(problem, "auto", make_plan, moves, effort)
+    return search.solve(problem, "auto", make_plan, _make_quickly, moves, effort)
+
+
+def _make_quickly(problem: Problem, *, moves: Moves, effort: float) -> Plan:
+    """Return a plan without looking at smaller problems."""
+    if problem.fits(problem.plain):
+        return make_plan(problem)
+    return search_choices(problem, "auto", moves, effort).plan
