@@ -1,4 +1,4 @@
-"""Training whose parameters, gradients and optimizer state leave memory gives the bits of training in which they stay."""
+"""Training whose model state leaves memory gives the same bits as training in which it stays."""
 
 from __future__ import annotations
 

@@ -64,7 +64,7 @@ class Lifetimes:
 
     def decision_at(self, storage: int, tick: int) -> Decision | None:
         """Return the decision whose gap covers a tick; None if there is none."""
-        for decision in (*self.decisions.get(storage, ()), *self._state_decisions.get(storage, ())):
+        for decision in [*self.decisions.get(storage, []), *self._state_decisions.get(storage, [])]:
             if self.gap_of(decision).covers(tick):
                 return decision
         return None

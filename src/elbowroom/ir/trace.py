@@ -193,7 +193,7 @@ class Trace:
     def movable(self) -> frozenset[int]:
         """Storages whose saved contents may leave the device.
 
-        Excluded are storages that live across steps (not supported yet), and storages written after they were saved:
+        Excluded are storages that live across steps (`state`), and storages written after they were saved:
         autograd must find the later contents, which a copy or a replay lacks.
         """
         return _find_movable(self)

@@ -28,7 +28,7 @@ class ModuleBytes:
     Attributes:
         path: as `Op.module`: "" for the model itself, None outside of modules.
         peak_bytes: on the device at the forecast peak, the workspace of the running op included.
-        state_bytes: part of these: parameters, buffers, gradients and optimizer state, which never leave.
+        state_bytes: part of these: parameters, buffers, gradients and optimizer state.
         kept_bytes: saved for the backward pass and kept on the device.
         offloaded_bytes: saved and copied to the tier below; counted once per gap.
         recomputed_bytes: saved, dropped and recomputed; counted once per gap.
@@ -216,7 +216,7 @@ def _describe_peak(trace: Trace, costs: Costs, plan: Plan | None, forecast: Fore
 
 def _list_notes(counted: Iterable[ModuleBytes], totals: Sequence[int]) -> list[str]:
     """Return notes that explain the columns and name the modules that save most."""
-    state = "state, a part of it: parameters, gradients, optimizer state and buffers, which never leave."
+    state = "state, a part of it: parameters, gradients, optimizer state and buffers."
     saved = "kept, offloaded, recomputed: what a module saves for its backward pass."
     notes = [f"{state} {saved}"]
     peak_bytes, state_bytes = totals[:2]
