@@ -80,6 +80,7 @@ _ACCESSING: tuple[tuple[Any, str, Access], ...] = (
     (torch.UntypedStorage, "__getitem__", Access.READ),
     (torch.UntypedStorage, "__setitem__", Access.WRITE),
     (torch.UntypedStorage, "_byteswap", Access.WRITE),
+    (torch.UntypedStorage, "_get_filename", Access.READ),
     (torch.UntypedStorage, "_set_from_file", Access.WRITE),
     (torch.UntypedStorage, "_write_file", Access.READ),
     (torch.UntypedStorage, "copy_", Access.WRITE),

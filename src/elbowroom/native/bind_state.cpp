@@ -72,6 +72,8 @@ void bind_state(py::module_& module) {
       .def("begin_step", &StateTable::begin_step)
       .def_property_readonly("events", &StateTable::events)
       .def_property_readonly("former_events", &StateTable::former_events);
+  module.def("limit_lists", &StateTable::set_most_bytes, py::arg("most_bytes"),
+      "Have ops over lists of tensors run over parts of the lists with at most so many bytes each.");
   module.def("is_any_state_managed", &StateTable::is_any_managed);
   module.def("run_with_state", &run_with_state, py::arg("inputs"), py::arg("written"), py::arg("call"));
   py::class_<StateUse>(module, "StateUse", "Brings a storage back, and keeps it in memory for as long as this object lives.")

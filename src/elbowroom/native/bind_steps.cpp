@@ -76,7 +76,7 @@ OpKind unpack_kind(const py::dict& known) {
   const auto get = [&](const char* name) { return known[name].cast<bool>(); };
   OpKind kind;
   kind.name = known["name"].cast<std::string>();
-  kind.is_traced = get("is_traced"), kind.is_idle = get("is_idle"), kind.may_write = get("may_write");
+  kind.is_traced = get("is_traced"), kind.is_idle = get("is_idle"), kind.uses_memory = get("uses_memory"), kind.may_write = get("may_write");
   kind.is_replayable = get("is_replayable"), kind.is_random = get("is_random");
   kind.is_source = get("is_source");
   kind.is_convolution = get("is_convolution");

@@ -20,6 +20,24 @@ std::unordered_map<const c10::FunctionSchema*, const OpKind*> known;
 
 }  // namespace
 
+namespace {
+
+bool is_by_item(const c10::FunctionSchema& schema) {
+  const std::string& name = schema.name();
+  const auto has = [&](const char* prefix) { return name.starts_with(prefix); };
+  if (!has("aten::_foreach_") && !has("aten::_amp_foreach_") && !has("aten::_fused_ada") && !has("aten::_fused_sgd")) return false;
+  const std::string tensors = "Tensor[]";
+  for (const c10::Argument& each : schema.returns()) {
+    if (each.type()->str() != tensors) return false;
+  }
+  for (const c10::Argument& each : schema.arguments()) {
+    if (each.name() == "scalars" && each.type()->str() == "Tensor") return false;  // one tensor, with a number for each
+  }
+  return true;
+}
+
+}  // namespace
+
 bool OpKind::updates_statistics(const c10::IValue* arguments, size_t count) const {
   if (mean < 0) return false;
   return training < 0 || (training < static_cast<int64_t>(count) && arguments[training].isBool() && arguments[training].toBool());
@@ -51,6 +69,7 @@ const OpKind* find_kind(const c10::OperatorHandle& op) {
   }
   auto* made = new OpKind(ask(schema->name(), schema->overload_name()));  // calls Python: not under the mutex
   made->schema = schema->name();
+  made->is_by_item = is_by_item(*schema);
   for (size_t i = 0; i < schema->arguments().size(); ++i) {
     const c10::AliasInfo* alias = schema->arguments()[i].alias_info();
     if (alias != nullptr && alias->isWrite()) made->written.push_back(static_cast<int64_t>(i));

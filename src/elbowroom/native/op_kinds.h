@@ -14,7 +14,8 @@ namespace elbowroom {
 // Filled by `ops/op_info.py`.
 struct OpKind {
   std::string name, schema;
-  bool is_traced, is_idle, may_write, is_replayable, is_random, is_source, is_convolution;
+  bool is_traced, is_idle, uses_memory, may_write, is_replayable, is_random, is_source, is_convolution;
+  bool is_by_item = false;  // it takes lists of tensors of equal length, each item by itself
   std::vector<int64_t> written;  // positions of the arguments that it writes to
   int64_t dropout = -1;  // position of the probability that makes the op random unless it is zero
   int64_t mean = -1, variance = -1, training = -1;  // positions of statistics that it updates in training, and the flag

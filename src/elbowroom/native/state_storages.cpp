@@ -218,6 +218,7 @@ StateUse::StateUse(const OpKind& op, const c10::IValue* arguments, size_t count,
     for (const at::Tensor& tensor : written) pin(tensor, true);
     for (size_t i = 0; i < count; ++i) {
       visit_tensors(arguments[i], [&](const at::Tensor& tensor) { pin(tensor, false, is_lasting); });
+      if (arguments[i].isStorage()) pin(arguments[i].toStorage().unsafeGetStorageImpl(), false, false);
     }
   }
   begin(kind);
@@ -251,8 +252,11 @@ void StateUse::start() {
 
 // With the mutex.
 void StateUse::pin(const at::Tensor& tensor, bool is_written, bool is_staying) {
-  const c10::StorageImpl* const storage = find_storage(tensor);
-  if (storage == nullptr) return;
+  if (const c10::StorageImpl* const storage = find_storage(tensor)) pin(storage, is_written, is_staying);
+}
+
+// With the mutex.
+void StateUse::pin(const c10::StorageImpl* storage, bool is_written, bool is_staying) {
   const auto found = state_records().find(storage);
   if (found == state_records().end()) return;
   pin(found->second, is_written);
@@ -301,7 +305,7 @@ std::unique_ptr<at::ObserverContext> begin_unwatched(const at::RecordFunction& f
     const auto name = function.operator_name();
     const auto op = name.has_value() ? c10::Dispatcher::singleton().findOp(*name) : std::nullopt;
     const OpKind* kind = op.has_value() ? find_kind(*op) : nullptr;
-    if (kind == nullptr || kind->is_idle) return nullptr;
+    if (kind == nullptr || !kind->uses_memory) return nullptr;
     return std::make_unique<UnwatchedOp>(*kind, function.inputs());
   } catch (const std::exception& error) {
     TORCH_WARN("Elbowroom cannot bring state back for an op: ", error.what());

@@ -77,12 +77,17 @@ class StateTable : public std::enable_shared_from_this<StateTable> {
   int64_t events() const { return events_.load(); }
   int64_t former_events() const { return former_events_; }
 
+  // Of state that an op over lists uses at a time. For all tables.
+  static void set_most_bytes(int64_t nbytes) { most_bytes = nbytes; }
+  static int64_t get_most_bytes() { return most_bytes; }
+
   static bool is_any_managed() { return managed.load(std::memory_order_relaxed) > 0; }
 
  private:
   friend class StateUse;
 
   static inline std::atomic<int64_t> managed{0};  // storages of all tables
+  static inline std::atomic<int64_t> most_bytes{int64_t{1} << 60};
 
   const Restore restore_;
   std::atomic<int64_t> events_{0}, clock_{0};
@@ -122,6 +127,7 @@ class StateUse {
 
   void start();
   void pin(const at::Tensor& tensor, bool is_written, bool is_staying = false);
+  void pin(const c10::StorageImpl* storage, bool is_written, bool is_staying);
   void pin(const StateStoragePtr& storage, bool is_written);
   void begin(Kind kind);
 

@@ -21,6 +21,7 @@
 #include <utility>
 #include <vector>
 
+#include "list_ops.h"
 #include "op_watch.h"
 #include "state_storages.h"
 #include "watched_ops.h"
@@ -117,13 +118,12 @@ void run_in_python(const Watchers& watchers, size_t index, const c10::OperatorHa
 // Runs an op by the first `count` watchers, the last of them first, and then by the kernel.
 void run_by(
     const Watchers* watchers, size_t count, const c10::OperatorHandle& op, c10::DispatchKeySet keys,
-    torch::jit::Stack* stack) {
+    torch::jit::Stack* stack, c10::function_ref<void()> kernel) {
   if (count == 0) {
-    const c10::impl::ExcludeDispatchKeyGuard hidden{c10::DispatchKeySet(KEY)};
-    op.redispatchBoxed(keys & BELOW_WATCH, stack);
+    kernel();
   } else if (OpWatch* native = watchers->natives[count - 1]) {
     const Busy guard;
-    const auto next = [&] { run_by(watchers, count - 1, op, keys, stack); };
+    const auto next = [&] { run_by(watchers, count - 1, op, keys, stack, kernel); };
     const OpKind* kind = native->find_open_kind(op);
     if (kind == nullptr) return next();
     const OpWatch::Count counted = native->count(*kind);
@@ -134,7 +134,7 @@ void run_by(
   } else if (is_seen_in_python(op)) {
     run_in_python(*watchers, count - 1, op, stack);
   } else {
-    run_by(watchers, count - 1, op, keys, stack);
+    run_by(watchers, count - 1, op, keys, stack, kernel);
   }
 }
 
@@ -155,12 +155,18 @@ std::unique_ptr<at::ObserverContext> hide(const at::RecordFunction& function) {
 
 namespace {
 
-void run_by_watchers(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
+void run_kernel(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
+  const c10::impl::ExcludeDispatchKeyGuard hidden{c10::DispatchKeySet(KEY)};
+  op.redispatchBoxed(keys & BELOW_WATCH, stack);
+}
+
+void run_by_watchers(
+    const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack, c10::function_ref<void()> kernel) {
   const Thread& thread = get_thread();
   const Watchers* watchers = find_watchers(thread);
   const size_t count = watchers == nullptr ? 0 : watchers->natives.size();
   const bool is_watched = thread.busy < count && op.hasSchema() && !is_without_bytes(op, *stack);
-  run_by(watchers, is_watched ? count - thread.busy : 0, op, keys, stack);
+  run_by(watchers, is_watched ? count - thread.busy : 0, op, keys, stack, kernel);
 }
 
 }  // namespace
@@ -170,12 +176,20 @@ void run_watched(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch:
   thread.moves = nullptr;
   const OpKind* kind = nullptr;
   if (StateTable::is_any_managed() && op.hasSchema() && !is_without_bytes(op, *stack)) kind = find_kind(op);
-  if (kind == nullptr || kind->is_idle) {
-    run_by_watchers(op, keys, stack);
+  const auto kernel = [&] { run_kernel(op, keys, stack); };
+  const size_t count = op.hasSchema() ? op.schema().arguments().size() : 0;
+  const c10::IValue* const arguments = stack->data() + (stack->size() - count);
+  if (kind == nullptr || !kind->uses_memory) {
+    run_by_watchers(op, keys, stack, kernel);
+  } else if (const std::vector<size_t> ends = find_parts(*kind, arguments, count, StateTable::get_most_bytes()); !ends.empty()) {
+    const auto run_part = [&](torch::jit::Stack& part) {
+      const StateUse use(*kind, part.data(), count);
+      run_kernel(op, keys, &part);
+    };
+    run_by_watchers(op, keys, stack, [&] { run_parts(*stack, count, ends, run_part); });
   } else {
-    const size_t count = op.schema().arguments().size();
-    const StateUse use(*kind, stack->data() + (stack->size() - count), count);
-    run_by_watchers(op, keys, stack);
+    const StateUse use(*kind, arguments, count);
+    run_by_watchers(op, keys, stack, kernel);
   }
   // What the op has used is free to leave by now.
   if (OpWatch* const watch = std::exchange(thread.moves, nullptr)) watch->move_state(thread.position, false);

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from elbowroom.ops.replayable import STATISTICS, find_written, is_view, may_be_replayed, touches_tensors
+from elbowroom.ops.replayable import STATISTICS, find_written, is_view, may_be_replayed, touches_tensors, uses_memory
 
 
 def describe_op(name: str, overload: str) -> dict[str, Any]:
@@ -23,6 +23,7 @@ def describe_op(name: str, overload: str) -> dict[str, Any]:
         "name": str(func),
         "is_traced": is_traced,
         "is_idle": not is_written and mean < 0 and (is_view(func) or not is_traced),
+        "uses_memory": uses_memory(func),
         "may_write": is_written or mean >= 0,
         "is_replayable": is_replayable and (not is_attention or "dropout_p" in arguments),
         "is_random": torch.Tag.nondeterministic_seeded in func.tags,

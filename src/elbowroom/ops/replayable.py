@@ -133,6 +133,26 @@ def touches_tensors(func: OpOverload) -> bool:
     return bool(find_written(func)) or any("Tensor" in str(result.type) for result in func._schema.returns)
 
 
+_ASKING = frozenset(
+    (
+        "can_cast", "dense_dim", "dim", "get_device", "numel", "output_nr", "promote_types", "qscheme", "q_per_channel_axis",
+        "result_type", "retains_grad", "size", "sparse_dim", "storage_offset", "stride", "_assert_tensor_metadata",
+        "_debug_has_internal_overlap", "_dimI", "_dimV", "_fused_sdp_choice", "_has_compatible_shallow_copy_type",
+        "_has_same_storage_numel", "_nested_get_ragged_idx", "_nnz", "_version",
+    )
+)  # fmt: skip
+
+
+@by_op
+def uses_memory(func: OpOverload) -> bool:
+    """Tell whether an op may read or write the bytes of its tensors, whatever it returns."""
+    if is_view(func) or func._opname in ("alias", "detach"):
+        return False
+    if func.namespace != "aten" or touches_tensors(func) or func._opname in ("is_nonzero", "is_pinned"):
+        return True
+    return not (func._opname in _ASKING or func._opname.startswith(("is_", "_is_", "sym_")))
+
+
 def iterate_tensors(value: Any) -> Iterator[torch.Tensor]:
     """Yield the tensors in arguments or results, in order, including those in lists and tuples."""
     if isinstance(value, torch.Tensor):

@@ -47,6 +47,9 @@ GROUPS = 32
 """An optimizer updates parameters of this share of the budget at a time. With gradients, state and temporaries they
 take several times as much."""
 
+LISTS = 8
+"""An op over lists of tensors (of all gradients, say) takes items of this share of the budget at a time."""
+
 
 class StatePager:
     """Moves the state of one job.
@@ -117,6 +120,7 @@ class StatePager:
             self._deactivate()
         if self.is_active:
             self._native.update_watching()  # the step may run in another thread than the last one
+            self._native.limit_lists(budget_bytes // LISTS)
             self._table.begin_step()
         if missing_bytes > 0:
             self.make_room(missing_bytes)
