@@ -80,7 +80,10 @@ def test_a_step_of_an_optimizer_calls_each_hook_once(profile: HardwareProfile) -
     job = make_job(adamw)
     job.optimizers[0].register_step_pre_hook(note("before"))
     job.optimizers[0].register_step_post_hook(note("after"))
-    everywhere = [register_optimizer_step_pre_hook(note("before any")), register_optimizer_step_post_hook(note("after any"))]
+    everywhere = [
+        register_optimizer_step_pre_hook(note("before any")),
+        register_optimizer_step_post_hook(note("after any")),
+    ]
     try:
         with fit(job, profile) as room:
             for index in range(3):
@@ -235,7 +238,9 @@ def test_copies_that_average_the_parameters(profile: HardwareProfile) -> None:
             return loss
 
         return dataclasses.replace(
-            job, step=step_and_average, others=lambda: {f"average {name}": each for name, each in average.named_parameters()}
+            job,
+            step=step_and_average,
+            others=lambda: {f"average {name}": each for name, each in average.named_parameters()},
         )
 
     assert_trains_the_same(make, profile)
