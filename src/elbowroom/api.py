@@ -110,7 +110,7 @@ def smallest_budget(
         profile = probe(str(device), spill_folder=config.spill_folder)
     return find_smallest(
         trace, price(trace, profile), strategy=config.strategy, min_offload_bytes=config.min_offload_bytes,
-        host_bytes=config.host_bytes,
+        host_bytes=config.host_bytes, manages=config.manages,
     )  # fmt: skip
 
 

@@ -1,0 +1,77 @@
+"""Steps whose plan moves model state are carried out as planned, within the budget and with the same results."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+
+from elbowroom.ir.hardware import HardwareProfile
+from elbowroom.ir.journal import Mode
+from tests.state_jobs import PARAMETER_BYTES, StateJob, adamw, assert_same, fit, list_tensors, make_job, run_plain
+
+STEPS = 7
+
+OPTIMIZERS: dict[str, Any] = {
+    "sgd": functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9),
+    "adamw": adamw,
+    "adamw foreach": functools.partial(torch.optim.AdamW, lr=1e-2, foreach=True),
+    "adamw fused": functools.partial(torch.optim.AdamW, lr=1e-2, fused=True),
+}
+
+
+def make_accumulating_job() -> StateJob:
+    """Two backward passes a step, gradients cleared at its beginning and kept between steps."""
+    job = make_job(adamw)
+    (optimizer,) = job.optimizers
+    once = job.step
+
+    def step(index: int) -> torch.Tensor:
+        optimizer.zero_grad(set_to_none=False)
+        model = job.model
+        first = model(torch.full((8, 64), float(index))).square().mean()
+        first.backward()
+        return once(index)
+
+    return StateJob(job.model, [optimizer], step)
+
+
+JOBS: dict[str, Any] = {name: functools.partial(make_job, make) for name, make in OPTIMIZERS.items()}
+JOBS["accumulation"] = make_accumulating_job
+
+
+@pytest.mark.parametrize("name", JOBS)
+def test_a_plan_that_moves_state_is_followed(name: str, profile: HardwareProfile) -> None:
+    make, budget_bytes = JOBS[name], 3 * PARAMETER_BYTES // 2
+    plain = run_plain(make, STEPS)
+    job = make()
+    with fit(job, profile, budget_bytes, mode="auto", min_offload_bytes=1 << 12) as room:
+        losses = []
+        for index in range(STEPS):
+            with room.step():
+                losses.append(job.step(index))
+        planned, records = room.planned, room.journal().steps
+        assert planned is not None and planned.plan.state
+        last = records[-1]
+        assert last.mode is Mode.PLANNED and records[-2].mode is Mode.PLANNED, [record.note for record in records]
+        assert all((record.peak_bytes or 0) <= budget_bytes for record in records)
+        assert last.offloaded_bytes == planned.forecast.offloaded_bytes
+        assert last.reloaded_bytes == planned.forecast.reloaded_bytes
+    found = list_tensors(job) | {f"loss {index}": loss for index, loss in enumerate(losses)}
+    assert_same(found, plain)
+
+
+def test_evaluation_between_steps_leaves_the_next_step_its_plan(profile: HardwareProfile) -> None:
+    job = make_job(adamw)
+    batch = torch.ones(8, 64)
+    with fit(job, profile, 3 * PARAMETER_BYTES // 2, mode="auto", min_offload_bytes=1 << 12) as room:
+        for index in range(STEPS):
+            with room.step():
+                job.step(index)
+            with torch.no_grad():
+                seen = job.model(batch)
+        assert room.journal().steps[-1].mode is Mode.PLANNED
+    with torch.no_grad():
+        assert torch.equal(seen, job.model(batch))
