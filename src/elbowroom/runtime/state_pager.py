@@ -93,7 +93,7 @@ class StatePager:
         self._lock = make_lock()  # never held while memory is requested: a thread that makes room takes it
         self._held: dict[Any, Any] = {}  # storages whose address the program knows, until the next step begins
         self._budget_bytes: int | None = None
-        self._first_bytes = 0
+        self._first_bytes: int | None = None  # state when the first step begins
         self._was_short = False
         self.is_active = False
         self.offloaded_bytes = 0
@@ -129,9 +129,10 @@ class StatePager:
         """Tell whether state may have to leave: gradients and optimizer state may be to come."""
         if self._was_short or self.is_active:
             return True
-        nbytes = sum(storage.nbytes() for storage in self._list_candidates())
-        self._first_bytes = self._first_bytes or nbytes
-        return max(nbytes, COMING * self._first_bytes) > budget_bytes // 2
+        if self._first_bytes is None:
+            self._first_bytes = sum(storage.nbytes() for storage in self._list_candidates())
+        # Between steps, little but state is live.
+        return max(self._ledger.live_bytes, COMING * self._first_bytes) > budget_bytes // 2
 
     def make_room(self, missing_bytes: int, *, spares_soon: bool = False) -> int:
         """Move state out of memory, what is used last first.
