@@ -38,6 +38,8 @@ class Ledger final : public c10::Allocator {
   // Count a storage that was there before: until it dies, or until its scope drops its inputs if it is one. Returns
   // whether it was not counted for this scope already.
   bool adopt(const c10::Storage& storage, Scope& scope, bool is_input);
+  // Has room made for a storage that is about to be adopted.
+  void make_room_for(const c10::Storage& storage, Scope& scope);
 
  private:
   Ledger();

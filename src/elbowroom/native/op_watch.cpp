@@ -8,6 +8,7 @@
 
 #include "ledger.h"
 #include "op_arguments.h"
+#include "state_storages.h"
 #include "watched_ops.h"
 
 namespace elbowroom {
@@ -139,7 +140,10 @@ RecordedOpPtr OpWatch::describe(
     made = elbowroom::describe(op, kind, arguments, count, *table_, device_, kept == kept_.end() ? nullptr : &kept->second, met);
   }
   if (scope_ != nullptr) {
-    for (const c10::Storage& storage : met) Ledger::get().adopt(storage, *scope_, true);
+    for (const c10::Storage& storage : met) {
+      if (StateTable::is_any_managed()) Ledger::get().make_room_for(storage, *scope_);
+      Ledger::get().adopt(storage, *scope_, true);
+    }
   }
   return made;
 }

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import torch
 
 from elbowroom.errors import Infeasible
@@ -23,6 +25,7 @@ class MemoryGuard:
         self._device = environment.device
         self._budget_bytes = environment.budget_bytes
         self._list_residents = environment.list_residents
+        self._thread = threading.get_ident()
         self._ledger = ledger
         self._pager = environment.pager
         self._counter = ledger if ledger.scope is None else ledger.scope  # on a CPU without a call of Python
@@ -62,7 +65,9 @@ class MemoryGuard:
 
     def _explain(self, missing_bytes: int, nbytes: int, what: str) -> Infeasible:
         """Return the error for an allocation: a lower bound, since what comes after it is not known."""
-        residents = [each for each in self._list_residents() if each.device.type == self._device.type]
+        is_own = threading.get_ident() == self._thread  # another thread must not look while this one changes them
+        listed = self._list_residents() if is_own else []
+        residents = [each for each in listed if each.device.type == self._device.type]
         storages = [each.untyped_storage() for each in residents if each.layout is torch.strided]
         here = [each for each in storages if self._pager is None or not self._pager.is_away(each)]
         blocks = {id(each): self._state.storages.round_up(each.nbytes()) for each in here}

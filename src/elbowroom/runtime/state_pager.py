@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import sys
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -85,6 +86,7 @@ class StatePager:
         self._lock = make_lock()  # never held while memory is requested: whoever makes room takes it
         self._held: dict[Any, Any] = {}  # what the program knows the address of, until the next step begins
         self._budget_bytes: int | None = None
+        self._thread = threading.get_ident()  # of the last step
         self._first_bytes = 0
         self._was_short = False
         self.is_active = False
@@ -102,6 +104,7 @@ class StatePager:
                 large, or an earlier step had too little room.
         """
         self._budget_bytes = budget_bytes
+        self._thread = threading.get_ident()
         self._release_held()
         missing_bytes = self._ledger.live_bytes - budget_bytes
         if self.is_active:
@@ -243,6 +246,11 @@ class StatePager:
         return chosen
 
     def _list_candidates(self) -> Iterator[torch.UntypedStorage]:
+        if threading.get_ident() != self._thread:
+            # The thread of the step may be changing what it holds just now.
+            known = [record.storage for record in self._table.list()]
+            yield from (each for each in known if each is not None and not is_shared(each))
+            return
         # In a first step, the parameters of the last layers are used last.
         for tensor in reversed(self._list_residents()):
             if tensor.device != self._device:
