@@ -186,7 +186,7 @@ class Room:
         try:
             self._cache.set_budget(budget_bytes)
         except Infeasible as error:
-            advise(error, self._job.model, self._job.optimizers)
+            advise(error, self._job.model, self._job.optimizers, moves_state=self._pager is not None)
             raise
 
     def journal(self) -> Journal:

@@ -44,6 +44,10 @@ class MemoryGuard:
         """Return how many of `nbytes` do not fit beside the live bytes; 0 or less if there is room for all."""
         return self._counter.live_bytes + nbytes - self._budget_bytes if self._state.phase.has_budget else 0
 
+    @property
+    def _refusal(self) -> str:
+        return "" if self._pager is None else self._pager.refusal
+
     def move_state(self, missing_bytes: int, *, spares_soon: bool = False) -> int:
         """Move model state out of memory. Return the bytes freed. For the arguments see `StatePager.make_room`."""
         return 0 if self._pager is None else self._pager.make_room(missing_bytes, spares_soon=spares_soon)
@@ -74,7 +78,7 @@ class MemoryGuard:
         state_bytes = sum(blocks.values())
         in_the_way = [
             ("the op's own results and workspace", nbytes),
-            ("parameters, gradients and optimizer state", state_bytes),
+            ("parameters, gradients and optimizer state that it uses or that do not leave", state_bytes),
         ]
         if stuck := self._state.stuck_bytes:
             in_the_way.append((f"what cannot leave since {self._state.refusal}", sum(stuck.values())))
@@ -85,6 +89,7 @@ class MemoryGuard:
             is_whole_step=False,
             in_the_way=tuple(in_the_way),
             state_bytes=state_bytes,
+            note="" if not self._refusal else f"Parameters, gradients or optimizer state stay, since {self._refusal}",
         )
         return note_evidence(error)
 

@@ -62,6 +62,7 @@ class StatePager:
     Attributes:
         is_active: whether ops are watched for their use of state. Otherwise all of it is in memory.
         reloaded_bytes, offloaded_bytes, dropped_bytes: moved so far; dropped without a copy, since one existed.
+        refusal: why state could not leave in the last step, if it could not; else "".
     """
 
     def __init__(
@@ -90,6 +91,7 @@ class StatePager:
         self._first_bytes = 0
         self._was_short = False
         self.is_active = False
+        self.refusal = ""
         self.offloaded_bytes = 0
         self.reloaded_bytes = 0
         self.dropped_bytes = 0
@@ -105,6 +107,7 @@ class StatePager:
         """
         self._budget_bytes = budget_bytes
         self._thread = threading.get_ident()
+        self.refusal = ""
         self._release_held()
         missing_bytes = self._ledger.live_bytes - budget_bytes
         if self.is_active:
@@ -178,6 +181,17 @@ class StatePager:
         if is_lasting:
             self._held.setdefault(record, use)
         return use
+
+    def _hold(self, tensors: Sequence[torch.Tensor]) -> list[Any]:
+        """Bring tensors back, and keep them as long as the result lives, if that leaves room for as much beside them.
+
+        Raises:
+            TierError, Infeasible: as for `restore`.
+        """
+        storages = [storage for each in tensors if (storage := get_plain_storage(each)) is not None]
+        if self._budget_bytes is None or 2 * sum(each.nbytes() for each in storages) > self._budget_bytes:
+            return []
+        return [self.hold_storage(each, is_written=False, is_lasting=False) for each in storages]
 
     def _release_held(self) -> None:
         for record in self._held:
@@ -271,14 +285,18 @@ class StatePager:
             try:
                 if record.is_written or record not in self._copies:
                     self._begin_copy(record, storage)
+                else:
+                    self.dropped_bytes += record.nbytes
                 begun.append(record)
             except TierError as error:
+                self.refusal = str(error)
                 logger.debug("%d bytes of state stay: %s", record.nbytes, error)
         for record in begun:
             try:
                 self._transfers.finish(self._copies[record])
             except TierError as error:
                 self._discard_copy(record)
+                self.refusal = str(error)
                 logger.warning("%d bytes of model state stay in memory: %s", record.nbytes, error)
                 continue
             if record.empty():
@@ -311,7 +329,9 @@ class StatePager:
         restore_before_access(self)
         for storage in self._list_candidates():
             self._table.add(storage)
-        self._grouped = [GroupedStep(each, self._find_group_bytes) for each in find_groupable(self._optimizers)]
+        self._grouped = [
+            GroupedStep(each, self._find_group_bytes, self._hold) for each in find_groupable(self._optimizers)
+        ]
 
     def _find_group_bytes(self) -> int | None:
         return None if self._budget_bytes is None else self._budget_bytes // GROUPS
