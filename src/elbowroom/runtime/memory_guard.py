@@ -64,10 +64,10 @@ class MemoryGuard:
         """
         actions = self._state.machine.feed(PressureRaised(missing_bytes, self._state.events))
         if not actions and not self.move_state(missing_bytes):
-            raise self._explain(missing_bytes, nbytes, what)
+            raise self.explain(missing_bytes, nbytes, what)
         return actions
 
-    def _explain(self, missing_bytes: int, nbytes: int, what: str) -> Infeasible:
+    def explain(self, missing_bytes: int, nbytes: int, what: str) -> Infeasible:
         """Return the error for an allocation: a lower bound, since what comes after it is not known."""
         is_own = threading.get_ident() == self._thread  # another thread must not look while this one changes them
         listed = self._list_residents() if is_own else []

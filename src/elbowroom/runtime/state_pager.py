@@ -131,6 +131,12 @@ class StatePager:
         self._first_bytes = self._first_bytes or nbytes
         return max(nbytes, COMING * self._first_bytes) > budget_bytes // 2
 
+    def make_room_between_steps(self, missing_bytes: int) -> None:
+        """Move state out of memory, `missing_bytes` if there are as many; what the next step uses last first."""
+        self._activate()
+        self._native.update_watching()
+        self.make_room(missing_bytes)
+
     def make_room(self, missing_bytes: int, *, spares_soon: bool = False) -> int:
         """Move state out of memory, what is used last first.
 
@@ -289,19 +295,22 @@ class StatePager:
                     self.dropped_bytes += record.nbytes
                 begun.append(record)
             except TierError as error:
-                self.refusal = str(error)
-                logger.debug("%d bytes of state stay: %s", record.nbytes, error)
+                self._note_refusal(record, error)
         for record in begun:
             try:
                 self._transfers.finish(self._copies[record])
             except TierError as error:
                 self._discard_copy(record)
-                self.refusal = str(error)
-                logger.warning("%d bytes of model state stay in memory: %s", record.nbytes, error)
+                self._note_refusal(record, error)
                 continue
             if record.empty():
                 freed_bytes += record.nbytes
         return freed_bytes
+
+    def _note_refusal(self, record: Any, error: TierError) -> None:
+        level = logging.DEBUG if self.refusal else logging.WARNING  # once a step
+        logger.log(level, "%d bytes of model state stay in memory: %s", record.nbytes, error)
+        self.refusal = str(error)
 
     def _begin_copy(self, record: Any, storage: torch.UntypedStorage) -> None:
         self._discard_copy(record)
