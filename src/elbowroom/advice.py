@@ -15,17 +15,25 @@ MOST_OF_IT = 0.5
 """Share of the needed bytes from which on the advice concerns parameters, gradients and optimizer state."""
 
 
-def advise(error: Infeasible, model: torch.nn.Module, optimizers: Sequence[Optimizer]) -> None:
-    """Add advice for this job to an error, unless it has advice already."""
+def advise(error: Infeasible, model: torch.nn.Module, optimizers: Sequence[Optimizer], *, moves_state: bool) -> None:
+    """Add advice for this job to an error, unless it has advice already.
+
+    Args:
+        moves_state: whether parameters, gradients and optimizer state may leave the device.
+    """
     if not error.advice:
-        error.advise(_find_advice(error, model, optimizers))
+        error.advise(_find_advice(error, model, optimizers, moves_state=moves_state))
 
 
-def _find_advice(error: Infeasible, model: torch.nn.Module, optimizers: Sequence[Optimizer]) -> Iterator[str]:
+def _find_advice(
+    error: Infeasible, model: torch.nn.Module, optimizers: Sequence[Optimizer], *, moves_state: bool
+) -> Iterator[str]:
     if error.state_bytes > MOST_OF_IT * error.needed_bytes:
+        where = "never leave the device" if error.is_whole_step else "cannot leave meanwhile"
+        where = where if moves_state else 'never leave the device with manages="activations"'
         yield (
-            f"Parameters, gradients and optimizer state take {format_bytes(error.state_bytes)} of this and never leave "
-            "the device: use an optimizer with less state, fewer trainable parameters or a smaller dtype."
+            f"Parameters, gradients and optimizer state take {format_bytes(error.state_bytes)} of this and {where}: "
+            "use an optimizer with less state, fewer trainable parameters or a smaller dtype."
         )
     if "_foreach_" in error.op or any(_is_foreach(each) for each in optimizers):
         yield (

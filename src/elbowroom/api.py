@@ -76,7 +76,7 @@ def fit(
     try:
         return Room(model, optimizers, budget_bytes, config, device=device, step=step, profile=profile)
     except Infeasible as error:
-        advise(error, model, optimizers)
+        advise(error, model, optimizers, moves_state=config.manages == "everything")
         raise
 
 

@@ -176,7 +176,7 @@ class Room:
             raise UsageError("set_budget() inside a step: call it before or after room.step()")
         budget_bytes = parse_budget(memory_budget, self._job.device)
         if self._pager is not None and (held_bytes := self._ledger.live_bytes) > budget_bytes:
-            self._pager.make_room(held_bytes - budget_bytes)
+            self._pager.make_room_between_steps(held_bytes - budget_bytes)
         held_bytes = self._ledger.live_bytes
         if held_bytes > budget_bytes:
             raise Infeasible(
@@ -186,7 +186,7 @@ class Room:
         try:
             self._cache.set_budget(budget_bytes)
         except Infeasible as error:
-            advise(error, self._job.model, self._job.optimizers)
+            advise(error, self._job.model, self._job.optimizers, moves_state=self._pager is not None)
             raise
 
     def journal(self) -> Journal:

@@ -90,7 +90,7 @@ class StepModes:
             # A notebook keeps the last traceback, whose frames would keep tensors alive.
             traceback.clear_frames(error.__traceback__)
             if isinstance(error, Infeasible):
-                advise(error, self._job.model, self._job.optimizers)
+                advise(error, self._job.model, self._job.optimizers, moves_state=self._pager is not None)
             if self._running is not None and (begun_as := self._running.expected) is not None:
                 self._cache.remove(begun_as)  # the next step is observed from its beginning
             raise

@@ -51,10 +51,18 @@ class GroupedStep:
     Args:
         optimizer: one that `is_per_parameter`.
         find_group_bytes: returns the bytes of parameters to update together; None to update all at once.
+        hold: brings tensors into memory, where they stay as long as the result lives, if there is room. So a tier that
+            fails does so before any of them is changed.
     """
 
-    def __init__(self, optimizer: Optimizer, find_group_bytes: Callable[[], int | None]) -> None:
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        find_group_bytes: Callable[[], int | None],
+        hold: Callable[[Sequence[torch.Tensor]], object],
+    ) -> None:
         self._optimizer = optimizer
+        self._hold = hold
         self._find_group_bytes = find_group_bytes
         self._before = vars(optimizer).get("step")  # of a learning-rate scheduler, for instance
         inner = optimizer.step
@@ -104,9 +112,20 @@ class GroupedStep:
             with self._restricted([[] for _ in whole]):  # so that the optimizer calls it, and updates nothing
                 result = step(call, **options)
         for slices in cut(self._optimizer, group_bytes):
+            held = self._hold(self._list_used(slices))
             with self._restricted(slices):
                 step(**options)
+            del held
         return result
+
+    def _list_used(self, slices: Slices) -> list[torch.Tensor]:
+        """List some parameters, their gradients and their state."""
+        used: list[torch.Tensor] = []
+        for parameter in itertools.chain.from_iterable(slices):
+            state = self._optimizer.state.get(parameter, {})
+            used += [parameter, *(each for each in state.values() if isinstance(each, torch.Tensor))]
+            used += [] if parameter.grad is None else [parameter.grad]
+        return used
 
     @contextlib.contextmanager
     def _restricted(self, slices: Slices) -> Iterator[None]:

@@ -167,6 +167,18 @@ void Ledger::close_scope(Scope& scope) {
 
 Scope* Ledger::enter(Scope* scope) { return std::exchange(current, scope); }
 
+void Ledger::make_room_for(const c10::Storage& storage, Scope& scope) {
+  void* address = storage.unsafeGetStorageImpl()->_mutable_data_ptr_no_checks().get();
+  if (address == nullptr || scope.has_external(storage)) return;
+  const auto owner = blocks_.find(address);
+  const bool is_counted =
+      owner.has_value() && (owner->scope == &scope || (owner->scope == nullptr && owner->epoch >= scope.epoch()));
+  if (is_counted) return;
+  const auto nbytes = static_cast<int64_t>(storage.nbytes());
+  scope.reserve(nbytes);
+  scope.remove(nbytes);
+}
+
 bool Ledger::adopt(const c10::Storage& storage, Scope& scope, bool is_input) {
   c10::StorageImpl* impl = storage.unsafeGetStorageImpl();
   void* address = impl->_mutable_data_ptr_no_checks().get();

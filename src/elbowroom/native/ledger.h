@@ -38,6 +38,8 @@ class Ledger final : public c10::Allocator {
   // Count a storage that was there before until it dies. Room is made for an input of a step as for an allocation, and it
   // counts until its scope drops its inputs. Returns whether the storage was not counted for this scope already.
   bool adopt(const c10::Storage& storage, Scope& scope, bool is_input);
+  // Has room made for a storage that is about to be adopted.
+  void make_room_for(const c10::Storage& storage, Scope& scope);
 
  private:
   Ledger();

@@ -8,6 +8,7 @@
 
 #include "ledger.h"
 #include "op_arguments.h"
+#include "state_storages.h"
 #include "watched_ops.h"
 
 namespace elbowroom {

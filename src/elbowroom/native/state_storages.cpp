@@ -32,10 +32,10 @@ Records& state_records() {
   return *made;
 }
 
-// Numbers of the ops that run now, of all threads, and of the latest one. With the mutex.
+// What ops use, of all threads. With the mutex.
 struct Ops {
-  std::vector<int64_t> running;
-  int64_t latest = 0;
+  std::vector<StateUse::Pins*> running;
+  std::vector<c10::weak_intrusive_ptr<c10::StorageImpl>> lasting;  // used by code that runs beside the program
 };
 
 Ops& state_ops() {
@@ -47,24 +47,25 @@ std::mutex& state_mutex() {
   static auto* made = [] {
     auto* mutex = new std::mutex;
     static std::mutex* self = mutex;
-    // The child has none of the other threads, and so none of their ops.
-    pthread_atfork([] { self->lock(); }, [] { self->unlock(); }, [] {
-      state_ops().running.clear();
-      self->unlock();
-    });
+    // The child has none of the other threads. What their ops use stays pinned there.
+    pthread_atfork([] { self->lock(); }, [] { self->unlock(); }, [] { self->unlock(); });
     return mutex;
   }();
   return *made;
 }
 
-// Whether an op goes on to use what it was given when it has returned. (The names of its kinds have a dot for "::".)
+// Whether an op goes on to use what it was given after it has returned. (The names of its kinds have a dot for "::".)
 bool is_asynchronous(const OpKind& op) { return op.name.starts_with("c10d.") || op.name.starts_with("_c10d_functional."); }
 
 // With the mutex.
-bool is_idle(const StateStorage& storage) {
-  if (storage.is_staying) return false;
-  const auto& running = state_ops().running;
-  return storage.pins == 0 && std::all_of(running.begin(), running.end(), [&](int64_t op) { return op > storage.birth; });
+bool is_idle(const StateStorage& storage) { return storage.pins == 0 && !storage.is_staying; }
+
+// With the mutex.
+void keep(const at::Tensor& tensor) {
+  if (find_storage(tensor) == nullptr) return;
+  auto& lasting = state_ops().lasting;
+  std::erase_if(lasting, [](const auto& each) { return each.expired(); });
+  lasting.push_back(tensor.storage().getWeakStorageImpl());
 }
 
 }  // namespace
@@ -139,7 +140,14 @@ StateStoragePtr StateTable::add(const c10::Storage& storage) {
     return record;
   }
   record = c10::make_intrusive<StateStorage>(storage, weak_from_this());
-  record->birth = state_ops().latest;
+  const auto is_it = [&](const auto& each) { return each._unsafe_get_target() == record->key; };
+  const Ops& ops = state_ops();
+  record->is_staying = std::any_of(ops.lasting.begin(), ops.lasting.end(), is_it);
+  for (StateUse::Pins* each : ops.running) {
+    if (std::find(each->used.begin(), each->used.end(), record->key) == each->used.end()) continue;
+    each->storages.push_back(record);
+    ++record->pins;
+  }
   ++managed;
   return record;
 }
@@ -199,92 +207,92 @@ void StateTable::begin_step() {
 }
 
 StateUse::Pins::~Pins() {
-  if (op < 0 && storages.empty()) return;
+  if (used.empty() && storages.empty()) return;
   const std::lock_guard<std::mutex> guard(state_mutex());
-  auto& running = state_ops().running;
-  const auto own = std::find(running.begin(), running.end(), op);
-  if (own != running.end()) running.erase(own);
+  std::erase(state_ops().running, this);
   for (const StateStoragePtr& each : storages) --each->pins;
 }
 
 StateUse::StateUse(const OpKind& op, const c10::IValue* arguments, size_t count, Kind kind) {
   if (!StateTable::is_any_managed()) return;
   const bool is_writing = op.may_write && kind != Kind::REPLAY;
-  const bool is_lasting = is_asynchronous(op);
   const Written written = is_writing ? list_written(op, arguments, count) : Written();
-  {
+  for (size_t i = 0; i < count; ++i) {
+    visit_tensors(arguments[i], [&](const at::Tensor& tensor) { use(tensor); });
+    if (arguments[i].isStorage()) pins_.used.push_back(arguments[i].toStorage().unsafeGetStorageImpl());
+  }
+  start(written);
+  if (is_asynchronous(op)) {
     const std::lock_guard<std::mutex> guard(state_mutex());
-    start();
-    for (const at::Tensor& tensor : written) pin(tensor, true);
-    for (size_t i = 0; i < count; ++i) {
-      visit_tensors(arguments[i], [&](const at::Tensor& tensor) { pin(tensor, false, is_lasting); });
-      if (arguments[i].isStorage()) pin(arguments[i].toStorage().unsafeGetStorageImpl(), false, false);
-    }
+    for (const StateStoragePtr& each : pins_.storages) each->is_staying = true;
+    for (size_t i = 0; i < count; ++i) visit_tensors(arguments[i], keep);
   }
   begin(kind);
 }
 
 StateUse::StateUse(at::TensorList read, at::TensorList written, Kind kind) {
   if (!StateTable::is_any_managed()) return;
-  {
-    const std::lock_guard<std::mutex> guard(state_mutex());
-    start();
-    for (const at::Tensor& tensor : written) pin(tensor, true);
-    for (const at::Tensor& tensor : read) pin(tensor, false);
-  }
+  for (const at::Tensor& tensor : read) use(tensor);
+  for (const at::Tensor& tensor : written) use(tensor);
+  start(written);
   begin(kind);
 }
 
 StateUse::StateUse(const StateStoragePtr& storage, bool is_written) {
   {
     const std::lock_guard<std::mutex> guard(state_mutex());
-    pin(storage, is_written);
+    if (is_written) storage->is_written = true;
+    pin(storage);
   }
   begin(Kind::OTHER);
 }
 
-// With the mutex.
-void StateUse::start() {
-  Ops& ops = state_ops();
-  pins_.op = ++ops.latest;
-  ops.running.push_back(pins_.op);
+void StateUse::use(const at::Tensor& tensor) {
+  const c10::StorageImpl* const storage = find_storage(tensor);
+  auto& used = pins_.used;
+  if (storage != nullptr && std::find(used.begin(), used.end(), storage) == used.end()) used.push_back(storage);
+}
+
+// Pins what the op uses, from now on also what a record is made of later.
+void StateUse::start(at::TensorList written) {
+  if (pins_.used.empty()) return;
+  const std::lock_guard<std::mutex> guard(state_mutex());
+  state_ops().running.push_back(&pins_);
+  const Records& records = state_records();
+  for (const c10::StorageImpl* each : pins_.used) {
+    const auto found = records.find(each);
+    if (found != records.end()) pin(found->second);
+  }
+  for (const at::Tensor& tensor : written) {
+    const auto found = records.find(find_storage(tensor));
+    if (found != records.end()) found->second->is_written = true;
+  }
 }
 
 // With the mutex.
-void StateUse::pin(const at::Tensor& tensor, bool is_written, bool is_staying) {
-  if (const c10::StorageImpl* const storage = find_storage(tensor)) pin(storage, is_written, is_staying);
-}
-
-// With the mutex.
-void StateUse::pin(const c10::StorageImpl* storage, bool is_written, bool is_staying) {
-  const auto found = state_records().find(storage);
-  if (found == state_records().end()) return;
-  pin(found->second, is_written);
-  if (is_staying) found->second->is_staying = true;
-}
-
-// With the mutex.
-void StateUse::pin(const StateStoragePtr& storage, bool is_written) {
-  if (is_written) storage->is_written = true;
-  if (std::find(pins_.storages.begin(), pins_.storages.end(), storage) != pins_.storages.end()) return;
+void StateUse::pin(const StateStoragePtr& storage) {
   pins_.storages.push_back(storage);
   ++storage->pins;
 }
 
 void StateUse::begin(Kind kind) {
-  if (pins_.storages.empty()) return;
-  const auto table = pins_.storages.front()->owner.lock();
-  if (table != nullptr && kind == Kind::STEP) {
-    const int64_t event = table->events_.fetch_add(1);
-    const int64_t now = table->clock_.fetch_add(1);
+  c10::SmallVector<StateStoragePtr, 4> away;
+  {
     const std::lock_guard<std::mutex> guard(state_mutex());
+    if (pins_.storages.empty()) return;
+    const auto table = pins_.storages.front()->owner.lock();
+    if (table == nullptr) return;
+    const bool is_event = kind == Kind::STEP;
+    const int64_t event = is_event ? table->events_.fetch_add(1) : -1;
+    const int64_t now = is_event ? table->clock_.fetch_add(1) : 0;
     for (const StateStoragePtr& each : pins_.storages) {
+      if (each->is_away) away.push_back(each);
+      if (!is_event) continue;
       each->last_use = now;
       each->uses.push_back(event);
     }
   }
-  for (const StateStoragePtr& each : pins_.storages) {
-    if (!each->is_away) continue;
+  for (const StateStoragePtr& each : away) {
     if (const auto owner = each->owner.lock()) owner->restore_(each);
   }
 }

@@ -30,7 +30,7 @@ class StateStorage final : public c10::intrusive_ptr_target {
   // Frees the memory, whose contents the caller has copied. Returns false, and does nothing, if an op may use the storage,
   // has written to it since `is_written` was cleared, or the storage is gone.
   bool empty();
-  // Whether no op uses the storage. Ops that began before the record was made are not known to use it, so they count.
+  // Whether no op uses the storage.
   bool is_idle() const;
   // Takes over the memory of another storage, which has none from then on.
   void refill(const c10::Storage& contents);
@@ -47,7 +47,6 @@ class StateStorage final : public c10::intrusive_ptr_target {
   std::atomic<bool> is_written{true};  // since it was copied
   std::atomic<int64_t> last_use{-1};   // event of all steps
   int64_t pins = 0;
-  int64_t birth = 0;  // number of the latest op at that time
   bool is_staying = false;  // code that runs beside the program may use it at any time
   std::vector<int64_t> uses, former_uses;  // events of this step, and of the one before
 };
@@ -115,20 +114,19 @@ class StateUse {
   StateUse(const StateUse&) = delete;
   StateUse& operator=(const StateUse&) = delete;
 
- private:
   struct Pins {
     Pins() = default;
     Pins(const Pins&) = delete;
     Pins& operator=(const Pins&) = delete;
     ~Pins();
     c10::SmallVector<StateStoragePtr, 4> storages;
-    int64_t op = -1;  // its number
+    c10::SmallVector<const c10::StorageImpl*, 8> used;  // by an op, whether there are records of them or not
   };
 
-  void start();
-  void pin(const at::Tensor& tensor, bool is_written, bool is_staying = false);
-  void pin(const c10::StorageImpl* storage, bool is_written, bool is_staying);
-  void pin(const StateStoragePtr& storage, bool is_written);
+ private:
+  void use(const at::Tensor& tensor);
+  void start(at::TensorList written);
+  void pin(const StateStoragePtr& storage);
   void begin(Kind kind);
 
   Pins pins_;

@@ -259,12 +259,16 @@ class ActionExecutor:
 
     def _make_room(self, nbytes: int, what: str) -> None:
         """Have storages leave until there is room for what comes back. A plan that has none for it is left."""
+        idle_rounds = 0
         while (missing_bytes := self._guard.count_missing(nbytes)) > 0:
+            if idle_rounds > len(self._storages.by_id):
+                raise self._guard.explain(missing_bytes, nbytes, what)  # what should leave cannot
             if self._guard.move_state(missing_bytes, spares_soon=True):
                 continue
             if self._state.phase.follows_plan:
                 self._state.saved_tensors.leave(f"there is no room for {what}")
             self.perform(self._guard.evict(missing_bytes, nbytes, what))
+            idle_rounds += self._guard.count_missing(nbytes) >= missing_bytes
 
     def _keep(self, saved: SavedStorage, why: str) -> bool:
         """Keep a storage that could not leave. Returns whether there is room: outside of a plan, others can leave."""

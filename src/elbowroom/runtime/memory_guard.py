@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import torch
 
 from elbowroom.errors import Infeasible
@@ -23,6 +25,7 @@ class MemoryGuard:
         self._device = environment.device
         self._budget_bytes = environment.budget_bytes
         self._list_residents = environment.list_residents
+        self._thread = threading.get_ident()
         self._ledger = ledger
         self._pager = environment.pager
         self._counter = ledger if ledger.scope is None else ledger.scope  # on a CPU without a call of Python
@@ -41,6 +44,10 @@ class MemoryGuard:
         """Return how many of `nbytes` do not fit beside the live bytes; 0 or less if there is room for all."""
         return self._counter.live_bytes + nbytes - self._budget_bytes if self._state.phase.has_budget else 0
 
+    @property
+    def _refusal(self) -> str:
+        return "" if self._pager is None else self._pager.refusal
+
     def move_state(self, missing_bytes: int, *, spares_soon: bool = False) -> int:
         """Move model state out of memory. Return the bytes freed. For the arguments see `StatePager.make_room`."""
         return 0 if self._pager is None else self._pager.make_room(missing_bytes, spares_soon=spares_soon)
@@ -57,19 +64,21 @@ class MemoryGuard:
         """
         actions = self._state.machine.feed(PressureRaised(missing_bytes, self._state.events))
         if not actions and not self.move_state(missing_bytes):
-            raise self._explain(missing_bytes, nbytes, what)
+            raise self.explain(missing_bytes, nbytes, what)
         return actions
 
-    def _explain(self, missing_bytes: int, nbytes: int, what: str) -> Infeasible:
+    def explain(self, missing_bytes: int, nbytes: int, what: str) -> Infeasible:
         """Return the error for an allocation: a lower bound, since what comes after it is not known."""
-        residents = [each for each in self._list_residents() if each.device.type == self._device.type]
+        is_own = threading.get_ident() == self._thread  # another thread must not look while this one changes them
+        listed = self._list_residents() if is_own else []
+        residents = [each for each in listed if each.device.type == self._device.type]
         storages = [each.untyped_storage() for each in residents if each.layout is torch.strided]
         here = [each for each in storages if self._pager is None or not self._pager.is_away(each)]
         blocks = {id(each): self._state.storages.round_up(each.nbytes()) for each in here}
         state_bytes = sum(blocks.values())
         in_the_way = [
             ("what the op asks for", nbytes),
-            ("parameters, gradients and optimizer state", state_bytes),
+            ("parameters, gradients and optimizer state that it uses or that do not leave", state_bytes),
         ]
         if stuck := self._state.stuck_bytes:
             in_the_way.append((f"what cannot leave since {self._state.refusal}", sum(stuck.values())))
@@ -80,6 +89,7 @@ class MemoryGuard:
             is_whole_step=False,
             in_the_way=tuple(in_the_way),
             state_bytes=state_bytes,
+            note="" if not self._refusal else f"Parameters, gradients or optimizer state stay, since {self._refusal}",
         )
         return note_evidence(error)
 

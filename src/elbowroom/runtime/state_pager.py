@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import sys
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -66,6 +67,7 @@ class StatePager:
     Attributes:
         is_active: whether ops are watched for their use of state. Otherwise all of it is in memory.
         reloaded_bytes, offloaded_bytes, dropped_bytes: moved so far; dropped without a copy, since one existed.
+        refusal: why state could not leave in the last step, if it could not; else "".
     """
 
     def __init__(
@@ -93,9 +95,11 @@ class StatePager:
         self._lock = make_lock()  # never held while memory is requested: a thread that makes room takes it
         self._held: dict[Any, Any] = {}  # storages whose address the program knows, until the next step begins
         self._budget_bytes: int | None = None
+        self._thread = threading.get_ident()  # of the last step
         self._first_bytes: int | None = None  # state when the first step begins
         self._was_short = False
         self.is_active = False
+        self.refusal = ""
         self.offloaded_bytes = 0
         self.reloaded_bytes = 0
         self.dropped_bytes = 0
@@ -110,6 +114,8 @@ class StatePager:
                 large, or an earlier step had too little room.
         """
         self._budget_bytes = budget_bytes
+        self._thread = threading.get_ident()
+        self.refusal = ""
         self._release_held()
         missing_bytes = self._ledger.live_bytes - budget_bytes
         if self.is_active:
@@ -133,6 +139,12 @@ class StatePager:
             self._first_bytes = sum(storage.nbytes() for storage in self._list_candidates())
         # Between steps, little but state is live.
         return max(self._ledger.live_bytes, COMING * self._first_bytes) > budget_bytes // 2
+
+    def make_room_between_steps(self, missing_bytes: int) -> None:
+        """Move state out of memory, `missing_bytes` if there are as many; what the next step uses last first."""
+        self._activate()
+        self._native.update_watching()
+        self.make_room(missing_bytes)
 
     def make_room(self, missing_bytes: int, *, spares_soon: bool = False) -> int:
         """Move state out of memory, what is used last first.
@@ -193,6 +205,9 @@ class StatePager:
         copy = None if record is None else self._copies.get(record)
         if record is None or copy is None or not record.is_away or record in self._arriving:
             return
+        missing_bytes = self._ledger.live_bytes + record.nbytes - (self._budget_bytes or 0)
+        if missing_bytes > 0 and self.make_room(missing_bytes, spares_soon=True) < missing_bytes:
+            return
         with contextlib.suppress(TierError, Infeasible):
             contents = self._reload(record, copy)
             with self._lock:
@@ -211,6 +226,17 @@ class StatePager:
         if is_lasting:
             self._held.setdefault(record, use)
         return use
+
+    def _hold(self, tensors: Sequence[torch.Tensor]) -> list[Any]:
+        """Bring tensors back, and keep them as long as the result lives, if that leaves room for as much beside them.
+
+        Raises:
+            TierError, Infeasible: as for `restore`.
+        """
+        storages = [storage for each in tensors if (storage := get_plain_storage(each)) is not None]
+        if self._budget_bytes is None or 2 * sum(each.nbytes() for each in storages) > self._budget_bytes:
+            return []
+        return [self.hold_storage(each, is_written=False, is_lasting=False) for each in storages]
 
     def _release_held(self) -> None:
         for record in self._held:
@@ -279,6 +305,11 @@ class StatePager:
         return chosen
 
     def _list_candidates(self) -> Iterator[torch.UntypedStorage]:
+        if threading.get_ident() != self._thread:
+            # The thread of the step may be changing what it holds just now.
+            known = [record.storage for record in self._table.list()]
+            yield from (each for each in known if each is not None and not is_shared(each))
+            return
         # In a first step, the parameters of the last layers are used last.
         for tensor in reversed(self._list_residents()):
             if tensor.device != self._device:
@@ -299,15 +330,17 @@ class StatePager:
             try:
                 if record.is_written or record not in self._copies:
                     self._begin_copy(record, storage)
+                else:
+                    self.dropped_bytes += record.nbytes
                 begun.append(record)
             except TierError as error:
-                logger.debug("%d bytes of state stay: %s", record.nbytes, error)
+                self._note_refusal(record, error)
         for record in begun:
             try:
                 self._transfers.finish(self._copies[record])
             except TierError as error:
                 self._discard_copy(record)
-                logger.warning("%d bytes of model state stay in memory: %s", record.nbytes, error)
+                self._note_refusal(record, error)
                 continue
             if record.empty():
                 freed_bytes += record.nbytes
@@ -329,6 +362,10 @@ class StatePager:
                 self._transfers.finish(self._copies[record])
             freed_bytes += record.nbytes
         return freed_bytes
+    def _note_refusal(self, record: Any, error: TierError) -> None:
+        level = logging.DEBUG if self.refusal else logging.WARNING  # once a step
+        logger.log(level, "%d bytes of model state stay in memory: %s", record.nbytes, error)
+        self.refusal = str(error)
 
     def _begin_copy(self, record: Any, storage: torch.UntypedStorage) -> None:
         self._discard_copy(record)
@@ -356,7 +393,9 @@ class StatePager:
         restore_before_access(self)
         for storage in self._list_candidates():
             self._table.add(storage)
-        self._grouped = [GroupedStep(each, self._find_group_bytes) for each in find_groupable(self._optimizers)]
+        self._grouped = [
+            GroupedStep(each, self._find_group_bytes, self._hold) for each in find_groupable(self._optimizers)
+        ]
 
     def _find_group_bytes(self) -> int | None:
         return None if self._budget_bytes is None else self._budget_bytes // GROUPS

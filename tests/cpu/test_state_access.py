@@ -1,0 +1,501 @@
+"""Whatever a program does with model state that has left memory finds the right contents, or raises a clear error."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import functools
+import io
+import os
+import pathlib
+import pickle
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from elbowroom.errors import TierError
+from elbowroom.hooks.storage_ids import get_address
+from elbowroom.ir.hardware import HardwareProfile
+from elbowroom.room import Room
+from tests.state_jobs import (
+    BUDGET,
+    PARAMETER_BYTES,
+    WIDTH,
+    StateJob,
+    adamw,
+    assert_same,
+    assert_trains_the_same,
+    fit,
+    get_pager,
+    list_tensors,
+    make_batch,
+    make_job,
+    make_model,
+    run_plain,
+)
+
+EVERYTHING = 1 << 40
+
+
+@dataclasses.dataclass
+class Away:
+    """A job after two steps, and its plain twin; all of its state that may leave has left.
+
+    Attributes:
+        other: a job of the same shapes.
+        parameter, twin: a weight that is away, and the same of the plain job.
+    """
+
+    job: StateJob
+    plain: StateJob
+    other: StateJob
+    room: Room
+
+    @property
+    def parameter(self) -> nn.Parameter:
+        return find_weight(self.job)
+
+    @property
+    def twin(self) -> nn.Parameter:
+        return find_weight(self.plain)
+
+    def empty(self) -> None:
+        get_pager(self.room).make_room(EVERYTHING)
+        assert get_pager(self.room).is_away(self.parameter.untyped_storage())
+
+    def train_on(self) -> None:
+        """Go on with both, which have to stay the same."""
+        for index in range(2, 4):
+            with self.room.step():
+                self.job.step(index)
+        self.room.detach()
+        for index in range(2, 4):
+            self.plain.step(index)  # its memory would count for the room
+        assert_same(list_tensors(self.job), list_tensors(self.plain))
+
+
+def find_weight(job: StateJob) -> nn.Parameter:
+    return list(job.model.parameters())[4]
+
+
+@pytest.fixture
+def away(profile: HardwareProfile) -> Iterator[Away]:
+    job, plain, other = make_job(adamw), make_job(adamw), make_job(adamw)
+    for index in range(2):
+        plain.step(index)  # before there is a room, for which it would count
+        other.step(index + 9)
+    with fit(job, profile) as room:
+        for index in range(2):
+            with room.step():
+                job.step(index)
+        made = Away(job, plain, other, room)
+        made.empty()
+        yield made
+
+
+def save(what: Any, **options: Any) -> Any:
+    file = io.BytesIO()
+    torch.save(what, file, **options)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+def as_numbers(value: Any) -> torch.Tensor:
+    return torch.as_tensor(value)
+
+
+READS: dict[str, Callable[[nn.Parameter], Any]] = {
+    "print": lambda weight: repr(weight),
+    "str": lambda weight: f"{weight.detach()}",
+    "item": lambda weight: weight[3, 5].item(),
+    "equal": lambda weight: torch.equal(weight, weight.detach().clone()),
+    "tolist": lambda weight: weight.tolist(),
+    "numpy": lambda weight: as_numbers(weight.detach().numpy()),
+    "asarray": lambda weight: as_numbers(np.asarray(weight.detach())),
+    "dlpack": lambda weight: torch.from_dlpack(weight.detach()).clone(),
+    "numpy's dlpack": lambda weight: as_numbers(np.array(np.from_dlpack(weight.detach()))),
+    "capsule": lambda weight: torch.utils.dlpack.from_dlpack(torch.utils.dlpack.to_dlpack(weight.detach())).clone(),
+    "deepcopy": lambda weight: copy.deepcopy(weight).detach(),
+    "pickle": lambda weight: pickle.loads(pickle.dumps(weight)).detach(),
+    "save": lambda weight: save(weight).detach(),
+    "old save": lambda weight: save(weight, _use_new_zipfile_serialization=False).detach(),
+    "storage": lambda weight: weight.untyped_storage().tolist(),
+    "typed storage": lambda weight: weight.detach()._typed_storage().tolist(),
+    "storage item": lambda weight: weight.untyped_storage()[7],
+    "storage slice": lambda weight: bytes(weight.untyped_storage()[4:20].tolist()),
+    "storage copy": lambda weight: weight.untyped_storage().clone().tolist(),
+    "storage in another dtype": lambda weight: weight.untyped_storage().byte().tolist(),
+    "set_": lambda weight: torch.empty(0).set_(weight.untyped_storage()).clone(),
+    "iterate": lambda weight: [row.sum().item() for row in weight],
+    "to": lambda weight: weight.to(torch.bfloat16).detach(),
+    "compute": lambda weight: (weight + 1).sum().detach(),
+    "vmap": lambda weight: torch.vmap(lambda row: row.sin())(weight).detach(),
+    "conj": lambda weight: torch.view_as_complex(weight.detach().view(-1, 2)).conj().clone(),
+    "inference": lambda weight: torch.inference_mode()(lambda: weight * 2)().clone(),
+    "script": lambda weight: torch.jit.trace(lambda x: x.relu() * 2, (torch.zeros(2, 2),))(weight).detach(),
+}
+
+
+@pytest.mark.parametrize("how", READS)
+def test_reads(how: str, away: Away) -> None:
+    found, expected = READS[how](away.parameter), READS[how](away.twin)
+    assert torch.equal(found, expected) if isinstance(expected, torch.Tensor) else found == expected
+    away.train_on()
+
+
+def write_numpy(weight: nn.Parameter) -> None:
+    weight.detach().numpy()[2, 3] = 7
+
+
+def write_address(weight: nn.Parameter) -> None:
+    import ctypes
+
+    ctypes.memset(weight.data_ptr(), 0, 128)
+
+
+def assign_half(weight: nn.Parameter) -> None:
+    weight.data = weight.detach()[:, :] * 2
+
+
+WRITES: dict[str, Callable[[nn.Parameter], Any]] = {
+    "numpy": write_numpy,
+    "dlpack": lambda weight: torch.from_dlpack(weight.detach()).fill_(0.5),
+    "address": write_address,
+    "data": assign_half,
+    "data.copy_": lambda weight: weight.data.copy_(torch.ones(WIDTH, WIDTH)),
+    "no_grad": lambda weight: torch.no_grad()(lambda: weight.mul_(0.5))(),
+    "setitem": lambda weight: weight.data.__setitem__((1, 2), 5.0),
+    "init": lambda weight: nn.init.zeros_(weight),
+    "storage fill_": lambda weight: weight.untyped_storage().fill_(0),
+    "storage copy_": lambda weight: weight.untyped_storage().copy_(torch.ones(WIDTH, WIDTH).untyped_storage()),
+    "storage setitem": lambda weight: weight.untyped_storage().__setitem__(3, 0),
+    "apply_": lambda weight: weight.detach().apply_(lambda number: number / 2),
+    "map_": lambda weight: weight.detach().map_(torch.ones(WIDTH, WIDTH), lambda one, other: one - other),
+    "share_memory_": lambda weight: weight.share_memory_(),
+    "grad": lambda weight: setattr(weight, "grad", torch.full_like(weight, 0.5)),
+    "foreach": lambda weight: torch._foreach_mul_([weight.data], 0.5),
+    "resize_": lambda weight: weight.data.resize_(WIDTH, WIDTH // 2).resize_(WIDTH, WIDTH),
+}
+
+
+@pytest.mark.parametrize("how", WRITES)
+def test_writes(how: str, away: Away) -> None:
+    """They are not lost, also if the memory leaves again right after them."""
+    WRITES[how](away.parameter)
+    WRITES[how](away.twin)
+    get_pager(away.room).make_room(EVERYTHING)
+    assert torch.equal(away.parameter, away.twin)
+    away.train_on()
+
+
+def test_what_numpy_has_stays(away: Away) -> None:
+    array = away.parameter.detach().numpy()
+    for index in range(2, 4):
+        get_pager(away.room).make_room(EVERYTHING)
+        array[0, index] = index
+        with torch.no_grad():
+            away.twin[0, index] = index
+        assert torch.equal(away.parameter, away.twin)
+    away.train_on()
+    assert np.array_equal(array, away.twin.detach().numpy())
+
+
+def test_an_address_is_good_until_the_next_step(away: Away) -> None:
+    """Addresses are all different, as programs expect that look for shared memory."""
+    addresses = [each.data_ptr() for each in away.job.model.parameters()]
+    assert len(set(addresses)) == len(addresses)
+    get_pager(away.room).make_room(EVERYTHING)
+    assert addresses == [each.data_ptr() for each in away.job.model.parameters()]
+    away.train_on()
+
+
+def test_state_dicts(away: Away) -> None:
+    found, expected = away.job.model.state_dict(), away.plain.model.state_dict()
+    assert_same(found, expected)  # type: ignore[arg-type]
+    for ours, theirs in zip(away.job.optimizers, away.plain.optimizers, strict=True):
+        away.empty()
+        left, right = ours.state_dict(), theirs.state_dict()
+        for position, state in right["state"].items():
+            assert_same(left["state"][position], state)
+    away.train_on()
+
+
+def test_loaded_state_dicts(away: Away) -> None:
+    other = away.other
+    for job in (away.job, away.plain):
+        job.model.load_state_dict(other.model.state_dict())
+        job.optimizers[0].load_state_dict(copy.deepcopy(other.optimizers[0].state_dict()))
+    with pytest.raises(RuntimeError, match="size mismatch"):
+        away.job.model.load_state_dict({name: each[:2] for name, each in other.model.state_dict().items()})
+    for job in (away.job, away.plain):
+        job.model.load_state_dict({name: each + 1 for name, each in other.model.state_dict().items()}, assign=True)
+    assert_same(list_tensors(away.job), list_tensors(away.plain))
+
+
+@pytest.mark.parametrize("is_new", [True, False])
+def test_files_have_everything_and_saving_holds_the_budget(is_new: bool, away: Away, tmp_path: pathlib.Path) -> None:
+    room, file = away.room, tmp_path / "state.pt"
+    away.job.model.register_buffer("counts", torch.arange(WIDTH * WIDTH))  # of another dtype, in memory that was used
+    away.plain.model.register_buffer("counts", torch.arange(WIDTH * WIDTH))
+    room._ledger.take_recent_peak()
+    torch.save(
+        {"model": away.job.model.state_dict(), "optimizer": away.job.optimizers[0].state_dict()}, file,
+        _use_new_zipfile_serialization=is_new,
+    )  # fmt: skip
+    assert room._ledger.take_recent_peak() <= BUDGET + WIDTH * WIDTH * 8
+    found = torch.load(file)
+    assert_same(found["model"], away.plain.model.state_dict())  # type: ignore[arg-type]
+    for position, state in away.plain.optimizers[0].state_dict()["state"].items():
+        assert_same(found["optimizer"]["state"][position], state)
+    del found
+    away.train_on()
+
+
+def test_copies_of_models(away: Away) -> None:
+    copied = copy.deepcopy(away.job.model)
+    assert_same(copied.state_dict(), away.plain.model.state_dict())  # type: ignore[arg-type]
+    away.empty()
+    both = copy.deepcopy((away.job.model, away.job.optimizers[0]))
+    assert_same(list_tensors(StateJob(both[0], [both[1]], away.job.step)), list_tensors(away.plain))
+    del copied, both
+    away.train_on()
+
+
+def test_evaluation_and_generation_between_steps(away: Away) -> None:
+    with torch.no_grad():
+        for index in range(3):
+            assert torch.equal(away.job.model(make_batch(index)), away.plain.model(make_batch(index)))
+    with torch.inference_mode():
+        x = y = make_batch(7)
+        for _ in range(3):
+            x, y = away.job.model(x), away.plain.model(y)
+        assert torch.equal(x, y)
+    away.train_on()
+
+
+def test_another_dtype(profile: HardwareProfile) -> None:
+    def make() -> StateJob:
+        job = make_job(functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9))
+        model, (optimizer,) = job.model, job.optimizers
+
+        def step(index: int) -> torch.Tensor:
+            if index == 2:
+                model.to(torch.float64)
+                optimizer.load_state_dict(optimizer.state_dict())
+            loss = model(make_batch(index).to(next(model.parameters()).dtype)).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss.detach()
+
+        return dataclasses.replace(job, step=step)
+
+    assert_trains_the_same(make, profile, 4 * PARAMETER_BYTES)
+
+
+def test_parameters_that_come_and_go(profile: HardwareProfile) -> None:
+    def make() -> StateJob:
+        job = make_job(adamw)
+        model, optimizer, step = job.model, job.optimizers[0], job.step
+        assert isinstance(model, nn.Sequential)
+
+        def step_and_change(index: int) -> torch.Tensor:
+            if index == 1:
+                torch.manual_seed(index)
+                model.append(nn.Linear(WIDTH, WIDTH))
+                optimizer.add_param_group({"params": model[-1].parameters(), "lr": 1e-3})
+            if index == 2:
+                old, new = model[0][0].weight, nn.Parameter(model[0][0].weight.detach() * 0.5)
+                model[0][0].weight = new
+                group = optimizer.param_groups[0]["params"]
+                group[[each is old for each in group].index(True)] = new
+                optimizer.state[new] = optimizer.state.pop(old)
+            if index == 3:
+                del model[4]
+            return step(index)
+
+        return dataclasses.replace(job, step=step_and_change)
+
+    assert_trains_the_same(make, profile)
+
+
+def run_in_thread(call: Callable[[], Any]) -> Any:
+    found: list[Any] = []
+
+    def run() -> None:
+        try:
+            found.append(call())
+        except BaseException as error:
+            found.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join(60)
+    return found[0]
+
+
+def test_other_threads(away: Away) -> None:
+    weight, twin = away.parameter, away.twin
+    x = make_batch(0)
+    with torch.no_grad():
+        assert torch.equal(run_in_thread(lambda: weight.detach() + 1), twin + 1)
+        away.empty()
+        assert run_in_thread(lambda: weight.tolist()) == twin.tolist()
+        away.empty()
+        assert torch.equal(run_in_thread(lambda: torch.no_grad()(away.job.model)(x)), away.plain.model(x))
+        away.empty()
+        for each in (weight, twin):
+            run_in_thread(lambda each=each: each.data.mul_(2))
+        get_pager(away.room).make_room(EVERYTHING)
+        assert torch.equal(weight, twin)
+    away.train_on()
+
+
+def test_threads_that_compute_while_state_leaves_and_returns(profile: HardwareProfile) -> None:
+    """A frozen part of the model is read by other threads all the time."""
+    job = make_job(adamw, nn.Sequential(make_model(), *make_model()))
+    frozen = job.model[0].requires_grad_(False)
+    x = make_batch(0, 64)
+    with torch.no_grad():
+        expected = frozen(x)
+    wrong: list[Any] = []
+    is_over = threading.Event()
+
+    def read() -> None:
+        try:
+            while not is_over.is_set():
+                with torch.no_grad():
+                    if not torch.equal(frozen(x), expected):
+                        wrong.append("other contents")
+        except BaseException as error:
+            wrong.append(error)
+
+    with fit(job, profile, 3 * PARAMETER_BYTES // 2) as room:
+        with room.step():
+            job.step(0)
+        threads = [threading.Thread(target=read) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+        try:
+            for index in range(1, 12):
+                with room.step():
+                    job.step(index)
+        finally:
+            is_over.set()
+            for thread in threads:
+                thread.join(60)
+        assert not wrong
+        assert get_pager(room).reloaded_bytes > 12 * PARAMETER_BYTES
+        found = list_tensors(job)
+    plain = make_job(adamw, nn.Sequential(make_model(), *make_model()))
+    plain.model[0].requires_grad_(False)
+    for index in range(12):
+        plain.step(index)
+    assert_same(found, list_tensors(plain))
+
+
+def fork_and(call: Callable[[], Any]) -> str:
+    """Return what a forked process finds, as text."""
+    reads, writes = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            text = str(call())
+        except BaseException as error:
+            text = f"{type(error).__name__}: {error}"
+        os.write(writes, text.encode())
+        os._exit(0)
+    os.close(writes)
+    with os.fdopen(reads) as file:
+        text = file.read()
+    os.waitpid(pid, 0)
+    return text
+
+
+def test_forked_processes(away: Away) -> None:
+    weight, twin = away.parameter, away.twin
+    assert "before this process was forked" in fork_and(lambda: weight.detach().sum().item())
+    assert "before this process was forked" in fork_and(weight.tolist)
+    assert "before this process was forked" in fork_and(away.room.detach)
+    weight.sum()
+    assert fork_and(lambda: weight.sum().item()) == str(twin.sum().item())
+    away.train_on()
+
+
+def test_forks_while_other_threads_compute(away: Away) -> None:
+    is_over = threading.Event()
+
+    def read() -> None:
+        while not is_over.is_set():
+            away.parameter.detach().sum()
+
+    thread = threading.Thread(target=read)
+    thread.start()
+    try:
+        for _ in range(20):
+            assert fork_and(lambda: (torch.ones(3) * 2).sum().item()) == "6.0"
+    finally:
+        is_over.set()
+        thread.join()
+    away.train_on()
+
+
+class Numbers(torch.utils.data.Dataset[torch.Tensor]):
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return make_batch(index)
+
+
+def test_workers_of_data_loaders(away: Away) -> None:
+    loader = torch.utils.data.DataLoader(Numbers(), batch_size=None, num_workers=2, multiprocessing_context="fork")
+    for index, batch in enumerate(loader):
+        with away.room.step():
+            loss = away.job.model(batch).square().mean()
+            loss.backward()
+            away.job.optimizers[0].step()
+            away.job.optimizers[0].zero_grad()
+    away.room.detach()
+    for index in range(4):
+        away.plain.step(index)
+    assert_same(list_tensors(away.job), list_tensors(away.plain))
+
+
+def test_ops_that_go_on_after_they_return(away: Away, tmp_path: pathlib.Path) -> None:
+    """What another thread of a process group works on stays in memory."""
+    distributed = torch.distributed
+    distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/group", rank=0, world_size=1)
+    try:
+        work = distributed.all_reduce(away.parameter.data, async_op=True)
+        assert get_pager(away.room).make_room(EVERYTHING) >= 0
+        assert not get_pager(away.room).is_away(away.parameter.untyped_storage())
+        work.wait()
+    finally:
+        distributed.destroy_process_group()
+    assert torch.equal(away.parameter, away.twin)
+
+
+def test_ops_in_python_that_use_state_beside_their_arguments(away: Away) -> None:
+    with torch.library._scoped_library("elbowroom_tests", "FRAGMENT") as library:
+        library.define("scaled(Tensor x) -> Tensor")
+        library.impl("scaled", lambda x: x * away.parameter.detach(), "CPU")
+        found = torch.ops.elbowroom_tests.scaled(torch.ones(WIDTH, WIDTH))
+    assert torch.equal(found, away.twin)
+
+
+SWEEP = """
+import sys, warnings, torch
+from tests.cpu.test_state_access import call_each
+warnings.simplefilter("ignore")
+call_each(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))
+"""
+
+UNSAFE = {"_free_weak_ref", "_weak_ref", "_crash"}
