@@ -137,7 +137,7 @@ def compare_with_splits(options: argparse.Namespace) -> bool:
             results.append({**key, **seconds})
             save_results(options.output, results)
     cells = [cell for cell in results if cell["part"] == "split"]
-    wins = [wins_over_split(cell) for cell in cells]
+    wins = [wins_over_split(cell) for cell in cells if any(cell[name] for name in NAMES)]
     for cell in cells:
         shown = [f"{cell[name] / cell['plain_seconds']:.3f}" if cell[name] else "no plan" for name in NAMES]
         print(f"{cell['model']:14} {cell['share']:.0%} of the plain peak: joint {shown[0]}, best split {shown[1]}")
