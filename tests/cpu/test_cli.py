@@ -229,6 +229,16 @@ def test_plan(files: pathlib.Path) -> None:
     assert found["slowdown"] >= 1 and found["planning_seconds"] > 0
     made = elbowroom.load(Plan, files / "plan.json")
     assert made.budget_bytes == found["budget_bytes"]
+    tight = (
+        "--budget",
+        str(found["smallest_budget_bytes"] - 1),
+        "--manages",
+        "everything",
+        "--strategy",
+        "auto:effort=0.02",
+    )
+    found = document("plan", files / "trace.json.gz", *tight, *hardware)
+    assert found["forecast_peak_bytes"] <= found["budget_bytes"] and found["state_reloaded_bytes"] > 0
 
 
 def test_plan_of_a_spec_for_a_card_that_is_not_here() -> None:

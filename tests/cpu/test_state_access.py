@@ -9,8 +9,6 @@ import io
 import os
 import pathlib
 import pickle
-import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -20,8 +18,6 @@ import pytest
 import torch
 from torch import nn
 
-from elbowroom.errors import TierError
-from elbowroom.hooks.storage_ids import get_address
 from elbowroom.ir.hardware import HardwareProfile
 from elbowroom.room import Room
 from tests.state_jobs import (
@@ -38,7 +34,6 @@ from tests.state_jobs import (
     make_batch,
     make_job,
     make_model,
-    run_plain,
 )
 
 EVERYTHING = 1 << 40

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from elbowroom.errors import Infeasible, TierError, TransferFailed
+from elbowroom.errors import Infeasible, TransferFailed
 from elbowroom.ir.hardware import HardwareProfile
 from elbowroom.tiers.disk import SpillFile
 from tests.state_jobs import (
@@ -70,9 +70,13 @@ def fail_after_update(job: StateJob) -> Callable[[], None]:
 
 
 @pytest.mark.parametrize(
-    ("fail_in", "steps"), [(fail_forward, 2), (fail_backward, 2), (fail_after_update, 3)], ids=["forward", "backward", "update"]
+    ("fail_in", "steps"),
+    [(fail_forward, 2), (fail_backward, 2), (fail_after_update, 3)],
+    ids=["forward", "backward", "update"],
 )
-def test_an_error_in_a_step(fail_in: Callable[[StateJob], Callable[[], None]], steps: int, profile: HardwareProfile) -> None:
+def test_an_error_in_a_step(
+    fail_in: Callable[[StateJob], Callable[[], None]], steps: int, profile: HardwareProfile
+) -> None:
     states = list_states(3)
     job = make_job(adamw)
     with fit(job, profile) as room:

@@ -32,7 +32,7 @@ def try_plan(trace: Trace, costs: Costs, budget_bytes: int, manages: Manages, st
 
 
 @given(cyclic_steps(), some.floats(0.0, 1.0))
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=15, deadline=None)
 def test_state_that_may_move_makes_no_step_slower_and_no_budget_impossible(
     step: tuple[Trace, Costs], share: float
 ) -> None:

@@ -362,6 +362,7 @@ class StatePager:
                 self._transfers.finish(self._copies[record])
             freed_bytes += record.nbytes
         return freed_bytes
+
     def _note_refusal(self, record: Any, error: TierError) -> None:
         level = logging.DEBUG if self.refusal else logging.WARNING  # once a step
         logger.log(level, "%d bytes of model state stay in memory: %s", record.nbytes, error)

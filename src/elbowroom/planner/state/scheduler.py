@@ -49,7 +49,7 @@ class StateScheduler:
             storage: frozenset(write.tick for write in self._trace.writes[storage]) for storage in self._trace.state
         }
 
-    def schedule(self, excess: Curve, pins: Pins | None = None, exposed: float = EXPOSED) -> tuple[Decision, ...]:
+    def schedule(self, excess: Curve, pins: Pins | None = None, *, exposed: float = EXPOSED) -> tuple[Decision, ...]:
         """Return moves after which no excess is left, or as little as possible.
 
         Args:
@@ -60,8 +60,8 @@ class StateScheduler:
         Cost: linear in the ticks of all gaps.
         """
         excess = np.array(excess)
-        windows = {each.key: each for each in list_windows(self._replay, self._cycle, self._min_bytes, pins or {})}
-        chosen = self._choose(excess, windows, exposed)
+        windows = list_windows(self._replay, self._cycle, self._min_bytes, pins or {})
+        chosen = self._choose(excess, {each.key: each for each in windows}, exposed)
         return self._set_ticks(excess, chosen)
 
     def move_all(self) -> tuple[Decision, ...]:

@@ -7,8 +7,8 @@
 For a share of 0, state leaves only where activations at their lowest do not fit; for a share of 1, state makes room for
 all activations. The state's moves are chosen for a share (`scheduler`) and written into the trace (`residence`), and
 the activations are planned beside them. Then the state's moves are chosen once more, for the memory that this plan
-leaves. A replay may read state that would be away: then that state comes back before the replay. The simulator judges
-the whole.
+leaves. A replay may read state that would be away: then that state comes back before the replay. Shares are tried with
+little effort; beside the best state, the activations are planned with full effort. The simulator judges the whole.
 
 The plan that keeps all state on the device is a candidate, so no plan is slower than that of the activations alone. So
 is the plan with the lowest peak, so every budget from there on has a plan.
@@ -36,15 +36,22 @@ from elbowroom.planner.problem import Problem, make_lowest, pose
 from elbowroom.planner.searching.choice_search import Moves
 from elbowroom.planner.state.residence import fix_state
 from elbowroom.planner.state.scheduler import EXPOSED, StateScheduler
+from elbowroom.planner.state.windows import Curve
 
 SHARES = (0.0, 0.1, 0.25, 0.5, 1.0)
 """Shares to try: from the middle one towards the better side, and then between the best one and its neighbours."""
+
+FINE_SHARES = (0.05, 0.15, 0.2, 0.3, 0.4, 0.75)
+"""Further shares for traces with at most `FEW_EVENTS` saves and needs, where a share costs little."""
+
+FEW_EVENTS = 300
+"""Saves and needs, with the ends of claims."""
 
 NEGLIGIBLE = 1.002
 """A step that takes at most this multiple of the plain one is fast enough."""
 
 NEAR = 1.03
-"""A share is planned with full effort if the step takes at most this multiple of the fastest one so far."""
+"""The best share's activations are planned with full effort if its step takes at most this multiple of the fastest."""
 
 QUICK = 0.1
 """Effort for trying a share, as a multiple of the full one."""
@@ -113,8 +120,7 @@ class _ShareSearch:
         self._trace = self._replay.trace
         self._scheduler = StateScheduler(self._replay, problem.drafter.min_bytes, problem.host_bytes)
         self._resident = self._pose(())
-        self._pins: dict[float, Pins] = {}
-        self._tried = set[tuple[tuple[Decision, ...], bool]]()
+        self._tried: set[tuple[Decision, ...]] = {()}  # the plan that keeps all state comes first
         self._highest = np.array(self._resident.plain.live_bytes, dtype=np.int64)
         self._lowest = np.array(self._resident.floor.live_bytes, dtype=np.int64)
 
@@ -124,28 +130,24 @@ class _ShareSearch:
         if resident is not None and self._is_fast(resident):
             return resident
         found = self._try_shares()
-        fastest = _find_fastest([*found.values(), resident])
-        if fastest is None or not found:
+        best = _find_fastest(found)
+        fastest = _find_fastest([best, resident])
+        if best is None or fastest is None or self._is_fast(fastest) or best.seconds > NEAR * fastest.seconds:
             return fastest
-        share = min(found, key=lambda share: (found[share].seconds, share))
-        full = None
-        if not self._is_fast(fastest) and found[share].seconds <= NEAR * fastest.seconds:
-            full = self._plan_share(share, is_quick=False)
-        return _find_fastest([fastest, full])
+        return _find_fastest([fastest, self._plan_around(best.plan)])
 
-    def _try_shares(self) -> dict[float, JointPlan]:
+    def _try_shares(self) -> list[JointPlan]:
         """Plan several shares with little effort, until a step is fast enough; the time has one minimum, or nearly."""
-        found: dict[float, JointPlan] = {}
+        found: list[JointPlan] = []
+        seconds: dict[float, float] = {}
 
         def rate(share: float) -> float:
-            if share not in seconds and not any(map(self._is_fast, found.values())):
-                made = self._plan_share(share, is_quick=True)
+            if share not in seconds and not any(map(self._is_fast, found)):
+                made = self._plan_share(share)
                 seconds[share] = np.inf if made is None else made.seconds
-                if made is not None:
-                    found[share] = made
+                found.extend([] if made is None else [made])
             return seconds.get(share, np.inf)
 
-        seconds: dict[float, float] = {}
         if self._leaves_room_for_all():
             rate(SHARES[-1])
         place = len(SHARES) // 2
@@ -156,6 +158,9 @@ class _ShareSearch:
             rate((SHARES[place] + neighbour) / 2)
         if not found:
             for share in SHARES:
+                rate(share)
+        if len(self._replay.events) <= FEW_EVENTS:
+            for share in FINE_SHARES:
                 rate(share)
         return found
 
@@ -172,26 +177,30 @@ class _ShareSearch:
 
     def _plan_resident(self) -> JointPlan | None:
         """Return the plan that keeps all state on the device; None if it does not fit."""
-        self._tried |= {((), False), ((), True)}
         if self._resident.floor.peak_bytes > self._problem.budget_bytes:
             return None
         plan = self._make_plan(self._resident, moves=self._moves, effort=self._effort)
         return self._judge(plan)
 
-    def _plan_share(self, share: float, *, is_quick: bool) -> JointPlan | None:
-        """Return a plan for one share; without replays if no plan with them can be completed.
+    def _plan_around(self, plan: Plan) -> JointPlan | None:
+        """Plan the activations anew, with full effort, beside the moves of the state of a plan."""
+        made = self._plan_beside(plan.state, self._moves, is_quick=False)
+        return None if made is None else self._complete(made, list_state_reads(self._trace, made))
+
+    def _plan_share(self, share: float) -> JointPlan | None:
+        """Return a quick plan for one share; without replays if no plan with them can be completed.
 
         None if none fits, or if the same moves of the state have been tried.
         """
         limit = self._lowest + share * (self._highest - self._lowest)
         excess = np.ceil(limit).astype(np.int64) - self._problem.budget_bytes
-        pins = self._pins.setdefault(share, {})
+        pins: Pins = {}
         for _ in range(ROUNDS):
             state = self._scheduler.schedule(excess, pins)
-            if (state, is_quick) in self._tried:
+            if state in self._tried:
                 return None
-            self._tried.add((state, is_quick))
-            plan = self._plan_beside(state, self._moves, is_quick=is_quick)
+            self._tried.add(state)
+            plan = self._plan_beside(state, self._moves, is_quick=True)
             if plan is None:
                 break
             read = list_state_reads(self._trace, plan)
@@ -202,7 +211,7 @@ class _ShareSearch:
                 pins.setdefault(storage, set()).update(ticks)
         if self._moves != "both":
             return None
-        plan = self._plan_beside(self._scheduler.schedule(excess), "offload", is_quick=is_quick)
+        plan = self._plan_beside(self._scheduler.schedule(excess), "offload", is_quick=True)
         return None if plan is None else self._complete(plan, {})
 
     def _plan_beside(self, state: tuple[Decision, ...], moves: Moves, *, is_quick: bool) -> Plan | None:
@@ -219,13 +228,17 @@ class _ShareSearch:
 
     def _complete(self, plan: Plan, read: Pins) -> JointPlan | None:
         """Choose the moves of the state once more, for the memory that a plan leaves; return the better plan."""
+        excess = self._find_excess(plan)
+        states = {self._scheduler.schedule(excess, read, exposed=exposed) for exposed in WEIGHTS}
+        return _find_fastest([self._judge(dataclasses.replace(plan, state=state)) for state in (plan.state, *states)])
+
+    def _find_excess(self, plan: Plan) -> Curve:
+        """Return the bytes by which each tick exceeds the budget if all state stays."""
         held = np.array(self._replay.run(plan).live_bytes, dtype=np.int64)
         for storage, spans in list_away(self._trace, plan).items():
             for begin, end in spans:
                 held[begin:end] += int(self._replay.rounded[storage])
-        excess = held - self._problem.budget_bytes
-        states = {self._scheduler.schedule(excess, read, exposed) for exposed in WEIGHTS}
-        return _find_fastest([self._judge(dataclasses.replace(plan, state=state)) for state in (plan.state, *states)])
+        return held - self._problem.budget_bytes
 
     def _judge(self, plan: Plan) -> JointPlan | None:
         """Return a plan with its forecast; None if it does not fit, or cannot be carried out."""

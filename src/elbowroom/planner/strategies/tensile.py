@@ -123,7 +123,7 @@ class _Schedule:
 
     @property
     def chosen(self) -> _Chosen:
-        """What has been decided so far."""
+        """The decisions so far."""
         state = () if self._state is None else self._state.decide(self._state.chosen)
         return _Chosen(dict(self._times), frozenset(self._dropped), state)
 
