@@ -2,7 +2,7 @@
 
     python benchmarks/state_limit.py [--model gpt2-medium] [--budgets 5GB 3GB 1.5GB] [--steps 6] [--output FILE.json]
 
-GPT-2 with AdamW in fp32, batch 1, sequence 128: the model's state (parameters, gradients, optimizer state) is almost all
+GPT-2 with AdamW in fp32, batch 1, sequence 128: model state (parameters, gradients, optimizer state) is almost all
 that a step needs. Each budget is a process of its own. `seconds`: median of the planned steps; `link_seconds`: bytes
 moved in one step over the rates of the link to the spill file, which no plan can go below once the link is the limit.
 `digest`: of all parameters and optimizer state after the last step; all processes must agree with the plain one.

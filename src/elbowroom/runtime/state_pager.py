@@ -41,6 +41,9 @@ NamedTensor = tuple[torch.Tensor, Role, str, str | None]
 SOON = 0.25
 """Share of a step's uses of state. What is used within so many is better kept than activations."""
 
+WORTH_WATCHING = 8
+"""State of less than this share of the budget is not watched, unless a step was short of memory: little would be gained."""
+
 COMING = 4
 """With Adam, parameters, gradients and optimizer state take four times the bytes of the parameters."""
 
@@ -138,7 +141,7 @@ class StatePager:
         if self._first_bytes is None:
             self._first_bytes = sum(storage.nbytes() for storage in self._list_candidates())
         # Between steps, little but state is live.
-        return max(self._ledger.live_bytes, COMING * self._first_bytes) > budget_bytes // 2
+        return max(self._ledger.live_bytes, COMING * self._first_bytes) > budget_bytes // WORTH_WATCHING
 
     def make_room_between_steps(self, missing_bytes: int) -> None:
         """Move state out of memory, `missing_bytes` if there are as many; what the next step uses last first."""
