@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from elbowroom.errors import Infeasible, TierError, TransferFailed
+from elbowroom.errors import Infeasible, TransferFailed
 from elbowroom.ir.hardware import HardwareProfile
 from elbowroom.tiers.disk import SpillFile
 from tests.state_jobs import (
@@ -70,9 +70,13 @@ def fail_after_update(job: StateJob) -> Callable[[], None]:
 
 
 @pytest.mark.parametrize(
-    ("fail_in", "steps"), [(fail_forward, 2), (fail_backward, 2), (fail_after_update, 3)], ids=["forward", "backward", "update"]
+    ("fail_in", "steps"),
+    [(fail_forward, 2), (fail_backward, 2), (fail_after_update, 3)],
+    ids=["forward", "backward", "update"],
 )
-def test_an_error_in_a_step(fail_in: Callable[[StateJob], Callable[[], None]], steps: int, profile: HardwareProfile) -> None:
+def test_an_error_in_a_step(
+    fail_in: Callable[[StateJob], Callable[[], None]], steps: int, profile: HardwareProfile
+) -> None:
     states = list_states(3)
     job = make_job(adamw)
     with fit(job, profile) as room:
@@ -192,7 +196,7 @@ def test_too_little_room_below(host_bytes: int, profile: HardwareProfile) -> Non
     states = list_states(1)
     job = make_job(adamw)
     with fit(job, profile, host_bytes=host_bytes) as room:
-        with pytest.raises(Infeasible, match="spill file.* has no room"), room.step():
+        with pytest.raises(Infeasible, match=r"spill file.* has no room"), room.step():
             job.step(0)
         assert_each_old_or_new_or_absent(list_changed(job), states)
 
@@ -211,8 +215,9 @@ def test_a_budget_below_the_largest_op(profile: HardwareProfile) -> None:
     assert "parameters, gradients and optimizer state that it uses" in message
     assert "never leave the device" not in message
     job = make_job(adamw)
-    with fit(job, profile, PARAMETER_BYTES // 2, manages="activations") as room:
-        with pytest.raises(Infeasible, match='never leave the device with manages="activations"'), room.step():
+    message = 'never leave the device with manages="activations"'
+    with fit(job, profile, PARAMETER_BYTES // 2, manages="activations") as room:  # noqa: SIM117
+        with pytest.raises(Infeasible, match=message), room.step():
             job.step(0)
 
 
