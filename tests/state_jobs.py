@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -163,3 +164,63 @@ def assert_trains_the_same(
     make: Callable[[], StateJob], profile: HardwareProfile, budget_bytes: int = BUDGET, **options: Any
 ) -> None:
     assert_same(run_plain(make), run_within(make, profile, budget_bytes, **options))
+
+
+EVERYTHING = 1 << 40
+
+
+@dataclasses.dataclass
+class Away:
+    """A job after two steps, and its plain twin; all of its state that may leave has left.
+
+    Attributes:
+        other: a job of the same shapes.
+        parameter, twin: a weight that is away, and the same of the plain job.
+    """
+
+    job: StateJob
+    plain: StateJob
+    other: StateJob
+    room: Room
+
+    @property
+    def parameter(self) -> nn.Parameter:
+        return find_weight(self.job)
+
+    @property
+    def twin(self) -> nn.Parameter:
+        return find_weight(self.plain)
+
+    def empty(self) -> None:
+        get_pager(self.room).make_room(EVERYTHING)
+        assert get_pager(self.room).is_away(self.parameter.untyped_storage())
+
+    def train_on(self) -> None:
+        """Go on with both, which have to stay the same."""
+        for index in range(2, 4):
+            with self.room.step():
+                self.job.step(index)
+        self.room.detach()
+        for index in range(2, 4):
+            self.plain.step(index)  # its memory would count for the room
+        assert_same(list_tensors(self.job), list_tensors(self.plain))
+
+
+def find_weight(job: StateJob) -> nn.Parameter:
+    return list(job.model.parameters())[4]
+
+
+@contextlib.contextmanager
+def sending_away(profile: HardwareProfile) -> Iterator[Away]:
+    """Run a job for two steps, and have its state leave."""
+    job, plain, other = make_job(adamw), make_job(adamw), make_job(adamw)
+    for index in range(2):
+        plain.step(index)  # before there is a room, for which it would count
+        other.step(index + 9)
+    with fit(job, profile) as room:
+        for index in range(2):
+            with room.step():
+                job.step(index)
+        made = Away(job, plain, other, room)
+        made.empty()
+        yield made

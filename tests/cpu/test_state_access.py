@@ -6,11 +6,9 @@ import copy
 import dataclasses
 import functools
 import io
-import os
 import pathlib
 import pickle
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -19,80 +17,21 @@ import torch
 from torch import nn
 
 from elbowroom.ir.hardware import HardwareProfile
-from elbowroom.room import Room
 from tests.state_jobs import (
     BUDGET,
+    EVERYTHING,
     PARAMETER_BYTES,
     WIDTH,
+    Away,
     StateJob,
     adamw,
     assert_same,
     assert_trains_the_same,
-    fit,
     get_pager,
     list_tensors,
     make_batch,
     make_job,
-    make_model,
 )
-
-EVERYTHING = 1 << 40
-
-
-@dataclasses.dataclass
-class Away:
-    """A job after two steps, and its plain twin; all of its state that may leave has left.
-
-    Attributes:
-        other: a job of the same shapes.
-        parameter, twin: a weight that is away, and the same of the plain job.
-    """
-
-    job: StateJob
-    plain: StateJob
-    other: StateJob
-    room: Room
-
-    @property
-    def parameter(self) -> nn.Parameter:
-        return find_weight(self.job)
-
-    @property
-    def twin(self) -> nn.Parameter:
-        return find_weight(self.plain)
-
-    def empty(self) -> None:
-        get_pager(self.room).make_room(EVERYTHING)
-        assert get_pager(self.room).is_away(self.parameter.untyped_storage())
-
-    def train_on(self) -> None:
-        """Go on with both, which have to stay the same."""
-        for index in range(2, 4):
-            with self.room.step():
-                self.job.step(index)
-        self.room.detach()
-        for index in range(2, 4):
-            self.plain.step(index)  # its memory would count for the room
-        assert_same(list_tensors(self.job), list_tensors(self.plain))
-
-
-def find_weight(job: StateJob) -> nn.Parameter:
-    return list(job.model.parameters())[4]
-
-
-@pytest.fixture
-def away(profile: HardwareProfile) -> Iterator[Away]:
-    job, plain, other = make_job(adamw), make_job(adamw), make_job(adamw)
-    for index in range(2):
-        plain.step(index)  # before there is a room, for which it would count
-        other.step(index + 9)
-    with fit(job, profile) as room:
-        for index in range(2):
-            with room.step():
-                job.step(index)
-        made = Away(job, plain, other, room)
-        made.empty()
-        yield made
 
 
 def save(what: Any, **options: Any) -> Any:
@@ -187,6 +126,19 @@ def test_writes(how: str, away: Away) -> None:
     WRITES[how](away.twin)
     get_pager(away.room).make_room(EVERYTHING)
     assert torch.equal(away.parameter, away.twin)
+    away.train_on()
+
+
+def test_lazy_clones(away: Away) -> None:
+    weight, pager = away.parameter, get_pager(away.room)
+    weight.sum()  # so that it is there, with a copy that is good
+    lazy = weight.detach()._lazy_clone()
+    pager.make_room(EVERYTHING)
+    weight.data.mul_(2)
+    assert torch.equal(lazy, away.twin)
+    away.twin.data.mul_(2)
+    assert torch.equal(weight, away.twin)
+    del lazy
     away.train_on()
 
 
@@ -319,178 +271,3 @@ def test_parameters_that_come_and_go(profile: HardwareProfile) -> None:
         return dataclasses.replace(job, step=step_and_change)
 
     assert_trains_the_same(make, profile)
-
-
-def run_in_thread(call: Callable[[], Any]) -> Any:
-    found: list[Any] = []
-
-    def run() -> None:
-        try:
-            found.append(call())
-        except BaseException as error:
-            found.append(error)
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    thread.join(60)
-    return found[0]
-
-
-def test_other_threads(away: Away) -> None:
-    weight, twin = away.parameter, away.twin
-    x = make_batch(0)
-    with torch.no_grad():
-        assert torch.equal(run_in_thread(lambda: weight.detach() + 1), twin + 1)
-        away.empty()
-        assert run_in_thread(lambda: weight.tolist()) == twin.tolist()
-        away.empty()
-        assert torch.equal(run_in_thread(lambda: torch.no_grad()(away.job.model)(x)), away.plain.model(x))
-        away.empty()
-        for each in (weight, twin):
-            run_in_thread(lambda each=each: each.data.mul_(2))
-        get_pager(away.room).make_room(EVERYTHING)
-        assert torch.equal(weight, twin)
-    away.train_on()
-
-
-def test_threads_that_compute_while_state_leaves_and_returns(profile: HardwareProfile) -> None:
-    """A frozen part of the model is read by other threads all the time."""
-    job = make_job(adamw, nn.Sequential(make_model(), *make_model()))
-    frozen = job.model[0].requires_grad_(False)
-    x = make_batch(0, 64)
-    with torch.no_grad():
-        expected = frozen(x)
-    wrong: list[Any] = []
-    is_over = threading.Event()
-
-    def read() -> None:
-        try:
-            while not is_over.is_set():
-                with torch.no_grad():
-                    if not torch.equal(frozen(x), expected):
-                        wrong.append("other contents")
-        except BaseException as error:
-            wrong.append(error)
-
-    with fit(job, profile, 3 * PARAMETER_BYTES // 2) as room:
-        with room.step():
-            job.step(0)
-        threads = [threading.Thread(target=read) for _ in range(2)]
-        for thread in threads:
-            thread.start()
-        try:
-            for index in range(1, 12):
-                with room.step():
-                    job.step(index)
-        finally:
-            is_over.set()
-            for thread in threads:
-                thread.join(60)
-        assert not wrong
-        assert get_pager(room).reloaded_bytes > 12 * PARAMETER_BYTES
-        found = list_tensors(job)
-    plain = make_job(adamw, nn.Sequential(make_model(), *make_model()))
-    plain.model[0].requires_grad_(False)
-    for index in range(12):
-        plain.step(index)
-    assert_same(found, list_tensors(plain))
-
-
-def fork_and(call: Callable[[], Any]) -> str:
-    """Return what a forked process finds, as text."""
-    reads, writes = os.pipe()
-    pid = os.fork()
-    if pid == 0:
-        try:
-            text = str(call())
-        except BaseException as error:
-            text = f"{type(error).__name__}: {error}"
-        os.write(writes, text.encode())
-        os._exit(0)
-    os.close(writes)
-    with os.fdopen(reads) as file:
-        text = file.read()
-    os.waitpid(pid, 0)
-    return text
-
-
-def test_forked_processes(away: Away) -> None:
-    weight, twin = away.parameter, away.twin
-    assert "before this process was forked" in fork_and(lambda: weight.detach().sum().item())
-    assert "before this process was forked" in fork_and(weight.tolist)
-    assert "before this process was forked" in fork_and(away.room.detach)
-    weight.sum()
-    assert fork_and(lambda: weight.sum().item()) == str(twin.sum().item())
-    away.train_on()
-
-
-def test_forks_while_other_threads_compute(away: Away) -> None:
-    is_over = threading.Event()
-
-    def read() -> None:
-        while not is_over.is_set():
-            away.parameter.detach().sum()
-
-    thread = threading.Thread(target=read)
-    thread.start()
-    try:
-        for _ in range(20):
-            assert fork_and(lambda: (torch.ones(3) * 2).sum().item()) == "6.0"
-    finally:
-        is_over.set()
-        thread.join()
-    away.train_on()
-
-
-class Numbers(torch.utils.data.Dataset[torch.Tensor]):
-    def __len__(self) -> int:
-        return 4
-
-    def __getitem__(self, index: int) -> torch.Tensor:
-        return make_batch(index)
-
-
-def test_workers_of_data_loaders(away: Away) -> None:
-    loader = torch.utils.data.DataLoader(Numbers(), batch_size=None, num_workers=2, multiprocessing_context="fork")
-    for index, batch in enumerate(loader):
-        with away.room.step():
-            loss = away.job.model(batch).square().mean()
-            loss.backward()
-            away.job.optimizers[0].step()
-            away.job.optimizers[0].zero_grad()
-    away.room.detach()
-    for index in range(4):
-        away.plain.step(index)
-    assert_same(list_tensors(away.job), list_tensors(away.plain))
-
-
-def test_ops_that_go_on_after_they_return(away: Away, tmp_path: pathlib.Path) -> None:
-    """What another thread of a process group works on stays in memory."""
-    distributed = torch.distributed
-    distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/group", rank=0, world_size=1)
-    try:
-        work = distributed.all_reduce(away.parameter.data, async_op=True)
-        assert get_pager(away.room).make_room(EVERYTHING) >= 0
-        assert not get_pager(away.room).is_away(away.parameter.untyped_storage())
-        work.wait()
-    finally:
-        distributed.destroy_process_group()
-    assert torch.equal(away.parameter, away.twin)
-
-
-def test_ops_in_python_that_use_state_beside_their_arguments(away: Away) -> None:
-    with torch.library._scoped_library("elbowroom_tests", "FRAGMENT") as library:
-        library.define("scaled(Tensor x) -> Tensor")
-        library.impl("scaled", lambda x: x * away.parameter.detach(), "CPU")
-        found = torch.ops.elbowroom_tests.scaled(torch.ones(WIDTH, WIDTH))
-    assert torch.equal(found, away.twin)
-
-
-SWEEP = """
-import sys, warnings, torch
-from tests.cpu.test_state_access import call_each
-warnings.simplefilter("ignore")
-call_each(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))
-"""
-
-UNSAFE = {"_free_weak_ref", "_weak_ref", "_crash"}

@@ -196,7 +196,7 @@ def test_too_little_room_below(host_bytes: int, profile: HardwareProfile) -> Non
     states = list_states(1)
     job = make_job(adamw)
     with fit(job, profile, host_bytes=host_bytes) as room:
-        with pytest.raises(Infeasible, match="spill file.* has no room"), room.step():
+        with pytest.raises(Infeasible, match=r"spill file.* has no room"), room.step():
             job.step(0)
         assert_each_old_or_new_or_absent(list_changed(job), states)
 
@@ -215,8 +215,9 @@ def test_a_budget_below_the_largest_op(profile: HardwareProfile) -> None:
     assert "parameters, gradients and optimizer state that it uses" in message
     assert "never leave the device" not in message
     job = make_job(adamw)
-    with fit(job, profile, PARAMETER_BYTES // 2, manages="activations") as room:
-        with pytest.raises(Infeasible, match='never leave the device with manages="activations"'), room.step():
+    message = 'never leave the device with manages="activations"'
+    with fit(job, profile, PARAMETER_BYTES // 2, manages="activations") as room:  # noqa: SIM117
+        with pytest.raises(Infeasible, match=message), room.step():
             job.step(0)
 
 

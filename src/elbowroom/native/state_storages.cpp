@@ -79,7 +79,7 @@ StateStorage::StateStorage(const c10::Storage& storage, std::weak_ptr<StateTable
 bool StateStorage::empty() {
   c10::DataPtr freed;  // destroyed without the mutex
   const auto held = storage.lock();
-  if (!held) return false;
+  if (!held || held->has_materializer()) return false;  // a lazy clone shares its memory
   const std::lock_guard<std::mutex> guard(state_mutex());
   if (!elbowroom::is_idle(*this) || is_written || is_away || static_cast<int64_t>(held->nbytes()) != nbytes) return false;
   c10::DataPtr& memory = held->_mutable_data_ptr_no_checks();

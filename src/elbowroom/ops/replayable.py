@@ -135,12 +135,13 @@ def touches_tensors(func: OpOverload) -> bool:
 
 _ASKING = frozenset(
     (
-        "can_cast", "dense_dim", "dim", "get_device", "numel", "output_nr", "promote_types", "qscheme", "q_per_channel_axis",
-        "result_type", "retains_grad", "size", "sparse_dim", "storage_offset", "stride", "_assert_tensor_metadata",
-        "_debug_has_internal_overlap", "_dimI", "_dimV", "_fused_sdp_choice", "_has_compatible_shallow_copy_type",
-        "_has_same_storage_numel", "_nested_get_ragged_idx", "_nnz", "_version",
+        "can_cast", "dense_dim", "dim", "get_device", "numel", "output_nr", "promote_types", "qscheme",
+        "q_per_channel_axis", "result_type", "retains_grad", "size", "sparse_dim", "storage_offset", "stride",
+        "_assert_tensor_metadata", "_debug_has_internal_overlap", "_dimI", "_dimV", "_fused_sdp_choice",
+        "_has_compatible_shallow_copy_type", "_has_same_storage_numel", "_nested_get_ragged_idx", "_nnz", "_version",
     )
 )  # fmt: skip
+"""PyTorch's own ops that ask for what is known of tensors without their bytes."""
 
 
 @by_op

@@ -28,9 +28,9 @@ from elbowroom.hooks.grouped_step import GroupedStep, find_groupable
 from elbowroom.hooks.ledger import Ledger
 from elbowroom.hooks.storage_ids import get_plain_storage
 from elbowroom.ir.trace import Role
-from elbowroom.native import library
 from elbowroom.runtime.copies import Copy
 from elbowroom.runtime.locks import make_lock
+from elbowroom.runtime.step_storages import load_native
 from elbowroom.runtime.transfers import Transfers
 
 logger = logging.getLogger(__name__)
@@ -83,7 +83,7 @@ class StatePager:
         ledger: Ledger,
         min_bytes: int,
     ) -> None:
-        self._native = library.load()
+        self._native = load_native()
         self._device = device
         self.name_residents = name_residents
         self._list_residents = list_residents
@@ -100,6 +100,7 @@ class StatePager:
         self._budget_bytes: int | None = None
         self._thread = threading.get_ident()  # of the last step
         self._first_bytes: int | None = None  # state when the first step begins
+        self._comes_first = False  # state leaves before activations, as there is more of it
         self._was_short = False
         self.is_active = False
         self.refusal = ""
@@ -120,9 +121,11 @@ class StatePager:
         self._thread = threading.get_ident()
         self.refusal = ""
         self._release_held()
-        missing_bytes = self._ledger.live_bytes - budget_bytes
+        live_bytes = self._ledger.live_bytes
+        missing_bytes = live_bytes - budget_bytes
         if self.is_active:
             self._sweep()
+        self._comes_first = live_bytes + self.count_away() > budget_bytes // 2
         if missing_bytes > 0 or (may_move and self._is_needed(budget_bytes)):
             self._activate()
         elif self.is_active and not self.count_away():
@@ -154,13 +157,16 @@ class StatePager:
 
         Args:
             missing_bytes: to free.
-            spares_soon: leave what the next `SOON` of a step uses.
+            spares_soon: leave what the next `SOON` of a step uses, and all of it while it takes less than half of the
+                budget: then activations leave first.
 
         Returns:
             The bytes that were freed, which may be fewer.
         """
         if not self.is_active:
             self._was_short = True  # ops that run now are not known to use state: it can leave in the next step
+            return 0
+        if spares_soon and not self._comes_first:
             return 0
         with self._lock:
             freed_bytes = self._evict(self._choose(missing_bytes, spares_soon))
