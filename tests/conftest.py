@@ -55,3 +55,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(NEEDS[folder])
         if NEEDS.get(folder) == "gpu" and _why_no_cuda():
             item.add_marker(pytest.mark.skip(reason=_why_no_cuda()))
+
+
+@pytest.fixture
+def activations_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Has rooms keep the model's state on the device, for tests of how activations leave."""
+    monkeypatch.setenv("ELBOWROOM_MANAGES", "activations")

@@ -29,6 +29,8 @@ from elbowroom.runtime.ending_step import ending_step
 from elbowroom.runtime.step_runner import StepRunner
 from tests.pressure import ask_at_every_request, let_everything_go
 
+pytestmark = pytest.mark.usefixtures("activations_only")
+
 STEPS, WIDTH = 5, 64
 Step = Callable[[int], torch.Tensor]
 Made = tuple[nn.Module, list[torch.optim.Optimizer], Step]

@@ -16,6 +16,8 @@ from elbowroom.ir.journal import Mode, StepRecord
 from elbowroom.planner.problem import pose
 from elbowroom.runtime.phase import Phase
 
+pytestmark = pytest.mark.usefixtures("activations_only")
+
 WIDTH, ROWS, LAYERS = 128, 1024, 6
 SMALL, LARGE = 16, 8 * WIDTH
 ODD, STEPS = 6, 8

@@ -15,6 +15,8 @@ from elbowroom.errors import Infeasible
 from elbowroom.ir.hardware import HardwareProfile
 from elbowroom.ir.journal import Mode
 
+pytestmark = pytest.mark.usefixtures("activations_only")
+
 WIDTH, ROWS, LAYERS = 64, 512, 16
 BLOCK_BYTES = 4 * ROWS * WIDTH
 """Of one activation."""

@@ -324,6 +324,8 @@ import elbowroom
 from elbowroom.ir.hardware import HardwareProfile
 from tests.cpu.test_room import make_job
 
+pytestmark = pytest.mark.usefixtures("activations_only")
+
 library, profile, is_first = sys.argv[1], elbowroom.load(HardwareProfile, sys.argv[2]), sys.argv[3] == "first"
 meter = ctypes.CDLL(library)
 meter.reset_peak.restype = meter.read_peak.restype = ctypes.c_int64

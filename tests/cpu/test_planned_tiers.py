@@ -29,6 +29,8 @@ from elbowroom.tiers.disk import SpillFile
 from elbowroom.tiers.pinned import HostSlabs, SlabBlock
 from tests.fake_streams import SCHEDULES, FakeEvent, FakeStreams, Pageable, Program, pattern
 
+pytestmark = pytest.mark.usefixtures("activations_only")
+
 MOST_OVER = 1.02
 KIB = 1024
 

@@ -25,6 +25,8 @@ from elbowroom.runtime.saved_storage import SavedStorage
 from elbowroom.runtime.step_runner import StepRunner
 from tests.pressure import EVERYTHING
 
+pytestmark = pytest.mark.usefixtures("activations_only")
+
 WIDTH, ROWS, LAYERS = 128, 1024, 8
 
 

@@ -42,7 +42,7 @@ SOON = 0.25
 """Share of a step's uses of state. What is used within so many is better kept than activations."""
 
 WORTH_WATCHING = 8
-"""State of less than this share of the budget is not watched, unless a step was short of memory: little would be gained."""
+"""Smaller state is not watched, as a share of the budget, unless a step was short of memory: little would be gained."""
 
 COMING = 4
 """With Adam, parameters, gradients and optimizer state take four times the bytes of the parameters."""
