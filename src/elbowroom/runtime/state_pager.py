@@ -27,9 +27,9 @@ from elbowroom.hooks.exposed_memory import is_shared, restore_before_access
 from elbowroom.hooks.grouped_step import GroupedStep, find_groupable
 from elbowroom.hooks.ledger import Ledger
 from elbowroom.hooks.storage_ids import get_plain_storage
+from elbowroom.native import library
 from elbowroom.runtime.copies import Copy
 from elbowroom.runtime.locks import make_lock
-from elbowroom.runtime.step_storages import load_native
 from elbowroom.runtime.transfers import Transfers
 
 logger = logging.getLogger(__name__)
@@ -74,7 +74,7 @@ class StatePager:
         ledger: Ledger,
         min_bytes: int,
     ) -> None:
-        self._native = load_native()
+        self._native = library.load()
         self._device = device
         self._list_residents = list_residents
         self._optimizers = optimizers

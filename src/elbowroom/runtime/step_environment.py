@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import torch
 
 from elbowroom.hooks.ledger import Ledger
 from elbowroom.ir.hardware import HardwareProfile
 from elbowroom.residency.access_history import AccessHistory
+from elbowroom.runtime.state_pager import StatePager
 from elbowroom.runtime.transfers import Transfers
-
-if TYPE_CHECKING:
-    from elbowroom.runtime.state_pager import StatePager
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
