@@ -146,7 +146,7 @@ def run_within(
             assert max(record.peak_bytes or 0 for record in room.journal().steps) <= budget_bytes
             assert 0 < meter.find_peak(begin) <= budget_bytes + elsewhere_bytes
             pager = get_pager(room)
-            assert pager.offloaded_bytes > 0 and pager.reloaded_bytes > 0, "nothing had to leave"
+            assert pager.storages.offloaded_bytes > 0 and pager.storages.reloaded_bytes > 0, "nothing had to leave"
             found = list_tensors(job)
     finally:
         meter.stop()

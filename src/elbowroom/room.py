@@ -31,6 +31,7 @@ from elbowroom.report.summary import summarize
 from elbowroom.report.table import render_table
 from elbowroom.runtime.factory import open_transfers
 from elbowroom.runtime.state_pager import StatePager
+from elbowroom.runtime.step_storages import load_native
 from elbowroom.step_modes import StepModes
 from elbowroom.tracing.fake import capture_fake
 from elbowroom.units import format_bytes, format_seconds
@@ -294,9 +295,9 @@ class Room:
         job = self._job
         if job.config.manages == "activations":
             return None
+        load_native()  # the extension asks what it does not know of an op, also between steps
         return StatePager(
-            job.device, job.list_residents, job.name_residents, job.optimizers, self._transfers, self._ledger,
-            job.config.min_offload_bytes,
+            job.device, job.list_residents, job.optimizers, self._transfers, self._ledger, job.config.min_offload_bytes
         )  # fmt: skip
 
     def _probe(self, budget_bytes: int) -> HardwareProfile:

@@ -231,6 +231,7 @@ class StepModes:
             policy=job.config.policy,
             min_bytes=job.config.min_offload_bytes,
             pager=self._pager,
+            name_residents=job.name_residents,
         )
         return StepRunner(
             phase,

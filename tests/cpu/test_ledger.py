@@ -318,7 +318,7 @@ def test_changes_are_recorded_in_order(ledger: CpuLedger) -> None:
 
 
 JOBS = """
-import ctypes, sys
+import ctypes, gc, sys
 import torch
 import elbowroom
 from elbowroom.ir.hardware import HardwareProfile
@@ -335,6 +335,7 @@ meter.register_meter()
 
 
 def train(kind, budget=None, **options):
+    gc.collect()
     base = meter.reset_peak()
     model, optimizers, step = make_job(kind)
     room = elbowroom.fit(model, optimizers, budget, profile=profile, min_offload_bytes=1, **options) if budget else None

@@ -272,8 +272,8 @@ def test_frozen_weights_are_written_once(profile: HardwareProfile) -> None:
             with room.step():
                 job.step(index)
         frozen_bytes = 12 * WIDTH * WIDTH * 4
-        assert pager.reloaded_bytes > 3 * frozen_bytes
-        assert pager.offloaded_bytes <= frozen_bytes
+        assert pager.storages.reloaded_bytes > 3 * frozen_bytes
+        assert pager.storages.offloaded_bytes <= frozen_bytes
         found = list_tensors(job)
     plain = run_plain(make, 6)
     assert_same(found, {what: each for what, each in plain.items() if not what.startswith("loss")})

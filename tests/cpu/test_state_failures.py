@@ -276,8 +276,8 @@ def test_moved_bytes_are_told(profile: HardwareProfile) -> None:
             with room.step():
                 job.step(index)
         pager, metrics = get_pager(room), room.metrics()
-        assert metrics["total_offloaded_bytes"] >= pager.offloaded_bytes > 0
-        assert metrics["total_reloaded_bytes"] >= pager.reloaded_bytes > 0
+        assert metrics["total_offloaded_bytes"] >= pager.storages.offloaded_bytes > 0
+        assert metrics["total_reloaded_bytes"] >= pager.storages.reloaded_bytes > 0
 
 
 PROGRAM = """

@@ -97,7 +97,7 @@ def test_threads_that_compute_while_state_leaves_and_returns(profile: HardwarePr
             for thread in threads:
                 thread.join(60)
         assert not wrong
-        assert get_pager(room).reloaded_bytes > 12 * PARAMETER_BYTES
+        assert get_pager(room).storages.reloaded_bytes > 12 * PARAMETER_BYTES
         found = list_tensors(job)
     plain = make_job(adamw, nn.Sequential(make_model(), *make_model()))
     plain.model[0].requires_grad_(False)

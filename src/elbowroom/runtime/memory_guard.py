@@ -46,7 +46,7 @@ class MemoryGuard:
 
     @property
     def _refusal(self) -> str:
-        return "" if self._pager is None else self._pager.refusal
+        return "" if self._pager is None else self._pager.storages.refusal
 
     def move_state(self, missing_bytes: int, *, spares_soon: bool = False) -> int:
         """Move model state out of memory. Return the bytes freed. For the arguments see `StatePager.make_room`."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
@@ -13,6 +13,9 @@ from elbowroom.ir.plan import Plan
 from elbowroom.ir.state import MoveKind, StateMove, list_away, list_moves
 from elbowroom.ir.trace import Role, Trace
 from elbowroom.runtime.state_pager import StatePager
+
+NamedTensor = tuple[torch.Tensor, Role, str, str | None]
+"""A tensor of the state, its role, its label, and the path of the module that owns it."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,18 +55,25 @@ class StateMoves:
 
     Args:
         pager: moves the storages.
+        residents: parameters, gradients, buffers and optimizer state, as they are when the step begins.
     """
 
-    def __init__(self, schedule: StateSchedule, pager: StatePager) -> None:
+    def __init__(self, schedule: StateSchedule, pager: StatePager, residents: Iterable[NamedTensor]) -> None:
         self._schedule = schedule
         self._pager = pager
-        self._tensors = _match(schedule.trace, pager)
+        self._storages = pager.storages
+        self._tensors = _match(schedule.trace, residents)
 
     def begin(self) -> None:
         """Move out what is away when the step begins, if it is not."""
         for storage in self._schedule.away_at_begin:
             if (found := self._find(storage)) is not None:
-                self._pager.release(found)
+                self._storages.release(found)
+        self._pager.follows_plan = True
+
+    def leave(self) -> None:
+        """Move what the plan does not say from now on."""
+        self._pager.follows_plan = False
 
     def make(self, position: int, *, is_before: bool) -> None:
         """Make the moves before or after an op. `position`: of the op in `Trace.ops`."""
@@ -74,9 +84,9 @@ class StateMoves:
             if move.kind is MoveKind.RELOAD:
                 self._pager.begin_reload(storage)
             elif move.kind is MoveKind.COPY:
-                self._pager.begin_copy(storage)
+                self._storages.begin_copy(storage)
             else:
-                self._pager.release(storage)
+                self._storages.release(storage)
 
     def _find(self, storage: int) -> torch.UntypedStorage | None:
         """Return a storage of the trace as it is in this step; None if it is unknown, or not there."""
@@ -86,14 +96,14 @@ class StateMoves:
         return None if tensor is None else get_plain_storage(tensor)
 
 
-def _match(trace: Trace, pager: StatePager) -> dict[int, torch.Tensor]:
+def _match(trace: Trace, residents: Iterable[NamedTensor]) -> dict[int, torch.Tensor]:
     """Return the tensor of each storage of a trace's state; for a gradient, that of its parameter.
 
     Tensors with the same role and label are in the order in which the trace lists them.
     """
     tensors: dict[tuple[Role, str, int], list[torch.Tensor]] = {}
     seen = set[int]()
-    for tensor, role, label, _ in pager.name_residents():
+    for tensor, role, label, _ in residents:
         home = get_plain_storage(tensor)
         if home is None or home._cdata in seen:
             continue

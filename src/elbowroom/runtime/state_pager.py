@@ -1,42 +1,28 @@
-"""Moves model state out of memory and back, in place.
+"""Decides when model state leaves memory, and watches ops so that it comes back before they use it.
 
-    RESIDENT --- make_room ---> AWAY --- an op is about to use it ---> RESIDENT
-
-The objects that the program, its modules and its optimizers hold stay the same; only the bytes leave. A storage that
-was not written to since it was last copied leaves without a copy. The extension calls `restore` before an op uses a
-storage that is away (`native/state_storages.h`), and `hooks/exposed_memory.py` does so before Python's methods that
-access memory without an op; other accesses raise an error.
+The extension restores a storage that is away before an op uses it (`native/state_storages.h`), and
+`hooks/exposed_memory.py` does so before Python's methods that access memory without an op; other accesses raise an
+error.
 """
 
 from __future__ import annotations
 
-import contextlib
-import logging
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
-from elbowroom.errors import Infeasible, TierError
 from elbowroom.hooks.compiled_regions import show_regions
-from elbowroom.hooks.dispatch_keys import Hidden
 from elbowroom.hooks.exposed_memory import is_shared, restore_before_access
 from elbowroom.hooks.grouped_step import GroupedStep, find_groupable
 from elbowroom.hooks.ledger import Ledger
 from elbowroom.hooks.storage_ids import get_plain_storage
-from elbowroom.ir.trace import Role
-from elbowroom.runtime.copies import Copy
-from elbowroom.runtime.locks import make_lock
-from elbowroom.runtime.step_storages import load_native
+from elbowroom.native import library
+from elbowroom.runtime.paged_storages import PagedStorages
 from elbowroom.runtime.transfers import Transfers
-
-logger = logging.getLogger(__name__)
-
-NamedTensor = tuple[torch.Tensor, Role, str, str | None]
-"""A tensor of the state, its role, its label, and the path of the module that owns it."""
 
 SOON = 0.25
 """Share of a step's uses of state. What is used within so many is better kept than activations."""
@@ -61,52 +47,43 @@ class StatePager:
     Args:
         device: device whose memory is limited. State elsewhere stays where it is.
         list_residents: returns parameters, gradients, buffers and optimizer state.
-        name_residents: returns them with their roles and labels.
         optimizers: of the job. Those that can update a few parameters at a time do so while ops are watched.
         transfers: moves bytes to the tier below and back.
         ledger: counts bytes on the device.
         min_bytes: smaller storages stay on the device.
 
     Attributes:
+        storages: of the state, with the figures of what moved.
         is_active: whether ops are watched for their use of state. Otherwise all of it is in memory.
-        reloaded_bytes, offloaded_bytes, dropped_bytes: moved so far; dropped without a copy, since one existed.
-        refusal: why state could not leave in the last step, if it could not; else "".
+        follows_plan: whether the step's plan moves state, and is followed so far.
     """
 
     def __init__(
         self,
         device: torch.device,
         list_residents: Callable[[], list[torch.Tensor]],
-        name_residents: Callable[[], Sequence[NamedTensor]],
         optimizers: Sequence[Optimizer],
         transfers: Transfers,
         ledger: Ledger,
         min_bytes: int,
     ) -> None:
-        self._native = load_native()
+        self._native = library.load()
         self._device = device
-        self.name_residents = name_residents
         self._list_residents = list_residents
         self._optimizers = optimizers
         self._grouped: list[GroupedStep] = []
-        self._transfers = transfers
         self._ledger = ledger
         self._min_bytes = min_bytes
-        self._table = self._native.StateTable(self)
-        self._copies: dict[Any, Copy] = {}
-        self._arriving: dict[Any, torch.UntypedStorage] = {}
-        self._lock = make_lock()  # never held while memory is requested: a thread that makes room takes it
         self._held: dict[Any, Any] = {}  # storages whose address the program knows, until the next step begins
         self._budget_bytes: int | None = None
         self._thread = threading.get_ident()  # of the last step
         self._first_bytes: int | None = None  # state when the first step begins
         self._comes_first = False  # state leaves before activations, as there is more of it
         self._was_short = False
+        self.storages = PagedStorages(transfers, ledger, self._limit)
+        self._table = self.storages.table
         self.is_active = False
-        self.refusal = ""
-        self.offloaded_bytes = 0
-        self.reloaded_bytes = 0
-        self.dropped_bytes = 0
+        self.follows_plan = False
 
     # -- what the room calls --------------------------------------------------------------------------------------
 
@@ -119,12 +96,13 @@ class StatePager:
         """
         self._budget_bytes = budget_bytes
         self._thread = threading.get_ident()
-        self.refusal = ""
+        self.follows_plan = False
+        self.storages.refusal = ""
         self._release_held()
         live_bytes = self._ledger.live_bytes
         missing_bytes = live_bytes - budget_bytes
         if self.is_active:
-            self._sweep()
+            self.storages.sweep()
         self._comes_first = live_bytes + self.count_away() > budget_bytes // 2
         if missing_bytes > 0 or (may_move and self._is_needed(budget_bytes)):
             self._activate()
@@ -136,15 +114,6 @@ class StatePager:
             self._table.begin_step()
         if missing_bytes > 0:
             self.make_room(missing_bytes)
-
-    def _is_needed(self, budget_bytes: int) -> bool:
-        """Tell whether state may have to leave: gradients and optimizer state may be to come."""
-        if self._was_short or self.is_active:
-            return True
-        if self._first_bytes is None:
-            self._first_bytes = sum(storage.nbytes() for storage in self._list_candidates())
-        # Between steps, little but state is live.
-        return max(self._ledger.live_bytes, COMING * self._first_bytes) > budget_bytes // WORTH_WATCHING
 
     def make_room_between_steps(self, missing_bytes: int) -> None:
         """Move state out of memory, `missing_bytes` if there are as many; what the next step uses last first."""
@@ -168,65 +137,26 @@ class StatePager:
             return 0
         if spares_soon and not self._comes_first:
             return 0
-        with self._lock:
-            freed_bytes = self._evict(self._choose(missing_bytes, spares_soon))
+        with self.storages.lock:
+            freed_bytes = self.storages.evict(self._choose(missing_bytes, spares_soon))
             if freed_bytes < missing_bytes and not spares_soon:
-                freed_bytes += self._cancel_reloads()
+                freed_bytes += self.storages.cancel_reloads()
             return freed_bytes
-
-    def restore(self, record: Any) -> None:
-        """Bring a storage back. Called by the extension, before an op uses it.
-
-        Raises:
-            TierError: it could not be read back. It stays away, and its copy is intact.
-            Infeasible: there is no room for it.
-        """
-        with self._lock:
-            contents = self._arriving.get(record)
-            if contents is None:
-                self._limit_outside_steps(record.nbytes)
-            copy = self._copies.get(record)
-        if copy is None or not record.is_away:
-            return  # another thread has brought it back
-        if contents is None:
-            contents = self._reload(record, copy)
-        self._transfers.finish(copy)
-        record.refill(contents)
-        self._arriving.pop(record, None)
-
-    def begin_copy(self, storage: torch.UntypedStorage) -> None:
-        """Begin copying a storage out, if nothing says that it has a valid copy."""
-        with self._lock, contextlib.suppress(TierError):  # it stays
-            record = self._table.add(storage)
-            if record is not None and not record.is_away and (record.is_written or record not in self._copies):
-                self._begin_copy(record, storage)
-
-    def release(self, storage: torch.UntypedStorage) -> None:
-        """Free a storage's memory, once its copy is complete. It stays if an op uses it."""
-        with self._lock:
-            record = self._table.add(storage)
-            if record is not None and not record.is_away:
-                self._evict([record])
 
     def begin_reload(self, storage: torch.UntypedStorage) -> None:
         """Begin bringing a storage back, if there is room. If not, it comes back when it is used."""
         record = self._table.find(storage)
-        copy = None if record is None else self._copies.get(record)
-        if record is None or copy is None or not record.is_away or record in self._arriving:
+        if record is None or not record.is_away:
             return
         missing_bytes = self._ledger.live_bytes + record.nbytes - (self._budget_bytes or 0)
-        if missing_bytes > 0 and self.make_room(missing_bytes, spares_soon=True) < missing_bytes:
-            return
-        with contextlib.suppress(TierError, Infeasible):
-            contents = self._reload(record, copy)
-            with self._lock:
-                self._arriving.setdefault(record, contents)
+        if missing_bytes <= 0 or self.make_room(missing_bytes, spares_soon=True) >= missing_bytes:
+            self.storages.begin_reload(record)
 
     def hold_storage(self, storage: torch.UntypedStorage, *, is_written: bool, is_lasting: bool) -> Any:
         """Bring a storage back if it is state that is away. See `exposed_memory.Restorer`.
 
         Raises:
-            TierError, Infeasible: as for `restore`.
+            TierError, Infeasible: as for `PagedStorages.restore`.
         """
         record = self._table.find(storage) if self.is_active else None
         if record is None:
@@ -236,61 +166,39 @@ class StatePager:
             self._held.setdefault(record, use)
         return use
 
-    def _hold(self, tensors: Sequence[torch.Tensor]) -> list[Any]:
-        """Bring tensors back, and keep them as long as the result lives, if that leaves room for as much beside them.
-
-        Raises:
-            TierError, Infeasible: as for `restore`.
-        """
-        storages = [storage for each in tensors if (storage := get_plain_storage(each)) is not None]
-        if self._budget_bytes is None or 2 * sum(each.nbytes() for each in storages) > self._budget_bytes:
-            return []
-        return [self.hold_storage(each, is_written=False, is_lasting=False) for each in storages]
-
-    def _release_held(self) -> None:
-        for record in self._held:
-            record.is_written = True  # by its address
-        self._held.clear()
-
-    def restore_all(self) -> None:
-        """Bring all state back.
-
-        Raises:
-            TierError: some of it could not be read back; the rest is there.
-        """
-        errors: list[TierError] = []
-        for record in self._table.list():
-            try:
-                self._native.StateUse(record, False)
-            except TierError as error:
-                errors.append(error)
-        if errors:
-            raise errors[0]
-
     def close(self) -> None:
         """Bring all state back, and end.
 
         Raises:
-            TierError: as for `restore_all`. Nothing is given up then, and the call can be repeated.
+            TierError: as for `PagedStorages.restore_all`. Nothing is given up then, and the call can be repeated.
         """
         if not self.is_active:
             return
         if sys.is_finalizing():
-            return  # nothing can be read back any more, and nobody is left to read it
+            return  # nothing can be read back any more, and no code is left to use it
         self._budget_bytes = None
-        self.restore_all()
+        self.storages.restore_all()
         self._deactivate()
 
     def count_away(self) -> int:
         """Return the bytes of state that are away."""
-        return sum(record.nbytes for record in self._table.list() if record.is_away) if self.is_active else 0
+        return self.storages.count_away() if self.is_active else 0
 
     def is_away(self, storage: torch.UntypedStorage) -> bool:
         """Tell whether a storage is state that is away."""
         record = self._table.find(storage) if self.is_active else None
         return record is not None and record.is_away
 
-    # -- moves ----------------------------------------------------------------------------------------------------
+    # -- which state leaves ---------------------------------------------------------------------------------------
+
+    def _is_needed(self, budget_bytes: int) -> bool:
+        """Tell whether state may have to leave: gradients and optimizer state may be to come."""
+        if self._was_short or self.is_active:
+            return True
+        if self._first_bytes is None:
+            self._first_bytes = sum(storage.nbytes() for storage in self._list_candidates())
+        # Between steps, little but state is live.
+        return max(self._ledger.live_bytes, COMING * self._first_bytes) > budget_bytes // WORTH_WATCHING
 
     def _choose(self, missing_bytes: int, spares_soon: bool) -> list[Any]:
         """Return storages that may leave, of at least `missing_bytes` if there are as many; the last used first."""
@@ -328,71 +236,15 @@ class StatePager:
                 continue
             yield storage
 
-    def _evict(self, records: Iterable[Any]) -> int:
-        """Copy storages out where needed, and free their memory. Return the bytes freed."""
-        begun: list[Any] = []
-        freed_bytes = 0
-        for record in records:
-            storage = record.storage
-            if storage is None:
-                continue
-            try:
-                if record.is_written or record not in self._copies:
-                    self._begin_copy(record, storage)
-                else:
-                    self.dropped_bytes += record.nbytes
-                begun.append(record)
-            except TierError as error:
-                self._note_refusal(record, error)
-        for record in begun:
-            try:
-                self._transfers.finish(self._copies[record])
-            except TierError as error:
-                self._discard_copy(record)
-                self._note_refusal(record, error)
-                continue
-            if record.empty():
-                freed_bytes += record.nbytes
-        return freed_bytes
+    def _limit(self, nbytes: int) -> None:
+        """Have other state leave before a storage comes back: between steps no request is limited."""
+        if self._budget_bytes is None:
+            return
+        missing_bytes = self._ledger.live_bytes + nbytes - self._budget_bytes
+        if missing_bytes > 0:
+            self.storages.evict(self._choose(missing_bytes, spares_soon=False))
 
-    def _reload(self, record: Any, copy: Copy) -> torch.UntypedStorage:
-        """Begin to read a storage back, into new memory."""
-        with Hidden(), self._counted():
-            contents = self._transfers.reload(copy)
-        self.reloaded_bytes += record.nbytes
-        return contents
-
-    def _cancel_reloads(self) -> int:
-        """Give up what is on its way back. Return the bytes freed."""
-        freed_bytes = 0
-        while self._arriving:
-            record, _ = self._arriving.popitem()
-            with contextlib.suppress(TierError):
-                self._transfers.finish(self._copies[record])
-            freed_bytes += record.nbytes
-        return freed_bytes
-
-    def _note_refusal(self, record: Any, error: TierError) -> None:
-        level = logging.DEBUG if self.refusal else logging.WARNING  # once a step
-        logger.log(level, "%d bytes of model state stay in memory: %s", record.nbytes, error)
-        self.refusal = str(error)
-
-    def _begin_copy(self, record: Any, storage: torch.UntypedStorage) -> None:
-        self._discard_copy(record)
-        record.is_written = False  # before the copy: a later write sets it again
-        try:
-            with Hidden():
-                self._copies[record] = self._transfers.offload(storage)
-        except BaseException:
-            record.is_written = True
-            raise
-        self.offloaded_bytes += record.nbytes
-
-    def _discard_copy(self, record: Any) -> None:
-        record.is_written = True
-        copy = self._copies.pop(record, None)
-        if copy is not None:
-            self._transfers.discard(copy)
+    # -- watching -------------------------------------------------------------------------------------------------
 
     def _activate(self) -> None:
         """Watch ops for their use of state, from now on."""
@@ -407,44 +259,30 @@ class StatePager:
             GroupedStep(each, self._find_group_bytes, self._hold) for each in find_groupable(self._optimizers)
         ]
 
-    def _find_group_bytes(self) -> int | None:
-        return None if self._budget_bytes is None else self._budget_bytes // GROUPS
-
     def _deactivate(self) -> None:
         """Watch no more. All state is in memory."""
         self._held.clear()
         while self._grouped:
             self._grouped.pop().remove()
-        self._table.clear()
-        for copy in self._copies.values():
-            self._transfers.discard(copy)
-        self._copies.clear()
+        self.storages.clear()
         self.is_active = False
         self._native.update_watching()
 
-    def _sweep(self) -> None:
-        """Give up the copies of storages that are gone."""
-        for record in self._table.sweep():
-            self._arriving.pop(record, None)
-            if (copy := self._copies.pop(record, None)) is not None:
-                self._transfers.discard(copy)
+    def _find_group_bytes(self) -> int | None:
+        return None if self._budget_bytes is None else self._budget_bytes // GROUPS
 
-    def _limit_outside_steps(self, nbytes: int) -> None:
-        """Have other state leave between steps, where no request is limited."""
-        if self._budget_bytes is None:
-            return
-        missing_bytes = self._ledger.live_bytes + nbytes - self._budget_bytes
-        if missing_bytes > 0:
-            self._evict(self._choose(missing_bytes, spares_soon=False))
+    def _hold(self, tensors: Sequence[torch.Tensor]) -> list[Any]:
+        """Keep tensors in memory as long as the result lives, if that leaves room for as much beside them.
 
-    @contextlib.contextmanager
-    def _counted(self) -> Iterator[None]:
-        """Have this thread's allocations count for the room, in a step or not."""
-        if self._ledger.scope is None:
-            yield
-            return
-        before = self._native.enter_scope(self._ledger.scope)
-        try:
-            yield
-        finally:
-            self._native.enter_scope(before)
+        A plan that is followed keeps them, or has reasons not to.
+        """
+        storages = [storage for each in tensors if (storage := get_plain_storage(each)) is not None]
+        nbytes = sum(each.nbytes() for each in storages)
+        if self.follows_plan or self._budget_bytes is None or 2 * nbytes > self._budget_bytes:
+            return []
+        return [self.hold_storage(each, is_written=False, is_lasting=False) for each in storages]
+
+    def _release_held(self) -> None:
+        for record in self._held:
+            record.is_written = True  # by its address
+        self._held.clear()

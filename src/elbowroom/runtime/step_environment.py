@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
 
 import torch
 
 from elbowroom.hooks.ledger import Ledger
 from elbowroom.ir.hardware import HardwareProfile
 from elbowroom.residency.access_history import AccessHistory
+from elbowroom.runtime.state_moves import NamedTensor
+from elbowroom.runtime.state_pager import StatePager
 from elbowroom.runtime.transfers import Transfers
-
-if TYPE_CHECKING:
-    from elbowroom.runtime.state_pager import StatePager
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,6 +30,7 @@ class StepEnvironment:
         policy: name of the online policy, a member of `residency.policies`.
         min_bytes: smaller storages stay on the device, unless a plan moves them.
         pager: moves model state; None if that stays on the device.
+        name_residents: returns what `list_residents` does with roles, labels and modules.
     """
 
     device: torch.device
@@ -44,3 +43,4 @@ class StepEnvironment:
     policy: str
     min_bytes: int
     pager: StatePager | None = None
+    name_residents: Callable[[], Sequence[NamedTensor]] = tuple

@@ -104,9 +104,9 @@ class StepRunner:
         self._writes = WriteGuard(self.state, self._lock, self._executor)
         self._policy.begin()
         rests = history.may_rest and not candidates
-        self._start_watching(int(RESTING * environment.budget_bytes) if rests else 0)
+        self._start_watching(environment, int(RESTING * environment.budget_bytes) if rests else 0)
 
-    def _start_watching(self, resting_bytes: int) -> None:
+    def _start_watching(self, environment: StepEnvironment, resting_bytes: int) -> None:
         """Tell the extension which ops to record, and which saves and needs to log without telling the runner."""
         state = self.state
         if state.phase is Phase.FOLLOWING_PLAN:
@@ -116,7 +116,7 @@ class StepRunner:
             if (schedule := expected.state_schedule) is not None and self._pager is not None:
                 before, after = (schedule.list_positions(is_before=is_before) for is_before in (True, False))
                 self.state.watcher.set_state_moves(before, after)
-                self._state_moves = StateMoves(schedule, self._pager)
+                self._state_moves = StateMoves(schedule, self._pager, environment.name_residents())
             is_observed = self._observer is not None  # then everything is reported at once
             touched = frozenset[int]() if is_observed else expected.plan_storages
             self._saved_tensors.log(touched, -1 if is_observed else self._policy.due_tick)
@@ -219,6 +219,8 @@ class StepRunner:
             if followed < 0:
                 self.state.drift = why
             phase = self.state.phase
+            if self._state_moves is not None:
+                self._state_moves.leave()
             if phase is Phase.FOLLOWING_PLAN:
                 self._start_managing()
             elif phase is Phase.MANAGED:

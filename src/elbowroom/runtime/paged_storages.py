@@ -1,0 +1,215 @@
+"""Storages of model state that leave memory and come back in place, and their copies in the tier below.
+
+    RESIDENT --- evict ---> AWAY --- begin_reload ---> ARRIVING --- restore ---> RESIDENT
+       ^                      '------------------- restore ------------------------'
+
+The objects that the program, its modules and its optimizers hold stay the same; only the bytes leave. A storage that
+was not written to since it was last copied leaves without a copy.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+
+from elbowroom.errors import Infeasible, TierError
+from elbowroom.hooks.dispatch_keys import Hidden
+from elbowroom.hooks.ledger import Ledger
+from elbowroom.native import library
+from elbowroom.runtime.copies import Copy
+from elbowroom.runtime.locks import make_lock
+from elbowroom.runtime.transfers import Transfers
+
+logger = logging.getLogger(__name__)
+
+
+class PagedStorages:
+    """Moves storages, whichever it is told to move.
+
+    Args:
+        transfers: moves bytes to the tier below and back.
+        ledger: counts bytes on the device.
+        make_room: called with the bytes of a storage before it comes back.
+
+    Attributes:
+        table: of the extension; has a record of each storage.
+        lock: never held while memory is requested, since a thread that makes room takes it.
+        offloaded_bytes, reloaded_bytes, dropped_bytes: moved so far; dropped without a copy, since one existed.
+        refusal: why a storage stayed that should have left; "" if none did.
+    """
+
+    def __init__(self, transfers: Transfers, ledger: Ledger, make_room: Callable[[int], None]) -> None:
+        self._native = library.load()
+        self._transfers = transfers
+        self._scope = ledger.scope
+        self._make_room = make_room
+        self._copies: dict[Any, Copy] = {}
+        self._arriving: dict[Any, torch.UntypedStorage] = {}
+        self.table = self._native.StateTable(self)
+        self.lock = make_lock()
+        self.offloaded_bytes = 0
+        self.reloaded_bytes = 0
+        self.dropped_bytes = 0
+        self.refusal = ""
+
+    def restore(self, record: Any) -> None:
+        """Bring a storage back. Called by the extension, before an op uses it.
+
+        Raises:
+            TierError: it could not be read back. It stays away, and its copy is intact.
+            Infeasible: there is no room for it.
+        """
+        with self.lock:
+            contents = self._arriving.get(record)
+            if contents is None:
+                self._make_room(record.nbytes)
+            copy = self._copies.get(record)
+        if copy is None or not record.is_away:
+            return  # another thread has brought it back
+        if contents is None:
+            contents = self._reload(record, copy)
+        self._transfers.finish(copy)
+        record.refill(contents)
+        self._arriving.pop(record, None)
+
+    def begin_copy(self, storage: torch.UntypedStorage) -> None:
+        """Begin copying a storage out, unless it has a valid copy."""
+        with self.lock, contextlib.suppress(TierError):  # it stays
+            record = self.table.add(storage)
+            if record is not None and not record.is_away and self._needs_copy(record):
+                self._begin_copy(record, storage)
+
+    def release(self, storage: torch.UntypedStorage) -> None:
+        """Free a storage's memory, once its copy is complete. It stays if an op uses it."""
+        with self.lock:
+            record = self.table.add(storage)
+            if record is not None and not record.is_away:
+                self.evict([record])
+
+    def begin_reload(self, record: Any) -> None:
+        """Begin bringing a storage back. If that fails, it comes back when it is used."""
+        copy = self._copies.get(record)
+        if copy is None or not record.is_away or record in self._arriving:
+            return
+        with contextlib.suppress(TierError, Infeasible):
+            contents = self._reload(record, copy)
+            with self.lock:
+                self._arriving.setdefault(record, contents)
+
+    def evict(self, records: Iterable[Any]) -> int:
+        """Copy storages out where needed, and free their memory. Return the bytes freed."""
+        begun: list[Any] = []
+        freed_bytes = 0
+        for record in records:
+            storage = record.storage
+            if storage is None:
+                continue
+            try:
+                if self._needs_copy(record):
+                    self._begin_copy(record, storage)
+                else:
+                    self.dropped_bytes += record.nbytes
+                begun.append(record)
+            except TierError as error:
+                self._note_refusal(record, error)
+        for record in begun:
+            try:
+                self._transfers.finish(self._copies[record])
+            except TierError as error:
+                self._discard_copy(record)
+                self._note_refusal(record, error)
+                continue
+            if record.empty():
+                freed_bytes += record.nbytes
+        return freed_bytes
+
+    def cancel_reloads(self) -> int:
+        """Give up what is on its way back. Return the bytes freed."""
+        freed_bytes = 0
+        while self._arriving:
+            record, _ = self._arriving.popitem()
+            with contextlib.suppress(TierError):
+                self._transfers.finish(self._copies[record])
+            freed_bytes += record.nbytes
+        return freed_bytes
+
+    def restore_all(self) -> None:
+        """Bring all storages back.
+
+        Raises:
+            TierError: some of them could not be read back; the rest is there.
+        """
+        errors: list[TierError] = []
+        for record in self.table.list():
+            try:
+                self._native.StateUse(record, False)
+            except TierError as error:
+                errors.append(error)
+        if errors:
+            raise errors[0]
+
+    def sweep(self) -> None:
+        """Give up the copies of storages that are gone."""
+        for record in self.table.sweep():
+            self._arriving.pop(record, None)
+            if (copy := self._copies.pop(record, None)) is not None:
+                self._transfers.discard(copy)
+
+    def clear(self) -> None:
+        """Forget all storages, which are in memory, and give up their copies."""
+        self.table.clear()
+        for copy in self._copies.values():
+            self._transfers.discard(copy)
+        self._copies.clear()
+
+    def count_away(self) -> int:
+        """Return the bytes that are away."""
+        return sum(record.nbytes for record in self.table.list() if record.is_away)
+
+    def _needs_copy(self, record: Any) -> bool:
+        return record.is_written or record not in self._copies
+
+    def _begin_copy(self, record: Any, storage: torch.UntypedStorage) -> None:
+        self._discard_copy(record)
+        record.is_written = False  # before the copy: a later write sets it again
+        try:
+            with Hidden():
+                self._copies[record] = self._transfers.offload(storage)
+        except BaseException:
+            record.is_written = True
+            raise
+        self.offloaded_bytes += record.nbytes
+
+    def _discard_copy(self, record: Any) -> None:
+        record.is_written = True
+        copy = self._copies.pop(record, None)
+        if copy is not None:
+            self._transfers.discard(copy)
+
+    def _reload(self, record: Any, copy: Copy) -> torch.UntypedStorage:
+        """Begin to read a storage back, into new memory."""
+        with Hidden(), self._counted():
+            contents = self._transfers.reload(copy)
+        self.reloaded_bytes += record.nbytes
+        return contents
+
+    def _note_refusal(self, record: Any, error: TierError) -> None:
+        level = logging.DEBUG if self.refusal else logging.WARNING  # once a step
+        logger.log(level, "%d bytes of model state stay in memory: %s", record.nbytes, error)
+        self.refusal = str(error)
+
+    @contextlib.contextmanager
+    def _counted(self) -> Iterator[None]:
+        """Have this thread's allocations count for the room, in a step or not."""
+        if self._scope is None:
+            yield
+            return
+        before = self._native.enter_scope(self._scope)
+        try:
+            yield
+        finally:
+            self._native.enter_scope(before)
