@@ -312,7 +312,8 @@ class Room:
     def _plan_ahead(self, step: Callable[[], Any]) -> None:
         job = self._job
         try:
-            trace = capture_fake(step, job.model, job.optimizers, name=job.name, device=job.device)
+            with contextlib.nullcontext() if self._pager is None else self._pager.grouping(self.budget_bytes):
+                trace = capture_fake(step, job.model, job.optimizers, name=job.name, device=job.device)
         except TraceError as error:
             logger.warning("%s", error)
             return

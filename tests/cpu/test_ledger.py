@@ -26,6 +26,8 @@ from elbowroom.native import library
 from tests.models import MODELS
 from tests.native.outside_meter import check_program
 
+pytestmark = pytest.mark.usefixtures("activations_only")
+
 KIB, MIB = 1 << 10, 1 << 20
 
 
@@ -323,8 +325,6 @@ import torch
 import elbowroom
 from elbowroom.ir.hardware import HardwareProfile
 from tests.cpu.test_room import make_job
-
-pytestmark = pytest.mark.usefixtures("activations_only")
 
 library, profile, is_first = sys.argv[1], elbowroom.load(HardwareProfile, sys.argv[2]), sys.argv[3] == "first"
 meter = ctypes.CDLL(library)

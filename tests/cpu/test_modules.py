@@ -378,7 +378,7 @@ def test_an_op_that_does_not_fit_names_its_module(where: str, profile: HardwareP
         loss.exp().mean().backward()
 
     budget = {"forward": made - 1, "outside": made + (8 << 20), "backward": (6 << 20)}[where]
-    with elbowroom.fit(model, optimizer, budget, mode="dynamic", profile=profile) as room:
+    with elbowroom.fit(model, optimizer, budget, mode="dynamic", profile=profile, manages="activations") as room:
         with pytest.raises(Infeasible) as caught, room.step():
             step()
         assert [each.mode for each in room.journal().steps] == []

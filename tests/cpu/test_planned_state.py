@@ -75,3 +75,18 @@ def test_evaluation_between_steps_leaves_the_next_step_its_plan(profile: Hardwar
         assert room.journal().steps[-1].mode is Mode.PLANNED
     with torch.no_grad():
         assert torch.equal(seen, job.model(batch))
+
+
+@pytest.mark.parametrize("name", ["adamw foreach", "adamw fused"])
+def test_a_step_that_is_planned_ahead_groups_its_optimizer(name: str, profile: HardwareProfile) -> None:
+    make, budget_bytes = JOBS[name], 3 * PARAMETER_BYTES // 2
+    plain = run_plain(make, 4)
+    job = make()
+    with fit(job, profile, budget_bytes, mode="auto", min_offload_bytes=1 << 12, step=lambda: job.step(0)) as room:
+        assert room.planned is not None and room.planned.plan.state  # an op over all parameters would not fit
+        losses = []
+        for index in range(4):
+            with room.step():
+                losses.append(job.step(index))
+        assert all((record.peak_bytes or 0) <= budget_bytes for record in room.journal().steps)
+    assert_same(list_tensors(job) | {f"loss {index}": loss for index, loss in enumerate(losses)}, plain)

@@ -608,6 +608,6 @@ def test_advice_names_what_helps(profile: HardwareProfile) -> None:
         optimizer.zero_grad()
 
     with pytest.raises(Infeasible) as caught:
-        elbowroom.fit(model, optimizer, 100_000, step=step, profile=profile)
+        elbowroom.fit(model, optimizer, 100_000, step=step, profile=profile, manages="activations")
     for said in ("fused=True or foreach=False", "Gradient checkpointing is on", "Parameters, gradients and optimizer"):
         assert said in str(caught.value)

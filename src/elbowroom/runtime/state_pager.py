@@ -7,6 +7,7 @@ error.
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -188,6 +189,19 @@ class StatePager:
         """Tell whether a storage is state that is away."""
         record = self._table.find(storage) if self.is_active else None
         return record is not None and record.is_away
+
+    @contextlib.contextmanager
+    def grouping(self, budget_bytes: int) -> Iterator[None]:
+        """Return a context in which optimizers step as they will in steps whose state may have to leave."""
+        groups: list[GroupedStep] = []
+        if self._is_needed(budget_bytes):
+            find: Callable[[], int] = lambda: budget_bytes // GROUPS  # noqa: E731
+            groups += (GroupedStep(each, find, lambda tensors: None) for each in find_groupable(self._optimizers))
+        try:
+            yield
+        finally:
+            for each in groups:
+                each.remove()
 
     # -- which state leaves ---------------------------------------------------------------------------------------
 
