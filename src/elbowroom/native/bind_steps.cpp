@@ -216,7 +216,8 @@ void bind_watch(py::module_& module) {
   py::class_<OpWatch, std::shared_ptr<OpWatch>>(module, "OpWatch", "Watches the ops of one step.")
       .def(py::init(&make_watch), py::arg("device_type"), py::arg("table"), py::arg("host"))
       .def("record", &OpWatch::record, py::arg("resting_bytes"), py::arg("least_bytes"))
-      .def("follow", &OpWatch::follow, py::arg("names"), py::arg("ticks"), py::arg("kept"))
+      .def("follow", &OpWatch::follow, py::arg("names"), py::arg("ticks"), py::arg("kept"),
+          py::arg("required"))
       .def("set_state_moves", &OpWatch::set_state_moves, py::arg("before"), py::arg("after"))
       .def("stop_recording", &OpWatch::pass)
       .def("run_region", &run_region, py::arg("name"), py::arg("inputs"), py::arg("written"), py::arg("call"),

@@ -162,6 +162,11 @@ bool OpWatch::is_expected(const std::string& name, Count& count) {
     return false;
   }
   if (names_[position] != name && out_of_place(names_[position]) != out_of_place(name)) {
+    if (position >= required_) {
+      mode_ = Mode::PASS;
+      callbacks_.move_state(-1, false);
+      return false;
+    }
     callbacks_.leave("op " + std::to_string(position) + " is " + name + ", where the trace has " + names_[position]);
     return false;
   }
@@ -259,7 +264,9 @@ void OpWatch::record(int64_t resting_bytes, int64_t least_bytes) {
 }
 
 void OpWatch::follow(
-    std::vector<std::string> names, std::vector<int64_t> ticks, std::unordered_map<int64_t, std::vector<bool>> kept) {
+    std::vector<std::string> names, std::vector<int64_t> ticks, std::unordered_map<int64_t, std::vector<bool>> kept,
+    size_t required) {
+  required_ = required;
   names_ = std::move(names);
   ticks_ = std::move(ticks);
   kept_ = std::move(kept);

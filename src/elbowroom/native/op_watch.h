@@ -26,7 +26,7 @@ struct Callbacks {
   std::function<void(const at::Tensor&)> before_write;  // an op is about to write to a guarded storage
   std::function<void(const at::Tensor&)> after_write;
   std::function<void(const std::string&)> leave;  // the step differs from the expected one, with the reason
-  std::function<void(int64_t, bool)> move_state;  // position of an expected op, and whether it is about to run
+  std::function<void(int64_t, bool)> move_state;  // position of an expected op, -1 if none is expected any more; whether it is to run
   std::function<bool(const std::string&)> make_room;  // the device is out of memory for an op; true to retry
 };
 
@@ -80,8 +80,10 @@ class OpWatch {
   // than `resting_bytes` are live.
   void record(int64_t resting_bytes, int64_t least_bytes);
   // Follows a trace from now on: names of the expected ops, the tick of each op to record (else -1), and for each
-  // tensor that such an op reads, whether the program holds it throughout the step.
-  void follow(std::vector<std::string> names, std::vector<int64_t> ticks, std::unordered_map<int64_t, std::vector<bool>> kept);
+  // tensor that such an op reads, whether the program holds it throughout the step. The first `required` ops must run as
+  // expected; if a later one differs, the watch stops following.
+  void follow(std::vector<std::string> names, std::vector<int64_t> ticks, std::unordered_map<int64_t, std::vector<bool>> kept,
+      size_t required);
   // Positions of ops before and after which model state moves.
   void set_state_moves(std::unordered_set<int64_t> before, std::unordered_set<int64_t> after) {
     moves_before_ = std::move(before);
@@ -145,6 +147,7 @@ class OpWatch {
   std::unordered_map<int64_t, std::vector<bool>> kept_;
   std::atomic<size_t> position_{0};
   std::unordered_set<int64_t> moves_before_, moves_after_;
+  size_t required_ = 0;
   std::unordered_map<int64_t, RecordedOpPtr> by_tick_;  // with the table's mutex
 };
 

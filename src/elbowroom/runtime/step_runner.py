@@ -238,8 +238,16 @@ class StepRunner:
             return True
 
     def move_state(self, position: int, is_before: bool) -> None:
-        """Make the moves of model state that the plan has before or after an op. `position`: of the op in the trace."""
-        if self._state_moves is not None and self.state.phase is Phase.FOLLOWING_PLAN:
+        """Make the moves of model state that the plan has before or after an op.
+
+        Args:
+            position: of the op in the trace; -1 if the step's ops are not those of the trace any more.
+        """
+        if self._state_moves is None or self.state.phase is not Phase.FOLLOWING_PLAN:
+            return
+        if position < 0:
+            self._state_moves.leave()
+        else:
             self._state_moves.make(position, is_before=is_before)
 
     def about_to_write(self, tensor: torch.Tensor) -> None:
