@@ -14,6 +14,7 @@ from elbowroom.ir.gaps import Gap
 from elbowroom.ir.lifetimes import Lifetimes
 from elbowroom.ir.plan import Choice, Decision, Plan
 from elbowroom.ir.trace import Trace
+from elbowroom.simulator.planned import PreparedTrace
 from tests.generators import cyclic_steps, keep_everything
 
 STEPS = 4
@@ -151,3 +152,15 @@ def test_a_forecast_is_the_second_of_two_steps_in_a_row(data: some.DataObject, s
     if slow.seconds[3] == pytest.approx(slow.seconds[2]):  # else steps alternate
         assert forecast.step_seconds == pytest.approx(slow.seconds[3])
     assert forecast.begin_seconds[-1] == pytest.approx(forecast.step_seconds)
+
+
+@given(cyclic_steps())
+@settings(max_examples=20, deadline=None)
+def test_copies_of_the_state_outlive_autograds_claims(step: tuple[Trace, Costs]) -> None:
+    trace, costs = step
+    prepared = PreparedTrace(trace, costs)
+    device = prepared.make_device(None)
+    device.keep_copies(sorted(trace.state))
+    for storage in trace.state:
+        device.discard_copy(storage)  # as where a weight that a replay reads is saved no more
+    assert device.count_state_copies() == (sum(int(prepared.rounded[storage]) for storage in trace.state), 0)

@@ -269,9 +269,11 @@ class StatePager:
         restore_before_access(self)
         for storage in self._list_candidates():
             self._table.add(storage)
-        self._grouped = [
-            GroupedStep(each, self._find_group_bytes, self._hold) for each in find_groupable(self._optimizers)
-        ]
+
+        def find_group_bytes() -> int | None:
+            return None if self._budget_bytes is None else self._budget_bytes // GROUPS
+
+        self._grouped = [GroupedStep(each, find_group_bytes, self._hold) for each in find_groupable(self._optimizers)]
 
     def _deactivate(self) -> None:
         """Watch no more. All state is in memory."""
@@ -281,9 +283,6 @@ class StatePager:
         self.storages.clear()
         self.is_active = False
         self._native.update_watching()
-
-    def _find_group_bytes(self) -> int | None:
-        return None if self._budget_bytes is None else self._budget_bytes // GROUPS
 
     def _hold(self, tensors: Sequence[torch.Tensor]) -> list[Any]:
         """Keep tensors in memory as long as the result lives, if that leaves room for as much beside them.

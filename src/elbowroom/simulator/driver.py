@@ -145,7 +145,9 @@ class VirtualDevice:
         self._delay(seconds)
 
     def discard_copy(self, storage: int) -> None:
-        """Free the copy of a storage, if any, when its claim ends."""
+        """Free the copy of a storage, if any, when its claim ends. Copies of the model's state stay."""
+        if storage in self._state:
+            return
         copy = self._below.pop(storage, None)
         if copy is None:
             return
