@@ -63,6 +63,21 @@ def test_other_threads(away: Away) -> None:
     away.train_on()
 
 
+def test_no_copy_begins_while_an_access_may_write(away: Away) -> None:
+    """The copy could miss what is written, and would pass for the present contents."""
+    pager, storage = get_pager(away.room), away.parameter.untyped_storage()
+    access = pager.hold_storage(storage, is_written=True, is_lasting=False)
+    copied_bytes = pager.storages.offloaded_bytes
+    pager.storages.begin_copy(storage)
+    pager.storages.release(storage)
+    assert pager.storages.table.find(storage).is_written
+    assert pager.storages.offloaded_bytes == copied_bytes and not pager.is_away(storage)
+    del access
+    pager.storages.release(storage)
+    assert pager.is_away(storage)
+    away.train_on()
+
+
 def test_threads_that_compute_while_state_leaves_and_returns(profile: HardwareProfile) -> None:
     """A frozen part of the model is read by other threads all the time."""
     job = make_job(adamw, nn.Sequential(make_model(), *make_model()))

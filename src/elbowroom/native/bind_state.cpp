@@ -56,6 +56,8 @@ void bind_state(py::module_& module) {
             return held ? wrap(c10::Storage(std::move(held))) : py::none();
           })
       .def("count_until_use", &StateStorage::count_until_use, py::arg("now"), py::arg("step_events"), py::arg("most"))
+      .def("begin_copy", &StateStorage::begin_copy, py::call_guard<py::gil_scoped_release>(),
+          "Note writes from now on. Returns whether no op uses the storage, so that it may be copied.")
       .def("empty", &StateStorage::empty, py::call_guard<py::gil_scoped_release>(),
           "Free the memory, whose contents are copied. Returns whether that was possible.")
       .def("refill", [](StateStorage& storage, const py::handle& contents) { storage.refill(unpack(contents)); },

@@ -57,6 +57,28 @@ std::mutex& state_mutex() {
 // Whether an op goes on to use what it was given after it has returned. (The names of its kinds have a dot for "::".)
 bool is_asynchronous(const OpKind& op) { return op.name.starts_with("c10d.") || op.name.starts_with("_c10d_functional."); }
 
+// Has accesses to the memory raise an error. Returns false before the versions of PyTorch in which that can be undone.
+template <typename Impl>
+bool refuse_access(Impl& storage) {
+  if constexpr (requires { storage.clear_data_ptr_access_error_msg_(); }) {
+    storage.release_data_and_set_meta_custom_data_ptr_error_msg_(AWAY);
+    return true;
+  }
+  return false;
+}
+
+template <typename Impl>
+void allow_access(Impl& storage) {
+  if constexpr (requires { storage.clear_data_ptr_access_error_msg_(); }) storage.clear_data_ptr_access_error_msg_();
+}
+
+// Whether a storage shares its memory until someone writes to it.
+template <typename Impl>
+bool is_lazy_clone(const Impl& storage) {
+  if constexpr (requires { storage.has_materializer(); }) return storage.has_materializer();
+  return false;  // before PyTorch 2.13 giving up the memory gives up its share
+}
+
 // With the mutex.
 bool is_idle(const StateStorage& storage) { return storage.pins == 0 && !storage.is_staying; }
 
@@ -76,18 +98,25 @@ StateStorage::StateStorage(const c10::Storage& storage, std::weak_ptr<StateTable
       nbytes(static_cast<int64_t>(storage.nbytes())),
       owner(std::move(owner)) {}
 
+bool StateStorage::begin_copy() {
+  const std::lock_guard<std::mutex> guard(state_mutex());
+  if (!elbowroom::is_idle(*this)) return false;
+  is_written = false;
+  return true;
+}
+
 bool StateStorage::empty() {
   c10::DataPtr freed;  // destroyed without the mutex
   const auto held = storage.lock();
-  if (!held || held->has_materializer()) return false;  // a lazy clone shares its memory
+  if (!held || is_lazy_clone(*held)) return false;
   const std::lock_guard<std::mutex> guard(state_mutex());
   if (!elbowroom::is_idle(*this) || is_written || is_away || static_cast<int64_t>(held->nbytes()) != nbytes) return false;
   c10::DataPtr& memory = held->_mutable_data_ptr_no_checks();
   if (memory.get() == nullptr) return false;
+  if (!refuse_access(*held)) return false;
   const c10::Device device = memory.device();
   freed = std::move(memory);
   held->set_data_ptr_noswap(c10::DataPtr(nullptr, device));
-  held->release_data_and_set_meta_custom_data_ptr_error_msg_(AWAY);
   is_away = true;
   return true;
 }
@@ -111,7 +140,7 @@ void StateStorage::refill(const c10::Storage& contents) {
   if (!is_away) return;
   c10::DataPtr& memory = source->_mutable_data_ptr_no_checks();
   const c10::Device device = memory.device();
-  held->clear_data_ptr_access_error_msg_();
+  allow_access(*held);
   former = std::move(held->_mutable_data_ptr_no_checks());
   held->set_data_ptr_noswap(std::move(memory));
   source->set_data_ptr_noswap(c10::DataPtr(nullptr, device));

@@ -27,6 +27,9 @@ class StateStorage final : public c10::intrusive_ptr_target {
  public:
   StateStorage(const c10::Storage& storage, std::weak_ptr<StateTable> owner);
 
+  // Called before the contents are copied: from now on, writes are noted. Returns false if an op uses the storage, which
+  // may be writing to it.
+  bool begin_copy();
   // Frees the memory, whose contents the caller has copied. Returns false, and does nothing, if an op may use the storage,
   // has written to it since `is_written` was cleared, or the storage is gone.
   bool empty();

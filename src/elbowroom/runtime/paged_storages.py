@@ -109,10 +109,10 @@ class PagedStorages:
             if storage is None:
                 continue
             try:
-                if self._needs_copy(record):
-                    self._begin_copy(record, storage)
-                else:
+                if not self._needs_copy(record):
                     self.dropped_bytes += record.nbytes
+                elif not self._begin_copy(record, storage):
+                    continue
                 begun.append(record)
             except TierError as error:
                 self._note_refusal(record, error)
@@ -173,9 +173,11 @@ class PagedStorages:
     def _needs_copy(self, record: Any) -> bool:
         return record.is_written or record not in self._copies
 
-    def _begin_copy(self, record: Any, storage: torch.UntypedStorage) -> None:
+    def _begin_copy(self, record: Any, storage: torch.UntypedStorage) -> bool:
+        """Begin copying a storage out. Returns False if an op uses it, which may be writing to it."""
         self._discard_copy(record)
-        record.is_written = False  # before the copy: a later write sets it again
+        if not record.begin_copy():
+            return False
         try:
             with Hidden():
                 self._copies[record] = self._transfers.offload(storage)
@@ -183,6 +185,7 @@ class PagedStorages:
             record.is_written = True
             raise
         self.offloaded_bytes += record.nbytes
+        return True
 
     def _discard_copy(self, record: Any) -> None:
         record.is_written = True
