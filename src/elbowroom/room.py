@@ -30,6 +30,8 @@ from elbowroom.planner.bounds.bound import bound_plan
 from elbowroom.report.summary import summarize
 from elbowroom.report.table import render_table
 from elbowroom.runtime.factory import open_transfers
+from elbowroom.runtime.sections import Sections
+from elbowroom.runtime.sliced_ops import SlicedOps
 from elbowroom.runtime.state_pager import StatePager
 from elbowroom.runtime.step_storages import load_native
 from elbowroom.step_modes import StepModes
@@ -76,7 +78,11 @@ class Room:
             undoing.callback(self._transfers.close)
             self._metering = Metering(device, self._transfers, self._ledger)
             self._pager = self._make_pager()
-            self._modes = StepModes(job, self._cache, self._metering, self._transfers, self._ledger, self._pager)
+            sections = Sections(self._pager.storages, self._transfers)
+            sliced_ops = SlicedOps(sections, self._pager.watch_sections)
+            self._modes = StepModes(
+                job, self._cache, self._metering, self._transfers, self._ledger, self._pager, sliced_ops
+            )
             self._ledger.adopt(job.list_residents())
             if step is not None and config.mode != "dynamic":
                 self._plan_ahead(step)
@@ -90,6 +96,10 @@ class Room:
     def budget_bytes(self) -> int:
         """Budget of the job on its device, in bytes."""
         return self._cache.lease.device_bytes
+
+    @property
+    def _moves_state(self) -> bool:
+        return self.config.manages == "everything"
 
     @property
     def planned(self) -> PlannedStep | None:
@@ -176,7 +186,7 @@ class Room:
         if self._step is not None:
             raise UsageError("set_budget() inside a step: call it before or after room.step()")
         budget_bytes = parse_budget(memory_budget, self._job.device)
-        if self._pager is not None and (held_bytes := self._ledger.live_bytes) > budget_bytes:
+        if self._moves_state and (held_bytes := self._ledger.live_bytes) > budget_bytes:
             self._pager.make_room_between_steps(held_bytes - budget_bytes)
         held_bytes = self._ledger.live_bytes
         if held_bytes > budget_bytes:
@@ -187,7 +197,7 @@ class Room:
         try:
             self._cache.set_budget(budget_bytes)
         except Infeasible as error:
-            advise(error, self._job.model, self._job.optimizers, moves_state=self._pager is not None)
+            advise(error, self._job.model, self._job.optimizers, moves_state=self._moves_state)
             raise
 
     def journal(self) -> Journal:
@@ -273,8 +283,7 @@ class Room:
         if self._step is not None and self._thread == threading.get_ident():
             self.end_step(_BrokenOff())
         self._modes.forget_last()
-        if self._pager is not None:
-            self._pager.close()
+        self._pager.close()
         remove_mark(self._job.model)
         self._cache.close()
         self._transfers.close()
@@ -291,13 +300,12 @@ class Room:
     def __exit__(self, *exception: object) -> None:
         self.detach()
 
-    def _make_pager(self) -> StatePager | None:
+    def _make_pager(self) -> StatePager:
         job = self._job
-        if job.config.manages == "activations":
-            return None
         load_native()  # the extension asks what it does not know of an op, also between steps
         return StatePager(
-            job.device, job.list_residents, job.optimizers, self._transfers, self._ledger, job.config.min_offload_bytes
+            job.device, job.list_residents if self._moves_state else list, job.optimizers if self._moves_state else (),
+            self._transfers, self._ledger, job.config.min_offload_bytes,
         )  # fmt: skip
 
     def _probe(self, budget_bytes: int) -> HardwareProfile:
@@ -312,7 +320,7 @@ class Room:
     def _plan_ahead(self, step: Callable[[], Any]) -> None:
         job = self._job
         try:
-            with contextlib.nullcontext() if self._pager is None else self._pager.grouping(self.budget_bytes):
+            with contextlib.nullcontext() if not self._moves_state else self._pager.grouping(self.budget_bytes):
                 trace = capture_fake(step, job.model, job.optimizers, name=job.name, device=job.device)
         except TraceError as error:
             logger.warning("%s", error)

@@ -26,6 +26,7 @@ from elbowroom.residency.access_history import AccessHistory
 from elbowroom.running_step import RunningStep
 from elbowroom.runtime.phase import Phase
 from elbowroom.runtime.shortage import locate_shortage
+from elbowroom.runtime.sliced_ops import SlicedOps
 from elbowroom.runtime.state_pager import StatePager
 from elbowroom.runtime.step_environment import StepEnvironment
 from elbowroom.runtime.step_runner import StepRunner
@@ -45,7 +46,8 @@ class StepModes:
         job, cache, metering: of the room.
         transfers: moves bytes between tiers.
         ledger: counts bytes on the device.
-        pager: moves model state; None if that stays on the device.
+        pager: moves model state, unless that stays on the device, and results of ops that run in slices.
+        sliced_ops: runs ops in slices that have no room as a whole.
     """
 
     def __init__(
@@ -55,13 +57,16 @@ class StepModes:
         metering: Metering,
         transfers: Transfers,
         ledger: CpuLedger | CudaLedger,
-        pager: StatePager | None,
+        pager: StatePager,
+        sliced_ops: SlicedOps,
     ) -> None:
         self._job = job
         self._cache = cache
         self._metering = metering
         self._transfers, self._ledger = transfers, ledger
         self._pager = pager
+        self._sliced_ops = sliced_ops
+        self._moves_state = job.config.manages == "everything"
         self._captures = self._futile_captures = self._next_capture = 0
         self._has_recurred = False
         self._history = AccessHistory(is_bounded=cache.lease.host_bytes is not None)
@@ -90,7 +95,7 @@ class StepModes:
             # A notebook keeps the last traceback, whose frames would keep tensors alive.
             traceback.clear_frames(error.__traceback__)
             if isinstance(error, Infeasible):
-                advise(error, self._job.model, self._job.optimizers, moves_state=self._pager is not None)
+                advise(error, self._job.model, self._job.optimizers, moves_state=self._moves_state)
             if self._running is not None and (begun_as := self._running.expected) is not None:
                 self._cache.remove(begun_as)  # the next step is observed from its beginning
             raise
@@ -167,8 +172,7 @@ class StepModes:
             self._adopt(capture, record, step.calls, is_whole=not runner.state.refusal)
 
     def _begin_paging(self, *, may_move: bool) -> None:
-        if self._pager is not None:
-            self._pager.begin_step(self._cache.lease.device_bytes, may_move=may_move)
+        self._pager.begin_step(self._cache.lease.device_bytes, may_move=may_move and self._moves_state)
 
     def _run(
         self,
@@ -231,6 +235,7 @@ class StepModes:
             policy=job.config.policy,
             min_bytes=job.config.min_offload_bytes,
             pager=self._pager,
+            sliced_ops=self._sliced_ops,
             name_residents=job.name_residents,
         )
         return StepRunner(
@@ -264,8 +269,8 @@ class StepModes:
 
     @property
     def _is_paging(self) -> bool:
-        """True if model state has left memory in this room: then a step may run although no plan fits."""
-        return self._pager is not None and self._pager.is_active
+        """True if model state or results of ops have left memory in this room: then a step may run without a plan."""
+        return self._pager.is_watching or bool(self._sliced_ops.names)
 
     def _put_off_capture(self, why: str = "") -> None:
         """Postpone the next capture after a futile one, with exponential backoff."""

@@ -65,6 +65,16 @@ void bind_state(py::module_& module) {
   py::class_<StateTable, std::shared_ptr<StateTable>>(module, "StateTable", "The storages of model state of one room.")
       .def(py::init(&make_table), py::arg("host"))
       .def("add", [](StateTable& table, const py::handle& storage) { return table.add(unpack(storage)); }, py::arg("storage"))
+      .def("make_away",
+          [](StateTable& table, const std::vector<int64_t>& sizes, const std::vector<int64_t>& strides, const py::object& like,
+             int64_t nbytes) {
+            const at::Tensor& model = THPVariable_Unpack(like.ptr());
+            auto [tensor, record] = table.make_away(sizes, strides, model.scalar_type(), model.device(), nbytes);
+            return py::make_tuple(tensor.defined() ? wrap(tensor) : py::none(), record);
+          },
+          py::arg("sizes"), py::arg("strides"), py::arg("like"), py::arg("nbytes"),
+          "Return a tensor whose bytes are away, with the dtype and device of another one, and its record. None if "
+          "PyTorch cannot undo the refusal of accesses.")
       .def("find", [](const StateTable& table, const py::handle& storage) {
             return table.find(unpack(storage).unsafeGetStorageImpl());
           }, py::arg("storage"))
@@ -80,6 +90,8 @@ void bind_state(py::module_& module) {
   module.def("run_with_state", &run_with_state, py::arg("inputs"), py::arg("written"), py::arg("call"));
   py::class_<StateUse>(module, "StateUse", "Brings a storage back, and keeps it in memory for as long as this object lives.")
       .def(py::init<const StateStoragePtr&, bool>(), py::arg("storage"), py::arg("is_written"));
+  module.def("watch_all_threads", &watch_all_threads, py::call_guard<py::gil_scoped_release>(),
+      "Watch the ops of other threads if there is managed state.");
   module.def("update_watching", [] {
         set_watchers(get_watchers());
         const py::gil_scoped_release released;

@@ -80,6 +80,7 @@ OpKind unpack_kind(const py::dict& known) {
   kind.is_replayable = get("is_replayable"), kind.is_random = get("is_random");
   kind.is_source = get("is_source");
   kind.is_convolution = get("is_convolution");
+  kind.is_sliceable = get("is_sliceable");
   kind.dropout = known["dropout"].cast<int64_t>();
   const auto statistics = known["statistics"].cast<std::vector<int64_t>>();
   kind.mean = statistics.at(0), kind.variance = statistics.at(1), kind.training = statistics.at(2);
@@ -219,6 +220,12 @@ void bind_watch(py::module_& module) {
       .def("follow", &OpWatch::follow, py::arg("names"), py::arg("ticks"), py::arg("kept"),
           py::arg("required"))
       .def("set_state_moves", &OpWatch::set_state_moves, py::arg("before"), py::arg("after"))
+      .def("set_slicer",
+          [](OpWatch& watch, const py::object& slicer, int64_t least_bytes, bool knows_any) {
+            watch.set_slicer(share(slicer), least_bytes, knows_any);
+          },
+          py::arg("slicer"), py::arg("least_bytes"), py::arg("knows_any"),
+          "Have an object run ops in slices: `wants` is asked about ops whose tensors take at least so many bytes.")
       .def("stop_recording", &OpWatch::pass)
       .def("run_region", &run_region, py::arg("name"), py::arg("inputs"), py::arg("written"), py::arg("call"),
           "Run compiled code, which writes to the `written` tensors, as one op, and return the result of `call`.")

@@ -30,6 +30,15 @@ inline const c10::StorageImpl* find_storage(const at::Tensor& tensor) {
   return impl->has_storage() && !tensor._is_zerotensor() ? impl->unsafe_storage().unsafeGetStorageImpl() : nullptr;
 }
 
+// Bytes of the tensors among an op's arguments.
+inline int64_t count_bytes(const c10::IValue* arguments, size_t count) {
+  int64_t nbytes = 0;
+  for (size_t i = 0; i < count; ++i) {
+    visit_tensors(arguments[i], [&](const at::Tensor& tensor) { nbytes += static_cast<int64_t>(tensor.nbytes()); });
+  }
+  return nbytes;
+}
+
 using Written = c10::SmallVector<at::Tensor, 2>;
 
 // The tensors that an op writes to.

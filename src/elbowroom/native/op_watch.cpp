@@ -53,6 +53,12 @@ void OpWatch::run_unrecorded(const OpKind& kind, at::TensorList written, c10::fu
   table_->sweep_if_many();
 }
 
+void OpWatch::run_sliced(const OpKind& kind, at::TensorList written, c10::function_ref<void()> next) {
+  if (!written.empty()) tell(callbacks_.before_write, written);
+  call(kind, written, next, nullptr);
+  if (!written.empty()) tell(callbacks_.after_write, written, true);
+}
+
 void OpWatch::run(
     const c10::OperatorHandle& op, const OpKind& kind, const Count& counted, torch::jit::Stack* stack,
     c10::function_ref<void()> next) {

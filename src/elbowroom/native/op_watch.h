@@ -4,6 +4,7 @@
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/core/stack.h>
 
+#include <c10/core/SafePyObject.h>
 #include <c10/util/FunctionRef.h>
 
 #include <atomic>
@@ -73,6 +74,8 @@ class OpWatch {
   bool may_retry(const OpKind& kind, at::TensorList written = {}) const {
     return callbacks_.make_room != nullptr && written.empty() && !kind.is_random;
   }
+  // Runs a counted op by `next` in slices; it writes to these tensors and is never recorded.
+  void run_sliced(const OpKind& kind, at::TensorList written, c10::function_ref<void()> next);
   // Runs compiled code by `next` as one op, which writes to these tensors and is never recorded.
   void run_region(const std::string& name, const std::vector<at::Tensor>& written, c10::function_ref<void()> next);
 
@@ -95,6 +98,17 @@ class OpWatch {
     if ((is_before ? moves_before_ : moves_after_).count(position) > 0) callbacks_.move_state(position, is_before);
   }
   void pass() { mode_ = Mode::PASS; }
+  // Has `slicer` run ops in slices, of those whose tensor arguments take at least `least_bytes`.
+  // `knows_any`: whether it knows ops that have no room as a whole, and is asked about each before it runs.
+  void set_slicer(std::shared_ptr<c10::SafePyObject> slicer, int64_t least_bytes, bool knows_any) {
+    slicer_ = std::move(slicer);
+    slice_bytes_ = least_bytes;
+    knows_sliced = knows_any;
+  }
+  // Returns whether an op may have to run in slices, given the bytes of its tensor arguments.
+  bool may_slice(int64_t nbytes) const { return nbytes >= slice_bytes_; }
+  // Null if no op runs in slices.
+  const c10::SafePyObject* slicer() const { return slicer_.get(); }
   // Ends the step: every op passes unwatched.
   void close();
 
@@ -109,6 +123,8 @@ class OpWatch {
   StorageTable& table() { return *table_; }
 
   std::atomic<int64_t> due_ops{NEVER};  // number of ops after which the step differs from the expected one
+
+  std::atomic<bool> knows_sliced{false};  // the slicer knows an op that has no room as a whole
 
   std::weak_ptr<SavedTensors> saved_tensors;  // of the same step
 
@@ -148,6 +164,8 @@ class OpWatch {
   std::atomic<size_t> position_{0};
   std::unordered_set<int64_t> moves_before_, moves_after_;
   size_t required_ = 0;
+  std::shared_ptr<c10::SafePyObject> slicer_;
+  int64_t slice_bytes_ = NEVER;
   std::unordered_map<int64_t, RecordedOpPtr> by_tick_;  // with the table's mutex
 };
 

@@ -2,6 +2,8 @@
 
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/record_function.h>
+#include <c10/core/Allocator.h>
+#include <c10/core/TensorOptions.h>
 #include <c10/util/flat_hash_map.h>
 #include <pthread.h>
 
@@ -181,6 +183,23 @@ StateStoragePtr StateTable::add(const c10::Storage& storage) {
   return record;
 }
 
+std::pair<at::Tensor, StateStoragePtr> StateTable::make_away(
+    at::IntArrayRef sizes, at::IntArrayRef strides, c10::ScalarType type, c10::Device device, int64_t nbytes) {
+  c10::Storage storage(c10::make_intrusive<c10::StorageImpl>(
+      c10::StorageImpl::use_byte_size_t(), static_cast<size_t>(nbytes), c10::DataPtr(nullptr, device),
+      c10::GetAllocator(device.type()), true));
+  if (!refuse_access(*storage.unsafeGetStorageImpl())) return {};
+  storage.unsafeGetStorageImpl()->set_data_ptr_noswap(c10::DataPtr(nullptr, device));
+  const c10::DispatchKeySet keys(c10::computeDispatchKey(type, c10::kStrided, device));
+  at::Tensor tensor =
+      at::detail::make_tensor<c10::TensorImpl>(c10::Storage(storage), keys, c10::scalarTypeToTypeMeta(type));
+  tensor.unsafeGetTensorImpl()->set_sizes_and_strides(sizes, strides);
+  StateStoragePtr record = add(storage);
+  record->is_written = false;
+  record->is_away = true;
+  return {std::move(tensor), std::move(record)};
+}
+
 StateStoragePtr StateTable::find(const c10::StorageImpl* storage) const {
   const std::lock_guard<std::mutex> guard(state_mutex());
   const auto found = state_records().find(storage);
@@ -250,7 +269,7 @@ StateUse::StateUse(const OpKind& op, const c10::IValue* arguments, size_t count,
     visit_tensors(arguments[i], [&](const at::Tensor& tensor) { use(tensor); });
     if (arguments[i].isStorage()) pins_.used.push_back(arguments[i].toStorage().unsafeGetStorageImpl());
   }
-  start(written);
+  start(written, kind);
   if (is_asynchronous(op)) {
     const std::lock_guard<std::mutex> guard(state_mutex());
     for (const StateStoragePtr& each : pins_.storages) each->is_staying = true;
@@ -263,7 +282,7 @@ StateUse::StateUse(at::TensorList read, at::TensorList written, Kind kind) {
   if (!StateTable::is_any_managed()) return;
   for (const at::Tensor& tensor : read) use(tensor);
   for (const at::Tensor& tensor : written) use(tensor);
-  start(written);
+  start(written, kind);
   begin(kind);
 }
 
@@ -283,7 +302,7 @@ void StateUse::use(const at::Tensor& tensor) {
 }
 
 // Pins what the op uses, from now on also what a record is made of later.
-void StateUse::start(at::TensorList written) {
+void StateUse::start(at::TensorList written, Kind kind) {
   if (pins_.used.empty()) return;
   const std::lock_guard<std::mutex> guard(state_mutex());
   state_ops().running.push_back(&pins_);
@@ -294,7 +313,8 @@ void StateUse::start(at::TensorList written) {
   }
   for (const at::Tensor& tensor : written) {
     const auto found = records.find(find_storage(tensor));
-    if (found != records.end()) found->second->is_written = true;
+    if (found == records.end() || (kind == Kind::SLICED && found->second->is_away)) continue;
+    found->second->is_written = true;
   }
 }
 
@@ -311,11 +331,11 @@ void StateUse::begin(Kind kind) {
     if (pins_.storages.empty()) return;
     const auto table = pins_.storages.front()->owner.lock();
     if (table == nullptr) return;
-    const bool is_event = kind == Kind::STEP;
+    const bool is_event = kind == Kind::STEP || kind == Kind::SLICED;
     const int64_t event = is_event ? table->events_.fetch_add(1) : -1;
     const int64_t now = is_event ? table->clock_.fetch_add(1) : 0;
     for (const StateStoragePtr& each : pins_.storages) {
-      if (each->is_away) away.push_back(each);
+      if (each->is_away && kind != Kind::SLICED) away.push_back(each);
       if (!is_event) continue;
       each->last_use = now;
       each->uses.push_back(event);

@@ -5,6 +5,7 @@
 // watched threads do so at the watchers' dispatch key, all others by a callback of PyTorch's `RecordFunction`.
 #pragma once
 
+#include <ATen/core/Tensor.h>
 #include <ATen/core/ivalue.h>
 #include <c10/core/Storage.h>
 #include <c10/util/SmallVector.h>
@@ -14,6 +15,7 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <utility>
 #include <vector>
 
 #include "op_kinds.h"
@@ -64,6 +66,9 @@ class StateTable : public std::enable_shared_from_this<StateTable> {
   explicit StateTable(Restore restore);
   ~StateTable() { clear(); }
 
+  // A tensor whose bytes are away from the beginning, and its record.
+  std::pair<at::Tensor, StateStoragePtr> make_away(
+      at::IntArrayRef sizes, at::IntArrayRef strides, c10::ScalarType type, c10::Device device, int64_t nbytes);
   // The record of a storage, made if there is none. Null if the storage belongs to another table. A storage that has been
   // resized has another size from then on.
   StateStoragePtr add(const c10::Storage& storage);
@@ -107,6 +112,7 @@ class StateUse {
     STEP,    // an op of the program: an event
     OTHER,   // an op that nobody watches, or an access without an op: no event
     REPLAY,  // an op of ours, which writes to nothing that it has not made: no event
+    SLICED,  // an op of the program that runs in slices, and reads and writes what is away where it is: an event
   };
 
   StateUse(const OpKind& op, const c10::IValue* arguments, size_t count, Kind kind = Kind::STEP);
@@ -128,7 +134,7 @@ class StateUse {
 
  private:
   void use(const at::Tensor& tensor);
-  void start(at::TensorList written);
+  void start(at::TensorList written, Kind kind);
   void pin(const StateStoragePtr& storage);
   void begin(Kind kind);
 

@@ -53,6 +53,13 @@ void add_tensors(const std::optional<at::Tensor>& tensor, Tensors& tensors) {
 template <typename Argument>
 void add_tensors(const Argument&, Tensors&) {}
 
+int64_t count_argument_bytes(const at::Tensor& tensor) {
+  return tensor.defined() ? static_cast<int64_t>(tensor.nbytes()) : 0;
+}
+
+template <typename Argument>
+int64_t count_argument_bytes(const Argument&) { return 0; }
+
 bool is_true(bool value) { return value; }
 
 template <typename Argument>
@@ -104,6 +111,9 @@ struct Unboxed<Op, Result(Arguments...)> {
     }
     const OpKind* kind = known.load(std::memory_order_acquire);
     if (kind == nullptr) known.store(kind = find_kind(op), std::memory_order_release);
+    if (kind->is_sliceable && watch->may_slice((count_argument_bytes(arguments) + ... + int64_t{0}))) {
+      return box(c10::BoxedKernel::makeFromFunction<&run_watched>(), op, keys, arguments...);
+    }
     const OpWatch::Count count = watch->count(*kind);
     const Busy busy(thread);
     const c10::impl::ExcludeDispatchKeyGuard hidden{c10::DispatchKeySet(WATCHED_KEY)};

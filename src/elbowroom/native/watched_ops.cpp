@@ -22,7 +22,10 @@
 #include <vector>
 
 #include "list_ops.h"
+#include "op_arguments.h"
 #include "op_watch.h"
+#include "python_call.h"
+#include "python_objects.h"
 #include "state_storages.h"
 #include "watched_ops.h"
 
@@ -107,11 +110,11 @@ class OnTop {
 };
 
 // Runs an op by a watcher in Python.
-void run_in_python(const Watchers& watchers, size_t index, const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+void run_in_python(PyObject* watcher, const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   const py::gil_scoped_acquire gil;
   // Ops that the watcher calls start below this key, as for a mode.
   const c10::impl::ExcludeDispatchKeyGuard above(DOWN_TO_PYTHON);
-  const OnTop guard(PyTuple_GET_ITEM(watchers.ptr(getPyInterpreter()), static_cast<Py_ssize_t>(index)));
+  const OnTop guard(watcher);
   (*getPyInterpreter())->dispatch(op, stack);
 }
 
@@ -132,7 +135,8 @@ void run_by(
     get_thread().moves = native;
     get_thread().position = counted.position;
   } else if (is_seen_in_python(op)) {
-    run_in_python(*watchers, count - 1, op, stack);
+    PyObject* const objects = watchers->ptr(getPyInterpreter());
+    run_in_python(PyTuple_GET_ITEM(objects, static_cast<Py_ssize_t>(count - 1)), op, stack);
   } else {
     run_by(watchers, count - 1, op, keys, stack, kernel);
   }
@@ -169,17 +173,15 @@ void run_by_watchers(
   run_by(watchers, is_watched ? count - thread.busy : 0, op, keys, stack, kernel);
 }
 
-}  // namespace
-
-void run_watched(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
+// Runs an op as a whole. `has_begun`: set where its arguments are in memory.
+void run_whole(
+    const c10::OperatorHandle& op, const OpKind* kind, c10::DispatchKeySet keys, torch::jit::Stack* stack, bool& has_begun) {
   Thread& thread = get_thread();
-  thread.moves = nullptr;
-  const OpKind* kind = nullptr;
-  if (StateTable::is_any_managed() && op.hasSchema() && !is_without_bytes(op, *stack)) kind = find_kind(op);
   const auto kernel = [&] { run_kernel(op, keys, stack); };
   const size_t count = op.hasSchema() ? op.schema().arguments().size() : 0;
   const c10::IValue* const arguments = stack->data() + (stack->size() - count);
   if (kind == nullptr || !kind->uses_memory) {
+    has_begun = true;
     run_by_watchers(op, keys, stack, kernel);
   } else if (const std::vector<size_t> ends = find_parts(*kind, arguments, count, StateTable::get_most_bytes()); !ends.empty()) {
     const auto run_part = [&](torch::jit::Stack& part) {
@@ -189,10 +191,83 @@ void run_watched(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch:
     run_by_watchers(op, keys, stack, [&] { run_parts(*stack, count, ends, run_part); });
   } else {
     const StateUse use(*kind, arguments, count);
+    has_begun = true;
     run_by_watchers(op, keys, stack, kernel);
   }
   // What the op has used is free to leave by now.
   if (OpWatch* const watch = std::exchange(thread.moves, nullptr)) watch->move_state(thread.position, false);
+}
+
+// The watch that has ops of this thread run in slices; null if there is none.
+OpWatch* find_slicing_watch(const Thread& thread) {
+  const Watchers* watchers = thread.busy > 0 ? nullptr : find_watchers(thread);
+  OpWatch* const watch = watchers == nullptr ? nullptr : watchers->find_native();
+  return watch != nullptr && watch->slicer() != nullptr && !watch->is_closed() ? watch : nullptr;
+}
+
+// Asks Python whether an op is to run in slices. `refusal`: the error with which it failed as a whole; null before it ran.
+bool wants_slices(const OpWatch& watch, const OpKind& kind, const c10::IValue* arguments, size_t count, PyObject* refusal) {
+  const PythonCall python;
+  py::list tensors;
+  for (size_t i = 0; i < count; ++i) {
+    visit_tensors(arguments[i], [&](const at::Tensor& tensor) { tensors.append(wrap(tensor)); });
+  }
+  const auto slicer = py::reinterpret_borrow<py::object>(watch.slicer()->ptr(getPyInterpreter()));
+  const py::object error = refusal == nullptr ? py::none() : py::reinterpret_borrow<py::object>(refusal);
+  return python.make([&]() -> py::object { return slicer.attr("wants")(kind.name, tensors, error); }).cast<bool>();
+}
+
+void run_in_slices(OpWatch& watch, const c10::OperatorHandle& op, const OpKind& kind, torch::jit::Stack* stack) {
+  const size_t count = op.schema().arguments().size();
+  const c10::IValue* const arguments = stack->data() + (stack->size() - count);
+  const OpWatch::Count counted = watch.count(kind);
+  watch.move_state(counted.position, true);
+  { const StateUse use(kind, arguments, count, StateUse::Kind::SLICED); }  // each slice's op pins what it uses
+  {
+    const Written written = kind.may_write ? list_written(kind, arguments, count) : Written();
+    const Busy busy;
+    watch.run_sliced(kind, written, [&] { run_in_python(watch.slicer()->ptr(getPyInterpreter()), op, stack); });
+  }
+  watch.move_state(counted.position, false);
+}
+
+// Runs an op as a whole, or in slices if it is known or found to have no room as a whole.
+void run_sliceable(
+    OpWatch& watch, const c10::OperatorHandle& op, const OpKind& kind, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
+  const size_t count = op.schema().arguments().size(), below = stack->size() - count;
+  if (watch.knows_sliced && wants_slices(watch, kind, stack->data() + below, count, nullptr)) return run_in_slices(watch, op, kind, stack);
+  const std::vector<c10::IValue> given(stack->begin() + static_cast<std::ptrdiff_t>(below), stack->end());
+  bool has_begun = false;
+  try {
+    return run_whole(op, &kind, keys, stack, has_begun);
+  } catch (python_error& refusal) {
+    const bool may_be_partly_written = kind.may_write && has_begun;
+    refusal.persist();  // it may still be the thread's error
+    if (may_be_partly_written || !wants_slices(watch, kind, given.data(), count, refusal.value)) throw;
+    watch.knows_sliced = true;
+  }
+  stack->resize(below);
+  stack->insert(stack->end(), given.begin(), given.end());
+  run_in_slices(watch, op, kind, stack);
+}
+
+}  // namespace
+
+void run_watched(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
+  Thread& thread = get_thread();
+  thread.moves = nullptr;
+  OpWatch* const slicing = find_slicing_watch(thread);
+  const OpKind* kind = nullptr;
+  const bool is_known = slicing != nullptr || StateTable::is_any_managed();
+  if (is_known && op.hasSchema() && !is_without_bytes(op, *stack)) kind = find_kind(op);
+  if (slicing != nullptr && kind != nullptr && kind->is_sliceable) {
+    const size_t count = op.schema().arguments().size();
+    if (slicing->may_slice(count_bytes(stack->data() + (stack->size() - count), count))) {
+      return run_sliceable(*slicing, op, *kind, keys, stack);
+    }
+  }
+  bool has_begun = false;
+  run_whole(op, StateTable::is_any_managed() ? kind : nullptr, keys, stack, has_begun);
 }
 
 bool is_key_active() {

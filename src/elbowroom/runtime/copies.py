@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from elbowroom.errors import TierError
 
@@ -12,6 +12,20 @@ from elbowroom.errors import TierError
 class Copy(Protocol):
     """Copy of a storage in the tier below, with the state of its last transfer."""
 
+    nbytes: int
+
+
+class Extent(NamedTuple):
+    """Bytes of a storage's copy, and where they are in the memory of a section.
+
+    Attributes:
+        copy_offset: in the copy, and so in the storage.
+        memory_offset: in the section's own storage.
+        nbytes: as many in both.
+    """
+
+    copy_offset: int
+    memory_offset: int
     nbytes: int
 
 

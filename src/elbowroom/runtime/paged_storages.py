@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -37,6 +38,8 @@ class PagedStorages:
 
     Attributes:
         table: of the extension; has a record of each storage.
+        slicing: held while an op runs in slices, and reads and writes what is away; nothing is restored meanwhile by
+            other threads.
         lock: never held while memory is requested, since a thread that makes room takes it.
         offloaded_bytes, reloaded_bytes, dropped_bytes: moved so far; dropped without a copy, since one existed.
         refusal: why a storage stayed that should have left; "" if none did.
@@ -49,8 +52,10 @@ class PagedStorages:
         self._make_room = make_room
         self._copies: dict[Any, Copy] = {}
         self._arriving: dict[Any, torch.UntypedStorage] = {}
+        self._made = set[Any]()
         self.table = self._native.StateTable(self)
         self.lock = make_lock()
+        self.slicing = threading.RLock()
         self.offloaded_bytes = 0
         self.reloaded_bytes = 0
         self.dropped_bytes = 0
@@ -63,6 +68,10 @@ class PagedStorages:
             TierError: it could not be read back. It stays away, and its copy is intact.
             Infeasible: there is no room for it.
         """
+        with self.slicing:
+            self._restore(record)
+
+    def _restore(self, record: Any) -> None:
         with self.lock:
             contents = self._arriving.get(record)
             if contents is None:
@@ -75,6 +84,44 @@ class PagedStorages:
         self._transfers.finish(copy)
         record.refill(contents)
         self._arriving.pop(record, None)
+
+    def make_away(self, like: torch.Tensor, device: torch.device) -> torch.Tensor | None:
+        """Return a new tensor whose bytes are away, with a copy that is not written yet.
+
+        None if this version of PyTorch cannot undo the refusal of accesses.
+
+        Raises:
+            TierFull, TransferFailed: there is no room for the copy.
+        """
+        model = torch.empty(0, dtype=like.dtype, device=device)
+        copy = self._transfers.make_copy(nbytes := like.untyped_storage().nbytes())
+        tensor: torch.Tensor | None
+        tensor, record = self.table.make_away(list(like.shape), list(like.stride()), model, nbytes)
+        if tensor is None:
+            self._transfers.discard(copy)
+            return None
+        with self.lock:
+            self._copies[record] = copy
+            self._made.add(record)
+        self._native.watch_all_threads()
+        return tensor
+
+    def list_made(self) -> list[torch.UntypedStorage]:
+        """Return the storages that `make_away` has made, as far as they are in use."""
+        return [storage for record in tuple(self._made) if (storage := record.storage) is not None]
+
+    def find_copy(self, storage: torch.UntypedStorage) -> Copy | None:
+        """Return the copy of a storage that is away; None if it is not, or unknown."""
+        record = self.table.find(storage)
+        return None if record is None or not record.is_away else self._copies.get(record)
+
+    def replace_copy(self, storage: torch.UntypedStorage, copy: Copy) -> Copy:
+        """Replace the copy of a storage that is away. Return the former one."""
+        with self.lock:
+            record = self.table.find(storage)
+            former = self._copies[record]
+            self._copies[record] = copy
+        return former
 
     def begin_copy(self, storage: torch.UntypedStorage) -> None:
         """Begin copying a storage out, unless it has a valid copy."""
@@ -155,6 +202,7 @@ class PagedStorages:
     def sweep(self) -> None:
         """Give up the copies of storages that are gone."""
         for record in self.table.sweep():
+            self._made.discard(record)
             self._arriving.pop(record, None)
             if (copy := self._copies.pop(record, None)) is not None:
                 self._transfers.discard(copy)
@@ -162,6 +210,7 @@ class PagedStorages:
     def clear(self) -> None:
         """Forget all storages, which are in memory, and give up their copies."""
         self.table.clear()
+        self._made.clear()
         for copy in self._copies.values():
             self._transfers.discard(copy)
         self._copies.clear()

@@ -13,13 +13,14 @@ import threading
 import time
 import weakref
 from collections import deque
+from collections.abc import Sequence
 
 import torch
 
 from elbowroom.errors import TransferFailed
 from elbowroom.hooks.storage_ids import get_address
 from elbowroom.ir.placement import Placement
-from elbowroom.runtime.copies import Record, Records
+from elbowroom.runtime.copies import Extent, Record, Records
 from elbowroom.tiers.disk import SpillFile
 
 CHECK_SECONDS = 1.0
@@ -58,15 +59,22 @@ class SpillJob:
         is_done: whether the transfer has ended.
         ended: locked until then. (A `threading.Event` would not do: Ctrl-C in `wait` may leave its lock locked, and
             `set` would block.)
-        error: error of a read, if it failed.
+        queue: of the file.
+        nbytes: as many are transferred.
+        error: error of the transfer, if it failed; one of a write is an error of the copy, too.
     """
 
-    __slots__ = ("_copy", "_is_out", "_storage", "ended", "error", "is_done")
+    __slots__ = ("_copy", "_extents", "_is_out", "_storage", "ended", "error", "is_done", "nbytes", "queue")
 
-    def __init__(self, copy: SpillCopy, is_out: bool, storage: torch.UntypedStorage) -> None:
+    def __init__(
+        self, copy: SpillCopy, is_out: bool, storage: torch.UntypedStorage, extents: Sequence[Extent]
+    ) -> None:
         self._copy: SpillCopy | None = copy
         self._storage: torch.UntypedStorage | None = storage
         self._is_out = is_out
+        self._extents = extents
+        self.queue = copy.queue
+        self.nbytes = sum(each.nbytes for each in extents)
         self.error: BaseException | None = None
         self.is_done, self.ended = False, threading.Lock()
         self.ended.acquire()
@@ -76,12 +84,13 @@ class SpillJob:
         copy, storage = self._copy, self._storage
         assert copy is not None and storage is not None
         try:
-            (spill.write if self._is_out else spill.read)(copy.offset, get_address(storage), copy.nbytes)
+            move, address = spill.write if self._is_out else spill.read, get_address(storage)
+            for each in self._extents:
+                move(copy.offset + each.copy_offset, address + each.memory_offset, each.nbytes)
         except BaseException as error:
+            self.error = error
             if self._is_out:
                 copy.error = error
-            else:
-                self.error = error
         finally:
             del copy, storage
             self._copy = self._storage = None  # before a waiter expects them to be free
@@ -140,24 +149,26 @@ class SpillQueue:
             copy.record, copy.offset = record, record.block
         return copy
 
-    def submit(self, copy: SpillCopy, is_out: bool, storage: torch.UntypedStorage) -> None:
-        """Begin a transfer.
+    def submit(
+        self, copy: SpillCopy, is_out: bool, storage: torch.UntypedStorage, extents: Sequence[Extent]
+    ) -> SpillJob:
+        """Begin a transfer of parts of a copy.
 
         Raises:
             TransferFailed: the thread cannot be started; nothing was begun.
         """
-        job = SpillJob(copy, is_out, storage)
+        job = SpillJob(copy, is_out, storage, extents)
         self._start()
         self._jobs.put(job)
         copy.last = job
+        return job
 
-    def wait(self, copy: SpillCopy) -> None:
-        """Return when the copy's last transfer has ended.
+    def wait(self, job: SpillJob | None) -> None:
+        """Return when a transfer has ended.
 
         Raises:
             TransferFailed: the thread has died and cannot be restarted, or the interpreter is shutting down.
         """
-        job = copy.last
         if job is None or self.is_own_thread():
             return  # a destructor runs in the queue's thread; the job keeps the storage alive until it has ended
         while not job.is_done:

@@ -55,7 +55,8 @@ class StatePager:
 
     Attributes:
         storages: of the state, with the figures of what moved.
-        is_active: whether ops are watched for their use of state. Otherwise all of it is in memory.
+        is_active: whether ops are watched for their use of state. Otherwise all of it is in memory, beside the results
+            of ops that ran in slices.
         follows_plan: whether the step's plan moves state, and is followed so far.
     """
 
@@ -102,14 +103,14 @@ class StatePager:
         self._release_held()
         live_bytes = self._ledger.live_bytes
         missing_bytes = live_bytes - budget_bytes
-        if self.is_active:
+        if self.is_watching:
             self.storages.sweep()
         self._comes_first = live_bytes + self.count_away() > budget_bytes // 2
         if missing_bytes > 0 or (may_move and self._is_needed(budget_bytes)):
             self._activate()
-        elif self.is_active and not self.count_away():
+        elif self.is_active and not self.count_away() and not self.storages.list_made():
             self._deactivate()
-        if self.is_active:
+        if self.is_watching:
             self._native.update_watching()  # the step may run in another thread than the last one
             self._native.limit_lists(budget_bytes // LISTS)
             self._table.begin_step()
@@ -135,6 +136,7 @@ class StatePager:
         """
         if not self.is_active:
             self._was_short = True  # ops that run now are not known to use state: it can leave in the next step
+        if not self.is_watching:
             return 0
         if spares_soon and not self._comes_first:
             return 0
@@ -159,7 +161,7 @@ class StatePager:
         Raises:
             TierError, Infeasible: as for `PagedStorages.restore`.
         """
-        record = self._table.find(storage) if self.is_active else None
+        record = self._table.find(storage) if self.is_watching else None
         if record is None:
             return None
         use = self._native.StateUse(record, is_written)
@@ -173,21 +175,32 @@ class StatePager:
         Raises:
             TierError: as for `PagedStorages.restore_all`. Nothing is given up then, and the call can be repeated.
         """
-        if not self.is_active:
+        if not self.is_watching:
             return
         if sys.is_finalizing():
             return  # nothing can be read back any more, and no code is left to use it
+        self.storages.sweep()
         self._budget_bytes = None
         self.storages.restore_all()
         self._deactivate()
 
     def count_away(self) -> int:
         """Return the bytes of state that are away."""
-        return self.storages.count_away() if self.is_active else 0
+        return self.storages.count_away() if self.is_watching else 0
+
+    @property
+    def is_watching(self) -> bool:
+        """True if anything may be away."""
+        return self.is_active or bool(self.storages.list_made())
+
+    def watch_sections(self) -> None:
+        """Expect results of ops that run in slices, whose bytes are away."""
+        show_regions()
+        restore_before_access(self)
 
     def is_away(self, storage: torch.UntypedStorage) -> bool:
         """Tell whether a storage is state that is away."""
-        record = self._table.find(storage) if self.is_active else None
+        record = self._table.find(storage) if self.is_watching else None
         return record is not None and record.is_away
 
     @contextlib.contextmanager
@@ -218,7 +231,8 @@ class StatePager:
         """Return storages that may leave, of at least `missing_bytes` if there are as many; the last used first."""
         now, step_events = self._table.events, self._table.former_events or self._table.events
         found = []
-        for storage in self._list_candidates():
+        state = self._list_candidates() if self.is_active else ()
+        for storage in (*self.storages.list_made(), *state):
             record = self._table.add(storage)
             if record is None or record.is_away or not record.is_idle:
                 continue

@@ -10,6 +10,7 @@ import torch
 from elbowroom.hooks.ledger import Ledger
 from elbowroom.ir.hardware import HardwareProfile
 from elbowroom.residency.access_history import AccessHistory
+from elbowroom.runtime.sliced_ops import SlicedOps
 from elbowroom.runtime.state_moves import NamedTensor
 from elbowroom.runtime.state_pager import StatePager
 from elbowroom.runtime.transfers import Transfers
@@ -29,7 +30,8 @@ class StepEnvironment:
         history: access history of earlier steps, for the policy. Each step is added, unless it is captured.
         policy: name of the online policy, a member of `residency.policies`.
         min_bytes: smaller storages stay on the device, unless a plan moves them.
-        pager: moves model state; None if that stays on the device.
+        pager: moves model state, unless that stays on the device, and results of ops that run in slices.
+        sliced_ops: runs ops in slices that have no room as a whole; None if none do.
         name_residents: returns what `list_residents` does with roles, labels and modules.
     """
 
@@ -43,4 +45,5 @@ class StepEnvironment:
     policy: str
     min_bytes: int
     pager: StatePager | None = None
+    sliced_ops: SlicedOps | None = None
     name_residents: Callable[[], Sequence[NamedTensor]] = tuple

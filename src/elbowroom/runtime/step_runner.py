@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -48,12 +48,17 @@ RESTING = 0.25
 too little after all, what it made until then can be offloaded but not computed again."""
 
 
+LEAST_SLICED = 64
+"""An op whose arguments take less than this share of the budget runs as a whole: its results are hardly larger."""
+
+
 class Observer(Protocol):
     """Watches what autograd does while a step is captured or measured."""
 
     def saved(self, tensor: torch.Tensor) -> int: ...
     def needed(self, save: int, given: torch.Tensor) -> None: ...
     def save_released(self, save: int) -> None: ...
+    def record_op(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], call: Callable[[], Any]) -> Any: ...
 
 
 class StepRunner:
@@ -109,6 +114,10 @@ class StepRunner:
     def _start_watching(self, environment: StepEnvironment, resting_bytes: int) -> None:
         """Tell the extension which ops to record, and which saves and needs to log without telling the runner."""
         state = self.state
+        if (sliced := environment.sliced_ops) is not None:
+            sliced.begin_step(environment.budget_bytes, self._observer, state.storages.table)
+            least_bytes = environment.budget_bytes // LEAST_SLICED
+            state.watcher.set_slicer(sliced, least_bytes, sliced.knows_any)
         if state.phase is Phase.FOLLOWING_PLAN:
             expected = state.candidates[0]
             if state.segments or expected.plan.state:

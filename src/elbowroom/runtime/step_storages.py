@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from types import ModuleType
+from typing import Any
 
 import torch
 
@@ -13,13 +14,19 @@ from elbowroom.native import library
 from elbowroom.ops.op_info import describe_op
 from elbowroom.runtime.saved_storage import SavedStorage
 from elbowroom.runtime.step_environment import StepEnvironment
+from elbowroom.slicing.registry import list_rules
+
+
+def _describe(name: str, overload: str) -> dict[str, Any]:
+    facts = describe_op(name, overload)
+    return {**facts, "is_sliceable": facts["name"] in list_rules()}
 
 
 @functools.cache
 def load_native() -> ModuleType:
     """Return the C++ extension, initialized for watching steps."""
     native = library.load()
-    native.learn(describe_op, SavedStorage)
+    native.learn(_describe, SavedStorage)
     return native
 
 

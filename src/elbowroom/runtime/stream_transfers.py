@@ -16,17 +16,17 @@ import os
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
 from elbowroom.cost.transfers import STAGING_BYTES, count_piece_bytes
 from elbowroom.errors import InternalError, TierFull, TransferFailed, UsageError
 from elbowroom.ir.placement import CopySlot, Placement
-from elbowroom.runtime.copies import Copy, Record, Records
+from elbowroom.runtime.copies import Copy, Extent, Record, Records
 from elbowroom.runtime.staging import Staging
 from elbowroom.runtime.stream_copies import StreamCopy
-from elbowroom.runtime.streams import Streams
+from elbowroom.runtime.streams import StreamEvent, Streams
 from elbowroom.runtime.transfers import check_process
 from elbowroom.runtime.transfers_in_flight import TransfersInFlight
 from elbowroom.tiers.disk import SpillFile
@@ -149,6 +149,59 @@ class StreamTransfers:
                 self._pass(storage, copy, lambda: staging.read_back(storage, copy, after))
         self.reloaded_bytes += copy.nbytes
         return storage
+
+    def make_copy(self, nbytes: int) -> StreamCopy:
+        check_process(self._pid, nbytes)
+        copy = StreamCopy(nbytes)
+        with self._lock:
+            self._sweep()
+            copy.record = self._records.reserve(copy, lambda: self._reserve(nbytes, None))
+            copy.block = copy.record.block
+        return copy
+
+    def write_section(self, copy: Copy, section: torch.UntypedStorage, extents: Sequence[Extent]) -> StreamCopy:
+        def move(each: Extent, host: torch.Tensor, after: Sequence[StreamEvent]) -> StreamEvent:
+            return self._streams.copy_out(section, host, after, each.memory_offset)
+
+        self.offloaded_bytes += sum(each.nbytes for each in extents)
+        return self._move_section(copy, section, extents, move)
+
+    def read_section(self, copy: Copy, section: torch.UntypedStorage, extents: Sequence[Extent]) -> StreamCopy:
+        def move(each: Extent, host: torch.Tensor, after: Sequence[StreamEvent]) -> StreamEvent:
+            return self._streams.copy_in(host, section, after, each.memory_offset)
+
+        self.reloaded_bytes += sum(each.nbytes for each in extents)
+        return self._move_section(copy, section, extents, move)
+
+    def finish_section(self, transfer: StreamCopy) -> None:
+        if transfer.last is not None:
+            self._streams.compute_waits(transfer.last)
+        transfer.let_go()
+
+    def _move_section(
+        self,
+        copy: Copy,
+        section: torch.UntypedStorage,
+        extents: Sequence[Extent],
+        move: Callable[[Extent, torch.Tensor, Sequence[StreamEvent]], StreamEvent],
+    ) -> StreamCopy:
+        assert isinstance(copy, StreamCopy)
+        check_process(self._pid, copy.nbytes)
+        if copy.block is None:
+            raise TransferFailed(
+                f"a copy of {copy.nbytes} bytes lies in the spill file, from which no sections are read; raise host_bytes="
+            )
+        part = StreamCopy(copy.nbytes)
+        part.block = copy.block
+        with self._lock:
+            self._in_flight.forget_ended()
+            after = [self._streams.record_compute(), *self._in_flight.list_users(copy.block)]
+            with self._in_flight.beginning(part, section):
+                for each in extents:
+                    host = copy.block.tensor[each.copy_offset : each.copy_offset + each.nbytes]
+                    part.last = move(each, host, after)
+            copy.last = part.last
+        return part
 
     def finish(self, copy: Copy) -> None:
         assert isinstance(copy, StreamCopy)

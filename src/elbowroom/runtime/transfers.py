@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import os
 import time
-from typing import Protocol
+from collections.abc import Sequence
+from typing import Any, Protocol
 
 import torch
 
 from elbowroom.errors import InternalError, TransferFailed
 from elbowroom.ir.placement import CopySlot, Placement
-from elbowroom.runtime.copies import Copy
-from elbowroom.runtime.spill_queue import SpillCopy, SpillQueue
+from elbowroom.runtime.copies import Copy, Extent
+from elbowroom.runtime.spill_queue import SpillCopy, SpillJob, SpillQueue
 from elbowroom.tiers.disk import SpillFile
+
+
+Transfer = Any
+"""A transfer of a section, as the transfers that began it know it."""
 
 
 class Transfers(Protocol):
@@ -61,6 +66,30 @@ class Transfers(Protocol):
 
         Raises:
             TransferFailed: the device is out of memory, or a parent process made the copy.
+        """
+        ...
+
+    def make_copy(self, nbytes: int) -> Copy:
+        """Reserve a copy without contents, which are written in sections.
+
+        Raises:
+            TierFull, TransferFailed: as for `offload`.
+        """
+        ...
+
+    def write_section(self, copy: Copy, section: torch.UntypedStorage, extents: Sequence[Extent]) -> Transfer:
+        """Begin to write a section into a copy. `section` is kept alive until the transfer is over."""
+        ...
+
+    def read_section(self, copy: Copy, section: torch.UntypedStorage, extents: Sequence[Extent]) -> Transfer:
+        """Begin to read a section from a copy, after all that was written to it before."""
+        ...
+
+    def finish_section(self, transfer: Transfer) -> None:
+        """Make later compute wait for the transfer of a section.
+
+        Raises:
+            TransferFailed: it failed.
         """
         ...
 
@@ -149,21 +178,44 @@ class ThreadTransfers:
         self.reloaded_bytes += copy.nbytes
         return storage
 
+    def make_copy(self, nbytes: int) -> SpillCopy:
+        return self._queue.make_copy(nbytes, None)
+
+    def write_section(self, copy: Copy, section: torch.UntypedStorage, extents: Sequence[Extent]) -> SpillJob:
+        assert isinstance(copy, SpillCopy)
+        self.offloaded_bytes += sum(each.nbytes for each in extents)
+        return copy.queue.submit(copy, True, section, extents)
+
+    def read_section(self, copy: Copy, section: torch.UntypedStorage, extents: Sequence[Extent]) -> SpillJob:
+        assert isinstance(copy, SpillCopy)
+        check_process(copy.queue.pid, copy.nbytes)
+        self.reloaded_bytes += sum(each.nbytes for each in extents)
+        return copy.queue.submit(copy, False, section, extents)
+
+    def finish_section(self, transfer: SpillJob) -> None:
+        self._wait(transfer)
+        self._check(transfer.error, transfer.nbytes)
+
     def _submit(self, copy: SpillCopy, is_out: bool, storage: torch.UntypedStorage) -> None:
-        copy.queue.submit(copy, is_out, storage)
+        copy.queue.submit(copy, is_out, storage, (Extent(0, 0, copy.nbytes),))
 
     def finish(self, copy: Copy) -> None:
         assert isinstance(copy, SpillCopy)
         check_process(copy.queue.pid, copy.nbytes)
-        last = copy.last
-        assert last is not None
-        if not last.is_done:
+        if copy.last is not None:
+            self._wait(copy.last)
+            self._check(copy.error or copy.last.error, copy.nbytes)
+
+    def _wait(self, job: SpillJob) -> None:
+        if not job.is_done:
             begin = time.perf_counter()
-            copy.queue.wait(copy)
+            job.queue.wait(job)
             self.stall_seconds += time.perf_counter() - begin
-        if (error := copy.error or last.error) is not None:
+
+    def _check(self, error: BaseException | None, nbytes: int) -> None:
+        if error is not None:
             raise TransferFailed(
-                f"moving {copy.nbytes} bytes to or from the spill file in {self._first.folder} failed: {error}"
+                f"moving {nbytes} bytes to or from the spill file in {self._first.folder} failed: {error}"
             ) from error
 
     def discard(self, copy: Copy) -> None:
@@ -171,7 +223,7 @@ class ThreadTransfers:
         if copy.queue.pid != os.getpid():
             return  # the file and the block belong to the parent
         if copy.record is not None:
-            copy.queue.wait(copy)  # the block must not be reused while the thread writes to it
+            copy.queue.wait(copy.last)  # the block must not be reused while the thread writes to it
         copy.queue.discard(copy)
 
     def close(self) -> None:

@@ -10,7 +10,7 @@ import contextlib
 import functools
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -118,13 +118,17 @@ class Tracer(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        return self.record_op(func, args, kwargs, lambda: func(*args, **kwargs))
+
+    def record_op(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], call: Callable[[], Any]) -> Any:
+        """Record an op, which `call` runs, and return its result."""
         if self.pauses or not touches_tensors(func):
-            return func(*args, **kwargs)
+            return call()
         entered = time.perf_counter()
         origin = self._origins.find()
         reads, why = self._list_reads((*args, *kwargs.values()), find_statistics(func, args))
         begin = time.perf_counter()
-        result = self._measure(lambda: func(*args, **kwargs))
+        result = self._measure(call)
         end = time.perf_counter()
         written = [
             tensor

@@ -1,0 +1,162 @@
+"""Sections: reads and writes parts of storages whose bytes are away, in their copies in the tier below."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from elbowroom.errors import TierFull
+from elbowroom.hooks.dispatch_keys import Hidden
+from elbowroom.native import library
+from elbowroom.runtime.copies import Copy, Extent
+from elbowroom.runtime.paged_storages import PagedStorages
+from elbowroom.runtime.transfers import Transfer, Transfers
+
+MOST_EXTENTS = 1 << 14
+"""A section with more pieces in memory takes longer to move than its whole storage."""
+
+
+class Section(NamedTuple):
+    """A section on the device, whose transfer may still run."""
+
+    tensor: torch.Tensor
+    transfer: Transfer
+
+
+def list_extents(view: torch.Tensor, packed: torch.Tensor) -> list[Extent] | None:
+    """Return the pieces of a view that are contiguous both in its storage and in a packed copy of it.
+
+    Args:
+        packed: of the view's shape, without gaps, its dimensions in the same order in memory.
+
+    Returns:
+        None if there are more than `MOST_EXTENTS`, or the view's elements overlap.
+    """
+    if not view.numel():
+        return []
+    dimensions = sorted((stride, size, packed.stride(index)) for index, (size, stride) in
+                        enumerate(zip(view.shape, view.stride(), strict=True)) if size > 1)  # fmt: skip
+    run, count = 1, 0
+    for stride, size, packed_stride in dimensions:
+        if stride != run or packed_stride != run:
+            break
+        run *= size
+        count += 1
+    outer = dimensions[count:]
+    if any(stride < run for stride, _, _ in outer):
+        return None
+    total = 1
+    for _, size, _ in outer:
+        total *= size
+    if total > MOST_EXTENTS:
+        return None
+    itemsize = view.element_size()
+    begin, memory_begin = view.storage_offset(), packed.storage_offset()
+    extents = []
+    for place in itertools.product(*(range(size) for _, size, _ in outer)):
+        offset = begin + sum(index * stride for index, (stride, _, _) in zip(place, outer, strict=True))
+        memory = memory_begin + sum(index * stride for index, (_, _, stride) in zip(place, outer, strict=True))
+        extents.append(Extent(offset * itemsize, memory * itemsize, run * itemsize))
+    return extents
+
+
+class Sections:
+    """Moves sections of storages that are away.
+
+    Args:
+        storages: that may be away; those that `make` makes are among them.
+        transfers: moves bytes to the tier below and back.
+    """
+
+    def __init__(self, storages: PagedStorages, transfers: Transfers) -> None:
+        self._storages = storages
+        self._transfers = transfers
+        self._native = library.load()
+
+    @property
+    def slicing(self) -> contextlib.AbstractContextManager[object]:
+        """Context in which no other thread brings storages back."""
+        return self._storages.slicing
+
+    def find_away(self, tensor: torch.Tensor) -> Any:
+        """Return the record of a tensor's storage if its bytes are away, else None."""
+        record = self._storages.table.find(tensor.untyped_storage())
+        return record if record is not None and record.is_away else None
+
+    def make(self, like: torch.Tensor, device: torch.device) -> torch.Tensor | None:
+        """Return a tensor whose bytes are away, and not written yet; None if this PyTorch has no such tensors.
+
+        Args:
+            like: on the device "meta": has the tensor's shape, strides and dtype.
+
+        Raises:
+            TierFull, TransferFailed: there is no room for a copy.
+        """
+        return self._storages.make_away(like, device)
+
+    def read(self, view: torch.Tensor) -> Section | None:
+        """Begin to read a view of a tensor that is away. Return None if it has too many pieces.
+
+        Raises:
+            TierError, Infeasible: as for `Transfers.read_section`, or there is no room on the device.
+        """
+        section = torch.empty_like(view, memory_format=torch.preserve_format)
+        extents = list_extents(view, section)
+        copy = self._storages.find_copy(view.untyped_storage())
+        if extents is None or copy is None:
+            return None
+        with Hidden():
+            transfer = self._transfers.read_section(copy, section.untyped_storage(), extents)
+        return Section(section, transfer)
+
+    def write(self, view: torch.Tensor, contents: torch.Tensor, copy: Copy | None = None) -> Section | None:
+        """Begin to write a view of a tensor that is away.
+
+        Args:
+            copy: to write to; by default the tensor's.
+        """
+        model = torch.empty_like(view, memory_format=torch.preserve_format, device="meta")
+        if contents.stride() != model.stride():
+            packed = torch.empty_strided(model.shape, model.stride(), dtype=contents.dtype, device=contents.device)
+            contents = packed.copy_(contents)
+        extents = list_extents(view, contents)
+        copy = copy or self._storages.find_copy(view.untyped_storage())
+        if extents is None or copy is None:
+            return None
+        with Hidden():
+            transfer = self._transfers.write_section(copy, contents.untyped_storage(), extents)
+        return Section(contents, transfer)
+
+    def finish(self, sections: Sequence[Section]) -> None:
+        """Make later compute wait for transfers.
+
+        Raises:
+            TransferFailed: one of them failed.
+        """
+        for section in sections:
+            self._transfers.finish_section(section.transfer)
+
+    def begin_rewriting(self, tensor: torch.Tensor) -> Copy | None:
+        """Return an empty copy that takes the place of a tensor's present one when all of it is written.
+
+        So an error in between leaves the old contents. None if the tensor is only a part of its storage, or there is no
+        room for another copy: then the present one is written to.
+        """
+        storage = tensor.untyped_storage()
+        if tensor.numel() * tensor.element_size() != storage.nbytes():
+            return None
+        try:
+            return self._transfers.make_copy(storage.nbytes())
+        except TierFull:
+            return None
+
+    def end_rewriting(self, tensor: torch.Tensor, copy: Copy, *, is_whole: bool) -> None:
+        """Put a copy in the place of the tensor's present one, or give it up if it is not `is_whole`."""
+        if is_whole:
+            self._transfers.finish(copy)
+            copy = self._storages.replace_copy(tensor.untyped_storage(), copy)
+        self._transfers.discard(copy)
