@@ -106,8 +106,19 @@ class PagedStorages:
         self._native.watch_all_threads()
         return tensor
 
+    def page_out(self, storage: torch.UntypedStorage) -> int:
+        """Move out a storage that is not state, for as long as no op uses it. Return the bytes freed."""
+        with self.lock:
+            record = self.table.add(storage)
+            if record is None:
+                return 0
+            self._made.add(record)
+        self._native.watch_all_threads()
+        with self.lock:
+            return self.evict([record])
+
     def list_made(self) -> list[torch.UntypedStorage]:
-        """Return the storages that `make_away` has made, as far as they are in use."""
+        """Return the storages other than state that may be away, as far as they are in use."""
         return [storage for record in tuple(self._made) if (storage := record.storage) is not None]
 
     def find_copy(self, storage: torch.UntypedStorage) -> Copy | None:

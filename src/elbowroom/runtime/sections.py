@@ -64,6 +64,12 @@ def list_extents(view: torch.Tensor, packed: torch.Tensor) -> list[Extent] | Non
     return extents
 
 
+def find_packed_strides(view: torch.Tensor) -> tuple[int, ...]:
+    """Return the strides of a view's copy by `slicing.bounds.pack`: without gaps, dimensions in the same order."""
+    like = torch.empty_strided(view.shape, view.stride(), device="meta")  # no op on the view, which would bring it back
+    return torch.empty_like(like, memory_format=torch.preserve_format).stride()
+
+
 class Sections:
     """Moves sections of storages that are away.
 
@@ -98,13 +104,17 @@ class Sections:
         """
         return self._storages.make_away(like, device)
 
+    def page_out(self, storage: torch.UntypedStorage) -> int:
+        """Move a storage out, so that its sections can be read. Return the bytes freed."""
+        return self._storages.page_out(storage)
+
     def read(self, view: torch.Tensor) -> Section | None:
         """Begin to read a view of a tensor that is away. Return None if it has too many pieces.
 
         Raises:
             TierError, Infeasible: as for `Transfers.read_section`, or there is no room on the device.
         """
-        section = torch.empty_like(view, memory_format=torch.preserve_format)
+        section = torch.empty_strided(view.shape, find_packed_strides(view), dtype=view.dtype, device=view.device)
         extents = list_extents(view, section)
         copy = self._storages.find_copy(view.untyped_storage())
         if extents is None or copy is None:
@@ -119,9 +129,9 @@ class Sections:
         Args:
             copy: to write to; by default the tensor's.
         """
-        model = torch.empty_like(view, memory_format=torch.preserve_format, device="meta")
-        if contents.stride() != model.stride():
-            packed = torch.empty_strided(model.shape, model.stride(), dtype=contents.dtype, device=contents.device)
+        strides = find_packed_strides(view)
+        if contents.stride() != strides:
+            packed = torch.empty_strided(view.shape, strides, dtype=contents.dtype, device=contents.device)
             contents = packed.copy_(contents)
         extents = list_extents(view, contents)
         copy = copy or self._storages.find_copy(view.untyped_storage())

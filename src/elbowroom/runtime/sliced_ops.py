@@ -12,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import math
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -19,9 +20,11 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from elbowroom.errors import Infeasible
+from elbowroom.hooks.exposed_memory import is_shared
+from elbowroom.hooks.storage_ids import get_plain_storage
 from elbowroom.ir.slicing import Loop, SlicePass
 from elbowroom.runtime.copies import Copy
-from elbowroom.runtime.sections import Section, Sections
+from elbowroom.runtime.sections import Section, Sections, find_packed_strides
 from elbowroom.slicing.bounds import Bounds, is_summed, iterate_slices, narrow_read, narrow_result, pack
 from elbowroom.slicing.calls import make_results, run_slice
 from elbowroom.slicing.op_call import OpCall, bind, find_target
@@ -34,6 +37,10 @@ SLICE = 8
 
 LARGE = 8
 """Results above this share of the budget stay away."""
+
+
+BLOCK = 16
+"""Channels of a block of a weight's gradient, at first: kernels pad fewer to a vector, at the same cost."""
 
 
 class Tracer(Protocol):
@@ -109,7 +116,7 @@ class SlicedOps(TorchDispatchMode):
         if not isinstance(refusal, Infeasible) or name not in list_rules():
             return False
         self._refused.add(key)
-        self._refusal = refusal
+        self._refusal = refusal.with_traceback(None)  # its frames hold tensors
         return True
 
     def __torch_dispatch__(
@@ -141,6 +148,24 @@ class SlicedOps(TorchDispatchMode):
                     self._sections.end_rewriting(results.tensors[0], results.rewritten, is_whole=is_whole)
         self.names[str(func)] = self.names.get(str(func), 0) + 1
         return _assemble(call, results.tensors)
+
+    def page_out(self, tensors: Sequence[torch.Tensor]) -> bool:
+        """Move out large arguments of an op, which are read in sections from then on. Return True if any has left."""
+        freed_bytes = 0
+        for tensor in tensors:
+            storage = get_plain_storage(tensor)
+            if storage is None or storage.nbytes() <= self.budget_bytes // LARGE or self._sections.find_away(tensor):
+                continue
+            saved = self._table.find(storage)
+            if saved is not None and saved.record.id >= 0 and saved.copy is None:
+                continue  # the step manages it, and may be about to copy it
+            if is_shared(storage):
+                continue
+            if saved is None or saved.record.id < 0:
+                self._table.mark_staying([tensor], tensor.device.type)
+            self._begin()
+            freed_bytes += self._sections.page_out(storage)
+        return freed_bytes > 0
 
     def _make_results(
         self, call: OpCall, args: tuple[Any, ...], kwargs: Mapping[str, Any], passes: Sequence[SlicePass]
@@ -178,27 +203,83 @@ class _Pass:
         slice_pass: SlicePass,
         results: _Results,
     ) -> None:
+        self._ops = ops
         self._sections = ops._sections
         self._call, self._args, self._kwargs = call, args, kwargs
         self._pass = slice_pass
         self._results = results
+        self._target = find_target(call)
         self._limit_bytes = max(1, ops.budget_bytes // SLICE)
         self._last: dict[int, tuple[Bounds, torch.Tensor]] = {}
+        self._reading: list[torch.Tensor | Section] = []
+        self._ahead: Bounds | None = None  # the slice that is being read
+        self._reads_ahead = True
         self._writing: list[Section] = []
 
     def run(self) -> None:
-        """Compute the slices, and read each one ahead."""
+        """Compute the slices, and read each one ahead while there is room."""
         slices = list(iterate_slices(self._pass, self._count_parts()))
-        reading = self._fetch(slices[0])
         for index, bounds in enumerate(slices):
-            reads = self._arrive(reading, bounds)
-            reading = self._fetch(slices[index + 1]) if index + 1 < len(slices) else []
-            found = run_slice(self._call.op, self._args, self._kwargs, self._pass, bounds, reads)
-            writing = self._store(bounds, found)
-            del found, reads
-            self._sections.finish(self._writing)
-            self._writing = writing
-        self._sections.finish(self._writing)
+            following = slices[index + 1] if index + 1 < len(slices) and self._reads_ahead else None
+            if self._try(bounds, following) is not None:
+                self._compute_alone(bounds)
+        self._settle()
+
+    def _compute_alone(self, bounds: Bounds) -> None:
+        """Compute one slice without reading ahead, and with its arguments moved out; in halves if that does not help.
+
+        Raises:
+            Infeasible: there is no room for the smallest slice.
+        """
+        self._reads_ahead = False
+        self._ops.page_out(self._call.reads)
+        refusal = self._try(bounds, None)
+        if refusal is None:
+            self._settle()
+            return
+        halves = self._halve(bounds)
+        if not halves:
+            raise refusal
+        for half in halves:
+            self._compute_alone(half)
+
+    def _try(self, bounds: Bounds, following: Bounds | None) -> Infeasible | None:
+        """Compute one slice, and begin to read the following one. If there is no room, return the error."""
+        try:
+            self._compute(bounds, following)
+            return None
+        except Infeasible as error:
+            refusal = error
+        traceback.clear_frames(refusal.__traceback__)  # they hold the slice's tensors
+        self._settle()
+        return refusal.with_traceback(None)
+
+    def _compute(self, bounds: Bounds, following: Bounds | None) -> None:
+        reading = self._reading if self._ahead == bounds else self._fetch(bounds)
+        reads = self._arrive(reading, bounds)
+        self._reading, self._ahead = [], None
+        if following is not None:
+            self._reading, self._ahead = self._fetch(following), following
+        found = run_slice(self._call.op, self._args, self._kwargs, self._pass, bounds, reads)
+        self._store(bounds, found)
+
+    def _settle(self) -> None:
+        """Finish all transfers, and drop what was read ahead."""
+        self._sections.finish([each for each in self._reading if isinstance(each, Section)])
+        self._reading, self._ahead = [], None
+        self._last.clear()
+        writing, self._writing = self._writing, []
+        self._sections.finish(writing)
+
+    def _halve(self, bounds: Bounds) -> list[Bounds]:
+        """Return two slices in place of one, along the loop with the most units left; none if they are single ones."""
+        units = [-(-(end - begin) // loop.multiple) for loop, (begin, end) in zip(self._pass.loops, bounds, strict=True)]
+        if not units or max(units) < 2:
+            return []
+        place = units.index(max(units))
+        begin, end = bounds[place]
+        middle = begin + units[place] // 2 * self._pass.loops[place].multiple
+        return [(*bounds[:place], half, *bounds[place + 1 :]) for half in ((begin, middle), (middle, end))]
 
     def _count_parts(self) -> list[int]:
         """Return the number of slices of each loop."""
@@ -208,8 +289,11 @@ class _Pass:
         for index in self._pass.results:
             self._add(nbytes, self._results.tensors[index], [loop.writes[index] for loop in self._pass.loops])
         loops = len(self._pass.loops)
-        return [_count(each, loop, loops * size, self._limit_bytes) for each, (loop, size) in
-                enumerate(zip(self._pass.loops, nbytes, strict=True))]  # fmt: skip
+        least = BLOCK if loops > 1 else 1
+        return [
+            _count(each, loop, least, loops * size, self._limit_bytes)
+            for each, (loop, size) in enumerate(zip(self._pass.loops, nbytes, strict=True))
+        ]
 
     def _add(self, nbytes: list[int], tensor: torch.Tensor, dimensions: Sequence[int | None]) -> None:
         narrowed = [index for index, each in enumerate(dimensions) if each is not None]
@@ -226,7 +310,7 @@ class _Pass:
                 continue
             view = narrow_read(self._call.reads[index], index, self._pass, bounds)
             section = None if self._sections.find_away(view) is None else self._sections.read(view)
-            found.append(pack(view) if section is None else section)
+            found.append(self._pack(view, index) if section is None else section)
         return found
 
     def _arrive(self, reading: Sequence[torch.Tensor | Section], bounds: Bounds) -> list[torch.Tensor]:
@@ -242,8 +326,12 @@ class _Pass:
         pairs = zip(self._pass.loops, bounds, strict=True)
         return tuple(each for loop, each in pairs if loop.reads[index] is not None)
 
-    def _store(self, bounds: Bounds, found: Sequence[torch.Tensor]) -> list[Section]:
-        """Store a slice's results; return those whose transfers run."""
+    def _pack(self, view: torch.Tensor, index: int) -> torch.Tensor:
+        is_packed = view.stride() == find_packed_strides(view)
+        return view if is_packed and index != self._target else pack(view)
+
+    def _store(self, bounds: Bounds, found: Sequence[torch.Tensor]) -> None:
+        """Store a slice's results; transfers of the slice before have to be over."""
         writing = []
         for index, tensor in zip(self._pass.results, found, strict=True):
             view = narrow_result(self._results.tensors[index], index, self._pass, bounds)
@@ -255,7 +343,8 @@ class _Pass:
                 view.add_(tensor)
             else:
                 view.copy_(tensor)
-        return writing
+        former, self._writing = self._writing, writing
+        self._sections.finish(former)
 
 
 def _assemble(call: OpCall, tensors: Sequence[torch.Tensor]) -> Any:
@@ -267,6 +356,7 @@ def _assemble(call: OpCall, tensors: Sequence[torch.Tensor]) -> Any:
     return tuple(found.get(position) for position in range(len(returns)))
 
 
-def _count(index: int, loop: Loop, nbytes: int, limit_bytes: int) -> int:
-    units = max(1, math.ceil(loop.length / loop.multiple))
+def _count(index: int, loop: Loop, least: int, nbytes: int, limit_bytes: int) -> int:
+    """Return the number of slices of a loop, of at least `least` elements if that leaves more than one."""
+    units = max(1, loop.length // max(least, loop.multiple))
     return min(units, max(2 if index == 0 else 1, math.ceil(nbytes / limit_bytes)))

@@ -32,7 +32,7 @@ def _find_passes_backward(call: OpCall) -> Alternatives:
         return ()
     mask = call.find_mask()
     index_of = {position: index for index, position in enumerate(mask)}
-    exact = [()]
+    exact: list[tuple[SlicePass, ...]] = [()]
     if INPUT in index_of:
         exact = [(each,) for each in _cut_grad_input(call, index_of[INPUT])]
     if WEIGHT in index_of or BIAS in index_of:
@@ -62,7 +62,7 @@ def _cut_grad_parameters(call: OpCall, index_of: dict[int, int]) -> list[tuple[S
     if of_weight is None:
         return [(_compute(call, loops, together),) for loops in ([outputs], [])]
     blocks = [outputs] if inputs is None else [outputs, inputs]
-    found = [(_compute(call, blocks, together),)]
+    found: list[tuple[SlicePass, ...]] = [(_compute(call, blocks, together),)]
     if inputs is not None:
         found.append((_compute(call, [outputs], together),))
     if of_bias is not None:

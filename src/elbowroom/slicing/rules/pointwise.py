@@ -5,24 +5,20 @@ from __future__ import annotations
 import torch
 from torch._ops import OpOverload
 
+from elbowroom.ir.slicing import SlicePass
 from elbowroom.slicing.op_call import OpCall
-from elbowroom.slicing.rule import Alternatives, SliceRule, count_results, make_loop, make_pass
+from elbowroom.slicing.rule import Alternatives, SliceRule, make_loop, make_pass
 
-NAMES = (
-    *("abs abs_ add add_ addcdiv addcdiv_ addcmul addcmul_ bitwise_and bitwise_not bitwise_or clamp clamp_").split(),
-    *("clamp_min clamp_min_ clamp_max clone copy copy_ cos div div_ elu elu_ elu_backward eq erf exp exp_").split(),
-    *("fill fill_ ge gelu gelu_ gelu_backward glu_jvp gt hardsigmoid hardsigmoid_ hardsigmoid_backward").split(),
-    *("hardswish hardswish_ hardswish_backward hardtanh hardtanh_ hardtanh_backward isnan le leaky_relu").split(),
-    *("leaky_relu_ leaky_relu_backward lerp lerp_ log log1p log_sigmoid_backward logical_and logical_not").split(),
-    *(
-        "logical_or lt masked_fill masked_fill_ maximum minimum mish mish_backward mul mul_ native_dropout_backward"
-    ).split(),
-    *(
-        "ne neg neg_ pow pow_ reciprocal relu relu_ rsqrt rsub sigmoid sigmoid_ sigmoid_backward sign silu silu_"
-    ).split(),
-    *("silu_backward sin softplus softplus_backward sqrt square sub sub_ tanh tanh_ tanh_backward threshold").split(),
-    *("threshold_ threshold_backward to where zero_ _to_copy").split(),
-)
+NAMES = """
+    abs abs_ add add_ addcdiv addcdiv_ addcmul addcmul_ bitwise_and bitwise_not bitwise_or clamp clamp_ clamp_max
+    clamp_min clamp_min_ clone copy copy_ cos div div_ elu elu_ elu_backward eq erf exp exp_ fill fill_ ge gelu gelu_
+    gelu_backward gt hardsigmoid hardsigmoid_ hardsigmoid_backward hardswish hardswish_ hardswish_backward
+    hardtanh hardtanh_ hardtanh_backward isnan le leaky_relu leaky_relu_ leaky_relu_backward lerp lerp_ log log1p
+    logical_and logical_not logical_or lt masked_fill masked_fill_ maximum minimum mish
+    mish_backward mul mul_ native_dropout_backward ne neg neg_ pow pow_ reciprocal relu relu_ rsqrt rsub sigmoid
+    sigmoid_ sigmoid_backward sign silu silu_ silu_backward sin softplus softplus_backward sqrt square sub sub_ tanh
+    tanh_ tanh_backward threshold threshold_ threshold_backward _to_copy where zero_
+"""
 """ATen ops, without namespace; all overloads that return one tensor."""
 
 WRITE_ONLY = frozenset(("copy_", "fill_", "zero_"))
@@ -41,7 +37,7 @@ def _find_stride(tensor: torch.Tensor, dimension: int) -> int:
     return tensor.stride(dimension) if -dimension <= tensor.ndim else 0
 
 
-def _cut(call: OpCall, dimension: int, shape: torch.Size) -> tuple:
+def _cut(call: OpCall, dimension: int, shape: torch.Size) -> tuple[SlicePass, ...]:
     length = shape[dimension]
     reads = {
         name: dimension
@@ -56,7 +52,7 @@ def _cut(call: OpCall, dimension: int, shape: torch.Size) -> tuple:
 def _list_overloads() -> dict[str, SliceRule]:
     rule = SliceRule(_find_passes)
     found = {}
-    for name in NAMES:
+    for name in NAMES.split():
         packet = getattr(torch.ops.aten, name)
         for overload in packet.overloads():
             op = getattr(packet, overload)
