@@ -69,7 +69,7 @@ def narrow(
     for dimension, loop, (begin, end) in zip(dimensions, loops, bounds, strict=True):
         if dimension is not None:
             first, past = scale_range(tensor.shape[dimension], loop.length, begin, end)
-            tensor = tensor.narrow(dimension, first, past - first)
+            tensor = torch.ops.aten.slice.Tensor(tensor, dimension, first, past)  # a view, never a copy
     return tensor
 
 

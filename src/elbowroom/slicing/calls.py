@@ -7,7 +7,7 @@ that `narrow_read` describes, call `run_slice`, and store each result where `nar
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -63,22 +63,38 @@ def run_slice(
         view = narrow_read(whole, index, slice_pass, bounds)
         tensor = given.get(index)
         if tensor is None:
-            tensor = torch.empty_like(view, memory_format=torch.preserve_format)
+            tensor = _make_unread(view)
         elif tensor.shape != view.shape:
             raise ValueError(
-                f"{op} reads {tuple(view.shape)} of tensor {index} in this slice, not {tuple(tensor.shape)}"
+                f"{op} reads {tuple(view.shape)} of its tensor {index} in this slice, not {tuple(tensor.shape)}"
             )
         tensors.append(tensor)
+    values = adapt(call, slice_pass, bounds, tensors)
     mask = call.find_mask()
-    values = call.replace_reads(tensors, _narrow_statistics(call, slice_pass, bounds))
     if "output_mask" in values:
         wanted = {mask[index] for index in slice_pass.results}
         values["output_mask"] = [position in wanted for position in range(len(values["output_mask"]))]
-    rule = list_rules()[str(op)]
-    if rule.adapt is not None:
-        values.update(rule.adapt(call, values))
     results = call.run(values)
     return tuple(results[mask[index]] for index in slice_pass.results)
+
+
+def adapt(call: OpCall, slice_pass: SlicePass, bounds: Bounds, reads: Sequence[torch.Tensor]) -> dict[str, Any]:
+    """Return the arguments of a call on a slice, by name; it still computes all results.
+
+    Args:
+        reads: the slice's tensors, one for each of the op's.
+    """
+    values = call.replace_reads(reads, _narrow_statistics(call, slice_pass, bounds))
+    rule = list_rules()[str(call.op)]
+    if rule.adapt is not None:
+        values.update(rule.adapt(call, values))
+    return values
+
+
+def _make_unread(view: torch.Tensor) -> torch.Tensor:
+    """Return a tensor with a view's shape; no op sees the view, whose memory may be elsewhere."""
+    strides = torch.empty_like(torch.empty_strided(view.shape, view.stride(), device="meta")).stride()
+    return torch.empty_strided(view.shape, strides, dtype=view.dtype, device=view.device)
 
 
 def _narrow_statistics(call: OpCall, slice_pass: SlicePass, bounds: Bounds) -> dict[str, torch.Tensor]:
@@ -116,17 +132,35 @@ def run_whole(
     if target is not None:
         results[0] = call.reads[target]
     for slice_pass in passes:
-        for bounds in iterate_slices(slice_pass, count_parts(parts, slice_pass)):
-            reads = [pack(narrow_read(call.reads[index], index, slice_pass, bounds)) for index in slice_pass.reads]
-            found = run_slice(op, args, kwargs, slice_pass, bounds, reads)
-            for index, tensor in zip(slice_pass.results, found, strict=True):
-                whole = narrow_result(results[index], index, slice_pass, bounds)
-                is_first = not bounds or bounds[-1][0] == 0
-                if is_summed(index, slice_pass) and not is_first:
-                    whole.add_(tensor)
-                else:
-                    whole.copy_(tensor)
+        slices = iterate_slices(slice_pass, count_parts(parts, slice_pass))
+        for index, bounds, tensor in run_pass(op, args, kwargs, slice_pass, slices):
+            whole = narrow_result(results[index], index, slice_pass, bounds)
+            if is_summed(index, slice_pass) and bounds[-1][0]:
+                whole.add_(tensor)
+            else:
+                whole.copy_(tensor)
     return tuple(results)
+
+
+def run_pass(
+    op: OpOverload,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    slice_pass: SlicePass,
+    slices: Iterable[Bounds],
+) -> Iterator[tuple[int, Bounds, torch.Tensor]]:
+    """Compute slices from tensors in memory.
+
+    Yields:
+        for each slice and each result of the pass: the result's index, the slice, and the slice's result.
+    """
+    call = bind(op, args, kwargs)
+    for bounds in slices:
+        reads = [pack(narrow_read(call.reads[index], index, slice_pass, bounds)) for index in slice_pass.reads]
+        found = run_slice(op, args, kwargs, slice_pass, bounds, reads)
+        del reads
+        for index, tensor in zip(slice_pass.results, found, strict=True):
+            yield index, bounds, tensor
 
 
 def make_results(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[torch.Tensor, ...]:

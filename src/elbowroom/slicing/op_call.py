@@ -53,10 +53,15 @@ class OpCall:
         found.update(values)
         return found
 
+    def order(self, values: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return positional and keyword arguments, given all by name."""
+        schema = self.op._schema.arguments
+        positional = tuple(values[each.name] for each in schema if not each.kwarg_only)
+        return positional, {each.name: values[each.name] for each in schema if each.kwarg_only}
+
     def run(self, values: Mapping[str, Any]) -> tuple[Any, ...]:
         """Call the op with arguments by name. A single result is returned as a tuple of one."""
-        positional = [values[each.name] for each in self.op._schema.arguments if not each.kwarg_only]
-        named = {each.name: values[each.name] for each in self.op._schema.arguments if each.kwarg_only}
+        positional, named = self.order(values)
         result = self.op(*positional, **named)
         return tuple(result) if isinstance(result, (tuple, list)) else (result,)
 

@@ -22,12 +22,12 @@ class SliceRule:
             dtypes are used.
         adapt: returns the arguments that are not tensors and differ for a slice, by name. It gets the whole call and
             the arguments with the slice's tensors. None: no such argument differs.
-        unread: names of tensor arguments of which the kernel uses the shapes only.
+        indices: for tensor arguments that hold indices, a function that returns the end of their range, by name.
     """
 
     find_passes: Callable[[OpCall], Alternatives]
     adapt: Callable[[OpCall, Mapping[str, Any]], dict[str, Any]] | None = None
-    unread: frozenset[str] = frozenset()
+    indices: Mapping[str, Callable[[OpCall], int]] = dataclasses.field(default_factory=dict)
 
 
 def count_results(call: OpCall) -> int:
@@ -76,3 +76,29 @@ def make_pass(
         results=tuple(range(count_results(call)) if results is None else results),
         sums=sums,
     )
+
+
+def cut(
+    call: OpCall,
+    length: int,
+    reads: Mapping[str, int],
+    writes: Mapping[int, int],
+    *,
+    unread: Iterable[str] = (),
+    results: Sequence[int] | None = None,
+    sums: bool = False,
+) -> SlicePass:
+    """Describe a pass of one loop (see `make_loop` and `make_pass`)."""
+    loop = make_loop(call, length, reads, writes)
+    return make_pass(call, [loop], unread=unread, results=results, sums=sums)
+
+
+def find_broadcast(call: OpCall, name: str, dimension: int, length: int) -> dict[str, int]:
+    """Return the dimension, counted from the last, along which an argument that may be broadcast is narrowed.
+
+    Empty if the argument is not a tensor, or has one element or none along the dimension, so that it is read whole.
+    """
+    tensor = call[name]
+    if tensor is None or -dimension > tensor.ndim or tensor.shape[dimension] != length:
+        return {}
+    return {name: dimension}

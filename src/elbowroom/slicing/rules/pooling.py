@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 
 from elbowroom.slicing.op_call import OpCall
 from elbowroom.slicing.rule import Alternatives, SliceRule, count_results, make_loop, make_pass
@@ -25,7 +26,8 @@ def _find_passes(call: OpCall, spatial: int, unread: frozenset[str]) -> Alternat
 
 
 def _make_rule(spatial: int, *unread: str) -> SliceRule:
-    return SliceRule(functools.partial(_find_passes, spatial=spatial, unread=frozenset(unread)))
+    find = functools.partial(_find_passes, spatial=spatial, unread=frozenset(unread))
+    return SliceRule(find, indices={"indices": lambda call: math.prod(call["self"].shape[-spatial:])})
 
 
 RULES = {
