@@ -1,0 +1,192 @@
+"""Calls of an op's kernel on slices of its tensors.
+
+A caller that keeps the tensors elsewhere runs a pass as follows: for each slice of `iterate_slices`, fetch the views
+that `narrow_read` describes, call `run_slice`, and store each result where `narrow_result` describes; a result that
+`is_summed` is added to the sum of the slices before. `run_whole` does this with tensors in memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from elbowroom.ir.slicing import SlicePass
+from elbowroom.slicing.bounds import (
+    Bounds,
+    Parts,
+    check_bounds,
+    count_parts,
+    is_summed,
+    iterate_slices,
+    narrow,
+    narrow_read,
+    narrow_result,
+    pack,
+)
+from elbowroom.slicing.op_call import OpCall, bind, find_target
+from elbowroom.slicing.registry import check_passes, list_rules
+
+
+def run_slice(
+    op: OpOverload,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    slice_pass: SlicePass,
+    bounds: Bounds,
+    reads: Sequence[torch.Tensor],
+) -> tuple[torch.Tensor, ...]:
+    """Compute one slice of a pass.
+
+    Args:
+        args: the whole op's arguments. Of its tensors only shapes, strides and dtypes are used, so their memory may be
+            elsewhere; running statistics, which the op updates, must be there.
+        reads: the slice's tensors, one for each of `slice_pass.reads`, without gaps in memory (see `pack`). An in-place
+            op writes to the slice of its argument.
+
+    Returns:
+        the slice's results, one for each of `slice_pass.results`.
+
+    Raises:
+        ValueError: the slice is not one of the pass, or a tensor has another shape than the slice's.
+    """
+    call = bind(op, args, kwargs)
+    check_bounds(slice_pass, bounds)
+    if any(begin == end for begin, end in bounds):
+        return _make_empty(call, slice_pass, bounds)
+    given = dict(zip(slice_pass.reads, reads, strict=True))
+    tensors = []
+    for index, whole in enumerate(call.reads):
+        view = narrow_read(whole, index, slice_pass, bounds)
+        tensor = given.get(index)
+        if tensor is None:
+            tensor = _make_unread(view)
+        elif tensor.shape != view.shape:
+            raise ValueError(
+                f"{op} reads {tuple(view.shape)} of its tensor {index} in this slice, not {tuple(tensor.shape)}"
+            )
+        tensors.append(tensor)
+    values = adapt(call, slice_pass, bounds, tensors)
+    mask = call.find_mask()
+    if "output_mask" in values:
+        wanted = {mask[index] for index in slice_pass.results}
+        values["output_mask"] = [position in wanted for position in range(len(values["output_mask"]))]
+    results = call.run(values)
+    return tuple(results[mask[index]] for index in slice_pass.results)
+
+
+def adapt(call: OpCall, slice_pass: SlicePass, bounds: Bounds, reads: Sequence[torch.Tensor]) -> dict[str, Any]:
+    """Return the arguments of a call on a slice, by name; it still computes all results.
+
+    Args:
+        reads: the slice's tensors, one for each of the op's.
+    """
+    values = call.replace_reads(reads, _narrow_statistics(call, slice_pass, bounds))
+    rule = list_rules()[str(call.op)]
+    if rule.adapt is not None:
+        values.update(rule.adapt(call, values))
+    return values
+
+
+def _make_unread(view: torch.Tensor) -> torch.Tensor:
+    """Return a tensor with a view's shape; no op sees the view, whose memory may be elsewhere."""
+    strides = torch.empty_like(torch.empty_strided(view.shape, view.stride(), device="meta")).stride()
+    return torch.empty_strided(view.shape, strides, dtype=view.dtype, device=view.device)
+
+
+def _narrow_statistics(call: OpCall, slice_pass: SlicePass, bounds: Bounds) -> dict[str, torch.Tensor]:
+    """Return the slices of running statistics: one element for each channel, the loop's dimension."""
+    dimensions = [0] * len(slice_pass.loops)
+    return {name: narrow(call[name], dimensions, slice_pass.loops, bounds) for name in call.statistics}
+
+
+def _make_empty(call: OpCall, slice_pass: SlicePass, bounds: Bounds) -> tuple[torch.Tensor, ...]:
+    results = _describe(call)
+    device = call.reads[0].device
+    views = (narrow_result(results[index], index, slice_pass, bounds) for index in slice_pass.results)
+    return tuple(torch.zeros(view.shape, dtype=view.dtype, device=device) for view in views)
+
+
+def run_whole(
+    op: OpOverload,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    passes: Sequence[SlicePass],
+    parts: Parts,
+) -> tuple[torch.Tensor, ...]:
+    """Compute an op in slices, with all tensors in memory.
+
+    Returns:
+        the op's results in order, without those that its output mask leaves out.
+
+    Raises:
+        ValueError: the passes are not one of the ways to cut the op (see `find_passes`).
+    """
+    check_passes(op, args, kwargs, passes)
+    call = bind(op, args, kwargs)
+    target = find_target(call)
+    results = [_allocate(each, call.reads[0].device) for each in _describe(call)]
+    if target is not None:
+        results[0] = call.reads[target]
+    for slice_pass in passes:
+        slices = iterate_slices(slice_pass, count_parts(parts, slice_pass))
+        for index, bounds, tensor in run_pass(op, args, kwargs, slice_pass, slices):
+            whole = narrow_result(results[index], index, slice_pass, bounds)
+            if is_summed(index, slice_pass) and bounds[-1][0]:
+                whole.add_(tensor)
+            else:
+                whole.copy_(tensor)
+    return tuple(results)
+
+
+def run_pass(
+    op: OpOverload,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    slice_pass: SlicePass,
+    slices: Iterable[Bounds],
+) -> Iterator[tuple[int, Bounds, torch.Tensor]]:
+    """Compute slices from tensors in memory.
+
+    Yields:
+        for each slice and each result of the pass: the result's index, the slice, and the slice's result.
+    """
+    call = bind(op, args, kwargs)
+    for bounds in slices:
+        reads = [pack(narrow_read(call.reads[index], index, slice_pass, bounds)) for index in slice_pass.reads]
+        found = run_slice(op, args, kwargs, slice_pass, bounds, reads)
+        del reads
+        for index, tensor in zip(slice_pass.results, found, strict=True):
+            yield index, bounds, tensor
+
+
+def make_results(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[torch.Tensor, ...]:
+    """Describe an op's results before they exist, by tensors on the device "meta".
+
+    Returns:
+        the results in order, without those that its output mask leaves out: their shapes, strides and dtypes. For an
+        in-place op, its argument's.
+    """
+    return _describe(bind(op, args, kwargs))
+
+
+def _describe(call: OpCall) -> tuple[torch.Tensor, ...]:
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        reads = [_fake(each) for each in call.reads]
+        statistics = {name: _fake(call[name]) for name in call.statistics}
+        results = call.run(call.replace_reads(reads, statistics))
+    return tuple(
+        torch.empty_strided(each.shape, each.stride(), dtype=each.dtype, device="meta")
+        for each in (results[position] for position in call.find_mask())
+    )
+
+
+def _fake(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+
+
+def _allocate(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)

@@ -1,0 +1,93 @@
+"""Tells how an op can be cut, by the rule of its overload name."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch._ops import OpOverload
+
+from elbowroom import _family
+from elbowroom.ir.slicing import SlicePass
+from elbowroom.slicing import rules
+from elbowroom.slicing.op_call import OpCall, bind, find_target
+from elbowroom.slicing.rule import Alternatives, SliceRule
+
+
+@functools.cache
+def list_rules() -> dict[str, SliceRule]:
+    """Return all rules by overload name ("aten.convolution.default")."""
+    found: dict[str, SliceRule] = {}
+    for name in _family.names(rules):
+        found.update(_family.get(rules, name, "RULES"))
+    return found
+
+
+def find_passes(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Alternatives:
+    """Return the ways to cut an op, best first; () if there is none.
+
+    Args:
+        args: the op's arguments; tensors may be fake.
+    """
+    rule = list_rules().get(str(op))
+    if rule is None:
+        return ()
+    call = bind(op, args, kwargs)
+    if not all(each.layout == torch.strided for each in call.reads) or _overlaps(call):
+        return ()
+    return rule.find_passes(call)
+
+
+def _overlaps(call: OpCall) -> bool:
+    """Tell whether an in-place op reads elements that another slice may have written before."""
+    target = find_target(call)
+    if target is None:
+        return False
+    written = call.reads[target]
+    storage = written.untyped_storage()._cdata
+    return any(
+        each.untyped_storage()._cdata == storage
+        and (each.storage_offset(), each.shape, each.stride())
+        != (written.storage_offset(), written.shape, written.stride())
+        for each in call.reads
+    )
+
+
+def find_passes_along(
+    op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], dimension: int, result: int = 0
+) -> Alternatives:
+    """Return the ways to cut an op that narrow one of its results along a dimension.
+
+    Raises:
+        ValueError: the op's slices along this dimension depend on each other, or it has no rule.
+    """
+    alternatives = find_passes(op, args, kwargs)
+    found = tuple(each for each in alternatives if dimension in _find_dimensions((each,), result))
+    if not found:
+        others = ", ".join(map(str, sorted(_find_dimensions(alternatives, result))))
+        reason = f"its slices are independent only along {others or 'none'}" if alternatives else "it has no rule"
+        raise ValueError(f"{op} cannot be cut along dimension {dimension} of its result {result}: {reason}")
+    return found
+
+
+def check_passes(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], passes: Sequence[SlicePass]) -> None:
+    """Check that passes are one of the ways to cut an op.
+
+    Raises:
+        ValueError: they are not, so slices may depend on each other, or results may be missing.
+    """
+    alternatives = find_passes(op, args, kwargs)
+    if not alternatives:
+        raise ValueError(f"{op} cannot be cut: it has no rule for these arguments")
+    if tuple(passes) not in alternatives:
+        raise ValueError(
+            f"{op} cannot be cut by these passes: its slices are not known to be independent. Known are: "
+            + "; ".join(map(str, alternatives))
+        )
+
+
+def _find_dimensions(alternatives: Alternatives, result: int) -> set[int]:
+    loops = (loop for each in alternatives for part in each if result in part.results for loop in part.loops)
+    return {dimension for loop in loops if (dimension := loop.writes[result]) is not None}

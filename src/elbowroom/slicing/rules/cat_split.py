@@ -1,0 +1,55 @@
+"""Concatenation, and gradients of slices: along every dimension but their own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from elbowroom.slicing.op_call import OpCall
+from elbowroom.slicing.rule import Alternatives, SliceRule, cut
+
+
+def _find_passes_cat(call: OpCall) -> Alternatives:
+    some = max(call.reads, key=lambda each: each.ndim)
+    if any(each.ndim != some.ndim for each in call.reads):
+        return ()  # empty tensors of one dimension are skipped by the op
+    own = call["dim"] % max(some.ndim, 1)
+    others = [each for each in range(some.ndim) if each != own]
+    return tuple((cut(call, some.shape[each], {"tensors": each}, {0: each}),) for each in others)
+
+
+def _find_passes_slice_backward(call: OpCall) -> Alternatives:
+    grad = call["grad_output"]
+    own = call["dim"] % max(grad.ndim, 1)
+    others = [each for each in range(grad.ndim) if each != own]
+    return tuple((cut(call, grad.shape[each], {"grad_output": each}, {0: each}),) for each in others)
+
+
+def _adapt_slice_backward(call: OpCall, values: Mapping[str, Any]) -> dict[str, Any]:
+    sizes = list(values["grad_output"].shape)
+    own = call["dim"] % len(sizes)
+    sizes[own] = call["input_sizes"][own]
+    return {"input_sizes": sizes}
+
+
+def _find_passes_select_backward(call: OpCall) -> Alternatives:
+    """Cut along the gradient's dimensions. The result has one more, that of the selection."""
+    grad = call["grad_output"]
+    own = call["dim"] % (grad.ndim + 1)
+    return tuple(
+        (cut(call, grad.shape[each], {"grad_output": each}, {0: each + (each >= own)}),) for each in range(grad.ndim)
+    )
+
+
+def _adapt_select_backward(call: OpCall, values: Mapping[str, Any]) -> dict[str, Any]:
+    sizes = list(values["grad_output"].shape)
+    own = call["dim"] % (len(sizes) + 1)
+    sizes.insert(own, call["input_sizes"][own])
+    return {"input_sizes": sizes}
+
+
+RULES = {
+    "aten.cat.default": SliceRule(_find_passes_cat),
+    "aten.slice_backward.default": SliceRule(_find_passes_slice_backward, _adapt_slice_backward),
+    "aten.select_backward.default": SliceRule(_find_passes_select_backward, _adapt_select_backward),
+}
