@@ -32,6 +32,8 @@ class Config:
         always_watch: whether to watch steps that fit without moves, too, at about a microsecond an op. For steps that
             may grow while the shapes of the model's inputs stay the same: otherwise only shapes (on a CPU, bytes, too)
             tell that a step may be larger than those before it.
+        exact: whether an op that has no room as a whole may run in slices only where these give the same bits on this
+            machine. If not, slices may change the order of a sum: the result is that of gradient accumulation.
         manages: "everything", or "activations": then parameters, gradients, buffers and optimizer state never move.
     """
 
@@ -44,6 +46,7 @@ class Config:
     settling_steps: int = 3
     always_watch: bool = False
     manages: str = "everything"
+    exact: bool = True
 
 
 def read_config(environment: Mapping[str, str] | None = None, **given: object) -> Config:
@@ -80,7 +83,7 @@ def _read_value(name: str, value: object) -> object:
             if number < 1:
                 raise ValueError(f"{name} is {number}")
             return number
-        if name == "always_watch":
+        if name in ("always_watch", "exact"):
             return value if isinstance(value, bool) else {"0": False, "1": True}[str(value)]
         text = os.fspath(value)  # type: ignore[call-overload]
         if not isinstance(text, str) or not text:

@@ -79,7 +79,7 @@ class Room:
             self._metering = Metering(device, self._transfers, self._ledger)
             self._pager = self._make_pager()
             sections = Sections(self._pager.storages, self._transfers)
-            sliced_ops = SlicedOps(sections, self._pager.watch_sections)
+            sliced_ops = SlicedOps(sections, self._pager.watch_sections, is_exact=config.exact)
             self._modes = StepModes(
                 job, self._cache, self._metering, self._transfers, self._ledger, self._pager, sliced_ops
             )

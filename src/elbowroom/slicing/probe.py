@@ -99,10 +99,10 @@ def probe_passes(
         counts = count_parts(parts, slice_pass)
         key = describe_pass(call, slice_pass, counts)
         answer = store.find(key) if store else None
-        if answer is None or (answer is Exactness.TOO_LARGE and limit_bytes == math.inf):
+        if answer is None:
             with torch.no_grad(), torch._C._DisableAutocast():
                 answer = _probe_pass(call, slice_pass, counts, limit_bytes)
-            if store:
+            if store and answer is not Exactness.TOO_LARGE:
                 store.add(key, answer)
         answers.append(answer)
         if not answer.is_exact:

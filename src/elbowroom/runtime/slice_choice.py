@@ -1,0 +1,162 @@
+"""Chooses how an op is cut into slices, and how large these are."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from elbowroom.errors import Infeasible
+from elbowroom.ir.slicing import SlicePass
+from elbowroom.slicing.exactness_store import Exactness, ExactnessStore
+from elbowroom.slicing.op_call import OpCall
+from elbowroom.slicing.probe import find_exact
+from elbowroom.slicing.registry import find_passes
+from elbowroom.slicing.rule import Alternatives
+from elbowroom.slicing.rules import pointwise
+
+logger = logging.getLogger(__name__)
+
+BLOCK = 16
+"""Least channels in a block of a weight's gradient, while that leaves several: kernels pad fewer to a vector."""
+
+PROBED = (0.75, 0.35, 0.15)
+"""Tensors of a probe take at most this share of the budget; less is tried if kernels' workspaces do not fit beside."""
+
+
+ELEMENTWISE = frozenset(pointwise.RULES)
+"""Ops that compute each element by itself."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Cut:
+    """A way to run an op in slices.
+
+    Attributes:
+        passes: that compute its results.
+        parts: number of slices of each loop, by pass.
+        exactness: answer of the probe; INEXACT for cuts that change the order of a sum.
+    """
+
+    passes: tuple[SlicePass, ...]
+    parts: Mapping[SlicePass, tuple[int, ...]]
+    exactness: Exactness
+
+    @property
+    def is_finest(self) -> bool:
+        """True if no slice can be smaller."""
+        return all(
+            count >= max(1, math.ceil(loop.length / loop.multiple))
+            for each in self.passes
+            for loop, count in zip(each.loops, self.parts[each], strict=True)
+        )
+
+
+class SliceChooser:
+    """Chooses cuts of ops.
+
+    Args:
+        is_exact: whether only cuts are allowed that give the bits of the whole op on this machine. Others change the order
+            of a sum.
+    """
+
+    def __init__(self, *, is_exact: bool) -> None:
+        self.is_exact = is_exact
+        self._store: ExactnessStore | None = None
+
+    def choose(
+        self, call: OpCall, args: Sequence[Any], kwargs: Mapping[str, Any], results: Sequence[torch.Tensor],
+        slice_bytes: int, budget_bytes: int,
+    ) -> Cut | None:  # fmt: skip
+        """Return a cut whose slices take at most `slice_bytes`, where they can be that small; None if there is no rule.
+
+        It is an exact one if any is known to be.
+
+        Args:
+            results: of the op, as they will be.
+        """
+        if self._store is None:
+            self._store = ExactnessStore()
+        alternatives = find_passes(call.op, args, kwargs)
+        whole_bytes = {each: _count_whole(call, each, results) for each in alternatives}
+        alternatives = tuple(
+            sorted((each for each in alternatives if whole_bytes[each] <= budget_bytes), key=whole_bytes.__getitem__)
+        )
+        parts = {
+            each: tuple(_count_parts(call, each, results, slice_bytes)) for passes in alternatives for each in passes
+        }
+        found = self._find_exact(call, args, kwargs, alternatives, parts, budget_bytes)
+        if found is not None:
+            return Cut(found[0], parts, found[1])
+        if not alternatives:
+            return None
+        summing = [each for each in alternatives if any(part.sums for part in each)]
+        return Cut(summing[0] if summing and not self.is_exact else alternatives[0], parts, Exactness.INEXACT)
+
+    def _find_exact(
+        self, call: OpCall, args: Sequence[Any], kwargs: Mapping[str, Any], alternatives: Alternatives,
+        parts: Mapping[SlicePass, tuple[int, ...]], budget_bytes: int,
+    ) -> tuple[tuple[SlicePass, ...], Exactness] | None:  # fmt: skip
+        if str(call.op) in ELEMENTWISE:  # slices of any size are exact if single ones are
+            parts = {each: tuple(loop.length for loop in each.loops) for each in parts}
+        for share in PROBED:
+            with contextlib.suppress(Infeasible):
+                return find_exact(
+                    call.op, args, kwargs, alternatives, parts.__getitem__, store=self._store,
+                    limit_bytes=share * budget_bytes,
+                )  # fmt: skip
+        return None
+
+
+def explain(call: OpCall, budget_bytes: int, *, is_exact: bool) -> Infeasible:
+    """Return the error for an op that has no room as a whole, and cannot run in slices."""
+    reason = (
+        "no cut of it into slices that fit gives the same bits on this machine; with exact=False, cuts that change the "
+        "order of a sum are used, too"
+        if is_exact and find_passes(call.op, *call.order(call.values))
+        else "it cannot run in slices"
+    )
+    return Infeasible(
+        needed_bytes=budget_bytes + 1, budget_bytes=budget_bytes, op=str(call.op), is_whole_step=False,
+        note=f"The op has no room as a whole, and {reason}.",
+    )  # fmt: skip
+
+
+def _count_whole(call: OpCall, passes: Sequence[SlicePass], results: Sequence[torch.Tensor]) -> int:
+    """Return the most bytes that each slice of a pass reads or writes as a whole."""
+    found = [0]
+    for each in passes:
+        whole = [call.reads[index] for index in each.reads if all(loop.reads[index] is None for loop in each.loops)]
+        whole += [results[index] for index in each.results if all(loop.writes[index] is None for loop in each.loops)]
+        found.append(sum(tensor.numel() * tensor.element_size() for tensor in whole))
+    return max(found)
+
+
+def _count_parts(
+    call: OpCall, slice_pass: SlicePass, results: Sequence[torch.Tensor], slice_bytes: int
+) -> list[int]:
+    """Return the number of slices of each loop of a pass."""
+    loops = slice_pass.loops
+    nbytes = [0] * len(loops)
+    for index in slice_pass.reads:
+        _add(nbytes, call.reads[index], [loop.reads[index] for loop in loops])
+    for index in slice_pass.results:
+        _add(nbytes, results[index], [loop.writes[index] for loop in loops])
+    counts = []
+    for place, loop in enumerate(loops):
+        wanted = max(2 if place == 0 else 1, math.ceil(len(loops) * nbytes[place] / slice_bytes))
+        units = max(1, math.ceil(loop.length / loop.multiple))
+        blocks = max(1, loop.length // max(BLOCK, loop.multiple)) if len(loops) > 1 else units
+        counts.append(min(units, wanted if wanted > 4 * blocks else min(wanted, blocks)))
+    return counts
+
+
+def _add(nbytes: list[int], tensor: torch.Tensor, dimensions: Sequence[int | None]) -> None:
+    narrowed = [index for index, each in enumerate(dimensions) if each is not None]
+    if narrowed:
+        nbytes[narrowed[0]] += tensor.numel() * tensor.element_size()

@@ -1,0 +1,192 @@
+"""One pass of an op over slices: read, compute, write."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+
+import torch
+
+from elbowroom.errors import Infeasible
+from elbowroom.ir.slicing import SlicePass
+from elbowroom.runtime.copies import Copy
+from elbowroom.runtime.sections import Section, Sections, find_packed_strides
+from elbowroom.slicing.bounds import Bounds, is_summed, iterate_slices, narrow_read, narrow_result, pack
+from elbowroom.slicing.calls import run_slice
+from elbowroom.slicing.op_call import OpCall, find_target
+
+PageOut = Callable[[Sequence[torch.Tensor]], bool]
+"""Moves out large tensors. Returns whether any has left."""
+
+
+@dataclasses.dataclass(slots=True)
+class Results:
+    """Results of an op, on the device or away.
+
+    Attributes:
+        tensors: in order.
+        rewritten: the copy that an in-place op writes to, in place of its argument's; None if it writes where that is.
+    """
+
+    tensors: list[torch.Tensor]
+    rewritten: Copy | None = None
+
+    def finish(self, sections: Sections) -> None:
+        """Put the copy that was written in the place of the former one."""
+        if self.rewritten is not None:
+            copy, self.rewritten = self.rewritten, None
+            sections.end_rewriting(self.tensors[0], copy, is_whole=True)
+
+    def drop(self, sections: Sections) -> None:
+        """Give up the copy that was written, unless it is finished."""
+        if self.rewritten is not None:
+            copy, self.rewritten = self.rewritten, None
+            sections.end_rewriting(self.tensors[0], copy, is_whole=False)
+
+
+def run_pass(
+    sections: Sections,
+    call: OpCall,
+    slice_pass: SlicePass,
+    parts: Sequence[int],
+    results: Results,
+    page_out: PageOut,
+    *,
+    overlaps: bool,
+) -> None:
+    """Compute one pass of an op.
+
+    Args:
+        overlaps: whether a slice is computed while the next is read and the last written.
+
+    Raises:
+        Infeasible: there is no room for a slice. An in-place op that has begun goes on in smaller slices instead, as
+            long as there are any: each element is computed by itself.
+    """
+    running = _Pass(sections, call, slice_pass, results)
+    try:
+        running.run(parts, page_out if find_target(call) is not None else None, overlaps=overlaps)
+    finally:
+        running.settle()
+
+
+class _Pass:
+    def __init__(self, sections: Sections, call: OpCall, slice_pass: SlicePass, results: Results) -> None:
+        self._sections = sections
+        self._call = call
+        self._args, self._kwargs = call.order(call.values)
+        self._pass = slice_pass
+        self._results = results
+        self._target = find_target(call)
+        self._last: dict[int, tuple[Bounds, torch.Tensor]] = {}
+        self._reading: list[torch.Tensor | Section] = []
+        self._ahead: Bounds | None = None  # the slice that is being read
+        self._writing: list[Section] = []
+
+    def run(self, parts: Sequence[int], page_out: PageOut | None, *, overlaps: bool) -> None:
+        """Compute the slices, and read each one ahead.
+
+        Args:
+            page_out: called if a slice of an in-place op has no room, which is halved if that does not help.
+        """
+        slices = list(iterate_slices(self._pass, parts))
+        for index, bounds in enumerate(slices):
+            following = slices[index + 1] if overlaps and index + 1 < len(slices) else None
+            if page_out is None:
+                self._compute(bounds, following)
+                if not overlaps:
+                    self.settle()
+            else:
+                self._compute_in_halves(bounds, page_out)
+
+    def settle(self) -> None:
+        """Finish all transfers, and drop what was read ahead."""
+        reading = [each for each in self._reading if isinstance(each, Section)]
+        self._reading, self._ahead = [], None
+        self._last.clear()
+        writing, self._writing = self._writing, []
+        self._sections.finish([*reading, *writing])
+
+    def _compute(self, bounds: Bounds, following: Bounds | None) -> None:
+        reading = self._reading if self._ahead == bounds else self._fetch(bounds)
+        reads = self._arrive(reading, bounds)
+        self._reading, self._ahead = [], None
+        if following is not None:
+            self._reading, self._ahead = self._fetch(following), following
+        found = run_slice(self._call.op, self._args, self._kwargs, self._pass, bounds, reads)
+        self._store(bounds, found)
+
+    def _compute_in_halves(self, bounds: Bounds, page_out: PageOut) -> None:
+        refusal = None
+        try:
+            self._compute(bounds, None)
+        except Infeasible as error:
+            refusal = error.with_traceback(None)  # its frames hold the slice's tensors
+        if refusal is None:
+            return
+        self.settle()
+        if page_out(self._call.reads):
+            self._compute_in_halves(bounds, page_out)
+            return
+        halves = self._halve(bounds)
+        if not halves:
+            raise refusal
+        for half in halves:
+            self._compute_in_halves(half, page_out)
+
+    def _halve(self, bounds: Bounds) -> list[Bounds]:
+        """Return two slices in place of one, along the loop with the most units left; none if they are single ones."""
+        units = [-(-(end - begin) // loop.multiple) for loop, (begin, end) in zip(self._pass.loops, bounds, strict=True)]
+        if not units or max(units) < 2:
+            return []
+        place = units.index(max(units))
+        begin, end = bounds[place]
+        middle = begin + units[place] // 2 * self._pass.loops[place].multiple
+        return [(*bounds[:place], half, *bounds[place + 1 :]) for half in ((begin, middle), (middle, end))]
+
+    def _fetch(self, bounds: Bounds) -> list[torch.Tensor | Section]:
+        """Begin to read what a slice reads."""
+        found: list[torch.Tensor | Section] = []
+        for index in self._pass.reads:
+            last = self._last.get(index)
+            if last is not None and last[0] == self._find_key(index, bounds):
+                found.append(last[1])
+                continue
+            view = narrow_read(self._call.reads[index], index, self._pass, bounds)
+            section = None if self._sections.find_away(view) is None else self._sections.read(view)
+            found.append(self._pack(view, index) if section is None else section)
+        return found
+
+    def _arrive(self, reading: Sequence[torch.Tensor | Section], bounds: Bounds) -> list[torch.Tensor]:
+        """Return what a slice reads, once it is there."""
+        self._sections.finish([each for each in reading if isinstance(each, Section)])
+        tensors = [each.tensor if isinstance(each, Section) else each for each in reading]
+        if len(self._pass.loops) > 1:
+            for index, tensor in zip(self._pass.reads, tensors, strict=True):
+                self._last[index] = self._find_key(index, bounds), tensor
+        return tensors
+
+    def _find_key(self, index: int, bounds: Bounds) -> Bounds:
+        """Return the bounds that tell what a slice reads of a tensor."""
+        pairs = zip(self._pass.loops, bounds, strict=True)
+        return tuple(each for loop, each in pairs if loop.reads[index] is not None)
+
+    def _pack(self, view: torch.Tensor, index: int) -> torch.Tensor:
+        is_packed = view.stride() == find_packed_strides(view)
+        return view if is_packed and index != self._target else pack(view)
+
+    def _store(self, bounds: Bounds, found: Sequence[torch.Tensor]) -> None:
+        """Store a slice's results, and wait for those of the slice before."""
+        writing = []
+        for index, tensor in zip(self._pass.results, found, strict=True):
+            view = narrow_result(self._results.tensors[index], index, self._pass, bounds)
+            if self._sections.find_away(view) is not None:
+                section = self._sections.write(view, tensor, self._results.rewritten)
+                assert section is not None
+                writing.append(section)
+            elif is_summed(index, self._pass) and bounds[-1][0] > 0:
+                view.add_(tensor)
+            else:
+                view.copy_(tensor)
+        former, self._writing = self._writing, writing
+        self._sections.finish(former)
