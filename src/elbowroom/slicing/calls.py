@@ -104,7 +104,7 @@ def _narrow_statistics(call: OpCall, slice_pass: SlicePass, bounds: Bounds) -> d
 
 
 def _make_empty(call: OpCall, slice_pass: SlicePass, bounds: Bounds) -> tuple[torch.Tensor, ...]:
-    results = _describe(call)
+    results = describe_results(call)
     device = call.reads[0].device
     views = (narrow_result(results[index], index, slice_pass, bounds) for index in slice_pass.results)
     return tuple(torch.zeros(view.shape, dtype=view.dtype, device=device) for view in views)
@@ -128,7 +128,7 @@ def run_whole(
     check_passes(op, args, kwargs, passes)
     call = bind(op, args, kwargs)
     target = find_target(call)
-    results = [_allocate(each, call.reads[0].device) for each in _describe(call)]
+    results = [_allocate(each, call.reads[0].device) for each in describe_results(call)]
     if target is not None:
         results[0] = call.reads[target]
     for slice_pass in passes:
@@ -170,23 +170,21 @@ def make_results(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any])
         the results in order, without those that its output mask leaves out: their shapes, strides and dtypes. For an
         in-place op, its argument's.
     """
-    return _describe(bind(op, args, kwargs))
+    return describe_results(bind(op, args, kwargs))
 
 
-def _describe(call: OpCall) -> tuple[torch.Tensor, ...]:
+def describe_results(call: OpCall, device: torch.device | None = None) -> tuple[torch.Tensor, ...]:
+    """Return a call's results as in `make_results`.
+
+    Args:
+        device: of the call's tensors, if they are described by tensors on the device "meta".
+    """
     with FakeTensorMode(allow_non_fake_inputs=True):
-        reads = [_fake(each) for each in call.reads]
-        statistics = {name: _fake(call[name]) for name in call.statistics}
+        reads = [_allocate(each, device or each.device) for each in call.reads]
+        statistics = {name: _allocate(call[name], device or call[name].device) for name in call.statistics}
         results = call.run(call.replace_reads(reads, statistics))
-    return tuple(
-        torch.empty_strided(each.shape, each.stride(), dtype=each.dtype, device="meta")
-        for each in (results[position] for position in call.find_mask())
-    )
+    return tuple(_allocate(results[position], "meta") for position in call.find_mask())
 
 
-def _fake(tensor: torch.Tensor) -> torch.Tensor:
-    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
-
-
-def _allocate(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+def _allocate(tensor: torch.Tensor, device: torch.device | str) -> torch.Tensor:
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
