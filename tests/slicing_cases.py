@@ -105,7 +105,7 @@ def list_norms(random: Random) -> Iterator[Call]:
         args = (random(4, 6, 5, 3), some, weight, *statistics, mean, invstd, training, 1e-5, [True, True, True])
         yield aten.native_batch_norm_backward.default, args, {}
     yield aten._native_batch_norm_legit.no_stats, (some, weight, bias, True, 0.1, 1e-5), {}
-    some = some.clone()  # this kernel allows no gaps between elements
+    some, weight, bias = some.clone(), weight.clone(), bias.clone()  # these kernels allow no gaps between elements
     args = (some, weight, bias, 4, 6, 15, 3, 1e-5)
     yield aten.native_group_norm.default, args, {}
     _, mean, rstd = aten.native_group_norm.default(some.contiguous(), *args[1:])
