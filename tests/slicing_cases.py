@@ -128,6 +128,7 @@ def list_attentions(random: Random) -> Iterator[Call]:
 def list_losses(random: Random) -> Iterator[Call]:
     for dim in (0, 1, -1):
         for name in ("_softmax", "_log_softmax"):
+            yield aten._safe_softmax.default, (random(4, 5, 6), dim), {}
             some, forward = random(4, 5, 6), getattr(aten, name).default
             yield forward, (some, dim, False), {}
             args = (random(4, 5, 6), forward(some, dim, False), dim, some.dtype)
@@ -150,6 +151,8 @@ def list_others(random: Random) -> Iterator[Call]:
         yield aten.embedding_dense_backward.default, (random(6, 4, 5), indices, 9, 2, by_frequency), {}
     yield aten.cat.default, ([random(4, 2, 3), random(4, 5, 3)], 1), {}
     yield aten.cat.default, ([random(4, 2, 3), random(1, 2, 3)],), {}
+    yield aten.cat.default, ([random(0), random(4, 2, 3)], -1), {}
+    yield aten.sum.default, (random(4, 5, 6),), {}
     yield aten.slice_backward.default, (random(4, 2, 3), [4, 9, 3], 1, 1, 5, 2), {}
     yield aten.select_backward.default, (random(4, 3), [4, 9, 3], 1, 5), {}
     for keepdim in (False, True):

@@ -44,8 +44,9 @@ def run_slice(
     Args:
         args: the whole op's arguments. Of its tensors only shapes, strides and dtypes are used, so their memory may be
             elsewhere; running statistics, which the op updates, must be there.
-        reads: the slice's tensors, one for each of `slice_pass.reads`, without gaps in memory (see `pack`). An in-place
-            op writes to the slice of its argument.
+        reads: the slice's tensors, one for each of `slice_pass.reads`: narrowed ones without gaps in memory (see
+            `pack`), others as they are. An in-place op writes to the slice of its argument. For each tensor of which
+            the pass needs the shape only, memory for one slice is allocated.
 
     Returns:
         the slice's results, one for each of `slice_pass.results`.
@@ -155,12 +156,22 @@ def run_pass(
         for each slice and each result of the pass: the result's index, the slice, and the slice's result.
     """
     call = bind(op, args, kwargs)
+    target = find_target(call)
     for bounds in slices:
-        reads = [pack(narrow_read(call.reads[index], index, slice_pass, bounds)) for index in slice_pass.reads]
+        reads = [
+            _read(call.reads[index], index, slice_pass, bounds, is_written=index == target)
+            for index in slice_pass.reads
+        ]
         found = run_slice(op, args, kwargs, slice_pass, bounds, reads)
         del reads
         for index, tensor in zip(slice_pass.results, found, strict=True):
             yield index, bounds, tensor
+
+
+def _read(whole: torch.Tensor, index: int, slice_pass: SlicePass, bounds: Bounds, *, is_written: bool) -> torch.Tensor:
+    is_narrowed = any(loop.reads[index] is not None for loop in slice_pass.loops)
+    view = narrow_read(whole, index, slice_pass, bounds)
+    return pack(view) if is_narrowed or is_written else view
 
 
 def make_results(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[torch.Tensor, ...]:
