@@ -44,8 +44,9 @@ def run_slice(
     Args:
         args: the whole op's arguments. Of its tensors only shapes, strides and dtypes are used, so their memory may be
             elsewhere; running statistics, which the op updates, must be there.
-        reads: the slice's tensors, one for each of `slice_pass.reads`, without gaps in memory (see `pack`). An in-place
-            op writes to the slice of its argument.
+        reads: the slice's tensors, one for each of `slice_pass.reads`: narrowed ones without gaps in memory (see
+            `pack`), others as they are. An in-place op writes to the slice of its argument. For each tensor of which
+            the pass needs the shape only, memory for one slice is allocated.
 
     Returns:
         the slice's results, one for each of `slice_pass.results`.
@@ -104,7 +105,7 @@ def _narrow_statistics(call: OpCall, slice_pass: SlicePass, bounds: Bounds) -> d
 
 
 def _make_empty(call: OpCall, slice_pass: SlicePass, bounds: Bounds) -> tuple[torch.Tensor, ...]:
-    results = _describe(call)
+    results = describe_results(call)
     device = call.reads[0].device
     views = (narrow_result(results[index], index, slice_pass, bounds) for index in slice_pass.results)
     return tuple(torch.zeros(view.shape, dtype=view.dtype, device=device) for view in views)
@@ -128,7 +129,7 @@ def run_whole(
     check_passes(op, args, kwargs, passes)
     call = bind(op, args, kwargs)
     target = find_target(call)
-    results = [_allocate(each, call.reads[0].device) for each in _describe(call)]
+    results = [_allocate(each, call.reads[0].device) for each in describe_results(call)]
     if target is not None:
         results[0] = call.reads[target]
     for slice_pass in passes:
@@ -155,12 +156,22 @@ def run_pass(
         for each slice and each result of the pass: the result's index, the slice, and the slice's result.
     """
     call = bind(op, args, kwargs)
+    target = find_target(call)
     for bounds in slices:
-        reads = [pack(narrow_read(call.reads[index], index, slice_pass, bounds)) for index in slice_pass.reads]
+        reads = [
+            _read(call.reads[index], index, slice_pass, bounds, is_written=index == target)
+            for index in slice_pass.reads
+        ]
         found = run_slice(op, args, kwargs, slice_pass, bounds, reads)
         del reads
         for index, tensor in zip(slice_pass.results, found, strict=True):
             yield index, bounds, tensor
+
+
+def _read(whole: torch.Tensor, index: int, slice_pass: SlicePass, bounds: Bounds, *, is_written: bool) -> torch.Tensor:
+    is_narrowed = any(loop.reads[index] is not None for loop in slice_pass.loops)
+    view = narrow_read(whole, index, slice_pass, bounds)
+    return pack(view) if is_narrowed or is_written else view
 
 
 def make_results(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[torch.Tensor, ...]:
@@ -170,23 +181,21 @@ def make_results(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any])
         the results in order, without those that its output mask leaves out: their shapes, strides and dtypes. For an
         in-place op, its argument's.
     """
-    return _describe(bind(op, args, kwargs))
+    return describe_results(bind(op, args, kwargs))
 
 
-def _describe(call: OpCall) -> tuple[torch.Tensor, ...]:
+def describe_results(call: OpCall, device: torch.device | None = None) -> tuple[torch.Tensor, ...]:
+    """Return a call's results as in `make_results`.
+
+    Args:
+        device: of the call's tensors, if they are described by tensors on the device "meta".
+    """
     with FakeTensorMode(allow_non_fake_inputs=True):
-        reads = [_fake(each) for each in call.reads]
-        statistics = {name: _fake(call[name]) for name in call.statistics}
+        reads = [_allocate(each, device or each.device) for each in call.reads]
+        statistics = {name: _allocate(call[name], device or call[name].device) for name in call.statistics}
         results = call.run(call.replace_reads(reads, statistics))
-    return tuple(
-        torch.empty_strided(each.shape, each.stride(), dtype=each.dtype, device="meta")
-        for each in (results[position] for position in call.find_mask())
-    )
+    return tuple(_allocate(results[position], "meta") for position in call.find_mask())
 
 
-def _fake(tensor: torch.Tensor) -> torch.Tensor:
-    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
-
-
-def _allocate(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+def _allocate(tensor: torch.Tensor, device: torch.device | str) -> torch.Tensor:
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)

@@ -90,7 +90,9 @@ def bind(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> OpCa
         values={**_find_defaults(op), **dict(given)},
         reads=tuple(tensor for _, tensor in pairs),
         names=tuple(name for name, _ in pairs),
-        statistics=tuple(given[position][0] for position in skipped if given[position][1] is not None),
+        statistics=tuple(
+            name for position in skipped for name, value in [given[position]] if isinstance(value, torch.Tensor)
+        ),
     )
 
 

@@ -21,7 +21,7 @@ from elbowroom.slicing.bounds import (
     narrow_read,
     narrow_result,
 )
-from elbowroom.slicing.calls import adapt, make_results, run_pass
+from elbowroom.slicing.calls import adapt, describe_results, run_pass
 from elbowroom.slicing.exactness_store import Exactness, ExactnessStore, describe_pass
 from elbowroom.slicing.op_call import OpCall, bind, find_target
 from elbowroom.slicing.random_data import Values, fill_reads, make_statistics
@@ -83,8 +83,9 @@ def probe_passes(
     Args:
         args: the op's arguments. Only shapes, strides and dtypes of its tensors are used, so they may be fake.
         store: answers known so far; new ones are added. Default: none are kept.
-        limit_bytes: tensors of the probe, without workspace of kernels. If the whole op does not fit, fewer slices of
-            the same sizes are compared with an op that is as much smaller.
+        limit_bytes: bytes that the probe may hold; kernels are expected to need as many for their workspace as for the
+            op's tensors. If the whole op does not fit, fewer slices of the same sizes are compared with an op that is
+            as much smaller.
 
     Returns:
         the weakest answer of all passes.
@@ -117,9 +118,11 @@ def _probe_pass(call: OpCall, slice_pass: SlicePass, counts: tuple[int, ...], li
         kept = [each[: max(2, len(each) >> shift)] for each in ranges]
         described, part = _shrink(call, slice_pass, kept)
         slices = list(itertools.product(*kept))
-        if _count_bytes(described, part, slices) <= limit_bytes:
+        results = describe_results(described, device)
+        if _count_bytes(described, part, slices, results) <= limit_bytes:
             proven = Exactness.PROVEN if kept == ranges else Exactness.PROVEN_ON_SMALLER_BATCH
-            return proven if _compare(described, part, slices, device) else Exactness.INEXACT
+            is_same = _compare(described, part, slices, [each.stride() for each in results], device)
+            return proven if is_same else Exactness.INEXACT
         if all(len(each) <= 2 for each in kept):
             break
     return Exactness.TOO_LARGE
@@ -150,12 +153,11 @@ def _describe(tensor: torch.Tensor) -> torch.Tensor:
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
 
 
-def _count_bytes(call: OpCall, slice_pass: SlicePass, slices: Sequence[Bounds]) -> int:
-    """Return the bytes that a comparison holds at most: arguments, results, and those of one slice."""
+def _count_bytes(call: OpCall, slice_pass: SlicePass, slices: Sequence[Bounds], results: Sequence[torch.Tensor]) -> int:
+    """Return the bytes that a comparison holds at most: arguments and results, those of one slice, and workspace."""
     largest = max(slices, key=lambda bounds: [end - begin for begin, end in bounds])
-    args, kwargs = call.order(call.values)
-    results = make_results(call.op, args, kwargs)
-    tensors = [*call.reads, *results]
+    workspace = [*call.reads, *results]
+    tensors = [*workspace, *workspace]
     tensors += [narrow_read(call.reads[index], index, slice_pass, largest) for index in slice_pass.reads]
     tensors += [narrow_result(results[index], index, slice_pass, largest) for index in slice_pass.results]
     target = find_target(call)
@@ -164,18 +166,35 @@ def _count_bytes(call: OpCall, slice_pass: SlicePass, slices: Sequence[Bounds]) 
     return sum(each.numel() * each.element_size() for each in tensors)
 
 
-def _compare(call: OpCall, slice_pass: SlicePass, slices: Sequence[Bounds], device: torch.device) -> bool:
-    """Tell whether all results of a pass have the bits of the whole op, for several draws of random arguments."""
+def _compare(
+    call: OpCall,
+    slice_pass: SlicePass,
+    slices: Sequence[Bounds],
+    strides: Sequence[tuple[int, ...]],
+    device: torch.device,
+) -> bool:
+    """Tell whether all results of a pass have the bits of the whole op, for several draws of random arguments.
+
+    Args:
+        strides: expected of the results. Later ops might choose other kernels for tensors with other strides.
+    """
     generator = torch.Generator(device).manual_seed(0)
     is_small = sum(each.numel() for each in call.reads) <= SMALL
     for values in (*([Values.NORMAL] * (4 if is_small else 1)), Values.EXTREME):
         reads = fill_reads(call, list_rules()[str(call.op)], values, generator, device)
-        if not _compare_once(call, slice_pass, slices, reads):
+        if not _compare_once(call, slice_pass, slices, strides, reads):
             return False
+        del reads  # before the next draw
     return True
 
 
-def _compare_once(call: OpCall, slice_pass: SlicePass, slices: Sequence[Bounds], reads: Sequence[torch.Tensor]) -> bool:
+def _compare_once(
+    call: OpCall,
+    slice_pass: SlicePass,
+    slices: Sequence[Bounds],
+    strides: Sequence[tuple[int, ...]],
+    reads: Sequence[torch.Tensor],
+) -> bool:
     device = reads[0].device
     expected_statistics, statistics = make_statistics(call, device), make_statistics(call, device)
     args, kwargs = call.order(call.replace_reads(reads, statistics))
@@ -183,9 +202,8 @@ def _compare_once(call: OpCall, slice_pass: SlicePass, slices: Sequence[Bounds],
     given = [each.clone() if index == target else each for index, each in enumerate(reads)]
     whole = call.run(call.replace_reads(given, expected_statistics))
     expected = [whole[position] for position in call.find_mask()]
-    described = make_results(call.op, args, kwargs)
-    if any(first.stride() != second.stride() for first, second in zip(described, expected, strict=True)):
-        return False  # later ops might choose other kernels for a tensor with other strides
+    if [each.stride() for each in expected] != strides:
+        return False
     sums: dict[int, torch.Tensor] = {}
     for index, bounds, tensor in run_pass(call.op, args, kwargs, slice_pass, slices):
         if not is_summed(index, slice_pass):

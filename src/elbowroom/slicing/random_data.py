@@ -13,7 +13,7 @@ _POSITIVE = frozenset(("running_var", "rstd", "save_invstd", "save_var", "total_
 
 
 class Values(enum.Enum):
-    """How the values of floating-point tensors are distributed."""
+    """Distribution of the values of floating-point tensors."""
 
     NORMAL = "normal"
     EXTREME = "extreme"

@@ -35,9 +35,13 @@ def find_passes(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) 
     if rule is None:
         return ()
     call = bind(op, args, kwargs)
-    if not all(each.layout == torch.strided for each in call.reads) or _overlaps(call):
+    if not all(map(_is_plain, call.reads)) or _overlaps(call):
         return ()
     return rule.find_passes(call)
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    return tensor.layout == torch.strided and not tensor.is_conj() and not tensor.is_neg()
 
 
 def _overlaps(call: OpCall) -> bool:

@@ -15,7 +15,7 @@ Alternatives = tuple[tuple[SlicePass, ...], ...]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SliceRule:
-    """How one op can be cut.
+    """Description of the ways to cut one op.
 
     Attributes:
         find_passes: returns the ways to cut a call. The call's tensors may be fake: only their shapes, strides and

@@ -5,17 +5,23 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from elbowroom.ir.slicing import Loop, SlicePass
 from elbowroom.slicing.op_call import OpCall
-from elbowroom.slicing.rule import Alternatives, SliceRule, cut
+from elbowroom.slicing.rule import Alternatives, SliceRule, cut, make_pass
 
 
 def _find_passes_cat(call: OpCall) -> Alternatives:
     some = max(call.reads, key=lambda each: each.ndim)
-    if any(each.ndim != some.ndim for each in call.reads):
-        return ()  # empty tensors of one dimension are skipped by the op
     own = call["dim"] % max(some.ndim, 1)
     others = [each for each in range(some.ndim) if each != own]
-    return tuple((cut(call, some.shape[each], {"tensors": each}, {0: each}),) for each in others)
+    return tuple((_cut_cat(call, some.shape[each], each),) for each in others)
+
+
+def _cut_cat(call: OpCall, length: int, dimension: int) -> SlicePass:
+    """Cut along a dimension. The op skips empty tensors of one dimension, so they are read whole."""
+    reads = tuple(None if each.shape == (0,) else dimension for each in call.reads)
+    loop = Loop(length=length, multiple=1, reads=reads, writes=(dimension,))
+    return make_pass(call, [loop])
 
 
 def _find_passes_slice_backward(call: OpCall) -> Alternatives:

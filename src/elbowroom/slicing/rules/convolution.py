@@ -10,8 +10,10 @@ from elbowroom.ir.slicing import Loop, SlicePass
 from elbowroom.slicing.op_call import OpCall
 from elbowroom.slicing.rule import Alternatives, SliceRule, make_loop, make_pass
 
-INPUT, WEIGHT, BIAS = 0, 1, 2
-"""Gradients that `convolution_backward` returns."""
+INPUT = 0
+WEIGHT = 1
+BIAS = 2
+"""Positions of the gradients that `convolution_backward` returns."""
 
 
 def _find_passes(call: OpCall) -> Alternatives:

@@ -5,7 +5,9 @@ from __future__ import annotations
 from elbowroom.slicing.op_call import OpCall
 from elbowroom.slicing.rule import Alternatives, SliceRule, cut
 
-NONE, MEAN, SUM = 0, 1, 2
+NONE = 0
+MEAN = 1
+SUM = 2
 """Values of `reduction`."""
 
 

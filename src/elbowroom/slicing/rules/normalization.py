@@ -96,12 +96,19 @@ def _find_passes_group(call: OpCall) -> Alternatives:
 
 
 def _find_passes_group_backward(call: OpCall) -> Alternatives:
+    """Cut along groups, or each gradient by itself.
+
+    PyTorch's kernel for channels_last writes to the gradient of the input even where the mask leaves it out, so the
+    gradients are not separated there.
+    """
     names = ("grad_out", "input", "mean", "rstd")
     batch, groups = dict.fromkeys(names, 0), {**dict.fromkeys(names, 1), "weight": 0}
     writes = {index: 1 if position == INPUT else 0 for index, position in enumerate(call.find_mask())}
+    together = (cut(call, call["group"], groups, writes),)
     separate, *sums = _combine(call, batch, groups, (call["N"], call["group"]))
-    together = cut(call, call["group"], groups, writes)
-    return (separate, (together,), *sums)
+    if len(separate) == 1 or not call["input"].is_contiguous():
+        return (together, *sums)
+    return (separate, together, *sums)
 
 
 def _adapt_group(call: OpCall, values: Mapping[str, Any]) -> dict[str, Any]:

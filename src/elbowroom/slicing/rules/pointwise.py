@@ -28,6 +28,10 @@ WRITE_ONLY = frozenset(("copy_", "fill_", "zero_"))
 def _find_passes(call: OpCall) -> Alternatives:
     """Cut along each dimension, that of the largest stride first."""
     shape = torch.broadcast_shapes(*(each.shape for each in call.reads))
+    if any(each.ndim == 0 and each.is_floating_point() for each in call.reads) and not any(
+        each.ndim and each.is_floating_point() for each in call.reads
+    ):
+        return ()  # the result's dtype depends on whether the scalar was a Python number
     first = max(call.reads, key=lambda each: each.numel())
     order = sorted(range(len(shape)), key=lambda each: (shape[each] <= 1, -_find_stride(first, each - len(shape))))
     return tuple(_cut(call, dimension - len(shape), shape) for dimension in order)

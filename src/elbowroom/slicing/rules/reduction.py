@@ -15,7 +15,7 @@ def _find_passes(call: OpCall, *, sums: bool) -> Alternatives:
         sums: the op is a sum, so it may also be cut along reduced dimensions.
     """
     some = call.reads[0]
-    given = call["dim"]
+    given = call.values.get("dim")
     dimensions = [given] if isinstance(given, int) else given or range(some.ndim)
     reduced = {each % some.ndim for each in dimensions} if some.ndim else set()
     is_kept = bool(call.values.get("keepdim"))
@@ -33,7 +33,9 @@ def _find_passes(call: OpCall, *, sums: bool) -> Alternatives:
 _RULE = SliceRule(functools.partial(_find_passes, sums=False))
 
 RULES = {
-    "aten.sum.dim_IntList": SliceRule(functools.partial(_find_passes, sums=True)),
+    **dict.fromkeys(
+        ("aten.sum.default", "aten.sum.dim_IntList"), SliceRule(functools.partial(_find_passes, sums=True))
+    ),
     **dict.fromkeys(("aten.mean.dim", "aten.amax.default", "aten.amin.default", "aten.max.dim", "aten.min.dim"), _RULE),
     **dict.fromkeys(("aten.logsumexp.default", "aten.argmax.default", "aten.linalg_vector_norm.default"), _RULE),
     **dict.fromkeys(("aten.var_mean.correction", "aten.var.correction", "aten.std.correction"), _RULE),

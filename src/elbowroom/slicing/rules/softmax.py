@@ -19,5 +19,6 @@ RULES = {
     "aten._log_softmax.default": _RULE,
     "aten._log_softmax_backward_data.default": _RULE,
     "aten._softmax.default": _RULE,
+    "aten._safe_softmax.default": _RULE,
     "aten._softmax_backward_data.default": _RULE,
 }
