@@ -221,11 +221,12 @@ void bind_watch(py::module_& module) {
           py::arg("required"))
       .def("set_state_moves", &OpWatch::set_state_moves, py::arg("before"), py::arg("after"))
       .def("set_slicer",
-          [](OpWatch& watch, const py::object& slicer, int64_t least_bytes, bool knows_any) {
-            watch.set_slicer(share(slicer), least_bytes, knows_any);
+          [](OpWatch& watch, const py::object& slicer, int64_t least_bytes) {
+            watch.set_slicer(share(slicer), least_bytes);
           },
-          py::arg("slicer"), py::arg("least_bytes"), py::arg("knows_any"),
-          "Have an object run ops in slices: `wants` is asked about ops whose tensors take at least so many bytes.")
+          py::arg("slicer"), py::arg("least_bytes"),
+          "Have an object run ops in slices that are refused memory; `wants` is asked about these, and beforehand about "
+          "ops whose tensor arguments take at least so many bytes.")
       .def("stop_recording", &OpWatch::pass)
       .def("run_region", &run_region, py::arg("name"), py::arg("inputs"), py::arg("written"), py::arg("call"),
           "Run compiled code, which writes to the `written` tensors, as one op, and return the result of `call`.")

@@ -31,7 +31,7 @@ inline const c10::StorageImpl* find_storage(const at::Tensor& tensor) {
 }
 
 // Bytes of the tensors among an op's arguments.
-inline int64_t count_bytes(const c10::IValue* arguments, size_t count) {
+inline int64_t count_boxed_bytes(const c10::IValue* arguments, size_t count) {
   int64_t nbytes = 0;
   for (size_t i = 0; i < count; ++i) {
     visit_tensors(arguments[i], [&](const at::Tensor& tensor) { nbytes += static_cast<int64_t>(tensor.nbytes()); });

@@ -40,6 +40,8 @@ inline double read_clock_seconds() {
 
 class OpWatch {
  public:
+  static constexpr int64_t NEVER = int64_t{1} << 60;
+
   enum class Mode {
     PASS,    // writes are reported, and nothing is recorded
     FOLLOW,  // ops are compared with the expected ones, and those that the plan replays are recorded
@@ -98,15 +100,14 @@ class OpWatch {
     if ((is_before ? moves_before_ : moves_after_).count(position) > 0) callbacks_.move_state(position, is_before);
   }
   void pass() { mode_ = Mode::PASS; }
-  // Has `slicer` run ops in slices, of those whose tensor arguments take at least `least_bytes`.
-  // `knows_any`: whether it knows ops that have no room as a whole, and is asked about each before it runs.
-  void set_slicer(std::shared_ptr<c10::SafePyObject> slicer, int64_t least_bytes, bool knows_any) {
+  // Has `slicer` run ops in slices that have no room as a whole. It knows some such ops already, if their tensor
+  // arguments take at least `least_bytes`.
+  void set_slicer(std::shared_ptr<c10::SafePyObject> slicer, int64_t least_bytes) {
     slicer_ = std::move(slicer);
-    slice_bytes_ = least_bytes;
-    knows_sliced = knows_any;
+    sliced_bytes = least_bytes;
   }
-  // Returns whether an op may have to run in slices, given the bytes of its tensor arguments.
-  bool may_slice(int64_t nbytes) const { return nbytes >= slice_bytes_; }
+  // Whether an op may be refused memory that takes as much as its arguments, twice.
+  bool is_tight(int64_t nbytes) const { return scope_ != nullptr && scope_->live_bytes() + 2 * nbytes > scope_->limit_bytes(); }
   // Null if no op runs in slices.
   const c10::SafePyObject* slicer() const { return slicer_.get(); }
   // Ends the step: every op passes unwatched.
@@ -124,11 +125,10 @@ class OpWatch {
 
   std::atomic<int64_t> due_ops{NEVER};  // number of ops after which the step differs from the expected one
 
-  std::atomic<bool> knows_sliced{false};  // the slicer knows an op that has no room as a whole
+  // Bytes of the tensor arguments of the smallest op that is known to have no room as a whole.
+  std::atomic<int64_t> sliced_bytes{NEVER};
 
   std::weak_ptr<SavedTensors> saved_tensors;  // of the same step
-
-  static constexpr int64_t NEVER = int64_t{1} << 60;
 
  private:
   // Makes room for what an op reads and was there before the step, and has the ledger count it.
@@ -165,7 +165,6 @@ class OpWatch {
   std::unordered_set<int64_t> moves_before_, moves_after_;
   size_t required_ = 0;
   std::shared_ptr<c10::SafePyObject> slicer_;
-  int64_t slice_bytes_ = NEVER;
   std::unordered_map<int64_t, RecordedOpPtr> by_tick_;  // with the table's mutex
 };
 

@@ -96,6 +96,21 @@ class Counted final : public c10::OperatorKernel {
   const OpWatch::Count count_;
 };
 
+// Runs an op in slices that has failed as a whole.
+class Refused final : public c10::OperatorKernel {
+ public:
+  Refused(OpWatch& watch, const OpKind& kind, python_error& refusal) : watch_(watch), kind_(kind), refusal_(refusal) {}
+
+  void operator()(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::jit::Stack* stack) {
+    if (!run_refused(watch_, op, kind_, stack, refusal_)) throw python_error(refusal_);
+  }
+
+ private:
+  OpWatch& watch_;
+  const OpKind& kind_;
+  python_error& refusal_;
+};
+
 template <typename Op, typename Schema = typename Op::schema>
 struct Unboxed;
 
@@ -111,29 +126,42 @@ struct Unboxed<Op, Result(Arguments...)> {
     }
     const OpKind* kind = known.load(std::memory_order_acquire);
     if (kind == nullptr) known.store(kind = find_kind(op), std::memory_order_release);
-    if (kind->is_sliceable && watch->may_slice((count_argument_bytes(arguments) + ... + int64_t{0}))) {
+    if (!kind->is_sliceable || watch->slicer() == nullptr) return run_whole(*watch, op, *kind, thread, keys, arguments...);
+    const int64_t nbytes = (count_argument_bytes(arguments) + ... + int64_t{0});
+    if (nbytes >= watch->sliced_bytes || (kind->mean >= 0 && watch->is_tight(nbytes))) {
       return box(c10::BoxedKernel::makeFromFunction<&run_watched>(), op, keys, arguments...);
     }
-    const OpWatch::Count count = watch->count(*kind);
-    const Busy busy(thread);
-    const c10::impl::ExcludeDispatchKeyGuard hidden{c10::DispatchKeySet(WATCHED_KEY)};
-    if (watch->may_record(count)) {
-      auto counted = std::make_unique<Counted>(*watch, *kind, count);
-      return box(c10::BoxedKernel::makeFromFunctor(std::move(counted)), op, keys, arguments...);
+    try {
+      return run_whole(*watch, op, *kind, thread, keys, arguments...);
+    } catch (python_error& refusal) {
+      if (kind->may_write) throw;  // its argument may be partly written
+      return box(c10::BoxedKernel::makeFromFunctor(std::make_unique<Refused>(*watch, *kind, refusal)), op, keys, arguments...);
     }
-    if (kind->is_idle) return Op::redispatch(keys & BELOW_WATCH, arguments...);
-    if (!kind->may_write && !watch->may_retry(*kind)) {
-      watch->table().sweep_if_many();
-      const Running running(kind->name, thread);
-      return Op::redispatch(keys & BELOW_WATCH, arguments...);
-    }
-    const Tensors written = kind->may_write ? list_written(*kind, arguments...) : Tensors();
-    Returned<Result> returned;
-    watch->run_unrecorded(*kind, written, [&] { returned = Op::redispatch(keys & BELOW_WATCH, arguments...); });
-    return returned.get();
   }
 
  private:
+  static Result run_whole(
+      OpWatch& watch, const c10::OperatorHandle& op, const OpKind& kind, Thread& thread, c10::DispatchKeySet keys,
+      Arguments... arguments) {
+    const OpWatch::Count count = watch.count(kind);
+    const Busy busy(thread);
+    const c10::impl::ExcludeDispatchKeyGuard hidden{c10::DispatchKeySet(WATCHED_KEY)};
+    if (watch.may_record(count)) {
+      auto counted = std::make_unique<Counted>(watch, kind, count);
+      return box(c10::BoxedKernel::makeFromFunctor(std::move(counted)), op, keys, arguments...);
+    }
+    if (kind.is_idle) return Op::redispatch(keys & BELOW_WATCH, arguments...);
+    if (!kind.may_write && !watch.may_retry(kind)) {
+      watch.table().sweep_if_many();
+      const Running running(kind.name, thread);
+      return Op::redispatch(keys & BELOW_WATCH, arguments...);
+    }
+    const Tensors written = kind.may_write ? list_written(kind, arguments...) : Tensors();
+    Returned<Result> returned;
+    watch.run_unrecorded(kind, written, [&] { returned = Op::redispatch(keys & BELOW_WATCH, arguments...); });
+    return returned.get();
+  }
+
   static Result box(
       const c10::BoxedKernel& kernel, const c10::OperatorHandle& op, c10::DispatchKeySet keys, Arguments... arguments) {
     return c10::impl::BoxedKernelWrapper<Result(Arguments...)>::call(kernel, op, keys, arguments...);

@@ -3,6 +3,7 @@
 // While a dispatch mode is active, PyTorch picks other formulas (`prod`, `masked_fill`, sums of gradients), whose
 // results differ in their last bits. Watchers have a dispatch key of their own instead: below autograd, subclasses and
 // all dispatch modes, with the same arguments and the same contract as a mode's `__torch_dispatch__`.
+#include <ATen/ATen.h>
 #include <ATen/ThreadLocalPythonObjects.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <c10/core/SafePyObject.h>
@@ -231,24 +232,61 @@ void run_in_slices(OpWatch& watch, const c10::OperatorHandle& op, const OpKind& 
   watch.move_state(counted.position, false);
 }
 
+}  // namespace
+
+bool run_refused(
+    OpWatch& watch, const c10::OperatorHandle& op, const OpKind& kind, torch::jit::Stack* stack, python_error& refusal) {
+  const size_t count = op.schema().arguments().size();
+  const c10::IValue* const arguments = stack->data() + (stack->size() - count);
+  refusal.persist();  // it may still be the thread's error
+  if (!wants_slices(watch, kind, arguments, count, refusal.value)) return false;
+  watch.sliced_bytes = std::min(watch.sliced_bytes.load(), count_boxed_bytes(arguments, count));
+  run_in_slices(watch, op, kind, stack);
+  return true;
+}
+
+namespace {
+
+// Running statistics as they are before an op that updates them, if it writes to nothing else.
+class Statistics {
+ public:
+  Statistics(const OpKind& kind, const std::vector<c10::IValue>& arguments) {
+    if (!kind.written.empty()) return;
+    const c10::impl::ExcludeDispatchKeyGuard hidden{c10::DispatchKeySet(KEY)};
+    for (const at::Tensor& each : list_written(kind, arguments.data(), arguments.size())) {
+      pairs_.emplace_back(each, each.clone());
+    }
+  }
+  // Returns false if the op may have written to something else.
+  bool restore() const {
+    const c10::impl::ExcludeDispatchKeyGuard hidden{c10::DispatchKeySet(KEY)};
+    for (const auto& [tensor, former] : pairs_) tensor.copy_(former);
+    return !pairs_.empty();
+  }
+
+ private:
+  std::vector<std::pair<at::Tensor, at::Tensor>> pairs_;
+};
+
 // Runs an op as a whole, or in slices if it is known or found to have no room as a whole.
 void run_sliceable(
     OpWatch& watch, const c10::OperatorHandle& op, const OpKind& kind, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
   const size_t count = op.schema().arguments().size(), below = stack->size() - count;
-  if (watch.knows_sliced && wants_slices(watch, kind, stack->data() + below, count, nullptr)) return run_in_slices(watch, op, kind, stack);
-  const std::vector<c10::IValue> given(stack->begin() + static_cast<std::ptrdiff_t>(below), stack->end());
+  const c10::IValue* const arguments = stack->data() + below;
+  if (count_boxed_bytes(arguments, count) >= watch.sliced_bytes && wants_slices(watch, kind, arguments, count, nullptr)) {
+    return run_in_slices(watch, op, kind, stack);
+  }
+  const std::vector<c10::IValue> given(arguments, arguments + count);
+  const Statistics statistics(kind, given);
   bool has_begun = false;
   try {
-    return run_whole(op, &kind, keys, stack, has_begun);
+    run_whole(op, &kind, keys, stack, has_begun);
   } catch (python_error& refusal) {
-    const bool may_be_partly_written = kind.may_write && has_begun;
-    refusal.persist();  // it may still be the thread's error
-    if (may_be_partly_written || !wants_slices(watch, kind, given.data(), count, refusal.value)) throw;
-    watch.knows_sliced = true;
+    if (kind.may_write && has_begun && !statistics.restore()) throw;  // its argument may be partly written
+    stack->resize(below);
+    stack->insert(stack->end(), given.begin(), given.end());
+    if (!run_refused(watch, op, kind, stack, refusal)) throw;
   }
-  stack->resize(below);
-  stack->insert(stack->end(), given.begin(), given.end());
-  run_in_slices(watch, op, kind, stack);
 }
 
 }  // namespace
@@ -260,12 +298,7 @@ void run_watched(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch:
   const OpKind* kind = nullptr;
   const bool is_known = slicing != nullptr || StateTable::is_any_managed();
   if (is_known && op.hasSchema() && !is_without_bytes(op, *stack)) kind = find_kind(op);
-  if (slicing != nullptr && kind != nullptr && kind->is_sliceable) {
-    const size_t count = op.schema().arguments().size();
-    if (slicing->may_slice(count_bytes(stack->data() + (stack->size() - count), count))) {
-      return run_sliceable(*slicing, op, *kind, keys, stack);
-    }
-  }
+  if (slicing != nullptr && kind != nullptr && kind->is_sliceable) return run_sliceable(*slicing, op, *kind, keys, stack);
   bool has_begun = false;
   run_whole(op, StateTable::is_any_managed() ? kind : nullptr, keys, stack, has_begun);
 }

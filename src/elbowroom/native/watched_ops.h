@@ -5,10 +5,13 @@
 #include <ATen/core/stack.h>
 #include <c10/core/DispatchKeySet.h>
 #include <pybind11/pybind11.h>
+#include <torch/csrc/Exceptions.h>
 
 #include <cstdint>
 #include <string>
 #include <utility>
+
+#include "op_kinds.h"
 
 namespace elbowroom {
 
@@ -37,6 +40,11 @@ constexpr c10::DispatchKeySet BELOW_WATCH(c10::DispatchKeySet::FULL_AFTER, WATCH
 
 // Runs an op through all watchers.
 void run_watched(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack);
+
+// Runs an op in slices that has failed as a whole with this error, and has not written to anything. Its arguments are on
+// the stack, and its results take their place. Returns false if it is not to run in slices.
+bool run_refused(
+    OpWatch& watch, const c10::OperatorHandle& op, const OpKind& kind, torch::jit::Stack* stack, python_error& refusal);
 
 // Returns the only watcher that this thread has inherited through autograd, if it is an `OpWatch`; else null.
 OpWatch* find_handed_watch();

@@ -147,8 +147,10 @@ _ASKING = frozenset(
 @by_op
 def uses_memory(func: OpOverload) -> bool:
     """Tell whether an op may read or write the bytes of its tensors, whatever it returns."""
-    if is_view(func) or func._opname in ("alias", "detach"):
+    if is_view(func) or func._opname in ("alias", "detach", "_unsafe_view"):
         return False
+    if func.namespace == "aten" and (func._opname.endswith("_like") or func._opname.startswith("new_")):
+        return False  # only the shape counts
     if func.namespace != "aten" or touches_tensors(func) or func._opname in ("is_nonzero", "is_pinned"):
         return True
     return not (func._opname in _ASKING or func._opname.startswith(("is_", "_is_", "sym_")))

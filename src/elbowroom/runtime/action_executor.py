@@ -186,6 +186,9 @@ class ActionExecutor:
             self._machine.refuse(saved.record.id)
             self._state.refusal = self._state.refusal or "NumPy or another process shares its memory"
             return
+        if self._guard.is_paged(storage):  # an op in slices has moved it out in place, and it leaves in place again
+            self._machine.refuse(saved.record.id)
+            return
         saved_tensors = self._state.saved_tensors
         slot = None
         if saved_tensors.followed >= 0:

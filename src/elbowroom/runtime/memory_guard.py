@@ -52,6 +52,10 @@ class MemoryGuard:
         """Move model state out of memory. Return the bytes freed. For the arguments see `StatePager.make_room`."""
         return 0 if self._pager is None else self._pager.make_room(missing_bytes, spares_soon=spares_soon)
 
+    def is_paged(self, storage: torch.UntypedStorage) -> bool:
+        """Tell whether a storage leaves in place, as model state does."""
+        return self._pager is not None and self._pager.is_paged(storage)
+
     def evict(self, missing_bytes: int, nbytes: int, what: str) -> list[Action]:
         """Return actions that free some of the bytes that an allocation misses; none if model state has left.
 

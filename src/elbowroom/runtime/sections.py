@@ -104,8 +104,14 @@ class Sections:
         """
         return self._storages.make_away(like, device)
 
-    def page_out(self, storage: torch.UntypedStorage) -> int:
-        """Move a storage out, so that its sections can be read. Return the bytes freed."""
+    def page_out(self, storage: torch.UntypedStorage, copy: Copy | None) -> int:
+        """Move a storage out, so that its sections can be read. Return the bytes freed.
+
+        Args:
+            copy: another copy of the storage, which may still be written.
+        """
+        if copy is not None:
+            self._transfers.finish(copy)  # until then it reads the storage's memory
         return self._storages.page_out(storage)
 
     def read(self, view: torch.Tensor) -> Section | None:

@@ -36,6 +36,8 @@ logger = logging.getLogger(__name__)
 SLICE = 8
 """Tensors of one slice take at most this share of the budget, at first."""
 
+NEVER = 1 << 60
+
 LARGE = 8
 """Arguments and results above this share of the budget are away while their op runs in slices."""
 
@@ -81,9 +83,9 @@ class SlicedOps(TorchDispatchMode):
         self._table = table
 
     @property
-    def knows_any(self) -> bool:
-        """True if ops are known that have no room as a whole."""
-        return bool(self._slice_bytes)
+    def least_bytes(self) -> int:
+        """Bytes of the arguments of the smallest op that is known to have no room as a whole."""
+        return min((key[1] for key in self._slice_bytes), default=NEVER)
 
     def wants(self, name: str, tensors: Sequence[torch.Tensor], refusal: object) -> bool:
         """Tell whether an op is to run in slices.
@@ -180,15 +182,13 @@ class SlicedOps(TorchDispatchMode):
             storage = get_plain_storage(tensor)
             if storage is None or storage.nbytes() <= self._budget_bytes // LARGE or self._sections.find_away(tensor):
                 continue
-            saved = self._table.find(storage)
-            if saved is not None and saved.record.id >= 0 and saved.copy is None:
-                continue  # the step manages it, and may be about to copy it
             if is_shared(storage):
                 continue
+            saved = self._table.find(storage)
             if saved is None or saved.record.id < 0:
                 self._table.mark_staying([tensor], tensor.device.type)
             self._begin()
-            freed_bytes += self._sections.page_out(storage)
+            freed_bytes += self._sections.page_out(storage, None if saved is None else saved.copy)
         return freed_bytes > 0
 
     def _make_results(self, call: OpCall, cut: Cut, described: Sequence[torch.Tensor]) -> Results:
@@ -214,7 +214,8 @@ class SlicedOps(TorchDispatchMode):
 
 
 def _find_key(name: str, tensors: Sequence[torch.Tensor]) -> tuple[Any, ...]:
-    return (name, *((tuple(each.shape), each.dtype) for each in tensors))
+    nbytes = sum(each.numel() * each.element_size() for each in tensors)
+    return (name, nbytes, *((tuple(each.shape), each.dtype) for each in tensors))
 
 
 def _assemble(call: OpCall, tensors: Sequence[torch.Tensor]) -> Any:

@@ -203,6 +203,10 @@ class StatePager:
         record = self._table.find(storage) if self.is_watching else None
         return record is not None and record.is_away
 
+    def is_paged(self, storage: torch.UntypedStorage) -> bool:
+        """Tell whether a storage may leave in place."""
+        return self.is_watching and self._table.find(storage) is not None
+
     @contextlib.contextmanager
     def grouping(self, budget_bytes: int) -> Iterator[None]:
         """Return a context in which optimizers step as they will in steps whose state may have to leave."""

@@ -48,10 +48,6 @@ RESTING = 0.25
 too little after all, what it made until then can be offloaded but not computed again."""
 
 
-LEAST_SLICED = 64
-"""An op whose arguments take less than this share of the budget runs as a whole: its results are hardly larger."""
-
-
 class Observer(Protocol):
     """Watches what autograd does while a step is captured or measured."""
 
@@ -116,8 +112,7 @@ class StepRunner:
         state = self.state
         if (sliced := environment.sliced_ops) is not None:
             sliced.begin_step(environment.budget_bytes, self._observer, state.storages.table)
-            least_bytes = environment.budget_bytes // LEAST_SLICED
-            state.watcher.set_slicer(sliced, least_bytes, sliced.knows_any)
+            state.watcher.set_slicer(sliced, sliced.least_bytes)
         if state.phase is Phase.FOLLOWING_PLAN:
             expected = state.candidates[0]
             if state.segments or expected.plan.state:

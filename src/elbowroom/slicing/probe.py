@@ -83,9 +83,8 @@ def probe_passes(
     Args:
         args: the op's arguments. Only shapes, strides and dtypes of its tensors are used, so they may be fake.
         store: answers known so far; new ones are added. Default: none are kept.
-        limit_bytes: bytes that the probe may hold; kernels are expected to need as many for their workspace as for the
-            op's tensors. If the whole op does not fit, fewer slices of the same sizes are compared with an op that is
-            as much smaller.
+        limit_bytes: bytes that the probe's tensors may take, without the workspace of kernels. If the whole op does not
+            fit, fewer slices of the same sizes are compared with an op that is as much smaller.
 
     Returns:
         the weakest answer of all passes.
@@ -154,10 +153,9 @@ def _describe(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _count_bytes(call: OpCall, slice_pass: SlicePass, slices: Sequence[Bounds], results: Sequence[torch.Tensor]) -> int:
-    """Return the bytes that a comparison holds at most: arguments and results, those of one slice, and workspace."""
+    """Return the bytes that a comparison holds at most: arguments and results, and those of one slice."""
     largest = max(slices, key=lambda bounds: [end - begin for begin, end in bounds])
-    workspace = [*call.reads, *results]
-    tensors = [*workspace, *workspace]
+    tensors = [*call.reads, *results]
     tensors += [narrow_read(call.reads[index], index, slice_pass, largest) for index in slice_pass.reads]
     tensors += [narrow_result(results[index], index, slice_pass, largest) for index in slice_pass.results]
     target = find_target(call)

@@ -1,0 +1,204 @@
+"""Ops that have no room as a whole run in slices: the bits of plain training, within the budget."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+import elbowroom
+from elbowroom.errors import Infeasible, TierError
+from elbowroom.ir.hardware import HardwareProfile
+from elbowroom.room import Room
+from elbowroom.runtime.spill_queue import SpillJob
+from elbowroom.slicing.registry import list_rules
+from tests.state_jobs import MIN_BYTES, StateJob, adamw, assert_same, list_tensors, run_plain, run_within
+
+STEPS = 3
+
+
+def make_job(
+    make_model: Callable[[], nn.Module],
+    shape: tuple[int, ...],
+    make_optimizer: Callable[[Any], torch.optim.Optimizer] = lambda parameters: torch.optim.SGD(
+        parameters, lr=0.05, momentum=0.9
+    ),
+    *,
+    classes: int = 0,
+) -> StateJob:
+    torch.manual_seed(3)
+    model = make_model()
+    optimizer = make_optimizer(model.parameters())
+
+    def step(index: int) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(index)
+        if classes:
+            batch = torch.randint(0, classes, shape, generator=generator)
+            loss = functional.cross_entropy(model(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten())
+        else:
+            loss = model(torch.randn(shape, generator=generator)).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    return StateJob(model, [optimizer], step)
+
+
+def make_vgg() -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(3, 32, 3, padding=1), nn.ReLU(inplace=True),
+        nn.Conv2d(32, 32, 3, padding=1), nn.ReLU(inplace=True), nn.MaxPool2d(2),
+        nn.Conv2d(32, 64, 3, padding=1), nn.GELU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, 10),
+    )  # fmt: skip
+
+
+def make_resnet() -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(3, 32, 3, padding=1, bias=False), nn.BatchNorm2d(32), nn.ReLU(),
+        nn.Conv2d(32, 32, 3, padding=1, bias=False), nn.BatchNorm2d(32), nn.SiLU(), nn.AvgPool2d(2),
+    )  # fmt: skip
+
+
+def make_wide() -> nn.Module:
+    return nn.Sequential(nn.Linear(256, 2048), nn.Tanh(), nn.Linear(2048, 256))
+
+
+class LanguageModel(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(4096, 32)
+        self.norm = nn.LayerNorm(32)
+        self.head = nn.Linear(32, 4096, bias=False)
+
+    def forward(self, tokens: torch.Tensor) -> Any:
+        return self.head(self.norm(self.embedding(tokens)))
+
+
+JOBS: dict[str, tuple[Callable[[], StateJob], int]] = {
+    "convolutions": (lambda: make_job(make_vgg, (8, 3, 64, 64)), 7 << 20),
+    "batch norm": (lambda: make_job(make_resnet, (8, 3, 64, 64)), 8 << 20),
+    "weights": (lambda: make_job(make_wide, (16, 256)), 2 << 20),
+    "weights, AdamW": (lambda: make_job(make_wide, (16, 256), adamw), 3 << 20),
+    "logits": (lambda: make_job(LanguageModel, (8, 65), classes=4096), 6 << 20),
+}
+"""Jobs, and budgets below the working set of their largest op."""
+
+
+def count_slices(room: Room) -> int:
+    return sum(room._modes._sliced_ops.counts.values())
+
+
+@pytest.mark.parametrize("name", JOBS)
+def test_same_bits(name: str, profile: HardwareProfile, monkeypatch: pytest.MonkeyPatch) -> None:
+    make, budget_bytes = JOBS[name]
+    with monkeypatch.context() as patch:
+        patch.setattr(elbowroom.runtime.sliced_ops.SlicedOps, "wants", lambda *_: False)
+        with pytest.raises(Infeasible):
+            run_within(make, profile, budget_bytes, STEPS)
+    plain = run_plain(make, STEPS)
+    for mode in ("dynamic", "auto"):
+        assert_same(plain, run_within(make, profile, budget_bytes, STEPS, elsewhere_bytes=1 << 20, mode=mode))
+
+
+def test_inexact_slices_are_close_and_reported(profile: HardwareProfile, caplog: pytest.LogCaptureFixture) -> None:
+    def make() -> StateJob:
+        return make_job(make_vgg, (8, 3, 64, 64))
+
+    plain = run_plain(make, STEPS)
+    found = run_within(make, profile, 3 << 20, STEPS, elsewhere_bytes=1 << 20, exact=False)
+    assert any(not torch.equal(plain[what], found[what]) for what in plain)
+    for what, expected in plain.items():
+        torch.testing.assert_close(found[what], expected, rtol=1e-3, atol=1e-5)
+    assert "gradient accumulation" in caplog.text
+    with pytest.raises(Infeasible, match="exact=False"):
+        run_within(make, profile, 3 << 20, STEPS)
+
+
+def test_an_op_without_a_rule_is_refused_with_its_name(profile: HardwareProfile) -> None:
+    assert "aten.cumsum.default" not in list_rules()
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(16, 1))
+
+        def forward(self, batch: torch.Tensor) -> torch.Tensor:
+            return (batch * self.weight).cumsum(1)
+
+    with pytest.raises(Infeasible, match=r"cumsum"):
+        run_within(lambda: make_job(Model, (16, 1 << 16)), profile, 5 << 20, 1)
+
+
+def test_results_that_are_away_can_be_used_like_others(profile: HardwareProfile) -> None:
+    """The program and other threads look at a result that is away; the graph is used after the step, and detached."""
+    job, twin = JOBS["convolutions"][0](), JOBS["convolutions"][0]()
+    batch = torch.randn(8, 3, 64, 64, generator=torch.Generator().manual_seed(5))
+    expected = twin.model[0](batch)
+    with elbowroom.fit(job.model, job.optimizers, JOBS["convolutions"][1], mode="dynamic", profile=profile,
+                       min_offload_bytes=MIN_BYTES) as room:  # fmt: skip
+        with room.step():
+            for index in range(2):
+                job.step(index)
+            result = job.model[0](batch.repeat(4, 1, 1, 1))[:8]
+            assert count_slices(room)
+        seen: list[torch.Tensor] = []
+        thread = threading.Thread(target=lambda: seen.append(result.detach().clone()))
+        thread.start()
+        thread.join()
+        assert result.numpy(force=True).shape == expected.shape and str(result)
+        assert torch.equal(seen[0], result.detach())
+        loss = result.sum()
+    loss.backward()
+    assert torch.isfinite(job.model[0].weight.grad).all()
+
+
+def test_a_failing_disk_leaves_parameters_whole(profile: HardwareProfile, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each write fails in turn in an optimizer step whose ops run in slices: each tensor has old or new contents."""
+    make, budget_bytes = JOBS["weights"]
+    states = []
+    twin = make()
+    for index in range(STEPS):
+        states.append(list_tensors(twin))
+        twin.step(index)
+    states.append(list_tensors(twin))
+    run = SpillJob.run
+    for failing in range(0, 60, 7):
+        job = make()
+        with elbowroom.fit(job.model, job.optimizers, budget_bytes, mode="dynamic", profile=profile,
+                           min_offload_bytes=MIN_BYTES) as room:  # fmt: skip
+            with room.step():
+                job.step(0)
+            left = [failing]
+
+            def fail(self: Any, spill: Any, left: list[int] = left) -> None:
+                left[0] -= self._is_out
+                run(self, _Broken(spill) if left[0] == -1 and self._is_out else spill)
+
+            with monkeypatch.context() as patch:
+                patch.setattr(SpillJob, "run", fail)
+                try:
+                    with room.step():
+                        job.step(1)
+                except (TierError, Infeasible):
+                    pass
+            found = {name: each for name, each in list_tensors(job).items() if "weight" in name and "grad" not in name}
+        for name, each in found.items():
+            assert any(torch.equal(each, states[index][name]) for index in (1, 2)), (failing, name)
+
+
+class _Broken:
+    def __init__(self, spill: Any) -> None:
+        self._spill = spill
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._spill, name)
+
+    def write(self, *_: Any) -> None:
+        raise OSError(5, os.strerror(5))
