@@ -93,7 +93,7 @@ def test_slices_give_what_the_whole_op_gives(group: str, dtype: torch.dtype, lay
         described = make_results(op, args, kwargs)
         assert [(each.shape, each.dtype) for each in described] == [(each.shape, each.dtype) for each in whole], op
         has_strides = [each.stride() for each in described] == [each.stride() for each in whole]
-        for passes in find_passes(op, args, kwargs):
+        for passes in find_passes(op, args, kwargs, with_partial=True):
             sums = any(each.sums for each in passes)
             exact = not sums and is_exact(op, args, kwargs, passes, 3)
             for parts in (3, 1000):
@@ -191,6 +191,27 @@ def test_a_linear_layers_gradient_is_summed_over_its_batch() -> None:
         (found,) = run_whole(op, args, kwargs, passes, 4)
     assert equal_bits(found, accumulate(module, some, grad, [3, 3, 3, 3])[0])
     assert not probe_passes(op, args, kwargs, passes, 4).is_exact
+
+
+@pytest.mark.parametrize("reduction", [1, 2])
+@pytest.mark.parametrize("batch", [1, 5, 1000, 5000])
+def test_a_loss_in_slices_has_the_bits_of_the_whole(batch: int, reduction: int) -> None:
+    """Adding up the losses of slices would not: the whole op sums in blocks of another size."""
+    op = aten.nll_loss_forward.default
+    target = torch.randint(0, 7, (batch,))
+    target[::9] = -100
+    args = (torch.randn(batch, 7), target, None, reduction, -100)
+    (partial, *summed) = find_passes(op, args, {}, with_partial=True)
+    assert partial[0].is_partial
+    assert probe_passes(op, args, {}, partial, 3) is Exactness.PROVEN
+    assert all(map(equal_bits, run_whole(op, args, {}, partial, 3), run(op, args, {})))
+    assert find_passes(op, args, {}) == tuple(summed)
+    if batch == 5000 and summed:
+        assert probe_passes(op, args, {}, summed[0], 3) is Exactness.INEXACT
+    target[-1] = 7
+    for call in (lambda: run(op, args, {}), lambda: run_whole(op, args, {}, partial, 3)):
+        with pytest.raises(IndexError, match=r"Target 7 is out of bounds\."):
+            call()
 
 
 # -- slices -----------------------------------------------------------------------------------------------------------

@@ -25,11 +25,14 @@ def list_rules() -> dict[str, SliceRule]:
     return found
 
 
-def find_passes(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Alternatives:
+def find_passes(
+    op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], *, with_partial: bool = False
+) -> Alternatives:
     """Return the ways to cut an op, best first; () if there is none.
 
     Args:
         args: the op's arguments; tensors may be fake.
+        with_partial: include passes that are partial.
     """
     rule = list_rules().get(str(op))
     if rule is None:
@@ -37,7 +40,8 @@ def find_passes(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) 
     call = bind(op, args, kwargs)
     if not all(map(_is_plain, call.reads)) or _overlaps(call):
         return ()
-    return rule.find_passes(call)
+    found = rule.find_passes(call)
+    return found if with_partial else tuple(each for each in found if not any(part.is_partial for part in each))
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
@@ -82,7 +86,7 @@ def check_passes(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any],
     Raises:
         ValueError: they are not, so slices may depend on each other, or results may be missing.
     """
-    alternatives = find_passes(op, args, kwargs)
+    alternatives = find_passes(op, args, kwargs, with_partial=True)
     if not alternatives:
         raise ValueError(f"{op} cannot be cut: it has no rule for these arguments")
     if tuple(passes) not in alternatives:
