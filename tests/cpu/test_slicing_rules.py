@@ -71,18 +71,20 @@ def assert_close(found: torch.Tensor, expected: torch.Tensor, where: str) -> Non
 
 
 @pytest.mark.parametrize(
-    ("dtype", "layout"),
+    ("group", "dtype", "layout"),
     [
-        (torch.float32, "contiguous"),
-        (torch.float32, "channels_last"),
-        (torch.bfloat16, "contiguous"),
-        (torch.float64, "strided"),
+        *((group, torch.float32, "contiguous") for group in GROUPS),
+        *((group, torch.float32, "channels_last") for group in ("convolutions", "pools", "norms", "interpolations")),
+        *((group, torch.bfloat16, "contiguous") for group in GROUPS),
+        *((group, torch.float64, "strided") for group in GROUPS),
     ],
     ids=str,
 )
-@pytest.mark.parametrize("group", GROUPS)
-def test_slices_give_what_the_whole_op_gives(group: str, dtype: torch.dtype, layout: str) -> None:
+def test_slices_give_what_the_whole_op_gives(
+    group: str, dtype: torch.dtype, layout: str, tmp_path: pathlib.Path
+) -> None:
     torch.manual_seed(0)
+    store = ExactnessStore(tmp_path)
     tested = proven = 0
     for op, args, kwargs in GROUPS[group](make_random(dtype, layout)):
         try:
@@ -95,7 +97,7 @@ def test_slices_give_what_the_whole_op_gives(group: str, dtype: torch.dtype, lay
         has_strides = [each.stride() for each in described] == [each.stride() for each in whole]
         for passes in find_passes(op, args, kwargs, with_partial=True):
             sums = any(each.sums for each in passes)
-            exact = not sums and is_exact(op, args, kwargs, passes, 3)
+            exact = not sums and probe_passes(op, args, kwargs, passes, 3, store=store).is_exact
             for parts in (3, 1000):
                 given = copy((args, kwargs))
                 found = run_whole(op, *given, passes, parts)
@@ -306,11 +308,15 @@ def test_calls_that_cannot_be_cut() -> None:
         (aten.bernoulli.default, (some,)),
         (aten.nll_loss_forward.default, (some, torch.zeros(4, dtype=torch.long), None, 1, -100)),
         (aten.relu.default, (torch.tensor(1.0),)),
+        (aten.copy_.default, (some, some.to("meta"))),
+        (aten.mul.Tensor, (some.int(), torch.tensor(0.5))),
+        (aten.mul.Tensor, (some.to(torch.complex64).conj(), some)),
         (aten.add_.Tensor, (some, some.t())),  # another slice may have written what this one reads
         (aten._scaled_dot_product_flash_attention_for_cpu.default, (*[torch.randn(2, 2, 3, 4)] * 3, 0.5)),
     ):
         assert find_passes(op, args, {}) == (), op
     assert find_passes(aten.add_.Tensor, (some, some), {})
+    assert find_passes(aten._to_copy.default, (some,), {"device": "meta"}) == ()
 
 
 # -- probes -----------------------------------------------------------------------------------------------------------

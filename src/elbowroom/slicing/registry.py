@@ -38,7 +38,7 @@ def find_passes(
     if rule is None:
         return ()
     call = bind(op, args, kwargs)
-    if not all(map(_is_plain, call.reads)) or _overlaps(call):
+    if not all(map(_is_plain, call.reads)) or _crosses_devices(call) or _overlaps(call):
         return ()
     found = rule.find_passes(call)
     return found if with_partial else tuple(each for each in found if not any(part.is_partial for part in each))
@@ -46,6 +46,14 @@ def find_passes(
 
 def _is_plain(tensor: torch.Tensor) -> bool:
     return tensor.layout == torch.strided and not tensor.is_conj() and not tensor.is_neg()
+
+
+def _crosses_devices(call: OpCall) -> bool:
+    """Tell whether a call reads tensors on several devices, or asks for a result elsewhere."""
+    devices = {each.device for each in call.reads if each.ndim}
+    if call.values.get("device") is not None:
+        devices.add(torch.device(call.values["device"]))
+    return len(devices) > 1 or bool(call.values.get("pin_memory"))
 
 
 def _overlaps(call: OpCall) -> bool:
