@@ -340,7 +340,8 @@ def test_a_probe_finds_a_rule_that_is_wrong(wrong_rule: None) -> None:
     assert find_exact(aten.cumprod.default, args, {}, (wrong,), 2) is None
 
 
-def test_a_probe_within_a_limit_compares_fewer_slices() -> None:
+def test_a_probe_within_a_limit_compares_fewer_slices(tmp_path: pathlib.Path) -> None:
+    store = ExactnessStore(tmp_path)
     some = torch.randn(64, 100)
     (passes, *_) = find_passes(aten.relu.default, (some,), {})
     whole = 5 * some.numel() * 4
@@ -350,6 +351,9 @@ def test_a_probe_within_a_limit_compares_fewer_slices() -> None:
         (whole // 8, Exactness.TOO_LARGE),
     ):
         assert probe_passes(aten.relu.default, (some,), {}, passes, 8, limit_bytes=limit) is expected
+    for limit, expected in ((whole // 8, Exactness.TOO_LARGE), (whole, Exactness.PROVEN)):
+        found = probe_passes(aten.relu.default, (some,), {}, passes, 8, store=store, limit_bytes=limit)
+        assert found is expected
     args = (torch.randn(8, 4, 6, 6), *CONVOLUTION[:2], None, *CONVOLUTION[3:], [True, True, False])
     passes = find_passes(aten.convolution_backward.default, args, {})[0]
     answer = probe_passes(aten.convolution_backward.default, args, {}, passes, 4, limit_bytes=24_000)

@@ -81,7 +81,8 @@ def probe_passes(
 
     Args:
         args: the op's arguments. Only shapes, strides and dtypes of its tensors are used, so they may be fake.
-        store: answers known so far; new ones are added. Default: none are kept.
+        store: answers known so far; new ones are added, except TOO_LARGE, which depends on the limit. Default: none
+            are kept.
         limit_bytes: bytes that the probe may hold; kernels are expected to need as many for their workspace as for the
             op's tensors. If the whole op does not fit, fewer slices of the same sizes are compared with an op that is
             as much smaller.
@@ -99,10 +100,10 @@ def probe_passes(
         counts = count_parts(parts, slice_pass)
         key = describe_pass(call, slice_pass, counts)
         answer = store.find(key) if store else None
-        if answer is None or (answer is Exactness.TOO_LARGE and limit_bytes == math.inf):
+        if answer is None:
             with torch.no_grad(), torch._C._DisableAutocast():
                 answer = _probe_pass(call, slice_pass, counts, limit_bytes)
-            if store:
+            if store and answer is not Exactness.TOO_LARGE:
                 store.add(key, answer)
         answers.append(answer)
         if not answer.is_exact:
