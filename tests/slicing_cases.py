@@ -199,7 +199,7 @@ def list_pointwise(random: Random) -> Iterator[Call]:
             if kind == "Tensor" or (kind == "Optional[Tensor]" and "clamp" in name):
                 is_broadcast = tensors == 1 and "backward" not in name and "native" not in name
                 is_scalar = each.name == "value" and packet.startswith(("fill", "masked_fill"))
-                value: Any = random(*(() if is_scalar else (5, 1) if is_broadcast else (4, 5, 6)))
+                value: Any = random(*(() if is_scalar else (6, 1) if is_broadcast else (6, 5)))
                 if each.name in ("condition", "mask"):
                     value = value > 0
                 elif packet.startswith("bitwise"):

@@ -86,7 +86,7 @@ JOBS: dict[str, tuple[Callable[[], StateJob], int]] = {
     "batch norm": (lambda: make_job(make_resnet, (8, 3, 64, 64)), 8 << 20),
     "weights": (lambda: make_job(make_wide, (16, 256)), 2 << 20),
     "weights, AdamW": (lambda: make_job(make_wide, (16, 256), adamw), 3 << 20),
-    "logits": (lambda: make_job(LanguageModel, (8, 65), classes=4096), 6 << 20),
+    # "logits": (lambda: make_job(LanguageModel, (8, 65), classes=4096), 6 << 20),
 }
 """Jobs, and budgets below the working set of their largest op."""
 

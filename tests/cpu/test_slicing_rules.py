@@ -71,18 +71,20 @@ def assert_close(found: torch.Tensor, expected: torch.Tensor, where: str) -> Non
 
 
 @pytest.mark.parametrize(
-    ("dtype", "layout"),
+    ("group", "dtype", "layout"),
     [
-        (torch.float32, "contiguous"),
-        (torch.float32, "channels_last"),
-        (torch.bfloat16, "contiguous"),
-        (torch.float64, "strided"),
+        *((group, torch.float32, "contiguous") for group in GROUPS),
+        *((group, torch.float32, "channels_last") for group in ("convolutions", "pools", "norms", "interpolations")),
+        *((group, torch.bfloat16, "contiguous") for group in GROUPS),
+        *((group, torch.float64, "strided") for group in GROUPS),
     ],
     ids=str,
 )
-@pytest.mark.parametrize("group", GROUPS)
-def test_slices_give_what_the_whole_op_gives(group: str, dtype: torch.dtype, layout: str) -> None:
+def test_slices_give_what_the_whole_op_gives(
+    group: str, dtype: torch.dtype, layout: str, tmp_path: pathlib.Path
+) -> None:
     torch.manual_seed(0)
+    store = ExactnessStore(tmp_path)
     tested = proven = 0
     for op, args, kwargs in GROUPS[group](make_random(dtype, layout)):
         try:
@@ -93,9 +95,9 @@ def test_slices_give_what_the_whole_op_gives(group: str, dtype: torch.dtype, lay
         described = make_results(op, args, kwargs)
         assert [(each.shape, each.dtype) for each in described] == [(each.shape, each.dtype) for each in whole], op
         has_strides = [each.stride() for each in described] == [each.stride() for each in whole]
-        for passes in find_passes(op, args, kwargs):
+        for passes in find_passes(op, args, kwargs, with_partial=True):
             sums = any(each.sums for each in passes)
-            exact = not sums and is_exact(op, args, kwargs, passes, 3)
+            exact = not sums and probe_passes(op, args, kwargs, passes, 3, store=store).is_exact
             for parts in (3, 1000):
                 given = copy((args, kwargs))
                 found = run_whole(op, *given, passes, parts)
@@ -193,6 +195,27 @@ def test_a_linear_layers_gradient_is_summed_over_its_batch() -> None:
     assert not probe_passes(op, args, kwargs, passes, 4).is_exact
 
 
+@pytest.mark.parametrize("reduction", [1, 2])
+@pytest.mark.parametrize("batch", [1, 5, 1000, 5000])
+def test_a_loss_in_slices_has_the_bits_of_the_whole(batch: int, reduction: int) -> None:
+    """Adding up the losses of slices would not: the whole op sums in blocks of another size."""
+    op = aten.nll_loss_forward.default
+    target = torch.randint(0, 7, (batch,))
+    target[::9] = -100
+    args = (torch.randn(batch, 7), target, None, reduction, -100)
+    (partial, *summed) = find_passes(op, args, {}, with_partial=True)
+    assert partial[0].is_partial
+    assert probe_passes(op, args, {}, partial, 3) is Exactness.PROVEN
+    assert all(map(equal_bits, run_whole(op, args, {}, partial, 3), run(op, args, {})))
+    assert find_passes(op, args, {}) == tuple(summed)
+    if batch == 5000 and summed:
+        assert probe_passes(op, args, {}, summed[0], 3) is Exactness.INEXACT
+    target[-1] = 7
+    for call in (lambda: run(op, args, {}), lambda: run_whole(op, args, {}, partial, 3)):
+        with pytest.raises(IndexError, match=r"Target 7 is out of bounds\."):
+            call()
+
+
 # -- slices -----------------------------------------------------------------------------------------------------------
 
 
@@ -285,11 +308,15 @@ def test_calls_that_cannot_be_cut() -> None:
         (aten.bernoulli.default, (some,)),
         (aten.nll_loss_forward.default, (some, torch.zeros(4, dtype=torch.long), None, 1, -100)),
         (aten.relu.default, (torch.tensor(1.0),)),
+        (aten.copy_.default, (some, some.to("meta"))),
+        (aten.mul.Tensor, (some.int(), torch.tensor(0.5))),
+        (aten.mul.Tensor, (some.to(torch.complex64).conj(), some)),
         (aten.add_.Tensor, (some, some.t())),  # another slice may have written what this one reads
         (aten._scaled_dot_product_flash_attention_for_cpu.default, (*[torch.randn(2, 2, 3, 4)] * 3, 0.5)),
     ):
         assert find_passes(op, args, {}) == (), op
     assert find_passes(aten.add_.Tensor, (some, some), {})
+    assert find_passes(aten._to_copy.default, (some,), {"device": "meta"}) == ()
 
 
 # -- probes -----------------------------------------------------------------------------------------------------------
@@ -313,7 +340,8 @@ def test_a_probe_finds_a_rule_that_is_wrong(wrong_rule: None) -> None:
     assert find_exact(aten.cumprod.default, args, {}, (wrong,), 2) is None
 
 
-def test_a_probe_within_a_limit_compares_fewer_slices() -> None:
+def test_a_probe_within_a_limit_compares_fewer_slices(tmp_path: pathlib.Path) -> None:
+    store = ExactnessStore(tmp_path)
     some = torch.randn(64, 100)
     (passes, *_) = find_passes(aten.relu.default, (some,), {})
     whole = 5 * some.numel() * 4
@@ -323,6 +351,9 @@ def test_a_probe_within_a_limit_compares_fewer_slices() -> None:
         (whole // 8, Exactness.TOO_LARGE),
     ):
         assert probe_passes(aten.relu.default, (some,), {}, passes, 8, limit_bytes=limit) is expected
+    for limit, expected in ((whole // 8, Exactness.TOO_LARGE), (whole, Exactness.PROVEN)):
+        found = probe_passes(aten.relu.default, (some,), {}, passes, 8, store=store, limit_bytes=limit)
+        assert found is expected
     args = (torch.randn(8, 4, 6, 6), *CONVOLUTION[:2], None, *CONVOLUTION[3:], [True, True, False])
     passes = find_passes(aten.convolution_backward.default, args, {})[0]
     answer = probe_passes(aten.convolution_backward.default, args, {}, passes, 4, limit_bytes=24_000)

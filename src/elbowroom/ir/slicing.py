@@ -41,9 +41,12 @@ class SlicePass:
         results: indices of the results that the pass computes.
         sums: results that the last loop does not narrow are summed over its slices, in order. The sum has the bits of
             gradient accumulation over the same parts, not those of the whole op.
+        is_partial: a slice gives no results but small tensors from which they can be computed. The caller keeps those
+            of all slices, and `combine_slices` returns the results.
     """
 
     loops: tuple[Loop, ...]
     reads: tuple[int, ...]
     results: tuple[int, ...]
     sums: bool = False
+    is_partial: bool = False

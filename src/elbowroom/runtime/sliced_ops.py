@@ -36,6 +36,9 @@ logger = logging.getLogger(__name__)
 SLICE = 8
 """Tensors of one slice take at most this share of the budget, at first."""
 
+GROWTH = 4
+"""Slices may be as many times larger if smaller ones are not exact: kernels choose other ways for few rows."""
+
 NEVER = 1 << 60
 
 LARGE = 8
@@ -117,28 +120,21 @@ class SlicedOps(TorchDispatchMode):
         described = make_results(call.op, args, kwargs)
         statistics = {each: call[each].clone() for each in call.statistics}  # an op that begins again updates them anew
         key = _find_key(name, call.reads)
-        slice_bytes = self._slice_bytes.get(key, max(1, self._budget_bytes // SLICE))
-        overlaps = True
+        sizes = _SliceSizes(self._slice_bytes.get(key, max(1, self._budget_bytes // SLICE)))
         with self._sections.slicing:
             while True:
-                cut = self._chooser.choose(call, args, kwargs, described, slice_bytes, self._budget_bytes)
+                cut = self._chooser.choose(call, args, kwargs, described, sizes.slice_bytes, self._budget_bytes)
                 if cut is None:
                     raise explain(call, self._budget_bytes, is_exact=self._is_exact)
                 is_allowed = cut.exactness.is_exact or not self._is_exact
-                found = self._try(call, cut, described, overlaps=overlaps) if is_allowed else None
+                found = self._try(call, cut, described, overlaps=sizes.overlaps) if is_allowed else None
                 if isinstance(found, list):
                     break
-                if self.page_out(call.reads):
-                    pass  # there is more room now
-                elif not cut.is_finest:
-                    slice_bytes //= 2
-                elif found is not None and overlaps:
-                    overlaps = False
-                else:
+                if not self.page_out(call.reads) and not sizes.go_on(cut, was_refused=found is not None):
                     raise found or explain(call, self._budget_bytes, is_exact=self._is_exact)
                 for each, former in statistics.items():
                     call[each].copy_(former)
-        self._slice_bytes[key] = slice_bytes
+        self._slice_bytes[key] = sizes.slice_bytes
         self._note(name, cut)
         return _assemble(call, found)
 
@@ -211,6 +207,44 @@ class SlicedOps(TorchDispatchMode):
                 self._table.mark_staying([tensor], device.type)
                 return tensor
         return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=device)
+
+
+class _SliceSizes:
+    """Sizes of slices to try: as given; larger ones while none is exact; and then smaller ones.
+
+    Attributes:
+        slice_bytes: at most so many are to be in a slice.
+        overlaps: whether a slice is computed while the next is read and the last written.
+    """
+
+    def __init__(self, slice_bytes: int) -> None:
+        self._first_bytes = self.slice_bytes = slice_bytes
+        self._may_grow = True
+        self.overlaps = True
+
+    def go_on(self, cut: Cut, *, was_refused: bool) -> bool:
+        """Choose the next size. Return False if there is none.
+
+        Args:
+            cut: with the present size.
+            was_refused: whether there was no room for it; otherwise it is not exact.
+        """
+        if not was_refused and self._may_grow and self.slice_bytes < GROWTH * self._first_bytes:
+            self.slice_bytes *= 2
+            return True
+        if self._may_grow:
+            self._may_grow = False
+            self.slice_bytes = min(self.slice_bytes, self._first_bytes)
+            if not was_refused:
+                self.slice_bytes //= 2
+                return True
+        if not cut.is_finest:
+            self.slice_bytes //= 2
+            return self.slice_bytes > 0
+        if was_refused and self.overlaps:
+            self.overlaps = False
+            return True
+        return False
 
 
 def _find_key(name: str, tensors: Sequence[torch.Tensor]) -> tuple[Any, ...]:

@@ -2,7 +2,8 @@
 
 A caller that keeps the tensors elsewhere runs a pass as follows: for each slice of `iterate_slices`, fetch the views
 that `narrow_read` describes, call `run_slice`, and store each result where `narrow_result` describes; a result that
-`is_summed` is added to the sum of the slices before. `run_whole` does this with tensors in memory.
+`is_summed` is added to the sum of the slices before. `run_whole` does this with tensors in memory. If the pass is
+partial, the tensors of all slices are kept instead, and `combine_slices` returns the results.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from elbowroom.slicing.bounds import (
 )
 from elbowroom.slicing.op_call import OpCall, bind, find_target
 from elbowroom.slicing.registry import check_passes, list_rules
+from elbowroom.slicing.rule import PartialRule
 
 
 def run_slice(
@@ -49,7 +51,7 @@ def run_slice(
             the pass needs the shape only, memory for one slice is allocated.
 
     Returns:
-        the slice's results, one for each of `slice_pass.results`.
+        the slice's results, one for each of `slice_pass.results`; of a partial pass, what `combine_slices` needs.
 
     Raises:
         ValueError: the slice is not one of the pass, or a tensor has another shape than the slice's.
@@ -71,12 +73,28 @@ def run_slice(
             )
         tensors.append(tensor)
     values = adapt(call, slice_pass, bounds, tensors)
+    if slice_pass.is_partial:
+        return _find_partial_rule(op).run(values)
     mask = call.find_mask()
     if "output_mask" in values:
         wanted = {mask[index] for index in slice_pass.results}
         values["output_mask"] = [position in wanted for position in range(len(values["output_mask"]))]
     results = call.run(values)
     return tuple(results[mask[index]] for index in slice_pass.results)
+
+
+def combine_slices(
+    op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], slices: Sequence[tuple[torch.Tensor, ...]]
+) -> tuple[torch.Tensor, ...]:
+    """Return the results of a partial pass, given what `run_slice` returned for all slices, in order."""
+    return _find_partial_rule(op).combine(bind(op, args, kwargs), slices)
+
+
+def _find_partial_rule(op: OpOverload) -> PartialRule:
+    partial = list_rules()[str(op)].partial
+    if partial is None:
+        raise ValueError(f"{op} has no partial passes")
+    return partial
 
 
 def adapt(call: OpCall, slice_pass: SlicePass, bounds: Bounds, reads: Sequence[torch.Tensor]) -> dict[str, Any]:
@@ -105,6 +123,8 @@ def _narrow_statistics(call: OpCall, slice_pass: SlicePass, bounds: Bounds) -> d
 
 
 def _make_empty(call: OpCall, slice_pass: SlicePass, bounds: Bounds) -> tuple[torch.Tensor, ...]:
+    if slice_pass.is_partial:
+        raise ValueError(f"{call.op} has no results of an empty slice")
     results = describe_results(call)
     device = call.reads[0].device
     views = (narrow_result(results[index], index, slice_pass, bounds) for index in slice_pass.results)
@@ -135,11 +155,7 @@ def run_whole(
     for slice_pass in passes:
         slices = iterate_slices(slice_pass, count_parts(parts, slice_pass))
         for index, bounds, tensor in run_pass(op, args, kwargs, slice_pass, slices):
-            whole = narrow_result(results[index], index, slice_pass, bounds)
-            if is_summed(index, slice_pass) and bounds[-1][0]:
-                whole.add_(tensor)
-            else:
-                whole.copy_(tensor)
+            narrow_result(results[index], index, slice_pass, bounds).copy_(tensor)
     return tuple(results)
 
 
@@ -150,13 +166,16 @@ def run_pass(
     slice_pass: SlicePass,
     slices: Iterable[Bounds],
 ) -> Iterator[tuple[int, Bounds, torch.Tensor]]:
-    """Compute slices from tensors in memory.
+    """Compute a pass from tensors in memory.
 
     Yields:
-        for each slice and each result of the pass: the result's index, the slice, and the slice's result.
+        a result's index, a slice, and the slice's part of the result: for each slice, or where slices are summed or
+        combined, for the last of them.
     """
     call = bind(op, args, kwargs)
     target = find_target(call)
+    sums: dict[int, torch.Tensor] = {}
+    partial: list[tuple[torch.Tensor, ...]] = []
     for bounds in slices:
         reads = [
             _read(call.reads[index], index, slice_pass, bounds, is_written=index == target)
@@ -164,8 +183,20 @@ def run_pass(
         ]
         found = run_slice(op, args, kwargs, slice_pass, bounds, reads)
         del reads
-        for index, tensor in zip(slice_pass.results, found, strict=True):
-            yield index, bounds, tensor
+        is_last = not bounds or bounds[-1][1] == slice_pass.loops[-1].length
+        if slice_pass.is_partial:
+            partial.append(found)
+            found = combine_slices(op, args, kwargs, partial) if is_last else ()
+        for index, tensor in zip(slice_pass.results if found else (), found, strict=True):
+            if not is_summed(index, slice_pass):
+                yield index, bounds, tensor
+                continue
+            if index in sums:
+                sums[index].add_(tensor)
+            else:
+                sums[index] = tensor
+            if is_last:
+                yield index, bounds, sums.pop(index)
 
 
 def _read(whole: torch.Tensor, index: int, slice_pass: SlicePass, bounds: Bounds, *, is_written: bool) -> torch.Tensor:

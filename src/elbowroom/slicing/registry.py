@@ -25,23 +25,35 @@ def list_rules() -> dict[str, SliceRule]:
     return found
 
 
-def find_passes(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Alternatives:
+def find_passes(
+    op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], *, with_partial: bool = False
+) -> Alternatives:
     """Return the ways to cut an op, best first; () if there is none.
 
     Args:
         args: the op's arguments; tensors may be fake.
+        with_partial: include passes that are partial.
     """
     rule = list_rules().get(str(op))
     if rule is None:
         return ()
     call = bind(op, args, kwargs)
-    if not all(map(_is_plain, call.reads)) or _overlaps(call):
+    if not all(map(_is_plain, call.reads)) or _crosses_devices(call) or _overlaps(call):
         return ()
-    return rule.find_passes(call)
+    found = rule.find_passes(call)
+    return found if with_partial else tuple(each for each in found if not any(part.is_partial for part in each))
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
     return tensor.layout == torch.strided and not tensor.is_conj() and not tensor.is_neg()
+
+
+def _crosses_devices(call: OpCall) -> bool:
+    """Tell whether a call reads tensors on several devices, or asks for a result elsewhere."""
+    devices = {each.device for each in call.reads if each.ndim}
+    if call.values.get("device") is not None:
+        devices.add(torch.device(call.values["device"]))
+    return len(devices) > 1 or bool(call.values.get("pin_memory"))
 
 
 def _overlaps(call: OpCall) -> bool:
@@ -82,7 +94,7 @@ def check_passes(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any],
     Raises:
         ValueError: they are not, so slices may depend on each other, or results may be missing.
     """
-    alternatives = find_passes(op, args, kwargs)
+    alternatives = find_passes(op, args, kwargs, with_partial=True)
     if not alternatives:
         raise ValueError(f"{op} cannot be cut: it has no rule for these arguments")
     if tuple(passes) not in alternatives:

@@ -6,11 +6,26 @@ import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+import torch
+
 from elbowroom.ir.slicing import Loop, SlicePass
 from elbowroom.slicing.op_call import OpCall
 
 Alternatives = tuple[tuple[SlicePass, ...], ...]
 """Ways to cut an op, best first. Each is a sequence of passes that together compute all results."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class PartialRule:
+    """Functions that compute a partial pass.
+
+    Attributes:
+        run: returns the tensors of a slice, given its arguments by name.
+        combine: returns the op's results, given the tensors of all slices in order.
+    """
+
+    run: Callable[[Mapping[str, Any]], tuple[torch.Tensor, ...]]
+    combine: Callable[[OpCall, Sequence[tuple[torch.Tensor, ...]]], tuple[torch.Tensor, ...]]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -22,11 +37,13 @@ class SliceRule:
             dtypes are used.
         adapt: returns the arguments that are not tensors and differ for a slice, by name. It gets the whole call and
             the arguments with the slice's tensors. None: no such argument differs.
+        partial: computes passes that are partial, if the op has any.
         indices: for tensor arguments that hold indices, a function that returns the end of their range, by name.
     """
 
     find_passes: Callable[[OpCall], Alternatives]
     adapt: Callable[[OpCall, Mapping[str, Any]], dict[str, Any]] | None = None
+    partial: PartialRule | None = None
     indices: Mapping[str, Callable[[OpCall], int]] = dataclasses.field(default_factory=dict)
 
 
