@@ -15,7 +15,6 @@ from torch.nn import functional
 import elbowroom
 from elbowroom.errors import Infeasible, TierError
 from elbowroom.ir.hardware import HardwareProfile
-from elbowroom.room import Room
 from elbowroom.runtime.spill_queue import SpillJob
 from elbowroom.slicing.registry import list_rules
 from tests.state_jobs import MIN_BYTES, StateJob, adamw, assert_same, list_tensors, run_plain, run_within
@@ -86,13 +85,9 @@ JOBS: dict[str, tuple[Callable[[], StateJob], int]] = {
     "batch norm": (lambda: make_job(make_resnet, (8, 3, 64, 64)), 8 << 20),
     "weights": (lambda: make_job(make_wide, (16, 256)), 2 << 20),
     "weights, AdamW": (lambda: make_job(make_wide, (16, 256), adamw), 3 << 20),
-    # "logits": (lambda: make_job(LanguageModel, (8, 65), classes=4096), 6 << 20),
+    "logits": (lambda: make_job(LanguageModel, (8, 65), classes=4096), 6 << 20),
 }
 """Jobs, and budgets below the working set of their largest op."""
-
-
-def count_slices(room: Room) -> int:
-    return sum(room._modes._sliced_ops.counts.values())
 
 
 @pytest.mark.parametrize("name", JOBS)

@@ -392,7 +392,7 @@ def test_answers_are_kept(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatc
     def fail(*_: Any) -> None:
         raise AssertionError("probed twice")
 
-    monkeypatch.setattr("elbowroom.slicing.probe._probe_pass", fail)
+    monkeypatch.setattr("elbowroom.slicing.probe._probe", fail)
     assert probe_passes(op, CONVOLUTION, {}, passes, 2, store=again) is answer
     wide = (torch.randn(8, 4, 6, 7), *CONVOLUTION[1:])
     strided = (CONVOLUTION[0].to(memory_format=torch.channels_last), *CONVOLUTION[1:])

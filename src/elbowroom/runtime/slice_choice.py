@@ -82,7 +82,7 @@ class SliceChooser:
         """
         if self._store is None:
             self._store = ExactnessStore()
-        alternatives = find_passes(call.op, args, kwargs)
+        alternatives = find_passes(call.op, args, kwargs, with_partial=True)
         whole_bytes = {each: _count_whole(call, each, results) for each in alternatives}
         alternatives = tuple(
             sorted((each for each in alternatives if whole_bytes[each] <= budget_bytes), key=whole_bytes.__getitem__)

@@ -12,7 +12,7 @@ from elbowroom.ir.slicing import SlicePass
 from elbowroom.runtime.copies import Copy
 from elbowroom.runtime.sections import Section, Sections, find_packed_strides
 from elbowroom.slicing.bounds import Bounds, is_summed, iterate_slices, narrow_read, narrow_result, pack
-from elbowroom.slicing.calls import run_slice
+from elbowroom.slicing.calls import combine_slices, run_slice
 from elbowroom.slicing.op_call import OpCall, find_target
 
 PageOut = Callable[[Sequence[torch.Tensor]], bool]
@@ -82,6 +82,7 @@ class _Pass:
         self._reading: list[torch.Tensor | Section] = []
         self._ahead: Bounds | None = None  # the slice that is being read
         self._writing: list[Section] = []
+        self._partial: list[tuple[torch.Tensor, ...]] = []
 
     def run(self, parts: Sequence[int], page_out: PageOut | None, *, overlaps: bool) -> None:
         """Compute the slices, and read each one ahead.
@@ -98,6 +99,9 @@ class _Pass:
                     self.settle()
             else:
                 self._compute_in_halves(bounds, page_out)
+        if self._pass.is_partial:
+            found = combine_slices(self._call.op, self._args, self._kwargs, self._partial)
+            self._store(tuple((0, loop.length) for loop in self._pass.loops), found)
 
     def settle(self) -> None:
         """Finish all transfers, and drop what was read ahead."""
@@ -114,7 +118,10 @@ class _Pass:
         if following is not None:
             self._reading, self._ahead = self._fetch(following), following
         found = run_slice(self._call.op, self._args, self._kwargs, self._pass, bounds, reads)
-        self._store(bounds, found)
+        if self._pass.is_partial:
+            self._partial.append(found)
+        else:
+            self._store(bounds, found)
 
     def _compute_in_halves(self, bounds: Bounds, page_out: PageOut) -> None:
         refusal = None

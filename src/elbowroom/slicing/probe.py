@@ -11,9 +11,8 @@ from typing import Any
 import torch
 from torch._ops import OpOverload
 
-from elbowroom.ir.slicing import Loop, SlicePass
+from elbowroom.ir.slicing import SlicePass
 from elbowroom.slicing.bounds import (
-    Bounds,
     Parts,
     count_parts,
     iterate_slices,
@@ -26,6 +25,8 @@ from elbowroom.slicing.op_call import OpCall, bind, find_target
 from elbowroom.slicing.random_data import Values, fill_reads, make_statistics
 from elbowroom.slicing.registry import check_passes, list_rules
 from elbowroom.slicing.rule import Alternatives
+
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 SMALL = 1 << 16
 """Elements up to which an op is probed with several draws, since few sums could agree by chance."""
@@ -94,45 +95,61 @@ def probe_passes(
     """
     check_passes(op, args, kwargs, passes)
     call = bind(op, args, kwargs)
-    answers = []
-    for slice_pass in passes:
-        counts = count_parts(parts, slice_pass)
-        key = describe_pass(call, slice_pass, counts)
-        answer = store.find(key) if store else None
-        if answer is None:
-            with torch.no_grad(), torch._C._DisableAutocast():
-                answer = _probe_pass(call, slice_pass, counts, limit_bytes)
+    counts = {each: count_parts(parts, each) for each in passes}
+    keys = {each: describe_pass(call, each, counts[each]) for each in passes}
+    known = {each: answer for each in passes if store and (answer := store.find(keys[each]))}
+    if len(known) < len(passes) and all(answer.is_exact for answer in known.values()):
+        cuts = {each: _list_ranges(each, counts[each]) for each in passes if each not in known}
+        with torch.no_grad(), torch._C._DisableAutocast():
+            found = _probe(call, cuts, limit_bytes)
+        for slice_pass, answer in found.items():
+            known[slice_pass] = answer
             if store and answer is not Exactness.TOO_LARGE:
-                store.add(key, answer)
-        answers.append(answer)
-        if not answer.is_exact:
-            break
-    return max(answers, key=list(Exactness).index)
+                store.add(keys[slice_pass], answer)
+    return max(known.values(), key=list(Exactness).index)
 
 
-def _probe_pass(call: OpCall, slice_pass: SlicePass, counts: tuple[int, ...], limit_bytes: float) -> Exactness:
-    device = call.reads[0].device
-    ranges = [_list_ranges(loop, parts) for loop, parts in zip(slice_pass.loops, counts, strict=True)]
-    for shift in itertools.count():
-        kept = [each[: max(2, len(each) >> shift)] for each in ranges]
-        described, part = _shrink(call, slice_pass, kept)
-        slices = list(itertools.product(*kept))
-        results = describe_results(described, device)
-        if _count_bytes(described, part, slices, results) <= limit_bytes:
-            proven = Exactness.PROVEN if kept == ranges else Exactness.PROVEN_ON_SMALLER_BATCH
-            is_same = _compare(described, part, slices, [each.stride() for each in results], device)
-            return proven if is_same else Exactness.INEXACT
-        if all(len(each) <= 2 for each in kept):
-            break
+Ranges = list[list[tuple[int, int]]]
+"""For each loop of a pass, its slices."""
+
+
+def _probe(call: OpCall, cuts: Mapping[SlicePass, Ranges], limit_bytes: float) -> dict[SlicePass, Exactness]:
+    """Probe passes: those that fit together with the whole op, which runs once for all of them; then the others."""
+    answers: dict[SlicePass, Exactness] = {}
+    together: dict[SlicePass, Ranges] = {}
+    for slice_pass, ranges in cuts.items():
+        described, part = _shrink(call, slice_pass, ranges)
+        if _count_bytes(described, part, ranges, describe_results(described)) <= limit_bytes:
+            together[slice_pass] = ranges
+            whole = described
+        else:
+            answers[slice_pass] = _probe_smaller(call, slice_pass, ranges, limit_bytes)
+    if together:
+        inexact = _find_inexact(whole, together, call.reads[0].device)
+        answers.update({each: Exactness.INEXACT if each in inexact else Exactness.PROVEN for each in together})
+    return answers
+
+
+def _probe_smaller(call: OpCall, slice_pass: SlicePass, ranges: Ranges, limit_bytes: float) -> Exactness:
+    """Probe a pass with as many of its slices as fit, and the op that they make up."""
+    while any(len(each) > 2 for each in ranges):
+        ranges = [each[: max(2, len(each) // 2)] for each in ranges]
+        described, part = _shrink(call, slice_pass, ranges)
+        if _count_bytes(described, part, ranges, describe_results(described)) <= limit_bytes:
+            inexact = _find_inexact(described, {part: ranges}, call.reads[0].device)
+            return Exactness.INEXACT if inexact else Exactness.PROVEN_ON_SMALLER_BATCH
     return Exactness.TOO_LARGE
 
 
-def _list_ranges(loop: Loop, parts: int) -> list[tuple[int, int]]:
-    alone = SlicePass(loops=(loop,), reads=(), results=())
-    return [bounds[0] for bounds in iterate_slices(alone, (parts,))]
+def _list_ranges(slice_pass: SlicePass, counts: Sequence[int]) -> Ranges:
+    found = []
+    for loop, parts in zip(slice_pass.loops, counts, strict=True):
+        alone = dataclasses.replace(slice_pass, loops=(loop,))
+        found.append([bounds[0] for bounds in iterate_slices(alone, (parts,))])
+    return found
 
 
-def _shrink(call: OpCall, slice_pass: SlicePass, kept: list[list[tuple[int, int]]]) -> tuple[OpCall, SlicePass]:
+def _shrink(call: OpCall, slice_pass: SlicePass, kept: Ranges) -> tuple[OpCall, SlicePass]:
     """Return the op on the kept slices alone, with tensors on the device "meta", and the pass that cuts it."""
     bounds = tuple((0, ranges[-1][1]) for ranges in kept)
     values = {**call.values, **{name: _describe(call[name]) for name in call.statistics}}
@@ -152,9 +169,9 @@ def _describe(tensor: torch.Tensor) -> torch.Tensor:
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
 
 
-def _count_bytes(call: OpCall, slice_pass: SlicePass, slices: Sequence[Bounds], results: Sequence[torch.Tensor]) -> int:
+def _count_bytes(call: OpCall, slice_pass: SlicePass, ranges: Ranges, results: Sequence[torch.Tensor]) -> int:
     """Return the bytes that a comparison holds at most: arguments and results, and those of one slice."""
-    largest = max(slices, key=lambda bounds: [end - begin for begin, end in bounds])
+    largest = tuple(max(each, key=lambda bounds: bounds[1] - bounds[0]) for each in ranges)
     tensors = [*call.reads, *results]
     tensors += [narrow_read(call.reads[index], index, slice_pass, largest) for index in slice_pass.reads]
     tensors += [narrow_result(results[index], index, slice_pass, largest) for index in slice_pass.results]
@@ -164,45 +181,51 @@ def _count_bytes(call: OpCall, slice_pass: SlicePass, slices: Sequence[Bounds], 
     return sum(each.numel() * each.element_size() for each in tensors)
 
 
-def _compare(
-    call: OpCall,
-    slice_pass: SlicePass,
-    slices: Sequence[Bounds],
-    strides: Sequence[tuple[int, ...]],
-    device: torch.device,
-) -> bool:
-    """Tell whether all results of a pass have the bits of the whole op, for several draws of random arguments.
+def _find_inexact(call: OpCall, cuts: Mapping[SlicePass, Ranges], device: torch.device) -> set[SlicePass]:
+    """Return the passes whose results differ from the whole op's for any of several draws of random arguments.
 
-    Args:
-        strides: expected of the results. Later ops might choose other kernels for tensors with other strides.
+    All differ if the op's results have other strides than described: later ops might choose other kernels for them.
     """
+    strides = [each.stride() for each in describe_results(call, device)]
     generator = torch.Generator(device).manual_seed(0)
     is_small = sum(each.numel() for each in call.reads) <= SMALL
+    inexact: set[SlicePass] = set()
     for values in (*([Values.NORMAL] * (4 if is_small else 1)), Values.EXTREME):
-        reads = fill_reads(call, list_rules()[str(call.op)], values, generator, device)
-        if not _compare_once(call, slice_pass, slices, strides, reads):
-            return False
-        del reads  # before the next draw
-    return True
+        left = {each: ranges for each, ranges in cuts.items() if each not in inexact}
+        if left:
+            reads = fill_reads(call, list_rules()[str(call.op)], values, generator, device)
+            inexact |= _compare(call, left, strides, reads)
+            del reads  # before the next draw
+    return inexact
 
 
-def _compare_once(
+def _compare(
     call: OpCall,
-    slice_pass: SlicePass,
-    slices: Sequence[Bounds],
+    cuts: Mapping[SlicePass, Ranges],
     strides: Sequence[tuple[int, ...]],
     reads: Sequence[torch.Tensor],
-) -> bool:
-    device = reads[0].device
-    expected_statistics, statistics = make_statistics(call, device), make_statistics(call, device)
-    args, kwargs = call.order(call.replace_reads(reads, statistics))
+) -> set[SlicePass]:
     target = find_target(call)
     given = [each.clone() if index == target else each for index, each in enumerate(reads)]
-    whole = call.run(call.replace_reads(given, expected_statistics))
+    statistics = make_statistics(call, reads[0].device)
+    whole = call.run(call.replace_reads(given, statistics))
     expected = [whole[position] for position in call.find_mask()]
     if [each.stride() for each in expected] != strides:
-        return False
-    for index, bounds, tensor in run_pass(call.op, args, kwargs, slice_pass, slices):
+        return set(cuts)
+    return {each for each, ranges in cuts.items() if not _is_same(call, each, ranges, reads, expected, statistics)}
+
+
+def _is_same(
+    call: OpCall,
+    slice_pass: SlicePass,
+    ranges: Ranges,
+    reads: Sequence[torch.Tensor],
+    expected: Sequence[torch.Tensor],
+    expected_statistics: Mapping[str, torch.Tensor],
+) -> bool:
+    statistics = make_statistics(call, reads[0].device)
+    args, kwargs = call.order(call.replace_reads(reads, statistics))
+    for index, bounds, tensor in run_pass(call.op, args, kwargs, slice_pass, itertools.product(*ranges)):
         if not equal_bits(narrow_result(expected[index], index, slice_pass, bounds), tensor):
             return False
     return all(equal_bits(expected_statistics[name], tensor) for name, tensor in statistics.items())
@@ -216,5 +239,8 @@ def equal_bits(first: torch.Tensor, second: torch.Tensor) -> bool:
         first, second = torch.view_as_real(first), torch.view_as_real(second)
     if not first.is_floating_point():
         return torch.equal(first, second)
+    integers = _INTEGERS[first.element_size()]
+    if torch.equal(first.view(integers), second.view(integers)):
+        return True
     same = (first == second) & (first.signbit() == second.signbit())
     return bool((same | (first.isnan() & second.isnan())).all())
