@@ -18,6 +18,7 @@
 #include <cstddef>
 #include <cstring>
 #include <memory>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -191,7 +192,9 @@ void run_whole(
     };
     run_by_watchers(op, keys, stack, [&] { run_parts(*stack, count, ends, run_part); });
   } else {
+    std::optional<Running> restoring(std::in_place, kind->name, thread);  // for the message, if there is no room
     const StateUse use(*kind, arguments, count);
+    restoring.reset();
     has_begun = true;
     run_by_watchers(op, keys, stack, kernel);
   }

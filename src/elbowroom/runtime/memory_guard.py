@@ -14,6 +14,7 @@ from elbowroom.runtime.phase import Phase
 from elbowroom.runtime.shortage import note_evidence
 from elbowroom.runtime.step_environment import StepEnvironment
 from elbowroom.runtime.step_state import StepState
+from elbowroom.slicing.registry import list_rules
 
 
 class MemoryGuard:
@@ -93,9 +94,18 @@ class MemoryGuard:
             is_whole_step=False,
             in_the_way=tuple(in_the_way),
             state_bytes=state_bytes,
-            note="" if not self._refusal else f"Parameters, gradients or optimizer state stay, since {self._refusal}",
+            note=self._note(what),
         )
         return note_evidence(error)
+
+
+    def _note(self, op: str) -> str:
+        notes = []
+        if self._refusal:
+            notes.append(f"Parameters, gradients or optimizer state stay, since {self._refusal}")
+        if op.startswith("aten.") and op not in list_rules():
+            notes.append(f"{op} cannot run in slices.")
+        return " ".join(notes)
 
 
 def explain_growth(requested_bytes: int, missing_bytes: int, budget_bytes: int) -> Infeasible:
