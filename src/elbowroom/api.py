@@ -14,6 +14,7 @@ from elbowroom.config import read_config
 from elbowroom.cost.price import price
 from elbowroom.errors import Infeasible, TraceError, UsageError
 from elbowroom.hardware.memory import parse_budget
+from elbowroom.hardware.past_times import PastTimes
 from elbowroom.hardware.probe import probe
 from elbowroom.hooks.sharded import find_sharded
 from elbowroom.ir.hardware import HardwareProfile
@@ -56,7 +57,7 @@ def fit(
             values or advances an iterator, the first steps run capacity-first.
         profile: profile of this machine from `probe`; by default measured now, within the budget, in some seconds.
         **options: fields of `elbowroom.config.Config`: mode, strategy, policy, spill_folder, host_bytes,
-            min_offload_bytes, settling_steps, always_watch.
+            min_offload_bytes, settling_steps, always_watch, op_time_store, manages.
 
     Raises:
         UnknownMember: the policy or strategy does not exist.
@@ -108,8 +109,9 @@ def smallest_budget(
     trace = capture(step, model, optimizer)
     if profile is None:
         profile = probe(str(device), spill_folder=config.spill_folder)
+    past = PastTimes(profile, is_enabled=config.op_time_store).load()
     return find_smallest(
-        trace, price(trace, profile), strategy=config.strategy, min_offload_bytes=config.min_offload_bytes,
+        trace, price(trace, profile, past=past), strategy=config.strategy, min_offload_bytes=config.min_offload_bytes,
         host_bytes=config.host_bytes, manages=config.manages,
     )  # fmt: skip
 

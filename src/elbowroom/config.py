@@ -32,6 +32,8 @@ class Config:
         always_watch: whether to watch steps that fit without moves, too, at about a microsecond an op. For steps that
             may grow while the shapes of the model's inputs stay the same: otherwise only shapes (on a CPU, bytes, too)
             tell that a step may be larger than those before it.
+        op_time_store: whether to read and write the op times that this machine measured in earlier steps. They are kept
+            in the user's cache, and improve plans of steps that have not run yet.
         manages: "everything", or "activations": then parameters, gradients, buffers and optimizer state never move.
     """
 
@@ -43,6 +45,7 @@ class Config:
     min_offload_bytes: int = 1 << 14
     settling_steps: int = 3
     always_watch: bool = False
+    op_time_store: bool = True
     manages: str = "everything"
 
 
@@ -80,7 +83,7 @@ def _read_value(name: str, value: object) -> object:
             if number < 1:
                 raise ValueError(f"{name} is {number}")
             return number
-        if name == "always_watch":
+        if name in ("always_watch", "op_time_store"):
             return value if isinstance(value, bool) else {"0": False, "1": True}[str(value)]
         text = os.fspath(value)  # type: ignore[call-overload]
         if not isinstance(text, str) or not text:

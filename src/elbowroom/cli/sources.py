@@ -207,14 +207,23 @@ def load_plan(path: str | os.PathLike[str], trace: Trace) -> Plan:
 
 
 def price_trace(terminal: Terminal, trace: Trace, profile: HardwareProfile) -> Costs:
-    """Price a trace for a machine; note if it was captured for another kind of device."""
+    """Price a trace for a machine, which may have measured some of its ops before.
+
+    Notes how many, and if the trace was captured for another kind of device.
+    """
+    from elbowroom.config import read_config
+    from elbowroom.cost.op_times import make_key
     from elbowroom.cost.price import price
+    from elbowroom.hardware.past_times import PastTimes
 
     if trace.device != profile.device:
         terminal.note(
             f"captured on {trace.device} but priced for {profile.name} ({profile.device}): some of its ops may differ"
         )
-    return price(trace, profile)
+    past = PastTimes(profile, is_enabled=read_config().op_time_store).load()
+    if known := sum(make_key(op) in past for op in trace.ops) if past else 0:
+        terminal.note(f"{known} of {len(trace.ops)} ops have times that this machine measured in earlier steps")
+    return price(trace, profile, past=past)
 
 
 def read_amount(option: str, text: str, *, device_bytes: int | None = None, peak_bytes: int | None = None) -> int:
