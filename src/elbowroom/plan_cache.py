@@ -74,6 +74,7 @@ class PlannedStep:
             "strategy": plan.strategy,
             "budget_bytes": plan.budget_bytes,
             "offloaded_gaps": plan.count_gaps(Choice.OFFLOAD),
+            "offloaded_state_gaps": len(plan.state),
             "recomputed_gaps": plan.count_gaps(Choice.RECOMPUTE),
             "recomputed_segments": len(plan.segments),
             "forecast_peak_bytes": forecast.peak_bytes,

@@ -194,6 +194,8 @@ def _list_fields(room: Room, workload: Workload, losses: Sequence[float]) -> dic
         "forecast": None if planned is None else _summarize_forecast(to_json(planned.forecast)),
         "journal": to_json(journal),
         "journal_version": version_of(type(journal)),
+        "manages": room.config.manages,
+        "state": to_json(room.count_state()),
         "report": room.report(),
     }
 
