@@ -123,7 +123,7 @@ class VirtualDevice:
             self._stall(storage, done - now)
             return
         self._done[storage] = self._lanes.send(nbytes, now)
-        self._lose(storage, nbytes * self._drag)
+        self._delay(nbytes * self._drag, storage)
 
     def reload(self, storage: int) -> None:
         """Start copying a storage back; if its copy is on the disk, wait until all is read."""
@@ -138,7 +138,7 @@ class VirtualDevice:
             self._stall(storage, read - now)
             return
         self._done[storage] = self._lanes.fetch(nbytes, now)
-        self._lose(storage, nbytes * self._drag)
+        self._delay(nbytes * self._drag, storage)
 
     def wait(self, storage: int) -> float:
         """Wait for the last transfer of a storage. Return the seconds waited."""
@@ -182,15 +182,12 @@ class VirtualDevice:
 
     def _stall(self, storage: int, seconds: float) -> None:
         self._moved.stall_seconds += seconds
-        self._lose(storage, seconds)
+        self._delay(seconds, storage)
 
-    def _lose(self, storage: int, seconds: float) -> None:
-        """Delay the step because of a move of a storage."""
-        if storage in self._state:
-            self.exposed_seconds[storage] = self.exposed_seconds.get(storage, 0.0) + max(0.0, seconds)
-        self._delay(seconds)
-
-    def _delay(self, seconds: float) -> None:
+    def _delay(self, seconds: float, storage: int | None = None) -> None:
+        """Delay the step. `storage`: whose move is the cause; None for a replay."""
         if seconds > 0.0:
+            if storage in self._state:
+                self.exposed_seconds[storage] = self.exposed_seconds.get(storage, 0.0) + seconds
             self.late += seconds
             self.delays[self.entry] = self.delays.get(self.entry, 0.0) + seconds

@@ -24,8 +24,11 @@ from elbowroom.cli.parameters import (
 from elbowroom.cli.sources import (
     check_amount,
     check_writable,
-    find_costs_and_device,
+    count_bytes,
+    find_costs_and_profile,
     find_trace,
+    group_optimizer,
+    is_spec,
     keep_all,
     note_share,
     read_amount,
@@ -63,7 +66,7 @@ def plan(
 ) -> None:
     """Plan one step within a budget, and say what that costs. Exit code 3 if no plan fits."""
     from elbowroom.planner.bounds.bound import find_bound
-    from elbowroom.planner.options import find_managed, find_strategy
+    from elbowroom.planner.options import Manages, find_managed, find_strategy
     from elbowroom.planner.problem import plan as make_plan
     from elbowroom.planner.problem import pose
     from elbowroom.report.state import count_state, tabulate_state
@@ -76,10 +79,13 @@ def plan(
         find_strategy(strategy, managed)
         host_bytes = read_host_memory(host_memory)
         trace = find_trace(terminal, source, options)
-        costs, device_bytes = find_costs_and_device(terminal, trace, hardware, costs_file)
+        costs, profile = find_costs_and_profile(terminal, trace, hardware, costs_file)
+        device_bytes = None if profile is None else count_bytes(profile)
         plain = simulate(trace, costs, keep_all(costs, 0))
         budget_bytes = read_amount("--budget", budget, device_bytes=device_bytes, peak_bytes=plain.peak_bytes)
         note_share(terminal, "--budget", budget, budget_bytes)
+        if managed is Manages.EVERYTHING and is_spec(source) and costs_file is None and profile is not None:
+            trace, costs = group_optimizer(terminal, source, options, budget_bytes, profile)
         problem = pose(trace, costs, budget_bytes, host_bytes=host_bytes, manages=managed)
         begin = time.perf_counter()
         with terminal.progress(f"planning {trace.name} within {format_bytes(budget_bytes)}"):
