@@ -190,13 +190,15 @@ class _Search:
 
     def judge(self, batch: int, trace: Trace, costs: Costs) -> Trial:
         """Plan one batch and record the trial."""
-        plain = pose(trace, costs, self.memory_bytes).plain
+        managed = find_managed(self.strategy, self.manages)
+        problem = pose(trace, costs, self.memory_bytes, manages=managed)
+        plain = problem.plain
         if self.load_grouped is not None:
             trace, costs = self.load_grouped(batch)
-        managed = find_managed(self.strategy, self.manages)
+            problem = pose(trace, costs, self.memory_bytes, manages=managed)
         trial = Trial(
             batch=batch,
-            smallest_bytes=pose(trace, costs, self.memory_bytes, manages=managed).floor.peak_bytes,
+            smallest_bytes=problem.floor.peak_bytes,
             plain=summarize(plain),
             fits_plain=plain.peak_bytes <= self.memory_bytes,
             planned=attempt(
