@@ -12,6 +12,9 @@ import pytest
 
 from tests.leaks import nothing_leaks, profile  # noqa: F401 -- fixtures of every test
 
+os.environ.setdefault("ELBOWROOM_OP_TIME_STORE", "0")
+"""What the developer's machine measured before changes no test."""
+
 HERE = pathlib.Path(__file__).parent
 NEEDS = {"pure": "pure", "contracts": "pure", "cpu": "cpu", "gpu": "gpu"}
 

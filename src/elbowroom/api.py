@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import sys
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -14,15 +16,22 @@ from elbowroom.config import read_config
 from elbowroom.cost.price import price
 from elbowroom.errors import Infeasible, TraceError, UsageError
 from elbowroom.hardware.memory import parse_budget
+from elbowroom.hardware.past_times import PastTimes
 from elbowroom.hardware.probe import probe
 from elbowroom.hooks.sharded import find_sharded
 from elbowroom.ir.hardware import HardwareProfile
 from elbowroom.ir.trace import Trace
 from elbowroom.planner.comparison.smallest_budget import find_smallest
-from elbowroom.planner.options import find_strategy
+from elbowroom.planner.options import Manages, find_managed, find_strategy
+from elbowroom.planner.problem import pose
 from elbowroom.residency import policies
 from elbowroom.room import Room
+from elbowroom.runtime.state_pager import COMING, grouping, may_leave
 from elbowroom.tracing.fake import capture_fake
+from elbowroom.tracing.residents import list_resident_tensors
+
+MOST_GROUPINGS = 4
+"""Captures with ever smaller groups of the optimizer's step, until the smallest budget no longer depends on them."""
 
 
 def fit(
@@ -56,7 +65,7 @@ def fit(
             values or advances an iterator, the first steps run capacity-first.
         profile: profile of this machine from `probe`; by default measured now, within the budget, in some seconds.
         **options: fields of `elbowroom.config.Config`: mode, strategy, policy, spill_folder, host_bytes,
-            min_offload_bytes, settling_steps, always_watch.
+            min_offload_bytes, settling_steps, always_watch, op_time_store, manages.
 
     Raises:
         UnknownMember: the policy or strategy does not exist.
@@ -108,8 +117,18 @@ def smallest_budget(
     trace = capture(step, model, optimizer)
     if profile is None:
         profile = probe(str(device), spill_folder=config.spill_folder)
+    past = PastTimes(profile, is_enabled=config.op_time_store).load()
+    managed = find_managed(config.strategy, config.manages)
+    floor_bytes = sys.maxsize
+    for _ in range(MOST_GROUPINGS if managed is Manages.EVERYTHING else 0):
+        costs = price(trace, profile, past=past)
+        problem = pose(trace, costs, 1, min_offload_bytes=config.min_offload_bytes, manages=managed)
+        if problem.floor.peak_bytes >= floor_bytes:
+            break  # smaller groups of the optimizer's step change nothing
+        floor_bytes = problem.floor.peak_bytes
+        trace = capture(step, model, optimizer, memory_budget=floor_bytes)
     return find_smallest(
-        trace, price(trace, profile), strategy=config.strategy, min_offload_bytes=config.min_offload_bytes,
+        trace, price(trace, profile, past=past), strategy=config.strategy, min_offload_bytes=config.min_offload_bytes,
         host_bytes=config.host_bytes, manages=config.manages,
     )  # fmt: skip
 
@@ -120,8 +139,13 @@ def capture(
     optimizer: Optimizer | Iterable[Optimizer],
     *,
     name: str | None = None,
+    memory_budget: int | float | str | None = None,
 ) -> Trace:
     """Capture one training step on fake tensors: nothing is allocated, run or changed.
+
+    Args:
+        memory_budget: capture the step as a room with this budget runs it if the model's state may leave: optimizers
+            update a few parameters at a time. By default the step is captured as it is without a room.
 
     Raises:
         UsageError: the model has no parameters, is on two devices or is sharded; an argument has the wrong type.
@@ -129,10 +153,22 @@ def capture(
     """
     device, optimizers = find_device(model), list_optimizers(optimizer)
     _check_step(step)
-    trace = capture_fake(step, model, optimizers, name=name or type(model).__name__, device=device)
+    with contextlib.nullcontext() if memory_budget is None else _grouping(model, optimizers, memory_budget, device):
+        trace = capture_fake(step, model, optimizers, name=name or type(model).__name__, device=device)
     if not trace.needs:
         raise TraceError("the step never calls backward, so there is nothing to plan")
     return trace
+
+
+def _grouping(
+    model: torch.nn.Module, optimizers: tuple[Optimizer, ...], memory_budget: int | float | str, device: torch.device
+) -> contextlib.AbstractContextManager[None]:
+    budget_bytes = parse_budget(memory_budget, device)
+    storages = (each.untyped_storage() for each in list_resident_tensors(model, optimizers))
+    held_bytes = sum({each._cdata: each.nbytes() for each in storages}.values())
+    if not may_leave(COMING * held_bytes, budget_bytes):
+        return contextlib.nullcontext()
+    return grouping(optimizers, budget_bytes)
 
 
 def find_device(model: torch.nn.Module) -> torch.device:

@@ -34,6 +34,8 @@ class Config:
             tell that a step may be larger than those before it.
         exact: whether an op that has no room as a whole may run in slices only where these give the same bits on this
             machine. If not, slices may change the order of a sum: the result is that of gradient accumulation.
+        op_time_store: whether to read and write the op times that this machine measured in earlier steps. They are kept
+            in the user's cache, and improve plans of steps that have not run yet.
         manages: "everything", or "activations": then parameters, gradients, buffers and optimizer state never move.
     """
 
@@ -45,6 +47,7 @@ class Config:
     min_offload_bytes: int = 1 << 14
     settling_steps: int = 3
     always_watch: bool = False
+    op_time_store: bool = True
     manages: str = "everything"
     exact: bool = True
 
@@ -83,7 +86,7 @@ def _read_value(name: str, value: object) -> object:
             if number < 1:
                 raise ValueError(f"{name} is {number}")
             return number
-        if name in ("always_watch", "exact"):
+        if name in ("always_watch", "exact", "op_time_store"):
             return value if isinstance(value, bool) else {"0": False, "1": True}[str(value)]
         text = os.fspath(value)  # type: ignore[call-overload]
         if not isinstance(text, str) or not text:

@@ -46,7 +46,10 @@ class Metering:
 
     def make(self, *, is_detailed: bool = False) -> Meter:
         """Return a meter for the next step. `is_detailed`: whether to measure each op."""
-        return make_meter(self._device, self._ledger, is_detailed=is_detailed)
+        transfers = self._transfers
+        return make_meter(
+            self._device, self._ledger, is_detailed=is_detailed, find_stall=lambda: transfers.stall_seconds
+        )
 
     def record(self, mode: Mode, seconds: float, state: StepState | None, meter: Meter, note: str) -> StepRecord:
         """Add the record of a completed step. `state`: None for a plain step."""

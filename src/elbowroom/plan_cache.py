@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import enum
 import functools
 import logging
 import statistics
@@ -13,8 +15,11 @@ import torch
 
 from elbowroom.compilation import ENOUGH, LoopCompiler
 from elbowroom.config import Config
+from elbowroom.cost.prediction_check import PredictionCheck, is_off
 from elbowroom.cost.price import correct, price
+from elbowroom.cost.recordings import leave_out_replays, smooth_recordings
 from elbowroom.errors import Infeasible
+from elbowroom.hardware.past_times import PastTimes
 from elbowroom.hooks.input_guard import Inputs
 from elbowroom.hooks.ledger import Ledger
 from elbowroom.ir.costs import Costs, Measurements
@@ -38,6 +43,9 @@ logger = logging.getLogger(__name__)
 
 STEPS_THAT_SET_THE_PACE = 5
 """Number of planned steps whose times correct the forecast of later ones."""
+
+STEPS_MEASURED_AGAIN = 3
+"""Number of steps whose op times are measured, and smoothed, if predictions turn out to be wrong."""
 
 MOST_PLANS = 32
 """Capacity of the cache, which evicts the least recently used plan."""
@@ -66,6 +74,7 @@ class PlannedStep:
             "strategy": plan.strategy,
             "budget_bytes": plan.budget_bytes,
             "offloaded_gaps": plan.count_gaps(Choice.OFFLOAD),
+            "offloaded_state_gaps": len(plan.state),
             "recomputed_gaps": plan.count_gaps(Choice.RECOMPUTE),
             "recomputed_segments": len(plan.segments),
             "forecast_peak_bytes": forecast.peak_bytes,
@@ -82,6 +91,11 @@ class PlannedStep:
         """True if the plan moves nothing."""
         return not (self.plan.decisions or self.plan.state)
 
+    @property
+    def busy_seconds(self) -> float:
+        """Forecast seconds of the step, stalls excluded."""
+        return self.forecast.step_seconds - self.forecast.stall_seconds
+
     @functools.cached_property
     def candidate(self) -> Candidate:
         """Form in which a runner matches a running step against this one."""
@@ -94,25 +108,57 @@ class PlannedStep:
         return max(0, self.forecast.peak_bytes - there)
 
 
+class Source(enum.Enum):
+    """Source of an entry's op times, which tells whether the next step measures them."""
+
+    ESTIMATED = enum.auto()
+    """The roofline and earlier runs, or measurements beside a compiling process: measured in the first steps."""
+    MEASURED = enum.auto()
+    DOUBTED = enum.auto()
+    """Measured, but steps take another time than predicted: measured again."""
+
+
 @dataclasses.dataclass(slots=True)
 class PlanCacheEntry:
     """One kind of step with its plan, and measurements of its steps.
 
     Attributes:
         planned: the step and its plan.
-        is_measured: whether the costs were measured on a real step.
+        source: of the costs.
         measured_steps: steps observed so far to measure the costs.
+        recordings: measurements of these steps that are not in the costs yet.
+        check: compares steps with their prediction.
         growth_bytes: most bytes that a plain step held beyond those that existed before it.
-        busy_seconds: of the steps that followed the current plan, stalls excluded.
+        busy_seconds: of the first steps that followed the current plan, stalls excluded.
+        predicted_seconds: prediction for these, as it was when the step was planned, and corrected after them.
         calls: shapes that the model was called with, and the highest count of each in one step.
     """
 
     planned: PlannedStep
-    is_measured: bool
+    source: Source
     growth_bytes: int = 0
     measured_steps: int = 0
+    recordings: list[Measurements] = dataclasses.field(default_factory=list)
+    check: PredictionCheck = dataclasses.field(default_factory=PredictionCheck)
     busy_seconds: list[float] = dataclasses.field(default_factory=list)
+    predicted_seconds: float = dataclasses.field(init=False)
     calls: Counter[Inputs] = dataclasses.field(default_factory=Counter)
+
+    def __post_init__(self) -> None:
+        self.predicted_seconds = self.planned.busy_seconds
+
+    def is_measuring(self, settling_steps: int) -> bool:
+        """Return True if the next step should be measured op by op."""
+        if self.source is Source.ESTIMATED:
+            return self.measured_steps < settling_steps
+        return self.source is Source.DOUBTED
+
+    def adopt(self, planned: PlannedStep) -> None:
+        """Replace the plan by one with measured costs."""
+        self.planned = planned
+        self.predicted_seconds = planned.busy_seconds
+        self.source = Source.MEASURED
+        self.busy_seconds.clear()
 
     def is_usual(self, inputs: Inputs, count: int) -> bool:
         """Return True if steps of this kind call the model this often with these shapes, or if no call was observed."""
@@ -147,6 +193,7 @@ class PlanCache:
         self.lease = lease
         self.profile = profile
         self.entries: list[PlanCacheEntry] = []
+        self._past = PastTimes(profile, is_enabled=config.op_time_store)
         self._seen: OrderedDict[int, int] = OrderedDict()
         self._steady = STEADY
         self._loops = LoopCompiler(starts=config.mode != "dynamic")
@@ -206,11 +253,13 @@ class PlanCache:
             Infeasible: no plan fits the budget.
         """
         self._ledger.trim()
-        costs = price(trace, self.profile, measurements, trace_digest=trace_digest)
-        # Measurements taken beside a compiling process are repeated.
-        is_measured = measurements is not None and not self._loops.is_pending
+        costs = self._price(trace, trace_digest, measurements)
+        source = Source.ESTIMATED
+        if measurements is not None and not self._loops.is_pending:  # beside a compiling process ops take longer
+            source = Source.MEASURED
+            self._past.add(trace, measurements.op_seconds)
         planned = self._plan(trace, costs)
-        self.entries.insert(0, PlanCacheEntry(planned, is_measured=is_measured))
+        self.entries.insert(0, PlanCacheEntry(planned, source))
         del self.entries[MOST_PLANS:]
 
     def set_budget(self, nbytes: int) -> None:
@@ -242,7 +291,7 @@ class PlanCache:
         if self._config.strategy != "auto":
             return False
         trace = release_unneeded(trace)
-        costs = price(trace, self.profile, measurements, trace_digest=trace_digest)
+        costs = self._price(trace, trace_digest, measurements)
         problem = pose(
             trace, costs, self.lease.device_bytes, min_offload_bytes=self._config.min_offload_bytes,
             host_bytes=self.lease.host_bytes, manages=Manages(self._config.manages),
@@ -256,23 +305,65 @@ class PlanCache:
             Infeasible: no plan fits the budget.
         """
         trace, digest = entry.planned.trace, entry.planned.costs.trace_digest
-        entry.planned = self._plan(trace, price(trace, self.profile, measurements, trace_digest=digest))
-        entry.is_measured = True
-        entry.busy_seconds.clear()
+        self._past.add(trace, measurements.op_seconds)
+        measurements = leave_out_replays(trace, entry.planned.plan, measurements)
+        entry.adopt(self._plan(trace, price(trace, self.profile, measurements, trace_digest=digest)))
+
+    def record_again(self, entry: PlanCacheEntry, measurements: Measurements) -> None:
+        """Record another measurement of a step whose prediction is doubted.
+
+        After the last one the step is planned again with smoothed times, unless they agree with the prediction.
+        """
+        entry.recordings.append(measurements)
+        if len(entry.recordings) < STEPS_MEASURED_AGAIN:
+            return
+        smoothed = smooth_recordings(entry.recordings, entry.planned.costs.workspace_bytes)
+        entry.recordings.clear()
+        entry.source = Source.MEASURED
+        if not is_off(smoothed.step_seconds - smoothed.stall_seconds, entry.predicted_seconds):
+            return
+        logger.info("%s: steps take another time than predicted, and are planned again", entry.planned.trace.name)
+        with contextlib.suppress(Infeasible):  # the present plan fits
+            self.replan(entry, smoothed)
 
     def calibrate_time(self, entry: PlanCacheEntry, record: StepRecord) -> None:
-        """Correct the forecast time of later steps by the measured time of the first planned ones."""
-        entry.busy_seconds.append(record.seconds - record.stall_seconds)
-        # The first planned step runs with cold caches, allocator and spill file.
-        if self._device.type != "cpu" or not 1 < len(entry.busy_seconds) <= STEPS_THAT_SET_THE_PACE + 1:
+        """Correct the forecast time of later steps by the measured time of the first planned ones.
+
+        If two steps in a row differ from the prediction by more than 30 %, the next ones are measured op by op. The
+        first ones may be faster than predicted, since a captured step runs in cold memory; after them the corrected
+        forecast is the prediction.
+        """
+        if self._device.type != "cpu":  # where the host does not wait for ops
             return
-        planned, forecast = entry.planned, entry.planned.forecast
-        beyond = statistics.median(entry.busy_seconds[1:]) - (forecast.step_seconds - forecast.stall_seconds)
+        seconds = record.seconds - record.stall_seconds
+        is_settled = len(entry.busy_seconds) > STEPS_THAT_SET_THE_PACE
+        if not is_settled:
+            entry.busy_seconds.append(seconds)
+            if len(entry.busy_seconds) == 1:
+                return  # it ran with cold caches, allocator and spill file
+        if entry.check.fails(seconds, entry.predicted_seconds, only_slower=not is_settled):
+            if entry.planned.is_plain:  # planning again would change nothing
+                entry.busy_seconds.clear()
+                return
+            if entry.source is Source.MEASURED:
+                entry.source = Source.DOUBTED
+        if not is_settled:
+            self._correct(entry)
+
+    def _correct(self, entry: PlanCacheEntry) -> None:
+        planned = entry.planned
+        beyond = statistics.median(entry.busy_seconds[1:]) - planned.busy_seconds
         costs = correct(planned.costs, beyond)
         forecast = simulate(
             planned.trace, costs, planned.plan, host_bytes=self.lease.host_bytes, placement=planned.placement
         )
         entry.planned = dataclasses.replace(planned, costs=costs, forecast=forecast)
+        if len(entry.busy_seconds) > STEPS_THAT_SET_THE_PACE:
+            entry.predicted_seconds = entry.planned.busy_seconds
+
+    def _price(self, trace: Trace, trace_digest: str, measurements: Measurements | None) -> Costs:
+        past = self._past.load() if measurements is None else None
+        return price(trace, self.profile, measurements, trace_digest=trace_digest, past=past)
 
     def _plan(self, trace: Trace, costs: Costs) -> PlannedStep:
         config = self._config

@@ -27,6 +27,7 @@ from elbowroom.job import Job
 from elbowroom.metering import Metering
 from elbowroom.plan_cache import PlanCache, PlannedStep
 from elbowroom.planner.bounds.bound import bound_plan
+from elbowroom.report.state import StateClass, count_state
 from elbowroom.report.summary import summarize
 from elbowroom.report.table import render_table
 from elbowroom.runtime.factory import open_transfers
@@ -266,12 +267,27 @@ class Room:
         """
         planned = self.planned
         if planned is None:
-            return summarize(budget_bytes=self.budget_bytes, journal=self.journal(), by=by, depth=depth)
-        bound_seconds = bound_plan(planned.trace, planned.costs, planned.plan, self._cache.lease.host_bytes)
+            return summarize(
+                budget_bytes=self.budget_bytes, journal=self.journal(), manages=self.config.manages, by=by, depth=depth
+            )
+        host_bytes = self._cache.lease.host_bytes
+        bound_seconds = bound_plan(planned.trace, planned.costs, planned.plan, host_bytes)
         return summarize(
             budget_bytes=self.budget_bytes, journal=self.journal(), trace=planned.trace, costs=planned.costs,
-            plan=planned.plan, forecast=planned.forecast, bound_seconds=bound_seconds, by=by, depth=depth,
+            plan=planned.plan, forecast=planned.forecast, bound_seconds=bound_seconds, manages=self.config.manages,
+            host_bytes=host_bytes, by=by, depth=depth,
         )  # fmt: skip
+
+    def count_state(self) -> tuple[StateClass, ...]:
+        """Return the model's state by class: where it is at the forecast peak, and the seconds that moving it takes.
+
+        Empty until a step has been planned.
+        """
+        planned = self.planned
+        if planned is None:
+            return ()
+        host_bytes = self._cache.lease.host_bytes
+        return count_state(planned.trace, planned.costs, planned.plan, planned.forecast, host_bytes)
 
     def detach(self) -> None:
         """Remove the room from the model. Graphs that are still alive can still run their backward pass.

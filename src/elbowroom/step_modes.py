@@ -21,7 +21,7 @@ from elbowroom.ir.journal import Mode, StepRecord
 from elbowroom.ir.trace import Trace
 from elbowroom.job import Job
 from elbowroom.metering import Metering
-from elbowroom.plan_cache import PlanCache, PlanCacheEntry, list_sizes
+from elbowroom.plan_cache import PlanCache, PlanCacheEntry, Source, list_sizes
 from elbowroom.residency.access_history import AccessHistory
 from elbowroom.running_step import RunningStep
 from elbowroom.runtime.phase import Phase
@@ -135,9 +135,9 @@ class StepModes:
             self._cache.remove(entry)
 
     def _run_planned(self, entry: PlanCacheEntry) -> Iterator[None]:
-        # After planning from fake tensors, the first steps are observed op by op, to measure the costs.
         self._begin_paging(may_move=bool(entry.planned.plan.state) or self._is_paging)
-        measuring = not entry.is_measured and entry.measured_steps < self._job.config.settling_steps
+        # After planning from fake tensors, and where predictions are wrong, steps are observed op by op.
+        measuring = entry.is_measuring(self._job.config.settling_steps)
         meter = self._metering.make(is_detailed=measuring)
         capture = self._make_capture(meter) if measuring else None
         entries = tuple(self._cache.entries)
@@ -147,7 +147,8 @@ class StepModes:
         record, followed = self._settle(entries, step, meter)
         if capture is not None:
             entry.measured_steps += 1
-            self._learn(entry, capture, record, is_followed=followed is entry)
+            learn = self._learn if entry.source is Source.ESTIMATED else self._learn_again
+            learn(entry, capture, record, is_followed=followed is entry)
         elif followed is entry:
             self._cache.calibrate_time(entry, record)
 
@@ -315,6 +316,17 @@ class StepModes:
                 self._put_off_capture(f"steps like this one run without a plan: {error}")
         elif not is_followed or entry.measured_steps == self._job.config.settling_steps:
             self._cache.remove(entry)  # the real step differs from the fake one: capture it live
+
+    def _learn_again(
+        self, entry: PlanCacheEntry, capture: LiveCapture, record: StepRecord, *, is_followed: bool
+    ) -> None:
+        """Record the op times of a step whose prediction is doubted; the plan stays if that is impossible."""
+        trace = entry.planned.trace
+        measured = capture.measure(trace, record.seconds, record.stall_seconds) if is_followed else None
+        if measured is None:
+            entry.source = Source.MEASURED
+        else:
+            self._cache.record_again(entry, measured)
 
 
 def _explain_no_needs() -> str:

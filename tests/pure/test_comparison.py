@@ -25,9 +25,20 @@ from elbowroom.planner.comparison.strategies_compared import (
     find_fastest,
     find_front,
 )
+from elbowroom.planner.options import Manages
 from elbowroom.planner.problem import plan, pose
 from elbowroom.simulator.simulate import simulate
-from tests.generators import KIB, example, make_chain, make_costs, make_link, make_residual_net
+from tests.generators import (
+    KIB,
+    Layer,
+    Optimizer,
+    example,
+    make_chain,
+    make_costs,
+    make_link,
+    make_residual_net,
+    make_trace,
+)
 
 STRATEGIES = ("auto", "keep_all", "offload_all")
 
@@ -326,6 +337,25 @@ def test_the_host_limits_the_batch() -> None:
     tight = find_batches(Loads(), 1 << 20, strategy="offload_all", host_bytes=host_bytes).largest
     assert tight is not None and 1 <= tight.batch < loose.batch
     assert tight.planned.needed_host_bytes <= host_bytes
+
+
+def test_plans_of_a_batch_are_for_the_grouped_optimizer() -> None:
+    """And the plain step for the optimizer as it is."""
+
+    def load(group: int) -> tuple[Trace, Costs]:
+        layers = range(6)
+        chain = [Layer(inputs=(each - 1,), nbytes=64 * KIB, parameter_bytes=256 * KIB, keeps="io") for each in layers]
+        trace = make_trace(chain, optimizer=Optimizer(group=group))
+        return trace, make_costs(trace)
+
+    whole = pose(*load(1000), 1, manages=Manages.EVERYTHING).floor.peak_bytes
+    trials = try_batches(
+        lambda batch: load(1000), whole - 1, strategy="auto:effort=0.02", manages="everything",
+        load_grouped=lambda batch: load(1),
+    )  # fmt: skip
+    trial = next(trials)
+    assert trial.smallest_bytes < whole <= trial.plain.peak_bytes and not trial.fits_plain
+    assert trial.planned.outcome is not None and trial.planned.outcome.peak_bytes < whole
 
 
 def test_keep_all_gains_nothing_over_the_plain_step() -> None:

@@ -23,6 +23,7 @@ def test_the_environment() -> None:
         "ELBOWROOM_MIN_OFFLOAD_BYTES": "1MiB",
         "ELBOWROOM_SETTLING_STEPS": "2",
         "ELBOWROOM_ALWAYS_WATCH": "1",
+        "ELBOWROOM_OP_TIME_STORE": "0",
         "ELBOWROOM_UNRELATED": "is left alone",
         "STRATEGY": "is not ours",
     }
@@ -33,6 +34,7 @@ def test_the_environment() -> None:
         min_offload_bytes=1 << 20,
         settling_steps=2,
         always_watch=True,
+        op_time_store=False,
     )
 
 
@@ -44,7 +46,7 @@ def test_what_is_given_comes_first() -> None:
 
 def test_every_option_can_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     texts = {"mode": "dynamic", "strategy": "auto", "policy": "lru", "spill_folder": "/x"}
-    texts |= {"always_watch": "1", "manages": "activations"}
+    texts |= {"always_watch": "1", "op_time_store": "0", "manages": "activations"}
     for field in dataclasses.fields(Config):
         monkeypatch.setenv(f"ELBOWROOM_{field.name.upper()}", texts.get(field.name, "5"))
     found = read_config()

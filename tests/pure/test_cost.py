@@ -107,6 +107,10 @@ def test_what_names_bytes_without_touching_them_costs_only_its_launch() -> None:
     in_place = make_op("aten.relu_.default", (view(0, (1000, 1000)),), (view(0, (1000, 1000), version=1),))
     assert not touches_no_bytes(in_place)
     assert seconds_of(in_place) == pytest.approx(1e-6 + 8e6 / 1e10)
+    transposed = make_op("aten.t.default", (view(0, (1000, 1000)),), ())  # as traces have it
+    assert seconds_of(transposed) == pytest.approx(1e-6)
+    compared = make_op("aten.equal.default", (view(0, (1000, 1000)), view(1, (1000, 1000))), ())
+    assert seconds_of(compared) == pytest.approx(1e-6 + 8e6 / 1e10)
     # An op without results (a check, a read of one number) is not a view.
     assert not touches_no_bytes(make_op("aten._assert_async.msg", (view(0, (4,)),), ()))
 

@@ -25,6 +25,7 @@ from elbowroom.ir.digest import digest
 from elbowroom.ir.forecast import Forecast
 from elbowroom.ir.hardware import HardwareProfile, Link, Rate, Tier
 from elbowroom.ir.journal import Journal, Mode, StepRecord
+from elbowroom.ir.op_times import OpTime, OpTimes
 from elbowroom.ir.plan import Choice, Plan
 from elbowroom.ir.trace import Role, Trace
 from elbowroom.planner.problem import plan
@@ -68,6 +69,7 @@ def _make_nouns() -> dict[str, Any]:
         ),
         "plan": dataclasses.replace(made, host_bytes=9),
         "forecast": simulate(trace, costs, made),
+        "op_times": OpTimes(machine="CPU; 2 threads", times=(OpTime(key="aten.mm.default ab", seconds=0.5, steps=3),)),
         "journal": Journal(steps=(record, dataclasses.replace(record, step=1, mode=Mode.PLAIN))),
     }
 

@@ -62,15 +62,11 @@ Strategy = Annotated[
         autocompletion=lambda: list(_family.names(strategies)),
     ),
 ]
-Managed = Annotated[
-    str,
-    typer.Option(
-        "--manages",
-        help="Storages that may leave the device: activations, or everything, which adds parameters, gradients and "
-        "optimizer state.",
-        autocompletion=lambda: ["activations", "everything"],
-    ),
-]
+_MANAGES_HELP = "Storages that may leave the device: activations, or everything, which adds parameters, gradients and "
+_MANAGES_HELP += "optimizer state."
+_MANAGES = typer.Option("--manages", help=_MANAGES_HELP, autocompletion=lambda: ["activations", "everything"])
+Managed = Annotated[str, _MANAGES]
+ManagedByRoom = Annotated[str | None, _MANAGES]
 SpillFolder = Annotated[
     str | None,
     typer.Option("--spill-folder", help="Folder of the spill file. Default: the system's temporary folder."),

@@ -32,7 +32,7 @@ def find_trace(terminal: Terminal, source: str, options: Mapping[str, Any]) -> T
         UsageError: there is no such file or workload, or workload options were given for a file.
         TraceError: the file is damaged, or the step cannot be captured on fake tensors.
     """
-    if ":" in source and not os.path.exists(source):
+    if is_spec(source):
         return capture_spec(terminal, source, options)
     if options:
         given = ", ".join("--" + name.replace("_", "-") for name in options)
@@ -56,8 +56,16 @@ def load_trace(path: str | os.PathLike[str]) -> Trace:
     return trace
 
 
-def capture_spec(terminal: Terminal, spec: str, options: Mapping[str, Any]) -> Trace:
+def is_spec(source: str) -> bool:
+    """Return True if a source names a workload, and not a file."""
+    return ":" in source and not os.path.exists(source)
+
+
+def capture_spec(terminal: Terminal, spec: str, options: Mapping[str, Any], budget_bytes: int | None = None) -> Trace:
     """Capture one step of a workload on fake tensors; the model is fake, too, where possible.
+
+    Args:
+        budget_bytes: capture the step as it runs within this budget if the model's state may leave.
 
     Raises:
         UsageError: the spec or an option is invalid.
@@ -70,13 +78,13 @@ def capture_spec(terminal: Terminal, spec: str, options: Mapping[str, Any]) -> T
         if workload is not None:
             advance("one step on fake tensors", 0.3)
             try:
-                return capture(workload.step, workload.model, workload.optimizer, name=spec)
+                return capture(workload.step, workload.model, workload.optimizer, name=spec, memory_budget=budget_bytes)
             except TraceError:
                 pass  # perhaps only the model's construction does not work on fake tensors
         advance("building the model", 0.1)
         workload = build(spec, options)
         advance("one step on fake tensors", 0.5)
-        return capture(workload.step, workload.model, workload.optimizer, name=spec)
+        return capture(workload.step, workload.model, workload.optimizer, name=spec, memory_budget=budget_bytes)
 
 
 def build(spec: str, options: Mapping[str, Any]) -> Workload:
@@ -162,11 +170,23 @@ def find_costs_and_device(
     Raises:
         UsageError, TraceError: see `find_costs`.
     """
+    costs, profile = find_costs_and_profile(terminal, trace, hardware, costs_file)
+    return costs, None if profile is None else count_bytes(profile)
+
+
+def find_costs_and_profile(
+    terminal: Terminal, trace: Trace, hardware: str, costs_file: pathlib.Path | None
+) -> tuple[Costs, HardwareProfile | None]:
+    """Return `find_costs`, and the profile: None if only a costs file is given.
+
+    Raises:
+        UsageError, TraceError: see `find_costs`.
+    """
     from elbowroom.ir.digest import digest
 
     if costs_file is None:
         profile = find_profile(terminal, hardware)
-        return price_trace(terminal, trace, profile), count_bytes(profile)
+        return price_trace(terminal, trace, profile), profile
     costs = files.load(Costs, costs_file)
     if costs.trace_digest != digest(trace):
         raise TraceError(
@@ -177,7 +197,19 @@ def find_costs_and_device(
             f"{costs_file} holds the costs of {len(costs.op_seconds)} ops, but the trace has {len(trace.ops)}"
         )
     named = None if hardware == THIS_MACHINE else find_profile(terminal, hardware)
-    return costs, None if named is None else count_bytes(named)
+    return costs, named
+
+
+def group_optimizer(
+    terminal: Terminal, source: str, options: Mapping[str, Any], budget_bytes: int, profile: HardwareProfile
+) -> tuple[Trace, Costs]:
+    """Capture and price a workload as it runs within a budget that its state may have to leave.
+
+    Raises:
+        UsageError, TraceError: as `capture_spec`.
+    """
+    trace = capture_spec(terminal, source, options, budget_bytes)
+    return trace, price_trace(terminal, trace, profile)
 
 
 def count_bytes(profile: HardwareProfile) -> int | None:
@@ -207,14 +239,23 @@ def load_plan(path: str | os.PathLike[str], trace: Trace) -> Plan:
 
 
 def price_trace(terminal: Terminal, trace: Trace, profile: HardwareProfile) -> Costs:
-    """Price a trace for a machine; note if it was captured for another kind of device."""
+    """Price a trace for a machine, which may have measured some of its ops before.
+
+    Notes how many, and if the trace was captured for another kind of device.
+    """
+    from elbowroom.config import read_config
+    from elbowroom.cost.op_times import make_key
     from elbowroom.cost.price import price
+    from elbowroom.hardware.past_times import PastTimes
 
     if trace.device != profile.device:
         terminal.note(
             f"captured on {trace.device} but priced for {profile.name} ({profile.device}): some of its ops may differ"
         )
-    return price(trace, profile)
+    past = PastTimes(profile, is_enabled=read_config().op_time_store).load()
+    if known := sum(make_key(op) in past for op in trace.ops) if past else 0:
+        terminal.note(f"{known} of {len(trace.ops)} ops have times that this machine measured in earlier steps")
+    return price(trace, profile, past=past)
 
 
 def read_amount(option: str, text: str, *, device_bytes: int | None = None, peak_bytes: int | None = None) -> int:

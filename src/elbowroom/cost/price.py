@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Mapping
 
-from elbowroom.cost.roofline import estimate_seconds, index_rates
+from elbowroom.cost.op_times import is_plausible, make_key
+from elbowroom.cost.roofline import Rates, estimate_seconds, index_rates
 from elbowroom.cost.workspace import estimate_workspace
 from elbowroom.errors import TraceError
 from elbowroom.ir.costs import Costs, Measurements
 from elbowroom.ir.digest import digest
 from elbowroom.ir.hardware import HardwareProfile, Link
-from elbowroom.ir.trace import Trace
+from elbowroom.ir.trace import Op, Trace
 
 
 def price(
@@ -20,15 +22,18 @@ def price(
     measurements: Measurements | None = None,
     *,
     trace_digest: str | None = None,
+    past: Mapping[str, float] | None = None,
 ) -> Costs:
     """Return the seconds and the workspace of every op of a trace on a machine, and the links for its storages.
 
-    Without measurements, times come from the profile's roofline, and workspaces from rules that are never below what
-    was measured on a CPU. With measurements every op costs what was measured, even 0.
+    Without measurements, times come from earlier steps or else from the profile's roofline, and workspaces from rules
+    that are never below what was measured on a CPU. With measurements every op costs what was measured, even 0.
 
     Args:
         measurements: measurements of this trace on this machine.
         trace_digest: `ir.digest.digest(trace)`, if already known; computed otherwise.
+        past: seconds of ops in earlier steps on this machine, by key (`cost.op_times.make_key`). Implausible ones are
+            ignored.
 
     Raises:
         TraceError: the measurements belong to another trace or are not numbers of at least 0; or the profile has no
@@ -39,7 +44,7 @@ def price(
     link, *further_links = _find_links(profile)
     if measurements is None:
         rates = index_rates(profile)
-        op_seconds = tuple(estimate_seconds(op, trace.storages, rates, profile) for op in trace.ops)
+        op_seconds = tuple(_predict_seconds(op, trace, rates, profile, past or {}) for op in trace.ops)
         cuda_rates = rates if profile.device.startswith("cuda") else None
         workspace_bytes = tuple(estimate_workspace(op, cuda_rates, isa=profile.isa) for op in trace.ops)
         overhead_seconds = 0.0
@@ -73,6 +78,12 @@ def correct(costs: Costs, seconds: float) -> Costs:
     ops = math.fsum(costs.op_seconds)
     share = max(0.0, 1 + overhead_seconds / ops) if ops else 1.0
     return dataclasses.replace(costs, op_seconds=tuple(share * each for each in costs.op_seconds), overhead_seconds=0.0)
+
+
+def _predict_seconds(op: Op, trace: Trace, rates: Rates, profile: HardwareProfile, past: Mapping[str, float]) -> float:
+    estimate = estimate_seconds(op, trace.storages, rates, profile)
+    measured = past.get(make_key(op)) if past else None
+    return measured if measured is not None and is_plausible(measured, estimate) else estimate
 
 
 def _find_links(profile: HardwareProfile) -> tuple[Link, ...]:

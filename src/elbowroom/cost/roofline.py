@@ -9,7 +9,15 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
-from elbowroom.cost.shapes import count_elements, element_bytes, is_floating, short_name, touches_no_bytes, view_bytes
+from elbowroom.cost.shapes import (
+    count_elements,
+    element_bytes,
+    is_floating,
+    makes_only_a_view,
+    short_name,
+    touches_no_bytes,
+    view_bytes,
+)
 from elbowroom.errors import TraceError
 from elbowroom.ir.hardware import HardwareProfile
 from elbowroom.ir.trace import Op, Storage, View
@@ -85,7 +93,7 @@ def estimate_seconds(op: Op, storages: Sequence[Storage], rates: Rates, profile:
         storages: storages of the trace, by id: an expanded tensor has no more bytes than its storage.
         rates: from `index_rates` of the same profile.
     """
-    if touches_no_bytes(op):
+    if touches_no_bytes(op) or makes_only_a_view(op):
         return profile.op_latency_seconds
     kind, dtype = find_kind(op), _working_dtype(op)
     work = count_moved_bytes(op, storages) / find_rate(rates, "elementwise", dtype)

@@ -41,6 +41,11 @@ def is_floating(dtype: str) -> bool:
     return dtype.startswith(("float", "bfloat", "complex"))
 
 
+def makes_only_a_view(op: Op) -> bool:
+    """Tell whether an op makes a view of its one argument, or reads one number: it writes nothing (`Op.writes`)."""
+    return len(op.reads) == 1 and not op.writes and not op.flops
+
+
 def touches_no_bytes(op: Op) -> bool:
     """Tell whether an op only makes views of a storage or allocates uninitialized memory."""
     if short_name(op) in _ALLOCATIONS:

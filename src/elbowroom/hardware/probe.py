@@ -119,7 +119,7 @@ def _measure(device: torch.device, folder: str, sizes: Sizes, report: Advance) -
     rates = measure_rates(device, sizes, lambda what, share: report(what, 0.05 + 0.5 * share))
     tiers, links = (_measure_cuda if device.type == "cuda" else _measure_cpu)(device, folder, sizes, report)
     return HardwareProfile(
-        name=_name(device),
+        name=name_machine(device),
         device=device.type,
         isa=find_isa() if device.type == "cpu" else "",
         rates=rates,
@@ -190,7 +190,8 @@ def _memory_bytes() -> int:
     return total
 
 
-def _name(device: torch.device) -> str:
+def name_machine(device: torch.device) -> str:
+    """Return the name of a device in a profile: on a CPU its model and the number of threads."""
     if device.type == "cuda":
         return str(torch.cuda.get_device_name(device))
     processor = platform.processor() or platform.machine()

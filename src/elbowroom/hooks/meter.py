@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -66,10 +66,20 @@ class Meter(Protocol):
         ...
 
 
-def make_meter(device: torch.device, ledger: CpuLedger | CudaLedger, *, is_detailed: bool = True) -> Meter:
-    """Return a meter for a device, which on a CPU reads the ledger."""
+def make_meter(
+    device: torch.device,
+    ledger: CpuLedger | CudaLedger,
+    *,
+    is_detailed: bool = True,
+    find_stall: Callable[[], float] = lambda: 0.0,
+) -> Meter:
+    """Return a meter for a device, which on a CPU reads the ledger.
+
+    Args:
+        find_stall: returns the seconds that the host has waited for transfers, which ops do not count as their own.
+    """
     if isinstance(ledger, CpuLedger):
-        return CpuMeter(ledger, is_detailed=is_detailed)
+        return CpuMeter(ledger, is_detailed=is_detailed, find_stall=find_stall)
     return CudaMeter(device, is_detailed=is_detailed)
 
 
@@ -77,15 +87,19 @@ _NO_CHANGES = np.zeros(0, dtype=np.int64)
 
 
 class CpuMeter:
-    """Reads the scope of a CPU ledger."""
+    """Reads the scope of a CPU ledger; for `find_stall` see `make_meter`."""
 
-    def __init__(self, ledger: CpuLedger, *, is_detailed: bool = True) -> None:
+    def __init__(
+        self, ledger: CpuLedger, *, is_detailed: bool = True, find_stall: Callable[[], float] = lambda: 0.0
+    ) -> None:
         self.peak_bytes = self.resident_bytes = 0
         self._ledger = ledger
         self._scope = ledger.scope
         self.is_detailed = is_detailed
         self._begins: list[int] = []
         self._ends: list[int] = []
+        self._find_stall = find_stall
+        self._stalls: list[float] = []  # while each op ran
         self._live_before = self._adopted_before = 0
         self._times = self._live = _NO_CHANGES
 
@@ -104,12 +118,14 @@ class CpuMeter:
         if self.is_detailed:
             self._scope.set_recording(True)
 
-    def begin_op(self) -> int:
-        return time.time_ns()
+    def begin_op(self) -> tuple[float, int]:
+        return self._find_stall(), time.time_ns()
 
-    def end_op(self, begun: int) -> None:
-        self._begins.append(begun)
+    def end_op(self, begun: tuple[float, int]) -> None:
+        stalled, begin = begun
+        self._begins.append(begin)
         self._ends.append(time.time_ns())
+        self._stalls.append(self._find_stall() - stalled)
 
     def stop(self) -> None:
         self.peak_bytes, self.resident_bytes = int(self._scope.peak_bytes), read_resident_peak()
@@ -118,7 +134,8 @@ class CpuMeter:
             self._scope.set_recording(False)
 
     def op_seconds(self) -> tuple[float, ...]:
-        return tuple((end - begin) * 1e-9 for begin, end in zip(self._begins, self._ends, strict=True))
+        spans = zip(self._begins, self._ends, self._stalls, strict=True)
+        return tuple(max(0.0, (end - begin) * 1e-9 - stall) for begin, end, stall in spans)
 
     def workspace_bytes(self, created_bytes: Sequence[int]) -> tuple[int, ...]:
         if not len(self._times):

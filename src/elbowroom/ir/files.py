@@ -26,6 +26,7 @@ from elbowroom.ir.forecast import Forecast
 from elbowroom.ir.hardware import HardwareProfile
 from elbowroom.ir.journal import Journal
 from elbowroom.ir.json_text import ABSENT, JsonText
+from elbowroom.ir.op_times import OpTimes
 from elbowroom.ir.plan import Plan
 from elbowroom.ir.text_files import read_text
 from elbowroom.ir.trace import Op, Storage, Trace
@@ -38,6 +39,7 @@ _FORMATS: dict[type, str] = {
     Plan: "elbowroom.plan",
     Forecast: "elbowroom.forecast",
     Journal: "elbowroom.journal",
+    OpTimes: "elbowroom.op_times",
 }
 
 _ORIGIN = {"module": None, "line": ""}

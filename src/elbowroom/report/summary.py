@@ -17,6 +17,7 @@ from elbowroom.report.blocks import BlockGroup, count_seconds, explain_blocks
 from elbowroom.report.chart import draw_chart
 from elbowroom.report.columns import align, wrap
 from elbowroom.report.modules import tabulate_modules
+from elbowroom.report.state import count_state, tabulate_state
 from elbowroom.report.steady import Steady, count_modes, find_steady
 from elbowroom.units import format_bytes, format_seconds
 
@@ -33,6 +34,10 @@ _MODES = {
     Mode.DYNAMIC: "dynamic",
     Mode.DRIFTED: "drifted",
 }
+_MANAGED = {
+    "activations": "the model's state stays on the device",
+    "everything": "activations, parameters, gradients and optimizer state",
+}
 _NOTES = {Mode.DRIFTED: "drift", Mode.DYNAMIC: "no plan"}
 
 
@@ -46,6 +51,8 @@ def summarize(
     policy: str = "",
     forecast: Forecast | None = None,
     bound_seconds: float = 0.0,
+    manages: str = "",
+    host_bytes: int | None = None,
     by: str = "kind",
     depth: int | None = None,
 ) -> str:
@@ -57,6 +64,8 @@ def summarize(
         trace, costs, plan, forecast: of the step; None if unknown.
         policy: name of the online policy, if the forecast is of a step without a plan.
         bound_seconds: lower bound on the step time of any plan within the budget; 0 if unknown.
+        manages: storages that may leave the device: "activations" or "everything"; "" if unknown.
+        host_bytes: as for `simulator.simulate.simulate`.
         by: grouping of the table at the end: "kind" or "module".
         depth: levels of modules shown; None for as many as fit. Only for by="module".
 
@@ -67,7 +76,7 @@ def summarize(
     check_table(by, depth)
     if trace is not None:
         _check_match(trace, costs, plan, forecast)
-    lines = [_title(budget_bytes, trace), "", *_describe_steps(journal, plan, policy)]
+    lines = [_title(budget_bytes, trace), "", *_describe_steps(journal, plan, policy, manages)]
     plain = Lifetimes(trace).count_plain(costs) if trace is not None and costs is not None else []
     steady = find_steady(journal)
     if steady is not None or forecast is not None:
@@ -83,6 +92,8 @@ def summarize(
         lines += draw_chart(forecast.live_bytes, begins, budget_bytes=budget_bytes, plain_bytes=plain)
         if plan is not None and by == "kind":
             lines += ["", *_describe_peak(trace, costs, plan, forecast)]
+            if classes := count_state(trace, costs, plan, forecast, host_bytes):
+                lines += ["", *tabulate_state(classes)]
     if by == "module":
         lines += ["", *_describe_modules(trace, costs, plan, forecast, depth)]
     return "\n".join(lines)
@@ -125,7 +136,7 @@ def _title(budget_bytes: int, trace: Trace | None) -> str:
     return what + (f", within {format_bytes(budget_bytes)}" if budget_bytes else "")
 
 
-def _describe_steps(journal: Journal, plan: Plan | None, policy: str) -> list[str]:
+def _describe_steps(journal: Journal, plan: Plan | None, policy: str, manages: str) -> list[str]:
     counts = count_modes(journal)
     run = ", ".join(f"{count} {_MODES[mode]}" for mode, count in counts.items())
     lines = [f"Steps   {run or 'none run'}"]
@@ -137,12 +148,17 @@ def _describe_steps(journal: Journal, plan: Plan | None, policy: str) -> list[st
         lines.append("Plan    none: what moves is decided while a step runs")
     elif plan is None:
         lines.append("Plan    none yet: a step is planned once it has been captured")
-    elif not plan.decisions:
+    elif not plan.decisions and not plan.state:
         lines.append("Plan    everything fits: nothing is moved, recomputed or hooked")
     else:
         offloaded, recomputed = plan.count_gaps(Choice.OFFLOAD), plan.count_gaps(Choice.RECOMPUTE)
         decided = f"{_count(offloaded, 'gap')} offloaded, {recomputed} recomputed"
-        lines.append(f"Plan    {decided} in {_count(len(plan.segments), 'segment')} (strategy {plan.strategy})")
+        decided += f" in {_count(len(plan.segments), 'segment')}"
+        if plan.state:
+            decided += f"; state: {_count(len(plan.state), 'gap')} offloaded"
+        lines += wrap(f"Plan    {decided} (strategy {plan.strategy})", " " * 8)
+    if manages:
+        lines.append(f"Manages {manages}: {_MANAGED[manages]}")
     notes: dict[tuple[Mode, str], list[int]] = {}
     for record in journal.steps:
         if record.note:

@@ -42,6 +42,23 @@ LISTS = 8
 """An op over lists of tensors (of all gradients, say) takes items of this share of the budget at a time."""
 
 
+@contextlib.contextmanager
+def grouping(optimizers: Sequence[Optimizer], budget_bytes: int) -> Iterator[None]:
+    """Return a context in which optimizers step as they do within a budget that state may have to leave."""
+    find: Callable[[], int] = lambda: budget_bytes // GROUPS  # noqa: E731
+    groups = [GroupedStep(each, find, lambda tensors: None) for each in find_groupable(optimizers)]
+    try:
+        yield
+    finally:
+        for each in groups:
+            each.remove()
+
+
+def may_leave(state_bytes: int, budget_bytes: int) -> bool:
+    """Return True if state of this size is worth moving within a budget."""
+    return state_bytes > budget_bytes // WORTH_WATCHING
+
+
 class StatePager:
     """Moves the state of one job.
 
@@ -210,15 +227,8 @@ class StatePager:
     @contextlib.contextmanager
     def grouping(self, budget_bytes: int) -> Iterator[None]:
         """Return a context in which optimizers step as they will in steps whose state may have to leave."""
-        groups: list[GroupedStep] = []
-        if self._is_needed(budget_bytes):
-            find: Callable[[], int] = lambda: budget_bytes // GROUPS  # noqa: E731
-            groups += (GroupedStep(each, find, lambda tensors: None) for each in find_groupable(self._optimizers))
-        try:
+        with grouping(self._optimizers, budget_bytes) if self._is_needed(budget_bytes) else contextlib.nullcontext():
             yield
-        finally:
-            for each in groups:
-                each.remove()
 
     # -- which state leaves ---------------------------------------------------------------------------------------
 
@@ -229,7 +239,7 @@ class StatePager:
         if self._first_bytes is None:
             self._first_bytes = sum(storage.nbytes() for storage in self._list_candidates())
         # Between steps, little but state is live.
-        return max(self._ledger.live_bytes, COMING * self._first_bytes) > budget_bytes // WORTH_WATCHING
+        return may_leave(max(self._ledger.live_bytes, COMING * self._first_bytes), budget_bytes)
 
     def _choose(self, missing_bytes: int, spares_soon: bool) -> list[Any]:
         """Return storages that may leave, of at least `missing_bytes` if there are as many; the last used first."""

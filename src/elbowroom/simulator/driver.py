@@ -42,6 +42,7 @@ class VirtualDevice:
         late: delay against the plain step, in seconds.
         delays: part of the delay that each entry added.
         copy_slots: lifetimes of the copies that were freed.
+        exposed_seconds: part of the delay that moves of each storage of the model's state caused.
     """
 
     def __init__(self, costs: Costs, sizes: Sequence[int], rounded: Sequence[int], overflow: Overflow | None) -> None:
@@ -53,6 +54,7 @@ class VirtualDevice:
         self.begin = self.late = 0.0
         self.delays: dict[int, float] = {}
         self.copy_slots: list[CopySlot] = []
+        self.exposed_seconds: dict[int, float] = {}
         self._done: dict[int, float] = {}  # when the last transfer of a storage is over
         self._below: dict[int, CopySlot] = {}
         self._state = frozenset[int]()
@@ -89,6 +91,10 @@ class VirtualDevice:
         )
         return on_host, on_disk
 
+    def list_state_on_disk(self) -> frozenset[int]:
+        """Return the storages of the model's state whose copies are on the disk behind the host."""
+        return frozenset(storage for storage in self._state if self._below[storage].is_on_disk)
+
     def begin_next_step(self, seconds: float) -> None:
         """Begin the next step after one that took `seconds`: transfers under way go on, figures start anew."""
         self._lanes.shift(seconds)
@@ -96,6 +102,7 @@ class VirtualDevice:
         self.begin = self.late = 0.0
         self.delays = {}
         self.copy_slots = []
+        self.exposed_seconds = {}
         self._moved = _Moved()
 
     def offload(self, storage: int) -> None:
@@ -113,10 +120,10 @@ class VirtualDevice:
             self._count_copy(rounded, is_on_disk=is_full)
         if overflow is not None and self._below[storage].is_on_disk:
             done = self._done[storage] = self._lanes.send_through(overflow.disk, overflow.piece_bytes, nbytes, now)
-            self._stall(done - now)
+            self._stall(storage, done - now)
             return
         self._done[storage] = self._lanes.send(nbytes, now)
-        self._delay(nbytes * self._drag)
+        self._delay(nbytes * self._drag, storage)
 
     def reload(self, storage: int) -> None:
         """Start copying a storage back; if its copy is on the disk, wait until all is read."""
@@ -128,15 +135,15 @@ class VirtualDevice:
         if overflow is not None and self._below[storage].is_on_disk:
             read, done = self._lanes.fetch_through(overflow.disk, overflow.piece_bytes, nbytes, now)
             self._done[storage] = done
-            self._stall(read - now)
+            self._stall(storage, read - now)
             return
         self._done[storage] = self._lanes.fetch(nbytes, now)
-        self._delay(nbytes * self._drag)
+        self._delay(nbytes * self._drag, storage)
 
     def wait(self, storage: int) -> float:
         """Wait for the last transfer of a storage. Return the seconds waited."""
         seconds = max(0.0, self._done.get(storage, 0.0) - self.now)
-        self._stall(seconds)
+        self._stall(storage, seconds)
         return seconds
 
     def replay(self, seconds: float) -> None:
@@ -173,11 +180,14 @@ class VirtualDevice:
             self._host_bytes += rounded
             self._host_peak = max(self._host_peak, self._host_bytes)
 
-    def _stall(self, seconds: float) -> None:
+    def _stall(self, storage: int, seconds: float) -> None:
         self._moved.stall_seconds += seconds
-        self._delay(seconds)
+        self._delay(seconds, storage)
 
-    def _delay(self, seconds: float) -> None:
+    def _delay(self, seconds: float, storage: int | None = None) -> None:
+        """Delay the step. `storage`: whose move is the cause; None for a replay."""
         if seconds > 0.0:
+            if storage in self._state:
+                self.exposed_seconds[storage] = self.exposed_seconds.get(storage, 0.0) + seconds
             self.late += seconds
             self.delays[self.entry] = self.delays.get(self.entry, 0.0) + seconds

@@ -49,6 +49,19 @@ from elbowroom.simulator.state_moves import merge_moves, move_state
 Spans = list[tuple[int, int]]
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class StateCopies:
+    """Copies of the model's state under a plan.
+
+    Attributes:
+        on_disk: storages whose copies are on the disk behind the host.
+        exposed_seconds: seconds by which the moves of each storage lengthen a step.
+    """
+
+    on_disk: frozenset[int]
+    exposed_seconds: Mapping[int, float]
+
+
 class PreparedTrace:
     """Data of a trace that do not depend on the plan, prepared once for many forecasts.
 
@@ -142,6 +155,15 @@ class PreparedTrace:
         if plan.host_bytes is None or (self.host_bytes is not None and self.host_bytes <= plan.host_bytes):
             return self.overflow
         return find_overflow(self.costs, plan.host_bytes)
+
+    def follow_state(self, plan: Plan) -> StateCopies:
+        """Return where the copies of the model's state are under a plan, and what its moves cost in each step.
+
+        Raises:
+            TraceError: the plan is for another trace.
+        """
+        device = self._begin(plan).device
+        return StateCopies(on_disk=device.list_state_on_disk(), exposed_seconds=device.exposed_seconds)
 
     def make_device(self, overflow: Overflow | None) -> VirtualDevice:
         """Return the device on which one step is simulated."""

@@ -18,13 +18,23 @@ from elbowroom.cli.parameters import (
     Hardware,
     HostMemory,
     Json,
+    Managed,
     Output,
     Picture,
     TraceOrSpec,
     WorkloadOptions,
     with_workload_options,
 )
-from elbowroom.cli.sources import check_writable, find_costs_and_device, find_trace, read_host_memory
+from elbowroom.cli.sources import (
+    check_writable,
+    count_bytes,
+    find_costs_and_profile,
+    find_trace,
+    group_optimizer,
+    is_spec,
+    keep_all,
+    read_host_memory,
+)
 from elbowroom.cli.terminal import Terminal, open_terminal
 from elbowroom.units import format_bytes, format_seconds
 
@@ -59,6 +69,7 @@ def compare_strategies(
     hardware: Hardware = "this",
     costs_file: CostsFile = None,
     host_memory: HostMemory = None,
+    manages: Managed = "activations",
     picture: Picture = None,
     output: Output = None,
     *,
@@ -67,31 +78,41 @@ def compare_strategies(
 ) -> None:
     """Plan one step within several budgets by several strategies, and show what each costs.
 
+    With --manages everything, strategies that cannot move the model's state keep it; bounds are for those that can.
+
     Ctrl-C shows the results so far.
     """
     from elbowroom.cli.pictures import check_picture
     from elbowroom.planner.comparison.strategies_compared import Comparison, even_out
+    from elbowroom.planner.options import Manages, find_managed
     from elbowroom.planner.problem import pose
+    from elbowroom.simulator.simulate import simulate
 
     with open_terminal(as_json) as terminal:
         check_writable(output)
         check_picture(picture)
         # Check the arguments before anything is captured or measured.
         read_budgets(budgets, device_bytes=1 << 40, peak_bytes=1 << 40)
+        managed = find_managed("auto", manages)
         asked, host_bytes = read_strategies(strategies), read_host_memory(host_memory)
         trace = find_trace(terminal, source, options)
-        costs, device_bytes = find_costs_and_device(terminal, trace, hardware, costs_file)
-        problem = pose(trace, costs, 1)
+        costs, profile = find_costs_and_profile(terminal, trace, hardware, costs_file)
+        device_bytes = None if profile is None else count_bytes(profile)
+        plain = simulate(trace, costs, keep_all(costs, 0))
+        within = read_budgets(budgets, device_bytes=device_bytes, peak_bytes=plain.peak_bytes)
+        if managed is Manages.EVERYTHING and is_spec(source) and costs_file is None and profile is not None:
+            trace, costs = group_optimizer(terminal, source, options, within[0], profile)
+        problem = pose(trace, costs, 1, manages=managed)
         comparison = Comparison(
             name=trace.name,
             profile_name=costs.profile_name,
-            plain_peak_bytes=problem.plain.peak_bytes,
-            plain_seconds=problem.plain.step_seconds,
+            plain_peak_bytes=plain.peak_bytes,
+            plain_seconds=plain.step_seconds,
+            manages=str(managed),
             smallest_bytes=problem.floor.peak_bytes,
             entries=(),
         )
-        within = read_budgets(budgets, device_bytes=device_bytes, peak_bytes=comparison.plain_peak_bytes)
-        entries, stopped = _run(terminal, trace, costs, within, asked, host_bytes)
+        entries, stopped = _run(terminal, trace, costs, within, asked, host_bytes, managed)
         comparison = dataclasses.replace(comparison, entries=even_out(entries))
         if entries:
             _show(terminal, comparison, picture, output, is_complete=stopped is None)
@@ -106,13 +127,14 @@ def _run(
     budgets: tuple[int, ...],
     strategies: tuple[str, ...],
     host_bytes: int | None,
+    manages: str,
 ) -> tuple[tuple[Entry, ...], BaseException | None]:
     """Return the entries, and the error that prevented the others."""
     from elbowroom.planner.comparison.strategies_compared import compare
 
     entries: list[Entry] = []
     places = [(budget, strategy) for budget in budgets for strategy in strategies]
-    running = compare(trace, costs, budgets, strategies, host_bytes=host_bytes)
+    running = compare(trace, costs, budgets, strategies, host_bytes=host_bytes, manages=manages)
     try:
         with terminal.progress(f"comparing on {trace.name}") as advance:
             for budget, strategy in places:
@@ -149,6 +171,8 @@ def _head(comparison: Comparison) -> tuple[Text, ...]:
         f"plain step {format_seconds(comparison.plain_seconds)} at {format_bytes(comparison.plain_peak_bytes)}; "
         f"smallest budget that works {format_bytes(comparison.smallest_bytes)}"
     )
+    if comparison.manages != "activations":
+        facts += f"; plans move {comparison.manages}"
     return Text(f"{comparison.name} on {comparison.profile_name}", style="bold"), Text("\n" + facts + "\n")
 
 
@@ -221,6 +245,7 @@ def list_fields(comparison: Comparison) -> dict[str, Any]:
         "plain_peak_bytes": comparison.plain_peak_bytes,
         "plain_step_seconds": comparison.plain_seconds,
         "smallest_budget_bytes": comparison.smallest_bytes,
+        "manages": comparison.manages,
         "entries": [_fields(entry) for entry in comparison.entries],
         "front": [{"budget_bytes": entry.budget_bytes, "strategy": entry.strategy} for entry in front],
     }

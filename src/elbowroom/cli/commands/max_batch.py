@@ -17,6 +17,7 @@ from elbowroom.cli.documents import save_document
 from elbowroom.cli.parameters import (
     Hardware,
     Json,
+    Managed,
     Output,
     Picture,
     Spec,
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
     from elbowroom.ir.hardware import HardwareProfile
     from elbowroom.ir.trace import Trace
     from elbowroom.planner.comparison.batches import Batches, Trial
+    from elbowroom.planner.options import Manages
 
 Memory = Annotated[
     str | None,
@@ -63,6 +65,7 @@ def find_max_batch(
     memory: Memory = None,
     hardware: Hardware = "this",
     strategy: Strategy = "auto",
+    manages: Managed = "activations",
     picture: Picture = None,
     output: Output = None,
     *,
@@ -72,12 +75,13 @@ def find_max_batch(
     """Find the largest batch that trains and the one of highest throughput, with a plan and without."""
     from elbowroom.cli.pictures import check_picture, draw_throughput
     from elbowroom.planner.comparison.batches import Batches
-    from elbowroom.planner.options import find_strategy
+    from elbowroom.planner.options import find_managed, find_strategy
 
     with open_terminal(as_json) as terminal:
         check_writable(output)
         check_picture(picture)
-        find_strategy(strategy)
+        managed = find_managed(strategy, manages)
+        find_strategy(strategy, managed)
         if memory is not None:
             read_amount("--memory", memory, device_bytes=1 << 40)
         if os.path.exists(spec):
@@ -86,7 +90,7 @@ def find_max_batch(
         memory_bytes = read_amount("--memory", memory or "100%", device_bytes=count_bytes(profile))
         note_share(terminal, "--memory", memory or "100%", memory_bytes)
         host_bytes = profile.tiers[1].capacity_bytes if len(profile.tiers) > 1 else None
-        trials, stopped = _run(terminal, spec, options, profile, (memory_bytes, host_bytes), strategy)
+        trials, stopped = _run(terminal, spec, options, profile, (memory_bytes, host_bytes), strategy, managed)
         found = Batches(memory_bytes=memory_bytes, host_bytes=host_bytes, strategy=strategy, trials=trials)
         if trials:
             title = f"{spec} within {format_bytes(memory_bytes)} on {profile.name}"
@@ -110,9 +114,11 @@ def _run(
     profile: HardwareProfile,
     limits: tuple[int, int | None],
     strategy: str,
+    managed: Manages,
 ) -> tuple[tuple[Trial, ...], BaseException | None]:
     """Return the trials by batch, and the error that prevented the others."""
     from elbowroom.planner.comparison.batches import MOST_TRIALS, try_batches
+    from elbowroom.planner.options import Manages
 
     trials: list[Trial] = []
     memory_bytes, host_bytes = limits
@@ -121,16 +127,20 @@ def _run(
 
     with terminal.progress(f"trying batches of {spec}") as advance:
 
-        def load(batch: int) -> tuple[Trace, Costs]:
+        def load(batch: int, budget_bytes: int | None = None) -> tuple[Trace, Costs]:
             share = min(0.95, len(trials) / MOST_TRIALS)
             advance(f"capturing {batch} samples", share)
-            trace = capture_spec(silent, spec, {**options, "batch": batch})
+            trace = capture_spec(silent, spec, {**options, "batch": batch}, budget_bytes)
             costs = price_trace(silent if captured else terminal, trace, profile)
             captured.append(batch)
             advance(f"planning {batch} samples", share)
             return trace, costs
 
-        running = try_batches(load, memory_bytes, strategy=strategy, host_bytes=host_bytes)
+        moves_state = managed is Manages.EVERYTHING
+        running = try_batches(
+            load, memory_bytes, strategy=strategy, host_bytes=host_bytes, manages=managed,
+            load_grouped=(lambda batch: load(batch, memory_bytes)) if moves_state else None,
+        )  # fmt: skip
         try:
             for trial in running:
                 advance(f"tried {trial.batch} samples", len(trials) / MOST_TRIALS)

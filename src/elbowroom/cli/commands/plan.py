@@ -24,8 +24,11 @@ from elbowroom.cli.parameters import (
 from elbowroom.cli.sources import (
     check_amount,
     check_writable,
-    find_costs_and_device,
+    count_bytes,
+    find_costs_and_profile,
     find_trace,
+    group_optimizer,
+    is_spec,
     keep_all,
     note_share,
     read_amount,
@@ -33,12 +36,14 @@ from elbowroom.cli.sources import (
     save,
 )
 from elbowroom.cli.terminal import open_terminal
+from elbowroom.ir.files import to_json
 from elbowroom.ir.forecast import Forecast
 from elbowroom.ir.plan import Choice, Plan
 from elbowroom.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
     from elbowroom.planner.bounds.bound import Bound
+    from elbowroom.report.state import StateClass
 
 
 def register(app: typer.Typer) -> None:
@@ -61,9 +66,10 @@ def plan(
 ) -> None:
     """Plan one step within a budget, and say what that costs. Exit code 3 if no plan fits."""
     from elbowroom.planner.bounds.bound import find_bound
-    from elbowroom.planner.options import find_managed, find_strategy
+    from elbowroom.planner.options import Manages, find_managed, find_strategy
     from elbowroom.planner.problem import plan as make_plan
     from elbowroom.planner.problem import pose
+    from elbowroom.report.state import count_state, tabulate_state
     from elbowroom.simulator.simulate import simulate
 
     with open_terminal(as_json) as terminal:
@@ -73,25 +79,33 @@ def plan(
         find_strategy(strategy, managed)
         host_bytes = read_host_memory(host_memory)
         trace = find_trace(terminal, source, options)
-        costs, device_bytes = find_costs_and_device(terminal, trace, hardware, costs_file)
+        costs, profile = find_costs_and_profile(terminal, trace, hardware, costs_file)
+        device_bytes = None if profile is None else count_bytes(profile)
         plain = simulate(trace, costs, keep_all(costs, 0))
         budget_bytes = read_amount("--budget", budget, device_bytes=device_bytes, peak_bytes=plain.peak_bytes)
         note_share(terminal, "--budget", budget, budget_bytes)
+        if managed is Manages.EVERYTHING and is_spec(source) and costs_file is None and profile is not None:
+            trace, costs = group_optimizer(terminal, source, options, budget_bytes, profile)
         problem = pose(trace, costs, budget_bytes, host_bytes=host_bytes, manages=managed)
         begin = time.perf_counter()
         with terminal.progress(f"planning {trace.name} within {format_bytes(budget_bytes)}"):
             made = make_plan(trace, costs, budget_bytes, strategy=strategy, host_bytes=host_bytes, manages=managed)
             planning_seconds = time.perf_counter() - begin
             bound = find_bound(problem)
+        forecast = problem.drafter.replay.run(made, placement=problem.drafter.replay.place(made))
         outcome = Outcome(
             plan=made,
             plain=plain,
-            forecast=problem.drafter.replay.run(made, placement=problem.drafter.replay.place(made)),
+            forecast=forecast,
             bound=bound,
             planning_seconds=planning_seconds,
+            managed=str(managed),
+            state=count_state(trace, costs, made, forecast, host_bytes),
         )
         written = save(made, output)
         terminal.show_facts(f"{trace.name} within {format_bytes(budget_bytes)} on {costs.profile_name}", outcome.rows())
+        if made.state:
+            terminal.show_text("\n" + "\n".join(tabulate_state(outcome.state)))
         if written:
             terminal.show_text(f"written to {written}")
         terminal.write_document(
@@ -107,6 +121,8 @@ class Outcome:
         plain, forecast: forecasts without and with the plan.
         bound: lower bound for all plans within this budget.
         planning_seconds: time that the strategy took.
+        managed: "activations" or "everything".
+        state: classes of the model's state.
     """
 
     plan: Plan
@@ -114,6 +130,8 @@ class Outcome:
     forecast: Forecast
     bound: Bound
     planning_seconds: float
+    managed: str
+    state: tuple[StateClass, ...]
 
     def count_choices(self) -> dict[str, int]:
         """Return the number of decisions per choice."""
@@ -140,6 +158,7 @@ class Outcome:
             ("recomputed", format_seconds(forecast.recompute_seconds),
              f"decided for {_count(choices['recompute'], 'gap')}, by {_count(len(self.plan.segments), 'segment')}"),
             ("planned in", format_seconds(self.planning_seconds), f"strategy {self.plan.strategy}"),
+            ("manages", self.managed, "what may leave the device"),
         ]  # fmt: skip
 
     def slowdown(self) -> float:
@@ -154,6 +173,7 @@ class Outcome:
         """Return the fields of the JSON document."""
         return {
             "strategy": self.plan.strategy,
+            "manages": self.managed,
             "budget_bytes": self.plan.budget_bytes,
             "smallest_budget_bytes": self.bound.floor_bytes,
             "plain_peak_bytes": self.plain.peak_bytes,
@@ -167,6 +187,7 @@ class Outcome:
             "reloaded_bytes": self.forecast.reloaded_bytes,
             "state_offloaded_bytes": self.forecast.state_offloaded_bytes,
             "state_reloaded_bytes": self.forecast.state_reloaded_bytes,
+            "state": to_json(self.state),
             "lower_tier_bytes": self.forecast.lower_tier_bytes,
             "lower_arena_bytes": self.forecast.lower_arena_bytes,
             "disk_bytes": self.forecast.disk_bytes,

@@ -45,6 +45,7 @@ def render_report(
     """Report on steps: forecast beside measurements, and with a trace why each block is where it is."""
     from elbowroom.planner.bounds.bound import bound_plan
     from elbowroom.report.modules import count_by_module
+    from elbowroom.report.state import count_state
     from elbowroom.report.steady import count_modes, find_steady
     from elbowroom.report.summary import check_table, summarize
 
@@ -78,7 +79,10 @@ def render_report(
         modules: list[dict[str, Any]] | None = None
         if by == "module" and trace is not None and costs is not None:
             modules = [files.to_json(each) for each in count_by_module(trace, costs, plan, forecast)]
-        terminal.write_document("report", reports=documents, modules=modules)
+        state: list[dict[str, Any]] | None = None
+        if trace is not None and costs is not None and plan is not None and forecast is not None:
+            state = [files.to_json(each) for each in count_state(trace, costs, plan, forecast)]
+        terminal.write_document("report", reports=documents, modules=modules, state=state)
 
 
 def load_journal(path: Path) -> tuple[Journal, int]:

@@ -15,6 +15,7 @@ from elbowroom.cli.parameters import (
     Budget,
     Hardware,
     Json,
+    ManagedByRoom,
     Spec,
     SpillFolder,
     Strategy,
@@ -38,7 +39,7 @@ from elbowroom.config import CHOICES
 from elbowroom.errors import UsageError
 from elbowroom.ir.files import to_json, version_of
 from elbowroom.ir.hardware import HardwareProfile
-from elbowroom.planner.options import find_strategy
+from elbowroom.planner.options import find_managed, find_strategy
 from elbowroom.residency import policies
 from elbowroom.units import format_bytes, format_seconds
 
@@ -67,6 +68,7 @@ def run(
     policy: Annotated[
         str | None, typer.Option("--policy", help=_POLICY_HELP, autocompletion=lambda: list(names(policies)))
     ] = None,
+    manages: ManagedByRoom = None,
     spill_folder: SpillFolder = None,
     output: Annotated[Path | None, typer.Option("--output", "-o", help=_FILE_HELP.format("journal"))] = None,
     save_trace: Annotated[Path | None, typer.Option("--save-trace", help=_FILE_HELP.format("trace"))] = None,
@@ -84,6 +86,8 @@ def run(
         _check_mode(mode, policy, strategy=strategy, ahead=ahead, files=(save_trace, save_plan, save_costs))
         check_writable(output, save_trace, save_plan, save_costs)
         check_amount("--budget", budget)
+        if manages is not None:
+            find_managed(strategy, manages)
         find_strategy(strategy)
         with terminal.progress(f"building {spec}"):
             workload = build(spec, options)
@@ -92,6 +96,7 @@ def run(
         room, losses, stopped = _train(
             terminal, workload, budget_bytes, steps,
             ahead=ahead, profile=profile, strategy=strategy, spill_folder=spill_folder, mode=mode, policy=policy,
+            manages=manages,
         )  # fmt: skip
         if stopped is None or room.journal().steps:
             # Write the journal first, since the rest takes time and Ctrl-C may come again.
@@ -194,6 +199,8 @@ def _list_fields(room: Room, workload: Workload, losses: Sequence[float]) -> dic
         "forecast": None if planned is None else _summarize_forecast(to_json(planned.forecast)),
         "journal": to_json(journal),
         "journal_version": version_of(type(journal)),
+        "manages": room.config.manages,
+        "state": to_json(room.count_state()),
         "report": room.report(),
     }
 

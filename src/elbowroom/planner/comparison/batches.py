@@ -18,6 +18,7 @@ from elbowroom.errors import InternalError, UsageError
 from elbowroom.ir.costs import Costs
 from elbowroom.ir.trace import Trace
 from elbowroom.planner.comparison.strategies_compared import Attempt, PlanOutcome, attempt, summarize
+from elbowroom.planner.options import Manages, find_managed
 from elbowroom.planner.problem import plan, pose
 
 LARGEST_BATCH = 1 << 20
@@ -109,7 +110,13 @@ class Batches:
 
 
 def try_batches(
-    load: TraceLoader, memory_bytes: int, *, strategy: str = "auto", host_bytes: int | None = None
+    load: TraceLoader,
+    memory_bytes: int,
+    *,
+    strategy: str = "auto",
+    host_bytes: int | None = None,
+    manages: str = Manages.ACTIVATIONS,
+    load_grouped: TraceLoader | None = None,
 ) -> Iterator[Trial]:
     """Try batches until the largest that fits is known, with and without a plan, and the fastest closely enough.
 
@@ -121,6 +128,9 @@ def try_batches(
             batch.
         memory_bytes: device memory for the step; nothing is subtracted from it.
         host_bytes: capacity of the lower tier; None if unlimited.
+        manages: storages that may move (`problem.plan`).
+        load_grouped: loads the step as it runs with a plan, if that differs: optimizers that update a few parameters
+            at a time.
 
     Raises:
         Infeasible: not even the smallest batch fits into the device, or into the lower tier.
@@ -128,7 +138,7 @@ def try_batches(
 
     Cost: one capture and one plan a trial; about five for each bound, and at most `MOST_TRIALS` before the last ones.
     """
-    search = _Search(load, memory_bytes, strategy, host_bytes)
+    search = _Search(load, load_grouped, memory_bytes, strategy, host_bytes, manages)
     yield search.start()
     yield from search.find_largest(lambda each: each.planned.outcome is not None, search.estimate_bytes)
     yield from search.find_largest(lambda each: each.fits_plain, lambda each: each.plain.peak_bytes)
@@ -140,8 +150,18 @@ def try_batches(
 class _Search:
     """The trials so far; chooses the next batch."""
 
-    def __init__(self, load: TraceLoader, memory_bytes: int, strategy: str, host_bytes: int | None) -> None:
+    def __init__(
+        self,
+        load: TraceLoader,
+        load_grouped: TraceLoader | None,
+        memory_bytes: int,
+        strategy: str,
+        host_bytes: int | None,
+        manages: str,
+    ) -> None:
         self.load = load
+        self.load_grouped = load_grouped
+        self.manages = manages
         self.memory_bytes = memory_bytes
         self.strategy = strategy
         self.host_bytes = host_bytes
@@ -159,19 +179,31 @@ class _Search:
             trace, costs = self.load(batch)
         trial = self.judge(batch, trace, costs)
         if trial.planned.outcome is None:
-            plan(trace, costs, self.memory_bytes, strategy=self.strategy, host_bytes=self.host_bytes)  # raises
+            if self.load_grouped is not None:
+                trace, costs = self.load_grouped(batch)
+            plan(
+                trace, costs, self.memory_bytes, strategy=self.strategy, host_bytes=self.host_bytes,
+                manages=self.manages,
+            )  # fmt: skip  # raises
             raise InternalError(f"planning a batch of {batch} failed the first time and succeeded the second time")
         return trial
 
     def judge(self, batch: int, trace: Trace, costs: Costs) -> Trial:
         """Plan one batch and record the trial."""
-        problem = pose(trace, costs, self.memory_bytes)
+        managed = find_managed(self.strategy, self.manages)
+        problem = pose(trace, costs, self.memory_bytes, manages=managed)
+        plain = problem.plain
+        if self.load_grouped is not None:
+            trace, costs = self.load_grouped(batch)
+            problem = pose(trace, costs, self.memory_bytes, manages=managed)
         trial = Trial(
             batch=batch,
             smallest_bytes=problem.floor.peak_bytes,
-            plain=summarize(problem.plain),
-            fits_plain=problem.plain.peak_bytes <= self.memory_bytes,
-            planned=attempt(trace, costs, self.memory_bytes, self.strategy, host_bytes=self.host_bytes),
+            plain=summarize(plain),
+            fits_plain=plain.peak_bytes <= self.memory_bytes,
+            planned=attempt(
+                trace, costs, self.memory_bytes, self.strategy, host_bytes=self.host_bytes, manages=self.manages
+            ),
         )
         self.trials[batch] = trial
         return trial

@@ -97,6 +97,7 @@ class Comparison:
         profile_name: of the machine.
         plain_peak_bytes, plain_seconds: of the step without a plan.
         smallest_bytes: the smallest budget that works.
+        manages: storages that plans may move.
         entries: by budget, then in the order of the strategies.
     """
 
@@ -105,6 +106,7 @@ class Comparison:
     plain_peak_bytes: int
     plain_seconds: float
     smallest_bytes: int
+    manages: str = Manages.ACTIVATIONS
     entries: tuple[Entry, ...]
 
     def list_budgets(self) -> tuple[int, ...]:
@@ -202,7 +204,7 @@ def compare(
     A strategy that rejects the step does not end the comparison: its entry has the reason (`Attempt.refusal`).
 
     Args:
-        host_bytes, manages: as for `attempt`. The bounds are for activations alone, and infinite below their floor.
+        host_bytes, manages: as for `attempt`. The bounds are for all plans that move these storages.
 
     Raises:
         UnknownMember: there is no such strategy, or nothing of that name to manage. Raised before anything is planned.
@@ -225,7 +227,7 @@ def _compare(
     manages: str,
 ) -> Iterator[Entry]:
     for budget_bytes in budgets:
-        problem = pose(trace, costs, budget_bytes, host_bytes=host_bytes)
+        problem = pose(trace, costs, budget_bytes, host_bytes=host_bytes, manages=Manages(manages))
         bound_seconds = find_bound(problem).seconds if problem.floor.peak_bytes <= budget_bytes else math.inf
         for strategy in strategies:
             yield Entry(

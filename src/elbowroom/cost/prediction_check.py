@@ -1,0 +1,41 @@
+"""Notices that steps take another time than predicted, but not that a single one does."""
+
+from __future__ import annotations
+
+TOLERANCE = 0.3
+"""Largest difference between prediction and measurement, as a share of the measurement. Source: TENSILE (see
+`cost.op_times`), whose scheduler plans again when op latencies change."""
+
+LEAST_SECONDS = 0.005
+"""Smaller differences do not count: planning again takes longer than many such steps."""
+
+FIRST_PATIENCE = 2
+"""Steps in a row that have to be off at first. The number doubles each time, so the times of a noisy machine are
+measured again ever more rarely."""
+
+
+def is_off(seconds: float, predicted_seconds: float, *, only_slower: bool = False) -> bool:
+    """Return True if a measured step differs too much from its prediction.
+
+    Args:
+        only_slower: accept steps that are faster than predicted.
+    """
+    difference = seconds - predicted_seconds
+    return (difference if only_slower else abs(difference)) > max(TOLERANCE * seconds, LEAST_SECONDS)
+
+
+class PredictionCheck:
+    """Compares the measured steps of one kind with their predictions."""
+
+    def __init__(self) -> None:
+        self._patience = FIRST_PATIENCE
+        self._steps_off = 0
+
+    def fails(self, seconds: float, predicted_seconds: float, *, only_slower: bool = False) -> bool:
+        """Record a step. Return True if op times should be measured again; for the arguments see `is_off`."""
+        self._steps_off = self._steps_off + 1 if is_off(seconds, predicted_seconds, only_slower=only_slower) else 0
+        if self._steps_off < self._patience:
+            return False
+        self._steps_off = 0
+        self._patience *= 2
+        return True
