@@ -38,7 +38,7 @@ def find_passes(
     if rule is None:
         return ()
     call = bind(op, args, kwargs)
-    if not all(map(_is_plain, call.reads)) or _crosses_devices(call) or _overlaps(call):
+    if not call.find_mask() or not all(map(_is_plain, call.reads)) or _crosses_devices(call) or _overlaps(call):
         return ()
     found = rule.find_passes(call)
     return found if with_partial else tuple(each for each in found if not any(part.is_partial for part in each))
