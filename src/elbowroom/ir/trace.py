@@ -23,6 +23,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from elbowroom.ir.gaps import Gap, find_gaps
+from elbowroom.ir.updates import find_updates
 from elbowroom.ir.use import StorageUse, UseKind
 from elbowroom.units import format_bytes
 
@@ -214,7 +215,7 @@ class Trace:
 
     @functools.cached_property
     def state_gaps(self) -> Mapping[int, tuple[Gap, ...]]:
-        """Gaps between the uses of the model's state, by storage id.
+        """Gaps between the uses of the model's state, by storage id. There are none within an update.
 
         A storage that exists before and after the step also has a gap from its last use to its first use in the next
         step. So has a gradient that the step makes and leaves behind. In the next step it is the gradient that the step
@@ -222,6 +223,12 @@ class Trace:
         the trace has none.
         """
         return {storage: _find_state_gaps(self, storage) for storage in sorted(self.state)}
+
+    @functools.cached_property
+    def updates(self) -> Mapping[int, tuple[Span, ...]]:
+        """Ticks at which updates of the model's state begin and end, by storage id. State stays throughout its update.
+        """
+        return find_updates(self.ops)
 
     @functools.cached_property
     def state_ticks(self) -> tuple[int, ...]:
@@ -311,7 +318,8 @@ def _find_state_uses(trace: Trace) -> dict[int, tuple[StorageUse, ...]]:
 def _find_state_gaps(trace: Trace, storage: int) -> tuple[Gap, ...]:
     home, uses = trace.storages[storage], trace.state_uses[storage]
     is_kept = home.released == trace.end
-    gaps = find_gaps(uses, wraps=is_kept and home.created < 0)
+    updates = trace.updates.get(storage, ())
+    gaps = find_gaps(uses, wraps=is_kept and home.created < 0, held=updates)
     if not (is_kept and home.created >= 0 and home.role is Role.GRADIENT):
         return gaps
     earlier = trace.earlier_gradients.get(storage)

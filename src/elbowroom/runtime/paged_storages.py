@@ -72,7 +72,11 @@ class PagedStorages:
             return  # another thread has brought it back
         if contents is None:
             contents = self._reload(record, copy)
-        self._transfers.finish(copy)
+        try:
+            self._transfers.finish(copy)
+        except BaseException:
+            self._arriving.pop(record, None)  # the next use reads it again
+            raise
         record.refill(contents)
         self._arriving.pop(record, None)
 

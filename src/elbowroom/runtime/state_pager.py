@@ -38,6 +38,9 @@ GROUPS = 32
 """An optimizer updates parameters of this share of the budget at a time. With gradients, state and temporaries they
 take several times as much."""
 
+HELD = 2
+"""The update of a group begins with all that it uses in memory, unless that is more than this share of the budget."""
+
 LISTS = 8
 """An op over lists of tensors (of all gradients, say) takes items of this share of the budget at a time."""
 
@@ -56,7 +59,6 @@ class StatePager:
     Attributes:
         storages: of the state, with the figures of what moved.
         is_active: whether ops are watched for their use of state. Otherwise all of it is in memory.
-        follows_plan: whether the step's plan moves state, and is followed so far.
     """
 
     def __init__(
@@ -84,7 +86,6 @@ class StatePager:
         self.storages = PagedStorages(transfers, ledger, self._limit)
         self._table = self.storages.table
         self.is_active = False
-        self.follows_plan = False
 
     # -- what the room calls --------------------------------------------------------------------------------------
 
@@ -97,7 +98,6 @@ class StatePager:
         """
         self._budget_bytes = budget_bytes
         self._thread = threading.get_ident()
-        self.follows_plan = False
         self.storages.refusal = ""
         self._release_held()
         live_bytes = self._ledger.live_bytes
@@ -196,7 +196,8 @@ class StatePager:
         groups: list[GroupedStep] = []
         if self._is_needed(budget_bytes):
             find: Callable[[], int] = lambda: budget_bytes // GROUPS  # noqa: E731
-            groups += (GroupedStep(each, find, lambda tensors: None) for each in find_groupable(self._optimizers))
+            may_hold: Callable[[int], bool] = lambda nbytes: nbytes <= budget_bytes // HELD  # noqa: E731
+            groups += (GroupedStep(each, find, may_hold, lambda _: []) for each in find_groupable(self._optimizers))
         try:
             yield
         finally:
@@ -273,7 +274,12 @@ class StatePager:
         def find_group_bytes() -> int | None:
             return None if self._budget_bytes is None else self._budget_bytes // GROUPS
 
-        self._grouped = [GroupedStep(each, find_group_bytes, self._hold) for each in find_groupable(self._optimizers)]
+        def may_hold(nbytes: int) -> bool:
+            return self._budget_bytes is not None and nbytes <= self._budget_bytes // HELD
+
+        self._grouped = [
+            GroupedStep(each, find_group_bytes, may_hold, self._hold) for each in find_groupable(self._optimizers)
+        ]
 
     def _deactivate(self) -> None:
         """Watch no more. All state is in memory."""
@@ -285,14 +291,8 @@ class StatePager:
         self._native.update_watching()
 
     def _hold(self, tensors: Sequence[torch.Tensor]) -> list[Any]:
-        """Keep tensors in memory as long as the result lives, if that leaves room for as much beside them.
-
-        A plan that is followed keeps them, or has reasons not to.
-        """
+        """Keep tensors in memory as long as the result lives."""
         storages = [storage for each in tensors if (storage := get_plain_storage(each)) is not None]
-        nbytes = sum(each.nbytes() for each in storages)
-        if self.follows_plan or self._budget_bytes is None or 2 * nbytes > self._budget_bytes:
-            return []
         return [self.hold_storage(each, is_written=False, is_lasting=False) for each in storages]
 
     def _release_held(self) -> None:
