@@ -232,8 +232,15 @@ class Trace:
 
     @functools.cached_property
     def state_ticks(self) -> tuple[int, ...]:
-        """Ticks at which the model's state can move: ops that read or write some of it."""
-        return tuple(sorted({use.tick for uses in self.state_uses.values() for use in uses}))
+        """Ticks at which the model's state can move: ops that read or write some of it, but for those of an update.
+
+        So a move that fails does so before the update or after it.
+        """
+        spans = {span for spans in self.updates.values() for span in spans}
+        within = {tick for begin, end in spans for tick in range(begin + 1, end)}
+        if within:
+            within -= {tick for gaps in self.state_gaps.values() for gap in gaps for tick in (gap.opens, gap.closes)}
+        return tuple(sorted({use.tick for uses in self.state_uses.values() for use in uses} - within))
 
     @functools.cached_property
     def earlier_gradients(self) -> Mapping[int, int]:

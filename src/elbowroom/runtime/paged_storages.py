@@ -63,8 +63,8 @@ class PagedStorages:
             TierError: it could not be read back. It stays away, and its copy is intact.
             Infeasible: there is no room for it.
         """
+        contents = self._take_arriving(record)
         with self.lock:
-            contents = self._arriving.get(record)
             if contents is None:
                 self._make_room(record.nbytes)
             copy = self._copies.get(record)
@@ -72,13 +72,8 @@ class PagedStorages:
             return  # another thread has brought it back
         if contents is None:
             contents = self._reload(record, copy)
-        try:
             self._transfers.finish(copy)
-        except BaseException:
-            self._arriving.pop(record, None)  # the next use reads it again
-            raise
         record.refill(contents)
-        self._arriving.pop(record, None)
 
     def begin_copy(self, storage: torch.UntypedStorage) -> None:
         """Begin copying a storage out, unless it has a valid copy."""
@@ -156,6 +151,15 @@ class PagedStorages:
         if errors:
             raise errors[0]
 
+    def require(self, nbytes: int, device: torch.device) -> None:
+        """Have room made for so many bytes.
+
+        Raises:
+            Infeasible: nothing more may leave.
+        """
+        with Hidden(), self._counted():
+            torch.empty(nbytes, dtype=torch.uint8, device=device)
+
     def sweep(self) -> None:
         """Give up the copies of storages that are gone."""
         for record in self.table.sweep():
@@ -173,6 +177,22 @@ class PagedStorages:
     def count_away(self) -> int:
         """Return the bytes that are away."""
         return sum(record.nbytes for record in self.table.list() if record.is_away)
+
+    def _take_arriving(self, record: Any) -> torch.UntypedStorage | None:
+        """Wait for a storage that is on its way back. Returns None if there is none, or its copy failed."""
+        with self.lock:
+            contents = self._arriving.get(record)
+            copy = self._copies.get(record)
+        if contents is None or copy is None:
+            return None
+        try:
+            self._transfers.finish(copy)
+        except TierError as error:
+            logger.warning("%d bytes of model state are read again: %s", record.nbytes, error)
+            contents = None
+        with self.lock:
+            self._arriving.pop(record, None)
+        return contents
 
     def _needs_copy(self, record: Any) -> bool:
         return record.is_written or record not in self._copies

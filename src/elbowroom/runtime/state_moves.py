@@ -69,6 +69,11 @@ class StateMoves:
         for storage in self._schedule.away_at_begin:
             if (found := self._find(storage)) is not None:
                 self._storages.release(found)
+        self._pager.follows_plan = True
+
+    def leave(self) -> None:
+        """Move what the plan does not say from now on."""
+        self._pager.follows_plan = False
 
     def make(self, position: int, *, is_before: bool) -> None:
         """Make the moves before or after an op. `position`: of the op in `Trace.ops`."""

@@ -59,6 +59,7 @@ class StatePager:
     Attributes:
         storages: of the state, with the figures of what moved.
         is_active: whether ops are watched for their use of state. Otherwise all of it is in memory.
+        follows_plan: whether the step's plan moves state, and is followed so far.
     """
 
     def __init__(
@@ -86,6 +87,7 @@ class StatePager:
         self.storages = PagedStorages(transfers, ledger, self._limit)
         self._table = self.storages.table
         self.is_active = False
+        self.follows_plan = False
 
     # -- what the room calls --------------------------------------------------------------------------------------
 
@@ -98,6 +100,7 @@ class StatePager:
         """
         self._budget_bytes = budget_bytes
         self._thread = threading.get_ident()
+        self.follows_plan = False
         self.storages.refusal = ""
         self._release_held()
         live_bytes = self._ledger.live_bytes
@@ -291,9 +294,20 @@ class StatePager:
         self._native.update_watching()
 
     def _hold(self, tensors: Sequence[torch.Tensor]) -> list[Any]:
-        """Keep tensors in memory as long as the result lives."""
+        """Keep what an update uses in memory as long as the result lives, with room beside it.
+
+        Raises:
+            TierError, Infeasible: before the update begins, which would fail halfway otherwise.
+        """
         storages = [storage for each in tensors if (storage := get_plain_storage(each)) is not None]
-        return [self.hold_storage(each, is_written=False, is_lasting=False) for each in storages]
+        held = [self.hold_storage(each, is_written=False, is_lasting=False) for each in storages]
+        nbytes = sum({each._cdata: each.nbytes() for each in storages}.values())
+        missing_bytes = self._ledger.live_bytes + nbytes - (self._budget_bytes or 0)
+        if missing_bytes > 0 and not self.follows_plan:
+            self.make_room(missing_bytes)
+        if self.storages.refusal:  # what should have left stays
+            self.storages.require(nbytes, self._device)
+        return held
 
     def _release_held(self) -> None:
         for record in self._held:

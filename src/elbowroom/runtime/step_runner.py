@@ -219,6 +219,8 @@ class StepRunner:
             if followed < 0:
                 self.state.drift = why
             phase = self.state.phase
+            if self._state_moves is not None:
+                self._state_moves.leave()
             if phase is Phase.FOLLOWING_PLAN:
                 self._start_managing()
             elif phase is Phase.MANAGED:
@@ -241,7 +243,11 @@ class StepRunner:
         Args:
             position: of the op in the trace; -1 if the step's ops are not those of the trace any more.
         """
-        if position >= 0 and self._state_moves is not None and self.state.phase is Phase.FOLLOWING_PLAN:
+        if self._state_moves is None or self.state.phase is not Phase.FOLLOWING_PLAN:
+            return
+        if position < 0:
+            self._state_moves.leave()
+        else:
             self._state_moves.make(position, is_before=is_before)
 
     def about_to_write(self, tensor: torch.Tensor) -> None:
