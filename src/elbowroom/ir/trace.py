@@ -226,8 +226,7 @@ class Trace:
 
     @functools.cached_property
     def updates(self) -> Mapping[int, tuple[Span, ...]]:
-        """Ticks at which updates of the model's state begin and end, by storage id. State stays throughout its update.
-        """
+        """Ticks at which updates of the model's state begin and end, by storage id, which stays throughout."""
         return find_updates(self.ops)
 
     @functools.cached_property

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import torch
 
-_LIBRARY = torch.library.Library("elbowroom", "DEF")  # noqa: TOR901 - for the life of the process
+_LIBRARY = torch.library.Library("elbowroom", "DEF")
 
 
 def _do_nothing(tensors: Sequence[torch.Tensor]) -> None:

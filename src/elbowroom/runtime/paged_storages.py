@@ -188,7 +188,7 @@ class PagedStorages:
         try:
             self._transfers.finish(copy)
         except TierError as error:
-            logger.warning("%d bytes of model state are read again: %s", record.nbytes, error)
+            logger.warning("%d bytes of model state are read again: %s", record.nbytes, str(error))
             contents = None
         with self.lock:
             self._arriving.pop(record, None)
@@ -226,7 +226,7 @@ class PagedStorages:
 
     def _note_refusal(self, record: Any, error: TierError) -> None:
         level = logging.DEBUG if self.refusal else logging.WARNING  # once a step
-        logger.log(level, "%d bytes of model state stay in memory: %s", record.nbytes, error)
+        logger.log(level, "%d bytes of model state stay in memory: %s", record.nbytes, str(error))
         self.refusal = str(error)
 
     @contextlib.contextmanager
