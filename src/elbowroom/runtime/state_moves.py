@@ -82,6 +82,11 @@ class StateMoves:
                 self._pager.begin_reload(found)
         self._pager.follows_plan = True
 
+    @property
+    def is_followed(self) -> bool:
+        """Whether the ops so far are those of the trace."""
+        return self._pager.follows_plan
+
     def leave(self) -> None:
         """Move what the plan does not say from now on."""
         self._pager.follows_plan = False
