@@ -10,6 +10,7 @@ import torch
 
 from elbowroom.ir.hardware import HardwareProfile
 from elbowroom.ir.journal import Mode
+from elbowroom.tracing.tracer import UNSEEN_BYTES
 from tests.state_jobs import PARAMETER_BYTES, StateJob, adamw, assert_same, fit, list_tensors, make_job, run_plain
 
 STEPS = 7
@@ -62,6 +63,8 @@ def test_a_plan_that_moves_state_is_followed(name: str, profile: HardwareProfile
         assert all((record.peak_bytes or 0) <= budget_bytes for record in records)
         assert last.offloaded_bytes == planned.forecast.offloaded_bytes
         assert last.reloaded_bytes == planned.forecast.reloaded_bytes
+        unused_bytes = planned.forecast.peak_bytes - (last.peak_bytes or 0)
+        assert 0 <= unused_bytes <= UNSEEN_BYTES + (4 << 10)  # ops were measured while state came and left
     found = list_tensors(job) | {f"loss {index}": loss for index, loss in enumerate(losses)}
     assert_same(found, plain)
 

@@ -45,6 +45,7 @@ class PagedStorages:
     def __init__(self, transfers: Transfers, ledger: Ledger, make_room: Callable[[int], None]) -> None:
         self._native = library.load()
         self._transfers = transfers
+        self._ledger = ledger
         self._scope = ledger.scope
         self._make_room = make_room
         self._copies: dict[Any, Copy] = {}
@@ -123,6 +124,7 @@ class PagedStorages:
                 self._note_refusal(record, error)
                 continue
             if record.empty():
+                self._ledger.note_move(-record.nbytes)
                 freed_bytes += record.nbytes
         return freed_bytes
 
@@ -130,9 +132,11 @@ class PagedStorages:
         """Give up what is on its way back. Return the bytes freed."""
         freed_bytes = 0
         while self._arriving:
-            record, _ = self._arriving.popitem()
+            record, contents = self._arriving.popitem()
             with contextlib.suppress(TierError):
                 self._transfers.finish(self._copies[record])
+            del contents
+            self._ledger.note_move(-record.nbytes)
             freed_bytes += record.nbytes
         return freed_bytes
 
@@ -220,6 +224,7 @@ class PagedStorages:
     def _reload(self, record: Any, copy: Copy) -> torch.UntypedStorage:
         """Begin to read a storage back, into new memory."""
         with Hidden(), self._counted():
+            self._ledger.note_move(record.nbytes)  # first, so that no change comes between
             contents = self._transfers.reload(copy)
         self.reloaded_bytes += record.nbytes
         return contents
