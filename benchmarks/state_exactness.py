@@ -2,10 +2,10 @@
 
     python benchmarks/state_exactness.py [--families gpt2 vit] [--optimizers adamw] [--steps 20] [--output FILE.json]
 
-Each small model is trained with each optimizer, plainly and within three budgets: 0.7 and 0.4 of the plain peak, and the
-floor: the smallest of 0.4, 0.34, 0.28, ... of it at which no step is refused. Compared bit by bit: losses, parameters,
-gradients, buffers and optimizer state after the last step. The peak is that of the room's journal, and for the floor
-also that of PyTorch's profiler, which counts all allocations from the second step on.
+Each small model is trained with each optimizer, plainly and within three budgets: 0.7 and 0.4 of the plain peak, and
+the floor: the smallest of 0.4, 0.34, 0.29, ... of it at which no step is refused. Compared bit by bit: losses,
+parameters, gradients, buffers and optimizer state after the last step. The peak is that of the room's journal, and for
+the floor also that of PyTorch's profiler, which counts all allocations from the second step on.
 """
 
 from __future__ import annotations
@@ -159,17 +159,24 @@ def _read(value: Any) -> bytes:
 
 
 def train(
-    job: Job, budget_bytes: int, steps: int, profile: Any, *, mode: str = "auto", is_metered: bool = False
+    make: Callable[[], Job],
+    budget_bytes: int,
+    steps: int,
+    profile: Any,
+    *,
+    mode: str = "auto",
+    is_metered: bool = False,
 ) -> dict[str, Any]:
     """Train within a budget. Returns what training has changed, and how it went."""
     begin = time.perf_counter()
     meter = ProfilerMeter()
-    metered = None
-    options: dict[str, Any] = {"profile": profile, "min_offload_bytes": 1 << 14, "mode": mode}
     if is_metered:
-        meter.start(there=[*job.model.parameters(), *job.model.buffers()])
+        meter.start()  # first: it is not told when older memory is freed
     made = time.time()
     settled = 0.0
+    metered = None
+    job = make()
+    options: dict[str, Any] = {"profile": profile, "min_offload_bytes": 1 << 14, "mode": mode}
     with elbowroom.fit(job.model, job.optimizer, budget_bytes, **options) as room:
         losses = []
         try:
@@ -207,7 +214,7 @@ def compare(family: str, name: str, steps: int, profile: Any) -> list[dict[str, 
 
     def run(share: float, *, is_metered: bool = False) -> dict[str, Any]:
         budget_bytes = int(share * plain_bytes)
-        found = train(make(), budget_bytes, steps, profile, is_metered=is_metered)
+        found = train(make, budget_bytes, steps, profile, is_metered=is_metered)
         digest = found.pop("digest")
         differing = sorted(key for key in plain.keys() | digest.keys() if plain.get(key) != digest.get(key))
         return {
@@ -221,7 +228,7 @@ def compare(family: str, name: str, steps: int, profile: Any) -> list[dict[str, 
     while not refused:
         share *= LOWER
         try:
-            train(make(), int(share * plain_bytes), 2, profile, mode="dynamic")
+            train(make, int(share * plain_bytes), 2, profile, mode="dynamic")
         except Infeasible as error:
             refused = str(error)
     results = [run(each) for each in SHARES]
