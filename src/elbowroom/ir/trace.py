@@ -23,7 +23,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from elbowroom.ir.gaps import Gap, find_gaps
-from elbowroom.ir.updates import find_updates
+from elbowroom.ir.updates import BEGIN, END
 from elbowroom.ir.use import StorageUse, UseKind
 from elbowroom.units import format_bytes
 
@@ -227,7 +227,7 @@ class Trace:
     @functools.cached_property
     def updates(self) -> Mapping[int, tuple[Span, ...]]:
         """Ticks at which updates of the model's state begin and end, by storage id, which stays throughout."""
-        return find_updates(self.ops)
+        return _find_updates(self.ops)
 
     @functools.cached_property
     def state_ticks(self) -> tuple[int, ...]:
@@ -319,6 +319,19 @@ def _find_state_uses(trace: Trace) -> dict[int, tuple[StorageUse, ...]]:
             if home.role in STATE_ROLES and home.nbytes >= MIN_STATE_BYTES:
                 found.setdefault(home.id, []).append(StorageUse(op.tick, home.id, kind))
     return {storage: tuple(uses) for storage, uses in found.items()}
+
+
+def _find_updates(ops: tuple[Op, ...]) -> dict[int, tuple[Span, ...]]:
+    found: dict[int, list[Span]] = {}
+    begun: Op | None = None
+    for op in ops:
+        if op.name == BEGIN:
+            begun = op
+        elif op.name == END and begun is not None:
+            for storage in {view.storage for view in begun.reads} & {view.storage for view in op.reads}:
+                found.setdefault(storage, []).append((begun.tick, op.tick))
+            begun = None
+    return {storage: tuple(spans) for storage, spans in found.items()}
 
 
 def _find_state_gaps(trace: Trace, storage: int) -> tuple[Gap, ...]:

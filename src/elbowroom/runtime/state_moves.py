@@ -84,7 +84,7 @@ class StateMoves:
 
     @property
     def is_followed(self) -> bool:
-        """Whether the ops so far are those of the trace."""
+        """True while the ops of the step are those of the trace."""
         return self._pager.follows_plan
 
     def leave(self) -> None:
