@@ -179,6 +179,8 @@ def train(
     metered = None
     job = make()
     options: dict[str, Any] = {"profile": profile, "min_offload_bytes": 1 << 14, "mode": mode}
+    if mode == "auto":
+        options["strategy"] = "auto:effort=0.1"  # plans in a second
     with elbowroom.fit(job.model, job.optimizer, budget_bytes, **options) as room:
         losses = []
         try:

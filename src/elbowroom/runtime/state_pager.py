@@ -299,6 +299,8 @@ class StatePager:
         Raises:
             TierError, Infeasible: before the update begins, which would fail halfway otherwise.
         """
+        if not tensors:
+            return []
         storages = [storage for each in tensors if (storage := get_plain_storage(each)) is not None]
         held = [self.hold_storage(each, is_written=False, is_lasting=False) for each in storages]
         nbytes = sum({each._cdata: each.nbytes() for each in storages}.values())
