@@ -77,7 +77,7 @@ class Ledger(Protocol):
         ...
 
     def note_move(self, nbytes: int) -> None:
-        """Note that model state is about to come back, or (negative) has left: bytes that are of no op."""
+        """Note bytes that are about to come back, or (negative) have left, during an op that they are not part of."""
         ...
 
     def trim(self) -> None:

@@ -142,9 +142,9 @@ class CpuMeter:
 
 
 def _sum_moves(moves: Sequence[tuple[int, int]], times: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """Return the bytes of model state that have come back and not left again, at each time.
+    """Return the bytes that have come back and not left again, at each time.
 
-    What an op takes must not depend on the state that it brought back, or that left to make room.
+    The workspace of an op must not depend on the state that it brought back, or on what left to make room.
     """
     moments = np.array([moment for moment, _ in moves], dtype=np.int64)
     sums = np.concatenate(([0], np.cumsum([nbytes for _, nbytes in moves], dtype=np.int64)))

@@ -287,7 +287,9 @@ class StepRunner:
                 missing_bytes -= self._guard.move_state(missing_bytes, spares_soon=True)
             if missing_bytes > 0:
                 what = load_native().name_running_op() or what
-                self._executor.perform(self._guard.evict(missing_bytes, requested_bytes, what))
+                actions = self._guard.evict(missing_bytes, requested_bytes, what)
+                with self._guard.noting_moves():
+                    self._executor.perform(actions)
             return True
 
     def finish(self) -> None:
