@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
+from collections.abc import Iterator
 
 import torch
 
@@ -51,6 +53,13 @@ class MemoryGuard:
     def move_state(self, missing_bytes: int, *, spares_soon: bool = False) -> int:
         """Move model state out of memory. Return the bytes freed. For the arguments see `StatePager.make_room`."""
         return 0 if self._pager is None else self._pager.make_room(missing_bytes, spares_soon=spares_soon)
+
+    @contextlib.contextmanager
+    def noting_moves(self) -> Iterator[None]:
+        """Return a context in which saved tensors leave during an op, as its measured workspace must not tell."""
+        before = self._ledger.live_bytes
+        yield
+        self._ledger.note_move(self._ledger.live_bytes - before)
 
     def evict(self, missing_bytes: int, nbytes: int, what: str) -> list[Action]:
         """Return actions that free some of the bytes that an allocation misses; none if model state has left.

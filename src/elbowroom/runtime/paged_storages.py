@@ -45,6 +45,7 @@ class PagedStorages:
     def __init__(self, transfers: Transfers, ledger: Ledger, make_room: Callable[[int], None]) -> None:
         self._native = library.load()
         self._transfers = transfers
+        self._ledger = ledger
         self._scope = ledger.scope
         self._make_room = make_room
         self._copies: dict[Any, Copy] = {}
@@ -63,8 +64,8 @@ class PagedStorages:
             TierError: it could not be read back. It stays away, and its copy is intact.
             Infeasible: there is no room for it.
         """
+        contents = self._take_arriving(record)
         with self.lock:
-            contents = self._arriving.get(record)
             if contents is None:
                 self._make_room(record.nbytes)
             copy = self._copies.get(record)
@@ -72,9 +73,8 @@ class PagedStorages:
             return  # another thread has brought it back
         if contents is None:
             contents = self._reload(record, copy)
-        self._transfers.finish(copy)
+            self._transfers.finish(copy)
         record.refill(contents)
-        self._arriving.pop(record, None)
 
     def begin_copy(self, storage: torch.UntypedStorage) -> None:
         """Begin copying a storage out, unless it has a valid copy."""
@@ -124,6 +124,7 @@ class PagedStorages:
                 self._note_refusal(record, error)
                 continue
             if record.empty():
+                self._ledger.note_move(-record.nbytes)
                 freed_bytes += record.nbytes
         return freed_bytes
 
@@ -131,9 +132,11 @@ class PagedStorages:
         """Give up what is on its way back. Return the bytes freed."""
         freed_bytes = 0
         while self._arriving:
-            record, _ = self._arriving.popitem()
+            record, contents = self._arriving.popitem()
             with contextlib.suppress(TierError):
                 self._transfers.finish(self._copies[record])
+            del contents
+            self._ledger.note_move(-record.nbytes)
             freed_bytes += record.nbytes
         return freed_bytes
 
@@ -152,6 +155,15 @@ class PagedStorages:
         if errors:
             raise errors[0]
 
+    def require(self, nbytes: int, device: torch.device) -> None:
+        """Have room made for so many bytes.
+
+        Raises:
+            Infeasible: nothing more may leave.
+        """
+        with Hidden(), self._counted():
+            torch.empty(nbytes, dtype=torch.uint8, device=device)
+
     def sweep(self) -> None:
         """Give up the copies of storages that are gone."""
         for record in self.table.sweep():
@@ -169,6 +181,22 @@ class PagedStorages:
     def count_away(self) -> int:
         """Return the bytes that are away."""
         return sum(record.nbytes for record in self.table.list() if record.is_away)
+
+    def _take_arriving(self, record: Any) -> torch.UntypedStorage | None:
+        """Wait for a storage that is on its way back. Returns None if there is none, or its copy failed."""
+        with self.lock:
+            contents = self._arriving.get(record)
+            copy = self._copies.get(record)
+        if contents is None or copy is None:
+            return None
+        try:
+            self._transfers.finish(copy)
+        except TierError as error:
+            logger.warning("%d bytes of model state are read again: %s", record.nbytes, str(error))
+            contents = None
+        with self.lock:
+            self._arriving.pop(record, None)
+        return contents
 
     def _needs_copy(self, record: Any) -> bool:
         return record.is_written or record not in self._copies
@@ -196,13 +224,14 @@ class PagedStorages:
     def _reload(self, record: Any, copy: Copy) -> torch.UntypedStorage:
         """Begin to read a storage back, into new memory."""
         with Hidden(), self._counted():
+            self._ledger.note_move(record.nbytes)  # first, so that no change comes between
             contents = self._transfers.reload(copy)
         self.reloaded_bytes += record.nbytes
         return contents
 
     def _note_refusal(self, record: Any, error: TierError) -> None:
         level = logging.DEBUG if self.refusal else logging.WARNING  # once a step
-        logger.log(level, "%d bytes of model state stay in memory: %s", record.nbytes, error)
+        logger.log(level, "%d bytes of model state stay in memory: %s", record.nbytes, str(error))
         self.refusal = str(error)
 
     @contextlib.contextmanager

@@ -38,6 +38,9 @@ GROUPS = 32
 """An optimizer updates parameters of this share of the budget at a time. With gradients, state and temporaries they
 take several times as much."""
 
+HELD = 2
+"""The update of a group begins with all that it uses in memory, unless that is more than this share of the budget."""
+
 LISTS = 8
 """An op over lists of tensors (of all gradients, say) takes items of this share of the budget at a time."""
 
@@ -46,7 +49,8 @@ LISTS = 8
 def grouping(optimizers: Sequence[Optimizer], budget_bytes: int) -> Iterator[None]:
     """Return a context in which optimizers step as they do within a budget that state may have to leave."""
     find: Callable[[], int] = lambda: budget_bytes // GROUPS  # noqa: E731
-    groups = [GroupedStep(each, find, lambda tensors: None) for each in find_groupable(optimizers)]
+    may_hold: Callable[[int], bool] = lambda nbytes: nbytes <= budget_bytes // HELD  # noqa: E731
+    groups = [GroupedStep(each, find, may_hold, lambda _: []) for each in find_groupable(optimizers)]
     try:
         yield
     finally:
@@ -283,7 +287,12 @@ class StatePager:
         def find_group_bytes() -> int | None:
             return None if self._budget_bytes is None else self._budget_bytes // GROUPS
 
-        self._grouped = [GroupedStep(each, find_group_bytes, self._hold) for each in find_groupable(self._optimizers)]
+        def may_hold(nbytes: int) -> bool:
+            return self._budget_bytes is not None and nbytes <= self._budget_bytes // HELD
+
+        self._grouped = [
+            GroupedStep(each, find_group_bytes, may_hold, self._hold) for each in find_groupable(self._optimizers)
+        ]
 
     def _deactivate(self) -> None:
         """Watch no more. All state is in memory."""
@@ -295,15 +304,22 @@ class StatePager:
         self._native.update_watching()
 
     def _hold(self, tensors: Sequence[torch.Tensor]) -> list[Any]:
-        """Keep tensors in memory as long as the result lives, if that leaves room for as much beside them.
+        """Keep what an update uses in memory as long as the result lives, with room beside it.
 
-        A plan that is followed keeps them, or has reasons not to.
+        Raises:
+            TierError, Infeasible: before the update begins, which would fail halfway otherwise.
         """
-        storages = [storage for each in tensors if (storage := get_plain_storage(each)) is not None]
-        nbytes = sum(each.nbytes() for each in storages)
-        if self.follows_plan or self._budget_bytes is None or 2 * nbytes > self._budget_bytes:
+        if not tensors:
             return []
-        return [self.hold_storage(each, is_written=False, is_lasting=False) for each in storages]
+        storages = [storage for each in tensors if (storage := get_plain_storage(each)) is not None]
+        held = [self.hold_storage(each, is_written=False, is_lasting=False) for each in storages]
+        nbytes = sum({each._cdata: each.nbytes() for each in storages}.values())
+        missing_bytes = self._ledger.live_bytes + nbytes - (self._budget_bytes or 0)
+        if missing_bytes > 0 and not self.follows_plan:
+            self.make_room(missing_bytes)
+        if self.storages.refusal:  # what should have left stays
+            self.storages.require(nbytes, self._device)
+        return held
 
     def _release_held(self) -> None:
         for record in self._held:

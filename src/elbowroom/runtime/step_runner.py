@@ -273,7 +273,10 @@ class StepRunner:
             Infeasible: nothing more may leave, and there is not enough room.
         """
         with self._lock:
-            if self.state.phase is Phase.FOLLOWING_PLAN and self._guard.move_state(missing_bytes, spares_soon=True):
+            # Once the optimizer's ops are not those of the trace, the plan is followed in all but its moves of state.
+            has_moves = self._state_moves is None or self._state_moves.is_followed
+            is_following = self.state.phase is Phase.FOLLOWING_PLAN
+            if is_following and self._guard.move_state(missing_bytes, spares_soon=has_moves):
                 return True
             limit_bytes = self._guard.limit_bytes
             what = f"a request of {requested_bytes} bytes"
@@ -284,7 +287,9 @@ class StepRunner:
                 missing_bytes -= self._guard.move_state(missing_bytes, spares_soon=True)
             if missing_bytes > 0:
                 what = load_native().name_running_op() or what
-                self._executor.perform(self._guard.evict(missing_bytes, requested_bytes, what))
+                actions = self._guard.evict(missing_bytes, requested_bytes, what)
+                with self._guard.noting_moves():
+                    self._executor.perform(actions)
             return True
 
     def finish(self) -> None:
