@@ -18,7 +18,8 @@ from elbowroom.errors import Infeasible, TraceError, UsageError
 from elbowroom.hardware.memory import cut_blocks_to_size, parse_budget
 from elbowroom.hardware.probe import probe
 from elbowroom.hooks.attachment import attach_mark, is_marked, remove_mark
-from elbowroom.hooks.exposed_memory import note_exposures
+from elbowroom.hooks.compiled_regions import show_regions
+from elbowroom.hooks.exposed_memory import note_exposures, restore_before_access
 from elbowroom.hooks.ledger import make_ledger
 from elbowroom.ir.hardware import HardwareProfile
 from elbowroom.ir.journal import Journal
@@ -31,7 +32,6 @@ from elbowroom.report.state import StateClass, count_state
 from elbowroom.report.summary import summarize
 from elbowroom.report.table import render_table
 from elbowroom.runtime.factory import open_transfers
-from elbowroom.runtime.sections import Sections
 from elbowroom.runtime.sliced_ops import SlicedOps
 from elbowroom.runtime.state_pager import StatePager
 from elbowroom.runtime.step_storages import load_native
@@ -79,8 +79,7 @@ class Room:
             undoing.callback(self._transfers.close)
             self._metering = Metering(device, self._transfers, self._ledger)
             self._pager = self._make_pager()
-            sections = Sections(self._pager.storages, self._transfers)
-            sliced_ops = SlicedOps(sections, self._pager.watch_sections, is_exact=config.exact)
+            sliced_ops = SlicedOps(self._pager.sections, self._watch_sections, is_exact=config.exact)
             self._modes = StepModes(
                 job, self._cache, self._metering, self._transfers, self._ledger, self._pager, sliced_ops
             )
@@ -323,6 +322,11 @@ class Room:
             job.device, job.list_residents if self._moves_state else list, job.optimizers if self._moves_state else (),
             self._transfers, self._ledger, job.config.min_offload_bytes,
         )  # fmt: skip
+
+    def _watch_sections(self) -> None:
+        """Expect results of ops whose bytes are away."""
+        show_regions()
+        restore_before_access(self._pager)
 
     def _probe(self, budget_bytes: int) -> HardwareProfile:
         """Measure this machine before the first step, using only memory that the budget leaves beside the model."""

@@ -271,7 +271,7 @@ class StepModes:
     @property
     def _is_paging(self) -> bool:
         """True if model state or results of ops have left memory in this room: then a step may run without a plan."""
-        return self._pager.is_watching or bool(self._sliced_ops.counts)
+        return self._pager.is_active or bool(self._sliced_ops.counts)
 
     def _put_off_capture(self, why: str = "") -> None:
         """Postpone the next capture after a futile one, with exponential backoff."""

@@ -21,6 +21,7 @@ import elbowroom
 from benchmarks.profiler_meter import ProfilerMeter
 from elbowroom.errors import Infeasible, MemoryRefused
 from elbowroom.hooks.ledger import NO_LIMIT, CpuLedger
+from elbowroom.hooks.meter import CpuMeter
 from elbowroom.ir.hardware import HardwareProfile
 from elbowroom.native import library
 from tests.models import MODELS
@@ -509,3 +510,23 @@ def test_a_room_gives_back_what_measuring_took_and_when_it_ends_what_its_steps_t
     assert count_beyond(live) > 16 * MIB
     room.detach()
     assert count_beyond(live) <= MIB
+
+
+def test_the_workspace_of_an_op_leaves_out_what_moved_during_it(ledger: CpuLedger) -> None:
+    """State that the op brought back, and what left to make room for it, are none of its own."""
+    meter = CpuMeter(ledger)
+    with ledger.counting(1 << 40, never):
+        leaving = make(5 * MIB)
+        meter.start()
+        begun = meter.begin_op()
+        ledger.note_move(3 * MIB)
+        arrived = make(3 * MIB)
+        result = make(MIB)
+        del leaving
+        ledger.note_move(-5 * MIB)
+        workspace = make(2 * MIB)
+        del workspace
+        meter.end_op(begun)
+        meter.stop()
+        del arrived, result
+    assert meter.workspace_bytes([MIB]) == (2 * MIB,)

@@ -160,7 +160,7 @@ def test_a_disk_that_fails_when_it_is_written_to(
 
         with monkeypatch.context() as broken:
             broken.setattr(SpillFile, "write", write_or_fail)
-            with pytest.raises(Infeasible, match="broken"), room.step():
+            with pytest.raises((Infeasible, TransferFailed), match="broken"), room.step():
                 job.step(2)
         found = list_changed(job)
         assert_each_old_or_new(found, states[2], states[3])

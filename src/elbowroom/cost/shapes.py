@@ -6,6 +6,7 @@ import math
 import re
 
 from elbowroom.ir.trace import Op, View
+from elbowroom.ir.updates import MARKS
 
 _BITS = re.compile(r"\d+")
 _SIZES = {"bool": 1, "bfloat16": 2, "complex32": 4, "complex64": 8, "complex128": 16}
@@ -47,8 +48,8 @@ def makes_only_a_view(op: Op) -> bool:
 
 
 def touches_no_bytes(op: Op) -> bool:
-    """Tell whether an op only makes views of a storage or allocates uninitialized memory."""
-    if short_name(op) in _ALLOCATIONS:
+    """Tell whether an op only makes views of a storage, allocates uninitialized memory, or marks a place."""
+    if short_name(op) in _ALLOCATIONS or op.name in MARKS:
         return True
     read = {(view.storage, view.version) for view in op.reads}
     return bool(op.writes) and all((view.storage, view.version) in read for view in op.writes)

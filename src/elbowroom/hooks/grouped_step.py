@@ -17,6 +17,9 @@ import torch
 from torch.optim import Optimizer
 from torch.optim import optimizer as hooked
 
+from elbowroom.hooks.storage_ids import get_any_storage, unwrap
+from elbowroom.ops.update_marks import begin_update, end_update
+
 PER_PARAMETER = frozenset(
     {f"torch.optim.{name}" for name in (
         "Adafactor", "Muon", "adadelta.Adadelta", "adagrad.Adagrad", "adam.Adam", "adamax.Adamax", "adamw.AdamW",
@@ -51,17 +54,19 @@ class GroupedStep:
     Args:
         optimizer: one that `is_per_parameter`.
         find_group_bytes: returns the bytes of parameters to update together; None to update all at once.
-        hold: brings tensors into memory, where they stay as long as the result lives, if there is room. So a tier that
-            fails does so before any of them is changed.
+        may_hold: tells whether so many bytes may be in memory at once.
+        hold: keeps tensors in memory as long as the result lives.
     """
 
     def __init__(
         self,
         optimizer: Optimizer,
         find_group_bytes: Callable[[], int | None],
-        hold: Callable[[Sequence[torch.Tensor]], object],
+        may_hold: Callable[[int], bool],
+        hold: Callable[[Sequence[torch.Tensor]], list[Any]],
     ) -> None:
         self._optimizer = optimizer
+        self._may_hold = may_hold
         self._hold = hold
         self._find_group_bytes = find_group_bytes
         self._before = vars(optimizer).get("step")  # of a learning-rate scheduler, for instance
@@ -112,19 +117,35 @@ class GroupedStep:
             with self._restricted([[] for _ in whole]):  # so that the optimizer calls it, and updates nothing
                 result = step(call, **options)
         for slices in cut(self._optimizer, group_bytes):
-            held = self._hold(self._list_used(slices))
-            with self._restricted(slices):
+            with self._updating(slices), self._restricted(slices):
                 step(**options)
-            del held
         return result
 
+    @contextlib.contextmanager
+    def _updating(self, slices: Slices) -> Iterator[None]:
+        """Have all that an update uses in memory throughout it, unless there is too much of that.
+
+        So a tier that fails does so before anything is changed.
+        """
+        used = self._list_used(slices)
+        storages = {id(home): home.nbytes() for each in used if (home := get_any_storage(each)) is not None}
+        if not self._may_hold(sum(storages.values())):
+            used = []
+        begin_update(used)  # as an op, so that plans bring it back, and keep it
+        held = self._hold(used)
+        try:
+            yield
+        finally:
+            held.clear()
+        end_update(used)
+
     def _list_used(self, slices: Slices) -> list[torch.Tensor]:
-        """List some parameters, their gradients and their state."""
+        """List some parameters, their gradients and their state, as far as these are on the same device."""
         used: list[torch.Tensor] = []
         for parameter in itertools.chain.from_iterable(slices):
-            state = self._optimizer.state.get(parameter, {})
-            used += [parameter, *(each for each in state.values() if isinstance(each, torch.Tensor))]
-            used += [] if parameter.grad is None else [parameter.grad]
+            listed = [parameter, parameter.grad, *self._optimizer.state.get(parameter, {}).values()]
+            parts = [part for each in listed if isinstance(each, torch.Tensor) for part in unwrap(each)]
+            used += (part for part in parts if part.device == parameter.device and part.layout is torch.strided)
         return used
 
     @contextlib.contextmanager

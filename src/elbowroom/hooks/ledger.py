@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Protocol
 
@@ -75,6 +76,10 @@ class Ledger(Protocol):
         """Tell whether `nbytes` fit beside the live bytes; True if nothing is counted."""
         ...
 
+    def note_move(self, nbytes: int) -> None:
+        """Note bytes that are about to come back, or (negative) have left, during an op that they are not part of."""
+        ...
+
     def trim(self) -> None:
         """Return free pages to the system, except those that running steps may need."""
         ...
@@ -94,9 +99,11 @@ class CpuLedger:
 
     Attributes:
         scope: the extension's scope, with `live_bytes` and `peak_bytes`.
+        moves: times (ns) and bytes of what was noted by `note_move`; None while nobody reads them.
     """
 
     def __init__(self) -> None:
+        self.moves: list[tuple[int, int]] | None = None
         self._native = library.load()
         self.scope: Any = self._native.make_scope()
         self._make_room: MakeRoom | None = None
@@ -140,6 +147,10 @@ class CpuLedger:
 
     def has_room(self, nbytes: int, limit_bytes: int) -> bool:
         return bool(self.scope.live_bytes + nbytes <= limit_bytes)
+
+    def note_move(self, nbytes: int) -> None:
+        if self.moves is not None:
+            self.moves.append((time.time_ns(), nbytes))
 
     def _ask(self, requested_bytes: int, missing_bytes: int) -> bool:
         make_room = self._make_room  # None if the step has ended meanwhile
@@ -206,6 +217,9 @@ class CudaLedger:
 
     def has_room(self, nbytes: int, limit_bytes: int) -> bool:
         return self.live_bytes + nbytes <= limit_bytes
+
+    def note_move(self, nbytes: int) -> None:
+        pass
 
     def trim(self) -> None:
         pass

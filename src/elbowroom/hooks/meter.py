@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from elbowroom.hooks.ledger import CpuLedger, CudaLedger
@@ -117,6 +118,7 @@ class CpuMeter:
         self._live_before, self._adopted_before = self._scope.live_bytes, self._scope.adopted_bytes
         if self.is_detailed:
             self._scope.set_recording(True)
+            self._ledger.moves = []
 
     def begin_op(self) -> tuple[float, int]:
         return self._find_stall(), time.time_ns()
@@ -132,6 +134,8 @@ class CpuMeter:
         if self.is_detailed:
             self._times, self._live = (np.frombuffer(each, dtype=np.int64) for each in self._scope.take_changes())
             self._scope.set_recording(False)
+            moves, self._ledger.moves = self._ledger.moves or [], None
+            self._live = self._live - _sum_moves(moves, self._times)
 
     def op_seconds(self) -> tuple[float, ...]:
         spans = zip(self._begins, self._ends, self._stalls, strict=True)
@@ -152,6 +156,16 @@ class CpuMeter:
             before = int(self._live[first - 1])
             found.append(max(0, int(self._live[first:last].max()) - before) if last > first else 0)
         return found
+
+
+def _sum_moves(moves: Sequence[tuple[int, int]], times: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """Return the bytes that have come back and not left again, at each time.
+
+    The workspace of an op must not depend on the state that it brought back, or on what left to make room.
+    """
+    moments = np.array([moment for moment, _ in moves], dtype=np.int64)
+    sums = np.concatenate(([0], np.cumsum([nbytes for _, nbytes in moves], dtype=np.int64)))
+    return sums[np.searchsorted(moments, times, side="right")]
 
 
 class CudaMeter:

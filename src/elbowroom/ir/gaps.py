@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from elbowroom.ir.use import StorageUse, UseKind
 
@@ -51,14 +51,22 @@ class Gap:
         return self.closes - self.opens + (end if self.is_wrapping else 0)
 
 
-def find_gaps(uses: Sequence[StorageUse], *, wraps: bool = False) -> tuple[Gap, ...]:
+def find_gaps(
+    uses: Sequence[StorageUse], *, wraps: bool = False, held: Collection[tuple[int, int]] = ()
+) -> tuple[Gap, ...]:
     """Find the gaps between the uses of one storage.
 
     Args:
         uses: in order of tick. A save closes no gap: autograd held nothing of the storage before it.
         wraps: whether the storage outlives the step: then the last use and the first one of the next step form a gap.
+        held: ticks (begin, end) of uses between which there are no gaps.
     """
-    pairs = [(first, second) for first, second in itertools.pairwise(uses) if second.kind is not UseKind.SAVE]
+    pairs = [
+        (first, second)
+        for first, second in itertools.pairwise(uses)
+        if second.kind is not UseKind.SAVE
+        and not any(begin <= first.tick and second.tick <= end for begin, end in held)
+    ]
     if wraps and uses:
         pairs.append((uses[-1], uses[0]))
     return tuple(

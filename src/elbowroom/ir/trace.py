@@ -23,6 +23,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from elbowroom.ir.gaps import Gap, find_gaps
+from elbowroom.ir.updates import BEGIN, END
 from elbowroom.ir.use import StorageUse, UseKind
 from elbowroom.units import format_bytes
 
@@ -214,7 +215,7 @@ class Trace:
 
     @functools.cached_property
     def state_gaps(self) -> Mapping[int, tuple[Gap, ...]]:
-        """Gaps between the uses of the model's state, by storage id.
+        """Gaps between the uses of the model's state, by storage id. There are none within an update.
 
         A storage that exists before and after the step also has a gap from its last use to its first use in the next
         step. So has a gradient that the step makes and leaves behind. In the next step it is the gradient that the step
@@ -224,9 +225,21 @@ class Trace:
         return {storage: _find_state_gaps(self, storage) for storage in sorted(self.state)}
 
     @functools.cached_property
+    def updates(self) -> Mapping[int, tuple[Span, ...]]:
+        """Ticks at which updates of the model's state begin and end, by storage id, which stays throughout."""
+        return _find_updates(self.ops)
+
+    @functools.cached_property
     def state_ticks(self) -> tuple[int, ...]:
-        """Ticks at which the model's state can move: ops that read or write some of it."""
-        return tuple(sorted({use.tick for uses in self.state_uses.values() for use in uses}))
+        """Ticks at which the model's state can move: ops that read or write some of it, but for those of an update.
+
+        So a move that fails does so before the update or after it.
+        """
+        spans = {span for spans in self.updates.values() for span in spans}
+        within = {tick for begin, end in spans for tick in range(begin + 1, end)}
+        if within:
+            within -= {tick for gaps in self.state_gaps.values() for gap in gaps for tick in (gap.opens, gap.closes)}
+        return tuple(sorted({use.tick for uses in self.state_uses.values() for use in uses} - within))
 
     @functools.cached_property
     def earlier_gradients(self) -> Mapping[int, int]:
@@ -308,10 +321,24 @@ def _find_state_uses(trace: Trace) -> dict[int, tuple[StorageUse, ...]]:
     return {storage: tuple(uses) for storage, uses in found.items()}
 
 
+def _find_updates(ops: tuple[Op, ...]) -> dict[int, tuple[Span, ...]]:
+    found: dict[int, list[Span]] = {}
+    begun: Op | None = None
+    for op in ops:
+        if op.name == BEGIN:
+            begun = op
+        elif op.name == END and begun is not None:
+            for storage in {view.storage for view in begun.reads} & {view.storage for view in op.reads}:
+                found.setdefault(storage, []).append((begun.tick, op.tick))
+            begun = None
+    return {storage: tuple(spans) for storage, spans in found.items()}
+
+
 def _find_state_gaps(trace: Trace, storage: int) -> tuple[Gap, ...]:
     home, uses = trace.storages[storage], trace.state_uses[storage]
     is_kept = home.released == trace.end
-    gaps = find_gaps(uses, wraps=is_kept and home.created < 0)
+    updates = trace.updates.get(storage, ())
+    gaps = find_gaps(uses, wraps=is_kept and home.created < 0, held=updates)
     if not (is_kept and home.created >= 0 and home.role is Role.GRADIENT):
         return gaps
     earlier = trace.earlier_gradients.get(storage)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
+from collections.abc import Iterator
 
 import torch
 
@@ -55,7 +57,14 @@ class MemoryGuard:
 
     def is_paged(self, storage: torch.UntypedStorage) -> bool:
         """Tell whether a storage leaves in place, as model state does."""
-        return self._pager is not None and self._pager.is_paged(storage)
+        return self._pager is not None and self._pager.storages.table.find(storage) is not None
+
+    @contextlib.contextmanager
+    def noting_moves(self) -> Iterator[None]:
+        """Return a context in which saved tensors leave during an op, as its measured workspace must not tell."""
+        before = self._ledger.live_bytes
+        yield
+        self._ledger.note_move(self._ledger.live_bytes - before)
 
     def evict(self, missing_bytes: int, nbytes: int, what: str) -> list[Action]:
         """Return actions that free some of the bytes that an allocation misses; none if model state has left.
@@ -97,7 +106,6 @@ class MemoryGuard:
             note=self._note(what),
         )
         return note_evidence(error)
-
 
     def _note(self, op: str) -> str:
         notes = []

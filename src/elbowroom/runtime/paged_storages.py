@@ -37,6 +37,7 @@ class PagedStorages:
         make_room: called with the bytes of a storage before it comes back.
 
     Attributes:
+        copies: of storages in the tier below, by record.
         table: of the extension; has a record of each storage.
         slicing: held while an op runs in slices, and reads and writes what is away; nothing is restored meanwhile by
             other threads.
@@ -48,11 +49,11 @@ class PagedStorages:
     def __init__(self, transfers: Transfers, ledger: Ledger, make_room: Callable[[int], None]) -> None:
         self._native = library.load()
         self._transfers = transfers
+        self._ledger = ledger
         self._scope = ledger.scope
         self._make_room = make_room
-        self._copies: dict[Any, Copy] = {}
+        self.copies: dict[Any, Copy] = {}
         self._arriving: dict[Any, torch.UntypedStorage] = {}
-        self._made = set[Any]()
         self.table = self._native.StateTable(self)
         self.lock = make_lock()
         self.slicing = threading.RLock()
@@ -71,68 +72,23 @@ class PagedStorages:
         with self.slicing:
             self._restore(record)
 
+    def cancel_reload(self, record: Any) -> None:
+        """Give up what is on its way back of one storage."""
+        if self._take_arriving(record) is not None:
+            self._ledger.note_move(-record.nbytes)
+
     def _restore(self, record: Any) -> None:
+        contents = self._take_arriving(record)
         with self.lock:
-            contents = self._arriving.get(record)
             if contents is None:
                 self._make_room(record.nbytes)
-            copy = self._copies.get(record)
+            copy = self.copies.get(record)
         if copy is None or not record.is_away:
             return  # another thread has brought it back
         if contents is None:
             contents = self._reload(record, copy)
-        self._transfers.finish(copy)
+            self._transfers.finish(copy)
         record.refill(contents)
-        self._arriving.pop(record, None)
-
-    def make_away(self, like: torch.Tensor, device: torch.device) -> torch.Tensor | None:
-        """Return a new tensor whose bytes are away, with a copy that is not written yet.
-
-        None if this version of PyTorch cannot undo the refusal of accesses.
-
-        Raises:
-            TierFull, TransferFailed: there is no room for the copy.
-        """
-        model = torch.empty(0, dtype=like.dtype, device=device)
-        copy = self._transfers.make_copy(nbytes := like.untyped_storage().nbytes())
-        tensor: torch.Tensor | None
-        tensor, record = self.table.make_away(list(like.shape), list(like.stride()), model, nbytes)
-        if tensor is None:
-            self._transfers.discard(copy)
-            return None
-        with self.lock:
-            self._copies[record] = copy
-            self._made.add(record)
-        self._native.watch_all_threads()
-        return tensor
-
-    def page_out(self, storage: torch.UntypedStorage) -> int:
-        """Move out a storage that is not state, for as long as no op uses it. Return the bytes freed."""
-        with self.lock:
-            record = self.table.add(storage)
-            if record is None:
-                return 0
-            self._made.add(record)
-        self._native.watch_all_threads()
-        with self.lock:
-            return self.evict([record])
-
-    def list_made(self) -> list[torch.UntypedStorage]:
-        """Return the storages other than state that may be away, as far as they are in use."""
-        return [storage for record in tuple(self._made) if (storage := record.storage) is not None]
-
-    def find_copy(self, storage: torch.UntypedStorage) -> Copy | None:
-        """Return the copy of a storage that is away; None if it is not, or unknown."""
-        record = self.table.find(storage)
-        return None if record is None or not record.is_away else self._copies.get(record)
-
-    def replace_copy(self, storage: torch.UntypedStorage, copy: Copy) -> Copy:
-        """Replace the copy of a storage that is away. Return the former one."""
-        with self.lock:
-            record = self.table.find(storage)
-            former = self._copies[record]
-            self._copies[record] = copy
-        return former
 
     def begin_copy(self, storage: torch.UntypedStorage) -> None:
         """Begin copying a storage out, unless it has a valid copy."""
@@ -150,7 +106,7 @@ class PagedStorages:
 
     def begin_reload(self, record: Any) -> None:
         """Begin bringing a storage back. If that fails, it comes back when it is used."""
-        copy = self._copies.get(record)
+        copy = self.copies.get(record)
         if copy is None or not record.is_away or record in self._arriving:
             return
         with contextlib.suppress(TierError, Infeasible):
@@ -176,12 +132,13 @@ class PagedStorages:
                 self._note_refusal(record, error)
         for record in begun:
             try:
-                self._transfers.finish(self._copies[record])
+                self._transfers.finish(self.copies[record])
             except TierError as error:
                 self._discard_copy(record)
                 self._note_refusal(record, error)
                 continue
             if record.empty():
+                self._ledger.note_move(-record.nbytes)
                 freed_bytes += record.nbytes
         return freed_bytes
 
@@ -189,9 +146,11 @@ class PagedStorages:
         """Give up what is on its way back. Return the bytes freed."""
         freed_bytes = 0
         while self._arriving:
-            record, _ = self._arriving.popitem()
+            record, contents = self._arriving.popitem()
             with contextlib.suppress(TierError):
-                self._transfers.finish(self._copies[record])
+                self._transfers.finish(self.copies[record])
+            del contents
+            self._ledger.note_move(-record.nbytes)
             freed_bytes += record.nbytes
         return freed_bytes
 
@@ -210,28 +169,51 @@ class PagedStorages:
         if errors:
             raise errors[0]
 
+    def require(self, nbytes: int, device: torch.device) -> None:
+        """Have room made for so many bytes.
+
+        Raises:
+            Infeasible: nothing more may leave.
+        """
+        with Hidden(), self._counted():
+            torch.empty(nbytes, dtype=torch.uint8, device=device)
+
     def sweep(self) -> None:
         """Give up the copies of storages that are gone."""
         for record in self.table.sweep():
-            self._made.discard(record)
             self._arriving.pop(record, None)
-            if (copy := self._copies.pop(record, None)) is not None:
+            if (copy := self.copies.pop(record, None)) is not None:
                 self._transfers.discard(copy)
 
     def clear(self) -> None:
         """Forget all storages, which are in memory, and give up their copies."""
         self.table.clear()
-        self._made.clear()
-        for copy in self._copies.values():
+        for copy in self.copies.values():
             self._transfers.discard(copy)
-        self._copies.clear()
+        self.copies.clear()
 
     def count_away(self) -> int:
         """Return the bytes that are away."""
         return sum(record.nbytes for record in self.table.list() if record.is_away)
 
+    def _take_arriving(self, record: Any) -> torch.UntypedStorage | None:
+        """Wait for a storage that is on its way back. Returns None if there is none, or its copy failed."""
+        with self.lock:
+            contents = self._arriving.get(record)
+            copy = self.copies.get(record)
+        if contents is None or copy is None:
+            return None
+        try:
+            self._transfers.finish(copy)
+        except TierError as error:
+            logger.warning("%d bytes of model state are read again: %s", record.nbytes, str(error))
+            contents = None
+        with self.lock:
+            self._arriving.pop(record, None)
+        return contents
+
     def _needs_copy(self, record: Any) -> bool:
-        return record.is_written or record not in self._copies
+        return record.is_written or record not in self.copies
 
     def _begin_copy(self, record: Any, storage: torch.UntypedStorage) -> bool:
         """Begin copying a storage out. Returns False if an op uses it, which may be writing to it."""
@@ -240,7 +222,7 @@ class PagedStorages:
             return False
         try:
             with Hidden():
-                self._copies[record] = self._transfers.offload(storage)
+                self.copies[record] = self._transfers.offload(storage)
         except BaseException:
             record.is_written = True
             raise
@@ -249,20 +231,21 @@ class PagedStorages:
 
     def _discard_copy(self, record: Any) -> None:
         record.is_written = True
-        copy = self._copies.pop(record, None)
+        copy = self.copies.pop(record, None)
         if copy is not None:
             self._transfers.discard(copy)
 
     def _reload(self, record: Any, copy: Copy) -> torch.UntypedStorage:
         """Begin to read a storage back, into new memory."""
         with Hidden(), self._counted():
+            self._ledger.note_move(record.nbytes)  # first, so that no change comes between
             contents = self._transfers.reload(copy)
         self.reloaded_bytes += record.nbytes
         return contents
 
     def _note_refusal(self, record: Any, error: TierError) -> None:
         level = logging.DEBUG if self.refusal else logging.WARNING  # once a step
-        logger.log(level, "%d bytes of model state stay in memory: %s", record.nbytes, error)
+        logger.log(level, "%d bytes of model state stay in memory: %s", record.nbytes, str(error))
         self.refusal = str(error)
 
     @contextlib.contextmanager

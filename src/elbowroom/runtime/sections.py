@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -14,7 +13,7 @@ from elbowroom.hooks.dispatch_keys import Hidden
 from elbowroom.native import library
 from elbowroom.runtime.copies import Copy, Extent
 from elbowroom.runtime.paged_storages import PagedStorages
-from elbowroom.runtime.transfers import Transfer, Transfers
+from elbowroom.runtime.transfers import Finish, Transfers
 
 MOST_EXTENTS = 1 << 14
 """A section with more pieces in memory takes longer to move than its whole storage."""
@@ -24,7 +23,7 @@ class Section(NamedTuple):
     """A section on the device, whose transfer may still run."""
 
     tensor: torch.Tensor
-    transfer: Transfer
+    finish: Finish
 
 
 def list_extents(view: torch.Tensor, packed: torch.Tensor) -> list[Extent] | None:
@@ -60,7 +59,7 @@ def list_extents(view: torch.Tensor, packed: torch.Tensor) -> list[Extent] | Non
     for place in itertools.product(*(range(size) for _, size, _ in outer)):
         offset = begin + sum(index * stride for index, (stride, _, _) in zip(place, outer, strict=True))
         memory = memory_begin + sum(index * stride for index, (_, _, stride) in zip(place, outer, strict=True))
-        extents.append(Extent(offset * itemsize, memory * itemsize, run * itemsize))
+        extents.append(Extent(int(offset * itemsize), int(memory * itemsize), int(run * itemsize)))
     return extents
 
 
@@ -74,7 +73,7 @@ class Sections:
     """Moves sections of storages that are away.
 
     Args:
-        storages: that may be away; those that `make` makes are among them.
+        storages: that may be away; those that `make` and `page_out` add are among them.
         transfers: moves bytes to the tier below and back.
     """
 
@@ -82,16 +81,25 @@ class Sections:
         self._storages = storages
         self._transfers = transfers
         self._native = library.load()
+        self._made = set[Any]()
 
     @property
     def slicing(self) -> contextlib.AbstractContextManager[object]:
         """Context in which no other thread brings storages back."""
         return self._storages.slicing
 
+    def list_made(self) -> list[torch.UntypedStorage]:
+        """Return the storages other than state that may be away, as far as they are in use."""
+        self._made = {record for record in self._made if record.storage is not None}
+        return [storage for record in tuple(self._made) if (storage := record.storage) is not None]
+
     def find_away(self, tensor: torch.Tensor) -> Any:
         """Return the record of a tensor's storage if its bytes are away, else None."""
         record = self._storages.table.find(tensor.untyped_storage())
-        return record if record is not None and record.is_away else None
+        if record is None or not record.is_away:
+            return None
+        self._storages.cancel_reload(record)  # sections are read from the copy, and written to it
+        return record
 
     def make(self, like: torch.Tensor, device: torch.device) -> torch.Tensor | None:
         """Return a tensor whose bytes are away, and not written yet; None if this PyTorch has no such tensors.
@@ -102,32 +110,50 @@ class Sections:
         Raises:
             TierFull, TransferFailed: there is no room for a copy.
         """
-        return self._storages.make_away(like, device)
+        model = torch.empty(0, dtype=like.dtype, device=device)
+        copy = self._transfers.make_copy(nbytes := like.untyped_storage().nbytes())
+        tensor: torch.Tensor | None
+        tensor, record = self._storages.table.make_away(list(like.shape), list(like.stride()), model, nbytes)
+        if tensor is None:
+            self._transfers.discard(copy)
+            return None
+        with self._storages.lock:
+            self._storages.copies[record] = copy
+            self._made.add(record)
+        self._native.watch_all_threads()
+        return tensor
 
     def page_out(self, storage: torch.UntypedStorage, copy: Copy | None) -> int:
-        """Move a storage out, so that its sections can be read. Return the bytes freed.
+        """Move out a storage that is not state, for as long as no op uses it. Return the bytes freed.
 
         Args:
             copy: another copy of the storage, which may still be written.
         """
         if copy is not None:
             self._transfers.finish(copy)  # until then it reads the storage's memory
-        return self._storages.page_out(storage)
+        with self._storages.lock:
+            record = self._storages.table.add(storage)
+            if record is None:
+                return 0
+            self._made.add(record)
+        self._native.watch_all_threads()
+        with self._storages.lock:
+            return self._storages.evict([record])
 
     def read(self, view: torch.Tensor) -> Section | None:
         """Begin to read a view of a tensor that is away. Return None if it has too many pieces.
 
         Raises:
-            TierError, Infeasible: as for `Transfers.read_section`, or there is no room on the device.
+            TierError, Infeasible: as for `Transfers.move_section`, or there is no room on the device.
         """
         section = torch.empty_strided(view.shape, find_packed_strides(view), dtype=view.dtype, device=view.device)
         extents = list_extents(view, section)
-        copy = self._storages.find_copy(view.untyped_storage())
+        copy = self._find_copy(view)
         if extents is None or copy is None:
             return None
         with Hidden():
-            transfer = self._transfers.read_section(copy, section.untyped_storage(), extents)
-        return Section(section, transfer)
+            finish = self._transfers.move_section(copy, section.untyped_storage(), extents, is_out=False)
+        return Section(section, finish)
 
     def write(self, view: torch.Tensor, contents: torch.Tensor, copy: Copy | None = None) -> Section | None:
         """Begin to write a view of a tensor that is away.
@@ -140,21 +166,12 @@ class Sections:
             packed = torch.empty_strided(view.shape, strides, dtype=contents.dtype, device=contents.device)
             contents = packed.copy_(contents)
         extents = list_extents(view, contents)
-        copy = copy or self._storages.find_copy(view.untyped_storage())
+        copy = copy or self._find_copy(view)
         if extents is None or copy is None:
             return None
         with Hidden():
-            transfer = self._transfers.write_section(copy, contents.untyped_storage(), extents)
-        return Section(contents, transfer)
-
-    def finish(self, sections: Sequence[Section]) -> None:
-        """Make later compute wait for transfers.
-
-        Raises:
-            TransferFailed: one of them failed.
-        """
-        for section in sections:
-            self._transfers.finish_section(section.transfer)
+            finish = self._transfers.move_section(copy, contents.untyped_storage(), extents, is_out=True)
+        return Section(contents, finish)
 
     def begin_rewriting(self, tensor: torch.Tensor) -> Copy | None:
         """Return an empty copy that takes the place of a tensor's present one when all of it is written.
@@ -174,5 +191,13 @@ class Sections:
         """Put a copy in the place of the tensor's present one, or give it up if it is not `is_whole`."""
         if is_whole:
             self._transfers.finish(copy)
-            copy = self._storages.replace_copy(tensor.untyped_storage(), copy)
+            with self._storages.lock:
+                record = self._storages.table.find(tensor.untyped_storage())
+                former = self._storages.copies[record]
+                self._storages.copies[record] = copy
+            copy = former
         self._transfers.discard(copy)
+
+    def _find_copy(self, tensor: torch.Tensor) -> Copy | None:
+        record = self._storages.table.find(tensor.untyped_storage())
+        return None if record is None or not record.is_away else self._storages.copies.get(record)

@@ -61,8 +61,8 @@ class SliceChooser:
     """Chooses cuts of ops.
 
     Args:
-        is_exact: whether only cuts are allowed that give the bits of the whole op on this machine. Others change the order
-            of a sum.
+        is_exact: whether only cuts are allowed that give the bits of the whole op on this machine. Others change the
+            order of a sum.
     """
 
     def __init__(self, *, is_exact: bool) -> None:
@@ -137,9 +137,7 @@ def _count_whole(call: OpCall, passes: Sequence[SlicePass], results: Sequence[to
     return max(found)
 
 
-def _count_parts(
-    call: OpCall, slice_pass: SlicePass, results: Sequence[torch.Tensor], slice_bytes: int
-) -> list[int]:
+def _count_parts(call: OpCall, slice_pass: SlicePass, results: Sequence[torch.Tensor], slice_bytes: int) -> list[int]:
     """Return the number of slices of each loop of a pass."""
     loops = slice_pass.loops
     nbytes = [0] * len(loops)

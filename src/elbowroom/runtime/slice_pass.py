@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from elbowroom.errors import Infeasible
+from elbowroom.errors import Infeasible, TransferFailed
 from elbowroom.ir.slicing import SlicePass
 from elbowroom.runtime.copies import Copy
 from elbowroom.runtime.sections import Section, Sections, find_packed_strides
@@ -70,6 +70,22 @@ def run_pass(
         running.settle()
 
 
+def finish(sections: Sequence[Section]) -> None:
+    """Make later compute wait for the transfers of sections.
+
+    Raises:
+        TransferFailed: one of them failed; the others are over.
+    """
+    errors = []
+    for section in sections:
+        try:
+            section.finish()
+        except TransferFailed as error:
+            errors.append(error)
+    if errors:
+        raise errors[0]
+
+
 class _Pass:
     def __init__(self, sections: Sections, call: OpCall, slice_pass: SlicePass, results: Results) -> None:
         self._sections = sections
@@ -109,7 +125,7 @@ class _Pass:
         self._reading, self._ahead = [], None
         self._last.clear()
         writing, self._writing = self._writing, []
-        self._sections.finish([*reading, *writing])
+        finish([*reading, *writing])
 
     def _compute(self, bounds: Bounds, following: Bounds | None) -> None:
         reading = self._reading if self._ahead == bounds else self._fetch(bounds)
@@ -143,7 +159,9 @@ class _Pass:
 
     def _halve(self, bounds: Bounds) -> list[Bounds]:
         """Return two slices in place of one, along the loop with the most units left; none if they are single ones."""
-        units = [-(-(end - begin) // loop.multiple) for loop, (begin, end) in zip(self._pass.loops, bounds, strict=True)]
+        units = [
+            -(-(end - begin) // loop.multiple) for loop, (begin, end) in zip(self._pass.loops, bounds, strict=True)
+        ]
         if not units or max(units) < 2:
             return []
         place = units.index(max(units))
@@ -166,7 +184,7 @@ class _Pass:
 
     def _arrive(self, reading: Sequence[torch.Tensor | Section], bounds: Bounds) -> list[torch.Tensor]:
         """Return what a slice reads, once it is there."""
-        self._sections.finish([each for each in reading if isinstance(each, Section)])
+        finish([each for each in reading if isinstance(each, Section)])
         tensors = [each.tensor if isinstance(each, Section) else each for each in reading]
         if len(self._pass.loops) > 1:
             for index, tensor in zip(self._pass.reads, tensors, strict=True):
@@ -196,4 +214,4 @@ class _Pass:
             else:
                 view.copy_(tensor)
         former, self._writing = self._writing, writing
-        self._sections.finish(former)
+        finish(former)

@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import logging
 import traceback
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from elbowroom.errors import Infeasible
 from elbowroom.hooks.exposed_memory import is_shared
 from elbowroom.hooks.storage_ids import get_plain_storage
+from elbowroom.runtime.observer import OpRecorder
 from elbowroom.runtime.sections import Sections
 from elbowroom.runtime.slice_choice import Cut, SliceChooser, explain
 from elbowroom.runtime.slice_pass import Results, run_pass
@@ -43,12 +44,6 @@ NEVER = 1 << 60
 
 LARGE = 8
 """Arguments and results above this share of the budget are away while their op runs in slices."""
-
-
-class Tracer(Protocol):
-    """Records an op of the program, which `call` runs."""
-
-    def record_op(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], call: Callable[[], Any]) -> Any: ...
 
 
 class SlicedOps(TorchDispatchMode):
@@ -73,22 +68,24 @@ class SlicedOps(TorchDispatchMode):
         self._slice_bytes: dict[tuple[Any, ...], int] = {}  # by op and shapes: those that have no room as a whole
         self._table: Any = None
         self._budget_bytes = 0
-        self._tracer: Tracer | None = None
+        self._recorder: OpRecorder | None = None
         self.counts: dict[str, int] = {}
         self.inexact: set[str] = set()
 
-    def begin_step(self, budget_bytes: int, tracer: Tracer | None, table: Any) -> None:
-        """Begin a step. `table`: of the step's storages; results that are away are not managed there."""
+    def begin_step(self, budget_bytes: int, watcher: Any, table: Any, recorder: OpRecorder | None) -> None:
+        """Begin a step, whose watcher has ops run in slices from now on.
+
+        Args:
+            table: of the step's storages.
+            recorder: is told of these ops; None if the step is not traced.
+        """
         if budget_bytes != self._budget_bytes:
             self._slice_bytes.clear()
         self._budget_bytes = budget_bytes
-        self._tracer = tracer
+        self._recorder = recorder
         self._table = table
-
-    @property
-    def least_bytes(self) -> int:
-        """Bytes of the arguments of the smallest op that is known to have no room as a whole."""
-        return min((key[1] for key in self._slice_bytes), default=NEVER)
+        least_bytes = min((key[1] for key in self._slice_bytes), default=NEVER)
+        watcher.set_slicer(self, least_bytes)
 
     def wants(self, name: str, tensors: Sequence[torch.Tensor], refusal: object) -> bool:
         """Tell whether an op is to run in slices.
@@ -112,7 +109,7 @@ class SlicedOps(TorchDispatchMode):
         def call() -> Any:
             return self._run(bind(func, args, kwargs or {}))
 
-        return call() if self._tracer is None else self._tracer.record_op(func, args, kwargs or {}, call)
+        return call() if self._recorder is None else self._recorder.record_op(func, args, kwargs or {}, call)
 
     def _run(self, call: OpCall) -> Any:
         name = str(call.op)

@@ -66,9 +66,7 @@ class SpillJob:
 
     __slots__ = ("_copy", "_extents", "_is_out", "_storage", "ended", "error", "is_done", "nbytes", "queue")
 
-    def __init__(
-        self, copy: SpillCopy, is_out: bool, storage: torch.UntypedStorage, extents: Sequence[Extent]
-    ) -> None:
+    def __init__(self, copy: SpillCopy, is_out: bool, storage: torch.UntypedStorage, extents: Sequence[Extent]) -> None:
         self._copy: SpillCopy | None = copy
         self._storage: torch.UntypedStorage | None = storage
         self._is_out = is_out

@@ -45,6 +45,13 @@ class StateSchedule:
         spans = list_away(self.trace, self.plan)
         return [storage for storage, away in spans.items() if any(begin <= 0 < end for begin, end in away)]
 
+    @functools.cached_property
+    def there_at_begin(self) -> Sequence[int]:
+        """Storages that are in memory when the step begins, or on their way back; the first used first."""
+        trace, away = self.trace, set(self.away_at_begin)
+        there = [each for each in trace.state if trace.storages[each].created < 0 and each not in away]
+        return sorted(there, key=lambda each: trace.state_uses[each][0].tick)
+
     def list_positions(self, *, is_before: bool) -> set[int]:
         """Return the positions of the ops with moves before them, or after them."""
         return {position for position, before in self.moves if before is is_before}
@@ -65,11 +72,20 @@ class StateMoves:
         self._tensors = _match(schedule.trace, residents)
 
     def begin(self) -> None:
-        """Move out what is away when the step begins, if it is not."""
-        for storage in self._schedule.away_at_begin:
+        """Have away what the plan has away when a step begins, and all other state in memory or on its way."""
+        away = self._schedule.away_at_begin
+        for storage in away:
             if (found := self._find(storage)) is not None:
                 self._storages.release(found)
+        for storage in self._schedule.there_at_begin:
+            if (found := self._find(storage)) is not None:
+                self._pager.begin_reload(found)
         self._pager.follows_plan = True
+
+    @property
+    def is_followed(self) -> bool:
+        """True while the ops of the step are those of the trace."""
+        return self._pager.follows_plan
 
     def leave(self) -> None:
         """Move what the plan does not say from now on."""

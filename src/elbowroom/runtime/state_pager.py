@@ -23,6 +23,7 @@ from elbowroom.hooks.ledger import Ledger
 from elbowroom.hooks.storage_ids import get_plain_storage
 from elbowroom.native import library
 from elbowroom.runtime.paged_storages import PagedStorages
+from elbowroom.runtime.sections import Sections
 from elbowroom.runtime.transfers import Transfers
 
 SOON = 0.25
@@ -38,6 +39,9 @@ GROUPS = 32
 """An optimizer updates parameters of this share of the budget at a time. With gradients, state and temporaries they
 take several times as much."""
 
+HELD = 2
+"""The update of a group begins with all that it uses in memory, unless that is more than this share of the budget."""
+
 LISTS = 8
 """An op over lists of tensors (of all gradients, say) takes items of this share of the budget at a time."""
 
@@ -46,7 +50,8 @@ LISTS = 8
 def grouping(optimizers: Sequence[Optimizer], budget_bytes: int) -> Iterator[None]:
     """Return a context in which optimizers step as they do within a budget that state may have to leave."""
     find: Callable[[], int] = lambda: budget_bytes // GROUPS  # noqa: E731
-    groups = [GroupedStep(each, find, lambda tensors: None) for each in find_groupable(optimizers)]
+    may_hold: Callable[[int], bool] = lambda nbytes: nbytes <= budget_bytes // HELD  # noqa: E731
+    groups = [GroupedStep(each, find, may_hold, lambda _: []) for each in find_groupable(optimizers)]
     try:
         yield
     finally:
@@ -71,6 +76,7 @@ class StatePager:
         min_bytes: smaller storages stay on the device.
 
     Attributes:
+        sections: parts of storages that are away.
         storages: of the state, with the figures of what moved.
         is_active: whether ops are watched for their use of state. Otherwise all of it is in memory, beside the results
             of ops that ran in slices.
@@ -100,7 +106,7 @@ class StatePager:
         self._comes_first = False  # state leaves before activations, as there is more of it
         self._was_short = False
         self.storages = PagedStorages(transfers, ledger, self._limit)
-        self._table = self.storages.table
+        self.sections = Sections(self.storages, transfers)
         self.is_active = False
         self.follows_plan = False
 
@@ -120,17 +126,16 @@ class StatePager:
         self._release_held()
         live_bytes = self._ledger.live_bytes
         missing_bytes = live_bytes - budget_bytes
-        if self.is_watching:
-            self.storages.sweep()
+        self.storages.sweep()
         self._comes_first = live_bytes + self.count_away() > budget_bytes // 2
         if missing_bytes > 0 or (may_move and self._is_needed(budget_bytes)):
             self._activate()
-        elif self.is_active and not self.count_away() and not self.storages.list_made():
+        elif self.is_active and not self.count_away() and not self.sections.list_made():
             self._deactivate()
-        if self.is_watching:
+        if self._native.is_any_state_managed():
             self._native.update_watching()  # the step may run in another thread than the last one
             self._native.limit_lists(budget_bytes // LISTS)
-            self._table.begin_step()
+            self.storages.table.begin_step()
         if missing_bytes > 0:
             self.make_room(missing_bytes)
 
@@ -153,8 +158,6 @@ class StatePager:
         """
         if not self.is_active:
             self._was_short = True  # ops that run now are not known to use state: it can leave in the next step
-        if not self.is_watching:
-            return 0
         if spares_soon and not self._comes_first:
             return 0
         with self.storages.lock:
@@ -165,7 +168,7 @@ class StatePager:
 
     def begin_reload(self, storage: torch.UntypedStorage) -> None:
         """Begin bringing a storage back, if there is room. If not, it comes back when it is used."""
-        record = self._table.find(storage)
+        record = self.storages.table.find(storage)
         if record is None or not record.is_away:
             return
         missing_bytes = self._ledger.live_bytes + record.nbytes - (self._budget_bytes or 0)
@@ -178,7 +181,7 @@ class StatePager:
         Raises:
             TierError, Infeasible: as for `PagedStorages.restore`.
         """
-        record = self._table.find(storage) if self.is_watching else None
+        record = self.storages.table.find(storage)
         if record is None:
             return None
         use = self._native.StateUse(record, is_written)
@@ -192,8 +195,6 @@ class StatePager:
         Raises:
             TierError: as for `PagedStorages.restore_all`. Nothing is given up then, and the call can be repeated.
         """
-        if not self.is_watching:
-            return
         if sys.is_finalizing():
             return  # nothing can be read back any more, and no code is left to use it
         self.storages.sweep()
@@ -203,26 +204,12 @@ class StatePager:
 
     def count_away(self) -> int:
         """Return the bytes of state that are away."""
-        return self.storages.count_away() if self.is_watching else 0
-
-    @property
-    def is_watching(self) -> bool:
-        """True if anything may be away."""
-        return self.is_active or bool(self.storages.list_made())
-
-    def watch_sections(self) -> None:
-        """Expect results of ops that run in slices, whose bytes are away."""
-        show_regions()
-        restore_before_access(self)
+        return self.storages.count_away()
 
     def is_away(self, storage: torch.UntypedStorage) -> bool:
         """Tell whether a storage is state that is away."""
-        record = self._table.find(storage) if self.is_watching else None
+        record = self.storages.table.find(storage)
         return record is not None and record.is_away
-
-    def is_paged(self, storage: torch.UntypedStorage) -> bool:
-        """Tell whether a storage may leave in place."""
-        return self.is_watching and self._table.find(storage) is not None
 
     @contextlib.contextmanager
     def grouping(self, budget_bytes: int) -> Iterator[None]:
@@ -243,11 +230,11 @@ class StatePager:
 
     def _choose(self, missing_bytes: int, spares_soon: bool) -> list[Any]:
         """Return storages that may leave, of at least `missing_bytes` if there are as many; the last used first."""
-        now, step_events = self._table.events, self._table.former_events or self._table.events
+        now, step_events = self.storages.table.events, self.storages.table.former_events or self.storages.table.events
         found = []
         state = self._list_candidates() if self.is_active else ()
-        for storage in (*self.storages.list_made(), *state):
-            record = self._table.add(storage)
+        for storage in (*self.sections.list_made(), *state):
+            record = self.storages.table.add(storage)
             if record is None or record.is_away or not record.is_idle:
                 continue
             # Without a former step, what was used longest ago is used last.
@@ -266,7 +253,7 @@ class StatePager:
     def _list_candidates(self) -> Iterator[torch.UntypedStorage]:
         if threading.get_ident() != self._thread:
             # The thread of the step may be changing what it holds just now.
-            known = [record.storage for record in self._table.list()]
+            known = [record.storage for record in self.storages.table.list()]
             yield from (each for each in known if each is not None and not is_shared(each))
             return
         # In a first step, the parameters of the last layers are used last.
@@ -296,12 +283,17 @@ class StatePager:
         show_regions()
         restore_before_access(self)
         for storage in self._list_candidates():
-            self._table.add(storage)
+            self.storages.table.add(storage)
 
         def find_group_bytes() -> int | None:
             return None if self._budget_bytes is None else self._budget_bytes // GROUPS
 
-        self._grouped = [GroupedStep(each, find_group_bytes, self._hold) for each in find_groupable(self._optimizers)]
+        def may_hold(nbytes: int) -> bool:
+            return self._budget_bytes is not None and nbytes <= self._budget_bytes // HELD
+
+        self._grouped = [
+            GroupedStep(each, find_group_bytes, may_hold, self._hold) for each in find_groupable(self._optimizers)
+        ]
 
     def _deactivate(self) -> None:
         """Watch no more. All state is in memory."""
@@ -313,15 +305,22 @@ class StatePager:
         self._native.update_watching()
 
     def _hold(self, tensors: Sequence[torch.Tensor]) -> list[Any]:
-        """Keep tensors in memory as long as the result lives, if that leaves room for as much beside them.
+        """Keep what an update uses in memory as long as the result lives, with room beside it.
 
-        A plan that is followed keeps them, or has reasons not to.
+        Raises:
+            TierError, Infeasible: before the update begins, which would fail halfway otherwise.
         """
-        storages = [storage for each in tensors if (storage := get_plain_storage(each)) is not None]
-        nbytes = sum(each.nbytes() for each in storages)
-        if self.follows_plan or self._budget_bytes is None or 2 * nbytes > self._budget_bytes:
+        if not tensors:
             return []
-        return [self.hold_storage(each, is_written=False, is_lasting=False) for each in storages]
+        storages = [storage for each in tensors if (storage := get_plain_storage(each)) is not None]
+        held = [self.hold_storage(each, is_written=False, is_lasting=False) for each in storages]
+        nbytes = sum({each._cdata: each.nbytes() for each in storages}.values())
+        missing_bytes = self._ledger.live_bytes + nbytes - (self._budget_bytes or 0)
+        if missing_bytes > 0 and not self.follows_plan:
+            self.make_room(missing_bytes)
+        if self.storages.refusal:  # what should have left stays
+            self.storages.require(nbytes, self._device)
+        return held
 
     def _release_held(self) -> None:
         for record in self._held:

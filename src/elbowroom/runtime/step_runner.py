@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -29,6 +29,7 @@ from elbowroom.runtime.candidate import Candidate
 from elbowroom.runtime.event_log import EVENTS, NEEDED, NO_STORAGE, SAVED
 from elbowroom.runtime.locks import make_lock
 from elbowroom.runtime.memory_guard import MemoryGuard
+from elbowroom.runtime.observer import Observer
 from elbowroom.runtime.packed import PackedTensor
 from elbowroom.runtime.phase import Phase
 from elbowroom.runtime.saved_storage import SavedStorage, check_version
@@ -46,15 +47,6 @@ logger = logging.getLogger(__name__)
 RESTING = 0.25
 """Share of the budget. While no more is live no op is recorded, in a room that never had too little room. If a step has
 too little after all, what it made until then can be offloaded but not computed again."""
-
-
-class Observer(Protocol):
-    """Watches what autograd does while a step is captured or measured."""
-
-    def saved(self, tensor: torch.Tensor) -> int: ...
-    def needed(self, save: int, given: torch.Tensor) -> None: ...
-    def save_released(self, save: int) -> None: ...
-    def record_op(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], call: Callable[[], Any]) -> Any: ...
 
 
 class StepRunner:
@@ -110,9 +102,10 @@ class StepRunner:
     def _start_watching(self, environment: StepEnvironment, resting_bytes: int) -> None:
         """Tell the extension which ops to record, and which saves and needs to log without telling the runner."""
         state = self.state
-        if (sliced := environment.sliced_ops) is not None:
-            sliced.begin_step(environment.budget_bytes, self._observer, state.storages.table)
-            state.watcher.set_slicer(sliced, sliced.least_bytes)
+        if environment.sliced_ops is not None:
+            environment.sliced_ops.begin_step(
+                environment.budget_bytes, state.watcher, state.storages.table, self._observer
+            )
         if state.phase is Phase.FOLLOWING_PLAN:
             expected = state.candidates[0]
             if state.segments or expected.plan.state:
@@ -277,7 +270,10 @@ class StepRunner:
             Infeasible: nothing more may leave, and there is not enough room.
         """
         with self._lock:
-            if self.state.phase is Phase.FOLLOWING_PLAN and self._guard.move_state(missing_bytes, spares_soon=True):
+            # Once the optimizer's ops are not those of the trace, the plan is followed in all but its moves of state.
+            has_moves = self._state_moves is None or self._state_moves.is_followed
+            is_following = self.state.phase is Phase.FOLLOWING_PLAN
+            if is_following and self._guard.move_state(missing_bytes, spares_soon=has_moves):
                 return True
             limit_bytes = self._guard.limit_bytes
             what = f"a request of {requested_bytes} bytes"
@@ -288,7 +284,9 @@ class StepRunner:
                 missing_bytes -= self._guard.move_state(missing_bytes, spares_soon=True)
             if missing_bytes > 0:
                 what = load_native().name_running_op() or what
-                self._executor.perform(self._guard.evict(missing_bytes, requested_bytes, what))
+                actions = self._guard.evict(missing_bytes, requested_bytes, what)
+                with self._guard.noting_moves():
+                    self._executor.perform(actions)
             return True
 
     def finish(self) -> None:

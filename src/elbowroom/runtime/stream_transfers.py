@@ -26,8 +26,8 @@ from elbowroom.ir.placement import CopySlot, Placement
 from elbowroom.runtime.copies import Copy, Extent, Record, Records
 from elbowroom.runtime.staging import Staging
 from elbowroom.runtime.stream_copies import StreamCopy
-from elbowroom.runtime.streams import StreamEvent, Streams
-from elbowroom.runtime.transfers import check_process
+from elbowroom.runtime.streams import Streams
+from elbowroom.runtime.transfers import Finish, check_process
 from elbowroom.runtime.transfers_in_flight import TransfersInFlight
 from elbowroom.tiers.disk import SpillFile
 from elbowroom.tiers.pinned import HostSlabs, SlabBlock
@@ -124,7 +124,8 @@ class StreamTransfers:
                     copy.last = self._streams.copy_out(storage, copy.block.tensor, after)
             else:
                 copy.offset = copy.record.block
-                staging = self._get_staging()
+                staging = self._staging
+                assert staging is not None
                 self._pass(storage, copy, lambda: staging.write_out(storage, copy, self._streams.record_compute()))
         self.offloaded_bytes += copy.nbytes
         return copy
@@ -145,7 +146,8 @@ class StreamTransfers:
                 with self._in_flight.beginning(copy, storage):
                     copy.last = self._streams.copy_in(copy.block.tensor, storage, after)
             else:
-                staging = self._get_staging()
+                staging = self._staging
+                assert staging is not None
                 self._pass(storage, copy, lambda: staging.read_back(storage, copy, after))
         self.reloaded_bytes += copy.nbytes
         return storage
@@ -159,38 +161,20 @@ class StreamTransfers:
             copy.block = copy.record.block
         return copy
 
-    def write_section(self, copy: Copy, section: torch.UntypedStorage, extents: Sequence[Extent]) -> StreamCopy:
-        def move(each: Extent, host: torch.Tensor, after: Sequence[StreamEvent]) -> StreamEvent:
-            return self._streams.copy_out(section, host, after, each.memory_offset)
-
-        self.offloaded_bytes += sum(each.nbytes for each in extents)
-        return self._move_section(copy, section, extents, move)
-
-    def read_section(self, copy: Copy, section: torch.UntypedStorage, extents: Sequence[Extent]) -> StreamCopy:
-        def move(each: Extent, host: torch.Tensor, after: Sequence[StreamEvent]) -> StreamEvent:
-            return self._streams.copy_in(host, section, after, each.memory_offset)
-
-        self.reloaded_bytes += sum(each.nbytes for each in extents)
-        return self._move_section(copy, section, extents, move)
-
-    def finish_section(self, transfer: StreamCopy) -> None:
-        if transfer.last is not None:
-            self._streams.compute_waits(transfer.last)
-        transfer.let_go()
-
-    def _move_section(
-        self,
-        copy: Copy,
-        section: torch.UntypedStorage,
-        extents: Sequence[Extent],
-        move: Callable[[Extent, torch.Tensor, Sequence[StreamEvent]], StreamEvent],
-    ) -> StreamCopy:
+    def move_section(
+        self, copy: Copy, section: torch.UntypedStorage, extents: Sequence[Extent], *, is_out: bool
+    ) -> Finish:
         assert isinstance(copy, StreamCopy)
         check_process(self._pid, copy.nbytes)
         if copy.block is None:
             raise TransferFailed(
-                f"a copy of {copy.nbytes} bytes lies in the spill file, from which no sections are read; raise host_bytes="
+                f"a copy of {copy.nbytes} bytes is in the spill file, of which no sections are read; raise host_bytes="
             )
+        nbytes = sum(each.nbytes for each in extents)
+        if is_out:
+            self.offloaded_bytes += nbytes
+        else:
+            self.reloaded_bytes += nbytes
         part = StreamCopy(copy.nbytes)
         part.block = copy.block
         with self._lock:
@@ -199,9 +183,18 @@ class StreamTransfers:
             with self._in_flight.beginning(part, section):
                 for each in extents:
                     host = copy.block.tensor[each.copy_offset : each.copy_offset + each.nbytes]
-                    part.last = move(each, host, after)
+                    if is_out:
+                        part.last = self._streams.copy_out(section, host, after, each.memory_offset)
+                    else:
+                        part.last = self._streams.copy_in(host, section, after, each.memory_offset)
             copy.last = part.last
-        return part
+
+        def finish() -> None:
+            if part.last is not None:
+                self._streams.compute_waits(part.last)
+            part.let_go()
+
+        return finish
 
     def finish(self, copy: Copy) -> None:
         assert isinstance(copy, StreamCopy)
@@ -267,14 +260,14 @@ class StreamTransfers:
         self._in_flight.forget_ended()
 
     def _free(self, record: Record) -> None:
-        self._records.free(record, self._give)
+        def give(record: Record) -> None:
+            if isinstance(record.block, SlabBlock):
+                self._host.free(record.block)
+            else:
+                assert self._spill is not None
+                self._spill.free(record.block, record.nbytes)
 
-    def _give(self, record: Record) -> None:
-        if isinstance(record.block, SlabBlock):
-            self._host.free(record.block)
-        else:
-            assert self._spill is not None
-            self._spill.free(record.block, record.nbytes)
+        self._records.free(record, give)
 
     def _restore(self, records: list[Record]) -> None:
         blocks = [record.block for record in records if isinstance(record.block, SlabBlock)]
@@ -317,10 +310,6 @@ class StreamTransfers:
         return self._host.reserve(nbytes)
 
     # The spill file ---------------------------------------------------------------------------------------------
-
-    def _get_staging(self) -> Staging:
-        assert self._staging is not None
-        return self._staging
 
     def _pass(self, storage: torch.UntypedStorage, copy: StreamCopy, move: Callable[[], None]) -> None:
         with self._in_flight.stalling(), self._in_flight.beginning(copy, storage):

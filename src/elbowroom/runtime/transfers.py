@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from typing import Protocol
 
 import torch
 
@@ -15,9 +15,8 @@ from elbowroom.runtime.copies import Copy, Extent
 from elbowroom.runtime.spill_queue import SpillCopy, SpillJob, SpillQueue
 from elbowroom.tiers.disk import SpillFile
 
-
-Transfer = Any
-"""A transfer of a section, as the transfers that began it know it."""
+Finish = Callable[[], None]
+"""Makes later compute wait for a transfer."""
 
 
 class Transfers(Protocol):
@@ -77,19 +76,15 @@ class Transfers(Protocol):
         """
         ...
 
-    def write_section(self, copy: Copy, section: torch.UntypedStorage, extents: Sequence[Extent]) -> Transfer:
-        """Begin to write a section into a copy. `section` is kept alive until the transfer is over."""
-        ...
+    def move_section(
+        self, copy: Copy, section: torch.UntypedStorage, extents: Sequence[Extent], *, is_out: bool
+    ) -> Finish:
+        """Begin to write a section into a copy, or to read it after all that was written before.
 
-    def read_section(self, copy: Copy, section: torch.UntypedStorage, extents: Sequence[Extent]) -> Transfer:
-        """Begin to read a section from a copy, after all that was written to it before."""
-        ...
+        `section` is kept alive until the transfer is over.
 
-    def finish_section(self, transfer: Transfer) -> None:
-        """Make later compute wait for the transfer of a section.
-
-        Raises:
-            TransferFailed: it failed.
+        Returns:
+            A function that makes later compute wait for the transfer. It raises TransferFailed if that failed.
         """
         ...
 
@@ -181,20 +176,23 @@ class ThreadTransfers:
     def make_copy(self, nbytes: int) -> SpillCopy:
         return self._queue.make_copy(nbytes, None)
 
-    def write_section(self, copy: Copy, section: torch.UntypedStorage, extents: Sequence[Extent]) -> SpillJob:
-        assert isinstance(copy, SpillCopy)
-        self.offloaded_bytes += sum(each.nbytes for each in extents)
-        return copy.queue.submit(copy, True, section, extents)
-
-    def read_section(self, copy: Copy, section: torch.UntypedStorage, extents: Sequence[Extent]) -> SpillJob:
+    def move_section(
+        self, copy: Copy, section: torch.UntypedStorage, extents: Sequence[Extent], *, is_out: bool
+    ) -> Finish:
         assert isinstance(copy, SpillCopy)
         check_process(copy.queue.pid, copy.nbytes)
-        self.reloaded_bytes += sum(each.nbytes for each in extents)
-        return copy.queue.submit(copy, False, section, extents)
+        nbytes = sum(each.nbytes for each in extents)
+        if is_out:
+            self.offloaded_bytes += nbytes
+        else:
+            self.reloaded_bytes += nbytes
+        job = copy.queue.submit(copy, is_out, section, extents)
 
-    def finish_section(self, transfer: SpillJob) -> None:
-        self._wait(transfer)
-        self._check(transfer.error, transfer.nbytes)
+        def finish() -> None:
+            self._wait(job)
+            self._check(job.error, nbytes)
+
+        return finish
 
     def _submit(self, copy: SpillCopy, is_out: bool, storage: torch.UntypedStorage) -> None:
         copy.queue.submit(copy, is_out, storage, (Extent(0, 0, copy.nbytes),))

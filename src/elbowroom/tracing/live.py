@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 from elbowroom.hooks.meter import Meter
 from elbowroom.ir.costs import Measurements
 from elbowroom.ir.trace import Op, Role, Storage, Trace
+from elbowroom.ir.updates import MARKS
 from elbowroom.tracing.residents import list_residents
 from elbowroom.tracing.tracer import Tracer
 
@@ -61,7 +62,8 @@ class LiveCapture:
         workspace = self._meter.workspace_bytes([created[op.tick] for op in ran.ops])
         return Measurements(
             op_seconds=tuple(0.0 if each is None else seconds[each] for each in found),
-            workspace_bytes=tuple(0 if each is None else workspace[each] for each in found),
+            # A mark allocates nothing but the state that it brings back.
+            workspace_bytes=tuple(0 if at is None or ran.ops[at].name in MARKS else workspace[at] for at in found),
             step_seconds=whole_seconds,
             stall_seconds=stall_seconds,
         )

@@ -10,7 +10,7 @@ import contextlib
 import functools
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -120,7 +120,7 @@ class Tracer(TorchDispatchMode):
         kwargs = kwargs or {}
         return self.record_op(func, args, kwargs, lambda: func(*args, **kwargs))
 
-    def record_op(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], call: Callable[[], Any]) -> Any:
+    def record_op(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], call: Callable[[], Any]) -> Any:
         """Record an op, which `call` runs, and return its result."""
         if self.pauses or not touches_tensors(func):
             return call()
@@ -128,7 +128,7 @@ class Tracer(TorchDispatchMode):
         origin = self._origins.find()
         reads, why = self._list_reads((*args, *kwargs.values()), find_statistics(func, args))
         begin = time.perf_counter()
-        result = self._measure(call)
+        result = _measure(self._meter, call)
         end = time.perf_counter()
         written = [
             tensor
@@ -149,7 +149,7 @@ class Tracer(TorchDispatchMode):
             return call()
         origin = self._origins.find()
         reads, _ = self._list_reads(inputs, ())
-        result = self._measure(call)
+        result = _measure(self._meter, call)
         with self._lock:
             self._record(name, origin, tuple(reads), written, result, "compiled code may have side effects", 0)
         return result
@@ -168,14 +168,6 @@ class Tracer(TorchDispatchMode):
                     reads.append(view)
                     why = why or find_risk(self._get_storage(tensor))
         return reads, why
-
-    def _measure(self, run: Callable[[], Any]) -> Any:
-        if self._meter is None:
-            return run()
-        begun = self._meter.begin_op()
-        result = run()
-        self._meter.end_op(begun)
-        return result
 
     def _record(
         self,
@@ -385,6 +377,15 @@ def count_flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result
         return int(formula(*args, **kwargs, out_val=result))
     except (TypeError, ValueError, AssertionError, IndexError):
         return 0  # the formula does not accept this overload's arguments: price the op by its bytes
+
+
+def _measure(meter: Meter | None, run: Callable[[], Any]) -> Any:
+    if meter is None:
+        return run()
+    begun = meter.begin_op()
+    result = run()
+    meter.end_op(begun)
+    return result
 
 
 def _or_end(tick: int, end: int) -> int:

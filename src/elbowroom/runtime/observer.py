@@ -1,0 +1,24 @@
+"""What the runtime tells a tracer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+
+
+class OpRecorder(Protocol):
+    """Records ops of the program."""
+
+    def record_op(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], call: Callable[[], Any]) -> Any:
+        """Record an op, which `call` runs, and return its result."""
+        ...
+
+
+class Observer(OpRecorder, Protocol):
+    """Watches what autograd does while a step is captured or measured."""
+
+    def saved(self, tensor: torch.Tensor) -> int: ...
+    def needed(self, save: int, given: torch.Tensor) -> None: ...
+    def save_released(self, save: int) -> None: ...

@@ -1,0 +1,119 @@
+"""A transfer that fails in the optimizer's step leaves each parameter, with its state, as it was or wholly updated."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from elbowroom.errors import Infeasible, TransferFailed
+from elbowroom.ir.hardware import HardwareProfile
+from elbowroom.ir.journal import Mode
+from elbowroom.tiers.disk import SpillFile
+from tests.state_jobs import PARAMETER_BYTES, StateJob, fit, make_job
+
+OPTIMIZERS: dict[str, Any] = {
+    "adamw": functools.partial(torch.optim.AdamW, lr=1e-2, foreach=False),
+    "adamw foreach": functools.partial(torch.optim.AdamW, lr=1e-2, foreach=True),
+    "sgd": functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9, foreach=False),
+    "sgd foreach": functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9, foreach=True),
+}
+
+PLANNED_AFTER = 5
+"""Steps until the plan is made and followed."""
+
+
+class FailingDisk:
+    """Fails at all reads, or all writes, from the one of a given number on."""
+
+    def __init__(self, method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.count = self.fails_at = 0
+        call = getattr(SpillFile, method)
+
+        def call_or_fail(*args: Any) -> None:
+            self.count += 1
+            if 0 < self.fails_at <= self.count:
+                raise OSError(errno.EIO, "broken")
+            call(*args)
+
+        monkeypatch.setattr(SpillFile, method, call_or_fail)
+
+    def arm(self, number: int) -> None:
+        """Count from here. `number`: of the first call that fails; 0 for none."""
+        self.count = 0
+        self.fails_at = number
+
+
+Group = dict[str, torch.Tensor]
+"""A parameter with its optimizer state."""
+
+
+def list_groups(job: StateJob) -> list[Group]:
+    (optimizer,) = job.optimizers
+    found = []
+    for parameter in job.model.parameters():
+        state = {key: each for key, each in optimizer.state[parameter].items() if isinstance(each, torch.Tensor)}
+        found.append({"parameter": parameter, **state})
+    return found
+
+
+def train_to(make: Callable[[], StateJob], steps: int) -> list[Group]:
+    job = make()
+    for index in range(steps):
+        job.step(index)
+    return list_groups(job)
+
+
+def put_back(job: StateJob, groups: list[Group]) -> None:
+    with torch.no_grad():
+        for group, other in zip(list_groups(job), groups, strict=True):
+            for key, each in group.items():
+                each.copy_(other[key])
+    job.optimizers[0].zero_grad()
+
+
+def find_same(groups: list[Group], others: list[Group]) -> list[bool]:
+    """Tell of each group whether all of it is the same."""
+    return [
+        all(torch.equal(each, other[key]) for key, each in group.items())
+        for group, other in zip(groups, others, strict=True)
+    ]
+
+
+@pytest.mark.parametrize("method", ["read", "write"])
+@pytest.mark.parametrize(("name", "mode"), [*((name, "auto") for name in OPTIMIZERS), ("adamw foreach", "dynamic")])
+def test_a_disk_that_fails_in_a_step(
+    name: str, mode: str, method: str, profile: HardwareProfile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make = functools.partial(make_job, OPTIMIZERS[name])
+    old, new = train_to(make, PLANNED_AFTER), train_to(make, PLANNED_AFTER + 1)
+    job = make()
+    disk = FailingDisk(method, monkeypatch)
+    outcomes = []
+    with fit(job, profile, 3 * PARAMETER_BYTES // 2, mode=mode, min_offload_bytes=1 << 12) as room:
+        for index in range(PLANNED_AFTER):
+            with room.step():
+                job.step(index)
+        number = 0
+        is_over = False
+        while not is_over:
+            number += 1
+            assert mode == "dynamic" or room.journal().steps[-1].mode is Mode.PLANNED
+            disk.arm(number)
+            with contextlib.suppress(TransferFailed, Infeasible), room.step():
+                job.step(PLANNED_AFTER)
+            is_over = disk.count < number
+            disk.arm(0)
+            are_new, are_old = find_same(list_groups(job), new), find_same(list_groups(job), old)
+            assert all(one or other for one, other in zip(are_new, are_old, strict=True)), number
+            outcomes.append("new" if all(are_new) else "old" if all(are_old) else "both")
+            put_back(job, old)
+            with room.step():  # from here on a plan is followed again
+                job.step(PLANNED_AFTER)
+            put_back(job, old)
+    assert outcomes.count("both") > 5 and "old" in outcomes and outcomes[-1] == "new", outcomes
