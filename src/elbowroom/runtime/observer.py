@@ -1,4 +1,4 @@
-"""What the runtime tells a tracer."""
+"""Protocols by which the runtime tells a tracer what happens in a step."""
 
 from __future__ import annotations
 

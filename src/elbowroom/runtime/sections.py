@@ -123,6 +123,18 @@ class Sections:
         self._native.watch_all_threads()
         return tensor
 
+    def forget(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Give up the copies of new tensors that were not written to their end. Nobody has them."""
+        for tensor in tensors:
+            record = self._storages.table.find(tensor.untyped_storage())
+            if record is None or record not in self._made:
+                continue
+            with self._storages.lock:
+                copy = self._storages.copies.pop(record, None)
+                self._made.discard(record)
+            if copy is not None:
+                self._transfers.discard(copy)
+
     def page_out(self, storage: torch.UntypedStorage, copy: Copy | None) -> int:
         """Move out a storage that is not state, for as long as no op uses it. Return the bytes freed.
 

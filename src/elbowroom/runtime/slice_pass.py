@@ -25,20 +25,28 @@ class Results:
 
     Attributes:
         tensors: in order.
+        are_new: whether the op makes them; otherwise it is an in-place op.
         rewritten: the copy that an in-place op writes to, in place of its argument's; None if it writes where that is.
     """
 
     tensors: list[torch.Tensor]
     rewritten: Copy | None = None
+    are_new: bool = True
+    is_finished: bool = False
 
     def finish(self, sections: Sections) -> None:
         """Put the copy that was written in the place of the former one."""
+        self.is_finished = True
         if self.rewritten is not None:
             copy, self.rewritten = self.rewritten, None
             sections.end_rewriting(self.tensors[0], copy, is_whole=True)
 
     def drop(self, sections: Sections) -> None:
-        """Give up the copy that was written, unless it is finished."""
+        """Give up what was written, unless it is finished."""
+        if self.is_finished:
+            return
+        if self.are_new:
+            sections.forget(self.tensors)
         if self.rewritten is not None:
             copy, self.rewritten = self.rewritten, None
             sections.end_rewriting(self.tensors[0], copy, is_whole=False)

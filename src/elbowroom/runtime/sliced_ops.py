@@ -189,7 +189,8 @@ class SlicedOps(TorchDispatchMode):
         if target is not None:
             tensor = call.reads[target]
             is_away = self._sections.find_away(tensor) is not None
-            return Results([tensor], self._sections.begin_rewriting(tensor) if is_away else None)
+            rewritten = self._sections.begin_rewriting(tensor) if is_away else None
+            return Results([tensor], rewritten, are_new=False)
         tensors = []
         for index, like in enumerate(described):
             is_sum = any(index in each.results and is_summed(index, each) for each in cut.passes)
