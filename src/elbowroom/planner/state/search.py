@@ -19,7 +19,8 @@ Cost: one plan of the activations if the state need not move; else two, and abou
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
+import itertools
+from collections.abc import Iterable, Mapping
 from typing import Protocol
 
 import numpy as np
@@ -31,10 +32,15 @@ from elbowroom.ir.costs import Costs
 from elbowroom.ir.plan import Choice, Decision, Plan
 from elbowroom.ir.state import MoveKind, list_away, list_moves
 from elbowroom.ir.trace import Trace
+from elbowroom.planner.bounds.fluid import solve_fluid
+from elbowroom.planner.bounds.gap_arrays import make_gap_arrays
 from elbowroom.planner.options import Manages
 from elbowroom.planner.problem import Problem, make_lowest, pose
+from elbowroom.planner.schedule.draft import Key
 from elbowroom.planner.searching.choice_search import Moves
+from elbowroom.planner.state.cyclic_link import NO_TRAFFIC, list_traffic
 from elbowroom.planner.state.residence import fix_state
+from elbowroom.planner.state.retiming import Retimer
 from elbowroom.planner.state.scheduler import EXPOSED, StateScheduler
 from elbowroom.planner.state.windows import Curve
 
@@ -43,6 +49,9 @@ SHARES = (0.0, 0.1, 0.25, 0.5, 1.0)
 
 FINE_SHARES = (0.05, 0.15, 0.2, 0.3, 0.4, 0.75)
 """Further shares for traces with at most `FEW_EVENTS` saves and needs, where a share costs little."""
+
+RELAXED = (1.0, 0.95, 0.9)
+"""Parts of the budget for which the relaxation is followed."""
 
 FEW_EVENTS = 300
 """Saves and needs, with the ends of claims."""
@@ -119,6 +128,7 @@ class _ShareSearch:
         self._replay = problem.drafter.replay
         self._trace = self._replay.trace
         self._scheduler = StateScheduler(self._replay, problem.drafter.min_bytes, problem.host_bytes)
+        self._retimer = Retimer(problem)
         self._resident = self._pose(())
         self._tried: set[tuple[Decision, ...]] = {()}  # the plan that keeps all state comes first
         self._highest = np.array(self._resident.plain.live_bytes, dtype=np.int64)
@@ -138,7 +148,7 @@ class _ShareSearch:
 
     def _try_shares(self) -> list[JointPlan]:
         """Plan several shares with little effort, until a step is fast enough; the time has one minimum, or nearly."""
-        found: list[JointPlan] = []
+        found = [each for each in map(self._plan_relaxed, RELAXED) if each is not None]
         seconds: dict[float, float] = {}
 
         def rate(share: float) -> float:
@@ -188,15 +198,31 @@ class _ShareSearch:
         return None if made is None else self._complete(made, list_state_reads(self._trace, made))
 
     def _plan_share(self, share: float) -> JointPlan | None:
-        """Return a quick plan for one share; without replays if no plan with them can be completed.
+        """Return a quick plan for one share; as for `_plan_under`."""
+        return self._plan_under(self._lowest + share * (self._highest - self._lowest), {})
+
+    def _plan_relaxed(self, tighter: float) -> JointPlan | None:
+        """Return a quick plan that follows the fluid relaxation within a part of the budget; as for `_plan_under`."""
+        budget_bytes = max(int(tighter * self._problem.budget_bytes), self._problem.floor.peak_bytes)
+        problem = dataclasses.replace(self._problem, budget_bytes=budget_bytes)
+        fluid = solve_fluid(problem, recompute=self._moves != "offload", offload=self._moves != "recompute")
+        if fluid is None:
+            return None
+        gap_arrays = make_gap_arrays(problem)
+        shares = fluid.recomputed + fluid.offloaded
+        moved = {fluid.keys[index]: float(shares[index]) for index in gap_arrays.repeats.tolist()}
+        shares[gap_arrays.repeats] = 0.0
+        return self._plan_under(self._highest - gap_arrays.free(shares, len(self._highest)), moved)
+
+    def _plan_under(self, limit: Curve, preferred: Mapping[Key, float]) -> JointPlan | None:
+        """Return a quick plan whose activations stay below a curve; without replays if none with them can be completed.
 
         None if none fits, or if the same moves of the state have been tried.
         """
-        limit = self._lowest + share * (self._highest - self._lowest)
         excess = np.ceil(limit).astype(np.int64) - self._problem.budget_bytes
         pins: Pins = {}
         for _ in range(ROUNDS):
-            state = self._scheduler.schedule(excess, pins)
+            state = self._scheduler.schedule(excess, pins, preferred=preferred)
             if state in self._tried:
                 return None
             self._tried.add(state)
@@ -229,8 +255,18 @@ class _ShareSearch:
     def _complete(self, plan: Plan, read: Pins) -> JointPlan | None:
         """Choose the moves of the state once more, for the memory that a plan leaves; return the better plan."""
         excess = self._find_excess(plan)
-        states = {self._scheduler.schedule(excess, read, exposed=exposed) for exposed in WEIGHTS}
-        return _find_fastest([self._judge(dataclasses.replace(plan, state=state)) for state in (plan.state, *states)])
+        traffic = list_traffic(self._replay, plan)
+        states = {
+            self._scheduler.schedule(excess, read, exposed=exposed, traffic=traffic)
+            for exposed, traffic in itertools.product(WEIGHTS, (NO_TRAFFIC, traffic))
+        }
+        made = [self._judge(dataclasses.replace(plan, state=state)) for state in (plan.state, *states)]
+        return _find_fastest([None if each is None else self._retime(each) for each in made])
+
+    def _retime(self, candidate: JointPlan) -> JointPlan:
+        """Shift the moves for which the step waits."""
+        plan, seconds = self._retimer.shift(candidate.plan)
+        return JointPlan(plan, seconds)
 
     def _find_excess(self, plan: Plan) -> Curve:
         """Return the bytes by which each tick exceeds the budget if all state stays."""
