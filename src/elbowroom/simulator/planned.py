@@ -117,9 +117,10 @@ class PreparedTrace:
             figures["arena_bytes"] = lay_out(self.list_blocks(plan)).arena_bytes
         return dataclasses.replace(run.finish(), **figures)
 
-    def list_waits(self, plan: Plan) -> dict[tuple[int, int], float]:
-        """Return the seconds of each wait for a transfer under a plan, by entry and storage."""
-        return self._begin(plan).device.waits
+    def run_with_waits(self, plan: Plan) -> tuple[Forecast, dict[tuple[int, int], float]]:
+        """Return the forecast of a plan, and the seconds of each wait for a transfer, by entry and storage."""
+        run = self._begin(plan)
+        return run.finish(), run.device.waits
 
     def list_blocks(self, plan: Plan) -> tuple[Buffer, ...]:
         """Return the blocks on the device under a plan as buffers: reloads, intermediates of replays, and workspaces

@@ -29,7 +29,7 @@ from elbowroom.planner.state.windows import Curve, Cycle
 Numbers = npt.NDArray[np.float64]
 Waits = dict[tuple[int, int], float]
 
-PATIENCE = 4
+PATIENCE = 3
 """Rounds in a row that may leave the step as slow as it was: where one copy is late, others wait behind it."""
 
 LEAST_GAIN = 1 - 1e-4
@@ -49,15 +49,15 @@ class Retimer:
 
     def shift(self, plan: Plan) -> tuple[Plan, float]:
         """Return a plan whose step waits less, and the seconds of its step; the plan itself if none is found."""
-        forecast = self._replay.run(plan)
+        forecast, waits = self._replay.run_with_waits(plan)
         if not self._problem.fits(forecast):
             return plan, np.inf
         best, seconds, tried = plan, forecast.step_seconds, 0
         while tried < PATIENCE:
-            shifted = self._shift_all(plan, forecast)
+            shifted = self._shift_all(plan, forecast, waits)
             if shifted == plan:
                 break
-            plan, forecast = shifted, self._replay.run(shifted)
+            plan, (forecast, waits) = shifted, self._replay.run_with_waits(shifted)
             if not self._problem.fits(forecast):
                 break
             tried += 1
@@ -65,9 +65,8 @@ class Retimer:
                 best, seconds, tried = plan, forecast.step_seconds, 0
         return best, seconds
 
-    def _shift_all(self, plan: Plan, forecast: Forecast) -> Plan:
+    def _shift_all(self, plan: Plan, forecast: Forecast, waits: Waits) -> Plan:
         """Return a plan with all moves shifted for which the step waits."""
-        waits = self._replay.list_waits(plan)
         begins = np.array(forecast.begin_seconds)
         times = np.concatenate((begins[:-1], forecast.step_seconds + begins))
         spare = self._problem.budget_bytes - np.array(forecast.live_bytes, dtype=np.int64)

@@ -26,6 +26,9 @@ from elbowroom.simulator.planned import PreparedTrace
 EXPOSED = 4.0
 """Usual weight of transfer time that nothing hides, relative to hidden transfer time."""
 
+NEARLY = 1.02
+"""A gap is taken if its rate has risen by no more than this since it was computed."""
+
 PREFERENCE = 0.9
 """Share of its cost by which a preferred gap is cheaper."""
 
@@ -106,7 +109,7 @@ class StateScheduler:
         while heap and excess.max(initial=0) > 0:
             before, key = heapq.heappop(heap)
             rate = rate_window(windows[key])
-            if rate > before * 1.0001 and rate < np.inf:
+            if rate > before * NEARLY and rate < np.inf:
                 heapq.heappush(heap, (rate, key))
                 continue
             if rate == np.inf or not below.take(windows[key]):

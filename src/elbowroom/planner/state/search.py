@@ -19,7 +19,6 @@ Cost: one plan of the activations if the state need not move; else two, and abou
 from __future__ import annotations
 
 import dataclasses
-import itertools
 from collections.abc import Iterable, Mapping
 from typing import Protocol
 
@@ -45,7 +44,8 @@ from elbowroom.planner.state.scheduler import EXPOSED, StateScheduler
 from elbowroom.planner.state.windows import Curve
 
 SHARES = (0.0, 0.1, 0.25, 0.5, 1.0)
-"""Shares to try: from the middle one towards the better side, and then between the best one and its neighbours."""
+"""Shares to try: two in the middle; from the better towards its side; and, if it is ahead of plans that follow
+the relaxation, between it and its neighbours."""
 
 FINE_SHARES = (0.05, 0.15, 0.2, 0.3, 0.4, 0.75)
 """Further shares for traces with at most `FEW_EVENTS` saves and needs, where a share costs little."""
@@ -73,6 +73,9 @@ LEAST_LINK = 0.2
 
 WEIGHTS = (0.5, EXPOSED, 32.0)
 """Weights of transfer time that nothing hides, with which the state's moves are chosen beside a plan."""
+
+RETIMED = 2
+"""The fastest plans beside the same activations whose moves are shifted."""
 
 ROUNDS = 3
 """Most plans of the activations for one share: each may replay ops that read state which is away."""
@@ -147,25 +150,36 @@ class _ShareSearch:
         return _find_fastest([fastest, self._plan_around(best.plan)])
 
     def _try_shares(self) -> list[JointPlan]:
-        """Plan several shares with little effort, until a step is fast enough; the time has one minimum, or nearly."""
-        found = [each for each in map(self._plan_relaxed, RELAXED) if each is not None]
+        """Plan with little effort: as the relaxation says, and for several shares, until a step is fast enough."""
+        found: list[JointPlan] = []
         seconds: dict[float, float] = {}
+
+        def keep(made: JointPlan | None) -> float:
+            found.extend([] if made is None else [made])
+            return np.inf if made is None else made.seconds
 
         def rate(share: float) -> float:
             if share not in seconds and not any(map(self._is_fast, found)):
-                made = self._plan_share(share)
-                seconds[share] = np.inf if made is None else made.seconds
-                found.extend([] if made is None else [made])
+                seconds[share] = keep(self._plan_share(share))
             return seconds.get(share, np.inf)
 
         if self._leaves_room_for_all():
             rate(SHARES[-1])
-        place = len(SHARES) // 2
-        step = 1 if rate(SHARES[place + 1]) < rate(SHARES[place]) else -1
-        while 0 <= place + step < len(SHARES) and rate(SHARES[place + step]) < rate(SHARES[place]):
+        for tighter in RELAXED:
+            if not any(map(self._is_fast, found)):
+                keep(self._plan_relaxed(tighter))
+        relaxed = min((each.seconds for each in found), default=np.inf)
+        place = len(SHARES) // 2 + 1
+        if rate(SHARES[place]) <= rate(SHARES[place - 1]):
+            step = 1 if rate(SHARES[place]) < relaxed else 0
+        else:
+            place -= 1
+            step = -1
+        while step and 0 <= place + step < len(SHARES) and rate(SHARES[place + step]) < rate(SHARES[place]):
             place += step
-        for neighbour in SHARES[max(place - 1, 0) : place + 2]:
-            rate((SHARES[place] + neighbour) / 2)
+        if not found or rate(SHARES[place]) < relaxed:
+            for neighbour in SHARES[max(place - 1, 0) : place + 2]:
+                rate((SHARES[place] + neighbour) / 2)
         if not found:
             for share in SHARES:
                 rate(share)
@@ -257,11 +271,12 @@ class _ShareSearch:
         excess = self._find_excess(plan)
         traffic = list_traffic(self._replay, plan)
         states = {
-            self._scheduler.schedule(excess, read, exposed=exposed, traffic=traffic)
-            for exposed, traffic in itertools.product(WEIGHTS, (NO_TRAFFIC, traffic))
+            self._scheduler.schedule(excess, read, exposed=exposed, traffic=each)
+            for exposed, each in [*((exposed, traffic) for exposed in WEIGHTS), (EXPOSED, NO_TRAFFIC)]
         }
         made = [self._judge(dataclasses.replace(plan, state=state)) for state in (plan.state, *states)]
-        return _find_fastest([None if each is None else self._retime(each) for each in made])
+        fastest = sorted((each for each in made if each is not None), key=lambda each: each.seconds)
+        return _find_fastest(map(self._retime, fastest[:RETIMED]))
 
     def _retime(self, candidate: JointPlan) -> JointPlan:
         """Shift the moves for which the step waits."""

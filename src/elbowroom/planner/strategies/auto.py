@@ -68,4 +68,4 @@ def _make_quickly(problem: Problem, *, moves: Moves, effort: float) -> Plan:
     """Return a plan without looking at smaller problems."""
     if problem.fits(problem.plain):
         return make_plan(problem)
-    return search_choices(problem, "auto", moves, effort).plan
+    return search_choices(problem, "auto", moves, effort, joined=1).plan
