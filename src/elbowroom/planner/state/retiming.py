@@ -47,11 +47,11 @@ class Retimer:
         self._timetable = CopyTimetable(problem.drafter)
         self._moments = list_moments(self._trace)
 
-    def shift(self, plan: Plan) -> tuple[Plan, float]:
-        """Return a plan whose step waits less, and the seconds of its step; the plan itself if none is found."""
+    def shift(self, plan: Plan) -> Plan:
+        """Return a plan whose step waits less; the plan itself if none is found, or if it does not fit."""
         forecast, waits = self._replay.run_with_waits(plan)
         if not self._problem.fits(forecast):
-            return plan, np.inf
+            return plan
         best, seconds, tried = plan, forecast.step_seconds, 0
         while tried < PATIENCE:
             shifted = self._shift_all(plan, forecast, waits)
@@ -63,7 +63,7 @@ class Retimer:
             tried += 1
             if forecast.step_seconds < seconds * LEAST_GAIN:
                 best, seconds, tried = plan, forecast.step_seconds, 0
-        return best, seconds
+        return best
 
     def _shift_all(self, plan: Plan, forecast: Forecast, waits: Waits) -> Plan:
         """Return a plan with all moves shifted for which the step waits."""

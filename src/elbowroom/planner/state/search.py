@@ -6,14 +6,16 @@
 
 For a share of 0, state leaves only where activations at their lowest do not fit; for a share of 1, state makes room for
 all activations. The state's moves are chosen for a share (`scheduler`) and written into the trace (`residence`), and
-the activations are planned beside them. Then the state's moves are chosen once more, for the memory that this plan
-leaves. A replay may read state that would be away: then that state comes back before the replay. Shares are tried with
-little effort; beside the best state, the activations are planned with full effort. The simulator judges the whole.
+the activations are planned beside them. The fluid relaxation of the whole (`bounds.fluid`) gives further such curves.
+Then the state's moves are chosen once more, for the memory and the part of the link that this plan leaves, and moves for
+which the step still waits are shifted (`retiming`). A replay may read state that would be away: then that state comes
+back before the replay. Curves are tried with little effort; beside the best state, the activations are planned with full
+effort. The simulator judges the whole.
 
 The plan that keeps all state on the device is a candidate, so no plan is slower than that of the activations alone. So
 is the plan with the lowest peak, so every budget from there on has a plan.
 
-Cost: one plan of the activations if the state need not move; else two, and about four with little effort.
+Cost: one plan of the activations if the state need not move; else two, and five to eight with little effort.
 """
 
 from __future__ import annotations
@@ -280,8 +282,7 @@ class _ShareSearch:
 
     def _retime(self, candidate: JointPlan) -> JointPlan:
         """Shift the moves for which the step waits."""
-        plan, seconds = self._retimer.shift(candidate.plan)
-        return JointPlan(plan, seconds)
+        return self._judge(self._retimer.shift(candidate.plan)) or candidate
 
     def _find_excess(self, plan: Plan) -> Curve:
         """Return the bytes by which each tick exceeds the budget if all state stays."""
