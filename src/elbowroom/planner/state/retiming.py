@@ -123,7 +123,7 @@ class Retimer:
         if (late := waits.get((gap.closes, decision.storage), 0.0)) and trace.is_reloaded(gap):
             ideal = int(np.searchsorted(times, times[back] - late, side="right")) - 1
             earliest = max(cycle.move_at_or_after(release + 1), cycle.move_at_or_before(ideal))
-            over = np.flatnonzero(cycle.view(spare, earliest, back) < nbytes) if earliest < back else range(0)
+            over = np.flatnonzero(cycle.view(spare, min(earliest, back), back) < nbytes)
             if len(over):
                 earliest = cycle.move_at_or_after(earliest + int(over[-1]) + 1)
             if release < earliest < back:

@@ -194,16 +194,16 @@ class StateScheduler:
         for window in chosen:
             seconds = window.out_seconds if self.is_dirty(window.key, keys) else 0.0
             copies.append((float(begins[window.opens + 1]), window, seconds))
-        copies.sort(key=lambda each: (each[0], each[1].key if each[1] else (-1, 0)))
+        copies.sort(key=lambda copy: (copy[0], copy[1].key if copy[1] else (-1, 0)))
         found: list[tuple[Window, int]] = []
         free = 0.0
         for _ in range(2):  # copies of the step before may still be under way
             found = []
-            for done, window, seconds in copies:
+            for done, each, seconds in copies:
                 if seconds:
                     free = done = max(free, done) + seconds
-                if window is not None:
-                    found.append((window, max(window.first, self._cycle.move_done_by(done))))
+                if each is not None:
+                    found.append((each, max(each.first, self._cycle.move_done_by(done))))
             free = max(0.0, free - self._cycle.step_seconds)
         return found
 
@@ -216,16 +216,16 @@ class StateScheduler:
         copies: list[tuple[float, Window | None, float]] = []
         copies += [(begin + seconds, None, seconds) for begin, seconds in traffic.back]
         copies += [(float(cycle.begins[each.last % cycle.end]), each, share * each.back_seconds) for each in chosen]
-        copies.sort(key=lambda each: (-each[0], each[1].key if each[1] else (-1, 0)))
+        copies.sort(key=lambda copy: (-copy[0], copy[1].key if copy[1] else (-1, 0)))
         found: list[tuple[Window, int]] = []
         free = np.inf
         for _ in range(2):  # reloads for the next step may begin in this one
             found = []
-            for due, window, seconds in copies:
+            for due, each, seconds in copies:
                 free = min(free, due) - seconds
-                if window is not None:
-                    later = cycle.step_seconds if window.last >= cycle.end else 0.0
-                    found.append((window, cycle.move_begun_by(free + later)))
+                if each is not None:
+                    later = cycle.step_seconds if each.last >= cycle.end else 0.0
+                    found.append((each, cycle.move_begun_by(free + later)))
             free += cycle.step_seconds
         return found[::-1]
 

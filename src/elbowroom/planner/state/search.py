@@ -7,10 +7,10 @@
 For a share of 0, state leaves only where activations at their lowest do not fit; for a share of 1, state makes room for
 all activations. The state's moves are chosen for a share (`scheduler`) and written into the trace (`residence`), and
 the activations are planned beside them. The fluid relaxation of the whole (`bounds.fluid`) gives further such curves.
-Then the state's moves are chosen once more, for the memory and the part of the link that this plan leaves, and moves for
-which the step still waits are shifted (`retiming`). A replay may read state that would be away: then that state comes
-back before the replay. Curves are tried with little effort; beside the best state, the activations are planned with full
-effort. The simulator judges the whole.
+Then the state's moves are chosen once more, for the memory and the part of the link that this plan leaves, and moves
+for which the step still waits are shifted (`retiming`). A replay may read state that would be away: then that state
+comes back before the replay. Curves are tried with little effort; beside the best state, the activations are planned
+with full effort. The simulator judges the whole.
 
 The plan that keeps all state on the device is a candidate, so no plan is slower than that of the activations alone. So
 is the plan with the lowest peak, so every budget from there on has a plan.
@@ -43,7 +43,7 @@ from elbowroom.planner.state.cyclic_link import NO_TRAFFIC, list_traffic
 from elbowroom.planner.state.residence import fix_state
 from elbowroom.planner.state.retiming import Retimer
 from elbowroom.planner.state.scheduler import EXPOSED, StateScheduler
-from elbowroom.planner.state.windows import Curve
+from elbowroom.planner.state.windows import Array, Curve
 
 SHARES = (0.0, 0.1, 0.25, 0.5, 1.0)
 """Shares to try: two in the middle; from the better towards its side; and, if it is ahead of plans that follow
@@ -230,7 +230,7 @@ class _ShareSearch:
         shares[gap_arrays.repeats] = 0.0
         return self._plan_under(self._highest - gap_arrays.free(shares, len(self._highest)), moved)
 
-    def _plan_under(self, limit: Curve, preferred: Mapping[Key, float]) -> JointPlan | None:
+    def _plan_under(self, limit: Array, preferred: Mapping[Key, float]) -> JointPlan | None:
         """Return a quick plan whose activations stay below a curve; without replays if none with them can be completed.
 
         None if none fits, or if the same moves of the state have been tried.
