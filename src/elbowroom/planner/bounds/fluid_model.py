@@ -181,7 +181,8 @@ class ModelBuilder:
 
     def _add_cycle(self, rows: Rows, count: int) -> None:
         """Let the lanes carry all copies in one step, whatever of this and the next step's copies the last one made."""
-        none, sizes, gaps = np.zeros(1, dtype=np.int64), self._sizes, np.arange(len(self._sizes))
+        sizes, gaps = self._sizes, np.arange(len(self._sizes))
+        none = np.zeros(1, dtype=np.int64)
         for index, lane in enumerate(("out", "back")):
             rows.begin(f"{lane} cycle", np.zeros(1))
             rows.add(none, lane, none + count - 1, 1.0)
@@ -212,7 +213,8 @@ class ModelBuilder:
 
     def _add_shares(self, rows: Rows, place: Place, values: Numbers) -> None:
         """Add, for each gap, the share copied for it, where `place` says: its move, less earlier copies."""
-        alone, shared, later = self._alone, self._shared, self._shared[self._later]
+        alone, shared = self._alone, self._shared
+        later = shared[self._later]
         row, index, value = place(alone, values[alone])
         rows.add(row, "moved", alone[index], value)
         row, index, value = place(shared, values[shared])

@@ -90,7 +90,7 @@ def accumulate(ticks: Integers, amounts: Numbers, end: int) -> Numbers:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class _Row:
-    """What the arrays say of one gap."""
+    """One gap, as the arrays have it."""
 
     key: Key
     opens: int

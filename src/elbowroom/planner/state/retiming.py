@@ -52,7 +52,8 @@ class Retimer:
         forecast, waits = self._replay.run_with_waits(plan)
         if not self._problem.fits(forecast):
             return plan
-        best, seconds, tried = plan, forecast.step_seconds, 0
+        best, seconds = plan, forecast.step_seconds
+        tried = 0
         while tried < PATIENCE:
             shifted = self._shift_all(plan, forecast, waits)
             if shifted == plan:
@@ -62,7 +63,8 @@ class Retimer:
                 break
             tried += 1
             if forecast.step_seconds < seconds * LEAST_GAIN:
-                best, seconds, tried = plan, forecast.step_seconds, 0
+                best, seconds = plan, forecast.step_seconds
+                tried = 0
         return best
 
     def _shift_all(self, plan: Plan, forecast: Forecast, waits: Waits) -> Plan:
@@ -106,7 +108,8 @@ class Retimer:
 
     def _shift_state(self, decision: Decision, waits: Waits, times: Numbers, spare: Curve) -> Decision:
         """Return a decision on the state; takes what it needs from the spare bytes."""
-        cycle, trace, end = self._cycle, self._trace, self._trace.end
+        cycle, trace = self._cycle, self._trace
+        end = trace.end
         gap, nbytes = trace.state_gaps[decision.storage][decision.gap], int(self._replay.rounded[decision.storage])
         release, back = gap.unwrap(decision.release, end), get_back(gap, decision, end)
         if late := waits.get((decision.release, decision.storage), 0.0):
