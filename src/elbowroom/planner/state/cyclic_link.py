@@ -27,8 +27,11 @@ NO_TRAFFIC = Traffic()
 
 def list_traffic(replay: PreparedTrace, plan: Plan) -> Traffic:
     """Return the copies of activations under a plan."""
-    link, begins, sizes = replay.costs.link, replay.begin_list, replay.trace.storages
-    out, back, copied = [], [], set[tuple[int, int]]()
+    link, begins = replay.costs.link, replay.begin_list
+    sizes = replay.trace.storages
+    out: list[tuple[float, float]] = []
+    back: list[tuple[float, float]] = []
+    copied: set[tuple[int, int]] = set()
     for decision in sorted(plan.decisions, key=lambda each: each.leave):
         if decision.choice is not Choice.OFFLOAD:
             continue
