@@ -41,6 +41,7 @@ class VirtualDevice:
         begin: begin of the current entry in the plain step. The caller sets both.
         late: delay against the plain step, in seconds.
         delays: part of the delay that each entry added.
+        waits: seconds of each wait for a transfer, by entry and storage.
         copy_slots: lifetimes of the copies that were freed.
         exposed_seconds: part of the delay that moves of each storage of the model's state caused.
     """
@@ -53,6 +54,7 @@ class VirtualDevice:
         self.entry = 0
         self.begin = self.late = 0.0
         self.delays: dict[int, float] = {}
+        self.waits: dict[tuple[int, int], float] = {}
         self.copy_slots: list[CopySlot] = []
         self.exposed_seconds: dict[int, float] = {}
         self._done: dict[int, float] = {}  # when the last transfer of a storage is over
@@ -101,6 +103,7 @@ class VirtualDevice:
         self._done = {storage: done - seconds for storage, done in self._done.items()}
         self.begin = self.late = 0.0
         self.delays = {}
+        self.waits = {}
         self.copy_slots = []
         self.exposed_seconds = {}
         self._moved = _Moved()
@@ -143,6 +146,8 @@ class VirtualDevice:
     def wait(self, storage: int) -> float:
         """Wait for the last transfer of a storage. Return the seconds waited."""
         seconds = max(0.0, self._done.get(storage, 0.0) - self.now)
+        if seconds > 0.0:
+            self.waits[self.entry, storage] = seconds
         self._stall(storage, seconds)
         return seconds
 

@@ -130,6 +130,11 @@ class PreparedTrace:
             figures["arena_bytes"] = lay_out(self.list_blocks(plan)).arena_bytes
         return dataclasses.replace(run.finish(), **figures)
 
+    def run_with_waits(self, plan: Plan) -> tuple[Forecast, dict[tuple[int, int], float]]:
+        """Return the forecast of a plan, and the seconds of each wait for a transfer, by entry and storage."""
+        run = self._begin(plan)
+        return run.finish(), run.device.waits
+
     def list_blocks(self, plan: Plan) -> tuple[Buffer, ...]:
         """Return the blocks on the device under a plan as buffers: reloads, intermediates of replays, and workspaces
         included. Time counts requests.

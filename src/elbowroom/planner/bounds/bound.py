@@ -52,14 +52,19 @@ class Bound:
 def find_bound(problem: Problem) -> Bound:
     """Compute the bounds of one problem.
 
-    If the model's state may move, it counts as away whenever no op uses it, and its moves as free but for the link.
+    If the model's state may move, its moves are part of the fluid relaxation, for a step that is like the one before.
+    The bound on plans that only recompute counts it as away whenever no op uses it.
 
-    Cost: two linear programs (`fluid.solve_fluid`).
+    Cost: two linear programs (`fluid.solve_fluid`); three if the state may move.
     """
     if problem.manages is Manages.EVERYTHING:
         bound = find_bound(_leave_state_out(problem))
         link = max(bound.link_seconds, find_state_link_seconds(problem))
-        return dataclasses.replace(bound, seconds=max(bound.seconds, link), link_seconds=link)
+        relaxed = solve_fluid(problem) if problem.floor.peak_bytes <= problem.budget_bytes else None
+        fluid = bound.fluid_seconds if relaxed is None else max(bound.fluid_seconds, relaxed.seconds)
+        return dataclasses.replace(
+            bound, seconds=max(bound.seconds, link, fluid), link_seconds=link, fluid_seconds=fluid
+        )
     plain, floor_bytes = problem.plain.step_seconds, problem.floor.peak_bytes
     if floor_bytes > problem.budget_bytes:
         return Bound(

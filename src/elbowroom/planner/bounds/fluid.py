@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 
 from elbowroom.planner.bounds.fluid_model import Model, ModelBuilder
-from elbowroom.planner.bounds.gap_arrays import Integers, Numbers, accumulate, make_gap_arrays
+from elbowroom.planner.bounds.gap_arrays import Integers, Numbers, make_gap_arrays
 from elbowroom.planner.problem import Problem
 from elbowroom.planner.schedule.draft import Key
 
@@ -194,18 +194,20 @@ def _find_excess(problem: Problem, builder: ModelBuilder, model: Model, found: N
         return np.asarray(found[columns[name] : columns[name] + size])
 
     moved, dirty = read("moved", gaps), builder.find_copying(found, model)
-    again = accumulate(gap_arrays.opens + 1, gap_arrays.nbytes * (moved - dirty), end)
-    saved = accumulate(gap_arrays.claim_begins + 1, gap_arrays.nbytes * dirty, end)
-    needed = accumulate(gap_arrays.closes + 1, gap_arrays.nbytes * moved, end)
+    again = gap_arrays.sum_by(gap_arrays.opens + 1, moved - dirty, end)
+    saved = gap_arrays.sum_by(gap_arrays.claim_begins + 1, dirty, end)
+    needed = gap_arrays.sum_by(gap_arrays.closes + 1, moved, end)
     begins = problem.drafter.replay.begins
     nearest = np.searchsorted(model.pivots, np.arange(end))  # the first pivot not before each tick
     extra = read("extra", count)[nearest] * model.unit_seconds
     since = begins[:end] - np.concatenate(([0.0], begins[model.pivots]))[nearest] + extra
     left = begins[model.pivots][nearest] - begins[:end] + extra
     out, back = read("out", count) * unit, read("back", count) * unit
-    sent = np.minimum(np.minimum(out[nearest], saved), np.append(0.0, out)[nearest] + _divide(since, builder.out_pace))
+    begun = read("begun", 2) * unit if len(gap_arrays.repeats) else np.zeros(2)
+    sent = np.append(begun[0], out)[nearest] + _divide(since, builder.out_pace)
+    sent = np.minimum(np.minimum(out[nearest], saved), sent)
     come = np.maximum(
-        np.maximum(np.append(0.0, back)[nearest], needed), back[nearest] - _divide(left, builder.back_pace)
+        np.maximum(np.append(begun[1], back)[nearest], needed), back[nearest] - _divide(left, builder.back_pace)
     )
     free = gap_arrays.free(read("dropped", gaps), end)
     gone = np.minimum(gap_arrays.free(moved, end), sent + again - come)

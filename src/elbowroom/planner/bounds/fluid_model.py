@@ -6,6 +6,7 @@ At some ticks (the pivots), with bytes as shares of the plain peak and seconds a
     recomputed + out + again - back   >= load - budget     offloaded storages are copied out, and not yet reloading
     out <= saved, back >= needed                           copies begin after the save, and end before the need
     lane time of out, of back         <= plain + extra     between pivots; the sum of both on half-duplex links
+    out, back at the end, less begun  =  all copies        copies of the model's state: this step is like the one before
     extra since the first replay      >= replays           an op is replayed as often as each of its results is dropped
 
 Tried and left out, since no bound of ten real traces moved by more than a tenth of a percent: requiring the storages
@@ -16,6 +17,7 @@ lanes only while it runs.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -97,14 +99,16 @@ class ModelBuilder:
         )
         # A copy outlasts its gap only if several gaps share a claim.
         self._shared = np.union1d(np.flatnonzero(gap_arrays.before >= 0), gap_arrays.before[gap_arrays.before >= 0])
-        self._alone = np.setdiff1d(np.arange(len(self._sizes)), self._shared)
+        self._alone = np.setdiff1d(np.flatnonzero(~gap_arrays.is_clean), self._shared)
+        self._is_cyclic = bool(len(gap_arrays.repeats))
+        self._end = replay.trace.end
         self._later = np.flatnonzero(gap_arrays.before[self._shared] >= 0)
         self._earlier = np.searchsorted(self._shared, gap_arrays.before[self._shared[self._later]])
 
     def build(self, pivots: Integers) -> Model:
         """Build the model at these ticks, the end of the trace last."""
         gaps, count = len(self._sizes), len(pivots)
-        names = {"dropped": gaps, "moved": gaps, "copied": len(self._shared)}
+        names = {"dropped": gaps, "moved": gaps, "copied": len(self._shared), "begun": 2 * self._is_cyclic}
         names |= {"replays": len(self._replays.count_seconds)}
         names |= dict.fromkeys(("free", "absent", "again", "saved", "needed", "out", "back"), count)
         names |= {} if self._host_bytes is None else {"ended": count}
@@ -112,6 +116,8 @@ class ModelBuilder:
         columns = dict(zip(names, np.cumsum([0, *names.values()]).tolist(), strict=False))
         rows = Rows(columns)
         self._add_sums(rows, pivots)
+        if self._is_cyclic:
+            self._add_cycle(rows, count)
         equal = rows.count
         self._add_memory(rows, pivots)
         self._add_lanes(rows, pivots)
@@ -130,6 +136,7 @@ class ModelBuilder:
         """Return, by gap, the share that a solution copies out for that gap."""
         moved, copied = model.columns["moved"], model.columns["copied"]
         copying = np.array(found[moved : moved + len(self._sizes)])
+        copying[self.gap_arrays.is_clean] = 0.0
         copying[self._shared] = found[copied : copied + len(self._shared)]
         copying[self._shared[self._later]] -= found[copied + self._earlier]
         return copying
@@ -147,13 +154,12 @@ class ModelBuilder:
             moving = (gap_arrays.out_seconds + gap_arrays.back_seconds + 2 * gap_arrays.drag_seconds)[self._moves].sum()
             replaying = (replays.drop_seconds.sum() + replays.count_seconds.sum()) * max(1, self._drops.sum())
             return np.full(size, 1.0 + float(moving + replaying) / self._unit_seconds)
-        return np.full(size, 1.0 + self._sizes.sum())
+        return np.full(size, 1.0 + (3 if self._is_cyclic else 1) * self._sizes.sum())
 
     def _add_sums(self, rows: Rows, pivots: Integers) -> None:
         """Define sums per pivot: bytes freed and absent; bytes of gaps opened, claims begun, gaps closed before it."""
         gap_arrays = self.gap_arrays
-        sizes = self._sizes
-        gaps = np.arange(len(self._sizes))
+        sizes, gaps = self._sizes, np.arange(len(self._sizes))
         first = np.searchsorted(pivots, gap_arrays.piece_begin)
         after = np.searchsorted(pivots, gap_arrays.piece_end)
         for total, share in (("free", "dropped"), ("absent", "moved")):
@@ -162,26 +168,59 @@ class ModelBuilder:
             rows.add_within(len(pivots), first, share, gap, -sizes[gap])
             rows.add_within(len(pivots), after, share, gap, sizes[gap])
         # A release needs no copy if an earlier gap of the claim made one.
-        opened = np.searchsorted(pivots, gap_arrays.opens, side="right")
         rows.begin_sum("again", len(pivots))
-        rows.add_within(len(pivots), opened, "moved", gaps, -sizes)
-        self._add_copying(rows, len(pivots), opened, sizes)
+        self._add_moves(rows, pivots, gaps, gap_arrays.opens, -sizes)
+        self._add_copying(rows, pivots, gap_arrays.opens, sizes)
         rows.begin_sum("saved", len(pivots))
-        self._add_copying(rows, len(pivots), np.searchsorted(pivots, gap_arrays.claim_begins, side="right"), -sizes)
+        self._add_copying(rows, pivots, gap_arrays.claim_begins, -sizes)
         rows.begin_sum("needed", len(pivots))
-        rows.add_within(len(pivots), np.searchsorted(pivots, gap_arrays.closes, side="right"), "moved", gaps, -sizes)
+        self._add_moves(rows, pivots, gaps, gap_arrays.closes, -sizes)
         if self._host_bytes is not None:
             rows.begin_sum("ended", len(pivots))
-            self._add_copying(rows, len(pivots), np.searchsorted(pivots, gap_arrays.claim_ends), -sizes)
+            self._add_copying(rows, pivots, gap_arrays.claim_ends - 1, -sizes)
 
-    def _add_copying(self, rows: Rows, count: int, when: Integers, values: Numbers) -> None:
-        """Add, for each gap, the share copied for it, in the first `count` rows: its move, less earlier copies."""
-        alone = self._alone
-        shared = self._shared
-        later = self._shared[self._later]
-        rows.add_within(count, when[alone], "moved", alone, values[alone])
-        rows.add_within(count, when[shared], "copied", np.arange(len(shared)), values[shared])
-        rows.add_within(count, when[later], "copied", self._earlier, -values[later])
+    def _add_cycle(self, rows: Rows, count: int) -> None:
+        """Let the lanes carry all copies in one step, whatever of this and the next step's copies the last one made."""
+        sizes, gaps = self._sizes, np.arange(len(self._sizes))
+        none = np.zeros(1, dtype=np.int64)
+        for index, lane in enumerate(("out", "back")):
+            rows.begin(f"{lane} cycle", np.zeros(1))
+            rows.add(none, lane, none + count - 1, 1.0)
+            rows.add(none, "begun", none + index, -1.0)
+            if lane == "out":
+                self._add_shares(rows, lambda gaps, values: (0 * gaps, np.arange(len(gaps)), values), -sizes)
+            else:
+                rows.add(0 * gaps, "moved", gaps, -sizes)
+
+    def _add_moves(self, rows: Rows, pivots: Integers, gaps: Integers, ticks: Integers, values: Numbers) -> None:
+        """Add the moves of gaps, in the rows of the pivots after a tick of each."""
+        each, shifts = self.gap_arrays.unroll(gaps, self._end)
+        when = np.searchsorted(pivots, ticks[each] + shifts, side="right")
+        rows.add_within(len(pivots), when, "moved", each, values[each])
+
+    def _add_copying(self, rows: Rows, pivots: Integers, ticks: Integers, values: Numbers) -> None:
+        """Add, for each gap, the share copied for it, in the rows of the pivots after a tick of each."""
+
+        def place(gaps: Integers, values: Numbers) -> tuple[Integers, Integers, Numbers]:
+            place_of = np.full(len(ticks), -1)
+            place_of[gaps] = np.arange(len(gaps))
+            each, shifts = self.gap_arrays.unroll(gaps, self._end)
+            when = np.searchsorted(pivots, ticks[each] + shifts, side="right")
+            inside = when < len(pivots)
+            return when[inside], place_of[each[inside]], values[place_of[each[inside]]]
+
+        self._add_shares(rows, place, values)
+
+    def _add_shares(self, rows: Rows, place: Place, values: Numbers) -> None:
+        """Add, for each gap, the share copied for it, where `place` says: its move, less earlier copies."""
+        alone, shared = self._alone, self._shared
+        later = shared[self._later]
+        row, index, value = place(alone, values[alone])
+        rows.add(row, "moved", alone[index], value)
+        row, index, value = place(shared, values[shared])
+        rows.add(row, "copied", index, value)
+        row, index, value = place(later, values[later])
+        rows.add(row, "copied", self._earlier[index], -value)
 
     def _add_memory(self, rows: Rows, pivots: Integers) -> None:
         each = np.arange(len(pivots))
@@ -213,6 +252,8 @@ class ModelBuilder:
                 pace = paces[way] * self._unit_bytes / self._unit_seconds
                 rows.add(each, way, each, -pace)
                 rows.add(each[1:], way, each[:-1], pace)
+                if self._is_cyclic:
+                    rows.add(each[:1], "begun", each[:1] + list(paces).index(way), pace)
 
     def _add_choices(self, rows: Rows) -> None:
         """Allow one choice per gap; a copy lasts for its claim, and an offloaded share needs a copy."""
@@ -246,7 +287,11 @@ class ModelBuilder:
             rows.add(0 * counts, "replays", counts, -replays.count_seconds / self._unit_seconds)
         if drag.any():  # in the row "total", the last one
             rows.add(0 * gaps, "moved", gaps, -drag)
-            self._add_copying(rows, 1, 0 * gaps, -drag)
+            self._add_shares(rows, lambda gaps, values: (0 * gaps, np.arange(len(gaps)), values), -drag)
+
+
+Place = Callable[[Integers, Numbers], tuple[Integers, Integers, Numbers]]
+"""Takes gaps and their values; returns rows, places among these gaps, and values."""
 
 
 class Rows:

@@ -87,7 +87,9 @@ class SearchResult:
     is_whole: bool
 
 
-def search_choices(problem: Problem, strategy: str, moves: Moves = "both", effort: float = 1.0) -> SearchResult:
+def search_choices(
+    problem: Problem, strategy: str, moves: Moves = "both", effort: float = 1.0, joined: int = JOINED
+) -> SearchResult:
     """The plan of the best choices found within the budget; if none were, that of those nearest to it.
 
     An interruption (Ctrl-C) ends the search and not the program: what was best so far is returned.
@@ -108,16 +110,16 @@ def search_choices(problem: Problem, strategy: str, moves: Moves = "both", effor
             logger.warning("planning was interrupted: going on with the best plan so far")
             is_whole = False
     plans = [vectors.make_plan(best.choices, strategy, best.slack), *plans]
-    return SearchResult(dataclasses.replace(_choose(problem, plans), strategy=strategy), is_whole)
+    return SearchResult(dataclasses.replace(_choose(problem, plans, joined), strategy=strategy), is_whole)
 
 
-def _choose(problem: Problem, plans: list[Plan]) -> Plan:
+def _choose(problem: Problem, plans: list[Plan], count: int) -> Plan:
     """The fastest that fits, the best of them with replays joined; if none does, the first."""
     plans = list(dict.fromkeys(plans))
     timed = sorted(_time(problem, plans))
-    joined = [merge_replays(problem, plans[place]) for seconds, place in timed[:JOINED] if seconds < np.inf]
-    if not joined:
-        return plans[0]
+    joined = [merge_replays(problem, plans[place]) for seconds, place in timed[:count] if seconds < np.inf]
+    if not joined or count == 1:
+        return [*joined, *plans][0]
     return merge_replays(problem, joined[min(_time(problem, joined))[1]])  # there may be more to join
 
 

@@ -2,11 +2,46 @@
 
 from __future__ import annotations
 
+import dataclasses
+
+from elbowroom.cost.transfers import offload_seconds, reload_seconds
+from elbowroom.ir.plan import Choice, Plan
 from elbowroom.planner.schedule.link_timetable import LinkTimetable
 from elbowroom.planner.state.windows import Cycle, Window
+from elbowroom.simulator.planned import PreparedTrace
 
 STEPS = (-1, 0, 1, 2)
 """Steps in which each copy is noted: windows lie in two steps, and copies reach into their neighbours."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Traffic:
+    """Copies of activations: begin and duration of each, in seconds of the plain step, in order of time."""
+
+    out: tuple[tuple[float, float], ...] = ()
+    back: tuple[tuple[float, float], ...] = ()
+
+
+NO_TRAFFIC = Traffic()
+
+
+def list_traffic(replay: PreparedTrace, plan: Plan) -> Traffic:
+    """Return the copies of activations under a plan."""
+    link, begins = replay.costs.link, replay.begin_list
+    sizes = replay.trace.storages
+    out: list[tuple[float, float]] = []
+    back: list[tuple[float, float]] = []
+    copied: set[tuple[int, int]] = set()
+    for decision in sorted(plan.decisions, key=lambda each: each.leave):
+        if decision.choice is not Choice.OFFLOAD:
+            continue
+        nbytes = sizes[decision.storage].nbytes
+        claim = next(each for each in replay.trace.claims[decision.storage] if each[0] <= decision.leave < each[1])
+        if (decision.storage, claim[0]) not in copied:
+            copied.add((decision.storage, claim[0]))
+            out.append((begins[decision.leave], offload_seconds(link, nbytes)))
+        back.append((begins[decision.back], reload_seconds(link, nbytes)))
+    return Traffic(out=tuple(sorted(out)), back=tuple(sorted(back)))
 
 
 class CyclicLink:
@@ -14,12 +49,16 @@ class CyclicLink:
 
     Args:
         out, back: timetables of the two directions; one for both if the link is half-duplex.
+        traffic: copies of activations.
     """
 
-    def __init__(self, cycle: Cycle, out: LinkTimetable, back: LinkTimetable) -> None:
+    def __init__(self, cycle: Cycle, out: LinkTimetable, back: LinkTimetable, traffic: Traffic = NO_TRAFFIC) -> None:
         self._cycle = cycle
         self._out = out
         self._back = back
+        for lane, copies in ((out, traffic.out), (back, traffic.back)):
+            for begin, seconds in copies:
+                self._note(lane, begin, seconds)
 
     def find_gone(self, window: Window, *, is_dirty: bool) -> float:
         """Return the time at which the copy out is done, or would be."""

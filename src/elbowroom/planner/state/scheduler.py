@@ -11,7 +11,6 @@
 
 from __future__ import annotations
 
-import functools
 import heapq
 from collections.abc import Collection, Mapping, Sequence
 
@@ -20,12 +19,18 @@ import numpy as np
 from elbowroom.ir.plan import Choice, Decision
 from elbowroom.planner.schedule.draft import Key
 from elbowroom.planner.schedule.link_timetable import LinkTimetable
-from elbowroom.planner.state.cyclic_link import CyclicLink
+from elbowroom.planner.state.cyclic_link import NO_TRAFFIC, CyclicLink, Traffic
 from elbowroom.planner.state.windows import Curve, Cycle, Window, list_windows
 from elbowroom.simulator.planned import PreparedTrace
 
 EXPOSED = 4.0
 """Usual weight of transfer time that nothing hides, relative to hidden transfer time."""
+
+NEARLY = 1.02
+"""A gap is taken if its rate has risen by no more than this since it was computed."""
+
+PREFERENCE = 0.9
+"""Share of its cost by which a preferred gap is cheaper."""
 
 Pins = Mapping[int, Collection[int]]
 """Ticks at which replays read a storage of the state, by storage id."""
@@ -49,20 +54,30 @@ class StateScheduler:
             storage: frozenset(write.tick for write in self._trace.writes[storage]) for storage in self._trace.state
         }
 
-    def schedule(self, excess: Curve, pins: Pins | None = None, *, exposed: float = EXPOSED) -> tuple[Decision, ...]:
+    def schedule(
+        self,
+        excess: Curve,
+        pins: Pins | None = None,
+        *,
+        exposed: float = EXPOSED,
+        preferred: Mapping[Key, float] | None = None,
+        traffic: Traffic = NO_TRAFFIC,
+    ) -> tuple[Decision, ...]:
         """Return moves after which no excess is left, or as little as possible.
 
         Args:
             excess: bytes by which memory use exceeds the limit at each tick if all state stays; negative where room is.
             pins: storages that replays read.
             exposed: weight of transfer time that nothing hides.
+            preferred: how far each gap should be chosen, from 0 to 1; by default all alike.
+            traffic: copies of activations, which take their part of the link.
 
         Cost: linear in the ticks of all gaps.
         """
         excess = np.array(excess)
         windows = list_windows(self._replay, self._cycle, self._min_bytes, pins or {})
-        chosen = self._choose(excess, {each.key: each for each in windows}, exposed)
-        return self._set_ticks(excess, chosen)
+        chosen = self._choose(excess, {each.key: each for each in windows}, exposed, preferred or {}, traffic)
+        return self._set_ticks(excess, chosen, traffic)
 
     def move_all(self) -> tuple[Decision, ...]:
         """Return the moves with which every storage is away whenever no op uses it: the lowest memory use there is."""
@@ -73,18 +88,28 @@ class StateScheduler:
 
     # -- choice ---------------------------------------------------------------------------------------------------
 
-    def _choose(self, excess: Curve, windows: Mapping[Key, Window], exposed: float) -> list[Window]:
+    def _choose(
+        self,
+        excess: Curve,
+        windows: Mapping[Key, Window],
+        exposed: float,
+        preferred: Mapping[Key, float],
+        traffic: Traffic,
+    ) -> list[Window]:
         """Choose gaps; their bytes are subtracted from the excess."""
         picked: dict[Key, Window] = {}
-        below, link = _Below(self._most_bytes), self._make_link()
-        rate_window = functools.partial(self._rate, excess, picked, link, exposed)
+        below, link = _Below(self._most_bytes), self._make_link(traffic)
+
+        def rate_window(window: Window) -> float:
+            return self._rate(excess, picked, link, exposed, window) * (1 - PREFERENCE * preferred.get(window.key, 0.0))
+
         heap = [(rate_window(each), each.key) for each in windows.values()]
         heap = [each for each in heap if each[0] < np.inf]
         heapq.heapify(heap)
         while heap and excess.max(initial=0) > 0:
             before, key = heapq.heappop(heap)
             rate = rate_window(windows[key])
-            if rate > before * 1.0001 and rate < np.inf:
+            if rate > before * NEARLY and rate < np.inf:
                 heapq.heappush(heap, (rate, key))
                 continue
             if rate == np.inf or not below.take(windows[key]):
@@ -99,9 +124,9 @@ class StateScheduler:
                 self._take(excess, window, 1)
         return list(picked.values())
 
-    def _make_link(self) -> CyclicLink:
+    def _make_link(self, traffic: Traffic) -> CyclicLink:
         out = LinkTimetable()
-        return CyclicLink(self._cycle, out, out if self._replay.costs.link.half_duplex else LinkTimetable())
+        return CyclicLink(self._cycle, out, out if self._replay.costs.link.half_duplex else LinkTimetable(), traffic)
 
     def _rate(self, excess: Curve, picked: Collection[Key], link: CyclicLink, exposed: float, window: Window) -> float:
         """Return transfer seconds for each byte-second of excess that a gap removes; infinite if it removes none."""
@@ -133,11 +158,11 @@ class StateScheduler:
 
     # -- ticks ----------------------------------------------------------------------------------------------------
 
-    def _set_ticks(self, excess: Curve, chosen: Sequence[Window]) -> tuple[Decision, ...]:
+    def _set_ticks(self, excess: Curve, chosen: Sequence[Window], traffic: Traffic) -> tuple[Decision, ...]:
         """Shorten the chosen gaps as far as memory allows: the later releases first, then the earlier reloads."""
         cycle = self._cycle
         released: dict[Key, int] = {}
-        for window, ideal in self._list_releases(chosen):
+        for window, ideal in self._list_releases(chosen, traffic):
             latest = min(ideal, window.until - 1)
             if self._trace.storages[window.key[0]].created >= 0:
                 latest = min(latest, cycle.end - 1)
@@ -148,7 +173,7 @@ class StateScheduler:
             cycle.add(excess, window.first + 1, release + 1, window.nbytes)
             released[window.key] = release
         times = []
-        for window, ideal in self._list_reloads(chosen):
+        for window, ideal in self._list_reloads(chosen, traffic):
             release = released[window.key]
             back = window.last
             if window.back_seconds and release + 1 < window.last:
@@ -162,37 +187,45 @@ class StateScheduler:
                 times.append((window, release, back))
         return self.decide(times)
 
-    def _list_releases(self, chosen: Sequence[Window]) -> list[tuple[Window, int]]:
+    def _list_releases(self, chosen: Sequence[Window], traffic: Traffic) -> list[tuple[Window, int]]:
         """Return each gap with the tick by which the link has copied its storage, in order of time."""
-        keys = {window.key for window in chosen}
-        ordered = sorted(chosen, key=lambda each: (each.opens, each.key))
+        keys, begins = {window.key for window in chosen}, self._cycle.begins
+        copies: list[tuple[float, Window | None, float]] = [(begin, None, seconds) for begin, seconds in traffic.out]
+        for window in chosen:
+            seconds = window.out_seconds if self.is_dirty(window.key, keys) else 0.0
+            copies.append((float(begins[window.opens + 1]), window, seconds))
+        copies.sort(key=lambda copy: (copy[0], copy[1].key if copy[1] else (-1, 0)))
         found: list[tuple[Window, int]] = []
         free = 0.0
         for _ in range(2):  # copies of the step before may still be under way
             found = []
-            for window in ordered:
-                done = float(self._cycle.begins[window.opens + 1])
-                if self.is_dirty(window.key, keys):
-                    free = done = max(free, done) + window.out_seconds
-                found.append((window, max(window.first, self._cycle.move_done_by(done))))
+            for done, each, seconds in copies:
+                if seconds:
+                    free = done = max(free, done) + seconds
+                if each is not None:
+                    found.append((each, max(each.first, self._cycle.move_done_by(done))))
             free = max(0.0, free - self._cycle.step_seconds)
         return found
 
-    def _list_reloads(self, chosen: Sequence[Window]) -> list[tuple[Window, int]]:
+    def _list_reloads(self, chosen: Sequence[Window], traffic: Traffic) -> list[tuple[Window, int]]:
         """Return each gap with the latest tick at which its reload arrives in time, in order of need."""
         cycle = self._cycle
-        ordered = sorted(chosen, key=lambda each: (-(each.last % cycle.end), each.key))
         share = 1.0
         if self._replay.costs.link.half_duplex and (back := sum(each.back_seconds for each in chosen)):
             share += sum(each.out_seconds for each in chosen) / back  # copies out take their part of the link
+        copies: list[tuple[float, Window | None, float]] = []
+        copies += [(begin + seconds, None, seconds) for begin, seconds in traffic.back]
+        copies += [(float(cycle.begins[each.last % cycle.end]), each, share * each.back_seconds) for each in chosen]
+        copies.sort(key=lambda copy: (-copy[0], copy[1].key if copy[1] else (-1, 0)))
         found: list[tuple[Window, int]] = []
         free = np.inf
         for _ in range(2):  # reloads for the next step may begin in this one
             found = []
-            for window in ordered:
-                free = min(free, float(cycle.begins[window.last % cycle.end])) - share * window.back_seconds
-                later = cycle.step_seconds if window.last >= cycle.end else 0.0
-                found.append((window, cycle.move_begun_by(free + later)))
+            for due, each, seconds in copies:
+                free = min(free, due) - seconds
+                if each is not None:
+                    later = cycle.step_seconds if each.last >= cycle.end else 0.0
+                    found.append((each, cycle.move_begun_by(free + later)))
             free += cycle.step_seconds
         return found[::-1]
 

@@ -6,20 +6,22 @@
 
 For a share of 0, state leaves only where activations at their lowest do not fit; for a share of 1, state makes room for
 all activations. The state's moves are chosen for a share (`scheduler`) and written into the trace (`residence`), and
-the activations are planned beside them. Then the state's moves are chosen once more, for the memory that this plan
-leaves. A replay may read state that would be away: then that state comes back before the replay. Shares are tried with
-little effort; beside the best state, the activations are planned with full effort. The simulator judges the whole.
+the activations are planned beside them. The fluid relaxation of the whole (`bounds.fluid`) gives further such curves.
+Then the state's moves are chosen once more, for the memory and the part of the link that this plan leaves, and moves
+for which the step still waits are shifted (`retiming`). A replay may read state that would be away: then that state
+comes back before the replay. Curves are tried with little effort; beside the best state, the activations are planned
+with full effort. The simulator judges the whole.
 
 The plan that keeps all state on the device is a candidate, so no plan is slower than that of the activations alone. So
 is the plan with the lowest peak, so every budget from there on has a plan.
 
-Cost: one plan of the activations if the state need not move; else two, and about four with little effort.
+Cost: one plan of the activations if the state need not move; else two, and five to eight with little effort.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Protocol
 
 import numpy as np
@@ -31,18 +33,27 @@ from elbowroom.ir.costs import Costs
 from elbowroom.ir.plan import Choice, Decision, Plan
 from elbowroom.ir.state import MoveKind, list_away, list_moves
 from elbowroom.ir.trace import Trace
+from elbowroom.planner.bounds.fluid import solve_fluid
+from elbowroom.planner.bounds.gap_arrays import make_gap_arrays
 from elbowroom.planner.options import Manages
 from elbowroom.planner.problem import Problem, make_lowest, pose
+from elbowroom.planner.schedule.draft import Key
 from elbowroom.planner.searching.choice_search import Moves
+from elbowroom.planner.state.cyclic_link import NO_TRAFFIC, list_traffic
 from elbowroom.planner.state.residence import fix_state
+from elbowroom.planner.state.retiming import Retimer
 from elbowroom.planner.state.scheduler import EXPOSED, StateScheduler
-from elbowroom.planner.state.windows import Curve
+from elbowroom.planner.state.windows import Array, Curve
 
 SHARES = (0.0, 0.1, 0.25, 0.5, 1.0)
-"""Shares to try: from the middle one towards the better side, and then between the best one and its neighbours."""
+"""Shares to try: two in the middle; from the better towards its side; and, if it is ahead of plans that follow
+the relaxation, between it and its neighbours."""
 
 FINE_SHARES = (0.05, 0.15, 0.2, 0.3, 0.4, 0.75)
 """Further shares for traces with at most `FEW_EVENTS` saves and needs, where a share costs little."""
+
+RELAXED = (1.0, 0.95, 0.9)
+"""Parts of the budget for which the relaxation is followed."""
 
 FEW_EVENTS = 300
 """Saves and needs, with the ends of claims."""
@@ -64,6 +75,9 @@ LEAST_LINK = 0.2
 
 WEIGHTS = (0.5, EXPOSED, 32.0)
 """Weights of transfer time that nothing hides, with which the state's moves are chosen beside a plan."""
+
+RETIMED = 2
+"""The fastest plans beside the same activations whose moves are shifted."""
 
 ROUNDS = 3
 """Most plans of the activations for one share: each may replay ops that read state which is away."""
@@ -119,6 +133,7 @@ class _ShareSearch:
         self._replay = problem.drafter.replay
         self._trace = self._replay.trace
         self._scheduler = StateScheduler(self._replay, problem.drafter.min_bytes, problem.host_bytes)
+        self._retimer = Retimer(problem)
         self._resident = self._pose(())
         self._tried: set[tuple[Decision, ...]] = {()}  # the plan that keeps all state comes first
         self._highest = np.array(self._resident.plain.live_bytes, dtype=np.int64)
@@ -137,25 +152,36 @@ class _ShareSearch:
         return _find_fastest([fastest, self._plan_around(best.plan)])
 
     def _try_shares(self) -> list[JointPlan]:
-        """Plan several shares with little effort, until a step is fast enough; the time has one minimum, or nearly."""
+        """Plan with little effort: as the relaxation says, and for several shares, until a step is fast enough."""
         found: list[JointPlan] = []
         seconds: dict[float, float] = {}
 
+        def keep(made: JointPlan | None) -> float:
+            found.extend([] if made is None else [made])
+            return np.inf if made is None else made.seconds
+
         def rate(share: float) -> float:
             if share not in seconds and not any(map(self._is_fast, found)):
-                made = self._plan_share(share)
-                seconds[share] = np.inf if made is None else made.seconds
-                found.extend([] if made is None else [made])
+                seconds[share] = keep(self._plan_share(share))
             return seconds.get(share, np.inf)
 
         if self._leaves_room_for_all():
             rate(SHARES[-1])
-        place = len(SHARES) // 2
-        step = 1 if rate(SHARES[place + 1]) < rate(SHARES[place]) else -1
-        while 0 <= place + step < len(SHARES) and rate(SHARES[place + step]) < rate(SHARES[place]):
+        for tighter in RELAXED:
+            if not any(map(self._is_fast, found)):
+                keep(self._plan_relaxed(tighter))
+        relaxed = min((each.seconds for each in found), default=np.inf)
+        place = len(SHARES) // 2 + 1
+        if rate(SHARES[place]) <= rate(SHARES[place - 1]):
+            step = 1 if rate(SHARES[place]) < relaxed else 0
+        else:
+            place -= 1
+            step = -1
+        while step and 0 <= place + step < len(SHARES) and rate(SHARES[place + step]) < rate(SHARES[place]):
             place += step
-        for neighbour in SHARES[max(place - 1, 0) : place + 2]:
-            rate((SHARES[place] + neighbour) / 2)
+        if not found or rate(SHARES[place]) < relaxed:
+            for neighbour in SHARES[max(place - 1, 0) : place + 2]:
+                rate((SHARES[place] + neighbour) / 2)
         if not found:
             for share in SHARES:
                 rate(share)
@@ -188,15 +214,31 @@ class _ShareSearch:
         return None if made is None else self._complete(made, list_state_reads(self._trace, made))
 
     def _plan_share(self, share: float) -> JointPlan | None:
-        """Return a quick plan for one share; without replays if no plan with them can be completed.
+        """Return a quick plan for one share; as for `_plan_under`."""
+        return self._plan_under(self._lowest + share * (self._highest - self._lowest), {})
+
+    def _plan_relaxed(self, tighter: float) -> JointPlan | None:
+        """Return a quick plan that follows the fluid relaxation within a part of the budget; as for `_plan_under`."""
+        budget_bytes = max(int(tighter * self._problem.budget_bytes), self._problem.floor.peak_bytes)
+        problem = dataclasses.replace(self._problem, budget_bytes=budget_bytes)
+        fluid = solve_fluid(problem, recompute=self._moves != "offload", offload=self._moves != "recompute")
+        if fluid is None:
+            return None
+        gap_arrays = make_gap_arrays(problem)
+        shares = fluid.recomputed + fluid.offloaded
+        moved = {fluid.keys[index]: float(shares[index]) for index in gap_arrays.repeats.tolist()}
+        shares[gap_arrays.repeats] = 0.0
+        return self._plan_under(self._highest - gap_arrays.free(shares, len(self._highest)), moved)
+
+    def _plan_under(self, limit: Array, preferred: Mapping[Key, float]) -> JointPlan | None:
+        """Return a quick plan whose activations stay below a curve; without replays if none with them can be completed.
 
         None if none fits, or if the same moves of the state have been tried.
         """
-        limit = self._lowest + share * (self._highest - self._lowest)
         excess = np.ceil(limit).astype(np.int64) - self._problem.budget_bytes
         pins: Pins = {}
         for _ in range(ROUNDS):
-            state = self._scheduler.schedule(excess, pins)
+            state = self._scheduler.schedule(excess, pins, preferred=preferred)
             if state in self._tried:
                 return None
             self._tried.add(state)
@@ -229,8 +271,18 @@ class _ShareSearch:
     def _complete(self, plan: Plan, read: Pins) -> JointPlan | None:
         """Choose the moves of the state once more, for the memory that a plan leaves; return the better plan."""
         excess = self._find_excess(plan)
-        states = {self._scheduler.schedule(excess, read, exposed=exposed) for exposed in WEIGHTS}
-        return _find_fastest([self._judge(dataclasses.replace(plan, state=state)) for state in (plan.state, *states)])
+        traffic = list_traffic(self._replay, plan)
+        states = {
+            self._scheduler.schedule(excess, read, exposed=exposed, traffic=each)
+            for exposed, each in [*((exposed, traffic) for exposed in WEIGHTS), (EXPOSED, NO_TRAFFIC)]
+        }
+        made = [self._judge(dataclasses.replace(plan, state=state)) for state in (plan.state, *states)]
+        fastest = sorted((each for each in made if each is not None), key=lambda each: each.seconds)
+        return _find_fastest(map(self._retime, fastest[:RETIMED]))
+
+    def _retime(self, candidate: JointPlan) -> JointPlan:
+        """Shift the moves for which the step waits."""
+        return self._judge(self._retimer.shift(candidate.plan)) or candidate
 
     def _find_excess(self, plan: Plan) -> Curve:
         """Return the bytes by which each tick exceeds the budget if all state stays."""

@@ -14,8 +14,8 @@
    it.
 3. The best choices become a plan with exact ticks; replays that share ops are merged if that is faster.
 
-If everything is managed, this search plans the activations beside moves of the model's state, for several shares of the
-state that are away (`planner.state.search`).
+If everything is managed, this search plans the activations beside moves of the model's state: those of the relaxation,
+which then covers the state as well, and several shares of the state that are away (`planner.state.search`).
 
 A dropped storage returns with the first replay that produces it, or is recomputed at its own need, whatever was
 replayed before; in the latter case it may also stay until the last replay that reads it. The choice says which of
@@ -68,4 +68,4 @@ def _make_quickly(problem: Problem, *, moves: Moves, effort: float) -> Plan:
     """Return a plan without looking at smaller problems."""
     if problem.fits(problem.plain):
         return make_plan(problem)
-    return search_choices(problem, "auto", moves, effort).plan
+    return search_choices(problem, "auto", moves, effort, joined=1).plan
