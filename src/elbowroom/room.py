@@ -79,9 +79,9 @@ class Room:
             undoing.callback(self._transfers.close)
             self._metering = Metering(device, self._transfers, self._ledger)
             self._pager = self._make_pager()
-            sliced_ops = SlicedOps(self._pager.sections, self._watch_sections, is_exact=config.exact)
+            self._sliced_ops = SlicedOps(self._pager.sections, self._watch_sections, is_exact=config.exact)
             self._modes = StepModes(
-                job, self._cache, self._metering, self._transfers, self._ledger, self._pager, sliced_ops
+                job, self._cache, self._metering, self._transfers, self._ledger, self._pager, self._sliced_ops
             )
             self._ledger.adopt(job.list_residents())
             if step is not None and config.mode != "dynamic":
@@ -224,6 +224,8 @@ class Room:
                     (CUDA); omitted if the step was not metered.
                 offloaded_bytes, reloaded_bytes: moved each way.
                 recomputed_segments: segments replayed.
+            If ops have run in slices:
+                sliced_ops: how many have, in all steps so far.
             And of all steps:
                 max_peak_bytes: highest peak of all metered steps; omitted if no step was metered.
                 total_step_seconds, total_stall_seconds, total_offloaded_bytes, total_reloaded_bytes,
@@ -231,6 +233,8 @@ class Room:
                 capture_steps, planned_steps, plain_steps, dynamic_steps, drifted_steps: steps in each mode.
         """
         found = {"budget_bytes": self.budget_bytes, **self._metering.metrics()}
+        if self._sliced_ops.counts:
+            found["sliced_ops"] = sum(self._sliced_ops.counts.values())
         if (planned := self.planned) is not None:
             found["forecast_step_seconds"] = planned.forecast.step_seconds
             found["forecast_peak_bytes"] = planned.forecast.peak_bytes
@@ -267,14 +271,21 @@ class Room:
         planned = self.planned
         if planned is None:
             return summarize(
-                budget_bytes=self.budget_bytes, journal=self.journal(), manages=self.config.manages, by=by, depth=depth
+                budget_bytes=self.budget_bytes,
+                journal=self.journal(),
+                manages=self.config.manages,
+                by=by,
+                depth=depth,
+                sliced=self._sliced_ops.counts,
+                inexact=self._sliced_ops.inexact,
             )
         host_bytes = self._cache.lease.host_bytes
         bound_seconds = bound_plan(planned.trace, planned.costs, planned.plan, host_bytes)
         return summarize(
             budget_bytes=self.budget_bytes, journal=self.journal(), trace=planned.trace, costs=planned.costs,
             plan=planned.plan, forecast=planned.forecast, bound_seconds=bound_seconds, manages=self.config.manages,
-            host_bytes=host_bytes, by=by, depth=depth,
+            host_bytes=host_bytes, by=by, depth=depth, sliced=self._sliced_ops.counts,
+            inexact=self._sliced_ops.inexact,
         )  # fmt: skip
 
     def count_state(self) -> tuple[StateClass, ...]:

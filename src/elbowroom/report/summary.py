@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
+from types import MappingProxyType
 
 from elbowroom.errors import TraceError, UsageError
 from elbowroom.ir.costs import Costs
@@ -55,6 +56,8 @@ def summarize(
     host_bytes: int | None = None,
     by: str = "kind",
     depth: int | None = None,
+    sliced: Mapping[str, int] = MappingProxyType({}),
+    inexact: Collection[str] = (),
 ) -> str:
     """Return the report of a room.
 
@@ -66,6 +69,8 @@ def summarize(
         bound_seconds: lower bound on the step time of any plan within the budget; 0 if unknown.
         manages: storages that may leave the device: "activations" or "everything"; "" if unknown.
         host_bytes: as for `simulator.simulate.simulate`.
+        sliced: how often each op ran in slices, by name.
+        inexact: names of those whose slices changed the order of a sum.
         by: grouping of the table at the end: "kind" or "module".
         depth: levels of modules shown; None for as many as fit. Only for by="module".
 
@@ -76,7 +81,12 @@ def summarize(
     check_table(by, depth)
     if trace is not None:
         _check_match(trace, costs, plan, forecast)
-    lines = [_title(budget_bytes, trace), "", *_describe_steps(journal, plan, policy, manages)]
+    lines = [
+        _title(budget_bytes, trace),
+        "",
+        *_describe_steps(journal, plan, policy, manages),
+        *_describe_slices(sliced, inexact),
+    ]
     plain = Lifetimes(trace).count_plain(costs) if trace is not None and costs is not None else []
     steady = find_steady(journal)
     if steady is not None or forecast is not None:
@@ -166,6 +176,20 @@ def _describe_steps(journal: Journal, plan: Plan | None, policy: str, manages: s
     for (mode, note), steps in list(notes.items())[:5]:
         which = ", ".join(map(str, steps[:4])) + (f" and {len(steps) - 4} more" if len(steps) > 4 else "")
         lines += wrap(f"Note    {_NOTES.get(mode, 'not all moved')} in step {which}: {note}", " " * 8)
+    return lines
+
+
+def _describe_slices(sliced: Mapping[str, int], inexact: Collection[str]) -> list[str]:
+    if not sliced:
+        return []
+    counts = ", ".join(f"{shorten(name)} {count}" for name, count in sorted(sliced.items(), key=lambda item: -item[1]))
+    lines = wrap(f"Slices  {counts}: ops that have no room as a whole, and how often they ran in slices", " " * 8)
+    if inexact:
+        names = ", ".join(sorted(map(shorten, inexact)))
+        lines += wrap(
+            f"Inexact {names}: slices change the order of sums; results are those of gradient accumulation over the "
+            "same parts", " " * 8,
+        )  # fmt: skip
     return lines
 
 
