@@ -1,12 +1,13 @@
 """How far below the working set of its largest op does a step run, in slices, and what does that cost?
 
-    python benchmarks/slices.py [--model vgg16] [--batch 16] [--budgets 600MB 400MB] [--steps 3] [--output FILE.json]
+    python benchmarks/slices.py [--model vgg16] [--batch 16] [--budgets 600MB 400MB] [--steps 3] [--output FILE]
 
-Prints the smallest budget for whole ops (`elbowroom.smallest_budget`), and for each budget, in a process of its own: the
-seconds of the last step, the peak, the ops that ran in slices, and whether parameters and optimizer state have the bits
-of the plain run. With `--inexact`, slices may change the order of sums (`exact=False`), and the largest difference of a
-parameter is printed. The smallest budget also runs under a limit on data size (`RLIMIT_DATA`), set once the model is made:
-what the process had before that, the budget and 5 % of it. Plain PyTorch runs under the same limit, and is expected to die.
+Prints the smallest budget for whole ops (`elbowroom.smallest_budget`), and for each budget, in a process of its own:
+the seconds of the last step, the peak, the ops that ran in slices, and whether parameters and optimizer state have the
+bits of the plain run. With `--inexact`, slices may change the order of sums (`exact=False`), and the largest difference
+of a parameter is printed. The smallest budget also runs under a limit on data size (`RLIMIT_DATA`), set once the model
+is made: what the process had before that, the budget and 5 % of it. Plain PyTorch runs under the same limit, and is
+expected to die.
 """
 
 from __future__ import annotations
@@ -114,7 +115,8 @@ def describe(row: dict[str, Any], plain: dict[str, Any]) -> str:
         return f"{what}: died: {row['failed'][:200]}"
     text = f"{what}: last step {row['all_seconds'][-1]:.2f} s"
     if row["budget_bytes"]:
-        text += f", {row['all_seconds'][-1] / plain['all_seconds'][-1]:.2f} of plain, peak {format_bytes(row['peak_bytes'])}"
+        text += f", {row['all_seconds'][-1] / plain['all_seconds'][-1]:.2f} of plain"
+        text += f", peak {format_bytes(row['peak_bytes'])}"
         text += f"; {sum(row['sliced'].values())} ops in slices, moves {format_bytes(row['offloaded_bytes'])} out"
         same = row["digest"] == plain["digest"]
         text += "; same bits" if same else f"; parameters differ by up to {row['largest_difference']:.1e}"

@@ -62,5 +62,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture
 def activations_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Has rooms keep the model's state on the device, for tests of how activations leave."""
+    """Has rooms keep the model's state on the device and run ops as a whole, for tests of how activations leave."""
     monkeypatch.setenv("ELBOWROOM_MANAGES", "activations")
+    monkeypatch.setattr("elbowroom.runtime.sliced_ops.SlicedOps.wants", lambda *_: False)

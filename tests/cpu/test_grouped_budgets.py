@@ -35,7 +35,7 @@ def test_the_smallest_budget_is_that_of_the_grouped_step(kind: str, profile: Har
     assert smallest < 0.7 * problem.floor.peak_bytes
     with elbowroom.fit(model, optimizers, smallest, step=step, **options) as room:
         assert room.planned is not None and room.planned.plan.state
-        for index in range(3):
+        for index in range(5):  # the real step has other ops than the fake one, and is captured again
             with room.step():
                 job.step(index)
         assert {state.name for state in room.count_state()} >= {"parameters", "gradients", "optimizer state"}
@@ -86,7 +86,7 @@ def test_commands_move_the_state_if_they_are_told_to(
     assert planned["manages"] == "everything" and planned["forecast_peak_bytes"] <= budget
     moved = sum(each["offloaded_bytes"] for each in planned["state"])
     assert moved == planned["state_offloaded_bytes"] > 0
-    run = ("run", spec, "--steps", 3, "--ahead", "--budget", budget, "--strategy", QUICK, *hardware)
+    run = ("run", spec, "--steps", 5, "--ahead", "--budget", budget, "--strategy", QUICK, *hardware)
     ran = call(*run, *managing)
     assert ran["manages"] == "everything" and sum(each["disk_bytes"] for each in ran["state"]) > 0
     assert CliRunner().invoke(make_app(), [*map(str, run), "--manages", "activations"]).exit_code == 3

@@ -1,4 +1,4 @@
-"""Sections of copies on streams, on a fake device that runs everything as late, as early or as randomly as events allow."""
+"""Sections of copies on streams, on a fake device that runs them as late, as early or as randomly as events allow."""
 
 from __future__ import annotations
 

@@ -30,11 +30,17 @@ inline const c10::StorageImpl* find_storage(const at::Tensor& tensor) {
   return impl->has_storage() && !tensor._is_zerotensor() ? impl->unsafe_storage().unsafeGetStorageImpl() : nullptr;
 }
 
+// Bytes of a tensor's elements; 0 of tensors without a layout in memory.
+inline int64_t count_tensor_bytes(const at::Tensor& tensor) {
+  if (!tensor.defined() || tensor.layout() != c10::kStrided) return 0;
+  return static_cast<int64_t>(tensor.unsafeGetTensorImpl()->numel() * tensor.itemsize());
+}
+
 // Bytes of the tensors among an op's arguments.
 inline int64_t count_boxed_bytes(const c10::IValue* arguments, size_t count) {
   int64_t nbytes = 0;
   for (size_t i = 0; i < count; ++i) {
-    visit_tensors(arguments[i], [&](const at::Tensor& tensor) { nbytes += static_cast<int64_t>(tensor.nbytes()); });
+    visit_tensors(arguments[i], [&](const at::Tensor& tensor) { nbytes += count_tensor_bytes(tensor); });
   }
   return nbytes;
 }

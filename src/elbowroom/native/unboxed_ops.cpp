@@ -16,6 +16,7 @@
 #include <type_traits>
 #include <utility>
 
+#include "op_arguments.h"
 #include "op_kinds.h"
 #include "op_watch.h"
 #include "state_storages.h"
@@ -53,9 +54,7 @@ void add_tensors(const std::optional<at::Tensor>& tensor, Tensors& tensors) {
 template <typename Argument>
 void add_tensors(const Argument&, Tensors&) {}
 
-int64_t count_argument_bytes(const at::Tensor& tensor) {
-  return tensor.defined() ? static_cast<int64_t>(tensor.nbytes()) : 0;
-}
+int64_t count_argument_bytes(const at::Tensor& tensor) { return count_tensor_bytes(tensor); }
 
 template <typename Argument>
 int64_t count_argument_bytes(const Argument&) { return 0; }

@@ -113,18 +113,17 @@ class SliceChooser:
         return None
 
 
-def explain(call: OpCall, budget_bytes: int, *, is_exact: bool) -> Infeasible:
-    """Return the error for an op that has no room as a whole, and cannot run in slices."""
-    reason = (
-        "no cut of it into slices that fit gives the same bits on this machine; with exact=False, cuts that change the "
-        "order of a sum are used, too"
-        if is_exact and find_passes(call.op, *call.order(call.values))
-        else "it cannot run in slices"
-    )
-    return Infeasible(
-        needed_bytes=budget_bytes + 1, budget_bytes=budget_bytes, op=str(call.op), is_whole_step=False,
-        note=f"The op has no room as a whole, and {reason}.",
-    )  # fmt: skip
+def explain(refusal: Infeasible, call: OpCall, *, is_exact: bool) -> Infeasible:
+    """Return the error for an op that was refused as a whole, with the reason why it cannot run in slices."""
+    reason = "it cannot run in slices with these arguments"
+    if is_exact and find_passes(call.op, *call.order(call.values), with_partial=True):
+        reason = (
+            "no slices that fit are known to give the same bits on this machine; with exact=False, those are used that "
+            "change the order of a sum"
+        )
+    refusal.note = f"{call.op} has no room as a whole, and {reason}."
+    refusal.locate(refusal.module, refusal.line)
+    return refusal
 
 
 def _count_whole(call: OpCall, passes: Sequence[SlicePass], results: Sequence[torch.Tensor]) -> int:

@@ -65,6 +65,7 @@ class SlicedOps(TorchDispatchMode):
         self._begin = begin
         self._is_exact = is_exact
         self._chooser = SliceChooser(is_exact=is_exact)
+        self._refusals: dict[tuple[Any, ...], Infeasible] = {}
         self._slice_bytes: dict[tuple[Any, ...], int] = {}  # by op and shapes: those that have no room as a whole
         self._table: Any = None
         self._budget_bytes = 0
@@ -100,6 +101,7 @@ class SlicedOps(TorchDispatchMode):
             return key in self._slice_bytes
         if not isinstance(refusal, Infeasible) or name not in list_rules():
             return False
+        self._refusals[key] = refusal.with_traceback(None)  # its frames hold tensors
         self._slice_bytes.setdefault(key, max(1, self._budget_bytes // SLICE))
         return True
 
@@ -122,13 +124,13 @@ class SlicedOps(TorchDispatchMode):
             while True:
                 cut = self._chooser.choose(call, args, kwargs, described, sizes.slice_bytes, self._budget_bytes)
                 if cut is None:
-                    raise explain(call, self._budget_bytes, is_exact=self._is_exact)
+                    raise explain(self._refusals[key], call, is_exact=self._is_exact)
                 is_allowed = cut.exactness.is_exact or not self._is_exact
                 found = self._try(call, cut, described, overlaps=sizes.overlaps) if is_allowed else None
                 if isinstance(found, list):
                     break
                 if not self.page_out(call.reads) and not sizes.go_on(cut, was_refused=found is not None):
-                    raise found or explain(call, self._budget_bytes, is_exact=self._is_exact)
+                    raise found or explain(self._refusals[key], call, is_exact=self._is_exact)
                 for each, former in statistics.items():
                     call[each].copy_(former)
         self._slice_bytes[key] = sizes.slice_bytes
