@@ -8,6 +8,9 @@ import threading
 import weakref
 from typing import Any
 
+PATIENCE_SECONDS = 0.01
+"""A fork waits so long for one lock while it holds others."""
+
 
 class _Locks:
     """All such locks in use. The forking thread acquires them before a fork and releases them after it."""
@@ -21,9 +24,17 @@ class _Locks:
         self._locks.add(lock)
 
     def _acquire(self) -> None:
+        while not self._acquire_all():
+            pass
+
+    def _acquire_all(self) -> bool:
+        """Acquire all locks. If another thread holds one for long, which may wait for a second one, acquire none."""
         for lock in list(self._locks):
-            lock.acquire()
+            if not lock.acquire(timeout=PATIENCE_SECONDS):
+                self._release()
+                return False
             self._held.append(lock)
+        return True
 
     def _release(self) -> None:
         while self._held:

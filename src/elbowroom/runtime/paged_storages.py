@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import threading
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -56,7 +55,7 @@ class PagedStorages:
         self._arriving: dict[Any, torch.UntypedStorage] = {}
         self.table = self._native.StateTable(self)
         self.lock = make_lock()
-        self.slicing = threading.RLock()
+        self.slicing = make_lock()
         self.offloaded_bytes = 0
         self.reloaded_bytes = 0
         self.dropped_bytes = 0
@@ -106,16 +105,20 @@ class PagedStorages:
 
     def begin_reload(self, record: Any) -> None:
         """Begin bringing a storage back. If that fails, it comes back when it is used."""
-        copy = self.copies.get(record)
-        if copy is None or not record.is_away or record in self._arriving:
-            return
-        with contextlib.suppress(TierError, Infeasible):
-            contents = self._reload(record, copy)
-            with self.lock:
-                self._arriving.setdefault(record, contents)
+        if not self.slicing.acquire(blocking=False):
+            return  # an op in slices may be writing to its copy
+        try:
+            copy = self.copies.get(record)
+            if copy is None or not record.is_away or record in self._arriving:
+                return
+            with contextlib.suppress(TierError, Infeasible):
+                self._arriving[record] = self._reload(record, copy)
+        finally:
+            self.slicing.release()
 
     def evict(self, records: Iterable[Any]) -> int:
         """Copy storages out where needed, and free their memory. Return the bytes freed."""
+        self.sweep()
         begun: list[Any] = []
         freed_bytes = 0
         for record in records:
@@ -180,10 +183,11 @@ class PagedStorages:
 
     def sweep(self) -> None:
         """Give up the copies of storages that are gone."""
-        for record in self.table.sweep():
-            self._arriving.pop(record, None)
-            if (copy := self.copies.pop(record, None)) is not None:
-                self._transfers.discard(copy)
+        with self.lock:
+            for record in self.table.sweep():
+                self._arriving.pop(record, None)
+                if (copy := self.copies.pop(record, None)) is not None:
+                    self._transfers.discard(copy)
 
     def clear(self) -> None:
         """Forget all storages, which are in memory, and give up their copies."""

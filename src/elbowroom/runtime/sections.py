@@ -87,7 +87,8 @@ class Sections:
     @property
     def slicing(self) -> contextlib.AbstractContextManager[object]:
         """Context in which no other thread brings storages back."""
-        return self._storages.slicing
+        lock: contextlib.AbstractContextManager[object] = self._storages.slicing
+        return lock
 
     def list_made(self) -> list[torch.UntypedStorage]:
         """Return the storages other than state that may be away, as far as they are in use."""
@@ -111,6 +112,7 @@ class Sections:
         Raises:
             TierFull, TransferFailed: there is no room for a copy.
         """
+        self._storages.sweep()
         model = torch.empty(0, dtype=like.dtype, device=device)
         copy = self._transfers.make_copy(nbytes := like.untyped_storage().nbytes())
         tensor: torch.Tensor | None
@@ -202,14 +204,16 @@ class Sections:
 
     def end_rewriting(self, tensor: torch.Tensor, copy: Copy, *, is_whole: bool) -> None:
         """Put a copy in the place of the tensor's present one, or give it up if it is not `is_whole`."""
-        if is_whole:
-            self._transfers.finish(copy)
-            with self._storages.lock:
-                record = self._storages.table.find(tensor.untyped_storage())
-                former = self._storages.copies[record]
-                self._storages.copies[record] = copy
-            copy = former
-        self._transfers.discard(copy)
+        try:
+            if is_whole:
+                self._transfers.finish(copy)
+                with self._storages.lock:
+                    record = self._storages.table.find(tensor.untyped_storage())
+                    former = self._storages.copies[record]
+                    self._storages.copies[record] = copy
+                copy = former
+        finally:
+            self._transfers.discard(copy)
 
     def _find_copy(self, tensor: torch.Tensor) -> Copy | None:
         record = self._storages.table.find(tensor.untyped_storage())

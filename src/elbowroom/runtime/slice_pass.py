@@ -26,12 +26,14 @@ class Results:
     Attributes:
         tensors: in order.
         are_new: whether the op makes them; otherwise it is an in-place op.
+        is_changed: whether an in-place op has begun to write where its argument is, so that it cannot begin again.
         rewritten: the copy that an in-place op writes to, in place of its argument's; None if it writes where that is.
     """
 
     tensors: list[torch.Tensor]
     rewritten: Copy | None = None
     are_new: bool = True
+    is_changed: bool = False
     is_finished: bool = False
 
     def finish(self, sections: Sections) -> None:
@@ -210,6 +212,7 @@ class _Pass:
 
     def _store(self, bounds: Bounds, found: Sequence[torch.Tensor]) -> None:
         """Store a slice's results, and wait for those of the slice before."""
+        self._results.is_changed = self._target is not None and self._results.rewritten is None
         writing = []
         for index, tensor in zip(self._pass.results, found, strict=True):
             view = narrow_result(self._results.tensors[index], index, self._pass, bounds)

@@ -153,6 +153,9 @@ class SlicedOps(TorchDispatchMode):
 
         Args:
             overlaps: whether a slice is computed while the next is read and the last written.
+
+        Raises:
+            Infeasible: there is no room for the rest of an in-place op, whose argument is partly written.
         """
         results = None
         try:
@@ -163,6 +166,8 @@ class SlicedOps(TorchDispatchMode):
             results.finish(self._sections)
             return results.tensors
         except Infeasible as error:
+            if results is not None and results.is_changed:
+                raise
             refusal = error
         finally:
             if results is not None:

@@ -126,13 +126,14 @@ class StatePager:
         self._release_held()
         live_bytes = self._ledger.live_bytes
         missing_bytes = live_bytes - budget_bytes
+        is_watching = self._native.is_any_state_managed()
         self.storages.sweep()
         self._comes_first = live_bytes + self.count_away() > budget_bytes // 2
         if missing_bytes > 0 or (may_move and self._is_needed(budget_bytes)):
             self._activate()
         elif self.is_active and not self.count_away() and not self.sections.list_made():
             self._deactivate()
-        if self._native.is_any_state_managed():
+        if is_watching or self._native.is_any_state_managed():
             self._native.update_watching()  # the step may run in another thread than the last one
             self._native.limit_lists(budget_bytes // LISTS)
             self.storages.table.begin_step()
@@ -181,7 +182,10 @@ class StatePager:
         Raises:
             TierError, Infeasible: as for `PagedStorages.restore`.
         """
-        record = self.storages.table.find(storage)
+        table = self.storages.table
+        # A storage whose address is known must not be moved out as an op's argument either.
+        adds = is_lasting and self._native.is_any_state_managed()
+        record = table.add(storage) if adds else table.find(storage)
         if record is None:
             return None
         use = self._native.StateUse(record, is_written)
@@ -232,11 +236,13 @@ class StatePager:
         """Return storages that may leave, of at least `missing_bytes` if there are as many; the last used first."""
         now, step_events = self.storages.table.events, self.storages.table.former_events or self.storages.table.events
         found = []
+        seen = set()
         state = self._list_candidates() if self.is_active else ()
         for storage in (*self.sections.list_made(), *state):
             record = self.storages.table.add(storage)
-            if record is None or record.is_away or not record.is_idle:
+            if record is None or record in seen or record.is_away or not record.is_idle:
                 continue
+            seen.add(record)
             # Without a former step, what was used longest ago is used last.
             distance = record.count_until_use(now, step_events, (1 << 40) - record.last_use)
             found.append((distance, record))

@@ -1,0 +1,154 @@
+"""Sliced ops where it is hard: lazy conjugates, aliases, failures in between, other threads and processes."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import elbowroom
+from elbowroom.errors import Infeasible
+from elbowroom.ir.hardware import HardwareProfile
+from elbowroom.room import Room
+from elbowroom.runtime import slice_pass
+from tests.state_jobs import MIN_BYTES, get_pager
+
+BUDGET = 2 << 20
+
+
+@contextlib.contextmanager
+def fit_anything(profile: HardwareProfile, budget_bytes: int = BUDGET, **options: Any) -> Iterator[Room]:
+    """Open a room for code that has no model worth the name."""
+    model = nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    options = {"mode": "dynamic", "profile": profile, "min_offload_bytes": MIN_BYTES} | options
+    with elbowroom.fit(model, [optimizer], budget_bytes, **options) as room:
+        yield room
+
+
+def count_slices(room: Room) -> int:
+    return sum(room._modes._sliced_ops.counts.values())
+
+
+def make_random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
+    return torch.randn(shape, dtype=dtype, generator=torch.Generator().manual_seed(seed))
+
+
+def check(profile: HardwareProfile, run: Callable[[], tuple[torch.Tensor, ...]], budget_bytes: int = BUDGET) -> None:
+    """Run a program plainly and in a room, in which some op has to run in slices: the same bits."""
+    expected = [each.detach().clone() for each in run()]
+    with fit_anything(profile, budget_bytes) as room:
+        with room.step():
+            found = run()
+        assert count_slices(room), "nothing ran in slices"
+    for index, (one, other) in enumerate(zip(found, expected, strict=True)):
+        assert torch.equal(one, other), index
+
+
+def make_away(rows: int = 1024, columns: int = 1024) -> torch.Tensor:
+    """Return a tensor whose bytes are away: the result of an op that ran in slices."""
+    return make_random(rows, 1) * make_random(1, columns, seed=1)
+
+
+def test_an_update_of_what_is_on_its_way_back(profile: HardwareProfile) -> None:
+    """A storage is being brought back when an op in slices writes to its copy."""
+    factor = make_random(1024, 1, seed=2)
+    expected = make_away().mul_(factor).mul_(factor)
+    with fit_anything(profile, 9 << 20) as room, room.step():
+        ballast = torch.zeros(7 << 20, dtype=torch.uint8)
+        made = make_away().mul_(factor)
+        assert count_slices(room) == 2
+        storage = made.untyped_storage()
+        del ballast
+        get_pager(room).begin_reload(storage)
+        assert get_pager(room).is_away(storage)
+        made.mul_(factor)
+        assert count_slices(room) == 3
+    assert torch.equal(made, expected)
+
+
+def test_an_op_that_begins_again_does_not_write_twice(
+    profile: HardwareProfile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For a while there is no room for the rest of an op that writes in place."""
+    factor = make_random(1, 1024, seed=2)
+    plain = make_away()[:-1]
+    once = plain.clone().mul_(factor)
+    calls = [0]
+    run = slice_pass.run_slice
+
+    def refuse(*args: Any) -> Any:
+        calls[0] += 1
+        if 3 <= calls[0] < 20:
+            raise Infeasible(needed_bytes=1, budget_bytes=1, op="mul_", is_whole_step=False)
+        return run(*args)
+
+    with fit_anything(profile) as room:
+        with room.step():
+            made = make_away()[:-1]
+            monkeypatch.setattr(slice_pass, "run_slice", refuse)
+            with contextlib.suppress(Infeasible):
+                made.mul_(factor)
+        assert calls[0] >= 3
+    assert ((made == once) | (made == plain)).all()
+
+
+def test_the_copies_of_results_that_are_gone_are_given_up(profile: HardwareProfile) -> None:
+    """A step makes many results that are away, one after the other."""
+    with fit_anything(profile) as room:
+        with room.step():
+            for _ in range(40):
+                make_away()
+            blocks = room._transfers._queue.copies
+        assert count_slices(room) >= 40
+        assert blocks < 20
+
+
+def test_fork_while_another_thread_runs_an_op_in_slices(profile: HardwareProfile) -> None:
+    with fit_anything(profile) as room:
+        lock = get_pager(room).storages.slicing
+        holds, may_end = threading.Event(), threading.Event()
+
+        def hold() -> None:
+            with lock:
+                holds.set()
+                may_end.wait(1)
+
+        thread = threading.Thread(target=hold)
+        thread.start()
+        holds.wait()
+        child = os.fork()
+        if not child:
+            os._exit(0 if lock.acquire(timeout=2) else 1)
+        may_end.set()
+        thread.join()
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+def test_an_address_that_the_program_knows(profile: HardwareProfile) -> None:
+    """Code that was told the address of an argument goes on to use it."""
+    with fit_anything(profile, 5 << 20) as room, room.step():
+        batch, other = make_random(1024, 512), make_random(1024, 512)
+        assert room._modes._sliced_ops.page_out([other])
+        address = batch.data_ptr()
+        assert not room._modes._sliced_ops.page_out([batch])
+        assert not get_pager(room).is_away(batch.untyped_storage())
+        assert batch.data_ptr() == address
+
+
+def test_dlpack_and_numpy(profile: HardwareProfile) -> None:
+    with fit_anything(profile, 5 << 20) as room, room.step():
+        one, other = make_random(1024, 512), make_random(1024, 512)
+        seen, capsule = one.numpy(), torch.utils.dlpack.to_dlpack(other)
+        expected = seen.copy()
+        kept = [one + other for _ in range(5)]
+        shared = torch.utils.dlpack.from_dlpack(capsule)
+        assert (seen == expected).all() and shared.data_ptr() == other.data_ptr()
+        assert count_slices(room)
+        del kept
