@@ -93,13 +93,7 @@ def summarize(
         lines += ["", *_compare(bound_seconds, steady, costs, plan, forecast, plain)]
     lines += _describe_budget(budget_bytes, journal)
     if trace is not None and costs is not None and forecast is not None and forecast.live_bytes:
-        lines += [
-            "",
-            *wrap("Bytes on the device over the step, forecast (dots: if everything stayed; line: the budget)"),
-        ]
-        lines.append("")
-        begins = forecast.begin_seconds or count_seconds(trace, costs)
-        lines += draw_chart(forecast.live_bytes, begins, budget_bytes=budget_bytes, plain_bytes=plain)
+        lines += _draw_bytes(trace, costs, forecast, budget_bytes, plain)
         if plan is not None and by == "kind":
             lines += ["", *_describe_peak(trace, costs, plan, forecast)]
             if classes := count_state(trace, costs, plan, forecast, host_bytes):
@@ -107,6 +101,15 @@ def summarize(
     if by == "module":
         lines += ["", *_describe_modules(trace, costs, plan, forecast, depth)]
     return "\n".join(lines)
+
+
+def _draw_bytes(
+    trace: Trace, costs: Costs, forecast: Forecast, budget_bytes: int, plain_bytes: Sequence[int]
+) -> list[str]:
+    title = "Bytes on the device over the step, forecast (dots: if everything stayed; line: the budget)"
+    begins = forecast.begin_seconds or count_seconds(trace, costs)
+    chart = draw_chart(forecast.live_bytes, begins, budget_bytes=budget_bytes, plain_bytes=plain_bytes)
+    return ["", *wrap(title), "", *chart]
 
 
 def check_table(by: str, depth: int | None) -> None:

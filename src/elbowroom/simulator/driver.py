@@ -28,6 +28,14 @@ class _Moved:
     state_reloaded_bytes: int = 0
 
 
+@dataclasses.dataclass(slots=True)
+class _Level:
+    """Bytes of the copies in one tier."""
+
+    nbytes: int = 0
+    peak_bytes: int = 0
+
+
 class VirtualDevice:
     """Carries out the actions of one step in virtual time, and counts the bytes of copies in the lower tiers.
 
@@ -60,8 +68,8 @@ class VirtualDevice:
         self._done: dict[int, float] = {}  # when the last transfer of a storage is over
         self._below: dict[int, CopySlot] = {}
         self._state = frozenset[int]()
-        self._host_bytes = self._host_peak = 0
-        self._disk_bytes = self._disk_peak = 0
+        self._host = _Level()
+        self._disk = _Level()
         self._moved = _Moved()
 
     @property
@@ -79,7 +87,7 @@ class VirtualDevice:
         self._state = frozenset(storages)
         for storage in storages:
             rounded = self._rounded[storage]
-            is_full = overflow is not None and self._host_bytes + rounded > overflow.host_room_bytes
+            is_full = overflow is not None and self._host.nbytes + rounded > overflow.host_room_bytes
             self._below[storage] = CopySlot(
                 storage=storage, begin=0, end=0, nbytes=self._sizes[storage], is_on_disk=is_full
             )
@@ -116,7 +124,7 @@ class VirtualDevice:
         if storage in self._state:
             self._moved.state_offloaded_bytes += nbytes
         else:
-            is_full = overflow is not None and self._host_bytes + rounded > overflow.host_room_bytes
+            is_full = overflow is not None and self._host.nbytes + rounded > overflow.host_room_bytes
             self._below[storage] = CopySlot(
                 storage=storage, begin=self.entry, end=self.entry, nbytes=nbytes, is_on_disk=is_full
             )
@@ -165,25 +173,22 @@ class VirtualDevice:
             return
         self.copy_slots.append(dataclasses.replace(copy, end=self.entry))
         if copy.is_on_disk:
-            self._disk_bytes -= self._rounded[storage]
+            self._disk.nbytes -= self._rounded[storage]
         else:
-            self._host_bytes -= self._rounded[storage]
+            self._host.nbytes -= self._rounded[storage]
 
     def list_figures(self) -> dict[str, Any]:
         """Return the fields of a Forecast about moves and replays."""
         return {
             **dataclasses.asdict(self._moved),
-            "lower_tier_bytes": self._host_peak,
-            "disk_bytes": self._disk_peak,
+            "lower_tier_bytes": self._host.peak_bytes,
+            "disk_bytes": self._disk.peak_bytes,
         }
 
     def _count_copy(self, rounded: int, *, is_on_disk: bool) -> None:
-        if is_on_disk:
-            self._disk_bytes += rounded
-            self._disk_peak = max(self._disk_peak, self._disk_bytes)
-        else:
-            self._host_bytes += rounded
-            self._host_peak = max(self._host_peak, self._host_bytes)
+        level = self._disk if is_on_disk else self._host
+        level.nbytes += rounded
+        level.peak_bytes = max(level.peak_bytes, level.nbytes)
 
     def _stall(self, storage: int, seconds: float) -> None:
         self._moved.stall_seconds += seconds
