@@ -152,3 +152,36 @@ def test_dlpack_and_numpy(profile: HardwareProfile) -> None:
         assert (seen == expected).all() and shared.data_ptr() == other.data_ptr()
         assert count_slices(room)
         del kept
+
+
+def test_one_thread_restores_while_another_asks_for_memory(
+    profile: HardwareProfile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Making room takes the lock of the step, whose holder may bring something back just then."""
+    expected = make_away()
+    with fit_anything(profile, 9 << 20) as room, room.step():
+        ballast = torch.zeros(8 << 20, dtype=torch.uint8)
+        one, other = make_away(), make_away()
+        assert count_slices(room) == 2
+        del ballast
+        storages = get_pager(room).storages
+        reload = storages._reload
+        begun, may_end = threading.Event(), threading.Event()
+        in_time: list[bool] = []
+        seen: list[torch.Tensor] = []
+
+        def ask(record: Any, copy: Any) -> Any:
+            if threading.current_thread() is thread:
+                begun.set()
+                in_time.append(may_end.wait(5))
+            return reload(record, copy)
+
+        monkeypatch.setattr(storages, "_reload", ask)
+        thread = threading.Thread(target=lambda: seen.append(one[0].clone()))
+        thread.start()
+        assert begun.wait(5)
+        assert other[0, 0] == expected[0, 0]
+        may_end.set()
+        thread.join()
+        assert in_time == [True]
+    assert torch.equal(seen[0], expected[0])

@@ -127,6 +127,7 @@ def pose(
     manages: Manages = Manages.ACTIVATIONS,
 ) -> Problem:
     """Prepare a problem."""
+    manages = Manages(manages)  # of a string, too
     drafter = Drafter(PreparedTrace(trace, costs, host_bytes=host_bytes), min_offload_bytes)
     plain = drafter.finish({}, "plain", budget_bytes)
     assert plain is not None  # it drops nothing

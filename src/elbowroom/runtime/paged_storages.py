@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from elbowroom.errors import Infeasible, TierError
+from elbowroom.errors import Infeasible, InternalError, TierError
 from elbowroom.hooks.dispatch_keys import Hidden
 from elbowroom.hooks.ledger import Ledger
 from elbowroom.native import library
@@ -39,7 +39,7 @@ class PagedStorages:
         copies: of storages in the tier below, by record.
         table: of the extension; has a record of each storage.
         slicing: held while an op runs in slices, and reads and writes what is away; nothing is restored meanwhile by
-            other threads.
+            other threads. The lock of the step is acquired before it.
         lock: never held while memory is requested, since a thread that makes room takes it.
         offloaded_bytes, reloaded_bytes, dropped_bytes: moved so far; dropped without a copy, since one existed.
         refusal: why a storage stayed that should have left; "" if none did.
@@ -49,10 +49,10 @@ class PagedStorages:
         self._native = library.load()
         self._transfers = transfers
         self._ledger = ledger
-        self._scope = ledger.scope
         self._make_room = make_room
         self.copies: dict[Any, Copy] = {}
         self._arriving: dict[Any, torch.UntypedStorage] = {}
+        self._restoring: dict[Any, object] = {}  # until then the copy has not been written to
         self.table = self._native.StateTable(self)
         self.lock = make_lock()
         self.slicing = make_lock()
@@ -68,26 +68,43 @@ class PagedStorages:
             TierError: it could not be read back. It stays away, and its copy is intact.
             Infeasible: there is no room for it.
         """
+        while record.is_away and not self._restore(record):
+            pass
+
+    def _restore(self, record: Any) -> bool:
+        """Bring a storage back. Return False if its copy was replaced or written to meanwhile.
+
+        `slicing` is not held while memory is requested: making room takes the lock of the step, which the thread of an
+        op in slices has already.
+        """
+        with self.slicing:  # another thread's op in slices comes first
+            copy = self.copies.get(record)
+            restoring = self._restoring.setdefault(record, object())
+        if copy is None:
+            return True
+        contents = self._take_arriving(record)
+        try:
+            if contents is None:
+                with self.lock:
+                    self._make_room(record.nbytes)
+                contents = self._reload(record, copy)
+                self._transfers.finish(copy)
+        except (TierError, InternalError):
+            if self._restoring.get(record) is not restoring:
+                return False
+            raise
         with self.slicing:
-            self._restore(record)
+            if self._restoring.get(record) is not restoring:
+                return False
+            record.refill(contents)
+            self._restoring.pop(record, None)
+        return True
 
     def cancel_reload(self, record: Any) -> None:
-        """Give up what is on its way back of one storage."""
+        """Give up what is on its way back of one storage, before its copy is written to."""
+        self._restoring.pop(record, None)
         if self._take_arriving(record) is not None:
             self._ledger.note_move(-record.nbytes)
-
-    def _restore(self, record: Any) -> None:
-        contents = self._take_arriving(record)
-        with self.lock:
-            if contents is None:
-                self._make_room(record.nbytes)
-            copy = self.copies.get(record)
-        if copy is None or not record.is_away:
-            return  # another thread has brought it back
-        if contents is None:
-            contents = self._reload(record, copy)
-            self._transfers.finish(copy)
-        record.refill(contents)
 
     def begin_copy(self, storage: torch.UntypedStorage) -> None:
         """Begin copying a storage out, unless it has a valid copy."""
@@ -105,14 +122,18 @@ class PagedStorages:
 
     def begin_reload(self, record: Any) -> None:
         """Begin bringing a storage back. If that fails, it comes back when it is used."""
-        if not self.slicing.acquire(blocking=False):
+        copy = self.copies.get(record)
+        if copy is None or not record.is_away or record in self._arriving:
+            return
+        restoring = self._restoring.setdefault(record, object())
+        contents = None
+        with contextlib.suppress(TierError, InternalError, Infeasible):
+            contents = self._reload(record, copy)
+        if contents is None or not self.slicing.acquire(blocking=False):
             return  # an op in slices may be writing to its copy
         try:
-            copy = self.copies.get(record)
-            if copy is None or not record.is_away or record in self._arriving:
-                return
-            with contextlib.suppress(TierError, Infeasible):
-                self._arriving[record] = self._reload(record, copy)
+            if self._restoring.get(record) is restoring:
+                self._arriving[record] = contents
         finally:
             self.slicing.release()
 
@@ -186,6 +207,7 @@ class PagedStorages:
         with self.lock:
             for record in self.table.sweep():
                 self._arriving.pop(record, None)
+                self._restoring.pop(record, None)
                 if (copy := self.copies.pop(record, None)) is not None:
                     self._transfers.discard(copy)
 
@@ -255,10 +277,10 @@ class PagedStorages:
     @contextlib.contextmanager
     def _counted(self) -> Iterator[None]:
         """Have this thread's allocations count for the room, in a step or not."""
-        if self._scope is None:
+        if self._ledger.scope is None:
             yield
             return
-        before = self._native.enter_scope(self._scope)
+        before = self._native.enter_scope(self._ledger.scope)
         try:
             yield
         finally:

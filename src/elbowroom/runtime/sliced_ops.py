@@ -11,6 +11,7 @@ If a slice has no room, the op's large arguments are moved out, and it begins ag
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import traceback
 from collections.abc import Callable, Sequence
@@ -68,16 +69,18 @@ class SlicedOps(TorchDispatchMode):
         self._refusals: dict[tuple[Any, ...], Infeasible] = {}
         self._slice_bytes: dict[tuple[Any, ...], int] = {}  # by op and shapes: those that have no room as a whole
         self._table: Any = None
+        self._lock: Any = contextlib.nullcontext()
         self._budget_bytes = 0
         self._recorder: OpRecorder | None = None
         self.counts: dict[str, int] = {}
         self.inexact: set[str] = set()
 
-    def begin_step(self, budget_bytes: int, watcher: Any, table: Any, recorder: OpRecorder | None) -> None:
+    def begin_step(self, budget_bytes: int, watcher: Any, table: Any, lock: Any, recorder: OpRecorder | None) -> None:
         """Begin a step, whose watcher has ops run in slices from now on.
 
         Args:
             table: of the step's storages.
+            lock: of the step, which making room takes. It is held while an op runs.
             recorder: is told of these ops; None if the step is not traced.
         """
         if budget_bytes != self._budget_bytes:
@@ -85,6 +88,7 @@ class SlicedOps(TorchDispatchMode):
         self._budget_bytes = budget_bytes
         self._recorder = recorder
         self._table = table
+        self._lock = lock
         least_bytes = min((key[1] for key in self._slice_bytes), default=NEVER)
         watcher.set_slicer(self, least_bytes)
 
@@ -120,7 +124,7 @@ class SlicedOps(TorchDispatchMode):
         statistics = {each: call[each].clone() for each in call.statistics}  # an op that begins again updates them anew
         key = _find_key(name, call.reads)
         sizes = _SliceSizes(self._slice_bytes.get(key, max(1, self._budget_bytes // SLICE)))
-        with self._sections.slicing:
+        with self._lock, self._sections.slicing:
             while True:
                 cut = self._chooser.choose(call, args, kwargs, described, sizes.slice_bytes, self._budget_bytes)
                 if cut is None:

@@ -104,7 +104,7 @@ class StepRunner:
         state = self.state
         if environment.sliced_ops is not None:
             environment.sliced_ops.begin_step(
-                environment.budget_bytes, state.watcher, state.storages.table, self._observer
+                environment.budget_bytes, state.watcher, state.storages.table, self._lock, self._observer
             )
         if state.phase is Phase.FOLLOWING_PLAN:
             expected = state.candidates[0]
