@@ -18,8 +18,7 @@ from elbowroom.errors import Infeasible, TraceError, UsageError
 from elbowroom.hardware.memory import cut_blocks_to_size, parse_budget
 from elbowroom.hardware.probe import probe
 from elbowroom.hooks.attachment import attach_mark, is_marked, remove_mark
-from elbowroom.hooks.compiled_regions import show_regions
-from elbowroom.hooks.exposed_memory import note_exposures, restore_before_access
+from elbowroom.hooks.exposed_memory import note_exposures
 from elbowroom.hooks.ledger import make_ledger
 from elbowroom.ir.hardware import HardwareProfile
 from elbowroom.ir.journal import Journal
@@ -79,7 +78,7 @@ class Room:
             undoing.callback(self._transfers.close)
             self._metering = Metering(device, self._transfers, self._ledger)
             self._pager = self._make_pager()
-            self._sliced_ops = SlicedOps(self._pager.sections, self._watch_sections, is_exact=config.exact)
+            self._sliced_ops = SlicedOps(self._pager, is_exact=config.exact)
             self._modes = StepModes(
                 job, self._cache, self._metering, self._transfers, self._ledger, self._pager, self._sliced_ops
             )
@@ -333,11 +332,6 @@ class Room:
             job.device, job.list_residents if self._moves_state else list, job.optimizers if self._moves_state else (),
             self._transfers, self._ledger, job.config.min_offload_bytes,
         )  # fmt: skip
-
-    def _watch_sections(self) -> None:
-        """Expect results of ops whose bytes are away."""
-        show_regions()
-        restore_before_access(self._pager)
 
     def _probe(self, budget_bytes: int) -> HardwareProfile:
         """Measure this machine before the first step, using only memory that the budget leaves beside the model."""

@@ -121,7 +121,9 @@ def explain(refusal: Infeasible, call: OpCall, *, is_exact: bool) -> Infeasible:
             "no slices that fit are known to give the same bits on this machine; with exact=False, those are used that "
             "change the order of a sum"
         )
-    refusal.note = f"{call.op} has no room as a whole, and {reason}."
+    text = f"{call.op} has no room as a whole, and {reason}."
+    if text not in refusal.note:
+        refusal.note = f"{refusal.note} {text}".strip()
     refusal.locate(refusal.module, refusal.line)
     return refusal
 

@@ -14,19 +14,20 @@ from __future__ import annotations
 import contextlib
 import logging
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from elbowroom.errors import Infeasible
-from elbowroom.hooks.exposed_memory import is_shared
+from elbowroom.hooks.compiled_regions import show_regions
+from elbowroom.hooks.exposed_memory import is_shared, restore_before_access
 from elbowroom.hooks.storage_ids import get_plain_storage
 from elbowroom.runtime.observer import OpRecorder
-from elbowroom.runtime.sections import Sections
 from elbowroom.runtime.slice_choice import Cut, SliceChooser, explain
 from elbowroom.runtime.slice_pass import Results, run_pass
+from elbowroom.runtime.state_pager import StatePager
 from elbowroom.slicing.bounds import is_summed
 from elbowroom.slicing.calls import make_results
 from elbowroom.slicing.exactness_store import Exactness
@@ -51,8 +52,7 @@ class SlicedOps(TorchDispatchMode):
     """Runs ops of one room in slices.
 
     Args:
-        sections: moves parts of storages.
-        begin: called before anything but model state is moved out.
+        pager: moves storages, and parts of them.
         is_exact: whether only cuts are allowed that give the bits of the whole op.
 
     Attributes:
@@ -60,10 +60,10 @@ class SlicedOps(TorchDispatchMode):
         inexact: names of those whose slices change the order of a sum.
     """
 
-    def __init__(self, sections: Sections, begin: Callable[[], None], *, is_exact: bool) -> None:
+    def __init__(self, pager: StatePager, *, is_exact: bool) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._sections = sections
-        self._begin = begin
+        self._pager = pager
+        self._sections = pager.sections
         self._is_exact = is_exact
         self._chooser = SliceChooser(is_exact=is_exact)
         self._refusals: dict[tuple[Any, ...], Infeasible] = {}
@@ -194,6 +194,11 @@ class SlicedOps(TorchDispatchMode):
             self._begin()
             freed_bytes += self._sections.page_out(storage, None if saved is None else saved.copy)
         return freed_bytes > 0
+
+    def _begin(self) -> None:
+        """Have what is away come back before it is used."""
+        show_regions()
+        restore_before_access(self._pager)
 
     def _make_results(self, call: OpCall, cut: Cut, described: Sequence[torch.Tensor]) -> Results:
         target = find_target(call)
