@@ -61,7 +61,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture
-def activations_only(monkeypatch: pytest.MonkeyPatch) -> None:
+def whole_ops(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Has rooms run ops as a whole, for tests of what happens if one does not fit."""
+    monkeypatch.setattr("elbowroom.runtime.sliced_ops.SlicedOps.wants", lambda *_: False)
+
+
+@pytest.fixture
+def activations_only(monkeypatch: pytest.MonkeyPatch, whole_ops: None) -> None:
     """Has rooms keep the model's state on the device and run ops as a whole, for tests of how activations leave."""
     monkeypatch.setenv("ELBOWROOM_MANAGES", "activations")
-    monkeypatch.setattr("elbowroom.runtime.sliced_ops.SlicedOps.wants", lambda *_: False)

@@ -335,6 +335,7 @@ def test_a_plain_step_is_watched_from_where_it_grows(grows_by: str, profile: Har
     assert max(record.peak_bytes or 0 for record in records) <= budget
 
 
+@pytest.mark.usefixtures("whole_ops")
 def test_a_step_that_is_refused_from_where_it_grows_is_watched_from_its_beginning(profile: HardwareProfile) -> None:
     """By the time that it grows, what it has saved cannot leave; in the next step it can."""
 

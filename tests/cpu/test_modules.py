@@ -366,6 +366,7 @@ class Wide(nn.Module):
         return self.wide(x)
 
 
+@pytest.mark.usefixtures("whole_ops")
 @pytest.mark.parametrize("where", ["forward", "backward", "outside"])
 def test_an_op_that_does_not_fit_names_its_module(where: str, profile: HardwareProfile) -> None:
     model = Wide((32, 1 << 15))

@@ -60,17 +60,16 @@ def test_an_update_of_what_is_on_its_way_back(profile: HardwareProfile) -> None:
     """A storage is being brought back when an op in slices writes to its copy."""
     factor = make_random(1024, 1, seed=2)
     expected = make_away().mul_(factor).mul_(factor)
-    with fit_anything(profile, 9 << 20) as room:
-        with room.step():
-            ballast = torch.zeros(7 << 20, dtype=torch.uint8)
-            made = make_away().mul_(factor)
-            assert count_slices(room) == 2
-            storage = made.untyped_storage()
-            del ballast
-            get_pager(room).begin_reload(storage)
-            assert get_pager(room).is_away(storage)
-            made.mul_(factor)
-            assert count_slices(room) == 3
+    with fit_anything(profile, 9 << 20) as room, room.step():
+        ballast = torch.zeros(7 << 20, dtype=torch.uint8)
+        made = make_away().mul_(factor)
+        assert count_slices(room) == 2
+        storage = made.untyped_storage()
+        del ballast
+        get_pager(room).begin_reload(storage)
+        assert get_pager(room).is_away(storage)
+        made.mul_(factor)
+        assert count_slices(room) == 3
     assert torch.equal(made, expected)
 
 

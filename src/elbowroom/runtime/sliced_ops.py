@@ -75,16 +75,26 @@ class SlicedOps(TorchDispatchMode):
         self.counts: dict[str, int] = {}
         self.inexact: set[str] = set()
 
-    def begin_step(self, budget_bytes: int, watcher: Any, table: Any, lock: Any, recorder: OpRecorder | None) -> None:
+    def begin_step(
+        self,
+        budget_bytes: int,
+        watcher: Any,
+        table: Any,
+        lock: Any,
+        recorder: OpRecorder | None,
+        *,
+        has_plan: bool,
+    ) -> None:
         """Begin a step, whose watcher has ops run in slices from now on.
 
         Args:
             table: of the step's storages.
             lock: of the step, which making room takes. It is held while an op runs.
             recorder: is told of these ops; None if the step is not traced.
+            has_plan: whether the step follows a plan, in which ops run as a whole.
         """
-        if budget_bytes != self._budget_bytes:
-            self._slice_bytes.clear()
+        if budget_bytes != self._budget_bytes or has_plan:
+            self._slice_bytes.clear()  # the step's ops have room as a whole, or show that they do not
         self._budget_bytes = budget_bytes
         self._recorder = recorder
         self._table = table
@@ -105,7 +115,8 @@ class SlicedOps(TorchDispatchMode):
             return key in self._slice_bytes
         if not isinstance(refusal, Infeasible) or name not in list_rules():
             return False
-        self._refusals[key] = refusal.with_traceback(None)  # its frames hold tensors
+        refusal.__context__ = refusal.__cause__ = None  # their frames hold tensors, as its own do
+        self._refusals[key] = refusal.with_traceback(None)
         self._slice_bytes.setdefault(key, max(1, self._budget_bytes // SLICE))
         return True
 
@@ -128,18 +139,23 @@ class SlicedOps(TorchDispatchMode):
             while True:
                 cut = self._chooser.choose(call, args, kwargs, described, sizes.slice_bytes, self._budget_bytes)
                 if cut is None:
-                    raise explain(self._refusals[key], call, is_exact=self._is_exact)
+                    raise self._explain(key, call)
                 is_allowed = cut.exactness.is_exact or not self._is_exact
                 found = self._try(call, cut, described, overlaps=sizes.overlaps) if is_allowed else None
                 if isinstance(found, list):
                     break
                 if not self.page_out(call.reads) and not sizes.go_on(cut, was_refused=found is not None):
-                    raise found or explain(self._refusals[key], call, is_exact=self._is_exact)
+                    raise found or self._explain(key, call)
                 for each, former in statistics.items():
                     call[each].copy_(former)
         self._slice_bytes[key] = sizes.slice_bytes
         self._note(name, cut)
         return _assemble(call, found)
+
+    def _explain(self, key: tuple[Any, ...], call: OpCall) -> Infeasible:
+        """Return the error of an op that cannot run in slices. It is forgotten here: its frames will hold tensors."""
+        self._slice_bytes.pop(key, None)
+        return explain(self._refusals.pop(key), call, is_exact=self._is_exact)
 
     def _note(self, name: str, cut: Cut) -> None:
         self.counts[name] = self.counts.get(name, 0) + 1

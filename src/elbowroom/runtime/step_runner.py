@@ -104,8 +104,9 @@ class StepRunner:
         state = self.state
         if environment.sliced_ops is not None:
             environment.sliced_ops.begin_step(
-                environment.budget_bytes, state.watcher, state.storages.table, self._lock, self._observer
-            )
+                environment.budget_bytes, state.watcher, state.storages.table, self._lock, self._observer,
+                has_plan=state.phase is Phase.FOLLOWING_PLAN,
+            )  # fmt: skip
         if state.phase is Phase.FOLLOWING_PLAN:
             expected = state.candidates[0]
             if state.segments or expected.plan.state:
