@@ -38,7 +38,7 @@ import elbowroom
 from elbowroom.units import format_bytes, parse_bytes
 from elbowroom.workloads._packages import import_package
 
-Step = Callable[[int], float]
+Step = Callable[[int], torch.Tensor]
 
 BATCHES = {"vgg16": 16, "resnet50": 16, "gpt2": 2, "vit_b_16": 8}
 
@@ -65,7 +65,7 @@ def make(name: str, batch: int) -> tuple[torch.nn.Module, torch.optim.Optimizer,
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        return float(loss.detach())
+        return loss.detach()
 
     return model, optimizer, step
 
@@ -92,7 +92,7 @@ def measure(options: argparse.Namespace, budget_bytes: int, *, is_limited: bool)
             losses.append(step(index))
         seconds.append(time.perf_counter() - begin)
     resource.setrlimit(resource.RLIMIT_DATA, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
-    found: dict[str, Any] = {"losses": losses, "all_seconds": seconds, "digest": hash_state(model, optimizer)}
+    found: dict[str, Any] = {"losses": list(map(float, losses)), "all_seconds": seconds, "digest": hash_state(model, optimizer)}
     weights = torch.cat([each.detach().flatten() for each in model.parameters()])
     path = pathlib.Path(os.environ["SLICES_FOLDER"], "plain.pt")
     if not budget_bytes and not is_limited:

@@ -446,6 +446,7 @@ def test_where_the_system_has_no_more_room_is_made(ledger: CpuLedger) -> None:
         held.pop()
         return True
 
+    gc.collect()
     ledger.trim()
     with limited_data(32 * MIB), ledger.counting(ledger.live_bytes + 512 * MIB, give_up_one):
         more = make(64 * MIB)

@@ -496,6 +496,7 @@ class Adversaries(nn.Module):
         return self.critic(x).square().mean() + self.critic(fake.detach()).square().mean() + 0 * fake.sum().detach()
 
 
+@pytest.mark.usefixtures("whole_ops")
 @pytest.mark.parametrize("is_ahead", [False, True])
 def test_a_step_that_only_a_policy_can_fit_runs_without_a_plan(
     is_ahead: bool, profile: HardwareProfile, caplog: pytest.LogCaptureFixture
