@@ -5,9 +5,9 @@
 Prints the smallest budget for whole ops (`elbowroom.smallest_budget`), and for each budget, in a process of its own:
 the seconds of the last step, the peak, the ops that ran in slices, and whether parameters and optimizer state have the
 bits of the plain run. With `--inexact`, slices may change the order of sums (`exact=False`), and the largest difference
-of a parameter is printed. The smallest budget also runs under a limit on data size (`RLIMIT_DATA`), set once the model
-is made: what the process had before that, the budget and 5 % of it. Plain PyTorch runs under the same limit, and is
-expected to die.
+of a parameter is printed. The smallest budget also runs under a limit on data size (`RLIMIT_DATA`), set after the first
+step, before which the model itself takes more: what the process had before the model, the budget and 5 % of it. Plain
+PyTorch runs under the same limit, and is expected to die.
 """
 
 from __future__ import annotations
@@ -77,11 +77,6 @@ def measure(options: argparse.Namespace, budget_bytes: int, *, is_limited: bool)
     (data_bytes,) = read_status("VmData")
     model, optimizer, step = make(options.model, options.batch)
     room = elbowroom.fit(model, optimizer, budget_bytes or "1TiB", exact=not options.inexact)
-    if is_limited:
-        gc.collect()
-        ctypes.CDLL(None).malloc_trim(0)
-        limit_bytes = data_bytes + int((1 + SLACK) * parse_bytes(os.environ["SLICES_LIMIT"]))
-        resource.setrlimit(resource.RLIMIT_DATA, (limit_bytes, resource.RLIM_INFINITY))
     losses, seconds = [], []
     for index in range(options.steps):
         begin = time.perf_counter()
@@ -91,6 +86,11 @@ def measure(options: argparse.Namespace, budget_bytes: int, *, is_limited: bool)
         else:
             losses.append(step(index))
         seconds.append(time.perf_counter() - begin)
+        if is_limited and index == 0:
+            gc.collect()
+            ctypes.CDLL(None).malloc_trim(0)
+            limit_bytes = data_bytes + int((1 + SLACK) * parse_bytes(os.environ["SLICES_LIMIT"]))
+            resource.setrlimit(resource.RLIMIT_DATA, (limit_bytes, resource.RLIM_INFINITY))
     resource.setrlimit(resource.RLIMIT_DATA, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
     found: dict[str, Any] = {"losses": list(map(float, losses)), "all_seconds": seconds}
     found["digest"] = hash_state(model, optimizer)
