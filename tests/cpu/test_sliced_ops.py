@@ -13,8 +13,9 @@ from torch import nn
 from torch.nn import functional
 
 import elbowroom
-from elbowroom.errors import Infeasible, TierError
+from elbowroom.errors import Infeasible, TierError, TierFull
 from elbowroom.ir.hardware import HardwareProfile
+from elbowroom.runtime.sections import Sections, find_packed_strides, list_extents
 from elbowroom.runtime.spill_queue import SpillJob
 from elbowroom.slicing.registry import list_rules
 from tests.state_jobs import MIN_BYTES, StateJob, adamw, assert_same, list_tensors, run_plain, run_within
@@ -129,6 +130,47 @@ def test_an_op_without_a_rule_is_refused_with_its_name(profile: HardwareProfile)
 
     with pytest.raises(Infeasible, match=r"cumsum"):
         run_within(lambda: make_job(Model, (16, 1 << 16)), profile, 5 << 20, 1)
+
+
+def test_a_batch_norm_that_cannot_run_in_slices_leaves_its_statistics(
+    profile: HardwareProfile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Slices of it have begun when the disk fails, and when no exact ones are known."""
+    for error in (TierFull("a disk", 2, 1, "Free some."), None):
+        norm = nn.BatchNorm2d(32)
+        optimizer = torch.optim.SGD(norm.parameters(), lr=0.1)
+        batch = torch.randn(8, 32, 64, 64)
+
+        def fail(*_: Any, error: Any = error) -> Any:
+            raise error
+
+        with monkeypatch.context() as patch, elbowroom.fit(
+            norm, [optimizer], 7 << 20, mode="dynamic", profile=profile, min_offload_bytes=MIN_BYTES
+        ) as room:  # fmt: skip
+            if error is None:
+                patch.setattr("elbowroom.runtime.slice_choice.find_exact", lambda *_, **__: None)
+            else:
+                patch.setattr(Sections, "write", fail)
+            with pytest.raises(Infeasible if error is None else TierFull), room.step():
+                norm(batch)
+        assert torch.equal(norm.running_mean, torch.zeros(32)) and torch.equal(norm.running_var, torch.ones(32))
+
+
+@pytest.mark.parametrize("dimension", range(4))
+@pytest.mark.parametrize("order", [(0, 1, 2, 3), (0, 2, 3, 1), (3, 1, 0, 2)])
+def test_the_pieces_of_a_section(dimension: int, order: tuple[int, ...]) -> None:
+    """Any slice of a tensor in any memory layout is where its pieces say, and nowhere else."""
+    whole = torch.arange(3 * 40 * 41 * 42.0).view(3, 40, 41, 42).permute(order)
+    view = torch.ops.aten.slice.Tensor(whole, dimension, 1, 3)
+    packed = torch.empty_strided(view.shape, find_packed_strides(view))
+    extents = list_extents(view, packed)
+    assert extents is not None and sum(each.nbytes for each in extents) == packed.nbytes
+    source = torch.empty(0, dtype=torch.uint8).set_(whole.untyped_storage())
+    target = torch.empty(0, dtype=torch.uint8).set_(packed.untyped_storage())
+    for each in extents:
+        piece = source[each.copy_offset : each.copy_offset + each.nbytes]
+        target[each.memory_offset : each.memory_offset + each.nbytes] = piece
+    assert torch.equal(packed, view)
 
 
 def test_results_that_are_away_can_be_used_like_others(profile: HardwareProfile) -> None:

@@ -253,8 +253,8 @@ namespace {
 // Running statistics as they are before an op that updates them, if it writes to nothing else.
 class Statistics {
  public:
-  Statistics(const OpKind& kind, const std::vector<c10::IValue>& arguments) {
-    if (!kind.written.empty()) return;
+  Statistics(const OpKind& kind, const std::vector<c10::IValue>& arguments) : is_all_(kind.written.empty()) {
+    if (!is_all_) return;
     const c10::impl::ExcludeDispatchKeyGuard hidden{c10::DispatchKeySet(KEY)};
     for (const at::Tensor& each : list_written(kind, arguments.data(), arguments.size())) {
       pairs_.emplace_back(each, each.clone());
@@ -264,10 +264,11 @@ class Statistics {
   bool restore() const {
     const c10::impl::ExcludeDispatchKeyGuard hidden{c10::DispatchKeySet(KEY)};
     for (const auto& [tensor, former] : pairs_) tensor.copy_(former);
-    return !pairs_.empty();
+    return is_all_;
   }
 
  private:
+  const bool is_all_;
   std::vector<std::pair<at::Tensor, at::Tensor>> pairs_;
 };
 

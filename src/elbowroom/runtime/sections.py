@@ -16,9 +16,6 @@ from elbowroom.runtime.copies import Copy, Extent
 from elbowroom.runtime.paged_storages import PagedStorages
 from elbowroom.runtime.transfers import Finish, Transfers
 
-MOST_EXTENTS = 1 << 14
-"""A section with more pieces in memory takes longer to move than its whole storage."""
-
 
 class Section(NamedTuple):
     """A section on the device, whose transfer may still run."""
@@ -34,7 +31,7 @@ def list_extents(view: torch.Tensor, packed: torch.Tensor) -> list[Extent] | Non
         packed: of the view's shape, without gaps, its dimensions in the same order in memory.
 
     Returns:
-        None if there are more than `MOST_EXTENTS`, or the view's elements overlap.
+        None if the view's elements overlap.
     """
     if not view.numel():
         return []
@@ -48,11 +45,6 @@ def list_extents(view: torch.Tensor, packed: torch.Tensor) -> list[Extent] | Non
         count += 1
     outer = dimensions[count:]
     if any(stride < run for stride, _, _ in outer):
-        return None
-    total = 1
-    for _, size, _ in outer:
-        total *= size
-    if total > MOST_EXTENTS:
         return None
     itemsize = view.element_size()
     begin, memory_begin = view.storage_offset(), packed.storage_offset()
@@ -92,8 +84,11 @@ class Sections:
 
     def list_made(self) -> list[torch.UntypedStorage]:
         """Return the storages other than state that may be away, as far as they are in use."""
-        self._made = {record for record in self._made if record.storage is not None}
-        return [storage for record in tuple(self._made) if (storage := record.storage) is not None]
+        find = self._storages.table.find
+        storages = {record: record.storage for record in self._made}
+        known = {record: each for record, each in storages.items() if each is not None and find(each) is record}
+        self._made = set(known)
+        return list(known.values())
 
     def find_away(self, tensor: torch.Tensor) -> Any:
         """Return the record of a tensor's storage if its bytes are away, else None."""
@@ -156,7 +151,7 @@ class Sections:
             return self._storages.evict([record])
 
     def read(self, view: torch.Tensor) -> Section | None:
-        """Begin to read a view of a tensor that is away. Return None if it has too many pieces.
+        """Begin to read a view of a tensor that is away. Return None if its elements overlap.
 
         Raises:
             TierError, Infeasible: as for `Transfers.move_section`, or there is no room on the device.

@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -24,6 +24,7 @@ from elbowroom.errors import Infeasible
 from elbowroom.hooks.compiled_regions import show_regions
 from elbowroom.hooks.exposed_memory import is_shared, restore_before_access
 from elbowroom.hooks.storage_ids import get_plain_storage
+from elbowroom.ops.replayable import iterate_tensors
 from elbowroom.runtime.observer import OpRecorder
 from elbowroom.runtime.slice_choice import Cut, SliceChooser, explain
 from elbowroom.runtime.slice_pass import Results, run_pass
@@ -133,9 +134,9 @@ class SlicedOps(TorchDispatchMode):
         args, kwargs = call.order(call.values)
         described = make_results(call.op, args, kwargs)
         statistics = {each: call[each].clone() for each in call.statistics}  # an op that begins again updates them anew
-        key = _find_key(name, call.reads)
+        key = _find_key(name, list(iterate_tensors((*args, *kwargs.values()))))  # as `wants` is given them
         sizes = _SliceSizes(self._slice_bytes.get(key, max(1, self._budget_bytes // SLICE)))
-        with self._lock, self._sections.slicing:
+        with self._lock, self._sections.slicing, _restoring(call, statistics) as restore:
             while True:
                 cut = self._chooser.choose(call, args, kwargs, described, sizes.slice_bytes, self._budget_bytes)
                 if cut is None:
@@ -146,8 +147,7 @@ class SlicedOps(TorchDispatchMode):
                     break
                 if not self.page_out(call.reads) and not sizes.go_on(cut, was_refused=found is not None):
                     raise found or self._explain(key, call)
-                for each, former in statistics.items():
-                    call[each].copy_(former)
+                restore()
         self._slice_bytes[key] = sizes.slice_bytes
         self._note(name, cut)
         return _assemble(call, found)
@@ -237,6 +237,21 @@ class SlicedOps(TorchDispatchMode):
                 self._table.mark_staying([tensor], device.type)
                 return tensor
         return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=device)
+
+
+@contextlib.contextmanager
+def _restoring(call: OpCall, statistics: Mapping[str, torch.Tensor]) -> Iterator[Callable[[], None]]:
+    """Return a context that restores an op's running statistics if it fails; its value is a function that does so."""
+
+    def restore() -> None:
+        for name, former in statistics.items():
+            call[name].copy_(former)
+
+    try:
+        yield restore
+    except BaseException:
+        restore()
+        raise
 
 
 class _SliceSizes:
