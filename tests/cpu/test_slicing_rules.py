@@ -15,8 +15,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from elbowroom.ir.slicing import Loop, SlicePass
-from elbowroom.slicing.bounds import iterate_slices
+from elbowroom.ir.slicing import Loop, SlicePass, iterate_slices
 from elbowroom.slicing.calls import make_results, run_slice, run_whole
 from elbowroom.slicing.exactness_store import Exactness, ExactnessStore
 from elbowroom.slicing.op_call import bind

@@ -12,6 +12,7 @@ from elbowroom.ir.costs import Costs, Measurements
 from elbowroom.ir.gaps import Gap
 from elbowroom.ir.hardware import HardwareProfile, Link
 from elbowroom.ir.plan import Choice, Decision, Plan, Segment
+from elbowroom.ir.sliced_trace import slice_trace
 from elbowroom.ir.trace import Need, Op, Save, Trace
 
 
@@ -127,6 +128,8 @@ def check(trace: Trace, plan: Plan) -> None:
     Raises:
         TraceError: names the first decision that cannot be carried out, and why.
     """
+    if plan.cuts:
+        trace = slice_trace(trace, plan.cuts).trace
     gaps = {(storage, gap.index): gap for storage, found in trace.gaps.items() for gap in found}
     decided: dict[tuple[int, int], Decision] = {}
     for decision in plan.decisions:

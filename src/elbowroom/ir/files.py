@@ -45,7 +45,7 @@ _FORMATS: dict[type, str] = {
 _ORIGIN = {"module": None, "line": ""}
 
 _ADDED: dict[type, tuple[dict[type, dict[str, Any]], ...]] = {
-    Trace: ({Op: _ORIGIN, Storage: _ORIGIN},),
+    Trace: ({Op: _ORIGIN, Storage: _ORIGIN}, {Trace: {"slicing": []}}),
     Costs: ({Costs: {"further_links": []}},),
     HardwareProfile: ({HardwareProfile: {"isa": ""}},),
     Forecast: (
@@ -55,7 +55,7 @@ _ADDED: dict[type, tuple[dict[type, dict[str, Any]], ...]] = {
         {Forecast: {"evictions": 0, "replays": 0}},
         {Forecast: {"state_offloaded_bytes": 0, "state_reloaded_bytes": 0}},
     ),
-    Plan: ({Plan: {"host_bytes": None}}, {Plan: {"state": []}}),
+    Plan: ({Plan: {"host_bytes": None}}, {Plan: {"state": []}}, {Plan: {"cuts": []}}),
     Journal: ({},),  # `upgrade` converts version 1
 }
 """Fields added in version 2, 3, ... of a format, nested ones included, with their defaults for older files."""

@@ -17,6 +17,7 @@ import dataclasses
 import enum
 import reprlib
 
+from elbowroom.ir.slicing import OpCut
 from elbowroom.units import format_bytes
 
 
@@ -80,6 +81,8 @@ class Plan:
             if nothing has written to the storage since an earlier one. The device's bytes are freed right after the op
             at `release`, once the copy is done. The reload begins right before the op at `back`, and the op at which
             the gap closes waits for it. A gradient that is released there does not come back (`Trace.is_reloaded`).
+        cuts: ops that run in slices, by tick. With any, the decisions are those of a plan for the sliced trace
+            (`ir.sliced_trace.slice_trace`), whose ticks and storages they name.
     """
 
     trace_digest: str
@@ -89,13 +92,15 @@ class Plan:
     segments: tuple[Segment, ...]
     host_bytes: int | None = None
     state: tuple[Decision, ...] = ()
+    cuts: tuple[OpCut, ...] = ()
 
     def __repr__(self) -> str:
         return (
             f"<Plan by {reprlib.repr(self.strategy)} within {format_bytes(self.budget_bytes)} "
             f"for trace {self.trace_digest[:12]}: {self.count_gaps(Choice.OFFLOAD)} gaps offloaded, "
             f"{self.count_gaps(Choice.RECOMPUTE)} recomputed in {len(self.segments)} segments"
-            f"{f', {len(self.state)} gaps of state offloaded' if self.state else ''}>"
+            f"{f', {len(self.state)} gaps of state offloaded' if self.state else ''}"
+            f"{f', {len(self.cuts)} ops in slices' if self.cuts else ''}>"
         )
 
     def count_gaps(self, choice: Choice) -> int:

@@ -23,6 +23,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from elbowroom.ir.gaps import Gap, find_gaps
+from elbowroom.ir.slicing import OpSlicing
 from elbowroom.ir.updates import BEGIN, END
 from elbowroom.ir.use import StorageUse, UseKind
 from elbowroom.units import format_bytes
@@ -152,6 +153,7 @@ class Trace:
         ops, saves, needs: each in order of tick.
         storages: by id.
         end: one past the last tick.
+        slicing: ways to run ops in slices, by tick; ops with none are left out.
     """
 
     name: str
@@ -161,6 +163,7 @@ class Trace:
     saves: tuple[Save, ...]
     needs: tuple[Need, ...]
     end: int
+    slicing: tuple[OpSlicing, ...] = dataclasses.field(default=(), compare=False)
 
     def __repr__(self) -> str:
         activation_bytes = sum(storage.nbytes for storage in self.storages if storage.role is Role.ACTIVATION)

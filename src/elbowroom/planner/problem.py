@@ -6,7 +6,7 @@ import dataclasses
 import numbers
 
 from elbowroom._family import names
-from elbowroom.errors import InternalError, UsageError
+from elbowroom.errors import InternalError, UnknownMember, UsageError
 from elbowroom.ir.check import check, check_trace
 from elbowroom.ir.costs import Costs
 from elbowroom.ir.forecast import Forecast
@@ -16,6 +16,7 @@ from elbowroom.planner import strategies
 from elbowroom.planner.infeasible import explain_infeasible
 from elbowroom.planner.options import Manages, find_managed, find_strategy
 from elbowroom.planner.schedule.draft import Draft, Drafter, Option
+from elbowroom.planner.slicing.choice import CutChooser, SlicedStep, Slices
 from elbowroom.planner.state.scheduler import StateScheduler
 from elbowroom.progress import announcing
 from elbowroom.simulator.planned import PreparedTrace
@@ -63,6 +64,7 @@ def plan(
     min_offload_bytes: int = MIN_OFFLOAD_BYTES,
     host_bytes: int | None = None,
     manages: Manages | str = Manages.ACTIVATIONS,
+    slices: Slices | str = Slices.EXACT,
 ) -> Plan:
     """Make a plan whose forecast is within `budget_bytes` on the device and `host_bytes` below it.
 
@@ -73,10 +75,11 @@ def plan(
             further down; else what is more goes to the disk, and takes longer.
         manages: "activations", or "everything": the model's state may leave the device as well. Strategies that do not
             move it (`options.moves_state`) keep it there.
+        slices: ops that may run in slices if no plan for whole ops fits.
 
     Raises:
         Infeasible: no plan of this strategy is; it names the tier, and the smallest budget that works.
-        UnknownMember: there is no such strategy, or `manages` is neither.
+        UnknownMember: there is no such strategy, or no such choice of `manages` or `slices`.
         UsageError: it has no such option, or an amount of bytes means nothing.
         TraceError: the trace is not consistent with itself, the costs belong to another one or are no figures to reckon
             with, or a link moves nothing.
@@ -85,9 +88,13 @@ def plan(
     manages = find_managed(strategy, manages)
     make_plan = find_strategy(strategy, manages)
     check_trace(trace)
-    problem = pose(
-        trace, costs, budget_bytes, min_offload_bytes=min_offload_bytes, host_bytes=host_bytes, manages=manages
-    )
+    limits = {"min_offload_bytes": min_offload_bytes, "host_bytes": host_bytes, "manages": manages}
+    problem = pose(trace, costs, budget_bytes, **limits)
+    step = _slice_step(problem, find_slices(slices))
+    cuts = ()
+    if step is not None:
+        trace, costs, cuts = step.sliced.trace, step.costs, step.cuts
+        problem = pose(trace, costs, budget_bytes, **limits)
     with announcing("planning a step", f"{trace.name}, {len(trace.ops):,} ops"):
         made = make_plan(problem)
     check(trace, made)
@@ -103,7 +110,35 @@ def plan(
             trace, costs, made, forecast, host_bytes=problem.host_bytes,
             needed_host_bytes=_count_needed_below(problem, forecast),
         )  # fmt: skip
-    return made
+    return dataclasses.replace(made, cuts=cuts)
+
+
+def find_slices(slices: Slices | str) -> Slices:
+    """Return which ops may run in slices, given its name.
+
+    Raises:
+        UnknownMember: there is no such choice.
+    """
+    if slices not in list(Slices):
+        raise UnknownMember("choice of ops to slice", str(slices), tuple(Slices))
+    return Slices(slices)
+
+
+def _slice_step(problem: Problem, slices: Slices) -> SlicedStep | None:
+    """Return the step in slices if it does not fit otherwise; the lowest one there is if it does not fit then either.
+
+    None if ops run as a whole.
+    """
+    replay = problem.drafter.replay
+    if problem.floor.peak_bytes <= problem.budget_bytes or slices is Slices.NONE or not replay.trace.slicing:
+        return None
+
+    def find_floor(trace: Trace, costs: Costs) -> Forecast:
+        drafter = Drafter(PreparedTrace(trace, costs), problem.drafter.min_bytes)
+        return drafter.replay.run(make_lowest(drafter, problem.budget_bytes, problem.manages))
+
+    chooser = CutChooser(replay.trace, replay.costs, find_floor, problem.floor, slices)
+    return chooser.choose(problem.budget_bytes) or chooser.find_lowest()
 
 
 def check_amounts(**amounts: int | None) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from elbowroom.errors import Infeasible
-from elbowroom.ir.slicing import SlicePass
+from elbowroom.ir.slicing import SlicePass, count_parts, count_whole_bytes
 from elbowroom.slicing.exactness_store import Exactness, ExactnessStore
 from elbowroom.slicing.op_call import OpCall
 from elbowroom.slicing.probe import find_exact
@@ -21,9 +21,6 @@ from elbowroom.slicing.rule import Alternatives
 from elbowroom.slicing.rules import pointwise
 
 logger = logging.getLogger(__name__)
-
-BLOCK = 16
-"""Least channels in a block of a weight's gradient, while that leaves several: kernels pad fewer to a vector."""
 
 PROBED = (0.75, 0.35, 0.15)
 """Tensors of a probe take at most this share of the budget; less is tried if kernels' workspaces do not fit beside."""
@@ -83,13 +80,12 @@ class SliceChooser:
         if self._store is None:
             self._store = ExactnessStore()
         alternatives = find_passes(call.op, args, kwargs, with_partial=True)
-        whole_bytes = {each: _count_whole(call, each, results) for each in alternatives}
+        sizes = (_count_bytes(call.reads), _count_bytes(results))
+        whole_bytes = {each: count_whole_bytes(each, *sizes) for each in alternatives}
         alternatives = tuple(
             sorted((each for each in alternatives if whole_bytes[each] <= budget_bytes), key=whole_bytes.__getitem__)
         )
-        parts = {
-            each: tuple(_count_parts(call, each, results, slice_bytes)) for passes in alternatives for each in passes
-        }
+        parts = {each: count_parts(each, *sizes, slice_bytes) for passes in alternatives for each in passes}
         found = self._find_exact(call, args, kwargs, alternatives, parts, budget_bytes)
         if found is not None:
             return Cut(found[0], parts, found[1])
@@ -128,34 +124,5 @@ def explain(refusal: Infeasible, call: OpCall, *, is_exact: bool) -> Infeasible:
     return refusal
 
 
-def _count_whole(call: OpCall, passes: Sequence[SlicePass], results: Sequence[torch.Tensor]) -> int:
-    """Return the most bytes that each slice of a pass reads or writes as a whole."""
-    found = [0]
-    for each in passes:
-        whole = [call.reads[index] for index in each.reads if all(loop.reads[index] is None for loop in each.loops)]
-        whole += [results[index] for index in each.results if all(loop.writes[index] is None for loop in each.loops)]
-        found.append(sum(tensor.numel() * tensor.element_size() for tensor in whole))
-    return max(found)
-
-
-def _count_parts(call: OpCall, slice_pass: SlicePass, results: Sequence[torch.Tensor], slice_bytes: int) -> list[int]:
-    """Return the number of slices of each loop of a pass."""
-    loops = slice_pass.loops
-    nbytes = [0] * len(loops)
-    for index in slice_pass.reads:
-        _add(nbytes, call.reads[index], [loop.reads[index] for loop in loops])
-    for index in slice_pass.results:
-        _add(nbytes, results[index], [loop.writes[index] for loop in loops])
-    counts = []
-    for place, loop in enumerate(loops):
-        wanted = max(2 if place == 0 else 1, math.ceil(len(loops) * nbytes[place] / slice_bytes))
-        units = max(1, math.ceil(loop.length / loop.multiple))
-        blocks = max(1, loop.length // max(BLOCK, loop.multiple)) if len(loops) > 1 else units
-        counts.append(min(units, wanted if wanted > 4 * blocks else min(wanted, blocks)))
-    return counts
-
-
-def _add(nbytes: list[int], tensor: torch.Tensor, dimensions: Sequence[int | None]) -> None:
-    narrowed = [index for index, each in enumerate(dimensions) if each is not None]
-    if narrowed:
-        nbytes[narrowed[0]] += tensor.numel() * tensor.element_size()
+def _count_bytes(tensors: Sequence[torch.Tensor]) -> list[int]:
+    return [each.numel() * each.element_size() for each in tensors]

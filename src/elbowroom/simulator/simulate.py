@@ -7,6 +7,7 @@ from elbowroom.ir.costs import Costs
 from elbowroom.ir.forecast import Forecast
 from elbowroom.ir.placement import Placement
 from elbowroom.ir.plan import Plan
+from elbowroom.ir.sliced_trace import apply_cuts
 from elbowroom.ir.trace import Trace
 from elbowroom.simulator.allocator_model import Allocator
 from elbowroom.simulator.online import simulate_policy
@@ -54,5 +55,6 @@ def simulate(
             trace, costs, budget_bytes, policy=policy, host_bytes=host_bytes, allocator=Allocator(allocator)
         )
     assert plan is not None
+    trace, costs, plan = apply_cuts(trace, costs, plan)
     prepared = PreparedTrace(trace, costs, host_bytes=host_bytes)
     return prepared.run(plan, allocator=Allocator(allocator), placement=placement)

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
-from elbowroom.ir.slicing import Loop, SlicePass
-
-Bounds = tuple[tuple[int, int], ...]
-"""One slice of a pass: [begin, end) for each loop."""
+from elbowroom.ir.slicing import Bounds, Loop, SlicePass
 
 Parts = int | Callable[[SlicePass], Sequence[int]]
 """Number of slices: the same for every loop, or a function that returns it for each loop of a pass."""
@@ -21,26 +17,6 @@ def count_parts(parts: Parts, slice_pass: SlicePass) -> tuple[int, ...]:
     if isinstance(parts, int):
         return (parts,) * len(slice_pass.loops)
     return tuple(parts(slice_pass))
-
-
-def iterate_slices(slice_pass: SlicePass, parts_per_loop: Sequence[int]) -> Iterator[Bounds]:
-    """Yield the slices of a pass, the last loop innermost. Their sizes differ by at most one multiple.
-
-    There are fewer than `parts_per_loop` if a loop is too short, and one empty slice if its length is 0.
-
-    Raises:
-        ValueError: the number of parts is not positive, or there is not one for each loop.
-    """
-    if len(parts_per_loop) != len(slice_pass.loops) or any(parts < 1 for parts in parts_per_loop):
-        raise ValueError(f"{len(slice_pass.loops)} loops need as many positive numbers of parts, not {parts_per_loop}")
-    return itertools.product(*map(_cut, slice_pass.loops, parts_per_loop))
-
-
-def _cut(loop: Loop, parts: int) -> list[tuple[int, int]]:
-    units = -(-loop.length // loop.multiple)
-    parts = max(1, min(parts, units))
-    edges = [min(units * index // parts * loop.multiple, loop.length) for index in range(parts + 1)]
-    return list(itertools.pairwise(edges))
 
 
 def check_bounds(slice_pass: SlicePass, bounds: Bounds) -> None:

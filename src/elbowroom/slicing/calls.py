@@ -15,14 +15,12 @@ import torch
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from elbowroom.ir.slicing import SlicePass
+from elbowroom.ir.slicing import Bounds, SlicePass, iterate_slices
 from elbowroom.slicing.bounds import (
-    Bounds,
     Parts,
     check_bounds,
     count_parts,
     is_summed,
-    iterate_slices,
     narrow,
     narrow_read,
     narrow_result,

@@ -11,11 +11,10 @@ from typing import Any
 import torch
 from torch._ops import OpOverload
 
-from elbowroom.ir.slicing import SlicePass
+from elbowroom.ir.slicing import SlicePass, iterate_slices
 from elbowroom.slicing.bounds import (
     Parts,
     count_parts,
-    iterate_slices,
     narrow_read,
     narrow_result,
 )

@@ -1,0 +1,1 @@
+"""Decides which ops of a step run in slices."""

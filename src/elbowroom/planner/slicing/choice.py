@@ -1,0 +1,163 @@
+"""Chooses the ops of a step that run in slices, so that the step fits a budget.
+
+An op is cut if its entry in the lowest forecast of the step, with everything away that may be, exceeds the budget. Its
+slices are made smaller until it fits.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from collections.abc import Callable, Sequence
+
+from elbowroom.ir.costs import Costs
+from elbowroom.ir.forecast import Forecast
+from elbowroom.ir.slicing import OpCut, OpSlicing, SlicePass, count_parts, count_whole_bytes
+from elbowroom.ir.sliced_trace import SlicedTrace, count_view_bytes, slice_trace
+from elbowroom.ir.trace import Op, Trace
+
+SLICE = 8
+"""Tensors of one slice take at most this share of the budget at first, so that others can be on their way."""
+
+MOST_PARTS = 32
+"""Most slices of one loop."""
+
+MOST_ENTRIES = 100_000
+"""Longest sliced trace."""
+
+STEP = 0.75
+"""Ratio of one budget to the next in the search for the smallest."""
+
+
+class Slices(enum.StrEnum):
+    """Ops that may run in slices if a step does not fit otherwise."""
+
+    NONE = "none"
+    """Ops run as a whole."""
+    EXACT = "exact"
+    """Slices must be expected to give the bits of the whole op."""
+    ANY = "any"
+    """Slices may also add the parts of a sum in another order, as gradient accumulation does."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class SlicedStep:
+    """A step some of whose ops run in slices.
+
+    Attributes:
+        cuts: by tick.
+        floor: forecast of the sliced step with the lowest peak.
+    """
+
+    cuts: tuple[OpCut, ...]
+    sliced: SlicedTrace
+    costs: Costs
+    floor: Forecast
+
+
+FindFloor = Callable[[Trace, Costs], Forecast]
+"""Forecasts the step with everything away that may be."""
+
+
+class CutChooser:
+    """Chooses cuts of one trace.
+
+    Args:
+        floor: forecast of the whole ops with the lowest peak.
+    """
+
+    def __init__(self, trace: Trace, costs: Costs, find_floor: FindFloor, floor: Forecast, slices: Slices) -> None:
+        self._trace, self._costs, self._find_floor = trace, costs, find_floor
+        self._whole = floor
+        self._slicing = {} if slices is Slices.NONE else {each.tick: each for each in trace.slicing}
+        self._slices = slices
+        self._ops = {op.tick: op for op in trace.ops}
+
+    def choose(self, budget_bytes: int) -> SlicedStep | None:
+        """Return a step that fits the budget with everything away that may be; None if there is none.
+
+        Cost: a few forecasts.
+        """
+        slice_bytes: dict[int, int] = {}  # by tick
+        over = self._find_over(self._whole, budget_bytes, None)
+        step = None
+        while over:
+            finer = False
+            for tick in over:
+                former = slice_bytes.get(tick)
+                if tick in self._slicing and self._can_cut(tick, former, budget_bytes):
+                    slice_bytes[tick] = max(1, budget_bytes // SLICE) if former is None else max(1, former // 2)
+                    finer = True
+            if not finer:
+                return None
+            cuts = self._make_cuts(slice_bytes, budget_bytes)
+            if step is not None and cuts == step.cuts:
+                return None
+            sliced = slice_trace(self._trace, cuts)
+            if sliced.trace.end > MOST_ENTRIES:
+                return None
+            costs = sliced.slice_costs(self._costs)
+            step = SlicedStep(cuts, sliced, costs, self._find_floor(sliced.trace, costs))
+            over = self._find_over(step.floor, budget_bytes, sliced)
+        return step
+
+    def find_lowest(self) -> SlicedStep | None:
+        """Return the step of the lowest peak, within about a quarter; None if slices do not lower it."""
+        best = None
+        budget_bytes = int(self._whole.peak_bytes * STEP)
+        while budget_bytes and (found := self.choose(budget_bytes)) is not None:
+            best = found
+            budget_bytes = int(min(budget_bytes, found.floor.peak_bytes) * STEP)
+        return best
+
+    def _find_over(self, floor: Forecast, budget_bytes: int, sliced: SlicedTrace | None) -> list[int]:
+        """Return the ticks of the original ops during which, or right before or after which, the budget is exceeded."""
+        if floor.peak_bytes <= budget_bytes:
+            return []
+        trace = self._trace if sliced is None else sliced.trace
+        sources = range(len(trace.ops)) if sliced is None else sliced.sources
+        live = floor.live_bytes
+        found, begin = dict[int, None](), 0
+        for op, source in zip(trace.ops, sources, strict=True):
+            if max(live[begin : op.tick + 1], default=0) > budget_bytes:
+                found[self._trace.ops[source].tick] = None
+            begin = op.tick + 1
+        return list(found)
+
+    def _can_cut(self, tick: int, former: int | None, budget_bytes: int) -> bool:
+        return former is None or former > 1
+
+    def _make_cuts(self, slice_bytes: dict[int, int], budget_bytes: int) -> tuple[OpCut, ...]:
+        found = []
+        for tick, nbytes in sorted(slice_bytes.items()):
+            op, slicing = self._ops[tick], self._slicing[tick]
+            passes = choose_passes(op, slicing, budget_bytes, self._slices)
+            if passes is not None:
+                parts = tuple(_round_parts(each, op, nbytes) for each in passes)
+                found.append(OpCut(tick, passes, parts))
+        return tuple(found)
+
+
+def choose_passes(op: Op, slicing: OpSlicing, budget_bytes: int, slices: Slices) -> tuple[SlicePass, ...] | None:
+    """Return the alternative whose slices read the least as a whole; of equals the first. None if none is allowed."""
+    sizes = _list_sizes(op)
+    allowed = [
+        passes
+        for passes in slicing.alternatives
+        if slices is Slices.ANY or not any(each.sums for each in passes)
+        if not any(each.is_partial for each in passes) or len(passes) == 1
+    ]
+    if slices is Slices.ANY:
+        allowed.sort(key=len)  # the fewest passes read the least
+    allowed = [each for each in allowed if count_whole_bytes(each, *sizes) <= budget_bytes]
+    return min(allowed, key=lambda each: count_whole_bytes(each, *sizes), default=None)
+
+
+def _list_sizes(op: Op) -> tuple[Sequence[int], Sequence[int]]:
+    return [count_view_bytes(view) for view in op.reads], [count_view_bytes(view) for view in op.writes]
+
+
+def _round_parts(slice_pass: SlicePass, op: Op, slice_bytes: int) -> tuple[int, ...]:
+    """Return numbers of slices that are powers of two, so that the sections of one op are those of the next."""
+    counts = count_parts(slice_pass, *_list_sizes(op), slice_bytes)
+    return tuple(min(1 << (count - 1).bit_length(), MOST_PARTS) for count in counts)
