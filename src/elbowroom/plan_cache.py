@@ -33,7 +33,8 @@ from elbowroom.ir.trace import Role, Trace, release_unneeded
 from elbowroom.planner.options import Manages
 from elbowroom.planner.plain import keep_all_if_it_fits
 from elbowroom.planner.problem import plan as make_plan
-from elbowroom.planner.problem import pose
+from elbowroom.planner.problem import pose, slice_step
+from elbowroom.planner.slicing.choice import Slices
 from elbowroom.report.table import render_table
 from elbowroom.runtime.candidate import Candidate
 from elbowroom.simulator.planned import PreparedTrace
@@ -296,7 +297,8 @@ class PlanCache:
             trace, costs, self.lease.device_bytes, min_offload_bytes=self._config.min_offload_bytes,
             host_bytes=self.lease.host_bytes, manages=Manages(self._config.manages),
         )  # fmt: skip
-        return problem.floor.peak_bytes <= self.lease.device_bytes
+        step = slice_step(problem, Slices.EXACT if self._config.exact else Slices.ANY)
+        return (problem.floor if step is None else step.floor).peak_bytes <= self.lease.device_bytes
 
     def replan(self, entry: PlanCacheEntry, measurements: Measurements) -> None:
         """Replan a step with measured costs of its ops.
@@ -375,6 +377,7 @@ class PlanCache:
             plan = make_plan(
                 trace, costs, self.lease.device_bytes, strategy=config.strategy,
                 min_offload_bytes=config.min_offload_bytes, host_bytes=self.lease.host_bytes, manages=config.manages,
+                slices=Slices.NONE,
             )  # fmt: skip
         replay = PreparedTrace(trace, costs, host_bytes=self.lease.host_bytes)
         placement = replay.place(plan)

@@ -67,6 +67,15 @@ _MANAGES_HELP += "optimizer state."
 _MANAGES = typer.Option("--manages", help=_MANAGES_HELP, autocompletion=lambda: ["activations", "everything"])
 Managed = Annotated[str, _MANAGES]
 ManagedByRoom = Annotated[str | None, _MANAGES]
+Slicing = Annotated[
+    str,
+    typer.Option(
+        "--slices",
+        help="Ops that run in slices if the step does not fit otherwise: none; exact: those with the same bits; any: "
+        "also those that add the parts of a sum in another order.",
+        autocompletion=lambda: ["none", "exact", "any"],
+    ),
+]
 SpillFolder = Annotated[
     str | None,
     typer.Option("--spill-folder", help="Folder of the spill file. Default: the system's temporary folder."),

@@ -13,14 +13,16 @@ from elbowroom.ir.trace import Trace
 def digest(trace: Trace) -> str:
     """Return the SHA-256 of a trace's contents as JSON, so that equal steps have equal digests.
 
-    Excluded are the name, and the fields that comparisons ignore: modules, lines of code and ways to slice ops. The text is hashed item by
-    item, since building all of it takes ten times its length in memory.
+    Excluded are the name, and the fields that comparisons ignore: modules, lines of code and ways to slice ops. The
+    text is hashed item by item, since building all of it takes ten times its length in memory.
 
     Cost: linear in the trace; about 10 ms per thousand ops, so keep the result.
     """
     spell = json.JSONEncoder(sort_keys=True, separators=(",", ":")).encode
     found = hashlib.sha256()
-    for place, name in enumerate(sorted({field.name for field in dataclasses.fields(trace) if field.compare} - {"name"})):
+    for place, name in enumerate(
+        sorted({field.name for field in dataclasses.fields(trace) if field.compare} - {"name"})
+    ):
         value = getattr(trace, name)
         found.update(f'{"," if place else "{"}"{name}":'.encode())
         if isinstance(value, tuple):

@@ -10,18 +10,15 @@ the tensor or not. It ends with its last need. An in-place op makes new sections
 
 from __future__ import annotations
 
-import bisect
 import dataclasses
-import functools
-import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from fractions import Fraction
 
 from elbowroom.errors import TraceError
 from elbowroom.ir.costs import Costs
 from elbowroom.ir.plan import Plan
-from elbowroom.ir.slicing import Bounds, Loop, OpCut, OpSlicing, SlicePass, iterate_slices
+from elbowroom.ir.section_grid import Range, SectionGrid, find_parts
+from elbowroom.ir.slicing import Bounds, OpCut, OpSlicing, SlicePass, iterate_slices
 from elbowroom.ir.trace import Need, Op, Role, Save, Storage, Trace, View
 
 MIN_SECTIONED_BYTES = 1 << 20
@@ -29,21 +26,6 @@ MIN_SECTIONED_BYTES = 1 << 20
 
 ON_SECTIONS = "runs on sections"
 """Barrier of the ops that read or write sections: their results come back from the tier below."""
-
-ITEM_BYTES = {"64": 8, "32": 4, "16": 2, "128": 16, "int8": 1, "bool": 1, "8": 1}
-
-Range = tuple[Fraction, Fraction]
-"""Part of a storage along one axis, from 0 to 1."""
-
-
-def count_item_bytes(dtype: str) -> int:
-    """Return the bytes of one element."""
-    return next((nbytes for ending, nbytes in ITEM_BYTES.items() if dtype.endswith(ending)), 1)
-
-
-def count_view_bytes(view: View) -> int:
-    """Return the bytes of all elements of a view."""
-    return math.prod(view.shape) * count_item_bytes(view.dtype)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -119,65 +101,6 @@ def check_cuts(trace: Trace, cuts: Sequence[OpCut]) -> None:
             raise TraceError(f"{place}: {cut.parts} are no numbers of slices for {loops} loops")
 
 
-class _Grid:
-    """Sections of one storage: cells of a grid of cuts along its axes.
-
-    An axis is known by the bytes over which it extends (size times stride). A view has an axis of the storage if one of
-    its dimensions extends over as many.
-    """
-
-    def __init__(self, nbytes: int) -> None:
-        self.nbytes = nbytes
-        self._edges: dict[int, set[Fraction]] = {}
-
-    def add(self, extent: int, part: Range) -> None:
-        """Cut an axis at both ends of a part."""
-        self._edges.setdefault(extent, {Fraction(0), Fraction(1)}).update(part)
-
-    @functools.cached_property
-    def _axes(self) -> list[tuple[int, list[Fraction]]]:
-        return [(extent, sorted(self._edges[extent])) for extent in sorted(self._edges, reverse=True)]
-
-    @property
-    def is_whole(self) -> bool:
-        """True if nothing cuts it."""
-        return all(len(edges) <= 2 for _, edges in self._axes)
-
-    @functools.cached_property
-    def sizes(self) -> list[int]:
-        """Bytes of each section."""
-        widths = ([end - begin for begin, end in itertools.pairwise(edges)] for _, edges in self._axes)
-        return [math.ceil(self.nbytes * math.prod(cell, start=Fraction(1))) for cell in itertools.product(*widths)]
-
-    def find(self, parts: Mapping[int, Range]) -> list[int]:
-        """Return the sections that a part of the storage overlaps, given by axis."""
-        places = []
-        for extent, edges in self._axes:
-            begin, end = parts.get(extent, (Fraction(0), Fraction(1)))
-            first = bisect.bisect_right(edges, begin) - 1
-            places.append(range(max(first, 0), max(bisect.bisect_left(edges, end), first + 1)))
-        counts = [len(edges) - 1 for _, edges in self._axes]
-        found = []
-        for place in itertools.product(*places):
-            index = 0
-            for each, count in zip(place, counts, strict=True):
-                index = index * count + each
-            found.append(index)
-        return found
-
-
-def _find_parts(
-    view: View, strides: Sequence[int], dimensions: Sequence[int | None], loops: Sequence[Loop], bounds: Bounds
-) -> dict[int, Range]:
-    """Return the part of a storage that a slice covers, by axis."""
-    found = {}
-    for dimension, loop, (begin, end) in zip(dimensions, loops, bounds, strict=True):
-        if dimension is not None and dimension < len(strides) and loop.length:
-            extent = view.shape[dimension] * strides[dimension] * count_item_bytes(view.dtype)
-            found[extent] = (Fraction(begin, loop.length), Fraction(end, loop.length))
-    return found
-
-
 @dataclasses.dataclass(slots=True)
 class _Slice:
     """One slice of an op: the parts of its tensors, by index in `Op.reads` and `Op.writes`."""
@@ -210,7 +133,7 @@ def _list_slices(op: Op, slicing: OpSlicing, cut: OpCut) -> Iterator[_Slice]:
 def _locate(
     view: View, strides: Sequence[int], dimensions: Sequence[int | None], slice_pass: SlicePass, bounds: Bounds
 ) -> dict[int, Range]:
-    return _find_parts(view, strides, dimensions, slice_pass.loops, bounds)
+    return find_parts(view, strides, dimensions, slice_pass.loops, bounds)
 
 
 class _Slicer:
@@ -235,10 +158,11 @@ class _Slicer:
         self._save_of: dict[int, int] = {}  # by section
         self._versions: dict[int, int] = {home.id: 0 for home in trace.storages if home.created < 0}
         self._created: dict[int, int] = {}
+        self._renamed_saves: dict[int, int] = {}  # by the original's index
 
-    def _make_grids(self, ops: Mapping[int, Op]) -> dict[int, _Grid]:
+    def _make_grids(self, ops: Mapping[int, Op]) -> dict[int, SectionGrid]:
         """Return the grids of the storages that slices read or write in part."""
-        grids: dict[int, _Grid] = {}
+        grids: dict[int, SectionGrid] = {}
         for tick, slices in self._slices.items():
             op = ops[tick]
             for each in slices:
@@ -249,22 +173,19 @@ class _Slicer:
                             continue
                         for extent, part in found.items():
                             if extent <= home.nbytes:
-                                grids.setdefault(home.id, _Grid(home.nbytes)).add(extent, part)
+                                grids.setdefault(home.id, SectionGrid(home.nbytes)).add(extent, part)
         return {storage: grid for storage, grid in grids.items() if not grid.is_whole}
 
     def run(self) -> SlicedTrace:
         trace = self._trace
-        entries: list[Op | Save | Need] = sorted(
-            [*trace.ops, *trace.saves, *trace.needs], key=lambda entry: entry.tick
-        )
+        entries: list[Op | Save | Need] = sorted([*trace.ops, *trace.saves, *trace.needs], key=lambda entry: entry.tick)
         source = 0
-        self._renamed_saves: dict[int, int] = {}
         save_index = {save.tick: index for index, save in enumerate(trace.saves)}
         for entry in entries:
             self._ticks.append(self._tick)
             if isinstance(entry, Op):
-                slices = self._slices.get(entry.tick) or [None]
-                for each in slices:
+                parts: list[_Slice | None] = [*self._slices.get(entry.tick, ())]
+                for each in parts or [None]:
                     self._run_op(entry, source, each)
                 source += 1
             elif isinstance(entry, Save):
@@ -287,11 +208,12 @@ class _Slicer:
             self._tick += 1
 
     def _run_op(self, op: Op, source: int, part: _Slice | None) -> None:
-        """Add an op, or a slice of one, with the needs of the sections that it reads and the saves of those it makes."""
+        """Add an op or a slice of one, with needs of the sections that it reads and saves of those that it makes."""
         written = {view.storage for view in op.writes}
         reads, read_cells = self._find_reads(op, part, written)
         writes, made, kept = self._find_writes(op, part)
-        cells = dict.fromkeys((*read_cells, *((storage, cell) for storage, cell in made if self._is_made(storage, cell))))
+        rewritten = ((storage, cell) for storage, cell in made if self._current[storage][cell] >= 0)
+        cells = dict.fromkeys((*read_cells, *rewritten))
         needs = []
         for storage, cell in cells:
             save = self._save_of.get(self._current[storage][cell])
@@ -321,9 +243,7 @@ class _Slicer:
         for storage, cell in made:
             self._save_section(self._current[storage][cell])
 
-    def _find_reads(
-        self, op: Op, part: _Slice | None, written: set[int]
-    ) -> tuple[list[View], list[tuple[int, int]]]:
+    def _find_reads(self, op: Op, part: _Slice | None, written: set[int]) -> tuple[list[View], list[tuple[int, int]]]:
         """Return the views of whole storages that an op reads, and the sections."""
         views: list[View] = []
         cells: list[tuple[int, int]] = []
@@ -359,9 +279,6 @@ class _Slicer:
                 cells += [(view.storage, cell) for cell in grid.find(found)]
         return views, list(dict.fromkeys(cells)), whole
 
-    def _is_made(self, storage: int, cell: int) -> bool:
-        return self._current[storage][cell] >= 0
-
     def _replace(self, storage: int, cell: int, tick: int) -> None:
         """Make a section, in place of a former one if there is any."""
         self._current[storage][cell] = len(self._sections)
@@ -386,9 +303,7 @@ class _Slicer:
         for index, (tick, storage, released) in enumerate(self._saves):
             end = released if released >= 0 else self._ticks[-1 - released]
             is_section = index in section_saves
-            saves.append(
-                Save(tick=tick, storage=storage + count if is_section else storage, released=end)
-            )
+            saves.append(Save(tick=tick, storage=storage + count if is_section else storage, released=end))
         needs = tuple(
             Need(tick=tick, save=save, released=released if released >= 0 else self._ticks[-1 - released])
             for tick, save, released in self._needs

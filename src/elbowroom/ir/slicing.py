@@ -141,9 +141,7 @@ def _add(nbytes: list[int], tensor_bytes: int, dimensions: Sequence[int | None])
         nbytes[narrowed[0]] += tensor_bytes
 
 
-def count_whole_bytes(
-    passes: Sequence[SlicePass], read_bytes: Sequence[int], result_bytes: Sequence[int]
-) -> int:
+def count_whole_bytes(passes: Sequence[SlicePass], read_bytes: Sequence[int], result_bytes: Sequence[int]) -> int:
     """Return the most bytes that each slice of a pass reads or writes as a whole."""
     found = [0]
     for each in passes:

@@ -11,6 +11,7 @@ from elbowroom.ir.labels import name_group, name_storages, shorten
 from elbowroom.ir.lifetimes import Lifetimes
 from elbowroom.ir.plan import Plan
 from elbowroom.ir.trace import STATE_ROLES, Storage, Trace
+from elbowroom.units import format_bytes
 
 MOST_IN_THE_WAY = 5
 """Kinds of blocks that an Infeasible names."""
@@ -47,6 +48,18 @@ def explain_infeasible(
             if home.created < 0 and home.role in STATE_ROLES and home.id not in moved
         ),
     )
+
+
+def note_slices(error: Infeasible, sliced_bytes: int, whole_bytes: int) -> Infeasible:
+    """Add to an error what the step needs with ops in slices and without.
+
+    Args:
+        sliced_bytes: budget for which there are slices that fit.
+    """
+    error.needed_bytes = max(error.needed_bytes, sliced_bytes)
+    error.note = f"That is with ops in slices; whole ops need {format_bytes(whole_bytes)} ({whole_bytes} bytes)."
+    error.locate(error.module, error.line)
+    return error
 
 
 def count_held(trace: Trace, costs: Costs, plan: Plan, forecast: Forecast) -> Counter[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import numbers
 
 from elbowroom._family import names
@@ -13,7 +14,7 @@ from elbowroom.ir.forecast import Forecast
 from elbowroom.ir.plan import Choice, Plan
 from elbowroom.ir.trace import Trace
 from elbowroom.planner import strategies
-from elbowroom.planner.infeasible import explain_infeasible
+from elbowroom.planner.infeasible import explain_infeasible, note_slices
 from elbowroom.planner.options import Manages, find_managed, find_strategy
 from elbowroom.planner.schedule.draft import Draft, Drafter, Option
 from elbowroom.planner.slicing.choice import CutChooser, SlicedStep, Slices
@@ -88,13 +89,16 @@ def plan(
     manages = find_managed(strategy, manages)
     make_plan = find_strategy(strategy, manages)
     check_trace(trace)
-    limits = {"min_offload_bytes": min_offload_bytes, "host_bytes": host_bytes, "manages": manages}
-    problem = pose(trace, costs, budget_bytes, **limits)
-    step = _slice_step(problem, find_slices(slices))
-    cuts = ()
+    pose_within = functools.partial(
+        pose, budget_bytes=budget_bytes, min_offload_bytes=min_offload_bytes, host_bytes=host_bytes, manages=manages
+    )
+    problem = pose_within(trace, costs)
+    step = slice_step(problem, find_slices(slices))
+    whole_bytes = problem.floor.peak_bytes
     if step is not None:
-        trace, costs, cuts = step.sliced.trace, step.costs, step.cuts
-        problem = pose(trace, costs, budget_bytes, **limits)
+        trace = step.sliced.trace
+        costs = step.costs
+        problem = pose_within(trace, costs)
     with announcing("planning a step", f"{trace.name}, {len(trace.ops):,} ops"):
         made = make_plan(problem)
     check(trace, made)
@@ -106,11 +110,12 @@ def plan(
             f"{problem.floor.peak_bytes}"
         )
     if not problem.fits(forecast):
-        raise explain_infeasible(
+        error = explain_infeasible(
             trace, costs, made, forecast, host_bytes=problem.host_bytes,
             needed_host_bytes=_count_needed_below(problem, forecast),
         )  # fmt: skip
-    return dataclasses.replace(made, cuts=cuts)
+        raise error if step is None else note_slices(error, step.budget_bytes, whole_bytes)
+    return made if step is None else dataclasses.replace(made, cuts=step.cuts)
 
 
 def find_slices(slices: Slices | str) -> Slices:
@@ -124,7 +129,7 @@ def find_slices(slices: Slices | str) -> Slices:
     return Slices(slices)
 
 
-def _slice_step(problem: Problem, slices: Slices) -> SlicedStep | None:
+def slice_step(problem: Problem, slices: Slices) -> SlicedStep | None:
     """Return the step in slices if it does not fit otherwise; the lowest one there is if it does not fit then either.
 
     None if ops run as a whole.

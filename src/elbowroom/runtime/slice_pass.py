@@ -8,9 +8,9 @@ from collections.abc import Callable, Sequence
 import torch
 
 from elbowroom.errors import Infeasible, TransferFailed
+from elbowroom.ir.slicing import Bounds, SlicePass, iterate_slices
 from elbowroom.runtime.copies import Copy
 from elbowroom.runtime.sections import Section, Sections, find_packed_strides
-from elbowroom.ir.slicing import Bounds, SlicePass, iterate_slices
 from elbowroom.slicing.bounds import is_summed, narrow_read, narrow_result, pack
 from elbowroom.slicing.calls import combine_slices, run_slice
 from elbowroom.slicing.op_call import OpCall, find_target

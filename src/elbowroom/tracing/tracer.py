@@ -7,7 +7,6 @@ must not hold a saved tensor: otherwise the program's references and autograd's 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import threading
 import time
@@ -22,18 +21,14 @@ from elbowroom.hooks.exposed_memory import is_shared
 from elbowroom.hooks.meter import Meter
 from elbowroom.hooks.module_paths import UNKNOWN, Origin, find_module_path
 from elbowroom.hooks.storage_ids import Identities, get_plain_storage, list_parts
-from elbowroom.ir.slicing import OpSlicing, SlicePass
 from elbowroom.ir.trace import Need, Op, Role, Save, Storage, Trace, View
 from elbowroom.ops.replayable import find_barrier, find_statistics, find_written, iterate_tensors, touches_tensors
-from elbowroom.slicing.registry import find_passes
 from elbowroom.tracing.origins import OpOrigins
 from elbowroom.tracing.residents import Resident
+from elbowroom.tracing.slicing import RecordedOps, find_slicing
 
 OWNED = frozenset((Role.PARAMETER, Role.GRADIENT, Role.OPTIMIZER_STATE))
 """Roles of storages that one module owns, to which ops of the optimizer are attributed."""
-
-MIN_SLICED_BYTES = 1 << 20
-"""The ways to slice an op are recorded if its tensors have this many bytes together."""
 
 UNSEEN_BYTES = 1 << 14
 """Allowance in every trace for allocations outside of ops: generator states, the scalars of a loop. Measured: at most a
@@ -110,8 +105,7 @@ class Tracer(TorchDispatchMode):
         self._seen: list[_Seen] = []
         self._identities: Identities[_Seen] = Identities(self._died)
         self._returned: Identities[_Seen] = Identities()  # storages given to autograd in place of the originals
-        self._ops: list[Op] = []
-        self._slicing: list[OpSlicing] = []
+        self._ops = RecordedOps()
         self._saves: list[list[int]] = []  # tick, storage, released
         self._needs: list[list[int]] = []  # tick, save, released
         self._open_needs: Identities[list[int]] = Identities(self._needs_released)
@@ -143,11 +137,9 @@ class Tracer(TorchDispatchMode):
             for tensor in iterate_tensors(args[position] if position < len(args) else kwargs.get(name))
         ]
         barrier, flops = find_barrier(func, args, kwargs) or why, count_flops(func, args, kwargs, result)
-        slicing = _find_slicing(func, args, kwargs, result)
+        slicing = find_slicing(func, args, kwargs, result)
         with self._lock:
-            self._record(str(func), origin, tuple(reads), written, result, barrier, flops)
-            if slicing is not None:
-                self._record_slicing(self._ops[-1], slicing)
+            self._ops.add(self._record(str(func), origin, tuple(reads), written, result, barrier, flops), slicing)
         self.own_seconds += time.perf_counter() - end + begin - entered
         return result
 
@@ -161,15 +153,9 @@ class Tracer(TorchDispatchMode):
         reads, _ = self._list_reads(inputs, ())
         result = _measure(self._meter, call)
         with self._lock:
-            self._record(name, origin, tuple(reads), written, result, "compiled code may have side effects", 0)
+            why = "compiled code may have side effects"
+            self._ops.add(self._record(name, origin, tuple(reads), written, result, why, 0), None)
         return result
-
-    def _record_slicing(self, op: Op, slicing: OpSlicing) -> None:
-        """Record the ways to slice an op, if all of its tensors are traced."""
-        missing = len(op.writes) - len(slicing.write_strides)  # running statistics are no results
-        if len(op.reads) == len(slicing.read_strides) and missing >= 0:
-            strides = (*slicing.write_strides, *([()] * missing))
-            self._slicing.append(dataclasses.replace(slicing, tick=op.tick, write_strides=strides))
 
     def _list_reads(self, values: Iterable[Any], skipped: Sequence[int]) -> tuple[list[View], str]:
         """Return views of an op's tensor arguments, without `skipped` ones; and why it may not be replayed, or ""."""
@@ -195,8 +181,8 @@ class Tracer(TorchDispatchMode):
         result: Any,
         barrier: str,
         flops: int,
-    ) -> None:
-        """Record an op. `changed`: tensors that it wrote to in place."""
+    ) -> Op:
+        """Return an op, which ends its tick. `changed`: tensors that it wrote to in place."""
         tick = self._tick
         written = self._count_writes(changed)
         owner = self._find_owner((*(view.storage for view in reads), *written)) if origin.module is None else None
@@ -215,12 +201,11 @@ class Tracer(TorchDispatchMode):
             if storage not in known:
                 seen = self._seen[storage]
                 writes.append(View(storage=storage, version=seen.version, dtype="uint8", shape=(seen.nbytes,)))
-        op = Op(
+        self._tick += 1
+        return Op(
             tick=tick, name=name, reads=reads, writes=tuple(writes), flops=flops, barrier=barrier,
             module=origin.module, line=origin.line,
         )  # fmt: skip
-        self._ops.append(op)
-        self._tick += 1
 
     def _count_writes(self, changed: Iterable[torch.Tensor]) -> list[int]:
         """Return the storages that an op wrote to in place."""
@@ -303,7 +288,7 @@ class Tracer(TorchDispatchMode):
         return Trace(
             name=self._name,
             device=self._device.type,
-            ops=tuple(self._ops),
+            ops=tuple(self._ops.ops),
             storages=tuple(storages),
             saves=tuple(
                 Save(tick=tick, storage=storage if storage >= 0 else void.id, released=_or_end(released, end))
@@ -313,7 +298,7 @@ class Tracer(TorchDispatchMode):
                 Need(tick=tick, save=save, released=_or_end(released, end)) for tick, save, released in self._needs
             ),
             end=end,
-            slicing=tuple(self._slicing),
+            slicing=tuple(self._ops.slicing),
         )
 
     # -- storages -------------------------------------------------------------------------------------------------
@@ -404,23 +389,6 @@ def _measure(meter: Meter | None, run: Callable[[], Any]) -> Any:
     result = run()
     meter.end_op(begun)
     return result
-
-
-def _find_slicing(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> OpSlicing | None:
-    """Return the ways to slice an op, without its tick; None if it is small or has none."""
-    skipped = find_statistics(func, args)
-    values = tuple(each for position, each in enumerate((*args, *kwargs.values())) if position not in skipped)
-    reads, results = list(iterate_tensors(values)), list(iterate_tensors(result))
-    if sum(each.numel() * each.element_size() for each in (*reads, *results)) < MIN_SLICED_BYTES:
-        return None
-    alternatives = find_passes(func, args, kwargs, with_partial=True)
-    if not alternatives:
-        return None
-    return OpSlicing(-1, alternatives, _list_strides(reads), _list_strides(results))
-
-
-def _list_strides(tensors: Iterable[torch.Tensor]) -> tuple[tuple[int, ...], ...]:
-    return tuple(tuple(map(int, each.stride())) for each in tensors)
 
 
 def _or_end(tick: int, end: int) -> int:

@@ -15,6 +15,7 @@ from elbowroom.cli.sources import check_writable, find_costs, load_plan, load_tr
 from elbowroom.cli.terminal import Terminal, open_terminal
 from elbowroom.errors import UsageError
 from elbowroom.ir.buffers import Buffer, Layout
+from elbowroom.ir.sliced_trace import apply_cuts
 from elbowroom.layout import allocators
 from elbowroom.layout.lay_out import DEFAULT, list_allocators
 from elbowroom.units import format_bytes, format_seconds
@@ -122,7 +123,8 @@ def list_planned(
         raise UsageError(f"--plan: {source} is a table; a plan goes with the trace that it was made for")
     trace = load_trace(source)
     plan = load_plan(plan_file, trace)
-    return PreparedTrace(trace, find_costs(terminal, trace, hardware, costs_file)).list_blocks(plan)
+    trace, costs, plan = apply_cuts(trace, find_costs(terminal, trace, hardware, costs_file), plan)
+    return PreparedTrace(trace, costs).list_blocks(plan)
 
 
 def describe(buffers: tuple[Buffer, ...], layout: Layout, seconds: float) -> dict[str, Any]:

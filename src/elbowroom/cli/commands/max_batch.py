@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import os
 import sys
 from collections.abc import Iterator, Mapping
@@ -20,6 +21,7 @@ from elbowroom.cli.parameters import (
     Managed,
     Output,
     Picture,
+    Slicing,
     Spec,
     Strategy,
     WorkloadOptions,
@@ -66,6 +68,7 @@ def find_max_batch(
     hardware: Hardware = "this",
     strategy: Strategy = "auto",
     manages: Managed = "activations",
+    slices: Slicing = "exact",
     picture: Picture = None,
     output: Output = None,
     *,
@@ -74,14 +77,16 @@ def find_max_batch(
 ) -> None:
     """Find the largest batch that trains and the one of highest throughput, with a plan and without."""
     from elbowroom.cli.pictures import check_picture, draw_throughput
-    from elbowroom.planner.comparison.batches import Batches
+    from elbowroom.planner.comparison.batches import Batches, try_batches
     from elbowroom.planner.options import find_managed, find_strategy
+    from elbowroom.planner.problem import find_slices
 
     with open_terminal(as_json) as terminal:
         check_writable(output)
         check_picture(picture)
         managed = find_managed(strategy, manages)
         find_strategy(strategy, managed)
+        sliceable = find_slices(slices)
         if memory is not None:
             read_amount("--memory", memory, device_bytes=1 << 40)
         if os.path.exists(spec):
@@ -90,7 +95,11 @@ def find_max_batch(
         memory_bytes = read_amount("--memory", memory or "100%", device_bytes=count_bytes(profile))
         note_share(terminal, "--memory", memory or "100%", memory_bytes)
         host_bytes = profile.tiers[1].capacity_bytes if len(profile.tiers) > 1 else None
-        trials, stopped = _run(terminal, spec, options, profile, (memory_bytes, host_bytes), strategy, managed)
+        search = functools.partial(
+            try_batches, memory_bytes=memory_bytes, strategy=strategy, host_bytes=host_bytes, manages=managed,
+            slices=sliceable,
+        )  # fmt: skip
+        trials, stopped = _run(terminal, spec, options, profile, search, managed)
         found = Batches(memory_bytes=memory_bytes, host_bytes=host_bytes, strategy=strategy, trials=trials)
         if trials:
             title = f"{spec} within {format_bytes(memory_bytes)} on {profile.name}"
@@ -112,16 +121,14 @@ def _run(
     spec: str,
     options: Mapping[str, Any],
     profile: HardwareProfile,
-    limits: tuple[int, int | None],
-    strategy: str,
+    search: functools.partial[Iterator[Trial]],
     managed: Manages,
 ) -> tuple[tuple[Trial, ...], BaseException | None]:
     """Return the trials by batch, and the error that prevented the others."""
-    from elbowroom.planner.comparison.batches import MOST_TRIALS, try_batches
+    from elbowroom.planner.comparison.batches import MOST_TRIALS
     from elbowroom.planner.options import Manages
 
     trials: list[Trial] = []
-    memory_bytes, host_bytes = limits
     silent = _Silent(True, sys.stderr)
     captured: list[int] = []
 
@@ -137,10 +144,8 @@ def _run(
             return trace, costs
 
         moves_state = managed is Manages.EVERYTHING
-        running = try_batches(
-            load, memory_bytes, strategy=strategy, host_bytes=host_bytes, manages=managed,
-            load_grouped=(lambda batch: load(batch, memory_bytes)) if moves_state else None,
-        )  # fmt: skip
+        grouped = functools.partial(load, budget_bytes=search.keywords["memory_bytes"])
+        running = search(load, load_grouped=grouped if moves_state else None)
         try:
             for trial in running:
                 advance(f"tried {trial.batch} samples", len(trials) / MOST_TRIALS)

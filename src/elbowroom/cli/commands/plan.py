@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +17,7 @@ from elbowroom.cli.parameters import (
     Json,
     Managed,
     Output,
+    Slicing,
     Strategy,
     TraceOrSpec,
     WorkloadOptions,
@@ -39,10 +41,14 @@ from elbowroom.cli.terminal import open_terminal
 from elbowroom.ir.files import to_json
 from elbowroom.ir.forecast import Forecast
 from elbowroom.ir.plan import Choice, Plan
+from elbowroom.ir.sliced_trace import apply_cuts
 from elbowroom.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
+    from elbowroom.ir.costs import Costs
+    from elbowroom.ir.trace import Trace
     from elbowroom.planner.bounds.bound import Bound
+    from elbowroom.planner.options import Manages
     from elbowroom.report.state import StateClass
 
 
@@ -59,17 +65,17 @@ def plan(
     strategy: Strategy = "auto",
     host_memory: HostMemory = None,
     manages: Managed = "activations",
+    slices: Slicing = "exact",
     output: Output = None,
     *,
     options: WorkloadOptions,
     as_json: Json = False,
 ) -> None:
     """Plan one step within a budget, and say what that costs. Exit code 3 if no plan fits."""
-    from elbowroom.planner.bounds.bound import find_bound
     from elbowroom.planner.options import Manages, find_managed, find_strategy
+    from elbowroom.planner.problem import find_slices
     from elbowroom.planner.problem import plan as make_plan
-    from elbowroom.planner.problem import pose
-    from elbowroom.report.state import count_state, tabulate_state
+    from elbowroom.report.state import tabulate_state
     from elbowroom.simulator.simulate import simulate
 
     with open_terminal(as_json) as terminal:
@@ -77,6 +83,7 @@ def plan(
         check_amount("--budget", budget)
         managed = find_managed(strategy, manages)
         find_strategy(strategy, managed)
+        sliceable = find_slices(slices)
         host_bytes = read_host_memory(host_memory)
         trace = find_trace(terminal, source, options)
         costs, profile = find_costs_and_profile(terminal, trace, hardware, costs_file)
@@ -86,22 +93,13 @@ def plan(
         note_share(terminal, "--budget", budget, budget_bytes)
         if managed is Manages.EVERYTHING and is_spec(source) and costs_file is None and profile is not None:
             trace, costs = group_optimizer(terminal, source, options, budget_bytes, profile)
-        problem = pose(trace, costs, budget_bytes, host_bytes=host_bytes, manages=managed)
         begin = time.perf_counter()
         with terminal.progress(f"planning {trace.name} within {format_bytes(budget_bytes)}"):
-            made = make_plan(trace, costs, budget_bytes, strategy=strategy, host_bytes=host_bytes, manages=managed)
-            planning_seconds = time.perf_counter() - begin
-            bound = find_bound(problem)
-        forecast = problem.drafter.replay.run(made, placement=problem.drafter.replay.place(made))
-        outcome = Outcome(
-            plan=made,
-            plain=plain,
-            forecast=forecast,
-            bound=bound,
-            planning_seconds=planning_seconds,
-            managed=str(managed),
-            state=count_state(trace, costs, made, forecast, host_bytes),
-        )
+            made = make_plan(
+                trace, costs, budget_bytes, strategy=strategy, host_bytes=host_bytes, manages=managed, slices=sliceable
+            )
+            seconds = time.perf_counter() - begin
+            outcome = _judge(trace, costs, made, host_bytes=host_bytes, managed=managed, planning_seconds=seconds)
         written = save(made, output)
         terminal.show_facts(f"{trace.name} within {format_bytes(budget_bytes)} on {costs.profile_name}", outcome.rows())
         if made.state:
@@ -111,6 +109,30 @@ def plan(
         terminal.write_document(
             "plan", name=trace.name, hardware=costs.profile_name, **outcome.fields(), output=written
         )
+
+
+def _judge(
+    trace: Trace, costs: Costs, made: Plan, *, host_bytes: int | None, managed: Manages, planning_seconds: float
+) -> Outcome:
+    from elbowroom.planner.bounds.bound import find_bound
+    from elbowroom.planner.problem import pose
+    from elbowroom.report.state import count_state
+
+    pose_within = functools.partial(pose, budget_bytes=made.budget_bytes, host_bytes=host_bytes, manages=managed)
+    whole = pose_within(trace, costs)
+    trace, costs, decided = apply_cuts(trace, costs, made)
+    problem = pose_within(trace, costs) if made.cuts else whole
+    forecast = problem.drafter.replay.run(decided, placement=problem.drafter.replay.place(decided))
+    return Outcome(
+        plan=made,
+        plain=whole.plain,
+        forecast=forecast,
+        bound=find_bound(problem),
+        planning_seconds=planning_seconds,
+        managed=str(managed),
+        state=count_state(trace, costs, decided, forecast, host_bytes),
+        whole_bytes=whole.floor.peak_bytes,
+    )
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,6 +145,7 @@ class Outcome:
         planning_seconds: time that the strategy took.
         managed: "activations" or "everything".
         state: classes of the model's state.
+        whole_bytes: the smallest budget that works if ops run as a whole.
     """
 
     plan: Plan
@@ -132,6 +155,7 @@ class Outcome:
     planning_seconds: float
     managed: str
     state: tuple[StateClass, ...]
+    whole_bytes: int
 
     def count_choices(self) -> dict[str, int]:
         """Return the number of decisions per choice."""
@@ -146,6 +170,7 @@ class Outcome:
         return [
             ("plain peak", format_bytes(plain.peak_bytes), "if everything stays"),
             ("smallest budget that works", format_bytes(self.bound.floor_bytes), f"{self.bound.floor_bytes} bytes"),
+            *self._list_cuts(),
             ("forecast peak", format_bytes(forecast.peak_bytes), f"{share:.0%} of plain"),
             ("plain step", format_seconds(plain.step_seconds), ""),
             ("forecast step", format_seconds(forecast.step_seconds), f"{self.slowdown():.3f} times plain"),
@@ -160,6 +185,12 @@ class Outcome:
             ("planned in", format_seconds(self.planning_seconds), f"strategy {self.plan.strategy}"),
             ("manages", self.managed, "what may leave the device"),
         ]  # fmt: skip
+
+    def _list_cuts(self) -> list[tuple[str, str, str]]:
+        """Return the table row for ops that run in slices, if any do."""
+        if not self.plan.cuts:
+            return []
+        return [("ops in slices", str(len(self.plan.cuts)), f"whole ops need {format_bytes(self.whole_bytes)}")]
 
     def slowdown(self) -> float:
         """Step time relative to the plain step."""
@@ -196,6 +227,8 @@ class Outcome:
             "stall_seconds": self.forecast.stall_seconds,
             "decisions": self.count_choices(),
             "segments": len(self.plan.segments),
+            "ops_in_slices": len(self.plan.cuts),
+            "smallest_budget_of_whole_ops_bytes": self.whole_bytes,
             "planning_seconds": self.planning_seconds,
         }
 

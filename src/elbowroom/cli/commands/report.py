@@ -16,6 +16,7 @@ from elbowroom.ir.costs import Costs
 from elbowroom.ir.forecast import Forecast
 from elbowroom.ir.journal import Journal
 from elbowroom.ir.plan import Plan
+from elbowroom.ir.sliced_trace import apply_cuts
 from elbowroom.ir.trace import Trace
 
 _TABLES = ("kind", "module")
@@ -121,5 +122,6 @@ def _load_step(
     costs = find_costs(terminal, trace, hardware, costs_file)
     if plan is None:
         return trace, costs, None, None
+    trace, costs, plan = apply_cuts(trace, costs, plan)
     replay = PreparedTrace(trace, costs)
     return trace, costs, plan, replay.run(plan, placement=replay.place(plan))

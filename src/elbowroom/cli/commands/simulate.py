@@ -25,6 +25,7 @@ from elbowroom.errors import UsageError
 from elbowroom.ir import files
 from elbowroom.ir.forecast import Forecast
 from elbowroom.ir.journal import Journal
+from elbowroom.ir.sliced_trace import apply_cuts
 from elbowroom.residency import policies
 from elbowroom.simulator.allocator_model import Allocator
 from elbowroom.units import format_bytes
@@ -89,6 +90,7 @@ def simulate(
         trace = load_trace(trace_file)
         plan = None if plan_file is None else load_plan(plan_file, trace)
         costs, device_bytes = find_costs_and_device(terminal, trace, hardware, costs_file)
+        trace, costs, plan = (trace, costs, None) if plan is None else apply_cuts(trace, costs, plan)
         prepared = PreparedTrace(trace, costs, host_bytes=host_bytes)
         budget_bytes = _read_budget(terminal, prepared, budget, device_bytes) if plan is None else plan.budget_bytes
         with terminal.progress(f"forecasting {trace.name}"):
@@ -96,10 +98,10 @@ def simulate(
                 forecast = prepared.run(plan, allocator=allocator, placement=prepared.place(plan))
             else:
                 forecast = _simulate_steps(prepared, budget_bytes, policy, steps or 1, host_bytes, allocator)
-        bound_seconds = bound_plan(trace, costs, plan or keep_all(costs, budget_bytes), host_bytes)
         report = summarize(
             budget_bytes=budget_bytes, journal=Journal(steps=()), trace=trace, costs=costs, plan=plan,
-            policy=policy or "", forecast=forecast, bound_seconds=bound_seconds,
+            policy=policy or "", forecast=forecast,
+            bound_seconds=bound_plan(trace, costs, plan or keep_all(costs, budget_bytes), host_bytes),
         )  # fmt: skip
         terminal.show_text(report)
         for line in describe_places(forecast):

@@ -20,6 +20,7 @@ from elbowroom.ir.trace import Trace
 from elbowroom.planner.comparison.strategies_compared import Attempt, PlanOutcome, attempt, summarize
 from elbowroom.planner.options import Manages, find_managed
 from elbowroom.planner.problem import plan, pose
+from elbowroom.planner.slicing.choice import Slices
 
 LARGEST_BATCH = 1 << 20
 """Upper limit on batches tried."""
@@ -116,6 +117,7 @@ def try_batches(
     strategy: str = "auto",
     host_bytes: int | None = None,
     manages: str = Manages.ACTIVATIONS,
+    slices: Slices = Slices.EXACT,
     load_grouped: TraceLoader | None = None,
 ) -> Iterator[Trial]:
     """Try batches until the largest that fits is known, with and without a plan, and the fastest closely enough.
@@ -129,6 +131,7 @@ def try_batches(
         memory_bytes: device memory for the step; nothing is subtracted from it.
         host_bytes: capacity of the lower tier; None if unlimited.
         manages: storages that may move (`problem.plan`).
+        slices: ops that may run in slices (`problem.plan`).
         load_grouped: loads the step as it runs with a plan, if that differs: optimizers that update a few parameters
             at a time.
 
@@ -138,7 +141,7 @@ def try_batches(
 
     Cost: one capture and one plan a trial; about five for each bound, and at most `MOST_TRIALS` before the last ones.
     """
-    search = _Search(load, load_grouped, memory_bytes, strategy, host_bytes, manages)
+    search = _Search(load, load_grouped, memory_bytes, strategy, host_bytes, manages, slices)
     yield search.start()
     yield from search.find_largest(lambda each: each.planned.outcome is not None, search.estimate_bytes)
     yield from search.find_largest(lambda each: each.fits_plain, lambda each: each.plain.peak_bytes)
@@ -158,6 +161,7 @@ class _Search:
         strategy: str,
         host_bytes: int | None,
         manages: str,
+        slices: Slices,
     ) -> None:
         self.load = load
         self.load_grouped = load_grouped
@@ -165,6 +169,7 @@ class _Search:
         self.memory_bytes = memory_bytes
         self.strategy = strategy
         self.host_bytes = host_bytes
+        self.slices = slices
         self.trials: dict[int, Trial] = {}
 
     def start(self) -> Trial:
@@ -183,7 +188,7 @@ class _Search:
                 trace, costs = self.load_grouped(batch)
             plan(
                 trace, costs, self.memory_bytes, strategy=self.strategy, host_bytes=self.host_bytes,
-                manages=self.manages,
+                manages=self.manages, slices=self.slices,
             )  # fmt: skip  # raises
             raise InternalError(f"planning a batch of {batch} failed the first time and succeeded the second time")
         return trial
@@ -196,14 +201,17 @@ class _Search:
         if self.load_grouped is not None:
             trace, costs = self.load_grouped(batch)
             problem = pose(trace, costs, self.memory_bytes, manages=managed)
+        planned = attempt(
+            trace, costs, self.memory_bytes, self.strategy, host_bytes=self.host_bytes, manages=self.manages,
+            slices=self.slices,
+        )  # fmt: skip
+        floor_bytes = problem.floor.peak_bytes
         trial = Trial(
             batch=batch,
-            smallest_bytes=problem.floor.peak_bytes,
+            smallest_bytes=floor_bytes if planned.outcome is None else min(floor_bytes, self.memory_bytes),
             plain=summarize(plain),
             fits_plain=plain.peak_bytes <= self.memory_bytes,
-            planned=attempt(
-                trace, costs, self.memory_bytes, self.strategy, host_bytes=self.host_bytes, manages=self.manages
-            ),
+            planned=planned,
         )
         self.trials[batch] = trial
         return trial

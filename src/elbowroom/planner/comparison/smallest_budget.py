@@ -7,6 +7,7 @@ from elbowroom.ir.costs import Costs
 from elbowroom.ir.trace import Trace
 from elbowroom.planner.options import Manages, find_managed
 from elbowroom.planner.problem import MIN_OFFLOAD_BYTES, plan, pose
+from elbowroom.planner.slicing.choice import Slices
 
 MOST_TRIES = 12
 """Plans made if the lower tier is limited; each halves the remaining range."""
@@ -20,6 +21,7 @@ def find_smallest(
     min_offload_bytes: int = MIN_OFFLOAD_BYTES,
     host_bytes: int | None = None,
     manages: str = Manages.ACTIVATIONS,
+    slices: Slices = Slices.NONE,
 ) -> int:
     """Return the bytes of the smallest budget for which the strategy has a plan.
 
@@ -27,7 +29,7 @@ def find_smallest(
     that works, at most 1/4096 of the range above one that failed.
 
     Args:
-        strategy, min_offload_bytes, host_bytes, manages: as for `plan`.
+        strategy, min_offload_bytes, host_bytes, manages, slices: as for `plan`.
 
     Raises:
         UnknownMember, UsageError, TraceError: as `plan` does.
@@ -40,7 +42,7 @@ def find_smallest(
         try:
             plan(
                 trace, costs, budget_bytes, strategy=strategy, min_offload_bytes=min_offload_bytes,
-                host_bytes=host_bytes, manages=manages,
+                host_bytes=host_bytes, manages=manages, slices=slices,
             )  # fmt: skip
         except Infeasible as error:
             return error

@@ -20,6 +20,7 @@ from elbowroom.planner.bounds.bound import find_bound
 from elbowroom.planner.comparison.frontier import choose
 from elbowroom.planner.options import Manages, find_managed, find_strategy
 from elbowroom.planner.problem import plan, pose
+from elbowroom.planner.slicing.choice import Slices
 from elbowroom.simulator.simulate import simulate
 
 
@@ -134,12 +135,14 @@ def attempt(
     *,
     host_bytes: int | None = None,
     manages: str = Manages.ACTIVATIONS,
+    slices: Slices = Slices.NONE,
 ) -> Attempt:
     """Plan once, and time it.
 
     Args:
         host_bytes: capacity of the lower tier, or the bytes after which copies go on to a disk (`problem.plan`).
         manages: storages that may move (`problem.plan`).
+        slices: ops that may run in slices (`problem.plan`).
 
     Raises:
         UnknownMember: there is no such strategy.
@@ -148,7 +151,9 @@ def attempt(
     """
     begin = time.perf_counter()
     try:
-        made = plan(trace, costs, budget_bytes, strategy=strategy, host_bytes=host_bytes, manages=manages)
+        made = plan(
+            trace, costs, budget_bytes, strategy=strategy, host_bytes=host_bytes, manages=manages, slices=slices
+        )
     except Infeasible as error:
         seconds = time.perf_counter() - begin
         on_host = error.needed_bytes <= budget_bytes

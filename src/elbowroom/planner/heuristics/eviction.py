@@ -19,14 +19,18 @@ import bisect
 import dataclasses
 from collections.abc import Callable, Iterable
 from itertools import pairwise
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from elbowroom.cost.transfers import reload_seconds
-from elbowroom.ir.plan import Choice
+from elbowroom.ir.plan import Choice, Plan
 from elbowroom.planner.schedule.draft import Draft, Drafter, Key, Option
 from elbowroom.planner.schedule.memory_curve import MemoryCurve
 from elbowroom.planner.schedule.timing import Times, list_moments
+
+if TYPE_CHECKING:
+    from elbowroom.planner.problem import Problem
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,6 +79,16 @@ def farthest_next_use(drafter: Drafter) -> Rank:
 def draft_offloads(times: dict[Key, Times]) -> Draft:
     """Return the draft that moves these gaps at these times."""
     return {key: Option(Choice.OFFLOAD, release=each.release, back=each.back) for key, each in times.items()}
+
+
+def sweep_offloads(problem: Problem, strategy: str) -> Plan:
+    """Return the plan of one sweep by Belady's rule; it fits wherever offloading can."""
+    drafter = problem.drafter
+    load = MemoryCurve(drafter, problem.plain.live_bytes)
+    sweep = EvictionSweep(drafter, load, problem.budget_bytes, list_evictable_gaps(drafter), farthest_next_use(drafter))
+    plan = drafter.finish(draft_offloads(sweep.run()), strategy, problem.budget_bytes)
+    assert plan is not None  # it drops nothing
+    return plan
 
 
 class EvictionSweep:

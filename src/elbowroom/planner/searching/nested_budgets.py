@@ -31,12 +31,16 @@ import numpy as np
 
 from elbowroom.ir.plan import Plan
 from elbowroom.planner.bounds.fluid import solve_fluid
+from elbowroom.planner.heuristics.eviction import sweep_offloads
 from elbowroom.planner.problem import Problem, pose
 from elbowroom.planner.searching.choice_search import Moves, search_choices
 from elbowroom.simulator.host_overflow import find_host_bytes
 
 SHARES = (0.875, 0.75, 0.625, 0.5, 0.375, 0.25, 0.125, 0.0625, 0.03125)
 """Hosts to search, as shares of the host bytes of the plan for an unlimited host."""
+
+MOST_GAPS = 5000
+"""Steps with more gaps, as those whose ops run in many slices, are planned by one sweep: a search takes minutes."""
 
 STEPS = 16
 """Hosts at equal distances, up to all of those bytes, with which each plan is tried if there is a disk."""
@@ -47,6 +51,16 @@ def solve(problem: Problem, strategy: str, moves: Moves = "both", effort: float 
 
     Cost: one search; more if one kind of moves may be faster than both, or if the lower tier is limited.
     """
+    if moves == "recompute" or problem.floor.peak_bytes > problem.budget_bytes:
+        return _search_within(problem, strategy, moves, effort)
+    candidates = _Candidates(problem)
+    candidates.add(sweep_offloads(problem, strategy))  # fits if the lower tier is unlimited
+    if len(problem.drafter.gaps) <= MOST_GAPS or candidates.seconds() == np.inf:
+        candidates.add(_search_within(problem, strategy, moves, effort))
+    return candidates.choose()
+
+
+def _search_within(problem: Problem, strategy: str, moves: Moves, effort: float) -> Plan:
     if problem.floor.peak_bytes > problem.budget_bytes:
         return search_choices(problem, strategy, moves, effort).plan
     return _NestedSearch(problem, strategy, effort).solve(moves)

@@ -12,8 +12,9 @@ from collections.abc import Callable, Sequence
 
 from elbowroom.ir.costs import Costs
 from elbowroom.ir.forecast import Forecast
+from elbowroom.ir.section_grid import count_view_bytes
+from elbowroom.ir.sliced_trace import SlicedTrace, slice_trace
 from elbowroom.ir.slicing import OpCut, OpSlicing, SlicePass, count_parts, count_whole_bytes
-from elbowroom.ir.sliced_trace import SlicedTrace, count_view_bytes, slice_trace
 from elbowroom.ir.trace import Op, Trace
 
 SLICE = 8
@@ -22,8 +23,14 @@ SLICE = 8
 MOST_PARTS = 32
 """Most slices of one loop."""
 
-MOST_ENTRIES = 100_000
+MOST_ENTRIES = 40_000
 """Longest sliced trace."""
+
+ENOUGH_ENTRIES = 10_000
+"""Longest sliced trace with more slices than the budget needs."""
+
+SHARES = (0.8, 0.6)
+"""Parts of the budget within which the lowest step should fit, so that sections can move ahead and behind."""
 
 STEP = 0.75
 """Ratio of one budget to the next in the search for the smallest."""
@@ -46,10 +53,12 @@ class SlicedStep:
 
     Attributes:
         cuts: by tick.
+        budget_bytes: budget that the step fits with everything away that may be.
         floor: forecast of the sliced step with the lowest peak.
     """
 
     cuts: tuple[OpCut, ...]
+    budget_bytes: int
     sliced: SlicedTrace
     costs: Costs
     floor: Forecast
@@ -67,7 +76,9 @@ class CutChooser:
     """
 
     def __init__(self, trace: Trace, costs: Costs, find_floor: FindFloor, floor: Forecast, slices: Slices) -> None:
-        self._trace, self._costs, self._find_floor = trace, costs, find_floor
+        self._trace = trace
+        self._costs = costs
+        self._find_floor = find_floor
         self._whole = floor
         self._slicing = {} if slices is Slices.NONE else {each.tick: each for each in trace.slicing}
         self._slices = slices
@@ -75,6 +86,19 @@ class CutChooser:
 
     def choose(self, budget_bytes: int) -> SlicedStep | None:
         """Return a step that fits the budget with everything away that may be; None if there is none.
+
+        It is one that leaves room to move sections ahead and behind, if it has not too many of them.
+        """
+        best = self._choose(budget_bytes)
+        for share in SHARES if best is not None else ():
+            step = self._choose(int(share * budget_bytes))
+            if step is None or step.sliced.trace.end > ENOUGH_ENTRIES:
+                break
+            best = step
+        return best
+
+    def _choose(self, budget_bytes: int) -> SlicedStep | None:
+        """Return a step of which nothing exceeds the budget if everything is away that may be; None if there is none.
 
         Cost: a few forecasts.
         """
@@ -85,7 +109,7 @@ class CutChooser:
             finer = False
             for tick in over:
                 former = slice_bytes.get(tick)
-                if tick in self._slicing and self._can_cut(tick, former, budget_bytes):
+                if tick in self._slicing and (former is None or former > 1):
                     slice_bytes[tick] = max(1, budget_bytes // SLICE) if former is None else max(1, former // 2)
                     finer = True
             if not finer:
@@ -97,7 +121,7 @@ class CutChooser:
             if sliced.trace.end > MOST_ENTRIES:
                 return None
             costs = sliced.slice_costs(self._costs)
-            step = SlicedStep(cuts, sliced, costs, self._find_floor(sliced.trace, costs))
+            step = SlicedStep(cuts, budget_bytes, sliced, costs, self._find_floor(sliced.trace, costs))
             over = self._find_over(step.floor, budget_bytes, sliced)
         return step
 
@@ -105,10 +129,12 @@ class CutChooser:
         """Return the step of the lowest peak, within about a quarter; None if slices do not lower it."""
         best = None
         budget_bytes = int(self._whole.peak_bytes * STEP)
-        while budget_bytes and (found := self.choose(budget_bytes)) is not None:
+        while budget_bytes and (found := self._choose(budget_bytes)) is not None:
             best = found
             budget_bytes = int(min(budget_bytes, found.floor.peak_bytes) * STEP)
-        return best
+        if best is None:
+            return None
+        return self._choose(best.floor.peak_bytes) or best
 
     def _find_over(self, floor: Forecast, budget_bytes: int, sliced: SlicedTrace | None) -> list[int]:
         """Return the ticks of the original ops during which, or right before or after which, the budget is exceeded."""
@@ -124,9 +150,6 @@ class CutChooser:
             begin = op.tick + 1
         return list(found)
 
-    def _can_cut(self, tick: int, former: int | None, budget_bytes: int) -> bool:
-        return former is None or former > 1
-
     def _make_cuts(self, slice_bytes: dict[int, int], budget_bytes: int) -> tuple[OpCut, ...]:
         found = []
         for tick, nbytes in sorted(slice_bytes.items()):
@@ -139,18 +162,16 @@ class CutChooser:
 
 
 def choose_passes(op: Op, slicing: OpSlicing, budget_bytes: int, slices: Slices) -> tuple[SlicePass, ...] | None:
-    """Return the alternative whose slices read the least as a whole; of equals the first. None if none is allowed."""
+    """Return the alternative whose slices read the least as a whole; of equals the first. None if none is allowed.
+
+    If sums may be added in another order, the alternatives that do so come first: they read each tensor once.
+    """
     sizes = _list_sizes(op)
-    allowed = [
-        passes
-        for passes in slicing.alternatives
-        if slices is Slices.ANY or not any(each.sums for each in passes)
-        if not any(each.is_partial for each in passes) or len(passes) == 1
-    ]
-    if slices is Slices.ANY:
-        allowed.sort(key=len)  # the fewest passes read the least
-    allowed = [each for each in allowed if count_whole_bytes(each, *sizes) <= budget_bytes]
-    return min(allowed, key=lambda each: count_whole_bytes(each, *sizes), default=None)
+    allowed = [each for each in slicing.alternatives if count_whole_bytes(each, *sizes) <= budget_bytes]
+    summing = [passes for passes in allowed if any(each.sums for each in passes)]
+    exact = [passes for passes in allowed if passes not in summing]
+    chosen = summing if summing and slices is Slices.ANY else exact
+    return min(chosen, key=lambda each: count_whole_bytes(each, *sizes), default=None)
 
 
 def _list_sizes(op: Op) -> tuple[Sequence[int], Sequence[int]]:

@@ -5,7 +5,8 @@ schedule of swaps found by heuristics, or by an integer program (`tvdnn_ilp`). O
 Inferred: that the heuristic is Belady's rule, as for any cache whose future is known (L. A. Belady, "A study of
 replacement algorithms for a virtual-storage computer", IBM Systems Journal 5(2), 1966); that storages that have a copy
 and can return in time go first; and that a reloaded storage is not evicted again before its use. The poster moves
-sections of buffers; here whole storages move.
+sections of buffers: those of ops that run in slices, which a plan has where whole ops do not fit; other storages move
+whole.
 
 A copy begins as soon as its gap opens, not when memory runs short: an early copy costs nothing, and the device's copy
 stays until then.
@@ -14,16 +15,10 @@ stays until then.
 from __future__ import annotations
 
 from elbowroom.ir.plan import Plan
-from elbowroom.planner.heuristics.eviction import EvictionSweep, draft_offloads, farthest_next_use, list_evictable_gaps
+from elbowroom.planner.heuristics.eviction import sweep_offloads
 from elbowroom.planner.problem import Problem
-from elbowroom.planner.schedule.memory_curve import MemoryCurve
 
 
 def make_plan(problem: Problem) -> Plan:
     """Return the plan of one sweep; it fits wherever offloading can."""
-    drafter = problem.drafter
-    load = MemoryCurve(drafter, problem.plain.live_bytes)
-    sweep = EvictionSweep(drafter, load, problem.budget_bytes, list_evictable_gaps(drafter), farthest_next_use(drafter))
-    plan = drafter.finish(draft_offloads(sweep.run()), "tvdnn_heuristic", problem.budget_bytes)
-    assert plan is not None  # it drops nothing
-    return plan
+    return sweep_offloads(problem, "tvdnn_heuristic")
