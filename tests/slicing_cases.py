@@ -152,6 +152,8 @@ def list_others(random: Random) -> Iterator[Call]:
     yield aten.cat.default, ([random(4, 2, 3), random(4, 5, 3)], 1), {}
     yield aten.cat.default, ([random(4, 2, 3), random(1, 2, 3)],), {}
     yield aten.cat.default, ([random(0), random(4, 2, 3)], -1), {}
+    yield aten.stack.default, ([random(4, 2, 3), random(4, 2, 3)],), {}
+    yield aten.stack.default, ([random(4, 3), random(4, 3), random(4, 3)], -1), {}
     yield aten.sum.default, (random(4, 5, 6),), {}
     yield aten.slice_backward.default, (random(4, 2, 3), [4, 9, 3], 1, 1, 5, 2), {}
     yield aten.select_backward.default, (random(4, 3), [4, 9, 3], 1, 5), {}

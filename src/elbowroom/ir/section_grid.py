@@ -40,8 +40,9 @@ class SectionGrid:
         self._edges: dict[int, set[Fraction]] = {}
 
     def add(self, extent: int, part: Range) -> None:
-        """Cut an axis at both ends of a part."""
-        self._edges.setdefault(extent, {Fraction(0), Fraction(1)}).update(part)
+        """Cut an axis at both ends of a part, if the storage has such an axis."""
+        if 0 < extent <= self.nbytes and self.nbytes % extent == 0:
+            self._edges.setdefault(extent, {Fraction(0), Fraction(1)}).update(part)
 
     @functools.cached_property
     def _axes(self) -> list[tuple[int, list[Fraction]]]:

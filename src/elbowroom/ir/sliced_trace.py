@@ -24,6 +24,9 @@ from elbowroom.ir.trace import Need, Op, Role, Save, Storage, Trace, View
 MIN_SECTIONED_BYTES = 1 << 20
 """Smaller storages stay whole: each slice reads all of them."""
 
+READS_ELEMENTS = ("aten._local_scalar_dense", "aten.equal", "aten.is_nonzero", "aten.item")
+"""Ops without tensor results that read elements; other ops that make no storage return views."""
+
 ON_SECTIONS = "runs on sections"
 """Barrier of the ops that read or write sections: their results come back from the tier below."""
 
@@ -172,8 +175,7 @@ class _Slicer:
                         if not _may_be_sectioned(home):
                             continue
                         for extent, part in found.items():
-                            if extent <= home.nbytes:
-                                grids.setdefault(home.id, SectionGrid(home.nbytes)).add(extent, part)
+                            grids.setdefault(home.id, SectionGrid(home.nbytes)).add(extent, part)
         return {storage: grid for storage, grid in grids.items() if not grid.is_whole}
 
     def run(self) -> SlicedTrace:
@@ -247,13 +249,14 @@ class _Slicer:
         """Return the views of whole storages that an op reads, and the sections."""
         views: list[View] = []
         cells: list[tuple[int, int]] = []
+        returns_view = not op.writes and not op.name.startswith(READS_ELEMENTS)
         for index, view in enumerate(op.reads):
             if part is not None and index not in part.reads and view.storage not in written:
                 continue  # only its shape is used
             grid = self._grids.get(view.storage)
             if grid is None:
                 views.append(dataclasses.replace(view, version=self._versions[view.storage]))
-            else:
+            elif not returns_view:
                 found = {} if part is None else part.reads.get(index, {})
                 cells += [(view.storage, cell) for cell in grid.find(found)]
         return views, cells

@@ -78,8 +78,7 @@ def simulate(
 ) -> None:
     """Forecast one step of a trace under a plan, or under a policy within a budget: peak, seconds and moves.
 
-    For a plan, also explain why each block is where it is. Exit code 3 if the policy finds no room.
-    """
+    For a plan, also explain why each block is where it is. Exit code 3 if the policy finds no room."""
     from elbowroom.planner.bounds.bound import bound_plan
     from elbowroom.report.summary import summarize
     from elbowroom.simulator.planned import PreparedTrace
@@ -90,14 +89,15 @@ def simulate(
         trace = load_trace(trace_file)
         plan = None if plan_file is None else load_plan(plan_file, trace)
         costs, device_bytes = find_costs_and_device(terminal, trace, hardware, costs_file)
-        trace, costs, plan = (trace, costs, None) if plan is None else apply_cuts(trace, costs, plan)
+        if plan is not None:
+            trace, costs, plan = apply_cuts(trace, costs, plan)
         prepared = PreparedTrace(trace, costs, host_bytes=host_bytes)
         budget_bytes = _read_budget(terminal, prepared, budget, device_bytes) if plan is None else plan.budget_bytes
         with terminal.progress(f"forecasting {trace.name}"):
-            if plan is not None:
-                forecast = prepared.run(plan, allocator=allocator, placement=prepared.place(plan))
-            else:
+            if plan is None:
                 forecast = _simulate_steps(prepared, budget_bytes, policy, steps or 1, host_bytes, allocator)
+            else:
+                forecast = prepared.run(plan, allocator=allocator, placement=prepared.place(plan))
         report = summarize(
             budget_bytes=budget_bytes, journal=Journal(steps=()), trace=trace, costs=costs, plan=plan,
             policy=policy or "", forecast=forecast,
@@ -107,15 +107,11 @@ def simulate(
         for line in describe_places(forecast):
             terminal.show(Text(line))
         terminal.write_document(
-            "simulate",
-            name=trace.name,
-            hardware=costs.profile_name,
+            "simulate", name=trace.name, hardware=costs.profile_name, policy=policy, budget_bytes=budget_bytes,
             strategy=None if plan is None else plan.strategy,
-            policy=policy,
-            budget_bytes=budget_bytes,
             fits=forecast.peak_bytes <= budget_bytes,
             forecast=files.to_json(forecast),
-        )
+        )  # fmt: skip
 
 
 def _check_choice(

@@ -1,4 +1,4 @@
-"""Concatenation, and gradients of slices: along every dimension but their own."""
+"""Concatenation, stacking, and gradients of slices: along every dimension but their own."""
 
 from __future__ import annotations
 
@@ -22,6 +22,18 @@ def _cut_cat(call: OpCall, length: int, dimension: int) -> SlicePass:
     reads = tuple(None if each.shape == (0,) else dimension for each in call.reads)
     loop = Loop(length=length, multiple=1, reads=reads, writes=(dimension,))
     return make_pass(call, [loop])
+
+
+def _find_passes_stack(call: OpCall) -> Alternatives:
+    """Cut along the tensors' dimensions. The result has one more, that of the stack."""
+    first = call.reads[0]
+    own = call["dim"] % (first.ndim + 1)
+    found = []
+    for each in range(first.ndim):
+        reads = (each,) * len(call.reads)
+        loop = Loop(length=first.shape[each], multiple=1, reads=reads, writes=(each + (each >= own),))
+        found.append((make_pass(call, [loop]),))
+    return tuple(found)
 
 
 def _find_passes_slice_backward(call: OpCall) -> Alternatives:
@@ -56,6 +68,7 @@ def _adapt_select_backward(call: OpCall, values: Mapping[str, Any]) -> dict[str,
 
 RULES = {
     "aten.cat.default": SliceRule(_find_passes_cat),
+    "aten.stack.default": SliceRule(_find_passes_stack),
     "aten.slice_backward.default": SliceRule(_find_passes_slice_backward, _adapt_slice_backward),
     "aten.select_backward.default": SliceRule(_find_passes_select_backward, _adapt_select_backward),
 }
