@@ -30,6 +30,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from elbowroom.ir.plan import Plan
+from elbowroom.ir.sliced_trace import ON_SECTIONS
 from elbowroom.planner.bounds.fluid import solve_fluid
 from elbowroom.planner.heuristics.eviction import sweep_offloads
 from elbowroom.planner.problem import Problem, pose
@@ -39,8 +40,8 @@ from elbowroom.simulator.host_overflow import find_host_bytes
 SHARES = (0.875, 0.75, 0.625, 0.5, 0.375, 0.25, 0.125, 0.0625, 0.03125)
 """Hosts to search, as shares of the host bytes of the plan for an unlimited host."""
 
-MOST_GAPS = 5000
-"""Steps with more gaps, as those whose ops run in many slices, are planned by one sweep: a search takes minutes."""
+MOST_SECTION_GAPS = 5000
+"""With more gaps, a step whose ops run in slices is planned by one sweep: the search takes minutes and finds less."""
 
 STEPS = 16
 """Hosts at equal distances, up to all of those bytes, with which each plan is tried if there is a disk."""
@@ -51,19 +52,16 @@ def solve(problem: Problem, strategy: str, moves: Moves = "both", effort: float 
 
     Cost: one search; more if one kind of moves may be faster than both, or if the lower tier is limited.
     """
-    if moves == "recompute" or problem.floor.peak_bytes > problem.budget_bytes:
-        return _search_within(problem, strategy, moves, effort)
-    candidates = _Candidates(problem)
-    candidates.add(sweep_offloads(problem, strategy))  # fits if the lower tier is unlimited
-    if len(problem.drafter.gaps) <= MOST_GAPS or candidates.seconds() == np.inf:
-        candidates.add(_search_within(problem, strategy, moves, effort))
-    return candidates.choose()
-
-
-def _search_within(problem: Problem, strategy: str, moves: Moves, effort: float) -> Plan:
     if problem.floor.peak_bytes > problem.budget_bytes:
         return search_choices(problem, strategy, moves, effort).plan
-    return _NestedSearch(problem, strategy, effort).solve(moves)
+    search = _NestedSearch(problem, strategy, effort)
+    if moves == "recompute" or not any(op.barrier == ON_SECTIONS for op in problem.drafter.replay.trace.ops):
+        return search.solve(moves)
+    candidates = _Candidates(problem)
+    candidates.add(sweep_offloads(problem, strategy))  # fits if the lower tier is unlimited
+    if len(problem.drafter.gaps) <= MOST_SECTION_GAPS or candidates.seconds() == np.inf:
+        candidates.add(search.solve(moves))
+    return candidates.choose()
 
 
 class _Candidates:
