@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import re
 import threading
 from collections.abc import Callable
@@ -14,7 +13,6 @@ import torch
 from torch import nn
 
 import elbowroom
-from elbowroom.cost import prediction_check
 from elbowroom.errors import Infeasible, UnknownMember, UsageError
 from elbowroom.ir.hardware import HardwareProfile
 from elbowroom.ir.journal import Mode, StepRecord
@@ -442,7 +440,6 @@ def test_the_peak_of_every_step_is_known(zero_first: bool, profile: HardwareProf
 
 def test_the_forecast_keeps_the_pace(profile: HardwareProfile, monkeypatch: pytest.MonkeyPatch) -> None:
     """Seconds of later steps are those that planned steps took, but for the first, which is cold."""
-    monkeypatch.setattr(prediction_check, "LEAST_SECONDS", math.inf)  # otherwise the step would be planned again
     floor, plain_peak = find_range(profile)
     model, optimizer, step = make()
     with elbowroom.fit(model, optimizer, (floor + plain_peak) // 2, profile=profile) as room:
