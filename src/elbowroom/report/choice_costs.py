@@ -35,7 +35,8 @@ class ChoiceCosts:
         exposed_seconds: part of these that does not fit the gap, and compute time lost while bytes move.
         replay_seconds: of recomputing it alone, from storages that autograd holds; infinite if that is impossible.
         replay_ops: number of ops of that replay.
-        reason: why it cannot be moved, or not be recomputed; "" if it can.
+        is_movable: whether it may leave at all.
+        reason: why it cannot leave, or not be recomputed; "" if it can.
     """
 
     storage: int
@@ -49,6 +50,7 @@ class ChoiceCosts:
     exposed_seconds: float
     replay_seconds: float
     replay_ops: int
+    is_movable: bool
     reason: str
 
 
@@ -96,7 +98,10 @@ class _Pricing:
         out = offload_seconds(link, nbytes)
         back = reload_seconds(link, nbytes)
         exposed = max(0.0, out + back - max(0.0, seconds)) + 2 * drag_seconds(link, nbytes)
-        replay_seconds, replay_ops, reason = self._price_replay(storage, gap, is_state=is_state)
+        obstacle = self._find_obstacle(storage, gap, is_state=is_state)
+        replay_seconds, replay_ops, reason = (
+            (math.inf, 0, obstacle) if obstacle else self._price_replay(storage, gap, is_state=is_state)
+        )
         return ChoiceCosts(
             storage=storage,
             opens=gap.opens,
@@ -109,8 +114,19 @@ class _Pricing:
             exposed_seconds=exposed,
             replay_seconds=replay_seconds,
             replay_ops=replay_ops,
+            is_movable=not obstacle,
             reason=reason,
         )
+
+    def _find_obstacle(self, storage: int, gap: Gap, *, is_state: bool) -> str:
+        """Return why a storage stays on the device during a gap; "" if it may leave."""
+        if is_state:
+            return ""
+        if storage not in self._trace.movable:
+            return "it is written to after it was saved, so a copy would be out of date"
+        if self._trace.storages[storage].released >= gap.closes:
+            return "the program itself holds it until it is needed"
+        return ""
 
     def _find_kept_peak(self, storage: int, gap: Gap) -> int:
         """Return the most bytes during a gap if the storage were there throughout."""
@@ -128,10 +144,6 @@ class _Pricing:
     def _price_replay(self, storage: int, gap: Gap, *, is_state: bool) -> tuple[float, int, str]:
         if is_state:
             return math.inf, 0, "model state is not computed within the step"
-        if storage not in self._trace.movable:
-            return math.inf, 0, "written to after it was saved: a copy or a replay would lack that"
-        if self._trace.storages[storage].released >= gap.closes:
-            return math.inf, 0, "the program itself holds it until it is needed"
         graph = self._graph.at(gap.closes, lambda other: other == storage)
         closure = find_closure(graph, storage, most_ops=MOST_OPS)
         if closure is None:
