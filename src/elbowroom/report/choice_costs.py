@@ -12,7 +12,7 @@ from elbowroom.cost.transfers import drag_seconds, offload_seconds, reload_secon
 from elbowroom.ir.gaps import Gap
 from elbowroom.ir.lifetimes import Lifetimes
 from elbowroom.ir.plan import Choice, Decision
-from elbowroom.ir.trace import Trace
+from elbowroom.ir.trace import PERSISTENT_ROLES, Trace
 from elbowroom.replays.closure import find_closure
 from elbowroom.replays.footprint import Footprints
 from elbowroom.replays.graph import TraceGraph
@@ -55,7 +55,7 @@ class ChoiceCosts:
 
 
 def list_choice_costs(view: StepView) -> tuple[ChoiceCosts, ...]:
-    """Return the costs of the choices for every gap of every storage, model state included.
+    """Return the costs of the choices for every gap of what autograd saves and of the model's state.
 
     Cost: linear in the trace, and in the ops of each replay.
     """
@@ -80,7 +80,8 @@ class _Pricing:
         """Yield the costs of each gap."""
         decided = {(each.storage, each.gap): each for each in self._view.plan.decisions}
         for storage, gaps in self._trace.gaps.items():
-            for gap in gaps:
+            is_held = self._trace.storages[storage].role in PERSISTENT_ROLES
+            for gap in () if is_held else gaps:
                 yield self._price(storage, gap, decided.get((storage, gap.index)), is_state=False)
         state = {(each.storage, each.gap): each for each in self._view.plan.state}
         for storage, gaps in self._trace.state_gaps.items():

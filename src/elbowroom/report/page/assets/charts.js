@@ -36,10 +36,11 @@ function makeByteAxis(most, name, extra) {
   const [unit, size] = chooseByteUnit(most);
   const interval = chooseInterval(most / size, 5) * size;
   return Object.assign({
-    type: "value", min: 0, max: Math.ceil(most / interval) * interval, interval: interval, name: `${name} (${unit})`,
+    type: "value", min: 0, max: most, interval: interval, name: `${name} (${unit})`,
     nameLocation: "end", nameGap: 10, nameTextStyle: { align: "left", padding: [0, 0, 0, isNarrow() ? -46 : -58],
       color: SOFT },
-    axisLabel: { formatter: (value) => formatTick(value / size) }, splitLine: { lineStyle: { color: LINE } },
+    axisLabel: { formatter: (value) => formatTick(value / size), showMaxLabel: false },
+    splitLine: { lineStyle: { color: LINE }, showMaxLine: false },
   }, extra);
 }
 
@@ -63,20 +64,24 @@ function makeZooms(withSlider, withBytes) {
 
 function makeCurveOption(data, curve, most, lastSecond) {
   const classes = Object.keys(curve.bytes).filter((name) => curve.bytes[name].some((nbytes) => nbytes > 0));
-  const end = [curve.seconds, null];
+  const sums = curve.at.map(() => 0);
+  const tops = classes.map((name) => curve.at.map((_, place) => (sums[place] += curve.bytes[name][place])));
+  // Areas reach down to 0, so the highest is drawn first.
   const series = classes.map((name, index) => ({
-    name: name, type: "line", stack: "bytes", step: "end", symbol: "none", silent: true, animation: false,
-    lineStyle: { width: 0 }, areaStyle: { color: data.colours.classes[name], opacity: 0.9 },
+    name: name, type: "line", step: "end", symbol: "none", silent: true, animation: false, z: classes.length - index,
+    lineStyle: { width: 0 }, areaStyle: { color: data.colours.classes[name], opacity: 1 },
     itemStyle: { color: data.colours.classes[name] },
-    data: curve.at.map((at, place) => [at, curve.bytes[name][place]])
-      .concat([[end[0], curve.bytes[name][curve.at.length - 1]]]),
-    markLine: index === 0 && data.budget_bytes ? {
+    data: curve.at.map((at, place) => [at, tops[index][place]])
+      .concat([[curve.seconds, tops[index][curve.at.length - 1]]]),
+  })).reverse();
+  if (data.budget_bytes) {
+    series.push({ type: "line", data: [], silent: true, z: 50, markLine: {
       silent: true, symbol: "none", animation: false, data: [{ yAxis: data.budget_bytes }],
       lineStyle: { color: "#111111", type: "dashed", width: 1.6 },
       label: { formatter: "budget " + formatBytes(data.budget_bytes), position: "insideEndTop", color: "#111111",
         backgroundColor: "rgba(255,255,255,0.85)", padding: [1, 4], distance: 3 },
-    } : undefined,
-  }));
+    } });
+  }
   return {
     animation: false, grid: makeGrid(), xAxis: makeTimeAxis(lastSecond, "time in the step"),
     yAxis: makeByteAxis(most, "bytes on the device"), dataZoom: makeZooms(false, false), series: series,
@@ -108,6 +113,7 @@ function drawRectangle(params, api, corners, style) {
   const width = Math.min(right, area.x + area.width) - x;
   const height = Math.min(bottom, area.y + area.height) - y;
   if (width <= 0 || height <= 0) return null;
+  if (height < 4 || width < 4) style = Object.assign(style, { lineWidth: Math.min(style.lineWidth, 1) - 0.25 });
   return { type: "rect", shape: { x: x, y: y, width: Math.max(width, 0.6), height: Math.max(height, 0.2) },
     style: style, emphasis: { style: { stroke: "#111111", lineWidth: 1.5 } }, transition: [] };
 }
@@ -240,9 +246,9 @@ function makeFrontOption(data) {
   const step = chooseInterval((spread * 1.5) / timeSize, 5) * timeSize;
   return {
     animation: false, grid: makeGrid({ bottom: 44 }),
-    xAxis: { type: "value", min: 0, max: Math.ceil((mostBytes * 1.02) / interval) * interval, interval: interval,
+    xAxis: { type: "value", min: 0, max: mostBytes * 1.06, interval: interval,
       name: `peak on the device (${byteUnit})`, nameLocation: "middle", nameGap: 26, nameTextStyle: { color: SOFT },
-      axisLabel: { formatter: (value) => formatTick(value / byteSize) }, splitLine: { lineStyle: { color: LINE } } },
+      axisLabel: { formatter: (value) => formatTick(value / byteSize), showMaxLabel: false }, splitLine: { lineStyle: { color: LINE } } },
     yAxis: { type: "value", min: Math.max(0, Math.floor((least - spread * 0.2) / step) * step),
       max: Math.ceil((mostSeconds + spread * 0.15) / step) * step, interval: step, name: `step time (${timeUnit})`,
       nameTextStyle: { align: "left", color: SOFT, padding: [0, 0, 0, isNarrow() ? -46 : -58] },
@@ -258,7 +264,7 @@ function makeFrontOption(data) {
       itemStyle: { color: each.colour },
     })), ...(data.budget_bytes ? [{
       type: "line", data: [], silent: true, markLine: { silent: true, symbol: "none", animation: false,
-        data: [{ xAxis: data.budget_bytes }], lineStyle: { color: "#111111", type: "dotted" }, label: { show: false } },
+        data: [{ xAxis: data.budget_bytes }], lineStyle: { color: "#888888", type: "solid", width: 1.5 }, label: { show: false } },
     }] : [])],
   };
 }

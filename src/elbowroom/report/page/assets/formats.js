@@ -41,7 +41,7 @@ function nameClass(name) {
 
 function fillLegend(id, entries) {
   document.getElementById(id).innerHTML = entries
-    .map(([text, colour, kind]) => `<span><i class="${kind || ""}" style="${kind === "line"
+    .map(([text, colour, kind]) => `<span><i class="${kind || ""}" style="${kind
       ? "border-color" : "background"}:${colour}"></i>${escapeHtml(text)}</span>`)
     .join("");
 }

@@ -44,8 +44,8 @@ function describeGap(gap) {
     : `${formatSeconds(gaps.replay[gap])}, ${gaps.replay_ops[gap]} op${gaps.replay_ops[gap] === 1 ? "" : "s"}`;
   const rows = [["keep", keep], ["offload", offload], ["recompute", recompute]].map(([choice, text]) =>
     `<tr><td>${choice === gaps.decision[gap] ? "<b>" + choice + "</b> ✓" : choice}</td><td>${text}</td></tr>`).join("");
-  return `<em>unused for ${formatSeconds(gaps.seconds[gap])}; each choice would cost:</em><table>${rows}</table>` +
-    (reason ? `<em>${escapeHtml(reason)}</em>` : "");
+  return `<div><em>unused for ${formatSeconds(gaps.seconds[gap])}; each choice would cost:</em><table>${rows}</table>` +
+    (reason ? `<em>${escapeHtml(reason)}</em>` : "") + "</div>";
 }
 
 function explainNoChoice(storage) {
@@ -59,7 +59,7 @@ function describeBlock(data, block, all) {
   const storage = data.blocks.storage[block];
   const gaps = gapsOf.get(storage) || [];
   const line = data.names[data.storages.line[storage]];
-  const shown = all ? gaps : gaps.slice(0, 2);
+  const shown = all ? gaps : gaps.slice(0, 1);
   const decision = decisionOf[storage];
   return `<b>${nameStorage(data, storage)}</b><br>` +
     `${formatBytes(data.storages.nbytes[storage])}, ${nameClass(CLASS_NAMES[data.storages.class[storage]])}` +
@@ -67,7 +67,7 @@ function describeBlock(data, block, all) {
     `<em>module ${nameModule(data, data.storages.module[storage])}${line ? ", " + escapeHtml(line) : ""}</em><br>` +
     `<em>on the device from ${formatSeconds(data.blocks.begin[block])} to ${formatSeconds(data.blocks.end[block])}` +
     `</em><br>${shown.map(describeGap).join("") || `<em>${explainNoChoice(storage)}</em>`}` +
-    (gaps.length > shown.length ? `<br><em>${gaps.length - shown.length} more gaps: click</em>` : "");
+    (gaps.length > shown.length ? `<em>${gaps.length - shown.length} more gaps: click</em>` : "");
 }
 
 // -- head and tables --------------------------------------------------------------------------------------------------
@@ -296,7 +296,8 @@ function start() {
   fillLegend("lane-legend", LANES.map((name) => [name, data.colours.lanes[name]]));
   fillLegend("module-legend", ["keep", "offload", "recompute"].map((name) => [name, data.colours.choices[name]]));
   fillLegend("front-legend", listFrontPoints(data).map((each) => [each.name, each.colour])
-    .concat(data.front.bounds.length ? [["no plan can beat", "#111111", "line"]] : [], lines));
+    .concat(data.front.bounds.length ? [["no plan can beat", "#111111", "line"]] : [],
+      data.budget_bytes ? [["budget", "#888888", "line solid"]] : []));
   linkZoom(["plain", "planned", "lanes", "blocks"]);
   charts.blocks.on("click", (item) => selectBlock(item.value[0]));
   document.getElementById("list").addEventListener("click", (event) => {
