@@ -305,8 +305,11 @@ def read_host_memory(text: str | None) -> int | None:
     return read_amount("--host-memory", text)
 
 
-def save(value: object, path: pathlib.Path | None) -> str | None:
+def save(value: object, path: pathlib.Path | None, beside: Mapping[str, Any] | None = None) -> str | None:
     """Write a value to `path` and return its name; do nothing if `path` is None.
+
+    Args:
+        beside: see `ir.files.save`.
 
     Raises:
         UsageError: the folder does not exist or is not writable.
@@ -314,7 +317,7 @@ def save(value: object, path: pathlib.Path | None) -> str | None:
     if path is None:
         return None
     try:
-        files.save(value, path)
+        files.save(value, path, beside)
     except OSError as error:
         raise UsageError(f"cannot write {path}: {error.strerror or error}") from error
     return str(path)

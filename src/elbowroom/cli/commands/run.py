@@ -39,6 +39,7 @@ from elbowroom.config import CHOICES
 from elbowroom.errors import UsageError
 from elbowroom.ir.files import to_json, version_of
 from elbowroom.ir.hardware import HardwareProfile
+from elbowroom.ir.run_step import RUN_STEP_VERSION, RunStep
 from elbowroom.planner.options import find_managed, find_strategy
 from elbowroom.residency import policies
 from elbowroom.units import format_bytes, format_seconds
@@ -100,7 +101,7 @@ def run(
         )  # fmt: skip
         if stopped is None or room.journal().steps:
             # Write the journal first, since the rest takes time and Ctrl-C may come again.
-            written = save(room.journal(), output)
+            written = save(room.journal(), output, _list_beside(room) if output is not None else None)
             if room.planned is not None:
                 save(room.planned.trace, save_trace)
                 save(room.planned.plan, save_plan)
@@ -187,6 +188,21 @@ def _train(
         finally:
             room.detach()
     return room, losses, stopped
+
+
+def _list_beside(room: Room) -> dict[str, Any]:
+    """Return the planned step, for the page; empty if the run planned none."""
+    planned = room.planned
+    if planned is None:
+        return {}
+    step = RunStep(
+        trace=planned.trace,
+        costs=planned.costs,
+        plan=planned.plan,
+        budget_bytes=room.budget_bytes,
+        activities=room.list_activities(),
+    )
+    return {"step": to_json(step), "step_version": RUN_STEP_VERSION}
 
 
 def _list_fields(room: Room, workload: Workload, losses: Sequence[float]) -> dict[str, Any]:
