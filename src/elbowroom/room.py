@@ -23,6 +23,7 @@ from elbowroom.hooks.ledger import make_ledger
 from elbowroom.ir.hardware import HardwareProfile
 from elbowroom.ir.journal import Journal
 from elbowroom.ir.lease import Lease
+from elbowroom.ir.timeline import Activity
 from elbowroom.job import Job
 from elbowroom.metering import Metering
 from elbowroom.plan_cache import PlanCache, PlannedStep
@@ -286,6 +287,13 @@ class Room:
             host_bytes=host_bytes, by=by, depth=depth, sliced=self._sliced_ops.counts,
             inexact=self._sliced_ops.inexact,
         )  # fmt: skip
+
+    def list_activities(self) -> tuple[Activity, ...]:
+        """Return when the last planned step copied, waited and replayed, in seconds since it began.
+
+        Moves of model state, and copies on the streams of a CUDA device, are not included.
+        """
+        return () if self.planned is None else self._modes.list_activities(self.planned.trace)
 
     def count_state(self) -> tuple[StateClass, ...]:
         """Return the model's state by class: where it is at the forecast peak, and the seconds that moving it takes.

@@ -11,11 +11,13 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import numpy.typing as npt
 
+from elbowroom.ir.buffers import Buffer, Layout
 from elbowroom.ir.costs import Costs
 from elbowroom.ir.forecast import Forecast
 from elbowroom.ir.plan import Plan
 from elbowroom.ir.timeline import Activity, Lane
 from elbowroom.ir.trace import Role, Trace
+from elbowroom.layout.lay_out import lay_out
 from elbowroom.simulator.followed_step import FollowedStep
 from elbowroom.simulator.planned import PreparedTrace
 
@@ -24,6 +26,9 @@ REPLAYS = "replays"
 CLASSES = (*(str(role) for role in Role), WORKSPACE, REPLAYS)
 """Classes of bytes, from the bottom of the stack up: the roles, workspaces of ops, and intermediate results of
 replays."""
+
+ALLOCATOR = "greedy_by_size"
+"""Chooses the offsets at which blocks are shown."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -106,6 +111,18 @@ def make_plain(costs: Costs) -> Plan:
     return Plan(trace_digest=costs.trace_digest, strategy="keep_all", budget_bytes=0, decisions=(), segments=())
 
 
+def lay_out_blocks(view: StepView) -> Layout:
+    """Return offsets for the blocks of a step, in their order, from a layout by size.
+
+    Cost: number of blocks times number of blocks at one time.
+    """
+    buffers = [
+        Buffer(id=index, lower=block.begin_tick, upper=block.end_tick, nbytes=block.nbytes)
+        for index, block in enumerate(view.blocks)
+    ]
+    return lay_out(buffers, ALLOCATOR)
+
+
 def _list_blocks(prepared: PreparedTrace, step: FollowedStep, begins: Sequence[float]) -> tuple[Block, ...]:
     end = prepared.trace.end
     blocks = []
@@ -144,9 +161,7 @@ def _list_activities(prepared: PreparedTrace, step: FollowedStep, begins: Sequen
         within = float(np.interp(seconds, own, shown))
         return within + max(0.0, seconds - float(own[-1]))
 
-    found = [
-        dataclasses.replace(each, begin=convert(each.begin), end=convert(each.end)) for each in step.activities
-    ]
+    found = [dataclasses.replace(each, begin=convert(each.begin), end=convert(each.end)) for each in step.activities]
     delays_before: dict[float, float] = {}
     for each in step.activities:
         if each.lane is Lane.STALL:

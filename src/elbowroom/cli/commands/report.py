@@ -20,6 +20,7 @@ from elbowroom.ir.trace import Trace
 
 _TABLES = ("kind", "module")
 _BY_HELP = "The table that --trace adds: kind (the default), why each block is where it is; module, bytes by module."
+_HTML_HELP = "Write the page of the first journal's step to this file, as `elbowroom view` does."
 
 
 def register(app: typer.Typer) -> None:
@@ -40,6 +41,7 @@ def render_report(
         int | None,
         typer.Option("--depth", min=1, help="Levels of modules, with --by module; as many as fit if not given."),
     ] = None,
+    html: Annotated[Path | None, typer.Option("--html", help=_HTML_HELP)] = None,
     as_json: Json = False,
 ) -> None:
     """Report on steps: forecast beside measurements, and with a trace why each block is where it is."""
@@ -82,6 +84,15 @@ def render_report(
         state: list[dict[str, Any]] | None = None
         if trace is not None and costs is not None and plan is not None and forecast is not None:
             state = [files.to_json(each) for each in count_state(trace, costs, plan, forecast)]
+        if html is not None:
+            from elbowroom.cli.step_files import load_step
+            from elbowroom.cli.step_pages import write_page
+
+            step = load_step(
+                terminal, journals[0], trace_file=trace_file, plan_file=plan_file, hardware=hardware,
+                costs_file=costs_file,
+            )  # fmt: skip
+            write_page(terminal, step, html)
         terminal.write_document("report", reports=documents, modules=modules, state=state)
 
 

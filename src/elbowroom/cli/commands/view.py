@@ -4,22 +4,17 @@ from __future__ import annotations
 
 import enum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from elbowroom.cli.parameters import CostsFile, Hardware, HostMemory, Json
 from elbowroom.cli.sources import check_writable, read_host_memory
-from elbowroom.cli.step_files import StepFiles, load_front, load_step
+from elbowroom.cli.step_files import StepFiles, load_step
+from elbowroom.cli.step_pages import BOUNDS, make_page, write_bytes
 from elbowroom.cli.terminal import Terminal, open_terminal
 from elbowroom.errors import UsageError
 from elbowroom.units import format_bytes
-
-if TYPE_CHECKING:
-    from elbowroom.report.step_view import StepView
-
-BOUNDS = 8
-"""Budgets for which the page shows the time that no plan can beat."""
 
 
 class Format(enum.StrEnum):
@@ -95,76 +90,10 @@ def _write(
     from elbowroom.report.step_view import view_step
     from elbowroom.simulator.planned import PreparedTrace
 
+    if written_format is Format.HTML:
+        return make_page(terminal, step, host_bytes, front_file, bounds)
     prepared = PreparedTrace(step.trace, step.costs, host_bytes=host_bytes)
     planned = view_step(prepared, step.plan)
     if written_format is Format.PERFETTO:
         return write_perfetto(planned, step.budget_bytes, step.activities)
-    if written_format is Format.MEMORY_VIZ:
-        return write_snapshot(planned)
-    return make_page(terminal, step, planned, view_step(prepared), host_bytes, front_file, bounds)
-
-
-def make_page(
-    terminal: Terminal,
-    step: StepFiles,
-    planned: StepView,
-    plain: StepView,
-    host_bytes: int | None,
-    front_file: Path | None,
-    bounds: int,
-) -> bytes:
-    """Return the page of a step.
-
-    Raises:
-        UsageError, TraceError: see `step_files.load_front`.
-    """
-    from elbowroom.report.page.content import PageContent
-    from elbowroom.report.page.html import render_page
-
-    front = () if front_file is None else load_front(front_file)
-    content = PageContent(
-        planned=planned,
-        plain=plain,
-        budget_bytes=step.budget_bytes,
-        journal=step.journal,
-        bounds=_find_bounds(terminal, step, plain.forecast.peak_bytes, host_bytes, bounds),
-        front=front,
-        measured=step.activities,
-    )
-    return render_page(content).encode()
-
-
-def _find_bounds(
-    terminal: Terminal, step: StepFiles, plain_bytes: int, host_bytes: int | None, count: int
-) -> tuple[tuple[int, float], ...]:
-    """Return the step time that no plan can beat, for budgets from the smallest that works to the plain peak."""
-    from elbowroom.planner.bounds.bound import find_bound
-    from elbowroom.planner.options import Manages
-    from elbowroom.planner.problem import pose
-
-    if not count:
-        return ()
-    manages = Manages.EVERYTHING if step.plan is not None and step.plan.state else Manages.ACTIVATIONS
-    floor_bytes = pose(step.trace, step.costs, 1, host_bytes=host_bytes, manages=manages).floor.peak_bytes
-    # Closer together near the smallest budget, where the time changes most.
-    shares = [(index / max(1, count - 1)) ** 1.5 for index in range(count)]
-    found = []
-    with terminal.progress(f"bounds of {step.trace.name}") as advance:
-        for index, share in enumerate(shares):
-            budget_bytes = floor_bytes + int(share * max(0, plain_bytes - floor_bytes))
-            advance(format_bytes(budget_bytes), index / count)
-            problem = pose(step.trace, step.costs, budget_bytes, host_bytes=host_bytes, manages=manages)
-            found.append((budget_bytes, find_bound(problem).seconds))
-    return tuple(found)
-
-
-def write_bytes(path: Path, content: bytes) -> None:
-    """Write a file.
-
-    Raises:
-        UsageError: the folder does not exist or is not writable.
-    """
-    try:
-        path.write_bytes(content)
-    except OSError as error:
-        raise UsageError(f"cannot write {path}: {error.strerror or error}") from error
+    return write_snapshot(planned)

@@ -9,26 +9,21 @@ from typing import Any
 
 import numpy as np
 
-from elbowroom.ir.buffers import Buffer
 from elbowroom.ir.journal import Journal
 from elbowroom.ir.labels import name_module, shorten
 from elbowroom.ir.timeline import Activity, Lane
 from elbowroom.ir.trace import PERSISTENT_ROLES, Storage
-from elbowroom.layout.lay_out import lay_out
 from elbowroom.report.choice_costs import ChoiceCosts, list_choice_costs
 from elbowroom.report.colours import CHOICE_COLOURS, CLASS_COLOURS, LANE_COLOURS
 from elbowroom.report.modules import count_by_module
 from elbowroom.report.steady import Steady, find_steady
-from elbowroom.report.step_view import CLASSES, StepView
+from elbowroom.report.step_view import CLASSES, StepView, lay_out_blocks
 
 MOST_COLUMNS = 900
 """Points of a curve of bytes. Each is the highest entry of its stretch of time, so no peak is lost."""
 
 MOST_STEPS = 400
 """Measured steps that are drawn: the latest."""
-
-ALLOCATOR = "greedy_by_size"
-"""Chooses the offsets at which blocks are drawn."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -150,17 +145,12 @@ def choose_ticks(view: StepView, most: int) -> list[int]:
 
 def _describe_blocks(view: StepView) -> dict[str, Any]:
     blocks = view.blocks
-    buffers = [
-        Buffer(id=index, lower=block.begin_tick, upper=block.end_tick, nbytes=block.nbytes)
-        for index, block in enumerate(blocks)
-    ]
-    offsets = lay_out(buffers, ALLOCATOR).offsets if buffers else ()
     return {
         "storage": [block.storage for block in blocks],
         "begin": _round(block.begin for block in blocks),
         "end": _round(block.end for block in blocks),
         "nbytes": [block.nbytes for block in blocks],
-        "offset": list(offsets),
+        "offset": list(lay_out_blocks(view).offsets),
     }
 
 
@@ -249,9 +239,7 @@ def _describe_front(content: PageContent, steady: Steady | None) -> dict[str, An
         measured = [steady.peak_bytes, steady.seconds]
     return {
         "bounds": [[nbytes, seconds] for nbytes, seconds in content.bounds if math.isfinite(seconds)],
-        "plans": [
-            [each.peak_bytes, each.step_seconds, each.strategy, each.budget_bytes] for each in content.front
-        ],
+        "plans": [[each.peak_bytes, each.step_seconds, each.strategy, each.budget_bytes] for each in content.front],
         "plain": [plain.peak_bytes, plain.step_seconds],
         "own": [planned.peak_bytes, planned.step_seconds],
         "measured": measured,
