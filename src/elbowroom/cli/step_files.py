@@ -13,7 +13,7 @@ from elbowroom.errors import TraceError, UsageError
 from elbowroom.ir import files
 from elbowroom.ir.check import check, check_noun, check_trace
 from elbowroom.ir.costs import Costs
-from elbowroom.ir.journal import Journal
+from elbowroom.ir.journal import NO_STEPS, Journal
 from elbowroom.ir.plan import Plan
 from elbowroom.ir.run_step import RUN_STEP_VERSION, RunStep
 from elbowroom.ir.timeline import Activity
@@ -39,7 +39,7 @@ class StepFiles:
     costs: Costs
     plan: Plan | None
     budget_bytes: int
-    journal: Journal = Journal(steps=())
+    journal: Journal = NO_STEPS
     activities: tuple[Activity, ...] = ()
 
 

@@ -32,7 +32,8 @@ def make_snapshot(view: StepView) -> dict[str, Any]:
     layout = lay_out_blocks(view)
     most_workspace = int(view.bytes_by_class[WORKSPACE].max(initial=0))
     total = -(-(layout.arena_bytes + most_workspace) // GRANULARITY) * GRANULARITY
-    events = [_make_event("segment_alloc", 0, total, 0.0, [])]
+    # The viewer fails on categories without an "unknown" among them.
+    events = [_make_event("segment_alloc", 0, total, 0.0, []) | {"category": "unknown"}]
     events += _list_events(view, layout.offsets, layout.arena_bytes)
     last = [
         (offset, block)

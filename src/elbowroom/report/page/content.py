@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from elbowroom.ir.journal import Journal
+from elbowroom.ir.journal import NO_STEPS, Journal
 from elbowroom.ir.labels import name_module, shorten
 from elbowroom.ir.timeline import Activity, Lane
 from elbowroom.ir.trace import PERSISTENT_ROLES, Storage
@@ -51,7 +51,7 @@ class PageContent:
     planned: StepView
     plain: StepView
     budget_bytes: int
-    journal: Journal = Journal(steps=())
+    journal: Journal = NO_STEPS
     bounds: tuple[tuple[int, float], ...] = ()
     front: tuple[FrontPoint, ...] = ()
     measured: tuple[Activity, ...] = ()
