@@ -81,7 +81,9 @@ def _find_bounds(
             advance(format_bytes(budget_bytes), index / count)
             problem = pose(step.trace, step.costs, budget_bytes, host_bytes=host_bytes, manages=manages)
             found.append((budget_bytes, find_bound(problem).seconds))
-    return tuple(found)
+    # A bound holds for smaller budgets, too.
+    seconds = [max(each for _, each in found[index:]) for index in range(len(found))]
+    return tuple((budget_bytes, least) for (budget_bytes, _), least in zip(found, seconds, strict=True))
 
 
 def write_bytes(path: Path, content: bytes) -> None:

@@ -76,7 +76,7 @@ function makeCurveOption(data, curve, most, lastSecond) {
   })).reverse();
   if (data.budget_bytes) {
     series.push({ type: "line", data: [], silent: true, z: 50, markLine: {
-      silent: true, symbol: "none", animation: false, data: [{ yAxis: data.budget_bytes }],
+      silent: true, symbol: "none", animation: false, z: 60, data: [{ yAxis: data.budget_bytes }],
       lineStyle: { color: "#111111", type: "dashed", width: 1.6 },
       label: { formatter: "budget " + formatBytes(data.budget_bytes), position: "insideEndTop", color: "#111111",
         backgroundColor: "rgba(255,255,255,0.85)", padding: [1, 4], distance: 3 },

@@ -234,7 +234,8 @@ function listLaneRows() {
       lanes.lane.forEach((lane, index) => {
         if (LANES[lane] === name || (name === "compute" && LANES[lane] === "stall")) items.push(index);
       });
-      if (items.length || !suffix) rows.push({ name: name + suffix, lanes: lanes, items: items });
+      const title = suffix && name === "compute" ? "stall" : name; // ops of a real step are not timed one by one
+      if (items.length || !suffix) rows.push({ name: title + suffix, lanes: lanes, items: items });
     }
   }
   return rows;
