@@ -289,11 +289,11 @@ class Room:
         )  # fmt: skip
 
     def list_activities(self) -> tuple[Activity, ...]:
-        """Return when the last planned step copied, waited and replayed, in seconds since it began.
+        """Return copies, waits and replays of the last step that followed the plan of `planned`.
 
         Moves of model state, and copies on the streams of a CUDA device, are not included.
         """
-        return () if self.planned is None else self._modes.list_activities(self.planned.trace)
+        return () if (current := self._cache.current) is None else current.activities
 
     def count_state(self) -> tuple[StateClass, ...]:
         """Return the model's state by class: where it is at the forecast peak, and the seconds that moving it takes.

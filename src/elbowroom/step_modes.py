@@ -18,7 +18,6 @@ from elbowroom.hooks.meter import Meter
 from elbowroom.ir.costs import Measurements
 from elbowroom.ir.digest import digest
 from elbowroom.ir.journal import Mode, StepRecord
-from elbowroom.ir.timeline import Activity
 from elbowroom.ir.trace import Trace
 from elbowroom.job import Job
 from elbowroom.metering import Metering
@@ -72,7 +71,6 @@ class StepModes:
         self._has_recurred = False
         self._history = AccessHistory(is_bounded=cache.lease.host_bytes is not None)
         self._running: RunningStep | None = None
-        self._followed: tuple[Trace, tuple[Activity, ...]] | None = None
 
     @property
     def runner(self) -> StepRunner | None:
@@ -174,11 +172,6 @@ class StepModes:
         else:
             self._adopt(capture, record, step.calls, is_whole=not runner.state.refusal)
 
-    def list_activities(self, trace: Trace) -> tuple[Activity, ...]:
-        """Return the activities of the last step, if it was a planned one of this trace."""
-        followed = self._followed
-        return followed[1] if followed is not None and followed[0] is trace else ()
-
     def _begin_paging(self, *, may_move: bool) -> None:
         self._pager.begin_step(self._cache.lease.device_bytes, may_move=may_move and self._moves_state)
 
@@ -218,7 +211,7 @@ class StepModes:
         why = "; ".join(filter(None, (step.unwatched, "" if state is None else state.drift)))
         record = self._metering.record(mode, step.seconds, state, meter, why)
         if followed is not None and state is not None:
-            self._followed = (followed.planned.trace, state.activity_log.finish())
+            followed.activities = state.activity_log.finish()
             self._cache.record_hit(followed, step.calls)
         elif self._cache.record_miss(() if state is None else state.saved_tensors.sizes):
             self._has_recurred = True

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import html.parser
+import itertools
 import json
 import math
 import pickle
@@ -77,7 +78,7 @@ def test_blocks_classes_and_forecast_agree(job: tuple[Trace, Costs]) -> None:
                 for offset, block in zip(layout.offsets, step.blocks, strict=True)
                 if block.begin_tick <= tick < block.end_tick
             )
-            assert all(low + size <= high for (low, size), (high, _) in zip(there, there[1:], strict=False))
+            assert all(low + size <= high for (low, size), (high, _) in itertools.pairwise(there))
             held = sum(step.bytes_by_class[name][tick] for name in CLASSES if name not in ("workspace", "replays"))
             assert sum(size for _, size in there) == held
 
@@ -102,7 +103,7 @@ def test_lanes_agree_with_the_forecast(job: tuple[Trace, Costs]) -> None:
     assert len(busy[Lane.COMPUTE]) == sum(seconds > 0 for seconds in costs.op_seconds)
     for lane in (Lane.COMPUTE, Lane.OFFLOAD, Lane.RELOAD, Lane.RECOMPUTE):
         ends = [(each.begin, each.end) for each in busy[lane]]
-        assert all(end <= begin + 1e-9 for (_, end), (begin, _) in zip(ends, ends[1:], strict=False)), lane
+        assert all(end <= begin + 1e-9 for (_, end), (begin, _) in itertools.pairwise(ends)), lane
     assert plan.count_gaps(Choice.RECOMPUTE) >= len(plan.segments)
 
 

@@ -6,7 +6,7 @@ import dataclasses
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from elbowroom.cli.commands.report import load_journal
+from elbowroom.cli.journal_files import load_journal
 from elbowroom.cli.sources import find_costs, load_plan, load_trace
 from elbowroom.cli.terminal import Terminal
 from elbowroom.errors import TraceError, UsageError

@@ -60,7 +60,6 @@ class VirtualDevice:
     def __init__(self, costs: Costs, sizes: Sequence[int], rounded: Sequence[int], overflow: Overflow | None) -> None:
         self._lanes = Lanes(costs.link)
         self._link = costs.link
-        self._drag = costs.link.drag_seconds_per_byte
         self._sizes, self._rounded = sizes, rounded
         self._overflow = overflow
         self.entry = 0
@@ -147,7 +146,7 @@ class VirtualDevice:
             return
         done = self._done[storage] = self._lanes.send(nbytes, now)
         self.activities.append(Activity(Lane.OFFLOAD, storage, done - offload_seconds(self._link, nbytes), done))
-        self._delay(nbytes * self._drag, storage)
+        self._delay(nbytes * self._link.drag_seconds_per_byte, storage)
 
     def reload(self, storage: int) -> None:
         """Start copying a storage back; if its copy is on the disk, wait until all is read."""
@@ -165,7 +164,7 @@ class VirtualDevice:
             return
         done = self._done[storage] = self._lanes.fetch(nbytes, now)
         self.activities.append(Activity(Lane.RELOAD, storage, done - reload_seconds(self._link, nbytes), done))
-        self._delay(nbytes * self._drag, storage)
+        self._delay(nbytes * self._link.drag_seconds_per_byte, storage)
 
     def wait(self, storage: int) -> float:
         """Wait for the last transfer of a storage. Return the seconds waited."""

@@ -1,4 +1,4 @@
-"""What the page shows, and its conversion to JSON: columns of numbers, and tables of names that they refer to."""
+"""Content of the page, and its conversion to JSON: columns of numbers, and tables of names that they refer to."""
 
 from __future__ import annotations
 

@@ -104,18 +104,33 @@ function describeColumn(data, curve, classes, items) {
 
 // -- rectangles -------------------------------------------------------------------------------------------------------
 
-function drawRectangle(params, api, corners, style) {
+const EMPHASIS = { style: { stroke: "#111111", lineWidth: 1.5 } };
+
+function findScale(params, api) {
+  // Both axes are linear, so two places are enough for all rectangles of one drawing.
+  if (!params.context.scale) {
+    const [left, bottom] = api.coord([0, 0]);
+    const [right, top] = api.coord([1, 1]);
+    params.context.scale = { left: left, bottom: bottom, across: right - left, up: bottom - top };
+  }
+  return params.context.scale;
+}
+
+function drawBlock(data, index, params, api, style) {
   const area = params.coordSys;
-  const [left, top] = api.coord(corners[0]);
-  const [right, bottom] = api.coord(corners[1]);
-  const x = Math.max(left, area.x);
-  const y = Math.max(top, area.y);
-  const width = Math.min(right, area.x + area.width) - x;
-  const height = Math.min(bottom, area.y + area.height) - y;
+  const blocks = data.blocks;
+  const { left, bottom, across, up } = findScale(params, api);
+  const x = Math.max(left + blocks.begin[index] * across, area.x);
+  const width = Math.min(left + blocks.end[index] * across, area.x + area.width) - x;
+  const y = Math.max(bottom - (blocks.offset[index] + blocks.nbytes[index]) * up, area.y);
+  const height = Math.min(bottom - blocks.offset[index] * up, area.y + area.height) - y;
   if (width <= 0 || height <= 0) return null;
-  if (height < 4 || width < 4) style = Object.assign(style, { lineWidth: Math.min(style.lineWidth, 1) - 0.25 });
+  if (height >= 4 && width >= 4) {
+    style.stroke = "#ffffff";
+    style.lineWidth = 0.25;
+  }
   return { type: "rect", shape: { x: x, y: y, width: Math.max(width, 0.6), height: Math.max(height, 0.2) },
-    style: style, emphasis: { style: { stroke: "#111111", lineWidth: 1.5 } }, transition: [] };
+    style: style, emphasis: EMPHASIS };
 }
 
 const LANES = ["compute", "recompute", "stall", "offload", "reload", "disk"];
@@ -148,7 +163,7 @@ function makeLaneOption(data, rows, lastSecond) {
         if (width <= 0) return null;
         return { type: "rect", shape: { x: x, y: middle - half, width: Math.max(width, 0.8), height: 2 * half },
           z2: lane === "stall" ? 2 : 1, style: { fill: data.colours.lanes[lane] },
-          emphasis: { style: { stroke: "#111111", lineWidth: 1.5 } } };
+          emphasis: EMPHASIS };
       },
     }],
   };
@@ -181,8 +196,7 @@ function makeBlockOption(data, most, lastSecond, paint) {
       type: "custom", progressive: 0, animation: false, encode: { x: [1, 2], y: [3, 4] },
       data: blocks.storage.map((storage, index) => [index, blocks.begin[index], blocks.end[index],
         blocks.offset[index], blocks.offset[index] + blocks.nbytes[index]]),
-      renderItem: (params, api) => drawRectangle(params, api, [[api.value(1), api.value(4)],
-        [api.value(2), api.value(3)]], paint(api.value(0))),
+      renderItem: (params, api) => drawBlock(data, params.dataIndex, params, api, paint(params.dataIndex)),
     }],
   };
 }

@@ -1,7 +1,7 @@
 // The page: fills in the data, links the zoom of the charts, and answers hovering and clicks.
 const data = JSON.parse(document.getElementById("data").textContent);
 const charts = {};
-const state = { colouring: "class", module: null, block: null };
+const state = { colouring: "class", module: null, block: null, mark: null };
 
 // -- names and decisions ----------------------------------------------------------------------------------------------
 
@@ -200,9 +200,7 @@ function paint(block) {
   const storage = data.blocks.storage[block];
   const colour = state.colouring === "class" ? data.colours.classes[CLASS_NAMES[data.storages.class[storage]]]
     : data.colours.choices[decisionOf[storage]];
-  const isSelected = state.block === block;
-  return { fill: colour, opacity: isInModule(storage) ? 0.92 : 0.13, stroke: isSelected ? "#111111" : "#ffffff",
-    lineWidth: isSelected ? 2 : 0.25 };
+  return { fill: colour, opacity: isInModule(storage) ? 0.92 : 0.13 };
 }
 
 function repaint() {
@@ -223,7 +221,28 @@ function listClassLegend() {
 function selectBlock(block) {
   state.block = block;
   document.getElementById("detail").innerHTML = describeBlock(data, block, true);
-  repaint();
+  markSelection();
+}
+
+function markSelection() {
+  // Drawn above the chart, so that a click need not draw all blocks again.
+  if (state.block === null) return;
+  const blocks = data.blocks;
+  const end = state.block;
+  const [left, top] = charts.blocks.convertToPixel({ gridIndex: 0 }, [blocks.begin[end],
+    blocks.offset[end] + blocks.nbytes[end]]);
+  const [right, bottom] = charts.blocks.convertToPixel({ gridIndex: 0 }, [blocks.end[end], blocks.offset[end]]);
+  const grid = charts.blocks.getModel().getComponent("grid").coordinateSystem.getRect();
+  const clip = (value, least, most) => Math.min(Math.max(value, least), most);
+  const x = clip(left, grid.x, grid.x + grid.width);
+  const y = clip(top, grid.y, grid.y + grid.height);
+  if (!state.mark) {
+    state.mark = new echarts.graphic.Rect({ silent: true, z: 100, style: { fill: "none", stroke: "#111111",
+      lineWidth: 2 } });
+    charts.blocks.getZr().add(state.mark);
+  }
+  state.mark.setShape({ x: x, y: y, width: clip(right, grid.x, grid.x + grid.width) - x,
+    height: clip(bottom, grid.y, grid.y + grid.height) - y });
 }
 
 function listLaneRows() {
@@ -300,6 +319,7 @@ function start() {
     .concat(data.front.bounds.length ? [["no plan can beat", "#111111", "line"]] : [],
       data.budget_bytes ? [["budget", "#888888", "line solid"]] : []));
   linkZoom(["plain", "planned", "lanes", "blocks"]);
+  charts.blocks.on("datazoom", markSelection);
   charts.blocks.on("click", (item) => selectBlock(item.value[0]));
   document.getElementById("list").addEventListener("click", (event) => {
     const row = event.target.closest("tr[data-block]");
@@ -317,7 +337,7 @@ function start() {
     if (window.innerWidth === width) return;
     width = window.innerWidth;
     clearTimeout(pending);
-    pending = setTimeout(() => { drawCharts(); repaint(); }, 120);
+    pending = setTimeout(() => { drawCharts(); repaint(); markSelection(); }, 120);
   });
   document.documentElement.dataset.ready = "yes";
 }
