@@ -13,6 +13,7 @@ from elbowroom.errors import TraceError, UsageError
 from elbowroom.ir import files
 from elbowroom.ir.check import check, check_noun, check_trace
 from elbowroom.ir.costs import Costs
+from elbowroom.ir.digest import digest
 from elbowroom.ir.journal import NO_STEPS, Journal
 from elbowroom.ir.plan import Plan
 from elbowroom.ir.run_step import RUN_STEP_VERSION, RunStep
@@ -108,6 +109,9 @@ def _load_run_step(path: Path) -> RunStep | None:
     try:
         check_trace(step.trace)
         check_noun(step.costs)
+        for value in (step.plan, step.costs):
+            if value.trace_digest != digest(step.trace):
+                raise TraceError(f"its {type(value).__name__} is for another trace than its own")
         check(step.trace, step.plan)
     except TraceError as error:
         raise TraceError(f"{path}: {error}") from error

@@ -9,7 +9,7 @@ from __future__ import annotations
 import pickle
 from typing import Any
 
-from elbowroom.ir.labels import name_module, shorten
+from elbowroom.ir.labels import name_module, name_storage, shorten
 from elbowroom.report.step_view import WORKSPACE, Block, StepView, lay_out_blocks
 
 ADDRESS = 0x7F0000000000
@@ -123,7 +123,7 @@ def _list_last_blocks(view: StepView, last: list[tuple[int, Block]], total: int)
 
 def _make_frames(view: StepView, block: Block) -> list[dict[str, Any]]:
     home = view.trace.storages[block.storage]
-    return [_make_frame(f"{shorten(home.label)} ({home.role})", home.module, home.line)]
+    return [_make_frame(f"{name_storage(home)} ({home.role})", home.module, home.line)]
 
 
 def _make_frame(what: str, module: str | None, line: str) -> dict[str, Any]:

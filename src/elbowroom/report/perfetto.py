@@ -10,7 +10,7 @@ import json
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from elbowroom.ir.labels import name_module, shorten
+from elbowroom.ir.labels import name_module, name_storage, shorten
 from elbowroom.ir.timeline import Activity, Lane
 from elbowroom.report.step_view import CLASSES, StepView
 
@@ -62,7 +62,7 @@ def _describe(view: StepView, activity: Activity, process: int) -> dict[str, Any
         details = {"op": op.name, "module": None if op.module is None else name_module(op.module), "line": op.line}
     elif 0 <= subject < len(trace.storages):
         home = trace.storages[subject]
-        name = f"{activity.lane} {shorten(home.label)}"
+        name = f"{activity.lane} {name_storage(home)}"
         details = {"storage": subject, "nbytes": home.nbytes, "class": str(home.role), "module": home.module}
     return {
         "ph": "X",

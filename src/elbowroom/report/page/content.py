@@ -10,9 +10,8 @@ from typing import Any
 import numpy as np
 
 from elbowroom.ir.journal import NO_STEPS, Journal
-from elbowroom.ir.labels import name_module, shorten
+from elbowroom.ir.labels import name_module, name_storage, shorten
 from elbowroom.ir.timeline import Activity, Lane
-from elbowroom.ir.trace import PERSISTENT_ROLES, Storage
 from elbowroom.report.choice_costs import ChoiceCosts, list_choice_costs
 from elbowroom.report.colours import CHOICE_COLOURS, CLASS_COLOURS, LANE_COLOURS
 from elbowroom.report.modules import count_by_module
@@ -159,14 +158,10 @@ def _describe_storages(view: StepView, names: _Names) -> dict[str, Any]:
     return {
         "nbytes": [each.nbytes for each in storages],
         "class": [CLASSES.index(str(each.role)) for each in storages],
-        "label": [names.place(_name_label(each)) for each in storages],
+        "label": [names.place(name_storage(each)) for each in storages],
         "module": [-1 if each.module is None else names.place(each.module) for each in storages],
         "line": [names.place(each.line) for each in storages],
     }
-
-
-def _name_label(storage: Storage) -> str:
-    return storage.label if storage.role in PERSISTENT_ROLES else shorten(storage.label)
 
 
 def _describe_gaps(costs: Sequence[ChoiceCosts], names: _Names) -> dict[str, Any]:

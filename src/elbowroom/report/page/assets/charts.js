@@ -178,7 +178,7 @@ function describeActivity(data, rows, value) {
   let what = "a replay of dropped storages";
   if (lane === "compute") {
     what = `<b>${escapeHtml(data.names[data.ops.name[subject]])}</b> in ${nameModule(data, data.ops.module[subject])}`;
-  } else if (subject >= 0) {
+  } else if (subject >= 0 && subject < data.storages.nbytes.length) {
     const verb = { stall: "waiting for", offload: "offload of", reload: "reload of", disk: "disk: " }[lane];
     what = `${verb} <b>${nameStorage(data, subject)}</b>, ${formatBytes(data.storages.nbytes[subject])}`;
   }
