@@ -62,9 +62,7 @@ class Browser:
 
     def move(self, x: float, y: float) -> None:
         """Move the mouse to a place of the window."""
-        action = {"type": "pointerMove", "duration": 0, "x": round(x), "y": round(y), "origin": "viewport"}
-        source = {"type": "pointer", "id": "mouse", "parameters": {"pointerType": "mouse"}, "actions": [action]}
-        _call(f"{self._root}/actions", {"actions": [source]})
+        self.command("Input.dispatchMouseEvent", type="mouseMoved", x=x, y=y)
 
     def command(self, name: str, **parameters: Any) -> Any:
         """Send one command of the Chrome DevTools protocol."""

@@ -141,11 +141,10 @@ function makeLaneOption(data, rows, lastSecond) {
     for (const index of row.items) items.push([place, row.lanes.begin[index], row.lanes.end[index], index]);
   });
   return {
-    animation: false, grid: makeGrid({ left: isNarrow() ? 76 : 130, top: 6 }),
+    animation: false, grid: makeGrid({ left: isNarrow() ? 78 : 138, top: 6 }),
     xAxis: makeTimeAxis(lastSecond, "time in the step"),
     yAxis: { type: "category", data: rows.map((row) => row.name), inverse: true, axisTick: { show: false },
-      splitLine: { show: true, lineStyle: { color: LINE } }, axisLabel: { width: isNarrow() ? 66 : 120,
-        overflow: "break", interval: 0 } },
+      splitLine: { show: true, lineStyle: { color: LINE } }, axisLabel: { interval: 0, lineHeight: 13 } },
     dataZoom: makeZooms(false, false),
     tooltip: makeTooltip((item) => describeActivity(data, rows, item.value), "item"),
     series: [{
@@ -182,7 +181,7 @@ function describeActivity(data, rows, value) {
     const verb = { stall: "waiting for", offload: "offload of", reload: "reload of", disk: "disk: " }[lane];
     what = `${verb} <b>${nameStorage(data, subject)}</b>, ${formatBytes(data.storages.nbytes[subject])}`;
   }
-  return `${what}<br><em>${escapeHtml(row.name)}: ${times}</em>`;
+  return `${what}<br><em>${escapeHtml(row.name.replace("\n", " "))}: ${times}</em>`;
 }
 
 function makeBlockOption(data, most, lastSecond, paint) {

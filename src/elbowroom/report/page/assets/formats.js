@@ -19,7 +19,7 @@ function formatSeconds(seconds) {
 }
 
 function chooseByteUnit(most) {
-  return UNITS.find(([, size]) => most >= 2 * size) || ["B", 1];
+  return UNITS.find(([, size]) => most >= size) || ["B", 1];
 }
 
 function chooseTimeUnit(most) {

@@ -12,7 +12,7 @@ function nameModule(data, place) {
 function nameStorage(data, storage) {
   const label = escapeHtml(data.names[data.storages.label[storage]]);
   const module = data.storages.module[storage];
-  return module < 0 || label.startsWith(escapeHtml(data.names[module]) + ".") || !data.names[module]
+  return module < 0 || label.includes(escapeHtml(data.names[module]) + ".") || !data.names[module]
     ? label : `${label} of ${escapeHtml(data.names[module])}`;
 }
 
@@ -254,7 +254,8 @@ function listLaneRows() {
         if (LANES[lane] === name || (name === "compute" && LANES[lane] === "stall")) items.push(index);
       });
       const title = suffix && name === "compute" ? "stall" : name; // ops of a real step are not timed one by one
-      if (items.length || !suffix) rows.push({ name: title + suffix, lanes: lanes, items: items });
+      if (items.length || !suffix) rows.push({ name: title + (isNarrow() ? suffix.replace(" ", "\n") : suffix),
+        lanes: lanes, items: items });
     }
   }
   return rows;
