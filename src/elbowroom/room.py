@@ -291,7 +291,7 @@ class Room:
     def list_activities(self) -> tuple[Activity, ...]:
         """Return copies, waits and replays of the last step that followed the plan of `planned`.
 
-        Moves of model state, and copies on the streams of a CUDA device, are not included.
+        Copies on the streams of a CUDA device are not included. The storages of model state are not named.
         """
         return () if (current := self._cache.current) is None else current.activities
 

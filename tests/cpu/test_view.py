@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import pathlib
 import pickle
@@ -98,14 +99,31 @@ def test_a_run_keeps_its_step_beside_its_journal(folder: pathlib.Path) -> None:
     step: RunStep = files_of_nouns.load_fields({"step": RunStep}, folder / "run.json")["step"]
     assert step.trace == elbowroom.load(Trace, folder / "trace.json")
     last = journal.steps[-1]
-    storages = {each.subject: step.trace.storages[each.subject] for each in step.activities if each.subject >= 0}
     assert all(0 <= each.begin < each.end <= last.seconds + 1 for each in step.activities)
-    lanes = [each.lane for each in step.activities]
-    reloads = sum(storages[each.subject].nbytes for each in step.activities if each.lane is Lane.RELOAD)
-    assert 0 < reloads <= last.reloaded_bytes
-    assert lanes.count(Lane.RECOMPUTE) <= last.recomputed
-    moved = {decision.storage for decision in step.plan.decisions}
-    assert {each.subject for each in step.activities if each.lane in (Lane.OFFLOAD, Lane.RELOAD)} <= moved
+    assert [each.lane for each in step.activities].count(Lane.RECOMPUTE) <= last.recomputed
+    named = [each for each in step.activities if each.subject >= 0]
+    assert {each.subject for each in named} <= {decision.storage for decision in step.plan.decisions}
+    reloads = [step.trace.storages[each.subject].nbytes for each in named if each.lane is Lane.RELOAD]
+    assert 0 < sum(reloads) <= last.reloaded_bytes
+    assert (
+        sum(each.end - each.begin for each in step.activities if each.lane is Lane.STALL) <= last.stall_seconds + 1e-6
+    )
+
+
+def test_replays_of_a_real_step_are_timed() -> None:
+    model, optimizer, step = make_job()
+    profile = make_profile.__wrapped__()  # type: ignore[attr-defined]
+    with elbowroom.fit(model, optimizer, "4800KiB", profile=profile, strategy="recompute_all") as room:
+        for _ in range(4):
+            with room.step():
+                step()
+        last = room.journal().steps[-1]
+        found = room.list_activities()
+    replays = [each for each in found if each.lane is Lane.RECOMPUTE]
+    assert 0 < len(replays) <= last.recomputed
+    assert 0 < sum(each.end - each.begin for each in replays) < last.seconds
+    offloads = [each for each in found if each.lane is Lane.OFFLOAD]
+    assert all(begin.end <= end.begin for begin, end in itertools.pairwise(offloads))  # one thread makes them
 
 
 def test_the_page_of_a_run(folder: pathlib.Path, tmp_path: pathlib.Path) -> None:

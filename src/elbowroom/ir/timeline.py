@@ -22,7 +22,8 @@ class Activity:
     """Work of one lane during some seconds of a step.
 
     Attributes:
-        subject: id of the storage that moves or is waited for; index in `Trace.ops` of an op; -1 for a replay.
+        subject: id of the storage that moves or is waited for; index in `Trace.ops` of an op; -1 for a replay, and for
+            a storage that is not known.
         begin, end: seconds since the step began.
     """
 

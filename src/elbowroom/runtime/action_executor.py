@@ -16,7 +16,6 @@ from elbowroom.hooks.dispatch_keys import Hidden
 from elbowroom.hooks.exposed_memory import is_shared
 from elbowroom.ir.actions import Action, Offload, Recompute, Release, Reload, Wait
 from elbowroom.ir.events import StorageFreed, StorageRestored
-from elbowroom.ir.timeline import Lane
 from elbowroom.residency.machine import State, count_reads
 from elbowroom.runtime.event_log import FREED
 from elbowroom.runtime.memory_guard import MemoryGuard
@@ -113,8 +112,7 @@ class ActionExecutor:
         """Wait for the last transfer of a storage."""
         if saved.copy is not None:
             try:
-                with self._state.activity_log.noting(Lane.STALL, saved.record.id):
-                    self._transfers.finish(saved.copy)
+                self._transfers.finish(saved.copy)
             except TierError as error:
                 if saved.storage is not None:
                     # It was coming back, and there is nothing else to give autograd; but its copy is still there.
@@ -199,7 +197,7 @@ class ActionExecutor:
         try:
             with Hidden():
                 saved.copy = self._transfers.offload(storage, slot)
-            self._state.activity_log.note_copy(Lane.OFFLOAD, saved.record.id, saved.copy)
+            self._state.activity_log.name_transfer(saved.copy, saved.record.id)
         except TierError as error:
             if not self._keep(saved, str(error)):
                 raise
@@ -231,7 +229,7 @@ class ActionExecutor:
             self._make_room(nbytes, f"a reload of {saved.nbytes} bytes")
         with Hidden():
             saved.storage = self._transfers.reload(saved.copy)
-        self._state.activity_log.note_copy(Lane.RELOAD, saved.record.id, saved.copy)
+        self._state.activity_log.name_transfer(saved.copy, saved.record.id)
         self._storages.table.put(saved.storage, saved.record)
 
     def _recompute(self, action: Recompute) -> None:
@@ -251,7 +249,7 @@ class ActionExecutor:
                 )
             raise InternalError(f"segment {action.segment} was not recorded")
         if missing:
-            with self._state.activity_log.noting(Lane.RECOMPUTE):
+            with self._state.activity_log.replaying():
                 replay(recordings, missing)
             self._state.recomputed += 1
         for saved in missing:

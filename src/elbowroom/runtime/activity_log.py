@@ -1,4 +1,4 @@
-"""Log of one step's moves, waits and replays, with their times."""
+"""Log of one step's replays, and the storages that its copies are of."""
 
 from __future__ import annotations
 
@@ -8,56 +8,51 @@ from collections.abc import Iterator
 
 from elbowroom.ir.timeline import Activity, Lane
 from elbowroom.runtime.copies import Copy
-from elbowroom.runtime.spill_queue import SpillCopy, SpillJob
+from elbowroom.runtime.spill_queue import SpillCopy
+from elbowroom.runtime.transfers import Transfers
 
-MOST_ACTIVITIES = 100_000
-"""Limit on what one step records; further activities are not."""
+MOST_REPLAYS = 100_000
+"""Limit on what one step records."""
 
 LEAST_SECONDS = 2e-5
 """Shorter waits and replays are left out: asking whether a copy is done takes some microseconds, too."""
 
 
 class ActivityLog:
-    """Records what a step does beside its ops.
-
-    The times of copies are those of the thread that makes them; copies on streams of a device are not recorded.
-    """
+    """Records what a step does beside its ops."""
 
     def __init__(self) -> None:
         self._origin = time.perf_counter()
-        self._jobs: list[tuple[Lane, int, SpillJob]] = []
-        self._spans: list[Activity] = []
+        self._replays: list[Activity] = []
 
     def begin(self) -> None:
         """Set the beginning of the step to now."""
         self._origin = time.perf_counter()
 
-    def note_copy(self, lane: Lane, storage: int, copy: Copy) -> None:
-        """Record the last transfer of a copy, which has begun."""
-        is_spilled = isinstance(copy, SpillCopy) and copy.last is not None
-        if is_spilled and len(self._jobs) < MOST_ACTIVITIES:
-            assert isinstance(copy, SpillCopy) and copy.last is not None
-            self._jobs.append((lane, storage, copy.last))
+    def name_transfer(self, copy: Copy, storage: int) -> None:
+        """Note the storage that the last transfer of a copy moves."""
+        if isinstance(copy, SpillCopy) and copy.last is not None:
+            copy.last.subject = storage
 
     @contextlib.contextmanager
-    def noting(self, lane: Lane, storage: int = -1) -> Iterator[None]:
-        """Return a context whose duration is recorded."""
+    def replaying(self) -> Iterator[None]:
+        """Return a context in which a segment is replayed."""
         begin = time.perf_counter()
         try:
             yield
         finally:
-            if len(self._spans) < MOST_ACTIVITIES:
-                self._spans.append(Activity(lane, storage, begin, time.perf_counter()))
+            if len(self._replays) < MOST_REPLAYS:
+                self._replays.append(Activity(Lane.RECOMPUTE, -1, begin, time.perf_counter()))
 
-    def finish(self) -> tuple[Activity, ...]:
-        """Return the activities in order of their begin, and forget them; transfers under way are left out."""
-        found = [
-            Activity(lane, storage, job.begin, job.end) for lane, storage, job in self._jobs if job.is_done and job.end
+    def finish(self, transfers: Transfers) -> tuple[Activity, ...]:
+        """Return replays, transfers and waits in order of their begin, in seconds since the step began."""
+        found = [*transfers.list_activities(), *self._replays]
+        self._replays = []
+        shifted = [
+            Activity(each.lane, each.subject, max(0.0, each.begin - self._origin), each.end - self._origin)
+            for each in found
+            if each.end > self._origin
         ]
-        found += [each for each in self._spans if each.end - each.begin > LEAST_SECONDS]
-        self._jobs = []
-        self._spans = []
-        shifted = (
-            Activity(each.lane, each.subject, each.begin - self._origin, each.end - self._origin) for each in found
-        )
-        return tuple(sorted(shifted, key=lambda each: (each.begin, each.lane, each.subject)))
+        brief = {Lane.STALL, Lane.RECOMPUTE}
+        kept = [each for each in shifted if each.lane not in brief or each.end - each.begin > LEAST_SECONDS]
+        return tuple(sorted(kept, key=lambda each: (each.begin, each.lane, each.subject)))

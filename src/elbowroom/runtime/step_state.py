@@ -35,7 +35,7 @@ class StepState:
         recomputed: number of segments replayed.
         drift: reason why the step matches no candidate; "" while it matches one.
         given_up: reason why storages could not be recomputed when the step ended; "" if all could.
-        activity_log: of the moves of saved storages, waits and replays.
+        activity_log: of the step.
     """
 
     phase: Phase

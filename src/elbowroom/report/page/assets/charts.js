@@ -174,7 +174,7 @@ function describeActivity(data, rows, value) {
   const lane = LANES[row.lanes.lane[index]];
   const subject = row.lanes.subject[index];
   const times = `${formatSeconds(value[2] - value[1])}, from ${formatSeconds(value[1])} to ${formatSeconds(value[2])}`;
-  let what = "a replay of dropped storages";
+  let what = lane === "recompute" ? "a replay of dropped storages" : `${lane} of model state`;
   if (lane === "compute") {
     what = `<b>${escapeHtml(data.names[data.ops.name[subject]])}</b> in ${nameModule(data, data.ops.module[subject])}`;
   } else if (subject >= 0 && subject < data.storages.nbytes.length) {
