@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from elbowroom.ir.timeline import Activity, Lane
 from elbowroom.runtime.copies import Copy
 from elbowroom.runtime.spill_queue import SpillCopy
-from elbowroom.runtime.transfers import Transfers
+from elbowroom.runtime.transfers import ThreadTransfers, Transfers
 
 MOST_REPLAYS = 100_000
 """Limit on what one step records."""
@@ -46,7 +46,9 @@ class ActivityLog:
 
     def finish(self, transfers: Transfers) -> tuple[Activity, ...]:
         """Return replays, transfers and waits in order of their begin, in seconds since the step began."""
-        found = [*transfers.list_activities(), *self._replays]
+        # Of copies on streams, the host knows when they were requested, not when they ran.
+        moved = transfers.list_activities() if isinstance(transfers, ThreadTransfers) else []
+        found = [*moved, *self._replays]
         self._replays = []
         shifted = [
             Activity(each.lane, each.subject, max(0.0, each.begin - self._origin), each.end - self._origin)

@@ -23,7 +23,6 @@ import torch
 from elbowroom.cost.transfers import STAGING_BYTES, count_piece_bytes
 from elbowroom.errors import InternalError, TierFull, TransferFailed, UsageError
 from elbowroom.ir.placement import CopySlot, Placement
-from elbowroom.ir.timeline import Activity
 from elbowroom.runtime.copies import Copy, Extent, Record, Records
 from elbowroom.runtime.staging import Staging
 from elbowroom.runtime.stream_copies import StreamCopy
@@ -80,9 +79,6 @@ class StreamTransfers:
         self._in_flight.stall_seconds = 0.0
         self.offloaded_bytes = 0
         self.reloaded_bytes = 0
-
-    def list_activities(self) -> list[Activity]:
-        return []  # the host knows when copies were requested, not when they ran
 
     @property
     def _copies(self) -> int:

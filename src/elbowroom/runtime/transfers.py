@@ -18,7 +18,7 @@ from elbowroom.runtime.spill_queue import SpillCopy, SpillJob, SpillQueue
 from elbowroom.tiers.disk import SpillFile
 
 MOST_ACTIVITIES = 100_000
-"""Limit on the transfers, and on the waits, that are remembered for `Transfers.list_activities`."""
+"""Limit on the transfers, and on the waits, that are remembered for `list_activities`."""
 
 Finish = Callable[[], None]
 """Makes later compute wait for a transfer."""
@@ -41,13 +41,6 @@ class Transfers(Protocol):
 
     def reset_figures(self) -> None:
         """Start counting seconds and bytes from zero."""
-        ...
-
-    def list_activities(self) -> list[Activity]:
-        """Return transfers that have ended, and waits, since figures were reset, in seconds of `time.perf_counter`.
-
-        Empty for transfers whose times the host does not know.
-        """
         ...
 
     def prepare(self, placement: Placement, *, gives_back: bool) -> None:
@@ -138,6 +131,7 @@ class ThreadTransfers:
         self._waits = deque[Activity](maxlen=MOST_ACTIVITIES)
 
     def list_activities(self) -> list[Activity]:
+        """Return transfers that have ended, and waits, since figures were reset, in seconds of `time.perf_counter`."""
         moved = [
             Activity(Lane.OFFLOAD if job.is_out else Lane.RELOAD, job.subject, job.begin, job.end)
             for job in self._jobs
