@@ -305,11 +305,8 @@ def read_host_memory(text: str | None) -> int | None:
     return read_amount("--host-memory", text)
 
 
-def save(value: object, path: pathlib.Path | None, beside: Mapping[str, Any] | None = None) -> str | None:
+def save(value: object, path: pathlib.Path | None) -> str | None:
     """Write a value to `path` and return its name; do nothing if `path` is None.
-
-    Args:
-        beside: see `ir.files.save`.
 
     Raises:
         UsageError: the folder does not exist or is not writable.
@@ -317,7 +314,7 @@ def save(value: object, path: pathlib.Path | None, beside: Mapping[str, Any] | N
     if path is None:
         return None
     try:
-        files.save(value, path, beside)
+        files.save(value, path)
     except OSError as error:
         raise UsageError(f"cannot write {path}: {error.strerror or error}") from error
     return str(path)

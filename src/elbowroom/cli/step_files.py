@@ -33,6 +33,7 @@ class StepFiles:
     Attributes:
         plan: None for the plain step.
         budget_bytes: 0 if there is none.
+        host_bytes: capacity of the tier below; None for unlimited.
         activities: measured; empty if none were recorded.
     """
 
@@ -41,6 +42,7 @@ class StepFiles:
     plan: Plan | None
     budget_bytes: int
     journal: Journal = NO_STEPS
+    host_bytes: int | None = None
     activities: tuple[Activity, ...] = ()
 
 
@@ -85,6 +87,7 @@ def load_step(
         plan=found.plan,
         budget_bytes=found.budget_bytes,
         journal=journal,
+        host_bytes=found.host_bytes,
         activities=found.activities,
     )
 

@@ -19,7 +19,7 @@ def write_page(terminal: Terminal, step: StepFiles, path: Path) -> None:
     Raises:
         UsageError: the folder does not exist or is not writable.
     """
-    content = make_page(terminal, step)
+    content = make_page(terminal, step, step.host_bytes)
     write_bytes(path, content)
     terminal.show_text(f"page of {step.trace.name}: {format_bytes(len(content))} written to {path}")
 

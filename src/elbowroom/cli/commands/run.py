@@ -39,7 +39,6 @@ from elbowroom.config import CHOICES
 from elbowroom.errors import UsageError
 from elbowroom.ir.files import to_json, version_of
 from elbowroom.ir.hardware import HardwareProfile
-from elbowroom.ir.run_step import RUN_STEP_VERSION, RunStep
 from elbowroom.planner.options import find_managed, find_strategy
 from elbowroom.residency import policies
 from elbowroom.units import format_bytes, format_seconds
@@ -101,7 +100,7 @@ def run(
         )  # fmt: skip
         if stopped is None or room.journal().steps:
             # Write the journal first, since the rest takes time and Ctrl-C may come again.
-            written = save(room.journal(), output, _list_beside(room) if output is not None else None)
+            written = _save_run(room, output)
             if room.planned is not None:
                 save(room.planned.trace, save_trace)
                 save(room.planned.plan, save_plan)
@@ -190,19 +189,15 @@ def _train(
     return room, losses, stopped
 
 
-def _list_beside(room: Room) -> dict[str, Any]:
-    """Return the planned step, for the page; empty if the run planned none."""
-    planned = room.planned
-    if planned is None:
-        return {}
-    step = RunStep(
-        trace=planned.trace,
-        costs=planned.costs,
-        plan=planned.plan,
-        budget_bytes=room.budget_bytes,
-        activities=room.list_activities(),
-    )
-    return {"step": to_json(step), "step_version": RUN_STEP_VERSION}
+def _save_run(room: Room, path: Path | None) -> str | None:
+    """Write a run and return the name of the file; do nothing if `path` is None."""
+    if path is None:
+        return None
+    try:
+        room.save_run(path)
+    except OSError as error:
+        raise UsageError(f"cannot write {path}: {error.strerror or error}") from error
+    return str(path)
 
 
 def _list_fields(room: Room, workload: Workload, losses: Sequence[float]) -> dict[str, Any]:

@@ -68,7 +68,7 @@ def view(
         step = load_step(
             terminal, file, trace_file=trace_file, plan_file=plan_file, hardware=hardware, costs_file=costs_file
         )
-        host_bytes = read_host_memory(host_memory)
+        host_bytes = step.host_bytes if host_memory is None else read_host_memory(host_memory)
         content = _write(terminal, step, host_bytes, written_format, front_file, bounds)
         write_bytes(output, content)
         terminal.show_text(f"{step.trace.name}: {format_bytes(len(content))} written to {output}")

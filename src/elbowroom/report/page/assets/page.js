@@ -41,7 +41,7 @@ function describeGap(gap) {
       ? `${formatSeconds(gaps.exposed[gap])} of delay` : "hidden behind compute")
     : "not possible";
   const recompute = gaps.replay[gap] === null ? "not possible"
-    : `${formatSeconds(gaps.replay[gap])}, ${gaps.replay_ops[gap]} op${gaps.replay_ops[gap] === 1 ? "" : "s"}`;
+    : `${formatSeconds(gaps.replay[gap])} if alone, ${gaps.replay_ops[gap]} op${gaps.replay_ops[gap] === 1 ? "" : "s"}`;
   const rows = [["keep", keep], ["offload", offload], ["recompute", recompute]].map(([choice, text]) =>
     `<tr><td>${choice === gaps.decision[gap] ? "<b>" + choice + "</b> ✓" : choice}</td><td>${text}</td></tr>`).join("");
   return `<div><em>unused for ${formatSeconds(gaps.seconds[gap])}; each choice would cost:</em><table>${rows}</table>` +
