@@ -104,7 +104,7 @@ def draw_throughput(batches: Batches, title: str, path: Path) -> None:
         axes.axvline(
             largest.batch, color=colour, linestyle=":", linewidth=1.2, label=f"largest that fits: {largest.batch}"
         )
-    axes.set(xlabel="batch size (samples)", ylabel="throughput (samples per second)")
+    axes.set(xlabel="batch size (samples)", ylabel="samples per second")
     axes.set_title(title, fontsize=11)
     axes.set_xlim(left=0)
     axes.set_ylim(bottom=0)
