@@ -158,6 +158,28 @@ def test_a_module_marks_its_blocks_and_zoom_is_linked(
         assert (round(zoom["start"]), round(zoom["end"])) == (20, 60), name
 
 
+def test_names_are_text_and_a_far_budget_is_left_out(
+    tab: Browser, data: dict[str, Any], tmp_path: pathlib.Path
+) -> None:
+    hostile = json.loads(json.dumps(data))
+    hostile["names"] = [f"<img src=x onerror='alert({index})'>&amp;" for index in range(len(data["names"]))]
+    hostile["storages"]["module"] = [0] * len(data["storages"]["module"])
+    hostile["modules"] = [["<b>a</b>.b", 1, 0, 1, 0, 0]]
+    hostile["title"] = "<i>title</i>"
+    hostile["budget_bytes"] = 100 * data["plain"]["peak_bytes"]
+    path = write(hostile, tmp_path)
+    show(tab, path, 1280)
+    tab.move(*find_item(tab, "blocks", 0))
+    assert "<img src=x" in read_tip(tab, "blocks")
+    tab.run("selectBlock(0); document.querySelector('.module').click()")
+    assert tab.run("return document.querySelectorAll('img, b b, #modules b, #title i').length") == 0
+    assert "<b>a</b>" in tab.run("return document.getElementById('modules').innerText")
+    assert tab.take_log("browser") == []
+    assert "far above" in tab.run("return document.getElementById('class-legend').innerText")
+    most = tab.run("return charts.plain.getOption().yAxis[0].max")
+    assert data["plain"]["peak_bytes"] < most < 2 * data["plain"]["peak_bytes"]
+
+
 def multiply_blocks(data: dict[str, Any], step: StepView) -> dict[str, Any]:
     """The page's data with each block cut into many."""
     many = json.loads(json.dumps(data))

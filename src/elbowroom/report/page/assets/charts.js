@@ -249,7 +249,7 @@ function makeFrontOption(data) {
   const front = data.front;
   const points = listFrontPoints(data);
   const all = points.flatMap((each) => each.data).concat(front.bounds);
-  const mostBytes = Math.max(data.budget_bytes, ...all.map((each) => each[0]));
+  const mostBytes = Math.max(isBudgetFar() ? 0 : data.budget_bytes, ...all.map((each) => each[0]));
   const mostSeconds = Math.max(...all.map((each) => each[1]));
   const [byteUnit, byteSize] = chooseByteUnit(mostBytes);
   const [timeUnit, timeSize] = chooseTimeUnit(mostSeconds);

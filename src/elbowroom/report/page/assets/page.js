@@ -276,9 +276,14 @@ function linkZoom(names) {
   }
 }
 
+function isBudgetFar() {
+  return data.budget_bytes > 2 * Math.max(data.plain.peak_bytes, data.planned.peak_bytes);
+}
+
 function listOptions() {
   const seconds = Math.max(data.plain.seconds, data.planned.seconds, 0, ...data.measured_lanes.end);
-  const most = Math.max(data.plain.peak_bytes, data.planned.peak_bytes, data.budget_bytes, 1) * 1.04;
+  const peak = Math.max(data.plain.peak_bytes, data.planned.peak_bytes, 1);
+  const most = Math.max(peak, isBudgetFar() ? 0 : data.budget_bytes) * 1.04;
   const highest = data.blocks.offset.reduce((top, offset, index) => Math.max(top, offset + data.blocks.nbytes[index]), 1);
   const rows = listLaneRows();
   document.getElementById("lanes").style.height = 60 + 34 * rows.length + "px";
@@ -312,7 +317,7 @@ function start() {
   fillList();
   drawCharts();
   repaint();
-  const lines = data.budget_bytes ? [["budget", "#111111", "line"]] : [];
+  const lines = data.budget_bytes ? [[isBudgetFar() ? "budget (far above)" : "budget", "#111111", "line"]] : [];
   fillLegend("class-legend", listClassLegend().concat(lines));
   fillLegend("lane-legend", LANES.map((name) => [name, data.colours.lanes[name]]));
   fillLegend("module-legend", ["keep", "offload", "recompute"].map((name) => [name, data.colours.choices[name]]));
