@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 from hypothesis import given, settings
+from hypothesis import strategies as some
 
 from elbowroom.ir.costs import Costs
 from elbowroom.ir.journal import Journal, Mode
@@ -33,6 +34,7 @@ from elbowroom.report.step_view import CLASSES, StepView, lay_out_blocks, view_s
 from elbowroom.simulator.planned import PreparedTrace
 from tests import generators
 from tests.pure.test_report import JOURNAL, planned
+from tests.pure.test_state_simulation import draw_state
 
 VIEWER_OPCODES = {
     "PROTO", "FRAME", "EMPTY_DICT", "EMPTY_LIST", "EMPTY_TUPLE", "MARK", "MEMOIZE", "BINGET", "LONG_BINGET", "APPEND",
@@ -129,6 +131,32 @@ def test_costs_of_choices(job: tuple[Trace, Costs]) -> None:
         assert each.decision is Choice.KEEP or each.is_movable
         assert each.exposed_seconds >= 0 and each.gap_seconds >= 0
         assert math.isinf(each.replay_seconds) == bool(each.reason)
+
+
+@settings(max_examples=30, deadline=None)
+@given(some.data(), generators.cyclic_steps())
+def test_moves_of_model_state_in_all_formats(data: some.DataObject, job: tuple[Trace, Costs]) -> None:
+    """State that is away when the step begins or ends: bytes, lanes, costs of choices and the snapshot agree."""
+    trace, costs = job
+    plan = dataclasses.replace(generators.keep_everything(costs), state=draw_state(data, trace))
+    step = view_step(PreparedTrace(trace, costs), plan)
+    assert tuple(np.asarray(sum(step.bytes_by_class.values()))) == step.forecast.live_bytes
+    assert all((each >= 0).all() for each in step.bytes_by_class.values())
+    assert not step.bytes_by_class["replays"].any()
+    compute = [each for each in step.activities if each.lane is Lane.COMPUTE]
+    assert all(first.end <= second.begin + 1e-9 for first, second in itertools.pairwise(compute))
+    waits = [each for each in step.activities if each.lane is Lane.STALL]
+    for wait in waits:  # no op runs while compute waits
+        middle = (wait.begin + wait.end) / 2
+        assert not any(each.begin < middle < each.end for each in compute)
+    found = {(each.storage, each.opens): each for each in list_choice_costs(step)}
+    for decision in plan.state:
+        gap = trace.state_gaps[decision.storage][decision.gap]
+        priced = found[decision.storage, gap.opens]
+        assert priced.decision is Choice.OFFLOAD and priced.is_movable and math.isinf(priced.replay_seconds)
+    content = PageContent(planned=step, plain=view_step(PreparedTrace(trace, costs)), budget_bytes=0)
+    assert json.dumps(describe_page(content), allow_nan=False)
+    assert make_snapshot(step)["device_traces"]
 
 
 def test_a_curve_of_few_points_keeps_its_peak(example: StepView) -> None:

@@ -30,6 +30,9 @@ replays."""
 ALLOCATOR = "greedy_by_size"
 """Chooses the offsets at which blocks are shown."""
 
+_SAME_SECONDS = 1e-9
+"""Times closer than this differ by rounding alone."""
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Block:
@@ -162,14 +165,15 @@ def _list_activities(prepared: PreparedTrace, step: FollowedStep, begins: Sequen
         return within + max(0.0, seconds - float(own[-1]))
 
     found = [dataclasses.replace(each, begin=convert(each.begin), end=convert(each.end)) for each in step.activities]
-    delays_before: dict[float, float] = {}
-    for each in step.activities:
-        if each.lane is Lane.STALL:
-            delays_before[each.begin] = each.end
+    stalls = sorted((each.begin, each.end) for each in step.activities if each.lane is Lane.STALL)
+    place = 0
     for index, (op, seconds) in enumerate(zip(prepared.trace.ops, prepared.costs.op_seconds, strict=True)):
         begin = float(own[op.tick])
-        while begin in delays_before:
-            begin = delays_before[begin]
+        while place < len(stalls) and stalls[place][1] <= begin + _SAME_SECONDS:
+            place += 1
+        while place < len(stalls) and stalls[place][0] <= begin + _SAME_SECONDS:  # the op waits for its storages
+            begin = stalls[place][1]
+            place += 1
         if seconds > 0.0:
             found.append(Activity(Lane.COMPUTE, index, convert(begin), convert(begin + seconds)))
     return tuple(sorted(found, key=lambda each: (each.begin, each.lane, each.subject)))
