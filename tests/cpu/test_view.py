@@ -150,9 +150,14 @@ def test_a_page_from_a_trace_and_the_front_of_a_comparison(folder: pathlib.Path,
     data = read_data(tmp_path / "plain.html")
     assert data["planned"] == data["plain"] and data["steps"] == [] and data["front"]["bounds"] == []
     assert {each[2] for each in data["front"]["plans"]} >= {"keep_all"}
-    succeed("view", *given, "--plan", folder / "plan.json", "--bounds", 2, "-o", tmp_path / "planned.html")
+    succeed("view", *given, "--plan", folder / "plan.json", "--bounds", 2, "--plans", 2,
+            "-o", tmp_path / "planned.html")  # fmt: skip
     planned = read_data(tmp_path / "planned.html")
     assert planned["planned"]["peak_bytes"] <= 2560 * 1024 < planned["plain"]["peak_bytes"]
+    (least, slow, *_), (most, fast, *_) = planned["front"]["plans"]
+    assert least < planned["planned"]["peak_bytes"] <= most == planned["plain"]["peak_bytes"] and fast <= slow
+    for nbytes, seconds in planned["front"]["bounds"]:
+        assert all(step >= seconds * (1 - 1e-9) for peak, step, *_ in planned["front"]["plans"] if peak <= nbytes)
 
 
 def test_formats_of_other_viewers(folder: pathlib.Path, tmp_path: pathlib.Path) -> None:

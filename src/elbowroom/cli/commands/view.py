@@ -11,7 +11,7 @@ import typer
 from elbowroom.cli.parameters import CostsFile, Hardware, HostMemory, Json
 from elbowroom.cli.sources import check_writable, read_host_memory
 from elbowroom.cli.step_files import StepFiles, load_step
-from elbowroom.cli.step_pages import BOUNDS, make_page, write_bytes
+from elbowroom.cli.step_pages import BOUNDS, FrontRequest, make_page, write_bytes
 from elbowroom.cli.terminal import Terminal, open_terminal
 from elbowroom.errors import UsageError
 from elbowroom.units import format_bytes
@@ -55,6 +55,12 @@ def view(
     bounds: Annotated[
         int, typer.Option("--bounds", min=0, help="Budgets at which the page shows the time no plan can beat.")
     ] = BOUNDS,
+    plans: Annotated[
+        int,
+        typer.Option(
+            "--plans", min=0, help="Other budgets to plan for, by the same strategy; each takes as long as one."
+        ),
+    ] = 0,
     as_json: Json = False,
 ) -> None:
     """Show one step over time: bytes by class, lanes, blocks, and the reasons of the plan. The page works offline.
@@ -63,13 +69,15 @@ def view(
     """
     with open_terminal(as_json) as terminal:
         check_writable(output)
-        if front_file is not None and written_format is not Format.HTML:
-            raise UsageError(f"--front belongs to the page: leave it out, or --format {written_format}")
+        if (front_file is not None or plans) and written_format is not Format.HTML:
+            option = "--plans" if plans else "--front"
+            raise UsageError(f"{option} belongs to the page: leave it out, or --format {written_format}")
         step = load_step(
             terminal, file, trace_file=trace_file, plan_file=plan_file, hardware=hardware, costs_file=costs_file
         )
         host_bytes = step.host_bytes if host_memory is None else read_host_memory(host_memory)
-        content = _write(terminal, step, host_bytes, written_format, front_file, bounds)
+        request = FrontRequest(file=front_file, plans=plans, bounds=bounds)
+        content = _write(terminal, step, host_bytes, written_format, request)
         write_bytes(output, content)
         terminal.show_text(f"{step.trace.name}: {format_bytes(len(content))} written to {output}")
         terminal.write_document(
@@ -78,12 +86,7 @@ def view(
 
 
 def _write(
-    terminal: Terminal,
-    step: StepFiles,
-    host_bytes: int | None,
-    written_format: Format,
-    front_file: Path | None,
-    bounds: int,
+    terminal: Terminal, step: StepFiles, host_bytes: int | None, written_format: Format, request: FrontRequest
 ) -> bytes:
     from elbowroom.report.memory_viz import write_snapshot
     from elbowroom.report.perfetto import write_perfetto
@@ -91,7 +94,7 @@ def _write(
     from elbowroom.simulator.planned import PreparedTrace
 
     if written_format is Format.HTML:
-        return make_page(terminal, step, host_bytes, front_file, bounds)
+        return make_page(terminal, step, host_bytes, request)
     prepared = PreparedTrace(step.trace, step.costs, host_bytes=host_bytes)
     planned = view_step(prepared, step.plan)
     if written_format is Format.PERFETTO:
