@@ -23,7 +23,7 @@ from elbowroom.ir.costs import Costs
 from elbowroom.ir.journal import Journal, Mode
 from elbowroom.ir.plan import Choice, Plan
 from elbowroom.ir.timeline import Lane
-from elbowroom.ir.trace import Trace
+from elbowroom.ir.trace import Role, Trace
 from elbowroom.report.choice_costs import list_choice_costs
 from elbowroom.report.memory_viz import make_snapshot, write_snapshot
 from elbowroom.report.page import html as html_module
@@ -252,6 +252,10 @@ def test_the_data_of_the_page(example: StepView) -> None:
     assert len(data["blocks"]["offset"]) == len(data["blocks"]["storage"]) == len(example.blocks)
     for table in ("blocks", "storages", "gaps", "lanes", "measured_lanes"):
         assert len({len(column) for column in data[table].values()}) == 1, table
+    classes = list(data["colours"]["classes"])
+    roles = [str(storage.role) for storage in example.trace.storages]
+    assert [classes[place] for place in data["storages"]["class"]] == roles
+    assert list(data["planned"]["bytes"]) == classes == list(CLASSES) and {*map(str, Role)} <= {*classes}
     places = [*data["storages"]["label"], *data["storages"]["module"], *data["gaps"]["reason"]]
     assert max(places) < len(data["names"])
     rows = {row[0]: row[2:] for row in data["comparison"]}

@@ -115,6 +115,7 @@ def test_the_page_renders(tab: Browser, data: dict[str, Any], tmp_path: pathlib.
 
 
 def test_hovering_tells_what_a_block_is_and_why(tab: Browser, data: dict[str, Any], tmp_path: pathlib.Path) -> None:
+    example = view(*generators.example())[0]
     show(tab, write(data, tmp_path), 1280)
     decided = {data["gaps"]["storage"][i]: each for i, each in enumerate(data["gaps"]["decision"]) if each != "keep"}
     blocks = data["blocks"]
@@ -123,10 +124,15 @@ def test_hovering_tells_what_a_block_is_and_why(tab: Browser, data: dict[str, An
         key=lambda index: blocks["nbytes"][index] * (blocks["end"][index] - blocks["begin"][index]),
     )
     storage = blocks["storage"][block]
+    role = str(example.trace.storages[storage].role).replace("_", " ")
     tab.move(*find_item(tab, "blocks", block))
     text = read_tip(tab, "blocks")
     assert data["names"][data["storages"]["label"][storage]] in text
-    assert f"decision: {decided[storage]}" in text
+    assert f", {role}, decision: {decided[storage]}" in text
+    state = next(
+        index for index, each in enumerate(blocks["storage"]) if example.trace.storages[each].role == "parameter"
+    )
+    assert ", parameter" in tab.run("return describeBlock(data, arguments[0])", state)
     for choice in ("keep", "offload", "recompute"):
         assert choice in text
     tab.run("selectBlock(arguments[0])", block)

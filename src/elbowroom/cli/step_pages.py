@@ -32,7 +32,7 @@ def write_page(terminal: Terminal, step: StepFiles, path: Path) -> None:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class FrontRequest:
-    """What a page shows about other budgets.
+    """Bounds and plans within other budgets that a page shows.
 
     Attributes:
         file: plans from `elbowroom compare --output`; None for none.

@@ -16,14 +16,15 @@ from elbowroom.ir.costs import Costs
 from elbowroom.ir.forecast import Forecast
 from elbowroom.ir.plan import Plan
 from elbowroom.ir.timeline import Activity, Lane
-from elbowroom.ir.trace import Role, Trace
+from elbowroom.ir.trace import Trace
 from elbowroom.layout.lay_out import lay_out
+from elbowroom.report.colours import CLASS_COLOURS
 from elbowroom.simulator.followed_step import FollowedStep
 from elbowroom.simulator.planned import PreparedTrace
 
 WORKSPACE = "workspace"
 REPLAYS = "replays"
-CLASSES = (*(str(role) for role in Role), WORKSPACE, REPLAYS)
+CLASSES = tuple(CLASS_COLOURS)
 """Classes of bytes, from the bottom of the stack up: the roles, workspaces of ops, and intermediate results of
 replays."""
 

@@ -21,6 +21,12 @@ data.gaps.storage.forEach((storage, index) => {
   if (!gapsOf.has(storage)) gapsOf.set(storage, []);
   gapsOf.get(storage).push(index);
 });
+// What is not kept comes first, then the longest.
+for (const gaps of gapsOf.values()) {
+  const isKept = (gap) => Number(data.gaps.decision[gap] === "keep");
+  gaps.sort((one, other) => isKept(one) - isKept(other) || data.gaps.seconds[other] - data.gaps.seconds[one]);
+}
+const MOST_GAPS = 6;
 const ORDER = { keep: 0, recompute: 1, offload: 2 };
 const decisionOf = data.storages.nbytes.map((_, storage) => {
   const gaps = gapsOf.get(storage) || [];
@@ -59,7 +65,7 @@ function describeBlock(data, block, all) {
   const storage = data.blocks.storage[block];
   const gaps = gapsOf.get(storage) || [];
   const line = data.names[data.storages.line[storage]];
-  const shown = all ? gaps : gaps.slice(0, 1);
+  const shown = gaps.slice(0, all ? MOST_GAPS : 1);
   const decision = decisionOf[storage];
   return `<b>${nameStorage(data, storage)}</b><br>` +
     `${formatBytes(data.storages.nbytes[storage])}, ${nameClass(CLASS_NAMES[data.storages.class[storage]])}` +
@@ -67,7 +73,7 @@ function describeBlock(data, block, all) {
     `<em>module ${nameModule(data, data.storages.module[storage])}${line ? ", " + escapeHtml(line) : ""}</em><br>` +
     `<em>on the device from ${formatSeconds(data.blocks.begin[block])} to ${formatSeconds(data.blocks.end[block])}` +
     `</em><br>${shown.map(describeGap).join("") || `<em>${explainNoChoice(storage)}</em>`}` +
-    (gaps.length > shown.length ? `<em>${gaps.length - shown.length} more gaps: click</em>` : "");
+    (gaps.length > shown.length ? `<em>and ${gaps.length - shown.length} shorter or kept gaps</em>` : "");
 }
 
 // -- head and tables --------------------------------------------------------------------------------------------------
