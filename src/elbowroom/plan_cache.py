@@ -29,6 +29,7 @@ from elbowroom.ir.journal import StepRecord
 from elbowroom.ir.lease import Lease
 from elbowroom.ir.placement import Placement
 from elbowroom.ir.plan import Choice, Plan
+from elbowroom.ir.timeline import Activity
 from elbowroom.ir.trace import Role, Trace, release_unneeded
 from elbowroom.planner.options import Manages
 from elbowroom.planner.plain import keep_all_if_it_fits
@@ -133,6 +134,7 @@ class PlanCacheEntry:
         busy_seconds: of the first steps that followed the current plan, stalls excluded.
         predicted_seconds: prediction for these, as it was when the step was planned, and corrected after them.
         calls: shapes that the model was called with, and the highest count of each in one step.
+        activities: copies, waits and replays of the last step of this kind.
     """
 
     planned: PlannedStep
@@ -144,6 +146,7 @@ class PlanCacheEntry:
     busy_seconds: list[float] = dataclasses.field(default_factory=list)
     predicted_seconds: float = dataclasses.field(init=False)
     calls: Counter[Inputs] = dataclasses.field(default_factory=Counter)
+    activities: tuple[Activity, ...] = ()
 
     def __post_init__(self) -> None:
         self.predicted_seconds = self.planned.busy_seconds

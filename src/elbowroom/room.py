@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import reprlib
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -20,9 +21,12 @@ from elbowroom.hardware.probe import probe
 from elbowroom.hooks.attachment import attach_mark, is_marked, remove_mark
 from elbowroom.hooks.exposed_memory import note_exposures
 from elbowroom.hooks.ledger import make_ledger
+from elbowroom.ir.files import save, to_json
 from elbowroom.ir.hardware import HardwareProfile
 from elbowroom.ir.journal import Journal
 from elbowroom.ir.lease import Lease
+from elbowroom.ir.run_step import RUN_STEP_VERSION, RunStep
+from elbowroom.ir.timeline import Activity
 from elbowroom.job import Job
 from elbowroom.metering import Metering
 from elbowroom.plan_cache import PlanCache, PlannedStep
@@ -286,6 +290,32 @@ class Room:
             host_bytes=host_bytes, by=by, depth=depth, sliced=self._sliced_ops.counts,
             inexact=self._sliced_ops.inexact,
         )  # fmt: skip
+
+    def list_activities(self) -> tuple[Activity, ...]:
+        """Return copies, waits and replays of the last step that followed the plan of `planned`.
+
+        Copies on the streams of a CUDA device are not included. The storages of model state are not named.
+        """
+        return () if (current := self._cache.current) is None else current.activities
+
+    def save_run(self, path: str | os.PathLike[str]) -> None:
+        """Write the journal, and the step that is expected next with its plan, for `elbowroom view` and `report`.
+
+        Raises:
+            OSError: the folder does not exist or is not writable.
+        """
+        beside = {}
+        if (planned := self.planned) is not None:
+            step = RunStep(
+                trace=planned.trace,
+                costs=planned.costs,
+                plan=planned.plan,
+                budget_bytes=self.budget_bytes,
+                host_bytes=self._cache.lease.host_bytes,
+                activities=self.list_activities(),
+            )
+            beside = {"step": to_json(step), "step_version": RUN_STEP_VERSION}
+        save(self.journal(), path, beside)
 
     def count_state(self) -> tuple[StateClass, ...]:
         """Return the model's state by class: where it is at the forecast peak, and the seconds that moving it takes.

@@ -209,8 +209,10 @@ class StepModes:
         followed = None if state is None or state.followed is None else entries[state.followed]
         mode = Mode.DRIFTED if followed is None else Mode.PLANNED
         why = "; ".join(filter(None, (step.unwatched, "" if state is None else state.drift)))
+        activities = () if state is None else state.activity_log.finish(self._transfers)  # `record` forgets them
         record = self._metering.record(mode, step.seconds, state, meter, why)
         if followed is not None:
+            followed.activities = activities
             self._cache.record_hit(followed, step.calls)
         elif self._cache.record_miss(() if state is None else state.saved_tensors.sizes):
             self._has_recurred = True

@@ -22,8 +22,8 @@ from typer.testing import CliRunner, Result
 import elbowroom
 from elbowroom import workloads
 from elbowroom.cli.commands import demo as demo_command
-from elbowroom.cli.commands.report import load_journal
 from elbowroom.cli.demonstration import processes, results
+from elbowroom.cli.journal_files import load_journal
 from elbowroom.cli.main import FAILED, INFEASIBLE, INTERRUPTED, MISUSED, find_exit_code, make_app
 from elbowroom.errors import ElbowroomError, Infeasible, TierFull, TraceError, UnknownMember, UsageError
 from elbowroom.hardware.memory import count_device_bytes

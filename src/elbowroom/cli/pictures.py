@@ -6,7 +6,9 @@ Needs matplotlib, an optional extra. Figures are written to a file, whose suffix
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from elbowroom.cli.sources import check_writable
@@ -14,6 +16,8 @@ from elbowroom.errors import UsageError
 from elbowroom.ir.buffers import Buffer, Layout
 from elbowroom.planner.comparison.batches import Batches
 from elbowroom.planner.comparison.strategies_compared import Comparison, find_front
+from elbowroom.report.colours import BOUND, CLASS_COLOURS, MANAGED, PLAIN
+from elbowroom.units import format_bytes, format_seconds
 
 ENDINGS = (".svg", ".png", ".pdf")
 MOST_VECTORS = 5000
@@ -22,7 +26,6 @@ MOST_VECTORS = 5000
 HIGHLIGHTED = "auto"
 _COLOURS = ("#1f77b4", "#ff7f0e", "#2ca02c", "#9467bd", "#8c564b", "#e377c2", "#7f7f7f", "#bcbd22", "#17becf")
 _MARKERS = "osD^vP<>Xhp"
-_STRONG = "#c1121f"
 
 
 def check_picture(path: Path | None) -> None:
@@ -65,14 +68,14 @@ def draw_front(comparison: Comparison, path: Path) -> None:
     bounds = sorted({(entry.budget_bytes / peak, entry.bound_seconds / plain) for entry in comparison.entries
                      if entry.budget_bytes >= comparison.smallest_bytes})  # fmt: skip
     if bounds:
-        axes.plot(*zip(*bounds, strict=True), color="black", linestyle="--", linewidth=1.2, label="bound", zorder=4)
-    axes.axvline(comparison.smallest_bytes / peak, color="#888888", linestyle=":", linewidth=1.2)
-    axes.annotate(
-        "smallest feasible", (comparison.smallest_bytes / peak, 0.5), xycoords=("data", "axes fraction"),
-        xytext=(-3, 0), textcoords="offset points", rotation=90, va="center", ha="right", fontsize=8, color="#666666",
-    )  # fmt: skip
+        axes.plot(*zip(*bounds, strict=True), color=BOUND, linestyle="--", linewidth=1.2, label="bound", zorder=4)
+    smallest = f"smallest feasible: {format_bytes(comparison.smallest_bytes)}"
+    axes.axvline(comparison.smallest_bytes / peak, color="#888888", linestyle=":", linewidth=1.2, label=smallest)
     axes.set_xlim(left=comparison.smallest_bytes / peak - 0.05)
-    axes.set(xlabel="peak relative to the plain step", ylabel="step time relative to the plain step")
+    axes.set(
+        xlabel=f"peak relative to the plain step ({format_bytes(peak)})",
+        ylabel=f"step time relative to the plain step ({format_seconds(plain)})",
+    )
     axes.set_title(f"{comparison.name} on {comparison.profile_name}", fontsize=11)
     axes.xaxis.set_major_formatter(lambda share, _: f"{share:.0%}")
     _scale_times(axes, slowest)
@@ -87,9 +90,9 @@ def draw_throughput(batches: Batches, title: str, path: Path) -> None:
     """
     figure, axes = _open_figure()
     curves = (
-        (f"with Elbowroom ({batches.strategy})", _STRONG, "o", batches.largest, batches.fastest,
+        (f"with Elbowroom ({batches.strategy})", MANAGED, "o", batches.largest, batches.fastest,
          [(each.batch, each.planned_rate) for each in batches.trials if each.planned_rate]),
-        ("plain", "#555555", "s", batches.largest_plain, batches.fastest_plain,
+        ("plain", PLAIN, "s", batches.largest_plain, batches.fastest_plain,
          [(each.batch, each.plain_rate) for each in batches.trials if each.fits_plain]),
     )  # fmt: skip
     for label, colour, marker, largest, fastest, points in curves:
@@ -98,20 +101,30 @@ def draw_throughput(batches: Batches, title: str, path: Path) -> None:
         axes.plot(*zip(*points, strict=True), color=colour, marker=marker, markersize=4, label=label)
         best = max(points, key=lambda point: point[1])
         axes.plot(*best, color=colour, marker="*", markersize=14, linestyle="", label=f"fastest: {fastest.batch}")
-        axes.axvline(largest.batch, color=colour, linestyle=":", linewidth=1.2)
-        axes.annotate(
-            f"{largest.batch}", (largest.batch, 0), xycoords=("data", "axes fraction"), xytext=(-3, 4),
-            textcoords="offset points", ha="right", fontsize=9, color=colour,
-        )  # fmt: skip
-    axes.set(xlabel="batch size (dotted: largest that fits)", ylabel="samples per second")
+        axes.axvline(
+            largest.batch, color=colour, linestyle=":", linewidth=1.2, label=f"largest that fits: {largest.batch}"
+        )
+    axes.set(xlabel="batch size (samples)", ylabel="samples per second")
     axes.set_title(title, fontsize=11)
     axes.set_xlim(left=0)
     axes.set_ylim(bottom=0)
     _finish(figure, axes, path)
 
 
-def draw_layout(buffers: tuple[Buffer, ...], layout: Layout, title: str, path: Path) -> None:
+def draw_layout(
+    buffers: tuple[Buffer, ...],
+    layout: Layout,
+    title: str,
+    path: Path,
+    *,
+    time_unit: str,
+    classes: Mapping[int, str] = MappingProxyType({}),
+) -> None:
     """Plot every block over time and address, with the lower bound; a block that wraps around is drawn at both ends.
+
+    Args:
+        time_unit: of the lifetimes.
+        classes: class of each buffer, by its id. Buffers without one get colours that only tell neighbours apart.
 
     Raises:
         UsageError: the file cannot be written.
@@ -130,15 +143,23 @@ def draw_layout(buffers: tuple[Buffer, ...], layout: Layout, title: str, path: P
         wraps = buffer.upper < buffer.lower
         for left, right in ((buffer.lower, end), (0, buffer.upper)) if wraps else ((buffer.lower, buffer.upper),):
             corners.append(((left, low), (right, low), (right, high), (left, high)))
-            colours.append(_COLOURS[index % len(_COLOURS)])
+            colours.append(CLASS_COLOURS.get(classes.get(buffer.id, ""), _COLOURS[index % len(_COLOURS)]))
     blocks = PolyCollection(corners, facecolors=colours, edgecolors="white", linewidths=0.15, alpha=0.85)
     blocks.set_rasterized(len(corners) > MOST_VECTORS)
     axes.add_collection(blocks)
     bound = layout.bound_bytes / unit_bytes
     axes.axhline(bound, color="black", linestyle="--", linewidth=1, zorder=5, label=f"bound: {bound:.4g} {unit}")
-    axes.axhline(layout.arena_bytes / unit_bytes, color=_STRONG, linewidth=1,
+    axes.axhline(layout.arena_bytes / unit_bytes, color=MANAGED, linewidth=1,
                  label=f"arena: {layout.arena_bytes / unit_bytes:.4g} {unit}")  # fmt: skip
-    axes.set(xlabel="time", ylabel=f"address ({unit})", xlim=(0, end), ylim=(0, layout.arena_bytes * 1.03 / unit_bytes))
+    axes.set(
+        xlabel=f"time ({time_unit})",
+        ylabel=f"address ({unit})",
+        xlim=(0, end),
+        ylim=(0, layout.arena_bytes * 1.03 / unit_bytes),
+    )
+    for name, colour in CLASS_COLOURS.items():
+        if name in classes.values():
+            axes.plot([], [], linestyle="", marker="s", color=colour, label=name.replace("_", " "))
     axes.set_title(title, fontsize=11)
     _finish(figure, axes, path)
 
@@ -157,7 +178,7 @@ def _open_figure() -> tuple[Any, Any]:
 def _style(index: int, strategy: str) -> dict[str, Any]:
     """Return plot styles that tell the strategies apart; the default strategy stands out."""
     if strategy == HIGHLIGHTED:
-        return {"color": _STRONG, "marker": "o", "markersize": 5, "linewidth": 2.2, "zorder": 5}
+        return {"color": MANAGED, "marker": "o", "markersize": 5, "linewidth": 2.2, "zorder": 5}
     return {
         "color": _COLOURS[index % len(_COLOURS)],
         "linestyle": "-" if index < len(_COLOURS) else "-.",

@@ -79,8 +79,11 @@ def upgrade(value: Noun, version: int) -> Noun:
     return value
 
 
-def save(value: Any, path: str | os.PathLike[str]) -> None:
+def save(value: Any, path: str | os.PathLike[str], beside: Mapping[str, Any] | None = None) -> None:
     """Write a value to a file atomically: to a temporary file, which is then renamed.
+
+    Args:
+        beside: further fields of the document, as JSON values; `load` skips them, and `load_fields` reads them.
 
     Raises:
         UsageError: values of this type have no file format.
@@ -89,6 +92,7 @@ def save(value: Any, path: str | os.PathLike[str]) -> None:
     """
     path = pathlib.Path(path)
     document = {"format": _format_of(type(value)), "version": version_of(type(value)), "value": to_json(value)}
+    document |= beside or {}
     try:
         data = json.dumps(document, separators=(",", ":"), allow_nan=False).encode()
     except ValueError as error:

@@ -69,3 +69,7 @@ class Journal:
     def peak_bytes(self) -> int | None:
         """Highest peak of all metered steps; None if no step was metered."""
         return max((record.peak_bytes for record in self.steps if record.peak_bytes is not None), default=None)
+
+
+NO_STEPS = Journal(steps=())
+"""Journal of no steps."""

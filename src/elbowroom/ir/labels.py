@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from elbowroom.ir.trace import Role, Storage
+from elbowroom.ir.trace import PERSISTENT_ROLES, Role, Storage
 
 _PLURALS = {
     Role.PARAMETER: "parameters",
@@ -43,6 +43,11 @@ def name_storages(storages: Sequence[Storage]) -> str:
     if module and "*" in group and all(each.module == module for each in storages):
         return module + group[group.index(" (") :]
     return group
+
+
+def name_storage(storage: Storage) -> str:
+    """Return the label of one storage: the name of a parameter, or the short name of the op that made it."""
+    return storage.label if storage.role in PERSISTENT_ROLES else shorten(storage.label)
 
 
 def shorten(name: str) -> str:

@@ -197,6 +197,7 @@ class ActionExecutor:
         try:
             with Hidden():
                 saved.copy = self._transfers.offload(storage, slot)
+            self._state.activity_log.name_transfer(saved.copy, saved.record.id)
         except TierError as error:
             if not self._keep(saved, str(error)):
                 raise
@@ -228,6 +229,7 @@ class ActionExecutor:
             self._make_room(nbytes, f"a reload of {saved.nbytes} bytes")
         with Hidden():
             saved.storage = self._transfers.reload(saved.copy)
+        self._state.activity_log.name_transfer(saved.copy, saved.record.id)
         self._storages.table.put(saved.storage, saved.record)
 
     def _recompute(self, action: Recompute) -> None:
@@ -247,7 +249,8 @@ class ActionExecutor:
                 )
             raise InternalError(f"segment {action.segment} was not recorded")
         if missing:
-            replay(recordings, missing)
+            with self._state.activity_log.replaying():
+                replay(recordings, missing)
             self._state.recomputed += 1
         for saved in missing:
             self._storages.table.put(saved.storage, saved.record)

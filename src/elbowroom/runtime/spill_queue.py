@@ -62,18 +62,26 @@ class SpillJob:
         queue: of the file.
         nbytes: as many are transferred.
         error: error of the transfer, if it failed; one of a write is an error of the copy, too.
+        is_out: whether it is a write.
+        begin, end: when it ran, in seconds of `time.perf_counter`; 0 before that.
+        subject: id of the storage in its step; -1 if unknown.
     """
 
-    __slots__ = ("_copy", "_extents", "_is_out", "_storage", "ended", "error", "is_done", "nbytes", "queue")
+    __slots__ = (
+        "_copy", "_extents", "_storage", "begin", "end", "ended", "error", "is_done", "is_out", "nbytes", "queue",
+        "subject",
+    )  # fmt: skip
 
     def __init__(self, copy: SpillCopy, is_out: bool, storage: torch.UntypedStorage, extents: Sequence[Extent]) -> None:
         self._copy: SpillCopy | None = copy
         self._storage: torch.UntypedStorage | None = storage
-        self._is_out = is_out
+        self.is_out = is_out
         self._extents = extents
         self.queue = copy.queue
         self.nbytes = sum(each.nbytes for each in extents)
         self.error: BaseException | None = None
+        self.begin = self.end = 0.0
+        self.subject = -1
         self.is_done, self.ended = False, threading.Lock()
         self.ended.acquire()
 
@@ -81,17 +89,19 @@ class SpillJob:
         """Carry out the transfer. Errors are stored for the waiter, so that the thread goes on."""
         copy, storage = self._copy, self._storage
         assert copy is not None and storage is not None
+        self.begin = time.perf_counter()
         try:
-            move, address = spill.write if self._is_out else spill.read, get_address(storage)
+            move, address = spill.write if self.is_out else spill.read, get_address(storage)
             for each in self._extents:
                 move(copy.offset + each.copy_offset, address + each.memory_offset, each.nbytes)
         except BaseException as error:
             self.error = error
-            if self._is_out:
+            if self.is_out:
                 copy.error = error
         finally:
             del copy, storage
             self._copy = self._storage = None  # before a waiter expects them to be free
+            self.end = time.perf_counter()
             self.is_done = True
             self.ended.release()
 

@@ -125,6 +125,7 @@ class StepRunner:
 
     def begin(self) -> None:
         """Have the ledger ask for room from now on."""
+        self.state.activity_log.begin()
         if self._state_moves is not None:
             self._state_moves.begin()
         self._guard.limit_requests()

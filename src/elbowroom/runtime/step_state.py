@@ -10,6 +10,7 @@ from elbowroom.errors import InternalError
 from elbowroom.ir.plan import Segment
 from elbowroom.residency.capacity_first import Policy as CapacityFirst
 from elbowroom.residency.machine import Machine
+from elbowroom.runtime.activity_log import ActivityLog
 from elbowroom.runtime.candidate import Candidate
 from elbowroom.runtime.phase import NEXT_PHASES, Phase
 from elbowroom.runtime.saved_storage import SavedStorage
@@ -34,6 +35,7 @@ class StepState:
         recomputed: number of segments replayed.
         drift: reason why the step matches no candidate; "" while it matches one.
         given_up: reason why storages could not be recomputed when the step ended; "" if all could.
+        activity_log: of the step.
     """
 
     phase: Phase
@@ -48,6 +50,7 @@ class StepState:
     recomputed: int = 0
     drift: str = ""
     given_up: str = ""
+    activity_log: ActivityLog = dataclasses.field(default_factory=ActivityLog)
 
     @property
     def events(self) -> int:

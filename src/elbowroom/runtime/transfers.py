@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
@@ -11,9 +12,13 @@ import torch
 
 from elbowroom.errors import InternalError, TransferFailed
 from elbowroom.ir.placement import CopySlot, Placement
+from elbowroom.ir.timeline import Activity, Lane
 from elbowroom.runtime.copies import Copy, Extent
 from elbowroom.runtime.spill_queue import SpillCopy, SpillJob, SpillQueue
 from elbowroom.tiers.disk import SpillFile
+
+MOST_ACTIVITIES = 100_000
+"""Limit on the transfers, and on the waits, that are remembered for `list_activities`."""
 
 Finish = Callable[[], None]
 """Makes later compute wait for a transfer."""
@@ -122,6 +127,17 @@ class ThreadTransfers:
         self.stall_seconds = 0.0
         self.offloaded_bytes = 0
         self.reloaded_bytes = 0
+        self._jobs = deque[SpillJob](maxlen=MOST_ACTIVITIES)
+        self._waits = deque[Activity](maxlen=MOST_ACTIVITIES)
+
+    def list_activities(self) -> list[Activity]:
+        """Return transfers that have ended, and waits, since figures were reset, in seconds of `time.perf_counter`."""
+        moved = [
+            Activity(Lane.OFFLOAD if job.is_out else Lane.RELOAD, job.subject, job.begin, job.end)
+            for job in self._jobs
+            if job.is_done
+        ]
+        return [*moved, *self._waits]
 
     @property
     def _queue(self) -> SpillQueue:
@@ -187,6 +203,7 @@ class ThreadTransfers:
         else:
             self.reloaded_bytes += nbytes
         job = copy.queue.submit(copy, is_out, section, extents)
+        self._jobs.append(job)
 
         def finish() -> None:
             self._wait(job)
@@ -195,7 +212,7 @@ class ThreadTransfers:
         return finish
 
     def _submit(self, copy: SpillCopy, is_out: bool, storage: torch.UntypedStorage) -> None:
-        copy.queue.submit(copy, is_out, storage, (Extent(0, 0, copy.nbytes),))
+        self._jobs.append(copy.queue.submit(copy, is_out, storage, (Extent(0, 0, copy.nbytes),)))
 
     def finish(self, copy: Copy) -> None:
         assert isinstance(copy, SpillCopy)
@@ -208,7 +225,9 @@ class ThreadTransfers:
         if not job.is_done:
             begin = time.perf_counter()
             job.queue.wait(job)
-            self.stall_seconds += time.perf_counter() - begin
+            end = time.perf_counter()
+            self.stall_seconds += end - begin
+            self._waits.append(Activity(Lane.STALL, job.subject, begin, end))
 
     def _check(self, error: BaseException | None, nbytes: int) -> None:
         if error is not None:

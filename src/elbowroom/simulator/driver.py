@@ -10,8 +10,10 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
+from elbowroom.cost.transfers import offload_seconds, reload_seconds
 from elbowroom.ir.costs import Costs
 from elbowroom.ir.placement import CopySlot
+from elbowroom.ir.timeline import Activity, Lane
 from elbowroom.simulator.clock import Lanes
 from elbowroom.simulator.host_overflow import Overflow
 
@@ -52,11 +54,12 @@ class VirtualDevice:
         waits: seconds of each wait for a transfer, by entry and storage.
         copy_slots: lifetimes of the copies that were freed.
         exposed_seconds: part of the delay that moves of each storage of the model's state caused.
+        activities: transfers, waits and replays, without the time outside of ops.
     """
 
     def __init__(self, costs: Costs, sizes: Sequence[int], rounded: Sequence[int], overflow: Overflow | None) -> None:
         self._lanes = Lanes(costs.link)
-        self._drag = costs.link.drag_seconds_per_byte
+        self._link = costs.link
         self._sizes, self._rounded = sizes, rounded
         self._overflow = overflow
         self.entry = 0
@@ -65,6 +68,7 @@ class VirtualDevice:
         self.waits: dict[tuple[int, int], float] = {}
         self.copy_slots: list[CopySlot] = []
         self.exposed_seconds: dict[int, float] = {}
+        self.activities: list[Activity] = []
         self._done: dict[int, float] = {}  # when the last transfer of a storage is over
         self._below: dict[int, CopySlot] = {}
         self._state = frozenset[int]()
@@ -114,6 +118,11 @@ class VirtualDevice:
         self.waits = {}
         self.copy_slots = []
         self.exposed_seconds = {}
+        self.activities = [
+            dataclasses.replace(each, begin=max(0.0, each.begin - seconds), end=each.end - seconds)
+            for each in self.activities
+            if each.end > seconds
+        ]
         self._moved = _Moved()
 
     def offload(self, storage: int) -> None:
@@ -131,10 +140,13 @@ class VirtualDevice:
             self._count_copy(rounded, is_on_disk=is_full)
         if overflow is not None and self._below[storage].is_on_disk:
             done = self._done[storage] = self._lanes.send_through(overflow.disk, overflow.piece_bytes, nbytes, now)
+            self.activities.append(Activity(Lane.OFFLOAD, storage, now, done))
+            self.activities.append(Activity(Lane.DISK, storage, now, done))
             self._stall(storage, done - now)
             return
-        self._done[storage] = self._lanes.send(nbytes, now)
-        self._delay(nbytes * self._drag, storage)
+        done = self._done[storage] = self._lanes.send(nbytes, now)
+        self.activities.append(Activity(Lane.OFFLOAD, storage, done - offload_seconds(self._link, nbytes), done))
+        self._delay(nbytes * self._link.drag_seconds_per_byte, storage)
 
     def reload(self, storage: int) -> None:
         """Start copying a storage back; if its copy is on the disk, wait until all is read."""
@@ -146,10 +158,13 @@ class VirtualDevice:
         if overflow is not None and self._below[storage].is_on_disk:
             read, done = self._lanes.fetch_through(overflow.disk, overflow.piece_bytes, nbytes, now)
             self._done[storage] = done
+            self.activities.append(Activity(Lane.DISK, storage, now, read))
+            self.activities.append(Activity(Lane.RELOAD, storage, now, done))
             self._stall(storage, read - now)
             return
-        self._done[storage] = self._lanes.fetch(nbytes, now)
-        self._delay(nbytes * self._drag, storage)
+        done = self._done[storage] = self._lanes.fetch(nbytes, now)
+        self.activities.append(Activity(Lane.RELOAD, storage, done - reload_seconds(self._link, nbytes), done))
+        self._delay(nbytes * self._link.drag_seconds_per_byte, storage)
 
     def wait(self, storage: int) -> float:
         """Wait for the last transfer of a storage. Return the seconds waited."""
@@ -162,6 +177,7 @@ class VirtualDevice:
     def replay(self, seconds: float) -> None:
         """Advance the clock by a replay."""
         self._moved.recompute_seconds += seconds
+        self.activities.append(Activity(Lane.RECOMPUTE, -1, self.now, self.now + seconds))
         self._delay(seconds)
 
     def discard_copy(self, storage: int) -> None:
@@ -192,6 +208,8 @@ class VirtualDevice:
 
     def _stall(self, storage: int, seconds: float) -> None:
         self._moved.stall_seconds += seconds
+        if seconds > 0.0:
+            self.activities.append(Activity(Lane.STALL, storage, self.now, self.now + seconds))
         self._delay(seconds, storage)
 
     def _delay(self, seconds: float, storage: int | None = None) -> None:

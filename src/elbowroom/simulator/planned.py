@@ -43,6 +43,7 @@ from elbowroom.residency.machine import Machine
 from elbowroom.simulator.admission import admit
 from elbowroom.simulator.allocator_model import Allocator, Rerun, Stay, list_blocks, reserve
 from elbowroom.simulator.driver import VirtualDevice
+from elbowroom.simulator.followed_step import FollowedStep
 from elbowroom.simulator.host_overflow import Overflow, find_overflow
 from elbowroom.simulator.state_moves import merge_moves, move_state
 
@@ -135,6 +136,21 @@ class PreparedTrace:
         run = self._begin(plan)
         return run.finish(), run.device.waits
 
+    def follow(self, plan: Plan) -> FollowedStep:
+        """Forecast the step under a plan in detail.
+
+        Raises:
+            TraceError: the plan is for another trace.
+        """
+        run = self._begin(plan)
+        return FollowedStep(
+            forecast=run.finish(),
+            activities=tuple(run.device.activities),
+            entry_seconds=self._list_begins(run.device.delays, overhead_seconds=0.0),
+            stays=tuple(run.list_stays()),
+            reruns=tuple(run.reruns),
+        )
+
     def list_blocks(self, plan: Plan) -> tuple[Buffer, ...]:
         """Return the blocks on the device under a plan as buffers: reloads, intermediates of replays, and workspaces
         included. Time counts requests.
@@ -187,7 +203,7 @@ class PreparedTrace:
             peak_bytes=int(live_bytes[peak_tick]) if len(live_bytes) else 0,
             peak_tick=peak_tick,
             live_bytes=tuple(live_bytes.tolist()),
-            begin_seconds=self._list_begins(device.delays),
+            begin_seconds=self._list_begins(device.delays, self.costs.overhead_seconds),
             step_seconds=self.begin_list[-1] + device.late + self.costs.overhead_seconds,
             compute_seconds=float(sum(self.costs.op_seconds)),
             evictions=evictions,
@@ -200,14 +216,14 @@ class PreparedTrace:
         found = reserve(self.trace, self.costs, stays, reruns)
         return {"reserved_bytes": found.reserved_bytes, "fragmented_bytes": found.fragmented_bytes}
 
-    def _list_begins(self, delays: Mapping[int, float]) -> tuple[float, ...]:
+    def _list_begins(self, delays: Mapping[int, float], overhead_seconds: float) -> tuple[float, ...]:
         """Return the begin of each entry; a delay is part of the entry that causes it."""
-        plain, overhead = self.begins[: self.trace.end + 1], self.costs.overhead_seconds
+        plain = self.begins[: self.trace.end + 1]
         shares = plain / plain[-1] if plain[-1] else np.linspace(0.0, 1.0, len(plain))
         late = np.zeros(len(plain))
         ends = [min(tick + 1, len(plain) - 1) for tick in delays]
         np.add.at(late, np.array(ends, dtype=np.intp), list(delays.values()))
-        return tuple((plain + overhead * shares + np.cumsum(late)).tolist())
+        return tuple((plain + overhead_seconds * shares + np.cumsum(late)).tolist())
 
     def _begin(self, plan: Plan) -> _PlannedRun:
         if plan.trace_digest != self.costs.trace_digest:

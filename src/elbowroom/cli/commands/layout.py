@@ -88,7 +88,9 @@ def show_layout(
             write_layout(output, buffers, layout)
             terminal.show_text(f"written to {output}")
         if picture is not None:
-            draw_layout(buffers, layout, f"{source.name}, laid out by {allocator}", picture)
+            time_unit, classes = _describe_buffers(source, is_planned=plan_file is not None)
+            title = f"{source.name}, laid out by {allocator}"
+            draw_layout(buffers, layout, title, picture, time_unit=time_unit, classes=classes)
             terminal.show_text(f"drawn into {picture}")
         terminal.write_document("layout", allocator=allocator, **describe(buffers, layout, seconds), pools=pools)
 
@@ -106,6 +108,15 @@ def load_buffers(source: Path, is_pinned: bool = False) -> tuple[Buffer, ...]:
     if source.suffix.lower() == ".csv":
         return read_buffers(source, is_pinned=is_pinned)
     return list_buffers(load_trace(source))
+
+
+def _describe_buffers(source: Path, *, is_planned: bool) -> tuple[str, dict[int, str]]:
+    """Return the unit of the lifetimes, and the class of each buffer by its id, as far as they are known."""
+    if source.suffix.lower() == ".csv":
+        return "as in the table", {}
+    if is_planned:
+        return "requests", {}
+    return "ticks", {storage.id: str(storage.role) for storage in load_trace(source).storages}
 
 
 def list_planned(

@@ -7,20 +7,20 @@ from typing import Annotated, Any
 
 import typer
 
+from elbowroom.cli.journal_files import load_journal
 from elbowroom.cli.parameters import CostsFile, Hardware, Json
 from elbowroom.cli.sources import find_costs, load_plan, load_trace
 from elbowroom.cli.terminal import Terminal, open_terminal
-from elbowroom.errors import TraceError
 from elbowroom.ir import files
 from elbowroom.ir.costs import Costs
 from elbowroom.ir.forecast import Forecast
-from elbowroom.ir.journal import Journal
 from elbowroom.ir.plan import Plan
 from elbowroom.ir.sliced_trace import apply_cuts
 from elbowroom.ir.trace import Trace
 
 _TABLES = ("kind", "module")
 _BY_HELP = "The table that --trace adds: kind (the default), why each block is where it is; module, bytes by module."
+_HTML_HELP = "Write the page of the first journal's step to this file, as `elbowroom view` does."
 
 
 def register(app: typer.Typer) -> None:
@@ -41,6 +41,7 @@ def render_report(
         int | None,
         typer.Option("--depth", min=1, help="Levels of modules, with --by module; as many as fit if not given."),
     ] = None,
+    html: Annotated[Path | None, typer.Option("--html", help=_HTML_HELP)] = None,
     as_json: Json = False,
 ) -> None:
     """Report on steps: forecast beside measurements, and with a trace why each block is where it is."""
@@ -83,30 +84,23 @@ def render_report(
         state: list[dict[str, Any]] | None = None
         if trace is not None and costs is not None and plan is not None and forecast is not None:
             state = [files.to_json(each) for each in count_state(trace, costs, plan, forecast)]
+        if html is not None:
+            _write_page(terminal, journals[0], html, (trace_file, plan_file, costs_file), hardware)
         terminal.write_document("report", reports=documents, modules=modules, state=state)
 
 
-def load_journal(path: Path) -> tuple[Journal, int]:
-    """Load a journal and its budget (0 if the file has none), from either kind of file.
+def _write_page(
+    terminal: Terminal, journal: Path, html: Path, given: tuple[Path | None, Path | None, Path | None], hardware: str
+) -> None:
+    """Write the page of a run. `given`: files of its trace, plan and costs."""
+    from elbowroom.cli.step_files import load_step
+    from elbowroom.cli.step_pages import write_page
 
-    Raises:
-        UsageError: there is no such file.
-        TraceError: it is neither, or damaged.
-    """
-    if '"command"' not in files.peek(path, 4096):
-        return files.load(Journal, path), 0
-    document = files.load_fields(
-        {"command": str, "journal": Journal, "journal_version": int, "budget_bytes": int}, path
+    trace_file, plan_file, costs_file = given
+    step = load_step(
+        terminal, journal, trace_file=trace_file, plan_file=plan_file, hardware=hardware, costs_file=costs_file
     )
-    if document.get("command") != "run" or "journal" not in document:
-        raise TraceError(f"{path} is not the result of `elbowroom run --json`")
-    budget_bytes: int = document.get("budget_bytes", 0)
-    if budget_bytes < 1:
-        raise TraceError(f"{path}: budget_bytes is not a number of bytes")
-    version = document.get("journal_version", 1)  # missing in the oldest files
-    if not 1 <= version <= files.version_of(Journal):
-        raise TraceError(f"{path}: its journal is of a version that this Elbowroom does not read")
-    return files.upgrade(document["journal"], version), budget_bytes
+    write_page(terminal, step, html)
 
 
 def _load_step(

@@ -100,7 +100,7 @@ def run(
         )  # fmt: skip
         if stopped is None or room.journal().steps:
             # Write the journal first, since the rest takes time and Ctrl-C may come again.
-            written = save(room.journal(), output)
+            written = _save_run(room, output)
             if room.planned is not None:
                 save(room.planned.trace, save_trace)
                 save(room.planned.plan, save_plan)
@@ -187,6 +187,17 @@ def _train(
         finally:
             room.detach()
     return room, losses, stopped
+
+
+def _save_run(room: Room, path: Path | None) -> str | None:
+    """Write a run and return the name of the file; do nothing if `path` is None."""
+    if path is None:
+        return None
+    try:
+        room.save_run(path)
+    except OSError as error:
+        raise UsageError(f"cannot write {path}: {error.strerror or error}") from error
+    return str(path)
 
 
 def _list_fields(room: Room, workload: Workload, losses: Sequence[float]) -> dict[str, Any]:

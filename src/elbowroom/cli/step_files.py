@@ -1,0 +1,150 @@
+"""Reads the files that describe one step: a run, or a trace with its plan; and the results of `elbowroom compare`."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from elbowroom.cli.journal_files import load_journal
+from elbowroom.cli.sources import find_costs, load_plan, load_trace
+from elbowroom.cli.terminal import Terminal
+from elbowroom.errors import TraceError, UsageError
+from elbowroom.ir import files
+from elbowroom.ir.check import check, check_noun, check_trace
+from elbowroom.ir.costs import Costs
+from elbowroom.ir.digest import digest
+from elbowroom.ir.journal import NO_STEPS, Journal
+from elbowroom.ir.plan import Plan
+from elbowroom.ir.run_step import RUN_STEP_VERSION, RunStep
+from elbowroom.ir.timeline import Activity
+from elbowroom.ir.trace import Trace
+
+if TYPE_CHECKING:
+    from elbowroom.report.page.content import FrontPoint
+
+_HEAD_CHARS = 4096
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class StepFiles:
+    """One step as its files describe it.
+
+    Attributes:
+        plan: None for the plain step.
+        budget_bytes: 0 if there is none.
+        host_bytes: capacity of the tier below; None for unlimited.
+        activities: measured; empty if none were recorded.
+    """
+
+    trace: Trace
+    costs: Costs
+    plan: Plan | None
+    budget_bytes: int
+    journal: Journal = NO_STEPS
+    host_bytes: int | None = None
+    activities: tuple[Activity, ...] = ()
+
+
+def load_step(
+    terminal: Terminal,
+    path: Path,
+    *,
+    trace_file: Path | None,
+    plan_file: Path | None,
+    hardware: str,
+    costs_file: Path | None,
+) -> StepFiles:
+    """Load a step from the file of a run or of a trace, and from the files that complete it.
+
+    Args:
+        path: written by `elbowroom run --output` or `elbowroom capture`.
+
+    Raises:
+        UsageError: there is no such file, or another one is needed.
+        TraceError: a file is damaged, or they do not belong together.
+    """
+    head = files.peek(path, _HEAD_CHARS)
+    if '"elbowroom.trace"' in head:
+        if trace_file is not None:
+            raise UsageError(f"{path} is a trace: leave out --trace {trace_file}")
+        return _load_given(terminal, path, plan_file, hardware, costs_file)
+    journal, budget_bytes = load_journal(path)
+    found = _load_run_step(path) if '"elbowroom.journal"' in head else None
+    if trace_file is not None:
+        given = _load_given(terminal, trace_file, plan_file, hardware, costs_file)
+        return dataclasses.replace(given, journal=journal, budget_bytes=budget_bytes or given.budget_bytes)
+    if found is None:
+        raise UsageError(
+            f"{path} has measurements, but no planned step: give its --trace, --plan and --costs, which "
+            "`elbowroom run` writes with --save-trace, --save-plan and --save-costs"
+        )
+    if plan_file is not None or costs_file is not None:
+        raise UsageError(f"{path} has its own plan and costs: --plan and --costs belong to --trace")
+    return StepFiles(
+        trace=found.trace,
+        costs=found.costs,
+        plan=found.plan,
+        budget_bytes=found.budget_bytes,
+        journal=journal,
+        host_bytes=found.host_bytes,
+        activities=found.activities,
+    )
+
+
+def _load_given(
+    terminal: Terminal, trace_file: Path, plan_file: Path | None, hardware: str, costs_file: Path | None
+) -> StepFiles:
+    trace = load_trace(trace_file)
+    plan = None if plan_file is None else load_plan(plan_file, trace)
+    costs = find_costs(terminal, trace, hardware, costs_file)
+    return StepFiles(trace=trace, costs=costs, plan=plan, budget_bytes=0 if plan is None else plan.budget_bytes)
+
+
+def _load_run_step(path: Path) -> RunStep | None:
+    """Load the step beside a journal; None if the file has none."""
+    found = files.load_fields({"step": RunStep, "step_version": int}, path)
+    if "step" not in found:
+        return None
+    if found.get("step_version") != RUN_STEP_VERSION:
+        raise TraceError(f"{path}: its step is of a version that this Elbowroom does not read")
+    step: RunStep = found["step"]
+    try:
+        check_trace(step.trace)
+        check_noun(step.costs)
+        for value in (step.plan, step.costs):
+            if value.trace_digest != digest(step.trace):
+                raise TraceError(f"its {type(value).__name__} is for another trace than its own")
+        check(step.trace, step.plan)
+    except TraceError as error:
+        raise TraceError(f"{path}: {error}") from error
+    return step
+
+
+def load_front(path: Path) -> tuple[FrontPoint, ...]:
+    """Load the plans of a comparison that fit their budget.
+
+    Raises:
+        UsageError: there is no such file.
+        TraceError: it was not written by `elbowroom compare`.
+    """
+    import json
+
+    from elbowroom.report.page.content import FrontPoint
+
+    try:
+        document = json.loads(path.read_text())
+        return tuple(
+            FrontPoint(
+                strategy=str(entry["strategy"]),
+                budget_bytes=int(entry["budget_bytes"]),
+                peak_bytes=int(entry["plan"]["peak_bytes"]),
+                step_seconds=float(entry["plan"]["step_seconds"]),
+            )
+            for entry in document["entries"]
+            if entry["plan"] is not None
+        )
+    except OSError as error:
+        raise UsageError(f"cannot read {path}: {error.strerror or error}") from error
+    except (ValueError, KeyError, TypeError) as error:
+        raise TraceError(f"{path} was not written by `elbowroom compare --output`: {error!r}") from error
