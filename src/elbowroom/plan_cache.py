@@ -33,8 +33,8 @@ from elbowroom.ir.timeline import Activity
 from elbowroom.ir.trace import Role, Trace, release_unneeded
 from elbowroom.planner.options import Manages
 from elbowroom.planner.plain import keep_all_if_it_fits
+from elbowroom.planner.problem import find_floor, pose
 from elbowroom.planner.problem import plan as make_plan
-from elbowroom.planner.problem import pose, slice_step
 from elbowroom.planner.slicing.choice import Slices
 from elbowroom.report.table import render_table
 from elbowroom.runtime.candidate import Candidate
@@ -290,8 +290,7 @@ class PlanCache:
             raise
 
     def fits_without_plan(self, trace: Trace, trace_digest: str, measurements: Measurements | None) -> bool:
-        """Return True if a step that no plan fits may run under a policy. False if the user chose the strategy:
-        then the error is reported instead."""
+        """Return True if a step that no plan fits may run under a policy, and False if the user chose the strategy."""
         if self._config.strategy != "auto":
             return False
         trace = release_unneeded(trace)
@@ -300,8 +299,7 @@ class PlanCache:
             trace, costs, self.lease.device_bytes, min_offload_bytes=self._config.min_offload_bytes,
             host_bytes=self.lease.host_bytes, manages=Manages(self._config.manages),
         )  # fmt: skip
-        step = slice_step(problem, Slices.EXACT if self._config.exact else Slices.ANY)
-        return (problem.floor if step is None else step.floor).peak_bytes <= self.lease.device_bytes
+        return find_floor(problem, Slices.EXACT if self._config.exact else Slices.ANY) <= self.lease.device_bytes
 
     def replan(self, entry: PlanCacheEntry, measurements: Measurements) -> None:
         """Replan a step with measured costs of its ops.

@@ -156,3 +156,5 @@ def test_the_command_says_what_is_cut(trace: Trace, tmp_path: pathlib.Path) -> N
     assert forecast["peak_bytes"] == fields["forecast_peak_bytes"]
     laid_out = call("layout", step, "--plan", made)
     assert laid_out.exit_code == 0, laid_out.output
+    viewed = call("view", step, "--plan", made, "-o", str(tmp_path / "x.html"))
+    assert viewed.exit_code == 0, viewed.output

@@ -17,6 +17,7 @@ from elbowroom.ir.digest import digest
 from elbowroom.ir.journal import NO_STEPS, Journal
 from elbowroom.ir.plan import Plan
 from elbowroom.ir.run_step import RUN_STEP_VERSION, RunStep
+from elbowroom.ir.sliced_trace import apply_cuts
 from elbowroom.ir.timeline import Activity
 from elbowroom.ir.trace import Trace
 
@@ -98,6 +99,8 @@ def _load_given(
     trace = load_trace(trace_file)
     plan = None if plan_file is None else load_plan(plan_file, trace)
     costs = find_costs(terminal, trace, hardware, costs_file)
+    if plan is not None:
+        trace, costs, plan = apply_cuts(trace, costs, plan)
     return StepFiles(trace=trace, costs=costs, plan=plan, budget_bytes=0 if plan is None else plan.budget_bytes)
 
 

@@ -146,6 +146,12 @@ def slice_step(problem: Problem, slices: Slices) -> SlicedStep | None:
     return chooser.choose(problem.budget_bytes) or chooser.find_lowest()
 
 
+def find_floor(problem: Problem, slices: Slices) -> int:
+    """Return the lowest peak of any plan, in slices if whole ops do not fit the budget."""
+    step = slice_step(problem, slices)
+    return (problem.floor if step is None else step.floor).peak_bytes
+
+
 def check_amounts(**amounts: int | None) -> None:
     """Refuse what is no number of bytes.
 
