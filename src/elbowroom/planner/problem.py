@@ -142,8 +142,14 @@ def slice_step(problem: Problem, slices: Slices) -> SlicedStep | None:
         drafter = Drafter(PreparedTrace(trace, costs), problem.drafter.min_bytes)
         return drafter.replay.run(make_lowest(drafter, problem.budget_bytes, problem.manages))
 
-    chooser = CutChooser(replay.trace, replay.costs, find_floor, problem.floor, slices)
-    return chooser.choose(problem.budget_bytes) or chooser.find_lowest()
+    # Of an op whose slices are summed, other slices may be smaller.
+    kinds = (Slices.ANY, Slices.EXACT) if slices is Slices.ANY else (slices,)
+    choosers = [CutChooser(replay.trace, replay.costs, find_floor, problem.floor, each) for each in kinds]
+    for chooser in choosers:
+        if (step := chooser.choose(problem.budget_bytes)) is not None:
+            return step
+    lowest = [step for chooser in choosers if (step := chooser.find_lowest()) is not None]
+    return min(lowest, key=lambda step: step.budget_bytes, default=None)
 
 
 def find_floor(problem: Problem, slices: Slices) -> int:

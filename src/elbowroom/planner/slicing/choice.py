@@ -33,7 +33,10 @@ SHARES = (0.8, 0.6)
 """Parts of the budget within which the lowest step should fit, so that sections can move ahead and behind."""
 
 STEP = 0.75
-"""Ratio of one budget to the next in the search for the smallest."""
+"""Ratio of one budget to the next in the search for the smallest, at first."""
+
+SPACING = 0.05
+"""Distance of budgets at which that search ends, as a share of them."""
 
 
 class Slices(enum.StrEnum):
@@ -126,12 +129,18 @@ class CutChooser:
         return step
 
     def find_lowest(self) -> SlicedStep | None:
-        """Return the step of the lowest peak, within about a quarter; None if slices do not lower it."""
+        """Return the step of the lowest peak, within a few percent; None if slices do not lower it."""
         best = None
-        budget_bytes = int(self._whole.peak_bytes * STEP)
-        while budget_bytes and (found := self._choose(budget_bytes)) is not None:
-            best = found
-            budget_bytes = int(min(budget_bytes, found.floor.peak_bytes) * STEP)
+        most = self._whole.peak_bytes
+        least = 0  # too small a budget
+        while (1 - SPACING) * most > least:
+            budget_bytes = max(int(most * STEP), (least + most) // 2)
+            found = self._choose(budget_bytes)
+            if found is None:
+                least = budget_bytes
+            else:
+                best = found
+                most = min(budget_bytes, found.floor.peak_bytes)
         if best is None:
             return None
         return self._choose(best.floor.peak_bytes) or best
