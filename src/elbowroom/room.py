@@ -97,6 +97,11 @@ class Room:
         return self._cache.lease.device_bytes
 
     @property
+    def profile(self) -> HardwareProfile:
+        """Profile of this machine that steps are planned with."""
+        return self._cache.profile
+
+    @property
     def _moves_state(self) -> bool:
         return self.config.manages == "everything"
 

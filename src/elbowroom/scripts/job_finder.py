@@ -1,0 +1,159 @@
+"""Finds the training jobs of a program: its optimizers as they are made, and the modules that they train."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import gc
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from elbowroom.integrations.optimizer_steps import is_in_backward, starts_training
+
+
+@dataclasses.dataclass(frozen=True)
+class FoundJob:
+    """Modules and optimizers that a program trains.
+
+    Attributes:
+        model: owns all parameters of the optimizers. A module without `forward` if the program calls several.
+        called: the module that the program is about to call; None if an optimizer's step was seen before any call.
+    """
+
+    model: nn.Module
+    optimizers: tuple[Optimizer, ...]
+    called: nn.Module | None
+
+
+class JobFinder:
+    """Watches for the first training call of a module whose parameters an optimizer holds.
+
+    Args:
+        found: called with a job before that call, or after an optimizer's step if no call was seen.
+        is_over: called when another optimizer is made after a job was found. Returns True if a new job begins.
+
+    While no job is found, `nn.Module.__call__` is replaced, and `Optimizer.__init__` always.
+    """
+
+    def __init__(self, found: Callable[[FoundJob], None], is_over: Callable[[], bool]) -> None:
+        self._found = found
+        self._is_over = is_over
+        self._optimizers: list[weakref.ref[Optimizer]] = []
+        self._init = Optimizer.__init__
+        self._call = nn.Module.__call__
+        self._is_searching = False
+        self._handle: Any = None
+
+    def open(self) -> None:
+        """Begin to watch."""
+        init = self._init
+
+        @functools.wraps(init)
+        def watched_init(optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
+            init(optimizer, *args, **kwargs)
+            self._note(optimizer)
+
+        Optimizer.__init__ = watched_init  # type: ignore[method-assign]
+        self._handle = register_optimizer_step_post_hook(self._look_after)
+
+    def close(self) -> None:
+        """Watch no more."""
+        self._stop_search()
+        Optimizer.__init__ = self._init  # type: ignore[method-assign]
+        self._handle.remove()
+
+    def _note(self, optimizer: Optimizer) -> None:
+        if not self._is_searching and self._optimizers and not self._is_over():
+            return
+        self._optimizers.append(weakref.ref(optimizer))
+        self._search()
+
+    def _search(self) -> None:
+        if self._is_searching:
+            return
+        self._is_searching = True
+        call = self._call
+
+        def watched_call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            if self._is_searching and starts_training(module):
+                self._look_at(module)
+            # If a job was found, this module may have been prepared for it.
+            return (call if self._is_searching else nn.Module.__call__)(module, *args, **kwargs)
+
+        nn.Module.__call__ = watched_call  # type: ignore[method-assign]
+
+    def _stop_search(self) -> None:
+        if self._is_searching:
+            self._is_searching = False
+            nn.Module.__call__ = self._call  # type: ignore[method-assign]
+
+    def _list_optimizers(self) -> list[Optimizer]:
+        """Return the optimizers that still exist."""
+        self._optimizers = [each for each in self._optimizers if each() is not None]
+        return [each for ref in self._optimizers if (each := ref()) is not None]
+
+    def _look_at(self, module: nn.Module) -> None:
+        """Report a job if an optimizer holds parameters of this module."""
+        optimizers = self._list_optimizers()
+        trained = _list_trained(optimizers)
+        if not any(id(each) in trained for each in module.parameters()):
+            return
+        self._report(module, optimizers, trained)
+
+    def _look_after(self, optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
+        """Report a job if no call began it: the program calls no module in training mode."""
+        if not self._is_searching or is_in_backward():
+            return
+        optimizers = self._list_optimizers()
+        if any(optimizer is each for each in optimizers):
+            self._report(None, optimizers, _list_trained(optimizers))
+
+    def _report(self, module: nn.Module | None, optimizers: list[Optimizer], trained: dict[int, torch.Tensor]) -> None:
+        model = module
+        if module is None or not trained.keys() <= {id(each) for each in module.parameters()}:
+            model = _gather(module, trained)
+        assert model is not None
+        self._stop_search()
+        self._found(FoundJob(model, tuple(optimizers), module))
+
+
+def _list_trained(optimizers: Iterable[Optimizer]) -> dict[int, torch.Tensor]:
+    """Return the parameters of optimizers by their Python ids."""
+    return {id(each): each for one in optimizers for group in one.param_groups for each in group["params"]}
+
+
+def _gather(called: nn.Module | None, trained: dict[int, torch.Tensor]) -> nn.Module:
+    """Return a module of the outermost modules that own these parameters.
+
+    Parameters that no module owns are added as they are. The module has no `forward`.
+    """
+    # By their type alone: proxies that load packages on their first use pretend to have other classes.
+    modules = [each for each in gc.get_objects() if issubclass(type(each), nn.Module)]
+    modules += [] if called is None else called.modules()
+    parents: dict[int, list[nn.Module]] = {}
+    for each in modules:
+        for child in vars(each).get("_modules", {}).values():
+            if child is not None:
+                parents.setdefault(id(child), []).append(each)
+    queue = [each for each in modules if any(id(own) in trained for own in each.parameters(recurse=False))]
+    seen: set[int] = set()
+    outermost: list[nn.Module] = []
+    for each in queue:  # grows during the loop
+        if id(each) in seen:
+            continue
+        seen.add(id(each))
+        queue += parents.get(id(each), ())
+        if id(each) not in parents:
+            outermost.append(each)
+    owned = {id(each) for one in outermost for each in one.parameters()}
+    loose = [each for key, each in trained.items() if key not in owned]
+    whole = nn.ModuleList(outermost)
+    if loose:
+        whole.append(nn.ParameterList(loose))
+    return whole[0] if len(whole) == 1 else whole
