@@ -6,7 +6,7 @@ import contextlib
 import logging
 import reprlib
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -22,10 +22,12 @@ from elbowroom.hooks.exposed_memory import note_exposures
 from elbowroom.hooks.ledger import make_ledger
 from elbowroom.ir.hardware import HardwareProfile
 from elbowroom.ir.journal import Journal
+from elbowroom.ir.learned import from_state, to_state
 from elbowroom.ir.lease import Lease
 from elbowroom.job import Job
 from elbowroom.metering import Metering
-from elbowroom.plan_cache import PlanCache, PlannedStep
+from elbowroom.plan_cache import PlanCache
+from elbowroom.planned_step import PlannedStep
 from elbowroom.planner.bounds.bound import bound_plan
 from elbowroom.report.state import StateClass, count_state
 from elbowroom.report.summary import summarize
@@ -203,6 +205,35 @@ class Room:
         except Infeasible as error:
             advise(error, self._job.model, self._job.optimizers, moves_state=self._moves_state)
             raise
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what the room has learned, for a checkpoint: its plans, and the op times of this machine.
+
+        Returns:
+            Numbers, strings, lists and dicts, which `torch.save` and `json.dump` write. Some 200 bytes an op.
+        """
+        return to_state(self._cache.list_learned())
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over what a room has learned in an earlier run, so that the first step already follows its plan.
+
+        On another machine, or with another budget, the same steps are planned anew. A step of another model is not
+        recognized, and learned.
+
+        Args:
+            state: from `state_dict`. One of another version of Elbowroom's formats is ignored, with a warning.
+
+        Raises:
+            UsageError: a step is running, or the room is detached.
+            TraceError: the state is corrupt; names the place.
+        """
+        if self._detached:
+            raise UsageError("this room is detached; call elbowroom.fit again")
+        if self._step is not None:
+            raise UsageError("load_state_dict() inside a step: call it before or after room.step()")
+        learned = from_state(state)
+        if learned is not None and self.config.mode != "dynamic":
+            self._cache.adopt_learned(learned)
 
     def journal(self) -> Journal:
         """Return the measurements so far."""

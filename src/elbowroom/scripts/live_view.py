@@ -12,7 +12,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from elbowroom.plan_cache import PlannedStep
+from elbowroom.planned_step import PlannedStep
 from elbowroom.report.state import StateClass
 from elbowroom.room import Room
 from elbowroom.units import format_bytes, format_seconds
