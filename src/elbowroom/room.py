@@ -210,7 +210,7 @@ class Room:
         """Return what the room has learned, for a checkpoint: its plans, and the op times of this machine.
 
         Returns:
-            Numbers, strings, lists and dicts, which `torch.save` and `json.dump` write. Some 200 bytes an op.
+            Numbers, strings, lists and dicts, which `torch.save` and `json.dump` write. Some 600 bytes an op.
         """
         return to_state(self._cache.list_learned())
 

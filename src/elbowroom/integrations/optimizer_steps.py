@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from elbowroom.api import list_optimizers
 from elbowroom.hooks.input_guard import list_entries
 from elbowroom.room import Room
 
@@ -20,6 +21,17 @@ def is_in_backward() -> bool:
 def starts_training(module: torch.nn.Module) -> bool:
     """Tell whether a call of this module now may begin a training step: no evaluation, no recomputation."""
     return module.training and torch.is_grad_enabled() and not is_in_backward()
+
+
+def unwrap_optimizer(optimizer: Any) -> Optimizer:
+    """Return the optimizer inside the wrappers of a framework, which keep it in their attribute `optimizer`.
+
+    Raises:
+        UsageError: it is no optimizer of PyTorch.
+    """
+    while isinstance(inner := getattr(optimizer, "optimizer", None), Optimizer):
+        optimizer = inner
+    return list_optimizers(optimizer)[0]
 
 
 class OptimizerSteps:
