@@ -42,8 +42,8 @@ class OptimizerSteps:
 
     With several optimizers a step ends when each has stepped, as in the training of a GAN. If one steps again before
     the others have, each step of any optimizer ends one. If the model's call is never seen, as the loop calls another
-    method, each step begins where the last one ended. If optimizers step inside the backward pass, a step ends at the
-    next call of the model. All of these give the same results.
+    method, each step begins where the last one ended. If optimizers step inside the backward pass, or there are none, a
+    step ends at the next call of the model after the backward pass. All of these give the same results.
 
     Args:
         room: of the loop.
@@ -67,7 +67,7 @@ class OptimizerSteps:
         self._after_step = after_step
         self._stepped: set[int] = set()
         self._is_in_rounds = True  # each optimizer steps once before any steps again
-        self._has_stepped_in_backward = False
+        self._ends_at_next_call = False
         self._begins_at_end = False
         self._is_running = False
         entries = [*list_entries(model), *(() if first_called is None else (first_called,))]
@@ -100,17 +100,21 @@ class OptimizerSteps:
             return
         self._is_running = False
         self._stepped.clear()
-        self._has_stepped_in_backward = False
+        self._ends_at_next_call = False
         self._room.end_step(error)
         if self._after_step is not None and error is None:
             self._after_step()
+
+    def end_at_next_call(self) -> None:
+        """End the running step at the next call of the model: all that is left of it is the update."""
+        self._ends_at_next_call = self._is_running
 
     def close(self, error: BaseException | None = None) -> None:
         """Watch the loop no more. A running step is aborted. `error`: the exception that ended the loop, if any."""
         for remove in self._removals:
             remove()
         self._removals.clear()
-        if error is not None:
+        if error is not None or self._ends_at_next_call:
             self.end(error)
         self._is_running = False
         self._room.detach()
@@ -137,17 +141,18 @@ class OptimizerSteps:
 
     def _begin_before(self, module: torch.nn.Module) -> bool:
         """Begin a step if a call of this module begins one. Return True if it does."""
-        if not self._removals or not starts_training(module):
+        if not self._removals or is_in_backward():
             return False
-        if self._is_running and not self._has_stepped_in_backward:
+        if self._ends_at_next_call:
+            self.end()
+        if self._is_running or not starts_training(module):
             return False
-        self.end()
         self.begin()
         return True
 
     def _end_after(self, optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
         if is_in_backward():
-            self._has_stepped_in_backward = True
+            self._ends_at_next_call = True
             return
         if not self._is_running:
             self._begins_at_end = True

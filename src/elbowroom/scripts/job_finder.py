@@ -23,7 +23,9 @@ class FoundJob:
 
     Attributes:
         model: owns all parameters of the optimizers. A module without `forward` if the program calls several.
-        called: the module that the program is about to call; None if an optimizer's step was seen before any call.
+        optimizers: none if the program updates the parameters itself.
+        called: the module that the program is about to call; None if an optimizer's step, or a backward pass without
+            any optimizer, was seen first.
     """
 
     model: nn.Module
@@ -37,17 +39,22 @@ class JobFinder:
     Args:
         found: called with a job before that call, or after an optimizer's step if no call was seen.
         is_over: called when another optimizer is made after a job was found. Returns True if a new job begins.
+        went_back: called after each `Tensor.backward` while a job without an optimizer runs.
 
-    While no job is found, `nn.Module.__call__` is replaced, and `Optimizer.__init__` always.
+    `Optimizer.__init__` and `Tensor.backward` are replaced, and `nn.Module.__call__` from the first optimizer to its
+    job.
     """
 
-    def __init__(self, found: Callable[[FoundJob], None], is_over: Callable[[], bool]) -> None:
+    def __init__(self, found: Callable[[FoundJob], None], is_over: Callable[[], bool], went_back: Callable[[], None]) -> None:
         self._found = found
         self._is_over = is_over
+        self._went_back = went_back
         self._optimizers: list[weakref.ref[Optimizer]] = []
         self._init = Optimizer.__init__
         self._call = nn.Module.__call__
+        self._backward = torch.Tensor.backward
         self._is_searching = False
+        self._has_bare_job = False  # without an optimizer
         self._handle: Any = None
 
     def open(self) -> None:
@@ -60,17 +67,31 @@ class JobFinder:
             self._note(optimizer)
 
         Optimizer.__init__ = watched_init  # type: ignore[method-assign]
+        backward = self._backward
+
+        @functools.wraps(backward)
+        def watched_backward(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+            backward(tensor, *args, **kwargs)
+            if self._has_bare_job:
+                self._went_back()
+            elif not self._optimizers:
+                self._look_after_backward()
+
+        torch.Tensor.backward = watched_backward  # type: ignore[method-assign]
         self._handle = register_optimizer_step_post_hook(self._look_after)
 
     def close(self) -> None:
         """Watch no more."""
         self._stop_search()
         Optimizer.__init__ = self._init  # type: ignore[method-assign]
+        torch.Tensor.backward = self._backward  # type: ignore[method-assign]
         self._handle.remove()
 
     def _note(self, optimizer: Optimizer) -> None:
-        if not self._is_searching and self._optimizers and not self._is_over():
+        has_job = self._has_bare_job or (self._optimizers and not self._is_searching)
+        if has_job and not self._is_over():
             return
+        self._has_bare_job = False
         self._optimizers.append(weakref.ref(optimizer))
         self._search()
 
@@ -114,6 +135,13 @@ class JobFinder:
         if any(optimizer is each for each in optimizers):
             self._report(None, optimizers, _list_trained(optimizers))
 
+    def _look_after_backward(self) -> None:
+        """Report the modules that have gradients now as a job that has no optimizer."""
+        trained = {id(each): each for one in _list_modules() for each in one.parameters(False) if each.grad is not None}
+        if trained and not is_in_backward():
+            self._has_bare_job = True
+            self._found(FoundJob(_gather(None, trained), (), None))
+
     def _report(self, module: nn.Module | None, optimizers: list[Optimizer], trained: dict[int, torch.Tensor]) -> None:
         model = module
         if module is None or not trained.keys() <= {id(each) for each in module.parameters()}:
@@ -128,14 +156,18 @@ def _list_trained(optimizers: Iterable[Optimizer]) -> dict[int, torch.Tensor]:
     return {id(each): each for one in optimizers for group in one.param_groups for each in group["params"]}
 
 
+def _list_modules() -> list[nn.Module]:
+    """Return all modules of this process."""
+    # By their type alone: proxies that load packages on their first use pretend to have other classes.
+    return [each for each in gc.get_objects() if issubclass(type(each), nn.Module)]
+
+
 def _gather(called: nn.Module | None, trained: dict[int, torch.Tensor]) -> nn.Module:
     """Return a module of the outermost modules that own these parameters.
 
     Parameters that no module owns are added as they are. The module has no `forward`.
     """
-    # By their type alone: proxies that load packages on their first use pretend to have other classes.
-    modules = [each for each in gc.get_objects() if issubclass(type(each), nn.Module)]
-    modules += [] if called is None else called.modules()
+    modules = [*_list_modules(), *(() if called is None else called.modules())]
     parents: dict[int, list[nn.Module]] = {}
     for each in modules:
         for child in vars(each).get("_modules", {}).values():

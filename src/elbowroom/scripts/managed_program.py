@@ -47,7 +47,7 @@ class ManagedProgram:
         self._profile = profile
         self._room: Room | None = None
         self._steps: OptimizerSteps | None = None
-        self._finder = JobFinder(self._start, self._stop_for_another)
+        self._finder = JobFinder(self._start, self._stop_for_another, self._note_backward)
         self.rooms = 0
         self.has_own_rooms = False
 
@@ -80,7 +80,12 @@ class ManagedProgram:
         self._steps = OptimizerSteps(
             room, job.model, job.optimizers, first_called=job.called, after_step=self._note_step
         )
-        if job.called is None:
+        if not job.optimizers:
+            logger.warning(
+                "the program updates the parameters without an optimizer of torch.optim, so its first step was not "
+                "noticed, and may have exceeded the budget"
+            )
+        elif job.called is None:
             self._steps.begin_at_ends()
         if self.rooms == MOST_ROOMS:
             logger.warning(
@@ -104,6 +109,10 @@ class ManagedProgram:
             steps.close(error)
         finally:
             self._write(self._room.journal())
+
+    def _note_backward(self) -> None:
+        if self._steps is not None:
+            self._steps.end_at_next_call()
 
     def _note_step(self) -> None:
         assert self._room is not None
