@@ -104,10 +104,6 @@ class Room:
         return self._cache.profile
 
     @property
-    def _moves_state(self) -> bool:
-        return self.config.manages == "everything"
-
-    @property
     def planned(self) -> PlannedStep | None:
         """The step that is expected next, with its plan; None until a step has been planned."""
         return None if (current := self._cache.current) is None else current.planned
@@ -192,7 +188,7 @@ class Room:
         if self._step is not None:
             raise UsageError("set_budget() inside a step: call it before or after room.step()")
         budget_bytes = parse_budget(memory_budget, self._job.device)
-        if self._moves_state and (held_bytes := self._ledger.live_bytes) > budget_bytes:
+        if self._job.moves_state and (held_bytes := self._ledger.live_bytes) > budget_bytes:
             self._pager.make_room_between_steps(held_bytes - budget_bytes)
         held_bytes = self._ledger.live_bytes
         if held_bytes > budget_bytes:
@@ -203,7 +199,7 @@ class Room:
         try:
             self._cache.set_budget(budget_bytes)
         except Infeasible as error:
-            advise(error, self._job.model, self._job.optimizers, moves_state=self._moves_state)
+            advise(error, self._job.model, self._job.optimizers, moves_state=self._job.moves_state)
             raise
 
     def state_dict(self) -> dict[str, Any]:
@@ -364,10 +360,10 @@ class Room:
     def _make_pager(self) -> StatePager:
         job = self._job
         load_native()  # the extension asks what it does not know of an op, also between steps
+        list_state, optimizers = (job.list_residents, job.optimizers) if job.moves_state else (list, ())
         return StatePager(
-            job.device, job.list_residents if self._moves_state else list, job.optimizers if self._moves_state else (),
-            self._transfers, self._ledger, job.config.min_offload_bytes,
-        )  # fmt: skip
+            job.device, list_state, optimizers, self._transfers, self._ledger, job.config.min_offload_bytes
+        )
 
     def _probe(self, budget_bytes: int) -> HardwareProfile:
         """Measure this machine before the first step, using only memory that the budget leaves beside the model."""
@@ -381,7 +377,7 @@ class Room:
     def _plan_ahead(self, step: Callable[[], Any]) -> None:
         job = self._job
         try:
-            with contextlib.nullcontext() if not self._moves_state else self._pager.grouping(self.budget_bytes):
+            with contextlib.nullcontext() if not self._job.moves_state else self._pager.grouping(self.budget_bytes):
                 trace = capture_fake(step, job.model, job.optimizers, name=job.name, device=job.device)
         except TraceError as error:
             logger.warning("%s", error)

@@ -66,8 +66,9 @@ def train_gpt(
     texts = make_texts()
     model = make_gpt() if model is None else model
     arguments = TrainingArguments(
-        str(folder), max_steps=steps, per_device_train_batch_size=4, gradient_accumulation_steps=2, use_cpu=True, seed=3,
-        eval_strategy="steps", eval_steps=2, save_steps=4, logging_steps=1, report_to=[], disable_tqdm=True, **options
+        str(folder), max_steps=steps, per_device_train_batch_size=4, gradient_accumulation_steps=2, use_cpu=True,
+        eval_strategy="steps", eval_steps=2, save_steps=4, logging_steps=1, report_to=[], disable_tqdm=True, seed=3,
+        **options,
     )  # fmt: skip
     callbacks = [] if callback is None else [callback]
     trainer = Trainer(model, arguments, train_dataset=texts, eval_dataset=texts[:4], callbacks=callbacks)
@@ -205,9 +206,7 @@ def _make_tokenizer() -> Any:
 
 def make_net() -> nn.Sequential:
     torch.manual_seed(0)
-    return nn.Sequential(
-        *(layer for _ in range(5) for layer in (nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Dropout(0.1)))
-    )
+    return nn.Sequential(*(layer for _ in range(5) for layer in (nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Dropout(0.1))))
 
 
 def make_batches() -> torch.utils.data.DataLoader[Any]:
@@ -278,7 +277,9 @@ def train_lightning(
         callbacks=[] if callback is None else [callback], default_root_dir=str(folder), num_sanity_val_steps=1,
         **{"max_epochs": 1, **options},
     )  # fmt: skip
-    trainer.fit(module, make_batches(), None if options.get("limit_val_batches") == 0 else make_batches(), **(resume or {}))
+    trainer.fit(
+        module, make_batches(), None if options.get("limit_val_batches") == 0 else make_batches(), **(resume or {})
+    )
     return losses, take_bits(module), trainer
 
 

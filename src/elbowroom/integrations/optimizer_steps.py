@@ -125,12 +125,13 @@ class OptimizerSteps:
         PyTorch calls `_compiled_call_impl` in place of a module's hooks and `forward`, and never copies it with a
         module. A forward hook would come too late for the room's own hooks to see the same call.
         """
-        inner = module._compiled_call_impl
+        inner: Callable[..., Any] | None = module._compiled_call_impl
+        plain: Callable[..., Any] = module._call_impl
 
         def call(*args: Any, **kwargs: Any) -> Any:
             if self._begin_before(module):
                 return module(*args, **kwargs)  # once more, so that the room sees the call
-            return (module._call_impl if inner is None else inner)(*args, **kwargs)
+            return (inner or plain)(*args, **kwargs)
 
         def remove() -> None:
             if module._compiled_call_impl is call:

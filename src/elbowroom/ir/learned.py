@@ -1,4 +1,4 @@
-"""What a room has learned of its steps, as plain data for a checkpoint."""
+"""Steps that a room has learned, as plain data for a checkpoint."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class PlanningOptions:
 
 @dataclasses.dataclass(frozen=True)
 class LearnedSteps:
-    """All that a room has learned.
+    """Steps that a room has learned, with its op times.
 
     Attributes:
         options: what the plans were made with.
@@ -64,7 +64,7 @@ def to_state(learned: LearnedSteps) -> dict[str, Any]:
 
 
 def from_state(state: Mapping[str, Any]) -> LearnedSteps | None:
-    """Read what `to_state` returned; None, with a warning, if it is of another version.
+    """Read the result of `to_state`; None, with a warning, if it is of another version.
 
     Raises:
         TraceError: it is corrupt; names the place.

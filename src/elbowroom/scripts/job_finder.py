@@ -45,7 +45,9 @@ class JobFinder:
     job.
     """
 
-    def __init__(self, found: Callable[[FoundJob], None], is_over: Callable[[], bool], went_back: Callable[[], None]) -> None:
+    def __init__(
+        self, found: Callable[[FoundJob], None], is_over: Callable[[], bool], went_back: Callable[[], None]
+    ) -> None:
         self._found = found
         self._is_over = is_over
         self._went_back = went_back
@@ -59,15 +61,15 @@ class JobFinder:
 
     def open(self) -> None:
         """Begin to watch."""
-        init = self._init
+        init: Any = self._init
 
         @functools.wraps(init)
         def watched_init(optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
             init(optimizer, *args, **kwargs)
             self._note(optimizer)
 
-        Optimizer.__init__ = watched_init  # type: ignore[method-assign]
-        backward = self._backward
+        Optimizer.__init__ = watched_init  # type: ignore
+        backward: Any = self._backward
 
         @functools.wraps(backward)
         def watched_backward(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> None:
@@ -77,7 +79,7 @@ class JobFinder:
             elif not self._optimizers:
                 self._look_after_backward()
 
-        torch.Tensor.backward = watched_backward  # type: ignore[method-assign]
+        torch.Tensor.backward = watched_backward  # type: ignore
         self._handle = register_optimizer_step_post_hook(self._look_after)
 
     def close(self) -> None:
@@ -88,10 +90,13 @@ class JobFinder:
         self._handle.remove()
 
     def _note(self, optimizer: Optimizer) -> None:
-        has_job = self._has_bare_job or (self._optimizers and not self._is_searching)
-        if has_job and not self._is_over():
-            return
-        self._has_bare_job = False
+        if self._has_bare_job or (self._optimizers and not self._is_searching):
+            if not self._is_over():
+                return
+            # The former job's optimizers may be garbage that the collector has not found yet. One that steps again
+            # is noticed then.
+            self._optimizers.clear()
+            self._has_bare_job = False
         self._optimizers.append(weakref.ref(optimizer))
         self._search()
 
@@ -129,15 +134,21 @@ class JobFinder:
 
     def _look_after(self, optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
         """Report a job if no call began it: the program calls no module in training mode."""
-        if not self._is_searching or is_in_backward():
+        if is_in_backward():
             return
         optimizers = self._list_optimizers()
-        if any(optimizer is each for each in optimizers):
+        is_known = any(optimizer is each for each in optimizers)
+        if self._is_searching and is_known:
             self._report(None, optimizers, _list_trained(optimizers))
+        elif not is_known and self._is_over():  # of a former job
+            self._optimizers.append(weakref.ref(optimizer))
+            self._search()
 
     def _look_after_backward(self) -> None:
         """Report the modules that have gradients now as a job that has no optimizer."""
-        trained = {id(each): each for one in _list_modules() for each in one.parameters(False) if each.grad is not None}
+        trained: dict[int, torch.Tensor] = {
+            id(each): each for one in _list_modules() for each in one.parameters(False) if each.grad is not None
+        }
         if trained and not is_in_backward():
             self._has_bare_job = True
             self._found(FoundJob(_gather(None, trained), (), None))

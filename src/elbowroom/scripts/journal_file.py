@@ -24,8 +24,8 @@ class JournalFile:
 
     def __init__(self, path: pathlib.Path, environment: Mapping[str, str] | None = None) -> None:
         environment = os.environ if environment is None else environment
-        if int(environment.get("WORLD_SIZE") or 1) > 1:
-            path = _mark(path, f"rank{environment.get('RANK', '0')}")
+        is_distributed = int(environment.get("WORLD_SIZE") or 1) > 1
+        self._rank = f"rank{environment.get('RANK', '0')}" if is_distributed else ""
         if not path.parent.is_dir():
             raise UsageError(f"--output {path}: there is no folder {path.parent}")
         self._path = path
@@ -35,7 +35,8 @@ class JournalFile:
     @property
     def path(self) -> pathlib.Path:
         """File of the latest room."""
-        return self._path if self._rooms <= 1 else _mark(self._path, str(self._rooms))
+        path = self._path if self._rooms <= 1 else _mark(self._path, str(self._rooms))
+        return _mark(path, self._rank) if self._rank else path
 
     def begin_room(self) -> None:
         """Write to another file from now on."""

@@ -15,7 +15,13 @@ VIEW_VARIABLE = "ELBOWROOM_VIEW"
 ROOM_OPTIONS = ("mode", "policy", "strategy", "manages", "spill_folder")
 
 _FLAGS = {"--no-view", "-h", "--help"}
-_WITH_VALUES = {"--memory-budget", "--budget", "-o", "--output", *(f"--{name.replace('_', '-')}" for name in ROOM_OPTIONS)}
+_WITH_VALUES = {
+    "--memory-budget",
+    "--budget",
+    "-o",
+    "--output",
+    *(f"--{name.replace('_', '-')}" for name in ROOM_OPTIONS),
+}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -76,7 +76,8 @@ def _make_program(request: ScriptRequest) -> Any:
     from elbowroom.scripts.managed_program import ManagedProgram
     from elbowroom.units import parse_bytes
 
-    read_config(**request.options)
+    options: dict[str, Any] = dict(request.options)
+    read_config(**options)
     try:
         parse_bytes(request.memory_budget, device_bytes=1 << 40)
     except ValueError as error:
@@ -84,7 +85,7 @@ def _make_program(request: ScriptRequest) -> Any:
     is_first = os.environ.get("LOCAL_RANK", "0") == "0"
     return ManagedProgram(
         request.memory_budget,
-        dict(request.options),
+        options,
         journal_file=None if request.output is None else JournalFile(request.output),
         view=LiveView() if request.shows_view and is_first and sys.stderr.isatty() else None,
     )
@@ -96,8 +97,9 @@ def _report(error: BaseException) -> int:
     if cause is error:
         complain(str(error))
         return find_exit_code(cause)
-    trace = error.__traceback__
-    sys.excepthook(type(error), error, None if trace is None else trace.tb_next)  # without our own frame
+    if error.__traceback__ is not None:
+        error.__traceback__ = error.__traceback__.tb_next  # without our own frame
+    sys.excepthook(type(error), error, error.__traceback__)
     if isinstance(error, KeyboardInterrupt):
         return INTERRUPTED
     return FAILED if cause is None else find_exit_code(cause)
