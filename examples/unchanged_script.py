@@ -1,6 +1,6 @@
 """A training script that knows nothing of Elbowroom; run it within a budget.
 
-elbowroom run --memory-budget 120MiB examples/unchanged_script.py --steps 6
+elbowroom run --memory-budget 48MiB examples/unchanged_script.py --steps 6
 """
 
 import argparse
@@ -15,7 +15,7 @@ torch.manual_seed(0)
 model = torch.nn.Sequential(*(layer for _ in range(8) for layer in (torch.nn.Linear(256, 256), torch.nn.GELU())))
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 for step in range(arguments.steps):
-    loss = (model(torch.randn(16384, 256)) - 1).square().mean()
+    loss = (model(torch.randn(4096, 256)) - 1).square().mean()
     loss.backward()
     optimizer.step()
     optimizer.zero_grad()

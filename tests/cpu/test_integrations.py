@@ -273,9 +273,9 @@ def train_lightning(
     module = make(losses)
     lightning.seed_everything(4)
     trainer = lightning.Trainer(
-        accelerator="cpu", enable_progress_bar=False, enable_model_summary=False, logger=False,
+        accelerator="cpu", enable_progress_bar=False, enable_model_summary=False,
         callbacks=[] if callback is None else [callback], default_root_dir=str(folder), num_sanity_val_steps=1,
-        **{"max_epochs": 1, **options},
+        **{"max_epochs": 1, "logger": False, **options},
     )  # fmt: skip
     trainer.fit(
         module, make_batches(), None if options.get("limit_val_batches") == 0 else make_batches(), **(resume or {})
@@ -287,6 +287,8 @@ def train_lightning(
 def test_lightning(tmp_path: pathlib.Path, profile: HardwareProfile) -> None:
     """With accumulation, bfloat16, dropout, validation, and a run that takes over what was learned."""
     pytest.importorskip("lightning", reason="the extra `integrations` is not installed")
+    from lightning.pytorch.loggers import CSVLogger
+
     from elbowroom.integrations.lightning import ElbowroomCallback
 
     budget = 1 << 20
@@ -296,7 +298,13 @@ def test_lightning(tmp_path: pathlib.Path, profile: HardwareProfile) -> None:
     }  # fmt: skip
     losses, bits, _ = train_lightning(tmp_path, make_lightning_module, None, **options)
     callback = ElbowroomCallback(budget, profile=profile, **QUICK)
-    found, its_bits, trainer = train_lightning(tmp_path, make_lightning_module, callback, **options)
+    logger = CSVLogger(tmp_path)
+    found, its_bits, trainer = train_lightning(
+        tmp_path, make_lightning_module, callback, logger=logger, log_every_n_steps=2, **options
+    )
+    table = (pathlib.Path(logger.log_dir) / "metrics.csv").read_text().splitlines()
+    assert {PREFIX + name for name in LOGGED} <= set(table[0].split(","))
+    assert len(table) == 4  # after every second update
     assert (found, its_bits) == (losses, bits)
     assert callback.room is not None
     check_journal(callback.room.journal(), budget, [Mode.CAPTURE] * 2 + [Mode.PLANNED] * 4)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import io
 import json
 import os
 import pathlib
@@ -15,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 from torch import nn
 from typer.testing import CliRunner
 
@@ -25,8 +27,10 @@ from elbowroom.ir.hardware import HardwareProfile
 from elbowroom.ir.journal import Journal, Mode
 from elbowroom.scripts.exit_codes import find_cause
 from elbowroom.scripts.journal_file import JournalFile
+from elbowroom.scripts.live_view import LiveView
 from elbowroom.scripts.managed_program import ManagedProgram
 from elbowroom.scripts.request import names_script, read_request
+from elbowroom.units import format_bytes
 
 WIDTH, ROWS = 64, 1024
 BUDGET = 3 << 20
@@ -367,6 +371,28 @@ def test_many_optimizers_bring_a_warning(profile: HardwareProfile, caplog: pytes
             optimizer.step()
         assert program.rooms == 4
     assert "call elbowroom.fit in the program instead" in caplog.text
+
+
+def test_the_live_view(
+    profile: HardwareProfile, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It has the figures of `Room.metrics`; what the script prints still goes to its own stdout."""
+    monkeypatch.setattr("elbowroom.scripts.live_view.SECONDS_BETWEEN_DRAWINGS", 0.0)
+    drawn = io.StringIO()
+    with managing(profile, view=LiveView(Console(file=drawn, force_terminal=True, width=100))) as program:
+        train_plainly()
+        print("of the script")
+        assert program.room is not None
+        peak = format_bytes(int(program.room.metrics()["max_peak_bytes"]))
+    assert capsys.readouterr().out == "of the script\n"
+    last = drawn.getvalue().rpartition("Elbowroom: ")[2]
+    assert last.startswith("step 4 (planned)")
+    for words in (f"peak {peak} of 3.0 MiB", "activations, other", "optimizer state", "waiting for transfers"):
+        assert words in last
+    silent = io.StringIO()
+    with managing(profile, view=LiveView(Console(file=silent, force_terminal=False))):
+        train_plainly()
+    assert silent.getvalue() == ""
 
 
 # -- the command line -------------------------------------------------------------------------------------------------

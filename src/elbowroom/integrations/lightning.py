@@ -76,7 +76,8 @@ class ElbowroomCallback(Callback):
             return
         self._is_running = False
         self.room.end_step()
-        if self._logs_metrics and trainer.global_step % trainer.log_every_n_steps == 0:
+        interval: int = getattr(trainer, "log_every_n_steps", 1)
+        if self._logs_metrics and trainer.global_step % interval == 0:
             for each in trainer.loggers:
                 each.log_metrics(list_metrics(self.room), step=trainer.global_step)
 

@@ -41,7 +41,9 @@ class LiveView:
             return
         self._drawn = now
         if self._live is None:
-            self._live = Live(console=self._console, auto_refresh=False, transient=True)
+            # What the script prints is drawn above the view, but never leaves a file that it is redirected to.
+            redirects = sys.stdout.isatty()
+            self._live = Live(console=self._console, auto_refresh=False, transient=True, redirect_stdout=redirects)
             self._live.start()
         self._live.update(self._render(room), refresh=True)
 
@@ -86,7 +88,7 @@ def _describe_peak(planned: PlannedStep, state: tuple[StateClass, ...]) -> str:
     rest = planned.forecast.peak_bytes - sum(nbytes for _, nbytes in there)
     parts = [f"{name} {format_bytes(nbytes)}" for name, nbytes in (*there, ("activations, other", max(0, rest)))]
     if away := sum(each.host_bytes + each.disk_bytes for each in state):
-        parts.append(f"{format_bytes(away)} of them below the device")
+        parts.append(f"below the device: {format_bytes(away)} of model state")
     return "; ".join(parts)
 
 
