@@ -18,6 +18,7 @@ from elbowroom.ir.hardware import HardwareProfile
 from elbowroom.ir.journal import Mode
 
 BUDGET = 3 << 20
+QUICK: dict[str, Any] = {"strategy": "recompute_all"}
 
 
 def make(width: int = 64) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -45,7 +46,7 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, room: Any, indices
 def learned(profile: HardwareProfile) -> dict[str, Any]:
     """A checkpoint after four steps: model, optimizer and room, as `torch.save` writes them."""
     model, optimizer = make()
-    with elbowroom.fit(model, optimizer, BUDGET, profile=profile) as room:
+    with elbowroom.fit(model, optimizer, BUDGET, profile=profile, **QUICK) as room:
         train(model, optimizer, room, range(4))
         assert room.journal().steps[-1].mode is Mode.PLANNED
         state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "room": room.state_dict()}
@@ -66,7 +67,7 @@ def test_a_resumed_job_follows_its_plan_from_the_first_step(learned: dict[str, A
     model, optimizer = make()
     losses = train(model, optimizer, None, range(8))
     resumed, its_optimizer = resume(learned)
-    with elbowroom.fit(resumed, its_optimizer, BUDGET, profile=profile) as room:
+    with elbowroom.fit(resumed, its_optimizer, BUDGET, profile=profile, **QUICK) as room:
         room.load_state_dict(json.loads(json.dumps(learned["room"])))
         assert train(resumed, its_optimizer, room, range(4, 8)) == losses[4:]
         steps = room.journal().steps
@@ -83,7 +84,7 @@ def test_another_budget_or_machine_needs_another_plan(learned: dict[str, Any], p
         if machine == "another":
             state["op_times"]["machine"] = machine
         resumed, its_optimizer = resume(learned)
-        with elbowroom.fit(resumed, its_optimizer, budget, profile=profile) as room:
+        with elbowroom.fit(resumed, its_optimizer, budget, profile=profile, **QUICK) as room:
             room.load_state_dict(state)
             assert room.planned is not None
             assert room.planned.plan.budget_bytes == budget
@@ -97,7 +98,7 @@ def test_the_plan_of_another_model_changes_nothing(learned: dict[str, Any], prof
     model, optimizer = make(width=48)
     losses = train(model, optimizer, None, range(5))
     other, its_optimizer = make(width=48)
-    with elbowroom.fit(other, its_optimizer, BUDGET, profile=profile) as room:
+    with elbowroom.fit(other, its_optimizer, BUDGET, profile=profile, **QUICK) as room:
         room.load_state_dict(learned["room"])
         assert train(other, its_optimizer, room, range(5)) == losses
         assert room.journal().steps[0].mode is Mode.DRIFTED
@@ -108,7 +109,7 @@ def test_damaged_and_foreign_states(
     learned: dict[str, Any], profile: HardwareProfile, caplog: pytest.LogCaptureFixture
 ) -> None:
     model, optimizer = make()
-    with elbowroom.fit(model, optimizer, BUDGET, profile=profile) as room:
+    with elbowroom.fit(model, optimizer, BUDGET, profile=profile, **QUICK) as room:
         for damaged in ({}, [], {**learned["room"], "steps": [1]}, {**learned["room"], "more": 1}):
             with pytest.raises(TraceError):
                 room.load_state_dict(damaged)  # type: ignore[arg-type]
@@ -135,7 +136,7 @@ def test_op_times_come_along(
     state = copy.deepcopy(learned["room"])
     state["op_times"]["times"] = [{"key": "an op", "seconds": 0.25, "steps": 3}]
     model, optimizer = make()
-    with elbowroom.fit(model, optimizer, BUDGET, profile=profile) as room:
+    with elbowroom.fit(model, optimizer, BUDGET, profile=profile, **QUICK) as room:
         room.load_state_dict(state)
         times = {each["key"]: each["seconds"] for each in room.state_dict()["op_times"]["times"]}
         assert times["an op"] == 0.25
