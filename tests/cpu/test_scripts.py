@@ -97,6 +97,22 @@ def train_with_accumulation() -> Outcome:
     return finish(losses, net)
 
 
+def train_with_scaler() -> Outcome:
+    """The scaler skips the first update, as its gradients overflow."""
+    net = make_net()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**127, backoff_factor=2.0**-60)
+    losses = []
+    for batch in make_batches():
+        loss = net(batch).square().mean() * 8
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        losses.append(show(loss))
+    return finish(losses, net)
+
+
 def train_gan(updates_of_judge: int = 1) -> Outcome:
     """Two models with an optimizer each."""
     maker, judge = make_net(3), make_net(3)
@@ -261,6 +277,7 @@ class Expected:
 LOOPS = (
     Expected(train_plainly),
     Expected(train_with_accumulation),
+    Expected(train_with_scaler, steps=4),  # a skipped update belongs to the next step
     Expected(train_gan),
     Expected(train_wgan, steps=14),  # the first step has two updates, as it is not known yet that they are not in turn
     Expected(train_by_closure),
@@ -519,6 +536,10 @@ def test_a_script_that_does_not_train(script: pathlib.Path) -> None:
     result = CliRunner().invoke(make_app(), ["run", "--memory-budget", "1GiB", str(script)])
     assert result.exit_code == 2
     assert "is not a Python file" in result.stderr
+    script.write_text("import sys; sys.exit()")
+    result = CliRunner().invoke(make_app(), ["run", "--memory-budget", "1GiB", str(script)])
+    assert result.exit_code == 0
+    assert "no training step was found" in result.stderr
 
 
 def test_a_killed_process_leaves_its_journal(script: pathlib.Path, tmp_path: pathlib.Path) -> None:

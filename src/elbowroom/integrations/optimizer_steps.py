@@ -70,6 +70,7 @@ class OptimizerSteps:
         self._ends_at_next_call = False
         self._begins_at_end = False
         self._is_running = False
+        self._is_closed = False
         entries = [*list_entries(model), *(() if first_called is None else (first_called,))]
         self._removals = [self._attach(each) for each in {id(each): each for each in entries}.values()]
         self._removals += [each.register_step_post_hook(self._end_after).remove for each in self._optimizers]
@@ -111,13 +112,15 @@ class OptimizerSteps:
 
     def close(self, error: BaseException | None = None) -> None:
         """Watch the loop no more. A running step is aborted. `error`: the exception that ended the loop, if any."""
-        for remove in self._removals:
-            remove()
-        self._removals.clear()
-        if error is not None or self._ends_at_next_call:
-            self.end(error)
-        self._is_running = False
-        self._room.detach()
+        try:
+            if error is not None or self._ends_at_next_call:
+                self.end(error)
+        finally:
+            self._is_running = False
+            self._is_closed = True
+            self._room.detach()  # first, as a running step has replaced calls after us
+            for remove in self._removals:
+                remove()
 
     def _attach(self, module: torch.nn.Module) -> Callable[[], None]:
         """Have `_begin_before` called before each call of a module. Return a function that ends this.
@@ -142,7 +145,7 @@ class OptimizerSteps:
 
     def _begin_before(self, module: torch.nn.Module) -> bool:
         """Begin a step if a call of this module begins one. Return True if it does."""
-        if not self._removals or is_in_backward():
+        if self._is_closed or is_in_backward():
             return False
         if self._ends_at_next_call:
             self.end()
@@ -152,6 +155,8 @@ class OptimizerSteps:
         return True
 
     def _end_after(self, optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
+        if self._is_closed:
+            return
         if is_in_backward():
             self._ends_at_next_call = True
             return

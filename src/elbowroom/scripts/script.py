@@ -11,7 +11,7 @@ import types
 from collections.abc import Sequence
 from typing import Any
 
-from elbowroom.errors import UsageError
+from elbowroom.errors import ElbowroomError, UsageError
 from elbowroom.scripts.exit_codes import FAILED, INTERRUPTED, find_cause, find_exit_code
 from elbowroom.scripts.request import ScriptRequest, read_request
 
@@ -51,16 +51,19 @@ def run_script(request: ScriptRequest) -> int:
     failure: BaseException | None = None
     try:
         exec(code, vars(module))
-    except SystemExit:
-        raise
     except BaseException as error:
         failure = error
-    finally:
-        program.close(failure)
-    if failure is not None:
+    is_exit = isinstance(failure, SystemExit)
+    try:
+        program.close(None if is_exit else failure)
+    except ElbowroomError as error:  # the last step ends only now
+        return _report(failure if failure is not None and not is_exit else error)
+    if failure is not None and not is_exit:
         return _report(failure)
     if not program.rooms and not program.has_own_rooms:
         complain(NOTHING_FOUND)
+    if failure is not None:
+        raise failure
     return 0
 
 
