@@ -257,6 +257,24 @@ def train_compiled() -> Outcome:
     return finish(losses, net)
 
 
+def train_compiled_in_place() -> Outcome:
+    """Evaluated first, and compiled by `Module.compile`. The same graphs are compiled as without us."""
+    net = make_net()
+    net.compile(backend="aot_eager")
+    optimizer = torch.optim.Adam(net.parameters(), lr=1e-3)
+    losses = []
+    for batch in make_batches():
+        with torch.no_grad():
+            losses.append(show(net.eval()(batch).mean()))
+        loss = net.train()(batch).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(show(loss))
+    losses.append(str(torch._dynamo.utils.counters["stats"]))
+    return finish(losses, net)
+
+
 def train_twice() -> Outcome:
     """Two models one after the other, as in cross-validation; the second phase makes its optimizer in two steps."""
     first = train_with_accumulation()
@@ -287,6 +305,7 @@ LOOPS = (
     Expected(train_in_backward),
     Expected(train_without_optimizer),  # of six
     Expected(train_compiled, budget=6 << 20),
+    Expected(train_compiled_in_place, budget=6 << 20),
     Expected(train_twice, rooms=2),
 )
 
@@ -308,9 +327,12 @@ def managing(profile: HardwareProfile, budget: int = BUDGET, **options: Any) -> 
 def test_loops(expected: Expected, profile: HardwareProfile) -> None:
     patched = (nn.Module.__call__, torch.Tensor.backward, torch.optim.Optimizer.__init__)
     torch.manual_seed(0)
-    plain = expected.loop()
     torch.compiler.reset()
+    torch._dynamo.utils.counters.clear()
+    plain = expected.loop()
     torch.manual_seed(0)
+    torch.compiler.reset()
+    torch._dynamo.utils.counters.clear()
     with managing(profile, expected.budget) as program:
         assert expected.loop() == plain
         assert program.room is not None

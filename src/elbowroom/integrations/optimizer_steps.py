@@ -9,7 +9,7 @@ import torch
 from torch.optim import Optimizer
 
 from elbowroom.api import list_optimizers
-from elbowroom.hooks.input_guard import list_entries
+from elbowroom.hooks.input_guard import list_entries, replace_call
 from elbowroom.room import Room
 
 
@@ -125,23 +125,16 @@ class OptimizerSteps:
     def _attach(self, module: torch.nn.Module) -> Callable[[], None]:
         """Have `_begin_before` called before each call of a module. Return a function that ends this.
 
-        PyTorch calls `_compiled_call_impl` in place of a module's hooks and `forward`, and never copies it with a
-        module. A forward hook would come too late for the room's own hooks to see the same call.
+        A forward hook would come too late for the room's own hooks to see the same call.
         """
-        inner: Callable[..., Any] | None = module._compiled_call_impl
-        plain: Callable[..., Any] = module._call_impl
+        inner: Callable[..., Any] = module._compiled_call_impl or module._call_impl
 
         def call(*args: Any, **kwargs: Any) -> Any:
             if self._begin_before(module):
                 return module(*args, **kwargs)  # once more, so that the room sees the call
-            return (inner or plain)(*args, **kwargs)
+            return inner(*args, **kwargs)
 
-        def remove() -> None:
-            if module._compiled_call_impl is call:
-                module._compiled_call_impl = inner
-
-        module._compiled_call_impl = call
-        return remove
+        return replace_call(module, call)
 
     def _begin_before(self, module: torch.nn.Module) -> bool:
         """Begin a step if a call of this module begins one. Return True if it does."""

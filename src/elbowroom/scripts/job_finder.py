@@ -14,6 +14,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from elbowroom.hooks.input_guard import leave_uncompiled
 from elbowroom.integrations.optimizer_steps import is_in_backward, starts_training
 
 
@@ -112,6 +113,7 @@ class JobFinder:
             # If a job was found, this module may have been prepared for it.
             return (call if self._is_searching else nn.Module.__call__)(module, *args, **kwargs)
 
+        leave_uncompiled(watched_call)
         nn.Module.__call__ = watched_call  # type: ignore[method-assign]
 
     def _stop_search(self) -> None:
