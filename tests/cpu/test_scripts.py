@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import gc
 import io
 import json
 import os
@@ -11,6 +12,7 @@ import pathlib
 import subprocess
 import sys
 import textwrap
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -401,11 +403,16 @@ def test_the_journal_survives(profile: HardwareProfile, tmp_path: pathlib.Path) 
         JournalFile(tmp_path / "missing" / "run.json")
 
 
-def test_many_optimizers_bring_a_warning(profile: HardwareProfile, caplog: pytest.LogCaptureFixture) -> None:
+def test_many_models_one_after_the_other(profile: HardwareProfile, caplog: pytest.LogCaptureFixture) -> None:
+    """Each is freed when the program makes the next one, and a warning says that each is learned anew."""
+    models: list[weakref.ref[nn.Module]] = []
     with managing(profile) as program:
         for _ in range(4):
             net = make_net(1)
             optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+            gc.collect()
+            assert [each() for each in models if each() is not None] == []
+            models.append(weakref.ref(net))
             net(next(make_batches())).sum().backward()
             optimizer.step()
         assert program.rooms == 4

@@ -99,6 +99,7 @@ class ManagedProgram:
         if self._steps is not None and self._steps.is_running and not self._steps.begins_at_ends:
             return False
         self._stop(None)
+        self._room = None  # it holds the former model
         return True
 
     def _stop(self, error: BaseException | None) -> None:
