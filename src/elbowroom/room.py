@@ -6,7 +6,7 @@ import contextlib
 import logging
 import reprlib
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from elbowroom.hardware.memory import cut_blocks_to_size, parse_budget
 from elbowroom.hardware.probe import probe
 from elbowroom.hooks.attachment import attach_mark, is_marked, remove_mark
 from elbowroom.hooks.exposed_memory import note_exposures
-from elbowroom.hooks.ledger import make_ledger
+from elbowroom.hooks.ledger import Ledger, make_ledger
 from elbowroom.ir.hardware import HardwareProfile
 from elbowroom.ir.journal import Journal
 from elbowroom.ir.learned import from_state, to_state
@@ -36,6 +36,7 @@ from elbowroom.runtime.factory import open_transfers
 from elbowroom.runtime.sliced_ops import SlicedOps
 from elbowroom.runtime.state_pager import StatePager
 from elbowroom.runtime.step_storages import load_native
+from elbowroom.runtime.transfers import Transfers
 from elbowroom.step_modes import StepModes
 from elbowroom.tracing.fake import capture_fake
 from elbowroom.units import format_bytes, format_seconds
@@ -79,7 +80,7 @@ class Room:
             self._transfers = open_transfers(device, config.spill_folder, lease.host_bytes)
             undoing.callback(self._transfers.close)
             self._metering = Metering(device, self._transfers, self._ledger)
-            self._pager = self._make_pager()
+            self._pager = _make_pager(job, self._transfers, self._ledger)
             self._sliced_ops = SlicedOps(self._pager, is_exact=config.exact)
             self._modes = StepModes(
                 job, self._cache, self._metering, self._transfers, self._ledger, self._pager, self._sliced_ops
@@ -231,6 +232,13 @@ class Room:
         if learned is not None and self.config.mode != "dynamic":
             self._cache.adopt_learned(learned)
 
+    def count_also(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Count tensors from before `fit` toward the budget that are neither the model's nor the optimizers'.
+
+        On CUDA they are counted anyway.
+        """
+        self._ledger.adopt(tensors)
+
     def journal(self) -> Journal:
         """Return the measurements so far."""
         return self._metering.journal()
@@ -357,14 +365,6 @@ class Room:
     def __exit__(self, *exception: object) -> None:
         self.detach()
 
-    def _make_pager(self) -> StatePager:
-        job = self._job
-        load_native()  # the extension asks what it does not know of an op, also between steps
-        list_state, optimizers = (job.list_residents, job.optimizers) if job.moves_state else (list, ())
-        return StatePager(
-            job.device, list_state, optimizers, self._transfers, self._ledger, job.config.min_offload_bytes
-        )
-
     def _probe(self, budget_bytes: int) -> HardwareProfile:
         """Measure this machine before the first step, using only memory that the budget leaves beside the model."""
         storages = (each.untyped_storage() for each in self._job.list_residents() if each.layout is torch.strided)
@@ -386,3 +386,9 @@ class Room:
             return  # nothing to plan, and nothing to recognize the step by
         if why := self._modes.plan(trace, None):
             logger.warning("%s", why)
+
+
+def _make_pager(job: Job, transfers: Transfers, ledger: Ledger) -> StatePager:
+    load_native()  # the extension asks what it does not know of an op, also between steps
+    list_state, optimizers = (job.list_residents, job.optimizers) if job.moves_state else (list, ())
+    return StatePager(job.device, list_state, optimizers, transfers, ledger, job.config.min_offload_bytes)

@@ -355,6 +355,21 @@ def test_steps_of_a_gan_are_whole(profile: HardwareProfile) -> None:
         assert all(step.saves == step.needs for step in program.room.journal().steps)
 
 
+def test_other_modules_count(profile: HardwareProfile) -> None:
+    """A frozen module from before the first step is in memory, too."""
+    peaks = []
+    for width in (8, 512):
+        teacher = nn.Linear(width, width, bias=False)
+        gc.collect()
+        torch.manual_seed(0)
+        with managing(profile, 1 << 30) as program:
+            train_with_accumulation()
+        assert program.room is not None
+        peaks.append((program.room.journal().steps[0].peak_bytes or 0) - teacher.weight.nbytes)
+        del program  # it holds the model
+    assert peaks[0] == peaks[1]
+
+
 def test_a_budget_that_cannot_hold(profile: HardwareProfile) -> None:
     """The error names the module, also if the script wraps it."""
     with pytest.raises(Infeasible, match="needed at once") as caught, managing(profile, 1 << 16):

@@ -164,6 +164,15 @@ class JobFinder:
         self._found(FoundJob(model, tuple(optimizers), module))
 
 
+def list_other_tensors(model: nn.Module) -> list[torch.Tensor]:
+    """Return the parameters and buffers of modules that are no part of a model, on its devices, such as a teacher's."""
+    own = {id(each) for each in model.modules()}
+    devices = {each.device for each in model.parameters()}
+    others = [each for each in _list_modules() if id(each) not in own]
+    tensors = [each for one in others for each in (*one.parameters(recurse=False), *one.buffers(recurse=False))]
+    return [each for each in tensors if each.device in devices]
+
+
 def _list_trained(optimizers: Iterable[Optimizer]) -> dict[int, torch.Tensor]:
     """Return the parameters of optimizers by their Python ids."""
     return {id(each): each for one in optimizers for group in one.param_groups for each in group["params"]}

@@ -11,7 +11,7 @@ from elbowroom.integrations.optimizer_steps import OptimizerSteps
 from elbowroom.ir.hardware import HardwareProfile
 from elbowroom.ir.journal import Journal
 from elbowroom.room import Room
-from elbowroom.scripts.job_finder import FoundJob, JobFinder
+from elbowroom.scripts.job_finder import FoundJob, JobFinder, list_other_tensors
 from elbowroom.scripts.journal_file import JournalFile
 from elbowroom.scripts.live_view import LiveView
 
@@ -73,6 +73,7 @@ class ManagedProgram:
             return
         self.rooms += 1
         room = fit(job.model, job.optimizers, self._memory_budget, profile=self._profile, **self._options)
+        room.count_also(list_other_tensors(job.model))
         self._profile = room.profile
         self._room = room
         if self._journal_file is not None:
