@@ -167,8 +167,8 @@ def test_nothing_names_this_machine() -> None:
 MOST_MEMBERS = 35
 """Attributes and methods of one class."""
 
-ENTRY_POINTS = {"Policy"}
-"""Class names that every member of a family has."""
+ENTRY_POINTS = {"Policy", "ElbowroomCallback"}
+"""Class names that several modules have: members of a family, integrations with frameworks."""
 
 POOR_OPENINGS = re.compile(r"^(What|The same|Of|As|Who|Whoever|Whether|How|That|All that|Those|Nothing)\b")
 
@@ -342,7 +342,11 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 def test_what_is_imported_is_declared_and_the_other_way_round() -> None:
     needed = declared(*PROJECT["dependencies"])
     extras = declared(
-        *(each for name in ("models", "pictures", "tuning") for each in PROJECT["optional-dependencies"][name])
+        *(
+            each
+            for name in ("models", "pictures", "tuning", "integrations")
+            for each in PROJECT["optional-dependencies"][name]
+        )
     )
     found = imported(MODULES) - {"elbowroom"}
     assert needed <= found <= needed | extras
@@ -369,7 +373,7 @@ def loaded_by(statement: str) -> set[str]:
     return {name.partition(".")[0] for name in done.stdout.split()}
 
 
-HEAVY = {"torch", "scipy", "numba", "torchvision", "transformers", "timm"}
+HEAVY = {"torch", "scipy", "numba", "torchvision", "transformers", "timm", "lightning", "accelerate"}
 
 
 def test_the_package_is_there_at_once() -> None:

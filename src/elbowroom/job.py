@@ -25,6 +25,11 @@ class Job:
         """Class name of the model."""
         return type(self.model).__name__
 
+    @property
+    def moves_state(self) -> bool:
+        """True if parameters, gradients and optimizer state may leave the device."""
+        return self.config.manages == "everything"
+
     def list_residents(self) -> list[torch.Tensor]:
         """List parameters, gradients, buffers and optimizer state."""
         return list_resident_tensors(self.model, self.optimizers)

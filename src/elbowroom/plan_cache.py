@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import enum
-import functools
 import logging
 import statistics
 from collections import Counter, OrderedDict
@@ -23,22 +22,18 @@ from elbowroom.hardware.past_times import PastTimes
 from elbowroom.hooks.input_guard import Inputs
 from elbowroom.hooks.ledger import Ledger
 from elbowroom.ir.costs import Costs, Measurements
-from elbowroom.ir.forecast import Forecast
 from elbowroom.ir.hardware import HardwareProfile
 from elbowroom.ir.journal import StepRecord
+from elbowroom.ir.learned import LearnedStep, LearnedSteps, PlanningOptions
 from elbowroom.ir.lease import Lease
-from elbowroom.ir.placement import Placement
-from elbowroom.ir.plan import Choice, Plan
 from elbowroom.ir.timeline import Activity
-from elbowroom.ir.trace import Role, Trace, release_unneeded
+from elbowroom.ir.trace import Trace, release_unneeded
+from elbowroom.planned_step import PlannedStep, forecast_plan
 from elbowroom.planner.options import Manages
 from elbowroom.planner.plain import keep_all_if_it_fits
 from elbowroom.planner.problem import find_floor, pose
 from elbowroom.planner.problem import plan as make_plan
 from elbowroom.planner.slicing.choice import Slices
-from elbowroom.report.table import render_table
-from elbowroom.runtime.candidate import Candidate
-from elbowroom.simulator.planned import PreparedTrace
 from elbowroom.simulator.simulate import simulate
 
 logger = logging.getLogger(__name__)
@@ -57,57 +52,6 @@ MOST_SEEN = 4096
 
 STEADY = 16
 """Consecutive expected steps after which the next step is assumed to be of the expected kind."""
-
-
-@dataclasses.dataclass(frozen=True)
-class PlannedStep:
-    """One kind of step: its trace, costs, plan, forecast, and the placement of its copies."""
-
-    trace: Trace
-    costs: Costs = dataclasses.field(repr=False)
-    plan: Plan
-    forecast: Forecast
-    placement: Placement = dataclasses.field(repr=False)
-
-    def _repr_html_(self) -> str:
-        plan, forecast = self.plan, self.forecast
-        figures: dict[str, int | float | str] = {
-            "ops": len(self.trace.ops),
-            "strategy": plan.strategy,
-            "budget_bytes": plan.budget_bytes,
-            "offloaded_gaps": plan.count_gaps(Choice.OFFLOAD),
-            "offloaded_state_gaps": len(plan.state),
-            "recomputed_gaps": plan.count_gaps(Choice.RECOMPUTE),
-            "recomputed_segments": len(plan.segments),
-            "forecast_peak_bytes": forecast.peak_bytes,
-            "forecast_step_seconds": forecast.step_seconds,
-            "recompute_seconds": forecast.recompute_seconds,
-            "stall_seconds": forecast.stall_seconds,
-            "offloaded_bytes": forecast.offloaded_bytes,
-            "reloaded_bytes": forecast.reloaded_bytes,
-        }
-        return render_table(f"Elbowroom: {self.trace.name} on {self.trace.device}", figures)
-
-    @property
-    def is_plain(self) -> bool:
-        """True if the plan moves nothing."""
-        return not (self.plan.decisions or self.plan.state)
-
-    @property
-    def busy_seconds(self) -> float:
-        """Forecast seconds of the step, stalls excluded."""
-        return self.forecast.step_seconds - self.forecast.stall_seconds
-
-    @functools.cached_property
-    def candidate(self) -> Candidate:
-        """Form in which a runner matches a running step against this one."""
-        return Candidate(self.trace, self.plan, self.placement)
-
-    @functools.cached_property
-    def activation_bytes(self) -> int:
-        """Bytes at the peak beyond those that exist before the step."""
-        there = sum(home.nbytes for home in self.trace.storages if home.created < 0 and home.role is not Role.INPUT)
-        return max(0, self.forecast.peak_bytes - there)
 
 
 class Source(enum.Enum):
@@ -248,6 +192,45 @@ class PlanCache:
         if entry in self.entries:
             self.entries.remove(entry)
 
+    # -- steps learned by another room ------------------------------------------------------------------------------
+
+    def list_learned(self) -> LearnedSteps:
+        """Return all kinds of step with their plans, and the op times of this machine."""
+        steps = tuple(
+            LearnedStep(each.planned.trace, each.planned.costs, each.planned.plan, each.source is not Source.ESTIMATED)
+            for each in self.entries
+        )
+        return LearnedSteps(self._planning_options, steps, self._past.export())
+
+    def adopt_learned(self, learned: LearnedSteps) -> None:
+        """Add kinds of step that another room has learned. Costs of another machine are estimated anew, and plans for
+        other limits or options made anew; a step that no plan fits is left out."""
+        is_same_machine = learned.op_times.machine == self._past.machine
+        if is_same_machine:
+            self._past.add_seconds({each.key: each.seconds for each in learned.op_times.times})
+        for step in learned.steps:
+            if step.trace.device != self._device.type or self.contains(step.trace):
+                continue
+            is_measured = is_same_machine and step.is_measured
+            costs = step.costs if is_same_machine else self._price(step.trace, step.costs.trace_digest, None)
+            try:
+                if is_same_machine and learned.options == self._planning_options:
+                    planned = forecast_plan(step.trace, costs, step.plan, self.lease.host_bytes)
+                else:
+                    planned = self._plan(step.trace, costs)
+            except Infeasible as error:
+                logger.info("a step learned before is not planned: %s", error)
+                continue
+            self.entries.append(PlanCacheEntry(planned, Source.MEASURED if is_measured else Source.ESTIMATED))
+        del self.entries[MOST_PLANS:]
+
+    @property
+    def _planning_options(self) -> PlanningOptions:
+        config, lease = self._config, self.lease
+        return PlanningOptions(
+            lease.device_bytes, lease.host_bytes, config.strategy, config.manages, config.min_offload_bytes
+        )
+
     # -- planning -------------------------------------------------------------------------------------------------
 
     def add(self, trace: Trace, trace_digest: str, measurements: Measurements | None) -> None:
@@ -380,9 +363,7 @@ class PlanCache:
                 min_offload_bytes=config.min_offload_bytes, host_bytes=self.lease.host_bytes, manages=config.manages,
                 slices=Slices.NONE,
             )  # fmt: skip
-        replay = PreparedTrace(trace, costs, host_bytes=self.lease.host_bytes)
-        placement = replay.place(plan)
-        planned = PlannedStep(trace, costs, plan, replay.run(plan, placement=placement), placement)
+        planned = forecast_plan(trace, costs, plan, self.lease.host_bytes)
         self._ledger.trim()
         logger.info(
             "%s: forecast peak %d of %d bytes, %d decisions by %s",

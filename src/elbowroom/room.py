@@ -7,7 +7,7 @@ import logging
 import os
 import reprlib
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,16 +20,18 @@ from elbowroom.hardware.memory import cut_blocks_to_size, parse_budget
 from elbowroom.hardware.probe import probe
 from elbowroom.hooks.attachment import attach_mark, is_marked, remove_mark
 from elbowroom.hooks.exposed_memory import note_exposures
-from elbowroom.hooks.ledger import make_ledger
+from elbowroom.hooks.ledger import Ledger, make_ledger
 from elbowroom.ir.files import save, to_json
 from elbowroom.ir.hardware import HardwareProfile
 from elbowroom.ir.journal import Journal
+from elbowroom.ir.learned import from_state, to_state
 from elbowroom.ir.lease import Lease
 from elbowroom.ir.run_step import RUN_STEP_VERSION, RunStep
 from elbowroom.ir.timeline import Activity
 from elbowroom.job import Job
 from elbowroom.metering import Metering
-from elbowroom.plan_cache import PlanCache, PlannedStep
+from elbowroom.plan_cache import PlanCache
+from elbowroom.planned_step import PlannedStep
 from elbowroom.planner.bounds.bound import bound_plan
 from elbowroom.report.state import StateClass, count_state
 from elbowroom.report.summary import summarize
@@ -38,6 +40,7 @@ from elbowroom.runtime.factory import open_transfers
 from elbowroom.runtime.sliced_ops import SlicedOps
 from elbowroom.runtime.state_pager import StatePager
 from elbowroom.runtime.step_storages import load_native
+from elbowroom.runtime.transfers import Transfers
 from elbowroom.step_modes import StepModes
 from elbowroom.tracing.fake import capture_fake
 from elbowroom.units import format_bytes, format_seconds
@@ -81,7 +84,7 @@ class Room:
             self._transfers = open_transfers(device, config.spill_folder, lease.host_bytes)
             undoing.callback(self._transfers.close)
             self._metering = Metering(device, self._transfers, self._ledger)
-            self._pager = self._make_pager()
+            self._pager = _make_pager(job, self._transfers, self._ledger)
             self._sliced_ops = SlicedOps(self._pager, is_exact=config.exact)
             self._modes = StepModes(
                 job, self._cache, self._metering, self._transfers, self._ledger, self._pager, self._sliced_ops
@@ -101,8 +104,9 @@ class Room:
         return self._cache.lease.device_bytes
 
     @property
-    def _moves_state(self) -> bool:
-        return self.config.manages == "everything"
+    def profile(self) -> HardwareProfile:
+        """Profile of this machine that steps are planned with."""
+        return self._cache.profile
 
     @property
     def planned(self) -> PlannedStep | None:
@@ -189,7 +193,7 @@ class Room:
         if self._step is not None:
             raise UsageError("set_budget() inside a step: call it before or after room.step()")
         budget_bytes = parse_budget(memory_budget, self._job.device)
-        if self._moves_state and (held_bytes := self._ledger.live_bytes) > budget_bytes:
+        if self._job.moves_state and (held_bytes := self._ledger.live_bytes) > budget_bytes:
             self._pager.make_room_between_steps(held_bytes - budget_bytes)
         held_bytes = self._ledger.live_bytes
         if held_bytes > budget_bytes:
@@ -200,8 +204,44 @@ class Room:
         try:
             self._cache.set_budget(budget_bytes)
         except Infeasible as error:
-            advise(error, self._job.model, self._job.optimizers, moves_state=self._moves_state)
+            advise(error, self._job.model, self._job.optimizers, moves_state=self._job.moves_state)
             raise
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what the room has learned, for a checkpoint: its plans, and the op times of this machine.
+
+        Returns:
+            Numbers, strings, lists and dicts, which `torch.save` and `json.dump` write. Some 600 bytes an op.
+        """
+        return to_state(self._cache.list_learned())
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over what a room has learned in an earlier run, so that the first step already follows its plan.
+
+        On another machine, or with another budget, the same steps are planned anew. A step of another model is not
+        recognized, and learned.
+
+        Args:
+            state: from `state_dict`. One of another version of Elbowroom's formats is ignored, with a warning.
+
+        Raises:
+            UsageError: a step is running, or the room is detached.
+            TraceError: the state is corrupt; names the place.
+        """
+        if self._detached:
+            raise UsageError("this room is detached; call elbowroom.fit again")
+        if self._step is not None:
+            raise UsageError("load_state_dict() inside a step: call it before or after room.step()")
+        learned = from_state(state)
+        if learned is not None and self.config.mode != "dynamic":
+            self._cache.adopt_learned(learned)
+
+    def count_also(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Count tensors from before `fit` toward the budget that are neither the model's nor the optimizers'.
+
+        On CUDA they are counted anyway.
+        """
+        self._ledger.adopt(tensors)
 
     def journal(self) -> Journal:
         """Return the measurements so far."""
@@ -355,14 +395,6 @@ class Room:
     def __exit__(self, *exception: object) -> None:
         self.detach()
 
-    def _make_pager(self) -> StatePager:
-        job = self._job
-        load_native()  # the extension asks what it does not know of an op, also between steps
-        return StatePager(
-            job.device, job.list_residents if self._moves_state else list, job.optimizers if self._moves_state else (),
-            self._transfers, self._ledger, job.config.min_offload_bytes,
-        )  # fmt: skip
-
     def _probe(self, budget_bytes: int) -> HardwareProfile:
         """Measure this machine before the first step, using only memory that the budget leaves beside the model."""
         storages = (each.untyped_storage() for each in self._job.list_residents() if each.layout is torch.strided)
@@ -375,7 +407,7 @@ class Room:
     def _plan_ahead(self, step: Callable[[], Any]) -> None:
         job = self._job
         try:
-            with contextlib.nullcontext() if not self._moves_state else self._pager.grouping(self.budget_bytes):
+            with contextlib.nullcontext() if not self._job.moves_state else self._pager.grouping(self.budget_bytes):
                 trace = capture_fake(step, job.model, job.optimizers, name=job.name, device=job.device)
         except TraceError as error:
             logger.warning("%s", error)
@@ -384,3 +416,9 @@ class Room:
             return  # nothing to plan, and nothing to recognize the step by
         if why := self._modes.plan(trace, None):
             logger.warning("%s", why)
+
+
+def _make_pager(job: Job, transfers: Transfers, ledger: Ledger) -> StatePager:
+    load_native()  # the extension asks what it does not know of an op, also between steps
+    list_state, optimizers = (job.list_residents, job.optimizers) if job.moves_state else (list, ())
+    return StatePager(job.device, list_state, optimizers, transfers, ledger, job.config.min_offload_bytes)

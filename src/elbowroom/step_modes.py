@@ -66,7 +66,6 @@ class StepModes:
         self._transfers, self._ledger = transfers, ledger
         self._pager = pager
         self._sliced_ops = sliced_ops
-        self._moves_state = job.config.manages == "everything"
         self._captures = self._futile_captures = self._next_capture = 0
         self._has_recurred = False
         self._history = AccessHistory(is_bounded=cache.lease.host_bytes is not None)
@@ -95,7 +94,7 @@ class StepModes:
             # A notebook keeps the last traceback, whose frames would keep tensors alive.
             traceback.clear_frames(error.__traceback__)
             if isinstance(error, Infeasible):
-                advise(error, self._job.model, self._job.optimizers, moves_state=self._moves_state)
+                advise(error, self._job.model, self._job.optimizers, moves_state=self._job.moves_state)
             if self._running is not None and (begun_as := self._running.expected) is not None:
                 self._cache.remove(begun_as)  # the next step is observed from its beginning
             raise
@@ -173,7 +172,7 @@ class StepModes:
             self._adopt(capture, record, step.calls, is_whole=not runner.state.refusal)
 
     def _begin_paging(self, *, may_move: bool) -> None:
-        self._pager.begin_step(self._cache.lease.device_bytes, may_move=may_move and self._moves_state)
+        self._pager.begin_step(self._cache.lease.device_bytes, may_move=may_move and self._job.moves_state)
 
     def _run(
         self,

@@ -24,7 +24,7 @@ from elbowroom import workloads
 from elbowroom.cli.commands import demo as demo_command
 from elbowroom.cli.demonstration import processes, results
 from elbowroom.cli.journal_files import load_journal
-from elbowroom.cli.main import FAILED, INFEASIBLE, INTERRUPTED, MISUSED, find_exit_code, make_app
+from elbowroom.cli.main import make_app
 from elbowroom.errors import ElbowroomError, Infeasible, TierFull, TraceError, UnknownMember, UsageError
 from elbowroom.hardware.memory import count_device_bytes
 from elbowroom.hardware.shipped import list_shipped
@@ -38,6 +38,7 @@ from elbowroom.ir.trace import Trace
 from elbowroom.layout.lay_out import list_allocators
 from elbowroom.native.library import NATIVE, find_library
 from elbowroom.planner.problem import list_strategies
+from elbowroom.scripts.exit_codes import FAILED, INFEASIBLE, INTERRUPTED, MISUSED, find_exit_code
 from elbowroom.units import format_bytes
 
 # Without optimizer state to speak of, so that a budget below the plain peak means something.

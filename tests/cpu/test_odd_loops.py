@@ -25,7 +25,7 @@ import elbowroom.plan_cache
 from elbowroom.errors import Infeasible
 from elbowroom.ir.hardware import HardwareProfile
 from elbowroom.ir.journal import Mode, StepRecord
-from elbowroom.plan_cache import PlannedStep
+from elbowroom.planned_step import PlannedStep
 from elbowroom.planner.problem import plan
 
 STEPS, WIDTH, ROWS = 8, 24, 256

@@ -20,12 +20,8 @@ from rich.text import Text
 
 from elbowroom import __version__, _family
 from elbowroom.cli import commands
-from elbowroom.errors import ElbowroomError, Infeasible, TraceError, UsageError
-
-FAILED = 1
-MISUSED = 2
-INFEASIBLE = 3
-INTERRUPTED = 130
+from elbowroom.errors import ElbowroomError
+from elbowroom.scripts.exit_codes import INTERRUPTED, find_exit_code
 
 
 class Program(typer.core.TyperGroup):
@@ -45,13 +41,6 @@ class Program(typer.core.TyperGroup):
         except KeyboardInterrupt as error:
             _complain("interrupted")
             raise typer.Exit(INTERRUPTED) from error
-
-
-def find_exit_code(error: ElbowroomError) -> int:
-    """Return the exit code of an error."""
-    if isinstance(error, (UsageError, TraceError)):
-        return MISUSED
-    return INFEASIBLE if isinstance(error, Infeasible) else FAILED
 
 
 def make_app() -> typer.Typer:

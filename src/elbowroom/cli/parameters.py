@@ -31,7 +31,7 @@ TraceOrSpec = Annotated[
 ]
 Budget = Annotated[
     str,
-    typer.Option("--budget", help=f"Memory that the step may use: {AMOUNTS}."),
+    typer.Option("--budget", "--memory-budget", help=f"Memory that the step may use: {AMOUNTS}."),
 ]
 Hardware = Annotated[
     str,

@@ -15,8 +15,8 @@ class _Mark:
     def __init__(self, model: torch.nn.Module) -> None:
         self.model = weakref.ref(model)
 
-    def __reduce__(self) -> tuple[type[None], tuple[()]]:
-        return type(None), ()
+    def __reduce__(self) -> tuple[type[set[None]], tuple[()]]:
+        return set, ()  # which `torch.load` reads with `weights_only`
 
 
 def attach_mark(model: torch.nn.Module) -> None:

@@ -111,12 +111,39 @@ def _attach(module: torch.nn.Module, hook: Look, look: Look) -> Callable[[], Non
         look(module, args, kwargs)
         return compiled(*args, **kwargs)
 
-    def detach() -> None:
-        if module._compiled_call_impl is call:
-            module._compiled_call_impl = compiled
+    return replace_call(module, call)
 
-    module._compiled_call_impl = call
-    return detach
+
+def leave_uncompiled(function: Callable[..., Any]) -> None:
+    """Keep Dynamo from compiling calls of a function by itself, outside of what it compiles anyway.
+
+    It would, for calls inside a compiled module that Dynamo does not compile as a whole.
+    """
+    frames: Any = torch._C._dynamo.eval_frame  # without the import of torch._dynamo, which takes seconds
+    strategy = frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.DEFAULT)
+    frames.set_code_exec_strategy(function.__code__, strategy)
+
+
+def replace_call(module: torch.nn.Module, call: Callable[..., Any]) -> Callable[[], None]:
+    """Have PyTorch call a function in place of a module's hooks and `forward`. Return a function that ends this.
+
+    PyTorch never copies or pickles `_compiled_call_impl` with a module.
+    """
+    leave_uncompiled(call)
+    attributes = vars(module)
+    name = "_compiled_call_impl"
+    had, before = name in attributes, attributes.get(name)
+    attributes[name] = call
+
+    def restore() -> None:
+        if attributes.get(name) is not call:
+            return
+        if had:
+            attributes[name] = before
+        else:
+            del attributes[name]
+
+    return restore
 
 
 class CannotEnter(RuntimeError):

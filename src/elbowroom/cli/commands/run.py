@@ -1,4 +1,4 @@
-"""`elbowroom run`: trains within a budget."""
+"""`elbowroom run`: trains a workload, or runs a script of one's own, within a budget."""
 
 from __future__ import annotations
 
@@ -41,6 +41,8 @@ from elbowroom.ir.files import to_json, version_of
 from elbowroom.ir.hardware import HardwareProfile
 from elbowroom.planner.options import find_managed, find_strategy
 from elbowroom.residency import policies
+from elbowroom.scripts.request import names_script, read_request
+from elbowroom.scripts.script import run_script
 from elbowroom.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
@@ -49,12 +51,37 @@ if TYPE_CHECKING:
 
 _MODE_HELP = "auto (the default) plans; dynamic decides in every step as it goes on."
 _POLICY_HELP = f"Decides in dynamic steps: {', '.join(names(policies))}."
+_SCRIPT = "elbowroom.script"
+"""Key of a script's command line in the context of a command."""
+
 _FILE_HELP = "Write the {} to this file, for `elbowroom report`."
+
+
+class RunCommand(typer.core.TyperCommand):
+    """Command that runs a script if its arguments name one; otherwise a workload."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Leave the arguments of a script to the script."""
+        if not names_script(args):
+            return super().parse_args(ctx, args)
+        ctx.meta[_SCRIPT] = tuple(args)
+        return []
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run the command.
+
+        Raises:
+            typer.Exit: with the exit code of a script.
+        """
+        if _SCRIPT not in ctx.meta:
+            return super().invoke(ctx)
+        request = read_request(ctx.meta[_SCRIPT], program="elbowroom run")
+        raise typer.Exit(run_script(request))
 
 
 def register(app: typer.Typer) -> None:
     """Add this command to the program."""
-    app.command()(with_workload_options(run))
+    app.command(cls=RunCommand)(with_workload_options(run))
 
 
 def run(
@@ -79,6 +106,9 @@ def run(
     as_json: Json = False,
 ) -> None:
     """Train for some steps within a budget, and report what happened. Exit code 3 if no plan fits.
+
+    With a Python file or a module instead of SPEC, run that script unchanged within a budget:
+    elbowroom run --memory-budget 20GiB train.py ARGUMENTS (its options: python -m elbowroom.run --help).
 
     Ctrl-C, or a step that fails, ends the run: the steps before it are reported and written.
     """

@@ -1,0 +1,89 @@
+"""Integration with loops that use Accelerate."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from torch.optim import Optimizer
+
+from elbowroom.api import fit
+from elbowroom.errors import UsageError
+from elbowroom.integrations.logged_metrics import list_metrics
+from elbowroom.integrations.optimizer_steps import OptimizerSteps, unwrap_optimizer
+from elbowroom.ir.hardware import HardwareProfile
+from elbowroom.room import Room
+
+
+class ElbowroomPlugin:
+    """Runs the training steps of a loop that uses Accelerate within a memory budget.
+
+        plugin = ElbowroomPlugin("20GiB")
+        model, optimizer, loader = plugin.prepare(accelerator, model, optimizer, loader)
+
+    The rest of the loop stays as it is. A step begins when the model is called for training and ends when the optimizer
+    has updated the parameters, so it covers all batches of `accelerator.accumulate`. What the room learns is part of
+    `accelerator.save_state` and `load_state`.
+
+    Args:
+        memory_budget: as for `elbowroom.fit`.
+        profile: as for `elbowroom.fit`.
+        **options: as for `elbowroom.fit`.
+
+    Attributes:
+        room: of the loop; None before `prepare`.
+    """
+
+    def __init__(
+        self, memory_budget: int | float | str, *, profile: HardwareProfile | None = None, **options: Any
+    ) -> None:
+        self._memory_budget = memory_budget
+        self._profile = profile
+        self._options = options
+        self._steps: OptimizerSteps | None = None
+        self.room: Room | None = None
+
+    def prepare(self, accelerator: Accelerator, *objects: Any, **options: Any) -> Any:
+        """Return what `accelerator.prepare` returns for these objects, and fit the models among them into the budget.
+
+        Args:
+            *objects, **options: as for `accelerator.prepare`; at least one model and one optimizer.
+
+        Raises:
+            UsageError: there is no model or no optimizer, or this plugin has prepared a loop already.
+            UsageError, Infeasible: as for `elbowroom.fit`.
+        """
+        if self._steps is not None:
+            raise UsageError("this plugin has prepared a loop already; call its close() first")
+        prepared = accelerator.prepare(*objects, **options)
+        listed = prepared if len(objects) > 1 else (prepared,)
+        models = [each for each in listed if isinstance(each, torch.nn.Module)]
+        optimizers = [unwrap_optimizer(each) for each in listed if isinstance(each, Optimizer)]
+        if not models or not optimizers:
+            raise UsageError("prepare() takes the model and its optimizer together, as accelerator.prepare does")
+        model = models[0] if len(models) == 1 else torch.nn.ModuleList(models)
+        self.room = fit(model, optimizers, self._memory_budget, profile=self._profile, **self._options)
+        self._profile = self.room.profile
+        self._steps = OptimizerSteps(self.room, model, optimizers)
+        accelerator.register_for_checkpointing(self)
+        return prepared
+
+    def metrics(self) -> dict[str, int | float]:
+        """Return metrics of the room for `accelerator.log`, with the prefix "elbowroom/"."""
+        return list_metrics(self.room)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what the room has learned; called by `accelerator.save_state`."""
+        return {} if self.room is None else self.room.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take over what an earlier run has learned; called by `accelerator.load_state`."""
+        if self.room is not None and state_dict:
+            self.room.load_state_dict(state_dict)
+
+    def close(self) -> None:
+        """Let go of the loop: the model can be trained without a budget, or prepared anew."""
+        if self._steps is not None:
+            self._steps.close()
+            self._steps = None

@@ -1,0 +1,106 @@
+"""Integration with the Trainer of Lightning."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+
+from elbowroom.api import fit
+from elbowroom.integrations.logged_metrics import list_metrics
+from elbowroom.ir.hardware import HardwareProfile
+from elbowroom.room import Room
+
+
+class ElbowroomCallback(Callback):
+    """Runs the training steps of a Lightning Trainer within a memory budget.
+
+        trainer = Trainer(..., callbacks=[ElbowroomCallback("20GiB")])
+
+    A step is one update of the parameters, with all its batches if the Trainer accumulates gradients; with manual
+    optimization, a batch in which any optimizer steps. Validation and checkpoints run between steps. What the room
+    learns is saved in the Trainer's checkpoints, and taken over by a run that resumes from one.
+
+    Args:
+        memory_budget: as for `elbowroom.fit`.
+        logs_metrics: whether the Trainer's loggers receive metrics of the room, with the prefix "elbowroom/", every
+            `log_every_n_steps`.
+        profile: as for `elbowroom.fit`.
+        **options: as for `elbowroom.fit`.
+
+    Attributes:
+        room: of the present or the last training; None before.
+    """
+
+    def __init__(
+        self,
+        memory_budget: int | float | str,
+        *,
+        logs_metrics: bool = True,
+        profile: HardwareProfile | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__()
+        self._memory_budget = memory_budget
+        self._logs_metrics = logs_metrics
+        self._profile = profile
+        self._options = options
+        self._is_running = False
+        self._updates = 0  # when the step began
+        self._learned: dict[str, Any] | None = None
+        self.room: Room | None = None
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Fit the module into the budget.
+
+        Raises:
+            UsageError, Infeasible: as for `elbowroom.fit`.
+        """
+        self._close(None)
+        self.room = fit(pl_module, trainer.optimizers, self._memory_budget, profile=self._profile, **self._options)
+        self._profile = self.room.profile
+        if self._learned is not None:
+            self.room.load_state_dict(self._learned)
+            self._learned = None
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
+        """Begin a step of the room, unless the batch belongs to a step that runs."""
+        if self.room is not None and not self._is_running:
+            self._updates = trainer.global_step
+            self.room.begin_step()
+            self._is_running = True
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
+        """End the step of the room if the parameters were updated."""
+        if self.room is None or not self._is_running or trainer.global_step == self._updates:
+            return
+        self._is_running = False
+        self.room.end_step()
+        interval: int = getattr(trainer, "log_every_n_steps", 1)
+        if self._logs_metrics and trainer.global_step % interval == 0:
+            for each in trainer.loggers:
+                each.log_metrics(list_metrics(self.room), step=trainer.global_step)
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """End the step that the exception aborts, and detach the room."""
+        self._close(exception)
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Detach the room."""
+        self._close(None)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what the room has learned; called by the Trainer for a checkpoint."""
+        return {} if self.room is None else self.room.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Receive what `state_dict` returned; called by the Trainer before training begins."""
+        self._learned = state_dict or None
+
+    def _close(self, error: BaseException | None) -> None:
+        if self.room is None:
+            return
+        is_running, self._is_running = self._is_running, False
+        if is_running and error is not None:
+            self.room.end_step(error)
+        self.room.detach()

@@ -1,0 +1,167 @@
+"""Finds the training steps of a loop from its optimizers, and runs each in a room."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from elbowroom.api import list_optimizers
+from elbowroom.hooks.input_guard import list_entries, replace_call
+from elbowroom.room import Room
+
+
+def is_in_backward() -> bool:
+    """Tell whether this thread runs a node of a backward pass."""
+    return bool(torch._C._current_graph_task_id() != -1)
+
+
+def starts_training(module: torch.nn.Module) -> bool:
+    """Tell whether a call of this module now may begin a training step: no evaluation, no recomputation."""
+    return module.training and torch.is_grad_enabled() and not is_in_backward()
+
+
+def unwrap_optimizer(optimizer: Any) -> Optimizer:
+    """Return the optimizer inside the wrappers of a framework, which keep it in their attribute `optimizer`.
+
+    Raises:
+        UsageError: it is no optimizer of PyTorch.
+    """
+    while isinstance(inner := getattr(optimizer, "optimizer", None), Optimizer):
+        optimizer = inner
+    return list_optimizers(optimizer)[0]
+
+
+class OptimizerSteps:
+    """Runs the steps of a training loop in a room without a `with room.step():` in the loop.
+
+    A step begins when the model is called in training mode with gradients on, and ends when the optimizer has made its
+    step. So it covers all micro-batches of gradient accumulation, and no evaluation or checkpoint between steps.
+
+    With several optimizers a step ends when each has stepped, as in the training of a GAN. If one steps again before
+    the others have, each step of any optimizer ends one. If the model's call is never seen, as the loop calls another
+    method, each step begins where the last one ended. If optimizers step inside the backward pass, or there are none, a
+    step ends at the next call of the model after the backward pass. All of these give the same results.
+
+    Args:
+        room: of the loop.
+        model: as given to `elbowroom.fit`.
+        optimizers: as given to `elbowroom.fit`, without the wrappers of frameworks.
+        first_called: a part of the model that the loop calls itself, if not the model.
+        after_step: called after each step.
+    """
+
+    def __init__(
+        self,
+        room: Room,
+        model: torch.nn.Module,
+        optimizers: Sequence[Optimizer],
+        *,
+        first_called: torch.nn.Module | None = None,
+        after_step: Callable[[], None] | None = None,
+    ) -> None:
+        self._room = room
+        self._optimizers = tuple(optimizers)
+        self._after_step = after_step
+        self._stepped: set[int] = set()
+        self._is_in_rounds = True  # each optimizer steps once before any steps again
+        self._ends_at_next_call = False
+        self._begins_at_end = False
+        self._is_running = False
+        self._is_closed = False
+        entries = [*list_entries(model), *(() if first_called is None else (first_called,))]
+        self._removals = [self._attach(each) for each in {id(each): each for each in entries}.values()]
+        self._removals += [each.register_step_post_hook(self._end_after).remove for each in self._optimizers]
+
+    @property
+    def is_running(self) -> bool:
+        """True inside a step."""
+        return self._is_running
+
+    @property
+    def begins_at_ends(self) -> bool:
+        """True if each step begins where the last one ended."""
+        return self._begins_at_end
+
+    def begin_at_ends(self) -> None:
+        """Begin a step now, and each later one where the last one ended."""
+        self._begins_at_end = True
+        self.begin()
+
+    def begin(self) -> None:
+        """Begin a step now."""
+        self._room.begin_step()
+        self._is_running = True
+
+    def end(self, error: BaseException | None = None) -> None:
+        """End the running step, if there is one. `error`: the exception that aborted it."""
+        if not self._is_running:
+            return
+        self._is_running = False
+        self._stepped.clear()
+        self._ends_at_next_call = False
+        self._room.end_step(error)
+        if self._after_step is not None and error is None:
+            self._after_step()
+
+    def end_at_next_call(self) -> None:
+        """End the running step at the next call of the model: all that is left of it is the update."""
+        self._ends_at_next_call = self._is_running
+
+    def close(self, error: BaseException | None = None) -> None:
+        """Watch the loop no more. A running step is aborted. `error`: the exception that ended the loop, if any."""
+        try:
+            if error is not None or self._ends_at_next_call:
+                self.end(error)
+        finally:
+            self._is_running = False
+            self._is_closed = True
+            self._room.detach()  # first, as a running step has replaced calls after us
+            for remove in self._removals:
+                remove()
+
+    def _attach(self, module: torch.nn.Module) -> Callable[[], None]:
+        """Have `_begin_before` called before each call of a module. Return a function that ends this.
+
+        A forward hook would come too late for the room's own hooks to see the same call.
+        """
+        inner: Callable[..., Any] = module._compiled_call_impl or module._call_impl
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if self._begin_before(module):
+                return module(*args, **kwargs)  # once more, so that the room sees the call
+            return inner(*args, **kwargs)
+
+        return replace_call(module, call)
+
+    def _begin_before(self, module: torch.nn.Module) -> bool:
+        """Begin a step if a call of this module begins one. Return True if it does."""
+        if self._is_closed or is_in_backward():
+            return False
+        if self._ends_at_next_call:
+            self.end()
+        if self._is_running or not starts_training(module):
+            return False
+        self.begin()
+        return True
+
+    def _end_after(self, optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
+        if self._is_closed:
+            return
+        if is_in_backward():
+            self._ends_at_next_call = True
+            return
+        if not self._is_running:
+            self._begins_at_end = True
+        is_again = id(optimizer) in self._stepped
+        self._stepped.add(id(optimizer))
+        is_whole = len(self._stepped) == len(self._optimizers)
+        if is_again and not is_whole:
+            self._is_in_rounds = False
+        if is_whole or not self._is_in_rounds or not self._is_running:
+            self._stepped.clear()
+            self.end()
+            if self._begins_at_end:
+                self.begin()

@@ -1,0 +1,142 @@
+"""Integration with the Trainer of transformers, and with trainers built on it, such as TRL's."""
+
+from __future__ import annotations
+
+import contextlib
+import gzip
+import json
+import logging
+import pathlib
+from collections.abc import Iterator
+from typing import Any
+
+from transformers import TrainerCallback
+
+from elbowroom.api import fit
+from elbowroom.errors import TraceError
+from elbowroom.integrations.logged_metrics import list_metrics
+from elbowroom.integrations.optimizer_steps import unwrap_optimizer
+from elbowroom.ir.hardware import HardwareProfile
+from elbowroom.room import Room
+
+logger = logging.getLogger(__name__)
+
+
+class ElbowroomCallback(TrainerCallback):
+    """Runs the training steps of a Trainer within a memory budget.
+
+        trainer = Trainer(..., callbacks=[ElbowroomCallback("20GiB")])
+
+    A step is one update of the parameters, with all its micro-batches. Evaluation and checkpoints run between steps.
+    What the room learns is saved in each checkpoint folder, and taken over by a run that resumes from one.
+
+    Args:
+        memory_budget: as for `elbowroom.fit`.
+        logs_metrics: whether the Trainer's logs contain metrics of the room, with the prefix "elbowroom/".
+        profile: as for `elbowroom.fit`.
+        **options: as for `elbowroom.fit`.
+
+    Attributes:
+        room: of the present or the last training; None before.
+    """
+
+    def __init__(
+        self,
+        memory_budget: int | float | str,
+        *,
+        logs_metrics: bool = True,
+        profile: HardwareProfile | None = None,
+        **options: Any,
+    ) -> None:
+        self._memory_budget = memory_budget
+        self._logs_metrics = logs_metrics
+        self._profile = profile
+        self._options = options
+        self._is_running = False
+        self.room: Room | None = None
+
+    def report_first(self, trainer: Any) -> None:
+        """Move this callback before those that report to TensorBoard, W&B and others, which then receive our metrics.
+
+        The Trainer calls its own callbacks first.
+        """
+        callbacks = trainer.callback_handler.callbacks
+        callbacks.remove(self)
+        callbacks.insert(0, self)
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Fit the model into the budget.
+
+        Raises:
+            UsageError, Infeasible: as for `elbowroom.fit`.
+        """
+        self._close()
+        optimizer = unwrap_optimizer(kwargs["optimizer"])
+        self.room = fit(kwargs["model"], optimizer, self._memory_budget, profile=self._profile, **self._options)
+        self._profile = self.room.profile
+        if state.global_step:
+            self._resume(args, state)
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Begin a step of the room."""
+        if self.room is not None and not self._is_running:
+            self.room.begin_step()
+            self._is_running = True
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """End the step of the room."""
+        if self.room is not None and self._is_running:
+            self._is_running = False
+            self.room.end_step()
+
+    def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Add the room's metrics to the Trainer's logs of training steps."""
+        logs = kwargs.get("logs")
+        if not self._logs_metrics or self._is_running or not logs or "loss" not in logs:
+            return
+        found = list_metrics(self.room)
+        logs.update(found)
+        if state.log_history:
+            state.log_history[-1].update(found)
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Save what the room has learned beside the checkpoint."""
+        folder = pathlib.Path(args.output_dir) / f"checkpoint-{state.global_step}"
+        if self.room is None or not folder.is_dir():
+            return
+        with _warning("is not saved"):
+            (folder / _name_file(args)).write_bytes(gzip.compress(json.dumps(self.room.state_dict()).encode()))
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Detach the room."""
+        self._close()
+
+    def _resume(self, args: Any, state: Any) -> None:
+        assert self.room is not None
+        folders = [pathlib.Path(args.output_dir) / f"checkpoint-{state.global_step}"]
+        if isinstance(args.resume_from_checkpoint, str):
+            folders.insert(0, pathlib.Path(args.resume_from_checkpoint))
+        for folder in folders:
+            file = folder / _name_file(args)
+            if file.is_file():
+                with _warning("is not used"):
+                    self.room.load_state_dict(json.loads(gzip.decompress(file.read_bytes())))
+                return
+
+    def _close(self) -> None:
+        self._is_running = False
+        if self.room is not None:
+            self.room.detach()
+
+
+def _name_file(args: Any) -> str:
+    return "elbowroom.json.gz" if args.process_index == 0 else f"elbowroom.rank{args.process_index}.json.gz"
+
+
+@contextlib.contextmanager
+def _warning(what: str) -> Iterator[None]:
+    """Turn a file that cannot be read or written into a warning: the job only learns again."""
+    try:
+        yield
+    except (OSError, EOFError, ValueError, TraceError) as error:
+        logger.warning("what Elbowroom has learned %s: %s", what, error)

@@ -1,0 +1,80 @@
+"""A planned step: what a room knows of one kind of step."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+from elbowroom.ir.costs import Costs
+from elbowroom.ir.forecast import Forecast
+from elbowroom.ir.placement import Placement
+from elbowroom.ir.plan import Choice, Plan
+from elbowroom.ir.trace import Role, Trace
+from elbowroom.report.table import render_table
+from elbowroom.runtime.candidate import Candidate
+from elbowroom.simulator.planned import PreparedTrace
+
+
+@dataclasses.dataclass(frozen=True)
+class PlannedStep:
+    """One kind of step: its trace, costs, plan, forecast, and the placement of its copies. Made by `forecast_plan`."""
+
+    trace: Trace
+    costs: Costs = dataclasses.field(repr=False)
+    plan: Plan
+    forecast: Forecast
+    placement: Placement = dataclasses.field(repr=False)
+
+    def _repr_html_(self) -> str:
+        plan, forecast = self.plan, self.forecast
+        figures: dict[str, int | float | str] = {
+            "ops": len(self.trace.ops),
+            "strategy": plan.strategy,
+            "budget_bytes": plan.budget_bytes,
+            "offloaded_gaps": plan.count_gaps(Choice.OFFLOAD),
+            "offloaded_state_gaps": len(plan.state),
+            "recomputed_gaps": plan.count_gaps(Choice.RECOMPUTE),
+            "recomputed_segments": len(plan.segments),
+            "forecast_peak_bytes": forecast.peak_bytes,
+            "forecast_step_seconds": forecast.step_seconds,
+            "recompute_seconds": forecast.recompute_seconds,
+            "stall_seconds": forecast.stall_seconds,
+            "offloaded_bytes": forecast.offloaded_bytes,
+            "reloaded_bytes": forecast.reloaded_bytes,
+        }
+        return render_table(f"Elbowroom: {self.trace.name} on {self.trace.device}", figures)
+
+    @property
+    def is_plain(self) -> bool:
+        """True if the plan moves nothing."""
+        return not (self.plan.decisions or self.plan.state)
+
+    @property
+    def busy_seconds(self) -> float:
+        """Forecast seconds of the step, stalls excluded."""
+        return self.forecast.step_seconds - self.forecast.stall_seconds
+
+    @functools.cached_property
+    def candidate(self) -> Candidate:
+        """Form in which a runner matches a running step against this one."""
+        return Candidate(self.trace, self.plan, self.placement)
+
+    @functools.cached_property
+    def activation_bytes(self) -> int:
+        """Bytes at the peak beyond those that exist before the step."""
+        there = sum(home.nbytes for home in self.trace.storages if home.created < 0 and home.role is not Role.INPUT)
+        return max(0, self.forecast.peak_bytes - there)
+
+
+def forecast_plan(trace: Trace, costs: Costs, plan: Plan, host_bytes: int | None) -> PlannedStep:
+    """Return a step with its plan, placed and simulated.
+
+    Args:
+        host_bytes: as for `simulator.simulate.simulate`.
+
+    Raises:
+        TraceError: the costs belong to another trace, or are invalid.
+    """
+    replay = PreparedTrace(trace, costs, host_bytes=host_bytes)
+    placement = replay.place(plan)
+    return PlannedStep(trace, costs, plan, replay.run(plan, placement=placement), placement)

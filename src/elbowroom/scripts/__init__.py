@@ -1,0 +1,1 @@
+"""Runs unchanged training scripts within a budget."""

@@ -1,0 +1,132 @@
+"""Manages the training jobs of the program that runs in this process."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from elbowroom.api import fit
+from elbowroom.hooks.attachment import is_marked
+from elbowroom.integrations.optimizer_steps import OptimizerSteps
+from elbowroom.ir.hardware import HardwareProfile
+from elbowroom.ir.journal import Journal
+from elbowroom.room import Room
+from elbowroom.scripts.job_finder import FoundJob, JobFinder, list_other_tensors
+from elbowroom.scripts.journal_file import JournalFile
+from elbowroom.scripts.live_view import LiveView
+
+logger = logging.getLogger(__name__)
+
+MOST_ROOMS = 4
+"""Number of jobs in one program after which a warning says that each begins anew."""
+
+
+class ManagedProgram:
+    """Fits each training job of a program into a budget as soon as the program begins to train.
+
+    Args:
+        memory_budget, options: as for `elbowroom.fit`.
+        journal_file: receives the journals.
+        view: shows the steps.
+        profile: of this machine; by default measured once.
+    """
+
+    def __init__(
+        self,
+        memory_budget: str,
+        options: dict[str, Any],
+        *,
+        journal_file: JournalFile | None = None,
+        view: LiveView | None = None,
+        profile: HardwareProfile | None = None,
+    ) -> None:
+        self._memory_budget = memory_budget
+        self._options = options
+        self._journal_file = journal_file
+        self._view = view
+        self._profile = profile
+        self._room: Room | None = None
+        self._steps: OptimizerSteps | None = None
+        self._finder = JobFinder(self._start, self._stop_for_another, self._note_backward)
+        self.rooms = 0
+        self.has_own_rooms = False
+
+    @property
+    def room(self) -> Room | None:
+        """Room of the latest job."""
+        return self._room
+
+    def open(self) -> None:
+        """Begin to watch the program."""
+        self._finder.open()
+
+    def close(self, error: BaseException | None = None) -> None:
+        """Write the journal and let go of the program. `error`: the exception that ended it, if any."""
+        self._finder.close()
+        self._stop(error)
+        if self._view is not None:
+            self._view.close()
+
+    def _start(self, job: FoundJob) -> None:
+        if any(is_marked(each) for each in job.model.modules()):  # the program calls elbowroom.fit itself
+            self.has_own_rooms = True
+            return
+        self.rooms += 1
+        room = fit(job.model, job.optimizers, self._memory_budget, profile=self._profile, **self._options)
+        room.count_also(list_other_tensors(job.model))
+        self._profile = room.profile
+        self._room = room
+        if self._journal_file is not None:
+            self._journal_file.begin_room()
+        self._steps = OptimizerSteps(
+            room, job.model, job.optimizers, first_called=job.called, after_step=self._note_step
+        )
+        if not job.optimizers:
+            logger.warning(
+                "the program updates the parameters without an optimizer of torch.optim, so its first step was not "
+                "noticed, and may have exceeded the budget"
+            )
+        elif job.called is None:
+            self._steps.begin_at_ends()
+        if self.rooms == MOST_ROOMS:
+            logger.warning(
+                "this is the %dth time that the program makes an optimizer and trains with it; each time its steps are "
+                "learned anew. If it makes one in every iteration, call elbowroom.fit in the program instead",
+                MOST_ROOMS,
+            )
+
+    def _stop_for_another(self) -> bool:
+        """End the present job, unless another optimizer is made inside one of its steps, which then belongs to it."""
+        if self._steps is not None and self._steps.is_running and not self._steps.begins_at_ends:
+            return False
+        self._stop(None)
+        self._room = None  # it holds the former model
+        return True
+
+    def _stop(self, error: BaseException | None) -> None:
+        if self._steps is None or self._room is None:
+            return
+        steps, self._steps = self._steps, None
+        try:
+            steps.close(error)
+        finally:
+            self._write(self._room.journal())
+
+    def _note_backward(self) -> None:
+        if self._steps is not None:
+            self._steps.end_at_next_call()
+
+    def _note_step(self) -> None:
+        assert self._room is not None
+        if self._journal_file is not None and self._journal_file.is_due():
+            self._write(self._room.journal())
+        if self._view is not None:
+            self._view.update(self._room)
+
+    def _write(self, journal: Journal) -> None:
+        if self._journal_file is None:
+            return
+        try:
+            self._journal_file.write(journal)
+        except OSError as error:
+            logger.warning("the journal is not written: %s", error)

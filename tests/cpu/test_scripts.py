@@ -1,0 +1,600 @@
+"""Unchanged training loops within a budget: the step is found from the optimizer, and results stay the same."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import gc
+import io
+import json
+import os
+import pathlib
+import subprocess
+import sys
+import textwrap
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+from torch import nn
+from typer.testing import CliRunner
+
+import elbowroom
+from elbowroom.cli.main import make_app
+from elbowroom.errors import Infeasible, UsageError
+from elbowroom.ir.hardware import HardwareProfile
+from elbowroom.ir.journal import Journal, Mode
+from elbowroom.scripts.exit_codes import find_cause
+from elbowroom.scripts.journal_file import JournalFile
+from elbowroom.scripts.live_view import LiveView
+from elbowroom.scripts.managed_program import ManagedProgram
+from elbowroom.scripts.request import names_script, read_request
+from elbowroom.units import format_bytes
+
+WIDTH, ROWS = 64, 1024
+BUDGET = 3 << 20
+OPTIONS: dict[str, Any] = {"strategy": "offload_all", "op_time_store": False}
+Outcome = tuple[list[str], bytes]
+
+
+def make_net(layers: int = 5) -> nn.Sequential:
+    return nn.Sequential(
+        *(layer for _ in range(layers) for layer in (nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Dropout(0.1)))
+    )
+
+
+def make_batches(count: int = 5) -> Iterator[torch.Tensor]:
+    return (torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(index)) for index in range(count))
+
+
+def show(loss: torch.Tensor) -> str:
+    return float(loss.detach()).hex()
+
+
+def finish(losses: list[str], *modules: nn.Module) -> Outcome:
+    return losses, b"".join(each.detach().numpy().tobytes() for one in modules for each in one.parameters())
+
+
+# -- loops that know nothing of Elbowroom -----------------------------------------------------------------------------
+
+
+def train_plainly() -> Outcome:
+    """Gradients are cleared first; the model is evaluated after each step, and a copy of it averaged."""
+    net = make_net()
+    optimizer = torch.optim.Adam(net.parameters(), lr=1e-3)
+    average = torch.optim.swa_utils.AveragedModel(net)
+    losses = []
+    for batch in make_batches():
+        optimizer.zero_grad()
+        loss = net(batch).square().mean()
+        loss.backward()
+        optimizer.step()
+        average.update_parameters(net)
+        net.eval()
+        with torch.no_grad():
+            losses += [show(loss), show(net(batch).mean()), show(average(batch).mean())]
+        net.train()
+    return finish(losses, net, average)
+
+
+def train_with_accumulation() -> Outcome:
+    """Two batches an update, with autocast, a scheduler and clipping."""
+    net = make_net()
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
+    losses = []
+    for index, batch in enumerate(make_batches(10)):
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = net(batch).float().square().mean() / 2
+        loss.backward()
+        losses.append(show(loss))
+        if index % 2:
+            nn.utils.clip_grad_norm_(net.parameters(), 0.1)
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+    return finish(losses, net)
+
+
+def train_with_scaler() -> Outcome:
+    """The scaler skips the first update, as its gradients overflow."""
+    net = make_net()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**127, backoff_factor=2.0**-60)
+    losses = []
+    for batch in make_batches():
+        loss = net(batch).square().mean() * 8
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        losses.append(show(loss))
+    return finish(losses, net)
+
+
+def train_gan(updates_of_judge: int = 1) -> Outcome:
+    """Two models with an optimizer each."""
+    maker, judge = make_net(3), make_net(3)
+    ours = torch.optim.Adam(maker.parameters(), lr=1e-3)
+    its = torch.optim.Adam(judge.parameters(), lr=1e-3)
+    losses = []
+    for batch in make_batches():
+        for _ in range(updates_of_judge):
+            made = maker(batch)
+            its.zero_grad()
+            loss = judge(made.detach()).mean() - judge(batch).mean()
+            loss.backward()
+            its.step()
+            losses.append(show(loss))
+        ours.zero_grad()
+        loss = -judge(made).mean()
+        loss.backward()
+        ours.step()
+        losses.append(show(loss))
+    return finish(losses, maker, judge)
+
+
+def train_wgan() -> Outcome:
+    """One model is updated twice as often as the other."""
+    return train_gan(updates_of_judge=2)
+
+
+def train_by_closure() -> Outcome:
+    """The optimizer calls forward and backward itself."""
+    net = make_net()
+    optimizer = torch.optim.LBFGS(net.parameters(), lr=0.1, max_iter=2)
+    losses = []
+    for batch in make_batches():
+
+        def closure(batch: torch.Tensor = batch) -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = net(batch).square().mean()
+            loss.backward()
+            losses.append(show(loss))
+            return loss
+
+        optimizer.step(closure)
+    return finish(losses, net)
+
+
+def train_in_evaluation_mode() -> Outcome:
+    """Fine-tuning without dropout."""
+    net = make_net().eval()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    losses = []
+    for batch in make_batches():
+        loss = net(batch).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(show(loss))
+    return finish(losses, net)
+
+
+class Coder(nn.Module):
+    """Its `forward` is never called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder, self.decoder = make_net(3), make_net(3)
+
+    def measure(self, batch: torch.Tensor) -> torch.Tensor:
+        return (self.decoder(self.encoder(batch)) - batch).square().mean()
+
+
+def train_by_method() -> Outcome:
+    model = Coder()
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+    losses = []
+    for batch in make_batches():
+        loss = model.measure(batch)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(show(loss))
+    return finish(losses, model)
+
+
+def train_parts() -> Outcome:
+    """Two modules that no third one owns, and a parameter of no module, in one optimizer."""
+    encoder, decoder = make_net(3), make_net(3)
+    scale = nn.Parameter(torch.ones(WIDTH))
+    optimizer = torch.optim.Adam([*encoder.parameters(), *decoder.parameters(), scale], lr=1e-3)
+    losses = []
+    for batch in make_batches():
+        loss = (decoder(encoder(batch) * scale) - batch).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(show(loss))
+    return finish(losses, encoder, decoder, nn.ParameterList([scale]))
+
+
+def train_in_backward() -> Outcome:
+    """Each parameter has an optimizer, which steps as soon as its gradient is there."""
+    net = make_net()
+    optimizers = {each: torch.optim.SGD([each], lr=0.1) for each in net.parameters()}
+
+    def update(parameter: torch.Tensor) -> None:
+        optimizers[parameter].step()  # type: ignore[index]
+        optimizers[parameter].zero_grad()  # type: ignore[index]
+
+    for each in net.parameters():
+        each.register_post_accumulate_grad_hook(update)
+    losses = []
+    for batch in make_batches():
+        loss = net(batch).square().mean()
+        loss.backward()
+        losses.append(show(loss))
+    return finish(losses, net)
+
+
+def train_without_optimizer() -> Outcome:
+    net = make_net()
+    losses = []
+    for batch in make_batches(6):
+        net.zero_grad()
+        loss = net(batch).square().mean()
+        loss.backward()
+        for each in net.parameters():
+            each.data.add_(each.grad, alpha=-0.1)
+        losses.append(show(loss))
+    return finish(losses, net)
+
+
+def train_compiled() -> Outcome:
+    net = make_net()
+    compiled = torch.compile(net, backend="aot_eager")
+    optimizer = torch.optim.Adam(net.parameters(), lr=1e-3)
+    losses = []
+    for batch in make_batches():
+        loss = compiled(batch).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(show(loss))
+    return finish(losses, net)
+
+
+def train_compiled_in_place() -> Outcome:
+    """Evaluated first, and compiled by `Module.compile`. The same graphs are compiled as without us."""
+    net = make_net()
+    net.compile(backend="aot_eager")
+    optimizer = torch.optim.Adam(net.parameters(), lr=1e-3)
+    losses = []
+    for batch in make_batches():
+        with torch.no_grad():
+            losses.append(show(net.eval()(batch).mean()))
+        loss = net.train()(batch).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(show(loss))
+    losses.append(str(torch._dynamo.utils.counters["stats"]))
+    return finish(losses, net)
+
+
+def train_twice() -> Outcome:
+    """Two models one after the other, as in cross-validation; the second phase makes its optimizer in two steps."""
+    first = train_with_accumulation()
+    second = train_plainly()
+    return first[0] + second[0], first[1] + second[1]
+
+
+@dataclasses.dataclass(frozen=True)
+class Expected:
+    """How a loop is expected to run: number of recorded steps in its last room, rooms, and their budget."""
+
+    loop: Callable[[], Outcome]
+    steps: int = 5
+    rooms: int = 1
+    budget: int = BUDGET
+
+
+LOOPS = (
+    Expected(train_plainly),
+    Expected(train_with_accumulation),
+    Expected(train_with_scaler, steps=4),  # a skipped update belongs to the next step
+    Expected(train_gan),
+    Expected(train_wgan, steps=14),  # the first step has two updates, as it is not known yet that they are not in turn
+    Expected(train_by_closure),
+    Expected(train_in_evaluation_mode, steps=4),  # the first step is noticed at its end
+    Expected(train_by_method),
+    Expected(train_parts),
+    Expected(train_in_backward),
+    Expected(train_without_optimizer),  # of six
+    Expected(train_compiled, budget=6 << 20),
+    Expected(train_compiled_in_place, budget=6 << 20),
+    Expected(train_twice, rooms=2),
+)
+
+
+@contextlib.contextmanager
+def managing(profile: HardwareProfile, budget: int = BUDGET, **options: Any) -> Iterator[ManagedProgram]:
+    program = ManagedProgram(str(budget), dict(OPTIONS), profile=profile, **options)
+    program.open()
+    try:
+        yield program
+    except BaseException as error:
+        program.close(error)
+        raise
+    program.close()
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("expected", LOOPS, ids=lambda each: each.loop.__name__)
+def test_loops(expected: Expected, profile: HardwareProfile) -> None:
+    patched = (nn.Module.__call__, torch.Tensor.backward, torch.optim.Optimizer.__init__)
+    torch.manual_seed(0)
+    torch.compiler.reset()
+    torch._dynamo.utils.counters.clear()
+    plain = expected.loop()
+    torch.manual_seed(0)
+    torch.compiler.reset()
+    torch._dynamo.utils.counters.clear()
+    with managing(profile, expected.budget) as program:
+        assert expected.loop() == plain
+        assert program.room is not None
+    assert (nn.Module.__call__, torch.Tensor.backward, torch.optim.Optimizer.__init__) == patched
+    journal = program.room.journal()
+    assert program.rooms == expected.rooms
+    assert len(journal.steps) == expected.steps, [step.mode for step in journal.steps]
+    assert 0 < (journal.peak_bytes or 0) <= expected.budget
+    assert all(step.offloaded_bytes + step.recomputed for step in journal.steps if step.mode is Mode.PLANNED)
+
+
+def test_steps_of_a_gan_are_whole(profile: HardwareProfile) -> None:
+    """Both updates are in one step, which is planned: no graph lives beyond its step."""
+    with managing(profile) as program:
+        train_gan()
+        assert program.room is not None
+        assert [step.mode for step in program.room.journal().steps][-1] is Mode.PLANNED
+        assert all(step.saves == step.needs for step in program.room.journal().steps)
+
+
+def test_other_modules_count(profile: HardwareProfile) -> None:
+    """A frozen module from before the first step is in memory, too."""
+    peaks = []
+    for width in (8, 512):
+        teacher = nn.Linear(width, width, bias=False)
+        gc.collect()
+        torch.manual_seed(0)
+        with managing(profile, 1 << 30) as program:
+            train_with_accumulation()
+        assert program.room is not None
+        peaks.append((program.room.journal().steps[0].peak_bytes or 0) - teacher.weight.nbytes)
+        del program  # it holds the model
+    assert peaks[0] == peaks[1]
+
+
+def test_a_budget_that_cannot_hold(profile: HardwareProfile) -> None:
+    """The error names the module, also if the script wraps it."""
+    with pytest.raises(Infeasible, match="needed at once") as caught, managing(profile, 1 << 16):
+        train_plainly()
+    wrapped = RuntimeError("the trainer failed")
+    wrapped.__cause__ = caught.value
+    assert find_cause(wrapped) is caught.value
+    assert find_cause(ValueError()) is None
+
+
+def test_a_script_with_rooms_of_its_own(profile: HardwareProfile) -> None:
+    with managing(profile) as program:
+        net = make_net()
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        with elbowroom.fit(net, optimizer, BUDGET, profile=profile, **OPTIONS) as room:
+            for batch in make_batches(2):
+                with room.step():
+                    net(batch).sum().backward()
+                    optimizer.step()
+        assert program.rooms == 0
+        assert program.has_own_rooms
+
+
+def test_the_journal_survives(profile: HardwareProfile, tmp_path: pathlib.Path) -> None:
+    """A file exists from the first step on, has all steps after an exception, and one for each room."""
+    path = tmp_path / "run.json"
+
+    def fail_in_the_fourth_step() -> None:
+        net = make_net()
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        for index, batch in enumerate(make_batches()):
+            loss = net(batch).square().mean()
+            if index == 3:
+                raise ZeroDivisionError
+            loss.backward()
+            optimizer.step()
+            assert elbowroom.load(Journal, path).steps[0].step == 0
+
+    with pytest.raises(ZeroDivisionError), managing(profile, journal_file=JournalFile(path)):
+        fail_in_the_fourth_step()
+    assert len(elbowroom.load(Journal, path).steps) == 3
+    with managing(profile, journal_file=JournalFile(path, {"WORLD_SIZE": "2", "RANK": "1"})):
+        train_twice()
+    assert {each.name for each in tmp_path.iterdir()} == {"run.json", "run.rank1.json", "run.rank1.2.json"}
+    with pytest.raises(UsageError, match="no folder"):
+        JournalFile(tmp_path / "missing" / "run.json")
+
+
+def test_many_models_one_after_the_other(profile: HardwareProfile, caplog: pytest.LogCaptureFixture) -> None:
+    """Each is freed when the program makes the next one, and a warning says that each is learned anew."""
+    models: list[weakref.ref[nn.Module]] = []
+    with managing(profile) as program:
+        for _ in range(4):
+            net = make_net(1)
+            optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+            gc.collect()
+            assert [each() for each in models if each() is not None] == []
+            models.append(weakref.ref(net))
+            net(next(make_batches())).sum().backward()
+            optimizer.step()
+        assert program.rooms == 4
+    assert "call elbowroom.fit in the program instead" in caplog.text
+
+
+def test_the_live_view(
+    profile: HardwareProfile, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It has the figures of `Room.metrics`; what the script prints still goes to its own stdout."""
+    monkeypatch.setattr("elbowroom.scripts.live_view.SECONDS_BETWEEN_DRAWINGS", 0.0)
+    drawn = io.StringIO()
+    with managing(profile, view=LiveView(Console(file=drawn, force_terminal=True, width=100))) as program:
+        train_plainly()
+        print("of the script")
+        assert program.room is not None
+        peak = format_bytes(int(program.room.metrics()["max_peak_bytes"]))
+    assert capsys.readouterr().out == "of the script\n"
+    last = drawn.getvalue().rpartition("Elbowroom: ")[2]
+    assert last.startswith("step 4 (planned)")
+    for words in (f"peak {peak} of 3.0 MiB", "activations, other", "optimizer state", "waiting for transfers"):
+        assert words in last
+    silent = io.StringIO()
+    with managing(profile, view=LiveView(Console(file=silent, force_terminal=False))):
+        train_plainly()
+    assert silent.getvalue() == ""
+
+
+# -- the command line -------------------------------------------------------------------------------------------------
+
+
+def test_requests(tmp_path: pathlib.Path) -> None:
+    script = tmp_path / "train.py"
+    script.touch()
+    budget = {"ELBOWROOM_MEMORY_BUDGET": "2GiB"}
+
+    def read(*arguments: str, environment: dict[str, str] | None = None) -> Any:
+        return read_request(arguments, program="run", environment=environment or {})
+
+    given = ("--memory-budget", "1GiB", "--no-view", "-o", "j.json", "--manages=activations", str(script), "--lr", "3")
+    request = read(*given, environment=budget)
+    assert request.arguments == ("--lr", "3")
+    assert (request.memory_budget, request.shows_view, request.options) == ("1GiB", False, {"manages": "activations"})
+    assert request.output == pathlib.Path("j.json")
+    assert read(str(script), "--", "-o", environment=budget).arguments == ("-o",)
+    assert read(str(script), "--", "--", environment=budget).arguments == ("--",)
+    module = read("-m", "package.train", "-m", "x", environment={**budget, "ELBOWROOM_VIEW": "0"})
+    assert (module.target, module.is_module, module.arguments) == ("package.train", True, ("-m", "x"))
+    assert (module.memory_budget, module.shows_view) == ("2GiB", False)
+
+    for arguments, words in (
+        ((str(script),), "no budget is given"),
+        (("--memory-budget", "1GiB"), "no script is given"),
+        (("--memory-budget", "1GiB", "missing.py"), "there is no script missing.py"),
+        (("--memory-budget", "1GiB", "--lr", "3", str(script)), "--lr"),
+        (("--memory-budget",), "--memory-budget"),
+    ):
+        with pytest.raises(UsageError, match=words):
+            read(*arguments)
+
+
+def test_scripts_and_workloads_share_a_command() -> None:
+    assert names_script(["--budget", "1GiB", "train.py", "--steps", "3"])
+    assert names_script(["-m", "package.train"])
+    assert not names_script(["torchvision:resnet18", "--budget", "1GiB"])
+    assert not names_script(["--budget", "1GiB", "torchvision:resnet18"])
+    assert not names_script(["--batch", "8", "x.py"])  # options of workloads
+    assert not names_script(["--help"])
+
+
+SCRIPT = """
+    import dataclasses, json, os, pickle, signal, sys
+    import torch
+    import neighbour
+
+    @dataclasses.dataclass
+    class Options:
+        ending: str = sys.argv[1]
+
+    assert pickle.loads(pickle.dumps(Options())) == Options()
+    net = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Tanh(), torch.nn.Linear(64, 64))
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    for index in range(3):
+        loss = net(torch.randn(1024, 64)).square().mean()
+        loss.backward()
+        optimizer.step()
+    print(json.dumps([__name__, os.path.basename(__file__), sys.argv[1:], neighbour.__name__]))
+    if Options().ending == "interrupt":
+        signal.raise_signal(signal.SIGINT)
+    if Options().ending == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if Options().ending == "fail":
+        raise ZeroDivisionError("in the script")
+    sys.exit(int(Options().ending))
+"""
+
+
+@pytest.fixture
+def script(tmp_path: pathlib.Path) -> pathlib.Path:
+    (tmp_path / "neighbour.py").touch()
+    path = tmp_path / "train.py"
+    path.write_text(textwrap.dedent(SCRIPT))
+    return path
+
+
+@pytest.fixture
+def restored(monkeypatch: pytest.MonkeyPatch, profile: HardwareProfile) -> None:
+    """A process that has run a script goes on as before; the machine is not measured."""
+    monkeypatch.setattr("elbowroom.room.probe", lambda *_, **__: profile)
+    monkeypatch.setattr(sys, "argv", [*sys.argv])
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setitem(sys.modules, "__main__", sys.modules["__main__"])
+    monkeypatch.delitem(sys.modules, "neighbour", raising=False)
+
+
+@pytest.mark.usefixtures("restored")
+@pytest.mark.parametrize(
+    ("ending", "code", "words"),
+    [("0", 0, ""), ("7", 7, ""), ("interrupt", 130, "Keyboard"), ("fail", 1, "in the script")],
+)
+def test_exit_codes_of_scripts(
+    script: pathlib.Path, tmp_path: pathlib.Path, ending: str, code: int, words: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The script's own code passes through, and the journal is kept however it ends."""
+    journal = tmp_path / "run.json"
+    arguments = ["run", "--memory-budget", "4MiB", "-o", str(journal), str(script), ending, "--lr", "3"]
+    result = CliRunner().invoke(make_app(), arguments)
+    assert result.exit_code == code, result.output
+    assert json.loads(result.stdout.splitlines()[0]) == ["__main__", "train.py", [ending, "--lr", "3"], "neighbour"]
+    assert len(elbowroom.load(Journal, journal).steps) == 3
+    assert words in result.stderr
+    assert "scripts/script.py" not in result.stderr  # a traceback begins in the script
+
+
+@pytest.mark.usefixtures("restored")
+def test_a_budget_that_cannot_hold_has_its_own_exit_code(script: pathlib.Path) -> None:
+    result = CliRunner().invoke(make_app(), ["run", "--memory-budget", "64KiB", str(script), "0"])
+    assert result.exit_code == 3
+    assert "needed at once" in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+@pytest.mark.usefixtures("restored")
+def test_a_script_that_does_not_train(script: pathlib.Path) -> None:
+    script.write_text("print('nothing')")
+    result = CliRunner().invoke(make_app(), ["run", "--memory-budget", "1GiB", str(script)])
+    assert (result.exit_code, result.stdout) == (0, "nothing\n")
+    assert "no training step was found" in result.stderr
+    script.write_text("print(")
+    result = CliRunner().invoke(make_app(), ["run", "--memory-budget", "1GiB", str(script)])
+    assert result.exit_code == 2
+    assert "is not a Python file" in result.stderr
+    script.write_text("import sys; sys.exit()")
+    result = CliRunner().invoke(make_app(), ["run", "--memory-budget", "1GiB", str(script)])
+    assert result.exit_code == 0
+    assert "no training step was found" in result.stderr
+
+
+def test_a_killed_process_leaves_its_journal(script: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    """As a module of its own, as `torchrun -m` starts it; the budget comes from the environment."""
+    journal = tmp_path / "run.json"
+    environment = {
+        **os.environ, "ELBOWROOM_MEMORY_BUDGET": "4MiB", "WORLD_SIZE": "2", "RANK": "1",
+        "PYTHONPATH": str(pathlib.Path(elbowroom.__file__).parents[1]),
+    }  # fmt: skip
+    command = [sys.executable, "-m", "elbowroom.run", "-o", str(journal), "-m", "train", "kill", "--", "x"]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == -9, done.stderr
+    assert json.loads(done.stdout) == ["__main__", "train.py", ["kill", "--", "x"], "neighbour"]
+    assert len(elbowroom.load(Journal, tmp_path / "run.rank1.json").steps) >= 1
