@@ -15,19 +15,15 @@ from torch.optim import Optimizer
 
 from elbowroom.advice import advise
 from elbowroom.config import Config
-from elbowroom.errors import Infeasible, TraceError, UsageError
+from elbowroom.errors import Infeasible, UsageError
 from elbowroom.hardware.memory import cut_blocks_to_size, parse_budget
-from elbowroom.hardware.probe import probe
 from elbowroom.hooks.attachment import attach_mark, is_marked, remove_mark
 from elbowroom.hooks.exposed_memory import note_exposures
-from elbowroom.hooks.ledger import Ledger, make_ledger
-from elbowroom.ir.files import save, to_json
+from elbowroom.hooks.ledger import make_ledger
 from elbowroom.ir.hardware import HardwareProfile
 from elbowroom.ir.journal import Journal
 from elbowroom.ir.learned import from_state, to_state
 from elbowroom.ir.lease import Lease
-from elbowroom.ir.run_step import RUN_STEP_VERSION, RunStep
-from elbowroom.ir.timeline import Activity
 from elbowroom.job import Job
 from elbowroom.metering import Metering
 from elbowroom.plan_cache import PlanCache
@@ -36,13 +32,11 @@ from elbowroom.planner.bounds.bound import bound_plan
 from elbowroom.report.state import StateClass, count_state
 from elbowroom.report.summary import summarize
 from elbowroom.report.table import render_table
+from elbowroom.room_setup import make_pager, plan_ahead, probe_within
+from elbowroom.run_files import save_run
 from elbowroom.runtime.factory import open_transfers
 from elbowroom.runtime.sliced_ops import SlicedOps
-from elbowroom.runtime.state_pager import StatePager
-from elbowroom.runtime.step_storages import load_native
-from elbowroom.runtime.transfers import Transfers
 from elbowroom.step_modes import StepModes
-from elbowroom.tracing.fake import capture_fake
 from elbowroom.units import format_bytes, format_seconds
 
 logger = logging.getLogger(__name__)
@@ -77,21 +71,21 @@ class Room:
         self._thread = 0  # id of the thread that began it
         with contextlib.ExitStack() as undoing:
             undoing.callback(self._ledger.close)
-            profile = profile or self._probe(budget_bytes)
+            profile = profile or probe_within(job, self._ledger, budget_bytes)
             lease = Lease(device_bytes=budget_bytes, host_bytes=config.host_bytes)
             self._cache = PlanCache(lease, config, device, profile, self._ledger)
             undoing.callback(self._cache.close)
             self._transfers = open_transfers(device, config.spill_folder, lease.host_bytes)
             undoing.callback(self._transfers.close)
             self._metering = Metering(device, self._transfers, self._ledger)
-            self._pager = _make_pager(job, self._transfers, self._ledger)
+            self._pager = make_pager(job, self._transfers, self._ledger)
             self._sliced_ops = SlicedOps(self._pager, is_exact=config.exact)
             self._modes = StepModes(
                 job, self._cache, self._metering, self._transfers, self._ledger, self._pager, self._sliced_ops
             )
             self._ledger.adopt(job.list_residents())
             if step is not None and config.mode != "dynamic":
-                self._plan_ahead(step)
+                plan_ahead(job, self._pager, self._modes, budget_bytes, step)
             undoing.pop_all()
         if device.type == "cuda":
             cut_blocks_to_size()
@@ -331,31 +325,13 @@ class Room:
             inexact=self._sliced_ops.inexact,
         )  # fmt: skip
 
-    def list_activities(self) -> tuple[Activity, ...]:
-        """Return copies, waits and replays of the last step that followed the plan of `planned`.
-
-        Copies on the streams of a CUDA device are not included. The storages of model state are not named.
-        """
-        return () if (current := self._cache.current) is None else current.activities
-
     def save_run(self, path: str | os.PathLike[str]) -> None:
         """Write the journal, and the step that is expected next with its plan, for `elbowroom view` and `report`.
 
         Raises:
             OSError: the folder does not exist or is not writable.
         """
-        beside = {}
-        if (planned := self.planned) is not None:
-            step = RunStep(
-                trace=planned.trace,
-                costs=planned.costs,
-                plan=planned.plan,
-                budget_bytes=self.budget_bytes,
-                host_bytes=self._cache.lease.host_bytes,
-                activities=self.list_activities(),
-            )
-            beside = {"step": to_json(step), "step_version": RUN_STEP_VERSION}
-        save(self.journal(), path, beside)
+        save_run(path, self.journal(), self._cache)
 
     def count_state(self) -> tuple[StateClass, ...]:
         """Return the model's state by class: where it is at the forecast peak, and the seconds that moving it takes.
@@ -394,31 +370,3 @@ class Room:
 
     def __exit__(self, *exception: object) -> None:
         self.detach()
-
-    def _probe(self, budget_bytes: int) -> HardwareProfile:
-        """Measure this machine before the first step, using only memory that the budget leaves beside the model."""
-        storages = (each.untyped_storage() for each in self._job.list_residents() if each.layout is torch.strided)
-        held_bytes = sum({each._cdata: each.nbytes() for each in storages}.values())
-        most_bytes = max(0, budget_bytes - held_bytes)
-        profile = probe(str(self._job.device), spill_folder=self.config.spill_folder, most_bytes=most_bytes)
-        self._ledger.trim()
-        return profile
-
-    def _plan_ahead(self, step: Callable[[], Any]) -> None:
-        job = self._job
-        try:
-            with contextlib.nullcontext() if not self._job.moves_state else self._pager.grouping(self.budget_bytes):
-                trace = capture_fake(step, job.model, job.optimizers, name=job.name, device=job.device)
-        except TraceError as error:
-            logger.warning("%s", error)
-            return
-        if not trace.needs:
-            return  # nothing to plan, and nothing to recognize the step by
-        if why := self._modes.plan(trace, None):
-            logger.warning("%s", why)
-
-
-def _make_pager(job: Job, transfers: Transfers, ledger: Ledger) -> StatePager:
-    load_native()  # the extension asks what it does not know of an op, also between steps
-    list_state, optimizers = (job.list_residents, job.optimizers) if job.moves_state else (list, ())
-    return StatePager(job.device, list_state, optimizers, transfers, ledger, job.config.min_offload_bytes)

@@ -16,12 +16,13 @@ from torch.cuda import _memory_viz
 from typer.testing import CliRunner, Result
 
 import elbowroom
-from elbowroom.cli.main import MISUSED, make_app
+from elbowroom.cli.main import make_app
 from elbowroom.ir import files as files_of_nouns
 from elbowroom.ir.journal import Journal
 from elbowroom.ir.run_step import RunStep
 from elbowroom.ir.timeline import Lane
 from elbowroom.ir.trace import Trace
+from elbowroom.scripts.exit_codes import MISUSED
 from tests.leaks import profile as make_profile
 
 WIDTH = 128
@@ -110,15 +111,17 @@ def test_a_run_keeps_its_step_beside_its_journal(folder: pathlib.Path) -> None:
     )
 
 
-def test_replays_of_a_real_step_are_timed() -> None:
-    model, optimizer, step = make_job()
+def test_replays_of_a_real_step_are_timed(tmp_path: pathlib.Path) -> None:
+    model, optimizer, take_step = make_job()
     profile = make_profile.__wrapped__()  # type: ignore[attr-defined]
     with elbowroom.fit(model, optimizer, "4800KiB", profile=profile, strategy="recompute_all") as room:
         for _ in range(4):
             with room.step():
-                step()
+                take_step()
         last = room.journal().steps[-1]
-        found = room.list_activities()
+        room.save_run(tmp_path / "run.json")
+    step: RunStep = files_of_nouns.load_fields({"step": RunStep}, tmp_path / "run.json")["step"]
+    found = step.activities
     replays = [each for each in found if each.lane is Lane.RECOMPUTE]
     assert 0 < len(replays) <= last.recomputed
     assert 0 < sum(each.end - each.begin for each in replays) < last.seconds

@@ -1,0 +1,58 @@
+"""Parts of a room that are made once: its profile, its pager, and the plan of a step given to `fit`."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from elbowroom.errors import TraceError
+from elbowroom.hardware.probe import probe
+from elbowroom.hooks.ledger import Ledger
+from elbowroom.ir.hardware import HardwareProfile
+from elbowroom.job import Job
+from elbowroom.runtime.state_pager import StatePager
+from elbowroom.runtime.step_storages import load_native
+from elbowroom.runtime.transfers import Transfers
+from elbowroom.step_modes import StepModes
+from elbowroom.tracing.fake import capture_fake
+
+logger = logging.getLogger("elbowroom.room")
+
+
+def probe_within(job: Job, ledger: Ledger, budget_bytes: int) -> HardwareProfile:
+    """Measure this machine before the first step, using only memory that the budget leaves beside the model."""
+    storages = (each.untyped_storage() for each in job.list_residents() if each.layout is torch.strided)
+    held_bytes = sum({each._cdata: each.nbytes() for each in storages}.values())
+    most_bytes = max(0, budget_bytes - held_bytes)
+    profile = probe(str(job.device), spill_folder=job.config.spill_folder, most_bytes=most_bytes)
+    ledger.trim()
+    return profile
+
+
+def make_pager(job: Job, transfers: Transfers, ledger: Ledger) -> StatePager:
+    """Return the pager of a job's state."""
+    load_native()  # the extension asks what it does not know of an op, also between steps
+    list_state, optimizers = (job.list_residents, job.optimizers) if job.moves_state else (list, ())
+    return StatePager(job.device, list_state, optimizers, transfers, ledger, job.config.min_offload_bytes)
+
+
+def plan_ahead(job: Job, pager: StatePager, modes: StepModes, budget_bytes: int, step: Callable[[], Any]) -> None:
+    """Plan a step that has not run. If it cannot be captured, warn.
+
+    Raises:
+        Infeasible: it cannot run within the budget.
+    """
+    try:
+        with pager.grouping(budget_bytes) if job.moves_state else contextlib.nullcontext():
+            trace = capture_fake(step, job.model, job.optimizers, name=job.name, device=job.device)
+    except TraceError as error:
+        logger.warning("%s", error)
+        return
+    if not trace.needs:
+        return  # nothing to plan, and nothing to recognize the step by
+    if why := modes.plan(trace, None):
+        logger.warning("%s", why)
