@@ -1,0 +1,392 @@
+"""Broker: leases the bytes of one device to jobs. Events come in with their time, effects go out.
+
+    lease grows     from the moment it is granted, the larger amount counts as taken
+    lease shrinks   the former amount counts as taken until the job confirms, at its next step boundary
+
+So the bytes that jobs may hold never exceed the device because of a grant. Bytes whose holder has vanished without a
+word count as taken until its process is gone.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+
+from elbowroom._family import get
+from elbowroom.errors import InternalError, UsageError
+from elbowroom.sharing import policies
+from elbowroom.sharing.demand import Demand
+from elbowroom.sharing.job_record import JobRecord
+from elbowroom.sharing.messages import (
+    BadMessage,
+    FromBroker,
+    FromJob,
+    FrontUpdate,
+    Heartbeat,
+    JobStatus,
+    JoinRequest,
+    LeaseConfirmed,
+    LeaseGrant,
+    LeaveNotice,
+    RefusalNotice,
+    StatusReply,
+    StatusRequest,
+    WaitNotice,
+    decode_message,
+)
+from elbowroom.sharing.waiting import explain_wait
+from elbowroom.units import format_bytes
+
+Allot = Callable[[Sequence[Demand], int], dict[int, int]]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class SendMessage:
+    """Send a message to a client."""
+
+    client: int
+    message: FromBroker
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class DropClient:
+    """Close the connection of a client."""
+
+    client: int
+    reason: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class EndProcess:
+    """End a process that has been silent for too long, so that its bytes come back."""
+
+    pid: int
+
+
+Effect = SendMessage | DropClient | EndProcess
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class BrokerOptions:
+    """Options of a broker.
+
+    Attributes:
+        device_bytes: to lease.
+        policy: member of `sharing.policies`.
+        quantum_seconds: after which a waiting job is due, and for which an admitted job is not paused.
+        heartbeat_seconds: after which a job without a message is silent.
+        end_seconds: after which the process of a silent job is ended; None for never.
+    """
+
+    device_bytes: int
+    policy: str = "marginal"
+    quantum_seconds: float = 30.0
+    heartbeat_seconds: float = 10.0
+    end_seconds: float | None = None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Remainder:
+    """Bytes that a process may hold whose connection is gone."""
+
+    pid: int
+    name: str
+    nbytes: int
+
+
+class Broker:
+    """State machine of the broker.
+
+    Times are seconds of any clock; a time before the latest one counts as the latest one.
+
+    Attributes:
+        jobs: by client.
+        remainders: of processes without a connection.
+        outside_bytes: taken by programs that do not know of the broker.
+
+    Raises:
+        UnknownMember: there is no such policy.
+        UsageError: there are no bytes to lease.
+    """
+
+    def __init__(self, options: BrokerOptions) -> None:
+        if options.device_bytes < 1:
+            raise UsageError(f"a broker needs bytes to lease, not {options.device_bytes}")
+        self.options = options
+        self.jobs: dict[int, JobRecord] = {}
+        self.remainders: list[Remainder] = []
+        self.outside_bytes = 0
+        self._allot: Allot = get(policies, options.policy, "allot")
+        self._preempts: bool = get(policies, options.policy, "PREEMPTS", True)
+        self._pids: dict[int, int] = {}
+        self._expected: dict[int, int] = {}
+        self._sent: dict[int, int] = {}
+        self._targets: dict[int, int] = {}
+        self._flags: object = None
+        self._notices: dict[int, str] = {}
+        self._arrivals = 0
+        self._now = 0.0
+        self._effects: list[Effect] = []
+
+    # -- events -----------------------------------------------------------------------------------------------------
+
+    def connect(self, client: int, pid: int, now: float) -> list[Effect]:
+        """Take a new connection from a process."""
+        self._set_time(now)
+        self._pids[client] = pid
+        self._expected[client] = self._sent[client] = 0
+        return self._flush()
+
+    def receive_line(self, client: int, line: bytes, now: float) -> list[Effect]:
+        """Take a line from a client. A client that breaks the protocol is dropped."""
+        try:
+            message = decode_message(line)
+        except BadMessage as error:
+            self._set_time(now)
+            return self._refuse(client, str(error))
+        return self.receive(client, message, now)
+
+    def receive(self, client: int, message: FromJob | FromBroker, now: float) -> list[Effect]:
+        """Take a message from a client."""
+        self._set_time(now)
+        if client not in self._expected:
+            return self._flush()  # dropped a moment ago
+        if message.sequence != self._expected[client]:
+            return self._refuse(client, f"message {message.sequence} came where {self._expected[client]} was expected")
+        self._expected[client] += 1
+        job = self.jobs.get(client)
+        if isinstance(message, StatusRequest):
+            self._send(client, self.describe(self._count_sent(client)))
+        elif isinstance(message, JoinRequest):
+            if job is not None:
+                return self._refuse(client, "this connection has a job already")
+            return self._join(client, message)
+        elif job is None:
+            return self._refuse(client, f"{type(message).__name__} came before JoinRequest")
+        else:
+            return self._receive_from_job(job, message)
+        return self._flush()
+
+    def disconnect(self, client: int, now: float) -> list[Effect]:
+        """Take the end of a connection. Bytes of a job that did not say goodbye stay taken until its process ends."""
+        self._set_time(now)
+        self._forget(client)
+        return self._decide()
+
+    def end_process(self, pid: int, now: float) -> list[Effect]:
+        """Take the end of a process: nothing of it is left on the device."""
+        self._set_time(now)
+        for client in [client for client, job in self.jobs.items() if job.pid == pid]:
+            self._effects.append(DropClient(client, "its process has ended"))
+            self._forget(client)
+        self.remainders = [each for each in self.remainders if each.pid != pid]
+        return self._decide()
+
+    def restore(self, pid: int, name: str, nbytes: int) -> None:
+        """Count bytes that an earlier broker leased to a process, until that joins or ends."""
+        self.remainders.append(Remainder(pid, name, nbytes))
+
+    def set_outside(self, nbytes: int, now: float) -> list[Effect]:
+        """Take a new measurement of the bytes that other programs hold on the device."""
+        self._set_time(now)
+        if nbytes == self.outside_bytes:
+            return self._flush()
+        self.outside_bytes = nbytes
+        return self._decide()
+
+    def tick(self, now: float) -> list[Effect]:
+        """Take the passing of time."""
+        self._set_time(now)
+        has_changed = False
+        for job in self.jobs.values():
+            silence = self._now - job.heard
+            if silence > self.options.heartbeat_seconds and not job.is_silent:
+                job.is_silent = has_changed = True
+            if job.is_silent and self.options.end_seconds is not None and silence > self.options.end_seconds:
+                self._effects.append(EndProcess(job.pid))
+        return self._decide() if has_changed or self._list_flags() != self._flags else self._flush()
+
+    def next_deadline(self) -> float | None:
+        """Return the next time at which `tick` may change who runs; None if only other events can."""
+        if not self._preempts or all(job.lease_bytes for job in self.jobs.values()):
+            return None
+        times = (job.since + self.options.quantum_seconds for job in self.jobs.values())
+        return min((each for each in times if each > self._now), default=None)
+
+    def describe(self, sequence: int = 0) -> StatusReply:
+        """Return the state of the broker and of all jobs."""
+        rows = [job.describe(self._now) for job in self.jobs.values()]
+        rows += [
+            JobStatus(
+                name=each.name, pid=each.pid, state="disconnected", lease_bytes=0, held_bytes=each.nbytes,
+                floor_bytes=0, wanted_bytes=0, steps=0, step_seconds=0.0, lost_share=0.0, waiting_seconds=0.0,
+            )
+            for each in self.remainders
+        ]  # fmt: skip
+        return StatusReply(
+            sequence=sequence, policy=self.options.policy, device_bytes=self.options.device_bytes,
+            outside_bytes=self.outside_bytes, free_bytes=max(0, self.free_bytes), jobs=tuple(rows),
+        )  # fmt: skip
+
+    @property
+    def free_bytes(self) -> int:
+        """Bytes that nobody may hold; negative if jobs or other programs hold more than they were granted."""
+        taken_bytes = sum(job.held_bytes for job in self.jobs.values()) + sum(each.nbytes for each in self.remainders)
+        return self.options.device_bytes - self.outside_bytes - taken_bytes
+
+    # -- messages ---------------------------------------------------------------------------------------------------
+
+    def _join(self, client: int, message: JoinRequest) -> list[Effect]:
+        if message.floor_bytes > self.options.device_bytes:
+            return self._refuse(
+                client, f"{message.name} needs at least {format_bytes(message.floor_bytes)}, and the broker has "
+                f"{format_bytes(self.options.device_bytes)} in all",
+            )  # fmt: skip
+        pid = self._pids[client]
+        same = [each for each in self.remainders if each.pid == pid]
+        for each in sorted(same, key=lambda each: each.name != message.name)[:1]:
+            self.remainders.remove(each)
+        job = JobRecord(
+            client=client, pid=pid, name=message.name, arrival=self._arrivals, floor_bytes=1, front=(),
+            weight=message.weight, priority=message.priority, steps_left=message.steps_left,
+            lease_bytes=message.lease_bytes, unconfirmed=[(0, max(message.held_bytes, message.lease_bytes))],
+            residue_bytes=0 if message.lease_bytes else message.held_bytes, since=self._now, heard=self._now,
+        )  # fmt: skip
+        job.replace_front(max(message.floor_bytes, job.residue_bytes), message.points, message.steps_left)
+        self._arrivals += 1
+        self.jobs[client] = job
+        return self._decide()
+
+    def _receive_from_job(self, job: JobRecord, message: FromJob | FromBroker) -> list[Effect]:
+        job.heard = self._now
+        was_silent, job.is_silent = job.is_silent, False
+        match message:
+            case Heartbeat():
+                job.steps = max(job.steps, message.steps)
+                job.step_seconds = message.step_seconds
+                job.used_bytes = max(job.used_bytes, message.used_bytes)
+            case FrontUpdate():
+                job.replace_front(message.floor_bytes, message.points, message.steps_left)
+                return self._decide()
+            case LeaseConfirmed():
+                floor_bytes = job.floor_bytes
+                if not job.confirm(message.epoch, message.held_bytes):
+                    return self._refuse(job.client, f"there is no lease {message.epoch} to confirm")
+                if job.floor_bytes != floor_bytes or not job.lease_bytes:
+                    return self._decide()
+                self._settle()
+                return self._flush()
+            case LeaveNotice():
+                self.jobs.pop(job.client)
+                self._targets.pop(job.client, None)
+                return self._decide()
+            case _:
+                return self._refuse(job.client, f"{type(message).__name__} is not for the broker")
+        return self._decide() if was_silent or self._list_flags() != self._flags else self._flush()
+
+    # -- decisions --------------------------------------------------------------------------------------------------
+
+    def _list_flags(self) -> object:
+        """Return what may change a decision though no job has come, gone or changed."""
+        if not self._preempts or all(job.lease_bytes for job in self.jobs.values()):
+            return None
+        quantum = self.options.quantum_seconds
+        return [
+            (job.client, job.is_protected(self._now, quantum) if job.lease_bytes else self._now - job.since >= quantum)
+            for job in self.jobs.values()
+        ]
+
+    def _decide(self) -> list[Effect]:
+        """Ask the policy, and move towards its answer."""
+        active = [job for job in self.jobs.values() if not job.is_silent]
+        taken_bytes = sum(each.nbytes for each in self.remainders) + self.outside_bytes
+        taken_bytes += sum(job.residue_bytes for job in active)
+        taken_bytes += sum(job.held_bytes for job in self.jobs.values() if job.is_silent)
+        capacity_bytes = max(0, self.options.device_bytes - taken_bytes)
+        share_bytes = capacity_bytes // max(1, len(active))
+        quantum = self.options.quantum_seconds if self._preempts else 0.0
+        demands = [
+            job.make_demand(self._now, quantum, share_bytes, may_be_due=self._preempts) for job in active
+        ]  # fmt: skip
+        fitting = [each for each in demands if each.floor_bytes <= capacity_bytes]
+        found = self._allot(fitting, capacity_bytes) if fitting else {}
+        self._check(fitting, found, capacity_bytes)
+        self._targets = {job.client: found[job.client] + job.residue_bytes if job.client in found else 0
+                         for job in active}  # fmt: skip
+        self._flags = self._list_flags()
+        self._settle()
+        self._tell_waiting()
+        return self._flush()
+
+    def _check(self, demands: Sequence[Demand], found: dict[int, int], capacity_bytes: int) -> None:
+        floors = {each.job: each.floor_bytes for each in demands}
+        if sum(found.values()) > capacity_bytes or any(nbytes < floors[job] for job, nbytes in found.items()):
+            raise InternalError(f"the policy {self.options.policy} allots {found} of {capacity_bytes} bytes")
+
+    def _settle(self) -> None:
+        """Shrink leases, and grant what is free, towards the targets."""
+        for client, target in self._targets.items():
+            if target < self.jobs[client].lease_bytes:
+                self._grant(self.jobs[client], target)
+        free_bytes = self.free_bytes
+        growing = [self.jobs[client] for client, target in self._targets.items()
+                   if target > self.jobs[client].lease_bytes]  # fmt: skip
+        for job in sorted(growing, key=lambda each: (each.lease_bytes > 0, each.since, each.arrival)):
+            within_bytes = job.held_bytes + max(0, free_bytes)
+            nbytes = self._targets[job.client]
+            if nbytes > within_bytes:
+                # A waiting job starts with less. A running job grows once, as each change is planned anew.
+                points = [each.nbytes for each in job.front if job.floor_bytes <= each.nbytes <= within_bytes]
+                can_start = not job.lease_bytes and job.floor_bytes <= within_bytes
+                nbytes = max([*points, job.floor_bytes]) if can_start else 0
+            if nbytes:
+                free_bytes -= max(0, nbytes - job.held_bytes)
+                self._grant(job, nbytes)
+
+    def _grant(self, job: JobRecord, nbytes: int) -> None:
+        epoch = job.grant(nbytes, self._now)
+        self._notices.pop(job.client, None)
+        self._send(job.client, LeaseGrant(sequence=self._count_sent(job.client), epoch=epoch, nbytes=nbytes))
+
+    def _tell_waiting(self) -> None:
+        for job in self.jobs.values():
+            if job.lease_bytes or job.is_silent:
+                continue
+            text = explain_wait(job, list(self.jobs.values()), self.remainders_bytes, self.options.quantum_seconds)
+            if self._notices.get(job.client) != text:
+                self._notices[job.client] = text
+                self._send(job.client, WaitNotice(sequence=self._count_sent(job.client), text=text))
+
+    @property
+    def remainders_bytes(self) -> int:
+        """Bytes that processes without a connection, and other programs, may hold."""
+        return sum(each.nbytes for each in self.remainders) + self.outside_bytes
+
+    # -- connections ------------------------------------------------------------------------------------------------
+
+    def _refuse(self, client: int, text: str) -> list[Effect]:
+        self._send(client, RefusalNotice(sequence=self._count_sent(client), text=text))
+        self._effects.append(DropClient(client, text))
+        self._forget(client)
+        return self._decide()
+
+    def _forget(self, client: int) -> None:
+        job = self.jobs.pop(client, None)
+        if job is not None and job.held_bytes:
+            self.remainders.append(Remainder(job.pid, job.name, job.held_bytes))
+        for table in (self._pids, self._expected, self._sent, self._targets, self._notices):
+            table.pop(client, None)
+
+    def _send(self, client: int, message: FromBroker) -> None:
+        self._effects.append(SendMessage(client, message))
+
+    def _count_sent(self, client: int) -> int:
+        self._sent[client] = self._sent.get(client, 0) + 1
+        return self._sent[client] - 1
+
+    def _set_time(self, now: float) -> None:
+        self._now = max(self._now, now)
+
+    def _flush(self) -> list[Effect]:
+        effects, self._effects = self._effects, []
+        return effects
