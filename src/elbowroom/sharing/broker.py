@@ -37,6 +37,9 @@ from elbowroom.sharing.messages import (
 from elbowroom.sharing.waiting import explain_wait
 from elbowroom.units import format_bytes
 
+EPSILON = 1e-9
+"""Seconds by which sums of times may be off."""
+
 Allot = Callable[[Sequence[Demand], int], dict[int, int]]
 
 
@@ -286,15 +289,20 @@ class Broker:
 
     # -- decisions --------------------------------------------------------------------------------------------------
 
+    def _find_due(self) -> JobRecord | None:
+        """Return the job that has waited longest, if it has waited for a quantum."""
+        waiting = [job for job in self.jobs.values() if not job.lease_bytes and not job.is_silent]
+        first = min(waiting, key=lambda each: (each.since, each.arrival), default=None)
+        if first is None or not self._preempts or self._now - first.since < self.options.quantum_seconds - EPSILON:
+            return None
+        return first
+
     def _list_flags(self) -> object:
         """Return what may change a decision though no job has come, gone or changed."""
-        if not self._preempts or all(job.lease_bytes for job in self.jobs.values()):
+        if (due := self._find_due()) is None:
             return None
         quantum = self.options.quantum_seconds
-        return [
-            (job.client, job.is_protected(self._now, quantum) if job.lease_bytes else self._now - job.since >= quantum)
-            for job in self.jobs.values()
-        ]
+        return due.client, [job.client for job in self.jobs.values() if job.is_protected(self._now, quantum)]
 
     def _decide(self) -> list[Effect]:
         """Ask the policy, and move towards its answer."""
@@ -305,9 +313,8 @@ class Broker:
         capacity_bytes = max(0, self.options.device_bytes - taken_bytes)
         share_bytes = capacity_bytes // max(1, len(active))
         quantum = self.options.quantum_seconds if self._preempts else 0.0
-        demands = [
-            job.make_demand(self._now, quantum, share_bytes, may_be_due=self._preempts) for job in active
-        ]  # fmt: skip
+        due = self._find_due()
+        demands = [job.make_demand(self._now, quantum, share_bytes, is_due=job is due) for job in active]
         fitting = [each for each in demands if each.floor_bytes <= capacity_bytes]
         found = self._allot(fitting, capacity_bytes) if fitting else {}
         self._check(fitting, found, capacity_bytes)

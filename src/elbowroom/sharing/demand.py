@@ -49,7 +49,7 @@ class Demand:
         arrival: place in the order in which jobs joined.
         leased_bytes: its present lease; 0 while it waits.
         is_protected: it was admitted a short time ago, so it stays.
-        is_due: it has waited its time, so it comes before jobs that are not protected.
+        is_due: it has waited longest, and for its time, so it comes before jobs that are not protected.
         waiting_seconds: since it joined or was paused; 0 if it has a lease.
         steps_left: until it ends; None if unknown.
     """
@@ -143,12 +143,6 @@ def list_required(demands: Sequence[Demand], capacity_bytes: int) -> list[Demand
     return admit_in_order(required, capacity_bytes, skips=False)
 
 
-def grow_by_point(demand: Demand, nbytes: int, free_bytes: int) -> int | None:
-    """Return the bytes of the next point of the front above `nbytes`; None if it is not within `free_bytes` more."""
-    more = next((point.nbytes for point in demand.front if point.nbytes > nbytes), None)
-    return more if more is not None and more - nbytes <= free_bytes else None
-
-
 def list_hull(demand: Demand, begin: tuple[int, float]) -> list[tuple[int, float]]:
     """Return the upper concave hull of (bytes, pace) from `begin` on, `begin` included."""
     hull = [begin]
@@ -156,11 +150,12 @@ def list_hull(demand: Demand, begin: tuple[int, float]) -> list[tuple[int, float
         if point.nbytes <= begin[0]:
             continue
         pace = demand.find_pace(point.nbytes)
-        while len(hull) > 1 and _slope(hull[-1], (point.nbytes, pace)) >= _slope(hull[-2], hull[-1]):
+        while len(hull) > 1 and find_gain(hull[-1], (point.nbytes, pace)) >= find_gain(hull[-2], hull[-1]):
             hull.pop()
         hull.append((point.nbytes, pace))
     return [hull[0], *(after for before, after in itertools.pairwise(hull) if after[1] > before[1])]
 
 
-def _slope(begin: tuple[int, float], end: tuple[int, float]) -> float:
+def find_gain(begin: tuple[int, float], end: tuple[int, float]) -> float:
+    """Return the gain in pace a byte between two points of (bytes, pace)."""
     return (end[1] - begin[1]) / (end[0] - begin[0])

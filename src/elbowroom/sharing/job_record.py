@@ -114,14 +114,14 @@ class JobRecord:
         """Return True if the job was admitted a short time ago, or has not made a step since."""
         if not self.lease_bytes:
             return False
-        return now - self.since < quantum_seconds or self.steps == self.steps_at_start
+        return now - self.since < quantum_seconds - 1e-9 or self.steps == self.steps_at_start
 
-    def make_demand(self, now: float, quantum_seconds: float, share_bytes: int, *, may_be_due: bool) -> Demand:
+    def make_demand(self, now: float, quantum_seconds: float, share_bytes: int, *, is_due: bool = False) -> Demand:
         """Return what a policy sees: the front above the bytes that the job holds anyway.
 
         Args:
             share_bytes: asked for by jobs whose front is not known yet.
-            may_be_due: whether waiting jobs become due.
+            is_due: as in `Demand`.
         """
         front = [point for point in self.front if point.nbytes >= self.floor_bytes]
         if not front:
@@ -142,7 +142,7 @@ class JobRecord:
             arrival=self.arrival,
             leased_bytes=max(0, self.lease_bytes - self.residue_bytes),
             is_protected=self.is_protected(now, quantum_seconds),
-            is_due=may_be_due and not self.lease_bytes and waiting_seconds >= quantum_seconds,
+            is_due=is_due,
             waiting_seconds=waiting_seconds,
             steps_left=None if self.steps_left is None else max(0, self.steps_left - self.steps),
         )  # fmt: skip
@@ -154,7 +154,7 @@ class JobRecord:
     def describe(self, now: float) -> JobStatus:
         """Return the job's row of a status reply."""
         fastest = self.front[-1].step_seconds if self.front else 0.0
-        pace = self.make_demand(now, 0.0, self.floor_bytes, may_be_due=False)
+        pace = self.make_demand(now, 0.0, self.floor_bytes)
         present = pace.find_pace(self.lease_bytes - self.residue_bytes) if self.lease_bytes and self.front else 0.0
         lost = self.step_seconds / fastest - 1 if fastest and self.step_seconds else 1 / present - 1 if present else 0.0
         return JobStatus(
