@@ -45,9 +45,7 @@ def find_job(spec: str, options: dict[str, Any], hardware: str, count: int) -> d
     costs = elbowroom.price(trace, load_shipped(hardware))
     plain = elbowroom.simulate(trace, costs, elbowroom.plan(trace, costs, 1 << 60, strategy="keep_all"))
     smallest_bytes = find_smallest(trace, costs)
-    budgets = [
-        smallest_bytes + (plain.peak_bytes - smallest_bytes) * place // (count - 1) for place in range(count)
-    ]
+    budgets = [smallest_bytes + (plain.peak_bytes - smallest_bytes) * place // (count - 1) for place in range(count)]
     entries = find_front(even_out(tuple(compare(trace, costs, budgets, ["auto"]))))
     outcomes = [entry.outcome for entry in entries if entry.outcome is not None]
     state_bytes = sum(each.nbytes for each in trace.storages if each.role in STATE_ROLES)

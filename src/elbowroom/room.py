@@ -34,6 +34,7 @@ from elbowroom.runtime.factory import open_transfers
 from elbowroom.runtime.sliced_ops import SlicedOps
 from elbowroom.runtime.state_pager import StatePager
 from elbowroom.runtime.step_storages import load_native
+from elbowroom.shared_lease import SharedLease
 from elbowroom.step_modes import StepModes
 from elbowroom.tracing.fake import capture_fake
 from elbowroom.units import format_bytes, format_seconds
@@ -58,6 +59,7 @@ class Room:
         device: torch.device,
         step: Callable[[], Any] | None = None,
         profile: HardwareProfile | None = None,
+        shared: SharedLease | None = None,
     ) -> None:
         if is_marked(model):
             raise UsageError("this model already has a room; call its detach() first")
@@ -66,6 +68,7 @@ class Room:
         self._job = job = Job(model, tuple(optimizers), device, config)
         self._ledger = make_ledger(device)
         self._detached = True  # until construction succeeds
+        self._shared = shared
         self._step: contextlib.AbstractContextManager[None] | None = None  # between begin_step and end_step
         self._thread = 0  # id of the thread that began it
         with contextlib.ExitStack() as undoing:
@@ -111,6 +114,7 @@ class Room:
 
         Raises:
             UsageError: inside another step, or after `detach`.
+            BrokerLost: with memory_budget="shared" and without_broker="stop", before the step.
             Infeasible: before an op whose working set exceeds the budget even if everything movable leaves; or at the
                 end of the first steps, which have run, if no plan fits.
             MemoryRefused: the system refuses memory within the budget, and nothing more can leave.
@@ -139,6 +143,8 @@ class Room:
                 "a step begins inside a step of the same room: one `with room.step():`, or one begin_step() with its "
                 "end_step(), is one whole training step"
             )
+        if self._shared is not None:
+            self._shared.renew(self)
         step = self._modes.step()
         self._step, self._thread = step, threading.get_ident()
         try:
@@ -169,6 +175,8 @@ class Room:
                 step.__exit__(type(error), error, error.__traceback__)
         finally:
             self._step = None
+        if self._shared is not None and error is None:
+            self._shared.note_step(self)
 
     def set_budget(self, memory_budget: int | float | str) -> None:
         """Change the budget from the next step on. That step is replanned now; other kinds of step when they recur.
@@ -198,6 +206,15 @@ class Room:
         except Infeasible as error:
             advise(error, self._job.model, self._job.optimizers, moves_state=self._moves_state)
             raise
+
+    def move_state_out(self) -> int:
+        """Move parameters, gradients, buffers and optimizer state out of memory until the next step, as far as they can
+        leave. Return the bytes that stay.
+        """
+        if self._moves_state:
+            self._pager.make_room_between_steps(self._ledger.live_bytes)
+        self._ledger.trim()
+        return self._ledger.live_bytes
 
     def journal(self) -> Journal:
         """Return the measurements so far."""
@@ -313,6 +330,8 @@ class Room:
         self._cache.close()
         self._transfers.close()
         self._ledger.close()
+        if self._shared is not None:
+            self._shared.close()
         self._detached = True  # last, so that an interrupted call can be repeated
 
     def __del__(self) -> None:

@@ -146,7 +146,7 @@ class Broker:
             message = decode_message(line)
         except BadMessage as error:
             self._set_time(now)
-            return self._refuse(client, str(error))
+            return self.refuse(client, str(error))
         return self.receive(client, message, now)
 
     def receive(self, client: int, message: FromJob | FromBroker, now: float) -> list[Effect]:
@@ -155,17 +155,17 @@ class Broker:
         if client not in self._expected:
             return self._flush()  # dropped a moment ago
         if message.sequence != self._expected[client]:
-            return self._refuse(client, f"message {message.sequence} came where {self._expected[client]} was expected")
+            return self.refuse(client, f"message {message.sequence} came where {self._expected[client]} was expected")
         self._expected[client] += 1
         job = self.jobs.get(client)
         if isinstance(message, StatusRequest):
             self._send(client, self.describe(self._count_sent(client)))
         elif isinstance(message, JoinRequest):
             if job is not None:
-                return self._refuse(client, "this connection has a job already")
+                return self.refuse(client, "this connection has a job already")
             return self._join(client, message)
         elif job is None:
-            return self._refuse(client, f"{type(message).__name__} came before JoinRequest")
+            return self.refuse(client, f"{type(message).__name__} came before JoinRequest")
         else:
             return self._receive_from_job(job, message)
         return self._flush()
@@ -241,7 +241,7 @@ class Broker:
 
     def _join(self, client: int, message: JoinRequest) -> list[Effect]:
         if message.floor_bytes > self.options.device_bytes:
-            return self._refuse(
+            return self.refuse(
                 client, f"{message.name} needs at least {format_bytes(message.floor_bytes)}, and the broker has "
                 f"{format_bytes(self.options.device_bytes)} in all",
             )  # fmt: skip
@@ -274,7 +274,7 @@ class Broker:
             case LeaseConfirmed():
                 floor_bytes = job.floor_bytes
                 if not job.confirm(message.epoch, message.held_bytes):
-                    return self._refuse(job.client, f"there is no lease {message.epoch} to confirm")
+                    return self.refuse(job.client, f"there is no lease {message.epoch} to confirm")
                 if job.floor_bytes != floor_bytes or not job.lease_bytes:
                     return self._decide()
                 self._settle()
@@ -284,7 +284,7 @@ class Broker:
                 self._targets.pop(job.client, None)
                 return self._decide()
             case _:
-                return self._refuse(job.client, f"{type(message).__name__} is not for the broker")
+                return self.refuse(job.client, f"{type(message).__name__} is not for the broker")
         return self._decide() if was_silent or self._list_flags() != self._flags else self._flush()
 
     # -- decisions --------------------------------------------------------------------------------------------------
@@ -371,7 +371,8 @@ class Broker:
 
     # -- connections ------------------------------------------------------------------------------------------------
 
-    def _refuse(self, client: int, text: str) -> list[Effect]:
+    def refuse(self, client: int, text: str) -> list[Effect]:
+        """Drop a client, and tell it why."""
         self._send(client, RefusalNotice(sequence=self._count_sent(client), text=text))
         self._effects.append(DropClient(client, text))
         self._forget(client)

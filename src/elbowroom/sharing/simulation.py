@@ -15,8 +15,8 @@ import math
 from elbowroom.errors import InternalError, UsageError
 from elbowroom.sharing.broker import Broker, BrokerOptions, DropClient, Effect, SendMessage
 from elbowroom.sharing.demand import FrontPoint, find_point
-from elbowroom.sharing.messages import Heartbeat, JoinRequest, LeaseConfirmed, LeaseGrant, LeaveNotice
 from elbowroom.sharing.job_list import JobList, ListedJob
+from elbowroom.sharing.messages import Heartbeat, JoinRequest, LeaseConfirmed, LeaseGrant, LeaveNotice
 
 MOST_EVENTS = 10_000_000
 """Events after which a simulation is taken to be without end."""
@@ -197,8 +197,8 @@ class _Simulation:
             self._take_lease(client)
         if client.tells_step and client.steps and client.number in self.active:
             client.tells_step = False
-            self._send(client, Heartbeat(sequence=client.sent, steps=client.steps,
-                                         step_seconds=0.0 if client.point is None else client.point.step_seconds))  # fmt: skip
+            seconds = 0.0 if client.point is None else client.point.step_seconds
+            self._send(client, Heartbeat(sequence=client.sent, steps=client.steps, step_seconds=seconds))
 
     def _take_lease(self, client: _Client) -> None:
         del client.pending[:-1]  # the last one counts

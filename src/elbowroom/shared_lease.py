@@ -1,0 +1,193 @@
+"""Shared lease: keeps a room within the lease that the broker of a shared device grants it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Protocol, TypeVar
+
+from elbowroom.config import Config
+from elbowroom.errors import BrokerLost, Infeasible
+from elbowroom.planner.comparison.strategies_compared import attempt
+from elbowroom.planner.options import find_managed
+from elbowroom.planner.problem import pose
+from elbowroom.sharing.demand import FrontPoint, make_front
+from elbowroom.sharing.messages import LeaseGrant
+from elbowroom.sharing.transport.address import find_address
+from elbowroom.sharing.transport.client import BrokerClient
+from elbowroom.units import format_bytes
+
+if TYPE_CHECKING:
+    from elbowroom.plan_cache import PlannedStep
+
+logger = logging.getLogger(__name__)
+
+FRONT_POINTS = 5
+"""Budgets of a front, from the smallest to the plain peak. Each is planned once when a step is known or has changed."""
+
+MARGIN = 64
+"""Share of a budget, as a divisor, by which a lease exceeds it: steps may take a little more than their plan."""
+
+LEAST_FLOOR_BYTES = 32 << 20
+
+Holder = TypeVar("Holder")
+
+
+class LeaseHolder(Protocol):
+    """A room, as its lease sees it."""
+
+    @property
+    def budget_bytes(self) -> int:
+        """Budget in force."""
+
+    @property
+    def planned(self) -> PlannedStep | None:
+        """The step that is expected next."""
+
+    def set_budget(self, memory_budget: int | float | str) -> None:
+        """Change the budget from the next step on."""
+
+    def move_state_out(self) -> int:
+        """Move all state that can leave out of memory, and return the bytes that stay."""
+
+    def metrics(self) -> dict[str, int | float | str]:
+        """Return the figures of the last step."""
+
+
+class SharedLease:
+    """Joins the broker of a device, and takes up its leases between steps.
+
+    Args:
+        device: "cpu" or "cuda:N".
+        name: of the job, shown to others.
+        held_bytes: on the device before the first lease: the model and its state.
+        config: options of the room.
+
+    Raises:
+        UsageError: there is no broker, or others can open its socket.
+    """
+
+    def __init__(self, device: str, name: str, held_bytes: int, config: Config) -> None:
+        self._config = config
+        self._applied: LeaseGrant | None = None
+        self._front_of: object = None
+        floor_bytes = config.least_bytes or held_bytes + max(held_bytes, LEAST_FLOOR_BYTES)
+        self._client = BrokerClient(
+            find_address(device), name=name, floor_bytes=floor_bytes, held_bytes=held_bytes, weight=config.weight,
+            priority=config.priority,
+        )  # fmt: skip
+
+    def start(self, floor_bytes: int = 0) -> int:
+        """Wait for a lease, and return its bytes.
+
+        Args:
+            floor_bytes: tell the broker that the job needs as much; 0 to leave it at what it said.
+
+        Raises:
+            UsageError: the broker refuses the job.
+        """
+        if floor_bytes:
+            self._client.report(floor_bytes, ())
+        while True:
+            grant = self._client.wait(self._applied, logger.warning)
+            if self._client.take(grant):
+                self._applied = grant
+                self._client.confirm(grant, grant.nbytes)
+                if grant.nbytes >= floor_bytes:
+                    return grant.nbytes
+
+    def renew(self, room: LeaseHolder) -> None:
+        """Take up the latest lease, between two steps. Waits while the job has none.
+
+        Raises:
+            BrokerLost: there is no broker, and the job was told to stop then.
+            UsageError: the broker refuses the job.
+        """
+        client = self._client
+        if not client.is_connected and self._config.without_broker == "stop":
+            raise BrokerLost(
+                "the broker of the shared device is gone, and without_broker is 'stop': the job ends between two steps"
+            )
+        while (grant := client.grant) is not None and grant is not self._applied:
+            if client.take(grant):
+                self._take_up(room, grant)
+
+    def note_step(self, room: LeaseHolder) -> None:
+        """Report a step that has ended, and the front of the next one if that has changed."""
+        figures = room.metrics()
+        self._client.note_step(float(figures.get("step_seconds", 0.0)), int(figures.get("peak_bytes", 0)))
+        planned = room.planned
+        if planned is not None and planned.trace is not self._front_of:
+            self._front_of = planned.trace
+            floor_bytes, front = find_job_front(planned, self._config)
+            points = tuple((point.nbytes, point.step_seconds, point.busy_seconds) for point in front)
+            self._client.report(floor_bytes, points)
+
+    def close(self) -> None:
+        """Give back the lease."""
+        self._client.close()
+
+    def _take_up(self, room: LeaseHolder, grant: LeaseGrant) -> None:
+        was_paused = self._applied is not None and not self._applied.nbytes
+        self._applied = grant
+        if not grant.nbytes:
+            self._client.confirm(grant, room.move_state_out())
+            self._client.wait(grant, logger.warning)
+            return
+        try:
+            room.set_budget(grant.nbytes)
+        except Infeasible as error:
+            if not was_paused:
+                self._client.confirm(grant, max(grant.nbytes, room.budget_bytes))  # the lease before it stays
+                return
+            self._client.confirm(grant, grant.nbytes)
+            self._client.report(max(grant.nbytes + 1, error.needed_bytes), ())
+            self._client.wait(grant, logger.warning)
+            return
+        self._client.confirm(grant, grant.nbytes)
+        logger.info("the lease is %s now", format_bytes(grant.nbytes))
+
+
+def find_job_front(planned: PlannedStep, config: Config) -> tuple[int, tuple[FrontPoint, ...]]:
+    """Return the floor of a step in bytes, and its front.
+
+    Cost: `FRONT_POINTS` plans.
+    """
+    trace, costs = planned.trace, planned.costs
+    managed = find_managed(config.strategy, config.manages)
+    problem = pose(trace, costs, 1, min_offload_bytes=config.min_offload_bytes, manages=managed)
+    least_bytes = problem.floor.peak_bytes
+    most_bytes = max(least_bytes, problem.plain.peak_bytes)
+    points = []
+    for place in range(FRONT_POINTS):
+        budget_bytes = least_bytes + (most_bytes - least_bytes) * place // (FRONT_POINTS - 1)
+        outcome = attempt(
+            trace, costs, budget_bytes, config.strategy, host_bytes=config.host_bytes, manages=config.manages
+        ).outcome
+        if outcome is not None:
+            points.append(FrontPoint(
+                nbytes=budget_bytes + budget_bytes // MARGIN,
+                step_seconds=outcome.step_seconds,
+                busy_seconds=max(0.0, outcome.step_seconds - outcome.stall_seconds),
+            ))  # fmt: skip
+    front = make_front(points)
+    return front[0].nbytes if front else most_bytes, front
+
+
+def run_within(lease: SharedLease, make: Callable[[int], Holder]) -> Holder:
+    """Return what `make` builds within a lease, once there is one that is large enough.
+
+    Raises:
+        Infeasible: no lease is large enough.
+        UsageError: the broker refuses the job.
+    """
+    nbytes = lease.start()
+    while True:
+        try:
+            return make(nbytes)
+        except Infeasible as error:
+            if error.needed_bytes <= nbytes:
+                raise
+            needed_bytes = error.needed_bytes + error.needed_bytes // MARGIN
+            logger.warning("the step needs %s, more than its first lease", format_bytes(needed_bytes))
+        nbytes = lease.start(needed_bytes)
