@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from elbowroom.config import Config
 from elbowroom.errors import BrokerLost, Infeasible
+from elbowroom.planner.bounds.bound import find_bound
 from elbowroom.planner.comparison.strategies_compared import attempt
 from elbowroom.planner.options import find_managed
 from elbowroom.planner.problem import pose
@@ -22,8 +23,11 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-FRONT_POINTS = 5
+FRONT_POINTS = 8
 """Budgets of a front, from the smallest to the plain peak. Each is planned once when a step is known or has changed."""
+
+QUICK_STRATEGIES = ("tensile", "capuchin", "vdnn", "superneurons")
+"""Strategies that plan a front in place of `auto`, which takes seconds a budget. The best plan of them counts."""
 
 MARGIN = 64
 """Share of a budget, as a divisor, by which a lease exceeds it: steps may take a little more than their plan."""
@@ -151,25 +155,40 @@ class SharedLease:
 def find_job_front(planned: PlannedStep, config: Config) -> tuple[int, tuple[FrontPoint, ...]]:
     """Return the floor of a step in bytes, and its front.
 
-    Cost: `FRONT_POINTS` plans.
+    For `auto`, if none of the quick strategies has a plan within a budget, the lower bound on the seconds takes its place, so such
+    a point is optimistic.
+
+    Cost: `FRONT_POINTS` plans of each quick strategy.
     """
     trace, costs = planned.trace, planned.costs
     managed = find_managed(config.strategy, config.manages)
     problem = pose(trace, costs, 1, min_offload_bytes=config.min_offload_bytes, manages=managed)
     least_bytes = problem.floor.peak_bytes
     most_bytes = max(least_bytes, problem.plain.peak_bytes)
+    strategies = QUICK_STRATEGIES if config.strategy == "auto" else (config.strategy,)
     points = []
     for place in range(FRONT_POINTS):
         budget_bytes = least_bytes + (most_bytes - least_bytes) * place // (FRONT_POINTS - 1)
-        outcome = attempt(
-            trace, costs, budget_bytes, config.strategy, host_bytes=config.host_bytes, manages=config.manages
-        ).outcome
-        if outcome is not None:
-            points.append(FrontPoint(
+        found = [
+            attempt(trace, costs, budget_bytes, each, host_bytes=config.host_bytes, manages=config.manages).outcome
+            for each in strategies
+        ]
+        planned_seconds = [(each.step_seconds, each.stall_seconds) for each in found if each is not None]
+        if not planned_seconds and config.strategy == "auto":
+            bounded = pose(
+                trace, costs, budget_bytes, min_offload_bytes=config.min_offload_bytes, manages=managed
+            )  # fmt: skip
+            planned_seconds = [(find_bound(bounded).seconds, 0.0)]
+        if not planned_seconds:
+            continue
+        step_seconds, stall_seconds = min(planned_seconds)
+        points.append(
+            FrontPoint(
                 nbytes=budget_bytes + budget_bytes // MARGIN,
-                step_seconds=outcome.step_seconds,
-                busy_seconds=max(0.0, outcome.step_seconds - outcome.stall_seconds),
-            ))  # fmt: skip
+                step_seconds=step_seconds,
+                busy_seconds=max(0.0, step_seconds - stall_seconds),
+            )
+        )
     front = make_front(points)
     return front[0].nbytes if front else most_bytes, front
 

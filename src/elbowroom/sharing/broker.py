@@ -146,7 +146,7 @@ class Broker:
             message = decode_message(line)
         except BadMessage as error:
             self._set_time(now)
-            return self.refuse(client, str(error))
+            return self.refuse(client, str(error)) if client in self._expected else self._flush()
         return self.receive(client, message, now)
 
     def receive(self, client: int, message: FromJob | FromBroker, now: float) -> list[Effect]:

@@ -125,7 +125,7 @@ class JobRecord:
         """
         front = [point for point in self.front if point.nbytes >= self.floor_bytes]
         if not front:
-            front = [FrontPoint(nbytes=self.floor_bytes, step_seconds=COLD_SLOWDOWN, busy_seconds=1.0)]
+            front = [FrontPoint(nbytes=self.floor_bytes, step_seconds=COLD_SLOWDOWN, busy_seconds=0.0)]
             if not self.front:
                 front.append(FrontPoint(nbytes=max(share_bytes, self.floor_bytes + 1), step_seconds=1.0,
                                         busy_seconds=1.0))  # fmt: skip

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 import types
 import typing
 from typing import Any
@@ -236,12 +235,12 @@ def _read_value(place: str, hint: Any, value: Any) -> Any:
         if type(value) is int and lowest <= value <= MOST_BYTES:
             return value
     elif hint is float:
-        if type(value) in (int, float) and 0 <= value < math.inf and (value > 0 or not place.endswith(".weight")):
+        if type(value) in (int, float) and 0 <= value <= MOST_BYTES and (value > 0 or not place.endswith(".weight")):
             return float(value)
     elif hint is str:
         if isinstance(value, str) and (not place.endswith(".name") or len(value) <= LONGEST_NAME_CHARS):
             return value
-    elif isinstance(value, list):
+    elif isinstance(value, list) and typing.get_args(hint):
         return _read_list(place, typing.get_args(hint), value)
     elif dataclasses.is_dataclass(hint) and isinstance(value, dict):
         return _read_fields(hint, value)

@@ -1,8 +1,8 @@
 """Each byte goes to the job that gains most by it: equal marginal gain in pace over all jobs, by weight.
 
 Fronts are turned into concave hulls of pace over bytes that begin at (0, 0), so one greedy pass decides both which jobs
-run and within how many bytes. Once the jobs keep the device busy all the time, another job is admitted only if the sum
-of paces still rises, since it slows down all others. Protected and due jobs begin at their floors, so a job waits at
+run and within how many bytes. Once the jobs keep the device busy all the time, one more job slows down all others: it
+is admitted unless the sum of paces falls, as it does if the job would run at a low pace for lack of bytes. Protected and due jobs begin at their floors, so a job waits at
 most n (q + 2 s).
 
 Source: marginal allocation; B. Fox, "Discrete optimization via marginal analysis", Management Science 13(3), 1966.
@@ -16,8 +16,8 @@ from collections.abc import Sequence
 
 from elbowroom.sharing.demand import Demand, find_gain, list_hull, list_required
 
-LEAST_GAIN = 0.02
-"""Gain in the sum of paces for which one more job is admitted to a busy device."""
+MOST_LOSS = 0.01
+"""Share of the highest sum of paces that may be lost by admitting jobs to a busy device."""
 
 
 class _Split:
@@ -28,6 +28,7 @@ class _Split:
         self.free_bytes = capacity_bytes
         self.pace = 0.0
         self.load = 0.0
+        self.most = 0.0  # highest sum of paces so far
 
     def set(self, demand: Demand, nbytes: int) -> None:
         """Give a job so many bytes instead of those it has."""
@@ -36,12 +37,13 @@ class _Split:
         self.load += demand.find_load(nbytes) - demand.find_load(before_bytes)
         self.free_bytes -= nbytes - before_bytes
         self.bytes[demand.job] = nbytes
+        self.most = max(self.most, self.pace / max(1.0, self.load))
 
     def is_worth_admitting(self, demand: Demand, nbytes: int) -> bool:
-        """Return True if the sum of paces rises with this job, though it takes compute from the others."""
+        """Return True if the sum of paces does not fall with this job, though it takes compute from the others."""
         pace = self.pace + demand.weight * demand.find_pace(nbytes)
         load = self.load + demand.find_load(nbytes)
-        return pace / max(1.0, load) > (1 + LEAST_GAIN) * self.pace / max(1.0, self.load)
+        return pace / max(1.0, load) >= (1 - MOST_LOSS) * self.most
 
 
 def allot(demands: Sequence[Demand], capacity_bytes: int) -> dict[int, int]:
