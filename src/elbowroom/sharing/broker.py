@@ -10,6 +10,7 @@ word count as taken until its process is gone.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Sequence
 
 from elbowroom._family import get
@@ -126,7 +127,7 @@ class Broker:
         self._sent: dict[int, int] = {}
         self._targets: dict[int, int] = {}
         self._flags: object = None
-        self._notices: dict[int, str] = {}
+        self._notices: dict[int, float] = {}  # times at which waiting jobs were told why
         self._arrivals = 0
         self._now = 0.0
         self._effects: list[Effect] = []
@@ -357,12 +358,12 @@ class Broker:
 
     def _tell_waiting(self) -> None:
         for job in self.jobs.values():
-            if job.lease_bytes or job.is_silent:
+            is_told = self._now - self._notices.get(job.client, -math.inf) < self.options.quantum_seconds
+            if job.lease_bytes or job.is_silent or is_told:
                 continue
+            self._notices[job.client] = self._now
             text = explain_wait(job, list(self.jobs.values()), self.remainders_bytes, self.options.quantum_seconds)
-            if self._notices.get(job.client) != text:
-                self._notices[job.client] = text
-                self._send(job.client, WaitNotice(sequence=self._count_sent(job.client), text=text))
+            self._send(job.client, WaitNotice(sequence=self._count_sent(job.client), text=text))
 
     @property
     def remainders_bytes(self) -> int:

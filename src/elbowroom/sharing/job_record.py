@@ -67,7 +67,8 @@ class JobRecord:
     @property
     def held_bytes(self) -> int:
         """The most bytes that the job may hold now."""
-        return max(self.used_bytes, *(nbytes for _, nbytes in self.unconfirmed))
+        nbytes = self.unconfirmed[-1][1] if len(self.unconfirmed) == 1 else max(each for _, each in self.unconfirmed)
+        return max(self.used_bytes, nbytes)
 
     @property
     def state(self) -> JobState:
