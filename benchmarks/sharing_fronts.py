@@ -50,7 +50,8 @@ def find_job(spec: str, options: dict[str, Any], hardware: str, count: int) -> d
     outcomes = [entry.outcome for entry in entries if entry.outcome is not None]
     state_bytes = sum(each.nbytes for each in trace.storages if each.role in STATE_ROLES)
     return {
-        "spec": spec, "options": options, "hardware": hardware, "plain_bytes": plain.peak_bytes, "smallest_bytes": smallest_bytes,
+        "spec": spec, "options": options, "hardware": hardware,
+        "plain_bytes": plain.peak_bytes, "smallest_bytes": smallest_bytes,
         "state_bytes": state_bytes, "planning_seconds": time.perf_counter() - begin,
         "front": [[each.peak_bytes, each.step_seconds, each.step_seconds - each.stall_seconds] for each in outcomes],
     }  # fmt: skip

@@ -38,7 +38,7 @@ def make_list(
     listed = []
     for number in range(jobs):
         kind = draw.choice(load_fronts())
-        plain_bytes, plain_seconds, plain_busy = kind["front"][-1]
+        _, plain_seconds, plain_busy = kind["front"][-1]
         host_seconds = plain_busy / draw.uniform(*busy_shares) - plain_busy
         front = [[nbytes, seconds + host_seconds, busy] for nbytes, seconds, busy in kind["front"]]
         steps = max(1, round(draw.lognormvariate(*PLAIN_SECONDS) / (plain_seconds + host_seconds)))

@@ -3,8 +3,8 @@
     python benchmarks/sharing_policies.py [--seeds 100] [--busy 0.05 0.35] [--output FILE]
 
 `marginal` is compared to first come (`queue`: a job gets all that it can use, or waits), to an equal split into slots
-(each as large as the largest floor needs, one job a slot, first come), and to `fair` (max-min, with turns). The ratio is
-the makespan of the other by that of `marginal`: above 1 it is better.
+(each as large as the largest floor needs, one job a slot, first come), and to `fair` (max-min, with turns). The ratio
+is the makespan of the other by that of `marginal`: above 1 it is better.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from elbowroom._family import get
 from elbowroom.advice import advise
-from elbowroom.config import PREFIX, Config, read_config
+from elbowroom.config import PREFIX, read_config
 from elbowroom.cost.price import price
 from elbowroom.errors import Infeasible, TraceError, UsageError
 from elbowroom.hardware.memory import parse_budget
@@ -28,7 +28,7 @@ from elbowroom.planner.problem import pose
 from elbowroom.residency import policies
 from elbowroom.room import Room
 from elbowroom.runtime.state_pager import COMING, grouping, may_leave
-from elbowroom.shared_lease import SharedLease, run_within
+from elbowroom.shared_lease import run_within_lease
 from elbowroom.tracing.fake import capture_fake
 from elbowroom.tracing.residents import list_resident_tensors
 
@@ -91,27 +91,16 @@ def fit(
         raise UsageError(f"fit needs a memory_budget, or the variable {PREFIX}BUDGET")
     try:
         if memory_budget == "shared":
-            return _fit_shared(model, optimizers, config, device=device, step=step, profile=profile)
+            return run_within_lease(
+                model, optimizers, config, device,
+                lambda nbytes, lease: Room(
+                    model, optimizers, nbytes, config, device=device, step=step, profile=profile, shared=lease
+                ),
+            )  # fmt: skip
         budget_bytes = parse_budget(memory_budget, device)
         return Room(model, optimizers, budget_bytes, config, device=device, step=step, profile=profile)
     except Infeasible as error:
         advise(error, model, optimizers, moves_state=config.manages == "everything")
-        raise
-
-
-def _fit_shared(
-    model: torch.nn.Module, optimizers: tuple[Optimizer, ...], config: Config, *, device: torch.device, **given: Any
-) -> Room:
-    """Make a room within a lease of the device's broker, once there is one."""
-    storages = (each.untyped_storage() for each in list_resident_tensors(model, optimizers))
-    held_bytes = sum({each._cdata: each.nbytes() for each in storages}.values())
-    shared = SharedLease(str(device), type(model).__name__, held_bytes, config)
-    try:
-        return run_within(
-            shared, lambda nbytes: Room(model, optimizers, nbytes, config, device=device, shared=shared, **given)
-        )
-    except BaseException:
-        shared.close()
         raise
 
 

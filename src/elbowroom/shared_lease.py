@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Protocol, TypeVar
+
+import torch
 
 from elbowroom.config import Config
 from elbowroom.errors import BrokerLost, Infeasible
@@ -16,6 +18,7 @@ from elbowroom.sharing.demand import FrontPoint, make_front
 from elbowroom.sharing.messages import LeaseGrant
 from elbowroom.sharing.transport.address import find_address
 from elbowroom.sharing.transport.client import BrokerClient
+from elbowroom.tracing.residents import list_resident_tensors
 from elbowroom.units import format_bytes
 
 if TYPE_CHECKING:
@@ -155,8 +158,8 @@ class SharedLease:
 def find_job_front(planned: PlannedStep, config: Config) -> tuple[int, tuple[FrontPoint, ...]]:
     """Return the floor of a step in bytes, and its front.
 
-    For `auto`, if none of the quick strategies has a plan within a budget, the lower bound on the seconds takes its place, so such
-    a point is optimistic.
+    For `auto`, if none of the quick strategies has a plan within a budget, the lower bound on the seconds takes its
+    place, so such a point is optimistic.
 
     Cost: `FRONT_POINTS` plans of each quick strategy.
     """
@@ -193,20 +196,33 @@ def find_job_front(planned: PlannedStep, config: Config) -> tuple[int, tuple[Fro
     return front[0].nbytes if front else most_bytes, front
 
 
-def run_within(lease: SharedLease, make: Callable[[int], Holder]) -> Holder:
-    """Return what `make` builds within a lease, once there is one that is large enough.
+def run_within_lease(
+    model: torch.nn.Module,
+    optimizers: Sequence[torch.optim.Optimizer],
+    config: Config,
+    device: torch.device,
+    make: Callable[[int, SharedLease], Holder],
+) -> Holder:
+    """Join the broker of a device, and return what `make` builds within a lease that is large enough.
 
     Raises:
         Infeasible: no lease is large enough.
-        UsageError: the broker refuses the job.
+        UsageError: there is no broker, or it refuses the job.
     """
-    nbytes = lease.start()
-    while True:
-        try:
-            return make(nbytes)
-        except Infeasible as error:
-            if error.needed_bytes <= nbytes:
-                raise
-            needed_bytes = error.needed_bytes + error.needed_bytes // MARGIN
-            logger.warning("the step needs %s, more than its first lease", format_bytes(needed_bytes))
-        nbytes = lease.start(needed_bytes)
+    storages = (each.untyped_storage() for each in list_resident_tensors(model, optimizers))
+    held_bytes = sum({each._cdata: each.nbytes() for each in storages}.values())
+    lease = SharedLease(str(device), type(model).__name__, held_bytes, config)
+    try:
+        nbytes = lease.start()
+        while True:
+            try:
+                return make(nbytes, lease)
+            except Infeasible as error:
+                if error.needed_bytes <= nbytes:
+                    raise
+                needed_bytes = error.needed_bytes + error.needed_bytes // MARGIN
+                logger.warning("the step needs %s, more than its first lease", format_bytes(needed_bytes))
+            nbytes = lease.start(needed_bytes)
+    except BaseException:
+        lease.close()
+        raise

@@ -1,4 +1,4 @@
-"""The broker's core: leases never exceed the device, nobody starves, and bad messages harm only their sender. No torch."""
+"""The broker's core: leases never exceed the device, and bad messages harm only their sender. No torch."""
 
 from __future__ import annotations
 
@@ -150,7 +150,7 @@ class BrokerMachine(RuleBasedStateMachine):
 
     @rule(nbytes=st.integers(0, DEVICE_BYTES))
     def use_outside(self, nbytes: int) -> None:
-        if nbytes <= self.broker.outside_bytes + self.broker.free_bytes:  # it cannot take what jobs hold
+        if nbytes <= self.broker.leases.outside_bytes + self.broker.free_bytes:  # it cannot take what jobs hold
             self.carry_out(self.broker.set_outside(nbytes, self.now))
 
     @invariant()
@@ -158,8 +158,8 @@ class BrokerMachine(RuleBasedStateMachine):
         if not hasattr(self, "clients"):
             return
         held_bytes = sum(each.limit_bytes for each in self.clients.values()) + sum(self.dead.values())
-        assert held_bytes + self.broker.outside_bytes <= DEVICE_BYTES
-        assert self.broker.free_bytes == DEVICE_BYTES - held_bytes - self.broker.outside_bytes
+        assert held_bytes + self.broker.leases.outside_bytes <= DEVICE_BYTES
+        assert self.broker.free_bytes == DEVICE_BYTES - held_bytes - self.broker.leases.outside_bytes
 
 
 BrokerMachine.TestCase.settings = hypothesis.settings(max_examples=60, stateful_step_count=40, deadline=None)

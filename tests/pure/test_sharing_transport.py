@@ -37,7 +37,8 @@ import asyncio, sys
 from elbowroom.sharing.broker import Broker, BrokerOptions
 from elbowroom.sharing.transport.address import find_address
 from elbowroom.sharing.transport.server import BrokerServer, serve_until_interrupted
-options = BrokerOptions(device_bytes=100 << 20, quantum_seconds=0.5, heartbeat_seconds=1.5, end_seconds=float(sys.argv[2]))
+end = float(sys.argv[2])
+options = BrokerOptions(device_bytes=100 << 20, quantum_seconds=0.5, heartbeat_seconds=1.5, end_seconds=end)
 async def main():
     await serve_until_interrupted(BrokerServer(Broker(options), find_address("cpu", sys.argv[1])))
 asyncio.run(main())
@@ -47,7 +48,8 @@ JOB = """
 import sys, time
 from elbowroom.sharing.transport.address import find_address
 from elbowroom.sharing.transport.client import BrokerClient
-client = BrokerClient(find_address("cpu", sys.argv[1]), name=sys.argv[2], floor_bytes=int(sys.argv[3]) << 20, held_bytes=0)
+address, floor_bytes = find_address("cpu", sys.argv[1]), int(sys.argv[3]) << 20
+client = BrokerClient(address, name=sys.argv[2], floor_bytes=floor_bytes, held_bytes=0)
 applied = None
 while True:
     grant = client.grant

@@ -11,13 +11,11 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
-from elbowroom._family import get
-from elbowroom.errors import InternalError, UsageError
-from elbowroom.sharing import policies
-from elbowroom.sharing.demand import Demand
+from elbowroom.errors import UsageError
 from elbowroom.sharing.job_record import JobRecord
+from elbowroom.sharing.lease_table import LeaseTable, NewLease, Remainder
 from elbowroom.sharing.messages import (
     BadMessage,
     FromBroker,
@@ -37,11 +35,6 @@ from elbowroom.sharing.messages import (
 )
 from elbowroom.sharing.waiting import explain_wait
 from elbowroom.units import format_bytes
-
-EPSILON = 1e-9
-"""Seconds by which sums of times may be off."""
-
-Allot = Callable[[Sequence[Demand], int], dict[int, int]]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -89,24 +82,13 @@ class BrokerOptions:
     end_seconds: float | None = None
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Remainder:
-    """Bytes that a process may hold whose connection is gone."""
-
-    pid: int
-    name: str
-    nbytes: int
-
-
 class Broker:
     """State machine of the broker.
 
     Times are seconds of any clock; a time before the latest one counts as the latest one.
 
     Attributes:
-        jobs: by client.
-        remainders: of processes without a connection.
-        outside_bytes: taken by programs that do not know of the broker.
+        leases: of all jobs.
 
     Raises:
         UnknownMember: there is no such policy.
@@ -117,16 +99,10 @@ class Broker:
         if options.device_bytes < 1:
             raise UsageError(f"a broker needs bytes to lease, not {options.device_bytes}")
         self.options = options
-        self.jobs: dict[int, JobRecord] = {}
-        self.remainders: list[Remainder] = []
-        self.outside_bytes = 0
-        self._allot: Allot = get(policies, options.policy, "allot")
-        self._preempts: bool = get(policies, options.policy, "PREEMPTS", True)
+        self.leases = LeaseTable(options.device_bytes, options.policy, options.quantum_seconds)
         self._pids: dict[int, int] = {}
         self._expected: dict[int, int] = {}
         self._sent: dict[int, int] = {}
-        self._targets: dict[int, int] = {}
-        self._flags: object = None
         self._notices: dict[int, float] = {}  # times at which waiting jobs were told why
         self._arrivals = 0
         self._now = 0.0
@@ -183,7 +159,7 @@ class Broker:
         for client in [client for client, job in self.jobs.items() if job.pid == pid]:
             self._effects.append(DropClient(client, "its process has ended"))
             self._forget(client)
-        self.remainders = [each for each in self.remainders if each.pid != pid]
+        self.leases.remainders = [each for each in self.remainders if each.pid != pid]
         return self._decide()
 
     def restore(self, pid: int, name: str, nbytes: int) -> None:
@@ -193,9 +169,9 @@ class Broker:
     def set_outside(self, nbytes: int, now: float) -> list[Effect]:
         """Take a new measurement of the bytes that other programs hold on the device."""
         self._set_time(now)
-        if nbytes == self.outside_bytes:
+        if nbytes == self.leases.outside_bytes:
             return self._flush()
-        self.outside_bytes = nbytes
+        self.leases.outside_bytes = nbytes
         return self._decide()
 
     def tick(self, now: float) -> list[Effect]:
@@ -208,14 +184,11 @@ class Broker:
                 job.is_silent = has_changed = True
             if job.is_silent and self.options.end_seconds is not None and silence > self.options.end_seconds:
                 self._effects.append(EndProcess(job.pid))
-        return self._decide() if has_changed or self._list_flags() != self._flags else self._flush()
+        return self._decide() if has_changed or self.leases.has_turned(self._now) else self._flush()
 
     def next_deadline(self) -> float | None:
         """Return the next time at which `tick` may change who runs; None if only other events can."""
-        if not self._preempts or all(job.lease_bytes for job in self.jobs.values()):
-            return None
-        times = (job.since + self.options.quantum_seconds for job in self.jobs.values())
-        return min((each for each in times if each > self._now), default=None)
+        return self.leases.next_deadline(self._now)
 
     def describe(self, sequence: int = 0) -> StatusReply:
         """Return the state of the broker and of all jobs."""
@@ -229,14 +202,23 @@ class Broker:
         ]  # fmt: skip
         return StatusReply(
             sequence=sequence, policy=self.options.policy, device_bytes=self.options.device_bytes,
-            outside_bytes=self.outside_bytes, free_bytes=max(0, self.free_bytes), jobs=tuple(rows),
+            outside_bytes=self.leases.outside_bytes, free_bytes=max(0, self.free_bytes), jobs=tuple(rows),
         )  # fmt: skip
 
     @property
+    def jobs(self) -> dict[int, JobRecord]:
+        """Jobs by client."""
+        return self.leases.jobs
+
+    @property
+    def remainders(self) -> list[Remainder]:
+        """Bytes of processes without a connection."""
+        return self.leases.remainders
+
+    @property
     def free_bytes(self) -> int:
-        """Bytes that nobody may hold; negative if jobs or other programs hold more than they were granted."""
-        taken_bytes = sum(job.held_bytes for job in self.jobs.values()) + sum(each.nbytes for each in self.remainders)
-        return self.options.device_bytes - self.outside_bytes - taken_bytes
+        """Bytes that nobody may hold."""
+        return self.leases.free_bytes
 
     # -- messages ---------------------------------------------------------------------------------------------------
 
@@ -278,83 +260,27 @@ class Broker:
                     return self.refuse(job.client, f"there is no lease {message.epoch} to confirm")
                 if job.floor_bytes != floor_bytes or not job.lease_bytes:
                     return self._decide()
-                self._settle()
+                self._grant(self.leases.settle(self._now))
                 return self._flush()
             case LeaveNotice():
-                self.jobs.pop(job.client)
-                self._targets.pop(job.client, None)
+                self.leases.remove(job.client)
                 return self._decide()
             case _:
                 return self.refuse(job.client, f"{type(message).__name__} is not for the broker")
-        return self._decide() if was_silent or self._list_flags() != self._flags else self._flush()
+        return self._decide() if was_silent or self.leases.has_turned(self._now) else self._flush()
 
     # -- decisions --------------------------------------------------------------------------------------------------
 
-    def _find_due(self) -> JobRecord | None:
-        """Return the job that has waited longest, if it has waited for a quantum."""
-        waiting = [job for job in self.jobs.values() if not job.lease_bytes and not job.is_silent]
-        first = min(waiting, key=lambda each: (each.since, each.arrival), default=None)
-        if first is None or not self._preempts or self._now - first.since < self.options.quantum_seconds - EPSILON:
-            return None
-        return first
-
-    def _list_flags(self) -> object:
-        """Return what may change a decision though no job has come, gone or changed."""
-        if (due := self._find_due()) is None:
-            return None
-        quantum = self.options.quantum_seconds
-        return due.client, [job.client for job in self.jobs.values() if job.is_protected(self._now, quantum)]
-
     def _decide(self) -> list[Effect]:
-        """Ask the policy, and move towards its answer."""
-        active = [job for job in self.jobs.values() if not job.is_silent]
-        taken_bytes = sum(each.nbytes for each in self.remainders) + self.outside_bytes
-        taken_bytes += sum(job.residue_bytes for job in active)
-        taken_bytes += sum(job.held_bytes for job in self.jobs.values() if job.is_silent)
-        capacity_bytes = max(0, self.options.device_bytes - taken_bytes)
-        share_bytes = capacity_bytes // max(1, len(active))
-        quantum = self.options.quantum_seconds if self._preempts else 0.0
-        due = self._find_due()
-        demands = [job.make_demand(self._now, quantum, share_bytes, is_due=job is due) for job in active]
-        fitting = [each for each in demands if each.floor_bytes <= capacity_bytes]
-        found = self._allot(fitting, capacity_bytes) if fitting else {}
-        self._check(fitting, found, capacity_bytes)
-        self._targets = {job.client: found[job.client] + job.residue_bytes if job.client in found else 0
-                         for job in active}  # fmt: skip
-        self._flags = self._list_flags()
-        self._settle()
+        self._grant(self.leases.decide(self._now))
         self._tell_waiting()
         return self._flush()
 
-    def _check(self, demands: Sequence[Demand], found: dict[int, int], capacity_bytes: int) -> None:
-        floors = {each.job: each.floor_bytes for each in demands}
-        if sum(found.values()) > capacity_bytes or any(nbytes < floors[job] for job, nbytes in found.items()):
-            raise InternalError(f"the policy {self.options.policy} allots {found} of {capacity_bytes} bytes")
-
-    def _settle(self) -> None:
-        """Shrink leases, and grant what is free, towards the targets."""
-        for client, target in self._targets.items():
-            if target < self.jobs[client].lease_bytes:
-                self._grant(self.jobs[client], target)
-        free_bytes = self.free_bytes
-        growing = [self.jobs[client] for client, target in self._targets.items()
-                   if target > self.jobs[client].lease_bytes]  # fmt: skip
-        for job in sorted(growing, key=lambda each: (each.lease_bytes > 0, each.since, each.arrival)):
-            within_bytes = job.held_bytes + max(0, free_bytes)
-            nbytes = self._targets[job.client]
-            if nbytes > within_bytes:
-                # A waiting job starts with less. A running job grows once, as each change is planned anew.
-                points = [each.nbytes for each in job.front if job.floor_bytes <= each.nbytes <= within_bytes]
-                can_start = not job.lease_bytes and job.floor_bytes <= within_bytes
-                nbytes = max([*points, job.floor_bytes]) if can_start else 0
-            if nbytes:
-                free_bytes -= max(0, nbytes - job.held_bytes)
-                self._grant(job, nbytes)
-
-    def _grant(self, job: JobRecord, nbytes: int) -> None:
-        epoch = job.grant(nbytes, self._now)
-        self._notices.pop(job.client, None)
-        self._send(job.client, LeaseGrant(sequence=self._count_sent(job.client), epoch=epoch, nbytes=nbytes))
+    def _grant(self, granted: Sequence[NewLease]) -> None:
+        for lease in granted:
+            self._notices.pop(lease.client, None)
+            number = self._count_sent(lease.client)
+            self._send(lease.client, LeaseGrant(sequence=number, epoch=lease.epoch, nbytes=lease.nbytes))
 
     def _tell_waiting(self) -> None:
         for job in self.jobs.values():
@@ -362,13 +288,8 @@ class Broker:
             if job.lease_bytes or job.is_silent or is_told:
                 continue
             self._notices[job.client] = self._now
-            text = explain_wait(job, list(self.jobs.values()), self.remainders_bytes, self.options.quantum_seconds)
+            text = explain_wait(job, list(self.jobs.values()), self.leases.other_bytes, self.options.quantum_seconds)
             self._send(job.client, WaitNotice(sequence=self._count_sent(job.client), text=text))
-
-    @property
-    def remainders_bytes(self) -> int:
-        """Bytes that processes without a connection, and other programs, may hold."""
-        return sum(each.nbytes for each in self.remainders) + self.outside_bytes
 
     # -- connections ------------------------------------------------------------------------------------------------
 
@@ -380,10 +301,10 @@ class Broker:
         return self._decide()
 
     def _forget(self, client: int) -> None:
-        job = self.jobs.pop(client, None)
+        job = self.leases.remove(client)
         if job is not None and job.held_bytes:
             self.remainders.append(Remainder(job.pid, job.name, job.held_bytes))
-        for table in (self._pids, self._expected, self._sent, self._targets, self._notices):
+        for table in (self._pids, self._expected, self._sent, self._notices):
             table.pop(client, None)
 
     def _send(self, client: int, message: FromBroker) -> None:

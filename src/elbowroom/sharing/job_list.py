@@ -4,7 +4,7 @@
      "jobs": [{"name": "resnet50", "arrival_seconds": 0, "steps": 500, "state_bytes": 300000000,
                "front": [[2000000000, 0.61, 0.5], [4000000000, 0.45, 0.4]]}]}
 
-A point of a front is [bytes, seconds a step, seconds in which the device computes]. Optional in a job: weight, priority.
+A point of a front is [bytes, seconds a step, seconds in which the device computes]. Optional: weight, priority.
 """
 
 from __future__ import annotations

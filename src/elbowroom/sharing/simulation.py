@@ -24,7 +24,7 @@ MOST_EVENTS = 10_000_000
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class SimulatedJobOutcome:
-    """How one job fared.
+    """Figures of one job.
 
     Attributes:
         finish_seconds: since the beginning.
@@ -45,7 +45,7 @@ class SimulatedJobOutcome:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class SharedOutcome:
-    """How a workload fared under one policy.
+    """Figures of a job list under one policy.
 
     Attributes:
         makespan_seconds: until the last job has finished.
@@ -240,7 +240,7 @@ class _Simulation:
 
 
 def simulate_sharing(workload: JobList, policy: str = "marginal", *, quantum_seconds: float = 30.0) -> SharedOutcome:
-    """Run a workload under a policy, on a virtual clock.
+    """Run a job list under a policy, on a virtual clock.
 
     Raises:
         UnknownMember: there is no such policy.
