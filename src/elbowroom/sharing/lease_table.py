@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Sequence
 
 from elbowroom._family import get
@@ -63,6 +64,8 @@ class LeaseTable:
         self._preempts: bool = get(policies, policy, "PREEMPTS", True)
         self._targets: dict[int, int] = {}
         self._flags: object = None
+        self._due: JobRecord | None = None  # in the last decision
+        self._turn = -math.inf  # time at which the last due job was admitted
 
     @property
     def other_bytes(self) -> int:
@@ -87,7 +90,8 @@ class LeaseTable:
         """Return the next time at which a job becomes due or loses its protection; None if no job waits."""
         if not self._preempts or all(job.lease_bytes for job in self.jobs.values()):
             return None
-        times = (job.since + self._quantum_seconds for job in self.jobs.values())
+        times = [self._turn, *(job.since for job in self.jobs.values())]
+        times = [each + self._quantum_seconds for each in times]
         return min((each for each in times if each > now), default=None)
 
     def decide(self, now: float) -> list[NewLease]:
@@ -102,6 +106,10 @@ class LeaseTable:
         demands = [job.make_demand(now, quantum, share_bytes, is_due=job is due) for job in active]
         fitting = [each for each in demands if each.floor_bytes <= capacity_bytes]
         found = self._allot(fitting, capacity_bytes) if fitting else {}
+        if due is not None and due.client not in found:  # then the jobs before it must not be followed by others
+            fitting = [each for each in fitting if each.is_running or each.is_due]
+            found = self._allot(fitting, capacity_bytes) if fitting else {}
+        self._due = due
         self._check(fitting, found, capacity_bytes)
         self._targets = {job.client: found[job.client] + job.residue_bytes if job.client in found else 0
                          for job in active}  # fmt: skip
@@ -131,10 +139,12 @@ class LeaseTable:
         return granted
 
     def _find_due(self, now: float) -> JobRecord | None:
-        """Return the job that has waited longest, if it has waited for a quantum."""
+        """Return the job that has waited longest, if it has for a quantum, and none was admitted as due in the last one."""
         waiting = [job for job in self.jobs.values() if not job.lease_bytes and not job.is_silent]
         first = min(waiting, key=lambda each: (each.since, each.arrival), default=None)
-        if first is None or not self._preempts or now - first.since < self._quantum_seconds - EPSILON:
+        if not self._preempts or now - self._turn < self._quantum_seconds - EPSILON:
+            return None
+        if first is None or now - first.since < self._quantum_seconds - EPSILON:
             return None
         return first
 
@@ -150,4 +160,7 @@ class LeaseTable:
             raise InternalError(f"the policy {self._policy} allots {found} of {capacity_bytes} bytes")
 
     def _grant(self, job: JobRecord, nbytes: int, now: float) -> NewLease:
+        if nbytes and job is self._due:
+            self._due = None
+            self._turn = now
         return NewLease(job.client, job.grant(nbytes, now), nbytes)
