@@ -28,7 +28,7 @@ from elbowroom.planner.problem import pose
 from elbowroom.residency import policies
 from elbowroom.room import Room
 from elbowroom.runtime.state_pager import COMING, grouping, may_leave
-from elbowroom.shared_lease import run_within_lease
+from elbowroom.shared_lease import SharedLease, run_within_lease
 from elbowroom.tracing.fake import capture_fake
 from elbowroom.tracing.residents import list_resident_tensors
 
@@ -61,8 +61,8 @@ def fit(
         model: any module with all of its parameters on one device.
         optimizer: one or several.
         memory_budget: bytes the job may hold on that device: a number, "8GiB" or "8G" (1024), "8GB" (1000), or "60%"
-            of the device's memory. "shared" for a lease of the broker of that device (`elbowroom share`), which may
-            change between steps: then a job that finds no room waits. By default $ELBOWROOM_BUDGET.
+            of the device's memory; or "shared": a lease of the device's broker (`elbowroom share`), which may change
+            between steps, and for which the job waits. By default $ELBOWROOM_BUDGET.
         step: function that does one whole training step. It is captured ahead on fake tensors (nothing runs or
             changes), so that the first step already follows a plan. Without it, or with a warning if it reads tensor
             values or advances an iterator, the first steps run capacity-first.
@@ -89,16 +89,14 @@ def fit(
         memory_budget = os.environ.get(PREFIX + "BUDGET") or None
     if memory_budget is None:
         raise UsageError(f"fit needs a memory_budget, or the variable {PREFIX}BUDGET")
+
+    def make(nbytes: int, lease: SharedLease | None = None) -> Room:
+        return Room(model, optimizers, nbytes, config, device=device, step=step, profile=profile, shared=lease)
+
     try:
         if memory_budget == "shared":
-            return run_within_lease(
-                model, optimizers, config, device,
-                lambda nbytes, lease: Room(
-                    model, optimizers, nbytes, config, device=device, step=step, profile=profile, shared=lease
-                ),
-            )  # fmt: skip
-        budget_bytes = parse_budget(memory_budget, device)
-        return Room(model, optimizers, budget_bytes, config, device=device, step=step, profile=profile)
+            return run_within_lease(model, optimizers, config, device, make)
+        return make(parse_budget(memory_budget, device))
     except Infeasible as error:
         advise(error, model, optimizers, moves_state=config.manages == "everything")
         raise

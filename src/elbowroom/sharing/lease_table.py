@@ -139,7 +139,7 @@ class LeaseTable:
         return granted
 
     def _find_due(self, now: float) -> JobRecord | None:
-        """Return the job that has waited longest, if it has for a quantum, and none was admitted as due in the last one."""
+        """Return the job that has waited longest, if for a quantum, and if no due job was admitted in the last one."""
         waiting = [job for job in self.jobs.values() if not job.lease_bytes and not job.is_silent]
         first = min(waiting, key=lambda each: (each.since, each.arrival), default=None)
         if not self._preempts or now - self._turn < self._quantum_seconds - EPSILON:
