@@ -67,9 +67,7 @@ def fit(
             changes), so that the first step already follows a plan. Without it, or with a warning if it reads tensor
             values or advances an iterator, the first steps run capacity-first.
         profile: profile of this machine from `probe`; by default measured now, within the budget, in some seconds.
-        **options: fields of `elbowroom.config.Config`: mode, strategy, policy, spill_folder, host_bytes,
-            min_offload_bytes, settling_steps, always_watch, op_time_store, manages, exact; for shared devices
-            least_bytes, weight, priority, without_broker.
+        **options: fields of `elbowroom.config.Config`, such as strategy, spill_folder, host_bytes and manages.
 
     Raises:
         UnknownMember: the policy or strategy does not exist.
@@ -85,21 +83,27 @@ def fit(
         _check_step(step)
     if profile is not None and not isinstance(profile, HardwareProfile):
         raise UsageError(f"profile is a HardwareProfile, as `elbowroom.probe` returns it, not {_name_type(profile)}")
-    if memory_budget is None:
-        memory_budget = os.environ.get(PREFIX + "BUDGET") or None
-    if memory_budget is None:
-        raise UsageError(f"fit needs a memory_budget, or the variable {PREFIX}BUDGET")
+    budget = _read_budget(memory_budget)
 
     def make(nbytes: int, lease: SharedLease | None = None) -> Room:
         return Room(model, optimizers, nbytes, config, device=device, step=step, profile=profile, shared=lease)
 
     try:
-        if memory_budget == "shared":
+        if budget == "shared":
             return run_within_lease(model, optimizers, config, device, make)
-        return make(parse_budget(memory_budget, device))
+        return make(parse_budget(budget, device))
     except Infeasible as error:
         advise(error, model, optimizers, moves_state=config.manages == "everything")
         raise
+
+
+def _read_budget(memory_budget: int | float | str | None) -> int | float | str:
+    """Return the budget as given, or that of the environment."""
+    if memory_budget is None:
+        memory_budget = os.environ.get(PREFIX + "BUDGET") or None
+    if memory_budget is None:
+        raise UsageError(f"fit needs a memory_budget, or the variable {PREFIX}BUDGET")
+    return memory_budget
 
 
 def smallest_budget(
