@@ -41,7 +41,7 @@ from tests.shared_job import count_most_bytes, train_plain
 
 ROOT = pathlib.Path(__file__).parents[1]
 PLAIN_MIB = {"unet": 48, "vit": 63, "bert": 77}
-STEPS = 8
+STEPS = 6
 MIB = 1 << 20
 
 
@@ -108,7 +108,7 @@ def run_order(seed: int, plain: dict[str, Any], profile: pathlib.Path) -> dict[s
         "seed": seed, "order": names, "seconds": time.monotonic() - begin, "device_bytes": device_mib * MIB,
         "same_bits": all({key: one[key] for key in ("losses", "digest")} == plain[name]
                          for name, one in zip(names, found, strict=True)),
-        "most_bytes": count_most_bytes([one["spans"] for one in found]),
+        "most_bytes": count_most_bytes([one["levels"] for one in found]),
         "most_leased_bytes": watch.most_bytes, "polls": watch.polls,
     }  # fmt: skip
 

@@ -3,7 +3,8 @@
     python tests/shared_job.py NAME BUDGET STEPS [PROFILE]
 
 BUDGET is "shared", or an amount; PROFILE a file of `elbowroom probe`. The last line has the losses as hexadecimal
-numbers, a digest of the parameters, and (begin, end, peak bytes, budget bytes) of each step.
+numbers, a digest of the parameters, (peak bytes, budget bytes) of each step, and (time, bytes held from then on): the
+peak of each step from its beginning, and what is left after it or once state has been moved out.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import pathlib
 import sys
 import time
 from collections.abc import Sequence
+from typing import Any
 
 sys.path.insert(0, str(pathlib.Path(__file__).parents[1]))
 
@@ -22,6 +24,9 @@ import torch
 import elbowroom
 from elbowroom.ir.hardware import HardwareProfile
 from tests.models import BATCHES, MODELS
+
+LEAST = "40MiB"
+"""For the model and its first steps."""
 
 
 def hash_parameters(model: torch.nn.Module) -> str:
@@ -43,42 +48,46 @@ def count_most_bytes(jobs: Sequence[Sequence[Sequence[float]]]) -> int:
     """Return the most bytes that jobs held at a time.
 
     Args:
-        jobs: of each job the (begin, end, peak bytes, budget bytes) of each step. Between two steps a job counts with
-            its last peak.
+        jobs: of each job (time, bytes held from then on).
     """
-    events = []
-    for spans in jobs:
-        peaks = [span[2] for span in spans]
-        for place, span in enumerate(spans):
-            before = peaks[place - 1] if place else 0
-            events.append((span[0], max(0, peaks[place] - before)))
-            events.append((span[0], -max(0, before - peaks[place])))
-        events.append((spans[-1][1], -peaks[-1]))
-    held = most = 0.0
-    for _, change in sorted(events):
-        held += change
-        most = max(most, held)
+    events = sorted((time, number, nbytes) for number, levels in enumerate(jobs) for time, nbytes in levels)
+    held = [0.0] * len(jobs)
+    most = 0.0
+    for _, number, nbytes in events:
+        held[number] = nbytes
+        most = max(most, sum(held))
     return int(most)
 
 
 def main(name: str, budget: str, steps: int, profile: str = "") -> None:
     """Train, and print."""
     torch.set_num_threads(1)
-    case = MODELS[name]()
-    model, optimizer, step = case.make()
+    lease = elbowroom.wait_for_lease(LEAST, name=name) if budget == "shared" else budget
+    model, optimizer, step = MODELS[name]().make()
     known = elbowroom.load(HardwareProfile, profile) if profile else None
-    room = elbowroom.fit(model, optimizer, budget, strategy="tensile", op_time_store=False, profile=known)
-    losses, spans = [], []
+    room = elbowroom.fit(model, optimizer, lease, strategy="tensile", op_time_store=False, profile=known)
+    losses, budgets = [], []
+    levels = [(time.monotonic(), room._ledger.live_bytes)]
+    move_state_out = room.move_state_out
+
+    def note_moves() -> int:
+        held_bytes = move_state_out()
+        levels.append((time.monotonic(), held_bytes))
+        return held_bytes
+
+    room.move_state_out = note_moves  # type: ignore[method-assign]
     for index in range(steps):
         with room.step():
             begin = time.monotonic()
             losses.append(float(step(index % BATCHES)).hex())
-        figures = room.metrics()
-        spans.append([begin, time.monotonic(), figures.get("peak_bytes", 0), room.budget_bytes])
+        peak_bytes = int(room.metrics()["peak_bytes"])
+        levels += [(begin, peak_bytes), (time.monotonic(), room._ledger.live_bytes)]
+        budgets.append((peak_bytes, room.budget_bytes))
         print(json.dumps({"step": index}), flush=True)
     room.move_state_out()  # reading it below brings it back
-    found = {"losses": losses, "digest": hash_parameters(model), "spans": spans}
+    found: dict[str, Any] = {"losses": losses, "digest": hash_parameters(model), "levels": levels, "budgets": budgets}
     room.detach()
+    found["levels"].append((time.monotonic(), 0))
     print(json.dumps(found), flush=True)
 
 

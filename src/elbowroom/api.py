@@ -39,7 +39,7 @@ MOST_GROUPINGS = 4
 def fit(
     model: torch.nn.Module,
     optimizer: Optimizer | Iterable[Optimizer],
-    memory_budget: int | float | str | None = None,
+    memory_budget: int | float | str | SharedLease | None = None,
     *,
     step: Callable[[], Any] | None = None,
     profile: HardwareProfile | None = None,
@@ -62,7 +62,7 @@ def fit(
         optimizer: one or several.
         memory_budget: bytes the job may hold on that device: a number, "8GiB" or "8G" (1024), "8GB" (1000), or "60%"
             of the device's memory; or "shared": a lease of the device's broker (`elbowroom share`), which may change
-            between steps, and for which the job waits. By default $ELBOWROOM_BUDGET.
+            between steps, and for which the job waits; or a lease of `wait_for_lease`. By default $ELBOWROOM_BUDGET.
         step: function that does one whole training step. It is captured ahead on fake tensors (nothing runs or
             changes), so that the first step already follows a plan. Without it, or with a warning if it reads tensor
             values or advances an iterator, the first steps run capacity-first.
@@ -89,15 +89,16 @@ def fit(
         return Room(model, optimizers, nbytes, config, device=device, step=step, profile=profile, shared=lease)
 
     try:
-        if budget == "shared":
-            return run_within_lease(model, optimizers, config, device, make)
+        if isinstance(budget, SharedLease) or budget == "shared":
+            lease = budget if isinstance(budget, SharedLease) else None
+            return run_within_lease(model, optimizers, config, device, make, lease)
         return make(parse_budget(budget, device))
     except Infeasible as error:
         advise(error, model, optimizers, moves_state=config.manages == "everything")
         raise
 
 
-def _read_budget(memory_budget: int | float | str | None) -> int | float | str:
+def _read_budget(memory_budget: int | float | str | SharedLease | None) -> int | float | str | SharedLease:
     """Return the budget as given, or that of the environment."""
     if memory_budget is None:
         memory_budget = os.environ.get(PREFIX + "BUDGET") or None

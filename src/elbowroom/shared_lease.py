@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import torch
 
-from elbowroom.config import Config
-from elbowroom.errors import BrokerLost, Infeasible
+from elbowroom.config import Config, read_config
+from elbowroom.errors import BrokerLost, Infeasible, UsageError
 from elbowroom.planner.bounds.bound import find_bound
 from elbowroom.planner.comparison.strategies_compared import attempt
 from elbowroom.planner.options import find_managed
@@ -19,7 +19,7 @@ from elbowroom.sharing.messages import LeaseGrant
 from elbowroom.sharing.transport.address import find_address
 from elbowroom.sharing.transport.client import BrokerClient
 from elbowroom.tracing.residents import list_resident_tensors
-from elbowroom.units import format_bytes
+from elbowroom.units import format_bytes, parse_bytes
 
 if TYPE_CHECKING:
     from elbowroom.plan_cache import PlannedStep
@@ -69,23 +69,24 @@ class SharedLease:
         name: of the job, shown to others.
         held_bytes: on the device before the first lease: the model and its state.
         config: options of the room.
+        floor_bytes: the least bytes for the first steps; 0 to guess from `held_bytes`.
 
     Raises:
         UsageError: there is no broker, or others can open its socket.
     """
 
-    def __init__(self, device: str, name: str, held_bytes: int, config: Config) -> None:
+    def __init__(self, device: str, name: str, held_bytes: int, config: Config, floor_bytes: int = 0) -> None:
         self._config = config
         self._applied: LeaseGrant | None = None
         self._front_of: object = None
-        floor_bytes = config.least_bytes or held_bytes + max(held_bytes, LEAST_FLOOR_BYTES)
+        self._floor_bytes = floor_bytes or config.least_bytes or held_bytes + max(held_bytes, LEAST_FLOOR_BYTES)
         self._client = BrokerClient(
-            find_address(device), name=name, floor_bytes=floor_bytes, held_bytes=held_bytes, weight=config.weight,
+            find_address(device), name=name, floor_bytes=self._floor_bytes, held_bytes=held_bytes, weight=config.weight,
             priority=config.priority,
         )  # fmt: skip
 
     def start(self, floor_bytes: int = 0) -> int:
-        """Wait for a lease, and return its bytes.
+        """Return the bytes of the lease in force; wait for one if there is none, or if it is too small.
 
         Args:
             floor_bytes: tell the broker that the job needs as much; 0 to leave it at what it said.
@@ -96,12 +97,13 @@ class SharedLease:
         if floor_bytes:
             self._client.report(floor_bytes, ())
         while True:
+            latest = self._client.grant
+            if self._applied is not None and latest in (None, self._applied) and self._applied.nbytes >= floor_bytes:
+                return self._applied.nbytes
             grant = self._client.wait(self._applied, logger.warning)
             if self._client.take(grant):
                 self._applied = grant
                 self._client.confirm(grant, grant.nbytes)
-                if grant.nbytes >= floor_bytes:
-                    return grant.nbytes
 
     def renew(self, room: LeaseHolder) -> None:
         """Take up the latest lease, between two steps. Waits while the job has none.
@@ -196,22 +198,56 @@ def find_job_front(planned: PlannedStep, config: Config) -> tuple[int, tuple[Fro
     return front[0].nbytes if front else most_bytes, front
 
 
+def wait_for_lease(least: int | str, *, device: str = "cpu", name: str = "job", **options: Any) -> SharedLease:
+    """Join the broker of a shared device, and wait for a lease before the model takes any memory.
+
+        lease = elbowroom.wait_for_lease("2GiB", device="cuda:0", name="resnet")
+        model = ...
+        room = elbowroom.fit(model, optimizer, memory_budget=lease)
+
+    Args:
+        least: the least bytes for the model and its first steps, such as "2GiB".
+        device: "cpu", "cuda" or "cuda:N".
+        name: shown to others.
+        **options: weight, priority and without_broker, as for `fit`.
+
+    Raises:
+        UsageError: there is no broker, or it refuses the job; the amount is malformed.
+    """
+    try:
+        least_bytes = parse_bytes(least)
+    except ValueError as error:
+        raise UsageError(f"least: {error}") from error
+    lease = SharedLease(device, name, 0, read_config(**options), least_bytes)
+    try:
+        lease.start()
+    except BaseException:
+        lease.close()
+        raise
+    return lease
+
+
 def run_within_lease(
     model: torch.nn.Module,
     optimizers: Sequence[torch.optim.Optimizer],
     config: Config,
     device: torch.device,
     make: Callable[[int, SharedLease], Holder],
+    lease: SharedLease | None = None,
 ) -> Holder:
-    """Join the broker of a device, and return what `make` builds within a lease that is large enough.
+    """Return what `make` builds within a lease that is large enough.
+
+    Args:
+        lease: obtained before the model was built; None to join the broker of the device now.
 
     Raises:
         Infeasible: no lease is large enough.
         UsageError: there is no broker, or it refuses the job.
     """
-    storages = (each.untyped_storage() for each in list_resident_tensors(model, optimizers))
-    held_bytes = sum({each._cdata: each.nbytes() for each in storages}.values())
-    lease = SharedLease(str(device), type(model).__name__, held_bytes, config)
+    if lease is None:
+        storages = (each.untyped_storage() for each in list_resident_tensors(model, optimizers))
+        held_bytes = sum({each._cdata: each.nbytes() for each in storages}.values())
+        lease = SharedLease(str(device), type(model).__name__, held_bytes, config)
     try:
         nbytes = lease.start()
         while True:

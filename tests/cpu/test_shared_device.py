@@ -87,8 +87,8 @@ def test_three_jobs_within_half_of_their_peaks(folder: pathlib.Path, profile: Ha
     found = {name: json.loads(text) for name, text in outputs.items()}
     for name, result in found.items():
         assert {key: result[key] for key in ("losses", "digest")} == plain[name]
-        assert all(peak <= budget for _, _, peak, budget in result["spans"])
-    assert count_most_bytes([each["spans"] for each in found.values()]) <= DEVICE_MIB << 20
+        assert all(peak <= budget for peak, budget in result["budgets"])
+    assert 0 < count_most_bytes([each["levels"] for each in found.values()]) <= DEVICE_MIB << 20
 
 
 def test_a_room_follows_its_lease(
