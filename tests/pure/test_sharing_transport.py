@@ -96,6 +96,15 @@ class Stage:
             assert sum(each.held_bytes for each in reply.jobs) <= reply.device_bytes
         return rows[0].held_bytes // MIB if rows else -1
 
+    def end(self) -> None:
+        for process in self.processes:
+            with contextlib.suppress(ProcessLookupError):
+                process.send_signal(signal.SIGCONT)
+            process.kill()
+            process.wait()
+            assert process.stderr is not None
+            process.stderr.close()
+
     def connect(self) -> socket.socket:
         connection = socket.socket(socket.AF_UNIX)
         connection.settimeout(5)
@@ -110,13 +119,7 @@ def stage() -> Iterator[Stage]:
         try:
             yield made
         finally:
-            for process in made.processes:
-                with contextlib.suppress(ProcessLookupError):
-                    process.send_signal(signal.SIGCONT)
-                process.kill()
-                process.wait()
-                assert process.stderr is not None
-                process.stderr.close()
+            made.end()
 
 
 def wait_until(is_so: Callable[[], bool], seconds: float = 10.0) -> None:
