@@ -7,8 +7,9 @@ If the jobs of that split would keep the device busy all the time, bytes are not
 are computed again take time from all other jobs. Then splits are tried in which jobs run only where they repeat little,
 and the one that does most useful work a second is taken.
 
-Jobs that say how long they still run are compared to all work that is left: one that would end last comes first, and
-no job is admitted that would slow it down by keeping the device busy.
+Jobs that say how long they still run are compared: long and large ones are admitted somewhat earlier, so that they are
+not left to the end, where they would not fit together. One that takes nearly as long as all work that is left comes
+first, and no job is admitted that would slow it down by keeping the device busy.
 
 Source: marginal allocation; B. Fox, "Discrete optimization via marginal analysis", Management Science 13(3), 1966.
 Longest job first: R. Graham, "Bounds on multiprocessing timing anomalies", SIAM J. Appl. Math. 17(2), 1969.
@@ -79,6 +80,7 @@ def _split(
         most_load: no job is admitted that raises the sum of loads above this.
     """
     by_job = {each.job: each for each in demands}
+    lengths = _compare_lengths(demands)
     found = dict(begin)
     free_bytes = capacity_bytes - sum(found.values())
     load = sum(each.find_load(found.get(each.job, 0)) for each in demands)
@@ -88,6 +90,8 @@ def _split(
         hull = list_hull(demand, (begin_bytes, demand.find_pace(begin_bytes)))
         for before, after in itertools.pairwise(hull):
             gain = demand.weight * find_gain(before, after) * (STAYING if demand.is_running else 1.0)
+            if not before[0]:
+                gain *= lengths[demand.job]
             steps.append((-gain, demand.job, before[0], after[0]))
     heapq.heapify(steps)
 
@@ -111,6 +115,17 @@ def _split(
         if point is not None:
             take(demand.job, point.nbytes)
     return found
+
+
+def _compare_lengths(demands: Sequence[Demand]) -> dict[int, float]:
+    """Return the root of the byte-seconds that each job still takes, relative to the mean; 1 if unknown."""
+    areas = {
+        each.job: each.steps_left * min(point.nbytes * point.step_seconds for point in each.front)
+        for each in demands
+        if each.steps_left
+    }
+    mean = sum(areas.values()) / max(1, len(areas))
+    return {each.job: math.sqrt(areas.get(each.job, mean) / mean) if mean else 1.0 for each in demands}
 
 
 def _leave_out(demand: Demand, share: float) -> Demand:
