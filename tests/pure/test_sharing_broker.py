@@ -309,8 +309,8 @@ def test_a_decision_for_100_jobs_is_quick(policy: str) -> None:
     for client in range(100):
         floor = draw.randint(10**9, 10**10)
         points = tuple((floor + place * draw.randint(10**8, 10**9), 3 - place / 12, 1.0) for place in range(24))
-        begin = time.perf_counter()
+        begin = time.process_time()
         join(broker, client, floor_bytes=floor, points=points)
-        seconds.append(time.perf_counter() - begin)
+        seconds.append(time.process_time() - begin)
         broker.jobs[client].confirm(broker.jobs[client].epoch, broker.jobs[client].lease_bytes)
     assert sorted(seconds)[90] < 0.05

@@ -146,10 +146,11 @@ def list_required(demands: Sequence[Demand], capacity_bytes: int) -> list[Demand
 def list_hull(demand: Demand, begin: tuple[int, float]) -> list[tuple[int, float]]:
     """Return the upper concave hull of (bytes, pace) from `begin` on, `begin` included."""
     hull = [begin]
+    fastest = demand.front[-1].step_seconds
     for point in demand.front:
         if point.nbytes <= begin[0]:
             continue
-        pace = demand.find_pace(point.nbytes)
+        pace = fastest / point.step_seconds if point.step_seconds else 1.0
         while len(hull) > 1 and find_gain(hull[-1], (point.nbytes, pace)) >= find_gain(hull[-2], hull[-1]):
             hull.pop()
         hull.append((point.nbytes, pace))

@@ -54,7 +54,7 @@ def allot(demands: Sequence[Demand], capacity_bytes: int) -> dict[int, int]:
     splits = [best]
     grown = _split(required, floors, capacity_bytes)
     for share in REPEATED_SHARES:
-        thrifty = [_leave_out(each, share) for each in demands if each not in required]
+        thrifty = [_leave_out(each, share) for each in demands if each.job not in floors]
         splits += [_split([*required, *thrifty], begin, capacity_bytes) for begin in (floors, grown)]
     return max(splits, key=lambda each: _find_useful_work(demands, each))
 
