@@ -237,6 +237,8 @@ class BrokerClient:
     def _hang_up(self) -> None:
         with self._changed:
             if self._socket is not None:
+                with contextlib.suppress(OSError):
+                    self._socket.shutdown(socket.SHUT_RDWR)  # wakes the thread that reads
                 self._socket.close()
                 self._socket = None
             self.is_connected = False
