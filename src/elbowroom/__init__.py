@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from elbowroom.ir.files import load as load
     from elbowroom.ir.files import save as save
     from elbowroom.planner.problem import plan as plan
+    from elbowroom.shared_lease import wait_for_lease as wait_for_lease
     from elbowroom.simulator.simulate import simulate as simulate
 
 __version__ = "0.1.0"
@@ -34,6 +35,7 @@ _VERBS = {
     "simulate": "elbowroom.simulator.simulate",
     "save": "elbowroom.ir.files",
     "load": "elbowroom.ir.files",
+    "wait_for_lease": "elbowroom.shared_lease",
     "use_planned_allocator": "elbowroom.cuda_allocator.use",
 }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -12,7 +13,7 @@ from torch.optim import Optimizer
 
 from elbowroom._family import get
 from elbowroom.advice import advise
-from elbowroom.config import read_config
+from elbowroom.config import PREFIX, read_config
 from elbowroom.cost.price import price
 from elbowroom.errors import Infeasible, TraceError, UsageError
 from elbowroom.hardware.memory import parse_budget
@@ -27,6 +28,7 @@ from elbowroom.planner.problem import pose
 from elbowroom.residency import policies
 from elbowroom.room import Room
 from elbowroom.runtime.state_pager import COMING, grouping, may_leave
+from elbowroom.shared_lease import SharedLease, run_within_lease
 from elbowroom.tracing.fake import capture_fake
 from elbowroom.tracing.residents import list_resident_tensors
 
@@ -37,7 +39,7 @@ MOST_GROUPINGS = 4
 def fit(
     model: torch.nn.Module,
     optimizer: Optimizer | Iterable[Optimizer],
-    memory_budget: int | float | str,
+    memory_budget: int | float | str | SharedLease | None = None,
     *,
     step: Callable[[], Any] | None = None,
     profile: HardwareProfile | None = None,
@@ -59,13 +61,13 @@ def fit(
         model: any module with all of its parameters on one device.
         optimizer: one or several.
         memory_budget: bytes the job may hold on that device: a number, "8GiB" or "8G" (1024), "8GB" (1000), or "60%"
-            of the device's memory.
+            of the device's memory; or "shared": a lease of the device's broker (`elbowroom share`), which may change
+            between steps, and for which the job waits; or a lease of `wait_for_lease`. By default $ELBOWROOM_BUDGET.
         step: function that does one whole training step. It is captured ahead on fake tensors (nothing runs or
             changes), so that the first step already follows a plan. Without it, or with a warning if it reads tensor
             values or advances an iterator, the first steps run capacity-first.
         profile: profile of this machine from `probe`; by default measured now, within the budget, in some seconds.
-        **options: fields of `elbowroom.config.Config`: mode, strategy, policy, spill_folder, host_bytes,
-            min_offload_bytes, settling_steps, always_watch, op_time_store, manages.
+        **options: fields of `elbowroom.config.Config`, such as strategy, spill_folder, host_bytes and manages.
 
     Raises:
         UnknownMember: the policy or strategy does not exist.
@@ -81,12 +83,28 @@ def fit(
         _check_step(step)
     if profile is not None and not isinstance(profile, HardwareProfile):
         raise UsageError(f"profile is a HardwareProfile, as `elbowroom.probe` returns it, not {_name_type(profile)}")
-    budget_bytes = parse_budget(memory_budget, device)
+    budget = _read_budget(memory_budget)
+
+    def make(nbytes: int, lease: SharedLease | None = None) -> Room:
+        return Room(model, optimizers, nbytes, config, device=device, step=step, profile=profile, shared=lease)
+
     try:
-        return Room(model, optimizers, budget_bytes, config, device=device, step=step, profile=profile)
+        if isinstance(budget, SharedLease) or budget == "shared":
+            lease = budget if isinstance(budget, SharedLease) else None
+            return run_within_lease(model, optimizers, config, device, make, lease)
+        return make(parse_budget(budget, device))
     except Infeasible as error:
         advise(error, model, optimizers, moves_state=config.manages == "everything")
         raise
+
+
+def _read_budget(memory_budget: int | float | str | SharedLease | None) -> int | float | str | SharedLease:
+    """Return the budget as given, or that of the environment."""
+    if memory_budget is None:
+        memory_budget = os.environ.get(PREFIX + "BUDGET") or None
+    if memory_budget is None:
+        raise UsageError(f"fit needs a memory_budget, or the variable {PREFIX}BUDGET")
+    return memory_budget
 
 
 def smallest_budget(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 from collections.abc import Mapping
 
@@ -11,7 +12,11 @@ from elbowroom.units import parse_bytes
 
 PREFIX = "ELBOWROOM_"
 
-CHOICES = {"mode": ("auto", "dynamic"), "manages": ("everything", "activations")}
+CHOICES = {
+    "mode": ("auto", "dynamic"),
+    "manages": ("everything", "activations"),
+    "without_broker": ("continue", "stop"),
+}
 """Values of the options that take one of a few."""
 
 
@@ -36,6 +41,11 @@ class Config:
             machine. If not, slices may change the order of a sum: the result is that of gradient accumulation.
         op_time_store: whether to read and write the op times that this machine measured in earlier steps. They are kept
             in the user's cache, and improve plans of steps that have not run yet.
+        least_bytes: with memory_budget="shared", the least bytes within which the first steps run; None to guess from
+            the size of the model. Later steps run within their measured floor.
+        weight: with memory_budget="shared", the worth of this job's time, relative to other jobs.
+        priority: with memory_budget="shared", jobs of higher priority come first, under the broker's policy `priority`.
+        without_broker: "continue" within the last lease if the broker is gone, or "stop" before the next step.
         manages: "everything", or "activations": then parameters, gradients, buffers and optimizer state never move.
     """
 
@@ -50,6 +60,10 @@ class Config:
     op_time_store: bool = True
     manages: str = "everything"
     exact: bool = True
+    least_bytes: int | None = None
+    weight: float = 1.0
+    priority: int = 0
+    without_broker: str = "continue"
 
 
 def read_config(environment: Mapping[str, str] | None = None, **given: object) -> Config:
@@ -86,6 +100,13 @@ def _read_value(name: str, value: object) -> object:
             if number < 1:
                 raise ValueError(f"{name} is {number}")
             return number
+        if name == "priority":
+            return int(str(value))
+        if name == "weight":
+            weight = float(str(value))
+            if not 0 < weight < math.inf:
+                raise ValueError(f"{name} is {weight}")
+            return weight
         if name in ("always_watch", "exact", "op_time_store"):
             return value if isinstance(value, bool) else {"0": False, "1": True}[str(value)]
         text = os.fspath(value)  # type: ignore[call-overload]

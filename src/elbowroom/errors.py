@@ -11,6 +11,7 @@
       TierError                 a tier failed
         TierFull                it has no room left
         TransferFailed          a transfer failed; the source is intact
+      BrokerLost                the broker of a shared device is gone, and the job is to stop then
       InternalError             a bug in Elbowroom
 
 Each message gives the numbers and the next step. Nothing here imports torch.
@@ -263,6 +264,10 @@ class TierFull(TierError):
 
 class TransferFailed(TierError):
     """A transfer failed. The source is intact."""
+
+
+class BrokerLost(ElbowroomError):
+    """The broker of a shared device is gone, and the job was told to stop in that case."""
 
 
 class InternalError(ElbowroomError):

@@ -8,7 +8,7 @@ import os
 import reprlib
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.optim import Optimizer
@@ -36,6 +36,7 @@ from elbowroom.room_setup import make_pager, plan_ahead, probe_within
 from elbowroom.run_files import save_run
 from elbowroom.runtime.factory import open_transfers
 from elbowroom.runtime.sliced_ops import SlicedOps
+from elbowroom.shared_lease import SharedLease
 from elbowroom.step_modes import StepModes
 from elbowroom.units import format_bytes, format_seconds
 
@@ -44,6 +45,13 @@ logger = logging.getLogger(__name__)
 
 class _BrokenOff(Exception):
     """Aborts a step when its room is detached."""
+
+
+class _OpenStep(NamedTuple):
+    """A step that has begun, and the id of the thread that began it."""
+
+    context: contextlib.AbstractContextManager[None]
+    thread: int
 
 
 class Room:
@@ -59,6 +67,7 @@ class Room:
         device: torch.device,
         step: Callable[[], Any] | None = None,
         profile: HardwareProfile | None = None,
+        shared: SharedLease | None = None,
     ) -> None:
         if is_marked(model):
             raise UsageError("this model already has a room; call its detach() first")
@@ -67,8 +76,8 @@ class Room:
         self._job = job = Job(model, tuple(optimizers), device, config)
         self._ledger = make_ledger(device)
         self._detached = True  # until construction succeeds
-        self._step: contextlib.AbstractContextManager[None] | None = None  # between begin_step and end_step
-        self._thread = 0  # id of the thread that began it
+        self._shared = shared
+        self._step: _OpenStep | None = None  # between begin_step and end_step
         with contextlib.ExitStack() as undoing:
             undoing.callback(self._ledger.close)
             profile = profile or probe_within(job, self._ledger, budget_bytes)
@@ -113,6 +122,7 @@ class Room:
 
         Raises:
             UsageError: inside another step, or after `detach`.
+            BrokerLost: with memory_budget="shared" and without_broker="stop", before the step.
             Infeasible: before an op whose working set exceeds the budget even if everything movable leaves; or at the
                 end of the first steps, which have run, if no plan fits.
             MemoryRefused: the system refuses memory within the budget, and nothing more can leave.
@@ -141,10 +151,11 @@ class Room:
                 "a step begins inside a step of the same room: one `with room.step():`, or one begin_step() with its "
                 "end_step(), is one whole training step"
             )
-        step = self._modes.step()
-        self._step, self._thread = step, threading.get_ident()
+        if self._shared is not None:
+            self._shared.renew(self)
+        self._step = _OpenStep(self._modes.step(), threading.get_ident())
         try:
-            step.__enter__()
+            self._step.context.__enter__()
         except BaseException:
             self._step = None
             raise
@@ -162,15 +173,17 @@ class Room:
         step = self._step
         if step is None:
             raise UsageError("no step of this room has begun: call begin_step() first")
-        if self._thread != threading.get_ident():
+        if step.thread != threading.get_ident():
             raise UsageError("this step was begun in another thread, which has to end it")
         try:
             if error is None:
-                step.__exit__(None, None, None)
+                step.context.__exit__(None, None, None)
             else:
-                step.__exit__(type(error), error, error.__traceback__)
+                step.context.__exit__(type(error), error, error.__traceback__)
         finally:
             self._step = None
+        if self._shared is not None and error is None:
+            self._shared.note_step(self)
 
     def set_budget(self, memory_budget: int | float | str) -> None:
         """Change the budget from the next step on. That step is replanned now; other kinds of step when they recur.
@@ -236,6 +249,15 @@ class Room:
         On CUDA they are counted anyway.
         """
         self._ledger.adopt(tensors)
+
+    def move_state_out(self) -> int:
+        """Move parameters, gradients, buffers and optimizer state out of memory until the next step, as far as they can
+        leave. Return the bytes that stay.
+        """
+        if self._job.moves_state:
+            self._pager.make_room_between_steps(self._ledger.live_bytes)
+        self._ledger.trim()
+        return self._ledger.live_bytes
 
     def journal(self) -> Journal:
         """Return the measurements so far."""
@@ -351,7 +373,7 @@ class Room:
         """
         if self._detached:
             return
-        if self._step is not None and self._thread == threading.get_ident():
+        if self._step is not None and self._step.thread == threading.get_ident():
             self.end_step(_BrokenOff())
         self._modes.forget_last()
         self._pager.close()
@@ -359,6 +381,8 @@ class Room:
         self._cache.close()
         self._transfers.close()
         self._ledger.close()
+        if self._shared is not None:
+            self._shared.close()
         self._detached = True  # last, so that an interrupted call can be repeated
 
     def __del__(self) -> None:

@@ -10,6 +10,7 @@ import pytest
 import elbowroom.importers
 import elbowroom.planner.strategies
 import elbowroom.residency.policies
+import elbowroom.sharing.policies
 from elbowroom._family import get, names
 from elbowroom.errors import UnknownMember, UsageError
 
@@ -17,6 +18,7 @@ FAMILIES = {
     elbowroom.importers: "read",
     elbowroom.planner.strategies: "make_plan",
     elbowroom.residency.policies: "Policy",
+    elbowroom.sharing.policies: "allot",
 }
 MEMBERS = [(family, entry, name) for family, entry in FAMILIES.items() for name in names(family)]
 

@@ -46,7 +46,13 @@ def test_what_is_given_comes_first() -> None:
 
 def test_every_option_can_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     texts = {"mode": "dynamic", "strategy": "auto", "policy": "lru", "spill_folder": "/x"}
-    texts |= {"always_watch": "1", "op_time_store": "0", "exact": "0", "manages": "activations"}
+    texts |= {
+        "always_watch": "1",
+        "op_time_store": "0",
+        "exact": "0",
+        "manages": "activations",
+        "without_broker": "stop",
+    }
     for field in dataclasses.fields(Config):
         monkeypatch.setenv(f"ELBOWROOM_{field.name.upper()}", texts.get(field.name, "5"))
     found = read_config()

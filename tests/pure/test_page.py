@@ -27,7 +27,7 @@ from elbowroom.ir.trace import Role, Trace
 from elbowroom.report.choice_costs import list_choice_costs
 from elbowroom.report.memory_viz import make_snapshot, write_snapshot
 from elbowroom.report.page import html as html_module
-from elbowroom.report.page.content import FrontPoint, PageContent, choose_ticks, describe_page
+from elbowroom.report.page.content import PageContent, PlanPoint, choose_ticks, describe_page
 from elbowroom.report.page.html import render_page
 from elbowroom.report.perfetto import write_perfetto
 from elbowroom.report.step_view import CLASSES, StepView, lay_out_blocks, view_step
@@ -63,7 +63,7 @@ def make_content(step: StepView, journal: Journal = JOURNAL) -> PageContent:
         budget_bytes=step.plan.budget_bytes,
         journal=journal,
         bounds=((step.plan.budget_bytes, 0.5), (1, math.inf)),
-        front=(FrontPoint(strategy="<b>auto", budget_bytes=10, peak_bytes=9, step_seconds=1.0),),
+        front=(PlanPoint(strategy="<b>auto", budget_bytes=10, peak_bytes=9, step_seconds=1.0),),
         measured=step.activities[:5],
     )
 

@@ -22,7 +22,7 @@ from elbowroom.ir.timeline import Activity
 from elbowroom.ir.trace import Trace
 
 if TYPE_CHECKING:
-    from elbowroom.report.page.content import FrontPoint
+    from elbowroom.report.page.content import PlanPoint
 
 _HEAD_CHARS = 4096
 
@@ -124,7 +124,7 @@ def _load_run_step(path: Path) -> RunStep | None:
     return step
 
 
-def load_front(path: Path) -> tuple[FrontPoint, ...]:
+def load_front(path: Path) -> tuple[PlanPoint, ...]:
     """Load the plans of a comparison that fit their budget.
 
     Raises:
@@ -133,12 +133,12 @@ def load_front(path: Path) -> tuple[FrontPoint, ...]:
     """
     import json
 
-    from elbowroom.report.page.content import FrontPoint
+    from elbowroom.report.page.content import PlanPoint
 
     try:
         document = json.loads(path.read_text())
         return tuple(
-            FrontPoint(
+            PlanPoint(
                 strategy=str(entry["strategy"]),
                 budget_bytes=int(entry["budget_bytes"]),
                 peak_bytes=int(entry["plan"]["peak_bytes"]),

@@ -13,7 +13,7 @@ from elbowroom.units import format_bytes
 
 if TYPE_CHECKING:
     from elbowroom.planner.problem import Problem
-    from elbowroom.report.page.content import FrontPoint
+    from elbowroom.report.page.content import PlanPoint
 
 BOUNDS = 8
 """Budgets for which the page shows the time that no plan can beat."""
@@ -100,10 +100,10 @@ class _OtherBudgets:
         seconds = [max(each for _, each in found[index:]) for index in range(len(found))]
         return tuple((budget_bytes, least) for (budget_bytes, _), least in zip(found, seconds, strict=True))
 
-    def make_plans(self, count: int) -> list[FrontPoint]:
+    def make_plans(self, count: int) -> list[PlanPoint]:
         """Return forecasts of plans by the strategy of the step's plan, the best found that fits each budget."""
         from elbowroom.planner.comparison.strategies_compared import compare, even_out
-        from elbowroom.report.page.content import FrontPoint
+        from elbowroom.report.page.content import PlanPoint
 
         step = self._step
         strategy = "auto" if step.plan is None else step.plan.strategy
@@ -117,7 +117,7 @@ class _OtherBudgets:
                 advance(format_bytes(budget_bytes), index / count)
                 entries.append(next(running))
         return [
-            FrontPoint(
+            PlanPoint(
                 strategy=strategy,
                 budget_bytes=entry.budget_bytes,
                 peak_bytes=entry.outcome.peak_bytes,

@@ -26,7 +26,7 @@ MOST_STEPS = 400
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class FrontPoint:
+class PlanPoint:
     """Forecast of one plan, for the front of budget against step time."""
 
     strategy: str
@@ -52,7 +52,7 @@ class PageContent:
     budget_bytes: int
     journal: Journal = NO_STEPS
     bounds: tuple[tuple[int, float], ...] = ()
-    front: tuple[FrontPoint, ...] = ()
+    front: tuple[PlanPoint, ...] = ()
     measured: tuple[Activity, ...] = ()
 
 

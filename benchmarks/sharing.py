@@ -1,0 +1,173 @@
+"""Real jobs on a shared CPU: three models in three processes within half of the sum of their plain peaks.
+
+    python benchmarks/sharing.py orders [--count 20] [--output FILE]
+    python benchmarks/sharing.py kills [--count 200] [--output FILE]
+
+`orders`: the jobs arrive in a random order at random times. Prints whether losses and parameters have the bits of plain
+PyTorch, the most bytes that the steps of all jobs held at a time (as each process's allocator counts them), and the
+most that the broker counted as taken, polled from outside.
+
+`kills`: jobs without a model hold leases and step; each is killed with SIGKILL at a random time. Prints how long its
+bytes took to come back, and whether the sum of leases ever exceeded the device.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import pathlib
+import random
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+sys.path.insert(0, str(pathlib.Path(__file__).parents[1]))
+
+from writing import write_results
+
+import elbowroom
+from elbowroom.errors import UsageError
+from elbowroom.sharing.messages import StatusReply
+from elbowroom.sharing.transport.address import FOLDER_VARIABLE, find_address
+from elbowroom.sharing.transport.client import ask_status
+from tests.pure.test_sharing_transport import JOB
+from tests.shared_job import count_most_bytes, train_plain
+
+ROOT = pathlib.Path(__file__).parents[1]
+PLAIN_MIB = {"unet": 48, "vit": 63, "bert": 77}
+STEPS = 6
+MIB = 1 << 20
+
+
+@contextlib.contextmanager
+def broker(mib: int, quantum: float) -> Iterator[None]:
+    """Run a broker in a folder of its own."""
+    with tempfile.TemporaryDirectory(prefix="er-") as folder:
+        os.environ[FOLDER_VARIABLE] = f"{folder}/share"
+        command = [sys.executable, "-m", "elbowroom", "share", "--memory", f"{mib}MiB", "--quantum", str(quantum)]
+        with subprocess.Popen(command, stderr=subprocess.DEVNULL) as process:
+            try:
+                while try_status() is None:
+                    time.sleep(0.05)
+                yield
+            finally:
+                process.kill()
+
+
+def try_status() -> StatusReply | None:
+    """Return the state of the broker; None if it does not answer."""
+    with contextlib.suppress(UsageError):
+        return ask_status(find_address("cpu"))
+    return None
+
+
+class Watch:
+    """Polls the broker from outside, and keeps the most bytes that it counted as taken."""
+
+    def __init__(self) -> None:
+        self.most_bytes = 0
+        self.polls = 0
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run)
+
+    def __enter__(self) -> Watch:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._stop.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while not self._stop.wait(0.02):
+            if (reply := try_status()) is not None:
+                self.polls += 1
+                self.most_bytes = max(self.most_bytes, sum(job.held_bytes for job in reply.jobs))
+
+
+def run_order(seed: int, plain: dict[str, Any], profile: pathlib.Path) -> dict[str, Any]:
+    """Run the three jobs in an order of arrival from a seed."""
+    draw = random.Random(seed)
+    names = draw.sample(sorted(PLAIN_MIB), len(PLAIN_MIB))
+    device_mib = sum(PLAIN_MIB.values()) // 2
+    begin = time.monotonic()
+    with broker(device_mib, quantum=2.0), Watch() as watch:
+        jobs = []
+        for name in names:
+            command = [sys.executable, str(ROOT / "tests" / "shared_job.py"), name, "shared", str(STEPS), str(profile)]
+            jobs.append(subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True))
+            time.sleep(draw.uniform(0, 3))
+        found = [json.loads(job.communicate(timeout=300)[0].splitlines()[-1]) for job in jobs]
+    return {
+        "seed": seed, "order": names, "seconds": time.monotonic() - begin, "device_bytes": device_mib * MIB,
+        "same_bits": all({key: one[key] for key in ("losses", "digest")} == plain[name]
+                         for name, one in zip(names, found, strict=True)),
+        "most_bytes": count_most_bytes([one["levels"] for one in found]),
+        "most_leased_bytes": watch.most_bytes, "polls": watch.polls,
+    }  # fmt: skip
+
+
+def run_orders(count: int) -> list[dict[str, Any]]:
+    """Run several orders of arrival."""
+    plain = {name: train_plain(name, STEPS) for name in PLAIN_MIB}
+    rows = []
+    with tempfile.TemporaryDirectory() as folder:
+        path = pathlib.Path(folder, "profile.json")
+        elbowroom.save(elbowroom.probe("cpu"), path)
+        for seed in range(count):
+            rows.append(run_order(seed, plain, path))
+            print(rows[-1], flush=True)
+    return rows
+
+
+def run_kills(count: int) -> list[dict[str, Any]]:
+    """Kill jobs at random times, and start others in their place."""
+    draw = random.Random(1)
+    device_mib = 100
+    rows: list[dict[str, Any]] = []
+    with broker(device_mib, quantum=0.3), Watch() as watch:
+        jobs: list[subprocess.Popen[bytes]] = []
+        for number in range(count):
+            while len(jobs) < 3:
+                floor = str(draw.randint(10, 60))
+                command = [sys.executable, "-c", JOB, os.environ[FOLDER_VARIABLE], f"job{number}", floor]
+                jobs.append(subprocess.Popen(command, stderr=subprocess.DEVNULL))
+            time.sleep(draw.uniform(0, 0.6))
+            victim = jobs.pop(draw.randrange(len(jobs)))
+            victim.kill()
+            begin = time.monotonic()
+            victim.wait()
+            while (reply := try_status()) is None or victim.pid in [job.pid for job in reply.jobs]:
+                time.sleep(0.005)
+            rows.append({"seconds": time.monotonic() - begin})
+        for job in jobs:
+            job.kill()
+            job.wait()
+    seconds = sorted(row["seconds"] for row in rows)
+    return [{
+        "kills": count, "median_seconds": seconds[count // 2], "longest_seconds": seconds[-1],
+        "most_leased_bytes": watch.most_bytes, "device_bytes": device_mib * MIB, "polls": watch.polls,
+    }]  # fmt: skip
+
+
+def main() -> None:
+    """Run one part, print and write."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("part", choices=["orders", "kills"])
+    parser.add_argument("--count", type=int)
+    parser.add_argument("--output")
+    options = parser.parse_args()
+    rows = run_orders(options.count or 20) if options.part == "orders" else run_kills(options.count or 200)
+    if options.part == "kills":
+        print(rows)
+    write_results(options.output, rows)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,264 @@
+"""Shared lease: keeps a room within the lease that the broker of a shared device grants it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+
+import torch
+
+from elbowroom.config import Config, read_config
+from elbowroom.errors import BrokerLost, Infeasible, UsageError
+from elbowroom.planner.bounds.bound import find_bound
+from elbowroom.planner.comparison.strategies_compared import attempt
+from elbowroom.planner.options import find_managed
+from elbowroom.planner.problem import pose
+from elbowroom.sharing.demand import FrontPoint, make_front
+from elbowroom.sharing.messages import LeaseGrant
+from elbowroom.sharing.transport.address import find_address
+from elbowroom.sharing.transport.client import BrokerClient
+from elbowroom.tracing.residents import list_resident_tensors
+from elbowroom.units import format_bytes, parse_bytes
+
+if TYPE_CHECKING:
+    from elbowroom.planned_step import PlannedStep
+
+logger = logging.getLogger(__name__)
+
+FRONT_POINTS = 8
+"""Budgets of a front, from the smallest to the plain peak. Each is planned once when a step is known or has changed."""
+
+QUICK_STRATEGIES = ("tensile", "capuchin", "vdnn", "superneurons")
+"""Strategies that plan a front in place of `auto`, which takes seconds a budget. The best plan of them counts."""
+
+MARGIN = 64
+"""Share of a budget, as a divisor, by which a lease exceeds it: steps may take a little more than their plan."""
+
+LEAST_FLOOR_BYTES = 32 << 20
+
+Holder = TypeVar("Holder")
+
+
+class LeaseHolder(Protocol):
+    """A room, as its lease sees it."""
+
+    @property
+    def budget_bytes(self) -> int:
+        """Budget in force."""
+
+    @property
+    def planned(self) -> PlannedStep | None:
+        """The step that is expected next."""
+
+    def set_budget(self, memory_budget: int | float | str) -> None:
+        """Change the budget from the next step on."""
+
+    def move_state_out(self) -> int:
+        """Move all state that can leave out of memory, and return the bytes that stay."""
+
+    def metrics(self) -> dict[str, int | float | str]:
+        """Return the figures of the last step."""
+
+
+class SharedLease:
+    """Joins the broker of a device, and takes up its leases between steps.
+
+    Args:
+        device: "cpu" or "cuda:N".
+        name: of the job, shown to others.
+        held_bytes: on the device before the first lease: the model and its state.
+        config: options of the room.
+        floor_bytes: the least bytes for the first steps; 0 to guess from `held_bytes`.
+
+    Raises:
+        UsageError: there is no broker, or others can open its socket.
+    """
+
+    def __init__(self, device: str, name: str, held_bytes: int, config: Config, floor_bytes: int = 0) -> None:
+        self._config = config
+        self._applied: LeaseGrant | None = None
+        self._front_of: object = None
+        self._floor_bytes = floor_bytes or config.least_bytes or held_bytes + max(held_bytes, LEAST_FLOOR_BYTES)
+        self._client = BrokerClient(
+            find_address(device), name=name, floor_bytes=self._floor_bytes, held_bytes=held_bytes, weight=config.weight,
+            priority=config.priority,
+        )  # fmt: skip
+
+    def start(self, floor_bytes: int = 0) -> int:
+        """Return the bytes of the lease in force; wait for one if there is none, or if it is too small.
+
+        Args:
+            floor_bytes: tell the broker that the job needs as much; 0 to leave it at what it said.
+
+        Raises:
+            UsageError: the broker refuses the job.
+        """
+        if floor_bytes:
+            self._client.report(floor_bytes, ())
+        while True:
+            latest = self._client.grant
+            if self._applied is not None and latest in (None, self._applied) and self._applied.nbytes >= floor_bytes:
+                return self._applied.nbytes
+            grant = self._client.wait(self._applied, logger.warning)
+            if self._client.take(grant):
+                self._applied = grant
+                self._client.confirm(grant, grant.nbytes)
+
+    def renew(self, room: LeaseHolder) -> None:
+        """Take up the latest lease, between two steps. Waits while the job has none.
+
+        Raises:
+            BrokerLost: there is no broker, and the job was told to stop then.
+            UsageError: the broker refuses the job.
+        """
+        client = self._client
+        if not client.is_connected and self._config.without_broker == "stop":
+            raise BrokerLost(
+                "the broker of the shared device is gone, and without_broker is 'stop': the job ends between two steps"
+            )
+        while (grant := client.grant) is not None and grant is not self._applied:
+            if client.take(grant):
+                self._take_up(room, grant)
+
+    def note_step(self, room: LeaseHolder) -> None:
+        """Report a step that has ended, and the front of the next one if that has changed."""
+        figures = room.metrics()
+        self._client.note_step(float(figures.get("step_seconds", 0.0)), int(figures.get("peak_bytes", 0)))
+        planned = room.planned
+        if planned is not None and planned.trace is not self._front_of:
+            self._front_of = planned.trace
+            floor_bytes, front = find_job_front(planned, self._config)
+            points = tuple((point.nbytes, point.step_seconds, point.busy_seconds) for point in front)
+            self._client.report(floor_bytes, points)
+
+    def close(self) -> None:
+        """Give back the lease."""
+        self._client.close()
+
+    def _take_up(self, room: LeaseHolder, grant: LeaseGrant) -> None:
+        was_paused = self._applied is not None and not self._applied.nbytes
+        self._applied = grant
+        if not grant.nbytes:
+            self._client.confirm(grant, room.move_state_out())
+            self._client.wait(grant, logger.warning)
+            return
+        try:
+            room.set_budget(grant.nbytes)
+        except Infeasible as error:
+            if not was_paused:
+                self._client.confirm(grant, max(grant.nbytes, room.budget_bytes))  # the lease before it stays
+                return
+            self._client.confirm(grant, grant.nbytes)
+            self._client.report(max(grant.nbytes + 1, error.needed_bytes), ())
+            self._client.wait(grant, logger.warning)
+            return
+        self._client.confirm(grant, grant.nbytes)
+        logger.info("the lease is %s now", format_bytes(grant.nbytes))
+
+
+def find_job_front(planned: PlannedStep, config: Config) -> tuple[int, tuple[FrontPoint, ...]]:
+    """Return the floor of a step in bytes, and its front.
+
+    For `auto`, if none of the quick strategies has a plan within a budget, the lower bound on the seconds takes its
+    place, so such a point is optimistic.
+
+    Cost: `FRONT_POINTS` plans of each quick strategy.
+    """
+    trace, costs = planned.trace, planned.costs
+    managed = find_managed(config.strategy, config.manages)
+    problem = pose(trace, costs, 1, min_offload_bytes=config.min_offload_bytes, manages=managed)
+    least_bytes = problem.floor.peak_bytes
+    most_bytes = max(least_bytes, problem.plain.peak_bytes)
+    strategies = QUICK_STRATEGIES if config.strategy == "auto" else (config.strategy,)
+    points = []
+    for place in range(FRONT_POINTS):
+        budget_bytes = least_bytes + (most_bytes - least_bytes) * place // (FRONT_POINTS - 1)
+        found = [
+            attempt(trace, costs, budget_bytes, each, host_bytes=config.host_bytes, manages=config.manages).outcome
+            for each in strategies
+        ]
+        planned_seconds = [(each.step_seconds, each.stall_seconds) for each in found if each is not None]
+        if not planned_seconds and config.strategy == "auto":
+            bounded = pose(
+                trace, costs, budget_bytes, min_offload_bytes=config.min_offload_bytes, manages=managed
+            )  # fmt: skip
+            planned_seconds = [(find_bound(bounded).seconds, 0.0)]
+        if not planned_seconds:
+            continue
+        step_seconds, stall_seconds = min(planned_seconds)
+        points.append(
+            FrontPoint(
+                nbytes=budget_bytes + budget_bytes // MARGIN,
+                step_seconds=step_seconds,
+                busy_seconds=max(0.0, step_seconds - stall_seconds),
+            )
+        )
+    front = make_front(points)
+    return front[0].nbytes if front else most_bytes, front
+
+
+def wait_for_lease(least: int | str, *, device: str = "cpu", name: str = "job", **options: Any) -> SharedLease:
+    """Join the broker of a shared device, and wait for a lease before the model takes any memory.
+
+        lease = elbowroom.wait_for_lease("2GiB", device="cuda:0", name="resnet")
+        model = ...
+        room = elbowroom.fit(model, optimizer, memory_budget=lease)
+
+    Args:
+        least: the least bytes for the model and its first steps, such as "2GiB".
+        device: "cpu", "cuda" or "cuda:N".
+        name: shown to others.
+        **options: weight, priority and without_broker, as for `fit`.
+
+    Raises:
+        UsageError: there is no broker, or it refuses the job; the amount is malformed.
+    """
+    try:
+        least_bytes = parse_bytes(least)
+    except ValueError as error:
+        raise UsageError(f"least: {error}") from error
+    lease = SharedLease(device, name, 0, read_config(**options), least_bytes)
+    try:
+        lease.start()
+    except BaseException:
+        lease.close()
+        raise
+    return lease
+
+
+def run_within_lease(
+    model: torch.nn.Module,
+    optimizers: Sequence[torch.optim.Optimizer],
+    config: Config,
+    device: torch.device,
+    make: Callable[[int, SharedLease], Holder],
+    lease: SharedLease | None = None,
+) -> Holder:
+    """Return what `make` builds within a lease that is large enough.
+
+    Args:
+        lease: obtained before the model was built; None to join the broker of the device now.
+
+    Raises:
+        Infeasible: no lease is large enough.
+        UsageError: there is no broker, or it refuses the job.
+    """
+    if lease is None:
+        storages = (each.untyped_storage() for each in list_resident_tensors(model, optimizers))
+        held_bytes = sum({each._cdata: each.nbytes() for each in storages}.values())
+        lease = SharedLease(str(device), type(model).__name__, held_bytes, config)
+    try:
+        nbytes = lease.start()
+        while True:
+            try:
+                return make(nbytes, lease)
+            except Infeasible as error:
+                if error.needed_bytes <= nbytes:
+                    raise
+                needed_bytes = error.needed_bytes + error.needed_bytes // MARGIN
+                logger.warning("the step needs %s, more than its first lease", format_bytes(needed_bytes))
+            nbytes = lease.start(needed_bytes)
+    except BaseException:
+        lease.close()
+        raise

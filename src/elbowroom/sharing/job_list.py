@@ -1,0 +1,124 @@
+"""Job list: jobs that arrive at a shared device, read from a JSON file.
+
+    {"device_bytes": 17179869184, "link_bytes_per_second": 12e9,
+     "jobs": [{"name": "resnet50", "arrival_seconds": 0, "steps": 500, "state_bytes": 300000000,
+               "front": [[2000000000, 0.61, 0.5], [4000000000, 0.45, 0.4]]}]}
+
+A point of a front is [bytes, seconds a step, seconds in which the device computes]. Optional: weight, priority.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import pathlib
+from typing import Any
+
+from elbowroom.errors import UsageError
+from elbowroom.sharing.demand import FrontPoint, make_front
+
+LINK_BYTES_PER_SECOND = 12e9
+"""Rate at which the state of a paused job leaves and comes back, unless the file says otherwise (PCIe 3.0)."""
+
+LARGEST_FILE_BYTES = 1 << 26
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class ListedJob:
+    """One job of a workload.
+
+    Attributes:
+        arrival_seconds: since the beginning.
+        steps: until it ends.
+        front: as in `Demand`.
+        state_bytes: moved out when the job is paused, and back when it goes on.
+    """
+
+    name: str
+    arrival_seconds: float
+    steps: int
+    front: tuple[FrontPoint, ...]
+    state_bytes: int = 0
+    weight: float = 1.0
+    priority: int = 0
+
+    @property
+    def plain_seconds(self) -> float:
+        """Seconds of all steps at the fastest."""
+        return self.steps * self.front[-1].step_seconds
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class JobList:
+    """Jobs and the device that they share."""
+
+    device_bytes: int
+    jobs: tuple[ListedJob, ...]
+    link_bytes_per_second: float = LINK_BYTES_PER_SECOND
+
+
+def load_job_list(path: pathlib.Path) -> JobList:
+    """Read a workload from a JSON file.
+
+    Raises:
+        UsageError: the file is missing or malformed; names the place.
+    """
+    try:
+        if path.stat().st_size > LARGEST_FILE_BYTES:
+            raise UsageError(f"{path} has more than {LARGEST_FILE_BYTES} bytes")
+        found = json.loads(path.read_text())
+    except OSError as error:
+        raise UsageError(f"cannot read {path}: {error.strerror or error}") from error
+    except (ValueError, RecursionError) as error:
+        raise UsageError(f"{path} is not JSON: {error}") from error
+    return read_job_list(found)
+
+
+def read_job_list(found: Any) -> JobList:
+    """Read a workload from parsed JSON.
+
+    Raises:
+        UsageError: it is malformed; names the place.
+    """
+    if not isinstance(found, dict) or not isinstance(found.get("jobs"), list):
+        raise UsageError("a job list is an object with device_bytes and a list of jobs")
+    jobs = tuple(_read_job(f"jobs[{place}]", each) for place, each in enumerate(found["jobs"]))
+    rate = found.get("link_bytes_per_second", LINK_BYTES_PER_SECOND)
+    return JobList(
+        device_bytes=int(_read_number("device_bytes", found.get("device_bytes"), least=1)),
+        link_bytes_per_second=_read_number("link_bytes_per_second", rate, least=1),
+        jobs=jobs,
+    )
+
+
+def _read_job(place: str, found: Any) -> ListedJob:
+    if not isinstance(found, dict):
+        raise UsageError(f"{place} is not an object")
+    points = found.get("front")
+    if not isinstance(points, list) or not points:
+        raise UsageError(f"{place}.front is a list of [bytes, seconds a step, seconds of compute]")
+    front = []
+    for number, point in enumerate(points):
+        if not isinstance(point, list) or len(point) not in (2, 3):
+            raise UsageError(f"{place}.front[{number}] is [bytes, seconds a step, seconds of compute]")
+        nbytes, seconds, *busy = [_read_number(f"{place}.front[{number}]", each, least=0) for each in point]
+        if nbytes < 1 or not seconds:
+            raise UsageError(f"{place}.front[{number}] needs bytes and seconds above 0")
+        front.append(FrontPoint(nbytes=int(nbytes), step_seconds=seconds, busy_seconds=busy[0] if busy else seconds))
+    return ListedJob(
+        name=str(found.get("name", place))[:100],
+        arrival_seconds=_read_number(f"{place}.arrival_seconds", found.get("arrival_seconds", 0), least=0),
+        steps=int(_read_number(f"{place}.steps", found.get("steps"), least=1)),
+        front=make_front(front),
+        state_bytes=int(_read_number(f"{place}.state_bytes", found.get("state_bytes", 0), least=0)),
+        weight=_read_number(f"{place}.weight", found.get("weight", 1), least=1e-6),
+        priority=int(_read_number(f"{place}.priority", found.get("priority", 0), least=-(1 << 62))),
+    )
+
+
+def _read_number(place: str, value: Any, *, least: float) -> float:
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not is_number or not math.isfinite(value) or not least <= value <= 1 << 62:
+        raise UsageError(f"{place} cannot be {str(value)[:40]!r}")
+    return float(value)

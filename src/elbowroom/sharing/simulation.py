@@ -1,0 +1,273 @@
+"""Simulation of the broker on a virtual clock: simulated jobs, and the broker core that the socket server runs.
+
+Jobs share the compute of the device: when the loads of running jobs add up to more than 1, all their steps take that
+much longer. So there are two clocks, and jobs run on the second one:
+
+    seconds      arrivals, quanta
+    job seconds  pass at 1 / max(1, sum of loads) of that rate; steps, moves of state
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+from elbowroom.errors import InternalError, UsageError
+from elbowroom.sharing.broker import Broker, BrokerOptions, DropClient, Effect, SendMessage
+from elbowroom.sharing.demand import FrontPoint, find_point
+from elbowroom.sharing.job_list import JobList, ListedJob
+from elbowroom.sharing.messages import Heartbeat, JoinRequest, LeaseConfirmed, LeaseGrant, LeaveNotice
+
+MOST_EVENTS = 10_000_000
+"""Events after which a simulation is taken to be without end."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class SimulatedJobOutcome:
+    """Figures of one job.
+
+    Attributes:
+        finish_seconds: since the beginning.
+        waiting_seconds: without a lease, in all.
+        longest_wait_seconds: without a lease, at a time.
+        slowdown: time from arrival to finish, by the time alone on the device.
+        pauses: times at which it was paused.
+    """
+
+    name: str
+    arrival_seconds: float
+    finish_seconds: float
+    waiting_seconds: float
+    longest_wait_seconds: float
+    slowdown: float
+    pauses: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class SharedOutcome:
+    """Figures of a job list under one policy.
+
+    Attributes:
+        makespan_seconds: until the last job has finished.
+        steps_per_second: of all jobs, over the makespan.
+        mean_waiting_seconds: without a lease, over the jobs.
+        fairness: Jain's index of the jobs' slowdowns, from 1/n to 1 (equal).
+        idle_share: bytes without a lease, over the makespan, as a share of the device.
+        highest_bytes: the most that jobs held at once.
+        grants: leases granted.
+    """
+
+    policy: str
+    makespan_seconds: float
+    steps_per_second: float
+    mean_waiting_seconds: float
+    mean_slowdown: float
+    fairness: float
+    idle_share: float
+    highest_bytes: int
+    grants: int
+    jobs: tuple[SimulatedJobOutcome, ...]
+
+
+@dataclasses.dataclass(slots=True)
+class _Client:
+    """A simulated job."""
+
+    number: int
+    spec: ListedJob
+    sent: int = 0
+    steps: int = 0
+    point: FrontPoint | None = None  # None while no step runs
+    begin: float = 0.0  # job seconds at which `steps` was right
+    pending: list[LeaseGrant] = dataclasses.field(default_factory=list)
+    moving_until: float | None = None  # job seconds at which the state is out
+    has_run: bool = False
+    tells_step: bool = False  # the broker protects the job until it hears of a step
+    paused_since: float = 0.0
+    waiting_seconds: float = 0.0
+    longest_wait_seconds: float = 0.0
+    pauses: int = 0
+    finish_seconds: float | None = None
+
+    def find_boundary(self, now: float) -> float:
+        """Return the job seconds of the next step boundary, or now if no step runs."""
+        if self.point is None:
+            return now
+        steps = max(0, math.ceil((now - self.begin) / self.point.step_seconds - 1e-9))
+        return self.begin + steps * self.point.step_seconds
+
+    def find_next(self, now: float) -> float:
+        """Return the job seconds of the next event of this job."""
+        if self.moving_until is not None:
+            return self.moving_until
+        if self.pending:
+            return self.find_boundary(now)
+        if self.point is None:
+            return math.inf
+        if self.tells_step:
+            return self.begin + self.point.step_seconds
+        return self.begin + (self.spec.steps - self.steps) * self.point.step_seconds
+
+    def count_steps(self, now: float) -> None:
+        """Bring `steps` up to date, at a step boundary."""
+        if self.point is not None and now > self.begin:
+            done = round((now - self.begin) / self.point.step_seconds)
+            self.steps = min(self.spec.steps, self.steps + done)
+            self.begin += done * self.point.step_seconds
+
+
+class _Simulation:
+    """The clocks, the broker and the jobs."""
+
+    def __init__(self, workload: JobList, policy: str, quantum_seconds: float) -> None:
+        self.workload = workload
+        self.broker = Broker(
+            BrokerOptions(
+                device_bytes=workload.device_bytes, policy=policy, quantum_seconds=quantum_seconds,
+                heartbeat_seconds=math.inf,
+            )
+        )  # fmt: skip
+        self.seconds = 0.0
+        self.job_seconds = 0.0
+        self.grants = 0
+        self.highest_bytes = 0
+        self.leased_byte_seconds = 0.0
+        self.clients = [_Client(place, spec) for place, spec in enumerate(workload.jobs)]
+        self.arriving = sorted(self.clients, key=lambda each: (each.spec.arrival_seconds, each.number), reverse=True)
+        self.active: dict[int, _Client] = {}
+
+    def run(self) -> None:
+        """Run until all jobs have finished."""
+        for _ in range(MOST_EVENTS):
+            if not self.arriving and not self.active:
+                return
+            stretch = max(1.0, sum(
+                min(1.0, each.point.busy_seconds / each.point.step_seconds)
+                for each in self.active.values() if each.point is not None
+            ))  # fmt: skip
+            own = min((each.find_next(self.job_seconds) for each in self.active.values()), default=math.inf)
+            own_seconds = self.seconds + (own - self.job_seconds) * stretch
+            arrival = self.arriving[-1].spec.arrival_seconds if self.arriving else math.inf
+            deadline = self.broker.next_deadline()
+            moment = min(own_seconds, arrival, math.inf if deadline is None else deadline)
+            if math.isinf(moment):
+                raise InternalError(f"under {self.broker.options.policy}, {len(self.active)} jobs wait forever")
+            self._pass_to(moment, own if moment == own_seconds else None, stretch)
+            if moment == own_seconds:
+                for client in [each for each in self.active.values() if each.find_next(own) <= own + 1e-12]:
+                    self._advance(client)
+            elif moment == arrival:
+                self._arrive(self.arriving.pop())
+            else:
+                self._carry_out(self.broker.tick(self.seconds))
+            if self.broker.free_bytes < 0:
+                raise InternalError(f"jobs hold {-self.broker.free_bytes} bytes more than the device has")
+        raise InternalError(f"the simulation has not ended after {MOST_EVENTS} events")
+
+    def _pass_to(self, moment: float, own: float | None, stretch: float) -> None:
+        passed = moment - self.seconds
+        leased_bytes = self.workload.device_bytes - self.broker.free_bytes
+        self.leased_byte_seconds += leased_bytes * passed
+        self.job_seconds = own if own is not None else self.job_seconds + passed / stretch
+        self.seconds = moment
+
+    def _arrive(self, client: _Client) -> None:
+        spec = client.spec
+        self.active[client.number] = client
+        client.paused_since = self.seconds
+        self._carry_out(self.broker.connect(client.number, client.number, self.seconds))
+        self._send(client, JoinRequest(
+            sequence=client.sent, name=spec.name, floor_bytes=spec.front[0].nbytes,
+            points=tuple((each.nbytes, each.step_seconds, each.busy_seconds) for each in spec.front),
+            weight=spec.weight, priority=spec.priority, steps_left=spec.steps,
+        ))  # fmt: skip
+
+    def _advance(self, client: _Client) -> None:
+        """Carry out what a job has to do at its step boundary."""
+        if client.moving_until is not None:  # its state is out
+            client.moving_until = None
+            self._confirm(client, client.pending.pop(0))
+            return
+        client.count_steps(self.job_seconds)
+        if client.steps >= client.spec.steps:
+            del self.active[client.number]
+            client.finish_seconds = self.seconds
+            self._send(client, LeaveNotice(sequence=client.sent))
+        elif client.pending:
+            self._take_lease(client)
+        if client.tells_step and client.steps and client.number in self.active:
+            client.tells_step = False
+            seconds = 0.0 if client.point is None else client.point.step_seconds
+            self._send(client, Heartbeat(sequence=client.sent, steps=client.steps, step_seconds=seconds))
+
+    def _take_lease(self, client: _Client) -> None:
+        del client.pending[:-1]  # the last one counts
+        grant = client.pending[0]
+        move_seconds = client.spec.state_bytes / self.workload.link_bytes_per_second
+        if not grant.nbytes:
+            if client.point is not None:
+                client.pauses += 1
+                client.paused_since = self.seconds
+            client.point = None
+            client.moving_until = self.job_seconds + move_seconds
+            return
+        if client.point is None:
+            waited = self.seconds - client.paused_since
+            client.waiting_seconds += waited
+            client.longest_wait_seconds = max(client.longest_wait_seconds, waited)
+            client.begin = self.job_seconds + (move_seconds if client.has_run else 0.0)
+            client.has_run = client.tells_step = True
+        client.point = find_point(client.spec.front, grant.nbytes)
+        if client.point is None:
+            raise InternalError(f"{client.spec.name} got {grant.nbytes} bytes, less than its floor")
+        self._confirm(client, client.pending.pop(0))
+
+    def _confirm(self, client: _Client, grant: LeaseGrant) -> None:
+        self._send(client, LeaseConfirmed(sequence=client.sent, epoch=grant.epoch, held_bytes=grant.nbytes))
+
+    def _send(self, client: _Client, message: JoinRequest | Heartbeat | LeaseConfirmed | LeaveNotice) -> None:
+        client.sent += 1
+        self._carry_out(self.broker.receive(client.number, message, self.seconds))
+
+    def _carry_out(self, effects: list[Effect]) -> None:
+        for effect in effects:
+            if isinstance(effect, DropClient):
+                raise UsageError(f"{self.clients[effect.client].spec.name}: {effect.reason}")
+            if isinstance(effect, SendMessage) and isinstance(effect.message, LeaseGrant):
+                self.grants += 1
+                self.clients[effect.client].pending.append(effect.message)
+        self.highest_bytes = max(self.highest_bytes, self.workload.device_bytes - self.broker.free_bytes)
+
+
+def simulate_sharing(workload: JobList, policy: str = "marginal", *, quantum_seconds: float = 30.0) -> SharedOutcome:
+    """Run a job list under a policy, on a virtual clock.
+
+    Raises:
+        UnknownMember: there is no such policy.
+        UsageError: a job needs more than the device.
+    """
+    simulation = _Simulation(workload, policy, quantum_seconds)
+    simulation.run()
+    outcomes = []
+    for client in simulation.clients:
+        finish = client.finish_seconds or 0.0
+        outcomes.append(SimulatedJobOutcome(
+            name=client.spec.name, arrival_seconds=client.spec.arrival_seconds, finish_seconds=finish,
+            waiting_seconds=client.waiting_seconds, longest_wait_seconds=client.longest_wait_seconds,
+            slowdown=(finish - client.spec.arrival_seconds) / client.spec.plain_seconds, pauses=client.pauses,
+        ))  # fmt: skip
+    slowdowns = [each.slowdown for each in outcomes] or [1.0]
+    makespan = simulation.seconds
+    count = len(slowdowns)
+    return SharedOutcome(
+        policy=policy,
+        makespan_seconds=makespan,
+        steps_per_second=sum(each.steps for each in workload.jobs) / makespan if makespan else 0.0,
+        mean_waiting_seconds=sum(each.waiting_seconds for each in outcomes) / count,
+        mean_slowdown=sum(slowdowns) / count,
+        fairness=sum(slowdowns) ** 2 / (count * sum(each**2 for each in slowdowns)),
+        idle_share=1 - simulation.leased_byte_seconds / (workload.device_bytes * makespan) if makespan else 1.0,
+        highest_bytes=simulation.highest_bytes,
+        grants=simulation.grants,
+        jobs=tuple(outcomes),
+    )

@@ -1,0 +1,302 @@
+"""Client: the connection of one job to the broker, in a thread of its own.
+
+The thread keeps the latest grant in an attribute, so a step whose lease does not change looks at one attribute. When
+the broker is gone, the job goes on within its last lease, and the thread looks for the next broker.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import socket
+import threading
+import time
+import weakref
+from collections.abc import Callable
+
+from elbowroom.errors import UsageError
+from elbowroom.sharing.messages import (
+    LONGEST_MESSAGE_BYTES,
+    BadMessage,
+    FromBroker,
+    FromJob,
+    FrontUpdate,
+    Heartbeat,
+    JoinRequest,
+    LeaseConfirmed,
+    LeaseGrant,
+    LeaveNotice,
+    RefusalNotice,
+    StatusReply,
+    StatusRequest,
+    Triples,
+    WaitNotice,
+    decode_message,
+    encode_message,
+)
+from elbowroom.sharing.transport.address import BrokerAddress
+
+SECONDS_BETWEEN_HEARTBEATS = 1.0
+SECONDS_BETWEEN_ATTEMPTS = 0.3
+LONGEST_REPLY_BYTES = 1 << 26
+
+MOST_GRANTS = 100
+"""Grants that are remembered until they are confirmed."""
+
+_CLIENTS: weakref.WeakSet[BrokerClient]
+
+
+class BrokerClient:
+    """A job's connection to the broker.
+
+    Args:
+        address: of the device's broker.
+        name, floor_bytes, held_bytes, weight, priority: as in `JoinRequest`.
+
+    Attributes:
+        grant: the latest lease; None before the first one.
+        notice: why the job waits; "" if it does not.
+        is_connected: whether there is a broker at present.
+    """
+
+    def __init__(
+        self, address: BrokerAddress, *, name: str, floor_bytes: int, held_bytes: int, weight: float = 1.0,
+        priority: int = 0,
+    ) -> None:  # fmt: skip
+        self.grant: LeaseGrant | None = None
+        self.notice = ""
+        self.is_connected = False
+        self._address = address
+        self._join = JoinRequest(
+            sequence=0, name=name, floor_bytes=floor_bytes, held_bytes=held_bytes, weight=weight, priority=priority
+        )
+        self._front: Triples = ()
+        self._floor_bytes = floor_bytes
+        self._lease_bytes = 0
+        self._held_bytes = held_bytes
+        self._beat = (0, 0.0, 0)
+        self._refusal = ""
+        self._sequence = 0
+        self._changed = threading.Condition()
+        self._sending = threading.Lock()
+        self._is_closed = False
+        self._granted: list[LeaseGrant] = []  # by the present broker
+        self._socket: socket.socket | None = self._connect()
+        _CLIENTS.add(self)
+        self._thread = threading.Thread(target=_run, args=(weakref.ref(self),), name="elbowroom-lease", daemon=True)
+        self._thread.start()
+
+    # -- calls of the job -------------------------------------------------------------------------------------------
+
+    def wait(self, before: LeaseGrant | None, tell: Callable[[str], None]) -> LeaseGrant:
+        """Wait for another lease of at least one byte than `before`, and return it.
+
+        Args:
+            before: the lease in force; None for none.
+            tell: called with each new explanation.
+
+        Raises:
+            UsageError: the broker refuses the job.
+        """
+        told = ""
+        with self._changed:
+            while True:
+                if self._refusal:
+                    raise UsageError(f"the broker refuses this job: {self._refusal}")
+                if self.grant is not None and self.grant.nbytes and self.grant is not before:
+                    return self.grant
+                if self.notice and self.notice != told:
+                    told = self.notice
+                    tell(told)
+                self._changed.wait(0.5)
+
+    def take(self, grant: LeaseGrant) -> bool:
+        """Announce that the job is about to take up a lease. Return False if its broker is gone: then it must not.
+
+        From here on the job joins another broker with the larger of its leases.
+        """
+        with self._changed:
+            if self.grant is not grant:
+                return False
+            self._lease_bytes = max(self._lease_bytes, grant.nbytes)
+            return True
+
+    def confirm(self, grant: LeaseGrant, held_bytes: int) -> None:
+        """Tell the broker that the job keeps within `held_bytes` from now on."""
+        with self._changed:
+            self._lease_bytes = max(grant.nbytes, held_bytes) if grant.nbytes else 0
+            self._held_bytes = held_bytes
+            steps, seconds, _ = self._beat
+            self._beat = (steps, seconds, 0)
+            is_current = grant in self._granted
+        if is_current:
+            self._send(LeaseConfirmed(sequence=0, epoch=grant.epoch, held_bytes=held_bytes))
+
+    def report(self, floor_bytes: int, points: Triples) -> None:
+        """Tell the broker the job's front."""
+        with self._changed:
+            self._floor_bytes = floor_bytes
+            self._front = points
+        self._send(FrontUpdate(sequence=0, floor_bytes=floor_bytes, points=points))
+
+    def note_step(self, seconds: float, used_bytes: int) -> None:
+        """Count a step. The first one under a lease is told at once, since the broker waits for it."""
+        steps, _, most_bytes = self._beat
+        self._beat = (steps + 1, seconds, max(most_bytes, used_bytes))
+        if self.notice or not steps:
+            self.notice = ""
+            self._send_heartbeat()
+
+    def close(self) -> None:
+        """Leave the broker. The job holds nothing any more."""
+        self._is_closed = True
+        self._send(LeaveNotice(sequence=0))
+        self._hang_up()
+        if self._thread is not threading.current_thread():
+            self._thread.join(5.0)
+
+    # -- the thread -------------------------------------------------------------------------------------------------
+
+    def poll(self, seconds: float) -> bool:
+        """Read messages for some time. Return False once the client is closed."""
+        deadline = time.monotonic() + seconds
+        if self._socket is None:
+            self._reconnect()
+        elif not self._read_until(self._socket, deadline):
+            self._hang_up()
+        else:
+            self._send_heartbeat()
+        return not self._is_closed
+
+    def _read_until(self, connection: socket.socket, deadline: float) -> bool:
+        """Read messages until a time. Return False at the end of the connection."""
+        pending = b""
+        while (left := deadline - time.monotonic()) > 0 or pending:
+            try:
+                connection.settimeout(max(left, 0.001) if not pending else 5.0)
+                piece = connection.recv(LONGEST_MESSAGE_BYTES)
+            except TimeoutError:
+                return not pending
+            except OSError:
+                return False
+            if not piece:
+                return False
+            *lines, pending = (pending + piece).split(b"\n")
+            try:
+                for line in lines:
+                    self._receive(decode_message(line, limit_bytes=LONGEST_REPLY_BYTES))
+            except BadMessage as error:
+                self._refusal = str(error)
+                return False
+        return True
+
+    def _receive(self, message: FromJob | FromBroker) -> None:
+        with self._changed:
+            match message:
+                case LeaseGrant():
+                    self.grant = message
+                    self._granted = [*self._granted[-MOST_GRANTS:], message]
+                case WaitNotice():
+                    self.notice = message.text
+                case RefusalNotice():
+                    self._refusal = message.text
+                case _:
+                    raise BadMessage(f"{type(message).__name__} is not for a job")
+            self._changed.notify_all()
+
+    def _reconnect(self) -> None:
+        time.sleep(SECONDS_BETWEEN_ATTEMPTS)
+        with contextlib.suppress(UsageError), self._changed:
+            if not self._is_closed and not self._refusal:
+                self._socket = self._connect()
+
+    def _connect(self) -> socket.socket:
+        """Connect, and join with the present lease.
+
+        Raises:
+            UsageError: there is no broker, or others can open its socket.
+        """
+        self._address.check()
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            connection.connect(os.fspath(self._address.socket))
+            join = JoinRequest(
+                sequence=0, name=self._join.name, floor_bytes=self._floor_bytes, points=self._front,
+                weight=self._join.weight, priority=self._join.priority, held_bytes=self._held_bytes,
+                lease_bytes=self._lease_bytes,
+            )  # fmt: skip
+            connection.sendall(encode_message(join))
+        except OSError as error:
+            connection.close()
+            raise UsageError(f"the broker of {self._address.device} does not answer: {error}") from error
+        self._sequence = 1
+        self.is_connected = True
+        return connection
+
+    def _hang_up(self) -> None:
+        with self._changed:
+            if self._socket is not None:
+                with contextlib.suppress(OSError):
+                    self._socket.shutdown(socket.SHUT_RDWR)  # wakes the thread that reads
+                self._socket.close()
+                self._socket = None
+            self.is_connected = False
+            self.grant = None
+            self._granted = []
+            self._changed.notify_all()
+
+    def _send_heartbeat(self) -> None:
+        steps, seconds, used_bytes = self._beat
+        self._send(Heartbeat(sequence=0, steps=steps, step_seconds=seconds, used_bytes=used_bytes))
+
+    def _send(self, message: FrontUpdate | Heartbeat | LeaseConfirmed | LeaveNotice) -> None:
+        """Send a message; one that does not arrive is made up for when the job joins the next broker."""
+        with self._sending, contextlib.suppress(OSError):
+            if (connection := self._socket) is not None:
+                numbered = dataclasses.replace(message, sequence=self._sequence)
+                self._sequence += 1
+                connection.settimeout(5.0)
+                connection.sendall(encode_message(numbered))
+
+    def close_in_child(self) -> None:
+        """Close the copy of the connection that a forked process has."""
+        if self._socket is not None:
+            self._socket.close()
+            self._socket = None
+        self._is_closed = True
+
+
+def _run(reference: weakref.ref[BrokerClient]) -> None:
+    while (client := reference()) is not None and client.poll(SECONDS_BETWEEN_HEARTBEATS):
+        del client
+
+
+def _close_in_child() -> None:
+    for client in list(_CLIENTS):
+        client.close_in_child()
+
+
+_CLIENTS = weakref.WeakSet()
+os.register_at_fork(after_in_child=_close_in_child)
+
+
+def ask_status(address: BrokerAddress) -> StatusReply:
+    """Return the state of a device's broker.
+
+    Raises:
+        UsageError: there is no broker, it does not answer, or it is of another version.
+    """
+    address.check()
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+        connection.settimeout(5.0)
+        try:
+            connection.connect(os.fspath(address.socket))
+            connection.sendall(encode_message(StatusRequest(sequence=0)))
+            with connection.makefile("rb") as lines:
+                reply = decode_message(lines.readline(LONGEST_REPLY_BYTES), limit_bytes=LONGEST_REPLY_BYTES)
+        except (OSError, BadMessage) as error:
+            raise UsageError(f"the broker of {address.device} does not answer: {error}") from error
+    if not isinstance(reply, StatusReply):
+        raise UsageError(f"the broker of {address.device} refuses: {reply}")
+    return reply

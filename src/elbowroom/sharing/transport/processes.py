@@ -1,0 +1,45 @@
+"""Processes that hold device memory: whether they live, and what others hold on a card."""
+
+from __future__ import annotations
+
+import contextlib
+import subprocess
+
+import psutil
+
+
+def find_start(pid: int) -> float | None:
+    """Return the time at which a process began, which tells it from a later one of its number; None if it is gone."""
+    with contextlib.suppress(psutil.Error):
+        process = psutil.Process(pid)
+        if process.status() != psutil.STATUS_ZOMBIE:
+            return float(process.create_time())
+    return None
+
+
+def count_outside(device: str, known: set[int]) -> int:
+    """Return the bytes that processes outside of `known` hold on a card, as the driver says. 0 on a CPU.
+
+    Processes in other containers have no usable number and are left out.
+    """
+    kind, _, index = device.partition(":")
+    if kind != "cuda":
+        return 0
+    command = ["nvidia-smi", "-i", index or "0", "--query-compute-apps=pid,used_memory"]
+    try:
+        done = subprocess.run(
+            [*command, "--format=csv,noheader,nounits"], capture_output=True, text=True, timeout=10, check=True
+        )
+    except (OSError, subprocess.SubprocessError):
+        return 0
+    return sum(nbytes for pid, nbytes in read_apps(done.stdout) if pid not in known)
+
+
+def read_apps(text: str) -> list[tuple[int, int]]:
+    """Return (process, bytes) for each line "pid, MiB" of the driver's list."""
+    found = []
+    for line in text.splitlines():
+        pid, _, amount = line.partition(",")
+        if pid.strip().isdigit() and amount.strip().isdigit():
+            found.append((int(pid), int(amount) << 20))
+    return found

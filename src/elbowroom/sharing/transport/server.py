@@ -1,0 +1,188 @@
+"""Broker process: the core behind a Unix socket, with asyncio."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import os
+import signal
+import socket
+import struct
+import time
+
+from elbowroom.errors import UsageError
+from elbowroom.sharing.broker import Broker, DropClient, Effect, EndProcess, SendMessage
+from elbowroom.sharing.messages import LONGEST_MESSAGE_BYTES, encode_message
+from elbowroom.sharing.transport.address import BrokerAddress
+from elbowroom.sharing.transport.processes import count_outside, find_start
+
+logger = logging.getLogger(__name__)
+
+TICK_SECONDS = 0.1
+SECONDS_BETWEEN_MEASUREMENTS = 5.0
+
+MOST_UNREAD_BYTES = 1 << 20
+"""A client that leaves more than this unread is dropped."""
+
+_PEER = struct.Struct("3i")
+
+
+class BrokerServer:
+    """Serves one device until it is stopped.
+
+    Args:
+        broker: the core.
+        address: of the device.
+    """
+
+    def __init__(self, broker: Broker, address: BrokerAddress) -> None:
+        self.broker = broker
+        self.address = address
+        self._writers: dict[int, asyncio.StreamWriter] = {}
+        self._starts: dict[int, float] = {}
+        self._count = 0
+        self._written: object = None
+        self._stop = asyncio.Event()
+        self._measured = 0.0
+
+    async def serve(self) -> None:
+        """Listen until `stop` is called. The socket is gone afterwards; jobs keep their leases.
+
+        Raises:
+            UsageError: another broker serves the device, or the folder is not private.
+        """
+        self.address.prepare()
+        lock = self.address.take_lock()
+        try:
+            self._restore()
+            with contextlib.suppress(FileNotFoundError):
+                self.address.socket.unlink()  # of a broker that was killed
+            mask = os.umask(0o177)
+            try:
+                server = await asyncio.start_unix_server(
+                    self._serve_client, self.address.socket, limit=LONGEST_MESSAGE_BYTES
+                )
+            finally:
+                os.umask(mask)
+            async with server:
+                await self._tick_until_stopped()
+        finally:
+            with contextlib.suppress(FileNotFoundError):
+                self.address.socket.unlink()
+            os.close(lock)
+
+    def stop(self) -> None:
+        """End `serve`."""
+        self._stop.set()
+
+    async def _serve_client(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        peer: socket.socket = writer.get_extra_info("socket")
+        pid, uid, _ = _PEER.unpack(peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size))
+        start = find_start(pid)
+        if uid != os.geteuid() or start is None:
+            writer.close()
+            return
+        client = self._count
+        self._count += 1
+        self._writers[client] = writer
+        self._starts.setdefault(pid, start)
+        self._carry_out(self.broker.connect(client, pid, time.monotonic()))
+        try:
+            while client in self._writers:
+                try:
+                    line = await reader.readline()
+                except ValueError:
+                    text = f"the message has more than {LONGEST_MESSAGE_BYTES} bytes"
+                    self._carry_out(self.broker.refuse(client, text))
+                    break
+                if not line.endswith(b"\n"):
+                    break
+                self._carry_out(self.broker.receive_line(client, line, time.monotonic()))
+        except OSError as error:
+            logger.info("client %d: %s", client, error)
+        finally:
+            if self._writers.pop(client, None) is not None:
+                self._carry_out(self.broker.disconnect(client, time.monotonic()))
+            writer.close()
+
+    async def _tick_until_stopped(self) -> None:
+        while not self._stop.is_set():
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._stop.wait(), TICK_SECONDS)
+            self._check_processes()
+            self._carry_out(self.broker.tick(time.monotonic()))
+            if self.address.device != "cpu" and time.monotonic() - self._measured > SECONDS_BETWEEN_MEASUREMENTS:
+                self._measured = time.monotonic()
+                outside_bytes = await asyncio.to_thread(count_outside, self.address.device, self._list_pids())
+                self._carry_out(self.broker.set_outside(outside_bytes, time.monotonic()))
+
+    def _list_pids(self) -> set[int]:
+        return {job.pid for job in self.broker.jobs.values()} | {each.pid for each in self.broker.remainders}
+
+    def _check_processes(self) -> None:
+        """Give back the bytes of processes that have ended."""
+        pids = self._list_pids()
+        for pid in pids:
+            if (start := find_start(pid)) is None or start != self._starts.setdefault(pid, start):
+                self._carry_out(self.broker.end_process(pid, time.monotonic()))
+        self._starts = {pid: start for pid, start in self._starts.items() if pid in pids}
+
+    def _carry_out(self, effects: list[Effect]) -> None:
+        self._write_leases()  # before a job can act on them
+        for effect in effects:
+            match effect:
+                case SendMessage(client, message):
+                    writer = self._writers.get(client)
+                    if writer is None or writer.is_closing():
+                        continue
+                    writer.write(encode_message(message))
+                    if writer.transport.get_write_buffer_size() > MOST_UNREAD_BYTES:
+                        logger.warning("client %d does not read its messages and is dropped", client)
+                        writer.transport.abort()
+                case DropClient(client, reason):
+                    logger.warning("client %d is dropped: %s", client, reason)
+                    if (writer := self._writers.pop(client, None)) is not None:
+                        writer.close()
+                case EndProcess(pid):
+                    logger.warning("process %d has been silent for too long and is ended", pid)
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(pid, signal.SIGKILL)
+
+    # -- leases on file ---------------------------------------------------------------------------------------------
+
+    def _write_leases(self) -> None:
+        held = [(each.pid, each.name, each.held_bytes) for each in self.broker.jobs.values() if each.held_bytes]
+        held += [(each.pid, each.name, each.nbytes) for each in self.broker.remainders]
+        if held == self._written:
+            return
+        self._written = held
+        rows = [{"pid": pid, "start": self._starts.get(pid), "name": name, "bytes": nbytes}
+                for pid, name, nbytes in held]  # fmt: skip
+        draft = self.address.leases.with_suffix(".draft")
+        draft.write_text(json.dumps(rows))
+        draft.replace(self.address.leases)
+
+    def _restore(self) -> None:
+        """Count the leases of an earlier broker, as far as their processes live."""
+        try:
+            rows = json.loads(self.address.leases.read_text())
+            for row in rows:
+                if find_start(int(row["pid"])) == row["start"]:
+                    self._starts[int(row["pid"])] = float(row["start"])
+                    self.broker.restore(int(row["pid"]), str(row["name"]), max(0, int(row["bytes"])))
+        except FileNotFoundError:
+            return
+        except (OSError, ValueError, TypeError, KeyError) as error:
+            raise UsageError(
+                f"{self.address.leases} is damaged ({error}). End the jobs of {self.address.device}, and delete it"
+            ) from error
+
+
+async def serve_until_interrupted(server: BrokerServer) -> None:
+    """Serve until SIGINT or SIGTERM."""
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, server.stop)
+    await server.serve()

@@ -1,0 +1,129 @@
+"""Rooms on a shared device: three models in three processes within half of what they take, with the same bits."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import pathlib
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+import elbowroom
+from elbowroom.errors import BrokerLost, UsageError
+from elbowroom.ir.hardware import HardwareProfile
+from elbowroom.sharing.messages import StatusReply
+from elbowroom.sharing.transport.address import FOLDER_VARIABLE, find_address
+from elbowroom.sharing.transport.client import ask_status
+from tests.shared_job import count_most_bytes, train_plain
+
+ROOT = pathlib.Path(__file__).parents[2]
+PLAIN_MIB = {"unet": 48, "vit": 63, "bert": 77}
+"""Peaks of the models' steps in a large budget."""
+
+DEVICE_MIB = sum(PLAIN_MIB.values()) // 2
+STEPS = 5
+
+
+@pytest.fixture
+def folder(monkeypatch: pytest.MonkeyPatch) -> Iterator[pathlib.Path]:
+    with tempfile.TemporaryDirectory(prefix="er-") as found:  # short, for the socket
+        monkeypatch.setenv(FOLDER_VARIABLE, f"{found}/share")
+        monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, sys.path)))
+        yield pathlib.Path(found)
+
+
+@contextlib.contextmanager
+def process(*command: object) -> Iterator[subprocess.Popen[str]]:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    with subprocess.Popen(
+        [sys.executable, *map(str, command)], stdout=subprocess.PIPE, text=True, env=environment
+    ) as started:
+        try:
+            yield started
+        finally:
+            started.kill()
+
+
+def broker(mib: int, *options: object) -> contextlib.AbstractContextManager[subprocess.Popen[str]]:
+    return process("-m", "elbowroom", "share", "--device", "cpu", "--memory", f"{mib}MiB", *options)
+
+
+def await_status() -> StatusReply:
+    for _ in range(400):
+        with contextlib.suppress(UsageError):
+            return ask_status(find_address("cpu"))
+        time.sleep(0.05)
+    raise AssertionError("no broker came up")
+
+
+def test_three_jobs_within_half_of_their_peaks(folder: pathlib.Path, profile: HardwareProfile) -> None:
+    elbowroom.save(profile, folder / "profile.json")
+    plain = {name: train_plain(name, STEPS) for name in PLAIN_MIB}
+    with contextlib.ExitStack() as stack:
+        first = stack.enter_context(broker(DEVICE_MIB, "--quantum", 2))
+        await_status()
+        jobs = {
+            name: stack.enter_context(
+                process(ROOT / "tests" / "shared_job.py", name, "shared", STEPS, folder / "profile.json")
+            )
+            for name in PLAIN_MIB
+        }
+        assert jobs["unet"].stdout is not None
+        jobs["unet"].stdout.readline()  # its first step
+        first.kill()  # the jobs go on, and find the next one
+        first.wait()
+        stack.enter_context(broker(DEVICE_MIB, "--quantum", 2))
+        outputs = {name: job.communicate(timeout=120)[0].splitlines()[-1] for name, job in jobs.items()}
+        assert all(job.returncode == 0 for job in jobs.values())
+        reply = await_status()
+        assert (reply.jobs, reply.free_bytes) == ((), DEVICE_MIB << 20)
+    found = {name: json.loads(text) for name, text in outputs.items()}
+    for name, result in found.items():
+        assert {key: result[key] for key in ("losses", "digest")} == plain[name]
+        assert all(peak <= budget for peak, budget in result["budgets"])
+    assert 0 < count_most_bytes([each["levels"] for each in found.values()]) <= DEVICE_MIB << 20
+
+
+def test_a_room_follows_its_lease(
+    folder: pathlib.Path, profile: HardwareProfile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(64, 512), torch.nn.GELU(), torch.nn.Linear(512, 1))
+    optimizer = torch.optim.AdamW(model.parameters())
+
+    def train(room: elbowroom.room.Room) -> None:  # type: ignore[name-defined]
+        with room.step():
+            model(torch.ones(2048, 64)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    with pytest.raises(UsageError, match="elbowroom share --device cpu"):
+        elbowroom.fit(model, optimizer, "shared", profile=profile)
+    with pytest.raises(UsageError, match="memory_budget, or the variable ELBOWROOM_BUDGET"):
+        elbowroom.fit(model, optimizer)
+    monkeypatch.setenv("ELBOWROOM_BUDGET", "shared")
+    with broker(64) as server:
+        await_status()
+        room = elbowroom.fit(model, optimizer, profile=profile, without_broker="stop")
+        assert room.budget_bytes <= 64 << 20
+        for _ in range(4):
+            train(room)
+        (job,) = ask_status(find_address("cpu")).jobs
+        assert job.lease_bytes == room.budget_bytes < 64 << 20  # from its front, no longer a guess
+        assert job.floor_bytes <= job.lease_bytes <= job.wanted_bytes
+        before = [each.tolist() for each in model.parameters()]
+        assert room.move_state_out() < sum(each.nbytes for each in model.parameters()) // 4
+        assert [each.tolist() for each in model.parameters()] == before
+        server.kill()
+        server.wait()
+        while room._shared._client.is_connected:
+            time.sleep(0.01)
+        with pytest.raises(BrokerLost, match="without_broker is 'stop'"):
+            train(room)
+        room.detach()
