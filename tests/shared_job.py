@@ -38,10 +38,15 @@ def hash_parameters(model: torch.nn.Module) -> str:
 
 
 def train_plain(name: str, steps: int) -> dict[str, object]:
-    """Train in this process, without a room. Return losses and digest."""
-    model, _, step = MODELS[name]().make()
-    losses = [float(step(index % BATCHES)).hex() for index in range(steps)]
-    return {"losses": losses, "digest": hash_parameters(model)}
+    """Train in this process, without a room, on one thread as `main` does. Return losses and digest."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        model, _, step = MODELS[name]().make()
+        losses = [float(step(index % BATCHES)).hex() for index in range(steps)]
+        return {"losses": losses, "digest": hash_parameters(model)}
+    finally:
+        torch.set_num_threads(threads)
 
 
 def count_most_bytes(jobs: Sequence[Sequence[Sequence[float]]]) -> int:

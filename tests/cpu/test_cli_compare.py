@@ -14,13 +14,14 @@ from typer.testing import CliRunner, Result
 
 import elbowroom
 from elbowroom.cli.lists import read_budgets, read_strategies
-from elbowroom.cli.main import FAILED, INFEASIBLE, INTERRUPTED, MISUSED, make_app
+from elbowroom.cli.main import make_app
 from elbowroom.errors import InternalError, UnknownMember, UsageError
 from elbowroom.hardware.shipped import load_shipped
 from elbowroom.ir.hardware import HardwareProfile
 from elbowroom.ir.trace import Trace
 from elbowroom.planner.comparison import strategies_compared
 from elbowroom.planner.problem import list_strategies
+from elbowroom.scripts.exit_codes import FAILED, INFEASIBLE, INTERRUPTED, MISUSED
 
 STRATEGIES = "auto,keep_all,offload_all"
 BUDGETS = "90%peak:100%peak:2"

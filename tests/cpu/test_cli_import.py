@@ -6,9 +6,9 @@ import json
 import pathlib
 
 import elbowroom
-from elbowroom.cli.main import MISUSED
 from elbowroom.ir.costs import Costs
 from elbowroom.ir.trace import Trace
+from elbowroom.scripts.exit_codes import MISUSED
 from tests.cpu.test_cli import document, fail, succeed
 from tests.pure.test_importers import STEP, call, constant, kernels, release, write
 

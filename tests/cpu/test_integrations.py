@@ -291,7 +291,7 @@ def test_lightning(tmp_path: pathlib.Path, profile: HardwareProfile) -> None:
 
     from elbowroom.integrations.lightning import ElbowroomCallback
 
-    budget = 1 << 20
+    budget = 9 << 17
     options = {
         "accumulate_grad_batches": 2, "precision": "bf16-mixed", "val_check_interval": 4, "limit_val_batches": 1,
         "enable_checkpointing": False,

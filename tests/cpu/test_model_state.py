@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from torch import nn
 from torch.nn import functional
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
@@ -18,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from elbowroom.errors import Infeasible
 from elbowroom.ir.hardware import HardwareProfile
+from elbowroom.workloads._packages import import_package
 from tests import state_jobs
 from tests.state_jobs import (
     BUDGET,
@@ -34,6 +34,8 @@ from tests.state_jobs import (
     make_model,
     run_plain,
 )
+
+transformers = import_package("transformers")
 
 OPTIMIZERS: dict[str, Any] = {
     "sgd": functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9),

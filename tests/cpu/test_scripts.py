@@ -536,7 +536,7 @@ def script(tmp_path: pathlib.Path) -> pathlib.Path:
 @pytest.fixture
 def restored(monkeypatch: pytest.MonkeyPatch, profile: HardwareProfile) -> None:
     """A process that has run a script goes on as before; the machine is not measured."""
-    monkeypatch.setattr("elbowroom.room.probe", lambda *_, **__: profile)
+    monkeypatch.setattr("elbowroom.room_setup.probe", lambda *_, **__: profile)
     monkeypatch.setattr(sys, "argv", [*sys.argv])
     monkeypatch.setattr(sys, "path", [*sys.path])
     monkeypatch.setitem(sys.modules, "__main__", sys.modules["__main__"])

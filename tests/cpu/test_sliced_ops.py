@@ -216,8 +216,8 @@ def test_a_failing_disk_leaves_parameters_whole(profile: HardwareProfile, monkey
             left = [failing]
 
             def fail(self: Any, spill: Any, left: list[int] = left) -> None:
-                left[0] -= self._is_out
-                run(self, _Broken(spill) if left[0] == -1 and self._is_out else spill)
+                left[0] -= self.is_out
+                run(self, _Broken(spill) if left[0] == -1 and self.is_out else spill)
 
             with monkeypatch.context() as patch:
                 patch.setattr(SpillJob, "run", fail)
