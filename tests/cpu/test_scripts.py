@@ -535,18 +535,19 @@ def script(tmp_path: pathlib.Path) -> pathlib.Path:
 
 
 @pytest.fixture
-def restored(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest, profile: HardwareProfile) -> None:
+def restored(monkeypatch: pytest.MonkeyPatch, profile: HardwareProfile) -> Iterator[None]:
     """A process that has run a script goes on as before; the machine is not measured.
 
     Ctrl-C raises KeyboardInterrupt, also where the tests run in the background of a shell, which has it ignored.
     """
     former = signal.signal(signal.SIGINT, signal.default_int_handler)
-    request.addfinalizer(lambda: signal.signal(signal.SIGINT, former))
     monkeypatch.setattr("elbowroom.room_setup.probe", lambda *_, **__: profile)
     monkeypatch.setattr(sys, "argv", [*sys.argv])
     monkeypatch.setattr(sys, "path", [*sys.path])
     monkeypatch.setitem(sys.modules, "__main__", sys.modules["__main__"])
     monkeypatch.delitem(sys.modules, "neighbour", raising=False)
+    yield
+    signal.signal(signal.SIGINT, former)
 
 
 @pytest.mark.usefixtures("restored")
