@@ -73,7 +73,7 @@ def fit(
         UnknownMember: the policy or strategy does not exist.
         UsageError: the budget is malformed; the model has no parameters, is on two devices, is sharded (FSDP, DTensor)
             or already has a room; the spill folder is missing or not writable; an argument has the wrong type.
-        Infeasible: no plan of `step` fits the budget.
+        Infeasible: no plan of `step` fits the budget, and it would not fit with ops in slices either.
     """
     config = read_config(**options)
     get(policies, config.policy, "Policy")

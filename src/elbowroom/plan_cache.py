@@ -31,7 +31,7 @@ from elbowroom.ir.trace import Trace, release_unneeded
 from elbowroom.planned_step import PlannedStep, forecast_plan
 from elbowroom.planner.options import Manages
 from elbowroom.planner.plain import keep_all_if_it_fits
-from elbowroom.planner.problem import find_floor, pose
+from elbowroom.planner.problem import fit_slices, pose
 from elbowroom.planner.problem import plan as make_plan
 from elbowroom.planner.slicing.choice import Slices
 from elbowroom.simulator.simulate import simulate
@@ -282,7 +282,9 @@ class PlanCache:
             trace, costs, self.lease.device_bytes, min_offload_bytes=self._config.min_offload_bytes,
             host_bytes=self.lease.host_bytes, manages=Manages(self._config.manages),
         )  # fmt: skip
-        return find_floor(problem, Slices.EXACT if self._config.exact else Slices.ANY) <= self.lease.device_bytes
+        if problem.floor.peak_bytes <= self.lease.device_bytes:
+            return True
+        return fit_slices(problem, Slices.EXACT if self._config.exact else Slices.ANY) is not None
 
     def replan(self, entry: PlanCacheEntry, measurements: Measurements) -> None:
         """Replan a step with measured costs of its ops.

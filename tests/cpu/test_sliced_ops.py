@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import threading
 from collections.abc import Callable
@@ -101,6 +102,25 @@ def test_same_bits(name: str, profile: HardwareProfile, monkeypatch: pytest.Monk
     plain = run_plain(make, STEPS)
     for mode in ("dynamic", "auto"):
         assert_same(plain, run_within(make, profile, budget_bytes, STEPS, elsewhere_bytes=1 << 20, mode=mode))
+
+
+def test_a_step_that_only_slices_fit_is_not_refused(profile: HardwareProfile) -> None:
+    """With `step`, which is planned before it runs; a budget that slices do not reach either still is."""
+    make, budget_bytes = JOBS["convolutions"]
+    plain = run_plain(make, STEPS)
+    job = make()
+    batch_step = functools.partial(job.step, 0)
+    with pytest.raises(Infeasible):
+        elbowroom.fit(job.model, job.optimizers, 1 << 20, profile=profile, min_offload_bytes=MIN_BYTES, step=batch_step)
+    with elbowroom.fit(job.model, job.optimizers, budget_bytes, profile=profile, min_offload_bytes=MIN_BYTES,
+                       step=batch_step) as room:  # fmt: skip
+        for index in range(STEPS):
+            with room.step():
+                job.step(index)
+        assert room._modes._sliced_ops.counts
+        assert all((record.peak_bytes or 0) <= budget_bytes for record in room.journal().steps)
+    found = list_tensors(job)
+    assert_same({name: plain[name] for name in found}, found)
 
 
 def test_inexact_slices_are_close_and_reported(profile: HardwareProfile, caplog: pytest.LogCaptureFixture) -> None:

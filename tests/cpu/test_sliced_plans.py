@@ -20,8 +20,9 @@ from elbowroom.errors import Infeasible
 from elbowroom.hardware.shipped import load_shipped
 from elbowroom.ir.files import save
 from elbowroom.ir.section_grid import SectionGrid, find_parts
-from elbowroom.ir.slicing import SlicePass, iterate_slices
-from elbowroom.ir.trace import Trace, View
+from elbowroom.ir.sliced_trace import slice_trace
+from elbowroom.ir.slicing import OpCut, SlicePass, iterate_slices
+from elbowroom.ir.trace import Role, Trace, View
 from elbowroom.planner.problem import plan
 from elbowroom.planner.slicing.choice import Slices
 from elbowroom.simulator.simulate import simulate
@@ -120,6 +121,25 @@ def capture(batch: int) -> Trace:
 @pytest.fixture(scope="module")
 def trace() -> Trace:
     return capture(32)
+
+
+def test_a_pass_writes_only_its_own_results(trace: Trace) -> None:
+    """The gradient of a weight, which the second pass computes, does not exist during the first."""
+    ops = {op.tick: op for op in trace.ops}
+    slicing, passes = next(
+        (each, passes)
+        for each in trace.slicing
+        for passes in each.alternatives
+        if ops[each.tick].name == "aten.convolution_backward.default" and passes[0].results == (0,)
+    )
+    cut = OpCut(slicing.tick, passes, tuple((2,) * len(each.loops) for each in passes))
+    weight = ops[slicing.tick].writes[1].storage
+    assert trace.storages[weight].role is Role.GRADIENT
+    sliced = slice_trace(trace, (cut,))
+    slices = [op for op, share in zip(sliced.trace.ops, sliced.shares, strict=True) if share < 1]
+    assert len(slices) == sum(2 ** len(each.loops) for each in passes)
+    is_written = [weight in {view.storage for view in op.writes} for op in slices]
+    assert is_written == [False, False, *[True] * (len(slices) - 2)]
 
 
 @pytest.mark.parametrize("slices", [Slices.EXACT, Slices.ANY])

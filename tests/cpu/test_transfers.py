@@ -19,6 +19,7 @@ import torch
 import elbowroom.errors
 from elbowroom.errors import TierFull, TransferFailed, UsageError
 from elbowroom.hardware.probe import probe
+from elbowroom.runtime.spill_queue import SpillJob
 from elbowroom.runtime.transfers import SpillCopy, ThreadTransfers
 from elbowroom.tiers.disk import SpillFile
 from tests.fake_streams import Program, pattern
@@ -333,6 +334,31 @@ def test_a_read_that_fails_is_reported_on_finish_and_can_be_tried_again(
     transfers.finish(copy)
     assert holds(held, 8)
     transfers.discard(copy)
+
+
+@pytest.mark.parametrize("is_out", [True, False])
+def test_a_job_that_cannot_run_is_reported_and_the_thread_goes_on(
+    transfers: ThreadTransfers, monkeypatch: pytest.MonkeyPatch, is_out: bool
+) -> None:
+    def fail(*_: object) -> None:
+        raise MemoryError
+
+    source = make_storage(1, 1 << 16)
+    with monkeypatch.context() as patch:
+        if is_out:
+            patch.setattr(SpillJob, "run", fail)
+        copy = transfers.offload(source)
+        if not is_out:
+            transfers.finish(copy)
+            patch.setattr(SpillJob, "run", fail)
+            transfers.reload(copy)
+        with pytest.raises(TransferFailed):
+            transfers.finish(copy)
+    assert holds(source, 1)
+    transfers.discard(copy)
+    another = transfers.offload(source)
+    transfers.finish(another)
+    transfers.discard(another)
 
 
 def test_short_writes_and_reads_are_carried_on(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:

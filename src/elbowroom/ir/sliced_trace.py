@@ -106,15 +106,20 @@ def check_cuts(trace: Trace, cuts: Sequence[OpCut]) -> None:
 
 @dataclasses.dataclass(slots=True)
 class _Slice:
-    """One slice of an op: the parts of its tensors, by index in `Op.reads` and `Op.writes`."""
+    """One slice of an op: the parts of its tensors, by index in `Op.reads` and `Op.writes`.
+
+    `results`: number of results of all passes. What else the op writes, such as running statistics, each slice does.
+    """
 
     reads: dict[int, dict[int, Range]]
     writes: dict[int, dict[int, Range]]
     share: float
     memory_share: float
+    results: int
 
 
 def _list_slices(op: Op, slicing: OpSlicing, cut: OpCut) -> Iterator[_Slice]:
+    results = 1 + max((index for each in cut.passes for index in each.results), default=-1)
     for slice_pass, parts in zip(cut.passes, cut.parts, strict=True):
         for bounds in iterate_slices(slice_pass, parts):
             share = math.prod(
@@ -130,6 +135,7 @@ def _list_slices(op: Op, slicing: OpSlicing, cut: OpCut) -> Iterator[_Slice]:
                         for index in slice_pass.results if index < len(op.writes)},
                 share=share / len(cut.passes),
                 memory_share=share,
+                results=results,
             )  # fmt: skip
 
 
@@ -269,7 +275,7 @@ class _Slicer:
         results = range(len(op.writes)) if part is None else part.writes
         for index, view in enumerate(op.writes):
             grid = self._grids.get(view.storage)
-            is_result = index in results or (part is not None and index >= _count_results(part))
+            is_result = index in results or (part is not None and index >= part.results)
             if not is_result and self._trace.storages[view.storage].created == op.tick:
                 continue  # another pass computes it
             if grid is None:
@@ -339,10 +345,6 @@ class _Slicer:
         for index, (storage, nbytes, created, released) in enumerate(self._sections):
             home = self._trace.storages[storage]
             yield dataclasses.replace(home, id=count + index, nbytes=nbytes, created=created, released=released)
-
-
-def _count_results(part: _Slice) -> int:
-    return 1 + max(part.writes, default=-1)
 
 
 def _may_be_sectioned(home: Storage) -> bool:

@@ -134,9 +134,24 @@ def slice_step(problem: Problem, slices: Slices) -> SlicedStep | None:
 
     None if ops run as a whole.
     """
-    replay = problem.drafter.replay
-    if problem.floor.peak_bytes <= problem.budget_bytes or slices is Slices.NONE or not replay.trace.slicing:
+    if problem.floor.peak_bytes <= problem.budget_bytes:
         return None
+    if (step := fit_slices(problem, slices)) is not None:
+        return step
+    lowest = [step for each in _list_choosers(problem, slices) if (step := each.find_lowest()) is not None]
+    return min(lowest, key=lambda step: step.budget_bytes, default=None)
+
+
+def fit_slices(problem: Problem, slices: Slices) -> SlicedStep | None:
+    """Return the step in slices that fits the budget; None if there is none."""
+    found = (chooser.choose(problem.budget_bytes) for chooser in _list_choosers(problem, slices))
+    return next((step for step in found if step is not None), None)
+
+
+def _list_choosers(problem: Problem, slices: Slices) -> list[CutChooser]:
+    replay = problem.drafter.replay
+    if slices is Slices.NONE or not replay.trace.slicing:
+        return []
 
     def find_floor(trace: Trace, costs: Costs) -> Forecast:
         drafter = Drafter(PreparedTrace(trace, costs), problem.drafter.min_bytes)
@@ -144,18 +159,7 @@ def slice_step(problem: Problem, slices: Slices) -> SlicedStep | None:
 
     # Of an op whose slices are summed, other slices may be smaller.
     kinds = (Slices.ANY, Slices.EXACT) if slices is Slices.ANY else (slices,)
-    choosers = [CutChooser(replay.trace, replay.costs, find_floor, problem.floor, each) for each in kinds]
-    for chooser in choosers:
-        if (step := chooser.choose(problem.budget_bytes)) is not None:
-            return step
-    lowest = [step for chooser in choosers if (step := chooser.find_lowest()) is not None]
-    return min(lowest, key=lambda step: step.budget_bytes, default=None)
-
-
-def find_floor(problem: Problem, slices: Slices) -> int:
-    """Return the lowest peak of any plan, in slices if whole ops do not fit the budget."""
-    step = slice_step(problem, slices)
-    return (problem.floor if step is None else step.floor).peak_bytes
+    return [CutChooser(replay.trace, replay.costs, find_floor, problem.floor, each) for each in kinds]
 
 
 def check_amounts(**amounts: int | None) -> None:

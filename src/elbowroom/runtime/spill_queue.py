@@ -95,15 +95,28 @@ class SpillJob:
             for each in self._extents:
                 move(copy.offset + each.copy_offset, address + each.memory_offset, each.nbytes)
         except BaseException as error:
-            self.error = error
-            if self.is_out:
-                copy.error = error
+            self._note(error)
         finally:
             del copy, storage
-            self._copy = self._storage = None  # before a waiter expects them to be free
-            self.end = time.perf_counter()
-            self.is_done = True
-            self.ended.release()
+            self._finish()
+
+    def fail(self, error: Exception) -> None:
+        """End a transfer that could not be carried out, unless it has ended."""
+        if not self.is_done:
+            self._note(error)
+            self._finish()
+
+    def _note(self, error: BaseException) -> None:
+        self.error = error
+        if self.is_out and self._copy is not None:
+            self._copy.error = error
+
+    def _finish(self) -> None:
+        self._copy = self._storage = None  # before a waiter expects them to be free
+        self._extents = ()
+        self.end = time.perf_counter()
+        self.is_done = True
+        self.ended.release()
 
 
 class SpillQueue:
@@ -279,9 +292,11 @@ class SpillQueue:
             with self._lock:
                 if isinstance(job, Record):  # the copy was garbage-collected
                     self._free(job)
-                del job
+                job = None
                 return self._tidy()
-        except Exception:  # out of memory, for example: this thread must go on
+        except Exception as error:  # out of memory, for example: this thread must go on
+            if isinstance(job, SpillJob):
+                job.fail(error)  # somebody may wait for it
             time.sleep(RETRY_SECONDS)
             self._jobs.put(None)
             return False
