@@ -142,16 +142,15 @@ def test_a_pass_writes_only_its_own_results(trace: Trace) -> None:
     assert is_written == [False, False, *[True] * (len(slices) - 2)]
 
 
-@pytest.mark.parametrize("slices", [Slices.EXACT, Slices.ANY])
-def test_the_floor_is_at_most_half(trace: Trace, slices: Slices) -> None:
+def test_the_floor_is_at_most_half(trace: Trace) -> None:
     costs = price(trace, load_shipped("p100"))
     needed = []
-    for each in (Slices.NONE, slices):
+    for each in (Slices.NONE, Slices.EXACT):
         with pytest.raises(Infeasible) as caught:
             plan(trace, costs, 1, strategy="offload_all", slices=each)
         needed.append(caught.value.needed_bytes)
     assert needed[1] < needed[0] / 2
-    made = plan(trace, costs, needed[1], strategy="offload_all", slices=slices)
+    made = plan(trace, costs, needed[1], strategy="offload_all")
     assert simulate(trace, costs, made).peak_bytes <= needed[1]
     names = {op.name for op in trace.ops if op.tick in {cut.tick for cut in made.cuts}}
     assert {"aten.convolution.default", "aten.convolution_backward.default"} <= names
