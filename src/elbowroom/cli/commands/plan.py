@@ -166,16 +166,18 @@ class Outcome:
         plain, forecast = self.plain, self.forecast
         choices = self.count_choices()
         offloaded = {decision.storage for decision in self.plan.decisions if decision.choice is Choice.OFFLOAD}
-        of_slices = " with these slices" if self.plan.cuts else ""
+        smallest, bound = ("smallest budget that works", "no plan can beat")
+        if self.plan.cuts:
+            smallest, bound = ("smallest with these slices", "bound of these slices")
         share, waits = forecast.peak_bytes / plain.peak_bytes, format_seconds(forecast.stall_seconds)
         return [
             ("plain peak", format_bytes(plain.peak_bytes), "if everything stays"),
-            (f"smallest budget{of_slices or ' that works'}", format_bytes(self.bound.floor_bytes), f"{self.bound.floor_bytes} bytes"),
+            (smallest, format_bytes(self.bound.floor_bytes), f"{self.bound.floor_bytes} bytes"),
             *self._list_cuts(),
             ("forecast peak", format_bytes(forecast.peak_bytes), f"{share:.0%} of plain"),
             ("plain step", format_seconds(plain.step_seconds), ""),
             ("forecast step", format_seconds(forecast.step_seconds), f"{self.slowdown():.3f} times plain"),
-            (f"no plan{of_slices} can beat", format_seconds(self.bound.seconds), f"the forecast is {self.gap():.1%} over it"),
+            (bound, format_seconds(self.bound.seconds), f"the forecast is {self.gap():.1%} over it"),
             ("offloaded", format_bytes(forecast.offloaded_bytes), 
              f"decided for {_count(choices['offload'], 'gap')} of {_count(len(offloaded), 'storage')}"),
             ("reloaded", format_bytes(forecast.reloaded_bytes), f"{waits} of waiting for moves"),
