@@ -79,6 +79,7 @@ class PlanCacheEntry:
         predicted_seconds: prediction for these, as it was when the step was planned, and corrected after them.
         calls: shapes that the model was called with, and the highest count of each in one step.
         activities: copies, waits and replays of the last step of this kind.
+        is_seen: whether this room has run such a step; another room's may belong to another model.
     """
 
     planned: PlannedStep
@@ -91,6 +92,7 @@ class PlanCacheEntry:
     predicted_seconds: float = dataclasses.field(init=False)
     calls: Counter[Inputs] = dataclasses.field(default_factory=Counter)
     activities: tuple[Activity, ...] = ()
+    is_seen: bool = True
 
     def __post_init__(self) -> None:
         self.predicted_seconds = self.planned.busy_seconds
@@ -165,6 +167,7 @@ class PlanCache:
     def record_hit(self, entry: PlanCacheEntry, calls: Counter[Inputs]) -> None:
         """Record that a step was of a known kind. `calls`: of the model during the step."""
         entry.calls |= calls
+        entry.is_seen = True
         self._steady = self._steady + 1 if entry is self.entries[0] else 0
         self.entries.remove(entry)
         self.entries.insert(0, entry)
@@ -221,7 +224,8 @@ class PlanCache:
             except Infeasible as error:
                 logger.info("a step learned before is not planned: %s", error)
                 continue
-            self.entries.append(PlanCacheEntry(planned, Source.MEASURED if is_measured else Source.ESTIMATED))
+            source = Source.MEASURED if is_measured else Source.ESTIMATED
+            self.entries.append(PlanCacheEntry(planned, source, is_seen=False))
         del self.entries[MOST_PLANS:]
 
     @property

@@ -112,7 +112,7 @@ class StepModes:
 
     def _fits_unwatched(self, entry: PlanCacheEntry) -> bool:
         """Return True if a plain step fits beside what the job holds now (new gradients, for example)."""
-        is_steady = not (self._cache.varies or self._job.config.always_watch)
+        is_steady = entry.is_seen and not (self._cache.varies or self._job.config.always_watch)
         return is_steady and self._ledger.has_room(entry.expect_growth(), self._cache.lease.device_bytes)
 
     # -- modes ----------------------------------------------------------------------------------------------------

@@ -140,3 +140,26 @@ def test_op_times_come_along(
         room.load_state_dict(state)
         times = {each["key"]: each["seconds"] for each in room.state_dict()["op_times"]["times"]}
         assert times["an op"] == 0.25
+
+
+def test_a_plan_of_another_model_that_keeps_everything_is_not_trusted(profile: HardwareProfile) -> None:
+    """A step that fits is not watched; the first one of a room is, since it may be of a larger model."""
+    budget = 48 << 20
+    model, optimizer = make()
+    with elbowroom.fit(model, optimizer, budget, profile=profile, op_time_store=False) as room:
+        train(model, optimizer, room, range(4))
+        assert room.journal().steps[-1].mode is Mode.PLAIN
+        small = room.state_dict()
+        again, its_optimizer = make()
+    with elbowroom.fit(again, its_optimizer, budget, profile=profile, op_time_store=False) as room:
+        room.load_state_dict(small)
+        train(again, its_optimizer, room, range(3))
+        assert [step.mode for step in room.journal().steps] == [Mode.PLANNED, Mode.PLAIN, Mode.PLAIN]
+    larger, its_optimizer = make(512)
+    plain, plain_optimizer = make(512)
+    with elbowroom.fit(larger, its_optimizer, budget, profile=profile, op_time_store=False) as room:
+        room.load_state_dict(small)
+        losses = train(larger, its_optimizer, room, range(4))
+        for step in room.journal().steps:
+            assert step.mode is not Mode.PLAIN and step.peak_bytes is not None and step.peak_bytes <= budget
+    assert losses == train(plain, plain_optimizer, None, range(4))
