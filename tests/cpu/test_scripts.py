@@ -381,6 +381,30 @@ def test_a_budget_that_cannot_hold(profile: HardwareProfile) -> None:
     assert find_cause(ValueError()) is None
 
 
+@pytest.mark.parametrize("has_optimizer", [True, False])
+def test_a_script_that_goes_on_after_an_error_is_not_trained_without_a_budget(
+    has_optimizer: bool, profile: HardwareProfile, tmp_path: pathlib.Path
+) -> None:
+    """As loops do that skip a batch that fails."""
+    folder = tmp_path / "missing"
+    program = ManagedProgram(str(BUDGET), {**OPTIONS, "spill_folder": str(folder)}, profile=profile)
+    program.open()
+    net = make_net()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1) if has_optimizer else None
+    try:
+        for index, batch in enumerate(make_batches(4)):
+            if index == 2:
+                assert program.room is None
+                folder.mkdir()
+            with pytest.raises(UsageError, match="missing") if index < 2 else contextlib.nullcontext():
+                net(batch).square().mean().backward()
+                if optimizer is not None:
+                    optimizer.step()
+        assert program.room is not None
+    finally:
+        program.close()
+
+
 def test_a_script_with_rooms_of_its_own(profile: HardwareProfile) -> None:
     with managing(profile) as program:
         net = make_net()

@@ -153,7 +153,11 @@ class JobFinder:
         }
         if trained and not is_in_backward():
             self._has_bare_job = True
-            self._found(FoundJob(_gather(None, trained), (), None))
+            try:
+                self._found(FoundJob(_gather(None, trained), (), None))
+            except BaseException:
+                self._has_bare_job = False
+                raise
 
     def _report(self, module: nn.Module | None, optimizers: list[Optimizer], trained: dict[int, torch.Tensor]) -> None:
         model = module
@@ -161,7 +165,11 @@ class JobFinder:
             model = _gather(module, trained)
         assert model is not None
         self._stop_search()
-        self._found(FoundJob(model, tuple(optimizers), module))
+        try:
+            self._found(FoundJob(model, tuple(optimizers), module))
+        except BaseException:
+            self._search()  # a program that goes on after the error must not train without a budget
+            raise
 
 
 def list_other_tensors(model: nn.Module) -> list[torch.Tensor]:
