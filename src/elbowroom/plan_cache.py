@@ -109,6 +109,7 @@ class PlanCacheEntry:
         self.predicted_seconds = planned.busy_seconds
         self.source = Source.MEASURED
         self.busy_seconds.clear()
+        self.activities = ()
 
     def is_usual(self, inputs: Inputs, count: int) -> bool:
         """Return True if steps of this kind call the model this often with these shapes, or if no call was observed."""
