@@ -18,6 +18,7 @@ from elbowroom.errors import Infeasible
 from elbowroom.ir.hardware import HardwareProfile
 from elbowroom.ir.journal import Mode
 from tests import pressure
+from tests.state_jobs import Away, make_batch
 
 WIDTH, ROWS = 16, 256
 PLENTY = 1 << 30
@@ -294,3 +295,28 @@ def test_a_step_that_is_watched_from_a_compiled_call_on_stays_so(profile: Hardwa
                 before = 0 if runner is None else runner.state.watcher.ops
                 loss.exp().backward()
         assert runner is not None and runner.state.watcher.ops > before
+
+def test_code_is_compiled_once_inside_and_outside_of_steps_while_state_is_away(away: Away) -> None:
+    compiled = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        compiled.append(graph)
+        return graph.forward
+
+    model = torch.compile(away.job.model, backend=backend)
+
+    def evaluate() -> None:
+        with torch.no_grad():
+            model(make_batch(0))
+
+    evaluate()
+    graphs = len(compiled)
+    assert graphs
+    for _ in range(2):
+        away.empty()
+        with away.room.step():
+            evaluate()
+            away.job.step(0)
+        away.empty()
+        evaluate()
+    assert len(compiled) == graphs

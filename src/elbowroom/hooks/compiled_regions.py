@@ -127,6 +127,25 @@ def stay_watched() -> None:
     module._maybe_set_eval_frame = change_and_watch
 
 
+def compile_unwatched() -> None:
+    """Hide the watchers' dispatch key from Dynamo while it compiles, in every thread and between steps. Permanent.
+
+    A thread keeps the key after a step if model state has left memory. Guards made then would not hold in steps.
+    """
+    module: Any = sys.modules.get("torch._dynamo.convert_frame")
+    if module is None or hasattr(module._compile, "is_unwatched"):
+        return
+    compile_frame = module._compile
+
+    @functools.wraps(compile_frame)
+    def compile_without_key(*args: Any, **options: Any) -> Any:
+        with Unwatched():
+            return compile_frame(*args, **options)
+
+    compile_without_key.is_unwatched = True  # type: ignore[attr-defined]
+    module._compile = compile_without_key
+
+
 @contextlib.contextmanager
 def hiding_from_guards() -> Iterator[None]:
     """Hide the watchers' dispatch key from Dynamo's guards in this thread.
@@ -153,6 +172,7 @@ def noticing_compiles(notice: Callable[[], None], pause: Pause, timer: Timer | N
     dynamo = sys.modules.get("torch._dynamo")
     if dynamo is None:
         yield
+        compile_unwatched()  # the optimizer may have loaded it
         return
     skipped = dynamo.trace_rules.FORCE_SKIP_FILES
     if __file__ not in skipped:  # otherwise Dynamo would compile our functions that autograd and ops call
@@ -179,6 +199,7 @@ def noticing_compiles(notice: Callable[[], None], pause: Pause, timer: Timer | N
 
     handler.register_start_callback(start)
     handler.register_end_callback(end)
+    compile_unwatched()
     try:
         yield
     finally:

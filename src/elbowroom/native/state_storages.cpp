@@ -357,7 +357,8 @@ struct UnwatchedOp final : at::ObserverContext {
 
 // Errors stay here: what could not be restored raises one where it is accessed.
 std::unique_ptr<at::ObserverContext> begin_unwatched(const at::RecordFunction& function) {
-  if (!StateTable::is_any_managed() || is_key_active()) return nullptr;
+  if (!StateTable::is_any_managed()) return nullptr;
+  if (is_key_active()) return hide_from_lookup(function);
   try {
     const auto name = function.operator_name();
     const auto op = name.has_value() ? c10::Dispatcher::singleton().findOp(*name) : std::nullopt;

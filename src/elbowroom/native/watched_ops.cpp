@@ -152,12 +152,12 @@ struct Lookup final : at::ObserverContext {
   ~Lookup() override { c10::impl::tls_set_dispatch_key_included(KEY, true); }
 };
 
-std::unique_ptr<at::ObserverContext> hide(const at::RecordFunction& function) {
+}  // namespace
+
+std::unique_ptr<at::ObserverContext> hide_from_lookup(const at::RecordFunction& function) {
   if (std::strcmp(function.name(), "TorchDynamo Cache Lookup") != 0) return nullptr;
   return c10::impl::tls_is_dispatch_key_included(KEY) ? std::make_unique<Lookup>() : nullptr;
 }
-
-}  // namespace
 
 namespace {
 
@@ -325,7 +325,7 @@ OpWatch* find_handed_watch() {
 
 uint64_t hide_from_guards() {
   if (std::exchange(is_hidden, true)) return 0;
-  return at::addThreadLocalCallback(at::RecordFunctionCallback(&hide).scopes({at::RecordScope::FUNCTION}));
+  return at::addThreadLocalCallback(at::RecordFunctionCallback(&hide_from_lookup).scopes({at::RecordScope::FUNCTION}));
 }
 
 void stop_hiding(uint64_t handle) {

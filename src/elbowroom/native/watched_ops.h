@@ -3,11 +3,13 @@
 
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/core/stack.h>
+#include <ATen/record_function.h>
 #include <c10/core/DispatchKeySet.h>
 #include <pybind11/pybind11.h>
 #include <torch/csrc/Exceptions.h>
 
 #include <cstdint>
+#include <memory>
 #include <string>
 #include <utility>
 
@@ -100,6 +102,9 @@ OpWatch* find_watch();
 // Returns the watchers that would run an op of this thread now: none inside an op that they run, or if they are
 // excluded.
 pybind11::tuple get_active_watchers();
+
+// Hides the watchers' dispatch key from Dynamo while `function` is its lookup of compiled code; else returns null.
+std::unique_ptr<at::ObserverContext> hide_from_lookup(const at::RecordFunction& function);
 
 // Hides the watchers' dispatch key from Dynamo's guards, which compare this thread's keys, until `stop_hiding` is
 // called with the returned handle: 0 if the key is hidden already.
