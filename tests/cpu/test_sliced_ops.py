@@ -17,6 +17,7 @@ import elbowroom
 from elbowroom.errors import Infeasible, TierError, TierFull
 from elbowroom.ir.hardware import HardwareProfile
 from elbowroom.runtime.sections import Sections, find_packed_strides, list_extents
+from elbowroom.runtime.slice_choice import SliceChooser
 from elbowroom.runtime.spill_queue import SpillJob
 from elbowroom.slicing.registry import list_rules
 from tests.state_jobs import MIN_BYTES, StateJob, adamw, assert_same, list_tensors, run_plain, run_within
@@ -135,6 +136,20 @@ def test_inexact_slices_are_close_and_reported(profile: HardwareProfile, caplog:
     assert "gradient accumulation" in caplog.text
     with pytest.raises(Infeasible, match="exact=False"):
         run_within(make, profile, 3 << 20, STEPS)
+
+
+def test_an_op_with_a_number_that_no_slices_help_is_refused(
+    profile: HardwareProfile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """PyTorch's kernels get the number as a tensor, and Python as a number: the error lists all bytes in the way."""
+    monkeypatch.setattr(SliceChooser, "choose", lambda *_: None)
+    model = nn.Linear(4, 4)
+    with elbowroom.fit(model, torch.optim.SGD(model.parameters()), 28 << 20, mode="dynamic", profile=profile) as room:
+        with pytest.raises(Infeasible, match="aten.mul.Tensor has no room as a whole") as caught, room.step():
+            torch.ones(5 << 20) * 2.0
+    listed = dict(caught.value.in_the_way)
+    assert sum(listed.values()) == caught.value.needed_bytes
+    assert listed["other tensors that are in use or that the program holds"] == pytest.approx(20 << 20, abs=4096)
 
 
 def test_an_op_without_a_rule_is_refused_with_its_name(profile: HardwareProfile) -> None:

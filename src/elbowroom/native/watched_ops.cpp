@@ -210,11 +210,14 @@ OpWatch* find_slicing_watch(const Thread& thread) {
 }
 
 // Asks Python whether an op is to run in slices. `refusal`: the error with which it failed as a whole; null before it ran.
+// Numbers that PyTorch has wrapped in tensors are left out, as Python is given them as numbers.
 bool wants_slices(const OpWatch& watch, const OpKind& kind, const c10::IValue* arguments, size_t count, PyObject* refusal) {
   const PythonCall python;
   py::list tensors;
   for (size_t i = 0; i < count; ++i) {
-    visit_tensors(arguments[i], [&](const at::Tensor& tensor) { tensors.append(wrap(tensor)); });
+    visit_tensors(arguments[i], [&](const at::Tensor& tensor) {
+      if (!tensor.unsafeGetTensorImpl()->is_wrapped_number()) tensors.append(wrap(tensor));
+    });
   }
   const auto slicer = py::reinterpret_borrow<py::object>(watch.slicer()->ptr(getPyInterpreter()));
   const py::object error = refusal == nullptr ? py::none() : py::reinterpret_borrow<py::object>(refusal);

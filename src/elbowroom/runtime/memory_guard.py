@@ -96,6 +96,9 @@ class MemoryGuard:
         ]
         if stuck := self._state.stuck_bytes:
             in_the_way.append((f"what cannot leave since {self._state.refusal}", sum(stuck.values())))
+        rest = self._budget_bytes + missing_bytes - sum(each for _, each in in_the_way)
+        if rest > 0:
+            in_the_way.append(("other tensors that are in use or that the program holds", rest))
         error = Infeasible(
             needed_bytes=self._budget_bytes + missing_bytes,
             budget_bytes=self._budget_bytes,

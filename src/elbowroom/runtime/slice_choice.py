@@ -22,7 +22,7 @@ from elbowroom.slicing.rules import pointwise
 
 logger = logging.getLogger(__name__)
 
-PROBED = (0.75, 0.35, 0.15)
+PROBED = (0.75, 0.35, 0.15, 0.05)
 """Tensors of a probe take at most this share of the budget; less is tried if kernels' workspaces do not fit beside."""
 
 
