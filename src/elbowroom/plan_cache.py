@@ -7,6 +7,7 @@ import dataclasses
 import enum
 import logging
 import statistics
+import time
 from collections import Counter, OrderedDict
 from collections.abc import Sequence
 
@@ -49,6 +50,9 @@ MOST_PLANS = 32
 
 MOST_SEEN = 4096
 """Number of distinct steps without a plan that are remembered, to detect recurrence."""
+
+GAIN = 0.1
+"""Share of a step's time that a plan is expected to save beside stalls: the policy recomputes and moves more."""
 
 STEADY = 16
 """Consecutive expected steps after which the next step is assumed to be of the expected kind."""
@@ -145,7 +149,8 @@ class PlanCache:
         self.profile = profile
         self.entries: list[PlanCacheEntry] = []
         self._past = PastTimes(profile, is_enabled=config.op_time_store)
-        self._seen: OrderedDict[int, int] = OrderedDict()
+        self._seen: OrderedDict[int, float] = OrderedDict()  # seconds that plans would have saved
+        self._planning_seconds = 0.0  # of the last plan that was searched for
         self._steady = STEADY
         self._loops = LoopCompiler(starts=config.mode != "dynamic")
 
@@ -173,19 +178,23 @@ class PlanCache:
         self.entries.remove(entry)
         self.entries.insert(0, entry)
 
-    def record_miss(self, sizes: Sequence[int]) -> bool:
-        """Record that a step was of no known kind. Return True if a step like it occurred before.
+    def record_miss(self, sizes: Sequence[int], record: StepRecord) -> bool:
+        """Record that a step was of no known kind. Return True if such steps are worth a plan.
+
+        They are once they recur, and a plan would have saved as much time as making it takes.
 
         Args:
             sizes: bytes of each saved storage.
+            record: of the step.
         """
         self._steady = 0
         key = hash(tuple(sizes))
-        count = self._seen.pop(key, 0) + 1
-        self._seen[key] = count
+        former_seconds = self._seen.pop(key, None)
+        seconds = (former_seconds or 0.0) + record.stall_seconds + GAIN * record.seconds
+        self._seen[key] = seconds
         if len(self._seen) > MOST_SEEN:
             self._seen.popitem(last=False)
-        return count > 1
+        return former_seconds is not None and seconds >= self._planning_seconds
 
     def contains(self, trace: Trace) -> bool:
         """Return True if there is a plan for steps with the same saves and ops."""
@@ -365,11 +374,13 @@ class PlanCache:
             plan = keep_all_if_it_fits(trace, costs, self.lease.device_bytes)
         if plan is None:
             self._loops.wait(share=ENOUGH if config.strategy == "auto" else 1.0)
+            begin = time.perf_counter()
             plan = make_plan(
                 trace, costs, self.lease.device_bytes, strategy=config.strategy,
                 min_offload_bytes=config.min_offload_bytes, host_bytes=self.lease.host_bytes, manages=config.manages,
                 slices=Slices.NONE,
             )  # fmt: skip
+            self._planning_seconds = time.perf_counter() - begin
         planned = forecast_plan(trace, costs, plan, self.lease.host_bytes)
         self._ledger.trim()
         logger.info(

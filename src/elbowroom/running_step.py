@@ -37,11 +37,21 @@ GROWTH = 1 / 16
 """Share by which a plain step may exceed its expected allocations before it gets a runner."""
 
 
+def may_attach_later(ledger: Ledger) -> bool:
+    """Return True if a step that begins now can get a runner when it holds more than expected.
+
+    The ledger must ask for room, and a runner can only be attached between two Python calls, for which only the main
+    thread can be interrupted.
+    """
+    return ledger.scope is not None and threading.current_thread() is threading.main_thread()
+
+
 class RunningStep:
     """One step, from beginning to end.
 
     A plain step runs without a runner, since everything is expected to fit. It gets one when the model is called with
-    other shapes or more often than in earlier steps, or when the step allocates more than they did.
+    other shapes or more often than in earlier steps, or when the step allocates more than they did. With ample room it
+    gets one only when it has taken half of that room.
 
     Args:
         job: its model's calls are observed.
@@ -52,12 +62,14 @@ class RunningStep:
         capture: traces the step; None if it is not captured.
         expected: expected kind of a plain step; None for others.
         make_runner: makes a runner for a plain step that grows.
+        has_ample_room: whether larger steps of any kind fit, too.
         number: of the step, for messages.
 
     Attributes:
         expected: as given.
         runner: as given, or made during the step.
         calls: shapes that the model was called with, and their counts, as far as calls are observed.
+        is_usual: whether the model was called as in earlier steps of the expected kind, as far as calls are observed.
         unwatched: why a plain step that grew got no runner; "" otherwise.
         seconds: wall time of the block.
     """
@@ -73,6 +85,7 @@ class RunningStep:
         capture: LiveCapture | None,
         expected: PlanCacheEntry | None,
         make_runner: Callable[[], StepRunner],
+        has_ample_room: bool,
         number: int,
     ) -> None:
         self._job = job
@@ -82,6 +95,7 @@ class RunningStep:
         self._capture = capture
         self.expected = expected
         self._make_runner = make_runner
+        self._has_ample_room = has_ample_room
         self._number = number
         self._place = HookInsertionPoint()
         self._attached = contextlib.ExitStack()
@@ -89,6 +103,7 @@ class RunningStep:
         self._limit_bytes = lease.device_bytes
         self.runner = runner
         self.calls: Counter[Inputs] = Counter()
+        self.is_usual = True
         self.unwatched = ""
         self.seconds = 0.0
 
@@ -104,7 +119,7 @@ class RunningStep:
             calls = FIRST_CALLS if self._needs_few_calls() else None
             pause = stack.enter_context(observe_inputs(self._job.model, self._see_inputs, self._adopt_inputs, calls))
             timer = None if capture is None else capture.tracer
-            stack.enter_context(noticing_compiles(self._watch_from_here, pause, timer))
+            stack.enter_context(noticing_compiles(self._note_change, pause, timer))
             if capture is not None:
                 stack.enter_context(dispatching_ops_to(capture.tracer))
                 stack.enter_context(telling_gradients(capture.tracer, self._job.model))
@@ -125,12 +140,13 @@ class RunningStep:
 
     def _limit_growth(self) -> None:
         """Have the ledger call `_make_room` before a plain step holds much more than earlier ones."""
-        # A runner can only be attached between two Python calls, for which only the main thread can be interrupted.
-        is_main = threading.current_thread() is threading.main_thread()
-        if self.expected is None or self._ledger.scope is None or not is_main:
+        if self.expected is None or not may_attach_later(self._ledger):
             return
+        live_bytes = self._ledger.live_bytes
         growth_bytes = int((1 + GROWTH) * self.expected.expect_growth()) + (1 << 20)
-        self._limit_bytes = min(self._lease.device_bytes, self._ledger.live_bytes + growth_bytes)
+        if self._has_ample_room:
+            growth_bytes = max(growth_bytes, (self._lease.device_bytes - live_bytes) // 2)
+        self._limit_bytes = min(self._lease.device_bytes, live_bytes + growth_bytes)
         self._ledger.set_limit(self._limit_bytes)
 
     def _needs_few_calls(self) -> bool:
@@ -150,6 +166,12 @@ class RunningStep:
     def _see_inputs(self, inputs: Inputs) -> None:
         self.calls[inputs] += 1
         if self.expected is not None and not self.expected.is_usual(inputs, self.calls[inputs]):
+            self._note_change()
+
+    def _note_change(self) -> None:
+        """Note that a plain step differs from those before it: its model's inputs do, or code is compiled."""
+        self.is_usual = False
+        if not self._has_ample_room:
             self._watch_from_here()
 
     def _watch_from_here(self) -> None:

@@ -21,6 +21,7 @@ from elbowroom.ir.journal import Mode, StepRecord
 from elbowroom.ir.trace import Trace
 from elbowroom.job import Job
 from elbowroom.metering import Metering
+from elbowroom.plain_step_check import PlainStepCheck
 from elbowroom.plan_cache import PlanCache, PlanCacheEntry, Source, list_sizes
 from elbowroom.residency.access_history import AccessHistory
 from elbowroom.running_step import RunningStep
@@ -68,6 +69,7 @@ class StepModes:
         self._sliced_ops = sliced_ops
         self._captures = self._futile_captures = self._next_capture = 0
         self._has_recurred = False
+        self._plain_check = PlainStepCheck(cache, ledger, always_watch=job.config.always_watch)
         self._history = AccessHistory(is_bounded=cache.lease.host_bytes is not None)
         self._running: RunningStep | None = None
 
@@ -106,14 +108,9 @@ class StepModes:
             return self._run_capture()
         if entry is None:
             return self._run_dynamic("it is not known what these steps do")
-        if entry.planned.is_plain and self._fits_unwatched(entry):
+        if entry.planned.is_plain and self._plain_check.fits(entry):
             return self._run_plain(entry)
         return self._run_planned(entry)
-
-    def _fits_unwatched(self, entry: PlanCacheEntry) -> bool:
-        """Return True if a plain step fits beside what the job holds now (new gradients, for example)."""
-        is_steady = entry.is_seen and not (self._cache.varies or self._job.config.always_watch)
-        return is_steady and self._ledger.has_room(entry.expect_growth(), self._cache.lease.device_bytes)
 
     # -- modes ----------------------------------------------------------------------------------------------------
 
@@ -125,7 +122,9 @@ class StepModes:
         if step.runner is not None or step.unwatched:
             self._settle(entries, step, meter)
             return
-        record = self._metering.record(Mode.PLAIN, step.seconds, None, meter, "")
+        record = self._record(Mode.PLAIN, step, meter, "")
+        if not step.is_usual:
+            return
         self._cache.record_hit(entry, step.calls)
         self._cache.calibrate_time(entry, record)
         peak_bytes = record.peak_bytes or 0
@@ -156,7 +155,7 @@ class StepModes:
         meter = self._metering.make()
         runner = self._make_runner(Phase.UNPRESSURED)
         step = yield from self._run(runner, meter, None)
-        self._metering.record(Mode.DYNAMIC, step.seconds, runner.state, meter, note)
+        self._record(Mode.DYNAMIC, step, meter, note)
 
     def _run_capture(self) -> Iterator[None]:
         self._begin_paging(may_move=True)
@@ -165,7 +164,7 @@ class StepModes:
         runner = self._make_runner(Phase.CAPTURING, capture=capture)
         step = yield from self._run(runner, meter, capture)
         note = "" if runner.state.saved_tensors.needs else _explain_no_needs()
-        record = self._metering.record(Mode.CAPTURE, step.seconds, runner.state, meter, note)
+        record = self._record(Mode.CAPTURE, step, meter, note)
         if note:
             self._put_off_capture(note)
         else:
@@ -194,6 +193,7 @@ class StepModes:
             capture=capture,
             expected=expected,
             make_runner=make_runner,
+            has_ample_room=expected is not None and self._plain_check.has_ample_room(expected),
             number=self._metering.steps,
         )
         with step.running():
@@ -209,13 +209,19 @@ class StepModes:
         mode = Mode.DRIFTED if followed is None else Mode.PLANNED
         why = "; ".join(filter(None, (step.unwatched, "" if state is None else state.drift)))
         activities = () if state is None else state.activity_log.finish(self._transfers)  # `record` forgets them
-        record = self._metering.record(mode, step.seconds, state, meter, why)
+        record = self._record(mode, step, meter, why)
         if followed is not None:
             followed.activities = activities
             self._cache.record_hit(followed, step.calls)
-        elif self._cache.record_miss(() if state is None else state.saved_tensors.sizes):
+        elif self._cache.record_miss(() if state is None else state.saved_tensors.sizes, record):
             self._has_recurred = True
         return record, followed
+
+    def _record(self, mode: Mode, step: RunningStep, meter: Meter, note: str) -> StepRecord:
+        state = None if step.runner is None else step.runner.state
+        record = self._metering.record(mode, step.seconds, state, meter, note)
+        self._plain_check.note_growth((record.peak_bytes or 0) - meter.base_bytes)
+        return record
 
     def _make_capture(self, meter: Meter) -> LiveCapture:
         job = self._job
@@ -295,7 +301,7 @@ class StepModes:
             return
         cache, self._captures = self._cache, 0
         # If other kinds of step are known, this one is planned only once it recurs.
-        if cache.entries and (cache.contains(trace) or not cache.record_miss(list_sizes(trace))):
+        if cache.entries and (cache.contains(trace) or not cache.record_miss(list_sizes(trace), record)):
             self._put_off_capture()
             return
         if why := self.plan(trace, capture.measure(trace, record.seconds, record.stall_seconds)):

@@ -23,3 +23,15 @@ def steady_plans(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
     """Keeps plans where other work slows down a step; tests of planning again use the fixture `replans`."""
     if "replans" not in request.fixturenames:
         monkeypatch.setattr("elbowroom.cost.prediction_check.LEAST_SECONDS", math.inf)
+
+
+@pytest.fixture
+def no_ample_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Watches steps that differ from the expected one, also where much larger ones would fit."""
+    monkeypatch.setattr("elbowroom.plain_step_check.AMPLE", 1 << 40)
+
+
+@pytest.fixture
+def plans_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plans each kind of step once it recurs, also where planning takes longer than it saves."""
+    monkeypatch.setattr("elbowroom.plan_cache.GAIN", 1e9)

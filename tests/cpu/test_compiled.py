@@ -177,6 +177,7 @@ def test_compiled_models_under_pressure_everywhere(
 
 
 @pytest.mark.parametrize("mode", ["auto", "dynamic"])
+@pytest.mark.usefixtures("no_ample_room")
 def test_shapes_may_change_in_the_middle(mode: str, profile: HardwareProfile) -> None:
     """With another shape, graphs are compiled anew in the middle of a step; with a third one they are used again."""
     rows = [64, 64, 64, 96, 64, 160, 64]
@@ -258,6 +259,7 @@ def test_what_compiled_code_writes_in_place_is_seen(profile: HardwareProfile, mo
 @pytest.mark.parametrize(
     ("how", "kind"), [("torch.compile", nn.Sequential), ("torch.compile", Block), ("Module.compile", Block)]
 )
+@pytest.mark.usefixtures("no_ample_room")
 def test_nothing_of_ours_is_compiled(how: str, kind: Callable[..., nn.Module], profile: HardwareProfile) -> None:
     """Of modules of PyTorch's own, hooks would be compiled with the rest, or rather could not be."""
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU()) if kind is nn.Sequential else Block()
@@ -284,6 +286,7 @@ def test_nothing_of_ours_is_compiled(how: str, kind: Callable[..., nn.Module], p
     assert modes[4] is Mode.DRIFTED or (how == "torch.compile" and kind is nn.Sequential)
 
 
+@pytest.mark.usefixtures("no_ample_room")
 def test_a_step_that_is_watched_from_a_compiled_call_on_stays_so(profile: HardwareProfile) -> None:
     """Each call of a compiled function puts dispatch keys back as it found them."""
     job = Job("aot_eager", "whole")
@@ -295,6 +298,7 @@ def test_a_step_that_is_watched_from_a_compiled_call_on_stays_so(profile: Hardwa
                 before = 0 if runner is None else runner.state.watcher.ops
                 loss.exp().backward()
         assert runner is not None and runner.state.watcher.ops > before
+
 
 def test_code_is_compiled_once_inside_and_outside_of_steps_while_state_is_away(away: Away) -> None:
     compiled = []

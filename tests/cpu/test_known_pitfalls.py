@@ -60,6 +60,8 @@ class Runner:
             monkeypatch.setattr(elbowroom.plan_cache, "keep_all_if_it_fits", lambda *_: None)
         elif way == "pressed":
             ask_at_every_request(monkeypatch)
+        monkeypatch.setattr("elbowroom.plain_step_check.AMPLE", 1 << 40)  # watched, though a larger step would fit
+        monkeypatch.setattr("elbowroom.plan_cache.GAIN", 1e9)  # planned at once
         self._budget = HUGE
 
     def fit(self, model: nn.Module, optimizers: Optimizers, **options: Any) -> Room:

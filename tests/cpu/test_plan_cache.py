@@ -127,6 +127,7 @@ def compare(
         (make_branches, (0, 1), "recompute_all", 0.95),  # what only moves is the same in both
     ],
 )
+@pytest.mark.usefixtures("plans_at_once")
 def test_each_kind_of_step_gets_its_plan(
     make: Callable[[], Made], kinds: tuple[Kind, ...], strategy: str, share: float, profile: HardwareProfile
 ) -> None:
@@ -197,6 +198,30 @@ def test_plain_steps_do_not_hide_larger_ones(profile: HardwareProfile) -> None:
     assert len(room._cache.entries) == 2
 
 
+def test_steps_of_all_kinds_run_unwatched_in_ample_room(profile: HardwareProfile) -> None:
+    """Nothing is watched or planned for lengths that fit many times over, until one takes half of the room."""
+    peak = find_plain_peak(make_lengths, 64, profile)
+    kinds = [24, 24, 16, 40, 8, 24, 64, 32]
+    room, records = compare(make_lengths, kinds, 8 * peak, profile)
+    assert [record.mode for record in records] == [Mode.CAPTURE] * 2 + [Mode.PLAIN] * 6
+    assert len(room._cache.entries) == 1 and room.planned is not None
+    small = find_plain_peak(make_lengths, 8, profile)
+    room, records = compare(make_lengths, [8] * 4 + [64, 8], 3 * small, profile)
+    assert [record.mode for record in records[2:]] == [Mode.PLAIN, Mode.PLAIN, Mode.DRIFTED, Mode.PLANNED]
+    assert peak > 3 * small and records[4].offloaded_bytes + records[4].recomputed > 0
+
+
+@pytest.mark.parametrize(("gain", "plans"), [(0.0, 1), (1e9, 3)])
+def test_kinds_are_planned_once_that_pays(
+    gain: float, plans: int, profile: HardwareProfile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("elbowroom.plan_cache.GAIN", gain)
+    budget = int(0.7 * find_plain_peak(make_lengths, 64, profile))
+    room, _ = compare(make_lengths, [64, 64, 48, 56] + [48, 48, 48, 56, 56, 56, 64] * 3, budget, profile)
+    assert len(room._cache.entries) == plans
+
+
+@pytest.mark.usefixtures("no_ample_room")
 def test_compiled_code_runs_in_steps_that_are_watched_and_not(profile: HardwareProfile) -> None:
     """A compiled model is called with another shape while nothing else is attached."""
     calls = 0

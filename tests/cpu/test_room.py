@@ -386,6 +386,7 @@ def call_in_thread(model: nn.Module, x: torch.Tensor, is_larger: bool) -> torch.
         (call_in_thread, "in another thread"),
     ],
 )
+@pytest.mark.usefixtures("no_ample_room")
 def test_a_larger_call_where_nothing_can_begin_to_watch(
     call: Callable[..., torch.Tensor], why: str, profile: HardwareProfile, caplog: pytest.LogCaptureFixture
 ) -> None:

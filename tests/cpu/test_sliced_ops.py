@@ -144,9 +144,13 @@ def test_an_op_with_a_number_that_no_slices_help_is_refused(
     """PyTorch's kernels get the number as a tensor, and Python as a number: the error lists all bytes in the way."""
     monkeypatch.setattr(SliceChooser, "choose", lambda *_: None)
     model = nn.Linear(4, 4)
-    with elbowroom.fit(model, torch.optim.SGD(model.parameters()), 28 << 20, mode="dynamic", profile=profile) as room:
-        with pytest.raises(Infeasible, match="aten.mul.Tensor has no room as a whole") as caught, room.step():
-            torch.ones(5 << 20) * 2.0
+    optimizer = torch.optim.SGD(model.parameters())
+    with (
+        elbowroom.fit(model, optimizer, 28 << 20, mode="dynamic", profile=profile) as room,
+        pytest.raises(Infeasible, match=r"aten\.mul\.Tensor has no room as a whole") as caught,
+        room.step(),
+    ):
+        torch.ones(5 << 20) * 2.0
     listed = dict(caught.value.in_the_way)
     assert sum(listed.values()) == caught.value.needed_bytes
     assert listed["other tensors that are in use or that the program holds"] == pytest.approx(20 << 20, abs=4096)

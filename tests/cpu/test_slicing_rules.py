@@ -437,6 +437,20 @@ def test_a_smaller_probe_still_finds_a_wrong_rule(wrong_rule: None) -> None:
     assert probe_passes(aten.cumprod.default, args, {}, wrong, 16, limit_bytes=limit) is Exactness.INEXACT
 
 
+@pytest.mark.parametrize("share", [1 / 2, 1 / 8, 1 / 32])
+@pytest.mark.parametrize("parts", [4, 27, 40])
+def test_a_smaller_probe_claims_no_more_than_that_of_the_whole_op(parts: int, share: float) -> None:
+    """Along adjacent elements, kernels compute a few in another way than many."""
+    some, channel = torch.randn(256, 64), torch.rand(64) + 0.1
+    backward = (torch.randn(256, 64), some, *([channel] * 5), True, 1e-5, [True, True, True])
+    product = (torch.randn(512, 200), torch.randn(200, 96))
+    for op, args in ((aten.native_batch_norm_backward.default, backward), (aten.mm.default, product)):
+        limit = share * 2 * sum(each.numel() * 4 for each in args if isinstance(each, torch.Tensor))
+        for passes in find_passes(op, args, {}):
+            smaller = probe_passes(op, args, {}, passes, parts, limit_bytes=limit)
+            assert not smaller.is_exact or probe_passes(op, args, {}, passes, parts).is_exact
+
+
 def test_a_probe_leaves_arguments_and_random_state_as_they_are() -> None:
     state = torch.random.get_rng_state()
     some = torch.randn(4, 3, 2, 2)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch._ops import OpOverload
 
-from elbowroom.ir.slicing import SlicePass, iterate_slices
+from elbowroom.ir.slicing import Loop, SlicePass, iterate_slices
 from elbowroom.slicing.bounds import (
     Parts,
     count_parts,
@@ -29,6 +29,16 @@ _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 SMALL = 1 << 16
 """Elements up to which an op is probed with several draws, since few sums could agree by chance."""
+
+WIDE = 64
+"""Least elements of a smaller op along a dimension whose elements are adjacent in memory. Kernels compute several
+vectors of these at a time, and fewer in another way."""
+
+NARROW = 16
+"""Narrower slices along such a dimension are compared with the whole op only: kernels have special ways for these."""
+
+LEAST_SHARE = 1 / 32
+"""Least share of an op that is compared instead of the whole. Kernels also choose their ways by the size of an op."""
 
 
 def is_exact(
@@ -84,7 +94,8 @@ def probe_passes(
         store: answers known so far; new ones are added, except TOO_LARGE, which depends on the limit. Default: none
             are kept.
         limit_bytes: bytes that the probe's tensors may take, without the workspace of kernels. If the whole op does not
-            fit, fewer slices of the same sizes are compared with an op that is as much smaller.
+            fit, fewer slices of the same sizes are compared with an op that is as much smaller, unless that is so small
+            that kernels may compute it in another way.
 
     Returns:
         the weakest answer of all passes.
@@ -131,13 +142,38 @@ def _probe(call: OpCall, cuts: Mapping[SlicePass, Ranges], limit_bytes: float) -
 
 def _probe_smaller(call: OpCall, slice_pass: SlicePass, ranges: Ranges, limit_bytes: float) -> Exactness:
     """Probe a pass with as many of its slices as fit, and the op that they make up."""
-    while any(len(each) > 2 for each in ranges):
-        ranges = [each[: max(2, len(each) // 2)] for each in ranges]
+    are_adjacent = [_is_adjacent(call, slice_pass, loop) for loop in slice_pass.loops]
+    for slices, is_adjacent in zip(ranges, are_adjacent, strict=True):
+        if is_adjacent and min(end - begin for begin, end in slices) < NARROW:
+            return Exactness.TOO_LARGE
+    while (kept := [_keep_half(*each) for each in zip(ranges, are_adjacent, strict=True)]) != ranges:
+        ranges = kept
+        shares = (each[-1][1] / max(1, loop.length) for each, loop in zip(ranges, slice_pass.loops, strict=True))
+        if math.prod(shares) < LEAST_SHARE:
+            break
         described, part = _shrink(call, slice_pass, ranges)
         if _count_bytes(described, part, ranges, describe_results(described)) <= limit_bytes:
             inexact = _find_inexact(described, {part: ranges}, call.reads[0].device)
             return Exactness.INEXACT if inexact else Exactness.PROVEN_ON_SMALLER_BATCH
     return Exactness.TOO_LARGE
+
+
+def _is_adjacent(call: OpCall, slice_pass: SlicePass, loop: Loop) -> bool:
+    """Tell whether a loop narrows one of the largest tensors along a dimension with adjacent elements in memory."""
+    results = describe_results(call)
+    pairs = [(call.reads[index], loop.reads[index]) for index in slice_pass.reads]
+    pairs += [(results[index], loop.writes[index]) for index in slice_pass.results]
+    narrowed = [(tensor, dimension) for tensor, dimension in pairs if dimension is not None]
+    most = max((tensor.numel() for tensor, _ in narrowed), default=0)
+    return any(tensor.stride(dimension) == 1 and 2 * tensor.numel() >= most for tensor, dimension in narrowed)
+
+
+def _keep_half(slices: list[tuple[int, int]], is_adjacent: bool) -> list[tuple[int, int]]:
+    """Return the first half of a loop's slices, at least two of them, and `WIDE` elements if these are adjacent."""
+    count = min(len(slices), max(2, len(slices) // 2))
+    while is_adjacent and count < len(slices) and slices[count - 1][1] < WIDE:
+        count += 1
+    return slices[:count]
 
 
 def _list_ranges(slice_pass: SlicePass, counts: Sequence[int]) -> Ranges:
