@@ -9,11 +9,14 @@ from typing import Any
 
 import torch
 
-from elbowroom.errors import TraceError
+from elbowroom.agreed_plans import AgreedPlans
+from elbowroom.errors import Infeasible, TraceError
 from elbowroom.hardware.probe import probe
 from elbowroom.hooks.ledger import Ledger
 from elbowroom.ir.hardware import HardwareProfile
 from elbowroom.job import Job
+from elbowroom.plan_cache import PlanCache
+from elbowroom.ranks.ranks import Ranks, find_members, join_ranks
 from elbowroom.runtime.state_pager import StatePager
 from elbowroom.runtime.step_storages import load_native
 from elbowroom.runtime.transfers import Transfers
@@ -21,6 +24,18 @@ from elbowroom.step_modes import StepModes
 from elbowroom.tracing.fake import capture_fake
 
 logger = logging.getLogger("elbowroom.room")
+
+
+def join_job(job: Job, ledger: Ledger, budget_bytes: int) -> Ranks | None:
+    """Meet the other ranks that train the model; None if one process trains it alone.
+
+    Raises:
+        UsageError, RanksDiffer, RankLost: as for `join_ranks`.
+    """
+    members = find_members(job.model)
+    if not members:
+        return None
+    return join_ranks(job.model, job.config, budget_bytes, members, lambda: f"holding {ledger.live_bytes} bytes")
 
 
 def probe_within(job: Job, ledger: Ledger, budget_bytes: int) -> HardwareProfile:
@@ -31,6 +46,26 @@ def probe_within(job: Job, ledger: Ledger, budget_bytes: int) -> HardwareProfile
     profile = probe(str(job.device), spill_folder=job.config.spill_folder, most_bytes=most_bytes)
     ledger.trim()
     return profile
+
+
+def change_budget(cache: PlanCache, agreed: AgreedPlans | None, held_bytes: int, budget_bytes: int) -> None:
+    """Plan for another budget. `held_bytes`: what the job holds between steps.
+
+    Raises:
+        Infeasible: the job holds more, or no plan fits.
+    """
+    refusal = None
+    if held_bytes > budget_bytes:
+        refusal = Infeasible(
+            needed_bytes=held_bytes, budget_bytes=budget_bytes, op="the next step", is_whole_step=False,
+            in_the_way=(("held between steps", held_bytes),),
+        )  # fmt: skip
+    if agreed is not None:
+        agreed.set_budget(budget_bytes, refusal)
+    elif refusal is not None:
+        raise refusal
+    else:
+        cache.set_budget(budget_bytes)
 
 
 def make_pager(job: Job, transfers: Transfers, ledger: Ledger) -> StatePager:

@@ -11,6 +11,7 @@ from collections.abc import Generator, Iterator, Sequence
 import torch
 
 from elbowroom.advice import advise
+from elbowroom.agreed_plans import AgreedPlans, CapturedStep
 from elbowroom.errors import Infeasible, MemoryRefused, Thrashing
 from elbowroom.hooks.input_guard import Inputs
 from elbowroom.hooks.ledger import CpuLedger, CudaLedger
@@ -21,7 +22,9 @@ from elbowroom.ir.journal import Mode, StepRecord
 from elbowroom.ir.trace import Trace
 from elbowroom.job import Job
 from elbowroom.metering import Metering
-from elbowroom.plan_cache import PlanCache, PlanCacheEntry, Source, list_sizes
+from elbowroom.plan_cache import PlanCache, list_sizes
+from elbowroom.plan_cache_entry import PlanCacheEntry, Source
+from elbowroom.ranks.ranks import Ranks
 from elbowroom.residency.access_history import AccessHistory
 from elbowroom.running_step import RunningStep
 from elbowroom.runtime.phase import Phase
@@ -48,6 +51,8 @@ class StepModes:
         ledger: counts bytes on the device.
         pager: moves model state, unless that stays on the device, and results of ops that run in slices.
         sliced_ops: runs ops in slices that have no room as a whole.
+        ranks: of a distributed job; None if the job is not distributed.
+        agreed: agrees on plans with them.
     """
 
     def __init__(
@@ -59,6 +64,8 @@ class StepModes:
         ledger: CpuLedger | CudaLedger,
         pager: StatePager,
         sliced_ops: SlicedOps,
+        ranks: Ranks | None = None,
+        agreed: AgreedPlans | None = None,
     ) -> None:
         self._job = job
         self._cache = cache
@@ -66,6 +73,7 @@ class StepModes:
         self._transfers, self._ledger = transfers, ledger
         self._pager = pager
         self._sliced_ops = sliced_ops
+        self._ranks, self._agreed = ranks, agreed
         self._captures = self._futile_captures = self._next_capture = 0
         self._has_recurred = False
         self._history = AccessHistory(is_bounded=cache.lease.host_bytes is not None)
@@ -83,11 +91,19 @@ class StepModes:
     @contextlib.contextmanager
     def step(self) -> Iterator[None]:
         """Return a context in which one step runs. Errors: as for `Room.step`."""
+        with contextlib.nullcontext() if self._ranks is None else self._ranks.step():
+            yield from self._step()
+
+    def _step(self) -> Iterator[None]:
+        if self._agreed is not None:
+            self._agreed.begin_step()
         entry, self._running = self._cache.current, None
         try:
             if entry is not None:
                 self._transfers.prepare(entry.planned.placement, gives_back=not self._cache.varies)
             yield from self._choose(entry)
+            if self._agreed is not None and self._agreed.is_due:
+                self._agree(self._agreed)
         except (Infeasible, MemoryRefused, Thrashing) as error:
             if isinstance(error, Infeasible):
                 locate_shortage(error, self._job.model)
@@ -100,8 +116,11 @@ class StepModes:
             raise
 
     def _choose(self, entry: PlanCacheEntry | None) -> Iterator[None]:
-        if self._job.config.mode == "dynamic":
+        agreed = self._agreed
+        if self._job.config.mode == "dynamic" or (agreed is not None and agreed.is_dynamic):
             return self._run_dynamic("")
+        if entry is None and agreed is not None and agreed.is_due:
+            return self._run_capture()
         if (entry is None or self._has_recurred) and self._metering.steps >= self._next_capture:
             return self._run_capture()
         if entry is None:
@@ -291,6 +310,11 @@ class StepModes:
         """
         self._captures += 1
         trace = capture.finish()
+        if self._agreed is not None and self._agreed.is_open:
+            if self._agreed.is_due:
+                measurements = capture.measure(trace, record.seconds, record.stall_seconds)
+                self._agreed.captured = CapturedStep(trace, measurements, calls)
+            return
         if not (capture.is_settled and is_whole) and self._captures < self._job.config.settling_steps:
             return
         cache, self._captures = self._cache, 0
@@ -298,11 +322,25 @@ class StepModes:
         if cache.entries and (cache.contains(trace) or not cache.record_miss(list_sizes(trace))):
             self._put_off_capture()
             return
-        if why := self.plan(trace, capture.measure(trace, record.seconds, record.stall_seconds)):
+        measurements = capture.measure(trace, record.seconds, record.stall_seconds)
+        self._plan_captured(CapturedStep(trace, measurements, calls))
+
+    def _plan_captured(self, step: CapturedStep) -> None:
+        if why := self.plan(step.trace, step.measurements):
             self._put_off_capture(why)
             return
         self._futile_captures, self._has_recurred = 0, False
-        cache.entries[0].calls = calls
+        self._cache.entries[0].calls = step.calls
+
+    def _agree(self, agreed: AgreedPlans) -> None:
+        """Plan together with the other ranks."""
+        if not (why := agreed.settle(goes_without=self._is_paging)):
+            self._futile_captures, self._has_recurred = 0, False
+            return
+        logger.warning("%s", why)
+        self._captures = 0
+        if not agreed.is_open and not agreed.is_dynamic and agreed.captured is not None:
+            self._plan_captured(agreed.captured)
 
     def _learn(self, entry: PlanCacheEntry, capture: LiveCapture, record: StepRecord, *, is_followed: bool) -> None:
         """Replan with measured op times, if the observed step matched the planned one to the last op."""

@@ -1,8 +1,9 @@
-"""Detects models that are sharded over several devices."""
+"""Finds out how a model is spread over several devices."""
 
 from __future__ import annotations
 
 import sys
+from typing import Any
 
 import torch
 
@@ -21,3 +22,10 @@ def find_sharded(model: torch.nn.Module) -> str:
         if tensor is not None and isinstance(parameter, tensor.DTensor):
             return f"parameter {name!r} is a DTensor"
     return ""
+
+
+def find_replicas(model: torch.nn.Module) -> tuple[Any, ...]:
+    """Return the `DistributedDataParallel` modules of a model."""
+    if "torch.distributed" not in sys.modules:
+        return ()
+    return tuple(each for each in model.modules() if isinstance(each, torch.nn.parallel.DistributedDataParallel))
