@@ -35,7 +35,7 @@ def join_job(job: Job, ledger: Ledger, budget_bytes: int) -> Ranks | None:
     members = find_members(job.model)
     if not members:
         return None
-    return join_ranks(job.model, job.config, budget_bytes, members, lambda: f"holding {ledger.live_bytes} bytes")
+    return join_ranks(job.model, job.config, budget_bytes, members, ledger)
 
 
 def probe_within(job: Job, ledger: Ledger, budget_bytes: int) -> HardwareProfile:

@@ -6,13 +6,15 @@ import contextlib
 import dataclasses
 import hashlib
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 import torch.distributed as dist
 
 from elbowroom.config import Config
 from elbowroom.errors import RankLost
+from elbowroom.hooks.gradient_buckets import GradientBuckets
+from elbowroom.hooks.ledger import Ledger
 from elbowroom.hooks.sharded import find_replicas
 from elbowroom.ranks.agreement import Greeting, check_greetings
 from elbowroom.ranks.rank_group import RankGroup, describe_process
@@ -34,15 +36,16 @@ class Ranks:
         group: connects them.
         greetings: of all ranks.
         model: of this rank.
-        describe: tells what this rank does, in a few words.
+        ledger: counts the bytes of this rank.
     """
 
     def __init__(
-        self, group: RankGroup, greetings: Sequence[Greeting], model: torch.nn.Module, describe: Callable[[], str]
+        self, group: RankGroup, greetings: Sequence[Greeting], model: torch.nn.Module, ledger: Ledger
     ) -> None:
         self.group = group
         self._replicas = find_replicas(model)
-        self._monitor = RankMonitor(group, greetings, describe)
+        self._buckets = GradientBuckets(self._replicas, ledger)
+        self._monitor = RankMonitor(group, greetings, lambda: f"holding {ledger.live_bytes} bytes")
         self.budget_bytes = min(each.budget_bytes for each in greetings)
 
     def may_run_alone(self) -> bool:
@@ -63,6 +66,7 @@ class Ranks:
             raise
         finally:
             self._monitor.is_waiting = False
+        self._buckets.look()
 
     def leave(self, kind: object, error: BaseException | None, traceback: object) -> None:
         """Leave the others, and tell them the error that is the reason, if any."""
@@ -77,7 +81,7 @@ class Ranks:
 
 
 def join_ranks(
-    model: torch.nn.Module, config: Config, budget_bytes: int, members: Sequence[int], describe: Callable[[], str]
+    model: torch.nn.Module, config: Config, budget_bytes: int, members: Sequence[int], ledger: Ledger
 ) -> Ranks:
     """Meet the other ranks of a job. All of them must call it.
 
@@ -92,7 +96,7 @@ def join_ranks(
         note = check_greetings(greetings, stops=config.if_ranks_differ == "stop")
         if note:
             logger.warning("%s: all use the smallest", note)
-        return Ranks(group, greetings, model, describe)
+        return Ranks(group, greetings, model, ledger)
     except BaseException:
         with contextlib.suppress(RankLost):
             group.close()

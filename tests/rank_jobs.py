@@ -1,0 +1,315 @@
+"""Jobs of several processes on one machine: what every rank runs, and how tests start the ranks and see how they end."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import importlib
+import multiprocessing
+import os
+import pathlib
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn import functional
+from torch.nn.parallel import DistributedDataParallel
+
+import elbowroom
+from elbowroom.ir.hardware import HardwareProfile
+from elbowroom.room import Room
+from tests.state_jobs import OutsideMeter
+
+WIDTH = 64
+STEPS = 7
+
+
+@dataclasses.dataclass
+class End:
+    """How one rank has ended: its exit code, its result (None if it has none), and what it wrote to stderr."""
+
+    code: int | None
+    result: Any
+    text: str
+
+
+def run_ranks(
+    folder: pathlib.Path, function: str, *args: Any, ranks: int = 2, seconds: float = 240, ends: Sequence[int] = ()
+) -> list[End]:
+    """Run a function of this module in several processes, and wait for them.
+
+    Args:
+        function: its name. It is called with the number of the rank and `args`; the process group exists.
+        seconds: after so many, those that still run are killed; their exit code is None.
+        ends: ranks for which to wait; by default all. The others are killed then.
+    """
+    context = multiprocessing.get_context("spawn")
+    processes = [
+        context.Process(target=_run, args=(rank, ranks, str(folder), function, args), daemon=True)
+        for rank in range(ranks)
+    ]
+    for each in processes:
+        each.start()
+    end = time.monotonic() + seconds
+    for rank in ends or range(ranks):
+        processes[rank].join(max(0.0, end - time.monotonic()))
+    codes = [each.exitcode for each in processes]
+    for each in processes:
+        each.kill()
+        each.join()
+    found = []
+    for rank, code in enumerate(codes):
+        result = folder / f"result{rank}.pt"
+        value = torch.load(result, weights_only=False) if result.exists() else None
+        found.append(End(code, value, (folder / f"text{rank}").read_text(errors="replace")))
+    return found
+
+
+def _run(rank: int, ranks: int, folder: str, function: str, args: tuple[Any, ...]) -> None:
+    text = os.open(f"{folder}/text{rank}", os.O_WRONLY | os.O_CREAT)
+    os.dup2(text, 2)
+    os.environ["ELBOWROOM_OP_TIME_STORE"] = "0"
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/group", rank=rank, world_size=ranks)
+    try:
+        result = getattr(importlib.import_module("tests.rank_jobs"), function)(rank, *args)
+    except Exception:
+        traceback.print_exc()
+        os._exit(3)
+    torch.save(result, f"{folder}/part{rank}.pt")
+    os.replace(f"{folder}/part{rank}.pt", f"{folder}/result{rank}.pt")
+    with contextlib.suppress(Exception):
+        dist.destroy_process_group()
+
+
+# -- models ------------------------------------------------------------------------------------------------------------
+
+
+class Transformer(nn.Module):
+    """Two encoder layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(WIDTH, 4, 2 * WIDTH, dropout=0.0, batch_first=True)
+        self.layers = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+        self.head = nn.Linear(WIDTH, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.layers(x)).square().mean()
+
+
+class SynchronisedNorm(nn.Module):
+    """Batch norm over the batches of all ranks, which `SyncBatchNorm` does on GPUs only."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.ones(channels)), nn.Parameter(torch.zeros(channels))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        import torch.distributed.nn
+
+        sums = torch.stack([x.sum((0, 2, 3)), x.square().sum((0, 2, 3))])
+        mean, square = torch.distributed.nn.functional.all_reduce(sums) / (x.numel() / x.shape[1] * dist.get_world_size())
+        scale = self.weight / (square - mean.square() + 1e-5).sqrt()
+        return x * scale[:, None, None] + (self.bias - mean * scale)[:, None, None]
+
+
+class Convolutions(nn.Module):
+    """A small CNN with both kinds of batch norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Sequential(nn.Conv2d(3, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU())
+        self.second = nn.Sequential(nn.Conv2d(16, 16, 3, padding=1), SynchronisedNorm(16), nn.ReLU())
+        self.head = nn.Linear(16, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.second(self.first(x)).mean((2, 3))).square().mean()
+
+
+class Experts(nn.Module):
+    """A mixture of experts: each row goes to one of four, so that some may get none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(WIDTH, 4)
+        self.experts = nn.ModuleList(
+            nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.GELU(), nn.Linear(2 * WIDTH, WIDTH)) for _ in range(4)
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.flatten(0, -2)
+        share, chosen = self.gate(x).softmax(-1).max(-1)
+        out = torch.zeros_like(x)
+        for index, expert in enumerate(self.experts):
+            rows = (chosen == index).nonzero().flatten()
+            if len(rows):
+                out = out.index_add(0, rows, expert(x[rows]) * share[rows, None])
+        return out.square().mean()
+
+
+class ReducedInPlace(nn.Module):
+    """Tensor parallelism as Megatron does it: a sum over the ranks that takes the place of its input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(6))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = functional.gelu(_SumInPlace.apply(layer(x)))
+        return x.square().mean()
+
+
+class _SumInPlace(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        dist.all_reduce(x)
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient
+
+
+def adamw(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=1e-2)
+
+
+def sgd(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.05, momentum=0.9)
+
+
+def replicate(**options: Any) -> Callable[[nn.Module], nn.Module]:
+    """A function that makes replicas with several buckets."""
+    return lambda model: DistributedDataParallel(model, bucket_cap_mb=0.05, **options)
+
+
+@dataclasses.dataclass(frozen=True)
+class RankCase:
+    """A job of every rank.
+
+    Attributes:
+        shape: of a batch.
+        spread: makes the model one of several ranks.
+        micro_batches: of a step; all but the last are not synchronised.
+        varies: whether batches of ranks differ in length.
+        joins: whether rank 1 has fewer batches.
+    """
+
+    model: Callable[[], nn.Module]
+    shape: tuple[int, ...]
+    optimizer: Callable[[Any], torch.optim.Optimizer]
+    spread: Callable[[nn.Module], nn.Module]
+    micro_batches: int = 1
+    varies: bool = False
+    joins: bool = False
+
+
+WORDS, IMAGES = (16, 32, WIDTH), (16, 3, 24, 24)
+
+CASES = {
+    "transformer": RankCase(Transformer, WORDS, adamw, replicate()),
+    "transformer, buckets hold the gradients": RankCase(
+        Transformer, WORDS, adamw, replicate(gradient_as_bucket_view=True, static_graph=True)
+    ),
+    "convolutions": RankCase(Convolutions, IMAGES, sgd, replicate(gradient_as_bucket_view=True)),
+    "experts": RankCase(Experts, WORDS, adamw, replicate(find_unused_parameters=True)),
+    "accumulation": RankCase(Transformer, (8, 32, WIDTH), sgd, replicate(gradient_as_bucket_view=True), micro_batches=3),
+    "uneven batches": RankCase(Transformer, WORDS, sgd, replicate(), joins=True),
+    "reduced in place": RankCase(ReducedInPlace, (1024, WIDTH), sgd, lambda model: model),
+}
+
+
+@dataclasses.dataclass
+class Outcome:
+    """What a rank found: tensors to compare, modes and peaks of the steps, and the plan that was agreed on."""
+
+    tensors: dict[str, torch.Tensor]
+    modes: list[str] = dataclasses.field(default_factory=list)
+    peaks: list[int] = dataclasses.field(default_factory=list)
+    outside_peak: int = 0
+    budget: int = 0
+    plan: str = ""
+    moved: int = 0
+    error: str = ""
+
+
+def train(
+    rank: int, case: RankCase, budget: int | None, profile: HardwareProfile, steps: int = STEPS, **options: Any
+) -> Outcome:
+    """Train, in a room if there is a budget."""
+    torch.manual_seed(0)
+    meter = OutsideMeter()
+    room: Room | None = None
+    try:
+        model = case.spread(case.model())
+        optimizer = case.optimizer(model.parameters())
+        if budget is not None:
+            options = {"min_offload_bytes": 1 << 10, "profile": profile} | options
+            room = elbowroom.fit(model, optimizer, budget, **options)
+        begin = meter.count_seconds()
+        losses = []
+        batches = steps - 2 * rank if case.joins else steps
+        with model.join() if case.joins else contextlib.nullcontext():  # type: ignore[operator]
+            for index in range(batches):
+                optimizer.zero_grad()
+                with contextlib.nullcontext() if room is None else room.step():
+                    losses.append(_step(rank, case, model, optimizer, index))
+        meter.stop()
+        outcome = Outcome(_list_tensors(model, optimizer) | {"losses": torch.stack(losses)})
+        outcome.outside_peak = meter.find_peak(begin)
+        if room is not None:
+            records = room.journal().steps
+            outcome.modes = [each.mode.value for each in records]
+            outcome.peaks = [each.peak_bytes or 0 for each in records]
+            outcome.budget = room.budget_bytes
+            outcome.plan = "" if room._agreed is None else room._agreed.digest
+            outcome.moved = sum(int(room.metrics()[f"total_{name}"]) for name in ("offloaded_bytes", "recomputed_segments"))
+        return outcome
+    finally:
+        meter.stop()
+        if room is not None:
+            room.detach()
+
+
+def _step(rank: int, case: RankCase, model: nn.Module, optimizer: torch.optim.Optimizer, index: int) -> torch.Tensor:
+    for part in range(case.micro_batches):
+        shape = (case.shape[0] + (rank + index) % 3, *case.shape[1:]) if case.varies else case.shape
+        batch = torch.randn(shape, generator=torch.Generator().manual_seed(100 * index + 10 * part + rank))
+        is_last = part == case.micro_batches - 1
+        with contextlib.nullcontext() if is_last else model.no_sync():  # type: ignore[operator]
+            loss = model(batch)
+            loss.backward()
+    optimizer.step()
+    return loss.detach().clone()
+
+
+def _list_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+    """Copies of parameters, buffers, gradients and optimizer state; the own part of those that are sharded."""
+    found = dict(model.state_dict())
+    found |= {f"gradient of {name}": each.grad for name, each in model.named_parameters() if each.grad is not None}
+    for position, state in enumerate(optimizer.state.values()):
+        found |= {f"{key} {position}": each for key, each in state.items() if isinstance(each, torch.Tensor)}
+    local = {what: each.to_local() if hasattr(each, "to_local") else each for what, each in found.items()}
+    return {what: each.detach().clone() for what, each in local.items()}
+
+
+def train_all(
+    rank: int, jobs: Sequence[tuple[str, int | None, dict[str, Any]]], profile: HardwareProfile
+) -> dict[tuple[str, int | None], Outcome]:
+    """Train cases one after the other; by name and budget. Options that are lists have a value for each rank."""
+    found = {}
+    for name, budget, options in jobs:
+        own = {key: each[rank] if isinstance(each, list) else each for key, each in options.items()}
+        try:
+            found[name, budget] = train(rank, CASES[name], own.pop("budget", budget), profile, **own)
+        except Exception as error:
+            traceback.print_exc()
+            found[name, budget] = Outcome({}, error=f"{type(error).__name__}: {error}")
+        dist.barrier()
+    return found
