@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import torch
 from torch.optim import Optimizer
 
 from elbowroom.config import Config
+from elbowroom.hooks.sharded import find_replicas, list_bucketed
 from elbowroom.tracing.residents import Resident, list_resident_tensors, list_residents
 
 
@@ -33,6 +35,15 @@ class Job:
     def list_residents(self) -> list[torch.Tensor]:
         """List parameters, gradients, buffers and optimizer state."""
         return list_resident_tensors(self.model, self.optimizers)
+
+    def list_movable(self) -> list[torch.Tensor]:
+        """List those of them that may leave the device."""
+        staying = {id(each.grad) for each in self._bucketed if each.grad is not None}
+        return [each for each in self.list_residents() if id(each) not in staying]
+
+    @functools.cached_property
+    def _bucketed(self) -> list[torch.nn.Parameter]:
+        return list_bucketed(find_replicas(self.model))
 
     def name_residents(self) -> list[Resident]:
         """List them with their roles and labels."""

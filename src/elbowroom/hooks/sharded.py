@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -29,3 +30,12 @@ def find_replicas(model: torch.nn.Module) -> tuple[Any, ...]:
     if "torch.distributed" not in sys.modules:
         return ()
     return tuple(each for each in model.modules() if isinstance(each, torch.nn.parallel.DistributedDataParallel))
+
+
+def list_bucketed(replicas: Iterable[Any]) -> list[torch.nn.Parameter]:
+    """Return the parameters whose gradients are views of buckets of `DistributedDataParallel`.
+
+    A bucket is one storage for several gradients, and DDP accesses its memory without an op.
+    """
+    viewing = [each for each in replicas if each.gradient_as_bucket_view]
+    return [parameter for each in viewing for parameter in each.module.parameters()]
