@@ -1,13 +1,15 @@
-"""Jobs of several processes on one machine: what every rank runs, and how tests start the ranks and see how they end."""
+"""Jobs of several processes on one machine: what every rank runs, and how tests start ranks and see them end."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import importlib
 import multiprocessing
 import os
 import pathlib
+import signal
 import time
 import traceback
 from collections.abc import Callable, Sequence
@@ -113,7 +115,9 @@ class SynchronisedNorm(nn.Module):
         import torch.distributed.nn
 
         sums = torch.stack([x.sum((0, 2, 3)), x.square().sum((0, 2, 3))])
-        mean, square = torch.distributed.nn.functional.all_reduce(sums) / (x.numel() / x.shape[1] * dist.get_world_size())
+        mean, square = torch.distributed.nn.functional.all_reduce(sums) / (
+            x.numel() / x.shape[1] * dist.get_world_size()
+        )
         scale = self.weight / (square - mean.square() + 1e-5).sqrt()
         return x * scale[:, None, None] + (self.bias - mean * scale)[:, None, None]
 
@@ -219,7 +223,9 @@ CASES = {
     ),
     "convolutions": RankCase(Convolutions, IMAGES, sgd, replicate(gradient_as_bucket_view=True)),
     "experts": RankCase(Experts, WORDS, adamw, replicate(find_unused_parameters=True)),
-    "accumulation": RankCase(Transformer, (8, 32, WIDTH), sgd, replicate(gradient_as_bucket_view=True), micro_batches=3),
+    "accumulation": RankCase(
+        Transformer, (8, 32, WIDTH), sgd, replicate(gradient_as_bucket_view=True), micro_batches=3
+    ),
     "uneven batches": RankCase(Transformer, WORDS, sgd, replicate(), joins=True),
     "reduced in place": RankCase(ReducedInPlace, (1024, WIDTH), sgd, lambda model: model),
 }
@@ -269,7 +275,9 @@ def train(
             outcome.peaks = [each.peak_bytes or 0 for each in records]
             outcome.budget = room.budget_bytes
             outcome.plan = "" if room._agreed is None else room._agreed.digest
-            outcome.moved = sum(int(room.metrics()[f"total_{name}"]) for name in ("offloaded_bytes", "recomputed_segments"))
+            outcome.moved = sum(
+                int(room.metrics()[f"total_{name}"]) for name in ("offloaded_bytes", "recomputed_segments")
+            )
         return outcome
     finally:
         meter.stop()
@@ -312,4 +320,112 @@ def train_all(
             traceback.print_exc()
             found[name, budget] = Outcome({}, error=f"{type(error).__name__}: {error}")
         dist.barrier()
+    return found
+
+
+# -- ranks that differ, and ranks that fail ----------------------------------------------------------------------------
+
+
+def _make(rank: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = CASES["transformer"].spread(Transformer())
+    return model, sgd(model.parameters())
+
+
+def _refuse(call: Callable[[], Any]) -> str:
+    """The error that a call raises; "" if it raises none."""
+    try:
+        call()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def differ(rank: int, profile: HardwareProfile) -> dict[str, Any]:
+    """Rooms of ranks that have something else each."""
+    found: dict[str, Any] = {}
+
+    def fit(budget: int = 3 << 20, changed: bool = False, **options: Any) -> None:
+        model, optimizer = _make(rank)
+        if changed and rank == 1:
+            model.register_buffer("other", torch.ones(2))
+        with elbowroom.fit(model, optimizer, budget, profile=profile, **options) as room:
+            found["least budget"] = room.budget_bytes
+
+    found["options"] = _refuse(lambda: fit(settling_steps=3 + rank))
+    found["model"] = _refuse(lambda: fit(changed=True))
+    found["budgets"] = _refuse(lambda: fit((3 + rank) << 20, if_ranks_differ="stop"))
+    found["other budgets"] = _refuse(lambda: fit((4 - rank) << 20))
+    version = elbowroom.__version__
+    elbowroom.__version__ = f"{version}.{rank}"
+    found["versions"] = _refuse(fit)
+    elbowroom.__version__ = version
+    case = dataclasses.replace(CASES["transformer"], varies=True)
+    found["steps"] = _refuse(lambda: train(rank, case, 8 << 20, profile, 4, if_ranks_differ="stop"))
+    found["dynamic"] = train(rank, case, 8 << 20, profile, 5, if_ranks_differ="dynamic").modes
+    return found
+
+
+def change_budgets(rank: int, profile: HardwareProfile) -> dict[str, Any]:
+    """A room whose budget changes, and exchanges of a room that only follows its plan."""
+    found: dict[str, Any] = {}
+    model, optimizer = _make(rank)
+    options: dict[str, Any] = {"min_offload_bytes": 1 << 10, "strategy": "offload_all"}
+    with elbowroom.fit(model, optimizer, 4 << 20, profile=profile, **options) as room:
+        assert room._ranks is not None and room._agreed is not None
+        group, calls = room._ranks.group, [0]
+        enter = group._enter
+
+        def count(what: str) -> None:
+            calls[0] += 1
+            enter(what)
+
+        group._enter = count  # type: ignore[method-assign]
+        for index in range(8):
+            if index == 5:
+                found["exchanges"] = calls[0]
+                before = room._agreed.digest
+                room.set_budget((7 << 19) - (rank << 18))
+                found["plan changed"] = before != room._agreed.digest
+                found["plan"], found["budget"] = room._agreed.digest, room.budget_bytes
+                found["refused"] = _refuse(lambda: room.set_budget(room.budget_bytes if rank == 0 else 1000))
+                found["kept"] = room.budget_bytes
+            optimizer.zero_grad()
+            with room.step():
+                _step(rank, CASES["transformer"], model, optimizer, index)
+        found["modes"] = [each.mode.value for each in room.journal().steps]
+        found["peaks"] = [each.peak_bytes for each in room.journal().steps]
+    return found
+
+
+def fail(rank: int, how: str, folder: str, profile: HardwareProfile) -> None:
+    """Train until rank 1 fails in its fifth step."""
+    model, optimizer = _make(rank)
+    options: dict[str, Any] = {"rank_timeout_seconds": 5, "min_offload_bytes": 1 << 10, "strategy": "offload_all"}
+    room = elbowroom.fit(model, optimizer, 4 << 20, profile=profile, spill_folder=folder, **options)
+    for index in range(8):
+        optimizer.zero_grad()
+        with room.step():
+            if rank == 1 and index == 4:
+                _end(how)
+            _step(rank, CASES["transformer"], model, optimizer, index)
+
+
+def _end(how: str) -> None:
+    if how == "is killed":
+        os.kill(os.getpid(), signal.SIGKILL)
+    elif how == "hangs":
+        os.kill(os.getpid(), signal.SIGSTOP)
+    else:
+        torch.randn(1 << 22)
+
+
+def meet(rank: int, profile: HardwareProfile) -> dict[str, Any]:
+    """Several meetings of ranks, of which the last is in vain."""
+    found = differ(rank, profile) | change_budgets(rank, profile)
+    model, optimizer = _make(rank)
+    if rank == 1:
+        time.sleep(6)
+    else:
+        fit = functools.partial(elbowroom.fit, model, optimizer, 4 << 20, profile=profile)
+        found["in vain"] = _refuse(lambda: fit(rank_timeout_seconds=2))
     return found

@@ -107,9 +107,7 @@ class RankMonitor:
                 last, heard = beat, time.monotonic()
             silent_seconds = time.monotonic() - heard
             if not failure and silent_seconds > self._group.timeout_seconds:
-                failure = (
-                    f"rank {next_rank} has given no sign of life for {silent_seconds:.0f} s; its last: {last or 'none'}"
-                )
+                failure = f"rank {next_rank} gives no sign of life for {silent_seconds:.0f} s; its last: {last}"
             if failure and self.is_waiting:
                 self._end_job(failure)
                 return
@@ -120,8 +118,8 @@ class RankMonitor:
         for _ in range(int(GRACE_SECONDS / 0.1)):
             if not self.is_waiting or self._is_closed.wait(0.1):
                 return
+        # Not by `logger`: a program may send that elsewhere, and this process ends.
         text = f"elbowroom: rank {self._group.rank} ends ({self._describe()}), as it waits for another one: {failure}"
-        logger.critical("%s", text)
         print(text, file=sys.stderr, flush=True)
         os._exit(EXIT_CODE)
 

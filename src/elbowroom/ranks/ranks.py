@@ -39,9 +39,7 @@ class Ranks:
         ledger: counts the bytes of this rank.
     """
 
-    def __init__(
-        self, group: RankGroup, greetings: Sequence[Greeting], model: torch.nn.Module, ledger: Ledger
-    ) -> None:
+    def __init__(self, group: RankGroup, greetings: Sequence[Greeting], model: torch.nn.Module, ledger: Ledger) -> None:
         self.group = group
         self._replicas = find_replicas(model)
         self._buckets = GradientBuckets(self._replicas, ledger)

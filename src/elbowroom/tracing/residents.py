@@ -32,8 +32,8 @@ class Resident(NamedTuple):
 def list_residents(model: torch.nn.Module, optimizers: Sequence[Optimizer]) -> list[Resident]:
     """Return every tensor that a job keeps between steps, possibly with repetitions.
 
-    Wrapper subclasses are replaced by the tensors that they wrap (`unwrap`). Gradients in buckets stay where they are, as
-    inputs do.
+    Wrapper subclasses are replaced by the tensors that they wrap (`unwrap`). Gradients in buckets stay, as inputs
+    do.
     """
     parameters = [
         Resident(each, Role.PARAMETER, name, find_module_path(name)) for name, each in model.named_parameters()
