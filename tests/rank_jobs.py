@@ -100,6 +100,9 @@ class Transformer(nn.Module):
         self.layers = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
         self.head = nn.Linear(WIDTH, 8)
 
+    def blocks(self) -> list[nn.Module]:
+        return list(self.layers.layers)
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.head(self.layers(x)).square().mean()
 
@@ -131,19 +134,30 @@ class Convolutions(nn.Module):
         self.second = nn.Sequential(nn.Conv2d(16, 16, 3, padding=1), SynchronisedNorm(16), nn.ReLU())
         self.head = nn.Linear(16, 8)
 
+    def blocks(self) -> list[nn.Module]:
+        return [self.first, self.second]
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.head(self.second(self.first(x)).mean((2, 3))).square().mean()
 
 
 class Experts(nn.Module):
-    """A mixture of experts: each row goes to one of four, so that some may get none."""
+    """A mixture of experts: each row goes to one of four, so that some may get none.
 
-    def __init__(self) -> None:
+    Args:
+        skips: whether those are not called then.
+    """
+
+    def __init__(self, skips: bool = True) -> None:
         super().__init__()
+        self.skips = skips
         self.gate = nn.Linear(WIDTH, 4)
         self.experts = nn.ModuleList(
             nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.GELU(), nn.Linear(2 * WIDTH, WIDTH)) for _ in range(4)
         )
+
+    def blocks(self) -> list[nn.Module]:
+        return list(self.experts)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = x.flatten(0, -2)
@@ -151,7 +165,7 @@ class Experts(nn.Module):
         out = torch.zeros_like(x)
         for index, expert in enumerate(self.experts):
             rows = (chosen == index).nonzero().flatten()
-            if len(rows):
+            if len(rows) or not self.skips:
                 out = out.index_add(0, rows, expert(x[rows]) * share[rows, None])
         return out.square().mean()
 
@@ -193,6 +207,28 @@ def replicate(**options: Any) -> Callable[[nn.Module], nn.Module]:
     return lambda model: DistributedDataParallel(model, bucket_cap_mb=0.05, **options)
 
 
+def shard(**options: Any) -> Callable[[nn.Module], nn.Module]:
+    """A function that shards each block of a model, and the rest of it."""
+
+    def apply(model: nn.Module) -> nn.Module:
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import fully_shard
+
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        for block in model.blocks():  # type: ignore[operator]
+            fully_shard(block, mesh=mesh, **options)
+        return fully_shard(model, mesh=mesh, **options)
+
+    return apply
+
+
+def shard_mixed(model: nn.Module) -> nn.Module:
+    """Shard a model that computes in bfloat16."""
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+    return shard(mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32))(model)
+
+
 @dataclasses.dataclass(frozen=True)
 class RankCase:
     """A job of every rank.
@@ -229,6 +265,16 @@ CASES = {
     "uneven batches": RankCase(Transformer, WORDS, sgd, replicate(), joins=True),
     "reduced in place": RankCase(ReducedInPlace, (1024, WIDTH), sgd, lambda model: model),
 }
+
+SHARDED = {
+    "sharded transformer": RankCase(Transformer, WORDS, adamw, shard()),
+    "sharded transformer that stays gathered": RankCase(Transformer, WORDS, adamw, shard(reshard_after_forward=False)),
+    "sharded transformer in bfloat16": RankCase(Transformer, WORDS, adamw, shard_mixed),
+    "sharded convolutions": RankCase(Convolutions, IMAGES, sgd, shard()),
+    "sharded experts": RankCase(functools.partial(Experts, skips=False), WORDS, adamw, shard()),
+    "sharded accumulation": RankCase(Transformer, (8, 32, WIDTH), sgd, shard(), micro_batches=3),
+}
+CASES |= SHARDED
 
 
 @dataclasses.dataclass
@@ -290,6 +336,9 @@ def _step(rank: int, case: RankCase, model: nn.Module, optimizer: torch.optim.Op
         shape = (case.shape[0] + (rank + index) % 3, *case.shape[1:]) if case.varies else case.shape
         batch = torch.randn(shape, generator=torch.Generator().manual_seed(100 * index + 10 * part + rank))
         is_last = part == case.micro_batches - 1
+        if hasattr(model, "set_requires_gradient_sync"):
+            model.set_requires_gradient_sync(is_last)  # type: ignore[operator]
+            is_last = True
         with contextlib.nullcontext() if is_last else model.no_sync():  # type: ignore[operator]
             loss = model(batch)
             loss.backward()

@@ -19,7 +19,7 @@ from elbowroom.errors import Infeasible, TraceError, UsageError
 from elbowroom.hardware.memory import parse_budget
 from elbowroom.hardware.past_times import PastTimes
 from elbowroom.hardware.probe import probe
-from elbowroom.hooks.sharded import find_sharded
+from elbowroom.hooks.sharded import find_sharded, is_sharded
 from elbowroom.ir.hardware import HardwareProfile
 from elbowroom.ir.trace import Trace
 from elbowroom.planner.comparison.smallest_budget import find_smallest
@@ -71,8 +71,10 @@ def fit(
 
     Raises:
         UnknownMember: the policy or strategy does not exist.
-        UsageError: the budget is malformed; the model has no parameters, is on two devices, is sharded (FSDP, DTensor)
-            or already has a room; the spill folder is missing or not writable; an argument has the wrong type.
+        UsageError: the budget is malformed; the model has no parameters, is on two devices, is sharded otherwise
+            than by fully_shard, or already has a room; the spill folder is missing or not writable; an argument has the
+            wrong type; the ranks of a distributed job have other models, options or versions.
+        RankLost, RanksDiffer: another rank of a distributed job does not come, or differs, as `if_ranks_differ` says.
         Infeasible: no plan of `step` fits the budget, and it would not fit with ops in slices either.
     """
     config = read_config(**options)
@@ -171,6 +173,10 @@ def capture(
     """
     device, optimizers = find_device(model), list_optimizers(optimizer)
     _check_step(step)
+    if is_sharded(model):
+        raise UsageError(
+            "the model is sharded by fully_shard, whose collectives cannot run ahead: capture a step in a room instead"
+        )
     with contextlib.nullcontext() if memory_budget is None else _grouping(model, optimizers, memory_budget, device):
         trace = capture_fake(step, model, optimizers, name=name or type(model).__name__, device=device)
     if not trace.needs:
@@ -200,8 +206,8 @@ def find_device(model: torch.nn.Module) -> torch.device:
         raise UsageError(f"expected a torch.nn.Module as the model, not {_name_type(model)}")
     if sharded := find_sharded(model):
         raise UsageError(
-            f"the model is spread over several devices ({sharded}); Elbowroom manages one device: use it without "
-            "sharding, or with DistributedDataParallel"
+            f"the model is spread over several devices ({sharded}); Elbowroom manages models on one device, and those "
+            "of DistributedDataParallel and fully_shard"
         )
     devices = sorted({str(parameter.device) for parameter in model.parameters()})
     if len(devices) != 1:

@@ -81,7 +81,7 @@ class Room:
         self._step: _OpenStep | None = None  # between begin_step and end_step
         with contextlib.ExitStack() as undoing:
             undoing.callback(self._ledger.close)
-            self._ranks = ranks = None if shared is not None else join_job(job, self._ledger, budget_bytes)
+            self._ranks = ranks = join_job(job, self._ledger, budget_bytes, is_alone=shared is not None)
             if ranks is not None:
                 undoing.push(ranks.leave)
                 budget_bytes = ranks.budget_bytes

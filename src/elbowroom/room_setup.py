@@ -13,6 +13,7 @@ from elbowroom.agreed_plans import AgreedPlans
 from elbowroom.errors import Infeasible, TraceError
 from elbowroom.hardware.probe import probe
 from elbowroom.hooks.ledger import Ledger
+from elbowroom.hooks.unsharded_weights import note_gathered_weights
 from elbowroom.ir.hardware import HardwareProfile
 from elbowroom.job import Job
 from elbowroom.plan_cache import PlanCache
@@ -26,13 +27,14 @@ from elbowroom.tracing.fake import capture_fake
 logger = logging.getLogger("elbowroom.room")
 
 
-def join_job(job: Job, ledger: Ledger, budget_bytes: int) -> Ranks | None:
-    """Meet the other ranks that train the model; None if one process trains it alone.
+def join_job(job: Job, ledger: Ledger, budget_bytes: int, *, is_alone: bool) -> Ranks | None:
+    """Meet the other ranks that train the model; None if one process trains it alone, or is to plan alone.
 
     Raises:
         UsageError, RanksDiffer, RankLost: as for `join_ranks`.
     """
-    members = find_members(job.model)
+    note_gathered_weights(job.model)
+    members = () if is_alone else find_members(job.model)
     if not members:
         return None
     return join_ranks(job.model, job.config, budget_bytes, members, ledger)
@@ -81,6 +83,9 @@ def plan_ahead(job: Job, pager: StatePager, modes: StepModes, budget_bytes: int,
     Raises:
         Infeasible: it cannot run within the budget.
     """
+    if find_members(job.model):
+        logger.warning("ranks of a distributed job capture their first real steps: step= is not used")
+        return
     try:
         with pager.grouping(budget_bytes) if job.moves_state else contextlib.nullcontext():
             trace = capture_fake(step, job.model, job.optimizers, name=job.name, device=job.device)

@@ -118,6 +118,8 @@ def _is_received(func: OpOverload, argument: Any) -> bool:
         return False
     if func.namespace == "c10d":
         return not argument.name.startswith("input")
+    if func.namespace == "fsdp":
+        return func._opname == "all_gather_copy_in" and argument.name == "all_gather_output"
     return func.namespace == "_c10d_functional" and func._opname in ("irecv", "batch_p2p_ops")
 
 

@@ -15,7 +15,7 @@ from elbowroom.config import Config
 from elbowroom.errors import RankLost
 from elbowroom.hooks.gradient_buckets import GradientBuckets
 from elbowroom.hooks.ledger import Ledger
-from elbowroom.hooks.sharded import find_replicas
+from elbowroom.hooks.sharded import find_replicas, list_shard_ranks
 from elbowroom.ranks.agreement import Greeting, check_greetings
 from elbowroom.ranks.rank_group import RankGroup, describe_process
 from elbowroom.ranks.rank_monitor import RankMonitor
@@ -105,9 +105,8 @@ def find_members(model: torch.nn.Module) -> tuple[int, ...]:
     """Return the ranks that train a model together, in the default group; empty if it is trained by one process."""
     if not dist.is_available() or not dist.is_initialized() or not dist.is_gloo_available():
         return ()
-    found = {
-        rank for each in find_replicas(model) for rank in dist.get_process_group_ranks(each.process_group)
-    }  # fmt: skip
+    found = {rank for each in find_replicas(model) for rank in dist.get_process_group_ranks(each.process_group)}
+    found |= list_shard_ranks(model)
     return tuple(sorted(found)) if len(found) > 1 else ()
 
 

@@ -10,7 +10,7 @@ import torch
 from torch.optim import Optimizer
 
 from elbowroom.hooks.module_paths import find_module_path
-from elbowroom.hooks.sharded import find_replicas, list_bucketed
+from elbowroom.hooks.sharded import list_bucketed
 from elbowroom.hooks.storage_ids import PLAIN_TENSORS, unwrap
 from elbowroom.ir.trace import Role
 
@@ -48,7 +48,7 @@ def list_residents(model: torch.nn.Module, optimizers: Sequence[Optimizer]) -> l
             Resident(each, Role.OPTIMIZER_STATE, key, owners.get(id(parameter)))
             for parameter, key, each in _iterate_state(optimizer)
         ]
-    bucketed = {id(each) for each in list_bucketed(find_replicas(model))}
+    bucketed = {id(each) for each in list_bucketed(model)}
     gradients = [
         Resident(tensor.grad, Role.INPUT if id(tensor) in bucketed else Role.GRADIENT, f"gradient of {name}", module)
         for tensor, _, name, module in parameters

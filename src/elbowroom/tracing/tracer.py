@@ -303,6 +303,10 @@ class Tracer(TorchDispatchMode):
 
     # -- storages -------------------------------------------------------------------------------------------------
 
+    def locate(self, storage: torch.UntypedStorage) -> tuple[int, int]:
+        """Return the present tick, and the id of a storage; -1 if no op has used it."""
+        return self._tick, -1 if (seen := self._lookup(storage)) is None else seen.id
+
     def _find(self, tensor: torch.Tensor) -> _Seen | None:
         storage = self._get_storage(tensor)
         return None if storage is None else self._lookup(storage)
