@@ -291,6 +291,21 @@ class Outcome:
     error: str = ""
 
 
+ELSEWHERE_BYTES = 1 << 15
+"""Small tensors of DDP from before `fit`, and what threads of the process group release unseen by the outside meter."""
+
+
+def check_outcome(plain: Outcome, managed: Outcome, budget: int, unseen_bytes: int = 0) -> None:
+    """Check that a job in a room has the bits of the plain one, and that both meters found it within its budget."""
+    assert not plain.error and not managed.error
+    assert plain.tensors.keys() == managed.tensors.keys()
+    assert [what for what in plain.tensors if not torch.equal(plain.tensors[what], managed.tensors[what])] == []
+    assert any(what.startswith("gradient of") for what in plain.tensors)
+    assert 0 < max(managed.peaks) <= budget
+    assert 0 < managed.outside_peak <= budget + ELSEWHERE_BYTES + unseen_bytes
+    assert managed.moved > 0
+
+
 def train(
     rank: int, case: RankCase, budget: int | None, profile: HardwareProfile, steps: int = STEPS, **options: Any
 ) -> Outcome:
