@@ -335,7 +335,7 @@ def train(
             outcome.modes = [each.mode.value for each in records]
             outcome.peaks = [each.peak_bytes or 0 for each in records]
             outcome.budget = room.budget_bytes
-            outcome.plan = "" if room._agreed is None else room._agreed.digest
+            outcome.plan = "" if room._modes.agreed is None else room._modes.agreed.digest
             outcome.moved = sum(
                 int(room.metrics()[f"total_{name}"]) for name in ("offloaded_bytes", "recomputed_segments")
             )
@@ -435,8 +435,9 @@ def change_budgets(rank: int, profile: HardwareProfile) -> dict[str, Any]:
     model, optimizer = _make(rank)
     options: dict[str, Any] = {"min_offload_bytes": 1 << 10, "strategy": "offload_all"}
     with elbowroom.fit(model, optimizer, 4 << 20, profile=profile, **options) as room:
-        assert room._ranks is not None and room._agreed is not None
-        group, calls = room._ranks.group, [0]
+        agreed, calls = room._modes.agreed, [0]
+        assert agreed is not None
+        group = agreed._ranks.group
         enter = group._enter
 
         def count(what: str) -> None:
@@ -447,10 +448,10 @@ def change_budgets(rank: int, profile: HardwareProfile) -> dict[str, Any]:
         for index in range(8):
             if index == 5:
                 found["exchanges"] = calls[0]
-                before = room._agreed.digest
+                before = agreed.digest
                 room.set_budget((7 << 19) - (rank << 18))
-                found["plan changed"] = before != room._agreed.digest
-                found["plan"], found["budget"] = room._agreed.digest, room.budget_bytes
+                found["plan changed"] = before != agreed.digest
+                found["plan"], found["budget"] = agreed.digest, room.budget_bytes
                 found["refused"] = _refuse(lambda: room.set_budget(room.budget_bytes if rank == 0 else 1000))
                 found["kept"] = room.budget_bytes
             optimizer.zero_grad()

@@ -6,11 +6,13 @@ end of the step with a number that all know (`settling_steps`), and where the pr
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import json
 import logging
 from collections import Counter
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from elbowroom.config import Config
@@ -65,24 +67,31 @@ class AgreedPlans:
         self.captured: CapturedStep | None = None
         self.digest = ""
 
-    def begin_step(self) -> None:
-        """Count a step."""
+    @contextlib.contextmanager
+    def step(self) -> Iterator[None]:
+        """Return a context in which a step runs, and this rank may wait for others."""
         self._begun += 1
         self.captured = None
+        with self._ranks.step():
+            yield
+
+    def close(self) -> None:
+        """Leave the other ranks."""
+        self._ranks.close()
 
     @property
     def is_due(self) -> bool:
         """True if the ranks meet at the end of this step."""
         return self.is_open and self._begun == self._due
 
-    def settle(self, *, goes_without: bool) -> str:
+    def settle(self, *, goes_without: bool) -> bool:
         """Agree on a plan at the end of a step. All ranks call it at the end of the same step.
 
         Args:
             goes_without: whether this rank can run its steps without a plan.
 
         Returns:
-            "" if there is a plan now; else why there is none, which is the same on all ranks.
+            Whether there is a plan now. If not, a warning says why; the same on all ranks.
 
         Raises:
             Infeasible: no plan fits. On all ranks.
@@ -91,12 +100,15 @@ class AgreedPlans:
         """
         if self._ranks.may_run_alone():
             self.is_open = False
-            return "some ranks may have run out of batches (join), so each plans alone"
+            logger.info("some ranks may have run out of batches (join), so each plans alone")
+            return False
         step = self.captured or self._find_expected()
         trace, costs = (None, None) if step is None else (step.trace, self._price(step))
         offer = self._make_offer(trace, costs, self._cache.lease.device_bytes, goes_without=goes_without)
         calls: Counter[Inputs] = Counter() if step is None else step.calls
-        return self._agree(offer, trace, costs, calls)
+        if why := self._agree(offer, trace, costs, calls):
+            logger.warning("%s", why)
+        return not why
 
     def set_budget(self, budget_bytes: int, error: Infeasible | None) -> None:
         """Change the budget of all ranks to the least that one asks for, and plan the expected step again.

@@ -63,18 +63,16 @@ def fit(
         memory_budget: bytes the job may hold on that device: a number, "8GiB" or "8G" (1024), "8GB" (1000), or "60%"
             of the device's memory; or "shared": a lease of the device's broker (`elbowroom share`), which may change
             between steps, and for which the job waits; or a lease of `wait_for_lease`. By default $ELBOWROOM_BUDGET.
-        step: function that does one whole training step. It is captured ahead on fake tensors (nothing runs or
-            changes), so that the first step already follows a plan. Without it, or with a warning if it reads tensor
-            values or advances an iterator, the first steps run capacity-first.
+        step: function that does one whole training step, captured ahead on fake tensors (nothing runs or changes), so
+            that the first step follows a plan. Otherwise, and if it cannot be captured, the first steps run capacity-first.
         profile: profile of this machine from `probe`; by default measured now, within the budget, in some seconds.
         **options: fields of `elbowroom.config.Config`, such as strategy, spill_folder, host_bytes and manages.
 
     Raises:
         UnknownMember: the policy or strategy does not exist.
-        UsageError: the budget is malformed; the model has no parameters, is on two devices, is sharded otherwise
-            than by fully_shard, or already has a room; the spill folder is missing or not writable; an argument has the
-            wrong type; the ranks of a distributed job have other models, options or versions.
-        RankLost, RanksDiffer: another rank of a distributed job does not come, or differs, as `if_ranks_differ` says.
+        UsageError: the budget or an argument is malformed; the model has no parameters, is on two devices, is sharded
+            otherwise than by fully_shard, or has a room; the spill folder is not writable; other ranks have other models.
+        RankLost, RanksDiffer: another rank does not come, or differs.
         Infeasible: no plan of `step` fits the budget, and it would not fit with ops in slices either.
     """
     config = read_config(**options)

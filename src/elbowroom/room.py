@@ -81,7 +81,7 @@ class Room:
         self._step: _OpenStep | None = None  # between begin_step and end_step
         with contextlib.ExitStack() as undoing:
             undoing.callback(self._ledger.close)
-            self._ranks = ranks = join_job(job, self._ledger, budget_bytes, is_alone=shared is not None)
+            ranks = join_job(job, self._ledger, budget_bytes, is_alone=shared is not None)
             if ranks is not None:
                 undoing.push(ranks.leave)
                 budget_bytes = ranks.budget_bytes
@@ -94,11 +94,10 @@ class Room:
             self._metering = Metering(device, self._transfers, self._ledger)
             self._pager = make_pager(job, self._transfers, self._ledger)
             self._sliced_ops = SlicedOps(self._pager, is_exact=config.exact)
-            self._agreed = None if ranks is None else AgreedPlans(ranks, self._cache, config)
+            agreed = None if ranks is None else AgreedPlans(ranks, self._cache, config)
             self._modes = StepModes(
-                job, self._cache, self._metering, self._transfers, self._ledger, self._pager, self._sliced_ops, ranks,
-                self._agreed,
-            )  # fmt: skip
+                job, self._cache, self._metering, self._transfers, self._ledger, self._pager, self._sliced_ops, agreed
+            )
             self._ledger.adopt(job.list_residents())
             if step is not None and config.mode != "dynamic":
                 plan_ahead(job, self._pager, self._modes, budget_bytes, step)
@@ -211,7 +210,7 @@ class Room:
         if self._job.moves_state and (held_bytes := self._ledger.live_bytes) > budget_bytes:
             self._pager.make_room_between_steps(held_bytes - budget_bytes)
         try:
-            change_budget(self._cache, self._agreed, self._ledger.live_bytes, budget_bytes)
+            change_budget(self._cache, self._modes.agreed, self._ledger.live_bytes, budget_bytes)
         except Infeasible as error:
             advise(error, self._job.model, self._job.optimizers, moves_state=self._job.moves_state)
             raise
@@ -379,8 +378,8 @@ class Room:
             self.end_step(_BrokenOff())
         self._modes.forget_last()
         self._pager.close()
-        if self._ranks is not None:
-            self._ranks.close()
+        if self._modes.agreed is not None:
+            self._modes.agreed.close()
         remove_mark(self._job.model)
         self._cache.close()
         self._transfers.close()

@@ -24,7 +24,6 @@ from elbowroom.job import Job
 from elbowroom.metering import Metering
 from elbowroom.plan_cache import PlanCache, list_sizes
 from elbowroom.plan_cache_entry import PlanCacheEntry, Source
-from elbowroom.ranks.ranks import Ranks
 from elbowroom.residency.access_history import AccessHistory
 from elbowroom.running_step import RunningStep
 from elbowroom.runtime.phase import Phase
@@ -51,8 +50,10 @@ class StepModes:
         ledger: counts bytes on the device.
         pager: moves model state, unless that stays on the device, and results of ops that run in slices.
         sliced_ops: runs ops in slices that have no room as a whole.
-        ranks: of a distributed job; None if the job is not distributed.
-        agreed: agrees on plans with them.
+        agreed: agrees on plans with the other ranks of a distributed job; None if the job is not distributed.
+
+    Attributes:
+        agreed: as given.
     """
 
     def __init__(
@@ -64,7 +65,6 @@ class StepModes:
         ledger: CpuLedger | CudaLedger,
         pager: StatePager,
         sliced_ops: SlicedOps,
-        ranks: Ranks | None = None,
         agreed: AgreedPlans | None = None,
     ) -> None:
         self._job = job
@@ -73,7 +73,7 @@ class StepModes:
         self._transfers, self._ledger = transfers, ledger
         self._pager = pager
         self._sliced_ops = sliced_ops
-        self._ranks, self._agreed = ranks, agreed
+        self.agreed = agreed
         self._captures = self._futile_captures = self._next_capture = 0
         self._has_recurred = False
         self._history = AccessHistory(is_bounded=cache.lease.host_bytes is not None)
@@ -91,32 +91,28 @@ class StepModes:
     @contextlib.contextmanager
     def step(self) -> Iterator[None]:
         """Return a context in which one step runs. Errors: as for `Room.step`."""
-        with contextlib.nullcontext() if self._ranks is None else self._ranks.step():
-            yield from self._step()
-
-    def _step(self) -> Iterator[None]:
-        if self._agreed is not None:
-            self._agreed.begin_step()
-        entry, self._running = self._cache.current, None
-        try:
-            if entry is not None:
-                self._transfers.prepare(entry.planned.placement, gives_back=not self._cache.varies)
-            yield from self._choose(entry)
-            if self._agreed is not None and self._agreed.is_due:
-                self._agree(self._agreed)
-        except (Infeasible, MemoryRefused, Thrashing) as error:
-            if isinstance(error, Infeasible):
-                locate_shortage(error, self._job.model)
-            # A notebook keeps the last traceback, whose frames would keep tensors alive.
-            traceback.clear_frames(error.__traceback__)
-            if isinstance(error, Infeasible):
-                advise(error, self._job.model, self._job.optimizers, moves_state=self._job.moves_state)
-            if self._running is not None and (begun_as := self._running.expected) is not None:
-                self._cache.remove(begun_as)  # the next step is observed from its beginning
-            raise
+        agreed = self.agreed
+        with contextlib.nullcontext() if agreed is None else agreed.step():
+            entry, self._running = self._cache.current, None
+            try:
+                if entry is not None:
+                    self._transfers.prepare(entry.planned.placement, gives_back=not self._cache.varies)
+                yield from self._choose(entry)
+                if agreed is not None and agreed.is_due and agreed.settle(goes_without=self._is_paging):
+                    self._futile_captures, self._has_recurred = 0, False
+            except (Infeasible, MemoryRefused, Thrashing) as error:
+                if isinstance(error, Infeasible):
+                    locate_shortage(error, self._job.model)
+                # A notebook keeps the last traceback, whose frames would keep tensors alive.
+                traceback.clear_frames(error.__traceback__)
+                if isinstance(error, Infeasible):
+                    advise(error, self._job.model, self._job.optimizers, moves_state=self._job.moves_state)
+                if self._running is not None and (begun_as := self._running.expected) is not None:
+                    self._cache.remove(begun_as)  # the next step is observed from its beginning
+                raise
 
     def _choose(self, entry: PlanCacheEntry | None) -> Iterator[None]:
-        agreed = self._agreed
+        agreed = self.agreed
         if self._job.config.mode == "dynamic" or (agreed is not None and agreed.is_dynamic):
             return self._run_dynamic("")
         if entry is None and agreed is not None and agreed.is_due:
@@ -310,10 +306,10 @@ class StepModes:
         """
         self._captures += 1
         trace = capture.finish()
-        if self._agreed is not None and self._agreed.is_open:
-            if self._agreed.is_due:
+        if self.agreed is not None and self.agreed.is_open:
+            if self.agreed.is_due:
                 measurements = capture.measure(trace, record.seconds, record.stall_seconds)
-                self._agreed.captured = CapturedStep(trace, measurements, calls)
+                self.agreed.captured = CapturedStep(trace, measurements, calls)
             return
         if not (capture.is_settled and is_whole) and self._captures < self._job.config.settling_steps:
             return
@@ -322,25 +318,11 @@ class StepModes:
         if cache.entries and (cache.contains(trace) or not cache.record_miss(list_sizes(trace))):
             self._put_off_capture()
             return
-        measurements = capture.measure(trace, record.seconds, record.stall_seconds)
-        self._plan_captured(CapturedStep(trace, measurements, calls))
-
-    def _plan_captured(self, step: CapturedStep) -> None:
-        if why := self.plan(step.trace, step.measurements):
+        if why := self.plan(trace, capture.measure(trace, record.seconds, record.stall_seconds)):
             self._put_off_capture(why)
             return
         self._futile_captures, self._has_recurred = 0, False
-        self._cache.entries[0].calls = step.calls
-
-    def _agree(self, agreed: AgreedPlans) -> None:
-        """Plan together with the other ranks."""
-        if not (why := agreed.settle(goes_without=self._is_paging)):
-            self._futile_captures, self._has_recurred = 0, False
-            return
-        logger.warning("%s", why)
-        self._captures = 0
-        if not agreed.is_open and not agreed.is_dynamic and agreed.captured is not None:
-            self._plan_captured(agreed.captured)
+        cache.entries[0].calls = calls
 
     def _learn(self, entry: PlanCacheEntry, capture: LiveCapture, record: StepRecord, *, is_followed: bool) -> None:
         """Replan with measured op times, if the observed step matched the planned one to the last op."""

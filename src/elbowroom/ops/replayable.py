@@ -117,7 +117,7 @@ def _is_received(func: OpOverload, argument: Any) -> bool:
     if "Tensor" not in str(argument.type) or func._opname in ("send", "isend"):
         return False
     if func.namespace == "c10d":
-        return not argument.name.startswith("input")
+        return not argument.name.startswith(("input", "sparse"))
     if func.namespace == "fsdp":
         return func._opname == "all_gather_copy_in" and argument.name == "all_gather_output"
     return func.namespace == "_c10d_functional" and func._opname in ("irecv", "batch_p2p_ops")

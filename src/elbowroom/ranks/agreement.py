@@ -1,4 +1,4 @@
-"""What the ranks of a job agree on, as pure functions of what each of them says. Every rank computes the same."""
+"""Agreement of the ranks of a job: pure functions of what each of them says, so that every rank computes the same."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from elbowroom.units import format_bytes
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Greeting:
-    """What a rank says when its room is made.
+    """Greeting of a rank, when its room is made.
 
     Attributes:
         versions: of Elbowroom and PyTorch.
@@ -57,7 +57,7 @@ class Offer:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Terms:
-    """What one plan for all ranks is made from.
+    """Terms of one plan for all ranks.
 
     Attributes:
         leader: rank that plans: the one whose step needs most, so that its plan fits all others.

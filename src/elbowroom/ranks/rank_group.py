@@ -25,7 +25,7 @@ _numbers = itertools.count()
 
 
 class _Word(NamedTuple):
-    """What a leader says while the others wait. `kind`: "working", "done" or "failed"."""
+    """Word of a leader while the others wait. `kind`: "working", "done" or "failed"."""
 
     kind: str
     value: Any

@@ -44,19 +44,20 @@ class GatheredWeights:
     def weight_gathered(self, storage: torch.UntypedStorage) -> None:
         """Note that a weight is on the device."""
         if self._ids is None and storage._cdata not in self._open:
-            presence = _Presence(storage, storage.nbytes(), self._tracer.locate(storage)[0])
+            presence = _Presence(storage, storage.nbytes(), self._tracer.tick)
             self._open[storage._cdata] = presence
             self._presences.append(presence)
 
     def weight_freed(self, storage: torch.UntypedStorage) -> None:
         """Note that a weight has left the device."""
         if self._ids is None and (presence := self._open.pop(storage._cdata, None)) is not None:
-            presence.end = self._tracer.locate(storage)[0]
+            presence.end = self._tracer.tick
 
     def close(self) -> None:
         """Look up the weights in the trace, before that is finished."""
         if self._ids is None:
-            self._ids = {self._tracer.locate(each.storage)[1] for each in self._presences} - {-1}
+            seen = (self._tracer.lookup(each.storage) for each in self._presences)
+            self._ids = {each.id for each in seen if each is not None}
             self._open.clear()
 
     def write_into(self, trace: Trace) -> Trace:
