@@ -27,7 +27,7 @@ from elbowroom.room import Room
 from tests.state_jobs import OutsideMeter
 
 WIDTH = 64
-STEPS = 7
+STEPS = 6
 
 
 @dataclasses.dataclass
@@ -494,3 +494,27 @@ def meet(rank: int, profile: HardwareProfile) -> dict[str, Any]:
         fit = functools.partial(elbowroom.fit, model, optimizer, 4 << 20, profile=profile)
         found["in vain"] = _refuse(lambda: fit(rank_timeout_seconds=2))
     return found
+
+
+def survive(rank: int, profile: HardwareProfile) -> list[str]:
+    """Go on after a step that has failed on both ranks, of which one takes its time; then lose the process group."""
+    model, optimizer = _make(rank)
+    options: dict[str, Any] = {"rank_timeout_seconds": 30, "min_offload_bytes": 1 << 10, "strategy": "offload_all"}
+    room = elbowroom.fit(model, optimizer, 4 << 20, profile=profile, **options)
+    for index in range(5):
+        optimizer.zero_grad()
+        if index == 4:
+            _refuse(lambda: _fail_in(room))
+            time.sleep(9 * rank)
+        with room.step():
+            _step(rank, CASES["transformer"], model, optimizer, index)
+    modes = [each.mode.value for each in room.journal().steps]
+    dist.barrier()
+    dist.destroy_process_group()
+    room.detach()
+    return modes
+
+
+def _fail_in(room: Room) -> None:
+    with room.step():
+        torch.randn(1 << 22)

@@ -64,14 +64,14 @@ def fit(
             of the device's memory; or "shared": a lease of the device's broker (`elbowroom share`), which may change
             between steps, and for which the job waits; or a lease of `wait_for_lease`. By default $ELBOWROOM_BUDGET.
         step: function that does one whole training step, captured ahead on fake tensors (nothing runs or changes), so
-            that the first step follows a plan. Otherwise, and if it cannot be captured, the first steps run capacity-first.
+            that the first step follows a plan. Without it, and where that fails, the first steps run capacity-first.
         profile: profile of this machine from `probe`; by default measured now, within the budget, in some seconds.
         **options: fields of `elbowroom.config.Config`, such as strategy, spill_folder, host_bytes and manages.
 
     Raises:
         UnknownMember: the policy or strategy does not exist.
         UsageError: the budget or an argument is malformed; the model has no parameters, is on two devices, is sharded
-            otherwise than by fully_shard, or has a room; the spill folder is not writable; other ranks have other models.
+            otherwise than by fully_shard, or has a room; the spill folder is not writable; ranks have other models.
         RankLost, RanksDiffer: another rank does not come, or differs.
         Infeasible: no plan of `step` fits the budget, and it would not fit with ops in slices either.
     """

@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import logging
+import math
 import os
 import sys
 import threading
@@ -49,7 +50,8 @@ class RankMonitor:
         # A store serves one call at a time: the program may wait in the other one.
         self._store: Any = group.store.clone() if hasattr(group.store, "clone") else group.store
         self._failed_key = f"{group.prefix}/failed"
-        self._has_failed = False
+        self._failure = ""
+        self._steps = 0
         self._is_closed = threading.Event()
         self.is_waiting = False
         self._beats = 0
@@ -58,21 +60,33 @@ class RankMonitor:
         self._thread.start()
         atexit.register(self._leave)
 
+    def begin_step(self) -> None:
+        """Note that this rank may wait for others from now on, and has got over its failure, if there was one."""
+        self._steps += 1
+        if self._failure:
+            with contextlib.suppress(RuntimeError):
+                self._store.compare_set(self._failed_key, self._failure, "")
+            self._failure = ""
+        self.is_waiting = True
+
     def note_failure(self, error: BaseException) -> None:
-        """Tell the other ranks why this one fails. The first failure of a job counts."""
-        self._has_failed = True
-        text = f"rank {self._group.rank}: {type(error).__name__}: {error}"
+        """Tell the other ranks why this one fails. The first failure counts until its rank begins another step."""
+        self._failure = f"{self._steps} {self._group.rank} {type(error).__name__}: {error}"[:4000]
         with contextlib.suppress(RuntimeError):
-            self._store.compare_set(self._failed_key, "", text[:4000])
+            self._store.compare_set(self._failed_key, "", self._failure)
 
     def find_cause(self) -> str:
-        """Return which other rank has failed or ended, and why; "" if none is known to."""
-        with contextlib.suppress(RuntimeError):
+        """Return which other rank has failed in this step or ended, and why; "" if none is known to."""
+        return self._find_failure() or self._find_ended()
+
+    def _find_failure(self) -> str:
+        with contextlib.suppress(RuntimeError, ValueError):
             if self._store.check([self._failed_key]):
-                text = self._store.get(self._failed_key).decode(errors="replace")
-                if not text.startswith(f"rank {self._group.rank}:"):
-                    return str(text)
-        return self._find_ended()
+                step, rank, text = self._store.get(self._failed_key).decode(errors="replace").split(" ", 2)
+                # After a step in which this rank failed, too, it waits for the others as ever.
+                if int(rank) != self._group.rank and int(step) >= self._steps:
+                    return f"rank {rank}: {text}"
+        return ""
 
     def close(self) -> None:
         """Stop watching. The others go on without this rank."""
@@ -80,44 +94,41 @@ class RankMonitor:
         if self._thread.is_alive():
             self._thread.join()
         atexit.unregister(self._leave)
-        if not self._has_failed:
+        if not self._failure:
             with contextlib.suppress(RuntimeError):
                 self._store.set(self._name_beat(self._group.rank), LEFT)
 
     def _leave(self) -> None:
         """End with the program."""
         error = getattr(sys, "last_value", None)
-        if error is not None and not self._has_failed:
+        if error is not None and not self._failure:
             self.note_failure(error)
         self.close()
 
     def _watch(self) -> None:
         next_rank = (self._group.rank + 1) % self._group.size
-        last, heard = "", time.monotonic()
+        last, heard, noticed = "", time.monotonic(), math.inf
         while not self._is_closed.wait(BEAT_SECONDS):
             try:
                 self._beat()
-                failure = self.find_cause() if self._store.check([self._failed_key]) else ""
                 key = self._name_beat(next_rank)
                 beat = self._store.get(key).decode() if self._store.check([key]) else ""
             except RuntimeError as error:
                 logger.debug("the store of the process group is gone: %s", error)
                 return
+            now = time.monotonic()
             if beat != last or beat == LEFT:
-                last, heard = beat, time.monotonic()
-            silent_seconds = time.monotonic() - heard
-            if not failure and silent_seconds > self._group.timeout_seconds:
-                failure = f"rank {next_rank} gives no sign of life for {silent_seconds:.0f} s; its last: {last}"
-            if failure and self.is_waiting:
+                last, heard = beat, now
+            failure = self._find_failure()
+            if not failure and now - heard > self._group.timeout_seconds:
+                failure = f"rank {next_rank} gives no sign of life for {now - heard:.0f} s; its last: {last}"
+            # Once a step has an error, the program handles it.
+            noticed = min(noticed, now) if failure and self.is_waiting else math.inf
+            if now - noticed > GRACE_SECONDS:
                 self._end_job(failure)
-                return
 
     def _end_job(self, failure: str) -> None:
-        """End a step that waits for a rank that will not come."""
-        # Once a step has an error, the program handles it.
-        for _ in range(int(GRACE_SECONDS / 0.1)):
-            if not self.is_waiting or self._is_closed.wait(0.1):
-                return
+        """End a step that waits for a rank that will not come: gloo cannot be interrupted."""
         # Not by `logger`: a program may send that elsewhere, and this process ends.
         text = f"elbowroom: rank {self._group.rank} ends ({self._describe()}), as it waits for another one: {failure}"
         print(text, file=sys.stderr, flush=True)

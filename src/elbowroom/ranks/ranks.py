@@ -53,7 +53,7 @@ class Ranks:
     @contextlib.contextmanager
     def step(self) -> Iterator[None]:
         """Return a context in which this rank may wait for others. An error is told to them, or explained by theirs."""
-        self._monitor.is_waiting = True
+        self._monitor.begin_step()
         try:
             yield
         except Exception as error:
