@@ -107,7 +107,8 @@ class RankMonitor:
 
     def _watch(self) -> None:
         next_rank = (self._group.rank + 1) % self._group.size
-        last, heard, noticed = "", time.monotonic(), math.inf
+        last, noticed = "", math.inf
+        heard = time.monotonic()
         while not self._is_closed.wait(BEAT_SECONDS):
             try:
                 self._beat()
