@@ -238,7 +238,7 @@ class RankCase:
         spread: makes the model one of several ranks.
         micro_batches: of a step; all but the last are not synchronised.
         varies: whether batches of ranks differ in length.
-        joins: whether rank 1 has fewer batches.
+        joins: whether rank 1 has one batch less.
     """
 
     model: Callable[[], nn.Module]
@@ -321,7 +321,7 @@ def train(
             room = elbowroom.fit(model, optimizer, budget, **options)
         begin = meter.count_seconds()
         losses = []
-        batches = steps - 2 * rank if case.joins else steps
+        batches = steps - rank if case.joins else steps
         with model.join() if case.joins else contextlib.nullcontext():  # type: ignore[operator]
             for index in range(batches):
                 optimizer.zero_grad()
