@@ -74,6 +74,7 @@ class ProfilerMeter:
         times, lives, known = [self._begin], [live], dict(self._there)
         for nanoseconds, block in events:
             if block.alloc_size > 0:
+                live -= known.pop(block.ptr, 0)  # a thread without a profiler has released what was there
                 known[block.ptr] = block.alloc_size
                 live += block.alloc_size
             else:

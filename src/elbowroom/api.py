@@ -19,7 +19,7 @@ from elbowroom.errors import Infeasible, TraceError, UsageError
 from elbowroom.hardware.memory import parse_budget
 from elbowroom.hardware.past_times import PastTimes
 from elbowroom.hardware.probe import probe
-from elbowroom.hooks.sharded import find_sharded
+from elbowroom.hooks.sharded import find_sharded, is_sharded
 from elbowroom.ir.hardware import HardwareProfile
 from elbowroom.ir.trace import Trace
 from elbowroom.planner.comparison.smallest_budget import find_smallest
@@ -63,16 +63,16 @@ def fit(
         memory_budget: bytes the job may hold on that device: a number, "8GiB" or "8G" (1024), "8GB" (1000), or "60%"
             of the device's memory; or "shared": a lease of the device's broker (`elbowroom share`), which may change
             between steps, and for which the job waits; or a lease of `wait_for_lease`. By default $ELBOWROOM_BUDGET.
-        step: function that does one whole training step. It is captured ahead on fake tensors (nothing runs or
-            changes), so that the first step already follows a plan. Without it, or with a warning if it reads tensor
-            values or advances an iterator, the first steps run capacity-first.
+        step: function that does one whole training step, captured ahead on fake tensors (nothing runs or changes), so
+            that the first step follows a plan. Without it, and where that fails, the first steps run capacity-first.
         profile: profile of this machine from `probe`; by default measured now, within the budget, in some seconds.
         **options: fields of `elbowroom.config.Config`, such as strategy, spill_folder, host_bytes and manages.
 
     Raises:
         UnknownMember: the policy or strategy does not exist.
-        UsageError: the budget is malformed; the model has no parameters, is on two devices, is sharded (FSDP, DTensor)
-            or already has a room; the spill folder is missing or not writable; an argument has the wrong type.
+        UsageError: the budget or an argument is malformed; the model has no parameters, is on two devices, is sharded
+            otherwise than by fully_shard, or has a room; the spill folder is not writable; ranks have other models.
+        RankLost, RanksDiffer: another rank does not come, or differs.
         Infeasible: no plan of `step` fits the budget, and it would not fit with ops in slices either.
     """
     config = read_config(**options)
@@ -171,6 +171,10 @@ def capture(
     """
     device, optimizers = find_device(model), list_optimizers(optimizer)
     _check_step(step)
+    if is_sharded(model):
+        raise UsageError(
+            "the model is sharded by fully_shard, whose collectives cannot run ahead: capture a step in a room instead"
+        )
     with contextlib.nullcontext() if memory_budget is None else _grouping(model, optimizers, memory_budget, device):
         trace = capture_fake(step, model, optimizers, name=name or type(model).__name__, device=device)
     if not trace.needs:
@@ -200,8 +204,8 @@ def find_device(model: torch.nn.Module) -> torch.device:
         raise UsageError(f"expected a torch.nn.Module as the model, not {_name_type(model)}")
     if sharded := find_sharded(model):
         raise UsageError(
-            f"the model is spread over several devices ({sharded}); Elbowroom manages one device: use it without "
-            "sharding, or with DistributedDataParallel"
+            f"the model is spread over several devices ({sharded}); Elbowroom manages models on one device, and those "
+            "of DistributedDataParallel and fully_shard"
         )
     devices = sorted({str(parameter.device) for parameter in model.parameters()})
     if len(devices) != 1:

@@ -16,6 +16,7 @@ CHOICES = {
     "mode": ("auto", "dynamic"),
     "manages": ("everything", "activations"),
     "without_broker": ("continue", "stop"),
+    "if_ranks_differ": ("alone", "dynamic", "stop"),
 }
 """Values of the options that take one of a few."""
 
@@ -47,6 +48,9 @@ class Config:
         priority: with memory_budget="shared", jobs of higher priority come first, under the broker's policy `priority`.
         without_broker: "continue" within the last lease if the broker is gone, or "stop" before the next step.
         manages: "everything", or "activations": then parameters, gradients, buffers and optimizer state never move.
+        if_ranks_differ: what the ranks of a distributed job do if their steps differ, so that no plan is that of all:
+            "alone", each makes plans of its own; "dynamic", the policy decides on all ranks; or "stop" on all ranks.
+        rank_timeout_seconds: how long a rank of a distributed job waits for a sign of life of another one.
     """
 
     mode: str = "auto"
@@ -64,6 +68,8 @@ class Config:
     weight: float = 1.0
     priority: int = 0
     without_broker: str = "continue"
+    if_ranks_differ: str = "alone"
+    rank_timeout_seconds: float = 45.0
 
 
 def read_config(environment: Mapping[str, str] | None = None, **given: object) -> Config:
@@ -96,17 +102,17 @@ def _read_value(name: str, value: object) -> object:
             is_zero = value in (0, "0") and value is not False
             return 0 if is_zero else parse_bytes(value)  # type: ignore[arg-type]
         if name == "settling_steps":
-            number = int(str(value))
-            if number < 1:
-                raise ValueError(f"{name} is {number}")
-            return number
+            steps = int(str(value))
+            if steps < 1:
+                raise ValueError(f"{name} is {steps}")
+            return steps
         if name == "priority":
             return int(str(value))
-        if name == "weight":
-            weight = float(str(value))
-            if not 0 < weight < math.inf:
-                raise ValueError(f"{name} is {weight}")
-            return weight
+        if name in ("weight", "rank_timeout_seconds"):
+            number = float(str(value))
+            if not 0 < number < math.inf:
+                raise ValueError(f"{name} is {number}")
+            return number
         if name in ("always_watch", "exact", "op_time_store"):
             return value if isinstance(value, bool) else {"0": False, "1": True}[str(value)]
         text = os.fspath(value)  # type: ignore[call-overload]

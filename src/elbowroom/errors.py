@@ -12,6 +12,8 @@
         TierFull                it has no room left
         TransferFailed          a transfer failed; the source is intact
       BrokerLost                the broker of a shared device is gone, and the job is to stop then
+      RankLost                  another process of a distributed job has ended, failed or hangs; names it
+      RanksDiffer               the ranks of a distributed job differ, and the job is to stop then; names them
       InternalError             a bug in Elbowroom
 
 Each message gives the numbers and the next step. Nothing here imports torch.
@@ -268,6 +270,14 @@ class TransferFailed(TierError):
 
 class BrokerLost(ElbowroomError):
     """The broker of a shared device is gone, and the job was told to stop in that case."""
+
+
+class RankLost(ElbowroomError):
+    """Another process of a distributed job has ended, has failed, or does not answer."""
+
+
+class RanksDiffer(ElbowroomError):
+    """The ranks of a distributed job have different budgets or steps, and the job was told to stop in that case."""
 
 
 class InternalError(ElbowroomError):

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import torch
 from torch.optim import Optimizer
 
 from elbowroom.config import Config
+from elbowroom.hooks.sharded import is_sharded, list_bucketed
+from elbowroom.hooks.storage_ids import unwrap
 from elbowroom.tracing.residents import Resident, list_resident_tensors, list_residents
 
 
@@ -28,11 +31,28 @@ class Job:
     @property
     def moves_state(self) -> bool:
         """True if parameters, gradients and optimizer state may leave the device."""
-        return self.config.manages == "everything"
+        return self.config.manages == "everything" and not self._shards_on_streams
 
     def list_residents(self) -> list[torch.Tensor]:
         """List parameters, gradients, buffers and optimizer state."""
         return list_resident_tensors(self.model, self.optimizers)
+
+    def list_movable(self) -> list[torch.Tensor]:
+        """List those of them that may leave the device."""
+        if self._shards_on_streams:
+            return []
+        gradients = [part for each in self._bucketed if each.grad is not None for part in unwrap(each.grad)]
+        staying = set(map(id, gradients))
+        return [each for each in self.list_residents() if id(each) not in staying]
+
+    @functools.cached_property
+    def _bucketed(self) -> list[torch.nn.Parameter]:
+        return list_bucketed(self.model)
+
+    @functools.cached_property
+    def _shards_on_streams(self) -> bool:
+        """True if FSDP reads its shards on streams of its own, of which the pager does not know."""
+        return self.device.type == "cuda" and is_sharded(self.model)
 
     def name_residents(self) -> list[Resident]:
         """List them with their roles and labels."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from elbowroom.hooks.ledger import Ledger
-from elbowroom.plan_cache import PlanCache, PlanCacheEntry
+from elbowroom.plan_cache import PlanCache
+from elbowroom.plan_cache_entry import PlanCacheEntry
 from elbowroom.running_step import may_attach_later
 
 AMPLE = 2

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import enum
 import logging
 import statistics
 import time
@@ -15,7 +14,7 @@ import torch
 
 from elbowroom.compilation import ENOUGH, LoopCompiler
 from elbowroom.config import Config
-from elbowroom.cost.prediction_check import PredictionCheck, is_off
+from elbowroom.cost.prediction_check import is_off
 from elbowroom.cost.price import correct, price
 from elbowroom.cost.recordings import leave_out_replays, smooth_recordings
 from elbowroom.errors import Infeasible
@@ -27,8 +26,8 @@ from elbowroom.ir.hardware import HardwareProfile
 from elbowroom.ir.journal import StepRecord
 from elbowroom.ir.learned import LearnedStep, LearnedSteps, PlanningOptions
 from elbowroom.ir.lease import Lease
-from elbowroom.ir.timeline import Activity
 from elbowroom.ir.trace import Trace, release_unneeded
+from elbowroom.plan_cache_entry import PlanCacheEntry, Source
 from elbowroom.planned_step import PlannedStep, forecast_plan
 from elbowroom.planner.options import Manages
 from elbowroom.planner.plain import keep_all_if_it_fits
@@ -56,72 +55,6 @@ GAIN = 0.1
 
 STEADY = 16
 """Consecutive expected steps after which the next step is assumed to be of the expected kind."""
-
-
-class Source(enum.Enum):
-    """Source of an entry's op times, which tells whether the next step measures them."""
-
-    ESTIMATED = enum.auto()
-    """The roofline and earlier runs, or measurements beside a compiling process: measured in the first steps."""
-    MEASURED = enum.auto()
-    DOUBTED = enum.auto()
-    """Measured, but steps take another time than predicted: measured again."""
-
-
-@dataclasses.dataclass(slots=True)
-class PlanCacheEntry:
-    """One kind of step with its plan, and measurements of its steps.
-
-    Attributes:
-        planned: the step and its plan.
-        source: of the costs.
-        measured_steps: steps observed so far to measure the costs.
-        recordings: measurements of these steps that are not in the costs yet.
-        check: compares steps with their prediction.
-        growth_bytes: most bytes that a plain step held beyond those that existed before it.
-        busy_seconds: of the first steps that followed the current plan, stalls excluded.
-        predicted_seconds: prediction for these, as it was when the step was planned, and corrected after them.
-        calls: shapes that the model was called with, and the highest count of each in one step.
-        activities: copies, waits and replays of the last step of this kind.
-        is_seen: whether this room has run such a step; another room's may belong to another model.
-    """
-
-    planned: PlannedStep
-    source: Source
-    growth_bytes: int = 0
-    measured_steps: int = 0
-    recordings: list[Measurements] = dataclasses.field(default_factory=list)
-    check: PredictionCheck = dataclasses.field(default_factory=PredictionCheck)
-    busy_seconds: list[float] = dataclasses.field(default_factory=list)
-    predicted_seconds: float = dataclasses.field(init=False)
-    calls: Counter[Inputs] = dataclasses.field(default_factory=Counter)
-    activities: tuple[Activity, ...] = ()
-    is_seen: bool = True
-
-    def __post_init__(self) -> None:
-        self.predicted_seconds = self.planned.busy_seconds
-
-    def is_measuring(self, settling_steps: int) -> bool:
-        """Return True if the next step should be measured op by op."""
-        if self.source is Source.ESTIMATED:
-            return self.measured_steps < settling_steps
-        return self.source is Source.DOUBTED
-
-    def adopt(self, planned: PlannedStep) -> None:
-        """Replace the plan by one with measured costs."""
-        self.planned = planned
-        self.predicted_seconds = planned.busy_seconds
-        self.source = Source.MEASURED
-        self.busy_seconds.clear()
-        self.activities = ()
-
-    def is_usual(self, inputs: Inputs, count: int) -> bool:
-        """Return True if steps of this kind call the model this often with these shapes, or if no call was observed."""
-        return not self.calls or count <= self.calls[inputs]
-
-    def expect_growth(self) -> int:
-        """Return the bytes that a step of this kind may hold beyond those that exist before it."""
-        return max(self.growth_bytes, self.planned.activation_bytes)
 
 
 class PlanCache:
@@ -225,12 +158,12 @@ class PlanCache:
             if step.trace.device != self._device.type or self.contains(step.trace):
                 continue
             is_measured = is_same_machine and step.is_measured
-            costs = step.costs if is_same_machine else self._price(step.trace, step.costs.trace_digest, None)
+            costs = step.costs if is_same_machine else self.price_step(step.trace, step.costs.trace_digest, None)
             try:
                 if is_same_machine and learned.options == self._planning_options:
                     planned = forecast_plan(step.trace, costs, step.plan, self.lease.host_bytes)
                 else:
-                    planned = self._plan(step.trace, costs)
+                    planned = self.plan_step(step.trace, costs)
             except Infeasible as error:
                 logger.info("a step learned before is not planned: %s", error)
                 continue
@@ -254,14 +187,23 @@ class PlanCache:
             Infeasible: no plan fits the budget.
         """
         self._ledger.trim()
-        costs = self._price(trace, trace_digest, measurements)
+        costs = self.price_step(trace, trace_digest, measurements)
         source = Source.ESTIMATED
         if measurements is not None and not self._loops.is_pending:  # beside a compiling process ops take longer
             source = Source.MEASURED
             self._past.add(trace, measurements.op_seconds)
-        planned = self._plan(trace, costs)
+        planned = self.plan_step(trace, costs)
         self.entries.insert(0, PlanCacheEntry(planned, source))
         del self.entries[MOST_PLANS:]
+
+    def adopt_agreed(self, planned: PlannedStep, calls: Counter[Inputs], budget_bytes: int) -> None:
+        """Make a step that all ranks follow the expected one, and forget the others.
+
+        Args:
+            budget_bytes: for which it was planned.
+        """
+        self.lease = self.lease.replace(budget_bytes)
+        self.entries = [PlanCacheEntry(planned, Source.MEASURED, calls=calls, is_agreed=True)]
 
     def set_budget(self, nbytes: int) -> None:
         """Plan the expected step for another budget, and drop the other plans until their steps recur.
@@ -280,7 +222,7 @@ class PlanCache:
         trace, costs = entry.planned.trace, entry.planned.costs
         self._ledger.trim()
         try:
-            return [dataclasses.replace(entry, planned=self._plan(trace, costs), busy_seconds=[])]
+            return [dataclasses.replace(entry, planned=self.plan_step(trace, costs), busy_seconds=[])]
         except Infeasible:
             if self.fits_without_plan(trace, costs.trace_digest, None):
                 return []
@@ -291,7 +233,7 @@ class PlanCache:
         if self._config.strategy != "auto":
             return False
         trace = release_unneeded(trace)
-        costs = self._price(trace, trace_digest, measurements)
+        costs = self.price_step(trace, trace_digest, measurements)
         problem = pose(
             trace, costs, self.lease.device_bytes, min_offload_bytes=self._config.min_offload_bytes,
             host_bytes=self.lease.host_bytes, manages=Manages(self._config.manages),
@@ -309,7 +251,7 @@ class PlanCache:
         trace, digest = entry.planned.trace, entry.planned.costs.trace_digest
         self._past.add(trace, measurements.op_seconds)
         measurements = leave_out_replays(trace, entry.planned.plan, measurements)
-        entry.adopt(self._plan(trace, price(trace, self.profile, measurements, trace_digest=digest)))
+        entry.adopt(self.plan_step(trace, price(trace, self.profile, measurements, trace_digest=digest)))
 
     def record_again(self, entry: PlanCacheEntry, measurements: Measurements) -> None:
         """Record another measurement of a step whose prediction is doubted.
@@ -347,7 +289,7 @@ class PlanCache:
             if entry.planned.is_plain:  # planning again would change nothing
                 entry.busy_seconds.clear()
                 return
-            if entry.source is Source.MEASURED:
+            if entry.source is Source.MEASURED and not entry.is_agreed:
                 entry.source = Source.DOUBTED
         if not is_settled:
             self._correct(entry)
@@ -363,11 +305,17 @@ class PlanCache:
         if len(entry.busy_seconds) > STEPS_THAT_SET_THE_PACE:
             entry.predicted_seconds = entry.planned.busy_seconds
 
-    def _price(self, trace: Trace, trace_digest: str, measurements: Measurements | None) -> Costs:
+    def price_step(self, trace: Trace, trace_digest: str, measurements: Measurements | None) -> Costs:
+        """Return the costs of a step on this machine."""
         past = self._past.load() if measurements is None else None
         return price(trace, self.profile, measurements, trace_digest=trace_digest, past=past)
 
-    def _plan(self, trace: Trace, costs: Costs) -> PlannedStep:
+    def plan_step(self, trace: Trace, costs: Costs) -> PlannedStep:
+        """Return a step with a plan for the present limits.
+
+        Raises:
+            Infeasible: no plan fits.
+        """
         config = self._config
         plan = None
         if config.strategy == "auto":

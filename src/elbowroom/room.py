@@ -14,6 +14,7 @@ import torch
 from torch.optim import Optimizer
 
 from elbowroom.advice import advise
+from elbowroom.agreed_plans import AgreedPlans
 from elbowroom.config import Config
 from elbowroom.errors import Infeasible, UsageError
 from elbowroom.hardware.memory import cut_blocks_to_size, parse_budget
@@ -32,7 +33,7 @@ from elbowroom.planner.bounds.bound import bound_plan
 from elbowroom.report.state import StateClass, count_state
 from elbowroom.report.summary import summarize
 from elbowroom.report.table import render_table
-from elbowroom.room_setup import make_pager, plan_ahead, probe_within
+from elbowroom.room_setup import change_budget, join_job, make_pager, plan_ahead, probe_within
 from elbowroom.run_files import save_run
 from elbowroom.runtime.factory import open_transfers
 from elbowroom.runtime.sliced_ops import SlicedOps
@@ -43,7 +44,7 @@ from elbowroom.units import format_bytes, format_seconds
 logger = logging.getLogger(__name__)
 
 
-class _BrokenOff(Exception):
+class _BrokenOff(BaseException):
     """Aborts a step when its room is detached."""
 
 
@@ -80,6 +81,10 @@ class Room:
         self._step: _OpenStep | None = None  # between begin_step and end_step
         with contextlib.ExitStack() as undoing:
             undoing.callback(self._ledger.close)
+            ranks = join_job(job, self._ledger, budget_bytes, is_alone=shared is not None)
+            if ranks is not None:
+                undoing.push(ranks.leave)
+                budget_bytes = ranks.budget_bytes
             profile = profile or probe_within(job, self._ledger, budget_bytes)
             lease = Lease(device_bytes=budget_bytes, host_bytes=config.host_bytes)
             self._cache = PlanCache(lease, config, device, profile, self._ledger)
@@ -89,8 +94,9 @@ class Room:
             self._metering = Metering(device, self._transfers, self._ledger)
             self._pager = make_pager(job, self._transfers, self._ledger)
             self._sliced_ops = SlicedOps(self._pager, is_exact=config.exact)
+            agreed = None if ranks is None else AgreedPlans(ranks, self._cache, config)
             self._modes = StepModes(
-                job, self._cache, self._metering, self._transfers, self._ledger, self._pager, self._sliced_ops
+                job, self._cache, self._metering, self._transfers, self._ledger, self._pager, self._sliced_ops, agreed
             )
             self._ledger.adopt(job.list_residents())
             if step is not None and config.mode != "dynamic":
@@ -187,6 +193,7 @@ class Room:
 
     def set_budget(self, memory_budget: int | float | str) -> None:
         """Change the budget from the next step on. That step is replanned now; other kinds of step when they recur.
+        In a distributed job all ranks call it together, and get the smallest budget that one asks for.
 
         Args:
             memory_budget: as for `elbowroom.fit`.
@@ -202,14 +209,8 @@ class Room:
         budget_bytes = parse_budget(memory_budget, self._job.device)
         if self._job.moves_state and (held_bytes := self._ledger.live_bytes) > budget_bytes:
             self._pager.make_room_between_steps(held_bytes - budget_bytes)
-        held_bytes = self._ledger.live_bytes
-        if held_bytes > budget_bytes:
-            raise Infeasible(
-                needed_bytes=held_bytes, budget_bytes=budget_bytes, op="the next step", is_whole_step=False,
-                in_the_way=(("held between steps", held_bytes),),
-            )  # fmt: skip
         try:
-            self._cache.set_budget(budget_bytes)
+            change_budget(self._cache, self._modes.agreed, self._ledger.live_bytes, budget_bytes)
         except Infeasible as error:
             advise(error, self._job.model, self._job.optimizers, moves_state=self._job.moves_state)
             raise
@@ -377,6 +378,8 @@ class Room:
             self.end_step(_BrokenOff())
         self._modes.forget_last()
         self._pager.close()
+        if self._modes.agreed is not None:
+            self._modes.agreed.close()
         remove_mark(self._job.model)
         self._cache.close()
         self._transfers.close()

@@ -9,11 +9,15 @@ from typing import Any
 
 import torch
 
-from elbowroom.errors import TraceError
+from elbowroom.agreed_plans import AgreedPlans
+from elbowroom.errors import Infeasible, TraceError
 from elbowroom.hardware.probe import probe
 from elbowroom.hooks.ledger import Ledger
+from elbowroom.hooks.unsharded_weights import note_gathered_weights
 from elbowroom.ir.hardware import HardwareProfile
 from elbowroom.job import Job
+from elbowroom.plan_cache import PlanCache
+from elbowroom.ranks.ranks import Ranks, find_members, join_ranks
 from elbowroom.runtime.state_pager import StatePager
 from elbowroom.runtime.step_storages import load_native
 from elbowroom.runtime.transfers import Transfers
@@ -21,6 +25,19 @@ from elbowroom.step_modes import StepModes
 from elbowroom.tracing.fake import capture_fake
 
 logger = logging.getLogger("elbowroom.room")
+
+
+def join_job(job: Job, ledger: Ledger, budget_bytes: int, *, is_alone: bool) -> Ranks | None:
+    """Meet the other ranks that train the model; None if one process trains it alone, or is to plan alone.
+
+    Raises:
+        UsageError, RanksDiffer, RankLost: as for `join_ranks`.
+    """
+    note_gathered_weights(job.model)
+    members = () if is_alone else find_members(job.model)
+    if not members:
+        return None
+    return join_ranks(job.model, job.config, budget_bytes, members, ledger)
 
 
 def probe_within(job: Job, ledger: Ledger, budget_bytes: int) -> HardwareProfile:
@@ -33,10 +50,30 @@ def probe_within(job: Job, ledger: Ledger, budget_bytes: int) -> HardwareProfile
     return profile
 
 
+def change_budget(cache: PlanCache, agreed: AgreedPlans | None, held_bytes: int, budget_bytes: int) -> None:
+    """Plan for another budget. `held_bytes`: what the job holds between steps.
+
+    Raises:
+        Infeasible: the job holds more, or no plan fits.
+    """
+    refusal = None
+    if held_bytes > budget_bytes:
+        refusal = Infeasible(
+            needed_bytes=held_bytes, budget_bytes=budget_bytes, op="the next step", is_whole_step=False,
+            in_the_way=(("held between steps", held_bytes),),
+        )  # fmt: skip
+    if agreed is not None:
+        agreed.set_budget(budget_bytes, refusal)
+    elif refusal is not None:
+        raise refusal
+    else:
+        cache.set_budget(budget_bytes)
+
+
 def make_pager(job: Job, transfers: Transfers, ledger: Ledger) -> StatePager:
     """Return the pager of a job's state."""
     load_native()  # the extension asks what it does not know of an op, also between steps
-    list_state, optimizers = (job.list_residents, job.optimizers) if job.moves_state else (list, ())
+    list_state, optimizers = (job.list_movable, job.optimizers) if job.moves_state else (list, ())
     return StatePager(job.device, list_state, optimizers, transfers, ledger, job.config.min_offload_bytes)
 
 
@@ -46,6 +83,9 @@ def plan_ahead(job: Job, pager: StatePager, modes: StepModes, budget_bytes: int,
     Raises:
         Infeasible: it cannot run within the budget.
     """
+    if find_members(job.model):
+        logger.warning("ranks of a distributed job capture their first real steps: step= is not used")
+        return
     try:
         with pager.grouping(budget_bytes) if job.moves_state else contextlib.nullcontext():
             trace = capture_fake(step, job.model, job.optimizers, name=job.name, device=job.device)

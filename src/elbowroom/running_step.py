@@ -21,7 +21,7 @@ from elbowroom.hooks.op_dispatch import dispatching_ops_to
 from elbowroom.hooks.worker_processes import end_in_workers
 from elbowroom.ir.lease import Lease
 from elbowroom.job import Job
-from elbowroom.plan_cache import PlanCacheEntry
+from elbowroom.plan_cache_entry import PlanCacheEntry
 from elbowroom.runtime.ending_step import ending_step
 from elbowroom.runtime.memory_guard import explain_growth
 from elbowroom.runtime.step_runner import StepRunner

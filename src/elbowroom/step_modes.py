@@ -11,6 +11,7 @@ from collections.abc import Generator, Iterator, Sequence
 import torch
 
 from elbowroom.advice import advise
+from elbowroom.agreed_plans import AgreedPlans, CapturedStep
 from elbowroom.errors import Infeasible, MemoryRefused, Thrashing
 from elbowroom.hooks.input_guard import Inputs
 from elbowroom.hooks.ledger import CpuLedger, CudaLedger
@@ -22,7 +23,8 @@ from elbowroom.ir.trace import Trace
 from elbowroom.job import Job
 from elbowroom.metering import Metering
 from elbowroom.plain_step_check import PlainStepCheck
-from elbowroom.plan_cache import PlanCache, PlanCacheEntry, Source, list_sizes
+from elbowroom.plan_cache import PlanCache, list_sizes
+from elbowroom.plan_cache_entry import PlanCacheEntry, Source
 from elbowroom.residency.access_history import AccessHistory
 from elbowroom.running_step import RunningStep
 from elbowroom.runtime.phase import Phase
@@ -49,6 +51,10 @@ class StepModes:
         ledger: counts bytes on the device.
         pager: moves model state, unless that stays on the device, and results of ops that run in slices.
         sliced_ops: runs ops in slices that have no room as a whole.
+        agreed: agrees on plans with the other ranks of a distributed job; None if the job is not distributed.
+
+    Attributes:
+        agreed: as given.
     """
 
     def __init__(
@@ -60,6 +66,7 @@ class StepModes:
         ledger: CpuLedger | CudaLedger,
         pager: StatePager,
         sliced_ops: SlicedOps,
+        agreed: AgreedPlans | None = None,
     ) -> None:
         self._job = job
         self._cache = cache
@@ -67,6 +74,7 @@ class StepModes:
         self._transfers, self._ledger = transfers, ledger
         self._pager = pager
         self._sliced_ops = sliced_ops
+        self.agreed = agreed
         self._captures = self._futile_captures = self._next_capture = 0
         self._has_recurred = False
         self._plain_check = PlainStepCheck(cache, ledger, always_watch=job.config.always_watch)
@@ -85,25 +93,32 @@ class StepModes:
     @contextlib.contextmanager
     def step(self) -> Iterator[None]:
         """Return a context in which one step runs. Errors: as for `Room.step`."""
-        entry, self._running = self._cache.current, None
-        try:
-            if entry is not None:
-                self._transfers.prepare(entry.planned.placement, gives_back=not self._cache.varies)
-            yield from self._choose(entry)
-        except (Infeasible, MemoryRefused, Thrashing) as error:
-            if isinstance(error, Infeasible):
-                locate_shortage(error, self._job.model)
-            # A notebook keeps the last traceback, whose frames would keep tensors alive.
-            traceback.clear_frames(error.__traceback__)
-            if isinstance(error, Infeasible):
-                advise(error, self._job.model, self._job.optimizers, moves_state=self._job.moves_state)
-            if self._running is not None and (begun_as := self._running.expected) is not None:
-                self._cache.remove(begun_as)  # the next step is observed from its beginning
-            raise
+        agreed = self.agreed
+        with contextlib.nullcontext() if agreed is None else agreed.step():
+            entry, self._running = self._cache.current, None
+            try:
+                if entry is not None:
+                    self._transfers.prepare(entry.planned.placement, gives_back=not self._cache.varies)
+                yield from self._choose(entry)
+                if agreed is not None and agreed.is_due and agreed.settle(goes_without=self._is_paging):
+                    self._futile_captures, self._has_recurred = 0, False
+            except (Infeasible, MemoryRefused, Thrashing) as error:
+                if isinstance(error, Infeasible):
+                    locate_shortage(error, self._job.model)
+                # A notebook keeps the last traceback, whose frames would keep tensors alive.
+                traceback.clear_frames(error.__traceback__)
+                if isinstance(error, Infeasible):
+                    advise(error, self._job.model, self._job.optimizers, moves_state=self._job.moves_state)
+                if self._running is not None and (begun_as := self._running.expected) is not None:
+                    self._cache.remove(begun_as)  # the next step is observed from its beginning
+                raise
 
     def _choose(self, entry: PlanCacheEntry | None) -> Iterator[None]:
-        if self._job.config.mode == "dynamic":
+        agreed = self.agreed
+        if self._job.config.mode == "dynamic" or (agreed is not None and agreed.is_dynamic):
             return self._run_dynamic("")
+        if entry is None and agreed is not None and agreed.is_due:
+            return self._run_capture()
         if (entry is None or self._has_recurred) and self._metering.steps >= self._next_capture:
             return self._run_capture()
         if entry is None:
@@ -297,6 +312,11 @@ class StepModes:
         """
         self._captures += 1
         trace = capture.finish()
+        if self.agreed is not None and self.agreed.is_open:
+            if self.agreed.is_due:
+                measurements = capture.measure(trace, record.seconds, record.stall_seconds)
+                self.agreed.captured = CapturedStep(trace, measurements, calls)
+            return
         if not (capture.is_settled and is_whole) and self._captures < self._job.config.settling_steps:
             return
         cache, self._captures = self._cache, 0

@@ -18,7 +18,8 @@ from elbowroom.hardware.past_times import PastTimes
 from elbowroom.hardware.probe import name_machine
 from elbowroom.ir.hardware import HardwareProfile
 from elbowroom.ir.journal import Mode
-from elbowroom.plan_cache import PlanCache, PlanCacheEntry, Source
+from elbowroom.plan_cache import PlanCache
+from elbowroom.plan_cache_entry import PlanCacheEntry, Source
 from elbowroom.room import Room
 
 WIDTH, ROWS, LAYERS = 64, 512, 6

@@ -1,4 +1,4 @@
-"""Models that are spread over several devices are refused; replicas, and parameters that wrap tensors, are not."""
+"""Models spread over several devices: replicas and shards train alike, other ways are refused."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from benchmarks.profiler_meter import ProfilerMeter
 from elbowroom.errors import UsageError
 from elbowroom.hooks.storage_ids import get_plain_storage, unwrap
 from elbowroom.ir.hardware import HardwareProfile
+from elbowroom.ops.replayable import find_written
 from elbowroom.tracing.residents import list_resident_tensors, list_residents
 
 WIDTH, ROWS, STEPS = 32, 128, 6
@@ -55,6 +56,12 @@ def shard_one_layer(model: nn.Sequential) -> nn.Module:
     return model
 
 
+def shard_and_offload(model: nn.Sequential) -> nn.Module:
+    from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
+
+    return fully_shard(model, offload_policy=CPUOffloadPolicy(pin_memory=False))
+
+
 def shard_flat(model: nn.Sequential) -> nn.Module:
     from torch.distributed.fsdp import FullyShardedDataParallel
 
@@ -72,13 +79,12 @@ def distribute(model: nn.Sequential) -> nn.Module:
 @pytest.mark.parametrize(
     ("shard", "part"),
     [
-        (shard_fully, "it is sharded by FSDP"),
-        (shard_one_layer, "module '1' is sharded by FSDP"),
-        (shard_flat, "it is sharded by FSDP"),
+        (shard_flat, "it is sharded by FullyShardedDataParallel; use fully_shard"),
+        (shard_and_offload, "fully_shard has an offload policy"),
         (distribute, "parameter '0.0.weight' is a DTensor"),
     ],
 )
-def test_a_sharded_model_is_refused(
+def test_models_that_are_sharded_in_other_ways_are_refused(
     shard: Callable[[nn.Sequential], nn.Module], part: str, profile: HardwareProfile
 ) -> None:
     model = shard(make())
@@ -87,6 +93,40 @@ def test_a_sharded_model_is_refused(
         elbowroom.fit(model, optimizer, "1GiB", profile=profile)
     with pytest.raises(UsageError, match=part):
         elbowroom.capture(lambda: None, model, optimizer)
+
+
+@pytest.mark.usefixtures("group")
+@pytest.mark.parametrize("shard", [shard_fully, shard_one_layer])
+@pytest.mark.parametrize("budget", ["1GiB", "250KB"])
+def test_a_sharded_model_trains_alike(
+    shard: Callable[[nn.Sequential], nn.Module], budget: str, profile: HardwareProfile
+) -> None:
+    plain, _ = train(shard(make()))
+    found, peaks = train(shard(make()), budget, profile)
+    assert found == plain
+    assert max(peaks) <= 250_000 or budget == "1GiB"
+
+
+@pytest.mark.usefixtures("group")
+def test_a_step_of_a_sharded_model_is_not_captured_ahead() -> None:
+    model = shard_fully(make())
+    with pytest.raises(UsageError, match="whose collectives cannot run ahead"):
+        elbowroom.capture(lambda: None, model, torch.optim.Adam(model.parameters()))
+
+
+@pytest.mark.parametrize(
+    ("op", "written"),
+    [
+        (torch.ops.c10d.allreduce_, ["tensors"]),
+        (torch.ops.c10d._allgather_base_, ["output_tensor"]),
+        (torch.ops.c10d.reduce_scatter_, ["output_tensors"]),
+        (torch.ops.c10d.send, []),
+        (torch.ops._c10d_functional.all_reduce, []),
+        (torch.ops._c10d_functional.all_reduce_, ["input"]),
+    ],
+)
+def test_what_a_collective_receives_is_written(op: Any, written: list[str]) -> None:
+    assert [name for _, name in find_written(op.default)] == written
 
 
 def train(model: nn.Module, budget: str = "", profile: HardwareProfile | None = None) -> tuple[list[float], list[int]]:

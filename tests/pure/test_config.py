@@ -52,6 +52,7 @@ def test_every_option_can_come_from_the_environment(monkeypatch: pytest.MonkeyPa
         "exact": "0",
         "manages": "activations",
         "without_broker": "stop",
+        "if_ranks_differ": "dynamic",
     }
     for field in dataclasses.fields(Config):
         monkeypatch.setenv(f"ELBOWROOM_{field.name.upper()}", texts.get(field.name, "5"))

@@ -115,6 +115,19 @@ def note_exposures() -> None:
             setattr(owner, name, _wrap(getattr(owner, name)))
 
 
+def expose(storage: torch.UntypedStorage) -> None:
+    """Note that others may write to a storage, unless that is known."""
+    if _shown.find(storage) is None:
+        _tell_guards(storage)
+
+
+def _tell_guards(storage: torch.UntypedStorage) -> None:
+    _shown.put(storage, True)
+    for guard in [each() for each in tuple(_guards)]:
+        if guard is not None:
+            guard.expose(storage)
+
+
 def guard_exposures(guard: ExposureGuard) -> None:
     """Call `guard.expose` for each storage that is exposed, for as long as the guard is alive."""
     _guards.append(weakref.ref(guard, _guards.remove))
@@ -185,10 +198,7 @@ def _wrap(expose: Callable[..., Any]) -> Callable[..., Any]:
         result = expose(exposed, *args, **options)
         storage = _find_storage(exposed)
         if storage is not None:
-            _shown.put(storage, True)
-            for guard in [each() for each in tuple(_guards)]:
-                if guard is not None:
-                    guard.expose(storage)
+            _tell_guards(storage)
         del uses
         return result
 

@@ -81,6 +81,7 @@ OpKind unpack_kind(const py::dict& known) {
   kind.is_source = get("is_source");
   kind.is_convolution = get("is_convolution");
   kind.is_sliceable = get("is_sliceable");
+  kind.written = known["written"].cast<std::vector<int64_t>>();
   kind.dropout = known["dropout"].cast<int64_t>();
   const auto statistics = known["statistics"].cast<std::vector<int64_t>>();
   kind.mean = statistics.at(0), kind.variance = statistics.at(1), kind.training = statistics.at(2);

@@ -70,10 +70,6 @@ const OpKind* find_kind(const c10::OperatorHandle& op) {
   auto* made = new OpKind(ask(schema->name(), schema->overload_name()));  // calls Python: not under the mutex
   made->schema = schema->name();
   made->is_by_item = is_by_item(*schema);
-  for (size_t i = 0; i < schema->arguments().size(); ++i) {
-    const c10::AliasInfo* alias = schema->arguments()[i].alias_info();
-    if (alias != nullptr && alias->isWrite()) made->written.push_back(static_cast<int64_t>(i));
-  }
   const std::unique_lock<std::shared_mutex> guard(mutex);
   return known.insert_or_assign(schema, made).first->second;
 }

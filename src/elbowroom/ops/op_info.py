@@ -16,15 +16,16 @@ def describe_op(name: str, overload: str) -> dict[str, Any]:
     func = getattr(packet, overload or "default")
     is_replayable, has_conditions = may_be_replayed(func)
     arguments = [each.name for each in func._schema.arguments]
-    is_written, is_traced = bool(find_written(func)), touches_tensors(func)
+    written, is_traced = [index for index, _ in find_written(func)], touches_tensors(func)
     mean, variance, training = STATISTICS.get(func._opname, (-1, -1, -1))
     is_attention = has_conditions and "attention" in func._opname
     return {
         "name": str(func),
         "is_traced": is_traced,
-        "is_idle": not is_written and mean < 0 and (is_view(func) or not is_traced),
+        "is_idle": not written and mean < 0 and (is_view(func) or not is_traced),
         "uses_memory": uses_memory(func),
-        "may_write": is_written or mean >= 0,
+        "may_write": bool(written) or mean >= 0,
+        "written": written,
         "is_replayable": is_replayable and (not is_attention or "dropout_p" in arguments),
         "is_random": torch.Tag.nondeterministic_seeded in func.tags,
         "is_source": not any("Tensor" in str(each.type) for each in func._schema.arguments),

@@ -101,12 +101,26 @@ def find_statistics(func: OpOverload, args: tuple[Any, ...]) -> tuple[int, ...]:
 
 @by_op
 def find_written(func: OpOverload) -> tuple[tuple[int, str], ...]:
-    """Return (position, name) of the arguments that an op writes to, by its schema."""
+    """Return (position, name) of the arguments that an op writes to: by its schema, or by name if it communicates."""
     return tuple(
         (index, argument.name)
         for index, argument in enumerate(func._schema.arguments)
-        if argument.alias_info is not None and argument.alias_info.is_write
+        if (argument.alias_info is not None and argument.alias_info.is_write) or _is_received(func, argument)
     )
+
+
+def _is_received(func: OpOverload, argument: Any) -> bool:
+    """Tell whether an op of torch.distributed writes to an argument, which the schemas of these ops do not say.
+
+    All but `send` write to `tensors` (`allreduce_`, `broadcast_`, `recv_`), and those with inputs to their outputs.
+    """
+    if "Tensor" not in str(argument.type) or func._opname in ("send", "isend"):
+        return False
+    if func.namespace == "c10d":
+        return not argument.name.startswith(("input", "sparse"))
+    if func.namespace == "fsdp":
+        return func._opname == "all_gather_copy_in" and argument.name == "all_gather_output"
+    return func.namespace == "_c10d_functional" and func._opname in ("irecv", "batch_p2p_ops")
 
 
 @by_op

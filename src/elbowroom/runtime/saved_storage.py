@@ -168,7 +168,9 @@ class SavedStorage:
 
     def is_exposed(self) -> bool:
         """Tell whether NumPy or another process may write to the storage."""
-        storage = self.find_storage() or self.find_released()
+        storage = self.find_storage()
+        if storage is None:  # one without bytes, as of a weight that FSDP has freed, is false
+            storage = self.find_released()
         return storage is not None and is_shared(storage)
 
     def view(self, index: int) -> torch.Tensor:

@@ -12,6 +12,7 @@ from elbowroom.hooks.meter import Meter
 from elbowroom.ir.costs import Measurements
 from elbowroom.ir.trace import Op, Role, Storage, Trace
 from elbowroom.ir.updates import MARKS
+from elbowroom.tracing.gathered_weights import GatheredWeights
 from elbowroom.tracing.residents import list_residents
 from elbowroom.tracing.tracer import Tracer
 
@@ -32,6 +33,7 @@ class LiveCapture:
         self._meter = meter
         self._state_before = count_state(optimizers)
         self.tracer = Tracer(name, device, model, list_residents(model, optimizers), meter=meter)
+        self._weights = GatheredWeights(self.tracer, model)
 
     @property
     def is_settled(self) -> bool:
@@ -40,7 +42,9 @@ class LiveCapture:
 
     def finish(self) -> Trace:
         """Return the trace. The meter may be stopped afterwards."""
-        return add_outside(self.tracer.finish(list_residents(self._model, self._optimizers)), self._meter.base_bytes)
+        self._weights.close()
+        trace = self.tracer.finish(list_residents(self._model, self._optimizers))
+        return add_outside(self._weights.write_into(trace), self._meter.base_bytes)
 
     def measure(self, trace: Trace, step_seconds: float, stall_seconds: float) -> Measurements | None:
         """Return the (stopped) meter's measurements of the ops of `trace`; None if this step did not begin with them.

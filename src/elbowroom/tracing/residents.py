@@ -10,6 +10,7 @@ import torch
 from torch.optim import Optimizer
 
 from elbowroom.hooks.module_paths import find_module_path
+from elbowroom.hooks.sharded import list_bucketed
 from elbowroom.hooks.storage_ids import PLAIN_TENSORS, unwrap
 from elbowroom.ir.trace import Role
 
@@ -31,7 +32,8 @@ class Resident(NamedTuple):
 def list_residents(model: torch.nn.Module, optimizers: Sequence[Optimizer]) -> list[Resident]:
     """Return every tensor that a job keeps between steps, possibly with repetitions.
 
-    Wrapper subclasses are replaced by the tensors that they wrap (`unwrap`).
+    Wrapper subclasses are replaced by the tensors that they wrap (`unwrap`). Gradients in buckets stay, as inputs
+    do.
     """
     parameters = [
         Resident(each, Role.PARAMETER, name, find_module_path(name)) for name, each in model.named_parameters()
@@ -46,8 +48,9 @@ def list_residents(model: torch.nn.Module, optimizers: Sequence[Optimizer]) -> l
             Resident(each, Role.OPTIMIZER_STATE, key, owners.get(id(parameter)))
             for parameter, key, each in _iterate_state(optimizer)
         ]
+    bucketed = {id(each) for each in list_bucketed(model)}
     gradients = [
-        Resident(tensor.grad, Role.GRADIENT, f"gradient of {name}", module)
+        Resident(tensor.grad, Role.INPUT if id(tensor) in bucketed else Role.GRADIENT, f"gradient of {name}", module)
         for tensor, _, name, module in parameters
         if tensor.grad is not None
     ]

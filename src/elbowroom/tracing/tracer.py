@@ -78,6 +78,7 @@ class Tracer(TorchDispatchMode):
         fake: whether the step runs on fake tensors.
 
     Attributes:
+        tick: of the next op, save or need.
         pauses: number of active contexts whose ops are not part of the step.
         own_seconds: host time spent in tracing.
     """
@@ -99,7 +100,7 @@ class Tracer(TorchDispatchMode):
         self._meter = meter
         self._origins = OpOrigins(model)
         self.own_seconds = 0.0
-        self._tick = 0
+        self.tick = 0
         self._lock = threading.Lock()  # several backward passes may run in threads, and no two entries share a tick
         self.pauses = 0
         self._seen: list[_Seen] = []
@@ -183,7 +184,7 @@ class Tracer(TorchDispatchMode):
         flops: int,
     ) -> Op:
         """Return an op, which ends its tick. `changed`: tensors that it wrote to in place."""
-        tick = self._tick
+        tick = self.tick
         written = self._count_writes(changed)
         owner = self._find_owner((*(view.storage for view in reads), *written)) if origin.module is None else None
         is_owned = owner is not None
@@ -201,7 +202,7 @@ class Tracer(TorchDispatchMode):
             if storage not in known:
                 seen = self._seen[storage]
                 writes.append(View(storage=storage, version=seen.version, dtype="uint8", shape=(seen.nbytes,)))
-        self._tick += 1
+        self.tick += 1
         return Op(
             tick=tick, name=name, reads=reads, writes=tuple(writes), flops=flops, barrier=barrier,
             module=origin.module, line=origin.line,
@@ -230,19 +231,19 @@ class Tracer(TorchDispatchMode):
         """Record that autograd saves `tensor`. Return the index of the save."""
         seen = self._find(tensor) or self._identify(tensor, Role.INPUT, -1, "input")
         with self._lock:
-            self._saves.append([self._tick, -1 if seen is None else seen.id, -1])
-            self._tick += 1
+            self._saves.append([self.tick, -1 if seen is None else seen.id, -1])
+            self.tick += 1
             return len(self._saves) - 1
 
     def needed(self, save: int, given: torch.Tensor) -> None:
         """Record that autograd unpacks a save and is `given` this tensor."""
         with self._lock:
-            self._needs.append([self._tick, save, -1])
+            self._needs.append([self.tick, save, -1])
             index = len(self._needs) - 1
-            self._tick += 1
+            self.tick += 1
         storage = self._get_storage(given)
         if storage is not None:
-            if self._lookup(storage) is None and self._saves[save][1] >= 0:
+            if self.lookup(storage) is None and self._saves[save][1] >= 0:
                 self._returned.put(storage, self._seen[self._saves[save][1]])
             open_needs = self._open_needs.find(storage)
             if open_needs is None:
@@ -253,7 +254,7 @@ class Tracer(TorchDispatchMode):
     def save_released(self, save: int) -> None:
         """Record that the graph node frees a save."""
         if self._saves[save][2] < 0:
-            self._saves[save][2] = self._tick
+            self._saves[save][2] = self.tick
 
     def gradient(self, tensor: torch.Tensor, parameter: str) -> None:
         """Record a parameter's gradient, which the step may free before its end."""
@@ -271,7 +272,7 @@ class Tracer(TorchDispatchMode):
             if seen is not None and seen.created >= 0:
                 seen.role, seen.label = role, label
                 seen.origin = Origin(module, "")
-        end = self._tick
+        end = self.tick
         self._identities.close()
         self._open_needs.close()
         # Storages on other devices, and tensors without a plain storage, cannot be moved: their saves have 0 bytes.
@@ -305,9 +306,10 @@ class Tracer(TorchDispatchMode):
 
     def _find(self, tensor: torch.Tensor) -> _Seen | None:
         storage = self._get_storage(tensor)
-        return None if storage is None else self._lookup(storage)
+        return None if storage is None else self.lookup(storage)
 
-    def _lookup(self, storage: torch.UntypedStorage) -> _Seen | None:
+    def lookup(self, storage: torch.UntypedStorage) -> _Seen | None:
+        """Return what is known of a storage; None if no op has used it."""
         return self._identities.find(storage) or self._returned.find(storage)
 
     def _identify(
@@ -316,7 +318,7 @@ class Tracer(TorchDispatchMode):
         storage = self._get_storage(tensor)
         if storage is None or tensor.device.type != self._device.type:
             return None
-        seen = self._lookup(storage)
+        seen = self.lookup(storage)
         if seen is None:
             if created < 0 and self._meter is not None:
                 self._meter.adopt_input(storage)  # first: there may be no room for it
@@ -336,11 +338,11 @@ class Tracer(TorchDispatchMode):
         return View(storage=seen.id, version=seen.version, dtype=dtype, shape=tuple(map(int, tensor.shape)))
 
     def _died(self, seen: _Seen) -> None:
-        seen.released = self._tick
+        seen.released = self.tick
 
     def _needs_released(self, needs: list[int]) -> None:
         for need in needs:
-            self._needs[need][2] = self._tick
+            self._needs[need][2] = self.tick
 
 
 def find_risk(storage: torch.UntypedStorage | None) -> str:

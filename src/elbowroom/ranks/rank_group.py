@@ -1,0 +1,179 @@
+"""The processes of one job, connected by a group of their own: what one says, all hear, or all get an error."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import itertools
+import logging
+import os
+import socket
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple, TypeVar
+
+import torch.distributed as dist
+
+from elbowroom.errors import RankLost
+
+logger = logging.getLogger(__name__)
+
+Value = TypeVar("Value")
+
+_numbers = itertools.count()
+"""Numbers of the groups of this process, which are made in the same order on all ranks."""
+
+
+class _Word(NamedTuple):
+    """Word of a leader while the others wait. `kind`: "working", "done" or "failed"."""
+
+    kind: str
+    value: Any
+
+
+class RankGroup:
+    """Processes that exchange Python objects between steps. They use gloo, whatever their tensors use.
+
+    Args:
+        members: ranks of the job in the default group, in order.
+        timeout_seconds: how long a rank waits for another one.
+
+    Attributes:
+        rank: of this process among the members.
+        size: number of members.
+        store: of the default group; knows what each rank has said last.
+        prefix: of our keys in the store.
+
+    Raises:
+        RankLost: some rank does not make its group in time.
+    """
+
+    def __init__(self, members: Sequence[int], timeout_seconds: float) -> None:
+        self.rank = members.index(dist.get_rank())
+        self.size = len(members)
+        self.members = tuple(members)
+        self.timeout_seconds = timeout_seconds
+        self.store: Any = dist.distributed_c10d._get_default_store()
+        self.prefix = f"elbowroom/{'-'.join(map(str, members))}/{next(_numbers)}"
+        self._rounds = itertools.count()
+        self._group: Any = None
+        self._enter("elbowroom.fit")
+        is_world = self.size == dist.get_world_size()
+        with self._explaining():
+            self._group = dist.new_group(
+                list(members), timeout=datetime.timedelta(seconds=timeout_seconds), backend="gloo",
+                use_local_synchronization=not is_world, group_desc="elbowroom",
+            )  # fmt: skip
+
+    def gather(self, what: str, value: Value) -> list[Value]:
+        """Return the values of all ranks, in order. Every rank must call it.
+
+        Args:
+            what: what the ranks exchange, for messages.
+
+        Raises:
+            RankLost: some rank has ended, or does not come in time; names it.
+        """
+        self._enter(what)
+        found: list[Any] = [None] * self.size
+        with self._explaining():
+            dist.all_gather_object(found, value, group=self._group)
+        return found
+
+    def make_once(self, what: str, leader: int, make: Callable[[], Value]) -> Value:
+        """Have one rank make a value, and return it on every rank. Every rank must call it.
+
+        The others wait as long as the leader says that it is at work.
+
+        Raises:
+            RankLost: some rank has ended, or the leader has failed; names it. On the leader: what `make` raises.
+        """
+        self._enter(what)
+        if self.rank != leader:
+            while (word := self._hear(leader)).kind == "working":
+                pass
+            if word.kind == "failed":
+                raise RankLost(f"rank {leader} failed at {what}: {word.value}")
+            made: Value = word.value
+            return made
+        try:
+            with self._saying_so():
+                made = make()
+        except BaseException as error:
+            with contextlib.suppress(RankLost):
+                self._say(_Word("failed", f"{type(error).__name__}: {error}"))
+            raise
+        self._say(_Word("done", made))
+        return made
+
+    def close(self) -> None:
+        """Leave the group."""
+        group, self._group = self._group, None
+        if group is None or not dist.is_initialized():
+            return  # the program has destroyed all groups
+        with contextlib.suppress(ValueError, AssertionError, RuntimeError):
+            dist.destroy_process_group(group)
+
+    @contextlib.contextmanager
+    def _saying_so(self) -> Iterator[None]:
+        """Tell the others from time to time that this rank is at work."""
+        is_done = threading.Event()
+
+        def say() -> None:
+            while not is_done.wait(self.timeout_seconds / 4):
+                try:
+                    self._say(_Word("working", None))
+                except RankLost as error:
+                    logger.warning("%s", error)  # the last word fails, too
+                    return
+
+        thread = threading.Thread(target=say, name="elbowroom-ranks-working", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            is_done.set()
+            thread.join()
+
+    def _say(self, word: _Word) -> None:
+        with self._explaining():
+            dist.broadcast_object_list([tuple(word)], src=self.members[self.rank], group=self._group)
+
+    def _hear(self, leader: int) -> _Word:
+        heard: list[Any] = [None]
+        with self._explaining():
+            dist.broadcast_object_list(heard, src=self.members[leader], group=self._group)
+        return _Word(*heard[0])
+
+    def _enter(self, what: str) -> None:
+        """Note in the store that this rank waits for the others."""
+        self._round, self._what = next(self._rounds), what
+        with contextlib.suppress(RuntimeError):  # the store is gone: the exchange itself says so
+            self.store.set(f"{self.prefix}/round{self._round}/{self.rank}", "there")
+
+    @contextlib.contextmanager
+    def _explaining(self) -> Iterator[None]:
+        try:
+            yield
+        except (RuntimeError, ValueError) as error:
+            there = f"{self.prefix}/round{self._round}"
+            missing = [rank for rank in range(self.size) if not self._is_there(f"{there}/{rank}")]
+            who = "a rank has ended or lost its connection"
+            if missing:
+                named = ", ".join(map(str, missing))
+                who = f"rank {named} did not come to it within {self.timeout_seconds:g} s, or has ended"
+            raise RankLost(
+                f"rank {self.rank} waited for the others at {self._what}: {who}. All ranks must call elbowroom.fit and "
+                f"run their steps together ({str(error).splitlines()[0] if str(error) else type(error).__name__})"
+            ) from error
+
+    def _is_there(self, key: str) -> bool:
+        try:
+            return bool(self.store.check([key]))
+        except RuntimeError:
+            return True  # nobody knows
+
+
+def describe_process() -> tuple[str, int]:
+    """Return the name of this machine, and the id of this process."""
+    return socket.gethostname(), os.getpid()

@@ -1,0 +1,169 @@
+"""Tells the other ranks that this one lives, or why it failed; and ends a job that waits for a rank that is gone.
+
+Collectives of PyTorch wait for half an hour by default, and do not say for whom. Each rank writes a sign of life to the
+default group's store, and reads that of the next rank.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import logging
+import math
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from elbowroom.ranks.agreement import Greeting
+from elbowroom.ranks.rank_group import RankGroup
+
+logger = logging.getLogger(__name__)
+
+BEAT_SECONDS = 2.0
+"""Time between two signs of life."""
+
+GRACE_SECONDS = 5.0
+"""How long a step may take to notice by itself that a rank is gone, before this process ends."""
+
+LEFT = "left"
+"""Sign of a rank that needs no other any more."""
+
+EXIT_CODE = 1
+
+
+class RankMonitor:
+    """Watches the other ranks in a thread, from its making until `close`.
+
+    Args:
+        group: of the job.
+        greetings: of its ranks.
+        describe: tells what this rank does, in a few words.
+    """
+
+    def __init__(self, group: RankGroup, greetings: Sequence[Greeting], describe: Callable[[], str]) -> None:
+        self._group = group
+        self._greetings = greetings
+        self._describe = describe
+        # A store serves one call at a time: the program may wait in the other one.
+        self._store: Any = group.store.clone() if hasattr(group.store, "clone") else group.store
+        self._failed_key = f"{group.prefix}/failed"
+        self._failure = ""
+        self._steps = 0
+        self._is_closed = threading.Event()
+        self.is_waiting = False
+        self._beats = 0
+        self._beat()
+        self._thread = threading.Thread(target=self._watch, name="elbowroom-ranks", daemon=True)
+        self._thread.start()
+        atexit.register(self._leave)
+
+    def begin_step(self) -> None:
+        """Note that this rank may wait for others from now on, and has got over its failure, if there was one."""
+        self._steps += 1
+        if self._failure:
+            with contextlib.suppress(RuntimeError):
+                self._store.compare_set(self._failed_key, self._failure, "")
+            self._failure = ""
+        self.is_waiting = True
+
+    def note_failure(self, error: BaseException) -> None:
+        """Tell the other ranks why this one fails. The first failure counts until its rank begins another step."""
+        self._failure = f"{self._steps} {self._group.rank} {type(error).__name__}: {error}"[:4000]
+        with contextlib.suppress(RuntimeError):
+            self._store.compare_set(self._failed_key, "", self._failure)
+
+    def find_cause(self) -> str:
+        """Return which other rank has failed in this step or ended, and why; "" if none is known to."""
+        return self._find_failure() or self._find_ended()
+
+    def _find_failure(self) -> str:
+        with contextlib.suppress(RuntimeError, ValueError):
+            if self._store.check([self._failed_key]):
+                step, rank, text = self._store.get(self._failed_key).decode(errors="replace").split(" ", 2)
+                # After a step in which this rank failed, too, it waits for the others as ever.
+                if int(rank) != self._group.rank and int(step) >= self._steps:
+                    return f"rank {rank}: {text}"
+        return ""
+
+    def close(self) -> None:
+        """Stop watching. The others go on without this rank."""
+        self._is_closed.set()
+        if self._thread.is_alive():
+            self._thread.join()
+        atexit.unregister(self._leave)
+        if not self._failure:
+            with contextlib.suppress(RuntimeError):
+                self._store.set(self._name_beat(self._group.rank), LEFT)
+
+    def _leave(self) -> None:
+        """End with the program."""
+        error = getattr(sys, "last_value", None)
+        if error is not None and not self._failure:
+            self.note_failure(error)
+        self.close()
+
+    def _watch(self) -> None:
+        next_rank = (self._group.rank + 1) % self._group.size
+        last, noticed = "", math.inf
+        heard = time.monotonic()
+        while not self._is_closed.wait(BEAT_SECONDS):
+            try:
+                self._beat()
+                key = self._name_beat(next_rank)
+                beat = self._store.get(key).decode() if self._store.check([key]) else ""
+            except RuntimeError as error:
+                logger.debug("the store of the process group is gone: %s", error)
+                return
+            now = time.monotonic()
+            if beat != last or beat == LEFT:
+                last, heard = beat, now
+            failure = self._find_failure()
+            if not failure and now - heard > self._group.timeout_seconds:
+                failure = f"rank {next_rank} gives no sign of life for {now - heard:.0f} s; its last: {last}"
+            # Once a step has an error, the program handles it.
+            noticed = min(noticed, now) if failure and self.is_waiting else math.inf
+            if now - noticed > GRACE_SECONDS:
+                self._end_job(failure)
+
+    def _end_job(self, failure: str) -> None:
+        """End a step that waits for a rank that will not come: gloo cannot be interrupted."""
+        # Not by `logger`: a program may send that elsewhere, and this process ends.
+        text = f"elbowroom: rank {self._group.rank} ends ({self._describe()}), as it waits for another one: {failure}"
+        print(text, file=sys.stderr, flush=True)
+        os._exit(EXIT_CODE)
+
+    def _beat(self) -> None:
+        self._beats += 1
+        self._store.set(self._name_beat(self._group.rank), f"{self._beats}, {self._describe()}")
+
+    def _name_beat(self, rank: int) -> str:
+        return f"{self._group.prefix}/beat/{rank}"
+
+    def _find_ended(self) -> str:
+        """Return which rank on this machine has ended; "" if none."""
+        own = self._greetings[self._group.rank]
+        for rank, each in enumerate(self._greetings):
+            if each.host == own.host and rank != self._group.rank and has_ended(each.process):
+                return f"rank {rank} (process {each.process}) has ended{self._describe_last(rank)}"
+        return ""
+
+    def _describe_last(self, rank: int) -> str:
+        with contextlib.suppress(RuntimeError):
+            key = self._name_beat(rank)
+            if self._store.check([key]):
+                return f"; its last sign of life: {self._store.get(key).decode()}"
+        return ""
+
+
+def has_ended(process: int) -> bool:
+    """Tell whether a process of this machine has ended."""
+    try:
+        with open(f"/proc/{process}/stat") as file:
+            return file.read().rpartition(")")[2].split()[0] in ("Z", "X")
+    except FileNotFoundError:
+        return True
+    except OSError:
+        return False

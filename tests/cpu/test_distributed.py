@@ -1,0 +1,165 @@
+"""Two processes with DistributedDataParallel train in rooms as without, to the last bit, within the budget of each."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import re
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from elbowroom.ir.hardware import HardwareProfile
+from tests.rank_jobs import STEPS, End, Outcome, check_outcome, run_ranks
+
+pytestmark = pytest.mark.skipif(
+    not dist.is_available() or not dist.is_gloo_available(), reason="needs torch.distributed with gloo"
+)
+
+OFFLOADING: dict[str, Any] = {"strategy": "offload_all"}
+
+ROOMS: tuple[tuple[str, int, dict[str, Any]], ...] = (
+    ("transformer", 7 << 20, {}),
+    ("transformer", 3_300_000, {}),
+    ("transformer", 2_000_000, OFFLOADING),
+    ("transformer, buckets hold the gradients", 3_300_000, OFFLOADING),
+    ("transformer, buckets hold the gradients", 2_100_000, OFFLOADING),
+    ("transformer, buckets hold the gradients", 2_200_000, {"mode": "dynamic", "policy": "dtr"}),
+    ("convolutions", 7 << 20, {}),
+    ("convolutions", 3_300_000, {}),
+    ("convolutions", 2_500_000, OFFLOADING),
+    ("experts", 4 << 20, {}),
+    ("experts", 1_700_000, OFFLOADING),
+    ("experts", 1_000_000, OFFLOADING),
+    ("accumulation", 2_100_000, OFFLOADING),
+    ("uneven batches", 2_800_000, OFFLOADING),
+    ("reduced in place", 1_700_000, {"manages": "activations", "strategy": "recompute_all"}),
+)
+"""Jobs with budgets and options of their rooms."""
+
+RELEASED_IN_THREADS = {"convolutions": 1 << 40, "reduced in place": 1 << 40}
+"""Cases in which threads of the process group release activations, unseen by the outside meter."""
+
+Found = list[dict[tuple[str, int | None], Outcome]]
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory, profile: HardwareProfile) -> Found:
+    """What each rank found in all jobs, plain and in rooms."""
+    plain: list[Any] = [(name, None, {}) for name in dict.fromkeys(each[0] for each in ROOMS)]
+    ends = run_ranks(tmp_path_factory.mktemp("ranks"), "train_all", [*plain, *ROOMS], profile)
+    assert all(end.code == 0 for end in ends), "\n".join(end.text for end in ends)
+    return [end.result for end in ends]
+
+
+@pytest.mark.parametrize(("name", "budget"), [each[:2] for each in ROOMS])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_ranks_train_to_the_same_bits_within_their_budgets(name: str, budget: int, rank: int, found: Found) -> None:
+    check_outcome(found[rank][name, None], found[rank][name, budget], budget, RELEASED_IN_THREADS.get(name, 0))
+
+
+@pytest.mark.parametrize(("name", "budget"), [ROOMS[index][:2] for index in (0, 1, 3, 6, 7, 12)])
+def test_ranks_follow_one_plan(name: str, budget: int, found: Found) -> None:
+    plans = {results[name, budget].plan for results in found}
+    assert len(plans) == 1 and plans != {""}
+    for results in found:
+        assert results[name, budget].modes[:3] == ["capture"] * 3
+        assert set(results[name, budget].modes[-2:]) <= {"planned", "plain"}
+
+
+def test_ranks_that_may_run_out_of_batches_plan_alone(found: Found) -> None:
+    one, other = (results["uneven batches", 2_800_000] for results in found)
+    assert one.plan == other.plan == ""
+    assert (len(one.modes), len(other.modes)) == (STEPS, STEPS - 1)
+    assert "planned" in one.modes and "planned" in other.modes
+
+
+@pytest.fixture(scope="module")
+def met(tmp_path_factory: pytest.TempPathFactory, profile: HardwareProfile) -> list[End]:
+    """What each rank found in meetings."""
+    ends = run_ranks(tmp_path_factory.mktemp("meetings"), "meet", profile)
+    assert all(end.code == 0 for end in ends), "\n".join(end.text for end in ends)
+    return ends
+
+
+@pytest.mark.parametrize(
+    ("what", "says"),
+    [
+        ("options", r"UsageError: rank 1 of the job came with settling_steps=4, and rank 0 with settling_steps=3"),
+        ("model", r"UsageError: rank 1 of the job came with a model with digest"),
+        ("versions", r"UsageError: rank 1 of the job came with elbowroom .*\.1, torch"),
+        ("budgets", r"RanksDiffer: rank 0 has the smallest budget, 3.0 MiB \(3145728 bytes\)"),
+        ("steps", r"RanksDiffer: the step of rank 1 .* differs from that of rank 0"),
+    ],
+)
+def test_all_ranks_are_told_how_they_differ(what: str, says: str, met: list[End]) -> None:
+    assert [bool(re.match(says, end.result[what])) for end in met] == [True, True], met[0].result[what]
+
+
+def test_ranks_that_differ_go_on_as_asked(met: list[End]) -> None:
+    for end in met:
+        assert end.result["other budgets"] == "" and end.result["least budget"] == 3 << 20
+        assert "rank 1 has the smallest budget" in end.text
+        assert end.result["dynamic"] == ["capture"] * 3 + ["dynamic"] * 2
+
+
+def test_a_budget_changes_on_all_ranks(met: list[End]) -> None:
+    one, other = (end.result for end in met)
+    for each in (one, other):
+        assert each["exchanges"] == 2  # one to offer steps, and one to receive the plan
+        assert each["plan changed"] and each["plan"] == one["plan"]
+        assert each["budget"] == each["kept"] == (7 << 19) - (1 << 18)
+        assert each["refused"].startswith("Infeasible: the step cannot run within 1000 B")
+        assert each["modes"][3:] == ["planned"] * 5
+        assert max(each["peaks"][:5]) <= 4 << 20 and max(each["peaks"][5:]) <= each["budget"]
+    assert "Rank 1 cannot have this budget." in one["refused"]
+
+
+def test_a_rank_that_does_not_come_is_named(met: list[End]) -> None:
+    says = "RankLost: rank 0 waited for the others at elbowroom.fit: rank 1 did not come to it within 2 s"
+    assert met[0].result["in vain"].startswith(says)
+
+
+FAILURES = {
+    "is killed": r"rank 0 noticed that rank 1 \(process \d+\) has ended; its last sign of life: .* \d+ bytes",
+    "hangs": r"rank 0 ends .* rank 1 gives no sign of life for \d+ s; its last: \d+, holding \d+ bytes",
+    "does not fit": r"rank 1: Infeasible: the step cannot run within 4.0 MiB .*\(\d+ bytes\) are needed at once when",
+}
+"""What happens to rank 1, and what the other one says."""
+
+
+Failed = dict[str, tuple[list[End], list[str]]]
+
+
+@pytest.fixture(scope="module")
+def failed(
+    tmp_path_factory: pytest.TempPathFactory, profile: HardwareProfile
+) -> dict[str, tuple[list[End], list[str]]]:
+    """How the ranks end after each failure, and the files that they leave; "" for ranks that survive theirs."""
+
+    def run(how: str) -> tuple[list[End], list[str]]:
+        folder = tmp_path_factory.mktemp("failure")
+        (folder / "spill").mkdir()
+        if not how:
+            return run_ranks(folder, "survive", profile, seconds=100), []
+        ends = run_ranks(folder, "fail", how, str(folder / "spill"), profile, seconds=100, ends=[0])
+        return ends, [each.name for each in (folder / "spill").iterdir()]
+
+    ways = ["", *FAILURES]
+    with concurrent.futures.ThreadPoolExecutor() as threads:
+        return dict(zip(ways, threads.map(run, ways), strict=True))
+
+
+@pytest.mark.parametrize("how", FAILURES)
+def test_a_rank_that_fails_ends_the_job(how: str, failed: Failed) -> None:
+    (end, _), left = failed[how]
+    assert end.code not in (0, None)
+    assert re.search(FAILURES[how], end.text, re.DOTALL), end.text
+    assert left == []
+
+
+def test_ranks_go_on_after_a_step_in_which_both_fail(failed: Failed) -> None:
+    ends, _ = failed[""]
+    for end in ends:
+        assert end.code == 0, end.text
+        assert end.result == ["capture"] * 3 + ["planned"] * 2

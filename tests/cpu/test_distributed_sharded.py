@@ -1,0 +1,68 @@
+"""Two processes with FSDP (`fully_shard`) train in rooms as without, to the last bit, within the budget of each."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from elbowroom.ir.hardware import HardwareProfile
+from tests.rank_jobs import SHARDED, Outcome, check_outcome, run_ranks
+
+pytestmark = pytest.mark.skipif(
+    not dist.is_available() or not dist.is_gloo_available(), reason="needs torch.distributed with gloo"
+)
+
+OFFLOADING: dict[str, Any] = {"strategy": "offload_all"}
+RECOMPUTING: dict[str, Any] = {"mode": "dynamic", "policy": "dtr"}
+
+ROOMS: tuple[tuple[str, int, dict[str, Any]], ...] = (
+    ("sharded transformer", 7 << 20, {}),
+    ("sharded transformer", 3_000_000, {}),
+    ("sharded transformer", 2_200_000, RECOMPUTING),
+    ("sharded transformer that stays gathered", 3_000_000, OFFLOADING),
+    ("sharded transformer that stays gathered", 2_200_000, RECOMPUTING),
+    ("sharded transformer in bfloat16", 1_750_000, OFFLOADING),
+    ("sharded transformer in bfloat16", 1_300_000, RECOMPUTING),
+    ("sharded convolutions", 3_200_000, OFFLOADING),
+    ("sharded convolutions", 2_400_000, RECOMPUTING),
+    ("sharded experts", 1_650_000, OFFLOADING),
+    ("sharded experts", 1_250_000, RECOMPUTING),
+    ("sharded accumulation", 2_300_000, OFFLOADING),
+    ("sharded accumulation", 1_700_000, RECOMPUTING),
+)
+"""Jobs with budgets and options of their rooms."""
+
+UNSEEN_BYTES = 1 << 18
+"""What threads of the process group release unseen by the outside meter: what gathers weights and reduces gradients."""
+
+RELEASED_IN_THREADS = {"sharded convolutions": 1 << 40}
+"""Cases in which these threads release activations."""
+
+Found = list[dict[tuple[str, int | None], Outcome]]
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory, profile: HardwareProfile) -> Found:
+    """What each rank found in all jobs, plain and in rooms."""
+    plain: list[Any] = [(name, None, {}) for name in SHARDED]
+    ends = run_ranks(tmp_path_factory.mktemp("ranks"), "train_all", [*plain, *ROOMS], profile)
+    assert all(end.code == 0 for end in ends), "\n".join(end.text for end in ends)
+    return [end.result for end in ends]
+
+
+@pytest.mark.parametrize(("name", "budget"), [each[:2] for each in ROOMS])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_shards_train_to_the_same_bits_within_their_budgets(name: str, budget: int, rank: int, found: Found) -> None:
+    unseen_bytes = RELEASED_IN_THREADS.get(name, UNSEEN_BYTES)
+    check_outcome(found[rank][name, None], found[rank][name, budget], budget, unseen_bytes)
+
+
+@pytest.mark.parametrize(("name", "budget"), [ROOMS[index][:2] for index in (0, 1, 3, 5, 7, 11)])
+def test_shards_follow_one_plan(name: str, budget: int, found: Found) -> None:
+    plans = {results[name, budget].plan for results in found}
+    assert len(plans) == 1 and plans != {""}
+    for results in found:
+        assert results[name, budget].modes[:3] == ["capture"] * 3
+        assert set(results[name, budget].modes[-2:]) <= {"planned", "plain"}

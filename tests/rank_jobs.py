@@ -1,0 +1,520 @@
+"""Jobs of several processes on one machine: what every rank runs, and how tests start ranks and see them end."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import importlib
+import multiprocessing
+import os
+import pathlib
+import signal
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn import functional
+from torch.nn.parallel import DistributedDataParallel
+
+import elbowroom
+from elbowroom.ir.hardware import HardwareProfile
+from elbowroom.room import Room
+from tests.state_jobs import OutsideMeter
+
+WIDTH = 64
+STEPS = 6
+
+
+@dataclasses.dataclass
+class End:
+    """How one rank has ended: its exit code, its result (None if it has none), and what it wrote to stderr."""
+
+    code: int | None
+    result: Any
+    text: str
+
+
+def run_ranks(
+    folder: pathlib.Path, function: str, *args: Any, ranks: int = 2, seconds: float = 240, ends: Sequence[int] = ()
+) -> list[End]:
+    """Run a function of this module in several processes, and wait for them.
+
+    Args:
+        function: its name. It is called with the number of the rank and `args`; the process group exists.
+        seconds: after so many, those that still run are killed; their exit code is None.
+        ends: ranks for which to wait; by default all. The others are killed then.
+    """
+    context = multiprocessing.get_context("spawn")
+    processes = [
+        context.Process(target=_run, args=(rank, ranks, str(folder), function, args), daemon=True)
+        for rank in range(ranks)
+    ]
+    for each in processes:
+        each.start()
+    end = time.monotonic() + seconds
+    for rank in ends or range(ranks):
+        processes[rank].join(max(0.0, end - time.monotonic()))
+    codes = [each.exitcode for each in processes]
+    for each in processes:
+        each.kill()
+        each.join()
+    found = []
+    for rank, code in enumerate(codes):
+        result = folder / f"result{rank}.pt"
+        value = torch.load(result, weights_only=False) if result.exists() else None
+        found.append(End(code, value, (folder / f"text{rank}").read_text(errors="replace")))
+    return found
+
+
+def _run(rank: int, ranks: int, folder: str, function: str, args: tuple[Any, ...]) -> None:
+    text = os.open(f"{folder}/text{rank}", os.O_WRONLY | os.O_CREAT)
+    os.dup2(text, 2)
+    os.environ["ELBOWROOM_OP_TIME_STORE"] = "0"
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/group", rank=rank, world_size=ranks)
+    try:
+        result = getattr(importlib.import_module("tests.rank_jobs"), function)(rank, *args)
+    except Exception:
+        traceback.print_exc()
+        os._exit(3)
+    torch.save(result, f"{folder}/part{rank}.pt")
+    os.replace(f"{folder}/part{rank}.pt", f"{folder}/result{rank}.pt")
+    with contextlib.suppress(Exception):
+        dist.destroy_process_group()
+
+
+# -- models ------------------------------------------------------------------------------------------------------------
+
+
+class Transformer(nn.Module):
+    """Two encoder layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(WIDTH, 4, 2 * WIDTH, dropout=0.0, batch_first=True)
+        self.layers = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+        self.head = nn.Linear(WIDTH, 8)
+
+    def blocks(self) -> list[nn.Module]:
+        return list(self.layers.layers)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.layers(x)).square().mean()
+
+
+class SynchronisedNorm(nn.Module):
+    """Batch norm over the batches of all ranks, which `SyncBatchNorm` does on GPUs only."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.ones(channels)), nn.Parameter(torch.zeros(channels))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        import torch.distributed.nn
+
+        sums = torch.stack([x.sum((0, 2, 3)), x.square().sum((0, 2, 3))])
+        mean, square = torch.distributed.nn.functional.all_reduce(sums) / (
+            x.numel() / x.shape[1] * dist.get_world_size()
+        )
+        scale = self.weight / (square - mean.square() + 1e-5).sqrt()
+        return x * scale[:, None, None] + (self.bias - mean * scale)[:, None, None]
+
+
+class Convolutions(nn.Module):
+    """A small CNN with both kinds of batch norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Sequential(nn.Conv2d(3, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU())
+        self.second = nn.Sequential(nn.Conv2d(16, 16, 3, padding=1), SynchronisedNorm(16), nn.ReLU())
+        self.head = nn.Linear(16, 8)
+
+    def blocks(self) -> list[nn.Module]:
+        return [self.first, self.second]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.second(self.first(x)).mean((2, 3))).square().mean()
+
+
+class Experts(nn.Module):
+    """A mixture of experts: each row goes to one of four, so that some may get none.
+
+    Args:
+        skips: whether those are not called then.
+    """
+
+    def __init__(self, skips: bool = True) -> None:
+        super().__init__()
+        self.skips = skips
+        self.gate = nn.Linear(WIDTH, 4)
+        self.experts = nn.ModuleList(
+            nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.GELU(), nn.Linear(2 * WIDTH, WIDTH)) for _ in range(4)
+        )
+
+    def blocks(self) -> list[nn.Module]:
+        return list(self.experts)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.flatten(0, -2)
+        share, chosen = self.gate(x).softmax(-1).max(-1)
+        out = torch.zeros_like(x)
+        for index, expert in enumerate(self.experts):
+            rows = (chosen == index).nonzero().flatten()
+            if len(rows) or not self.skips:
+                out = out.index_add(0, rows, expert(x[rows]) * share[rows, None])
+        return out.square().mean()
+
+
+class ReducedInPlace(nn.Module):
+    """Tensor parallelism as Megatron does it: a sum over the ranks that takes the place of its input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(6))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = functional.gelu(_SumInPlace.apply(layer(x)))
+        return x.square().mean()
+
+
+class _SumInPlace(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        dist.all_reduce(x)
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient
+
+
+def adamw(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=1e-2)
+
+
+def sgd(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.05, momentum=0.9)
+
+
+def replicate(**options: Any) -> Callable[[nn.Module], nn.Module]:
+    """A function that makes replicas with several buckets."""
+    return lambda model: DistributedDataParallel(model, bucket_cap_mb=0.05, **options)
+
+
+def shard(**options: Any) -> Callable[[nn.Module], nn.Module]:
+    """A function that shards each block of a model, and the rest of it."""
+
+    def apply(model: nn.Module) -> nn.Module:
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import fully_shard
+
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        for block in model.blocks():  # type: ignore[operator]
+            fully_shard(block, mesh=mesh, **options)
+        return fully_shard(model, mesh=mesh, **options)
+
+    return apply
+
+
+def shard_mixed(model: nn.Module) -> nn.Module:
+    """Shard a model that computes in bfloat16."""
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+    return shard(mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32))(model)
+
+
+@dataclasses.dataclass(frozen=True)
+class RankCase:
+    """A job of every rank.
+
+    Attributes:
+        shape: of a batch.
+        spread: makes the model one of several ranks.
+        micro_batches: of a step; all but the last are not synchronised.
+        varies: whether batches of ranks differ in length.
+        joins: whether rank 1 has one batch less.
+    """
+
+    model: Callable[[], nn.Module]
+    shape: tuple[int, ...]
+    optimizer: Callable[[Any], torch.optim.Optimizer]
+    spread: Callable[[nn.Module], nn.Module]
+    micro_batches: int = 1
+    varies: bool = False
+    joins: bool = False
+
+
+WORDS, IMAGES = (16, 32, WIDTH), (16, 3, 24, 24)
+
+CASES = {
+    "transformer": RankCase(Transformer, WORDS, adamw, replicate()),
+    "transformer, buckets hold the gradients": RankCase(
+        Transformer, WORDS, adamw, replicate(gradient_as_bucket_view=True, static_graph=True)
+    ),
+    "convolutions": RankCase(Convolutions, IMAGES, sgd, replicate(gradient_as_bucket_view=True)),
+    "experts": RankCase(Experts, WORDS, adamw, replicate(find_unused_parameters=True)),
+    "accumulation": RankCase(
+        Transformer, (8, 32, WIDTH), sgd, replicate(gradient_as_bucket_view=True), micro_batches=3
+    ),
+    "uneven batches": RankCase(Transformer, WORDS, sgd, replicate(), joins=True),
+    "reduced in place": RankCase(ReducedInPlace, (1024, WIDTH), sgd, lambda model: model),
+}
+
+SHARDED = {
+    "sharded transformer": RankCase(Transformer, WORDS, adamw, shard()),
+    "sharded transformer that stays gathered": RankCase(Transformer, WORDS, adamw, shard(reshard_after_forward=False)),
+    "sharded transformer in bfloat16": RankCase(Transformer, WORDS, adamw, shard_mixed),
+    "sharded convolutions": RankCase(Convolutions, IMAGES, sgd, shard()),
+    "sharded experts": RankCase(functools.partial(Experts, skips=False), WORDS, adamw, shard()),
+    "sharded accumulation": RankCase(Transformer, (8, 32, WIDTH), sgd, shard(), micro_batches=3),
+}
+CASES |= SHARDED
+
+
+@dataclasses.dataclass
+class Outcome:
+    """What a rank found: tensors to compare, modes and peaks of the steps, and the plan that was agreed on."""
+
+    tensors: dict[str, torch.Tensor]
+    modes: list[str] = dataclasses.field(default_factory=list)
+    peaks: list[int] = dataclasses.field(default_factory=list)
+    outside_peak: int = 0
+    budget: int = 0
+    plan: str = ""
+    moved: int = 0
+    error: str = ""
+
+
+ELSEWHERE_BYTES = 1 << 15
+"""Small tensors of DDP from before `fit`, and what threads of the process group release unseen by the outside meter."""
+
+
+def check_outcome(plain: Outcome, managed: Outcome, budget: int, unseen_bytes: int = 0) -> None:
+    """Check that a job in a room has the bits of the plain one, and that both meters found it within its budget."""
+    assert not plain.error and not managed.error
+    assert plain.tensors.keys() == managed.tensors.keys()
+    assert [what for what in plain.tensors if not torch.equal(plain.tensors[what], managed.tensors[what])] == []
+    assert any(what.startswith("gradient of") for what in plain.tensors)
+    assert 0 < max(managed.peaks) <= budget
+    assert 0 < managed.outside_peak <= budget + ELSEWHERE_BYTES + unseen_bytes
+    assert managed.moved > 0
+
+
+def train(
+    rank: int, case: RankCase, budget: int | None, profile: HardwareProfile, steps: int = STEPS, **options: Any
+) -> Outcome:
+    """Train, in a room if there is a budget."""
+    torch.manual_seed(0)
+    meter = OutsideMeter()
+    room: Room | None = None
+    try:
+        model = case.spread(case.model())
+        optimizer = case.optimizer(model.parameters())
+        if budget is not None:
+            options = {"min_offload_bytes": 1 << 10, "profile": profile} | options
+            room = elbowroom.fit(model, optimizer, budget, **options)
+        begin = meter.count_seconds()
+        losses = []
+        batches = steps - rank if case.joins else steps
+        with model.join() if case.joins else contextlib.nullcontext():  # type: ignore[operator]
+            for index in range(batches):
+                optimizer.zero_grad()
+                with contextlib.nullcontext() if room is None else room.step():
+                    losses.append(_step(rank, case, model, optimizer, index))
+        meter.stop()
+        outcome = Outcome(_list_tensors(model, optimizer) | {"losses": torch.stack(losses)})
+        outcome.outside_peak = meter.find_peak(begin)
+        if room is not None:
+            records = room.journal().steps
+            outcome.modes = [each.mode.value for each in records]
+            outcome.peaks = [each.peak_bytes or 0 for each in records]
+            outcome.budget = room.budget_bytes
+            outcome.plan = "" if room._modes.agreed is None else room._modes.agreed.digest
+            outcome.moved = sum(
+                int(room.metrics()[f"total_{name}"]) for name in ("offloaded_bytes", "recomputed_segments")
+            )
+        return outcome
+    finally:
+        meter.stop()
+        if room is not None:
+            room.detach()
+
+
+def _step(rank: int, case: RankCase, model: nn.Module, optimizer: torch.optim.Optimizer, index: int) -> torch.Tensor:
+    for part in range(case.micro_batches):
+        shape = (case.shape[0] + (rank + index) % 3, *case.shape[1:]) if case.varies else case.shape
+        batch = torch.randn(shape, generator=torch.Generator().manual_seed(100 * index + 10 * part + rank))
+        is_last = part == case.micro_batches - 1
+        if hasattr(model, "set_requires_gradient_sync"):
+            model.set_requires_gradient_sync(is_last)  # type: ignore[operator]
+            is_last = True
+        with contextlib.nullcontext() if is_last else model.no_sync():  # type: ignore[operator]
+            loss = model(batch)
+            loss.backward()
+    optimizer.step()
+    return loss.detach().clone()
+
+
+def _list_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+    """Copies of parameters, buffers, gradients and optimizer state; the own part of those that are sharded."""
+    found = dict(model.state_dict())
+    found |= {f"gradient of {name}": each.grad for name, each in model.named_parameters() if each.grad is not None}
+    for position, state in enumerate(optimizer.state.values()):
+        found |= {f"{key} {position}": each for key, each in state.items() if isinstance(each, torch.Tensor)}
+    local = {what: each.to_local() if hasattr(each, "to_local") else each for what, each in found.items()}
+    return {what: each.detach().clone() for what, each in local.items()}
+
+
+def train_all(
+    rank: int, jobs: Sequence[tuple[str, int | None, dict[str, Any]]], profile: HardwareProfile
+) -> dict[tuple[str, int | None], Outcome]:
+    """Train cases one after the other; by name and budget. Options that are lists have a value for each rank."""
+    found = {}
+    for name, budget, options in jobs:
+        own = {key: each[rank] if isinstance(each, list) else each for key, each in options.items()}
+        try:
+            found[name, budget] = train(rank, CASES[name], own.pop("budget", budget), profile, **own)
+        except Exception as error:
+            traceback.print_exc()
+            found[name, budget] = Outcome({}, error=f"{type(error).__name__}: {error}")
+        dist.barrier()
+    return found
+
+
+# -- ranks that differ, and ranks that fail ----------------------------------------------------------------------------
+
+
+def _make(rank: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = CASES["transformer"].spread(Transformer())
+    return model, sgd(model.parameters())
+
+
+def _refuse(call: Callable[[], Any]) -> str:
+    """The error that a call raises; "" if it raises none."""
+    try:
+        call()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def differ(rank: int, profile: HardwareProfile) -> dict[str, Any]:
+    """Rooms of ranks that have something else each."""
+    found: dict[str, Any] = {}
+
+    def fit(budget: int = 3 << 20, changed: bool = False, **options: Any) -> None:
+        model, optimizer = _make(rank)
+        if changed and rank == 1:
+            model.register_buffer("other", torch.ones(2))
+        with elbowroom.fit(model, optimizer, budget, profile=profile, **options) as room:
+            found["least budget"] = room.budget_bytes
+
+    found["options"] = _refuse(lambda: fit(settling_steps=3 + rank))
+    found["model"] = _refuse(lambda: fit(changed=True))
+    found["budgets"] = _refuse(lambda: fit((3 + rank) << 20, if_ranks_differ="stop"))
+    found["other budgets"] = _refuse(lambda: fit((4 - rank) << 20))
+    version = elbowroom.__version__
+    elbowroom.__version__ = f"{version}.{rank}"
+    found["versions"] = _refuse(fit)
+    elbowroom.__version__ = version
+    case = dataclasses.replace(CASES["transformer"], varies=True)
+    found["steps"] = _refuse(lambda: train(rank, case, 8 << 20, profile, 4, if_ranks_differ="stop"))
+    found["dynamic"] = train(rank, case, 8 << 20, profile, 5, if_ranks_differ="dynamic").modes
+    return found
+
+
+def change_budgets(rank: int, profile: HardwareProfile) -> dict[str, Any]:
+    """A room whose budget changes, and exchanges of a room that only follows its plan."""
+    found: dict[str, Any] = {}
+    model, optimizer = _make(rank)
+    options: dict[str, Any] = {"min_offload_bytes": 1 << 10, "strategy": "offload_all"}
+    with elbowroom.fit(model, optimizer, 4 << 20, profile=profile, **options) as room:
+        agreed, calls = room._modes.agreed, [0]
+        assert agreed is not None
+        group = agreed._ranks.group
+        enter = group._enter
+
+        def count(what: str) -> None:
+            calls[0] += 1
+            enter(what)
+
+        group._enter = count  # type: ignore[method-assign]
+        for index in range(8):
+            if index == 5:
+                found["exchanges"] = calls[0]
+                before = agreed.digest
+                room.set_budget((7 << 19) - (rank << 18))
+                found["plan changed"] = before != agreed.digest
+                found["plan"], found["budget"] = agreed.digest, room.budget_bytes
+                found["refused"] = _refuse(lambda: room.set_budget(room.budget_bytes if rank == 0 else 1000))
+                found["kept"] = room.budget_bytes
+            optimizer.zero_grad()
+            with room.step():
+                _step(rank, CASES["transformer"], model, optimizer, index)
+        found["modes"] = [each.mode.value for each in room.journal().steps]
+        found["peaks"] = [each.peak_bytes for each in room.journal().steps]
+    return found
+
+
+def fail(rank: int, how: str, folder: str, profile: HardwareProfile) -> None:
+    """Train until rank 1 fails in its fifth step."""
+    model, optimizer = _make(rank)
+    options: dict[str, Any] = {"rank_timeout_seconds": 5, "min_offload_bytes": 1 << 10, "strategy": "offload_all"}
+    room = elbowroom.fit(model, optimizer, 4 << 20, profile=profile, spill_folder=folder, **options)
+    for index in range(8):
+        optimizer.zero_grad()
+        with room.step():
+            if rank == 1 and index == 4:
+                _end(how)
+            _step(rank, CASES["transformer"], model, optimizer, index)
+
+
+def _end(how: str) -> None:
+    if how == "is killed":
+        os.kill(os.getpid(), signal.SIGKILL)
+    elif how == "hangs":
+        os.kill(os.getpid(), signal.SIGSTOP)
+    else:
+        torch.randn(1 << 22)
+
+
+def meet(rank: int, profile: HardwareProfile) -> dict[str, Any]:
+    """Several meetings of ranks, of which the last is in vain."""
+    found = differ(rank, profile) | change_budgets(rank, profile)
+    model, optimizer = _make(rank)
+    if rank == 1:
+        time.sleep(6)
+    else:
+        fit = functools.partial(elbowroom.fit, model, optimizer, 4 << 20, profile=profile)
+        found["in vain"] = _refuse(lambda: fit(rank_timeout_seconds=2))
+    return found
+
+
+def survive(rank: int, profile: HardwareProfile) -> list[str]:
+    """Go on after a step that has failed on both ranks, of which one takes its time; then lose the process group."""
+    model, optimizer = _make(rank)
+    options: dict[str, Any] = {"rank_timeout_seconds": 30, "min_offload_bytes": 1 << 10, "strategy": "offload_all"}
+    room = elbowroom.fit(model, optimizer, 4 << 20, profile=profile, **options)
+    for index in range(5):
+        optimizer.zero_grad()
+        if index == 4:
+            _refuse(lambda: _fail_in(room))
+            time.sleep(9 * rank)
+        with room.step():
+            _step(rank, CASES["transformer"], model, optimizer, index)
+    modes = [each.mode.value for each in room.journal().steps]
+    dist.barrier()
+    dist.destroy_process_group()
+    room.detach()
+    return modes
+
+
+def _fail_in(room: Room) -> None:
+    with room.step():
+        torch.randn(1 << 22)
