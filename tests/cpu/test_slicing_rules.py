@@ -424,10 +424,13 @@ def test_a_probe_within_a_limit_compares_fewer_slices(tmp_path: pathlib.Path) ->
     for limit, expected in ((whole // 8, Exactness.TOO_LARGE), (whole, Exactness.PROVEN)):
         found = probe_passes(aten.relu.default, (some,), {}, passes, 8, store=store, limit_bytes=limit)
         assert found is expected
+    passes = find_passes(aten.convolution.default, CONVOLUTION, {})[0]
+    answer = probe_passes(aten.convolution.default, CONVOLUTION, {}, passes, 4, limit_bytes=7_000)
+    assert answer in (Exactness.PROVEN_ON_SMALLER_BATCH, Exactness.INEXACT)
     args = (torch.randn(8, 4, 6, 6), *CONVOLUTION[:2], None, *CONVOLUTION[3:], [True, True, False])
     passes = find_passes(aten.convolution_backward.default, args, {})[0]
     answer = probe_passes(aten.convolution_backward.default, args, {}, passes, 4, limit_bytes=16_000)
-    assert answer in (Exactness.PROVEN_ON_SMALLER_BATCH, Exactness.INEXACT)
+    assert answer is Exactness.TOO_LARGE  # few channels
 
 
 def test_a_smaller_probe_still_finds_a_wrong_rule(wrong_rule: None) -> None:

@@ -75,9 +75,12 @@ class RankMonitor:
         with contextlib.suppress(RuntimeError):
             self._store.compare_set(self._failed_key, "", self._failure)
 
-    def find_cause(self) -> str:
-        """Return which other rank has failed in this step or ended, and why; "" if none is known to."""
-        return self._find_failure() or self._find_ended()
+    def find_cause(self, seconds: float) -> str:
+        """Return which other rank has failed in this step or ended, and why; "" if none is known to within a time."""
+        deadline = time.monotonic() + seconds
+        while not (cause := self._find_failure() or self._find_ended()) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        return cause
 
     def _find_failure(self) -> str:
         with contextlib.suppress(RuntimeError, ValueError):

@@ -22,6 +22,9 @@ from elbowroom.ranks.rank_monitor import RankMonitor
 
 logger = logging.getLogger(__name__)
 
+SECONDS_TO_END = 2.0
+"""How long to look for the rank whose end has broken a connection."""
+
 SHARED_OPTIONS = (
     *("mode", "strategy", "manages", "host_bytes", "min_offload_bytes", "settling_steps", "exact"),
     *("if_ranks_differ", "rank_timeout_seconds"),
@@ -57,7 +60,9 @@ class Ranks:
         try:
             yield
         except Exception as error:
-            if cause := self._monitor.find_cause():
+            # A connection may be lost a moment before the process at its other end has ended.
+            is_lost = isinstance(error, dist.DistError) or "gloo" in str(error)
+            if cause := self._monitor.find_cause(SECONDS_TO_END if is_lost else 0.0):
                 error.add_note(f"elbowroom: rank {self.group.rank} noticed that {cause}")
                 logger.error("rank %d ends its step, as %s", self.group.rank, cause)
             self._monitor.note_failure(error)

@@ -24,6 +24,7 @@ from elbowroom.slicing.op_call import OpCall, bind, find_target
 from elbowroom.slicing.random_data import Values, fill_reads, make_statistics
 from elbowroom.slicing.registry import check_passes, list_rules
 from elbowroom.slicing.rule import Alternatives
+from elbowroom.slicing.rules import convolution, matmul
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -35,7 +36,11 @@ WIDE = 64
 vectors of these at a time, and fewer in another way."""
 
 NARROW = 16
-"""Narrower slices along such a dimension are compared with the whole op only: kernels have special ways for these."""
+"""Narrower slices along such a dimension, and along the features of a product, are compared with the whole op only:
+kernels have special ways for these."""
+
+PRODUCTS = frozenset({*convolution.RULES, *matmul.RULES})
+"""Ops that sum products over features or the batch."""
 
 LEAST_SHARE = 1 / 32
 """Least share of an op that is compared instead of the whole. Kernels also choose their ways by the size of an op."""
@@ -143,8 +148,9 @@ def _probe(call: OpCall, cuts: Mapping[SlicePass, Ranges], limit_bytes: float) -
 def _probe_smaller(call: OpCall, slice_pass: SlicePass, ranges: Ranges, limit_bytes: float) -> Exactness:
     """Probe a pass with as many of its slices as fit, and the op that they make up."""
     are_adjacent = [_is_adjacent(call, slice_pass, loop) for loop in slice_pass.loops]
-    for slices, is_adjacent in zip(ranges, are_adjacent, strict=True):
-        if is_adjacent and min(end - begin for begin, end in slices) < NARROW:
+    for loop, slices, is_adjacent in zip(slice_pass.loops, ranges, are_adjacent, strict=True):
+        is_blocked = is_adjacent or (str(call.op) in PRODUCTS and not _is_over_batch(loop))
+        if is_blocked and len(slices) > 1 and min(end - begin for begin, end in slices) < NARROW:
             return Exactness.TOO_LARGE
     while (kept := [_keep_half(*each) for each in zip(ranges, are_adjacent, strict=True)]) != ranges:
         ranges = kept
@@ -166,6 +172,11 @@ def _is_adjacent(call: OpCall, slice_pass: SlicePass, loop: Loop) -> bool:
     narrowed = [(tensor, dimension) for tensor, dimension in pairs if dimension is not None]
     most = max((tensor.numel() for tensor, _ in narrowed), default=0)
     return any(tensor.stride(dimension) == 1 and 2 * tensor.numel() >= most for tensor, dimension in narrowed)
+
+
+def _is_over_batch(loop: Loop) -> bool:
+    """Tell whether a loop narrows tensors along their first dimension only."""
+    return all(dimension in (None, 0) for dimension in (*loop.reads, *loop.writes))
 
 
 def _keep_half(slices: list[tuple[int, int]], is_adjacent: bool) -> list[tuple[int, int]]:
