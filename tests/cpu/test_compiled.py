@@ -296,6 +296,7 @@ def test_a_step_that_is_watched_from_a_compiled_call_on_stays_so(profile: Hardwa
                 loss.exp().backward()
         assert runner is not None and runner.state.watcher.ops > before
 
+
 def test_code_is_compiled_once_inside_and_outside_of_steps_while_state_is_away(away: Away) -> None:
     compiled = []
 
