@@ -29,6 +29,7 @@ from elbowroom.errors import Infeasible, UsageError
 from elbowroom.ir.hardware import HardwareProfile
 from elbowroom.ir.journal import Journal, Mode
 from elbowroom.scripts.exit_codes import find_cause
+from elbowroom.cli.step_files import load_run_step
 from elbowroom.scripts.journal_file import JournalFile
 from elbowroom.scripts.live_view import LiveView
 from elbowroom.scripts.managed_program import ManagedProgram
@@ -436,6 +437,7 @@ def test_the_journal_survives(profile: HardwareProfile, tmp_path: pathlib.Path) 
     with pytest.raises(ZeroDivisionError), managing(profile, journal_file=JournalFile(path)):
         fail_in_the_fourth_step()
     assert len(elbowroom.load(Journal, path).steps) == 3
+    assert (found := load_run_step(path)) is not None and found.budget_bytes == BUDGET
     with managing(profile, journal_file=JournalFile(path, {"WORLD_SIZE": "2", "RANK": "1"})):
         train_twice()
     assert {each.name for each in tmp_path.iterdir()} == {"run.json", "run.rank1.json", "run.rank1.2.json"}

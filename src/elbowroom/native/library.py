@@ -90,8 +90,8 @@ def build_library(extension: Extension, folder: pathlib.Path | None = None) -> p
     """Return an extension's file, compiling it if needed, which takes half a minute and 1.5 GiB.
 
     Raises:
-        UsageError: no compiler was found, compilation fails, this Python or PyTorch is not supported, or other users can
-            write to the folder.
+        UsageError: no compiler was found, compilation fails, this PyTorch or Python is not supported, or other users
+            can write to the folder.
     """
     check_torch(torch.__version__)
     library = find_library(extension, folder)
