@@ -1,0 +1,13 @@
+"""The same job with Elbowroom in its loop."""
+
+import elbowroom
+from train import make
+
+model, optimizer, step = make()
+with elbowroom.fit(model, optimizer, memory_budget="300MiB") as room:
+    for index in range(6):
+        with room.step():
+            loss = step()
+        print(f"step {index}: loss {loss.item():.3f}  {room.metrics()['mode']}")
+    room.save_run("fit.json")
+    print(room)
