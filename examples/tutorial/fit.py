@@ -4,7 +4,7 @@ import elbowroom
 from train import make
 
 model, optimizer, step = make()
-with elbowroom.fit(model, optimizer, memory_budget="300MiB") as room:
+with elbowroom.fit(model, optimizer, memory_budget="250MiB") as room:
     for index in range(6):
         with room.step():
             loss = step()

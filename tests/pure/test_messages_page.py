@@ -19,7 +19,7 @@ SMALL_PRINT = {
     "sharing/job_list.py", "sharing/simulation.py", "sharing/transport/address.py", "sharing/transport/server.py",
     "sharing/transport/client.py", "sharing/broker.py", "hardware/probe.py", "tracing/fake.py", "hooks/input_guard.py",
 }  # fmt: skip
-RAISED = {"UsageError", "TransferFailed", "TierFull", "TierError", "MemoryRefused", "BrokerLost", "ElbowroomError"}
+RAISED = {"UsageError", "TransferFailed", "TierError", "BrokerLost", "ElbowroomError"}
 UNLIKELY = (
     "the spill file is closed",
     "the interpreter is shutting down",
@@ -46,7 +46,7 @@ def quoted() -> list[str]:
 def template(node: ast.expr) -> str:
     """Text of a string expression, with gaps for what is put into it."""
     if isinstance(node, ast.Constant) and isinstance(node.value, str):
-        return re.sub(r"%\S*[a-z]", GAP, node.value)
+        return re.sub(r"%[-.\d]*[a-z]", GAP, node.value)
     if isinstance(node, ast.JoinedStr):
         return "".join(template(part) for part in node.values)
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
@@ -88,9 +88,8 @@ def sites() -> list[tuple[str, str]]:
                 continue
             name = ast.unparse(call.func)
             if (isinstance(node, ast.Raise) and name in RAISED) or name == "logger.warning":
-                parts = call.args if name == "TierFull" else call.args[:1]
-                text = " ".join(template(part) for part in parts)
-                if len(text.replace(GAP, "").strip()) > 3:
+                text = template(call.args[0])
+                if len(text.replace(GAP, "").strip()) > len(", not "):
                     found.append((f"{place}:{call.lineno}", text))
     return found
 
