@@ -21,6 +21,7 @@ html_show_sphinx = False
 html_show_sourcelink = False
 html_copy_source = False
 html_static_path = ["_static"]
+html_css_files = ["tables.css"]
 
 myst_enable_extensions = ["colon_fence"]
 myst_heading_anchors = 3

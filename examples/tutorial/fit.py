@@ -1,7 +1,8 @@
 """The same job with Elbowroom in its loop."""
 
-import elbowroom
 from train import make
+
+import elbowroom
 
 model, optimizer, step = make()
 with elbowroom.fit(model, optimizer, memory_budget="250MiB") as room:

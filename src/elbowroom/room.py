@@ -269,9 +269,7 @@ class Room:
         Keys without a known value are omitted, so no value is None. Only "mode" is a string. Takes a few microseconds.
 
         Returns:
-            Always:
-
-            - budget_bytes: the budget on the device.
+            Always budget_bytes: the budget on the device.
 
             Once a step has been planned; of the step that is expected next:
 
@@ -289,12 +287,9 @@ class Room:
             - offloaded_bytes, reloaded_bytes: moved each way.
             - recomputed_segments: segments replayed.
 
-            If ops have run in slices:
-
-            - sliced_ops: how many have, in all steps so far.
-
             And of all steps:
 
+            - sliced_ops: how many ops have run in slices; omitted if none has.
             - max_peak_bytes: highest peak of all metered steps; omitted if no step was metered.
             - total_step_seconds, total_stall_seconds, total_offloaded_bytes, total_reloaded_bytes,
               total_recomputed_segments: sums of the above.

@@ -56,7 +56,10 @@ def check_output(command: str, told: list[str], printed: str) -> None:
 
 @pytest.mark.filterwarnings("ignore")
 def test_tutorial(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path, profile: HardwareProfile, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: pathlib.Path,
+    profile: HardwareProfile,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     for package in ("transformers", "torch"):
         if importlib.util.find_spec(package) is None:
@@ -99,7 +102,9 @@ def test_the_tutorials_job_dies_where_the_page_says_so(tmp_path: pathlib.Path) -
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_notebook(monkeypatch: pytest.MonkeyPatch, profile: HardwareProfile, capsys: pytest.CaptureFixture[str]) -> None:
+def test_notebook(
+    monkeypatch: pytest.MonkeyPatch, profile: HardwareProfile, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Its cells run one after another; no cell holds an output that could be out of date."""
     monkeypatch.setattr("elbowroom.hardware.probe.probe", lambda *_, **__: profile)
     notebook = json.loads((ROOT / "examples" / "notebook.ipynb").read_text())

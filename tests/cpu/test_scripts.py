@@ -25,11 +25,11 @@ from typer.testing import CliRunner
 
 import elbowroom
 from elbowroom.cli.main import make_app
+from elbowroom.cli.step_files import load_run_step
 from elbowroom.errors import Infeasible, UsageError
 from elbowroom.ir.hardware import HardwareProfile
 from elbowroom.ir.journal import Journal, Mode
 from elbowroom.scripts.exit_codes import find_cause
-from elbowroom.cli.step_files import load_run_step
 from elbowroom.scripts.journal_file import JournalFile
 from elbowroom.scripts.live_view import LiveView
 from elbowroom.scripts.managed_program import ManagedProgram

@@ -32,7 +32,7 @@ def register(app: typer.Typer) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Step:
-    """What is known of the step of a journal; None for what is not."""
+    """The step of a journal, as far as it is known; None for the rest."""
 
     trace: Trace | None = None
     costs: Costs | None = None
@@ -60,8 +60,6 @@ def render_report(
     as_json: Json = False,
 ) -> None:
     """Report on steps: forecast beside measurements, and with a trace why each block is where it is."""
-    from elbowroom.report.modules import count_by_module
-    from elbowroom.report.state import count_state
     from elbowroom.report.steady import count_modes, find_steady
     from elbowroom.report.summary import check_table, summarize
 
@@ -93,16 +91,28 @@ def render_report(
                 }
             )
             terminal.show_text((f"{path}\n\n" if len(read) > 1 else "") + text + ("\n" if len(read) > 1 else ""))
-        trace, costs, plan, forecast = (first := steps[0]).trace, first.costs, first.plan, first.forecast
-        modules: list[dict[str, Any]] | None = None
-        if by == "module" and trace is not None and costs is not None:
-            modules = [files.to_json(each) for each in count_by_module(trace, costs, plan, forecast)]
-        state: list[dict[str, Any]] | None = None
-        if trace is not None and costs is not None and plan is not None and forecast is not None:
-            state = [files.to_json(each) for each in count_state(trace, costs, plan, forecast)]
         if html is not None:
             _write_page(terminal, journals[0], html, (trace_file, plan_file, costs_file), hardware)
-        terminal.write_document("report", reports=documents, modules=modules, state=state)
+        modules = _list_modules(steps[0]) if by == "module" else None
+        terminal.write_document("report", reports=documents, modules=modules, state=_list_state(steps[0]))
+
+
+def _list_modules(step: _Step) -> list[dict[str, Any]] | None:
+    """Return the rows of the table of modules; None without a trace."""
+    from elbowroom.report.modules import count_by_module
+
+    if step.trace is None or step.costs is None:
+        return None
+    return [files.to_json(each) for each in count_by_module(step.trace, step.costs, step.plan, step.forecast)]
+
+
+def _list_state(step: _Step) -> list[dict[str, Any]] | None:
+    """Return the rows of the table of state; None without a plan of a trace."""
+    from elbowroom.report.state import count_state
+
+    if step.trace is None or step.costs is None or step.plan is None or step.forecast is None:
+        return None
+    return [files.to_json(each) for each in count_state(step.trace, step.costs, step.plan, step.forecast)]
 
 
 def _write_page(
