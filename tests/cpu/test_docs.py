@@ -83,6 +83,7 @@ def test_tutorial(
         elif command == "python train.py":
             assert "Cannot allocate memory" in told[-1]  # run by the test below
         elif first == "python":
+            sys.modules.pop("train", None)  # a process of its own would import it, and seed, anew
             runpy.run_path(arguments[0], run_name="__main__")
             check_output(command, told, capsys.readouterr().out)
     for name in ("train", "fit"):
