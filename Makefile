@@ -1,5 +1,6 @@
 # make demo    train two models within a budget each, beside plain PyTorch, and print the table
 # make test    everything a change has to pass
+# make docs    build the documentation as a site in build/docs
 # make format  put the source into its standard form
 #
 # Each sets itself up in .venv first, from Python 3.11 or newer and pip, and again only when pyproject.toml or
@@ -8,7 +9,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint format clean
+.PHONY: help demo test lint docs format clean
 .DELETE_ON_ERROR:
 
 # A python3.11 may be on the path and not run (pyenv's shims), so each candidate is asked.
@@ -19,7 +20,7 @@ READY := .venv/.ready
 BUILT := .venv/.built
 
 help:
-	@sed -n 's/^# \{0,1\}//p' Makefile | head -3
+	@sed -n 's/^# \{0,1\}//p' Makefile | head -4
 
 # Without Debian's python3-venv there is no pip to put into the environment: the one outside puts it there.
 $(READY): pyproject.toml constraints.txt
@@ -30,7 +31,7 @@ $(READY): pyproject.toml constraints.txt
 	"$(PYTHON)" -m venv .venv || { "$(PYTHON)" -m venv --clear --without-pip .venv && \
 		"$(PYTHON)" -m pip --python $(BIN)/python install pip; }
 	$(BIN)/python -m pip install --constraint constraints.txt setuptools
-	$(BIN)/python -m pip install --constraint constraints.txt --no-build-isolation --editable '.[models,pictures,tuning,integrations,dev]'
+	$(BIN)/python -m pip install --constraint constraints.txt --no-build-isolation --editable '.[models,pictures,tuning,integrations,docs,dev]'
 	touch $(READY)
 
 # In machine code: the planner's loops, and the extension that counts memory and watches ops.
@@ -55,6 +56,11 @@ test: export OMP_WAIT_POLICY ?= passive
 test: $(BUILT)
 	@failed=0; $(MAKE) --no-print-directory lint || failed=1; \
 	echo "$(PYTEST)"; $(PYTEST) || failed=1; exit $$failed
+
+# From the files alone, without a network. A warning fails it: a broken link, a page that nothing leads to.
+docs: $(READY)
+	$(BIN)/python -m sphinx --fail-on-warning --keep-going --quiet --builder html docs build/docs
+	@echo "the site is at build/docs/index.html"
 
 format: $(READY)
 	$(BIN)/ruff format .

@@ -1,13 +1,16 @@
-"""Compiles the extension with the package where PyTorch, ninja and a C++ compiler are there; else the first `fit` does.
+"""What pyproject.toml cannot say: the extension, compiled with the package, and the long description.
 
-All else is in pyproject.toml. pip hides what is installed from a build: `pip install --no-build-isolation .` does not.
+The extension is compiled where PyTorch, ninja and a C++ compiler are there; else the first `fit` does it. pip hides
+what is installed from a build: `pip install --no-build-isolation .` does not.
 """
 
 from __future__ import annotations
 
 import importlib.util
 import pathlib
+import re
 import sys
+import tomllib
 import warnings
 
 from setuptools import setup
@@ -46,4 +49,26 @@ class PlatformDistribution(Distribution):
         return HAS_PARTS
 
 
-setup(cmdclass={"build_py": BuildWithExtension}, distclass=PlatformDistribution)
+def describe(text: str, source: str, version: str) -> str:
+    """Return the README with links that work on a package's page: to the files of this version.
+
+    Args:
+        source: address of the repository.
+    """
+
+    def lengthen(link: re.Match[str]) -> str:
+        mark, label, target = link.groups()
+        kind = "raw" if mark else "blob"
+        return f"{mark}[{label}]({source}/{kind}/v{version}/{target})"
+
+    return re.sub(r"(!?)\[([^\]]*)\]\((?!https?:|#)([^)]+)\)", lengthen, text)
+
+
+if __name__ == "__main__":
+    PROJECT = tomllib.loads(pathlib.Path("pyproject.toml").read_text())["project"]
+    setup(
+        cmdclass={"build_py": BuildWithExtension},
+        distclass=PlatformDistribution,
+        long_description=describe(pathlib.Path("README.md").read_text(), PROJECT["urls"]["Source"], PROJECT["version"]),
+        long_description_content_type="text/markdown",
+    )

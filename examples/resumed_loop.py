@@ -22,6 +22,7 @@ def train(checkpoint: pathlib.Path, steps: int) -> None:
             model.load_state_dict(state["model"])
             optimizer.load_state_dict(state["optimizer"])
             room.load_state_dict(state["room"])
+            del state  # its tensors would count toward the budget
         for _ in range(steps):
             with room.step():
                 loss = model(torch.randn(2048, 128)).square().mean()

@@ -12,9 +12,9 @@ model = torch.nn.Sequential(
     *(layer for _ in range(12) for layer in (torch.nn.Linear(512, 512), torch.nn.GELU())), torch.nn.Linear(512, 10)
 )
 optimizer = torch.optim.AdamW(model.parameters())
-inputs, targets = torch.randn(8192, 512), torch.randint(0, 10, (8192,))
+inputs, targets = torch.randn(2048, 512), torch.randint(0, 10, (2048,))
 
-with elbowroom.fit(model, optimizer, memory_budget="260MiB") as room:
+with elbowroom.fit(model, optimizer, memory_budget="100MiB") as room:
     for _ in range(5):
         with room.step():
             loss = torch.nn.functional.cross_entropy(model(inputs), targets)

@@ -60,7 +60,7 @@ class Infeasible(ElbowroomError):
         budget_bytes: the given budget.
         op: name of the op at the peak of that plan, or at which the step was aborted.
         module: path of the op's module, as in `torch.nn.Module.named_modules`; None if unknown.
-        line: "file:line" of the program that calls the op; "" if unknown.
+        line: `file:line` of the program that calls the op; "" if unknown.
         in_the_way: (description, bytes) of the largest things that must be on the device at that op.
         host_bytes: limit on the tier below; None for no limit.
         needed_host_bytes: bytes that the nearest plan needs there; 0 if the tier below was not the limit.

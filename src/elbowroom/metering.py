@@ -22,6 +22,9 @@ class Metering:
     Args:
         transfers: counts moved bytes and stalls.
         ledger: counts the bytes that the room holds.
+
+    Attributes:
+        largest_growth_bytes: most bytes that a step held beyond those that existed before it.
     """
 
     def __init__(self, device: torch.device, transfers: Transfers, ledger: CpuLedger | CudaLedger) -> None:
@@ -30,6 +33,7 @@ class Metering:
         self._ledger = ledger
         self._journal_writer = JournalWriter()
         self._has_refused = False
+        self.largest_growth_bytes = 0
 
     @property
     def steps(self) -> int:
@@ -69,6 +73,7 @@ class Metering:
             note=note or ("" if state is None else state.refusal),
         )
         transfers.reset_figures()
+        self.largest_growth_bytes = max(self.largest_growth_bytes, meter.peak_bytes - meter.base_bytes)
         if state is not None and state.refusal and not self._has_refused:
             self._has_refused = True
             logger.warning("storages that should leave the device stay there while they fit: %s", state.refusal)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from elbowroom.hooks.ledger import Ledger
+from elbowroom.metering import Metering
 from elbowroom.plan_cache import PlanCache
 from elbowroom.plan_cache_entry import PlanCacheEntry
 from elbowroom.running_step import may_attach_later
@@ -17,18 +18,15 @@ class PlainStepCheck:
     Args:
         cache: of the room's plans.
         ledger: counts the bytes of the room.
+        metering: knows the growth of the steps so far.
         always_watch: whether every step is watched.
     """
 
-    def __init__(self, cache: PlanCache, ledger: Ledger, *, always_watch: bool) -> None:
+    def __init__(self, cache: PlanCache, ledger: Ledger, metering: Metering, *, always_watch: bool) -> None:
         self._cache = cache
         self._ledger = ledger
+        self._metering = metering
         self._always_watch = always_watch
-        self._largest_growth_bytes = 0
-
-    def note_growth(self, nbytes: int) -> None:
-        """Note the bytes that a step held beyond those that existed before it."""
-        self._largest_growth_bytes = max(self._largest_growth_bytes, nbytes)
 
     def fits(self, entry: PlanCacheEntry) -> bool:
         """Return True if a plain step fits beside what the job holds now (new gradients, for example)."""
@@ -39,7 +37,7 @@ class PlainStepCheck:
 
     def has_ample_room(self, entry: PlanCacheEntry) -> bool:
         """Return True if even a step that is much larger than the largest one so far fits, of whatever kind it is."""
-        growth_bytes = max(self._largest_growth_bytes, entry.expect_growth())
+        growth_bytes = max(self._metering.largest_growth_bytes, entry.expect_growth())
         return self._has_room(AMPLE * growth_bytes) and may_attach_later(self._ledger)
 
     def _has_room(self, nbytes: int) -> bool:

@@ -270,27 +270,28 @@ class Room:
         Keys without a known value are omitted, so no value is None. Only "mode" is a string. Takes a few microseconds.
 
         Returns:
-            Always:
-                budget_bytes: the budget on the device.
-            Once a step has been planned; of the step that is expected next:
-                forecast_step_seconds, forecast_peak_bytes: predicted by the simulator.
+            Always budget_bytes: the budget on the device. Once a step has been planned, of the one expected next also
+            forecast_step_seconds and forecast_peak_bytes: predicted by the simulator.
+
             Once a step has ended; of the last one:
-                step: number of the step, from 0.
-                mode: "capture", "planned", "plain", "dynamic" or "drifted", as in `Mode`.
-                step_seconds: wall time.
-                stall_seconds: part of it spent waiting for transfers.
-                peak_bytes: peak tensor bytes on the device; omitted if the step was not metered.
-                resident_bytes: peak resident memory of the process (CPU), or peak memory reserved by the allocator
-                    (CUDA); omitted if the step was not metered.
-                offloaded_bytes, reloaded_bytes: moved each way.
-                recomputed_segments: segments replayed.
-            If ops have run in slices:
-                sliced_ops: how many have, in all steps so far.
+
+            - step: number of the step, from 0.
+            - mode: "capture", "planned", "plain", "dynamic" or "drifted", as in `Mode`.
+            - step_seconds: wall time.
+            - stall_seconds: part of it spent waiting for transfers.
+            - peak_bytes: peak tensor bytes on the device; omitted if the step was not metered.
+            - resident_bytes: peak resident memory of the process (CPU), or peak memory reserved by the allocator
+              (CUDA); omitted if the step was not metered.
+            - offloaded_bytes, reloaded_bytes: moved each way.
+            - recomputed_segments: segments replayed.
+
             And of all steps:
-                max_peak_bytes: highest peak of all metered steps; omitted if no step was metered.
-                total_step_seconds, total_stall_seconds, total_offloaded_bytes, total_reloaded_bytes,
-                total_recomputed_segments: sums of the above.
-                capture_steps, planned_steps, plain_steps, dynamic_steps, drifted_steps: steps in each mode.
+
+            - sliced_ops: how many ops have run in slices; omitted if none has.
+            - max_peak_bytes: highest peak of all metered steps; omitted if no step was metered.
+            - total_step_seconds, total_stall_seconds, total_offloaded_bytes, total_reloaded_bytes,
+              total_recomputed_segments: sums of the above.
+            - capture_steps, planned_steps, plain_steps, dynamic_steps, drifted_steps: steps in each mode.
         """
         found = {"budget_bytes": self.budget_bytes, **self._metering.metrics()}
         if self._sliced_ops.counts:

@@ -77,7 +77,7 @@ class StepModes:
         self.agreed = agreed
         self._captures = self._futile_captures = self._next_capture = 0
         self._has_recurred = False
-        self._plain_check = PlainStepCheck(cache, ledger, always_watch=job.config.always_watch)
+        self._plain_check = PlainStepCheck(cache, ledger, metering, always_watch=job.config.always_watch)
         self._history = AccessHistory(is_bounded=cache.lease.host_bytes is not None)
         self._running: RunningStep | None = None
 
@@ -137,7 +137,7 @@ class StepModes:
         if step.runner is not None or step.unwatched:
             self._settle(entries, step, meter)
             return
-        record = self._record(Mode.PLAIN, step, meter, "")
+        record = self._metering.record(Mode.PLAIN, step.seconds, None, meter, "")
         if not step.is_usual:
             return
         self._cache.record_hit(entry, step.calls)
@@ -170,7 +170,7 @@ class StepModes:
         meter = self._metering.make()
         runner = self._make_runner(Phase.UNPRESSURED)
         step = yield from self._run(runner, meter, None)
-        self._record(Mode.DYNAMIC, step, meter, note)
+        self._metering.record(Mode.DYNAMIC, step.seconds, runner.state, meter, note)
 
     def _run_capture(self) -> Iterator[None]:
         self._begin_paging(may_move=True)
@@ -179,7 +179,7 @@ class StepModes:
         runner = self._make_runner(Phase.CAPTURING, capture=capture)
         step = yield from self._run(runner, meter, capture)
         note = "" if runner.state.saved_tensors.needs else _explain_no_needs()
-        record = self._record(Mode.CAPTURE, step, meter, note)
+        record = self._metering.record(Mode.CAPTURE, step.seconds, runner.state, meter, note)
         if note:
             self._put_off_capture(note)
         else:
@@ -224,19 +224,13 @@ class StepModes:
         mode = Mode.DRIFTED if followed is None else Mode.PLANNED
         why = "; ".join(filter(None, (step.unwatched, "" if state is None else state.drift)))
         activities = () if state is None else state.activity_log.finish(self._transfers)  # `record` forgets them
-        record = self._record(mode, step, meter, why)
+        record = self._metering.record(mode, step.seconds, state, meter, why)
         if followed is not None:
             followed.activities = activities
             self._cache.record_hit(followed, step.calls)
         elif self._cache.record_miss(() if state is None else state.saved_tensors.sizes, record):
             self._has_recurred = True
         return record, followed
-
-    def _record(self, mode: Mode, step: RunningStep, meter: Meter, note: str) -> StepRecord:
-        state = None if step.runner is None else step.runner.state
-        record = self._metering.record(mode, step.seconds, state, meter, note)
-        self._plain_check.note_growth((record.peak_bytes or 0) - meter.base_bytes)
-        return record
 
     def _make_capture(self, meter: Meter) -> LiveCapture:
         job = self._job

@@ -414,13 +414,15 @@ def test_reports_fit_a_terminal_of_80_columns(files: pathlib.Path) -> None:
     assert max(map(len, shown.partition("\nBelow the device")[0].splitlines())) <= 80
 
 
-def test_report_from_files_is_the_report_of_the_run(files: pathlib.Path) -> None:
+def test_report_from_files_is_the_report_of_the_run(files: pathlib.Path, tmp_path: pathlib.Path) -> None:
     given = [f"--{name}={files / f'run-{name}.json'}" for name in ("trace", "plan", "costs")]
     shown = succeed("report", files / "run.json", *given)
     told = (files / "run.txt").read_text()
     manages = next(line for line in told.splitlines() if line.startswith("Manages everything"))
     assert shown.strip() in told.replace(manages + "\n", "")  # of the run, not of its files
-    alone = succeed("report", files / "run.json")
+    assert succeed("report", files / "run.json") == shown  # from the step in the file itself
+    elbowroom.save(elbowroom.load(Journal, files / "run.json"), tmp_path / "journal.json")
+    alone = succeed("report", tmp_path / "journal.json")
     assert "2 captured" in alone and "Why each block" not in alone
     found = document("report", files / "run.json", files / "run.json", *given)
     assert len(found["reports"]) == 2

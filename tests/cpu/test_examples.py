@@ -1,4 +1,4 @@
-"""Every example runs within its budget, and every piece of code in docs/integrations.md is part of one."""
+"""Every example runs within its budget, and every piece of code in docs/integrations is part of one."""
 
 from __future__ import annotations
 
@@ -19,9 +19,8 @@ from elbowroom.scripts.request import read_request
 from elbowroom.workloads._packages import import_package
 
 ROOT = pathlib.Path(__file__).parents[2]
-LONG = {"train_within_budget"}
-EXAMPLES = sorted(path for path in (ROOT / "examples").glob("*.py") if path.stem not in LONG)
-PAGE = ROOT / "docs" / "integrations.md"
+EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
+PAGES = sorted((ROOT / "docs" / "integrations").glob("*.md"))
 NEEDS = {
     "accelerate_loop": ("accelerate",),
     "lightning_trainer": ("lightning",),
@@ -50,7 +49,7 @@ def check_packages(name: str) -> None:
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
 def test_examples(path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
     if path.stem == "unchanged_script":
-        pytest.skip("a command of the page runs it")
+        pytest.skip("a command of its page runs it")
     check_packages(path.stem)
     runpy.run_path(str(path), run_name="__main__")
     printed = capsys.readouterr().out
@@ -62,10 +61,10 @@ def test_examples(path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> Non
 
 
 def list_blocks(language: str) -> list[str]:
-    return re.findall(rf"```{language}\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    return [each for page in PAGES for each in re.findall(rf"```{language}\n(.*?)```", page.read_text(), re.DOTALL)]
 
 
-def test_code_of_the_page_is_run() -> None:
+def test_code_of_the_pages_is_run() -> None:
     examples = [path.read_text() for path in EXAMPLES]
     blocks = list_blocks("python")
     assert len(blocks) >= 5
@@ -85,7 +84,7 @@ def is_within(lines: list[str], text: str) -> bool:
     return all(line.strip() in rest for line in lines)
 
 
-def test_commands_of_the_page_run(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> None:
+def test_commands_of_the_pages_run(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> None:
     """Those of launchers are only checked for their arguments."""
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr(sys, "path", [*sys.path])

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import pathlib
+import re
+import tomllib
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -13,6 +15,7 @@ from elbowroom.errors import UsageError
 from elbowroom.native import library
 from elbowroom.native.library import Extension, build_library, find_library, import_library
 
+ROOT = pathlib.Path(__file__).parents[2]
 SOURCE = """
 #include "answer.h"
 #include <Python.h>
@@ -101,3 +104,20 @@ def test_half_a_file_is_not_left_where_the_compiler_is_ended(
     with pytest.raises(UsageError, match="a small extension cannot be compiled"):
         build_library(small, tmp_path / "cache")
     assert os.listdir(tmp_path / "cache") == []
+
+
+@pytest.mark.parametrize("version", ["2.10.1", "2.14.0.dev20260801+cu130", "3.0.0"])
+def test_an_unknown_pytorch_is_refused(version: str, small: Extension, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "__version__", version)
+    with pytest.raises(
+        UsageError, match=rf"PyTorch 2\.11 to 2\.13, and this is {re.escape(version)}; run: pip install"
+    ):
+        build_library(small)
+
+
+def test_pip_is_told_the_same_versions_of_pytorch() -> None:
+    (major, oldest), (same, newest) = library.TORCH_VERSIONS
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    assert major == same
+    assert extras["torch"] == [f"torch>={major}.{oldest},<{major}.{newest + 1}"]
+    library.check_torch(torch.__version__)

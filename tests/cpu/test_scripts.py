@@ -25,6 +25,7 @@ from typer.testing import CliRunner
 
 import elbowroom
 from elbowroom.cli.main import make_app
+from elbowroom.cli.step_files import load_run_step
 from elbowroom.errors import Infeasible, UsageError
 from elbowroom.ir.hardware import HardwareProfile
 from elbowroom.ir.journal import Journal, Mode
@@ -436,6 +437,7 @@ def test_the_journal_survives(profile: HardwareProfile, tmp_path: pathlib.Path) 
     with pytest.raises(ZeroDivisionError), managing(profile, journal_file=JournalFile(path)):
         fail_in_the_fourth_step()
     assert len(elbowroom.load(Journal, path).steps) == 3
+    assert (found := load_run_step(path)) is not None and found.budget_bytes == BUDGET
     with managing(profile, journal_file=JournalFile(path, {"WORLD_SIZE": "2", "RANK": "1"})):
         train_twice()
     assert {each.name for each in tmp_path.iterdir()} == {"run.json", "run.rank1.json", "run.rank1.2.json"}

@@ -21,7 +21,12 @@ from rich.text import Text
 from elbowroom import __version__, _family
 from elbowroom.cli import commands
 from elbowroom.errors import ElbowroomError
-from elbowroom.scripts.exit_codes import INTERRUPTED, find_exit_code
+from elbowroom.scripts.exit_codes import INTERRUPTED, MISUSED, find_exit_code
+
+NEEDS_TORCH = (
+    "this needs PyTorch, which is not installed here: pip install 'elbowroom[torch]'. Without it, files are read, and "
+    "planned for a machine that --hardware names, such as --hardware rtx3090"
+)
 
 
 class Program(typer.core.TyperGroup):
@@ -38,6 +43,11 @@ class Program(typer.core.TyperGroup):
         except ElbowroomError as error:
             _complain(str(error))
             raise typer.Exit(find_exit_code(error)) from error
+        except ModuleNotFoundError as error:
+            if (error.name or "").partition(".")[0] != "torch":
+                raise
+            _complain(NEEDS_TORCH)
+            raise typer.Exit(MISUSED) from error
         except KeyboardInterrupt as error:
             _complain("interrupted")
             raise typer.Exit(INTERRUPTED) from error
@@ -70,8 +80,11 @@ def main() -> None:
 def _show_version(is_asked: bool) -> None:
     if is_asked:
         # Importing torch would take seconds.
-        torch_version = importlib.metadata.version("torch")
-        typer.echo(f"elbowroom {__version__}, PyTorch {torch_version}, Python {platform.python_version()}")
+        try:
+            pytorch = f"PyTorch {importlib.metadata.version('torch')}"
+        except importlib.metadata.PackageNotFoundError:
+            pytorch = "no PyTorch"
+        typer.echo(f"elbowroom {__version__}, {pytorch}, Python {platform.python_version()}")
         raise typer.Exit
 
 

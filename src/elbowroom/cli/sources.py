@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import pathlib
 import tempfile
@@ -122,6 +123,11 @@ def _build_fake(spec: str, options: Mapping[str, Any]) -> Workload | None:
     except Exception:
         # The initialisation reads values. Any other fault shows when the real model is built.
         return None
+
+
+def has_torch() -> bool:
+    """Tell whether PyTorch is installed, without importing it."""
+    return importlib.util.find_spec("torch") is not None
 
 
 def default_device() -> str:
@@ -246,13 +252,16 @@ def price_trace(terminal: Terminal, trace: Trace, profile: HardwareProfile) -> C
     from elbowroom.config import read_config
     from elbowroom.cost.op_times import make_key
     from elbowroom.cost.price import price
-    from elbowroom.hardware.past_times import PastTimes
 
     if trace.device != profile.device:
         terminal.note(
             f"captured on {trace.device} but priced for {profile.name} ({profile.device}): some of its ops may differ"
         )
-    past = PastTimes(profile, is_enabled=read_config().op_time_store).load()
+    past: Mapping[str, float] = {}
+    if has_torch():  # times are stored for a version of it
+        from elbowroom.hardware.past_times import PastTimes
+
+        past = PastTimes(profile, is_enabled=read_config().op_time_store).load()
     if known := sum(make_key(op) in past for op in trace.ops) if past else 0:
         terminal.note(f"{known} of {len(trace.ops)} ops have times that this machine measured in earlier steps")
     return price(trace, profile, past=past)

@@ -71,7 +71,7 @@ def load_step(
             raise UsageError(f"{path} is a trace: leave out --trace {trace_file}")
         return _load_given(terminal, path, plan_file, hardware, costs_file)
     journal, budget_bytes = load_journal(path)
-    found = _load_run_step(path) if '"elbowroom.journal"' in head else None
+    found = load_run_step(path)
     if trace_file is not None:
         given = _load_given(terminal, trace_file, plan_file, hardware, costs_file)
         return dataclasses.replace(given, journal=journal, budget_bytes=budget_bytes or given.budget_bytes)
@@ -104,8 +104,14 @@ def _load_given(
     return StepFiles(trace=trace, costs=costs, plan=plan, budget_bytes=0 if plan is None else plan.budget_bytes)
 
 
-def _load_run_step(path: Path) -> RunStep | None:
-    """Load the step beside a journal; None if the file has none."""
+def load_run_step(path: Path) -> RunStep | None:
+    """Load the step beside a journal; None if the file has none.
+
+    Raises:
+        TraceError: the step is damaged or of another version.
+    """
+    if '"elbowroom.journal"' not in files.peek(path, _HEAD_CHARS):
+        return None
     found = files.load_fields({"step": RunStep, "step_version": int}, path)
     if "step" not in found:
         return None

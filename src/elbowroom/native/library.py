@@ -50,6 +50,9 @@ class Extension(NamedTuple):
 
 FOLDER = pathlib.Path(__file__).parent
 
+TORCH_VERSIONS = ((2, 11), (2, 13))
+"""Oldest and newest version of PyTorch: the extra `torch` of pyproject.toml says the same to pip."""
+
 SOURCES, HEADERS = (tuple(sorted(FOLDER.glob(f"*{suffix}"))) for suffix in (".cpp", ".h"))
 
 NATIVE = Extension("_native", "the extension that counts memory", SOURCES, HEADERS)
@@ -87,9 +90,10 @@ def build_library(extension: Extension, folder: pathlib.Path | None = None) -> p
     """Return an extension's file, compiling it if needed, which takes half a minute and 1.5 GiB.
 
     Raises:
-        UsageError: no compiler was found, compilation fails, this Python is not supported, or other users can write to
-            the folder.
+        UsageError: no compiler was found, compilation fails, this PyTorch or Python is not supported, or other users
+            can write to the folder.
     """
+    check_torch(torch.__version__)
     library = find_library(extension, folder)
     if not is_built(extension, folder):
         if sysconfig.get_config_var("Py_GIL_DISABLED"):
@@ -99,6 +103,20 @@ def build_library(extension: Extension, folder: pathlib.Path | None = None) -> p
             _compile(extension, compiler, made)
             (made / f"{extension.name}.so").rename(made / library.name)
     return library
+
+
+def check_torch(version: str) -> None:
+    """Check that Elbowroom knows this PyTorch. pip does not, as PyTorch is not among the package's dependencies.
+
+    Raises:
+        UsageError: it is older or newer.
+    """
+    oldest, newest = TORCH_VERSIONS
+    if not oldest <= tuple(int(part) for part in version.split(".")[:2]) <= newest:
+        raise UsageError(
+            f"Elbowroom works with PyTorch {oldest[0]}.{oldest[1]} to {newest[0]}.{newest[1]}, and this is {version}; "
+            "run: pip install 'elbowroom[torch]'"
+        )
 
 
 def _compile(extension: Extension, compiler: list[str], folder: pathlib.Path) -> None:

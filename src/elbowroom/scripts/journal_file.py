@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from elbowroom.errors import UsageError
 from elbowroom.ir.files import save
 from elbowroom.ir.journal import Journal
+from elbowroom.room import Room
 
 SECONDS_BETWEEN_WRITES = 5.0
 """A process that is killed loses the records of so many seconds at most."""
@@ -48,9 +49,13 @@ class JournalFile:
         return time.monotonic() - self._written >= SECONDS_BETWEEN_WRITES
 
     def write(self, journal: Journal) -> None:
-        """Replace the file."""
+        """Replace the file by a journal, which takes little time."""
         save(journal, self.path)
         self._written = time.monotonic()
+
+    def finish(self, room: Room) -> None:
+        """Replace the file by the journal of a room that has ended, and its planned step, for `elbowroom view`."""
+        room.save_run(self.path)
 
 
 def _mark(path: pathlib.Path, mark: str) -> pathlib.Path:

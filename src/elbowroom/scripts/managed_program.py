@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from typing import Any
 
 from elbowroom.api import fit
 from elbowroom.hooks.attachment import is_marked
 from elbowroom.integrations.optimizer_steps import OptimizerSteps
 from elbowroom.ir.hardware import HardwareProfile
-from elbowroom.ir.journal import Journal
 from elbowroom.room import Room
 from elbowroom.scripts.job_finder import FoundJob, JobFinder, list_other_tensors
 from elbowroom.scripts.journal_file import JournalFile
@@ -110,7 +110,8 @@ class ManagedProgram:
         try:
             steps.close(error)
         finally:
-            self._write(self._room.journal())
+            room = self._room
+            self._write(lambda file: file.finish(room))
 
     def _note_backward(self) -> None:
         if self._steps is not None:
@@ -119,14 +120,15 @@ class ManagedProgram:
     def _note_step(self) -> None:
         assert self._room is not None
         if self._journal_file is not None and self._journal_file.is_due():
-            self._write(self._room.journal())
+            journal = self._room.journal()
+            self._write(lambda file: file.write(journal))
         if self._view is not None:
             self._view.update(self._room)
 
-    def _write(self, journal: Journal) -> None:
+    def _write(self, write: Callable[[JournalFile], None]) -> None:
         if self._journal_file is None:
             return
         try:
-            self._journal_file.write(journal)
+            write(self._journal_file)
         except OSError as error:
             logger.warning("the journal is not written: %s", error)

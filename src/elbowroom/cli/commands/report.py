@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -10,6 +11,7 @@ import typer
 from elbowroom.cli.journal_files import load_journal
 from elbowroom.cli.parameters import CostsFile, Hardware, Json
 from elbowroom.cli.sources import find_costs, load_plan, load_trace
+from elbowroom.cli.step_files import load_run_step
 from elbowroom.cli.terminal import Terminal, open_terminal
 from elbowroom.ir import files
 from elbowroom.ir.costs import Costs
@@ -19,7 +21,7 @@ from elbowroom.ir.sliced_trace import apply_cuts
 from elbowroom.ir.trace import Trace
 
 _TABLES = ("kind", "module")
-_BY_HELP = "The table that --trace adds: kind (the default), why each block is where it is; module, bytes by module."
+_BY_HELP = "The table of the step: kind (the default), why each block is where it is; module, bytes by module."
 _HTML_HELP = "Write the page of the first journal's step to this file, as `elbowroom view` does."
 
 
@@ -28,11 +30,24 @@ def register(app: typer.Typer) -> None:
     app.command("report")(render_report)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Step:
+    """The step of a journal, as far as it is known; None for the rest."""
+
+    trace: Trace | None = None
+    costs: Costs | None = None
+    plan: Plan | None = None
+    forecast: Forecast | None = None
+    bound_seconds: float = 0.0
+
+
 def render_report(
     journals: Annotated[
         list[Path], typer.Argument(metavar="JOURNAL...", help="Written by `elbowroom run --output`, or its --json.")
     ],
-    trace_file: Annotated[Path | None, typer.Option("--trace", help="Its trace: adds the table of blocks.")] = None,
+    trace_file: Annotated[
+        Path | None, typer.Option("--trace", help="Its trace, where the file has no step of its own.")
+    ] = None,
     plan_file: Annotated[Path | None, typer.Option("--plan", help="The plan that was carried out.")] = None,
     hardware: Hardware = "this",
     costs_file: CostsFile = None,
@@ -45,27 +60,25 @@ def render_report(
     as_json: Json = False,
 ) -> None:
     """Report on steps: forecast beside measurements, and with a trace why each block is where it is."""
-    from elbowroom.planner.bounds.bound import bound_plan
-    from elbowroom.report.modules import count_by_module
-    from elbowroom.report.state import count_state
     from elbowroom.report.steady import count_modes, find_steady
     from elbowroom.report.summary import check_table, summarize
 
     with open_terminal(as_json) as terminal:
         check_table(by, depth)
         read = [(path, *load_journal(path)) for path in journals]
-        trace, costs, plan, forecast = _load_step(terminal, trace_file, plan_file, hardware, costs_file)
-        bound_seconds = 0.0
-        if trace is not None and costs is not None and plan is not None:
-            bound_seconds = bound_plan(trace, costs, plan)
+        if trace_file is not None or plan_file is not None:
+            steps = [_load_step(terminal, trace_file, plan_file, hardware, costs_file)] * len(read)
+        else:
+            steps = [_load_own_step(path) for path in journals]
         documents: list[dict[str, Any]] = []
-        for path, journal, run_budget_bytes in read:
-            budget_bytes = run_budget_bytes or (0 if plan is None else plan.budget_bytes)
+        for (path, journal, run_budget_bytes), each in zip(read, steps, strict=True):
+            budget_bytes = run_budget_bytes or (0 if each.plan is None else each.plan.budget_bytes)
             text = summarize(
-                budget_bytes=budget_bytes, journal=journal, trace=trace, costs=costs, plan=plan, forecast=forecast,
-                bound_seconds=bound_seconds, by=by, depth=depth,
+                budget_bytes=budget_bytes, journal=journal, trace=each.trace, costs=each.costs, plan=each.plan,
+                forecast=each.forecast, bound_seconds=each.bound_seconds, by=by, depth=depth,
             )  # fmt: skip
             steady = find_steady(journal)
+            forecast = each.forecast
             documents.append(
                 {
                     "file": str(path),
@@ -78,15 +91,28 @@ def render_report(
                 }
             )
             terminal.show_text((f"{path}\n\n" if len(read) > 1 else "") + text + ("\n" if len(read) > 1 else ""))
-        modules: list[dict[str, Any]] | None = None
-        if by == "module" and trace is not None and costs is not None:
-            modules = [files.to_json(each) for each in count_by_module(trace, costs, plan, forecast)]
-        state: list[dict[str, Any]] | None = None
-        if trace is not None and costs is not None and plan is not None and forecast is not None:
-            state = [files.to_json(each) for each in count_state(trace, costs, plan, forecast)]
         if html is not None:
             _write_page(terminal, journals[0], html, (trace_file, plan_file, costs_file), hardware)
-        terminal.write_document("report", reports=documents, modules=modules, state=state)
+        modules = _list_modules(steps[0]) if by == "module" else None
+        terminal.write_document("report", reports=documents, modules=modules, state=_list_state(steps[0]))
+
+
+def _list_modules(step: _Step) -> list[dict[str, Any]] | None:
+    """Return the rows of the table of modules; None without a trace."""
+    from elbowroom.report.modules import count_by_module
+
+    if step.trace is None or step.costs is None:
+        return None
+    return [files.to_json(each) for each in count_by_module(step.trace, step.costs, step.plan, step.forecast)]
+
+
+def _list_state(step: _Step) -> list[dict[str, Any]] | None:
+    """Return the rows of the table of state; None without a plan of a trace."""
+    from elbowroom.report.state import count_state
+
+    if step.trace is None or step.costs is None or step.plan is None or step.forecast is None:
+        return None
+    return [files.to_json(each) for each in count_state(step.trace, step.costs, step.plan, step.forecast)]
 
 
 def _write_page(
@@ -105,17 +131,31 @@ def _write_page(
 
 def _load_step(
     terminal: Terminal, trace_file: Path | None, plan_file: Path | None, hardware: str, costs_file: Path | None
-) -> tuple[Trace | None, Costs | None, Plan | None, Forecast | None]:
-    """Load the trace, costs, plan and forecast; None for each that was not given."""
-    from elbowroom.simulator.planned import PreparedTrace
-
+) -> _Step:
+    """Load the step of the given files."""
     if trace_file is None:
-        return None, None, None if plan_file is None else files.load(Plan, plan_file), None
+        return _Step(plan=None if plan_file is None else files.load(Plan, plan_file))
     trace = load_trace(trace_file)
     plan = None if plan_file is None else load_plan(plan_file, trace)
     costs = find_costs(terminal, trace, hardware, costs_file)
-    if plan is None:
-        return trace, costs, None, None
-    trace, costs, plan = apply_cuts(trace, costs, plan)
+    return _Step(trace=trace, costs=costs) if plan is None else _forecast(*apply_cuts(trace, costs, plan))
+
+
+def _load_own_step(journal: Path) -> _Step:
+    """Load the step that a run has written beside its journal; an empty one if there is none."""
+    found = load_run_step(journal)
+    return _Step() if found is None else _forecast(found.trace, found.costs, found.plan, found.host_bytes)
+
+
+def _forecast(trace: Trace, costs: Costs, plan: Plan, host_bytes: int | None = None) -> _Step:
+    from elbowroom.planner.bounds.bound import bound_plan
+    from elbowroom.simulator.planned import PreparedTrace
+
     replay = PreparedTrace(trace, costs)
-    return trace, costs, plan, replay.run(plan, placement=replay.place(plan))
+    return _Step(
+        trace=trace,
+        costs=costs,
+        plan=plan,
+        forecast=replay.run(plan, placement=replay.place(plan)),
+        bound_seconds=bound_plan(trace, costs, plan, host_bytes),
+    )
