@@ -26,7 +26,7 @@ KEEPABLE = {
     "attention": ("_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_attention_math_for_cpu"),
     "compute": ("mm", "addmm", "bmm", "baddbmm", "_grouped_mm", "convolution", "mkldnn_convolution"),
 }
-BUDGETS = {"aot_eager": ("1.0", "0.5", "0.0"), "inductor": ("1.0", "0.5", "0.0")}
+BUDGETS = {"aot_eager": ("0.5", "0.0"), "inductor": ("1.0", "0.0")}
 
 
 class BlockGroup(nn.Module):
@@ -66,19 +66,21 @@ def recompute(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 def use_checkpoint(workload: Workload, model: PeerModel, parameter: str) -> Workload:
-    """Checkpoint groups of blocks ("size=2"), all blocks but each n-th ("skip=2"), each n-th, or the first n."""
+    """Checkpoint groups of blocks ("size=2"), each n-th block ("every=2"), or the first n ("first=5")."""
     key, _, number = parameter.partition("=")
     count = int(number)
     groups = group_blocks(workload, model, count if key == "size" else min(model.sizes), recompute)
     for index, group in enumerate(groups):
-        is_on = {"size": True, "every": index % count == 0, "skip": index % count != 0, "first": index < count}[key]
-        if not is_on:
+        if not {"size": True, "every": index % count == 0, "first": index < count}[key]:
             group.run = None
     return workload
 
 
 def use_selective(workload: Workload, model: PeerModel, parameter: str) -> Workload:
     """Checkpoint each block, but keep results of attention, of matmuls and convolutions too, or of half of these."""
+    for module in workload.model.modules() if model.writes_kept else ():
+        if hasattr(module, "inplace"):
+            module.inplace = False  # what is kept may not be written to
     names = KEEPABLE["attention"] if parameter == "attention" else KEEPABLE["attention"] + KEEPABLE["compute"]
     kept = {getattr(torch.ops.aten, name) for name in names if hasattr(torch.ops.aten, name)}
 
@@ -169,8 +171,8 @@ def _list_figures(optimizer: torch.optim.Optimizer) -> dict[str, float]:
     return {name: optimizer.defaults[name] for name in ("lr", "momentum") if name in optimizer.defaults}
 
 
-def use_fsdp(workload: Workload, model: PeerModel, parameter: str) -> Workload:
-    """Shard blocks and model by FSDP2 over one gloo rank with `CPUOffloadPolicy`; blocks may be checkpointed."""
+def use_fsdp(workload: Workload, model: PeerModel, _: str) -> Workload:
+    """Shard blocks and model by FSDP2 over one gloo rank with `CPUOffloadPolicy`."""
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
@@ -179,10 +181,7 @@ def use_fsdp(workload: Workload, model: PeerModel, parameter: str) -> Workload:
     mesh = init_device_mesh("cpu", (1,))
     policy = CPUOffloadPolicy(pin_memory=torch.cuda.is_available())
     own = workload.optimizer
-    if parameter == "checkpoint":
-        blocks: list[nn.Module] = [*group_blocks(workload, model, max(model.sizes[0], 1), recompute)]
-    else:
-        blocks = [each for path in model.containers for each in workload.model.get_submodule(path).children()]
+    blocks = [each for path in model.containers for each in workload.model.get_submodule(path).children()]
     for block in blocks:
         fully_shard(block, mesh=mesh, offload_policy=policy)
     fully_shard(workload.model, mesh=mesh, offload_policy=policy)
@@ -229,14 +228,13 @@ def find_role(contender: str) -> str:
 
 def list_contenders(model: PeerModel, families: tuple[str, ...]) -> list[str]:
     """Return the names of contenders that are tried on a model, plain first."""
+    has_attention = len(model.containers) == 1
     parameters = {
-        "checkpoint": [*(f"size={size}" for size in model.sizes), "every=2", "skip=3"],
-        "selective": ["attention", "half", "compute"],
+        "checkpoint": [*(f"size={size}" for size in model.sizes), "every=2"],
+        "selective": ["attention" if has_attention else "half", "compute"],
         "compile": [f"{backend}={budget}" for backend, budgets in BUDGETS.items() for budget in budgets],
-        "fsdp": ["offload", "checkpoint"],
+        "fsdp": ["blocks"],
     }
-    if not any(path in ("blocks", "transformer.h", "model.layers") for path in model.containers):
-        parameters["selective"].remove("attention")
     return [
         f"{family}:{parameter}" if parameter else family
         for family in FAMILIES

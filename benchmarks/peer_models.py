@@ -23,12 +23,14 @@ class PeerModel:
         make: builds a workload; called with True for a small model of the same kind.
         containers: paths of the modules whose children are blocks, in the order in which they run.
         sizes: numbers of consecutive blocks that checkpointing takes together.
+        writes_kept: whether ops in place write to results that selective checkpointing keeps.
     """
 
     title: str
     make: Callable[[bool], Workload]
     containers: tuple[str, ...]
     sizes: tuple[int, ...] = (1, 2, 4)
+    writes_kept: bool = False
 
 
 def _build(spec: str, full: dict[str, Any], small: dict[str, Any], optimizer: str = "adamw") -> Callable[[bool], Any]:
@@ -95,6 +97,7 @@ MODELS: dict[str, PeerModel] = {
         title="EfficientNet-B0, batch 4, 224x224, AdamW",
         make=_build("torchvision:efficientnet_b0", {"batch": 4}, {"batch": 2, "image_size": 64}),
         containers=tuple(f"features.{number}" for number in range(1, 8)),
+        writes_kept=True,
     ),
     "vit_small": PeerModel(
         title="ViT-S/16, batch 6, 224x224, AdamW",

@@ -5,8 +5,8 @@
 
 1. Survey: each peer, in several configurations, trains each model in a process of its own. Measured are the peak of a
    settled step, seconds, and whether losses and parameters after three steps are those of plain PyTorch, bit for bit.
-2. A heat: for each of --peaks (per cent of the plain peak), the two fastest configurations whose peak is at or below
-   it and Elbowroom with that many bytes, and so for the peaks of --points peers that no other beats in both. These and
+2. A heat: for each of --peaks (per cent of the plain peak), the fastest configuration whose peak is at or below it (and
+   the fastest one with plain PyTorch's bits) and Elbowroom with that many bytes, and so for the peaks of --points peers that no other beats in both. These and
    plain are in processes of their own, all at once, and do one step after the other in turn.
 
 The peak is measured by PyTorch's profiler, which sees each allocation; of Elbowroom it is that of all its steps, the
@@ -39,7 +39,7 @@ from peer_table import draw, list_front, print_tables
 import elbowroom
 
 HERE = pathlib.Path(__file__).parent
-SURVEY_STEPS = 2
+SURVEY_STEPS = 1
 
 
 class Process:
@@ -189,7 +189,7 @@ def compare_bits(found: dict[str, Any], plain: dict[str, Any]) -> None:
 
 
 def find_fastest(survey: dict[str, Any], budget_bytes: int) -> list[str]:
-    """Return the two fastest peers within a peak, and the fastest one with plain PyTorch's bits."""
+    """Return the fastest peer within a peak, and the fastest one with plain PyTorch's bits."""
     fitting = [
         peer
         for peer, found in survey.items()
@@ -197,7 +197,7 @@ def find_fastest(survey: dict[str, Any], budget_bytes: int) -> list[str]:
     ]
     fitting.sort(key=lambda peer: min(survey[peer]["seconds"]))
     exact = [peer for peer in fitting if survey[peer].get("same_bits")]
-    return list(dict.fromkeys([*fitting[:2], *exact[:1]]))
+    return list(dict.fromkeys([*fitting[:1], *exact[:1]]))
 
 
 def describe(found: dict[str, Any]) -> str:

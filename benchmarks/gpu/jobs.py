@@ -103,9 +103,9 @@ def run_probe(options: dict[str, Any], report: Report) -> None:
 
 
 def run_reference(options: dict[str, Any], report: Report) -> None:
-    """A model without Elbowroom: plain, block-wise checkpointing, and everything saved on the host."""
+    """A model without Elbowroom: plain, and what a user would do instead (`baselines.py`)."""
     import torch
-    from baselines import checkpoint_blocks, save_on_host
+    from baselines import checkpoint_blocks, offload_activations, offload_optimizer, save_on_host
     from measure import measure_peaks, median, release_all, time_steps
 
     import elbowroom
@@ -168,8 +168,15 @@ def run_reference(options: dict[str, Any], report: Report) -> None:
         found["out_of_memory"] = True
         report(found)
         return
+
+    def changed(name: str, change: Callable[[Any], Callable[[], object]]) -> None:
+        workload = make()
+        measure(name, change(workload), workload, max(2, options["steps"] // 2))
+
     tried("checkpoint", checkpointed)
     tried("save_on_cpu", saved_on_host)
+    tried("trl", lambda: changed("trl", offload_activations))
+    tried("torchao", lambda: changed("torchao", offload_optimizer))
 
 
 def run_budget(options: dict[str, Any], report: Report) -> None:
@@ -327,6 +334,25 @@ def run_machine(options: dict[str, Any], report: Report) -> None:
     report(describe_machine(options["device"]))
 
 
+def run_build(options: dict[str, Any], report: Report) -> None:
+    """The planner's loops and the C++ extension, compiled."""
+    from elbowroom.compilation import compile_loops
+    from elbowroom.native.library import NATIVE, build_library
+
+    begin = time.perf_counter()
+    build_library(NATIVE)
+    report({"extension_seconds": time.perf_counter() - begin})
+    compile_loops(lambda *_: None)
+    report({"seconds": time.perf_counter() - begin})
+
+
+def run_features(options: dict[str, Any], report: Report) -> None:
+    """One feature, on one model."""
+    from benchmarks.gpu.features import run_feature
+
+    run_feature(options, report)
+
+
 def run_bits(options: dict[str, Any], report: Report) -> None:
     """Small whole models, compared to the last bit."""
     find_tests()
@@ -337,6 +363,8 @@ def run_bits(options: dict[str, Any], report: Report) -> None:
 
 JOBS = {
     "machine": run_machine,
+    "build": run_build,
+    "feature": run_features,
     "tests": run_tests,
     "probe": run_probe,
     "bits": run_bits,
