@@ -5,9 +5,9 @@
 
 1. Survey: each peer, in several configurations, trains each model in a process of its own. Measured are the peak of a
    settled step, seconds, and whether losses and parameters after three steps are those of plain PyTorch, bit for bit.
-2. A heat: for each of --peaks (per cent of the plain peak), the fastest configuration whose peak is at or below it (and
-   the fastest one with plain PyTorch's bits) and Elbowroom with that many bytes, and so for the peaks of --points peers that no other beats in both. These and
-   plain are in processes of their own, all at once, and do one step after the other in turn.
+2. A heat: for each of --peaks (per cent of the plain peak), the fastest configuration whose peak is at or below it and
+   the fastest one with plain PyTorch's bits, and Elbowroom with that many bytes; so too for the peaks of --points peers
+   that no other beats in both. These and plain are in processes of their own, all at once, and step in turn.
 
 The peak is measured by PyTorch's profiler, which sees each allocation; of Elbowroom it is that of all its steps, the
 first among them, and of others that of a settled step. All use the allocator of Elbowroom's extension, which keeps its
