@@ -169,7 +169,9 @@ def serve(contender: Contender) -> None:
         gc.collect()
         begin, before = time.perf_counter(), time.process_time()
         contender.step()
-        say({"seconds": time.perf_counter() - begin, "processor_seconds": time.process_time() - before})
+        found = {"seconds": time.perf_counter() - begin, "processor_seconds": time.process_time() - before}
+        mode = str(contender.room.journal().steps[-1].mode) if contender.room is not None else ""
+        say({**found, "mode": mode})
     if contender.room is not None:
         contender.room.detach()
 

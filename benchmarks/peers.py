@@ -156,14 +156,15 @@ class Survey:
         with running([]) as processes:
             for contender in ["plain", *others, *ours]:  # one by one: a room measures its ops as it starts
                 processes.append(self.start(name, contender))
-                found = {**processes[-1].read(), "seconds": [], "processor_seconds": []}
+                found = {**processes[-1].read(), "seconds": [], "processor_seconds": [], "mode": []}
                 results[contender] = found
                 compare_bits(found, results["plain"])
+                print(f"{name:16} {contender:28} started: {describe(found)}", flush=True)
             live = [process for process in processes if "failed" not in results[process.contender]]
             for index in range(rounds):
                 for process in live if index % 2 == 0 else reversed(live):
                     step = process.step()
-                    for key in ("seconds", "processor_seconds"):
+                    for key in ("seconds", "processor_seconds", "mode"):
                         results[process.contender][key].append(step[key])
         model["heat"] = {"targets": targets, "contenders": results}
         self.write()

@@ -27,14 +27,17 @@ Options = dict[str, Any]
 STEPS = 6
 NO_LIMIT_BYTES = 1 << 62
 MODELS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "state": ({"spec": "torchvision:vit_b_16", "batch": 8}, {"spec": "timm:vit_tiny_patch16_224", "batch": 2}),
+    "state": (
+        {"spec": "torchvision:vit_b_16", "batch": 8},
+        {"spec": "torchvision:resnet18", "batch": 2, "image_size": 64},
+    ),
     "slices": (
         {"spec": "torchvision:vgg16", "batch": 32, "optimizer": "sgd"},
         {"spec": "torchvision:vgg11", "batch": 4, "image_size": 64, "optimizer": "sgd"},
     ),
     "compiled": (
         {"spec": "timm:vit_small_patch16_224", "batch": 32},
-        {"spec": "timm:vit_tiny_patch16_224", "batch": 2},
+        {"spec": "torchvision:squeezenet1_1", "batch": 8, "image_size": 64},
     ),
     "addresses": (
         {"spec": "torchvision:resnet50", "batch": 32},
