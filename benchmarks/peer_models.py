@@ -116,7 +116,7 @@ MODELS: dict[str, PeerModel] = {
         containers=("transformer.h",),
     ),
     "mixture": PeerModel(
-        title="Mixtral, 8 layers, 8 experts, batch 8, 128 tokens, AdamW",
+        title="Mixtral, 8 layers, batch 8, 128 tokens, AdamW",
         make=make_mixture_of_experts,
         containers=("model.layers",),
     ),

@@ -172,7 +172,7 @@ def write_ratio(ratio: float | None) -> str:
 
 
 def draw(models: dict[str, Model], path: pathlib.Path) -> None:
-    """Plot seconds over peak for all contenders of each model."""
+    """Plot seconds over peak for the contenders of each heat; at the foot, the peaks of all peers of the survey."""
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 
@@ -183,7 +183,7 @@ def draw(models: dict[str, Model], path: pathlib.Path) -> None:
         axes.grid(visible=True, color="#e4e4e4", linewidth=0.8)
         axes.set_axisbelow(True)
         axes.spines[["top", "right"]].set_visible(False)
-        axes.set_title(model["title"], fontsize=11)
+        axes.set_title(model["title"], fontsize=10)
         axes.set(xlabel="measured peak, of the plain peak", ylabel="seconds a step, of plain")
         axes.xaxis.set_major_formatter(lambda share, _: f"{share:.0%}")
         for role, points in list_points(model).items():
@@ -192,6 +192,9 @@ def draw(models: dict[str, Model], path: pathlib.Path) -> None:
                 linestyle="-" if is_ours(role) else "", markersize=7 if is_ours(role) else 6, label=LABELS[role],
                 zorder=4 if is_ours(role) else 3,
             )[0]  # fmt: skip
+        for role, peaks in list_survey_peaks(model).items():
+            marks = axes.plot(peaks, [0.06] * len(peaks), marker="|", markersize=12, linestyle="", color=COLOURS[role])
+            shown.setdefault(role, marks[0])
         axes.set_xlim(left=0)
         axes.set_ylim(bottom=0)
     order = [role for role in LABELS if role in shown]
@@ -204,19 +207,24 @@ def draw(models: dict[str, Model], path: pathlib.Path) -> None:
 
 
 def list_points(model: Model) -> dict[str, list[tuple[float, float]]]:
-    """Return (peak, seconds) of contenders over those of plain, by role: of heats, and of the survey for the others."""
-    survey = model["survey"]
+    """Return (peak, seconds) of the contenders of a heat over those of plain, by role."""
+    if "heat" not in model:
+        return {}
+    found = model["heat"]["contenders"]
+    plain = found["plain"]
     points: dict[str, list[tuple[float, float]]] = {}
-    plain = survey["plain"]
-    raced = set()
-    for name, found in model.get("heat", {"contenders": {}})["contenders"].items():
-        if found["seconds"]:
-            raced.add(name)
-            base = model["heat"]["contenders"]["plain"]["seconds"]
-            ratio = statistics.median(a / b for a, b in zip(found["seconds"], base, strict=True))
-            points.setdefault(find_role(name), []).append((found["peak_bytes"] / plain["peak_bytes"], ratio))
-    for name, found in survey.items():
-        if found.get("seconds") and name not in raced:
-            ratio = min(found["seconds"]) / min(plain["seconds"])
-            points.setdefault(find_role(name), []).append((found["peak_bytes"] / plain["peak_bytes"], ratio))
+    for name, each in found.items():
+        if each["seconds"]:
+            ratio = statistics.median(a / b for a, b in zip(each["seconds"], plain["seconds"], strict=True))
+            points.setdefault(find_role(name), []).append((each["peak_bytes"] / plain["peak_bytes"], ratio))
     return points
+
+
+def list_survey_peaks(model: Model) -> dict[str, list[float]]:
+    """Return the peaks of the peers of a survey over that of plain, by role: their seconds are of another time."""
+    survey = model["survey"]
+    peaks: dict[str, list[float]] = {}
+    for name, each in survey.items():
+        if each.get("seconds") and name != "plain":
+            peaks.setdefault(find_role(name), []).append(each["peak_bytes"] / survey["plain"]["peak_bytes"])
+    return peaks
