@@ -196,7 +196,7 @@ def draw(models: dict[str, Model], path: pathlib.Path) -> None:
             marks = axes.plot(peaks, [0.06] * len(peaks), marker="|", markersize=12, linestyle="", color=COLOURS[role])
             shown.setdefault(role, marks[0])
         axes.set_xlim(left=0)
-        axes.set_ylim(bottom=0)
+        axes.set_ylim(bottom=0, top=max(1.5, axes.get_ylim()[1]))
     order = [role for role in LABELS if role in shown]
     figure.legend(
         [shown[role] for role in order], [LABELS[role] for role in order], loc="outside lower center", ncols=4,
