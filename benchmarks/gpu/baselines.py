@@ -1,4 +1,4 @@
-"""What a user would do instead: checkpoint block by block, or let autograd save everything on the host."""
+"""What a user would do instead: checkpoint block by block, save everything on the host, or tools of TRL and torchao."""
 
 from __future__ import annotations
 
@@ -54,5 +54,48 @@ def save_on_host(workload: Workload, *, pin_memory: bool) -> Callable[[], object
     def step() -> object:
         with torch.autograd.graph.save_on_cpu(pin_memory=pin_memory):
             return workload.step()
+
+    return step
+
+
+def offload_activations(workload: Workload) -> Callable[[], object]:
+    """Return the step of a workload under TRL's `OffloadActivations`.
+
+    Raises:
+        ImportError: TRL is not installed.
+    """
+    from trl.models.activation_offloading import get_act_offloading_ctx_manager
+
+    context = get_act_offloading_ctx_manager(model=workload.model, use_streams=True)
+
+    def step() -> object:
+        with context:
+            loss = workload.forward()
+        loss.backward()  # type: ignore[no-untyped-call]
+        workload.optimizer.step()
+        workload.optimizer.zero_grad(set_to_none=True)
+        return loss.detach()
+
+    return step
+
+
+def offload_optimizer(workload: Workload) -> Callable[[], object]:
+    """Return the step of a workload whose AdamW is torchao's `CPUOffloadOptimizer`.
+
+    Raises:
+        ImportError: torchao is not installed.
+    """
+    from torchao.optim import CPUOffloadOptimizer
+
+    workload.optimizer.state.clear()
+    rate = workload.optimizer.defaults["lr"]
+    optimizer = CPUOffloadOptimizer(workload.model.parameters(), torch.optim.AdamW, lr=rate)
+
+    def step() -> object:
+        loss = workload.forward()
+        loss.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
 
     return step

@@ -73,7 +73,7 @@ def _compare(case: Any, device: str, profile: Any, autocast: bool) -> dict[str, 
         make_repeatable(strict=False)
         plain, _ = _train(case, device, None, profile, autocast)
     again, _ = _train(case, device, None, profile, autocast)
-    own_differences = _differences(plain, again)
+    own_differences = find_differences(plain, again)
     result: dict[str, Any] = {"deterministic_ops": strict, "plain_differences": own_differences, "budgets": []}
     if own_differences:
         return result
@@ -96,7 +96,7 @@ def _compare(case: Any, device: str, profile: Any, autocast: bool) -> dict[str, 
             "offloaded_bytes": records[-1].offloaded_bytes,
             "recomputed": records[-1].recomputed,
             "peak_bytes": max(record.peak_bytes or 0 for record in records),
-            "differences": _differences(plain, ours),
+            "differences": find_differences(plain, ours),
         })  # fmt: skip
     del plain
     if device != "cpu":
@@ -135,9 +135,11 @@ def _train(
     return outcome, room
 
 
-def _differences(one: dict[str, list[Any]], other: dict[str, list[Any]]) -> list[str]:
+def find_differences(one: dict[str, list[Any]], other: dict[str, list[Any]]) -> list[str]:
+    """Return the names of tensors that differ in a bit."""
     found = []
-    for kind, tensors in one.items():
+    for kind in ("losses", "parameters", "buffers"):
+        tensors = one[kind]
         for index, (left, right) in enumerate(zip(tensors, other[kind], strict=True)):
             ours, theirs = (tensor.contiguous().flatten().view(torch.uint8) for tensor in (left, right))
             if not torch.equal(ours, theirs):

@@ -5,6 +5,7 @@ step of the way. Exits with 0 if it came to its end, whatever it found.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import importlib.util
 import json
 import os
@@ -102,74 +103,14 @@ def run_probe(options: dict[str, Any], report: Report) -> None:
 # Part 4: models within budgets ----------------------------------------------------------------------------------------
 
 
-def run_reference(options: dict[str, Any], report: Report) -> None:
-    """A model without Elbowroom: plain, block-wise checkpointing, and everything saved on the host."""
-    import torch
-    from baselines import checkpoint_blocks, save_on_host
-    from measure import measure_peaks, median, release_all, time_steps
+def run_references(options: dict[str, Any], report: Report) -> None:
+    """A model without Elbowroom."""
+    from benchmarks.gpu.references import run_peers, run_plain
 
-    import elbowroom
-    from elbowroom.ir.hardware import HardwareProfile
-    from elbowroom.planner.problem import pose
-
-    device = torch.device(options["device"])
-    profile = elbowroom.load(HardwareProfile, options["profile"])
-    found: dict[str, Any] = {"batch": find_options(options)["batch"]}
-
-    def measure(name: str, step: Callable[[], object], workload: Any, count: int) -> None:
-        time_steps(step, device, 2)  # the first makes the optimizer's state
-        peaks = measure_peaks(step, workload, device)
-        seconds = time_steps(step, device, count)
-        found[name] = {"peak_bytes": peaks, "seconds": median(seconds), "all_seconds": seconds}
-        print(f"  {name}: {median(seconds):.4f} s a step, peak {peaks['allocated'] / 2**20:.0f} MiB", flush=True)
-        report(found)
-
-    def make() -> Any:
-        release_all(device)
-        return build_model(options)
-
-    def tried(name: str, run: Callable[[], None]) -> None:
-        try:
-            run()
-        except Exception as error:
-            if name == "plain":
-                raise
-            traceback.print_exc()
-            found[name] = {"error": f"{type(error).__name__}: {str(error)[:500]}"}
-            report(found)
-
-    def plain() -> None:
-        workload = make()
-        measure("plain", workload.step, workload, options["steps"])
-        with elbowroom.fit(workload.model, workload.optimizer, NO_LIMIT_BYTES, profile=profile) as room:
-            while room.planned is None:
-                with room.step():
-                    workload.step()
-            problem = pose(room.planned.trace, room.planned.costs, 1)
-        found["floor_bytes"] = problem.floor.peak_bytes
-        found["forecast_plain_bytes"] = room.planned.forecast.peak_bytes
-        found["forecast_plain_seconds"] = room.planned.forecast.step_seconds
-        found["ops"], found["saves"] = len(room.planned.trace.ops), len(room.planned.trace.saves)
-        report(found)
-
-    def checkpointed() -> None:
-        workload = make()
-        found["checkpointed_blocks"] = checkpoint_blocks(workload.model)
-        measure("checkpoint", workload.step, workload, max(2, options["steps"] // 2))
-
-    def saved_on_host() -> None:
-        workload = make()
-        step = save_on_host(workload, pin_memory=device.type == "cuda")
-        measure("save_on_cpu", step, workload, max(2, options["steps"] // 2))
-
-    try:
-        tried("plain", plain)
-    except torch.OutOfMemoryError:
-        found["out_of_memory"] = True
-        report(found)
-        return
-    tried("checkpoint", checkpointed)
-    tried("save_on_cpu", saved_on_host)
+    workload_of = functools.partial(build_model, options)
+    run = run_peers if options.get("peers") else run_plain
+    report({"batch": find_options(options)["batch"]})
+    run(workload_of, options, report)
 
 
 def run_budget(options: dict[str, Any], report: Report) -> None:
@@ -327,6 +268,25 @@ def run_machine(options: dict[str, Any], report: Report) -> None:
     report(describe_machine(options["device"]))
 
 
+def run_build(options: dict[str, Any], report: Report) -> None:
+    """The planner's loops and the C++ extension, compiled."""
+    from elbowroom.compilation import compile_loops
+    from elbowroom.native.library import NATIVE, build_library
+
+    begin = time.perf_counter()
+    build_library(NATIVE)
+    report({"extension_seconds": time.perf_counter() - begin})
+    compile_loops(lambda *_: None)
+    report({"seconds": time.perf_counter() - begin})
+
+
+def run_features(options: dict[str, Any], report: Report) -> None:
+    """One feature, on one model."""
+    from benchmarks.gpu.features import run_feature
+
+    run_feature(options, report)
+
+
 def run_bits(options: dict[str, Any], report: Report) -> None:
     """Small whole models, compared to the last bit."""
     find_tests()
@@ -337,10 +297,13 @@ def run_bits(options: dict[str, Any], report: Report) -> None:
 
 JOBS = {
     "machine": run_machine,
+    "build": run_build,
+    "feature": run_features,
     "tests": run_tests,
     "probe": run_probe,
     "bits": run_bits,
-    "reference": run_reference,
+    "reference": run_references,
+    "peers": run_references,
     "budget": run_budget,
 }
 
