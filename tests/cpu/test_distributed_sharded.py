@@ -26,7 +26,7 @@ ROOMS: tuple[tuple[str, int, dict[str, Any]], ...] = (
     ("sharded transformer in bfloat16", 1_750_000, OFFLOADING),
     ("sharded transformer in bfloat16", 1_300_000, RECOMPUTING),
     ("sharded convolutions", 3_200_000, OFFLOADING),
-    ("sharded convolutions", 2_700_000, RECOMPUTING),
+    ("sharded convolutions", 3_100_000, RECOMPUTING),
     ("sharded experts", 1_650_000, OFFLOADING),
     ("sharded experts", 1_250_000, RECOMPUTING),
     ("sharded accumulation", 2_300_000, OFFLOADING),

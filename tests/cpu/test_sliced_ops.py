@@ -55,16 +55,16 @@ def make_job(
 
 def make_vgg() -> nn.Module:
     return nn.Sequential(
-        nn.Conv2d(3, 32, 3, padding=1), nn.ReLU(inplace=True),
-        nn.Conv2d(32, 32, 3, padding=1), nn.ReLU(inplace=True), nn.MaxPool2d(2),
-        nn.Conv2d(32, 64, 3, padding=1), nn.GELU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, 10),
+        nn.Conv2d(3, 64, 3, padding=1), nn.ReLU(inplace=True),
+        nn.Conv2d(64, 64, 3, padding=1), nn.ReLU(inplace=True), nn.MaxPool2d(2),
+        nn.Conv2d(64, 64, 3, padding=1), nn.GELU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, 10),
     )  # fmt: skip
 
 
 def make_resnet() -> nn.Module:
     return nn.Sequential(
-        nn.Conv2d(3, 32, 3, padding=1, bias=False), nn.BatchNorm2d(32), nn.ReLU(),
-        nn.Conv2d(32, 32, 3, padding=1, bias=False), nn.BatchNorm2d(32), nn.SiLU(), nn.AvgPool2d(2),
+        nn.Conv2d(3, 64, 3, padding=1, bias=False), nn.BatchNorm2d(64), nn.ReLU(),
+        nn.Conv2d(64, 64, 3, padding=1, bias=False), nn.BatchNorm2d(64), nn.SiLU(), nn.AvgPool2d(2),
     )  # fmt: skip
 
 
@@ -84,8 +84,8 @@ class LanguageModel(nn.Module):
 
 
 JOBS: dict[str, tuple[Callable[[], StateJob], int]] = {
-    "convolutions": (lambda: make_job(make_vgg, (8, 3, 64, 64)), 7 << 20),
-    "batch norm": (lambda: make_job(make_resnet, (8, 3, 64, 64)), 8 << 20),
+    "convolutions": (lambda: make_job(make_vgg, (8, 3, 44, 44)), 11_000_000),
+    "batch norm": (lambda: make_job(make_resnet, (8, 3, 44, 44)), 11_000_000),
     "weights": (lambda: make_job(make_wide, (16, 256)), 2 << 20),
     "weights, AdamW": (lambda: make_job(make_wide, (16, 256), adamw), 3 << 20),
     "logits": (lambda: make_job(LanguageModel, (8, 65), classes=4096), 6 << 20),
@@ -126,16 +126,16 @@ def test_a_step_that_only_slices_fit_is_not_refused(profile: HardwareProfile) ->
 
 def test_inexact_slices_are_close_and_reported(profile: HardwareProfile, caplog: pytest.LogCaptureFixture) -> None:
     def make() -> StateJob:
-        return make_job(make_vgg, (8, 3, 64, 64))
+        return make_job(make_vgg, (8, 3, 44, 44))
 
     plain = run_plain(make, STEPS)
-    found = run_within(make, profile, 3 << 20, STEPS, elsewhere_bytes=1 << 20, exact=False)
+    found = run_within(make, profile, 4 << 20, STEPS, elsewhere_bytes=1 << 20, exact=False)
     assert any(not torch.equal(plain[what], found[what]) for what in plain)
     for what, expected in plain.items():
         torch.testing.assert_close(found[what], expected, rtol=1e-3, atol=1e-5)
     assert "gradient accumulation" in caplog.text
     with pytest.raises(Infeasible, match="exact=False"):
-        run_within(make, profile, 3 << 20, STEPS)
+        run_within(make, profile, 4 << 20, STEPS)
 
 
 def test_an_op_with_a_number_that_no_slices_help_is_refused(

@@ -24,7 +24,6 @@ from elbowroom.slicing.op_call import OpCall, bind, find_target
 from elbowroom.slicing.random_data import Values, fill_reads, make_statistics
 from elbowroom.slicing.registry import check_passes, list_rules
 from elbowroom.slicing.rule import Alternatives
-from elbowroom.slicing.rules import convolution, matmul
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -36,11 +35,10 @@ WIDE = 64
 vectors of these at a time, and fewer in another way."""
 
 NARROW = 16
-"""Narrower slices along such a dimension, and along the features of a product, are compared with the whole op only:
-kernels have special ways for these."""
+"""Narrower slices along such a dimension, and along the channels of a convolution's weight gradient, are compared with
+the whole op only: kernels have special ways for these."""
 
-PRODUCTS = frozenset({*convolution.RULES, *matmul.RULES})
-"""Ops that sum products over features or the batch."""
+CONVOLUTION_BACKWARD = "aten.convolution_backward.default"
 
 LEAST_SHARE = 1 / 32
 """Least share of an op that is compared instead of the whole. Kernels also choose their ways by the size of an op."""
@@ -149,7 +147,7 @@ def _probe_smaller(call: OpCall, slice_pass: SlicePass, ranges: Ranges, limit_by
     """Probe a pass with as many of its slices as fit, and the op that they make up."""
     are_adjacent = [_is_adjacent(call, slice_pass, loop) for loop in slice_pass.loops]
     for loop, slices, is_adjacent in zip(slice_pass.loops, ranges, are_adjacent, strict=True):
-        is_blocked = is_adjacent or (str(call.op) in PRODUCTS and not _is_over_batch(loop))
+        is_blocked = is_adjacent or (str(call.op) == CONVOLUTION_BACKWARD and not _is_over_batch(loop))
         if is_blocked and len(slices) > 1 and min(end - begin for begin, end in slices) < NARROW:
             return Exactness.TOO_LARGE
     while (kept := [_keep_half(*each) for each in zip(ranges, are_adjacent, strict=True)]) != ranges:
