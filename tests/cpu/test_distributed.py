@@ -27,7 +27,7 @@ ROOMS: tuple[tuple[str, int, dict[str, Any]], ...] = (
     ("transformer, buckets hold the gradients", 2_200_000, {"mode": "dynamic", "policy": "dtr"}),
     ("convolutions", 7 << 20, {}),
     ("convolutions", 3_300_000, {}),
-    ("convolutions", 3_100_000, OFFLOADING),
+    ("convolutions", 3_500_000, OFFLOADING),
     ("experts", 4 << 20, {}),
     ("experts", 1_700_000, OFFLOADING),
     ("experts", 1_000_000, OFFLOADING),
