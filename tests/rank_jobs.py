@@ -295,6 +295,20 @@ ELSEWHERE_BYTES = 1 << 15
 """Small tensors of DDP from before `fit`, and what threads of the process group release unseen by the outside meter."""
 
 
+Found = list[dict[tuple[str, int | None], Outcome]]
+"""What each rank found, by the name of the job and the budget of its room; None for the plain one."""
+
+
+def run_rooms(
+    folder: pathlib.Path, rooms: Sequence[tuple[str, int, dict[str, Any]]], profile: HardwareProfile
+) -> Found:
+    """Run jobs on two ranks, each plain and in its rooms. `rooms`: names of cases with budgets and options."""
+    plain: list[Any] = [(name, None, {}) for name in dict.fromkeys(each[0] for each in rooms)]
+    ends = run_ranks(folder, "train_all", [*plain, *rooms], profile)
+    assert all(end.code == 0 for end in ends), "\n".join(end.text for end in ends)
+    return [end.result for end in ends]
+
+
 def check_outcome(plain: Outcome, managed: Outcome, budget: int, unseen_bytes: int = 0) -> None:
     """Check that a job in a room has the bits of the plain one, and that both meters found it within its budget."""
     assert not plain.error and not managed.error

@@ -10,7 +10,7 @@ import pytest
 import torch.distributed as dist
 
 from elbowroom.ir.hardware import HardwareProfile
-from tests.rank_jobs import STEPS, End, Outcome, check_outcome, run_ranks
+from tests.rank_jobs import STEPS, End, Found, check_outcome, run_ranks, run_rooms
 
 pytestmark = pytest.mark.skipif(
     not dist.is_available() or not dist.is_gloo_available(), reason="needs torch.distributed with gloo"
@@ -40,16 +40,11 @@ ROOMS: tuple[tuple[str, int, dict[str, Any]], ...] = (
 RELEASED_IN_THREADS = {"convolutions": 1 << 40, "reduced in place": 1 << 40}
 """Cases in which threads of the process group release activations, unseen by the outside meter."""
 
-Found = list[dict[tuple[str, int | None], Outcome]]
-
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory, profile: HardwareProfile) -> Found:
     """What each rank found in all jobs, plain and in rooms."""
-    plain: list[Any] = [(name, None, {}) for name in dict.fromkeys(each[0] for each in ROOMS)]
-    ends = run_ranks(tmp_path_factory.mktemp("ranks"), "train_all", [*plain, *ROOMS], profile)
-    assert all(end.code == 0 for end in ends), "\n".join(end.text for end in ends)
-    return [end.result for end in ends]
+    return run_rooms(tmp_path_factory.mktemp("ranks"), ROOMS, profile)
 
 
 @pytest.mark.parametrize(("name", "budget"), [each[:2] for each in ROOMS])

@@ -8,7 +8,7 @@ import pytest
 import torch.distributed as dist
 
 from elbowroom.ir.hardware import HardwareProfile
-from tests.rank_jobs import SHARDED, Outcome, check_outcome, run_ranks
+from tests.rank_jobs import Found, check_outcome, run_rooms
 
 pytestmark = pytest.mark.skipif(
     not dist.is_available() or not dist.is_gloo_available(), reason="needs torch.distributed with gloo"
@@ -40,16 +40,11 @@ UNSEEN_BYTES = 1 << 18
 RELEASED_IN_THREADS = {"sharded convolutions": 1 << 40}
 """Cases in which these threads release activations."""
 
-Found = list[dict[tuple[str, int | None], Outcome]]
-
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory, profile: HardwareProfile) -> Found:
     """What each rank found in all jobs, plain and in rooms."""
-    plain: list[Any] = [(name, None, {}) for name in SHARDED]
-    ends = run_ranks(tmp_path_factory.mktemp("ranks"), "train_all", [*plain, *ROOMS], profile)
-    assert all(end.code == 0 for end in ends), "\n".join(end.text for end in ends)
-    return [end.result for end in ends]
+    return run_rooms(tmp_path_factory.mktemp("ranks"), ROOMS, profile)
 
 
 @pytest.mark.parametrize(("name", "budget"), [each[:2] for each in ROOMS])
