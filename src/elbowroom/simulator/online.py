@@ -16,7 +16,7 @@ import numpy as np
 from elbowroom._family import get
 from elbowroom.cost.transfers import offload_seconds, reload_seconds
 from elbowroom.errors import Infeasible, UsageError
-from elbowroom.ir.actions import Action, Offload, Recompute, Release, Reload
+from elbowroom.ir.actions import Action, Offload, Recompute, Release, Reload, Wait
 from elbowroom.ir.costs import Costs
 from elbowroom.ir.events import Event, PressureRaised, StorageFreed, StorageNeeded
 from elbowroom.ir.forecast import Forecast
@@ -184,11 +184,7 @@ class _OnlineRun:
         ops = {op.tick: (op, index) for index, op in enumerate(trace.ops)}
         live_bytes = np.zeros(trace.end, dtype=np.int64)
         for tick in range(trace.end):
-            self._device.entry, self._device.begin = tick, self._prepared.begin_list[tick]
-            self.memory.begin_entry(tick)
-            for event in events.get(tick, ()):
-                if isinstance(event, StorageFreed):
-                    self._free(event)
+            self._begin_entry(tick, events.get(tick, ()))
             for storage in ends.get(tick, ()):
                 self.memory.let_go(storage)
             self.memory.measure_entry()
@@ -199,8 +195,16 @@ class _OnlineRun:
                 if not isinstance(event, StorageFreed):
                     self._save_or_need(event)
             live_bytes[tick] = self.memory.entry_peak
-        self.memory.begin_entry(trace.end)
+        self._begin_entry(trace.end, events.get(trace.end, ()))
         return self._prepared.summarize(self._device, live_bytes, evictions=self._evictions, replays=len(self.reruns))
+
+    def _begin_entry(self, tick: int, events: Sequence[Event]) -> None:
+        """Begin an entry, and free what autograd lets go of before it."""
+        self._device.entry, self._device.begin = tick, self._prepared.begin_list[tick]
+        self.memory.begin_entry(tick)
+        for event in events:
+            if isinstance(event, StorageFreed):
+                self._free(event)
 
     def _run(self, op: Op, seconds: float, workspace_bytes: int) -> None:
         made = {view.storage for view in op.writes if self._trace.storages[view.storage].created == op.tick}
@@ -226,7 +230,9 @@ class _OnlineRun:
             self.memory.hold(storage)
 
     def _free(self, event: StorageFreed) -> None:
-        self._machine.feed(event)
+        for action in self._machine.feed(event):
+            if isinstance(action, Wait):
+                self._device.wait(action.storage)
         self._paths.forget(event.storage)
         self._device.discard_copy(event.storage)
         self.memory.unclaim(event.storage)
