@@ -9,6 +9,7 @@ import pathlib
 
 import hypothesis
 import pytest
+from hypothesis.internal.conjecture import providers
 
 from tests.leaks import nothing_leaks, profile  # noqa: F401 -- fixtures of every test
 
@@ -30,9 +31,12 @@ FIRST = (
 code, and the second, which runs beside it, none: so it is compiled once for both."""
 
 # Examples repeat from run to run, so that a failure is a change. HYPOTHESIS_PROFILE=explore looks for new ones.
-hypothesis.settings.register_profile("repeat", deadline=None, derandomize=True, database=None, max_examples=50)
+hypothesis.settings.register_profile("repeat", deadline=None, derandomize=True, database=None, max_examples=30)
 hypothesis.settings.register_profile("explore", deadline=None, max_examples=1500)
-hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeat"))
+PROFILE = os.environ.get("HYPOTHESIS_PROFILE", "repeat")
+hypothesis.settings.load_profile(PROFILE)
+if PROFILE == "repeat":  # else constants of every module that the process has imported so far change the examples
+    providers._get_local_constants = providers.Constants
 
 
 @pytest.fixture(autouse=True, scope="module")

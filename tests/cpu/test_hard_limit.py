@@ -12,7 +12,7 @@ import pytest
 import elbowroom
 from elbowroom.ir.hardware import HardwareProfile
 
-# Each of 20 layers saves 16 MiB, and at the backward pass's busiest some four such blocks are at work. The limit is on
+# Each of 20 layers saves 8 MiB, and at the backward pass's busiest some four such blocks are at work. The limit is on
 # all private memory that the process may write to, beyond what it has when the libraries have warmed up.
 SCRIPT = """
 import contextlib, resource, sys
@@ -43,9 +43,10 @@ def step(model, optimizer, rows):
 
 profile = elbowroom.load(HardwareProfile, profile)
 step(*make(), 64)
-small = make()
-trace = elbowroom.capture(lambda: step(*small, 65536), *small)
-elbowroom.plan(trace, elbowroom.price(trace, profile), 200 << 20)  # the solver and the compiled loops are libraries too
+if way == "elbowroom" and mode == "auto":  # the solver and the compiled loops are libraries too
+    small = make()
+    trace = elbowroom.capture(lambda: step(*small, 32768), *small)
+    elbowroom.plan(trace, elbowroom.price(trace, profile), 100 << 20)
 torch.manual_seed(4)
 model, optimizer = make()
 with open("/proc/self/status") as status:
@@ -59,7 +60,7 @@ if way == "elbowroom":
     room = elbowroom.fit(model, optimizer, budget, **options)
 for _ in range(3):
     with room.step() if room is not None else contextlib.nullcontext():
-        loss = step(model, optimizer, 65536).item()
+        loss = step(model, optimizer, 32768).item()
     print("loss", loss.hex(), flush=True)
 if room is not None:
     print("modes", *(record.mode for record in room.journal().steps))
@@ -67,7 +68,7 @@ if room is not None:
 
 
 def run(
-    way: str, limit_mib: int | None, folder: pathlib.Path, mode: str = "auto", budget: str = "120MiB"
+    way: str, limit_mib: int | None, folder: pathlib.Path, mode: str = "auto", budget: str = "60MiB"
 ) -> tuple[int, list[str], str]:
     """The exit status, the losses, and everything that was printed."""
     script = folder / "script.py"
@@ -91,7 +92,7 @@ def test_training_finishes_under_a_limit_at_which_plain_pytorch_dies(
     tmp_path: pathlib.Path, profile: HardwareProfile
 ) -> None:
     elbowroom.save(profile, tmp_path / "profile.json")
-    limit_mib = 256
+    limit_mib = 128
     status, expected, said = run("plain", None, tmp_path)
     assert status == 0 and len(expected) == 3, said
 
@@ -106,9 +107,9 @@ def test_training_finishes_under_a_limit_at_which_plain_pytorch_dies(
         assert re.search(rf"^modes {modes}", said, re.MULTILINE), said
 
     # A budget of more than the limit: more is moved than was planned, and that is said once.
-    status, losses, said = run("elbowroom", limit_mib, tmp_path, budget="300MiB")
+    status, losses, said = run("elbowroom", limit_mib, tmp_path, budget="150MiB")
     assert status == 0, said
     assert losses == expected
     refusals = re.findall(r"the system refuses .* its budget of (\d+) bytes; RLIMIT_DATA is \d+ bytes.*", said)
-    assert refusals == [str(300 << 20)], said
+    assert refusals == [str(150 << 20)], said
     assert re.search(r"Set memory_budget to at most \d+", said)

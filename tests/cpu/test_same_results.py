@@ -17,7 +17,7 @@ from elbowroom.planner.problem import pose
 from elbowroom.room import Room
 from tests.models import MODELS, Step
 
-STEPS = 6
+STEPS = 5
 """The first two or three are captured; the others follow the plan."""
 
 SHARES = {"smallest": 0.0, "third": 1 / 3, "two thirds": 2 / 3}

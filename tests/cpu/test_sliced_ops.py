@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import os
 import threading
@@ -103,6 +104,17 @@ def test_same_bits(name: str, profile: HardwareProfile, monkeypatch: pytest.Monk
     plain = run_plain(make, STEPS)
     for mode in ("dynamic", "auto"):
         assert_same(plain, run_within(make, profile, budget_bytes, STEPS, elsewhere_bytes=1 << 20, mode=mode))
+
+
+def test_nothing_is_dropped_whose_inputs_have_no_room_beside_it(profile: HardwareProfile) -> None:
+    """On a link so slow that computing a storage again is always faster."""
+    make, budget_bytes = JOBS["batch norm"]
+    links = tuple(
+        dataclasses.replace(link, out_bytes_per_second=1e6, back_bytes_per_second=1e6) for link in profile.links
+    )
+    slow = dataclasses.replace(profile, links=links)
+    found = run_within(make, slow, budget_bytes, 2, elsewhere_bytes=1 << 20, mode="dynamic")
+    assert_same(run_plain(make, 2), found)
 
 
 def test_a_step_that_only_slices_fit_is_not_refused(profile: HardwareProfile) -> None:

@@ -241,7 +241,7 @@ class Loads:
 
 
 def find_batches(loads: Loads, memory_bytes: int, **options: object) -> Batches:
-    trials = tuple(try_batches(loads, memory_bytes, **options))  # type: ignore[arg-type]
+    trials = tuple(try_batches(loads, memory_bytes, **{"strategy": "auto:effort=0.1"} | options))  # type: ignore[arg-type]
     return Batches(
         memory_bytes=memory_bytes, host_bytes=None, strategy="auto",
         trials=tuple(sorted(trials, key=lambda trial: trial.batch)),
@@ -258,7 +258,7 @@ def fitting_by_hand(loads: Loads, memory_bytes: int, *, plain: bool) -> int:
 
 
 @pytest.mark.parametrize("grow", [lambda b: b, lambda b: b * b, lambda b: int(8 * b**0.5), lambda b: -(-b // 4)])
-@pytest.mark.parametrize("memory_bytes", [600 * KIB, 1000 * KIB, 3333 * KIB])
+@pytest.mark.parametrize("memory_bytes", [600 * KIB, 3333 * KIB])
 def test_the_largest_batch_is_found(grow: Callable[[int], int], memory_bytes: int) -> None:
     loads = Loads(grow)
     found = find_batches(loads, memory_bytes)

@@ -179,6 +179,7 @@ void bind_records(py::module_& module) {
       })
       .def_readonly("seconds", &Recording::seconds)
       .def_readonly("nbytes", &Recording::nbytes)
+      .def_readonly("read_bytes", &Recording::read_bytes)
       .def("is_open", &ask_with_mutex<&Recording::is_open>, py::arg("table"))
       .def("is_current", &ask_with_mutex<&Recording::is_current>, py::arg("table"));
   module.def("count_replay", &count_replay, py::arg("recordings"), "Return the peak bytes that a replay allocates.");

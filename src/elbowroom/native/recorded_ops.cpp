@@ -189,6 +189,9 @@ Recording::Recording(std::vector<RecordedOpPtr> candidates, StorageRecordPtr mad
     }
   }
   nbytes = count_bytes(ops, {target.get()});
+  for (const auto* records : {&leaves, &sources}) {
+    for (const StorageRecordPtr& record : *records) read_bytes += record->nbytes;
+  }
 }
 
 bool Recording::is_open() const {

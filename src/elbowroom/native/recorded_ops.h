@@ -87,6 +87,7 @@ class Recording final : public c10::intrusive_ptr_target {
   std::vector<c10::Storage> kept;  // storages of the sources
   double seconds = 0;
   int64_t nbytes = 0;  // peak that the replay allocates
+  int64_t read_bytes = 0;  // of the storages that the replay starts from, which it needs on the device
 };
 using RecordingPtr = c10::intrusive_ptr<Recording>;
 

@@ -11,7 +11,8 @@ from elbowroom.runtime.saved_storage import SavedStorage
 
 Recording = Any
 """Recorded ops that recompute one storage: an object of the extension. They start from `leaves`, which autograd has
-saved, and from `sources`, which the program holds. They took `seconds` and allocate at most `nbytes`."""
+saved, and from `sources`, which the program holds. They took `seconds`, allocate at most `nbytes`, and
+start from storages of `read_bytes`."""
 
 
 def is_exposed(recording: Recording, target: SavedStorage) -> bool:

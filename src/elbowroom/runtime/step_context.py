@@ -81,10 +81,13 @@ class StepContext:
         memory."""
         if self._state.phase.has_ended:
             return False
-        # A replay needs memory beside that of the backward node that triggers it, so it gets half of the free memory.
         path = self.find_path(storage)
-        is_large = path is not None and 2 * path.nbytes > self._free_bytes
-        return not is_large or self._state.has_no_room_below(self._by_id[storage])
+        if path is None or self._state.has_no_room_below(self._by_id[storage]):
+            return True
+        # A replay needs memory beside that of the backward node that triggers it, so it gets half of the free memory.
+        # It reads its inputs as a whole, and there is a gradient as large as the storage.
+        needed_bytes = path.nbytes + path.read_bytes + self._by_id[storage].nbytes
+        return max(2 * path.nbytes, needed_bytes) <= self._free_bytes
 
     def may_leave(self, storage: int) -> bool:
         if any(counts.get(storage, 0) > 0 for counts in self.pinned):

@@ -14,10 +14,9 @@ import numpy as np
 
 from elbowroom.ir.costs import Costs
 from elbowroom.ir.plan import Plan
-from elbowroom.ir.state import list_away
 from elbowroom.ir.trace import Trace
 from elbowroom.planner.bounds.fluid import solve_fluid
-from elbowroom.planner.bounds.gap_arrays import Numbers, make_gap_arrays
+from elbowroom.planner.bounds.gap_arrays import Numbers, count_unneeded_bytes, make_gap_arrays
 from elbowroom.planner.options import Manages
 from elbowroom.planner.problem import Problem, make_lowest, pose
 from elbowroom.planner.state.residence import fix_state
@@ -106,14 +105,7 @@ def find_state_link_seconds(problem: Problem) -> float:
     trace, replay = drafter.replay.trace, drafter.replay
     lowest = make_lowest(drafter, problem.budget_bytes, Manages.ACTIVATIONS)
     excess = np.array(replay.run(lowest).live_bytes, dtype=np.int64) - problem.budget_bytes
-    free = [
-        decision
-        for decision in make_lowest(drafter, problem.budget_bytes, Manages.EVERYTHING).state
-        if not trace.is_reloaded(trace.state_gaps[decision.storage][decision.gap])
-    ]
-    for storage, spans in list_away(trace, dataclasses.replace(lowest, state=tuple(free))).items():
-        for begin, end in spans:
-            excess[begin:end] -= int(replay.rounded[storage])
+    excess -= count_unneeded_bytes(problem)
     alignment = replay.costs.alignment_bytes  # blocks on the device are larger than what crosses the link
     padding = len(trace.state) * alignment
     return max(0, int(excess.max(initial=0)) - padding) / replay.costs.link.back_bytes_per_second

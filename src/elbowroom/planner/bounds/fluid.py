@@ -211,7 +211,7 @@ def _find_excess(problem: Problem, builder: ModelBuilder, model: Model, found: N
     )
     free = gap_arrays.free(read("dropped", gaps), end)
     gone = np.minimum(gap_arrays.free(moved, end), sent + again - come)
-    return np.asarray(np.array(problem.plain.live_bytes) - problem.budget_bytes - free - gone)
+    return np.asarray(gap_arrays.live_bytes - problem.budget_bytes - free - gone)
 
 
 def _divide(seconds: Numbers, pace: float) -> Numbers:

@@ -81,7 +81,6 @@ class ModelBuilder:
         replay = problem.drafter.replay
         self.gap_arrays = gap_arrays
         self._budget_bytes, self._host_bytes = problem.budget_bytes, problem.host_bytes
-        self._live = np.array(problem.plain.live_bytes, dtype=float)
         self._begins = replay.begins
         self._half_duplex = replay.costs.link.half_duplex
         self._unit_bytes = float(max(1, problem.plain.peak_bytes))
@@ -224,7 +223,7 @@ class ModelBuilder:
 
     def _add_memory(self, rows: Rows, pivots: Integers) -> None:
         each = np.arange(len(pivots))
-        load = np.append(self._live, 0.0)[pivots] - self._budget_bytes
+        load = np.append(self.gap_arrays.live_bytes, 0.0)[pivots] - self._budget_bytes
         excess = np.maximum(load, 0.0) / self._unit_bytes
         rows.begin("cover", excess)
         rows.add(each, "free", each, 1.0)

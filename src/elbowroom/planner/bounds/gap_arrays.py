@@ -19,9 +19,10 @@ import numpy.typing as npt
 
 from elbowroom.cost.transfers import offload_seconds, reload_seconds
 from elbowroom.ir.gaps import Gap
+from elbowroom.ir.state import list_away
 from elbowroom.planner.bounds.forced_replays import ForcedReplays, find_forced_replays
 from elbowroom.planner.options import Manages
-from elbowroom.planner.problem import Problem
+from elbowroom.planner.problem import Problem, make_lowest
 from elbowroom.planner.schedule.draft import Drafter, Key
 from elbowroom.planner.state.windows import Cycle, list_windows
 
@@ -46,6 +47,7 @@ class GapArrays:
         repeats: indices of gaps that every step repeats: those of the model's state. Their ticks are of the gap that
             opens in this step, or whose claim began in the step before; they may be negative, or beyond the end.
         is_clean: whether no copy out is ever needed, since nothing writes to the storage.
+        live_bytes: at each tick of the plain step, less state that nothing reads any more.
     """
 
     keys: tuple[Key, ...]
@@ -65,6 +67,7 @@ class GapArrays:
     forced: ForcedReplays
     repeats: Integers
     is_clean: npt.NDArray[np.bool_]
+    live_bytes: Numbers
 
     def unroll(self, gaps: Integers, end: int) -> tuple[Integers, Integers]:
         """Return these gaps, also as the steps before and after repeat them; and what to add to the ticks of each."""
@@ -107,7 +110,10 @@ def make_gap_arrays(problem: Problem) -> GapArrays:
     """
     drafter = problem.drafter
     trace, link = drafter.replay.trace, drafter.replay.costs.link
-    over = np.concatenate(([0], np.cumsum(np.array(problem.plain.live_bytes) > problem.budget_bytes)))
+    live = np.array(problem.plain.live_bytes, dtype=float)
+    if problem.manages is Manages.EVERYTHING:
+        live -= count_unneeded_bytes(problem)
+    over = np.concatenate(([0], np.cumsum(live > problem.budget_bytes)))
     rows = [*_list_rows(drafter), *(_list_state_rows(problem) if problem.manages is Manages.EVERYTHING else ())]
     kept = [
         row
@@ -139,7 +145,25 @@ def make_gap_arrays(problem: Problem) -> GapArrays:
         forced=forced,
         repeats=np.flatnonzero(np.array(is_state, dtype=bool)),
         is_clean=np.array([row.is_clean for row in kept], dtype=bool),
+        live_bytes=live,
     )  # fmt: skip
+
+
+def count_unneeded_bytes(problem: Problem) -> Integers:
+    """Return the bytes at each tick of state that nothing reads any more: it may leave, and never comes back."""
+    replay = problem.drafter.replay
+    trace = replay.trace
+    lowest = make_lowest(problem.drafter, problem.budget_bytes, Manages.EVERYTHING)
+    free = [
+        decision
+        for decision in lowest.state
+        if not trace.is_reloaded(trace.state_gaps[decision.storage][decision.gap])
+    ]
+    found = np.zeros(trace.end, dtype=np.int64)
+    for storage, spans in list_away(trace, dataclasses.replace(lowest, state=tuple(free))).items():
+        for begin, end in spans:
+            found[begin:end] += int(replay.rounded[storage])
+    return found
 
 
 def _list_rows(drafter: Drafter) -> Iterator[_Row]:
