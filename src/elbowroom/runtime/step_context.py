@@ -87,7 +87,7 @@ class StepContext:
         # A replay needs memory beside that of the backward node that triggers it, so it gets half of the free memory.
         # It reads its inputs as a whole, and there is a gradient as large as the storage.
         needed_bytes = path.nbytes + path.read_bytes + self._by_id[storage].nbytes
-        return max(2 * path.nbytes, needed_bytes) <= self._free_bytes
+        return bool(max(2 * path.nbytes, needed_bytes) <= self._free_bytes)
 
     def may_leave(self, storage: int) -> bool:
         if any(counts.get(storage, 0) > 0 for counts in self.pinned):
