@@ -71,11 +71,11 @@ class ManagedProgram:
         if any(is_marked(each) for each in job.model.modules()):  # the program calls elbowroom.fit itself
             self.has_own_rooms = True
             return
-        self.rooms += 1
         room = fit(job.model, job.optimizers, self._memory_budget, profile=self._profile, **self._options)
         room.count_also(list_other_tensors(job.model))
         self._profile = room.profile
         self._room = room
+        self.rooms += 1
         if self._journal_file is not None:
             self._journal_file.begin_room()
         self._steps = OptimizerSteps(
