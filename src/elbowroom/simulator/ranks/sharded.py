@@ -1,0 +1,179 @@
+"""A step of `fully_shard`: each rank holds a share of the model's state, and gathers each block for its turn.
+
+    compute   [root  block 1 | block 2 | ...       backward: ... | block 2 | block 1 ] wait | update of the share
+    network   gather root, 1, 2, ...                 gather 2, 1; reduce-scatter 2, 1, root
+
+A block is gathered while the one before it computes: its gather is issued when that one begins. With resharding a
+block is freed after its last op of the forward pass and gathered again for the backward pass. What lies in no block,
+the root, stays from the first op to the end of the backward pass. A block's gradients are whole until their
+reduce-scatter is over. The optimizer updates the share, in a share of the time.
+
+Sources: Y. Zhao et al., "PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel", PVLDB 16(12), 2023,
+sections 3 and 4; `torch/distributed/fsdp/_fully_shard`; S. Rajbhandari et al., "ZeRO", SC 2020 (bytes of shards).
+Inferred: shares are even, without padding of the first dimension; blocks are those of `blocks.find_block`; all
+collectives share one lane; copies into and out of their buffers take no time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import numpy as np
+
+from elbowroom.ir.network import CollectiveKind, Network
+from elbowroom.ir.parallelism import Parallelism, RanksForecast
+from elbowroom.ir.trace import Role
+from elbowroom.simulator.allocator_model import Stay
+from elbowroom.simulator.ranks.blocks import ROOT, find_block
+from elbowroom.simulator.ranks.lanes import ComputeLane, NetworkLane
+from elbowroom.simulator.ranks.rank_step import Gradient, LiveBytes, RankStep, list_touched, touches_state
+
+_SHARDED_ROLES = frozenset({Role.PARAMETER, Role.GRADIENT, Role.OPTIMIZER_STATE})
+
+
+class Turn(NamedTuple):
+    """Ticks (begin, end) during which a block's weights are used in one pass."""
+
+    begin: int
+    end: int
+    block: str
+
+
+def simulate_sharded(step: RankStep, network: Network, parallelism: Parallelism) -> RanksForecast:
+    """Forecast a step of ranks that shard the model's state."""
+    run = _ShardedRun(step, network, parallelism)
+    run.carry_out()
+    saved = count_saved_update(step, parallelism.ranks)
+    return RanksForecast(
+        ranks=parallelism.ranks,
+        step_seconds=step.forecast.step_seconds + run.compute.late - saved,
+        alone_seconds=step.forecast.step_seconds,
+        exposed_seconds=run.compute.late,
+        bubble_seconds=0.0,
+        network_seconds=sum(call.end - call.begin for call in run.lane.calls),
+        sent_bytes=run.lane.count_sent(),
+        peak_bytes=int(max(run.count_live())),
+        collectives=run.lane.list_totals(),
+    )
+
+
+def count_saved_update(step: RankStep, ranks: int) -> float:
+    """Return the seconds that the optimizer saves on a share of the state.
+
+    An op on 1 / n of the elements takes 1 / n of the time, but no less than the shortest op of the step, which is a
+    launch and nothing else.
+    """
+    shortest = min((seconds for seconds in step.costs.op_seconds if seconds > 0.0), default=0.0)
+    return sum(
+        seconds - max(seconds / ranks, shortest)
+        for op, seconds in zip(step.trace.ops, step.costs.op_seconds, strict=True)
+        if op.tick >= step.update and seconds > shortest and touches_state(step.trace, op)
+    )
+
+
+class _ShardedRun:
+    """One step: turns of blocks, and their collectives."""
+
+    def __init__(self, step: RankStep, network: Network, parallelism: Parallelism) -> None:
+        self._step, self._ranks = step, parallelism.ranks
+        self.compute = ComputeLane(step.forecast.begin_seconds)
+        self.lane = NetworkLane(network, parallelism, parallelism.ranks)
+        self._weights: dict[str, list[int]] = {}
+        for home in step.trace.storages:
+            if home.role is Role.PARAMETER:
+                self._weights.setdefault(find_block(home.module), []).append(home.id)
+        self._gradients: dict[str, list[Gradient]] = {}
+        for gradient in step.gradients:
+            self._gradients.setdefault(find_block(step.trace.storages[gradient.storage].module), []).append(gradient)
+        self._turns = self._list_turns(parallelism.reshard_after_forward)
+        self._gathered: list[tuple[Turn, int]] = []
+        self._reduced: dict[str, float] = {}
+
+    def carry_out(self) -> None:
+        """Issue the collectives in the order of their ticks, and let compute wait for them."""
+        trace = self._step.trace
+        scattered = {block: gradients[-1].ready for block, gradients in self._gradients.items()}
+        done = dict.fromkeys(self._turns, 0.0)
+        issued = {index: turn.begin for index, turn in enumerate(self._turns[:-1], start=1)}
+        if self._turns:
+            done[self._turns[0]] = self._gather(self._turns[0], 0)
+        reduced = 0.0
+        for tick in sorted({turn.begin for turn in self._turns} | set(scattered.values())):
+            for block in [block for block, ready in scattered.items() if ready == tick]:
+                nbytes = sum(trace.storages[each.storage].nbytes for each in self._gradients[block])
+                reduced = self.lane.start(CollectiveKind.REDUCE_SCATTER, nbytes, self.compute.find_time(tick))
+                self._reduced[block] = reduced
+            for turn in [turn for turn in self._turns if turn.begin == tick]:
+                self.compute.wait(tick, done[turn])
+            for index in [index for index, begin in issued.items() if begin == tick]:
+                done[self._turns[index]] = self._gather(self._turns[index], tick)
+        self.compute.wait(self._step.update, reduced)
+
+    def count_live(self) -> LiveBytes:
+        """Return the bytes on a rank's device during each entry."""
+        step, storages = self._step, self._step.trace.storages
+        whole = [stay for stay in step.stays if storages[stay.storage].role in _SHARDED_ROLES]
+        shards = {stay.storage: step.shard(stay.storage, self._ranks) for stay in whole}
+        live: LiveBytes = (
+            np.asarray(step.forecast.live_bytes)
+            - step.count_live(whole)
+            + step.count_live(self._list_shards(whole), shards)
+        )
+        if self._ranks == 1:
+            return live
+        live += step.count_live(self._list_whole_gradients())
+        for turn, issued in self._gathered:
+            live[issued : turn.end] += sum(step.rounded[each] for each in self._weights[turn.block])
+        return live
+
+    def _gather(self, turn: Turn, tick: int) -> float:
+        """Gather a block's weights for a turn; return when they are there."""
+        nbytes = sum(self._step.trace.storages[each].nbytes for each in self._weights[turn.block])
+        self._gathered.append((turn, tick))
+        return self.lane.start(CollectiveKind.ALL_GATHER, nbytes, self.compute.find_time(tick))
+
+    def _list_turns(self, reshard_after_forward: bool) -> tuple[Turn, ...]:
+        """Return the turns for which blocks are gathered, in order."""
+        step, trace = self._step, self._step.trace
+        owner = {storage: block for block, weights in self._weights.items() for storage in weights}
+        owner |= {each.storage: block for block, gradients in self._gradients.items() for each in gradients}
+        ticks: dict[tuple[str, bool], list[int]] = {}
+        for op in trace.ops:
+            if op.tick < step.update:
+                for block in {owner[storage] for storage in list_touched(op) if storage in owner}:
+                    ticks.setdefault((block, op.tick >= step.backward), []).append(op.tick)
+        turns: list[Turn] = []
+        for block in self._weights:
+            forward, backward = ticks.get((block, False), []), ticks.get((block, True), [])
+            if block == ROOT or not reshard_after_forward:
+                used = [*forward, *backward]
+                turns += [Turn(min(used), step.update if block == ROOT else max(used) + 1, block)] if used else []
+            else:
+                turns += [Turn(min(used), max(used) + 1, block) for used in (forward, backward) if used]
+        return tuple(sorted(turns))
+
+    def _list_shards(self, whole: Iterable[Stay]) -> list[Stay]:
+        """Return the blocks of which each rank holds a share: gradients that the step makes only once reduced."""
+        ends = self._find_reduced_ticks()
+        return [
+            Stay(storage=stay.storage, begin=max(stay.begin, ends.get(stay.storage, 0)), end=stay.end) for stay in whole
+        ]
+
+    def _list_whole_gradients(self) -> list[Stay]:
+        """Return the gradients that the step makes, until they are reduced."""
+        storages, ends = self._step.trace.storages, self._find_reduced_ticks()
+        return [Stay(storage=each, begin=storages[each].created, end=end) for each, end in ends.items()]
+
+    def _find_reduced_ticks(self) -> dict[int, int]:
+        """Return the entry before which the reduce-scatter of each gradient that the step makes is over."""
+        if self._ranks == 1:
+            return {}
+        found = {block: self.compute.find_tick(seconds) for block, seconds in self._reduced.items()}
+        storages = self._step.trace.storages
+        return {
+            each.storage: found[block]
+            for block, gradients in self._gradients.items()
+            for each in gradients
+            if storages[each.storage].created >= 0
+        }
