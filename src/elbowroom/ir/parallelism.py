@@ -29,6 +29,14 @@ class Schedule(enum.StrEnum):
     """All forward passes, then all backward passes: each stage holds all micro-batches."""
 
 
+class ShardDtype(enum.StrEnum):
+    """Dtype of the state that ranks share out, and in which they add gradients."""
+
+    FLOAT32 = "float32"
+    BFLOAT16 = "bfloat16"
+    FLOAT16 = "float16"
+
+
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Parallelism:
     """Division of a step among ranks.
@@ -39,6 +47,8 @@ class Parallelism:
         bucket_bytes: gradients that `DistributedDataParallel` reduces together (`bucket_cap_mb`); None for its default.
         gradient_as_bucket_view: whether gradients are views of their buckets, which saves a copy of all gradients.
         reshard_after_forward: whether `fully_shard` frees gathered weights between forward and backward pass.
+        shard_dtype: of shards and of the reduction of gradients, as in mixed precision: the trace's weights are what is
+            gathered. None for the trace's dtypes.
         stages: parts of the model in a pipeline.
         micro_batches: steps of the trace's batch that a pipeline adds up before each update.
         schedule: order of the micro-batches.
@@ -50,6 +60,7 @@ class Parallelism:
     bucket_bytes: int | None = None
     gradient_as_bucket_view: bool = False
     reshard_after_forward: bool = True
+    shard_dtype: ShardDtype | None = None
     stages: int = 1
     micro_batches: int = 1
     schedule: Schedule = Schedule.ONE_F_ONE_B

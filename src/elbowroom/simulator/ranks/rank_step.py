@@ -70,14 +70,16 @@ class RankStep:
         """Duration of each entry, time outside of ops included."""
         return np.diff(np.asarray(self.forecast.begin_seconds))
 
+    @functools.cached_property
+    def dtypes(self) -> Mapping[int, str]:
+        """Dtype of each storage that an op reads or writes."""
+        views = (view for op in self.trace.ops for view in (*op.reads, *op.writes))
+        return {view.storage: view.dtype for view in views}
+
     def round_up(self, nbytes: int) -> int:
         """Return bytes rounded up as by the device's allocator."""
         alignment_bytes = self.costs.alignment_bytes
         return -(-nbytes // alignment_bytes) * alignment_bytes
-
-    def shard(self, storage: int, ranks: int) -> int:
-        """Return the bytes of one rank's share of a storage, rounded up."""
-        return self.round_up(-(-self.trace.storages[storage].nbytes // ranks))
 
     def count_live(self, stays: Iterable[Stay], nbytes: Mapping[int, int] | None = None) -> LiveBytes:
         """Return the bytes of some blocks on the device during each entry.

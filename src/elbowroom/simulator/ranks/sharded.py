@@ -21,6 +21,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from elbowroom.cost.shapes import element_bytes, is_floating
 from elbowroom.ir.network import CollectiveKind, Network
 from elbowroom.ir.parallelism import Parallelism, RanksForecast
 from elbowroom.ir.trace import Role
@@ -44,7 +45,7 @@ def simulate_sharded(step: RankStep, network: Network, parallelism: Parallelism)
     """Forecast a step of ranks that shard the model's state."""
     run = _ShardedRun(step, network, parallelism)
     run.carry_out()
-    saved = count_saved_update(step, parallelism.ranks)
+    saved = count_saved_update(step, parallelism)
     return RanksForecast(
         ranks=parallelism.ranks,
         step_seconds=step.forecast.step_seconds + run.compute.late - saved,
@@ -58,25 +59,36 @@ def simulate_sharded(step: RankStep, network: Network, parallelism: Parallelism)
     )
 
 
-def count_saved_update(step: RankStep, ranks: int) -> float:
+def count_saved_update(step: RankStep, parallelism: Parallelism) -> float:
     """Return the seconds that the optimizer saves on a share of the state.
 
-    An op on 1 / n of the elements takes 1 / n of the time, but no less than the shortest op of the step, which is a
-    launch and nothing else.
+    An op on 1 / n of the bytes takes 1 / n of the time, but no less than the shortest op of the step, which is a launch
+    and nothing else. Shards of another dtype have more or fewer bytes than the trace's.
     """
     shortest = min((seconds for seconds in step.costs.op_seconds if seconds > 0.0), default=0.0)
-    return sum(
-        seconds - max(seconds / ranks, shortest)
-        for op, seconds in zip(step.trace.ops, step.costs.op_seconds, strict=True)
-        if op.tick >= step.update and seconds > shortest and touches_state(step.trace, op)
-    )
+    saved = 0.0
+    for op, seconds in zip(step.trace.ops, step.costs.op_seconds, strict=True):
+        if op.tick >= step.update and seconds > shortest and touches_state(step.trace, op):
+            touched = list_touched(op)
+            whole = sum(step.trace.storages[each].nbytes for each in touched)
+            shared = sum(count_shared_bytes(step, each, parallelism) for each in touched)
+            saved += seconds - max(seconds * shared / whole / parallelism.ranks, shortest) if whole else 0.0
+    return saved
+
+
+def count_shared_bytes(step: RankStep, storage: int, parallelism: Parallelism) -> int:
+    """Return the bytes of which all ranks together hold shares, in the dtype of shards."""
+    nbytes, dtype = step.trace.storages[storage].nbytes, step.dtypes.get(storage, "")
+    if parallelism.shard_dtype is None or not is_floating(dtype):
+        return nbytes
+    return nbytes * element_bytes(parallelism.shard_dtype) // element_bytes(dtype)
 
 
 class _ShardedRun:
     """One step: turns of blocks, and their collectives."""
 
     def __init__(self, step: RankStep, network: Network, parallelism: Parallelism) -> None:
-        self._step, self._ranks = step, parallelism.ranks
+        self._step, self._parallelism, self._ranks = step, parallelism, parallelism.ranks
         self.compute = ComputeLane(step.forecast.begin_seconds)
         self.lane = NetworkLane(network, parallelism, parallelism.ranks)
         self._weights: dict[str, list[int]] = {}
@@ -92,7 +104,6 @@ class _ShardedRun:
 
     def carry_out(self) -> None:
         """Issue the collectives in the order of their ticks, and let compute wait for them."""
-        trace = self._step.trace
         scattered = {block: gradients[-1].ready for block, gradients in self._gradients.items()}
         done = dict.fromkeys(self._turns, 0.0)
         issued = {index: turn.begin for index, turn in enumerate(self._turns[:-1], start=1)}
@@ -101,7 +112,7 @@ class _ShardedRun:
         reduced = 0.0
         for tick in sorted({turn.begin for turn in self._turns} | set(scattered.values())):
             for block in [block for block, ready in scattered.items() if ready == tick]:
-                nbytes = sum(trace.storages[each.storage].nbytes for each in self._gradients[block])
+                nbytes = sum(self._count_shared(each.storage) for each in self._gradients[block])
                 reduced = self.lane.start(CollectiveKind.REDUCE_SCATTER, nbytes, self.compute.find_time(tick))
                 self._reduced[block] = reduced
             for turn in [turn for turn in self._turns if turn.begin == tick]:
@@ -114,7 +125,7 @@ class _ShardedRun:
         """Return the bytes on a rank's device during each entry."""
         step, storages = self._step, self._step.trace.storages
         whole = [stay for stay in step.stays if storages[stay.storage].role in _SHARDED_ROLES]
-        shards = {stay.storage: step.shard(stay.storage, self._ranks) for stay in whole}
+        shards = {stay.storage: self._count_shard(stay.storage) for stay in whole}
         live: LiveBytes = (
             np.asarray(step.forecast.live_bytes)
             - step.count_live(whole)
@@ -122,10 +133,29 @@ class _ShardedRun:
         )
         if self._ranks == 1:
             return live
-        live += step.count_live(self._list_whole_gradients())
+        for block, gradients in self._gradients.items():
+            self._add_whole_gradients(live, block, gradients)
         for turn, issued in self._gathered:
             live[issued : turn.end] += sum(step.rounded[each] for each in self._weights[turn.block])
         return live
+
+    def _add_whole_gradients(self, live: LiveBytes, block: str, gradients: list[Gradient]) -> None:
+        """Add a block's gradients until they are reduced: each from its creation, and all of them, in the dtype of
+        shards, once the last one is ready."""
+        step, end = self._step, self.compute.find_tick(self._reduced[block])
+        ready = gradients[-1].ready
+        for each in gradients:
+            created = step.trace.storages[each.storage].created
+            if created >= 0:
+                live[created:ready] += step.rounded[each.storage]
+            live[ready:end] += step.round_up(self._count_shared(each.storage))
+
+    def _count_shared(self, storage: int) -> int:
+        return count_shared_bytes(self._step, storage, self._parallelism)
+
+    def _count_shard(self, storage: int) -> int:
+        """Return the bytes of one rank's share of a storage, rounded up."""
+        return self._step.round_up(-(-self._count_shared(storage) // self._ranks))
 
     def _gather(self, turn: Turn, tick: int) -> float:
         """Gather a block's weights for a turn; return when they are there."""
@@ -159,11 +189,6 @@ class _ShardedRun:
         return [
             Stay(storage=stay.storage, begin=max(stay.begin, ends.get(stay.storage, 0)), end=stay.end) for stay in whole
         ]
-
-    def _list_whole_gradients(self) -> list[Stay]:
-        """Return the gradients that the step makes, until they are reduced."""
-        storages, ends = self._step.trace.storages, self._find_reduced_ticks()
-        return [Stay(storage=each, begin=storages[each].created, end=end) for each, end in ends.items()]
 
     def _find_reduced_ticks(self) -> dict[int, int]:
         """Return the entry before which the reduce-scatter of each gradient that the step makes is over."""
