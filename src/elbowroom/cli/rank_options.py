@@ -14,7 +14,7 @@ from elbowroom.errors import UsageError
 from elbowroom.hardware.shipped import list_networks, load_network
 from elbowroom.ir import files
 from elbowroom.ir.network import Algorithm, Network
-from elbowroom.ir.parallelism import Parallel, Parallelism, Schedule, ShardDtype
+from elbowroom.ir.parallelism import MicroBatchOrder, Parallel, Parallelism, ShardDtype
 
 _PANEL = "Several ranks"
 Ranks = Annotated[
@@ -94,8 +94,8 @@ MicroBatches = Annotated[
         help="Batches of the trace's size that a pipeline adds up before each update.",
     ),
 ]
-MicroBatchOrder = Annotated[
-    Schedule | None,
+ScheduleName = Annotated[
+    MicroBatchOrder | None,
     typer.Option("--schedule", rich_help_panel=_PANEL, help="Order of micro-batches, for pipelined. Default: 1f1b."),
 ]
 
@@ -116,7 +116,7 @@ class RankOptions:
     shard_dtype: ShardDtype | None
     stages: int | None
     micro_batches: int | None
-    schedule: Schedule | None
+    schedule: MicroBatchOrder | None
 
     def check(self) -> None:
         """Check the options before anything is read.
@@ -175,7 +175,7 @@ class RankOptions:
                 shard_dtype=self.shard_dtype,
                 stages=self.stages or 1,
                 micro_batches=self.micro_batches or 1,
-                schedule=self.schedule or Schedule.ONE_F_ONE_B,
+                schedule=self.schedule or MicroBatchOrder.ONE_F_ONE_B,
             )
             for ranks in self.list_counts()
         )

@@ -60,11 +60,9 @@ def _check_link(link: Link, place: str) -> None:
 
 def _check_network(network: Network) -> None:
     _require(bool(network.levels), "levels are empty; a network has at least one")
-    _require(0 <= network.launch_seconds < math.inf, f"launch_seconds is {network.launch_seconds}")
     for index, level in enumerate(network.levels):
         place = f"levels[{index}]"
         _require(0 < level.bytes_per_second < math.inf, f"{place} moves {level.bytes_per_second} bytes per second")
-        _require(0 <= level.latency_seconds < math.inf, f"{place} has a latency of {level.latency_seconds} seconds")
         _require(level.members is None or level.members >= 2, f"{place} joins {level.members} members, not 2 or more")
         _require(
             level.members is not None or index == len(network.levels) - 1,

@@ -9,7 +9,7 @@ import reprlib
 
 
 class CollectiveKind(enum.StrEnum):
-    """What ranks do together. Sizes are the bytes of the whole tensor, as each rank has it before or after."""
+    """Kind of exchange between ranks. Sizes are the bytes of the whole tensor, as each rank has it before or after."""
 
     ALL_REDUCE = "all_reduce"
     """Every rank gets the sum of all ranks' tensors."""
@@ -22,7 +22,7 @@ class CollectiveKind(enum.StrEnum):
 
 
 class Algorithm(enum.StrEnum):
-    """How a collective is carried out."""
+    """Way to carry out a collective."""
 
     AUTO = "auto"
     """Ring or tree, whichever is faster."""

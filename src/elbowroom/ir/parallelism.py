@@ -10,7 +10,7 @@ from elbowroom.units import format_bytes, format_seconds
 
 
 class Parallel(enum.StrEnum):
-    """What the ranks divide among them."""
+    """Share of the job that each rank has."""
 
     DATA = "data"
     """The batch: `DistributedDataParallel`."""
@@ -20,7 +20,7 @@ class Parallel(enum.StrEnum):
     """The layers, in stages; and the batch, if there are more ranks than stages."""
 
 
-class Schedule(enum.StrEnum):
+class MicroBatchOrder(enum.StrEnum):
     """Order of the micro-batches in a pipeline."""
 
     ONE_F_ONE_B = "1f1b"
@@ -63,7 +63,7 @@ class Parallelism:
     shard_dtype: ShardDtype | None = None
     stages: int = 1
     micro_batches: int = 1
-    schedule: Schedule = Schedule.ONE_F_ONE_B
+    schedule: MicroBatchOrder = MicroBatchOrder.ONE_F_ONE_B
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,11 +16,11 @@ from elbowroom.cli.rank_options import (
     Collectives,
     Division,
     MicroBatches,
-    MicroBatchOrder,
     NetworkName,
     RankOptions,
     Ranks,
     Reshard,
+    ScheduleName,
     ShardDtypeName,
     StageCount,
 )
@@ -100,7 +100,7 @@ def simulate(
     shard_dtype: ShardDtypeName = None,
     stages: StageCount = None,
     micro_batches: MicroBatches = None,
-    schedule: MicroBatchOrder = None,
+    schedule: ScheduleName = None,
     as_json: Json = False,
 ) -> None:
     """Forecast one step of a trace under a plan, or under a policy within a budget: peak, seconds and moves.
@@ -124,7 +124,7 @@ def simulate(
 
 
 class _Sources(NamedTuple):
-    """What is simulated, as it was given."""
+    """Files and machine of a forecast, as they were given."""
 
     trace_file: Path
     plan_file: Path | None

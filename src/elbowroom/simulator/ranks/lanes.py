@@ -67,7 +67,8 @@ class NetworkLane:
     """
 
     def __init__(self, network: Network, parallelism: Parallelism, ranks: int) -> None:
-        self._network, self._algorithm, self._ranks = network, parallelism.algorithm, ranks
+        self._network, self._algorithm = network, parallelism.algorithm
+        self._ranks = ranks
         self._free = 0.0
         self.calls: list[Call] = []
 

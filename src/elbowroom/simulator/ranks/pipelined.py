@@ -23,11 +23,11 @@ from typing import NamedTuple
 from elbowroom.cost.collectives import price_send
 from elbowroom.errors import UsageError
 from elbowroom.ir.network import CollectiveKind, Network
-from elbowroom.ir.parallelism import CollectiveTotal, Parallelism, RanksForecast, Schedule, StageForecast
+from elbowroom.ir.parallelism import CollectiveTotal, MicroBatchOrder, Parallelism, RanksForecast, StageForecast
 from elbowroom.simulator.ranks.lanes import NetworkLane
+from elbowroom.simulator.ranks.pipeline_stages import PipelineStages
 from elbowroom.simulator.ranks.rank_step import RankStep
 from elbowroom.simulator.ranks.stage_memory import StageMemory
-from elbowroom.simulator.ranks.stages import Stages
 
 
 class Work(NamedTuple):
@@ -41,7 +41,7 @@ def simulate_pipelined(step: RankStep, network: Network, parallelism: Parallelis
     """Forecast a step of a pipeline.
 
     Raises:
-        UsageError: the ranks are no multiple of the stages, or the model cannot be cut (`Stages`).
+        UsageError: the ranks are no multiple of the stages, or the model cannot be cut (`PipelineStages`).
     """
     count, ranks = parallelism.stages, parallelism.ranks
     if count < 1 or parallelism.micro_batches < 1:
@@ -50,7 +50,7 @@ def simulate_pipelined(step: RankStep, network: Network, parallelism: Parallelis
         )
     if ranks % count:
         raise UsageError(f"{ranks} ranks do not divide into {count} stages: take a multiple of {count} ranks")
-    stages = Stages(step, count)
+    stages = PipelineStages(step, count)
     run = _PipelinedRun(step, stages, network, parallelism)
     free = _PipelinedRun(step, stages, None, parallelism)
     work = parallelism.micro_batches * (sum(stages.forward_seconds) + sum(stages.backward_seconds))
@@ -70,9 +70,9 @@ def simulate_pipelined(step: RankStep, network: Network, parallelism: Parallelis
     )
 
 
-def _forecast_stage(step: RankStep, stages: Stages, stage: int, parallelism: Parallelism) -> StageForecast:
+def _forecast_stage(step: RankStep, stages: PipelineStages, stage: int, parallelism: Parallelism) -> StageForecast:
     micro_batches = parallelism.micro_batches
-    is_gpipe = parallelism.schedule is Schedule.GPIPE
+    is_gpipe = parallelism.schedule is MicroBatchOrder.GPIPE
     alive = micro_batches if is_gpipe else min(stages.count - stage, micro_batches)
     memory = StageMemory(step, stages, stage)
     return StageForecast(
@@ -88,9 +88,9 @@ def _forecast_stage(step: RankStep, stages: Stages, stage: int, parallelism: Par
     )
 
 
-def order_work(stage: int, stages: int, micro_batches: int, schedule: Schedule) -> list[Work]:
+def order_work(stage: int, stages: int, micro_batches: int, schedule: MicroBatchOrder) -> list[Work]:
     """Return the work of one stage, in order."""
-    ahead = micro_batches if schedule is Schedule.GPIPE else min(stages - stage - 1, micro_batches)
+    ahead = micro_batches if schedule is MicroBatchOrder.GPIPE else min(stages - stage - 1, micro_batches)
     order = [Work(index, is_forward=True) for index in range(ahead)]
     for index in range(micro_batches):
         if ahead + index < micro_batches:
@@ -100,7 +100,11 @@ def order_work(stage: int, stages: int, micro_batches: int, schedule: Schedule) 
 
 
 def time_flush(
-    forward: Sequence[float], backward: Sequence[float], sends: Sequence[float], micro_batches: int, schedule: Schedule
+    forward: Sequence[float],
+    backward: Sequence[float],
+    sends: Sequence[float],
+    micro_batches: int,
+    schedule: MicroBatchOrder,
 ) -> list[float]:
     """Return when each stage has finished its last backward pass.
 
@@ -146,8 +150,11 @@ class _PipelinedRun:
         totals, sent_bytes: of each stage's collectives.
     """
 
-    def __init__(self, step: RankStep, stages: Stages, network: Network | None, parallelism: Parallelism) -> None:
-        self._stages, self._network, self._parallelism = stages, network, parallelism
+    def __init__(
+        self, step: RankStep, stages: PipelineStages, network: Network | None, parallelism: Parallelism
+    ) -> None:
+        self._stages, self._network = stages, network
+        self._parallelism = parallelism
         self._replicas = parallelism.ranks // stages.count
         self._sends = [self._price_send(nbytes) for nbytes in stages.cut_bytes]
         self.flushed = time_flush(

@@ -88,7 +88,8 @@ class _ShardedRun:
     """One step: turns of blocks, and their collectives."""
 
     def __init__(self, step: RankStep, network: Network, parallelism: Parallelism) -> None:
-        self._step, self._parallelism, self._ranks = step, parallelism, parallelism.ranks
+        self._step, self._parallelism = step, parallelism
+        self._ranks = parallelism.ranks
         self.compute = ComputeLane(step.forecast.begin_seconds)
         self.lane = NetworkLane(network, parallelism, parallelism.ranks)
         self._weights: dict[str, list[int]] = {}

@@ -10,21 +10,21 @@ from __future__ import annotations
 import numpy as np
 
 from elbowroom.ir.trace import PERSISTENT_ROLES, Role
+from elbowroom.simulator.ranks.pipeline_stages import PipelineStages
 from elbowroom.simulator.ranks.rank_step import RankStep
-from elbowroom.simulator.ranks.stages import Stages
 
 
 class StageMemory:
     """Bytes that one stage holds.
 
-    A storage belongs to the stages that own it (`Stages.owners`); workspace and replays to that of their entry. What a
-    stage receives counts in addition, as its sender's copy is not seen to be freed.
+    A storage belongs to the stages that own it (`PipelineStages.owners`); workspace and replays to that of their entry.
+    What a stage receives counts in addition, as its sender's copy is not seen to be freed.
 
     Attributes:
         activation_bytes: held by one micro-batch between its forward and its backward pass.
     """
 
-    def __init__(self, step: RankStep, stages: Stages, stage: int) -> None:
+    def __init__(self, step: RankStep, stages: PipelineStages, stage: int) -> None:
         self._step = step
         storages = step.trace.storages
         nbytes = dict(enumerate(step.rounded)) | {

@@ -22,8 +22,8 @@ from elbowroom.simulator.ranks.rank_step import RankStep, list_touched
 Ints = npt.NDArray[np.int64]
 
 
-class Stages:
-    """Stages of a pipeline.
+class PipelineStages:
+    """PipelineStages of a pipeline.
 
     Attributes:
         count: number of stages.
