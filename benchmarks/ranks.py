@@ -23,7 +23,8 @@ Inferred, since the sources do not say:
 - hour: NVLink and Ethernet as in `bigbasin-p100`, level by level (NCCL in the node, Gloo between nodes), and two sizes
   of messages; the anchor is their backward pass of 120 ms on one P100 (section 4).
 - fsdp: 400 Gb/s for each GPU as in `dgx-h100`; bfloat16 weights and activations, shards and sums of gradients in
-  float32; the trace keeps all activations, so that only the difference of the two memories is compared.
+  float32; a fused optimizer; the trace keeps all activations, so that only the difference of the two memories is
+  compared. Theirs is what PyTorch's allocator has reserved, ours the bytes in blocks.
 - pipeline: cards and NVLink as in `dgx-a100`; bfloat16; a vocabulary of 51,200 tokens. Their stages are two layers
   short of a multiple, so that embedding and head make up for them; ours are cut where the seconds say.
 - gpipe: equal parts, and activations that pass in no time.
@@ -58,7 +59,7 @@ from elbowroom.simulator.ranks.simulate_ranks import simulate_ranks
 
 Row = dict[str, Any]
 
-LIMITS: Mapping[str, float] = {"ddp": 0.08, "hour": 0.12, "fsdp": 0.03, "pipeline": 0.06, "gpipe": 0.06}
+LIMITS: Mapping[str, float] = {"ddp": 0.08, "hour": 0.10, "fsdp": 0.05, "pipeline": 0.03, "gpipe": 0.06}
 """By how much a forecast may differ from the published figure, as a share of it."""
 
 
@@ -209,11 +210,22 @@ def in_half() -> Iterator[None]:
 
 def capture_llama() -> Trace:
     """One step of Llama 3 8B, two sequences of 8192 tokens, with weights as `fully_shard` gathers them."""
+    import torch
+
     from elbowroom.workloads import build
 
     with in_half():
         workload = build("transformers:llama-3-8b", batch=2, sequence_length=8192, device="cpu")
-    return elbowroom.capture(workload.step, workload.model, workload.optimizer, name="llama-3-8b in bfloat16")
+        optimizer = torch.optim.AdamW(workload.model.parameters(), lr=1e-4, fused=True)
+
+    def step() -> torch.Tensor:
+        loss = workload.forward()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        return loss.detach()
+
+    return elbowroom.capture(step, workload.model, optimizer, name="llama-3-8b in bfloat16")
 
 
 ZERO_BUBBLE = {

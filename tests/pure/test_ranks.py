@@ -234,6 +234,8 @@ def test_shards_in_another_dtype() -> None:
                 reads=tuple(dataclasses.replace(view, dtype="bfloat16") for view in op.reads),
                 writes=tuple(dataclasses.replace(view, dtype="bfloat16") for view in op.writes),
             )
+            if op.name != "update"  # as a fused optimizer, which is seen to touch bytes
+            else op
             for op in trace.ops
         ),
     )

@@ -13,6 +13,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from elbowroom.cost.shapes import is_floating
 from elbowroom.errors import UsageError
 from elbowroom.ir.costs import Costs
 from elbowroom.ir.forecast import Forecast
@@ -72,9 +73,25 @@ class RankStep:
 
     @functools.cached_property
     def dtypes(self) -> Mapping[int, str]:
-        """Dtype of each storage that an op reads or writes."""
-        views = (view for op in self.trace.ops for view in (*op.reads, *op.writes))
-        return {view.storage: view.dtype for view in views}
+        """Floating dtype of each storage that has one.
+
+        Ops on lists show their storages as bytes. What only such an op touches, as a fused optimizer its state, has the
+        dtype of its module's parameter of as many bytes.
+        """
+        found: dict[int, str] = {}
+        for op in self.trace.ops:
+            for view in (*op.reads, *op.writes):
+                if is_floating(view.dtype):
+                    found.setdefault(view.storage, view.dtype)
+        weights = {
+            (home.module, home.nbytes): found[home.id]
+            for home in self.trace.storages
+            if home.role is Role.PARAMETER and home.id in found
+        }
+        for home in self.trace.storages:
+            if home.role in STATE_ROLES and (home.module, home.nbytes) in weights:
+                found.setdefault(home.id, weights[home.module, home.nbytes])
+        return found
 
     def round_up(self, nbytes: int) -> int:
         """Return bytes rounded up as by the device's allocator."""

@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from elbowroom.cost.shapes import element_bytes, is_floating
+from elbowroom.cost.shapes import element_bytes
 from elbowroom.ir.network import CollectiveKind, Network
 from elbowroom.ir.parallelism import Parallelism, RanksForecast
 from elbowroom.ir.trace import Role
@@ -78,8 +78,8 @@ def count_saved_update(step: RankStep, parallelism: Parallelism) -> float:
 
 def count_shared_bytes(step: RankStep, storage: int, parallelism: Parallelism) -> int:
     """Return the bytes of which all ranks together hold shares, in the dtype of shards."""
-    nbytes, dtype = step.trace.storages[storage].nbytes, step.dtypes.get(storage, "")
-    if parallelism.shard_dtype is None or not is_floating(dtype):
+    nbytes, dtype = step.trace.storages[storage].nbytes, step.dtypes.get(storage)
+    if parallelism.shard_dtype is None or dtype is None:
         return nbytes
     return nbytes * element_bytes(parallelism.shard_dtype) // element_bytes(dtype)
 
