@@ -32,7 +32,7 @@ from elbowroom.simulator.ranks.pipelined import order_work, time_flush
 from elbowroom.simulator.ranks.rank_step import RankStep
 from elbowroom.simulator.ranks.simulate_ranks import simulate_ranks
 from elbowroom.simulator.simulate import simulate
-from tests.generators import Layer, Optimizer, cyclic_traces, keep_everything, make_costs, make_trace
+from tests.generators import Layer, Optimizer, cyclic_traces, keep_everything, make_costs, make_link, make_trace
 from tests.pure.test_collectives import make_network
 
 KIB, MIB = 1 << 10, 1 << 20
@@ -460,6 +460,19 @@ def test_the_command(trace_file: pathlib.Path) -> None:
     assert [line.split()[0] for line in table.stdout.splitlines()[1:]] == ["ranks", "1", "8", "64"]
     for each in (shown, pipeline, table):
         assert max(len(line.rstrip()) for line in each.stdout.splitlines()) <= 80
+
+
+def test_a_plan_that_replays_weights(tmp_path: pathlib.Path) -> None:
+    trace = make_blocks(6, weight_bytes=4 * KIB, nbytes=MIB)
+    costs = make_costs(trace, op_seconds=1e-6, link=make_link(per_second=1e6))
+    made = plan(trace, costs, simulate(trace, costs, keep_everything(costs)).peak_bytes * 2 // 3)
+    for name, value in (("trace", trace), ("costs", costs), ("plan", made)):
+        files.save(value, tmp_path / f"{name}.json")
+    job = (tmp_path / "trace.json", tmp_path / "plan.json", "--ranks", 8, "--network", "dgx-h100")
+    sharded, data = call(*job, "--parallel", "sharded"), call(*job)
+    assert sharded.exit_code == data.exit_code == 0
+    assert "this plan replays ops that read weights" in sharded.stderr
+    assert "replays" not in data.stderr
 
 
 def test_its_document(trace_file: pathlib.Path) -> None:

@@ -40,6 +40,7 @@ from elbowroom.errors import UsageError
 from elbowroom.ir import files
 from elbowroom.ir.forecast import Forecast
 from elbowroom.ir.journal import Journal
+from elbowroom.ir.parallelism import Parallel
 from elbowroom.ir.sliced_trace import apply_cuts
 from elbowroom.residency import policies
 from elbowroom.simulator.allocator_model import Allocator
@@ -172,7 +173,7 @@ def _forecast_device(
 
 def _forecast_ranks(terminal: Terminal, sources: _Sources, options: RankOptions) -> None:
     """Forecast a step of several ranks, for each number of them."""
-    from elbowroom.simulator.ranks.simulate_ranks import simulate_ranks
+    from elbowroom.simulator.ranks.simulate_ranks import replays_weights, simulate_ranks
 
     host_bytes = read_host_memory(sources.host_memory)
     network, parallelisms = options.find_network(), options.list_parallelisms()
@@ -180,6 +181,11 @@ def _forecast_ranks(terminal: Terminal, sources: _Sources, options: RankOptions)
     plan = None if sources.plan_file is None else load_plan(sources.plan_file, trace)
     costs, device_bytes = find_costs_and_device(terminal, trace, sources.hardware, sources.costs_file)
     used = plan or keep_all(costs, 0)
+    if parallelisms[0].kind is Parallel.SHARDED and replays_weights(trace, used):
+        terminal.note(
+            "this plan replays ops that read weights, which fully_shard has freed by then: a room would not, and the "
+            "forecast takes the weights to be there"
+        )
     with terminal.progress(f"forecasting {trace.name}"):
         forecasts = [simulate_ranks(trace, costs, used, network, each, host_bytes=host_bytes) for each in parallelisms]
     title = f"{trace.name} on {costs.profile_name}, {network.name}"
