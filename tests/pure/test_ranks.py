@@ -26,7 +26,6 @@ from elbowroom.ir.trace import Role, Trace, View
 from elbowroom.planner.problem import plan
 from elbowroom.simulator.ranks.blocks import find_block
 from elbowroom.simulator.ranks.data_parallel import fill_buckets
-from elbowroom.simulator.ranks.lanes import ComputeLane
 from elbowroom.simulator.ranks.pipeline_stages import split_evenly
 from elbowroom.simulator.ranks.pipelined import order_work, time_flush
 from elbowroom.simulator.ranks.rank_step import RankStep
@@ -162,9 +161,9 @@ def test_memory_of_buckets() -> None:
     costs = make_costs(trace)
     alone = simulate(trace, costs, keep_everything(costs)).peak_bytes
     assert run(trace, costs, SLOW, Parallel.DATA, 4).peak_bytes == alone + 8 * MIB
-    # As views the gradients are their buckets, which are there when the forward pass has saved its activations, too.
+    # As views the gradients are their buckets, which are there all the time; a new one is made beside its bucket.
     views = run(trace, costs, SLOW, Parallel.DATA, 4, gradient_as_bucket_view=True)
-    assert alone < views.peak_bytes <= alone + 9 * KIB
+    assert alone + MIB <= views.peak_bytes <= alone + MIB + 9 * KIB
 
 
 # -- sharded ----------------------------------------------------------------------------------------------------------
@@ -173,15 +172,18 @@ def test_memory_of_buckets() -> None:
 @pytest.mark.parametrize("ranks", [2, 8, 64])
 @pytest.mark.parametrize("reshards", [True, False])
 def test_memory_of_shards(ranks: int, reshards: bool) -> None:
-    """Weights and two moments in shards; one block's gradient whole beside the shards of those before; and either the
-    block and the one that is gathered next, or all blocks that are still to come in the backward pass."""
+    """Weights and two moments in shards; a block's gradient, and the one before it in the buffer of its reduction,
+    beside the shards of all before; and the block and the one that is gathered next, or all that are to come."""
     count, weight = 6, 8 * MIB
     trace = make_blocks(count, weight_bytes=weight)
     found = run(trace, make_costs(trace), FREE, Parallel.SHARDED, ranks, reshard_after_forward=reshards)
     shard = weight // ranks
     state = 3 * count * shard
     gathered = [2 if number else 1 for number in range(count)] if reshards else [number + 1 for number in range(count)]
-    peak = max(state + gathered[number] * weight + weight + (count - 1 - number) * shard for number in range(count))
+    whole = [2 if number < count - 1 else 1 for number in range(count)]
+    peak = max(
+        state + (gathered[number] + whole[number]) * weight + (count - 1 - number) * shard for number in range(count)
+    )
     activations = 4 * count * KIB
     assert peak <= found.peak_bytes <= peak + activations
     assert found.peak_bytes < run(trace, make_costs(trace), FREE, Parallel.DATA, ranks).peak_bytes
@@ -246,12 +248,11 @@ def test_shards_in_another_dtype() -> None:
         return found.peak_bytes, {total.kind: total.nbytes for total in found.collectives}
 
     (same, sizes), (mixed, mixed_sizes) = (measure(FREE, dtype) for dtype in (None, ShardDtype.FLOAT32))
-    # Four weights, eight moments and two gradients in shards of 1 MiB are twice as large.
-    assert mixed - same == 14 * MIB
+    # Four weights, eight moments and two gradients in shards of 1 MiB are twice as large, and so is the buffer in which
+    # a block's gradients are reduced.
+    assert mixed - same == 14 * MIB + 8 * MIB
     assert mixed_sizes[CollectiveKind.ALL_GATHER] == sizes[CollectiveKind.ALL_GATHER] == 8 * 8 * MIB
     assert mixed_sizes[CollectiveKind.REDUCE_SCATTER] == 2 * sizes[CollectiveKind.REDUCE_SCATTER] == 2 * 4 * 8 * MIB
-    # On a slow network the gradients wait for their reduction, in the dtype of shards.
-    assert measure(SLOW, ShardDtype.FLOAT32)[0] - measure(SLOW, None)[0] >= (12 + 8) * MIB
 
 
 # -- pipelined --------------------------------------------------------------------------------------------------------
@@ -375,14 +376,6 @@ def test_blocks() -> None:
     assert [find_block(path) for path in ("h.3.mlp.c_fc", "layer1.0.bn1", "encoder.layer.11", "lm_head", "", None)] == [
         "h.3", "layer1.0", "encoder.layer.11", "", "", ""
     ]  # fmt: skip
-
-
-def test_the_entry_at_a_time() -> None:
-    lane = ComputeLane([0.0, 1.0, 2.0, 3.0, 4.0])
-    lane.wait(1, 5.0)  # entries begin at 0, 5, 6, 7 and end at 8
-    lane.wait(3, 7.0)
-    assert lane.late == 4.0
-    assert [lane.find_tick(seconds) for seconds in (0.0, 0.5, 5.0, 5.5, 7.0, 7.5, 99.0)] == [0, 1, 1, 2, 3, 4, 4]
 
 
 # -- what cannot be simulated -----------------------------------------------------------------------------------------

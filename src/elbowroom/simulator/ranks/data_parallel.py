@@ -13,6 +13,7 @@ given). Inferred: copies into and out of buckets take no time, and collectives n
 
 from __future__ import annotations
 
+import dataclasses
 from typing import NamedTuple
 
 import numpy as np
@@ -82,5 +83,9 @@ def _count_peak(step: RankStep, parallelism: Parallelism, buckets: tuple[Bucket,
     held = sum(step.round_up(bucket.nbytes) for bucket in buckets)
     if not parallelism.gradient_as_bucket_view:
         return step.forecast.peak_bytes + held
-    gradients = step.count_live(stay for stay in step.stays if step.trace.storages[stay.storage].role is Role.GRADIENT)
-    return int(max(np.asarray(step.forecast.live_bytes) - gradients)) + held
+    ready = {gradient.storage: gradient.ready for gradient in step.gradients}
+    gradients = [stay for stay in step.stays if step.trace.storages[stay.storage].role is Role.GRADIENT]
+    fresh = [dataclasses.replace(stay, end=min(stay.end, ready.get(stay.storage, stay.end))) for stay in gradients]
+    # A gradient is made beside its bucket, and copied once it is ready.
+    live = np.asarray(step.forecast.live_bytes) - step.count_live(gradients) + step.count_live(fresh)
+    return int(max(live)) + held

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import bisect
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -32,7 +31,6 @@ class ComputeLane:
 
     def __init__(self, begin_seconds: Sequence[float]) -> None:
         self._begins = begin_seconds
-        self._waits: list[tuple[int, float]] = []
         self.late = 0.0
 
     def find_time(self, tick: int) -> float:
@@ -44,16 +42,6 @@ class ComputeLane:
         seconds = until - self.find_time(tick)
         if seconds > 0.0:
             self.late += seconds
-            self._waits.append((tick, self.late))
-
-    def find_tick(self, seconds: float) -> int:
-        """Return the first entry that begins at or after a time, with all waits; one past the last if there is none."""
-        late, first = 0.0, 0
-        for tick, late_then in self._waits:
-            if self._begins[tick] + late_then >= seconds:  # the entry that waits begins after its wait
-                return bisect.bisect_left(self._begins, seconds - late, first, tick)
-            late, first = late_then, tick
-        return bisect.bisect_left(self._begins, seconds - late, first, len(self._begins) - 1)
 
 
 class NetworkLane:

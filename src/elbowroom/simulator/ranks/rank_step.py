@@ -18,7 +18,7 @@ from elbowroom.errors import UsageError
 from elbowroom.ir.costs import Costs
 from elbowroom.ir.forecast import Forecast
 from elbowroom.ir.plan import Plan
-from elbowroom.ir.trace import STATE_ROLES, Op, Role, Trace
+from elbowroom.ir.trace import STATE_ROLES, Op, Role, Trace, View
 from elbowroom.simulator.allocator_model import Stay
 from elbowroom.simulator.planned import PreparedTrace
 
@@ -40,6 +40,7 @@ class RankStep:
         stays: blocks on the device.
         rounded: bytes of each storage, rounded up as by the device's allocator.
         backward, update: ticks at which these phases begin.
+        gradients: in the order in which they are ready.
 
     Raises:
         UsageError: the step has no backward pass or makes no gradients, or the plan moves the model's state.
@@ -58,13 +59,19 @@ class RankStep:
         self.forecast: Forecast = followed.forecast
         self.stays = followed.stays
         self.rounded: list[int] = prepared.rounded.tolist()
-        self.backward, self.update = _find_phases(trace)
+        if not trace.needs:
+            raise UsageError(
+                f"{trace.name} has no backward pass, so its ranks have no gradients to exchange: capture a step of "
+                "training"
+            )
+        self.backward = trace.needs[0].tick
         self.gradients = self._list_gradients()
         if not self.gradients:
             raise UsageError(
                 f"no op of {trace.name} makes the gradient of a parameter, so its ranks have nothing to exchange: "
                 "capture a step whose backward pass trains parameters"
             )
+        self.update = self.gradients[-1].ready
 
     @functools.cached_property
     def entry_seconds(self) -> npt.NDArray[np.float64]:
@@ -113,32 +120,26 @@ class RankStep:
         return np.cumsum(change[:-1])
 
     def _list_gradients(self) -> tuple[Gradient, ...]:
-        """Return the gradients that ops make before the update, in the order in which they are ready."""
-        found: list[Gradient] = []
-        for home in self.trace.storages:
-            if home.role is Role.GRADIENT:
-                writes = self.trace.writes[home.id]
-                ticks = [write.tick for write in writes if self.backward <= write.tick < self.update]
-                if ticks:
-                    found.append(Gradient(ready=ticks[-1] + 1, storage=home.id))
-        return tuple(sorted(found))
+        """Return the gradients that ops of the backward pass add to, in the order in which they are ready."""
+        storages = self.trace.storages
+        found: dict[int, int] = {}
+        for op in self.trace.ops:
+            if op.tick >= self.backward:
+                for view in op.writes:
+                    if storages[view.storage].role is Role.GRADIENT and _adds(self.trace, op, view):
+                        found[view.storage] = op.tick + 1
+        return tuple(sorted(Gradient(ready, storage) for storage, ready in found.items()))
 
 
-def _find_phases(trace: Trace) -> tuple[int, int]:
-    if not trace.needs:
-        raise UsageError(
-            f"{trace.name} has no backward pass, so its ranks have no gradients to exchange: capture a training step"
-        )
-    last = trace.needs[-1].tick
-    update = next((op.tick for op in trace.ops if op.tick > last and _is_update(trace, op)), trace.end)
-    return trace.needs[0].tick, update
+def _adds(trace: Trace, op: Op, target: View) -> bool:
+    """Return True if an op makes a gradient, or adds something of its shape to it that is not the model's state.
 
-
-def _is_update(trace: Trace, op: Op) -> bool:
-    """Return True for an op of the optimizer, and for one on several gradients, as of a norm of all of them."""
-    roles = [trace.storages[storage].role for storage in list_touched(op)]
-    written = {trace.storages[view.storage].role for view in op.writes}
-    return Role.OPTIMIZER_STATE in roles or Role.PARAMETER in written or roles.count(Role.GRADIENT) > 1
+    So the scaling of a gradient, as after a norm of all of them, is part of the update.
+    """
+    if trace.storages[target.storage].created == op.tick:
+        return True
+    others = (view for view in op.reads if trace.storages[view.storage].role not in STATE_ROLES)
+    return any(view.shape == target.shape for view in others)
 
 
 def touches_state(trace: Trace, op: Op) -> bool:

@@ -5,8 +5,9 @@
 
 A block is gathered while the one before it computes: its gather is issued when that one begins. With resharding a
 block is freed after its last op of the forward pass and gathered again for the backward pass. What lies in no block,
-the root, stays from the first op to the end of the backward pass. A block's gradients are whole until their
-reduce-scatter is over. The optimizer updates the share, in a share of the time.
+the root, stays from the first op to the end of the backward pass. Gradients of a block are copied into a buffer, which
+is reduced while the next block computes, and used again once that one is ready. The optimizer updates the share, in a
+share of the time.
 
 Sources: Y. Zhao et al., "PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel", PVLDB 16(12), 2023,
 sections 3 and 4; `torch/distributed/fsdp/_fully_shard`; S. Rajbhandari et al., "ZeRO", SC 2020 (bytes of shards).
@@ -16,6 +17,8 @@ collectives share one lane; copies into and out of their buffers take no time.
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 from collections.abc import Iterable
 from typing import NamedTuple
 
@@ -100,27 +103,33 @@ class _ShardedRun:
         for gradient in step.gradients:
             self._gradients.setdefault(find_block(step.trace.storages[gradient.storage].module), []).append(gradient)
         self._turns = self._list_turns(parallelism.reshard_after_forward)
-        self._gathered: list[tuple[Turn, int]] = []
-        self._reduced: dict[str, float] = {}
 
     def carry_out(self) -> None:
         """Issue the collectives in the order of their ticks, and let compute wait for them."""
-        scattered = {block: gradients[-1].ready for block, gradients in self._gradients.items()}
-        done = dict.fromkeys(self._turns, 0.0)
-        issued = {index: turn.begin for index, turn in enumerate(self._turns[:-1], start=1)}
-        if self._turns:
-            done[self._turns[0]] = self._gather(self._turns[0], 0)
+        ready = {block: gradients[-1].ready for block, gradients in self._gradients.items()}
+        issued = self._find_issues()
+        done: dict[Turn, float] = {}
         reduced = 0.0
-        for tick in sorted({turn.begin for turn in self._turns} | set(scattered.values())):
-            for block in [block for block, ready in scattered.items() if ready == tick]:
+        for tick in sorted({turn.begin for turn in self._turns} | set(ready.values()) | set(issued.values())):
+            for block in [block for block, then in ready.items() if then == tick]:
+                self.compute.wait(tick, reduced)  # so that the buffer of the last reduction can be used again
                 nbytes = sum(self._count_shared(each.storage) for each in self._gradients[block])
                 reduced = self.lane.start(CollectiveKind.REDUCE_SCATTER, nbytes, self.compute.find_time(tick))
-                self._reduced[block] = reduced
+            for turn in [turn for turn in self._turns if issued[turn] == tick]:
+                nbytes = sum(self._step.trace.storages[each].nbytes for each in self._weights[turn.block])
+                done[turn] = self.lane.start(CollectiveKind.ALL_GATHER, nbytes, self.compute.find_time(tick))
             for turn in [turn for turn in self._turns if turn.begin == tick]:
                 self.compute.wait(tick, done[turn])
-            for index in [index for index, begin in issued.items() if begin == tick]:
-                done[self._turns[index]] = self._gather(self._turns[index], tick)
         self.compute.wait(self._step.update, reduced)
+
+    def _find_issues(self) -> dict[Turn, int]:
+        """Return the tick at which each turn's gather is issued: the begin of the turn before, in the same pass."""
+        issued: dict[Turn, int] = {}
+        for before, turn in itertools.pairwise((None, *self._turns)):
+            assert turn is not None
+            begins = self._step.backward if turn.begin >= self._step.backward else 0
+            issued[turn] = begins if before is None else max(before.begin, begins)
+        return issued
 
     def count_live(self) -> LiveBytes:
         """Return the bytes on a rank's device during each entry."""
@@ -134,22 +143,23 @@ class _ShardedRun:
         )
         if self._ranks == 1:
             return live
-        for block, gradients in self._gradients.items():
-            self._add_whole_gradients(live, block, gradients)
-        for turn, issued in self._gathered:
+        self._add_whole_gradients(live)
+        for turn, issued in self._find_issues().items():
             live[issued : turn.end] += sum(step.rounded[each] for each in self._weights[turn.block])
         return live
 
-    def _add_whole_gradients(self, live: LiveBytes, block: str, gradients: list[Gradient]) -> None:
-        """Add a block's gradients until they are reduced: each from its creation, and all of them, in the dtype of
-        shards, once the last one is ready."""
-        step, end = self._step, self.compute.find_tick(self._reduced[block])
-        ready = gradients[-1].ready
-        for each in gradients:
-            created = step.trace.storages[each.storage].created
-            if created >= 0:
-                live[created:ready] += step.rounded[each.storage]
-            live[ready:end] += step.round_up(self._count_shared(each.storage))
+    def _add_whole_gradients(self, live: LiveBytes) -> None:
+        """Add gradients from their creation until they are copied for the reduction of their block; and these copies,
+        in the dtype of shards, until the next block has its own."""
+        step, storages = self._step, self._step.trace.storages
+        order = sorted(self._gradients.values(), key=lambda gradients: gradients[-1].ready)
+        ends = [gradients[-1].ready for gradients in order[1:]] + [step.update]
+        for gradients, end in zip(order, ends, strict=True):
+            ready = gradients[-1].ready
+            for each in gradients:
+                if storages[each.storage].created >= 0:
+                    live[storages[each.storage].created : ready] += step.rounded[each.storage]
+                live[ready:end] += step.round_up(self._count_shared(each.storage))
 
     def _count_shared(self, storage: int) -> int:
         return count_shared_bytes(self._step, storage, self._parallelism)
@@ -157,12 +167,6 @@ class _ShardedRun:
     def _count_shard(self, storage: int) -> int:
         """Return the bytes of one rank's share of a storage, rounded up."""
         return self._step.round_up(-(-self._count_shared(storage) // self._ranks))
-
-    def _gather(self, turn: Turn, tick: int) -> float:
-        """Gather a block's weights for a turn; return when they are there."""
-        nbytes = sum(self._step.trace.storages[each].nbytes for each in self._weights[turn.block])
-        self._gathered.append((turn, tick))
-        return self.lane.start(CollectiveKind.ALL_GATHER, nbytes, self.compute.find_time(tick))
 
     def _list_turns(self, reshard_after_forward: bool) -> tuple[Turn, ...]:
         """Return the turns for which blocks are gathered, in order."""
@@ -185,21 +189,12 @@ class _ShardedRun:
         return tuple(sorted(turns))
 
     def _list_shards(self, whole: Iterable[Stay]) -> list[Stay]:
-        """Return the blocks of which each rank holds a share: gradients that the step makes only once reduced."""
-        ends = self._find_reduced_ticks()
-        return [
-            Stay(storage=stay.storage, begin=max(stay.begin, ends.get(stay.storage, 0)), end=stay.end) for stay in whole
-        ]
-
-    def _find_reduced_ticks(self) -> dict[int, int]:
-        """Return the entry before which the reduce-scatter of each gradient that the step makes is over."""
-        if self._ranks == 1:
-            return {}
-        found = {block: self.compute.find_tick(seconds) for block, seconds in self._reduced.items()}
+        """Return the stays of shards. Those of gradients that the step makes begin when their block is ready."""
         storages = self._step.trace.storages
-        return {
-            each.storage: found[block]
-            for block, gradients in self._gradients.items()
+        ready = {
+            each.storage: gradients[-1].ready
+            for gradients in self._gradients.values()
             for each in gradients
-            if storages[each.storage].created >= 0
+            if storages[each.storage].created >= 0 and self._ranks > 1
         }
+        return [dataclasses.replace(stay, begin=max(stay.begin, ready.get(stay.storage, -1))) for stay in whole]
