@@ -217,6 +217,20 @@ def test_faster_networks_are_no_slower(rate: float, factor: float, reshards: boo
     assert slow.exposed_seconds >= max(slow.network_seconds / 16, slow.network_seconds - slow.alone_seconds)
 
 
+def test_gathers_that_nothing_hides() -> None:
+    """A forward pass of no time waits for each gather in turn; the backward pass for its first one, and for the last
+    reduction, but hides all others."""
+    count = 5
+    trace = make_blocks(count)
+    costs = time_blocks(trace, forward=0.0, backward=1.0)
+    gather, scatter = (
+        price_collective(SLOW, kind, MIB, 16) for kind in (CollectiveKind.ALL_GATHER, CollectiveKind.REDUCE_SCATTER)
+    )
+    for reshards, waits in ((True, count + 1), (False, count)):
+        found = run(trace, costs, SLOW, Parallel.SHARDED, 16, reshard_after_forward=reshards)
+        assert found.exposed_seconds == pytest.approx(waits * gather + scatter)
+
+
 def test_updates_of_shards_take_a_share_of_the_time() -> None:
     trace = make_blocks(4)
     seconds = [8e-3 if op.name == "update" else 1e-3 for op in trace.ops]
@@ -284,6 +298,12 @@ def test_bounds_of_a_pipeline(forward: list[float], micro_batches: int, send: fl
     assert end <= serial + 1e-9
 
 
+def test_a_slow_link_carries_one_micro_batch_after_another() -> None:
+    flushed = time_flush([0.1, 0.1], [0.2, 0.2], [3.0, 3.0], 12, MicroBatchOrder.GPIPE)
+    # The last activation is there after 0.1 + 12 * 3; the last gradient 12 * 3 after the first backward pass.
+    assert flushed == pytest.approx([0.1 + 36 + 0.1 + 0.2 + 36 + 0.2, 36.2 + 12 * 0.2])
+
+
 @pytest.mark.parametrize("schedule", list(MicroBatchOrder))
 def test_micro_batches_that_are_alive(schedule: MicroBatchOrder) -> None:
     for stages, micro_batches in itertools.product((1, 2, 5), (1, 3, 8)):
@@ -348,6 +368,14 @@ def test_memory_of_a_pipeline() -> None:
     assert measure(4, MicroBatchOrder.ONE_F_ONE_B)[0] == measure(4, MicroBatchOrder.GPIPE)[0]
     state = 2 * 4 * 4 * KIB
     assert all(peak > state for peak in measure(7, MicroBatchOrder.ONE_F_ONE_B))
+
+
+def test_what_skips_stages_passes_through_them() -> None:
+    layers = [Layer(inputs=(index - 1,), nbytes=KIB, parameter_bytes=MIB) for index in range(3)]
+    layers.append(Layer(inputs=(0, 2), nbytes=KIB, parameter_bytes=MIB))
+    trace = name_blocks(make_trace(layers, batch_bytes=KIB, name="skip"))
+    found = run(trace, make_costs(trace), SLOW, Parallel.PIPELINED, 4, stages=4, micro_batches=1)
+    assert [stage.sent_bytes for stage in found.stages] == [KIB, 2 * KIB, 2 * KIB, 0]
 
 
 def test_a_weight_of_two_stages() -> None:
