@@ -370,6 +370,25 @@ def test_memory_of_a_pipeline() -> None:
     assert all(peak > state for peak in measure(7, MicroBatchOrder.ONE_F_ONE_B))
 
 
+def test_each_stage_updates_its_own_weights() -> None:
+    trace = make_blocks(8)
+    seconds = [5e-3 if op.name == "update" else 1e-3 for op in trace.ops]
+    found = run(trace, make_costs(trace, op_seconds=seconds), FREE, Parallel.PIPELINED, 4, stages=4, micro_batches=4)
+    blocks = [int(stage.last[2:]) - int(stage.first[2:]) + 1 for stage in found.stages]
+    assert sum(blocks) == 8
+    assert [stage.update_seconds for stage in found.stages] == pytest.approx([5e-3 * count for count in blocks])
+
+
+def test_gradients_are_added_up_over_micro_batches() -> None:
+    """All sums are there from the beginning, and one more gradient while it is added."""
+    trace = make_blocks(4)
+    costs = make_costs(trace)
+    one, two = (
+        run(trace, costs, FREE, Parallel.PIPELINED, 1, stages=1, micro_batches=count).peak_bytes for count in (1, 2)
+    )
+    assert MIB <= two - one <= MIB + 8 * KIB
+
+
 def test_what_skips_stages_passes_through_them() -> None:
     layers = [Layer(inputs=(index - 1,), nbytes=KIB, parameter_bytes=MIB) for index in range(3)]
     layers.append(Layer(inputs=(0, 2), nbytes=KIB, parameter_bytes=MIB))
