@@ -11,6 +11,7 @@ from elbowroom.ir.check_state import check_state
 from elbowroom.ir.costs import Costs, Measurements
 from elbowroom.ir.gaps import Gap
 from elbowroom.ir.hardware import HardwareProfile, Link
+from elbowroom.ir.network import Network
 from elbowroom.ir.plan import Choice, Decision, Plan, Segment
 from elbowroom.ir.sliced_trace import slice_trace
 from elbowroom.ir.trace import Need, Op, Save, Trace
@@ -34,6 +35,8 @@ def check_noun(value: object) -> None:
             _check_link(link, f"further_links[{index}]")
     elif isinstance(value, Measurements):
         _check_amounts(value)
+    elif isinstance(value, Network):
+        _check_network(value)
 
 
 def _check_profile(profile: HardwareProfile) -> None:
@@ -53,6 +56,18 @@ def _check_profile(profile: HardwareProfile) -> None:
 def _check_link(link: Link, place: str) -> None:
     for rate in (link.out_bytes_per_second, link.back_bytes_per_second):
         _require(0 < rate < math.inf, f"{place} moves {rate} bytes per second")
+
+
+def _check_network(network: Network) -> None:
+    _require(bool(network.levels), "levels are empty; a network has at least one")
+    for index, level in enumerate(network.levels):
+        place = f"levels[{index}]"
+        _require(0 < level.bytes_per_second < math.inf, f"{place} moves {level.bytes_per_second} bytes per second")
+        _require(level.members is None or level.members >= 2, f"{place} joins {level.members} members, not 2 or more")
+        _require(
+            level.members is not None or index == len(network.levels) - 1,
+            f"{place} joins any number of members, so there is nothing for the levels after it",
+        )
 
 
 def _check_amounts(value: Costs | Measurements) -> None:

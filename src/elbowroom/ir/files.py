@@ -26,6 +26,7 @@ from elbowroom.ir.forecast import Forecast
 from elbowroom.ir.hardware import HardwareProfile
 from elbowroom.ir.journal import Journal
 from elbowroom.ir.json_text import ABSENT, JsonText
+from elbowroom.ir.network import Network
 from elbowroom.ir.op_times import OpTimes
 from elbowroom.ir.plan import Plan
 from elbowroom.ir.text_files import read_text
@@ -40,6 +41,7 @@ _FORMATS: dict[type, str] = {
     Forecast: "elbowroom.forecast",
     Journal: "elbowroom.journal",
     OpTimes: "elbowroom.op_times",
+    Network: "elbowroom.network",
 }
 
 _ORIGIN = {"module": None, "line": ""}

@@ -1,15 +1,30 @@
-"""`elbowroom simulate`: forecasts a step under a plan or a policy."""
+"""`elbowroom simulate`: forecasts a step under a plan or a policy, of one device or of several ranks."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import typer
 from rich.text import Text
 
 from elbowroom._family import get, names
 from elbowroom.cli.parameters import AMOUNTS, CostsFile, Hardware, HostMemory, Json
+from elbowroom.cli.rank_options import (
+    BucketBytes,
+    BucketView,
+    Collectives,
+    Division,
+    MicroBatches,
+    NetworkName,
+    RankOptions,
+    Ranks,
+    Reshard,
+    ScheduleName,
+    ShardDtypeName,
+    StageCount,
+)
+from elbowroom.cli.rank_tables import show_ranks, show_scaling
 from elbowroom.cli.sources import (
     check_amount,
     find_costs_and_device,
@@ -25,6 +40,7 @@ from elbowroom.errors import UsageError
 from elbowroom.ir import files
 from elbowroom.ir.forecast import Forecast
 from elbowroom.ir.journal import Journal
+from elbowroom.ir.parallelism import Parallel
 from elbowroom.ir.sliced_trace import apply_cuts
 from elbowroom.residency import policies
 from elbowroom.simulator.allocator_model import Allocator
@@ -48,6 +64,14 @@ _Steps = Annotated[
         "--steps", min=1, help="Forecast the last of so many steps under a policy: predictive learns from each (1)."
     ),
 ]
+_Allocator = Annotated[
+    Allocator,
+    typer.Option(
+        "--allocator",
+        help="exact: the bytes in blocks. caching: also what PyTorch's allocator would take from a CUDA device. "
+        "planned: also what the same blocks take in one arena, laid out (of a plan only).",
+    ),
+]
 
 
 def register(app: typer.Typer) -> None:
@@ -66,52 +90,130 @@ def simulate(
     hardware: Hardware = "this",
     costs_file: CostsFile = None,
     host_memory: HostMemory = None,
-    allocator: Annotated[
-        Allocator,
-        typer.Option(
-            "--allocator",
-            help="exact: the bytes in blocks. caching: also what PyTorch's allocator would take from a CUDA device. "
-            "planned: also what the same blocks take in one arena, laid out (of a plan only).",
-        ),
-    ] = Allocator.EXACT,
+    allocator: _Allocator = Allocator.EXACT,
+    ranks: Ranks = None,
+    network: NetworkName = None,
+    parallel: Division = None,
+    algorithm: Collectives = None,
+    bucket: BucketBytes = None,
+    bucket_view: BucketView = None,
+    reshard: Reshard = None,
+    shard_dtype: ShardDtypeName = None,
+    stages: StageCount = None,
+    micro_batches: MicroBatches = None,
+    schedule: ScheduleName = None,
     as_json: Json = False,
 ) -> None:
     """Forecast one step of a trace under a plan, or under a policy within a budget: peak, seconds and moves.
 
-    For a plan, also explain why each block is where it is. Exit code 3 if the policy finds no room."""
+    For a plan, also explain why each block is where it is. With --ranks, forecast the step of a job of several
+    processes instead, under a plan or with everything kept: seconds and memory a rank. Exit code 3 if the policy finds
+    no room."""
+    options = RankOptions(
+        ranks=ranks, network=network, parallel=parallel, algorithm=algorithm, bucket=bucket, bucket_view=bucket_view,
+        reshard=reshard, shard_dtype=shard_dtype, stages=stages, micro_batches=micro_batches, schedule=schedule,
+    )  # fmt: skip
+    with open_terminal(as_json) as terminal:
+        options.check()
+        sources = _Sources(trace_file, plan_file, hardware, costs_file, host_memory)
+        if ranks is None:
+            _check_choice(plan_file, policy, budget, steps, allocator)
+            _forecast_device(terminal, sources, policy, budget, steps or 1, allocator)
+        else:
+            _check_ranks(policy, budget, steps, allocator)
+            _forecast_ranks(terminal, sources, options)
+
+
+class _Sources(NamedTuple):
+    """Files and machine of a forecast, as they were given."""
+
+    trace_file: Path
+    plan_file: Path | None
+    hardware: str
+    costs_file: Path | None
+    host_memory: str | None
+
+
+def _forecast_device(
+    terminal: Terminal, sources: _Sources, policy: str | None, budget: str | None, steps: int, allocator: Allocator
+) -> None:
+    """Forecast a step of one device."""
     from elbowroom.planner.bounds.bound import bound_plan
     from elbowroom.report.summary import summarize
     from elbowroom.simulator.planned import PreparedTrace
 
-    with open_terminal(as_json) as terminal:
-        _check_choice(plan_file, policy, budget, steps, allocator)
-        host_bytes = read_host_memory(host_memory)
-        trace = load_trace(trace_file)
-        plan = None if plan_file is None else load_plan(plan_file, trace)
-        costs, device_bytes = find_costs_and_device(terminal, trace, hardware, costs_file)
-        if plan is not None:
-            trace, costs, plan = apply_cuts(trace, costs, plan)
-        prepared = PreparedTrace(trace, costs, host_bytes=host_bytes)
-        budget_bytes = _read_budget(terminal, prepared, budget, device_bytes) if plan is None else plan.budget_bytes
-        with terminal.progress(f"forecasting {trace.name}"):
-            if plan is None:
-                forecast = _simulate_steps(prepared, budget_bytes, policy, steps or 1, host_bytes, allocator)
-            else:
-                forecast = prepared.run(plan, allocator=allocator, placement=prepared.place(plan))
-        report = summarize(
-            budget_bytes=budget_bytes, journal=Journal(steps=()), trace=trace, costs=costs, plan=plan,
-            policy=policy or "", forecast=forecast,
-            bound_seconds=bound_plan(trace, costs, plan or keep_all(costs, budget_bytes), host_bytes),
-        )  # fmt: skip
-        terminal.show_text(report)
-        for line in describe_places(forecast):
-            terminal.show(Text(line))
-        terminal.write_document(
-            "simulate", name=trace.name, hardware=costs.profile_name, policy=policy, budget_bytes=budget_bytes,
-            strategy=None if plan is None else plan.strategy,
-            fits=forecast.peak_bytes <= budget_bytes,
-            forecast=files.to_json(forecast),
-        )  # fmt: skip
+    host_bytes = read_host_memory(sources.host_memory)
+    trace = load_trace(sources.trace_file)
+    plan = None if sources.plan_file is None else load_plan(sources.plan_file, trace)
+    costs, device_bytes = find_costs_and_device(terminal, trace, sources.hardware, sources.costs_file)
+    if plan is not None:
+        trace, costs, plan = apply_cuts(trace, costs, plan)
+    prepared = PreparedTrace(trace, costs, host_bytes=host_bytes)
+    budget_bytes = _read_budget(terminal, prepared, budget, device_bytes) if plan is None else plan.budget_bytes
+    with terminal.progress(f"forecasting {trace.name}"):
+        if plan is None:
+            forecast = _simulate_steps(prepared, budget_bytes, policy, steps, host_bytes, allocator)
+        else:
+            forecast = prepared.run(plan, allocator=allocator, placement=prepared.place(plan))
+    report = summarize(
+        budget_bytes=budget_bytes, journal=Journal(steps=()), trace=trace, costs=costs, plan=plan,
+        policy=policy or "", forecast=forecast,
+        bound_seconds=bound_plan(trace, costs, plan or keep_all(costs, budget_bytes), host_bytes),
+    )  # fmt: skip
+    terminal.show_text(report)
+    for line in describe_places(forecast):
+        terminal.show(Text(line))
+    terminal.write_document(
+        "simulate", name=trace.name, hardware=costs.profile_name, policy=policy, budget_bytes=budget_bytes,
+        strategy=None if plan is None else plan.strategy,
+        fits=forecast.peak_bytes <= budget_bytes,
+        forecast=files.to_json(forecast),
+    )  # fmt: skip
+
+
+def _forecast_ranks(terminal: Terminal, sources: _Sources, options: RankOptions) -> None:
+    """Forecast a step of several ranks, for each number of them."""
+    from elbowroom.simulator.ranks.simulate_ranks import replays_weights, simulate_ranks
+
+    host_bytes = read_host_memory(sources.host_memory)
+    network, parallelisms = options.find_network(), options.list_parallelisms()
+    trace = load_trace(sources.trace_file)
+    plan = None if sources.plan_file is None else load_plan(sources.plan_file, trace)
+    costs, device_bytes = find_costs_and_device(terminal, trace, sources.hardware, sources.costs_file)
+    used = plan or keep_all(costs, 0)
+    if parallelisms[0].kind is Parallel.SHARDED and replays_weights(trace, used):
+        terminal.note(
+            "this plan replays ops that read weights, which fully_shard has freed by then: a room would not, and the "
+            "forecast takes the weights to be there"
+        )
+    with terminal.progress(f"forecasting {trace.name}"):
+        forecasts = [simulate_ranks(trace, costs, used, network, each, host_bytes=host_bytes) for each in parallelisms]
+    title = f"{trace.name} on {costs.profile_name}, {network.name}"
+    if len(forecasts) == 1:
+        show_ranks(terminal, title, parallelisms[0], forecasts[0], device_bytes)
+    else:
+        show_scaling(terminal, title, parallelisms[0].kind, forecasts, device_bytes)
+    terminal.write_document(
+        "simulate", name=trace.name, hardware=costs.profile_name, network=files.to_json(network),
+        strategy=None if plan is None else plan.strategy, device_bytes=device_bytes,
+        jobs=[
+            {"parallelism": files.to_json(each), "efficiency": forecast.efficiency, "forecast": files.to_json(forecast)}
+            for each, forecast in zip(parallelisms, forecasts, strict=True)
+        ],
+    )  # fmt: skip
+
+
+def _check_ranks(policy: str | None, budget: str | None, steps: int | None, allocator: Allocator) -> None:
+    given = [
+        name for name, value in (("--policy", policy), ("--budget", budget), ("--steps", steps)) if value is not None
+    ]
+    if allocator is not Allocator.EXACT:
+        given.append("--allocator")
+    if given:
+        raise UsageError(
+            f"{', '.join(given)}: a step of several ranks is forecast under a plan, or with everything kept, block by "
+            "block; leave this out, or --ranks"
+        )
 
 
 def _check_choice(
@@ -128,7 +230,10 @@ def _check_choice(
             raise UsageError("--allocator planned needs a plan: a policy's evictions are not known ahead")
         check_amount("--budget", budget)
     elif plan_file is None:
-        raise UsageError("nothing to forecast: give a PLAN written by `elbowroom plan`, or --policy with --budget")
+        raise UsageError(
+            "nothing to forecast: give a PLAN written by `elbowroom plan`, --policy with --budget, or --ranks with "
+            "--network"
+        )
     elif budget is not None or steps is not None:
         option = "--budget" if budget is not None else "--steps"
         raise UsageError(f"{option} belongs to --policy; a plan has its own budget, and each step of it is the same")
