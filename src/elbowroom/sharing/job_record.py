@@ -26,6 +26,7 @@ class JobRecord:
 
     Attributes:
         client: number of its connection.
+        job: as in `JoinRequest`.
         arrival: place in the order in which jobs joined.
         floor_bytes: the least bytes within which it runs: as it said, or as measured.
         front: empty until a step is known.
@@ -35,13 +36,14 @@ class JobRecord:
         used_bytes: peak that the job has measured since its last confirmation.
         since: time at which it was admitted, paused, or joined.
         steps_at_start: steps made when it was admitted.
-        heard: time of its last message.
+        heard: seconds for which the broker had listened when its last message came.
         expected: number of its next message.
     """
 
     client: int
     pid: int
     name: str
+    job: str
     arrival: int
     floor_bytes: int
     front: tuple[FrontPoint, ...]
@@ -94,12 +96,14 @@ class JobRecord:
         place = next((place for place, (each, _) in enumerate(self.unconfirmed) if each == epoch), None)
         if place is None:
             return False
+        is_latest = place == len(self.unconfirmed) - 1
         granted_bytes = self.unconfirmed[place][1]
         kept_bytes = max(granted_bytes, min(held_bytes, self.held_bytes))
         self.unconfirmed[: place + 1] = [(epoch, kept_bytes)]
         self.used_bytes = 0
         if not self.lease_bytes:
-            self.residue_bytes = kept_bytes
+            if is_latest:  # it has moved out what can leave
+                self.residue_bytes = kept_bytes
         elif kept_bytes > granted_bytes > 0:
             self.floor_bytes = max(self.floor_bytes, kept_bytes)
         return True

@@ -23,6 +23,7 @@ class Remainder:
     """Bytes that a process may hold whose connection is gone."""
 
     pid: int
+    job: str
     name: str
     nbytes: int
 
@@ -81,6 +82,19 @@ class LeaseTable:
         """Remove a job and its lease. Return it, if there was one."""
         self._targets.pop(client, None)
         return self.jobs.pop(client, None)
+
+    def find_stuck(self) -> JobRecord | None:
+        """Return a job without which others could run, if no job runs and none ever can; None otherwise.
+
+        It is so if jobs have joined with bytes that do not leave, and each needs more than all of them leave free.
+        """
+        jobs = self.jobs.values()
+        if any(job.lease_bytes or job.is_silent or len(job.unconfirmed) > 1 for job in jobs):
+            return None
+        free_bytes = self._device_bytes - sum(job.residue_bytes for job in jobs)
+        if any(job.floor_bytes - job.residue_bytes <= free_bytes for job in jobs):
+            return None
+        return max((job for job in jobs if job.residue_bytes), key=lambda each: each.arrival, default=None)
 
     def has_turned(self, now: float) -> bool:
         """Return True if time or steps have changed who is due or protected since the last decision."""

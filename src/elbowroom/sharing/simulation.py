@@ -177,7 +177,7 @@ class _Simulation:
         client.paused_since = self.seconds
         self._carry_out(self.broker.connect(client.number, client.number, self.seconds))
         self._send(client, JoinRequest(
-            sequence=client.sent, name=spec.name, floor_bytes=spec.front[0].nbytes,
+            sequence=client.sent, name=spec.name, job="", floor_bytes=spec.front[0].nbytes,
             points=tuple((each.nbytes, each.step_seconds, each.busy_seconds) for each in spec.front),
             weight=spec.weight, priority=spec.priority, steps_left=spec.steps,
         ))  # fmt: skip
