@@ -105,9 +105,9 @@ def test_a_room_follows_its_lease(
 
     with pytest.raises(UsageError, match="elbowroom share --device cpu"):
         elbowroom.fit(model, optimizer, "shared", profile=profile)
-    with pytest.raises(UsageError, match="memory_budget, or the variable ELBOWROOM_BUDGET"):
+    with pytest.raises(UsageError, match="memory_budget, or the variable ELBOWROOM_MEMORY_BUDGET"):
         elbowroom.fit(model, optimizer)
-    monkeypatch.setenv("ELBOWROOM_BUDGET", "shared")
+    monkeypatch.setenv("ELBOWROOM_MEMORY_BUDGET", "shared")
     with broker(64) as server:
         await_status()
         room = elbowroom.fit(model, optimizer, profile=profile, without_broker="stop")
