@@ -124,7 +124,10 @@ def _make_parser(program: str) -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     parser.add_argument(
-        "--memory-budget", "--budget", metavar="SIZE", help=f"8GiB, 8GB, 60%% of the device, or shared; or {BUDGET_VARIABLE}",
+        "--memory-budget",
+        "--budget",
+        metavar="SIZE",
+        help=f"8GiB, 8GB, 60%% of the device, or shared; or {BUDGET_VARIABLE}",
     )
     parser.add_argument("-o", "--output", type=pathlib.Path, metavar="FILE", help="write the journal to this file")
     parser.add_argument("--no-view", action="store_true", help=f"show no live view; or {VIEW_VARIABLE}=0")
