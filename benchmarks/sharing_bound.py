@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 from elbowroom.sharing.job_list import JobList, ListedJob
 
 Line = list[tuple[float, float]]
@@ -46,7 +48,7 @@ def _slope(begin: tuple[float, float], end: tuple[float, float]) -> float:
 
 def _find_area(line: Line, seconds: float) -> float:
     """Return the least byte-seconds of a step that takes some seconds in the mean."""
-    for begin, end in zip(line, line[1:], strict=False):
+    for begin, end in itertools.pairwise(line):
         if seconds < end[0]:
             return begin[1] + _slope(begin, end) * max(0.0, seconds - begin[0])
     return line[-1][1]

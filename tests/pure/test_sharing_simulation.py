@@ -79,6 +79,14 @@ def test_figures_by_hand() -> None:
     assert simulate_sharing(busy, "fair").makespan_seconds == pytest.approx(20.0)
 
 
+def test_the_gain_of_shifted_steps_is_reported() -> None:
+    spiky = job([[50, 1.0, 0.0]], shape=[0.2, 1.0, 0.2, 0.2])
+    assert simulate_sharing(make(100, spiky, spiky)).shifted_share == pytest.approx(0.4)  # 60 together instead of 100
+    assert simulate_sharing(make(100, spiky)).shifted_share == 0
+    with pytest.raises(UsageError, match=r"jobs\[0\].shape"):
+        make(100, job([[50, 1.0]], shape=[2]))
+
+
 def test_moving_state_takes_time() -> None:
     jobs = make(100, job([[60, 1.0, 0.0]], 20), job([[60, 1.0, 0.0]], 20))
     quick = simulate_sharing(jobs, "fair", quantum_seconds=5)
