@@ -41,6 +41,7 @@ from elbowroom.errors import Infeasible
 from elbowroom.hardware.shipped import load_shipped
 from elbowroom.ir.costs import Costs
 from elbowroom.ir.hardware import HardwareProfile
+from elbowroom.ir.plan import Plan
 from elbowroom.ir.trace import Trace
 from elbowroom.planner.options import find_managed
 from elbowroom.planner.problem import pose
@@ -94,16 +95,20 @@ def slow_down(costs: Costs, factor: float) -> Costs:
     return dataclasses.replace(costs, op_seconds=tuple(each * factor for each in costs.op_seconds))
 
 
-def find_points(trace: Trace, known: Costs, true: Costs, budgets: list[int]) -> list[Point]:
-    """Return (bytes, seconds) of plans made with known costs, under the true ones."""
-    points = []
+def make_plans(trace: Trace, costs: Costs, budgets: list[int]) -> list[Plan]:
+    """Return the plans of each strategy within each budget, as far as there are any."""
+    found = []
     for budget in budgets:
         for strategy in STRATEGIES:
             with contextlib.suppress(Infeasible):
-                made = elbowroom.plan(trace, known, budget, strategy=strategy, manages="everything")
-                forecast = elbowroom.simulate(trace, true, made)
-                points.append((forecast.peak_bytes, forecast.step_seconds))
-    return sorted(points)
+                found.append(elbowroom.plan(trace, costs, budget, strategy=strategy, manages="everything"))
+    return found
+
+
+def find_points(trace: Trace, costs: Costs, plans: list[Plan]) -> list[Point]:
+    """Return (bytes, seconds) of each plan."""
+    forecasts = [elbowroom.simulate(trace, costs, each) for each in plans]
+    return sorted((each.peak_bytes, each.step_seconds) for each in forecasts)
 
 
 def find_saving(points: list[Point], plain: Point, overhead: float) -> tuple[float, float]:
@@ -127,9 +132,10 @@ def measure(name: str, hardware: str, count: int) -> dict[str, Any]:
     logs = slow_down(card, factor)
     least = pose(trace, card, 1, manages=find_managed("tensile", "everything")).floor.peak_bytes
     budgets = [least + (peak - least) * place // (count - 1) for place in range(count)]
+    predicted = make_plans(trace, card, budgets)
     points = {
-        "card": find_points(trace, card, card, budgets), "cold": find_points(trace, card, logs, budgets),
-        "warm": find_points(trace, logs, logs, budgets),
+        "card": find_points(trace, card, predicted), "cold": find_points(trace, logs, predicted),
+        "warm": find_points(trace, logs, make_plans(trace, logs, budgets)),
     }  # fmt: skip
     card_plain = (peak, pose(whole, whole_costs, 1).plain.step_seconds)
     logs_plain = (peak, pose(whole, slow_down(whole_costs, factor), 1).plain.step_seconds)

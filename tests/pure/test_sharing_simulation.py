@@ -44,6 +44,8 @@ def job_lists(draw: st.DrawFn) -> JobList:
     return make(100, *jobs)
 
 
+@hypothesis.settings(max_examples=200, deadline=None)
+@hypothesis.example(make(100, job([[50, 1.0, 0.0]], 11), job([[51, 1.0, 0.0]], 2)), "fair", 0.5)
 @hypothesis.given(job_lists(), st.sampled_from(POLICIES), st.sampled_from([0.5, 10.0]))
 def test_all_jobs_end_and_none_waits_longer_than_stated(jobs: JobList, policy: str, quantum: float) -> None:
     outcome = simulate_sharing(jobs, policy, quantum_seconds=quantum)

@@ -88,6 +88,7 @@ class _Client:
     moving_until: float | None = None  # job seconds at which the state is out
     has_run: bool = False
     tells_step: bool = False  # the broker protects the job until it hears of a step
+    steps_before: int = 0  # made before its present lease
     paused_since: float = 0.0
     waiting_seconds: float = 0.0
     longest_wait_seconds: float = 0.0
@@ -217,7 +218,7 @@ class _Simulation:
             self._send(client, LeaveNotice(sequence=client.sent))
         elif client.pending:
             self._take_lease(client)
-        if client.tells_step and client.steps and client.number in self.active:
+        if client.tells_step and client.steps > client.steps_before and client.number in self.active:
             client.tells_step = False
             seconds = 0.0 if client.point is None else client.point.step_seconds
             self._send(client, Heartbeat(sequence=client.sent, steps=client.steps, step_seconds=seconds))
@@ -239,6 +240,7 @@ class _Simulation:
             client.longest_wait_seconds = max(client.longest_wait_seconds, waited)
             client.begin = self.job_seconds + (move_seconds if client.has_run else 0.0)
             client.has_run = client.tells_step = True
+            client.steps_before = client.steps
         client.point = find_point(client.spec.front, grant.nbytes)
         if client.point is None:
             raise InternalError(f"{client.spec.name} got {grant.nbytes} bytes, less than its floor")
