@@ -291,7 +291,7 @@ class BrokerClient:
             line = encode_message(dataclasses.replace(message, sequence=self._sequence))
             self._sequence += 1
             is_sent = False
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(OSError, ValueError):  # closed meanwhile by the thread that reads
                 is_sent = _send_all(connection, line)
             if not is_sent:
                 _interrupt(connection)
