@@ -292,3 +292,15 @@ def test_a_pause_that_the_next_broker_has_not_heard_of_is_told_again(stage: Stag
         assert client.wait(pause, print).nbytes
     finally:
         client.close()
+
+
+def test_a_job_that_the_broker_cannot_watch_is_told_so(stage: Stage) -> None:
+    blind = "import elbowroom.sharing.transport.server as server\nserver.find_start = lambda pid: None\n"
+    stage.run(blind + BROKER, 1e9)
+    wait_until(stage.address.socket.exists)
+    client = BrokerClient(stage.address, name="job", floor_bytes=1, held_bytes=0)
+    try:
+        with pytest.raises(UsageError, match="runs in another container, or has ended, so the broker cannot watch it"):
+            client.wait(None, print)
+    finally:
+        client.close()
