@@ -37,6 +37,9 @@ MARGIN = 64
 
 LEAST_FLOOR_BYTES = 32 << 20
 
+LONGEST_PAUSE_SECONDS = 5.0
+"""Time within which the broker answers a job that rests."""
+
 Holder = TypeVar("Holder")
 
 
@@ -78,7 +81,7 @@ class SharedLease:
     def __init__(self, device: str, name: str, held_bytes: int, config: Config, floor_bytes: int = 0) -> None:
         self._config = config
         self._needs_broker = config.without_broker == "stop"
-        self._is_refused = False
+        self._is_refused = self._rests = False
         self._applied: LeaseGrant | None = None
         self._front_of: object = None
         self._floor_bytes = floor_bytes or config.least_bytes or held_bytes + max(held_bytes, LEAST_FLOOR_BYTES)
@@ -121,9 +124,28 @@ class SharedLease:
             logger.warning("the broker refuses this job: %s. It goes on within its last lease", client.refusal)
         if self._needs_broker:
             client.check_broker()
+        if self._rests:
+            self._rests = False
+            client.rest(False)
+            self._wait(self._applied)
         while (grant := client.grant) is not None and grant is not self._applied:
             if client.take(grant):
                 self._take_up(room, grant)
+
+    def rest(self, room: LeaseHolder) -> None:
+        """Give the bytes back until the next step of `room`, which waits for a lease again.
+
+        All of the model's state moves out that can; using it meanwhile brings it back uncounted. For a notebook, or a
+        job that waits for data. If the broker is gone or does not answer, the job keeps its lease.
+        """
+        self._client.rest(True)
+        grant = self._client.wait_for_pause(LONGEST_PAUSE_SECONDS)
+        if grant is None or not self._client.take(grant):
+            self._client.rest(False)
+            return
+        self._applied = grant
+        self._rests = True
+        self._client.confirm(grant, room.move_state_out())
 
     def note_step(self, room: LeaseHolder) -> None:
         """Report a step that has ended, and the front of the next one if that has changed."""

@@ -120,6 +120,12 @@ def test_a_room_follows_its_lease(
         before = [each.tolist() for each in model.parameters()]
         assert room.move_state_out() < sum(each.nbytes for each in model.parameters()) // 4
         assert [each.tolist() for each in model.parameters()] == before
+        room._shared.rest(room)
+        (job,) = ask_status(find_address("cpu")).jobs
+        assert (job.state, job.lease_bytes) == ("resting", 0)
+        assert job.held_bytes < sum(each.nbytes for each in model.parameters()) // 4
+        train(room)
+        assert ask_status(find_address("cpu")).jobs[0].state == "running"
         server.kill()
         server.wait()
         while room._shared._client.is_connected:

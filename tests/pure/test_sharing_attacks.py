@@ -27,7 +27,9 @@ from elbowroom.sharing.messages import (
     Heartbeat,
     JoinRequest,
     LeaseConfirmed,
+    LeaseGrant,
     RefusalNotice,
+    RestNotice,
     StatusRequest,
     decode_message,
     encode_message,
@@ -53,6 +55,7 @@ MESSAGES: st.SearchStrategy[FromJob] = st.one_of(
     st.builds(FrontUpdate, sequence=st.just(0), floor_bytes=BYTES, points=POINTS, steps_left=STEPS),
     st.builds(Heartbeat, sequence=st.just(0), steps=BYTES, step_seconds=SECONDS, used_bytes=BYTES),
     st.builds(LeaseConfirmed, sequence=st.just(0), epoch=st.integers(0, 3), held_bytes=BYTES),
+    st.builds(RestNotice, sequence=st.just(0), rests=st.booleans()),
     st.builds(StatusRequest, sequence=st.just(0)),
 )  # fmt: skip
 
@@ -245,6 +248,49 @@ def test_messages_that_a_stopped_broker_does_not_take_are_made_up_for(stage: Sta
         client.report(3 * MIB, ())
         wait_until(lambda: stage.held("job") >= 3)
         assert not client.refusal
+    finally:
+        client.close()
+
+
+def test_a_lease_that_is_taken_back_at_once_is_confirmed(stage: Stage) -> None:
+    with listen(stage, 5) as listener:
+        client = BrokerClient(stage.address, name="job", floor_bytes=1, held_bytes=7)
+        connection, _ = listener.accept()
+        with connection, connection.makefile("rb") as lines:
+            decode_message(lines.readline())
+            for number, nbytes in enumerate((60, 0)):
+                connection.sendall(encode_message(LeaseGrant(sequence=number, epoch=number + 1, nbytes=nbytes)))
+            wait_until(lambda: client.grant is not None and not client.grant.nbytes)
+            thread = threading.Thread(target=lambda: client.wait(None, print))
+            thread.start()
+            answers = (decode_message(line) for line in lines)
+            confirmed = next(each for each in answers if isinstance(each, LeaseConfirmed))
+            assert (confirmed.epoch, confirmed.held_bytes) == (2, 7)
+            connection.sendall(encode_message(LeaseGrant(sequence=2, epoch=3, nbytes=50)))
+            thread.join(5)
+            assert not thread.is_alive()
+    client.close()
+
+
+def test_a_job_that_rests_lets_others_run(stage: Stage) -> None:
+    stage.start_broker()
+    client = BrokerClient(stage.address, name="rests", floor_bytes=60 * MIB, held_bytes=0)
+    try:
+        grant = client.wait(None, print)
+        assert client.take(grant)
+        client.confirm(grant, grant.nbytes)
+        client.rest(True)
+        pause = client.wait_for_pause(5)
+        assert pause is not None
+        assert client.take(pause)
+        client.confirm(pause, 10 * MIB)
+        other = stage.start_job("other", 60)
+        wait_until(lambda: stage.held("other") >= 60)
+        time.sleep(1.2)  # more than a quantum: it is not due
+        assert (stage.held("rests"), stage.held("other")) == (10, 90)
+        client.rest(False)
+        assert client.wait(pause, print).nbytes >= 60 * MIB
+        other.kill()
     finally:
         client.close()
 

@@ -30,6 +30,7 @@ from elbowroom.sharing.messages import (
     LeaseGrant,
     LeaveNotice,
     RefusalNotice,
+    RestNotice,
     StatusReply,
     StatusRequest,
     WaitNotice,
@@ -134,6 +135,14 @@ class BrokerMachine(RuleBasedStateMachine):
         self.send(client, Heartbeat(sequence=0, steps=client.steps, step_seconds=1.0))
 
     @precondition(lambda self: self.clients)
+    @rule(data=st.data(), rests=st.booleans())
+    def rest(self, data: st.DataObject, rests: bool) -> None:
+        client = self.pick(data)
+        self.send(client, RestNotice(sequence=0, rests=rests))
+        if rests and client.number in self.clients:
+            assert self.broker.jobs[client.number].lease_bytes == 0
+
+    @precondition(lambda self: self.clients)
     @rule(data=st.data(), says_so=st.booleans())
     def leave(self, data: st.DataObject, says_so: bool) -> None:
         client = self.pick(data)
@@ -197,11 +206,12 @@ TestBroker = BrokerMachine.TestCase
 
 
 MESSAGES = [
-    JoinRequest(sequence=0, name="é", job="j", floor_bytes=3, points=((5, 0.5, 0.25),), priority=-2, steps_left=7),
+    JoinRequest(sequence=0, name="é", job="j", floor_bytes=3, points=((5, 0.5, 0.25),), steps_left=7, rests=True),
     FrontUpdate(sequence=1, floor_bytes=3, points=()),
     Heartbeat(sequence=2, steps=3, step_seconds=0.5, used_bytes=4),
     LeaseConfirmed(sequence=3, epoch=4, held_bytes=5),
     LeaveNotice(sequence=4),
+    RestNotice(sequence=4, rests=True),
     StatusRequest(sequence=5),
     LeaseGrant(sequence=0, epoch=1, nbytes=2),
     WaitNotice(sequence=1, text="wait"),
@@ -226,6 +236,8 @@ def test_messages_survive_the_wire_and_nothing_else_does(message: object) -> Non
             decode_message(json.dumps({key: value for key, value in fields.items() if key != name}).encode())
         for wrong in (None, True, -1 << 70, 1 << 70, 1.5e308 * 10, "x" * 300, [], [[1]], {}, -0.5):
             if name in ("steps_left", "text", "state", "policy") and (wrong is None or isinstance(wrong, str)):
+                continue
+            if name == "rests" and wrong is True:  # a value like any other
                 continue
             if name in ("points", "jobs") and wrong == []:
                 continue

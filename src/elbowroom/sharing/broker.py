@@ -29,6 +29,7 @@ from elbowroom.sharing.messages import (
     LeaseGrant,
     LeaveNotice,
     RefusalNotice,
+    RestNotice,
     StatusReply,
     StatusRequest,
     WaitNotice,
@@ -233,7 +234,7 @@ class Broker:
             weight=message.weight, priority=message.priority, steps_left=message.steps_left,
             lease_bytes=message.lease_bytes, unconfirmed=[(0, max(message.held_bytes, message.lease_bytes))],
             residue_bytes=0 if message.lease_bytes else message.held_bytes, since=self._clock.now,
-            heard=self._clock.listening,
+            heard=self._clock.listening, is_resting=message.rests,
         )  # fmt: skip
         job.replace_front(max(message.floor_bytes, job.residue_bytes), message.points, message.steps_left)
         self._arrivals += 1
@@ -269,6 +270,9 @@ class Broker:
                     return self._refuse_giant(job) or self._decide()
                 self._grant(self.leases.settle(self._clock.now))
                 return self._flush()
+            case RestNotice():
+                job.is_resting, job.since = message.rests, self._clock.now
+                return self._decide()
             case LeaveNotice():
                 self.leases.remove(job.client)
                 return self._decide()
@@ -298,7 +302,7 @@ class Broker:
     def _tell_waiting(self) -> None:
         for job in self.jobs.values():
             is_told = self._clock.now - self._notices.get(job.client, -math.inf) < self.options.quantum_seconds
-            if job.lease_bytes or job.is_silent or is_told:
+            if job.lease_bytes or job.is_silent or job.is_resting or is_told:
                 continue
             self._notices[job.client] = self._clock.now
             text = explain_wait(job, list(self.jobs.values()), self.leases.other_bytes, self.options.quantum_seconds)

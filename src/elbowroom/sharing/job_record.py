@@ -17,6 +17,7 @@ class JobState(enum.StrEnum):
 
     RUNNING = "running"
     WAITING = "waiting"
+    RESTING = "resting"
     SILENT = "silent"
 
 
@@ -35,6 +36,7 @@ class JobRecord:
         residue_bytes: held even while it waits.
         used_bytes: peak that the job has measured since its last confirmation.
         since: time at which it was admitted, paused, or joined.
+        is_resting: it needs no lease for now.
         steps_at_start: steps made when it was admitted.
         heard: seconds for which the broker had listened when its last message came.
         expected: number of its next message.
@@ -60,6 +62,7 @@ class JobRecord:
     steps_at_start: int = 0
     step_seconds: float = 0.0
     is_silent: bool = False
+    is_resting: bool = False
 
     @property
     def epoch(self) -> int:
@@ -77,6 +80,8 @@ class JobRecord:
         """State of the job."""
         if self.is_silent:
             return JobState.SILENT
+        if self.is_resting:
+            return JobState.RESTING
         return JobState.RUNNING if self.lease_bytes else JobState.WAITING
 
     def grant(self, nbytes: int, now: float) -> int:
@@ -173,5 +178,5 @@ class JobRecord:
             steps=self.steps,
             step_seconds=self.step_seconds,
             lost_share=max(0.0, lost),
-            waiting_seconds=0.0 if self.lease_bytes else now - self.since,
+            waiting_seconds=0.0 if self.lease_bytes or self.is_resting else now - self.since,
         )

@@ -1,7 +1,7 @@
 """Messages between a job and the broker, and their form on the wire: one JSON object a line.
 
-    job      JoinRequest  FrontUpdate  Heartbeat  LeaseConfirmed  LeaveNotice       anybody: StatusRequest
-    broker   LeaseGrant   WaitNotice   RefusalNotice                                         StatusReply
+    job      JoinRequest  FrontUpdate  Heartbeat  LeaseConfirmed  RestNotice  LeaveNotice    anybody: StatusRequest
+    broker   LeaseGrant   WaitNotice   RefusalNotice                                                  StatusReply
 
 Each message carries the version of this protocol and a number that rises by 1 with each message of its connection, from
 0. `decode_message` accepts nothing else: no other fields, no other types, no values out of range.
@@ -53,6 +53,7 @@ class JoinRequest:
         held_bytes: on the device now.
         lease_bytes: the lease under which it goes on, if an earlier broker granted one; otherwise 0.
         steps_left: None if unknown.
+        rests: as in `RestNotice`.
     """
 
     sequence: int
@@ -65,6 +66,7 @@ class JoinRequest:
     held_bytes: int = 0
     lease_bytes: int = 0
     steps_left: int | None = None
+    rests: bool = False
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,6 +106,14 @@ class LeaseConfirmed:
     sequence: int
     epoch: int
     held_bytes: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class RestNotice:
+    """The job needs no lease for now (`rests`): the broker pauses it. Or it needs one again."""
+
+    sequence: int
+    rests: bool
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -150,7 +160,7 @@ class JobStatus:
     """One job in a `StatusReply`.
 
     Attributes:
-        state: "running", "waiting", "silent", or "disconnected" for a process that may still hold bytes.
+        state: "running", "waiting", "resting", "silent", or "disconnected" for a process that may still hold bytes.
         lease_bytes, held_bytes: its lease, and the bytes that count as taken by it, confirmed or not.
         wanted_bytes: bytes beyond which it becomes no faster.
         lost_share: time a step takes beyond that at its fastest, as a share of the latter.
@@ -182,7 +192,7 @@ class StatusReply:
     jobs: tuple[JobStatus, ...]
 
 
-FromJob = JoinRequest | FrontUpdate | Heartbeat | LeaseConfirmed | LeaveNotice | StatusRequest
+FromJob = JoinRequest | FrontUpdate | Heartbeat | LeaseConfirmed | RestNotice | LeaveNotice | StatusRequest
 FromBroker = LeaseGrant | WaitNotice | RefusalNotice | StatusReply
 
 _KINDS: dict[str, Any] = {each.__name__: each for each in (*typing.get_args(FromJob), *typing.get_args(FromBroker))}
@@ -238,7 +248,10 @@ def _read_fields(kind: Any, found: dict[str, Any]) -> Any:
 def _read_value(place: str, hint: Any, value: Any) -> Any:
     if isinstance(hint, types.UnionType):
         return None if value is None else _read_value(place, typing.get_args(hint)[0], value)
-    if hint is int:
+    if hint is bool:
+        if type(value) is bool:
+            return value
+    elif hint is int:
         lowest = -MOST_BYTES if place.endswith(".priority") else 0
         if type(value) is int and lowest <= value <= MOST_BYTES:
             return value

@@ -30,6 +30,7 @@ from elbowroom.sharing.messages import (
     LeaseGrant,
     LeaveNotice,
     RefusalNotice,
+    RestNotice,
     StatusReply,
     StatusRequest,
     Triples,
@@ -88,7 +89,7 @@ class BrokerClient:
         self._sequence = 0
         self._changed = threading.Condition()
         self._sending = threading.Lock()
-        self._is_closed = False
+        self._is_closed = self._rests = False
         self._granted: list[LeaseGrant] = []  # by the present broker
         self._socket: socket.socket | None = None
         self._connect()
@@ -111,8 +112,8 @@ class BrokerClient:
             BrokerLost: the broker is gone, and the job needs it.
         """
         told = ""
-        with self._changed:
-            while True:
+        while True:
+            with self._changed:
                 if self.refusal:
                     raise UsageError(f"the broker refuses this job: {self.refusal}")
                 if self.grant is not None and self.grant.nbytes and self.grant is not before:
@@ -126,7 +127,13 @@ class BrokerClient:
                 if text and text != told:
                     told = text
                     tell(told)
-                self._changed.wait(0.5)
+                grant = self.grant
+                if grant is None or grant is before:
+                    self._changed.wait(0.5)
+                    continue
+            # A lease that came was taken back before the job took it up.
+            before = grant
+            self.confirm(grant, self._held_bytes)
 
     def check_broker(self) -> None:
         """Check that there is a broker.
@@ -170,6 +177,18 @@ class BrokerClient:
             self._floor_bytes = floor_bytes
             self._front = points
         self._send(FrontUpdate(sequence=0, floor_bytes=floor_bytes, points=points))
+
+    def rest(self, rests: bool) -> None:
+        """Tell the broker whether the job needs no lease for now."""
+        with self._changed:
+            self._rests = rests
+        self._send(RestNotice(sequence=0, rests=rests))
+
+    def wait_for_pause(self, seconds: float) -> LeaseGrant | None:
+        """Return the lease of 0 bytes that follows `rest`. None if none came in time."""
+        with self._changed:
+            self._changed.wait_for(lambda: self.grant is not None and not self.grant.nbytes, seconds)
+            return self.grant if self.grant is not None and not self.grant.nbytes else None
 
     def note_step(self, seconds: float, used_bytes: int) -> None:
         """Count a step. The first one under a lease is told at once, since the broker waits for it."""
@@ -256,7 +275,7 @@ class BrokerClient:
             with self._sending, self._changed:
                 join = dataclasses.replace(
                     self._join, floor_bytes=self._floor_bytes, points=self._front, held_bytes=self._held_bytes,
-                    lease_bytes=self._lease_bytes,
+                    lease_bytes=self._lease_bytes, rests=self._rests,
                 )  # fmt: skip
                 connection.sendall(encode_message(join))
                 self._sequence = 1
@@ -283,7 +302,7 @@ class BrokerClient:
         steps, seconds, used_bytes = self._beat
         self._send(Heartbeat(sequence=0, steps=steps, step_seconds=seconds, used_bytes=used_bytes))
 
-    def _send(self, message: FrontUpdate | Heartbeat | LeaseConfirmed | LeaveNotice) -> None:
+    def _send(self, message: FrontUpdate | Heartbeat | LeaseConfirmed | RestNotice | LeaveNotice) -> None:
         """Send a message. If it cannot be sent, the connection ends: joining again makes up for what was lost."""
         with self._sending:
             if (connection := self._socket) is None:
