@@ -11,9 +11,10 @@ most that the broker counted as taken, polled from outside.
 `kills`: jobs without a model hold leases and step; each is killed with SIGKILL at a random time. Prints how long its
 bytes took to come back, and whether the sum of leases ever exceeded the device.
 
-`outside`: as `orders`, with a meter that knows nothing of Elbowroom: the resident memory of the three processes, every
-few milliseconds, less what each had before its model was built. Each has trained a copy of the model before, so code
-and libraries are there already. What PyTorch and Python keep for themselves in a step is in the sum.
+`outside`: as `orders`, with a meter that knows nothing of Elbowroom: the resident anonymous memory of the three
+processes, every few milliseconds, less what each had before its model was built. Each has trained a copy of the model
+before, so code and libraries are there already. What PyTorch and Python keep for themselves is in the sum, and so is
+what planning takes between two steps.
 """
 
 from __future__ import annotations
@@ -103,9 +104,10 @@ class ResidentMemory:
 
 
 def read_resident(pid: int) -> int:
-    """Return the resident bytes of a process; 0 if it has ended."""
+    """Return the resident bytes of a process that are no files; 0 if it has ended."""
     try:
-        return int(pathlib.Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+        text = pathlib.Path(f"/proc/{pid}/status").read_text()
+        return int(text.partition("RssAnon:")[2].split()[0]) << 10
     except (OSError, IndexError):
         return 0
 

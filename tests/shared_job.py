@@ -26,6 +26,7 @@ import torch
 import elbowroom
 from elbowroom.ir.hardware import HardwareProfile
 from elbowroom.native import library
+from elbowroom.shared_lease import find_job_front
 from tests.models import BATCHES, MODELS
 
 LEAST = "40MiB"
@@ -74,6 +75,8 @@ def warm_up(name: str, known: HardwareProfile | None) -> None:
     for index in range(4):
         with room.step():
             step(index % BATCHES)
+    assert room.planned is not None
+    find_job_front(room.planned, room.config)
     room.detach()
     del model, optimizer, step, room
     gc.collect()
