@@ -184,13 +184,15 @@ def mix(found: list[dict[str, Any]], seed: int) -> list[dict[str, Any]]:
     for policy in ("tensile", "marginal"):
         for share in SHARES:
             device_bytes = int(alone.highest_bytes * share)
+            if device_bytes < max(min(job["front"])[0] for job in jobs):
+                continue  # the largest job does not fit at all
             outcome = simulate_sharing(read_job_list({"device_bytes": device_bytes, "jobs": jobs}), policy)
             overhead = statistics.mean(
                 (ours.finish_seconds - ours.arrival_seconds) / (theirs.finish_seconds - theirs.arrival_seconds) - 1
                 for ours, theirs in zip(outcome.jobs, alone.jobs, strict=True)
             )
             rows.append({
-                "seed": seed, "policy": policy, "saving": 1 - outcome.highest_bytes / alone.highest_bytes,
+                "seed": seed, "policy": policy, "share": share, "saving": 1 - outcome.highest_bytes / alone.highest_bytes,
                 "overhead": overhead, "makespan": outcome.makespan_seconds / alone.makespan_seconds - 1,
             })  # fmt: skip
     return rows
@@ -217,10 +219,11 @@ def main() -> None:
             )
     mixed = [row for seed in range(20) for row in mix(results, seed)]
     for policy in ("tensile", "marginal"):
-        for place, share in enumerate(SHARES):
-            rows = [row for row in mixed if row["policy"] == policy][place :: len(SHARES)]
-            overhead = statistics.median(row["overhead"] for row in rows)
-            print(f"mixed, {policy}: {1 - share:.0%} less memory costs {overhead:.1%}", flush=True)
+        for share in SHARES:
+            rows = [row for row in mixed if (row["policy"], row["share"]) == (policy, share)]
+            if rows:
+                overhead = statistics.median(row["overhead"] for row in rows)
+                print(f"mixed, {policy}: {1 - share:.0%} less memory costs {overhead:.1%} ({len(rows)} of 20 orders)")
     write_results(options.output, [*results, {"mixed": mixed}])
 
 

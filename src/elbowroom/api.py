@@ -61,8 +61,7 @@ def fit(
         optimizer: one or several.
         memory_budget: bytes the job may hold on that device: a number, "8GiB" or "8G" (1024), "8GB" (1000), or "60%"
             of the device's memory; or "shared": a lease of the device's broker (`elbowroom share`), which may change
-            between steps, and for which the job waits; or a lease of `wait_for_lease`. By default
-            $ELBOWROOM_MEMORY_BUDGET.
+            between steps, and which the job awaits; or one of `wait_for_lease`. By default $ELBOWROOM_MEMORY_BUDGET.
         step: function that does one whole training step, captured ahead on fake tensors (nothing runs or changes), so
             that the first step follows a plan. Without it, and where that fails, the first steps run capacity-first.
         profile: profile of this machine from `probe`; by default measured now, within the budget, in some seconds.

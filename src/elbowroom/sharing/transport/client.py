@@ -16,6 +16,7 @@ import time
 import uuid
 import weakref
 from collections.abc import Callable
+from typing import Any
 
 from elbowroom.errors import BrokerLost, UsageError
 from elbowroom.sharing.messages import (
@@ -80,16 +81,12 @@ class BrokerClient:
             sequence=0, name=name, job=uuid.uuid4().hex, floor_bytes=floor_bytes, held_bytes=held_bytes, weight=weight,
             priority=priority,
         )  # fmt: skip
-        self._front: Triples = ()
-        self._floor_bytes = floor_bytes
-        self._lease_bytes = 0
-        self._held_bytes = held_bytes
         self._beat = (0, 0.0, 0)
         self.refusal = ""
         self._sequence = 0
         self._changed = threading.Condition()
         self._sending = threading.Lock()
-        self._is_closed = self._rests = False
+        self._is_closed = False
         self._granted: list[LeaseGrant] = []  # by the present broker
         self._socket: socket.socket | None = None
         self._connect()
@@ -133,7 +130,7 @@ class BrokerClient:
                     continue
             # A lease that came was taken back before the job took it up.
             before = grant
-            self.confirm(grant, self._held_bytes)
+            self.confirm(grant, self._join.held_bytes)
 
     def check_broker(self) -> None:
         """Check that there is a broker.
@@ -155,14 +152,14 @@ class BrokerClient:
         with self._changed:
             if self.grant is not grant:
                 return False
-            self._lease_bytes = max(self._lease_bytes, grant.nbytes)
+            self._update(lease_bytes=max(self._join.lease_bytes, grant.nbytes))
             return True
 
     def confirm(self, grant: LeaseGrant, held_bytes: int) -> None:
         """Tell the broker that the job keeps within `held_bytes` from now on."""
         with self._changed:
-            self._lease_bytes = max(grant.nbytes, held_bytes) if grant.nbytes else 0
-            self._held_bytes = held_bytes
+            lease_bytes = max(grant.nbytes, held_bytes) if grant.nbytes else 0
+            self._update(lease_bytes=lease_bytes, held_bytes=held_bytes)
             steps, seconds, _ = self._beat
             self._beat = (steps, seconds, 0)
             is_current = grant in self._granted
@@ -174,14 +171,13 @@ class BrokerClient:
     def report(self, floor_bytes: int, points: Triples) -> None:
         """Tell the broker the job's front."""
         with self._changed:
-            self._floor_bytes = floor_bytes
-            self._front = points
+            self._update(floor_bytes=floor_bytes, points=points)
         self._send(FrontUpdate(sequence=0, floor_bytes=floor_bytes, points=points))
 
     def rest(self, rests: bool) -> None:
         """Tell the broker whether the job needs no lease for now."""
         with self._changed:
-            self._rests = rests
+            self._update(rests=rests)
         self._send(RestNotice(sequence=0, rests=rests))
 
     def wait_for_pause(self, seconds: float) -> LeaseGrant | None:
@@ -273,11 +269,7 @@ class BrokerClient:
         try:
             connection.connect(os.fspath(self._address.socket))
             with self._sending, self._changed:
-                join = dataclasses.replace(
-                    self._join, floor_bytes=self._floor_bytes, points=self._front, held_bytes=self._held_bytes,
-                    lease_bytes=self._lease_bytes, rests=self._rests,
-                )  # fmt: skip
-                connection.sendall(encode_message(join))
+                connection.sendall(encode_message(self._join))
                 self._sequence = 1
                 self._socket = connection
                 self.is_connected = True
@@ -285,6 +277,10 @@ class BrokerClient:
         except OSError as error:
             connection.close()
             raise UsageError(f"the broker of {self._address.device} does not answer: {error}") from error
+
+    def _update(self, **fields: Any) -> None:
+        """Note what the job will say when it joins again."""
+        self._join = dataclasses.replace(self._join, **fields)
 
     def _hang_up(self) -> None:
         with self._changed:
