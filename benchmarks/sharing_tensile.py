@@ -12,7 +12,7 @@ What a copy costs depends on how long the step computes. The steps of the logs a
 that of the logs, where all op times are longer by the factor found at batch 16.
 
     cold    planned with the op times that the card's figures predict, before any step has run
-    warm    planned with the op times of the steps
+    warm    planned again with the op times of the steps; the better of both plans is kept
 
 Both are simulated with the op times of the steps, so at the card's own speed they are the same.
 
@@ -140,9 +140,10 @@ def measure(name: str, hardware: str, count: int) -> dict[str, Any]:
     least = pose(trace, card, 1, manages=find_managed("tensile", "everything")).floor.peak_bytes
     budgets = [least + (peak - least) * place // (count - 1) for place in range(count)]
     predicted = make_plans(trace, card, budgets)
+    replanned = make_plans(trace, logs, budgets)
     points = {
         "card": find_points(trace, card, predicted), "cold": find_points(trace, logs, predicted),
-        "warm": find_points(trace, logs, make_plans(trace, logs, budgets)),
+        "warm": find_points(trace, logs, [*predicted, *replanned]),
     }  # fmt: skip
     card_plain = (peak, pose(whole, whole_costs, 1).plain.step_seconds)
     logs_plain = (peak, pose(whole, slow_down(whole_costs, factor), 1).plain.step_seconds)
@@ -192,7 +193,8 @@ def mix(found: list[dict[str, Any]], seed: int) -> list[dict[str, Any]]:
                 for ours, theirs in zip(outcome.jobs, alone.jobs, strict=True)
             )
             rows.append({
-                "seed": seed, "policy": policy, "share": share, "saving": 1 - outcome.highest_bytes / alone.highest_bytes,
+                "seed": seed, "policy": policy, "share": share,
+                "saving": 1 - outcome.highest_bytes / alone.highest_bytes,
                 "overhead": overhead, "makespan": outcome.makespan_seconds / alone.makespan_seconds - 1,
             })  # fmt: skip
     return rows
