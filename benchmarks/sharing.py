@@ -2,6 +2,7 @@
 
     python benchmarks/sharing.py orders [--count 20] [--output FILE]
     python benchmarks/sharing.py kills [--count 200] [--output FILE]
+    python benchmarks/sharing.py outside [--count 3] [--output FILE]
 
 `orders`: the jobs arrive in a random order at random times. Prints whether losses and parameters have the bits of plain
 PyTorch, the most bytes that the steps of all jobs held at a time (as each process's allocator counts them), and the
@@ -9,6 +10,11 @@ most that the broker counted as taken, polled from outside.
 
 `kills`: jobs without a model hold leases and step; each is killed with SIGKILL at a random time. Prints how long its
 bytes took to come back, and whether the sum of leases ever exceeded the device.
+
+`outside`: as `orders`, with a meter that knows nothing of Elbowroom: the resident anonymous memory of the three
+processes, every few milliseconds, less what each had before its model was built. Each has trained a copy of the model
+before, so code and libraries are there already. What PyTorch and Python keep for themselves is in the sum, and so is
+what planning takes between two steps.
 """
 
 from __future__ import annotations
@@ -24,7 +30,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 sys.path.insert(0, str(pathlib.Path(__file__).parents[1]))
@@ -65,6 +71,45 @@ def try_status() -> StatusReply | None:
     with contextlib.suppress(UsageError):
         return ask_status(find_address("cpu"))
     return None
+
+
+class ResidentMemory:
+    """Samples the resident memory of processes, less what they had at first, and keeps the largest sum."""
+
+    def __init__(self) -> None:
+        self.most_bytes = 0
+        self.samples = 0
+        self._base_bytes: dict[int, int] = {}
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run)
+
+    def __enter__(self) -> ResidentMemory:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._stop.set()
+        self._thread.join()
+
+    def add(self, pid: int) -> None:
+        """Count a process from now on."""
+        self._base_bytes[pid] = read_resident(pid)
+
+    def _run(self) -> None:
+        while not self._stop.wait(0.003):
+            bases = dict(self._base_bytes)
+            most = sum(max(0, read_resident(pid) - base) for pid, base in bases.items())
+            self.most_bytes = max(self.most_bytes, most)
+            self.samples += 1
+
+
+def read_resident(pid: int) -> int:
+    """Return the resident bytes of a process that are no files; 0 if it has ended."""
+    try:
+        text = pathlib.Path(f"/proc/{pid}/status").read_text()
+        return int(text.partition("RssAnon:")[2].split()[0]) << 10
+    except (OSError, IndexError):
+        return 0
 
 
 class Watch:
@@ -113,7 +158,7 @@ def run_order(seed: int, plain: dict[str, Any], profile: pathlib.Path) -> dict[s
     }  # fmt: skip
 
 
-def run_orders(count: int) -> list[dict[str, Any]]:
+def run_orders(count: int, run: Callable[[int, dict[str, Any], pathlib.Path], dict[str, Any]]) -> list[dict[str, Any]]:
     """Run several orders of arrival."""
     plain = {name: train_plain(name, STEPS) for name in PLAIN_MIB}
     rows = []
@@ -121,9 +166,39 @@ def run_orders(count: int) -> list[dict[str, Any]]:
         path = pathlib.Path(folder, "profile.json")
         elbowroom.save(elbowroom.probe("cpu"), path)
         for seed in range(count):
-            rows.append(run_order(seed, plain, path))
+            rows.append(run(seed, plain, path))
             print(rows[-1], flush=True)
     return rows
+
+
+def run_outside(seed: int, plain: dict[str, Any], profile: pathlib.Path) -> dict[str, Any]:
+    """Run the three jobs in an order of arrival from a seed, and sample their resident memory."""
+    draw = random.Random(seed)
+    names = draw.sample(sorted(PLAIN_MIB), len(PLAIN_MIB))
+    device_mib = sum(PLAIN_MIB.values()) // 2
+    with broker(device_mib, quantum=2.0), ResidentMemory() as memory:
+        jobs = []
+        for name in names:
+            command = [sys.executable, str(ROOT / "tests" / "shared_job.py"), name, "shared", str(STEPS), str(profile)]
+            job = subprocess.Popen(
+                [*command, "warm"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+            )
+            assert job.stdout is not None
+            job.stdout.readline()
+            jobs.append(job)
+        for job in jobs:
+            memory.add(job.pid)
+            assert job.stdin is not None
+            job.stdin.write("go\n")
+            job.stdin.flush()
+            time.sleep(draw.uniform(0, 3))
+        found = [json.loads(job.communicate(timeout=300)[0].splitlines()[-1]) for job in jobs]
+    return {
+        "seed": seed, "order": names, "device_bytes": device_mib * MIB, "most_resident_bytes": memory.most_bytes,
+        "samples": memory.samples, "most_bytes": count_most_bytes([one["levels"] for one in found]),
+        "same_bits": all({key: one[key] for key in ("losses", "digest")} == plain[name]
+                         for name, one in zip(names, found, strict=True)),
+    }  # fmt: skip
 
 
 def run_kills(count: int) -> list[dict[str, Any]]:
@@ -159,13 +234,16 @@ def run_kills(count: int) -> list[dict[str, Any]]:
 def main() -> None:
     """Run one part, print and write."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("part", choices=["orders", "kills"])
+    parser.add_argument("part", choices=["orders", "kills", "outside"])
     parser.add_argument("--count", type=int)
     parser.add_argument("--output")
     options = parser.parse_args()
-    rows = run_orders(options.count or 20) if options.part == "orders" else run_kills(options.count or 200)
     if options.part == "kills":
+        rows = run_kills(options.count or 200)
         print(rows)
+    else:
+        count, run = (options.count or 20, run_order) if options.part == "orders" else (options.count or 3, run_outside)
+        rows = run_orders(count, run)
     write_results(options.output, rows)
 
 

@@ -4,7 +4,8 @@
 
 `marginal` is compared to first come (`queue`: a job gets all that it can use, or waits), to an equal split into slots
 (each as large as the largest floor needs, one job a slot, first come), and to `fair` (max-min, with turns). The ratio
-is the makespan of the other by that of `marginal`: above 1 it is better.
+is the makespan of the other by that of `marginal`: above 1 it is better. All are also compared to a lower bound
+(`sharing_bound.py`): the ratio of `fair` to it is the most that any policy could reach against `fair`.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from typing import Any
 
 sys.path.insert(0, str(pathlib.Path(__file__).parents[1]))
 
+from sharing_bound import find_makespan_bound
 from sharing_lists import BUSY_SHARES, make_list
 from writing import write_results
 
@@ -44,7 +46,7 @@ def cut_into_slots(jobs: JobList) -> JobList:
 def measure(seed: int, busy_shares: tuple[float, float]) -> dict[str, Any]:
     """Simulate one job list under all policies."""
     jobs = read_job_list(make_list(seed, busy_shares=busy_shares))
-    row: dict[str, Any] = {"seed": seed}
+    row: dict[str, Any] = {"seed": seed, "bound_seconds": find_makespan_bound(jobs)}
     for policy in ("marginal", "fair", "queue", "tensile", "slots"):
         begin = time.perf_counter()
         listed = cut_into_slots(jobs) if policy == "slots" else jobs
@@ -73,6 +75,11 @@ def summarize(rows: list[dict[str, Any]], busy_shares: tuple[float, float]) -> d
         ("better of queue and fair", ("queue", "fair")),
     ):
         found[name] = {"least": min(min(ratio(row, each) for each in pair) for row in rows)}
+    for policy in ("marginal", *OTHERS):
+        ratios = [row[policy]["makespan_seconds"] / row["bound_seconds"] for row in rows]
+        found[f"{policy} to the bound"] = {
+            "median": statistics.median(ratios), "least": min(ratios), "most": max(ratios),
+        }  # fmt: skip
     return found
 
 

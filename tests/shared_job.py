@@ -1,14 +1,16 @@
 """One job on a shared device, as a process: trains a model of `tests.models`, and prints what came out as JSON.
 
-    python tests/shared_job.py NAME BUDGET STEPS [PROFILE]
+    python tests/shared_job.py NAME BUDGET STEPS [PROFILE [warm]]
 
-BUDGET is "shared", or an amount; PROFILE a file of `elbowroom probe`. The last line has the losses as hexadecimal
+BUDGET is "shared", or an amount; PROFILE a file of `elbowroom probe`. With "warm" it first trains another copy of the
+model, so that code is loaded and compiled, says so, and waits for a line. The last line has the losses as hexadecimal
 numbers, a digest of the parameters, (peak bytes, budget bytes) of each step, and (time, bytes held from then on): the
 peak of each step from its beginning, and what is left after it or once state has been moved out.
 """
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import json
 import pathlib
@@ -23,6 +25,8 @@ import torch
 
 import elbowroom
 from elbowroom.ir.hardware import HardwareProfile
+from elbowroom.native import library
+from elbowroom.shared_lease import find_job_front
 from tests.models import BATCHES, MODELS
 
 LEAST = "40MiB"
@@ -64,12 +68,31 @@ def count_most_bytes(jobs: Sequence[Sequence[Sequence[float]]]) -> int:
     return int(most)
 
 
-def main(name: str, budget: str, steps: int, profile: str = "") -> None:
+def warm_up(name: str, known: HardwareProfile | None) -> None:
+    """Train another copy of the model within little memory, and let go of it."""
+    model, optimizer, step = MODELS[name]().make()
+    room = elbowroom.fit(model, optimizer, LEAST, strategy="tensile", op_time_store=False, profile=known)
+    for index in range(4):
+        with room.step():
+            step(index % BATCHES)
+    assert room.planned is not None
+    find_job_front(room.planned, room.config)
+    room.detach()
+    del model, optimizer, step, room
+    gc.collect()
+    library.load().trim_pages(everywhere=True)
+
+
+def main(name: str, budget: str, steps: int, profile: str = "", warm: str = "") -> None:
     """Train, and print."""
     torch.set_num_threads(1)
+    known = elbowroom.load(HardwareProfile, profile) if profile else None
+    if warm:
+        warm_up(name, known)
+        print(json.dumps({"warm": True}), flush=True)
+        sys.stdin.readline()
     lease = elbowroom.wait_for_lease(LEAST, name=name) if budget == "shared" else budget
     model, optimizer, step = MODELS[name]().make()
-    known = elbowroom.load(HardwareProfile, profile) if profile else None
     room = elbowroom.fit(model, optimizer, lease, strategy="tensile", op_time_store=False, profile=known)
     losses, budgets = [], []
     levels = [(time.monotonic(), room._ledger.live_bytes)]

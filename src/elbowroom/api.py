@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import sys
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -13,7 +12,7 @@ from torch.optim import Optimizer
 
 from elbowroom._family import get
 from elbowroom.advice import advise
-from elbowroom.config import PREFIX, read_config
+from elbowroom.config import BUDGET_VARIABLE, read_budget_variable, read_config
 from elbowroom.cost.price import price
 from elbowroom.errors import Infeasible, TraceError, UsageError
 from elbowroom.hardware.memory import parse_budget
@@ -62,7 +61,7 @@ def fit(
         optimizer: one or several.
         memory_budget: bytes the job may hold on that device: a number, "8GiB" or "8G" (1024), "8GB" (1000), or "60%"
             of the device's memory; or "shared": a lease of the device's broker (`elbowroom share`), which may change
-            between steps, and for which the job waits; or a lease of `wait_for_lease`. By default $ELBOWROOM_BUDGET.
+            between steps, and which the job awaits; or one of `wait_for_lease`. By default $ELBOWROOM_MEMORY_BUDGET.
         step: function that does one whole training step, captured ahead on fake tensors (nothing runs or changes), so
             that the first step follows a plan. Without it, and where that fails, the first steps run capacity-first.
         profile: profile of this machine from `probe`; by default measured now, within the budget, in some seconds.
@@ -101,9 +100,9 @@ def fit(
 def _read_budget(memory_budget: int | float | str | SharedLease | None) -> int | float | str | SharedLease:
     """Return the budget as given, or that of the environment."""
     if memory_budget is None:
-        memory_budget = os.environ.get(PREFIX + "BUDGET") or None
+        memory_budget = read_budget_variable()
     if memory_budget is None:
-        raise UsageError(f"fit needs a memory_budget, or the variable {PREFIX}BUDGET")
+        raise UsageError(f"fit needs a memory_budget, or the variable {BUDGET_VARIABLE}")
     return memory_budget
 
 

@@ -5,12 +5,15 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
+import warnings
 from collections.abc import Mapping
 
 from elbowroom.errors import UsageError
 from elbowroom.units import parse_bytes
 
 PREFIX = "ELBOWROOM_"
+BUDGET_VARIABLE = PREFIX + "MEMORY_BUDGET"
+FORMER_BUDGET_VARIABLE = PREFIX + "BUDGET"
 
 CHOICES = {
     "mode": ("auto", "dynamic"),
@@ -93,6 +96,19 @@ def read_config(environment: Mapping[str, str] | None = None, **given: object) -
         known = ", ".join(field.name for field in dataclasses.fields(Config))
         raise UsageError(f"unknown options {sorted(given)}; the options are: {known}")
     return Config(**values)  # type: ignore[arg-type]
+
+
+def read_budget_variable(environment: Mapping[str, str] | None = None) -> str | None:
+    """Return $ELBOWROOM_MEMORY_BUDGET: an amount, or "shared". None if it is not set or empty.
+
+    The former variable, ELBOWROOM_BUDGET, still works, with a `FutureWarning`.
+    """
+    environment = os.environ if environment is None else environment
+    if budget := environment.get(BUDGET_VARIABLE):
+        return budget
+    if budget := environment.get(FORMER_BUDGET_VARIABLE):
+        warnings.warn(f"the variable {FORMER_BUDGET_VARIABLE} is now {BUDGET_VARIABLE}", FutureWarning, stacklevel=2)
+    return budget or None
 
 
 def _read_value(name: str, value: object) -> object:

@@ -217,6 +217,7 @@ class PlanCache:
         except BaseException:
             self.lease = before
             raise
+        self._ledger.trim()
 
     def _plan_again(self, entry: PlanCacheEntry) -> list[PlanCacheEntry]:
         trace, costs = entry.planned.trace, entry.planned.costs

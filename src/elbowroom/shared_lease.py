@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 import torch
 
 from elbowroom.config import Config, read_config
-from elbowroom.errors import BrokerLost, Infeasible, UsageError
+from elbowroom.errors import Infeasible, UsageError
 from elbowroom.planner.bounds.bound import find_bound
 from elbowroom.planner.comparison.strategies_compared import attempt
 from elbowroom.planner.options import find_managed
@@ -36,6 +36,9 @@ MARGIN = 64
 """Share of a budget, as a divisor, by which a lease exceeds it: steps may take a little more than their plan."""
 
 LEAST_FLOOR_BYTES = 32 << 20
+
+LONGEST_PAUSE_SECONDS = 5.0
+"""Time within which the broker answers a job that rests."""
 
 Holder = TypeVar("Holder")
 
@@ -77,6 +80,8 @@ class SharedLease:
 
     def __init__(self, device: str, name: str, held_bytes: int, config: Config, floor_bytes: int = 0) -> None:
         self._config = config
+        self._needs_broker = config.without_broker == "stop"
+        self._is_refused = self._rests = False
         self._applied: LeaseGrant | None = None
         self._front_of: object = None
         self._floor_bytes = floor_bytes or config.least_bytes or held_bytes + max(held_bytes, LEAST_FLOOR_BYTES)
@@ -93,6 +98,7 @@ class SharedLease:
 
         Raises:
             UsageError: the broker refuses the job.
+            BrokerLost: as for `renew`.
         """
         if floor_bytes:
             self._client.report(floor_bytes, ())
@@ -100,7 +106,7 @@ class SharedLease:
             latest = self._client.grant
             if self._applied is not None and latest in (None, self._applied) and self._applied.nbytes >= floor_bytes:
                 return self._applied.nbytes
-            grant = self._client.wait(self._applied, logger.warning)
+            grant = self._wait(self._applied)
             if self._client.take(grant):
                 self._applied = grant
                 self._client.confirm(grant, grant.nbytes)
@@ -113,13 +119,33 @@ class SharedLease:
             UsageError: the broker refuses the job.
         """
         client = self._client
-        if not client.is_connected and self._config.without_broker == "stop":
-            raise BrokerLost(
-                "the broker of the shared device is gone, and without_broker is 'stop': the job ends between two steps"
-            )
+        if client.refusal and not self._is_refused:
+            self._is_refused = True
+            logger.warning("the broker refuses this job: %s. It goes on within its last lease", client.refusal)
+        if self._needs_broker:
+            client.check_broker()
+        if self._rests:
+            self._rests = False
+            client.rest(False)
+            self._wait(self._applied)
         while (grant := client.grant) is not None and grant is not self._applied:
             if client.take(grant):
                 self._take_up(room, grant)
+
+    def rest(self, room: LeaseHolder) -> None:
+        """Give the bytes back until the next step of `room`, which waits for a lease again.
+
+        All of the model's state moves out that can; using it meanwhile brings it back uncounted. For a notebook, or a
+        job that waits for data. If the broker is gone or does not answer, the job keeps its lease.
+        """
+        self._client.rest(True)
+        grant = self._client.wait_for_pause(LONGEST_PAUSE_SECONDS)
+        if grant is None or not self._client.take(grant):
+            self._client.rest(False)
+            return
+        self._applied = grant
+        self._rests = True
+        self._client.confirm(grant, room.move_state_out())
 
     def note_step(self, room: LeaseHolder) -> None:
         """Report a step that has ended, and the front of the next one if that has changed."""
@@ -130,18 +156,21 @@ class SharedLease:
             self._front_of = planned.trace
             floor_bytes, front = find_job_front(planned, self._config)
             points = tuple((point.nbytes, point.step_seconds, point.busy_seconds) for point in front)
-            self._client.report(floor_bytes, points)
+            self._client.report(min(floor_bytes, room.budget_bytes), points)  # it runs within that
 
     def close(self) -> None:
         """Give back the lease."""
         self._client.close()
+
+    def _wait(self, before: LeaseGrant | None) -> LeaseGrant:
+        return self._client.wait(before, logger.warning, needs_broker=self._needs_broker)
 
     def _take_up(self, room: LeaseHolder, grant: LeaseGrant) -> None:
         was_paused = self._applied is not None and not self._applied.nbytes
         self._applied = grant
         if not grant.nbytes:
             self._client.confirm(grant, room.move_state_out())
-            self._client.wait(grant, logger.warning)
+            self._wait(grant)
             return
         try:
             room.set_budget(grant.nbytes)
@@ -151,7 +180,7 @@ class SharedLease:
                 return
             self._client.confirm(grant, grant.nbytes)
             self._client.report(max(grant.nbytes + 1, error.needed_bytes), ())
-            self._client.wait(grant, logger.warning)
+            self._wait(grant)
             return
         self._client.confirm(grant, grant.nbytes)
         logger.info("the lease is %s now", format_bytes(grant.nbytes))

@@ -495,6 +495,8 @@ def test_requests(tmp_path: pathlib.Path) -> None:
         return read_request(arguments, program="run", environment=environment or {})
 
     given = ("--memory-budget", "1GiB", "--no-view", "-o", "j.json", "--manages=activations", str(script), "--lr", "3")
+    with pytest.warns(FutureWarning, match="ELBOWROOM_BUDGET is now ELBOWROOM_MEMORY_BUDGET"):
+        assert read(str(script), environment={"ELBOWROOM_BUDGET": "shared"}).memory_budget == "shared"
     request = read(*given, environment=budget)
     assert request.arguments == ("--lr", "3")
     assert (request.memory_budget, request.shows_view, request.options) == ("1GiB", False, {"manages": "activations"})

@@ -105,9 +105,9 @@ def test_a_room_follows_its_lease(
 
     with pytest.raises(UsageError, match="elbowroom share --device cpu"):
         elbowroom.fit(model, optimizer, "shared", profile=profile)
-    with pytest.raises(UsageError, match="memory_budget, or the variable ELBOWROOM_BUDGET"):
+    with pytest.raises(UsageError, match="memory_budget, or the variable ELBOWROOM_MEMORY_BUDGET"):
         elbowroom.fit(model, optimizer)
-    monkeypatch.setenv("ELBOWROOM_BUDGET", "shared")
+    monkeypatch.setenv("ELBOWROOM_MEMORY_BUDGET", "shared")
     with broker(64) as server:
         await_status()
         room = elbowroom.fit(model, optimizer, profile=profile, without_broker="stop")
@@ -120,6 +120,12 @@ def test_a_room_follows_its_lease(
         before = [each.tolist() for each in model.parameters()]
         assert room.move_state_out() < sum(each.nbytes for each in model.parameters()) // 4
         assert [each.tolist() for each in model.parameters()] == before
+        room._shared.rest(room)
+        (job,) = ask_status(find_address("cpu")).jobs
+        assert (job.state, job.lease_bytes) == ("resting", 0)
+        assert job.held_bytes < sum(each.nbytes for each in model.parameters()) // 4
+        train(room)
+        assert ask_status(find_address("cpu")).jobs[0].state == "running"
         server.kill()
         server.wait()
         while room._shared._client.is_connected:

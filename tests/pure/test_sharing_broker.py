@@ -16,9 +16,11 @@ from elbowroom._family import names
 from elbowroom.errors import UsageError
 from elbowroom.sharing import policies
 from elbowroom.sharing.broker import Broker, BrokerOptions, DropClient, Effect, EndProcess, SendMessage
+from elbowroom.sharing.lease_table import Remainder
 from elbowroom.sharing.messages import (
     LONGEST_MESSAGE_BYTES,
     MOST_POINTS,
+    PROTOCOL_VERSION,
     BadMessage,
     FrontUpdate,
     Heartbeat,
@@ -28,6 +30,7 @@ from elbowroom.sharing.messages import (
     LeaseGrant,
     LeaveNotice,
     RefusalNotice,
+    RestNotice,
     StatusReply,
     StatusRequest,
     WaitNotice,
@@ -65,14 +68,19 @@ class BrokerMachine(RuleBasedStateMachine):
     def start(self, policy: str) -> None:
         self.broker = Broker(BrokerOptions(device_bytes=DEVICE_BYTES, policy=policy, quantum_seconds=5))
         self.clients: dict[int, Client] = {}
+        self.pids: dict[int, int] = {}  # of clients that have joined again
         self.dead: dict[int, int] = {}  # bytes that a dead connection's process may hold
         self.now = 0.0
         self.count = 0
 
     def carry_out(self, effects: list[Effect]) -> None:
         for effect in effects:
-            assert isinstance(effect, SendMessage)  # well-behaved jobs are not dropped
-            assert not isinstance(effect.message, RefusalNotice)
+            if isinstance(effect, DropClient):  # well-behaved jobs are dropped only to let others run
+                assert "no job can start" in effect.reason
+                client = self.clients.pop(effect.client)
+                self.dead[self.pids.pop(client.number, client.number)] = client.limit_bytes
+                continue
+            assert isinstance(effect, SendMessage)
             if isinstance(effect.message, LeaseGrant):
                 client = self.clients[effect.client]
                 assert effect.message.epoch == (client.grants[-1].epoch if client.grants else client.epoch) + 1
@@ -86,8 +94,9 @@ class BrokerMachine(RuleBasedStateMachine):
         self.clients[client.number] = client
         self.carry_out(self.broker.connect(client.number, client.number, self.now))
         message = JoinRequest(
-            sequence=0, name="job", floor_bytes=floor, points=points, weight=weight, priority=priority
-        )
+            sequence=0, name="job", job=str(client.number), floor_bytes=floor, points=points, weight=weight,
+            priority=priority,
+        )  # fmt: skip
         client.sent = 1
         self.carry_out(self.broker.receive_line(client.number, encode_message(message), self.now))
 
@@ -126,15 +135,45 @@ class BrokerMachine(RuleBasedStateMachine):
         self.send(client, Heartbeat(sequence=0, steps=client.steps, step_seconds=1.0))
 
     @precondition(lambda self: self.clients)
+    @rule(data=st.data(), rests=st.booleans())
+    def rest(self, data: st.DataObject, rests: bool) -> None:
+        client = self.pick(data)
+        self.send(client, RestNotice(sequence=0, rests=rests))
+        if rests and client.number in self.clients:
+            assert self.broker.jobs[client.number].lease_bytes == 0
+
+    @precondition(lambda self: self.clients)
     @rule(data=st.data(), says_so=st.booleans())
     def leave(self, data: st.DataObject, says_so: bool) -> None:
         client = self.pick(data)
         if says_so:
             self.send(client, LeaveNotice(sequence=0))
         else:
-            self.dead[client.number] = client.limit_bytes
-        del self.clients[client.number]
+            self.dead[self.pids.pop(client.number, client.number)] = client.limit_bytes
+        self.clients.pop(client.number, None)
         self.carry_out(self.broker.disconnect(client.number, self.now))
+
+    @precondition(lambda self: self.dead)
+    @rule(data=st.data(), is_same=st.booleans())
+    def join_again(self, data: st.DataObject, is_same: bool) -> None:
+        """A job joins again within its last lease, or another one of its process joins and leaves."""
+        pid = data.draw(st.sampled_from(sorted(self.dead)))
+        client = Client(self.count, sent=1)
+        self.count += 1
+        self.clients[client.number] = client
+        if is_same:
+            client.limit_bytes = self.dead.pop(pid)
+            self.pids[client.number] = pid
+        self.carry_out(self.broker.connect(client.number, pid, self.now))
+        message = JoinRequest(
+            sequence=0, name="job", job=str(pid) if is_same else "another", floor_bytes=1,
+            lease_bytes=client.limit_bytes, held_bytes=client.limit_bytes,
+        )  # fmt: skip
+        self.carry_out(self.broker.receive(client.number, message, self.now))
+        if not is_same:
+            self.send(client, LeaveNotice(sequence=0))
+            self.clients.pop(client.number, None)
+            self.carry_out(self.broker.disconnect(client.number, self.now))
 
     @precondition(lambda self: self.dead)
     @rule(data=st.data())
@@ -167,11 +206,12 @@ TestBroker = BrokerMachine.TestCase
 
 
 MESSAGES = [
-    JoinRequest(sequence=0, name="é", floor_bytes=3, points=((5, 0.5, 0.25),), priority=-2, steps_left=7),
+    JoinRequest(sequence=0, name="é", job="j", floor_bytes=3, points=((5, 0.5, 0.25),), steps_left=7, rests=True),
     FrontUpdate(sequence=1, floor_bytes=3, points=()),
     Heartbeat(sequence=2, steps=3, step_seconds=0.5, used_bytes=4),
     LeaseConfirmed(sequence=3, epoch=4, held_bytes=5),
     LeaveNotice(sequence=4),
+    RestNotice(sequence=4, rests=True),
     StatusRequest(sequence=5),
     LeaseGrant(sequence=0, epoch=1, nbytes=2),
     WaitNotice(sequence=1, text="wait"),
@@ -196,6 +236,8 @@ def test_messages_survive_the_wire_and_nothing_else_does(message: object) -> Non
             decode_message(json.dumps({key: value for key, value in fields.items() if key != name}).encode())
         for wrong in (None, True, -1 << 70, 1 << 70, 1.5e308 * 10, "x" * 300, [], [[1]], {}, -0.5):
             if name in ("steps_left", "text", "state", "policy") and (wrong is None or isinstance(wrong, str)):
+                continue
+            if name == "rests" and wrong is True:  # a value like any other
                 continue
             if name in ("points", "jobs") and wrong == []:
                 continue
@@ -222,17 +264,20 @@ def test_any_bytes_are_refused_or_read(line: bytes) -> None:
 
 def join(broker: Broker, client: int, **fields: object) -> list[Effect]:
     broker.connect(client, 100 + client, 0.0)
-    message = JoinRequest(sequence=0, name=f"job{client}", **{"floor_bytes": 100, **fields})  # type: ignore[arg-type]
+    given = {"floor_bytes": 100, "job": "", **fields}
+    message = JoinRequest(sequence=0, name=f"job{client}", **given)  # type: ignore[arg-type]
     return broker.receive(client, message, 0.0)
 
+
+OWN_VERSION = b'"version":%d' % PROTOCOL_VERSION
 
 BAD_LINES = {
     "oversized": b"x" * (LONGEST_MESSAGE_BYTES + 1),
     "no JSON": b"{\n",
-    "replayed": encode_message(JoinRequest(sequence=0, name="job0", floor_bytes=100)),
+    "replayed": encode_message(JoinRequest(sequence=0, name="job0", job="", floor_bytes=100)),
     "out of order": encode_message(Heartbeat(sequence=7, steps=1)),
-    "another version": encode_message(Heartbeat(sequence=1, steps=1)).replace(b'"version":1', b'"version":2'),
-    "a second job": encode_message(JoinRequest(sequence=1, name="job0", floor_bytes=100)),
+    "another version": encode_message(Heartbeat(sequence=1, steps=1)).replace(OWN_VERSION, b'"version":1'),
+    "a second job": encode_message(JoinRequest(sequence=1, name="job0", job="", floor_bytes=100)),
     "a lease that never was": encode_message(LeaseConfirmed(sequence=1, epoch=9, held_bytes=0)),
     "a message of the broker": encode_message(LeaseGrant(sequence=1, epoch=9, nbytes=900)),
     "too many points": encode_message(
@@ -271,10 +316,13 @@ def test_a_silent_job_keeps_its_bytes_until_its_process_is_ended() -> None:
     join(broker, 0, floor_bytes=600)
     assert broker.jobs[0].lease_bytes >= 600
     join(broker, 1, floor_bytes=600)
-    broker.tick(11.0)
+    for second in range(1, 12):
+        assert not broker.jobs[0].is_silent
+        broker.tick(second)
     assert broker.jobs[0].is_silent
     assert broker.jobs[1].lease_bytes == 0
-    assert any(isinstance(each, EndProcess) and each.pid == 100 for each in broker.tick(61.0))
+    ended = [each for second in range(12, 62) for each in broker.tick(second)]
+    assert EndProcess(100) in ended
     broker.end_process(100, 61.5)
     broker.receive(1, Heartbeat(sequence=1, steps=0), 61.6)
     assert broker.jobs[1].lease_bytes >= 600
@@ -291,7 +339,7 @@ def test_a_job_that_uses_more_than_its_lease_counts_with_what_it_uses() -> None:
 
 def test_a_restarted_broker_knows_what_was_leased() -> None:
     broker = Broker(BrokerOptions(device_bytes=1000))
-    broker.restore(100, "job0", 700)
+    broker.restore(Remainder(100, "", "job0", 700))
     join(broker, 1, floor_bytes=400)
     assert broker.jobs[1].lease_bytes == 0
     join(broker, 0, floor_bytes=400, held_bytes=300, lease_bytes=700, points=((400, 1.0, 1.0),))

@@ -76,12 +76,12 @@ def stage(monkeypatch: pytest.MonkeyPatch) -> Iterator[Stage]:
 
 def test_jobs_shows_who_has_what(stage: Stage) -> None:
     stage.start_broker()
-    client = BrokerClient(stage.address, name="resnet", floor_bytes=60 * MIB, held_bytes=0)
+    client = BrokerClient(stage.address, name="resnet [/bold]", floor_bytes=60 * MIB, held_bytes=0)
     try:
         client.wait(None, lambda text: None)
         code, text = run("jobs", "--once")
         assert code == 0
-        assert "resnet" in text
+        assert "resnet [/bold]" in text
         assert "100.0 MiB" in text
         code, text = run("jobs", "--json")
         (broker,) = json.loads(text)["brokers"]

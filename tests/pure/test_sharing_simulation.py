@@ -44,6 +44,8 @@ def job_lists(draw: st.DrawFn) -> JobList:
     return make(100, *jobs)
 
 
+@hypothesis.settings(max_examples=200, deadline=None)
+@hypothesis.example(make(100, job([[50, 1.0, 0.0]], 11), job([[51, 1.0, 0.0]], 2)), "fair", 0.5)
 @hypothesis.given(job_lists(), st.sampled_from(POLICIES), st.sampled_from([0.5, 10.0]))
 def test_all_jobs_end_and_none_waits_longer_than_stated(jobs: JobList, policy: str, quantum: float) -> None:
     outcome = simulate_sharing(jobs, policy, quantum_seconds=quantum)
@@ -77,6 +79,14 @@ def test_figures_by_hand() -> None:
     # Both compute all the time: side by side they take twice as long.
     busy = make(100, job([[50, 1.0, 1.0]]), job([[50, 1.0, 1.0]]))
     assert simulate_sharing(busy, "fair").makespan_seconds == pytest.approx(20.0)
+
+
+def test_the_gain_of_shifted_steps_is_reported() -> None:
+    spiky = job([[50, 1.0, 0.0]], shape=[0.2, 1.0, 0.2, 0.2])
+    assert simulate_sharing(make(100, spiky, spiky)).shifted_share == pytest.approx(0.4)  # 60 together instead of 100
+    assert simulate_sharing(make(100, spiky)).shifted_share == 0
+    with pytest.raises(UsageError, match=r"jobs\[0\].shape"):
+        make(100, job([[50, 1.0]], shape=[2]))
 
 
 def test_moving_state_takes_time() -> None:

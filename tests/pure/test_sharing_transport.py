@@ -19,6 +19,7 @@ import pytest
 from elbowroom.errors import UsageError
 from elbowroom.sharing.messages import (
     LONGEST_MESSAGE_BYTES,
+    PROTOCOL_VERSION,
     Heartbeat,
     JoinRequest,
     RefusalNotice,
@@ -223,13 +224,13 @@ def test_a_bad_client_harms_itself_alone(stage: Stage) -> None:
     stage.start_broker()
     stage.start_job("good", 60)
     wait_until(lambda: stage.held("good") >= 60)
-    join = encode_message(JoinRequest(sequence=0, name="bad", floor_bytes=1))
+    join = encode_message(JoinRequest(sequence=0, name="bad", job="", floor_bytes=1))
     for lines in (
         b"x" * (LONGEST_MESSAGE_BYTES + 10) + b"\n",
         b"\x00\xff\n",
         join + join,
         join + encode_message(Heartbeat(sequence=5, steps=1)),
-        join.replace(b'"version":1', b'"version":99'),
+        join.replace(b'"version":%d' % PROTOCOL_VERSION, b'"version":99'),
     ):
         with stage.connect() as connection, connection.makefile("rb") as reader:
             with contextlib.suppress(BrokenPipeError, ConnectionResetError):
@@ -246,7 +247,7 @@ def test_fifty_connections(stage: Stage) -> None:
     with contextlib.ExitStack() as stack:
         connections = [stack.enter_context(stage.connect()) for _ in range(50)]
         for number, connection in enumerate(connections):
-            connection.sendall(encode_message(JoinRequest(sequence=0, name=f"job{number}", floor_bytes=MIB)))
+            connection.sendall(encode_message(JoinRequest(sequence=0, name="job", job=str(number), floor_bytes=MIB)))
         wait_until(lambda: (reply := stage.try_status()) is not None and len(reply.jobs) == 50)
 
 

@@ -8,9 +8,9 @@ import os
 import pathlib
 from collections.abc import Mapping, Sequence
 
+from elbowroom.config import BUDGET_VARIABLE, read_budget_variable
 from elbowroom.errors import UsageError
 
-BUDGET_VARIABLE = "ELBOWROOM_MEMORY_BUDGET"
 VIEW_VARIABLE = "ELBOWROOM_VIEW"
 ROOM_OPTIONS = ("mode", "policy", "strategy", "manages", "spill_folder")
 
@@ -79,7 +79,7 @@ def read_request(
     target, *passed = rest
     if not is_module and not pathlib.Path(target).is_file():
         raise UsageError(f"there is no script {target}")
-    budget = given.memory_budget or environment.get(BUDGET_VARIABLE)
+    budget = given.memory_budget or read_budget_variable(environment)
     if not budget:
         raise UsageError(f"no budget is given: add --memory-budget 20GiB before {target}, or set {BUDGET_VARIABLE}")
     return ScriptRequest(
@@ -124,7 +124,10 @@ def _make_parser(program: str) -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     parser.add_argument(
-        "--memory-budget", "--budget", metavar="SIZE", help=f"8GiB, 8GB or 60%% of the device; or {BUDGET_VARIABLE}"
+        "--memory-budget",
+        "--budget",
+        metavar="SIZE",
+        help=f"8GiB, 8GB, 60%% of the device, or shared; or {BUDGET_VARIABLE}",
     )
     parser.add_argument("-o", "--output", type=pathlib.Path, metavar="FILE", help="write the journal to this file")
     parser.add_argument("--no-view", action="store_true", help=f"show no live view; or {VIEW_VARIABLE}=0")

@@ -82,7 +82,8 @@ def _make_program(request: ScriptRequest) -> Any:
     options: dict[str, Any] = dict(request.options)
     read_config(**options)
     try:
-        parse_bytes(request.memory_budget, device_bytes=1 << 40)
+        if request.memory_budget != "shared":
+            parse_bytes(request.memory_budget, device_bytes=1 << 40)
     except ValueError as error:
         raise UsageError(f"--memory-budget: {error}") from error
     is_first = os.environ.get("LOCAL_RANK", "0") == "0"

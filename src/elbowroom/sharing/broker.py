@@ -14,6 +14,7 @@ import math
 from collections.abc import Sequence
 
 from elbowroom.errors import UsageError
+from elbowroom.sharing.clock import BrokerClock
 from elbowroom.sharing.job_record import JobRecord
 from elbowroom.sharing.lease_table import LeaseTable, NewLease, Remainder
 from elbowroom.sharing.messages import (
@@ -28,6 +29,7 @@ from elbowroom.sharing.messages import (
     LeaseGrant,
     LeaveNotice,
     RefusalNotice,
+    RestNotice,
     StatusReply,
     StatusRequest,
     WaitNotice,
@@ -85,7 +87,7 @@ class BrokerOptions:
 class Broker:
     """State machine of the broker.
 
-    Times are seconds of any clock; a time before the latest one counts as the latest one.
+    Times are seconds of any clock (`BrokerClock`).
 
     Attributes:
         leases: of all jobs.
@@ -105,14 +107,14 @@ class Broker:
         self._sent: dict[int, int] = {}
         self._notices: dict[int, float] = {}  # times at which waiting jobs were told why
         self._arrivals = 0
-        self._now = 0.0
+        self._clock = BrokerClock(options.heartbeat_seconds)
         self._effects: list[Effect] = []
 
     # -- events -----------------------------------------------------------------------------------------------------
 
     def connect(self, client: int, pid: int, now: float) -> list[Effect]:
         """Take a new connection from a process."""
-        self._set_time(now)
+        self._clock.set(now)
         self._pids[client] = pid
         self._expected[client] = self._sent[client] = 0
         return self._flush()
@@ -122,13 +124,13 @@ class Broker:
         try:
             message = decode_message(line)
         except BadMessage as error:
-            self._set_time(now)
+            self._clock.set(now)
             return self.refuse(client, str(error)) if client in self._expected else self._flush()
         return self.receive(client, message, now)
 
     def receive(self, client: int, message: FromJob | FromBroker, now: float) -> list[Effect]:
         """Take a message from a client."""
-        self._set_time(now)
+        self._clock.set(now)
         if client not in self._expected:
             return self._flush()  # dropped a moment ago
         if message.sequence != self._expected[client]:
@@ -149,26 +151,26 @@ class Broker:
 
     def disconnect(self, client: int, now: float) -> list[Effect]:
         """Take the end of a connection. Bytes of a job that did not say goodbye stay taken until its process ends."""
-        self._set_time(now)
+        self._clock.set(now)
         self._forget(client)
         return self._decide()
 
     def end_process(self, pid: int, now: float) -> list[Effect]:
         """Take the end of a process: nothing of it is left on the device."""
-        self._set_time(now)
+        self._clock.set(now)
         for client in [client for client, job in self.jobs.items() if job.pid == pid]:
             self._effects.append(DropClient(client, "its process has ended"))
             self._forget(client)
         self.leases.remainders = [each for each in self.remainders if each.pid != pid]
         return self._decide()
 
-    def restore(self, pid: int, name: str, nbytes: int) -> None:
-        """Count bytes that an earlier broker leased to a process, until that joins or ends."""
-        self.remainders.append(Remainder(pid, name, nbytes))
+    def restore(self, held: Remainder) -> None:
+        """Count bytes that an earlier broker leased to a job, until that joins or its process ends."""
+        self.remainders.append(held)
 
     def set_outside(self, nbytes: int, now: float) -> list[Effect]:
         """Take a new measurement of the bytes that other programs hold on the device."""
-        self._set_time(now)
+        self._clock.set(now)
         if nbytes == self.leases.outside_bytes:
             return self._flush()
         self.leases.outside_bytes = nbytes
@@ -176,23 +178,23 @@ class Broker:
 
     def tick(self, now: float) -> list[Effect]:
         """Take the passing of time."""
-        self._set_time(now)
+        self._clock.set(now)
         has_changed = False
         for job in self.jobs.values():
-            silence = self._now - job.heard
+            silence = self._clock.listening - job.heard
             if silence > self.options.heartbeat_seconds and not job.is_silent:
                 job.is_silent = has_changed = True
             if job.is_silent and self.options.end_seconds is not None and silence > self.options.end_seconds:
                 self._effects.append(EndProcess(job.pid))
-        return self._decide() if has_changed or self.leases.has_turned(self._now) else self._flush()
+        return self._decide() if has_changed or self.leases.has_turned(self._clock.now) else self._flush()
 
     def next_deadline(self) -> float | None:
         """Return the next time at which `tick` may change who runs; None if only other events can."""
-        return self.leases.next_deadline(self._now)
+        return self.leases.next_deadline(self._clock.now)
 
     def describe(self, sequence: int = 0) -> StatusReply:
         """Return the state of the broker and of all jobs."""
-        rows = [job.describe(self._now) for job in self.jobs.values()]
+        rows = [job.describe(self._clock.now) for job in self.jobs.values()]
         rows += [
             JobStatus(
                 name=each.name, pid=each.pid, state="disconnected", lease_bytes=0, held_bytes=each.nbytes,
@@ -223,28 +225,34 @@ class Broker:
     # -- messages ---------------------------------------------------------------------------------------------------
 
     def _join(self, client: int, message: JoinRequest) -> list[Effect]:
-        if message.floor_bytes > self.options.device_bytes:
-            return self.refuse(
-                client, f"{message.name} needs at least {format_bytes(message.floor_bytes)}, and the broker has "
-                f"{format_bytes(self.options.device_bytes)} in all",
-            )  # fmt: skip
         pid = self._pids[client]
-        same = [each for each in self.remainders if each.pid == pid]
-        for each in sorted(same, key=lambda each: each.name != message.name)[:1]:
-            self.remainders.remove(each)
+        for each in [each for each in self.jobs.values() if (each.pid, each.job) == (pid, message.job)]:
+            self._effects.append(DropClient(each.client, "its job has joined again"))
+            self._forget(each.client)
         job = JobRecord(
-            client=client, pid=pid, name=message.name, arrival=self._arrivals, floor_bytes=1, front=(),
+            client=client, pid=pid, name=message.name, job=message.job, arrival=self._arrivals, floor_bytes=1, front=(),
             weight=message.weight, priority=message.priority, steps_left=message.steps_left,
             lease_bytes=message.lease_bytes, unconfirmed=[(0, max(message.held_bytes, message.lease_bytes))],
-            residue_bytes=0 if message.lease_bytes else message.held_bytes, since=self._now, heard=self._now,
+            residue_bytes=0 if message.lease_bytes else message.held_bytes, since=self._clock.now,
+            heard=self._clock.listening, is_resting=message.rests,
         )  # fmt: skip
         job.replace_front(max(message.floor_bytes, job.residue_bytes), message.points, message.steps_left)
         self._arrivals += 1
+        self.leases.remainders = [each for each in self.remainders if (each.pid, each.job) != (pid, message.job)]
         self.jobs[client] = job
-        return self._decide()
+        return self._refuse_giant(job) or self._decide()
+
+    def _refuse_giant(self, job: JobRecord) -> list[Effect]:
+        """Drop a job that can never run."""
+        if job.floor_bytes <= self.options.device_bytes:
+            return []
+        return self.refuse(
+            job.client, f"{job.name} needs at least {format_bytes(job.floor_bytes)}, and the broker has "
+            f"{format_bytes(self.options.device_bytes)} in all",
+        )  # fmt: skip
 
     def _receive_from_job(self, job: JobRecord, message: FromJob | FromBroker) -> list[Effect]:
-        job.heard = self._now
+        job.heard = self._clock.listening
         was_silent, job.is_silent = job.is_silent, False
         match message:
             case Heartbeat():
@@ -253,26 +261,35 @@ class Broker:
                 job.used_bytes = max(job.used_bytes, message.used_bytes)
             case FrontUpdate():
                 job.replace_front(message.floor_bytes, message.points, message.steps_left)
-                return self._decide()
+                return self._refuse_giant(job) or self._decide()
             case LeaseConfirmed():
                 floor_bytes = job.floor_bytes
                 if not job.confirm(message.epoch, message.held_bytes):
                     return self.refuse(job.client, f"there is no lease {message.epoch} to confirm")
                 if job.floor_bytes != floor_bytes or not job.lease_bytes:
-                    return self._decide()
-                self._grant(self.leases.settle(self._now))
+                    return self._refuse_giant(job) or self._decide()
+                self._grant(self.leases.settle(self._clock.now))
                 return self._flush()
+            case RestNotice():
+                job.is_resting, job.since = message.rests, self._clock.now
+                return self._decide()
             case LeaveNotice():
                 self.leases.remove(job.client)
                 return self._decide()
             case _:
                 return self.refuse(job.client, f"{type(message).__name__} is not for the broker")
-        return self._decide() if was_silent or self.leases.has_turned(self._now) else self._flush()
+        return self._decide() if was_silent or self.leases.has_turned(self._clock.now) else self._flush()
 
     # -- decisions --------------------------------------------------------------------------------------------------
 
     def _decide(self) -> list[Effect]:
-        self._grant(self.leases.decide(self._now))
+        self._grant(self.leases.decide(self._clock.now))
+        if (stuck := self.leases.find_stuck()) is not None:
+            return self.refuse(
+                stuck.client, f"{stuck.name} holds {format_bytes(stuck.residue_bytes)} and waits for "
+                f"{format_bytes(stuck.floor_bytes)}, but no job can start beside what the waiting ones hold: ask for "
+                "the lease before you build the model (elbowroom.wait_for_lease)",
+            )  # fmt: skip
         self._tell_waiting()
         return self._flush()
 
@@ -284,10 +301,10 @@ class Broker:
 
     def _tell_waiting(self) -> None:
         for job in self.jobs.values():
-            is_told = self._now - self._notices.get(job.client, -math.inf) < self.options.quantum_seconds
-            if job.lease_bytes or job.is_silent or is_told:
+            is_told = self._clock.now - self._notices.get(job.client, -math.inf) < self.options.quantum_seconds
+            if job.lease_bytes or job.is_silent or job.is_resting or is_told:
                 continue
-            self._notices[job.client] = self._now
+            self._notices[job.client] = self._clock.now
             text = explain_wait(job, list(self.jobs.values()), self.leases.other_bytes, self.options.quantum_seconds)
             self._send(job.client, WaitNotice(sequence=self._count_sent(job.client), text=text))
 
@@ -303,7 +320,7 @@ class Broker:
     def _forget(self, client: int) -> None:
         job = self.leases.remove(client)
         if job is not None and job.held_bytes:
-            self.remainders.append(Remainder(job.pid, job.name, job.held_bytes))
+            self.remainders.append(Remainder(job.pid, job.job, job.name, job.held_bytes))
         for table in (self._pids, self._expected, self._sent, self._notices):
             table.pop(client, None)
 
@@ -313,9 +330,6 @@ class Broker:
     def _count_sent(self, client: int) -> int:
         self._sent[client] = self._sent.get(client, 0) + 1
         return self._sent[client] - 1
-
-    def _set_time(self, now: float) -> None:
-        self._now = max(self._now, now)
 
     def _flush(self) -> list[Effect]:
         effects, self._effects = self._effects, []

@@ -4,7 +4,8 @@
      "jobs": [{"name": "resnet50", "arrival_seconds": 0, "steps": 500, "state_bytes": 300000000,
                "front": [[2000000000, 0.61, 0.5], [4000000000, 0.45, 0.4]]}]}
 
-A point of a front is [bytes, seconds a step, seconds in which the device computes]. Optional: weight, priority.
+A point of a front is [bytes, seconds a step, seconds in which the device computes]. Optional: weight, priority, and
+shape: the most bytes in each of some equal parts of a step, as shares of its peak.
 """
 
 from __future__ import annotations
@@ -23,6 +24,9 @@ LINK_BYTES_PER_SECOND = 12e9
 
 LARGEST_FILE_BYTES = 1 << 26
 
+MOST_PARTS = 1024
+"""Limit on the parts of a step's shape."""
+
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ListedJob:
@@ -33,6 +37,7 @@ class ListedJob:
         steps: until it ends.
         front: as in `Demand`.
         state_bytes: moved out when the job is paused, and back when it goes on.
+        shape: the most bytes in each of some equal parts of a step, as shares of the peak; empty if unknown.
     """
 
     name: str
@@ -40,6 +45,7 @@ class ListedJob:
     steps: int
     front: tuple[FrontPoint, ...]
     state_bytes: int = 0
+    shape: tuple[float, ...] = ()
     weight: float = 1.0
     priority: int = 0
 
@@ -112,9 +118,17 @@ def _read_job(place: str, found: Any) -> ListedJob:
         steps=int(_read_number(f"{place}.steps", found.get("steps"), least=1)),
         front=make_front(front),
         state_bytes=int(_read_number(f"{place}.state_bytes", found.get("state_bytes", 0), least=0)),
+        shape=_read_shape(f"{place}.shape", found.get("shape", [])),
         weight=_read_number(f"{place}.weight", found.get("weight", 1), least=1e-6),
         priority=int(_read_number(f"{place}.priority", found.get("priority", 0), least=-(1 << 62))),
     )
+
+
+def _read_shape(place: str, found: Any) -> tuple[float, ...]:
+    shares = tuple(_read_number(place, each, least=0) for each in found) if isinstance(found, list) else (-1.0,)
+    if not all(0 <= each <= 1 for each in shares) or len(shares) > MOST_PARTS:
+        raise UsageError(f"{place} is a list of up to {MOST_PARTS} shares from 0 to 1")
+    return shares
 
 
 def _read_number(place: str, value: Any, *, least: float) -> float:

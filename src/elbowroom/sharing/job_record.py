@@ -17,6 +17,7 @@ class JobState(enum.StrEnum):
 
     RUNNING = "running"
     WAITING = "waiting"
+    RESTING = "resting"
     SILENT = "silent"
 
 
@@ -26,6 +27,7 @@ class JobRecord:
 
     Attributes:
         client: number of its connection.
+        job: as in `JoinRequest`.
         arrival: place in the order in which jobs joined.
         floor_bytes: the least bytes within which it runs: as it said, or as measured.
         front: empty until a step is known.
@@ -34,14 +36,16 @@ class JobRecord:
         residue_bytes: held even while it waits.
         used_bytes: peak that the job has measured since its last confirmation.
         since: time at which it was admitted, paused, or joined.
+        is_resting: it needs no lease for now.
         steps_at_start: steps made when it was admitted.
-        heard: time of its last message.
+        heard: seconds for which the broker had listened when its last message came.
         expected: number of its next message.
     """
 
     client: int
     pid: int
     name: str
+    job: str
     arrival: int
     floor_bytes: int
     front: tuple[FrontPoint, ...]
@@ -58,6 +62,7 @@ class JobRecord:
     steps_at_start: int = 0
     step_seconds: float = 0.0
     is_silent: bool = False
+    is_resting: bool = False
 
     @property
     def epoch(self) -> int:
@@ -75,6 +80,8 @@ class JobRecord:
         """State of the job."""
         if self.is_silent:
             return JobState.SILENT
+        if self.is_resting:
+            return JobState.RESTING
         return JobState.RUNNING if self.lease_bytes else JobState.WAITING
 
     def grant(self, nbytes: int, now: float) -> int:
@@ -94,12 +101,14 @@ class JobRecord:
         place = next((place for place, (each, _) in enumerate(self.unconfirmed) if each == epoch), None)
         if place is None:
             return False
+        is_latest = place == len(self.unconfirmed) - 1
         granted_bytes = self.unconfirmed[place][1]
         kept_bytes = max(granted_bytes, min(held_bytes, self.held_bytes))
         self.unconfirmed[: place + 1] = [(epoch, kept_bytes)]
         self.used_bytes = 0
         if not self.lease_bytes:
-            self.residue_bytes = kept_bytes
+            if is_latest:  # it has moved out what can leave
+                self.residue_bytes = kept_bytes
         elif kept_bytes > granted_bytes > 0:
             self.floor_bytes = max(self.floor_bytes, kept_bytes)
         return True
@@ -169,5 +178,5 @@ class JobRecord:
             steps=self.steps,
             step_seconds=self.step_seconds,
             lost_share=max(0.0, lost),
-            waiting_seconds=0.0 if self.lease_bytes else now - self.since,
+            waiting_seconds=0.0 if self.lease_bytes or self.is_resting else now - self.since,
         )

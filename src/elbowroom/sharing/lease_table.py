@@ -23,6 +23,7 @@ class Remainder:
     """Bytes that a process may hold whose connection is gone."""
 
     pid: int
+    job: str
     name: str
     nbytes: int
 
@@ -82,13 +83,26 @@ class LeaseTable:
         self._targets.pop(client, None)
         return self.jobs.pop(client, None)
 
+    def find_stuck(self) -> JobRecord | None:
+        """Return a job without which others could run, if no job runs and none ever can; None otherwise.
+
+        It is so if jobs have joined with bytes that do not leave, and each needs more than all of them leave free.
+        """
+        jobs = self.jobs.values()
+        if any(job.lease_bytes or job.is_silent or job.is_resting or len(job.unconfirmed) > 1 for job in jobs):
+            return None
+        free_bytes = self._device_bytes - sum(job.residue_bytes for job in jobs)
+        if any(job.floor_bytes - job.residue_bytes <= free_bytes for job in jobs):
+            return None
+        return max((job for job in jobs if job.residue_bytes), key=lambda each: each.arrival, default=None)
+
     def has_turned(self, now: float) -> bool:
         """Return True if time or steps have changed who is due or protected since the last decision."""
         return self._list_flags(now) != self._flags
 
     def next_deadline(self, now: float) -> float | None:
         """Return the next time at which a job becomes due or loses its protection; None if no job waits."""
-        if not self._preempts or all(job.lease_bytes for job in self.jobs.values()):
+        if not self._preempts or all(job.lease_bytes or job.is_resting for job in self.jobs.values()):
             return None
         times = [self._turn, *(job.since for job in self.jobs.values())]
         times = [each + self._quantum_seconds for each in times]
@@ -100,10 +114,11 @@ class LeaseTable:
         taken_bytes = self.other_bytes + sum(job.residue_bytes for job in active)
         taken_bytes += sum(job.held_bytes for job in self.jobs.values() if job.is_silent)
         capacity_bytes = max(0, self._device_bytes - taken_bytes)
-        share_bytes = capacity_bytes // max(1, len(active))
+        awake = [job for job in active if not job.is_resting]
+        share_bytes = capacity_bytes // max(1, len(awake))
         quantum = self._quantum_seconds if self._preempts else 0.0
         due = self._find_due(now)
-        demands = [job.make_demand(now, quantum, share_bytes, is_due=job is due) for job in active]
+        demands = [job.make_demand(now, quantum, share_bytes, is_due=job is due) for job in awake]
         fitting = [each for each in demands if each.floor_bytes <= capacity_bytes]
         found = self._allot(fitting, capacity_bytes) if fitting else {}
         if due is not None and due.client not in found:  # then the jobs before it must not be followed by others
@@ -140,7 +155,8 @@ class LeaseTable:
 
     def _find_due(self, now: float) -> JobRecord | None:
         """Return the job that has waited longest, if for a quantum, and if no due job was admitted in the last one."""
-        waiting = [job for job in self.jobs.values() if not job.lease_bytes and not job.is_silent]
+        waiting = [job for job in self.jobs.values() if not job.lease_bytes and not job.is_silent
+                   and not job.is_resting]  # fmt: skip
         first = min(waiting, key=lambda each: (each.since, each.arrival), default=None)
         if not self._preempts or now - self._turn < self._quantum_seconds - EPSILON:
             return None

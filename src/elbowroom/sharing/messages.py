@@ -1,7 +1,7 @@
 """Messages between a job and the broker, and their form on the wire: one JSON object a line.
 
-    job      JoinRequest  FrontUpdate  Heartbeat  LeaseConfirmed  LeaveNotice       anybody: StatusRequest
-    broker   LeaseGrant   WaitNotice   RefusalNotice                                         StatusReply
+    job      JoinRequest  FrontUpdate  Heartbeat  LeaseConfirmed  RestNotice  LeaveNotice    anybody: StatusRequest
+    broker   LeaseGrant   WaitNotice   RefusalNotice                                                  StatusReply
 
 Each message carries the version of this protocol and a number that rises by 1 with each message of its connection, from
 0. `decode_message` accepts nothing else: no other fields, no other types, no values out of range.
@@ -15,7 +15,7 @@ import types
 import typing
 from typing import Any
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 
 LONGEST_MESSAGE_BYTES = 1 << 16
 """Limit on a message of a job, newline included."""
@@ -25,6 +25,12 @@ MOST_POINTS = 64
 
 LONGEST_NAME_CHARS = 200
 MOST_BYTES = 1 << 62
+
+WEIGHTS = (1e-6, 1e6)
+"""Range of a weight."""
+
+STEP_SECONDS = (1e-9, 1e9)
+"""Range of the seconds of a step in a front. Ratios of such numbers are finite."""
 
 Triples = tuple[tuple[int, float, float], ...]
 """Points of a front: bytes, seconds a step, seconds in which the device computes."""
@@ -39,17 +45,20 @@ class JoinRequest:
     """First message of a job.
 
     Attributes:
-        name: shown to others.
+        name: shown to others; printable.
+        job: tells it from other jobs of its process, and stays the same when it joins again.
         floor_bytes: the least bytes within which it runs.
         points: its front; empty if no step is known yet.
-        weight, priority: as in `Demand`.
+        weight, priority: as in `Demand`; the weight within `WEIGHTS`.
         held_bytes: on the device now.
         lease_bytes: the lease under which it goes on, if an earlier broker granted one; otherwise 0.
         steps_left: None if unknown.
+        rests: as in `RestNotice`.
     """
 
     sequence: int
     name: str
+    job: str
     floor_bytes: int
     points: Triples = ()
     weight: float = 1.0
@@ -57,6 +66,7 @@ class JoinRequest:
     held_bytes: int = 0
     lease_bytes: int = 0
     steps_left: int | None = None
+    rests: bool = False
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,6 +106,14 @@ class LeaseConfirmed:
     sequence: int
     epoch: int
     held_bytes: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class RestNotice:
+    """The job needs no lease for now (`rests`): the broker pauses it. Or it needs one again."""
+
+    sequence: int
+    rests: bool
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,7 +160,7 @@ class JobStatus:
     """One job in a `StatusReply`.
 
     Attributes:
-        state: "running", "waiting", "silent", or "disconnected" for a process that may still hold bytes.
+        state: "running", "waiting", "resting", "silent", or "disconnected" for a process that may still hold bytes.
         lease_bytes, held_bytes: its lease, and the bytes that count as taken by it, confirmed or not.
         wanted_bytes: bytes beyond which it becomes no faster.
         lost_share: time a step takes beyond that at its fastest, as a share of the latter.
@@ -174,7 +192,7 @@ class StatusReply:
     jobs: tuple[JobStatus, ...]
 
 
-FromJob = JoinRequest | FrontUpdate | Heartbeat | LeaseConfirmed | LeaveNotice | StatusRequest
+FromJob = JoinRequest | FrontUpdate | Heartbeat | LeaseConfirmed | RestNotice | LeaveNotice | StatusRequest
 FromBroker = LeaseGrant | WaitNotice | RefusalNotice | StatusReply
 
 _KINDS: dict[str, Any] = {each.__name__: each for each in (*typing.get_args(FromJob), *typing.get_args(FromBroker))}
@@ -230,15 +248,19 @@ def _read_fields(kind: Any, found: dict[str, Any]) -> Any:
 def _read_value(place: str, hint: Any, value: Any) -> Any:
     if isinstance(hint, types.UnionType):
         return None if value is None else _read_value(place, typing.get_args(hint)[0], value)
-    if hint is int:
+    if hint is bool:
+        if type(value) is bool:
+            return value
+    elif hint is int:
         lowest = -MOST_BYTES if place.endswith(".priority") else 0
         if type(value) is int and lowest <= value <= MOST_BYTES:
             return value
     elif hint is float:
-        if type(value) in (int, float) and 0 <= value <= MOST_BYTES and (value > 0 or not place.endswith(".weight")):
+        least, most = WEIGHTS if place.endswith(".weight") else (0, MOST_BYTES)
+        if type(value) in (int, float) and least <= value <= most:
             return float(value)
     elif hint is str:
-        if isinstance(value, str) and (not place.endswith(".name") or len(value) <= LONGEST_NAME_CHARS):
+        if isinstance(value, str) and (not place.endswith((".name", ".job")) or _is_name(value)):
             return value
     elif isinstance(value, list) and typing.get_args(hint):
         return _read_list(place, typing.get_args(hint), value)
@@ -247,11 +269,20 @@ def _read_value(place: str, hint: Any, value: Any) -> Any:
     raise BadMessage(f"{place} cannot be {str(value)[:40]!r}")
 
 
+def _is_name(text: str) -> bool:
+    return len(text) <= LONGEST_NAME_CHARS and text.isprintable()
+
+
 def _read_list(place: str, hints: tuple[Any, ...], value: list[Any]) -> tuple[Any, ...]:
     if hints[-1] is Ellipsis:
         if place.endswith(".points") and len(value) > MOST_POINTS:
             raise BadMessage(f"{place} has more than {MOST_POINTS} points")
-        return tuple(_read_value(place, hints[0], each) for each in value)
+        found = tuple(_read_value(place, hints[0], each) for each in value)
+        if place.endswith(".points") and any(not STEP_SECONDS[0] <= each[1] <= STEP_SECONDS[1] for each in found):
+            raise BadMessage(
+                f"{place} cannot have steps of less than {STEP_SECONDS[0]} or more than {STEP_SECONDS[1]} s"
+            )
+        return found
     if len(value) != len(hints):
         raise BadMessage(f"{place} cannot be {str(value)[:40]!r}")
     return tuple(_read_value(place, hint, each) for hint, each in zip(hints, value, strict=True))

@@ -10,9 +10,11 @@ much longer. So there are two clocks, and jobs run on the second one:
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 
 from elbowroom.errors import InternalError, UsageError
+from elbowroom.sharing.alignment import StepCurve, align
 from elbowroom.sharing.broker import Broker, BrokerOptions, DropClient, Effect, SendMessage
 from elbowroom.sharing.demand import FrontPoint, find_point
 from elbowroom.sharing.job_list import JobList, ListedJob
@@ -54,6 +56,8 @@ class SharedOutcome:
         fairness: Jain's index of the jobs' slowdowns, from 1/n to 1 (equal).
         idle_share: bytes without a lease, over the makespan, as a share of the device.
         highest_bytes: the most that jobs held at once.
+        shifted_share: bytes by which shifted steps would have lowered what jobs hold together, over the makespan, as a
+            share of the device; of jobs with a shape.
         grants: leases granted.
     """
 
@@ -65,6 +69,7 @@ class SharedOutcome:
     fairness: float
     idle_share: float
     highest_bytes: int
+    shifted_share: float
     grants: int
     jobs: tuple[SimulatedJobOutcome, ...]
 
@@ -83,6 +88,7 @@ class _Client:
     moving_until: float | None = None  # job seconds at which the state is out
     has_run: bool = False
     tells_step: bool = False  # the broker protects the job until it hears of a step
+    steps_before: int = 0  # made before its present lease
     paused_since: float = 0.0
     waiting_seconds: float = 0.0
     longest_wait_seconds: float = 0.0
@@ -116,6 +122,9 @@ class _Client:
             self.begin += done * self.point.step_seconds
 
 
+_align_once = functools.lru_cache(maxsize=256)(align)
+
+
 class _Simulation:
     """The clocks, the broker and the jobs."""
 
@@ -132,6 +141,7 @@ class _Simulation:
         self.grants = 0
         self.highest_bytes = 0
         self.leased_byte_seconds = 0.0
+        self.shifted_byte_seconds = 0.0
         self.clients = [_Client(place, spec) for place, spec in enumerate(workload.jobs)]
         self.arriving = sorted(self.clients, key=lambda each: (each.spec.arrival_seconds, each.number), reverse=True)
         self.active: dict[int, _Client] = {}
@@ -168,8 +178,21 @@ class _Simulation:
         passed = moment - self.seconds
         leased_bytes = self.workload.device_bytes - self.broker.free_bytes
         self.leased_byte_seconds += leased_bytes * passed
+        self.shifted_byte_seconds += self._find_gain() * passed
         self.job_seconds = own if own is not None else self.job_seconds + passed / stretch
         self.seconds = moment
+
+    def _find_gain(self) -> int:
+        """Return the bytes that shifted steps would save among the jobs that run now."""
+        curves = tuple(
+            StepCurve(
+                step_seconds=each.point.step_seconds,
+                levels=tuple(math.ceil(share * each.point.nbytes) for share in each.spec.shape),
+            )
+            for each in self.active.values()
+            if each.point is not None and each.spec.shape
+        )
+        return _align_once(curves).gain_bytes if len(curves) > 1 else 0
 
     def _arrive(self, client: _Client) -> None:
         spec = client.spec
@@ -177,7 +200,7 @@ class _Simulation:
         client.paused_since = self.seconds
         self._carry_out(self.broker.connect(client.number, client.number, self.seconds))
         self._send(client, JoinRequest(
-            sequence=client.sent, name=spec.name, floor_bytes=spec.front[0].nbytes,
+            sequence=client.sent, name=spec.name, job="", floor_bytes=spec.front[0].nbytes,
             points=tuple((each.nbytes, each.step_seconds, each.busy_seconds) for each in spec.front),
             weight=spec.weight, priority=spec.priority, steps_left=spec.steps,
         ))  # fmt: skip
@@ -195,7 +218,7 @@ class _Simulation:
             self._send(client, LeaveNotice(sequence=client.sent))
         elif client.pending:
             self._take_lease(client)
-        if client.tells_step and client.steps and client.number in self.active:
+        if client.tells_step and client.steps > client.steps_before and client.number in self.active:
             client.tells_step = False
             seconds = 0.0 if client.point is None else client.point.step_seconds
             self._send(client, Heartbeat(sequence=client.sent, steps=client.steps, step_seconds=seconds))
@@ -217,6 +240,7 @@ class _Simulation:
             client.longest_wait_seconds = max(client.longest_wait_seconds, waited)
             client.begin = self.job_seconds + (move_seconds if client.has_run else 0.0)
             client.has_run = client.tells_step = True
+            client.steps_before = client.steps
         client.point = find_point(client.spec.front, grant.nbytes)
         if client.point is None:
             raise InternalError(f"{client.spec.name} got {grant.nbytes} bytes, less than its floor")
@@ -268,6 +292,7 @@ def simulate_sharing(workload: JobList, policy: str = "marginal", *, quantum_sec
         fairness=sum(slowdowns) ** 2 / (count * sum(each**2 for each in slowdowns)),
         idle_share=1 - simulation.leased_byte_seconds / (workload.device_bytes * makespan) if makespan else 1.0,
         highest_bytes=simulation.highest_bytes,
+        shifted_share=simulation.shifted_byte_seconds / (workload.device_bytes * makespan) if makespan else 0.0,
         grants=simulation.grants,
         jobs=tuple(outcomes),
     )

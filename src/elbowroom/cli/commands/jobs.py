@@ -81,7 +81,7 @@ def _draw(found: dict[str, StatusReply]) -> RenderableType:
             table.add_column(name, justify="left" if name in ("job", "state") else "right", no_wrap=True)
         for job in reply.jobs:
             table.add_row(
-                job.name, str(job.pid), job.state, format_bytes(job.held_bytes), format_bytes(job.floor_bytes),
+                Text(job.name), str(job.pid), job.state, format_bytes(job.held_bytes), format_bytes(job.floor_bytes),
                 format_bytes(job.wanted_bytes) if job.wanted_bytes else "?",
                 format_seconds(job.step_seconds) if job.step_seconds else "", f"{job.lost_share:.0%}",
                 format_seconds(job.waiting_seconds) if job.waiting_seconds else "", str(job.steps),

@@ -85,9 +85,19 @@ class BrokerAddress:
             pid = os.read(descriptor, 32).decode(errors="replace").strip()
             os.close(descriptor)
             raise UsageError(f"process {pid} already is the broker of {self.device} (`elbowroom jobs`)") from error
+        if not self.is_locked_by(descriptor):  # deleted between the two calls
+            os.close(descriptor)
+            return self.take_lock()
         os.ftruncate(descriptor, 0)
         os.write(descriptor, f"{os.getpid()}\n".encode())
         return descriptor
+
+    def is_locked_by(self, descriptor: int) -> bool:
+        """Tell whether the lock file is still the one that is open as `descriptor`."""
+        try:
+            return os.path.samestat(os.fstat(descriptor), self.lock.stat())
+        except FileNotFoundError:
+            return False
 
 
 def find_address(device: str, folder: str | None = None) -> BrokerAddress:

@@ -9,13 +9,16 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
+import select
 import socket
 import threading
 import time
+import uuid
 import weakref
 from collections.abc import Callable
+from typing import Any
 
-from elbowroom.errors import UsageError
+from elbowroom.errors import BrokerLost, UsageError
 from elbowroom.sharing.messages import (
     LONGEST_MESSAGE_BYTES,
     BadMessage,
@@ -28,6 +31,7 @@ from elbowroom.sharing.messages import (
     LeaseGrant,
     LeaveNotice,
     RefusalNotice,
+    RestNotice,
     StatusReply,
     StatusRequest,
     Triples,
@@ -39,6 +43,10 @@ from elbowroom.sharing.transport.address import BrokerAddress
 
 SECONDS_BETWEEN_HEARTBEATS = 1.0
 SECONDS_BETWEEN_ATTEMPTS = 0.3
+
+LONGEST_SEND_SECONDS = 5.0
+"""A broker that takes no message for so long has stopped; the job joins it again when it goes on."""
+
 LONGEST_REPLY_BYTES = 1 << 26
 
 MOST_GRANTS = 100
@@ -58,6 +66,7 @@ class BrokerClient:
         grant: the latest lease; None before the first one.
         notice: why the job waits; "" if it does not.
         is_connected: whether there is a broker at present.
+        refusal: why the broker refuses the job; "" if it does not.
     """
 
     def __init__(
@@ -69,47 +78,71 @@ class BrokerClient:
         self.is_connected = False
         self._address = address
         self._join = JoinRequest(
-            sequence=0, name=name, floor_bytes=floor_bytes, held_bytes=held_bytes, weight=weight, priority=priority
-        )
-        self._front: Triples = ()
-        self._floor_bytes = floor_bytes
-        self._lease_bytes = 0
-        self._held_bytes = held_bytes
+            sequence=0, name=name, job=uuid.uuid4().hex, floor_bytes=floor_bytes, held_bytes=held_bytes, weight=weight,
+            priority=priority,
+        )  # fmt: skip
         self._beat = (0, 0.0, 0)
-        self._refusal = ""
+        self.refusal = ""
         self._sequence = 0
         self._changed = threading.Condition()
         self._sending = threading.Lock()
         self._is_closed = False
         self._granted: list[LeaseGrant] = []  # by the present broker
-        self._socket: socket.socket | None = self._connect()
+        self._socket: socket.socket | None = None
+        self._connect()
         _CLIENTS.add(self)
         self._thread = threading.Thread(target=_run, args=(weakref.ref(self),), name="elbowroom-lease", daemon=True)
         self._thread.start()
 
     # -- calls of the job -------------------------------------------------------------------------------------------
 
-    def wait(self, before: LeaseGrant | None, tell: Callable[[str], None]) -> LeaseGrant:
+    def wait(self, before: LeaseGrant | None, tell: Callable[[str], None], *, needs_broker: bool = False) -> LeaseGrant:
         """Wait for another lease of at least one byte than `before`, and return it.
 
         Args:
             before: the lease in force; None for none.
             tell: called with each new explanation.
+            needs_broker: whether to give up when the broker is gone.
 
         Raises:
             UsageError: the broker refuses the job.
+            BrokerLost: the broker is gone, and the job needs it.
         """
         told = ""
-        with self._changed:
-            while True:
-                if self._refusal:
-                    raise UsageError(f"the broker refuses this job: {self._refusal}")
+        while True:
+            with self._changed:
+                if self.refusal:
+                    raise UsageError(f"the broker refuses this job: {self.refusal}")
                 if self.grant is not None and self.grant.nbytes and self.grant is not before:
                     return self.grant
-                if self.notice and self.notice != told:
-                    told = self.notice
+                if needs_broker:
+                    self.check_broker()
+                text = self.notice
+                if not self.is_connected:
+                    device = self._address.device
+                    text = f"the broker of {device} is gone: start another with `elbowroom share --device {device} ...`"
+                if text and text != told:
+                    told = text
                     tell(told)
-                self._changed.wait(0.5)
+                grant = self.grant
+                if grant is None or grant is before:
+                    self._changed.wait(0.5)
+                    continue
+            # A lease that came was taken back before the job took it up.
+            before = grant
+            self.confirm(grant, self._join.held_bytes)
+
+    def check_broker(self) -> None:
+        """Check that there is a broker.
+
+        Raises:
+            BrokerLost: there is none.
+        """
+        if not self.is_connected:
+            raise BrokerLost(
+                f"the broker of {self._address.device} is gone, and without_broker is 'stop': the job ends between two "
+                "steps"
+            )
 
     def take(self, grant: LeaseGrant) -> bool:
         """Announce that the job is about to take up a lease. Return False if its broker is gone: then it must not.
@@ -119,26 +152,39 @@ class BrokerClient:
         with self._changed:
             if self.grant is not grant:
                 return False
-            self._lease_bytes = max(self._lease_bytes, grant.nbytes)
+            self._update(lease_bytes=max(self._join.lease_bytes, grant.nbytes))
             return True
 
     def confirm(self, grant: LeaseGrant, held_bytes: int) -> None:
         """Tell the broker that the job keeps within `held_bytes` from now on."""
         with self._changed:
-            self._lease_bytes = max(grant.nbytes, held_bytes) if grant.nbytes else 0
-            self._held_bytes = held_bytes
+            lease_bytes = max(grant.nbytes, held_bytes) if grant.nbytes else 0
+            self._update(lease_bytes=lease_bytes, held_bytes=held_bytes)
             steps, seconds, _ = self._beat
             self._beat = (steps, seconds, 0)
             is_current = grant in self._granted
         if is_current:
             self._send(LeaseConfirmed(sequence=0, epoch=grant.epoch, held_bytes=held_bytes))
+        else:  # another broker may have been told of more bytes meanwhile
+            _interrupt(self._socket)
 
     def report(self, floor_bytes: int, points: Triples) -> None:
         """Tell the broker the job's front."""
         with self._changed:
-            self._floor_bytes = floor_bytes
-            self._front = points
+            self._update(floor_bytes=floor_bytes, points=points)
         self._send(FrontUpdate(sequence=0, floor_bytes=floor_bytes, points=points))
+
+    def rest(self, rests: bool) -> None:
+        """Tell the broker whether the job needs no lease for now."""
+        with self._changed:
+            self._update(rests=rests)
+        self._send(RestNotice(sequence=0, rests=rests))
+
+    def wait_for_pause(self, seconds: float) -> LeaseGrant | None:
+        """Return the lease of 0 bytes that follows `rest`. None if none came in time."""
+        with self._changed:
+            self._changed.wait_for(lambda: self.grant is not None and not self.grant.nbytes, seconds)
+            return self.grant if self.grant is not None and not self.grant.nbytes else None
 
     def note_step(self, seconds: float, used_bytes: int) -> None:
         """Count a step. The first one under a lease is told at once, since the broker waits for it."""
@@ -187,7 +233,7 @@ class BrokerClient:
                 for line in lines:
                     self._receive(decode_message(line, limit_bytes=LONGEST_REPLY_BYTES))
             except BadMessage as error:
-                self._refusal = str(error)
+                self.refusal = str(error)
                 return False
         return True
 
@@ -200,18 +246,18 @@ class BrokerClient:
                 case WaitNotice():
                     self.notice = message.text
                 case RefusalNotice():
-                    self._refusal = message.text
+                    self.refusal = message.text
                 case _:
                     raise BadMessage(f"{type(message).__name__} is not for a job")
             self._changed.notify_all()
 
     def _reconnect(self) -> None:
         time.sleep(SECONDS_BETWEEN_ATTEMPTS)
-        with contextlib.suppress(UsageError), self._changed:
-            if not self._is_closed and not self._refusal:
-                self._socket = self._connect()
+        if not self._is_closed and not self.refusal:
+            with contextlib.suppress(UsageError):
+                self._connect()
 
-    def _connect(self) -> socket.socket:
+    def _connect(self) -> None:
         """Connect, and join with the present lease.
 
         Raises:
@@ -219,30 +265,32 @@ class BrokerClient:
         """
         self._address.check()
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        connection.settimeout(LONGEST_SEND_SECONDS)  # its queue may be full
         try:
             connection.connect(os.fspath(self._address.socket))
-            join = JoinRequest(
-                sequence=0, name=self._join.name, floor_bytes=self._floor_bytes, points=self._front,
-                weight=self._join.weight, priority=self._join.priority, held_bytes=self._held_bytes,
-                lease_bytes=self._lease_bytes,
-            )  # fmt: skip
-            connection.sendall(encode_message(join))
+            with self._sending, self._changed:
+                connection.sendall(encode_message(self._join))
+                self._sequence = 1
+                self._socket = connection
+                self.is_connected = True
+                self._changed.notify_all()
         except OSError as error:
             connection.close()
             raise UsageError(f"the broker of {self._address.device} does not answer: {error}") from error
-        self._sequence = 1
-        self.is_connected = True
-        return connection
+
+    def _update(self, **fields: Any) -> None:
+        """Note what the job will say when it joins again."""
+        self._join = dataclasses.replace(self._join, **fields)
 
     def _hang_up(self) -> None:
         with self._changed:
+            _interrupt(self._socket)
             if self._socket is not None:
-                with contextlib.suppress(OSError):
-                    self._socket.shutdown(socket.SHUT_RDWR)  # wakes the thread that reads
                 self._socket.close()
                 self._socket = None
             self.is_connected = False
             self.grant = None
+            self.notice = ""
             self._granted = []
             self._changed.notify_all()
 
@@ -250,14 +298,18 @@ class BrokerClient:
         steps, seconds, used_bytes = self._beat
         self._send(Heartbeat(sequence=0, steps=steps, step_seconds=seconds, used_bytes=used_bytes))
 
-    def _send(self, message: FrontUpdate | Heartbeat | LeaseConfirmed | LeaveNotice) -> None:
-        """Send a message; one that does not arrive is made up for when the job joins the next broker."""
-        with self._sending, contextlib.suppress(OSError):
-            if (connection := self._socket) is not None:
-                numbered = dataclasses.replace(message, sequence=self._sequence)
-                self._sequence += 1
-                connection.settimeout(5.0)
-                connection.sendall(encode_message(numbered))
+    def _send(self, message: FrontUpdate | Heartbeat | LeaseConfirmed | RestNotice | LeaveNotice) -> None:
+        """Send a message. If it cannot be sent, the connection ends: joining again makes up for what was lost."""
+        with self._sending:
+            if (connection := self._socket) is None:
+                return
+            line = encode_message(dataclasses.replace(message, sequence=self._sequence))
+            self._sequence += 1
+            is_sent = False
+            with contextlib.suppress(OSError, ValueError):  # closed meanwhile by the thread that reads
+                is_sent = _send_all(connection, line)
+            if not is_sent:
+                _interrupt(connection)
 
     def close_in_child(self) -> None:
         """Close the copy of the connection that a forked process has."""
@@ -265,6 +317,27 @@ class BrokerClient:
             self._socket.close()
             self._socket = None
         self._is_closed = True
+
+
+def _send_all(connection: socket.socket, line: bytes) -> bool:
+    """Send a line. Return False if the other side takes nothing for too long.
+
+    The thread that reads sets other timeouts on the same socket, so this one waits by itself.
+    """
+    can_send = select.poll()
+    can_send.register(connection, select.POLLOUT)
+    while line:
+        if not can_send.poll(LONGEST_SEND_SECONDS * 1000):
+            return False
+        line = line[connection.send(line, socket.MSG_DONTWAIT) :]
+    return True
+
+
+def _interrupt(connection: socket.socket | None) -> None:
+    """End a connection, which wakes the thread that reads: it joins again."""
+    if connection is not None:
+        with contextlib.suppress(OSError):
+            connection.shutdown(socket.SHUT_RDWR)
 
 
 def _run(reference: weakref.ref[BrokerClient]) -> None:

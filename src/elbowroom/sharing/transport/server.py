@@ -14,7 +14,8 @@ import time
 
 from elbowroom.errors import UsageError
 from elbowroom.sharing.broker import Broker, DropClient, Effect, EndProcess, SendMessage
-from elbowroom.sharing.messages import LONGEST_MESSAGE_BYTES, encode_message
+from elbowroom.sharing.lease_table import Remainder
+from elbowroom.sharing.messages import LONGEST_MESSAGE_BYTES, RefusalNotice, encode_message
 from elbowroom.sharing.transport.address import BrokerAddress
 from elbowroom.sharing.transport.processes import count_outside, find_start
 
@@ -41,9 +42,12 @@ class BrokerServer:
         self.broker = broker
         self.address = address
         self._writers: dict[int, asyncio.StreamWriter] = {}
-        self._starts: dict[int, float] = {}
+        self._starts: dict[int, int] = {}
         self._count = 0
+        self._lock = -1
+        self._server: asyncio.Server | None = None
         self._written: object = None
+        self._is_warned = False
         self._stop = asyncio.Event()
         self._measured = 0.0
 
@@ -54,24 +58,45 @@ class BrokerServer:
             UsageError: another broker serves the device, or the folder is not private.
         """
         self.address.prepare()
-        lock = self.address.take_lock()
+        self._lock = self.address.take_lock()
         try:
             self._restore()
-            with contextlib.suppress(FileNotFoundError):
-                self.address.socket.unlink()  # of a broker that was killed
-            mask = os.umask(0o177)
-            try:
-                server = await asyncio.start_unix_server(
-                    self._serve_client, self.address.socket, limit=LONGEST_MESSAGE_BYTES
-                )
-            finally:
-                os.umask(mask)
-            async with server:
-                await self._tick_until_stopped()
+            self._server = await self._listen()
+            await self._tick_until_stopped()
         finally:
-            with contextlib.suppress(FileNotFoundError):
-                self.address.socket.unlink()
-            os.close(lock)
+            if self._server is not None:
+                self._server.close()
+            if self.address.is_locked_by(self._lock):
+                with contextlib.suppress(FileNotFoundError):
+                    self.address.socket.unlink()
+            os.close(self._lock)
+
+    async def _listen(self) -> asyncio.Server:
+        with contextlib.suppress(FileNotFoundError):
+            self.address.socket.unlink()  # of a broker that was killed
+        mask = os.umask(0o177)
+        try:
+            return await asyncio.start_unix_server(
+                self._serve_client, self.address.socket, limit=LONGEST_MESSAGE_BYTES
+            )  # fmt: skip
+        finally:
+            os.umask(mask)
+
+    async def _keep_files(self) -> None:
+        """Put back the lock and the socket, if somebody has deleted them.
+
+        Raises:
+            UsageError: another broker has taken the device meanwhile.
+        """
+        if not self.address.is_locked_by(self._lock):
+            self.address.prepare()
+            former, self._lock = self._lock, self.address.take_lock()
+            os.close(former)
+            self._written = None
+        if not self.address.socket.exists():
+            if self._server is not None:
+                self._server.close()
+            self._server = await self._listen()
 
     def stop(self) -> None:
         """End `serve`."""
@@ -82,6 +107,9 @@ class BrokerServer:
         pid, uid, _ = _PEER.unpack(peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size))
         start = find_start(pid)
         if uid != os.geteuid() or start is None:
+            whose = f"belongs to user {uid}" if start is not None else "runs in another container, or has ended"
+            text = f"its process {whose}, so the broker cannot watch it"
+            writer.write(encode_message(RefusalNotice(sequence=0, text=text)))
             writer.close()
             return
         client = self._count
@@ -111,6 +139,7 @@ class BrokerServer:
         while not self._stop.is_set():
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._stop.wait(), TICK_SECONDS)
+            await self._keep_files()
             self._check_processes()
             self._carry_out(self.broker.tick(time.monotonic()))
             if self.address.device != "cpu" and time.monotonic() - self._measured > SECONDS_BETWEEN_MEASUREMENTS:
@@ -153,25 +182,35 @@ class BrokerServer:
     # -- leases on file ---------------------------------------------------------------------------------------------
 
     def _write_leases(self) -> None:
-        held = [(each.pid, each.name, each.held_bytes) for each in self.broker.jobs.values() if each.held_bytes]
-        held += [(each.pid, each.name, each.nbytes) for each in self.broker.remainders]
+        jobs = self.broker.jobs.values()
+        held = [Remainder(each.pid, each.job, each.name, each.held_bytes) for each in jobs if each.held_bytes]
+        held += self.broker.remainders
         if held == self._written:
             return
-        self._written = held
-        rows = [{"pid": pid, "start": self._starts.get(pid), "name": name, "bytes": nbytes}
-                for pid, name, nbytes in held]  # fmt: skip
+        rows = [{"pid": each.pid, "start": self._starts.get(each.pid), "job": each.job, "name": each.name,
+                 "bytes": each.nbytes} for each in held]  # fmt: skip
         draft = self.address.leases.with_suffix(".draft")
-        draft.write_text(json.dumps(rows))
-        draft.replace(self.address.leases)
+        try:
+            draft.write_text(json.dumps(rows))
+            draft.replace(self.address.leases)
+            self._written = held
+        except OSError as error:
+            if not self._is_warned:
+                logger.warning(
+                    "%s cannot be written (%s): a broker that is started after this one was killed will not know of "
+                    "the leases until their jobs have joined it", self.address.leases, error.strerror or error,
+                )  # fmt: skip
+            self._is_warned = True
 
     def _restore(self) -> None:
         """Count the leases of an earlier broker, as far as their processes live."""
         try:
             rows = json.loads(self.address.leases.read_text())
             for row in rows:
-                if find_start(int(row["pid"])) == row["start"]:
-                    self._starts[int(row["pid"])] = float(row["start"])
-                    self.broker.restore(int(row["pid"]), str(row["name"]), max(0, int(row["bytes"])))
+                pid = int(row["pid"])
+                if (start := find_start(pid)) is not None and start == row["start"]:
+                    self._starts[pid] = start
+                    self.broker.restore(Remainder(pid, str(row["job"]), str(row["name"]), max(0, int(row["bytes"]))))
         except FileNotFoundError:
             return
         except (OSError, ValueError, TypeError, KeyError) as error:
