@@ -109,7 +109,7 @@ def keep(model: nn.Module) -> nn.Module:
     return model
 
 
-def shard(model: Model) -> nn.Module:
+def shard(model: Model) -> Any:
     from torch.distributed.fsdp import fully_shard
 
     for layer in model.layers:

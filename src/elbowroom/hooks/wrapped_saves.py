@@ -32,5 +32,6 @@ def open_wrapper(tensor: Any) -> Opened | None:
     local = tensor._local_tensor
     if get_plain_storage(local) is None:
         return None
-    close = functools.partial(module.DTensor, spec=tensor._spec, requires_grad=tensor.requires_grad)
+    make: Callable[..., torch.Tensor] = module.DTensor
+    close = functools.partial(make, spec=tensor._spec, requires_grad=tensor.requires_grad)
     return Opened(local.data, close)
