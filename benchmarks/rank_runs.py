@@ -1,6 +1,6 @@
 """Several ranks on one machine: what a room costs them, what it saves, and how jobs end whose ranks are killed.
 
-    python benchmarks/ranks.py overhead|sharded|kills [--ranks 2] [--runs 5] [--output FILE.json]
+    python benchmarks/rank_runs.py overhead|sharded|kills [--ranks 2] [--runs 5] [--output FILE.json]
 
 `overhead`: two jobs, one with a room, take turns step by step; once with DistributedDataParallel, and once with a model
     of its own in each process. Median of the pairs' ratios; in the room everything fits (1), or 0.7 of the peak.
