@@ -20,6 +20,11 @@ _ROOM_MARK = "_elbowroom_room"
 @pytest.fixture(scope="session")
 def profile() -> HardwareProfile:
     """A machine of two slow cores with a fast disk."""
+    return make_profile()
+
+
+def make_profile() -> HardwareProfile:
+    """The profile of a machine of two slow cores with a fast disk."""
     from elbowroom.ops.cpu_isa import find_isa  # with torch, which many tests do without
 
     kinds = (("matmul", 1e11), ("convolution", 1e11), ("attention", 1e11), ("elementwise", 2e10))

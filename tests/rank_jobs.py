@@ -6,10 +6,12 @@ import contextlib
 import dataclasses
 import functools
 import importlib
+import itertools
 import multiprocessing
 import os
 import pathlib
 import signal
+import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
@@ -194,6 +196,69 @@ class _SumInPlace(torch.autograd.Function):
         return gradient
 
 
+class Decoder(nn.Module):
+    """A layer whose projections are parallel over tensors, and whose norms are over the sequence."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norms = nn.ModuleList(nn.LayerNorm(WIDTH) for _ in range(2))
+        self.query, self.key, self.value, self.out = (nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(4))
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.norms[0](x)
+        heads = [each(y).unflatten(-1, (-1, 16)).transpose(1, 2) for each in (self.query, self.key, self.value)]
+        x = x + self.out(functional.scaled_dot_product_attention(*heads).transpose(1, 2).flatten(-2))
+        return x + self.down(functional.gelu(self.up(self.norms[1](x))))
+
+
+class Decoders(nn.Module):
+    """Some layers, and a projection."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Decoder() for _ in range(2))
+        self.head = nn.Linear(WIDTH, WIDTH)
+
+    def blocks(self) -> list[nn.Module]:
+        return list(self.layers)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x).square().mean()
+
+
+class Buffered(nn.Module):
+    """Batch norm and masks with much state that is no parameter: DistributedDataParallel sends it from rank 0."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+        self.norms = nn.ModuleList(nn.BatchNorm1d(WIDTH) for _ in range(4))
+        for index in range(4):
+            self.register_buffer(f"mask{index}", torch.ones(512, WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for index, (layer, norm) in enumerate(zip(self.layers, self.norms, strict=True)):
+            mask = getattr(self, f"mask{index}")
+            x = functional.gelu(norm(layer(x))) + mask
+            with torch.no_grad():
+                mask.mul_(0.99).add_(x.detach(), alpha=0.01)
+        return x.square().mean()
+
+
+class Checkpointed(Transformer):
+    """A transformer that recomputes its layers by itself."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        from torch.utils.checkpoint import checkpoint
+
+        for layer in self.layers.layers:
+            x = checkpoint(layer, x, use_reentrant=False)
+        return self.head(x).square().mean()
+
+
 def adamw(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, lr=1e-2)
 
@@ -207,14 +272,16 @@ def replicate(**options: Any) -> Callable[[nn.Module], nn.Module]:
     return lambda model: DistributedDataParallel(model, bucket_cap_mb=0.05, **options)
 
 
-def shard(**options: Any) -> Callable[[nn.Module], nn.Module]:
-    """A function that shards each block of a model, and the rest of it."""
+def shard(
+    shape: tuple[int, ...] = (), names: tuple[str, ...] | None = None, **options: Any
+) -> Callable[[nn.Module], nn.Module]:
+    """A function that shards each block of a model, and the rest of it. `shape`, `names`: of the mesh of ranks."""
 
     def apply(model: nn.Module) -> nn.Module:
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import fully_shard
 
-        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        mesh = init_device_mesh("cpu", shape or (dist.get_world_size(),), mesh_dim_names=names)
         for block in model.blocks():  # type: ignore[operator]
             fully_shard(block, mesh=mesh, **options)
         return fully_shard(model, mesh=mesh, **options)
@@ -229,6 +296,73 @@ def shard_mixed(model: nn.Module) -> nn.Module:
     return shard(mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32))(model)
 
 
+def shard_ahead(model: nn.Module) -> nn.Module:
+    """Shard a model that gathers the weights of the next block early."""
+    shard()(model)
+    blocks = model.blocks()  # type: ignore[operator]
+    for one, next_one in itertools.pairwise(blocks):
+        one.set_modules_to_forward_prefetch([next_one])
+        next_one.set_modules_to_backward_prefetch([one])
+    return model
+
+
+def shard_and_replicate(model: nn.Module) -> nn.Module:
+    """Shard a model over pairs of ranks, and replicate the shards."""
+    return shard(shape=(dist.get_world_size() // 2, 2), names=("replicate", "shard"))(model)
+
+
+def parallelize(model: nn.Module, mesh: Any = None) -> nn.Module:
+    """Spread the layers of a model over tensors and over the sequence."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate, Shard
+    from torch.distributed.tensor.parallel import (
+        ColwiseParallel,
+        PrepareModuleInput,
+        RowwiseParallel,
+        SequenceParallel,
+        parallelize_module,
+    )  # fmt: skip
+
+    mesh = mesh or init_device_mesh("cpu", (dist.get_world_size(),))
+    for layer in model.layers:  # type: ignore[union-attr]
+        columns = {name: ColwiseParallel(input_layouts=Shard(1)) for name in ("query", "key", "value", "up")}
+        rows = {name: RowwiseParallel(output_layouts=Shard(1), use_local_output=False) for name in ("out", "down")}
+        norms = {f"norms.{index}": SequenceParallel() for index in range(2)}
+        entry = PrepareModuleInput(input_layouts=Replicate(), desired_input_layouts=Shard(1))
+        parallelize_module(layer, mesh, {"": entry, **columns, **rows, **norms})
+    return parallelize_module(
+        model, mesh, {"head": ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate())}
+    )
+
+
+def parallelize_and_shard(model: nn.Module) -> nn.Module:
+    """Spread a model over tensors on pairs of ranks, and shard it over these."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh("cpu", (dist.get_world_size() // 2, 2), mesh_dim_names=("data", "tensor"))
+    parallelize(model, mesh["tensor"])
+    for block in model.blocks():  # type: ignore[operator]
+        fully_shard(block, mesh=mesh["data"])
+    return fully_shard(model, mesh=mesh["data"])
+
+
+def compress(model: nn.Module) -> nn.Module:
+    """Make replicas that send gradients in half precision."""
+    from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
+
+    replicas = replicate()(model)
+    replicas.register_comm_hook(None, fp16_compress_hook)  # type: ignore[operator]
+    return replicas
+
+
+def zero(parameters: Any) -> torch.optim.Optimizer:
+    """An optimizer whose state is spread over the ranks."""
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    return ZeroRedundancyOptimizer(parameters, torch.optim.AdamW, lr=1e-2)
+
+
 @dataclasses.dataclass(frozen=True)
 class RankCase:
     """A job of every rank.
@@ -239,6 +373,8 @@ class RankCase:
         micro_batches: of a step; all but the last are not synchronised.
         varies: whether batches of ranks differ in length.
         joins: whether rank 1 has one batch less.
+        shares: whether all ranks have the same batch.
+        clips: whether gradients are clipped.
     """
 
     model: Callable[[], nn.Module]
@@ -248,6 +384,8 @@ class RankCase:
     micro_batches: int = 1
     varies: bool = False
     joins: bool = False
+    shares: bool = False
+    clips: bool = False
 
 
 WORDS, IMAGES = (16, 32, WIDTH), (16, 3, 24, 24)
@@ -275,6 +413,19 @@ SHARDED = {
     "sharded accumulation": RankCase(Transformer, (8, 32, WIDTH), sgd, shard(), micro_batches=3),
 }
 CASES |= SHARDED
+CASES |= {
+    "buffers": RankCase(Buffered, (512, WIDTH), sgd, replicate()),
+    "compressed": RankCase(Transformer, WORDS, adamw, compress, clips=True),
+    "checkpointed": RankCase(Checkpointed, WORDS, adamw, replicate()),
+    "spread optimizer": RankCase(Transformer, WORDS, zero, replicate()),
+    "sharded decoders": RankCase(Decoders, WORDS, adamw, shard()),
+    "sharded, clipped": RankCase(Transformer, WORDS, adamw, shard(), clips=True),
+    "sharded, gathered ahead": RankCase(Decoders, WORDS, adamw, shard_ahead),
+    "sharded, checkpointed": RankCase(Checkpointed, WORDS, adamw, shard()),
+    "sharded and replicated": RankCase(Decoders, WORDS, adamw, shard_and_replicate),
+    "tensor parallel": RankCase(Decoders, WORDS, adamw, parallelize, shares=True, clips=True),
+    "tensor parallel and sharded": RankCase(Decoders, WORDS, adamw, parallelize_and_shard, shares=True),
+}
 
 
 @dataclasses.dataclass
@@ -295,18 +446,36 @@ ELSEWHERE_BYTES = 1 << 15
 """Small tensors of DDP from before `fit`, and what threads of the process group release unseen by the outside meter."""
 
 
-Found = list[dict[tuple[str, int | None], Outcome]]
-"""What each rank found, by the name of the job and the budget of its room; None for the plain one."""
+Found = list[dict[tuple[str, Any], Any]]
+"""What each rank found: an Outcome by the name of the job and the budget of its room, None for the plain one; and by
+the names of jobs that save and load a checkpoint what came of it, without and with rooms."""
 
 
 def run_rooms(
-    folder: pathlib.Path, rooms: Sequence[tuple[str, int, dict[str, Any]]], profile: HardwareProfile
+    folder: pathlib.Path,
+    rooms: Sequence[tuple[str, int, dict[str, Any]]],
+    profile: HardwareProfile,
+    *,
+    checkpoints: Sequence[tuple[str, str, int]] = (),
+    ranks: int = 2,
 ) -> Found:
-    """Run jobs on two ranks, each plain and in its rooms. `rooms`: names of cases with budgets and options."""
+    """Run jobs on several ranks, each plain and in its rooms.
+
+    Args:
+        rooms: names of cases with budgets and options.
+        checkpoints: names of cases that save a checkpoint, of those that go on from it, and budgets of their rooms.
+    """
     plain: list[Any] = [(name, None, {}) for name in dict.fromkeys(each[0] for each in rooms)]
-    ends = run_ranks(folder, "train_all", [*plain, *rooms], profile)
+    ends = run_ranks(folder, "train_all", [*plain, *rooms], checkpoints, str(folder), profile, ranks=ranks)
     assert all(end.code == 0 for end in ends), "\n".join(end.text for end in ends)
     return [end.result for end in ends]
+
+
+def check_resumed(found: tuple[Resumed, Resumed]) -> None:
+    """Check that a job that has saved and loaded a checkpoint in rooms has the bits of one without."""
+    plain, managed = found
+    assert plain.tensors.keys() == managed.tensors.keys()
+    assert [what for what in plain.tensors if not torch.equal(plain.tensors[what], managed.tensors[what])] == []
 
 
 def check_outcome(plain: Outcome, managed: Outcome, budget: int, unseen_bytes: int = 0) -> None:
@@ -363,7 +532,8 @@ def train(
 def _step(rank: int, case: RankCase, model: nn.Module, optimizer: torch.optim.Optimizer, index: int) -> torch.Tensor:
     for part in range(case.micro_batches):
         shape = (case.shape[0] + (rank + index) % 3, *case.shape[1:]) if case.varies else case.shape
-        batch = torch.randn(shape, generator=torch.Generator().manual_seed(100 * index + 10 * part + rank))
+        seed = 100 * index + 10 * part + (0 if case.shares else rank)
+        batch = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
         is_last = part == case.micro_batches - 1
         if hasattr(model, "set_requires_gradient_sync"):
             model.set_requires_gradient_sync(is_last)  # type: ignore[operator]
@@ -371,6 +541,8 @@ def _step(rank: int, case: RankCase, model: nn.Module, optimizer: torch.optim.Op
         with contextlib.nullcontext() if is_last else model.no_sync():  # type: ignore[operator]
             loss = model(batch)
             loss.backward()
+    if case.clips:
+        nn.utils.clip_grad_norm_(model.parameters(), 0.1)
     optimizer.step()
     return loss.detach().clone()
 
@@ -386,10 +558,16 @@ def _list_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[st
 
 
 def train_all(
-    rank: int, jobs: Sequence[tuple[str, int | None, dict[str, Any]]], profile: HardwareProfile
-) -> dict[tuple[str, int | None], Outcome]:
-    """Train cases one after the other; by name and budget. Options that are lists have a value for each rank."""
-    found = {}
+    rank: int,
+    jobs: Sequence[tuple[str, int | None, dict[str, Any]]],
+    checkpoints: Sequence[tuple[str, str, int]],
+    folder: str,
+    profile: HardwareProfile,
+) -> dict[tuple[str, Any], Any]:
+    """Train cases one after the other; by name and budget. Options that are lists have a value for each rank. Then save
+    and load checkpoints (`resume_all`).
+    """
+    found: dict[tuple[str, Any], Any] = {}
     for name, budget, options in jobs:
         own = {key: each[rank] if isinstance(each, list) else each for key, each in options.items()}
         try:
@@ -398,7 +576,7 @@ def train_all(
             traceback.print_exc()
             found[name, budget] = Outcome({}, error=f"{type(error).__name__}: {error}")
         dist.barrier()
-    return found
+    return found | resume_all(rank, checkpoints, folder, profile)
 
 
 # -- ranks that differ, and ranks that fail ----------------------------------------------------------------------------
@@ -492,6 +670,10 @@ def fail(rank: int, how: str, folder: str, profile: HardwareProfile) -> None:
 def _end(how: str) -> None:
     if how == "is killed":
         os.kill(os.getpid(), signal.SIGKILL)
+    elif how == "waits for itself":
+        lock = threading.Lock()
+        lock.acquire()
+        lock.acquire()
     elif how == "hangs":
         os.kill(os.getpid(), signal.SIGSTOP)
     else:
@@ -511,17 +693,21 @@ def meet(rank: int, profile: HardwareProfile) -> dict[str, Any]:
 
 
 def survive(rank: int, profile: HardwareProfile) -> list[str]:
-    """Go on after a step that has failed on both ranks, of which one takes its time; then lose the process group."""
+    """Go on after steps that have failed: the one after which ranks meet, on one rank when it was done; another on
+    both, of which one takes its time. Then lose the process group.
+    """
     model, optimizer = _make(rank)
     options: dict[str, Any] = {"rank_timeout_seconds": 30, "min_offload_bytes": 1 << 10, "strategy": "offload_all"}
     room = elbowroom.fit(model, optimizer, 4 << 20, profile=profile, **options)
-    for index in range(5):
+    for index in range(7):
         optimizer.zero_grad()
         if index == 4:
             _refuse(lambda: _fail_in(room))
             time.sleep(9 * rank)
-        with room.step():
+        with contextlib.suppress(ArithmeticError), room.step():
             _step(rank, CASES["transformer"], model, optimizer, index)
+            if index == 2 and rank == 1:
+                raise ArithmeticError("the loss is odd")
     modes = [each.mode.value for each in room.journal().steps]
     dist.barrier()
     dist.destroy_process_group()
@@ -532,3 +718,91 @@ def survive(rank: int, profile: HardwareProfile) -> list[str]:
 def _fail_in(room: Room) -> None:
     with room.step():
         torch.randn(1 << 22)
+
+
+# -- checkpoints -------------------------------------------------------------------------------------------------------
+
+LEAST_AWAY_BYTES = 1 << 17
+
+
+@dataclasses.dataclass
+class Resumed:
+    """A job that has saved a checkpoint, and one that has gone on from it: tensors, and modes of its steps."""
+
+    tensors: dict[str, torch.Tensor]
+    modes: list[str] = dataclasses.field(default_factory=list)
+
+
+def resume_all(
+    rank: int, jobs: Sequence[tuple[str, str, int]], folder: str, profile: HardwareProfile
+) -> dict[tuple[str, str], tuple[Resumed, Resumed]]:
+    """Save and load checkpoints without rooms and in rooms.
+
+    Args:
+        jobs: names of the cases that save and that load, and the budget of their rooms.
+    """
+    return {
+        (one, other): (
+            _resume(rank, CASES[one], CASES[other], f"{folder}/plain, {one}", None, budget),
+            _resume(rank, CASES[one], CASES[other], f"{folder}/{one}", profile, budget),
+        )
+        for one, other, budget in jobs
+    }
+
+
+def _resume(
+    rank: int, before: RankCase, after: RankCase, folder: str, profile: HardwareProfile | None, budget: int
+) -> Resumed:
+    """Train, save, and go on with another model; both with their state away, if there is a profile for rooms."""
+    import torch.distributed.checkpoint as checkpoint
+
+    learned: dict[str, Any] = {}
+
+    def run(case: RankCase, seed: int, steps: int, then: Callable[..., None]) -> Resumed:
+        torch.manual_seed(seed)
+        model = case.spread(case.model())
+        optimizer = case.optimizer(model.parameters())
+        options: dict[str, Any] = {"profile": profile, "min_offload_bytes": 1 << 10}
+        room = None if profile is None else elbowroom.fit(model, optimizer, budget, **options)
+        with contextlib.nullcontext() if room is None else room:
+            if room is not None and learned:
+                room.load_state_dict(learned)
+            for index in range(steps):
+                _train_step(rank, case, model, optimizer, index, room)
+            if room is not None:
+                held_bytes = room._ledger.live_bytes
+                assert held_bytes - room.move_state_out() > LEAST_AWAY_BYTES
+            then(model, optimizer)
+            for index in range(5, 10):
+                _train_step(rank, case, model, optimizer, index, room)
+            if room is not None:
+                learned.update(room.state_dict())
+            modes = [] if room is None else [each.mode.value for each in room.journal().steps]
+            return Resumed(_list_tensors(model, optimizer), modes)
+
+    def save(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        checkpoint.save(_collect(model, optimizer), checkpoint_id=folder)
+
+    def load(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        from torch.distributed.checkpoint.state_dict import set_state_dict
+
+        checkpoint.load(state := _collect(model, optimizer), checkpoint_id=folder)
+        set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+
+    run(before, 0, 3, save)
+    return run(after, 1, 1, load)
+
+
+def _train_step(
+    rank: int, case: RankCase, model: nn.Module, optimizer: torch.optim.Optimizer, index: int, room: Room | None
+) -> None:
+    optimizer.zero_grad()
+    with contextlib.nullcontext() if room is None else room.step():
+        _step(rank, case, model, optimizer, index)
+
+
+def _collect(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    from torch.distributed.checkpoint.state_dict import get_state_dict
+
+    model_state, optimizer_state = get_state_dict(model, optimizer)
+    return {"model": model_state, "optimizer": optimizer_state}

@@ -62,6 +62,7 @@ class AgreedPlans:
         self._config = config
         self._begun = 0
         self._due = config.settling_steps
+        self._is_awaited = False  # whether the others may wait for this rank at the end of the step
         self.is_open = config.mode != "dynamic"
         self.is_dynamic = False
         self.captured: CapturedStep | None = None
@@ -70,9 +71,11 @@ class AgreedPlans:
     @contextlib.contextmanager
     def step(self) -> Iterator[None]:
         """Return a context in which a step runs, and this rank may wait for others."""
-        self._begun += 1
-        self.captured = None
         with self._ranks.step():
+            self._meet_late()
+            self._begun += 1
+            self.captured = None
+            self._is_awaited = self.is_due
             yield
 
     def close(self) -> None:
@@ -98,6 +101,7 @@ class AgreedPlans:
             RanksDiffer: their steps differ, and the job is to stop then. On all ranks.
             RankLost: some rank has ended, or does not come.
         """
+        self._is_awaited = False
         if self._ranks.may_run_alone():
             self.is_open = False
             logger.info("some ranks may have run out of batches (join), so each plans alone")
@@ -119,6 +123,7 @@ class AgreedPlans:
         Raises:
             Infeasible: some rank cannot have the budget, or no plan fits. On all ranks; the old budget stays in force.
         """
+        self._meet_late()
         errors = self._ranks.group.gather("room.set_budget", (budget_bytes, None if error is None else _pack(error)))
         refused = next(((rank, each) for rank, (_, each) in enumerate(errors) if each is not None), None)
         if refused is not None:
@@ -133,6 +138,12 @@ class AgreedPlans:
         if why := self._agree(offer, planned.trace, planned.costs, entry.calls):
             logger.warning("%s", why)
             self._cache.set_budget(least_bytes)
+
+    def _meet_late(self) -> None:
+        """Meet the others, if this rank's last step failed before it came to that."""
+        if self._is_awaited:
+            self.captured = None
+            self.settle(goes_without=False)
 
     def _find_expected(self) -> CapturedStep | None:
         """Return the step that is expected next, which another room may have learned; None if there is none."""

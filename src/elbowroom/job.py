@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections import Counter
 
 import torch
 from torch.optim import Optimizer
 
 from elbowroom.config import Config
 from elbowroom.hooks.sharded import is_sharded, list_bucketed
-from elbowroom.hooks.storage_ids import unwrap
+from elbowroom.hooks.storage_ids import get_any_storage, unwrap
+from elbowroom.ir.trace import Role
 from elbowroom.tracing.residents import Resident, list_resident_tensors, list_residents
 
 
@@ -36,6 +38,12 @@ class Job:
     def list_residents(self) -> list[torch.Tensor]:
         """List parameters, gradients, buffers and optimizer state."""
         return list_resident_tensors(self.model, self.optimizers)
+
+    def count_parameters(self) -> Counter[int]:
+        """Return how many storages of parameters have how many bytes; of shards those of this rank."""
+        parameters = (each.tensor for each in self.name_residents() if each.role is Role.PARAMETER)
+        storages = (storage for each in parameters if (storage := get_any_storage(each)) is not None)
+        return Counter({each._cdata: each.nbytes() for each in storages}.values())
 
     def list_movable(self) -> list[torch.Tensor]:
         """List those of them that may leave the device."""

@@ -26,7 +26,7 @@ from elbowroom.ir.hardware import HardwareProfile
 from elbowroom.ir.journal import StepRecord
 from elbowroom.ir.learned import LearnedStep, LearnedSteps, PlanningOptions
 from elbowroom.ir.lease import Lease
-from elbowroom.ir.trace import Trace, release_unneeded
+from elbowroom.ir.trace import Role, Trace, release_unneeded
 from elbowroom.plan_cache_entry import PlanCacheEntry, Source
 from elbowroom.planned_step import PlannedStep, forecast_plan
 from elbowroom.planner.options import Manages
@@ -148,14 +148,21 @@ class PlanCache:
         )
         return LearnedSteps(self._planning_options, steps, self._past.export())
 
-    def adopt_learned(self, learned: LearnedSteps) -> None:
+    def adopt_learned(self, learned: LearnedSteps, parameters: Counter[int]) -> None:
         """Add kinds of step that another room has learned. Costs of another machine are estimated anew, and plans for
-        other limits or options made anew; a step that no plan fits is left out."""
+        other limits or options made anew; a step that no plan fits is left out.
+
+        Args:
+            parameters: how many of the model have how many bytes. A step with others is left out.
+        """
         is_same_machine = learned.op_times.machine == self._past.machine
         if is_same_machine:
             self._past.add_seconds({each.key: each.seconds for each in learned.op_times.times})
         for step in learned.steps:
             if step.trace.device != self._device.type or self.contains(step.trace):
+                continue
+            if not count_parameters(step.trace) <= parameters:
+                logger.info("a step learned before has other parameters, or other shards of them")
                 continue
             is_measured = is_same_machine and step.is_measured
             costs = step.costs if is_same_machine else self.price_step(step.trace, step.costs.trace_digest, None)
@@ -346,3 +353,8 @@ def _tell_apart(trace: Trace) -> tuple[object, ...]:
 def list_sizes(trace: Trace) -> list[int]:
     """Return the bytes of each save of a trace; 0 for tensors without a plain storage."""
     return [trace.storages[save.storage].nbytes for save in trace.saves]
+
+
+def count_parameters(trace: Trace) -> Counter[int]:
+    """Return how many parameters of a trace have how many bytes; without those that FSDP gathers, which have none."""
+    return Counter(each.nbytes for each in trace.storages if each.role is Role.PARAMETER and each.nbytes)

@@ -226,8 +226,8 @@ class Room:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over what a room has learned in an earlier run, so that the first step already follows its plan.
 
-        On another machine, or with another budget, the same steps are planned anew. A step of another model is not
-        recognized, and learned.
+        On another machine, or with another budget, the same steps are planned anew. A step of another model, or of one
+        that is sharded over other ranks, is learned anew.
 
         Args:
             state: from `state_dict`. One of another version of Elbowroom's formats is ignored, with a warning.
@@ -242,7 +242,7 @@ class Room:
             raise UsageError("load_state_dict() inside a step: call it before or after room.step()")
         learned = from_state(state)
         if learned is not None and self.config.mode != "dynamic":
-            self._cache.adopt_learned(learned)
+            self._cache.adopt_learned(learned, self._job.count_parameters())
 
     def count_also(self, tensors: Iterable[torch.Tensor]) -> None:
         """Count tensors from before `fit` toward the budget that are neither the model's nor the optimizers'.

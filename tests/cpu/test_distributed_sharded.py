@@ -1,4 +1,5 @@
-"""Two processes with FSDP (`fully_shard`) train in rooms as without, to the last bit, within the budget of each."""
+"""Two processes with FSDP (`fully_shard`) or parallel tensors train in rooms as without, to the last bit, within the
+budget of each."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ import pytest
 import torch.distributed as dist
 
 from elbowroom.ir.hardware import HardwareProfile
-from tests.rank_jobs import Found, check_outcome, run_rooms
+from tests.rank_jobs import Found, check_outcome, check_resumed, run_rooms
 
 pytestmark = pytest.mark.skipif(
     not dist.is_available() or not dist.is_gloo_available(), reason="needs torch.distributed with gloo"
@@ -31,20 +32,31 @@ ROOMS: tuple[tuple[str, int, dict[str, Any]], ...] = (
     ("sharded experts", 1_250_000, RECOMPUTING),
     ("sharded accumulation", 2_300_000, OFFLOADING),
     ("sharded accumulation", 1_700_000, RECOMPUTING),
+    ("sharded, clipped", 2_800_000, OFFLOADING),
+    ("sharded, gathered ahead", 3_700_000, OFFLOADING),
+    ("sharded, checkpointed", 2_800_000, OFFLOADING),
+    ("tensor parallel", 3_000_000, {}),
+    ("tensor parallel", 2_100_000, OFFLOADING),
+    ("tensor parallel", 1_900_000, RECOMPUTING),
 )
 """Jobs with budgets and options of their rooms."""
+
+CHECKPOINTS = [
+    ("sharded transformer", "sharded transformer", 3_000_000),
+    ("tensor parallel", "tensor parallel", 2_500_000),
+]
 
 UNSEEN_BYTES = 1 << 18
 """What threads of the process group release unseen by the outside meter: what gathers weights and reduces gradients."""
 
-RELEASED_IN_THREADS = {"sharded convolutions": 1 << 40}
+RELEASED_IN_THREADS = {"sharded convolutions": 1 << 40, "tensor parallel": 1 << 40}
 """Cases in which these threads release activations."""
 
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory, profile: HardwareProfile) -> Found:
     """What each rank found in all jobs, plain and in rooms."""
-    return run_rooms(tmp_path_factory.mktemp("ranks"), ROOMS, profile)
+    return run_rooms(tmp_path_factory.mktemp("ranks"), ROOMS, profile, checkpoints=CHECKPOINTS)
 
 
 @pytest.mark.parametrize(("name", "budget"), [each[:2] for each in ROOMS])
@@ -54,10 +66,16 @@ def test_shards_train_to_the_same_bits_within_their_budgets(name: str, budget: i
     check_outcome(found[rank][name, None], found[rank][name, budget], budget, unseen_bytes)
 
 
-@pytest.mark.parametrize(("name", "budget"), [ROOMS[index][:2] for index in (0, 1, 3, 5, 7, 11)])
+@pytest.mark.parametrize(("name", "budget"), [ROOMS[index][:2] for index in (0, 1, 3, 5, 7, 11, 17)])
 def test_shards_follow_one_plan(name: str, budget: int, found: Found) -> None:
     plans = {results[name, budget].plan for results in found}
     assert len(plans) == 1 and plans != {""}
     for results in found:
         assert results[name, budget].modes[:3] == ["capture"] * 3
         assert set(results[name, budget].modes[-2:]) <= {"planned", "plain"}
+
+
+@pytest.mark.parametrize("name", [each[0] for each in CHECKPOINTS])
+def test_a_checkpoint_of_shards_is_saved_and_loaded_while_state_is_away(name: str, found: Found) -> None:
+    for results in found:
+        check_resumed(results[name, name])

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import os
 import pathlib
+import subprocess
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -390,6 +394,49 @@ def test_accelerate(tmp_path: pathlib.Path, profile: HardwareProfile) -> None:
     assert resumed.room is not None
     check_journal(resumed.room.journal(), budget, [Mode.PLANNED] * 6)
     resumed.close()
+
+
+def test_accelerate_saves_once_and_loads_at_any_time(tmp_path: pathlib.Path, profile: HardwareProfile) -> None:
+    """A plugin that prepares again is saved once; a state that is loaded inside a step is taken over after it."""
+    from accelerate import Accelerator
+
+    from elbowroom.integrations.accelerate import ElbowroomPlugin
+
+    accelerator = Accelerator(cpu=True)
+    plugin = ElbowroomPlugin(3 << 19, profile=profile, **QUICK)
+    for _ in range(2):
+        plugin.close()
+        model, optimizer = plugin.prepare(accelerator, net := make_net(), torch.optim.AdamW(net.parameters()))
+    for index in range(8):
+        model(torch.ones(256, WIDTH)).square().mean().backward()
+        if index == 6:
+            accelerator.save_state(str(tmp_path))
+            accelerator.load_state(str(tmp_path))  # inside the step, whose update is still to come
+        optimizer.step()
+        optimizer.zero_grad()
+    assert len(list(tmp_path.glob("custom_checkpoint_*"))) == 1
+    assert plugin.room is not None and plugin.room.journal().steps[-1].mode is Mode.PLANNED
+    plugin.close()
+
+
+def test_frameworks_on_two_ranks(tmp_path: pathlib.Path) -> None:
+    """As `torchrun` and `accelerate launch` start them: one plan for both, and the bits of the framework alone."""
+    root = pathlib.Path(__file__).parents[2]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    paths = os.pathsep.join(filter(None, (str(root / "src"), str(root), os.environ.get("PYTHONPATH"))))
+    environment = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
+    ended = subprocess.run(
+        [*command, str(root / "tests" / "launched.py"), str(tmp_path)], env=environment, capture_output=True, text=True,
+        timeout=240, check=False,
+    )  # fmt: skip
+    assert ended.returncode == 0, ended.stderr
+    one, other = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2))
+    assert one.keys() == other.keys() == {"train_accelerate", "train_transformers", "train_lightning"}
+    for framework, found in one.items():
+        assert found["plan"] == other[framework]["plan"] != ""
+        for each in (found, other[framework]):
+            assert each["same"] and each["is_within"] and each["moved"] > 0
+            assert each["modes"][-2:] == ["planned"] * 2
 
 
 def test_accelerate_needs_a_model_and_an_optimizer(profile: HardwareProfile) -> None:

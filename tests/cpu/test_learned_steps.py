@@ -27,12 +27,12 @@ def make(width: int = 64) -> tuple[nn.Module, torch.optim.Optimizer]:
     return model, torch.optim.Adam(model.parameters(), lr=1e-3)
 
 
-def train(model: nn.Module, optimizer: torch.optim.Optimizer, room: Any, indices: range) -> list[str]:
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, room: Any, indices: range, rows: int = 1024) -> list[str]:
     """Run steps, in a room or without; their losses in hexadecimal."""
     width = next(model.parameters()).shape[1]
     losses = []
     for index in indices:
-        batch = torch.randn(1024, width, generator=torch.Generator().manual_seed(index))
+        batch = torch.randn(rows, width, generator=torch.Generator().manual_seed(index))
         with room.step() if room is not None else torch.enable_grad():
             loss = model(batch).square().mean()
             loss.backward()
@@ -101,7 +101,7 @@ def test_the_plan_of_another_model_changes_nothing(learned: dict[str, Any], prof
     with elbowroom.fit(other, its_optimizer, BUDGET, profile=profile, **QUICK) as room:
         room.load_state_dict(learned["room"])
         assert train(other, its_optimizer, room, range(5)) == losses
-        assert room.journal().steps[0].mode is Mode.DRIFTED
+        assert room.journal().steps[0].mode is Mode.CAPTURE  # and not a plan of other parameters
         assert (room.journal().peak_bytes or 0) <= BUDGET
 
 
@@ -142,8 +142,8 @@ def test_op_times_come_along(
         assert times["an op"] == 0.25
 
 
-def test_a_plan_of_another_model_that_keeps_everything_is_not_trusted(profile: HardwareProfile) -> None:
-    """A step that fits is not watched; the first one of a room is, since it may be of a larger model."""
+def test_a_plan_of_other_batches_that_keeps_everything_is_not_trusted(profile: HardwareProfile) -> None:
+    """A step that fits is not watched; the first one of a room is, since it may be a larger one."""
     budget = 48 << 20
     model, optimizer = make()
     with elbowroom.fit(model, optimizer, budget, profile=profile, op_time_store=False) as room:
@@ -155,11 +155,11 @@ def test_a_plan_of_another_model_that_keeps_everything_is_not_trusted(profile: H
         room.load_state_dict(small)
         train(again, its_optimizer, room, range(3))
         assert [step.mode for step in room.journal().steps] == [Mode.PLANNED, Mode.PLAIN, Mode.PLAIN]
-    larger, its_optimizer = make(512)
-    plain, plain_optimizer = make(512)
-    with elbowroom.fit(larger, its_optimizer, budget, profile=profile, op_time_store=False) as room:
+    other, its_optimizer = make()
+    plain, plain_optimizer = make()
+    with elbowroom.fit(other, its_optimizer, budget, profile=profile, op_time_store=False) as room:
         room.load_state_dict(small)
-        losses = train(larger, its_optimizer, room, range(4))
+        losses = train(other, its_optimizer, room, range(4), rows=1 << 14)
         for step in room.journal().steps:
             assert step.mode is not Mode.PLAIN and step.peak_bytes is not None and step.peak_bytes <= budget
-    assert losses == train(plain, plain_optimizer, None, range(4))
+    assert losses == train(plain, plain_optimizer, None, range(4), rows=1 << 14)

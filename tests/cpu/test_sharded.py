@@ -69,9 +69,14 @@ def shard_flat(model: nn.Sequential) -> nn.Module:
 
 
 def distribute(model: nn.Sequential) -> nn.Module:
-    from torch.distributed.tensor import distribute_module, init_device_mesh
+    from torch.distributed.tensor import Replicate, distribute_module, distribute_tensor, init_device_mesh
 
-    return distribute_module(model, init_device_mesh("cpu", (1,)))
+    def spread(_: nn.Module, inputs: Any, mesh: Any) -> Any:
+        return tuple(distribute_tensor(each, mesh, [Replicate()]) for each in inputs)
+
+    return distribute_module(
+        model, init_device_mesh("cpu", (1,)), input_fn=spread, output_fn=lambda _, out, __: out.to_local()
+    )
 
 
 @pytest.mark.usefixtures("group")
@@ -81,7 +86,6 @@ def distribute(model: nn.Sequential) -> nn.Module:
     [
         (shard_flat, "it is sharded by FullyShardedDataParallel; use fully_shard"),
         (shard_and_offload, "fully_shard has an offload policy"),
-        (distribute, "parameter '0.0.weight' is a DTensor"),
     ],
 )
 def test_models_that_are_sharded_in_other_ways_are_refused(
@@ -96,7 +100,7 @@ def test_models_that_are_sharded_in_other_ways_are_refused(
 
 
 @pytest.mark.usefixtures("group")
-@pytest.mark.parametrize("shard", [shard_fully, shard_one_layer])
+@pytest.mark.parametrize("shard", [shard_fully, shard_one_layer, distribute])
 @pytest.mark.parametrize("budget", ["1GiB", "250KB"])
 def test_a_sharded_model_trains_alike(
     shard: Callable[[nn.Sequential], nn.Module], budget: str, profile: HardwareProfile
@@ -105,6 +109,41 @@ def test_a_sharded_model_trains_alike(
     found, peaks = train(shard(make()), budget, profile)
     assert found == plain
     assert max(peaks) <= 250_000 or budget == "1GiB"
+
+
+@pytest.mark.usefixtures("group")
+def test_what_autograd_saves_of_dtensors_leaves(profile: HardwareProfile) -> None:
+    """The state of this model takes most of the budget, so that what its layers save has to leave as well."""
+    model = distribute(make())
+    with elbowroom.fit(model, torch.optim.SGD(model.parameters()), "1GiB", profile=profile, **OPTIONS) as room:
+        for _ in range(3):
+            with room.step():
+                model(torch.ones(ROWS, WIDTH)).square().mean().backward()
+    assert room.planned is not None
+    trace = room.planned.trace
+    movable = [trace.storages[each].nbytes for each in trace.movable]
+    assert movable.count(4 * ROWS * WIDTH) >= 4  # the results of the layers
+
+
+@pytest.mark.usefixtures("group")
+@pytest.mark.parametrize("is_managed", [False, True])
+def test_a_dtensor_that_was_written_to_is_not_used(is_managed: bool, profile: HardwareProfile) -> None:
+    from torch.distributed.tensor import DTensor, Replicate, init_device_mesh
+
+    model = make()
+    mesh = init_device_mesh("cpu", (1,))
+    with contextlib.ExitStack() as stack:
+        if is_managed:
+            optimizer = torch.optim.SGD(model.parameters())
+            stack.enter_context(room := elbowroom.fit(model, optimizer, "1GiB", profile=profile, **OPTIONS))
+            stack.enter_context(pytest.raises(RuntimeError, match="modified by an inplace operation"))
+            stack.enter_context(room.step())
+        else:
+            stack.enter_context(pytest.raises(RuntimeError, match="modified by an inplace operation"))
+        saved = DTensor.from_local(model(torch.ones(ROWS, WIDTH)), mesh, [Replicate()]).tanh()
+        with torch.no_grad():
+            saved.add_(1)
+        saved.sum().to_local().backward()
 
 
 @pytest.mark.usefixtures("group")

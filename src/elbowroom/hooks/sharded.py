@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 from typing import Any
 
@@ -13,33 +14,28 @@ from elbowroom.hooks.unsharded_weights import list_fsdp_parameters
 def find_sharded(model: torch.nn.Module) -> str:
     """Return why a model is sharded in a way that rooms do not manage, or "".
 
-    They manage `DistributedDataParallel`, and `fully_shard` without subclasses of its own. Only looks at modules that
-    are already imported: a sharded model has imported its library, and importing is slow.
+    They manage `DistributedDataParallel`, DTensors, and `fully_shard` without subclasses of its own. Only looks at
+    modules that are already imported: a sharded model has imported its library, and importing is slow.
     """
-    fsdp, tensor = sys.modules.get("torch.distributed.fsdp"), sys.modules.get("torch.distributed.tensor")
+    fsdp = sys.modules.get("torch.distributed.fsdp")
     for name, module in model.named_modules():
         if fsdp is not None and isinstance(module, fsdp.FullyShardedDataParallel):
             return f"{_name(name)} is sharded by FullyShardedDataParallel; use fully_shard"
-    managed = set()
     for each in list_fsdp_parameters(model):
-        managed.add(id(each.sharded_param))
-        if each.is_dtensor:
-            return f"parameter {each._param_fqn!r} is a DTensor besides being sharded by fully_shard"
         if each.offload_to_cpu:
             return "fully_shard has an offload policy, which room.step() takes the place of"
         if hasattr(each._sharded_local_tensor, "fsdp_post_all_gather"):
             return f"parameter {each._param_fqn!r} is of a class that gathers by functions of its own"
-    for name, parameter in model.named_parameters():
-        if tensor is not None and isinstance(parameter, tensor.DTensor) and id(parameter) not in managed:
-            return f"parameter {name!r} is a DTensor"
     return ""
 
 
 def list_shard_ranks(model: torch.nn.Module) -> set[int]:
-    """Return the ranks, in the default group, over which `fully_shard` has spread a model; empty without it."""
-    return {
-        rank for each in list_fsdp_parameters(model) for rank in each.sharded_param.device_mesh.mesh.flatten().tolist()
-    }
+    """Return the ranks, in the default group, over which DTensors spread a model; empty without these."""
+    tensor = sys.modules.get("torch.distributed.tensor")
+    if tensor is None:
+        return set()
+    meshes = (each.device_mesh for each in model.parameters() if isinstance(each, tensor.DTensor))
+    return {rank for mesh in dict.fromkeys(meshes) for rank in mesh.mesh.flatten().tolist()}
 
 
 def is_sharded(model: torch.nn.Module) -> bool:
@@ -56,6 +52,15 @@ def find_replicas(model: torch.nn.Module) -> tuple[Any, ...]:
     if "torch.distributed" not in sys.modules:
         return ()
     return tuple(each for each in model.modules() if isinstance(each, torch.nn.parallel.DistributedDataParallel))
+
+
+def find_wrapper(model: torch.nn.Module) -> torch.nn.Module:
+    """Return the `DistributedDataParallel` module around a model that a framework passes without it; else the model."""
+    if "torch.distributed" not in sys.modules or not torch.distributed.is_initialized():
+        return model
+    wrapper = torch.nn.parallel.DistributedDataParallel
+    found = (each for each in gc.get_objects() if type(each) is wrapper and each.module is model)
+    return next(found, model)
 
 
 def list_bucketed(model: torch.nn.Module) -> list[torch.nn.Parameter]:

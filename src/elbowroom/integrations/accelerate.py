@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import torch
@@ -42,6 +43,8 @@ class ElbowroomPlugin:
         self._profile = profile
         self._options = options
         self._steps: OptimizerSteps | None = None
+        self._registered_with: weakref.WeakSet[Accelerator] = weakref.WeakSet()
+        self._learned: dict[str, Any] = {}  # to be taken over after this step
         self.room: Room | None = None
 
     def prepare(self, accelerator: Accelerator, *objects: Any, **options: Any) -> Any:
@@ -65,8 +68,10 @@ class ElbowroomPlugin:
         model = models[0] if len(models) == 1 else torch.nn.ModuleList(models)
         self.room = fit(model, optimizers, self._memory_budget, profile=self._profile, **self._options)
         self._profile = self.room.profile
-        self._steps = OptimizerSteps(self.room, model, optimizers)
-        accelerator.register_for_checkpointing(self)
+        self._steps = OptimizerSteps(self.room, model, optimizers, after_step=self._take_over)
+        if accelerator not in self._registered_with:
+            self._registered_with.add(accelerator)
+            accelerator.register_for_checkpointing(self)
         return prepared
 
     def metrics(self) -> dict[str, int | float]:
@@ -78,12 +83,19 @@ class ElbowroomPlugin:
         return {} if self.room is None else self.room.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over what an earlier run has learned; called by `accelerator.load_state`."""
-        if self.room is not None and state_dict:
-            self.room.load_state_dict(state_dict)
+        """Take over what an earlier run has learned, after the step if one runs; called by `accelerator.load_state`."""
+        self._learned = state_dict
+        if self._steps is not None and not self._steps.is_running:
+            self._take_over()
 
     def close(self) -> None:
         """Let go of the loop: the model can be trained without a budget, or prepared anew."""
         if self._steps is not None:
             self._steps.close()
             self._steps = None
+        self._learned = {}
+
+    def _take_over(self) -> None:
+        learned, self._learned = self._learned, {}
+        if self.room is not None and learned:
+            self.room.load_state_dict(learned)

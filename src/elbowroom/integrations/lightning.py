@@ -57,7 +57,8 @@ class ElbowroomCallback(Callback):
             UsageError, Infeasible: as for `elbowroom.fit`.
         """
         self._close(None)
-        self.room = fit(pl_module, trainer.optimizers, self._memory_budget, profile=self._profile, **self._options)
+        model = trainer.model or pl_module  # in the wrapper of the Trainer's strategy, if there is one
+        self.room = fit(model, trainer.optimizers, self._memory_budget, profile=self._profile, **self._options)
         self._profile = self.room.profile
         if self._learned is not None:
             self.room.load_state_dict(self._learned)

@@ -14,6 +14,7 @@ from transformers import TrainerCallback
 
 from elbowroom.api import fit
 from elbowroom.errors import TraceError
+from elbowroom.hooks.sharded import find_wrapper
 from elbowroom.integrations.logged_metrics import list_metrics
 from elbowroom.integrations.optimizer_steps import unwrap_optimizer
 from elbowroom.ir.hardware import HardwareProfile
@@ -72,7 +73,8 @@ class ElbowroomCallback(TrainerCallback):
         """
         self._close()
         optimizer = unwrap_optimizer(kwargs["optimizer"])
-        self.room = fit(kwargs["model"], optimizer, self._memory_budget, profile=self._profile, **self._options)
+        model = find_wrapper(kwargs["model"])
+        self.room = fit(model, optimizer, self._memory_budget, profile=self._profile, **self._options)
         self._profile = self.room.profile
         if state.global_step:
             self._resume(args, state)

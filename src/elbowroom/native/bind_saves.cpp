@@ -21,6 +21,26 @@ namespace {
 
 py::object find_residence_or_none(const StorageRecordPtr& record) { return record ? find_residence(record) : py::none(); }
 
+// Takes a tensor apart by a function in Python.
+std::optional<SavedTensors::Opened> open_by(const std::shared_ptr<c10::SafePyObject>& open, const at::Tensor& tensor) {
+  const PythonCall python;
+  std::optional<SavedTensors::Opened> opened;
+  python.make([&]() -> py::object {
+    const auto ask = py::reinterpret_borrow<py::object>(open->ptr(getPyInterpreter()));
+    const py::object found = ask(wrap(tensor));
+    if (found.is_none()) return found;
+    opened.emplace();
+    opened->inner = THPVariable_Unpack(found.attr("local").ptr());
+    opened->close = [close = share(found.attr("close"))](const at::Tensor& inner) {
+      const PythonCall python;
+      const auto make = [&] { return py::reinterpret_borrow<py::object>(close->ptr(getPyInterpreter()))(wrap(inner)); };
+      return THPVariable_Unpack(python.make(make).ptr());
+    };
+    return py::none();
+  });
+  return opened;
+}
+
 std::shared_ptr<SavedTensors> make_saved_tensors(
     const std::shared_ptr<OpWatch>& watch, const std::string& device, const py::object& host,
     std::vector<std::shared_ptr<Timetable>> known, int64_t least_bytes) {
@@ -45,6 +65,8 @@ std::shared_ptr<SavedTensors> make_saved_tensors(
     return given;
   };
   callbacks.change = [change](const std::string& why) { change.call([&](const py::object& tell) { tell(why); }); };
+  callbacks.open = [open = share(py::module_::import("elbowroom.hooks.wrapped_saves").attr("open_wrapper"))](
+                       const at::Tensor& tensor) { return open_by(open, tensor); };
   std::vector<TimetablePtr> traces(known.begin(), known.end());
   auto made = std::make_shared<SavedTensors>(
       watch, c10::Device(device), std::move(callbacks), std::move(traces), least_bytes);

@@ -17,12 +17,11 @@ namespace elbowroom {
 namespace {
 
 // With hooks, PyTorch does not check versions itself. Throws PyTorch's message.
-void check_version(const Save& save) {
-  const int64_t version = save.tensor._version();
+void check_version(const at::Tensor& tensor, int64_t version, int64_t expected) {
   TORCH_CHECK(
-      version == save.version, "one of the variables needed for gradient computation has been modified by an inplace "
-      "operation: a ", save.tensor.dtype(), " tensor of shape ", save.tensor.sizes(), " is at version ", version,
-      "; expected version ", save.version, " instead");
+      version == expected, "one of the variables needed for gradient computation has been modified by an inplace "
+      "operation: a ", tensor.dtype(), " tensor of shape ", tensor.sizes(), " is at version ", version,
+      "; expected version ", expected, " instead");
 }
 
 template <typename Slot>
@@ -60,12 +59,31 @@ class SavedTensors::Hooks final : public torch::autograd::SavedVariableHooks {
     if (save_) step_->give_up(save_);
   }
 
-  void call_pack_hook(const at::Tensor& tensor) override { save_ = step_->save(tensor); }
-  at::Tensor call_unpack_hook() override { return step_->need(save_); }
+  void call_pack_hook(const at::Tensor& tensor) override {
+    std::optional<Opened> opened;
+    if (is_subclass(tensor)) opened = step_->callbacks_.open(tensor);
+    if (!opened) {
+      save_ = step_->save(tensor);
+      return;
+    }
+    close_ = std::move(opened->close);
+    counter_ = tensor.unsafeGetTensorImpl()->version_counter();
+    version_ = tensor._version();
+    save_ = step_->save(opened->inner);
+  }
+  at::Tensor call_unpack_hook() override {
+    const at::Tensor found = step_->need(save_);
+    if (!close_) return found;
+    check_version(found, counter_.current_version(), version_);
+    return close_(found);
+  }
 
  private:
   const std::shared_ptr<SavedTensors> step_;
   SavePtr save_;
+  std::function<at::Tensor(const at::Tensor&)> close_;  // makes the wrapping tensor, if only the inner one is saved
+  c10::VariableVersion counter_;                        // of the wrapping tensor
+  int64_t version_ = 0;
 };
 
 SavedTensors::SavedTensors(
@@ -127,7 +145,7 @@ at::Tensor SavedTensors::need(const SavePtr& save) {
     const std::lock_guard<std::mutex> guard(mutex_);
     index = needs_++;
     if (save->tensor.defined()) {
-      check_version(*save);
+      check_version(save->tensor, save->tensor._version(), save->version);
       kept = save->tensor;
       if (is_logging_ && log_need(index, *save)) return kept;
     }

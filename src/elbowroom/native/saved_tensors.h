@@ -12,6 +12,7 @@
 #include <functional>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <unordered_set>
 #include <vector>
@@ -44,6 +45,11 @@ class SavedTensors {
     PythonObject handle;
     bool stays = true;  // the tensor is kept as it is
   };
+  // A tensor that wraps another one, and what makes it of that again.
+  struct Opened {
+    at::Tensor inner;
+    std::function<at::Tensor(const at::Tensor&)> close;
+  };
   struct Callbacks {
     // A tensor is saved. Arguments: index of the save, tensor, and record (null for tensors that are not plain).
     std::function<Answer(int64_t, const at::Tensor&, const StorageRecordPtr&)> save;
@@ -51,6 +57,8 @@ class SavedTensors {
     std::function<at::Tensor(int64_t, const SavePtr&)> need;
     // The step differs from the expected one. Argument: the reason.
     std::function<void(const std::string&)> change;
+    // Takes a tensor of a subclass apart, if it wraps one that may come to move.
+    std::function<std::optional<Opened>(const at::Tensor&)> open;
   };
   enum class Event : uint8_t { SAVED, NEEDED, FREED };
   struct Entry {

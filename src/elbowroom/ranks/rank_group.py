@@ -72,13 +72,18 @@ class RankGroup:
             what: what the ranks exchange, for messages.
 
         Raises:
-            RankLost: some rank has ended, or does not come in time; names it.
+            RankLost: some rank has ended, does not come in time, or exchanges something else; names it.
         """
         self._enter(what)
         found: list[Any] = [None] * self.size
         with self._explaining():
-            dist.all_gather_object(found, value, group=self._group)
-        return found
+            dist.all_gather_object(found, (what, value), group=self._group)
+        if other := next(((rank, there) for rank, (there, _) in enumerate(found) if there != what), None):
+            raise RankLost(
+                f"rank {self.rank} is at {what}, and rank {other[0]} at {other[1]}: call elbowroom.fit, room.step and "
+                "room.set_budget on all ranks in the same order"
+            )
+        return [each for _, each in found]
 
     def make_once(self, what: str, leader: int, make: Callable[[], Value]) -> Value:
         """Have one rank make a value, and return it on every rank. Every rank must call it.

@@ -19,6 +19,7 @@ from typing import Any
 
 from elbowroom.ranks.agreement import Greeting
 from elbowroom.ranks.rank_group import RankGroup
+from elbowroom.ranks.thread_activity import ThreadActivity
 
 logger = logging.getLogger(__name__)
 
@@ -53,6 +54,8 @@ class RankMonitor:
         self._failure = ""
         self._steps = 0
         self._is_closed = threading.Event()
+        self._activity: ThreadActivity | None = None  # of the thread that runs a step
+        self._is_stuck = False
         self.is_waiting = False
         self._beats = 0
         self._beat()
@@ -67,6 +70,7 @@ class RankMonitor:
             with contextlib.suppress(RuntimeError):
                 self._store.compare_set(self._failed_key, self._failure, "")
             self._failure = ""
+        self._activity = ThreadActivity()
         self.is_waiting = True
 
     def note_failure(self, error: BaseException) -> None:
@@ -105,6 +109,8 @@ class RankMonitor:
         """End with the program."""
         error = getattr(sys, "last_value", None)
         if error is not None and not self._failure:
+            if "gloo" in str(error) and (cause := self.find_cause(GRACE_SECONDS)):  # outside of a step
+                print(f"elbowroom: rank {self._group.rank} noticed that {cause}", file=sys.stderr, flush=True)
             self.note_failure(error)
         self.close()
 
@@ -117,6 +123,8 @@ class RankMonitor:
                 self._beat()
                 key = self._name_beat(next_rank)
                 beat = self._store.get(key).decode() if self._store.check([key]) else ""
+                self._note_stuck()
+                stuck = self._find_all_stuck()
             except RuntimeError as error:
                 logger.debug("the store of the process group is gone: %s", error)
                 return
@@ -126,10 +134,33 @@ class RankMonitor:
             failure = self._find_failure()
             if not failure and now - heard > self._group.timeout_seconds:
                 failure = f"rank {next_rank} gives no sign of life for {now - heard:.0f} s; its last: {last}"
+            failure = failure or stuck
             # Once a step has an error, the program handles it.
             noticed = min(noticed, now) if failure and self.is_waiting else math.inf
             if now - noticed > GRACE_SECONDS:
                 self._end_job(failure)
+
+    def _note_stuck(self) -> None:
+        """Tell the others whether this rank waits in a step, and where."""
+        activity = self._activity if self.is_waiting else None
+        is_stuck = activity is not None and activity.look() > self._group.timeout_seconds
+        if is_stuck != self._is_stuck:
+            self._is_stuck = is_stuck
+            place = activity.describe_place() if is_stuck and activity is not None else ""
+            self._store.set(self._name_stuck(self._group.rank), place)
+
+    def _find_all_stuck(self) -> str:
+        """Return where all ranks wait, if none of them can go on; else ""."""
+        if not self._is_stuck:
+            return ""
+        keys = [self._name_stuck(rank) for rank in range(self._group.size)]
+        if not self._store.check(keys):
+            return ""
+        places = [self._store.get(key).decode() for key in keys]
+        if not all(places):
+            return ""
+        listed = ", ".join(f"rank {rank} at {place}" for rank, place in enumerate(places))
+        return f"no rank has run for {self._group.timeout_seconds:g} s: {listed}"
 
     def _end_job(self, failure: str) -> None:
         """End a step that waits for a rank that will not come: gloo cannot be interrupted."""
@@ -144,6 +175,9 @@ class RankMonitor:
 
     def _name_beat(self, rank: int) -> str:
         return f"{self._group.prefix}/beat/{rank}"
+
+    def _name_stuck(self, rank: int) -> str:
+        return f"{self._group.prefix}/stuck/{rank}"
 
     def _find_ended(self) -> str:
         """Return which rank on this machine has ended; "" if none."""

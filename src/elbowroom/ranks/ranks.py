@@ -110,8 +110,11 @@ def find_members(model: torch.nn.Module) -> tuple[int, ...]:
     """Return the ranks that train a model together, in the default group; empty if it is trained by one process."""
     if not dist.is_available() or not dist.is_initialized() or not dist.is_gloo_available():
         return ()
-    found = {rank for each in find_replicas(model) for rank in dist.get_process_group_ranks(each.process_group)}
-    found |= list_shard_ranks(model)
+    replicas = {rank for each in find_replicas(model) for rank in dist.get_process_group_ranks(each.process_group)}
+    shards = list_shard_ranks(model)
+    found = replicas | shards
+    if replicas and shards and found not in (replicas, shards):
+        found = set(range(dist.get_world_size()))  # replicas of shards: other ranks are linked by those of this one
     return tuple(sorted(found)) if len(found) > 1 else ()
 
 
