@@ -155,9 +155,7 @@ def count_unneeded_bytes(problem: Problem) -> Integers:
     trace = replay.trace
     lowest = make_lowest(problem.drafter, problem.budget_bytes, Manages.EVERYTHING)
     free = [
-        decision
-        for decision in lowest.state
-        if not trace.is_reloaded(trace.state_gaps[decision.storage][decision.gap])
+        decision for decision in lowest.state if not trace.is_reloaded(trace.state_gaps[decision.storage][decision.gap])
     ]
     found = np.zeros(trace.end, dtype=np.int64)
     for storage, spans in list_away(trace, dataclasses.replace(lowest, state=tuple(free))).items():
