@@ -12,6 +12,7 @@ import torch
 from torch._ops import OpOverload
 
 from elbowroom.ir.slicing import Loop, SlicePass, iterate_slices
+from elbowroom.slicing.bits import equal_bits
 from elbowroom.slicing.bounds import (
     Parts,
     count_parts,
@@ -19,16 +20,13 @@ from elbowroom.slicing.bounds import (
     narrow_result,
 )
 from elbowroom.slicing.calls import adapt, describe_results, run_pass
+from elbowroom.slicing.draws import draw_arguments
 from elbowroom.slicing.exactness_store import Exactness, ExactnessStore, describe_pass
 from elbowroom.slicing.op_call import OpCall, bind, find_target
-from elbowroom.slicing.random_data import Values, fill_reads, make_statistics
-from elbowroom.slicing.registry import check_passes, list_rules
+from elbowroom.slicing.random_data import count_elements, make_statistics
+from elbowroom.slicing.registry import check_passes
 from elbowroom.slicing.rule import Alternatives
-
-_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-SMALL = 1 << 16
-"""Elements up to which an op is probed with several draws, since few sums could agree by chance."""
+from elbowroom.slicing.vector_ends import are_whole_vectors, find_telling
 
 WIDE = 64
 """Least elements of a smaller op along a dimension whose elements are adjacent in memory. Kernels compute several
@@ -150,6 +148,8 @@ def _probe_smaller(call: OpCall, slice_pass: SlicePass, ranges: Ranges, limit_by
         is_blocked = is_adjacent or (str(call.op) == CONVOLUTION_BACKWARD and not _is_over_batch(loop))
         if is_blocked and len(slices) > 1 and min(end - begin for begin, end in slices) < NARROW:
             return Exactness.TOO_LARGE
+    if find_telling(call) and not _are_whole_vectors(call, slice_pass, ranges):
+        return Exactness.TOO_LARGE
     while (kept := [_keep_half(*each) for each in zip(ranges, are_adjacent, strict=True)]) != ranges:
         ranges = kept
         shares = (each[-1][1] / max(1, loop.length) for each, loop in zip(ranges, slice_pass.loops, strict=True))
@@ -160,6 +160,12 @@ def _probe_smaller(call: OpCall, slice_pass: SlicePass, ranges: Ranges, limit_by
             inexact = _find_inexact(described, {part: ranges}, call.reads[0].device)
             return Exactness.INEXACT if inexact else Exactness.PROVEN_ON_SMALLER_BATCH
     return Exactness.TOO_LARGE
+
+
+def _are_whole_vectors(call: OpCall, slice_pass: SlicePass, ranges: Ranges) -> bool:
+    (loop,), (slices,) = slice_pass.loops, ranges
+    unit = call.reads[0].numel() // max(1, loop.length)
+    return are_whole_vectors(call, {(end - begin) * unit for begin, end in slices})
 
 
 def _is_adjacent(call: OpCall, slice_pass: SlicePass, loop: Loop) -> bool:
@@ -201,12 +207,25 @@ def _shrink(call: OpCall, slice_pass: SlicePass, kept: Ranges) -> tuple[OpCall, 
     tensors = [_describe(each) for each in call.reads]
     if bounds != tuple((0, loop.length) for loop in slice_pass.loops):
         views = [narrow_read(each, index, slice_pass, bounds) for index, each in enumerate(tensors)]
-        tensors = [torch.empty_like(each, memory_format=torch.preserve_format) for each in views]
+        tensors = [_keep_gaps(*each) for each in zip(tensors, views, strict=True)]
     args, kwargs = call.order(adapt(described, slice_pass, bounds, tensors))
     loops = tuple(
         dataclasses.replace(loop, length=end) for loop, (_, end) in zip(slice_pass.loops, bounds, strict=True)
     )
     return bind(call.op, args, kwargs), dataclasses.replace(slice_pass, loops=loops)
+
+
+def _keep_gaps(whole: torch.Tensor, view: torch.Tensor) -> torch.Tensor:
+    """Return a tensor of a view's shape, with the same gaps between its rows, and elements, as the whole one has."""
+    strides = list(whole.stride())
+    past, new_past = 1, 1  # elements of the dimensions so far, gaps included
+    for dimension in sorted(range(whole.ndim), key=lambda each: (whole.stride(each), whole.shape[each])):
+        gap = whole.stride(dimension) - past
+        if whole.stride(dimension) == 0 or gap < 0:
+            continue  # elements overlap, as those of an expanded tensor
+        strides[dimension] = new_past + gap
+        past, new_past = whole.stride(dimension) * whole.shape[dimension], strides[dimension] * view.shape[dimension]
+    return torch.empty_strided(view.shape, strides, dtype=whole.dtype, device="meta")
 
 
 def _describe(tensor: torch.Tensor) -> torch.Tensor:
@@ -216,13 +235,15 @@ def _describe(tensor: torch.Tensor) -> torch.Tensor:
 def _count_bytes(call: OpCall, slice_pass: SlicePass, ranges: Ranges, results: Sequence[torch.Tensor]) -> int:
     """Return the bytes that a comparison holds at most: arguments and results, and those of one slice."""
     largest = tuple(max(each, key=lambda bounds: bounds[1] - bounds[0]) for each in ranges)
-    tensors = [*call.reads, *results]
+    tensors = list(results)
     tensors += [narrow_read(call.reads[index], index, slice_pass, largest) for index in slice_pass.reads]
     tensors += [narrow_result(results[index], index, slice_pass, largest) for index in slice_pass.results]
     target = find_target(call)
     if target is not None:
-        tensors.append(call.reads[target])
-    return sum(each.numel() * each.element_size() for each in tensors)
+        tensors.append(call.reads[target])  # its clone
+    return sum(count_elements(each) * each.element_size() for each in call.reads) + sum(
+        each.numel() * each.element_size() for each in tensors
+    )
 
 
 def _find_inexact(call: OpCall, cuts: Mapping[SlicePass, Ranges], device: torch.device) -> set[SlicePass]:
@@ -230,16 +251,16 @@ def _find_inexact(call: OpCall, cuts: Mapping[SlicePass, Ranges], device: torch.
 
     All differ if the op's results have other strides than described: later ops might choose other kernels for them.
     """
-    strides = [each.stride() for each in describe_results(call, device)]
-    generator = torch.Generator(device).manual_seed(0)
-    is_small = sum(each.numel() for each in call.reads) <= SMALL
+    results = describe_results(call, device)
+    strides = [each.stride() for each in results]
+    compared = [results[index] for index in sorted({index for each in cuts for index in each.results})]
     inexact: set[SlicePass] = set()
-    for values in (*([Values.NORMAL] * (4 if is_small else 1)), Values.EXTREME):
+    for reads in draw_arguments(call, compared, device):
         left = {each: ranges for each, ranges in cuts.items() if each not in inexact}
-        if left:
-            reads = fill_reads(call, list_rules()[str(call.op)], values, generator, device)
-            inexact |= _compare(call, left, strides, reads)
-            del reads  # before the next draw
+        if not left:
+            break
+        inexact |= _compare(call, left, strides, reads)
+        del reads  # before the next draw
     return inexact
 
 
@@ -273,18 +294,3 @@ def _is_same(
         if not equal_bits(narrow_result(expected[index], index, slice_pass, bounds), tensor):
             return False
     return all(equal_bits(expected_statistics[name], tensor) for name, tensor in statistics.items())
-
-
-def equal_bits(first: torch.Tensor, second: torch.Tensor) -> bool:
-    """Tell whether two tensors have the same shape, dtype and bits, where any two NaN are equal."""
-    if (first.shape, first.dtype) != (second.shape, second.dtype):
-        return False
-    if first.is_complex():
-        first, second = torch.view_as_real(first), torch.view_as_real(second)
-    if not first.is_floating_point():
-        return torch.equal(first, second)
-    integers = _INTEGERS[first.element_size()]
-    if torch.equal(first.view(integers), second.view(integers)):
-        return True
-    same = (first == second) & (first.signbit() == second.signbit())
-    return bool((same | (first.isnan() & second.isnan())).all())
