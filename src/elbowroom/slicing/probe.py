@@ -26,15 +26,15 @@ from elbowroom.slicing.op_call import OpCall, bind, find_target
 from elbowroom.slicing.random_data import count_elements, make_statistics
 from elbowroom.slicing.registry import check_passes
 from elbowroom.slicing.rule import Alternatives
-from elbowroom.slicing.vector_ends import are_whole_vectors, find_telling
+from elbowroom.slicing.vector_ends import ACROSS, ELEMENTWISE, are_whole_vectors, ends_within_vector, find_telling
 
 WIDE = 64
-"""Least elements of a smaller op along a dimension whose elements are adjacent in memory. Kernels compute several
-vectors of these at a time, and fewer in another way."""
+"""Least elements of a smaller op that lie beside each other along a loop and the dimensions within it. Kernels compute
+several vectors of these at a time, and fewer in another way."""
 
 NARROW = 16
-"""Narrower slices along such a dimension, and along the channels of a convolution's weight gradient, are compared with
-the whole op only: kernels have special ways for these."""
+"""Slices with fewer such elements, or fewer channels of a convolution's weight gradient, are compared with the
+whole op only: kernels have special ways for these."""
 
 CONVOLUTION_BACKWARD = "aten.convolution_backward.default"
 
@@ -129,6 +129,9 @@ def _probe(call: OpCall, cuts: Mapping[SlicePass, Ranges], limit_bytes: float) -
     answers: dict[SlicePass, Exactness] = {}
     together: dict[SlicePass, Ranges] = {}
     for slice_pass, ranges in cuts.items():
+        if str(call.op) in ACROSS and ends_within_vector(call, slice_pass.loops[0].reads[0], ranges[0]):
+            answers[slice_pass] = Exactness.INEXACT
+            continue
         described, part = _shrink(call, slice_pass, ranges)
         if _count_bytes(described, part, ranges, describe_results(described)) <= limit_bytes:
             together[slice_pass] = ranges
@@ -143,14 +146,17 @@ def _probe(call: OpCall, cuts: Mapping[SlicePass, Ranges], limit_bytes: float) -
 
 def _probe_smaller(call: OpCall, slice_pass: SlicePass, ranges: Ranges, limit_bytes: float) -> Exactness:
     """Probe a pass with as many of its slices as fit, and the op that they make up."""
-    are_adjacent = [_is_adjacent(call, slice_pass, loop) for loop in slice_pass.loops]
-    for loop, slices, is_adjacent in zip(slice_pass.loops, ranges, are_adjacent, strict=True):
-        is_blocked = is_adjacent or (str(call.op) == CONVOLUTION_BACKWARD and not _is_over_batch(loop))
-        if is_blocked and len(slices) > 1 and min(end - begin for begin, end in slices) < NARROW:
+    is_pointwise = str(call.op) in ELEMENTWISE
+    inner = [WIDE if is_pointwise else _count_inner(call, slice_pass, loop) for loop in slice_pass.loops]
+    for loop, slices, elements in zip(slice_pass.loops, ranges, inner, strict=True):
+        if str(call.op) == CONVOLUTION_BACKWARD and not _is_over_batch(loop):
+            elements = 1
+        if elements < WIDE and len(slices) > 1 and min(end - begin for begin, end in slices) * elements < NARROW:
             return Exactness.TOO_LARGE
     if find_telling(call) and not _are_whole_vectors(call, slice_pass, ranges):
         return Exactness.TOO_LARGE
-    while (kept := [_keep_half(*each) for each in zip(ranges, are_adjacent, strict=True)]) != ranges:
+    least = [1 if _is_over_batch(loop) or is_pointwise else NARROW for loop in slice_pass.loops]
+    while (kept := [_keep_half(*each) for each in zip(ranges, inner, least, strict=True)]) != ranges:
         ranges = kept
         shares = (each[-1][1] / max(1, loop.length) for each, loop in zip(ranges, slice_pass.loops, strict=True))
         if math.prod(shares) < LEAST_SHARE:
@@ -168,14 +174,22 @@ def _are_whole_vectors(call: OpCall, slice_pass: SlicePass, ranges: Ranges) -> b
     return are_whole_vectors(call, {(end - begin) * unit for begin, end in slices})
 
 
-def _is_adjacent(call: OpCall, slice_pass: SlicePass, loop: Loop) -> bool:
-    """Tell whether a loop narrows one of the largest tensors along a dimension with adjacent elements in memory."""
+def _count_inner(call: OpCall, slice_pass: SlicePass, loop: Loop) -> int:
+    """Return the elements beside each other in memory that one step of a loop takes of the largest tensors; at most
+    `WIDE`."""
     results = describe_results(call)
     pairs = [(call.reads[index], loop.reads[index]) for index in slice_pass.reads]
     pairs += [(results[index], loop.writes[index]) for index in slice_pass.results]
     narrowed = [(tensor, dimension) for tensor, dimension in pairs if dimension is not None]
     most = max((tensor.numel() for tensor, _ in narrowed), default=0)
-    return any(tensor.stride(dimension) == 1 and 2 * tensor.numel() >= most for tensor, dimension in narrowed)
+    inner = [_count_within(*each) for each in narrowed if 2 * each[0].numel() >= most]
+    return min([WIDE, *inner])
+
+
+def _count_within(tensor: torch.Tensor, dimension: int) -> int:
+    """Return the elements of the dimensions that lie closer in memory: kernels often see these as one with it."""
+    dimensions = zip(tensor.shape, tensor.stride(), strict=True)
+    return max(1, math.prod(size for size, stride in dimensions if stride < tensor.stride(dimension)))
 
 
 def _is_over_batch(loop: Loop) -> bool:
@@ -183,10 +197,14 @@ def _is_over_batch(loop: Loop) -> bool:
     return all(dimension in (None, 0) for dimension in (*loop.reads, *loop.writes))
 
 
-def _keep_half(slices: list[tuple[int, int]], is_adjacent: bool) -> list[tuple[int, int]]:
-    """Return the first half of a loop's slices, at least two of them, and `WIDE` elements if these are adjacent."""
+def _keep_half(slices: list[tuple[int, int]], inner: int, least: int) -> list[tuple[int, int]]:
+    """Return the first half of a loop's slices, at least two of them, with `WIDE` elements beside each other.
+
+    Args:
+        least: elements that are kept along the loop. Kernels are also chosen by the number of channels.
+    """
     count = min(len(slices), max(2, len(slices) // 2))
-    while is_adjacent and count < len(slices) and slices[count - 1][1] < WIDE:
+    while count < len(slices) and (slices[count - 1][1] * inner < WIDE or slices[count - 1][1] < least):
         count += 1
     return slices[:count]
 

@@ -15,10 +15,12 @@ import torch
 from elbowroom.slicing.bits import find_differing
 from elbowroom.slicing.op_call import OpCall, find_target
 from elbowroom.slicing.random_data import Values, count_elements, fill
-from elbowroom.slicing.rules import pointwise
+from elbowroom.slicing.rules import pointwise, softmax
 
 SAMPLES = 1 << 13
-"""Arguments that are tried, for each distribution."""
+"""Arguments that are tried, for each distribution; `ROUNDED` times as many of 16 bits, which hide most differences."""
+
+ROUNDED = 16
 
 STEP_BYTES = 128
 """Bytes of the vectors that a loop computes at a time, or a multiple of them."""
@@ -28,6 +30,9 @@ GRAIN = 32768
 
 ELEMENTWISE = frozenset(pointwise.RULES)
 """Ops that compute each element by itself."""
+
+ACROSS = frozenset(softmax.RULES)
+"""Ops that compute vectors across rows if they reduce another dimension than the last."""
 
 _found: dict[str, list[torch.Tensor] | None] = {}
 
@@ -54,13 +59,14 @@ def find_telling(call: OpCall) -> list[torch.Tensor] | None:
 
 def _search(call: OpCall, varies: Sequence[bool]) -> list[torch.Tensor] | None:
     generator = torch.Generator().manual_seed(0)
+    count = SAMPLES * (ROUNDED if min(each.element_size() for each in call.reads) == 2 else 1)
     kept = []
     for values in (Values.NORMAL, Values.WIDE, Values.EXTREME):
         samples = []
         for each, does_vary in zip(call.reads, varies, strict=True):
-            made = torch.empty(SAMPLES if does_vary else 1, dtype=each.dtype)
+            made = torch.empty(count if does_vary else 1, dtype=each.dtype)
             fill(made, 2, values, generator)
-            samples.append(made.expand(SAMPLES))
+            samples.append(made.expand(count))
         try:
             vectors = _run(call, [each.clone(memory_format=torch.contiguous_format) for each in samples])
             singles = _run(call, [torch.stack([each, each], 1)[:, 0] for each in samples])  # gaps: single elements
@@ -102,6 +108,21 @@ def are_whole_vectors(call: OpCall, sizes: Iterable[int]) -> bool:
         return False
     step = STEP_BYTES // min(each.element_size() for each in call.reads)
     return all(_is_whole(each, step) for each in (first.numel(), *sizes))
+
+
+def ends_within_vector(call: OpCall, dimension: int | None, slices: Iterable[tuple[int, int]]) -> bool:
+    """Tell whether slices along a dimension of an op in `ACROSS` end within a vector, or the whole op does.
+
+    Few elements then have other bits, for few values: a probe would miss them.
+    """
+    first = call.reads[0]
+    reduced = call["dim"] % max(first.ndim, 1)
+    if dimension is None or dimension < reduced or first.device.type != "cpu":
+        return False
+    inner = math.prod(first.shape[reduced + 1 :])
+    step = STEP_BYTES // min(each.element_size() for each in call.reads)
+    lengths = {inner, *(inner // max(1, first.shape[dimension]) * (end - begin) for begin, end in slices)}
+    return len(lengths) > 1 and any(each % step for each in lengths)
 
 
 def _is_whole(elements: int, step: int) -> bool:
