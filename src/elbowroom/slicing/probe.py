@@ -26,6 +26,7 @@ from elbowroom.slicing.op_call import OpCall, bind, find_target
 from elbowroom.slicing.random_data import count_elements, make_statistics
 from elbowroom.slicing.registry import check_passes
 from elbowroom.slicing.rule import Alternatives
+from elbowroom.slicing.rules import interpolation
 from elbowroom.slicing.vector_ends import ACROSS, ELEMENTWISE, are_whole_vectors, ends_within_vector, find_telling
 
 WIDE = 64
@@ -35,6 +36,9 @@ several vectors of these at a time, and fewer in another way."""
 NARROW = 16
 """Slices with fewer such elements, or fewer channels of a convolution's weight gradient, are compared with the
 whole op only: kernels have special ways for these."""
+
+BY_CHANNELS = frozenset(interpolation.RULES)
+"""Ops whose kernels are chosen by the number of channels: more than a few, or not (8, in PyTorch 2.13)."""
 
 CONVOLUTION_BACKWARD = "aten.convolution_backward.default"
 
@@ -155,7 +159,7 @@ def _probe_smaller(call: OpCall, slice_pass: SlicePass, ranges: Ranges, limit_by
             return Exactness.TOO_LARGE
     if find_telling(call) and not _are_whole_vectors(call, slice_pass, ranges):
         return Exactness.TOO_LARGE
-    least = [1 if _is_over_batch(loop) or is_pointwise else NARROW for loop in slice_pass.loops]
+    least = [NARROW if str(call.op) in BY_CHANNELS and not _is_over_batch(loop) else 1 for loop in slice_pass.loops]
     while (kept := [_keep_half(*each) for each in zip(ranges, inner, least, strict=True)]) != ranges:
         ranges = kept
         shares = (each[-1][1] / max(1, loop.length) for each, loop in zip(ranges, slice_pass.loops, strict=True))
@@ -201,7 +205,7 @@ def _keep_half(slices: list[tuple[int, int]], inner: int, least: int) -> list[tu
     """Return the first half of a loop's slices, at least two of them, with `WIDE` elements beside each other.
 
     Args:
-        least: elements that are kept along the loop. Kernels are also chosen by the number of channels.
+        least: elements that are kept along the loop.
     """
     count = min(len(slices), max(2, len(slices) // 2))
     while count < len(slices) and (slices[count - 1][1] * inner < WIDE or slices[count - 1][1] < least):
