@@ -191,9 +191,13 @@ def _count_inner(call: OpCall, slice_pass: SlicePass, loop: Loop) -> int:
 
 
 def _count_within(tensor: torch.Tensor, dimension: int) -> int:
-    """Return the elements of the dimensions that lie closer in memory: kernels often see these as one with it."""
+    """Return the elements within one step along a dimension: kernels often see these as one dimension with it.
+
+    Many kernels copy their arguments to contiguous ones first, so it is the fewest in memory and in order.
+    """
     dimensions = zip(tensor.shape, tensor.stride(), strict=True)
-    return max(1, math.prod(size for size, stride in dimensions if stride < tensor.stride(dimension)))
+    in_memory = math.prod(size for size, stride in dimensions if stride < tensor.stride(dimension))
+    return max(1, min(in_memory, math.prod(tensor.shape[dimension:][1:])))
 
 
 def _is_over_batch(loop: Loop) -> bool:
@@ -204,13 +208,19 @@ def _is_over_batch(loop: Loop) -> bool:
 def _keep_half(slices: list[tuple[int, int]], inner: int, least: int) -> list[tuple[int, int]]:
     """Return the first half of a loop's slices, at least two of them, with `WIDE` elements beside each other.
 
+    The last is as large as the largest of all.
+
     Args:
         least: elements that are kept along the loop.
     """
     count = min(len(slices), max(2, len(slices) // 2))
     while count < len(slices) and (slices[count - 1][1] * inner < WIDE or slices[count - 1][1] < least):
         count += 1
-    return slices[:count]
+    *kept, (begin, end) = slices[:count]
+    largest = max(each[1] - each[0] for each in slices)
+    if max(each[1] - each[0] for each in slices[:count]) < largest:
+        end = begin + largest
+    return [*kept, (begin, end)]
 
 
 def _list_ranges(slice_pass: SlicePass, counts: Sequence[int]) -> Ranges:
