@@ -17,8 +17,13 @@ from elbowroom.errors import Infeasible
 from elbowroom.ir.hardware import HardwareProfile
 from elbowroom.room import Room
 from elbowroom.runtime import slice_pass
+from elbowroom.slicing.bits import equal_bits
+from elbowroom.slicing.calls import run_whole
+from elbowroom.slicing.probe import probe_passes
+from elbowroom.slicing.registry import find_passes
 from tests.state_jobs import MIN_BYTES, get_pager
 
+aten = torch.ops.aten
 BUDGET = 2 << 20
 
 
@@ -54,6 +59,45 @@ def check(profile: HardwareProfile, run: Callable[[], tuple[torch.Tensor, ...]],
 def make_away(rows: int = 1024, columns: int = 1024) -> torch.Tensor:
     """Return a tensor whose bytes are away: the result of an op that ran in slices."""
     return make_random(rows, 1) * make_random(1, columns, seed=1)
+
+
+def test_slices_that_end_within_a_vector(profile: HardwareProfile) -> None:
+    """Slices of an odd number of rows, divided between two threads, where the kernel computes other bits."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        some = make_random(77778, 32)
+        check(profile, lambda: (torch.sigmoid(some),), 8 << 20)
+    finally:
+        torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize(
+    ("op", "shapes", "dtype", "dimension", "parts", "share"),
+    [
+        (aten.sigmoid, [(4, 65537)], torch.float32, 0, 4, 1.0),  # four elements of other bits, in one draw of seven
+        (aten.silu, [(8, 65537)], torch.float32, 0, 8, 1.0),
+        (aten.sigmoid, [(50, 25, 36)], torch.float64, 1, 25, 0.3),  # a smaller op without the gaps in memory
+        (aten.mm, [(562, 1442), (1442, 4)], torch.bfloat16, 1, 4, 1.0),  # sums are rounded to few bits
+    ],
+    ids=str,
+)
+def test_a_probe_is_not_lucky(
+    op: Any, shapes: Any, dtype: torch.dtype, dimension: int, parts: int, share: float
+) -> None:
+    """The whole op has other bits, but on few elements or for few values."""
+
+    def draw(seed: int) -> list[torch.Tensor]:
+        made = [make_random(*shape, seed=seed).to(dtype) for shape in shapes]
+        return [each[..., ::2] if share < 1 else each for each in made]
+
+    passes = next(each for each in find_passes(op.default, draw(0), {}) if each[0].loops[0].writes[0] == dimension)
+    limit_bytes = 1 << 40 if share == 1 else int(share * sum(each.nbytes for each in draw(0)))
+    if probe_passes(op.default, draw(0), {}, passes, parts, limit_bytes=limit_bytes).is_exact:
+        for seed in range(40):
+            reads = draw(seed)
+            (found,) = run_whole(op.default, reads, {}, passes, parts)
+            assert equal_bits(found, op.default(*reads)), seed
 
 
 def test_an_update_of_what_is_on_its_way_back(profile: HardwareProfile) -> None:

@@ -16,10 +16,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from elbowroom.ir.slicing import Loop, SlicePass, iterate_slices
+from elbowroom.slicing.bits import equal_bits
 from elbowroom.slicing.calls import make_results, run_slice, run_whole
 from elbowroom.slicing.exactness_store import Exactness, ExactnessStore
 from elbowroom.slicing.op_call import bind
-from elbowroom.slicing.probe import equal_bits, find_exact, is_exact, probe_passes
+from elbowroom.slicing.probe import find_exact, is_exact, probe_passes
 from elbowroom.slicing.registry import find_passes, find_passes_along, list_rules
 from tests.slicing_cases import GROUPS
 

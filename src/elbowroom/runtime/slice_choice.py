@@ -18,16 +18,12 @@ from elbowroom.slicing.op_call import OpCall
 from elbowroom.slicing.probe import find_exact
 from elbowroom.slicing.registry import find_passes
 from elbowroom.slicing.rule import Alternatives
-from elbowroom.slicing.rules import pointwise
+from elbowroom.slicing.vector_ends import ELEMENTWISE, find_telling
 
 logger = logging.getLogger(__name__)
 
 PROBED = (0.75, 0.35, 0.15, 0.05)
 """Tensors of a probe take at most this share of the budget; less is tried if kernels' workspaces do not fit beside."""
-
-
-ELEMENTWISE = frozenset(pointwise.RULES)
-"""Ops that compute each element by itself."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,10 +94,10 @@ class SliceChooser:
         self, call: OpCall, args: Sequence[Any], kwargs: Mapping[str, Any], alternatives: Alternatives,
         parts: Mapping[SlicePass, tuple[int, ...]], budget_bytes: int,
     ) -> tuple[tuple[SlicePass, ...], Exactness] | None:  # fmt: skip
-        if str(call.op) in ELEMENTWISE:  # slices of any size are exact if single ones are
-            parts = {each: tuple(loop.length for loop in each.loops) for each in parts}
         for share in PROBED:
             with contextlib.suppress(Infeasible):
+                if str(call.op) in ELEMENTWISE and find_telling(call) is None:
+                    parts = {each: tuple(loop.length for loop in each.loops) for each in parts}  # any others, too
                 return find_exact(
                     call.op, args, kwargs, alternatives, parts.__getitem__, store=self._store,
                     limit_bytes=share * budget_bytes,

@@ -63,17 +63,19 @@ def run_pass(
     page_out: PageOut,
     *,
     overlaps: bool,
+    may_halve: bool,
 ) -> None:
     """Compute one pass of an op.
 
     Args:
         overlaps: whether a slice is computed while the next is read and the last written.
+        may_halve: whether an in-place op that has begun may go on in smaller slices: each element is computed by
+            itself, but not always in the same way (`slicing/vector_ends.py`).
 
     Raises:
-        Infeasible: there is no room for a slice. An in-place op that has begun goes on in smaller slices instead, as
-            long as there are any: each element is computed by itself.
+        Infeasible: there is no room for a slice.
     """
-    running = _Pass(sections, call, slice_pass, results)
+    running = _Pass(sections, call, slice_pass, results, may_halve=may_halve)
     try:
         running.run(parts, page_out if find_target(call) is not None else None, overlaps=overlaps)
     finally:
@@ -97,7 +99,10 @@ def finish(sections: Sequence[Section]) -> None:
 
 
 class _Pass:
-    def __init__(self, sections: Sections, call: OpCall, slice_pass: SlicePass, results: Results) -> None:
+    def __init__(
+        self, sections: Sections, call: OpCall, slice_pass: SlicePass, results: Results, *, may_halve: bool
+    ) -> None:
+        self._may_halve = may_halve
         self._sections = sections
         self._call = call
         self._args, self._kwargs = call.order(call.values)
@@ -161,7 +166,7 @@ class _Pass:
         if page_out(self._call.reads):
             self._compute_in_halves(bounds, page_out)
             return
-        halves = self._halve(bounds)
+        halves = self._halve(bounds) if self._may_halve else []
         if not halves:
             raise refusal
         for half in halves:

@@ -34,6 +34,7 @@ from elbowroom.slicing.calls import make_results
 from elbowroom.slicing.exactness_store import Exactness
 from elbowroom.slicing.op_call import OpCall, bind, find_target
 from elbowroom.slicing.registry import list_rules
+from elbowroom.slicing.vector_ends import find_telling
 
 logger = logging.getLogger(__name__)
 
@@ -180,9 +181,12 @@ class SlicedOps(TorchDispatchMode):
         results = None
         try:
             results = self._make_results(call, cut, described)
+            may_halve = not self._is_exact or find_telling(call) is None
             for slice_pass in cut.passes:
-                parts = cut.parts[slice_pass]
-                run_pass(self._sections, call, slice_pass, parts, results, self.page_out, overlaps=overlaps)
+                run_pass(
+                    self._sections, call, slice_pass, cut.parts[slice_pass], results, self.page_out,
+                    overlaps=overlaps, may_halve=may_halve,
+                )  # fmt: skip
             results.finish(self._sections)
             return results.tensors
         except Infeasible as error:

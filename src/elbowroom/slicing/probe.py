@@ -12,6 +12,7 @@ import torch
 from torch._ops import OpOverload
 
 from elbowroom.ir.slicing import Loop, SlicePass, iterate_slices
+from elbowroom.slicing.bits import equal_bits
 from elbowroom.slicing.bounds import (
     Parts,
     count_parts,
@@ -19,24 +20,25 @@ from elbowroom.slicing.bounds import (
     narrow_result,
 )
 from elbowroom.slicing.calls import adapt, describe_results, run_pass
+from elbowroom.slicing.draws import draw_arguments
 from elbowroom.slicing.exactness_store import Exactness, ExactnessStore, describe_pass
 from elbowroom.slicing.op_call import OpCall, bind, find_target
-from elbowroom.slicing.random_data import Values, fill_reads, make_statistics
-from elbowroom.slicing.registry import check_passes, list_rules
+from elbowroom.slicing.random_data import count_elements, make_statistics
+from elbowroom.slicing.registry import check_passes
 from elbowroom.slicing.rule import Alternatives
-
-_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-SMALL = 1 << 16
-"""Elements up to which an op is probed with several draws, since few sums could agree by chance."""
+from elbowroom.slicing.rules import interpolation
+from elbowroom.slicing.vector_ends import ACROSS, ELEMENTWISE, are_whole_vectors, ends_within_vector, find_telling
 
 WIDE = 64
-"""Least elements of a smaller op along a dimension whose elements are adjacent in memory. Kernels compute several
-vectors of these at a time, and fewer in another way."""
+"""Least elements of a smaller op that lie beside each other along a loop and the dimensions within it. Kernels compute
+several vectors of these at a time, and fewer in another way."""
 
 NARROW = 16
-"""Narrower slices along such a dimension, and along the channels of a convolution's weight gradient, are compared with
-the whole op only: kernels have special ways for these."""
+"""Slices with fewer such elements, or fewer channels of a convolution's weight gradient, are compared with the
+whole op only: kernels have special ways for these."""
+
+BY_CHANNELS = frozenset(interpolation.RULES)
+"""Ops whose kernels are chosen by the number of channels: more than a few, or not (8, in PyTorch 2.13)."""
 
 CONVOLUTION_BACKWARD = "aten.convolution_backward.default"
 
@@ -131,6 +133,9 @@ def _probe(call: OpCall, cuts: Mapping[SlicePass, Ranges], limit_bytes: float) -
     answers: dict[SlicePass, Exactness] = {}
     together: dict[SlicePass, Ranges] = {}
     for slice_pass, ranges in cuts.items():
+        if str(call.op) in ACROSS and ends_within_vector(call, slice_pass.loops[0].reads[0], ranges[0]):
+            answers[slice_pass] = Exactness.INEXACT
+            continue
         described, part = _shrink(call, slice_pass, ranges)
         if _count_bytes(described, part, ranges, describe_results(described)) <= limit_bytes:
             together[slice_pass] = ranges
@@ -145,12 +150,17 @@ def _probe(call: OpCall, cuts: Mapping[SlicePass, Ranges], limit_bytes: float) -
 
 def _probe_smaller(call: OpCall, slice_pass: SlicePass, ranges: Ranges, limit_bytes: float) -> Exactness:
     """Probe a pass with as many of its slices as fit, and the op that they make up."""
-    are_adjacent = [_is_adjacent(call, slice_pass, loop) for loop in slice_pass.loops]
-    for loop, slices, is_adjacent in zip(slice_pass.loops, ranges, are_adjacent, strict=True):
-        is_blocked = is_adjacent or (str(call.op) == CONVOLUTION_BACKWARD and not _is_over_batch(loop))
-        if is_blocked and len(slices) > 1 and min(end - begin for begin, end in slices) < NARROW:
+    is_pointwise = str(call.op) in ELEMENTWISE
+    inner = [WIDE if is_pointwise else _count_inner(call, slice_pass, loop) for loop in slice_pass.loops]
+    for loop, slices, elements in zip(slice_pass.loops, ranges, inner, strict=True):
+        if str(call.op) == CONVOLUTION_BACKWARD and not _is_over_batch(loop):
+            elements = 1
+        if elements < WIDE and len(slices) > 1 and min(end - begin for begin, end in slices) * elements < NARROW:
             return Exactness.TOO_LARGE
-    while (kept := [_keep_half(*each) for each in zip(ranges, are_adjacent, strict=True)]) != ranges:
+    if find_telling(call) and not _are_whole_vectors(call, slice_pass, ranges):
+        return Exactness.TOO_LARGE
+    least = [NARROW if str(call.op) in BY_CHANNELS and not _is_over_batch(loop) else 1 for loop in slice_pass.loops]
+    while (kept := [_keep_half(*each) for each in zip(ranges, inner, least, strict=True)]) != ranges:
         ranges = kept
         shares = (each[-1][1] / max(1, loop.length) for each, loop in zip(ranges, slice_pass.loops, strict=True))
         if math.prod(shares) < LEAST_SHARE:
@@ -162,14 +172,32 @@ def _probe_smaller(call: OpCall, slice_pass: SlicePass, ranges: Ranges, limit_by
     return Exactness.TOO_LARGE
 
 
-def _is_adjacent(call: OpCall, slice_pass: SlicePass, loop: Loop) -> bool:
-    """Tell whether a loop narrows one of the largest tensors along a dimension with adjacent elements in memory."""
+def _are_whole_vectors(call: OpCall, slice_pass: SlicePass, ranges: Ranges) -> bool:
+    (loop,), (slices,) = slice_pass.loops, ranges
+    unit = call.reads[0].numel() // max(1, loop.length)
+    return are_whole_vectors(call, {(end - begin) * unit for begin, end in slices})
+
+
+def _count_inner(call: OpCall, slice_pass: SlicePass, loop: Loop) -> int:
+    """Return the elements beside each other in memory that one step of a loop takes of the largest tensors; at most
+    `WIDE`."""
     results = describe_results(call)
     pairs = [(call.reads[index], loop.reads[index]) for index in slice_pass.reads]
     pairs += [(results[index], loop.writes[index]) for index in slice_pass.results]
     narrowed = [(tensor, dimension) for tensor, dimension in pairs if dimension is not None]
     most = max((tensor.numel() for tensor, _ in narrowed), default=0)
-    return any(tensor.stride(dimension) == 1 and 2 * tensor.numel() >= most for tensor, dimension in narrowed)
+    inner = [_count_within(*each) for each in narrowed if 2 * each[0].numel() >= most]
+    return min([WIDE, *inner])
+
+
+def _count_within(tensor: torch.Tensor, dimension: int) -> int:
+    """Return the elements within one step along a dimension: kernels often see these as one dimension with it.
+
+    Many kernels copy their arguments to contiguous ones first, so it is the fewest in memory and in order.
+    """
+    dimensions = zip(tensor.shape, tensor.stride(), strict=True)
+    in_memory = math.prod(size for size, stride in dimensions if stride < tensor.stride(dimension))
+    return max(1, min(in_memory, math.prod(tensor.shape[dimension:][1:])))
 
 
 def _is_over_batch(loop: Loop) -> bool:
@@ -177,12 +205,22 @@ def _is_over_batch(loop: Loop) -> bool:
     return all(dimension in (None, 0) for dimension in (*loop.reads, *loop.writes))
 
 
-def _keep_half(slices: list[tuple[int, int]], is_adjacent: bool) -> list[tuple[int, int]]:
-    """Return the first half of a loop's slices, at least two of them, and `WIDE` elements if these are adjacent."""
+def _keep_half(slices: list[tuple[int, int]], inner: int, least: int) -> list[tuple[int, int]]:
+    """Return the first half of a loop's slices, at least two of them, with `WIDE` elements beside each other.
+
+    The last is as large as the largest of all.
+
+    Args:
+        least: elements that are kept along the loop.
+    """
     count = min(len(slices), max(2, len(slices) // 2))
-    while is_adjacent and count < len(slices) and slices[count - 1][1] < WIDE:
+    while count < len(slices) and (slices[count - 1][1] * inner < WIDE or slices[count - 1][1] < least):
         count += 1
-    return slices[:count]
+    *kept, (begin, end) = slices[:count]
+    largest = max(each[1] - each[0] for each in slices)
+    if max(each[1] - each[0] for each in slices[:count]) < largest:
+        end = begin + largest
+    return [*kept, (begin, end)]
 
 
 def _list_ranges(slice_pass: SlicePass, counts: Sequence[int]) -> Ranges:
@@ -201,12 +239,25 @@ def _shrink(call: OpCall, slice_pass: SlicePass, kept: Ranges) -> tuple[OpCall, 
     tensors = [_describe(each) for each in call.reads]
     if bounds != tuple((0, loop.length) for loop in slice_pass.loops):
         views = [narrow_read(each, index, slice_pass, bounds) for index, each in enumerate(tensors)]
-        tensors = [torch.empty_like(each, memory_format=torch.preserve_format) for each in views]
+        tensors = [_keep_gaps(*each) for each in zip(tensors, views, strict=True)]
     args, kwargs = call.order(adapt(described, slice_pass, bounds, tensors))
     loops = tuple(
         dataclasses.replace(loop, length=end) for loop, (_, end) in zip(slice_pass.loops, bounds, strict=True)
     )
     return bind(call.op, args, kwargs), dataclasses.replace(slice_pass, loops=loops)
+
+
+def _keep_gaps(whole: torch.Tensor, view: torch.Tensor) -> torch.Tensor:
+    """Return a tensor of a view's shape, with the same gaps between its rows, and elements, as the whole one has."""
+    strides = list(whole.stride())
+    past, new_past = 1, 1  # elements of the dimensions so far, gaps included
+    for dimension in sorted(range(whole.ndim), key=lambda each: (whole.stride(each), whole.shape[each])):
+        gap = whole.stride(dimension) - past
+        if whole.stride(dimension) == 0 or gap < 0:
+            continue  # elements overlap, as those of an expanded tensor
+        strides[dimension] = new_past + gap
+        past, new_past = whole.stride(dimension) * whole.shape[dimension], strides[dimension] * view.shape[dimension]
+    return torch.empty_strided(view.shape, strides, dtype=whole.dtype, device="meta")
 
 
 def _describe(tensor: torch.Tensor) -> torch.Tensor:
@@ -216,13 +267,15 @@ def _describe(tensor: torch.Tensor) -> torch.Tensor:
 def _count_bytes(call: OpCall, slice_pass: SlicePass, ranges: Ranges, results: Sequence[torch.Tensor]) -> int:
     """Return the bytes that a comparison holds at most: arguments and results, and those of one slice."""
     largest = tuple(max(each, key=lambda bounds: bounds[1] - bounds[0]) for each in ranges)
-    tensors = [*call.reads, *results]
+    tensors = list(results)
     tensors += [narrow_read(call.reads[index], index, slice_pass, largest) for index in slice_pass.reads]
     tensors += [narrow_result(results[index], index, slice_pass, largest) for index in slice_pass.results]
     target = find_target(call)
     if target is not None:
-        tensors.append(call.reads[target])
-    return sum(each.numel() * each.element_size() for each in tensors)
+        tensors.append(call.reads[target])  # its clone
+    return sum(count_elements(each) * each.element_size() for each in call.reads) + sum(
+        each.numel() * each.element_size() for each in tensors
+    )
 
 
 def _find_inexact(call: OpCall, cuts: Mapping[SlicePass, Ranges], device: torch.device) -> set[SlicePass]:
@@ -230,16 +283,16 @@ def _find_inexact(call: OpCall, cuts: Mapping[SlicePass, Ranges], device: torch.
 
     All differ if the op's results have other strides than described: later ops might choose other kernels for them.
     """
-    strides = [each.stride() for each in describe_results(call, device)]
-    generator = torch.Generator(device).manual_seed(0)
-    is_small = sum(each.numel() for each in call.reads) <= SMALL
+    results = describe_results(call, device)
+    strides = [each.stride() for each in results]
+    compared = [results[index] for index in sorted({index for each in cuts for index in each.results})]
     inexact: set[SlicePass] = set()
-    for values in (*([Values.NORMAL] * (4 if is_small else 1)), Values.EXTREME):
+    for reads in draw_arguments(call, compared, device):
         left = {each: ranges for each, ranges in cuts.items() if each not in inexact}
-        if left:
-            reads = fill_reads(call, list_rules()[str(call.op)], values, generator, device)
-            inexact |= _compare(call, left, strides, reads)
-            del reads  # before the next draw
+        if not left:
+            break
+        inexact |= _compare(call, left, strides, reads)
+        del reads  # before the next draw
     return inexact
 
 
@@ -273,18 +326,3 @@ def _is_same(
         if not equal_bits(narrow_result(expected[index], index, slice_pass, bounds), tensor):
             return False
     return all(equal_bits(expected_statistics[name], tensor) for name, tensor in statistics.items())
-
-
-def equal_bits(first: torch.Tensor, second: torch.Tensor) -> bool:
-    """Tell whether two tensors have the same shape, dtype and bits, where any two NaN are equal."""
-    if (first.shape, first.dtype) != (second.shape, second.dtype):
-        return False
-    if first.is_complex():
-        first, second = torch.view_as_real(first), torch.view_as_real(second)
-    if not first.is_floating_point():
-        return torch.equal(first, second)
-    integers = _INTEGERS[first.element_size()]
-    if torch.equal(first.view(integers), second.view(integers)):
-        return True
-    same = (first == second) & (first.signbit() == second.signbit())
-    return bool((same | (first.isnan() & second.isnan())).all())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import enum
 
 import torch
@@ -11,6 +12,9 @@ from elbowroom.slicing.rule import SliceRule
 
 _POSITIVE = frozenset(("running_var", "rstd", "save_invstd", "save_var", "total_weight"))
 
+FAINT = 2.0**-18
+"""Value that a sum of `Ties` in single precision keeps if it comes early, and loses if it comes late."""
+
 
 class Values(enum.Enum):
     """Distribution of the values of floating-point tensors."""
@@ -18,17 +22,32 @@ class Values(enum.Enum):
     NORMAL = "normal"
     EXTREME = "extreme"
     POSITIVE = "positive"
+    WIDE = "wide"
+
+
+@dataclasses.dataclass(frozen=True)
+class Ties:
+    """Distribution for tensors of 16 bits: integers, a quarter of them replaced by `FAINT` or its negative.
+
+    Kernels add such tensors up in single precision, and round the sum, which hides in which order they did. A sum of
+    integers is often half-way between two numbers of 16 bits; what decides is which of the faint terms it has kept.
+
+    Attributes:
+        largest: the integers are within [-largest, largest]. Sums should be a few hundred, for bfloat16.
+    """
+
+    largest: int
 
 
 def fill_reads(
-    call: OpCall, rule: SliceRule, values: Values, generator: torch.Generator, device: torch.device
+    call: OpCall, rule: SliceRule, values: Values | Ties, generator: torch.Generator, device: torch.device
 ) -> list[torch.Tensor]:
     """Return random tensors in place of a call's `reads`, without using PyTorch's own random state."""
     made = []
     for name, tensor in zip(call.names, call.reads, strict=True):
         end = rule.indices[name](call) if name in rule.indices else 2
-        flat = torch.empty(_count_elements(tensor), dtype=tensor.dtype, device=device)
-        _fill(flat, end, Values.POSITIVE if name in _POSITIVE else values, generator)
+        flat = torch.empty(count_elements(tensor), dtype=tensor.dtype, device=device)
+        fill(flat, end, Values.POSITIVE if name in _POSITIVE else values, generator)
         made.append(flat.as_strided(tensor.shape, tensor.stride()))
     return made
 
@@ -38,22 +57,34 @@ def make_statistics(call: OpCall, device: torch.device) -> dict[str, torch.Tenso
     return {name: torch.ones(call[name].shape, dtype=call[name].dtype, device=device) for name in call.statistics}
 
 
-def _count_elements(tensor: torch.Tensor) -> int:
+def count_elements(tensor: torch.Tensor) -> int:
+    """Return the elements from a tensor's first to its last in memory, gaps included."""
     if not tensor.numel():
         return 0
     return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 
-def _fill(flat: torch.Tensor, end: int, values: Values, generator: torch.Generator) -> None:
+def fill(flat: torch.Tensor, end: int, values: Values | Ties, generator: torch.Generator) -> None:
     """Fill a tensor; integers are in [0, end)."""
     if not (flat.is_floating_point() or flat.is_complex()):
         flat.random_(0, max(end, 1), generator=generator)
         return
+    if isinstance(values, Ties) and flat.element_size() == 2:
+        _make_ties(flat, values.largest, generator)
+        return
     flat.normal_(generator=generator)
     if values is Values.POSITIVE:
         flat.abs_().add_(0.1)
+    elif values is Values.WIDE:
+        flat.mul_(torch.empty_like(flat).uniform_(-6, 6, generator=generator).exp_())
     elif values is Values.EXTREME:
         _make_extreme(flat)
+
+
+def _make_ties(flat: torch.Tensor, largest: int, generator: torch.Generator) -> None:
+    flat.random_(-largest, largest + 1, generator=generator)
+    is_faint = torch.empty(flat.shape, dtype=torch.uint8, device=flat.device).random_(0, 8, generator=generator)
+    flat.masked_fill_(is_faint == 0, FAINT).masked_fill_(is_faint == 1, -FAINT)
 
 
 def _make_extreme(flat: torch.Tensor) -> None:
