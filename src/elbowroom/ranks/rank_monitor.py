@@ -75,7 +75,10 @@ class RankMonitor:
 
     def note_failure(self, error: BaseException) -> None:
         """Tell the other ranks why this one fails. The first failure counts until its rank begins another step."""
-        self._failure = f"{self._steps} {self._group.rank} {type(error).__name__}: {error}"[:4000]
+        self._publish(f"{type(error).__name__}: {error}")
+
+    def _publish(self, text: str) -> None:
+        self._failure = f"{self._steps} {self._group.rank} {text}"[:4000]
         with contextlib.suppress(RuntimeError):
             self._store.compare_set(self._failed_key, "", self._failure)
 
@@ -167,6 +170,7 @@ class RankMonitor:
         # Not by `logger`: a program may send that elsewhere, and this process ends.
         text = f"elbowroom: rank {self._group.rank} ends ({self._describe()}), as it waits for another one: {failure}"
         print(text, file=sys.stderr, flush=True)
+        self._publish(failure)  # ranks whose connections to this one break now say this, too
         os._exit(EXIT_CODE)
 
     def _beat(self) -> None:
