@@ -51,7 +51,8 @@ def run_ranks(
         seconds: after so many, those that still run are killed; their exit code is None.
         ends: ranks for which to wait; by default all. The others are killed then.
     """
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([__name__])  # PyTorch is imported once for all ranks
     processes = [
         context.Process(target=_run, args=(rank, ranks, str(folder), function, args), daemon=True)
         for rank in range(ranks)
