@@ -7,6 +7,7 @@ import os
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -17,8 +18,10 @@ from elbowroom.errors import Infeasible
 from elbowroom.ir.hardware import HardwareProfile
 from elbowroom.room import Room
 from elbowroom.runtime import slice_pass
+from elbowroom.slicing import vector_ends
 from elbowroom.slicing.bits import equal_bits
 from elbowroom.slicing.calls import run_whole
+from elbowroom.slicing.op_call import bind
 from elbowroom.slicing.probe import probe_passes
 from elbowroom.slicing.registry import find_passes
 from tests.state_jobs import MIN_BYTES, get_pager
@@ -54,6 +57,17 @@ def check(profile: HardwareProfile, run: Callable[[], tuple[torch.Tensor, ...]],
         assert count_slices(room), "nothing ran in slices"
     for index, (one, other) in enumerate(zip(found, expected, strict=True)):
         assert torch.equal(one, other), index
+
+
+def test_a_search_for_vector_ends_that_fails_is_no_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may have had no memory; taken for "no difference", it would allow slices with other bits."""
+    call = bind(aten.sigmoid.default, (make_random(77778, 32),), {})
+    monkeypatch.setattr(vector_ends, "_found", {})
+    with monkeypatch.context() as patch:
+        patch.setattr(vector_ends, "_run", Mock(side_effect=[None, RuntimeError("can't allocate memory")]))
+        with pytest.raises(RuntimeError, match="allocate"):
+            vector_ends.find_telling(call)
+    assert vector_ends.find_telling(call) is not None
 
 
 def make_away(rows: int = 1024, columns: int = 1024) -> torch.Tensor:

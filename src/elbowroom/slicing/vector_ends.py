@@ -67,11 +67,10 @@ def _search(call: OpCall, varies: Sequence[bool]) -> list[torch.Tensor] | None:
             made = torch.empty(count if does_vary else 1, dtype=each.dtype)
             fill(made, 2, values, generator)
             samples.append(made.expand(count))
-        try:
-            vectors = _run(call, [each.clone(memory_format=torch.contiguous_format) for each in samples])
-            singles = _run(call, [torch.stack([each, each], 1)[:, 0] for each in samples])  # gaps: single elements
-        except RuntimeError:
-            return None  # the op takes no tensors of this shape, such as one that asks for channels_last
+        if not _takes(call, samples):
+            return None
+        vectors = _run(call, [each.clone(memory_format=torch.contiguous_format) for each in samples])
+        singles = _run(call, [torch.stack([each, each], 1)[:, 0] for each in samples])  # gaps: single elements
         differs = find_differing(vectors, singles)
         kept.append([each[differs] for each in samples])
         if differs.any() and not all(varies):
@@ -80,6 +79,18 @@ def _search(call: OpCall, varies: Sequence[bool]) -> list[torch.Tensor] | None:
     if not len(found[0]):
         return None
     return [each if does_vary else each[:1] for each, does_vary in zip(found, varies, strict=True)]
+
+
+def _takes(call: OpCall, samples: Sequence[torch.Tensor]) -> bool:
+    """Tell whether an op takes tensors of one dimension. One that asks for channels_last does not; it only copies.
+
+    Without memory: an op that had none has not refused them.
+    """
+    try:
+        _run(call, [each.to("meta") for each in samples])
+    except RuntimeError:
+        return False
+    return True
 
 
 def _run(call: OpCall, reads: Sequence[torch.Tensor]) -> torch.Tensor:
