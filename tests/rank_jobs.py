@@ -479,14 +479,20 @@ def check_resumed(found: tuple[Resumed, Resumed]) -> None:
     assert [what for what in plain.tensors if not torch.equal(plain.tensors[what], managed.tensors[what])] == []
 
 
-def check_outcome(plain: Outcome, managed: Outcome, budget: int, unseen_bytes: int = 0) -> None:
-    """Check that a job in a room has the bits of the plain one, and that both meters found it within its budget."""
+def check_outcome(plain: Outcome, managed: Outcome, budget: int, unseen_bytes: int | None = 0) -> None:
+    """Check that a job in a room has the bits of the plain one, and that both meters found it within its budget.
+
+    Args:
+        unseen_bytes: what threads release unseen by the outside meter; None if too much, so that only the room's own
+            peaks are checked.
+    """
     assert not plain.error and not managed.error
     assert plain.tensors.keys() == managed.tensors.keys()
     assert [what for what in plain.tensors if not torch.equal(plain.tensors[what], managed.tensors[what])] == []
     assert any(what.startswith("gradient of") for what in plain.tensors)
     assert 0 < max(managed.peaks) <= budget
-    assert 0 < managed.outside_peak <= budget + ELSEWHERE_BYTES + unseen_bytes
+    if unseen_bytes is not None:
+        assert 0 < managed.outside_peak <= budget + ELSEWHERE_BYTES + unseen_bytes
     assert managed.moved > 0
 
 

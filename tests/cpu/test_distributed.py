@@ -41,7 +41,7 @@ ROOMS: tuple[tuple[str, int, dict[str, Any]], ...] = (
 )
 """Jobs with budgets and options of their rooms."""
 
-RELEASED_IN_THREADS = {"convolutions": 1 << 40, "compressed": 1 << 18, "reduced in place": 1 << 40}
+RELEASED_IN_THREADS = {"convolutions": None, "compressed": 1 << 18, "reduced in place": None}
 """Cases in which threads of the process group release activations or gradients, unseen by the outside meter."""
 
 

@@ -49,7 +49,7 @@ CHECKPOINTS = [
 UNSEEN_BYTES = 1 << 18
 """What threads of the process group release unseen by the outside meter: what gathers weights and reduces gradients."""
 
-RELEASED_IN_THREADS = {"sharded convolutions": 1 << 40, "tensor parallel": 1 << 40}
+RELEASED_IN_THREADS = {"sharded convolutions": None, "tensor parallel": None}
 """Cases in which these threads release activations."""
 
 
