@@ -18,6 +18,8 @@ namespace {
 
 namespace autograd = torch::autograd;
 
+using NodePtr = decltype(autograd::Edge::function);  // std::shared_ptr before PyTorch 2.13
+
 // PyTorch asks its default engine for default hooks. This engine forwards all other calls to the previous one. Backward
 // passes that Python begins do not use it.
 class DefaultEngine final : public autograd::Engine {
@@ -31,8 +33,7 @@ class DefaultEngine final : public autograd::Engine {
   }
 
   c10::intrusive_ptr<at::ivalue::Future> execute_with_graph_task(
-      const std::shared_ptr<autograd::GraphTask>& task, c10::intrusive_ptr<autograd::Node> root,
-      autograd::InputBuffer&& input) override {
+      const std::shared_ptr<autograd::GraphTask>& task, NodePtr root, autograd::InputBuffer&& input) override {
     return engine_.execute_with_graph_task(task, std::move(root), std::move(input));
   }
 
@@ -46,8 +47,7 @@ class DefaultEngine final : public autograd::Engine {
   }
 
   void thread_on_exception(
-      const std::shared_ptr<autograd::GraphTask>& task, const c10::intrusive_ptr<autograd::Node>& node,
-      std::exception& error) override {
+      const std::shared_ptr<autograd::GraphTask>& task, const NodePtr& node, std::exception& error) override {
     engine_.thread_on_exception(task, node, error);
   }
 

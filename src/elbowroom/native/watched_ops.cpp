@@ -72,6 +72,15 @@ const Watchers* find_watchers(const Thread& thread) {
   return state.contains(WATCHERS) ? static_cast<const Watchers*>(state.get(WATCHERS).get()) : nullptr;
 }
 
+template <typename Objects>
+void forget_watchers() {
+  if constexpr (requires { Objects::erase(WATCHERS); }) {
+    Objects::erase(WATCHERS);
+  } else {  // before PyTorch 2.12
+    Objects::set(WATCHERS, nullptr);
+  }
+}
+
 using Mode = c10::impl::PyObject_TorchDispatchMode;
 
 // Returns whether an op runs on meta tensors, as for fake tensors: it does not belong to the step.
@@ -345,7 +354,7 @@ void set_watchers(const py::tuple& watchers) {
   Thread& thread = get_thread();
   c10::impl::tls_set_dispatch_key_included(KEY, !watchers.empty() || StateTable::is_any_managed());
   if (watchers.empty()) {
-    at::impl::ThreadLocalPythonObjects::erase(WATCHERS);
+    forget_watchers<at::impl::ThreadLocalPythonObjects>();
     thread.watchers = nullptr;
     thread.only = nullptr;
     entered.reset();

@@ -35,7 +35,8 @@ def find_smallest(
         UnknownMember, UsageError, TraceError: as `plan` does.
         Infeasible: the strategy has no plan at the plain peak either.
 
-    Cost: two plans; up to 14 if the lower tier is limited.
+    Cost: two plans, up to 14 if the lower tier is limited. None for "auto", whole ops and an unlimited lower tier: its
+    smallest budget is the lowest peak there is.
     """
 
     def refuse(budget_bytes: int) -> Infeasible | None:
@@ -52,8 +53,10 @@ def find_smallest(
         trace, costs, 1, min_offload_bytes=min_offload_bytes, host_bytes=host_bytes,
         manages=find_managed(strategy, manages),
     )  # fmt: skip
-    first = refuse(1)
     least = problem.floor.peak_bytes
+    if strategy == "auto" and problem.host_bytes is None and slices is Slices.NONE:
+        return least  # `plan` guarantees it
+    first = refuse(1)
     if first is not None and problem.host_bytes is None:
         least = first.needed_bytes
     if refuse(least) is None:
