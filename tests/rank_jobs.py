@@ -47,7 +47,7 @@ def run_ranks(
     """Run a function of this module in several processes, and wait for them.
 
     Args:
-        function: its name. It is called with the number of the rank and `args`; the process group exists.
+        function: its name, or "module.name" of another module of tests. It is called with the number of the rank and `args`; the process group exists.
         seconds: after so many, those that still run are killed; their exit code is None.
         ends: ranks for which to wait; by default all. The others are killed then.
     """
@@ -81,7 +81,8 @@ def _run(rank: int, ranks: int, folder: str, function: str, args: tuple[Any, ...
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/group", rank=rank, world_size=ranks)
     try:
-        result = getattr(importlib.import_module("tests.rank_jobs"), function)(rank, *args)
+        module, _, name = function.rpartition(".")
+        result = getattr(importlib.import_module(f"tests.{module or 'rank_jobs'}"), name)(rank, *args)
     except Exception:
         traceback.print_exc()
         os._exit(3)

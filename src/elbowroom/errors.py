@@ -276,6 +276,10 @@ class RankLost(ElbowroomError):
     """Another process of a distributed job has ended, has failed, or does not answer."""
 
 
+class WeightsAway(ElbowroomError):
+    """A saved tensor cannot be computed again: the weights that this takes are not gathered, or are other ones."""
+
+
 class RanksDiffer(ElbowroomError):
     """The ranks of a distributed job have different budgets or steps, and the job was told to stop in that case."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from elbowroom.errors import WeightsAway
 from elbowroom.hooks.exposed_memory import is_shared
 from elbowroom.native import library
 from elbowroom.runtime.saved_storage import SavedStorage
@@ -30,7 +31,16 @@ def replay(recordings: Sequence[Recording], outputs: Sequence[SavedStorage]) -> 
 
     Each op runs under the numeric settings of its first run, without autograd, saved-tensor hooks, autocast, dispatch
     modes and random generators.
+
+    Raises:
+        WeightsAway: weights that FSDP gathers are not there, or differ from those that the ops read.
     """
+    if not all(recording.is_back() for recording in recordings):
+        raise WeightsAway(
+            "a saved tensor was to be computed again from weights of fully_shard, but these are not gathered now, or "
+            "have changed since the forward pass. Update weights between steps only, or give mode='dynamic', in which "
+            "nothing is computed from them."
+        )
     leaves = {leaf.record: leaf.find_storage() for recording in recordings for leaf in recording.leaves}
     storages = library.load().replay(list(recordings), list(leaves.items()))
     for saved, storage in zip(outputs, storages, strict=True):

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable
 from typing import Any
 
 import torch
 
+from elbowroom.errors import WeightsAway
 from elbowroom.hooks.dispatch_keys import Hidden
 from elbowroom.hooks.exposed_memory import guard_exposures
 from elbowroom.runtime.action_executor import ActionExecutor
 from elbowroom.runtime.saved_storage import SavedStorage
 from elbowroom.runtime.step_state import StepState
+
+logger = logging.getLogger(__name__)
 
 
 class WriteGuard:
@@ -71,6 +75,12 @@ class WriteGuard:
 
     def settle(self, storages: Iterable[SavedStorage]) -> None:
         """Recompute dropped storages while their inputs are intact, and offload them."""
-        actions = self._state.machine.evict([saved.id for saved in storages if saved.recording is not None])
-        if actions:
-            self._executor.perform(actions)
+        for saved in storages:
+            if saved.recording is None:
+                continue
+            try:
+                self._executor.perform(self._state.machine.evict([saved.id]))
+            except WeightsAway as error:
+                self._executor.forget_recording(saved)  # an error is better than a replay from other contents
+                self._state.given_up = why = str(error)
+                logger.warning("what depends on a tensor that changes was given up: %s", why)
