@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 from unittest import mock
 
 import torch
+from torch import nn
+from torch.nn import functional
 
 import elbowroom
+from elbowroom.errors import SavedTensorLost
 from elbowroom.ir.hardware import HardwareProfile
 from elbowroom.room import Room
 from elbowroom.runtime import action_executor
@@ -102,3 +105,105 @@ def train_cases(rank: int, cases: list[tuple[str, list[int], dict[str, Any]]], p
         for name, budgets, options in cases
         for budget in (None, *budgets)
     }
+
+
+# -- steps that differ from those before -------------------------------------------------------------------------------
+
+USUAL_STEPS = 4
+"""Of which the last follows the plan."""
+
+Change = Callable[[int, nn.Module], None]
+"""Is given the rank and the model, between forward and backward pass."""
+
+
+def update(rank: int, model: nn.Module) -> None:
+    """Update all weights but those of the root, which stay gathered until the backward pass: PyTorch notices these."""
+    with torch.no_grad():
+        for each in model.layers.parameters():  # type: ignore[union-attr]
+            each.mul_(1.01)
+
+
+def update_unseen(rank: int, model: nn.Module) -> None:
+    """Update one weight, without a trace in its version."""
+    _find_shard(model).data.neg_()
+
+
+def update_on_one_rank(rank: int, model: nn.Module) -> None:
+    """Update the own shard of one weight on one rank alone."""
+    if rank == 1:
+        _find_shard(model).data.view(-1)[0] += 1
+
+
+def _find_shard(model: nn.Module) -> torch.Tensor:
+    return model.layers[1].up.weight.to_local()  # type: ignore[union-attr, no-any-return]
+
+
+def change_step(rank: int, how: str, profile: HardwareProfile | None) -> tuple[dict[str, torch.Tensor], str]:
+    """Train, with another fifth step. Return tensors to compare, and the error of that step.
+
+    Args:
+        how: "skips" the backward pass; does it "twice"; "exposes" to NumPy, which writes to it, what a block was given; goes "inside" a block from where its weights are not gathered; or the name of a
+            Change.
+        profile: for a room; None for none.
+    """
+    torch.manual_seed(0)
+    case = CASES["sharded decoders"]
+    model = case.spread(case.model())
+    optimizer = case.optimizer(model.parameters())
+    inner: list[torch.Tensor] = []
+    inputs: list[torch.Tensor] = []
+    options = {**OPTIONS, "profile": profile}
+    room = None if profile is None else elbowroom.fit(model, optimizer, 4_400_000, **options)
+    error = ""
+    with nullcontext() if room is None else room:
+        for index in range(USUAL_STEPS):
+            optimizer.zero_grad()
+            with nullcontext() if room is None else room.step():
+                rank_jobs._step(rank, case, model, optimizer, index)
+        assert room is None or room.journal().steps[-1].mode.value == "planned"
+        optimizer.zero_grad()
+        layer: Any = model.layers[1]  # type: ignore[index]
+        handles = [
+            layer.up.register_forward_hook(lambda module, given, made: inner.append(made)),
+            layer.register_forward_pre_hook(lambda module, given: inputs.append(given[0])),
+        ]
+        try:
+            with nullcontext() if room is None else room.step():
+                _change(rank, model, case, how, inner, inputs)
+        except SavedTensorLost as raised:
+            error = str(raised)
+        for handle in handles:
+            handle.remove()
+        inner.clear()
+        inputs.clear()
+        if not error:
+            for index in (5, 6):
+                optimizer.zero_grad()
+                with nullcontext() if room is None else room.step():
+                    rank_jobs._step(rank, case, model, optimizer, index)
+    return rank_jobs._list_tensors(model, optimizer), error
+
+
+def _change(
+    rank: int, model: nn.Module, case: RankCase, how: str, inner: list[torch.Tensor], given: list[torch.Tensor]
+) -> None:
+    batch = torch.randn(case.shape, generator=torch.Generator().manual_seed(rank))
+    loss = model(batch)
+    if how == "inside":
+        torch.autograd.grad(functional.gelu(inner[0]).sum(), inner[0])
+    elif how == "exposes":
+        shown = given[0].detach().numpy()
+        loss = 1 * loss  # an op between, as there may be
+        shown += 1.0
+        loss.backward()
+    elif how == "twice":
+        loss.backward(retain_graph=True)
+        loss.backward()
+    elif how != "skips":
+        globals()[how](rank, model)
+        loss.backward()
+
+
+def change_steps(rank: int, ways: list[str], profile: HardwareProfile) -> dict[str, Any]:
+    """Change steps in these ways, without rooms and in rooms."""
+    return {how: (change_step(rank, how, None), change_step(rank, how, profile)) for how in ways}

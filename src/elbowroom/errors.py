@@ -276,8 +276,9 @@ class RankLost(ElbowroomError):
     """Another process of a distributed job has ended, has failed, or does not answer."""
 
 
-class WeightsAway(ElbowroomError):
-    """A saved tensor cannot be computed again: the weights that this takes are not gathered, or are other ones."""
+class SavedTensorLost(ElbowroomError):
+    """A saved tensor cannot be computed again: the weights that this takes are not gathered or have changed, or what it
+    was computed from was given up before."""
 
 
 class RanksDiffer(ElbowroomError):

@@ -326,12 +326,9 @@ std::vector<c10::Storage> replay(
     const std::vector<at::Tensor> results = op.replay([&](const Slot& slot) {
       const auto own = made.find(slot.record.get());
       const bool is_own = own != made.end();
-      c10::Storage storage = slot.kept ? slot.kept : is_own ? own->second : c10::Storage();
-      if (!storage) {
-        const auto leaf = leaves.find(slot.record.get());
-        TORCH_CHECK(leaf != leaves.end() && leaf->second, "a replay reads a storage that is not on the device");
-        storage = leaf->second;
-      }
+      const auto leaf = leaves.find(slot.record.get());
+      c10::Storage storage = is_own && !slot.kept ? own->second : leaf != leaves.end() ? leaf->second : slot.kept;
+      TORCH_CHECK(storage, "a replay reads a storage that is not on the device");
       at::Tensor tensor = view(slot, std::move(storage));
       // A side effect that must not happen twice.
       if (is_own || !op.writes(slot.argument)) return tensor;

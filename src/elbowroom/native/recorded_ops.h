@@ -114,7 +114,8 @@ RecordingPtr find_recording(const StorageRecordPtr& target);
 // Peak bytes that replaying several recordings together allocates.
 int64_t count_replay(const std::vector<RecordingPtr>& recordings);
 
-// Replays several recordings together and returns the storages of their targets. `leaves`: storages of the leaves.
+// Replays several recordings together and returns the storages of their targets. `leaves`: storages of the leaves, and of
+// sources that have changed.
 // Autograd, saved-tensor hooks, autocast, dispatch modes and watchers do not see the ops.
 std::vector<c10::Storage> replay(
     const std::vector<RecordingPtr>& recordings, const std::unordered_map<StorageRecord*, c10::Storage>& leaves);

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from elbowroom.errors import WeightsAway
+from elbowroom.errors import SavedTensorLost
 from elbowroom.hooks.exposed_memory import is_shared
 from elbowroom.native import library
 from elbowroom.runtime.saved_storage import SavedStorage
@@ -33,15 +33,16 @@ def replay(recordings: Sequence[Recording], outputs: Sequence[SavedStorage]) -> 
     modes and random generators.
 
     Raises:
-        WeightsAway: weights that FSDP gathers are not there, or differ from those that the ops read.
+        SavedTensorLost: weights that FSDP gathers are not there, or differ from those that the ops read.
     """
     if not all(recording.is_back() for recording in recordings):
-        raise WeightsAway(
+        raise SavedTensorLost(
             "a saved tensor was to be computed again from weights of fully_shard, but these are not gathered now, or "
             "have changed since the forward pass. Update weights between steps only, or give mode='dynamic', in which "
             "nothing is computed from them."
         )
     leaves = {leaf.record: leaf.find_storage() for recording in recordings for leaf in recording.leaves}
+    leaves |= {read.record: copied for saved in outputs for read, copied in saved.inputs.items()}
     storages = library.load().replay(list(recordings), list(leaves.items()))
     for saved, storage in zip(outputs, storages, strict=True):
         saved.storage = storage

@@ -139,7 +139,9 @@ def _keep_version(ops: Sequence[Op], weight: int, stays: Sequence[_Stay]) -> lis
     if any(stay.filled is None for stay in stays):
         return None
     for op in ops:
-        reads = tuple(dataclasses.replace(view, version=version) if view.storage == weight else view for view in op.reads)
+        reads = tuple(
+            dataclasses.replace(view, version=version) if view.storage == weight else view for view in op.reads
+        )
         writes = []
         for view in op.writes:
             if view.storage != weight:
