@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 from unittest import mock
@@ -98,29 +98,13 @@ def list_planned(room: Room) -> tuple[list[Replay], int]:
     return [tuple(names[tick] for tick in plan.segments[index].ops) for index in order], reading
 
 
-def train_cases(rank: int, cases: list[tuple[str, list[int], dict[str, Any]]], profile: HardwareProfile) -> Any:
-    """Train cases plain (None) and in rooms, by name and budget."""
-    return {
-        (name, budget): train(rank, CASES[name], budget, profile, **options)
-        for name, budgets, options in cases
-        for budget in (None, *budgets)
-    }
-
-
 # -- steps that differ from those before -------------------------------------------------------------------------------
 
 USUAL_STEPS = 4
 """Of which the last follows the plan."""
 
-Change = Callable[[int, nn.Module], None]
-"""Is given the rank and the model, between forward and backward pass."""
-
-
-def update(rank: int, model: nn.Module) -> None:
-    """Update all weights but those of the root, which stay gathered until the backward pass: PyTorch notices these."""
-    with torch.no_grad():
-        for each in model.layers.parameters():  # type: ignore[union-attr]
-            each.mul_(1.01)
+Changed = tuple[dict[str, torch.Tensor], str]
+"""Tensors to compare, and the error of the changed step."""
 
 
 def update_unseen(rank: int, model: nn.Module) -> None:
@@ -138,12 +122,12 @@ def _find_shard(model: nn.Module) -> torch.Tensor:
     return model.layers[1].up.weight.to_local()  # type: ignore[union-attr, no-any-return]
 
 
-def change_step(rank: int, how: str, profile: HardwareProfile | None) -> tuple[dict[str, torch.Tensor], str]:
+def change_step(rank: int, how: str, profile: HardwareProfile | None) -> Changed:
     """Train, with another fifth step. Return tensors to compare, and the error of that step.
 
     Args:
-        how: "skips" the backward pass; does it "twice"; "exposes" to NumPy, which writes to it, what a block was given; goes "inside" a block from where its weights are not gathered; or the name of a
-            Change.
+        how: "skips" the backward pass; does it "twice"; "exposes" to NumPy, which writes to it, what a block was given;
+            goes "inside" a block whose weights are not gathered; or the name of a function that updates weights.
         profile: for a room; None for none.
     """
     torch.manual_seed(0)
@@ -170,6 +154,7 @@ def change_step(rank: int, how: str, profile: HardwareProfile | None) -> tuple[d
         try:
             with nullcontext() if room is None else room.step():
                 _change(rank, model, case, how, inner, inputs)
+                optimizer.step()
         except SavedTensorLost as raised:
             error = str(raised)
         for handle in handles:
@@ -204,6 +189,13 @@ def _change(
         loss.backward()
 
 
-def change_steps(rank: int, ways: list[str], profile: HardwareProfile) -> dict[str, Any]:
-    """Change steps in these ways, without rooms and in rooms."""
-    return {how: (change_step(rank, how, None), change_step(rank, how, profile)) for how in ways}
+def run_all(
+    rank: int, cases: Sequence[tuple[str, list[int]]], ways: Sequence[str], profile: HardwareProfile
+) -> tuple[dict[tuple[str, int | None], Replayed], dict[str, tuple[Changed, Changed]]]:
+    """Train cases plain (None) and in rooms, by name and budget; and change steps, without rooms and in rooms."""
+    trained = {
+        (name, budget): train(rank, CASES[name], budget, profile)
+        for name, budgets in cases
+        for budget in (None, *budgets)
+    }
+    return trained, {how: (change_step(rank, how, None), change_step(rank, how, profile)) for how in ways}

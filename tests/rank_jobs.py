@@ -47,7 +47,8 @@ def run_ranks(
     """Run a function of this module in several processes, and wait for them.
 
     Args:
-        function: its name, or "module.name" of another module of tests. It is called with the number of the rank and `args`; the process group exists.
+        function: its name, or "module.name" of another module of tests. It is called with the number of the rank and
+            `args`; the process group exists.
         seconds: after so many, those that still run are killed; their exit code is None.
         ends: ranks for which to wait; by default all. The others are killed then.
     """
@@ -214,12 +215,21 @@ class Decoder(nn.Module):
         return x + self.down(functional.gelu(self.up(self.norms[1](x))))
 
 
+class Scaled(Decoder):
+    """A layer that scales a weight for each use. `fully_shard` gathers it as it was."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            self.up.weight.mul_(1.5)
+        return super().forward(x)
+
+
 class Decoders(nn.Module):
     """Some layers, and a projection."""
 
-    def __init__(self) -> None:
+    def __init__(self, layer: type[Decoder] = Decoder) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(Decoder() for _ in range(2))
+        self.layers = nn.ModuleList(layer() for _ in range(2))
         self.head = nn.Linear(WIDTH, WIDTH)
 
     def blocks(self) -> list[nn.Module]:
@@ -423,6 +433,7 @@ CASES |= {
     "sharded decoders": RankCase(Decoders, WORDS, adamw, shard()),
     "sharded, clipped": RankCase(Transformer, WORDS, adamw, shard(), clips=True),
     "sharded, gathered ahead": RankCase(Decoders, WORDS, adamw, shard_ahead),
+    "sharded, weights scaled in place": RankCase(functools.partial(Decoders, Scaled), WORDS, adamw, shard()),
     "sharded, checkpointed": RankCase(Checkpointed, WORDS, adamw, shard()),
     "sharded and replicated": RankCase(Decoders, WORDS, adamw, shard_and_replicate),
     "tensor parallel": RankCase(Decoders, WORDS, adamw, parallelize, shares=True, clips=True),

@@ -277,8 +277,8 @@ class RankLost(ElbowroomError):
 
 
 class SavedTensorLost(ElbowroomError):
-    """A saved tensor cannot be computed again: the weights that this takes are not gathered or have changed, or what it
-    was computed from was given up before."""
+    """A saved tensor cannot be computed again: the weights that this takes are not gathered or have changed, or it was
+    given up when its step ended."""
 
 
 class RanksDiffer(ElbowroomError):

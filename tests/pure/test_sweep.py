@@ -91,7 +91,9 @@ def test_a_sweep_reads_contents_while_they_are_there(
     for index, key in enumerate(vectors.keys):  # each gap by itself
         choices = np.where(np.arange(len(vectors.keys)) == index, RECOMPUTE, KEEP).astype(np.int8)
         made = problem.drafter.finish({key: Option(Choice.RECOMPUTE)}, "test", 1)
-        assert (made is not None) == bool(sweep(vectors.columns, choices, problem.budget_bytes, 1.0, np.inf, vectors.room))
+        assert (made is not None) == bool(
+            sweep(vectors.columns, choices, problem.budget_bytes, 1.0, np.inf, vectors.room)
+        )
 
 
 @given(

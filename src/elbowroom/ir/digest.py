@@ -14,8 +14,8 @@ def digest(trace: Trace) -> str:
     """Return the SHA-256 of a trace's contents as JSON, so that equal steps have equal digests.
 
     Excluded are the name, and the fields that comparisons ignore: modules, lines of code and ways to slice ops; and
-    presences if there are none, as in files of older versions. The text is hashed item by item, since building all of it
-    takes ten times its length in memory.
+    presences if there are none, as in files of older versions. The text is hashed item by item, since building all of
+    it takes ten times its length in memory.
 
     Cost: linear in the trace; about 10 ms per thousand ops, so keep the result.
     """

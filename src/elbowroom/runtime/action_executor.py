@@ -245,7 +245,7 @@ class ActionExecutor:
         if len(recordings) != len(missing):
             if self._state.given_up:
                 raise SavedTensorLost(
-                    "what this backward pass needs was given up before, as its step had ended or an input had changed: "
+                    "this graph is of a step that has ended, and what its backward pass needs was given up then: "
                     f"{self._state.given_up} Run its forward pass again."
                 )
             raise InternalError(f"segment {action.segment} was not recorded")

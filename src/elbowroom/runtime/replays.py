@@ -37,9 +37,9 @@ def replay(recordings: Sequence[Recording], outputs: Sequence[SavedStorage]) -> 
     """
     if not all(recording.is_back() for recording in recordings):
         raise SavedTensorLost(
-            "a saved tensor was to be computed again from weights of fully_shard, but these are not gathered now, or "
-            "have changed since the forward pass. Update weights between steps only, or give mode='dynamic', in which "
-            "nothing is computed from them."
+            "a saved tensor was to be computed again from weights of fully_shard, which are not gathered now, or have "
+            "changed since the forward pass. Update weights between steps, and begin backward passes at results of "
+            "sharded modules; or give mode='dynamic', in which nothing is computed from such weights."
         )
     leaves = {leaf.record: leaf.find_storage() for recording in recordings for leaf in recording.leaves}
     leaves |= {read.record: copied for saved in outputs for read, copied in saved.inputs.items()}

@@ -90,8 +90,8 @@ class WriteGuard:
         for saved in lost:
             self._executor.forget_recording(saved)
         if lost:
-            self._state.given_up = why = "it takes weights that fully_shard had freed."
-            logger.warning("what the step leaves behind was given up, as %s", why)
+            self._state.given_up = "it takes weights that fully_shard had freed."
+            logger.warning("what the step leaves behind was given up, as it takes weights that fully_shard had freed")
 
     def _settle(self, storages: Iterable[SavedStorage]) -> list[SavedStorage]:
         """Recompute dropped storages and offload them. Return those that take weights that are not gathered now."""

@@ -1,9 +1,9 @@
 """Times during which the weights that FSDP gathers are on the device, in a trace.
 
 Autograd's views of such a weight outlive its memory. In a trace the weight itself, which is saved and needed, has 0
-bytes, and each time between its gathering and its freeing is a storage of its own, which no plan moves. What FSDP writes
-when it gathers the same contents again is left out, so a weight keeps its version, and `Trace.presences` says when
-replays may read it.
+bytes, and each time between its gathering and its freeing is a storage of its own, which no plan moves. What FSDP
+writes when it gathers the same contents again is left out, so a weight keeps its version, and `Trace.presences` says
+when replays may read it.
 """
 
 from __future__ import annotations

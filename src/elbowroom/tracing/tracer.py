@@ -347,13 +347,9 @@ class Tracer(TorchDispatchMode):
 
 
 def find_risk(storage: torch.UntypedStorage | None) -> str:
-    """Return why an op that reads a storage may not be replayed; "" if it may be.
-
-    Of gathered weights `tracing.gathered_weights` tells it.
-    """
-    if storage is None or is_gathered(storage):
-        return ""
-    return "code outside PyTorch may write to its inputs" if is_shared(storage) else ""
+    """Return why an op that reads a storage may not be replayed; "" if it may be. `gathered_weights` tells of those."""
+    is_risky = storage is not None and not is_gathered(storage) and is_shared(storage)
+    return "code outside PyTorch may write to its inputs" if is_risky else ""
 
 
 @contextlib.contextmanager
