@@ -8,7 +8,8 @@
 
 namespace elbowroom {
 
-// What the bytes of a storage were. Two contents of equal size have equal digests by chance only: with 2^-64.
+// What the bytes of a storage were. Two contents of equal size have equal digests by chance only: one in
+// 2^64, on other devices than the CPU and for changes of signs alone one in 2^33.
 class Digest {
  public:
   Digest() = default;
@@ -26,7 +27,7 @@ class Digest {
  private:
   size_t nbytes_ = 0;
   uint64_t hash_ = 0;  // of bytes in host memory
-  at::Tensor sums_;    // of bytes on another device, by row and by column
+  at::Tensor sum_;     // of bytes on another device: one number
 };
 
 }  // namespace elbowroom
