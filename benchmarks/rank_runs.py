@@ -1,11 +1,11 @@
 """Several ranks on one machine: what a room costs them, what it saves, and how jobs end whose ranks are killed.
 
-    python benchmarks/rank_runs.py overhead|sharded|kills [--ranks 2] [--runs 5] [--output FILE.json]
+    python benchmarks/rank_runs.py overhead|sharded|kills [--ranks 2] [--runs 5] [--words 64] [--output FILE.json]
 
 `overhead`: two jobs, one with a room, take turns step by step; once with DistributedDataParallel, and once with a model
     of its own in each process. Median of the pairs' ratios; in the room everything fits (1), or 0.7 of the peak.
 `sharded`: FSDP2 with all blocks checkpointed, and FSDP2 in a room whose budget is the peak of that. Processes take
-    turns. Peaks are those of the rooms' journals.
+    turns. Peaks are those of the rooms' journals; `busy` is a rank's processor time a step.
 `kills`: one rank is killed at a random moment, from `fit` on. Seconds until the other ranks end, whether they say which
     rank it was, and what is left of the job.
 """
@@ -74,13 +74,14 @@ class Training:
 
     def __init__(self, model: nn.Module, rank: int, folder: Folder, budget: int = 0, **options: Any) -> None:
         self.model, self.rank = model, rank
+        self.words = int((folder / "words").read_text())
         options["profile"] = pickle.loads((folder / "profile").read_bytes())
         self.optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
         self.room = elbowroom.fit(model, self.optimizer, budget, **options) if budget else None
 
     def step(self, *, meets: bool = True) -> float:
         """Run a step. Return its seconds. `meets`: whether the ranks begin it together."""
-        x = torch.randn(BATCH, WORDS, WIDTH, generator=torch.Generator().manual_seed(self.rank))
+        x = torch.randn(BATCH, self.words, WIDTH, generator=torch.Generator().manual_seed(self.rank))
         if meets:
             dist.barrier()
         begin = time.perf_counter()
@@ -167,7 +168,9 @@ def measure_planned(rank: int, folder: Folder) -> dict[str, float]:
 def _time(training: Training) -> dict[str, float]:
     for _ in range(WARM_UP):
         training.step()
-    return {"seconds": statistics.median(training.step() for _ in range(PAIRS))}
+    began = time.process_time()
+    found = [training.step() for _ in range(PAIRS)]
+    return {"seconds": statistics.median(found), "busy": (time.process_time() - began) / PAIRS}
 
 
 def train_for_ever(rank: int, folder: Folder) -> dict[str, float]:
@@ -202,12 +205,13 @@ def start(ranks: int, folder: Folder, function: Callable[[int, Folder], Any]) ->
 
 
 def measure(
-    ranks: int, profile: HardwareProfile, function: Callable[[int, Folder], Any], peak: int = 0
+    ranks: int, profile: HardwareProfile, function: Callable[[int, Folder], Any], peak: int = 0, words: int = WORDS
 ) -> dict[str, float]:
     """Run a function on all ranks. Return the mean of their figures."""
     with tempfile.TemporaryDirectory() as name:
         folder = pathlib.Path(name)
         (folder / "peak").write_text(json.dumps(peak))
+        (folder / "words").write_text(str(words))
         (folder / "profile").write_bytes(pickle.dumps(profile))
         for each in start(ranks, folder, function):
             each.join()
@@ -223,6 +227,7 @@ def kill_one(ranks: int, chance: random.Random, profile: HardwareProfile) -> dic
     with tempfile.TemporaryDirectory(prefix="elbowroom-kills-") as name:
         folder = pathlib.Path(name)
         (folder / "profile").write_bytes(pickle.dumps(profile))
+        (folder / "words").write_text(str(WORDS))
         processes = start(ranks, folder, train_for_ever)
         while not all((folder / f"ready{rank}").exists() for rank in range(ranks)):
             time.sleep(0.01)
@@ -262,22 +267,25 @@ def main() -> None:
     parser.add_argument("what", choices=("overhead", "sharded", "kills"))
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--runs", type=int, default=5)
+    parser.add_argument("--words", type=int, default=WORDS, help="of a sample, for `sharded`")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--output")
     given = parser.parse_args()
     results: list[dict[str, Any]] = []
     chance = random.Random(given.seed)
     profile = probe("cpu")
-    peak = int(measure(given.ranks, profile, measure_peak)["peak"]) if given.what == "sharded" else 0
+    peak = 0
+    if given.what == "sharded":
+        peak = int(measure(given.ranks, profile, measure_peak, words=given.words)["peak"])
     for _ in range(given.runs):
         if given.what == "overhead":
             results.append(measure(given.ranks, profile, measure_overhead))
         elif given.what == "sharded":
-            one = measure(given.ranks, profile, measure_checkpointed)
-            other = measure(given.ranks, profile, measure_planned, peak)
-            results.append(
-                {"peak": peak, "checkpointed": one["seconds"], "room": other["seconds"], "its": other["peak"]}
-            )
+            one = measure(given.ranks, profile, measure_checkpointed, words=given.words)
+            other = measure(given.ranks, profile, measure_planned, peak, given.words)
+            found = {"peak": peak, "its": other["peak"]}
+            found |= {f"checkpointed_{key}": one[key] for key in ("seconds", "busy")}
+            results.append(found | {f"room_{key}": other[key] for key in ("seconds", "busy")})
         else:
             results.append(kill_one(given.ranks, chance, profile))
         print(results[-1], flush=True)

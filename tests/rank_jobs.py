@@ -47,7 +47,8 @@ def run_ranks(
     """Run a function of this module in several processes, and wait for them.
 
     Args:
-        function: its name. It is called with the number of the rank and `args`; the process group exists.
+        function: its name, or "module.name" of another module of tests. It is called with the number of the rank and
+            `args`; the process group exists.
         seconds: after so many, those that still run are killed; their exit code is None.
         ends: ranks for which to wait; by default all. The others are killed then.
     """
@@ -81,7 +82,8 @@ def _run(rank: int, ranks: int, folder: str, function: str, args: tuple[Any, ...
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/group", rank=rank, world_size=ranks)
     try:
-        result = getattr(importlib.import_module("tests.rank_jobs"), function)(rank, *args)
+        module, _, name = function.rpartition(".")
+        result = getattr(importlib.import_module(f"tests.{module or 'rank_jobs'}"), name)(rank, *args)
     except Exception:
         traceback.print_exc()
         os._exit(3)
@@ -213,12 +215,21 @@ class Decoder(nn.Module):
         return x + self.down(functional.gelu(self.up(self.norms[1](x))))
 
 
+class Scaled(Decoder):
+    """A layer that scales a weight for each use. `fully_shard` gathers it as it was."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            self.up.weight.mul_(1.5)
+        return super().forward(x)
+
+
 class Decoders(nn.Module):
     """Some layers, and a projection."""
 
-    def __init__(self) -> None:
+    def __init__(self, layer: type[Decoder] = Decoder) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(Decoder() for _ in range(2))
+        self.layers = nn.ModuleList(layer() for _ in range(2))
         self.head = nn.Linear(WIDTH, WIDTH)
 
     def blocks(self) -> list[nn.Module]:
@@ -422,6 +433,7 @@ CASES |= {
     "sharded decoders": RankCase(Decoders, WORDS, adamw, shard()),
     "sharded, clipped": RankCase(Transformer, WORDS, adamw, shard(), clips=True),
     "sharded, gathered ahead": RankCase(Decoders, WORDS, adamw, shard_ahead),
+    "sharded, weights scaled in place": RankCase(functools.partial(Decoders, Scaled), WORDS, adamw, shard()),
     "sharded, checkpointed": RankCase(Checkpointed, WORDS, adamw, shard()),
     "sharded and replicated": RankCase(Decoders, WORDS, adamw, shard_and_replicate),
     "tensor parallel": RankCase(Decoders, WORDS, adamw, parallelize, shares=True, clips=True),
@@ -672,6 +684,14 @@ def fail(rank: int, how: str, folder: str, profile: HardwareProfile) -> None:
             if rank == 1 and index == 4:
                 _end(how)
             _step(rank, CASES["transformer"], model, optimizer, index)
+
+
+def end_in_fit(rank: int, profile: HardwareProfile) -> None:
+    """Have rank 1 be killed while the ranks meet for the first time."""
+    model, optimizer = _make(rank)
+    if rank == 1:
+        dist.new_group = lambda *args, **options: _end("is killed")  # type: ignore[assignment]
+    elbowroom.fit(model, optimizer, 4 << 20, profile=profile, rank_timeout_seconds=600)
 
 
 def _end(how: str) -> None:

@@ -276,6 +276,11 @@ class RankLost(ElbowroomError):
     """Another process of a distributed job has ended, has failed, or does not answer."""
 
 
+class SavedTensorLost(ElbowroomError):
+    """A saved tensor cannot be computed again: the weights that this takes are not gathered or have changed, or it was
+    given up when its step ended."""
+
+
 class RanksDiffer(ElbowroomError):
     """The ranks of a distributed job have different budgets or steps, and the job was told to stop in that case."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import concurrent.futures
+import pathlib
 import re
 from typing import Any
 
@@ -155,6 +156,12 @@ def failed(
     ways = ["", *FAILURES]
     with concurrent.futures.ThreadPoolExecutor() as threads:
         return dict(zip(ways, threads.map(run, ways), strict=True))
+
+
+def test_a_rank_that_ends_while_ranks_meet_ends_the_job(tmp_path: pathlib.Path, profile: HardwareProfile) -> None:
+    end = run_ranks(tmp_path, "end_in_fit", profile, seconds=60, ends=[0])[0]
+    assert end.code == 1
+    assert re.search(r"rank 0 ends, as it waits at elbowroom.fit for rank 1, whose process \d+ has ended", end.text)
 
 
 @pytest.mark.parametrize("how", FAILURES)

@@ -213,7 +213,7 @@ def test_what_is_no_trace_is_refused(tmp_path: pathlib.Path, text: str) -> None:
         files.load(Trace, path)
 
 
-@pytest.mark.parametrize("version", [0, -1, 4, 10**30, 1.0, "1", True, None, [1], {}])
+@pytest.mark.parametrize("version", [0, -1, 5, 10**30, 1.0, "1", True, None, [1], {}])
 def test_other_versions_are_refused(tmp_path: pathlib.Path, version: object) -> None:
     path = write(tmp_path, {**GOOD["trace"], "version": version})
     with pytest.raises(TraceError, match="version"):

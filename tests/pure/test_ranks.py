@@ -30,6 +30,7 @@ from elbowroom.simulator.ranks.pipeline_stages import split_evenly
 from elbowroom.simulator.ranks.pipelined import order_work, time_flush
 from elbowroom.simulator.ranks.rank_step import RankStep
 from elbowroom.simulator.ranks.simulate_ranks import simulate_ranks
+from elbowroom.simulator.ranks.turns import gather_in_turns, replays_freed_weights
 from elbowroom.simulator.simulate import simulate
 from tests.generators import Layer, Optimizer, cyclic_traces, keep_everything, make_costs, make_link, make_trace
 from tests.pure.test_collectives import make_network
@@ -513,6 +514,20 @@ def test_a_plan_that_replays_weights(tmp_path: pathlib.Path) -> None:
     assert sharded.exit_code == data.exit_code == 0
     assert "this plan replays ops that read weights" in sharded.stderr
     assert "replays" not in data.stderr
+
+
+@pytest.mark.parametrize("reshards", [True, False])
+def test_replays_of_shards_read_weights_while_a_block_has_its_turn(reshards: bool) -> None:
+    trace = make_blocks(6, weight_bytes=4 * KIB, nbytes=MIB)
+    gathered = gather_in_turns(trace, reshard_after_forward=reshards)
+    costs = make_costs(gathered, op_seconds=1e-6, link=make_link(per_second=1e6))
+    made = plan(gathered, costs, simulate(gathered, costs, keep_everything(costs)).peak_bytes * 2 // 3)
+    weights = {home.id for home in trace.storages if home.role is Role.PARAMETER}
+    assert not replays_freed_weights(trace, made, reshard_after_forward=reshards)
+    reading = [segment for segment in made.segments if weights & set(segment.leaves)]
+    assert reading or reshards  # each block is an op that needs what the one before made
+    anywhere = plan(trace, make_costs(trace, op_seconds=1e-6, link=make_link(per_second=1e6)), made.budget_bytes)
+    assert replays_freed_weights(trace, anywhere, reshard_after_forward=True)
 
 
 def test_its_document(trace_file: pathlib.Path) -> None:

@@ -9,14 +9,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as some
 
-from elbowroom.ir.check import check
+from elbowroom.ir.check import check, check_trace
 from elbowroom.ir.costs import Costs
+from elbowroom.ir.digest import digest
 from elbowroom.ir.forecast import Forecast
-from elbowroom.ir.trace import Trace
+from elbowroom.ir.plan import Choice
+from elbowroom.ir.trace import Presence, Trace
 from elbowroom.planner.problem import Problem, pose
 from elbowroom.planner.schedule.choice_vectors import ChoiceVectorPlanner
+from elbowroom.planner.schedule.draft import Option
 from elbowroom.simulator.compiled_loops.columns import Array
-from elbowroom.simulator.compiled_loops.segments import CHOICES, KEEP, OFFLOAD
+from elbowroom.simulator.compiled_loops.segments import CHOICES, KEEP, OFFLOAD, RECOMPUTE
 from elbowroom.simulator.compiled_loops.sweep import sweep
 from elbowroom.simulator.compiled_loops.transit import make_sweep
 from tests.generators import example, jobs, make_link
@@ -58,6 +61,39 @@ def test_a_sweep_is_a_replay(job: tuple[Trace, Costs], data: some.DataObject, sh
     problem = pose(trace, costs, int(problem.plain.peak_bytes * share), min_offload_bytes=1)
     vectors = ChoiceVectorPlanner(problem)
     judge_sweep(problem, vectors, draw_choices(data, len(vectors.keys)), slack)
+
+
+@some.composite
+def gathered_jobs(draw: some.DrawFn) -> tuple[Trace, Costs]:
+    """Jobs in which what exists before the step is there at some ticks only."""
+    trace, costs = draw(jobs())
+    ticks = some.integers(0, trace.end)
+    presences = [
+        Presence(storage=home.id, begin=min(span), end=max(span))
+        for home in trace.storages
+        if home.created < 0 and draw(some.booleans())
+        for span in draw(some.lists(some.tuples(ticks, ticks), min_size=1, max_size=2))
+    ]
+    trace = dataclasses.replace(trace, presences=tuple(presences))
+    check_trace(trace)
+    return trace, dataclasses.replace(costs, trace_digest=digest(trace))
+
+
+@given(job=gathered_jobs(), data=some.data(), share=some.floats(0.2, 1.1))
+def test_a_sweep_reads_contents_while_they_are_there(
+    job: tuple[Trace, Costs], data: some.DataObject, share: float
+) -> None:
+    trace, costs = job
+    problem = pose(trace, costs, 1, min_offload_bytes=1)
+    problem = pose(trace, costs, int(problem.plain.peak_bytes * share), min_offload_bytes=1)
+    vectors = ChoiceVectorPlanner(problem)
+    judge_sweep(problem, vectors, draw_choices(data, len(vectors.keys)), 1.0)
+    for index, key in enumerate(vectors.keys):  # each gap by itself
+        choices = np.where(np.arange(len(vectors.keys)) == index, RECOMPUTE, KEEP).astype(np.int8)
+        made = problem.drafter.finish({key: Option(Choice.RECOMPUTE)}, "test", 1)
+        assert (made is not None) == bool(
+            sweep(vectors.columns, choices, problem.budget_bytes, 1.0, np.inf, vectors.room)
+        )
 
 
 @given(

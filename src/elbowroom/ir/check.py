@@ -109,6 +109,11 @@ def check_trace(trace: Trace) -> None:
                 f"ops[{index}] ({op.name}) has a view of storage {view.storage}, version {view.version}, {view.shape}",
             )
         _require(op.flops >= 0, f"ops[{index}] ({op.name}) has {op.flops} flops")
+    for index, each in enumerate(trace.presences):
+        _require(
+            0 <= each.storage < len(trace.storages) and 0 <= each.begin <= each.end <= trace.end,
+            f"presences[{index}] is of storage {each.storage}, from {each.begin} to {each.end}",
+        )
     _check_versions(trace)
     for index, save in enumerate(trace.saves):
         _require(0 <= save.storage < len(trace.storages), f"saves[{index}] is of storage {save.storage}")
@@ -241,6 +246,9 @@ def _check_leaf(trace: Trace, versions: _Versions, leaf: int, tick: int, place: 
     held = home.created < tick < home.released
     claimed = any(save.tick < tick < save.released for save in versions.saves.get(leaf, ()))
     _require(held or claimed, f"{place}: nothing holds leaf {leaf} at tick {tick}")
+    spans = [each for each in trace.presences if each.storage == leaf]
+    is_there = not spans or any(each.begin <= tick < each.end for each in spans)
+    _require(is_there, f"{place}: leaf {leaf} is not gathered at tick {tick}")
 
 
 class _Versions:

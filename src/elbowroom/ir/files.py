@@ -47,7 +47,7 @@ _FORMATS: dict[type, str] = {
 _ORIGIN = {"module": None, "line": ""}
 
 _ADDED: dict[type, tuple[dict[type, dict[str, Any]], ...]] = {
-    Trace: ({Op: _ORIGIN, Storage: _ORIGIN}, {Trace: {"slicing": []}}),
+    Trace: ({Op: _ORIGIN, Storage: _ORIGIN}, {Trace: {"slicing": []}}, {Trace: {"presences": []}}),
     Costs: ({Costs: {"further_links": []}},),
     HardwareProfile: ({HardwareProfile: {"isa": ""}},),
     Forecast: (

@@ -326,6 +326,10 @@ class _Slicer:
                 saves=tuple(saves),
                 needs=needs,
                 end=self._tick,
+                presences=tuple(
+                    dataclasses.replace(each, begin=self._ticks[each.begin], end=self._ticks[each.end])
+                    for each in trace.presences
+                ),
             ),
             sources=tuple(self._sources),
             shares=tuple(self._shares),

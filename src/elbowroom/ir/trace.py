@@ -135,6 +135,18 @@ class Need:
     released: int
 
 
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Presence:
+    """The contents of a storage are in memory from the beginning of entry `begin` to that of entry `end`.
+
+    `fully_shard` frees the weights that it has gathered, and gathers the same contents again, without an op.
+    """
+
+    storage: int
+    begin: int
+    end: int
+
+
 class Write(NamedTuple):
     """One write to a storage: its tick, the resulting version, and the index of the op in `Trace.ops`."""
 
@@ -154,6 +166,7 @@ class Trace:
         storages: by id.
         end: one past the last tick.
         slicing: ways to run ops in slices, by tick; ops with none are left out.
+        presences: of storages whose contents come and go without an op; of others, they are there throughout.
     """
 
     name: str
@@ -164,6 +177,7 @@ class Trace:
     needs: tuple[Need, ...]
     end: int
     slicing: tuple[OpSlicing, ...] = dataclasses.field(default=(), compare=False)
+    presences: tuple[Presence, ...] = ()
 
     def __repr__(self) -> str:
         activation_bytes = sum(storage.nbytes for storage in self.storages if storage.role is Role.ACTIVATION)
@@ -254,6 +268,19 @@ class Trace:
         if not gap.is_wrapping or self.storages[gap.storage].created < 0:
             return True
         return self.earlier_gradients.get(gap.storage) in self.state
+
+    @functools.cached_property
+    def present(self) -> Mapping[int, tuple[Span, ...]]:
+        """Spans of `presences`, by storage id, in order."""
+        found: dict[int, list[Span]] = {}
+        for each in sorted(self.presences, key=lambda each: each.begin):
+            found.setdefault(each.storage, []).append((each.begin, each.end))
+        return {storage: tuple(spans) for storage, spans in found.items()}
+
+    def has_contents(self, storage: int, tick: int) -> bool:
+        """Return False if the contents of a storage are not in memory at a tick although it is alive."""
+        spans = self.present.get(storage)
+        return spans is None or any(begin <= tick < end for begin, end in spans)
 
     @functools.cached_property
     def writes(self) -> tuple[tuple[Write, ...], ...]:

@@ -159,6 +159,10 @@ void bind_records(py::module_& module) {
           },
           py::arg("target"), "Return the recording that recomputes a storage; None if there is none.")
       .def("clear", &StorageTable::clear, py::call_guard<py::gil_scoped_release>(), "Remove all records.");
+  py::enum_<Source>(module, "Source", "Where a replay finds what an op read.")
+      .value("STEP", Source::STEP)
+      .value("KEPT", Source::KEPT)
+      .value("COMES_BACK", Source::COMES_BACK);
   py::class_<Recording, RecordingPtr>(module, "Recording", "The ops that recompute one storage.")
       .def_property_readonly("places", [](const Recording& recording) {
         py::list places;
@@ -180,8 +184,12 @@ void bind_records(py::module_& module) {
       .def_readonly("seconds", &Recording::seconds)
       .def_readonly("nbytes", &Recording::nbytes)
       .def_readonly("read_bytes", &Recording::read_bytes)
+      .def("is_back", &Recording::is_back, py::call_guard<py::gil_scoped_release>())
       .def("is_open", &ask_with_mutex<&Recording::is_open>, py::arg("table"))
       .def("is_current", &ask_with_mutex<&Recording::is_current>, py::arg("table"));
+  module.def(
+      "digest", [](const py::handle& storage) { return Digest(unpack(storage)).number(); }, py::arg("storage"),
+      "Return a number for the bytes of a storage.");
   module.def("count_replay", &count_replay, py::arg("recordings"), "Return the peak bytes that a replay allocates.");
   module.def(
       "replay", &replay_all, py::arg("recordings"), py::arg("leaves"),
@@ -219,7 +227,7 @@ void bind_watch(py::module_& module) {
   py::class_<OpWatch, std::shared_ptr<OpWatch>>(module, "OpWatch", "Watches the ops of one step.")
       .def(py::init(&make_watch), py::arg("device_type"), py::arg("table"), py::arg("host"))
       .def("record", &OpWatch::record, py::arg("resting_bytes"), py::arg("least_bytes"))
-      .def("follow", &OpWatch::follow, py::arg("names"), py::arg("ticks"), py::arg("kept"),
+      .def("follow", &OpWatch::follow, py::arg("names"), py::arg("ticks"), py::arg("sources"),
           py::arg("required"))
       .def("set_state_moves", &OpWatch::set_state_moves, py::arg("before"), py::arg("after"))
       .def("set_slicer",

@@ -270,7 +270,7 @@ void OpWatch::record(int64_t resting_bytes, int64_t least_bytes) {
 }
 
 void OpWatch::follow(
-    std::vector<std::string> names, std::vector<int64_t> ticks, std::unordered_map<int64_t, std::vector<bool>> kept,
+    std::vector<std::string> names, std::vector<int64_t> ticks, std::unordered_map<int64_t, std::vector<Source>> kept,
     size_t required) {
   required_ = required;
   names_ = std::move(names);

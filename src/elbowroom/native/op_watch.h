@@ -85,9 +85,9 @@ class OpWatch {
   // than `resting_bytes` are live.
   void record(int64_t resting_bytes, int64_t least_bytes);
   // Follows a trace from now on: names of the expected ops, the tick of each op to record (else -1), and for each
-  // tensor that such an op reads, whether the program holds it throughout the step. The first `required` ops must run as
-  // expected; if a later one differs, the watch stops following.
-  void follow(std::vector<std::string> names, std::vector<int64_t> ticks, std::unordered_map<int64_t, std::vector<bool>> kept,
+  // tensor that such an op reads, where a replay finds it. The first `required` ops must run as expected; if a later one
+  // differs, the watch stops following.
+  void follow(std::vector<std::string> names, std::vector<int64_t> ticks, std::unordered_map<int64_t, std::vector<Source>> kept,
       size_t required);
   // Positions of ops before and after which model state moves.
   void set_state_moves(std::unordered_set<int64_t> before, std::unordered_set<int64_t> after) {
@@ -160,7 +160,7 @@ class OpWatch {
   // In mode FOLLOW.
   std::vector<std::string> names_;
   std::vector<int64_t> ticks_;
-  std::unordered_map<int64_t, std::vector<bool>> kept_;
+  std::unordered_map<int64_t, std::vector<Source>> kept_;
   std::atomic<size_t> position_{0};
   std::unordered_set<int64_t> moves_before_, moves_after_;
   size_t required_ = 0;

@@ -18,11 +18,6 @@ namespace {
 // Limit on the ops of a recording, to bound the memory and the time of its replay.
 constexpr size_t MOST_OPS = 64;
 
-// Keys excluded in a replay, which runs below autograd and unwatched in any state of the thread.
-constexpr c10::DispatchKeySet HIDDEN =
-    c10::autograd_dispatch_keyset_with_ADInplaceOrView | c10::autocast_dispatch_keyset |
-    c10::DispatchKeySet({c10::DispatchKey::Python, c10::DispatchKey::PythonTLSSnapshot, c10::DispatchKey::Fake});
-
 std::optional<Slot> describe_one(const at::Tensor& tensor, StorageTable& table, c10::DeviceType device) {
   if (!is_plain(tensor, device)) return std::nullopt;
   Slot slot;
@@ -110,7 +105,7 @@ bool is_plain(const at::Tensor& tensor, c10::DeviceType device) {
 
 RecordedOpPtr describe(
     const c10::OperatorHandle& op, const OpKind& kind, const c10::IValue* arguments, size_t count, StorageTable& table,
-    c10::DeviceType device, const std::vector<bool>* kept) {
+    c10::DeviceType device, const std::vector<Source>* kept) {
   auto made = c10::make_intrusive<RecordedOp>(op, kind);
   made->arguments.resize(count);
   made->lengths.resize(count);
@@ -122,8 +117,17 @@ RecordedOpPtr describe(
     slot->argument = static_cast<uint32_t>(argument);
     slot->item = item;
     slot->is_read = !updates || (static_cast<int64_t>(argument) != kind.mean && static_cast<int64_t>(argument) != kind.variance);
-    const bool is_kept = kept == nullptr || !slot->is_read ? slot->record->is_staying : next >= kept->size() || (*kept)[next];
-    if (is_kept) slot->kept = tensor.storage();
+    Source source = Source::KEPT;
+    if (kept == nullptr || !slot->is_read) {
+      source = slot->record->is_staying ? Source::KEPT : Source::STEP;
+    } else if (next < kept->size()) {
+      source = (*kept)[next];
+    }
+    if (source != Source::STEP) slot->kept = tensor.storage();
+    if (source == Source::COMES_BACK) {
+      slot->contents = Digest(tensor.storage());
+      if (!slot->contents.is_known()) return false;
+    }
     next += slot->is_read;
     made->slots.push_back(*std::move(slot));
     return true;
@@ -182,7 +186,7 @@ Recording::Recording(std::vector<RecordedOpPtr> candidates, StorageRecordPtr mad
   for (const RecordedOpPtr& op : ops) {
     seconds += op->seconds;
     for (const Slot& slot : op->slots) {
-      if (!slot.kept || !slot.is_read) continue;
+      if (!slot.kept || !slot.is_read || slot.contents.is_known()) continue;
       if (std::find(sources.begin(), sources.end(), slot.record) != sources.end()) continue;
       sources.push_back(slot.record);
       kept.push_back(slot.kept);
@@ -206,11 +210,19 @@ bool Recording::is_current() const {
   }();
   for (const RecordedOpPtr& op : ops) {
     for (const Slot& slot : op->slots) {
+      if (slot.contents.is_known()) continue;
       const bool is_from_outside = slot.kept || read.count(slot.record.get()) > 0;
       if (slot.is_read && is_from_outside && slot.record->version != slot.version) return false;
     }
   }
   return true;
+}
+
+bool Recording::is_back() const {
+  const auto is_back = [](const Slot& slot) { return !slot.contents.is_known() || slot.contents.matches(slot.kept); };
+  return std::all_of(ops.begin(), ops.end(), [&](const auto& op) {
+    return std::all_of(op->slots.begin(), op->slots.end(), is_back);
+  });
 }
 
 RecordingPtr find_recording(const StorageRecordPtr& target) {
@@ -229,7 +241,8 @@ RecordingPtr find_recording(const StorageRecordPtr& target) {
       ops.emplace(op->place, op);
       for (const Slot& slot : op->slots) {
         if (slot.kept) {
-          if (slot.is_read && slot.version != slot.record->version) return {};  // the program has written to it since
+          // The program has written to it since, or its contents may be away when they are needed.
+          if (slot.is_read && (slot.version != slot.record->version || slot.contents.is_known())) return {};
           continue;
         }
         if (seen.count(slot.record.get()) > 0 || is_leaf(*slot.record, slot)) continue;
@@ -313,12 +326,9 @@ std::vector<c10::Storage> replay(
     const std::vector<at::Tensor> results = op.replay([&](const Slot& slot) {
       const auto own = made.find(slot.record.get());
       const bool is_own = own != made.end();
-      c10::Storage storage = slot.kept ? slot.kept : is_own ? own->second : c10::Storage();
-      if (!storage) {
-        const auto leaf = leaves.find(slot.record.get());
-        TORCH_CHECK(leaf != leaves.end() && leaf->second, "a replay reads a storage that is not on the device");
-        storage = leaf->second;
-      }
+      const auto leaf = leaves.find(slot.record.get());
+      c10::Storage storage = is_own && !slot.kept ? own->second : leaf != leaves.end() ? leaf->second : slot.kept;
+      TORCH_CHECK(storage, "a replay reads a storage that is not on the device");
       at::Tensor tensor = view(slot, std::move(storage));
       // A side effect that must not happen twice.
       if (is_own || !op.writes(slot.argument)) return tensor;

@@ -14,16 +14,30 @@
 #include <utility>
 #include <vector>
 
+#include "contents.h"
 #include "op_kinds.h"
 #include "settings.h"
 #include "storage_records.h"
 
 namespace elbowroom {
 
+// Keys excluded in a replay, which runs below autograd and unwatched in any state of the thread.
+constexpr c10::DispatchKeySet HIDDEN =
+    c10::autograd_dispatch_keyset_with_ADInplaceOrView | c10::autocast_dispatch_keyset |
+    c10::DispatchKeySet({c10::DispatchKey::Python, c10::DispatchKey::PythonTLSSnapshot, c10::DispatchKey::Fake});
+
+// Where a replay finds what an op read.
+enum class Source : uint8_t {
+  STEP,       // made or saved by the step
+  KEPT,       // held by the program throughout the step
+  COMES_BACK  // likewise, but its contents go and come back without an op
+};
+
 // A tensor argument: its storage, and its view of the storage.
 struct Slot {
   StorageRecordPtr record;
   c10::Storage kept;  // the storage itself, if the program holds it throughout the step
+  Digest contents;  // what the op read, if contents come back; known of no other slot
   c10::ScalarType dtype;
   c10::DimVector sizes, strides;
   int64_t offset;
@@ -65,10 +79,10 @@ class RecordedOp final : public c10::intrusive_ptr_target {
 };
 
 // With the table's mutex: describes what an op is about to be given. Null if it cannot be had again. `kept`: of each tensor
-// that it reads, whether the program holds its storage throughout the step; null where only records tell.
+// that it reads, where a replay finds it; null where only records tell.
 RecordedOpPtr describe(
     const c10::OperatorHandle& op, const OpKind& kind, const c10::IValue* arguments, size_t count, StorageTable& table,
-    c10::DeviceType device, const std::vector<bool>* kept);
+    c10::DeviceType device, const std::vector<Source>* kept);
 
 // The ops that recompute one storage.
 class Recording final : public c10::intrusive_ptr_target {
@@ -76,9 +90,11 @@ class Recording final : public c10::intrusive_ptr_target {
   // Selects those of the given ops that the target needs.
   Recording(std::vector<RecordedOpPtr> ops, StorageRecordPtr target);
 
-  // With the table's mutex held: whether all inputs are unchanged (`is_current`), and all leaves are saved (`is_open`).
+  // With the table's mutex held: whether all inputs are unchanged, but for those whose contents come back (`is_current`), and all leaves are saved (`is_open`).
   bool is_open() const;
   bool is_current() const;
+  // Returns whether all storages whose contents come back have those that the ops read.
+  bool is_back() const;
 
   StorageRecordPtr target;
   std::vector<RecordedOpPtr> ops;  // in order; empty if none makes the target
@@ -98,7 +114,8 @@ RecordingPtr find_recording(const StorageRecordPtr& target);
 // Peak bytes that replaying several recordings together allocates.
 int64_t count_replay(const std::vector<RecordingPtr>& recordings);
 
-// Replays several recordings together and returns the storages of their targets. `leaves`: storages of the leaves.
+// Replays several recordings together and returns the storages of their targets. `leaves`: storages of the leaves, and of
+// sources that have changed.
 // Autograd, saved-tensor hooks, autocast, dispatch modes and watchers do not see the ops.
 std::vector<c10::Storage> replay(
     const std::vector<RecordingPtr>& recordings, const std::unordered_map<StorageRecord*, c10::Storage>& leaves);

@@ -6,8 +6,6 @@ import contextlib
 import datetime
 import itertools
 import logging
-import os
-import socket
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeVar
@@ -15,6 +13,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch.distributed as dist
 
 from elbowroom.errors import RankLost
+from elbowroom.ranks.process_ends import describe_process, ending_if_lost, has_ended
 
 logger = logging.getLogger(__name__)
 
@@ -55,6 +54,9 @@ class RankGroup:
         self.timeout_seconds = timeout_seconds
         self.store: Any = dist.distributed_c10d._get_default_store()
         self.prefix = f"elbowroom/{'-'.join(map(str, members))}/{next(_numbers)}"
+        # A store serves one call at a time: this process waits in the other one.
+        self._watched: Any = self.store.clone() if hasattr(self.store, "clone") else self.store
+        self._processes: dict[int, tuple[str, int]] = {}
         self._rounds = itertools.count()
         self._group: Any = None
         self._enter("elbowroom.fit")
@@ -154,12 +156,14 @@ class RankGroup:
         """Note in the store that this rank waits for the others."""
         self._round, self._what = next(self._rounds), what
         with contextlib.suppress(RuntimeError):  # the store is gone: the exchange itself says so
-            self.store.set(f"{self.prefix}/round{self._round}/{self.rank}", "there")
+            host, process = describe_process()
+            self.store.set(f"{self.prefix}/round{self._round}/{self.rank}", f"{process} {host}")
 
     @contextlib.contextmanager
     def _explaining(self) -> Iterator[None]:
         try:
-            yield
+            with ending_if_lost(self._find_lost):
+                yield
         except (RuntimeError, ValueError) as error:
             there = f"{self.prefix}/round{self._round}"
             missing = [rank for rank in range(self.size) if not self._is_there(f"{there}/{rank}")]
@@ -172,13 +176,23 @@ class RankGroup:
                 f"run their steps together ({str(error).splitlines()[0] if str(error) else type(error).__name__})"
             ) from error
 
+    def _find_lost(self) -> str:
+        """Return which rank on this machine has ended; "" if none. Called in a thread, while this rank waits."""
+        own, _ = describe_process()
+        for rank in range(self.size):
+            key = f"{self.prefix}/round0/{rank}"
+            with contextlib.suppress(RuntimeError):
+                if rank not in self._processes and self._watched.check([key]):
+                    process, host = self._watched.get(key).decode().split(" ", 1)
+                    self._processes[rank] = host, int(process)
+            host, number = self._processes.get(rank, ("", 0))
+            if host == own and has_ended(number):
+                waits = f"rank {self.rank} ends, as it waits at {self._what}"
+                return f"{waits} for rank {rank}, whose process {number} has ended"
+        return ""
+
     def _is_there(self, key: str) -> bool:
         try:
             return bool(self.store.check([key]))
         except RuntimeError:
             return True  # nobody knows
-
-
-def describe_process() -> tuple[str, int]:
-    """Return the name of this machine, and the id of this process."""
-    return socket.gethostname(), os.getpid()

@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from elbowroom.ranks.agreement import Greeting
+from elbowroom.ranks.process_ends import EXIT_CODE, GRACE_SECONDS, has_ended
 from elbowroom.ranks.rank_group import RankGroup
 from elbowroom.ranks.thread_activity import ThreadActivity
 
@@ -26,13 +27,8 @@ logger = logging.getLogger(__name__)
 BEAT_SECONDS = 2.0
 """Time between two signs of life."""
 
-GRACE_SECONDS = 5.0
-"""How long a step may take to notice by itself that a rank is gone, before this process ends."""
-
 LEFT = "left"
 """Sign of a rank that needs no other any more."""
-
-EXIT_CODE = 1
 
 
 class RankMonitor:
@@ -197,14 +193,3 @@ class RankMonitor:
             if self._store.check([key]):
                 return f"; its last sign of life: {self._store.get(key).decode()}"
         return ""
-
-
-def has_ended(process: int) -> bool:
-    """Tell whether a process of this machine has ended."""
-    try:
-        with open(f"/proc/{process}/stat") as file:
-            return file.read().rpartition(")")[2].split()[0] in ("Z", "X")
-    except FileNotFoundError:
-        return True
-    except OSError:
-        return False

@@ -17,7 +17,8 @@ from elbowroom.hooks.gradient_buckets import GradientBuckets
 from elbowroom.hooks.ledger import Ledger
 from elbowroom.hooks.sharded import find_replicas, list_shard_ranks
 from elbowroom.ranks.agreement import Greeting, check_greetings
-from elbowroom.ranks.rank_group import RankGroup, describe_process
+from elbowroom.ranks.process_ends import describe_process
+from elbowroom.ranks.rank_group import RankGroup
 from elbowroom.ranks.rank_monitor import RankMonitor
 
 logger = logging.getLogger(__name__)

@@ -40,6 +40,7 @@ class TraceGraph:
 
     def __init__(self, trace: Trace) -> None:
         self.storages = trace.storages
+        self.has_contents = trace.has_contents
         self.writers: list[list[Op]] = [[] for _ in trace.storages]
         for op in trace.ops:
             for view in op.writes:
@@ -60,7 +61,7 @@ class _PlannedMoment:
     """Graph of a trace at one tick.
 
     Parameters, buffers and inputs are available while the program holds them. Anything else is available only while
-    autograd claims it, so that a change is noticed.
+    autograd claims it, so that a change is noticed. What comes and goes without an op must be there, too.
     """
 
     __slots__ = ("_graph", "_is_dropped", "now")
@@ -82,6 +83,8 @@ class _PlannedMoment:
     def is_available(self, view: View) -> bool:
         graph, storage = self._graph, view.storage
         home = graph.storages[storage]
+        if not graph.has_contents(storage, self.now):
+            return False
         if home.role in PERSISTENT_ROLES:
             if not home.created < self.now < home.released:
                 return False

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import torch
 
-from elbowroom.errors import ElbowroomError, Infeasible, InternalError, TierError
+from elbowroom.errors import Infeasible, InternalError, SavedTensorLost, TierError
 from elbowroom.hooks.dispatch_keys import Hidden
 from elbowroom.hooks.exposed_memory import is_shared
 from elbowroom.ir.actions import Action, Offload, Recompute, Release, Reload, Wait
@@ -20,7 +20,7 @@ from elbowroom.residency.machine import State, count_reads
 from elbowroom.runtime.event_log import FREED
 from elbowroom.runtime.memory_guard import MemoryGuard
 from elbowroom.runtime.replays import Recording, count_bytes, is_exposed, replay
-from elbowroom.runtime.saved_storage import SavedStorage
+from elbowroom.runtime.saved_storage import NO_COPIES, SavedStorage
 from elbowroom.runtime.step_context import StepContext
 from elbowroom.runtime.step_state import StepState
 from elbowroom.runtime.thrash_guard import ThrashGuard
@@ -137,6 +137,7 @@ class ActionExecutor:
         reads = saved.reads
         saved.recording = None
         saved.reads = ()
+        saved.inputs = NO_COPIES
         for read in reads:
             read.discard_reader(saved)
             self.free_if_unused(read)
@@ -243,7 +244,7 @@ class ActionExecutor:
         recordings = [saved.recording for saved in missing if saved.recording is not None]
         if len(recordings) != len(missing):
             if self._state.given_up:
-                raise ElbowroomError(
+                raise SavedTensorLost(
                     "this graph is of a step that has ended, and what its backward pass needs was given up then: "
                     f"{self._state.given_up} Run its forward pass again."
                 )

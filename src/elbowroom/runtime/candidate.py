@@ -48,7 +48,7 @@ class Candidate:
         return StateSchedule(self.trace, self.plan) if self.plan.state else None
 
     @functools.cached_property
-    def replayed_ops(self) -> tuple[list[str], list[int], dict[int, list[bool]], int]:
+    def replayed_ops(self) -> tuple[list[str], list[int], dict[int, list[Any]], int]:
         """Ops of the trace, with a mark on those that the plan replays: all ops if model state moves, else those of
         the forward pass.
 
@@ -56,7 +56,7 @@ class Candidate:
 
         Returns:
             Name of each op; tick of each op, or -1 if the plan does not replay it; and by tick of a replayed op, for
-            each tensor that it reads, whether the program holds that tensor throughout the step. Last, how many of the
+            each tensor that it reads, where the replay finds it (`Source` of the extension). Last, how many of the
             ops a step must run as listed; after another op later on, only the moves of model state are left out.
         """
         trace = self.trace
@@ -64,9 +64,16 @@ class Candidate:
         replayed = {tick for segment in segments for tick in segment.ops}
         leaves = {leaf for segment in segments for leaf in segment.leaves}
         held = frozenset(leaf for leaf in leaves if trace.storages[leaf].role in PERSISTENT_ROLES)
+        source = load_native().Source
+
+        def find_source(storage: int) -> Any:
+            if storage not in held:
+                return source.STEP
+            return source.COMES_BACK if storage in trace.present else source.KEPT
+
         last = max([*replayed, trace.needs[0].tick])
         required = sum(op.tick <= last for op in trace.ops)
         ops = trace.ops if self.plan.state else trace.ops[:required]
         ticks = [op.tick if op.tick in replayed else -1 for op in ops]
-        reads = {op.tick: [view.storage in held for view in op.reads] for op in ops if op.tick in replayed}
+        reads = {op.tick: [find_source(view.storage) for view in op.reads] for op in ops if op.tick in replayed}
         return [op.name for op in ops], ticks, reads, required

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from elbowroom.errors import SavedTensorLost
 from elbowroom.hooks.exposed_memory import is_shared
 from elbowroom.native import library
 from elbowroom.runtime.saved_storage import SavedStorage
@@ -30,8 +31,18 @@ def replay(recordings: Sequence[Recording], outputs: Sequence[SavedStorage]) -> 
 
     Each op runs under the numeric settings of its first run, without autograd, saved-tensor hooks, autocast, dispatch
     modes and random generators.
+
+    Raises:
+        SavedTensorLost: weights that FSDP gathers are not there, or differ from those that the ops read.
     """
+    if not all(recording.is_back() for recording in recordings):
+        raise SavedTensorLost(
+            "a saved tensor was to be computed again from weights of fully_shard, which are not gathered now, or have "
+            "changed since the forward pass. Update weights between steps, and begin backward passes at results of "
+            "sharded modules; or give mode='dynamic', in which nothing is computed from such weights."
+        )
     leaves = {leaf.record: leaf.find_storage() for recording in recordings for leaf in recording.leaves}
+    leaves |= {read.record: copied for saved in outputs for read, copied in saved.inputs.items()}
     storages = library.load().replay(list(recordings), list(leaves.items()))
     for saved, storage in zip(outputs, storages, strict=True):
         saved.storage = storage

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from typing import Any, NamedTuple
 
 import torch
@@ -67,6 +67,10 @@ NO_VIEWS: dict[int, SavedView] = {}
 """Shared empty dict of storages that were never saved. Never written to."""
 
 
+NO_COPIES: Mapping[SavedStorage, torch.UntypedStorage] = {}
+"""Shared empty mapping: hardly any input of a replay changes before it. Never written to."""
+
+
 class SavedStorage:
     """One storage of one step, with the tensors that autograd has saved of it and the means to bring it back.
 
@@ -81,12 +85,13 @@ class SavedStorage:
         copy: copy in the tier below, if the storage was ever offloaded.
         recording: recording that recomputes the storage, while it is dropped.
         reads: storages that `recording` starts from.
+        inputs: copies of those that have changed since.
         may_move: whether the storage may leave the device; None until first asked.
         readers: dropped storages whose replay reads this one.
     """
 
     __slots__ = (
-        *("__weakref__", "copy", "may_move", "readers", "reads", "record", "recording", "released_ref"),
+        *("__weakref__", "copy", "inputs", "may_move", "readers", "reads", "record", "recording", "released_ref"),
         *("storage", "views"),
     )
 
@@ -98,6 +103,7 @@ class SavedStorage:
         self.copy: Copy | None = None
         self.recording: Any = None
         self.reads: tuple[SavedStorage, ...] = ()
+        self.inputs = NO_COPIES
         self.readers: Set[SavedStorage] = NO_READERS
         self.may_move: bool | None = None
 

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable
 from typing import Any
 
 import torch
 
+from elbowroom.errors import SavedTensorLost
 from elbowroom.hooks.dispatch_keys import Hidden
 from elbowroom.hooks.exposed_memory import guard_exposures
 from elbowroom.runtime.action_executor import ActionExecutor
 from elbowroom.runtime.saved_storage import SavedStorage
 from elbowroom.runtime.step_state import StepState
+
+logger = logging.getLogger(__name__)
 
 
 class WriteGuard:
@@ -30,7 +34,7 @@ class WriteGuard:
         """
         saved = self._state.storages.find(tensor)
         if saved is not None:
-            self._settle_readers(saved, "an op writes to a tensor that a replay reads")
+            self._settle_readers(saved, tensor.untyped_storage(), "an op writes to a tensor that a replay reads")
 
     def written(self, tensor: torch.Tensor) -> None:
         """Discard the copy and the recording of a tensor's storage, so that autograd finds what was written."""
@@ -42,16 +46,26 @@ class WriteGuard:
         """Expect unnoticed writes to a storage: recompute what depends on its current contents, and keep it."""
         saved = self._state.storages.table.find(storage)
         if saved is not None:
-            self._settle_readers(saved, "the program exposes a tensor that a replay reads")
+            self._settle_readers(saved, storage, "the program exposes a tensor that a replay reads")
             self._keep(saved, storage)
 
-    def _settle_readers(self, saved: SavedStorage, why: str) -> None:
-        """Recompute the dropped storages whose replay reads a storage. Leaves the plan."""
+    def _settle_readers(self, saved: SavedStorage, home: torch.UntypedStorage, why: str) -> None:
+        """Recompute the dropped storages whose replay reads a storage. Leaves the plan.
+
+        Those that take weights which are not gathered now get a copy of the storage instead.
+        """
         if saved.readers:
             with self._lock:
                 if self._state.phase.follows_plan:
                     self._state.saved_tensors.stop(why)
-                self.settle(list(saved.readers))
+                waiting = self._settle(list(saved.readers))
+                if waiting:
+                    with Hidden():
+                        copied = home.clone()
+                for reader in waiting:
+                    reader.inputs = {**reader.inputs, saved: copied}
+                    reader.reads = tuple(each for each in reader.reads if each is not saved)
+                    saved.discard_reader(reader)
 
     def _keep(self, saved: SavedStorage, home: torch.UntypedStorage) -> None:
         """Keep a saved storage on the device, so that autograd finds what is written to it."""
@@ -70,7 +84,22 @@ class WriteGuard:
             self._executor.forget_recording(saved)
 
     def settle(self, storages: Iterable[SavedStorage]) -> None:
-        """Recompute dropped storages while their inputs are intact, and offload them."""
-        actions = self._state.machine.evict([saved.id for saved in storages if saved.recording is not None])
-        if actions:
-            self._executor.perform(actions)
+        """Recompute dropped storages while their inputs are intact, and offload them. Give up what takes weights that
+        are not gathered now: a backward pass that needs it raises an error."""
+        lost = self._settle(storages)
+        for saved in lost:
+            self._executor.forget_recording(saved)
+        if lost:
+            self._state.given_up = "it takes weights that fully_shard had freed."
+            logger.warning("what the step leaves behind was given up, as it takes weights that fully_shard had freed")
+
+    def _settle(self, storages: Iterable[SavedStorage]) -> list[SavedStorage]:
+        """Recompute dropped storages and offload them. Return those that take weights that are not gathered now."""
+        lost = []
+        for saved in storages:
+            if saved.recording is not None:
+                try:
+                    self._executor.perform(self._state.machine.evict([saved.id]))
+                except SavedTensorLost:
+                    lost.append(saved)
+        return lost

@@ -21,6 +21,7 @@ from elbowroom.hooks.exposed_memory import is_shared
 from elbowroom.hooks.meter import Meter
 from elbowroom.hooks.module_paths import UNKNOWN, Origin, find_module_path
 from elbowroom.hooks.storage_ids import Identities, get_plain_storage, list_parts
+from elbowroom.hooks.unsharded_weights import is_gathered
 from elbowroom.ir.trace import Need, Op, Role, Save, Storage, Trace, View
 from elbowroom.ops.replayable import find_barrier, find_statistics, find_written, iterate_tensors, touches_tensors
 from elbowroom.tracing.origins import OpOrigins
@@ -346,8 +347,9 @@ class Tracer(TorchDispatchMode):
 
 
 def find_risk(storage: torch.UntypedStorage | None) -> str:
-    """Return why an op that reads a storage may not be replayed; "" if it may be."""
-    return "code outside PyTorch may write to its inputs" if storage is not None and is_shared(storage) else ""
+    """Return why an op that reads a storage may not be replayed; "" if it may be. `gathered_weights` tells of those."""
+    is_risky = storage is not None and not is_gathered(storage) and is_shared(storage)
+    return "code outside PyTorch may write to its inputs" if is_risky else ""
 
 
 @contextlib.contextmanager

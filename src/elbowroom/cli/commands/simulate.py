@@ -173,7 +173,8 @@ def _forecast_device(
 
 def _forecast_ranks(terminal: Terminal, sources: _Sources, options: RankOptions) -> None:
     """Forecast a step of several ranks, for each number of them."""
-    from elbowroom.simulator.ranks.simulate_ranks import replays_weights, simulate_ranks
+    from elbowroom.simulator.ranks.simulate_ranks import simulate_ranks
+    from elbowroom.simulator.ranks.turns import replays_freed_weights
 
     host_bytes = read_host_memory(sources.host_memory)
     network, parallelisms = options.find_network(), options.list_parallelisms()
@@ -181,7 +182,8 @@ def _forecast_ranks(terminal: Terminal, sources: _Sources, options: RankOptions)
     plan = None if sources.plan_file is None else load_plan(sources.plan_file, trace)
     costs, device_bytes = find_costs_and_device(terminal, trace, sources.hardware, sources.costs_file)
     used = plan or keep_all(costs, 0)
-    if parallelisms[0].kind is Parallel.SHARDED and replays_weights(trace, used):
+    reshards = parallelisms[0].reshard_after_forward
+    if parallelisms[0].kind is Parallel.SHARDED and replays_freed_weights(trace, used, reshard_after_forward=reshards):
         terminal.note(
             "this plan replays ops that read weights, which fully_shard has freed by then: a room would not, and the "
             "forecast takes the weights to be there"

@@ -53,8 +53,10 @@ _STORAGE = {
     "gaps_start": "i8",
     "claims_start": "i8",
     "writers_start": "i8",
+    "presences_start": "i8",
 }
 _CLAIM = {"begin": "i8", "end": "i8", "rounded": "i8"}
+_PRESENCE = {"begin": "i8", "end": "i8"}
 _OP = {
     "tick": "i8",
     "seconds": "f8",
@@ -92,6 +94,7 @@ class Columns(NamedTuple):
     gap_lists: Array  # gaps of each storage, in order
     claims: Array
     writers: Array  # ops that write to each storage, in order
+    presences: Array  # of each storage, in order; of most, none
     ops: Array
     reads: Array
     writes: Array  # storages
@@ -199,6 +202,7 @@ def _list_storages(replay: PreparedTrace, ordered: list[Gap], claims_start: list
     writers = [list(dict.fromkeys(write.op for write in writes)) for writes in trace.writes]
     gaps_start, gap_lists = _flatten(of_storage)
     writers_start, flat_writers = _flatten(writers)
+    presences_start, spans = _flatten([trace.present.get(storage.id, ()) for storage in trace.storages])
     storages = make_records(
         _STORAGE,
         len(trace.storages) + 1,
@@ -209,11 +213,15 @@ def _list_storages(replay: PreparedTrace, ordered: list[Gap], claims_start: list
         gaps_start=gaps_start,
         claims_start=claims_start,
         writers_start=writers_start,
+        presences_start=presences_start,
     )
     return {
         "storages": storages,
         "gap_lists": np.asarray(gap_lists, dtype=np.int64),
         "writers": np.asarray(flat_writers, dtype=np.int64),
+        "presences": make_records(
+            _PRESENCE, len(spans), begin=[begin for begin, _ in spans], end=[end for _, end in spans]
+        ),
     }
 
 

@@ -268,6 +268,12 @@ def _search(columns: Columns, target: int, tick: int, room: Segments) -> bool:
 @internal
 def _is_there(columns: Columns, moves: Array, storage: int, version: int, tick: int) -> bool:
     storages = columns.storages
+    begin, end = storages[storage].presences_start, storages[storage + 1].presences_start
+    is_present = begin == end
+    for index in range(begin, end):
+        is_present = is_present or columns.presences[index].begin <= tick < columns.presences[index].end
+    if not is_present:
+        return False
     if storages[storage].lasting:
         if not storages[storage].created < tick < storages[storage].released:
             return False

@@ -17,7 +17,8 @@ import numpy.typing as npt
 from elbowroom.errors import UsageError
 from elbowroom.ir.trace import PERSISTENT_ROLES, Role
 from elbowroom.simulator.ranks.blocks import ROOT, find_block
-from elbowroom.simulator.ranks.rank_step import RankStep, list_touched
+from elbowroom.simulator.ranks.rank_step import RankStep
+from elbowroom.simulator.ranks.turns import list_touched
 
 Ints = npt.NDArray[np.int64]
 

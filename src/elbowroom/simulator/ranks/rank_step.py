@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable, Mapping
-from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -18,18 +17,12 @@ from elbowroom.errors import UsageError
 from elbowroom.ir.costs import Costs
 from elbowroom.ir.forecast import Forecast
 from elbowroom.ir.plan import Plan
-from elbowroom.ir.trace import STATE_ROLES, Op, Role, Trace, View
+from elbowroom.ir.trace import STATE_ROLES, Op, Role, Trace
 from elbowroom.simulator.allocator_model import Stay
 from elbowroom.simulator.planned import PreparedTrace
+from elbowroom.simulator.ranks.turns import list_gradients, list_touched
 
 LiveBytes = npt.NDArray[np.int64]
-
-
-class Gradient(NamedTuple):
-    """A gradient that the backward pass makes: `ready` is the tick after the last op that adds to it."""
-
-    ready: int
-    storage: int
 
 
 class RankStep:
@@ -65,7 +58,7 @@ class RankStep:
                 "training"
             )
         self.backward = trace.needs[0].tick
-        self.gradients = self._list_gradients()
+        self.gradients = list_gradients(trace)
         if not self.gradients:
             raise UsageError(
                 f"no op of {trace.name} makes the gradient of a parameter, so its ranks have nothing to exchange: "
@@ -119,34 +112,7 @@ class RankStep:
                 change[min(stay.end, self.trace.end)] -= size
         return np.cumsum(change[:-1])
 
-    def _list_gradients(self) -> tuple[Gradient, ...]:
-        """Return the gradients that ops of the backward pass add to, in the order in which they are ready."""
-        storages = self.trace.storages
-        found: dict[int, int] = {}
-        for op in self.trace.ops:
-            if op.tick >= self.backward:
-                for view in op.writes:
-                    if storages[view.storage].role is Role.GRADIENT and _adds(self.trace, op, view):
-                        found[view.storage] = op.tick + 1
-        return tuple(sorted(Gradient(ready, storage) for storage, ready in found.items()))
-
-
-def _adds(trace: Trace, op: Op, target: View) -> bool:
-    """Return True if an op makes a gradient, or adds something of its shape to it that is not the model's state.
-
-    So the scaling of a gradient, as after a norm of all of them, is part of the update.
-    """
-    if trace.storages[target.storage].created == op.tick:
-        return True
-    others = (view for view in op.reads if trace.storages[view.storage].role not in STATE_ROLES)
-    return any(view.shape == target.shape for view in others)
-
 
 def touches_state(trace: Trace, op: Op) -> bool:
     """Return True if an op reads or writes parameters, gradients, buffers or optimizer state."""
     return any(trace.storages[storage].role in STATE_ROLES for storage in list_touched(op))
-
-
-def list_touched(op: Op) -> set[int]:
-    """Return the storages that an op reads or writes."""
-    return {view.storage for view in (*op.reads, *op.writes)}

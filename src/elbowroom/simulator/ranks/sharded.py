@@ -20,7 +20,6 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Iterable
-from typing import NamedTuple
 
 import numpy as np
 
@@ -29,19 +28,12 @@ from elbowroom.ir.network import CollectiveKind, Network
 from elbowroom.ir.parallelism import Parallelism, RanksForecast
 from elbowroom.ir.trace import Role
 from elbowroom.simulator.allocator_model import Stay
-from elbowroom.simulator.ranks.blocks import ROOT, find_block
+from elbowroom.simulator.ranks.blocks import find_block
 from elbowroom.simulator.ranks.lanes import ComputeLane, NetworkLane
-from elbowroom.simulator.ranks.rank_step import Gradient, LiveBytes, RankStep, list_touched, touches_state
+from elbowroom.simulator.ranks.rank_step import LiveBytes, RankStep, touches_state
+from elbowroom.simulator.ranks.turns import Gradient, Turn, list_touched, list_turns, list_weights
 
 _SHARDED_ROLES = frozenset({Role.PARAMETER, Role.GRADIENT, Role.OPTIMIZER_STATE})
-
-
-class Turn(NamedTuple):
-    """Ticks (begin, end) during which a block's weights are used in one pass."""
-
-    begin: int
-    end: int
-    block: str
 
 
 def simulate_sharded(step: RankStep, network: Network, parallelism: Parallelism) -> RanksForecast:
@@ -95,14 +87,11 @@ class _ShardedRun:
         self._ranks = parallelism.ranks
         self.compute = ComputeLane(step.forecast.begin_seconds)
         self.lane = NetworkLane(network, parallelism, parallelism.ranks)
-        self._weights: dict[str, list[int]] = {}
-        for home in step.trace.storages:
-            if home.role is Role.PARAMETER:
-                self._weights.setdefault(find_block(home.module), []).append(home.id)
+        self._weights = list_weights(step.trace)
         self._gradients: dict[str, list[Gradient]] = {}
         for gradient in step.gradients:
             self._gradients.setdefault(find_block(step.trace.storages[gradient.storage].module), []).append(gradient)
-        self._turns = self._list_turns(parallelism.reshard_after_forward)
+        self._turns = list_turns(step.trace, reshard_after_forward=parallelism.reshard_after_forward)
 
     def carry_out(self) -> None:
         """Issue the collectives in the order of their ticks, and let compute wait for them."""
@@ -167,26 +156,6 @@ class _ShardedRun:
     def _count_shard(self, storage: int) -> int:
         """Return the bytes of one rank's share of a storage, rounded up."""
         return self._step.round_up(-(-self._count_shared(storage) // self._ranks))
-
-    def _list_turns(self, reshard_after_forward: bool) -> tuple[Turn, ...]:
-        """Return the turns for which blocks are gathered, in order."""
-        step, trace = self._step, self._step.trace
-        owner = {storage: block for block, weights in self._weights.items() for storage in weights}
-        owner |= {each.storage: block for block, gradients in self._gradients.items() for each in gradients}
-        ticks: dict[tuple[str, bool], list[int]] = {}
-        for op in trace.ops:
-            if op.tick < step.update:
-                for block in {owner[storage] for storage in list_touched(op) if storage in owner}:
-                    ticks.setdefault((block, op.tick >= step.backward), []).append(op.tick)
-        turns: list[Turn] = []
-        for block in self._weights:
-            forward, backward = ticks.get((block, False), []), ticks.get((block, True), [])
-            if block == ROOT or not reshard_after_forward:
-                used = [*forward, *backward]
-                turns += [Turn(min(used), step.update if block == ROOT else max(used) + 1, block)] if used else []
-            else:
-                turns += [Turn(min(used), max(used) + 1, block) for used in (forward, backward) if used]
-        return tuple(sorted(turns))
 
     def _list_shards(self, whole: Iterable[Stay]) -> list[Stay]:
         """Return the stays of shards. Those of gradients that the step makes begin when their block is ready."""

@@ -9,7 +9,7 @@ from elbowroom.ir.network import Network
 from elbowroom.ir.parallelism import Parallel, Parallelism, RanksForecast
 from elbowroom.ir.plan import Plan
 from elbowroom.ir.sliced_trace import apply_cuts
-from elbowroom.ir.trace import Role, Trace
+from elbowroom.ir.trace import Trace
 from elbowroom.simulator.ranks.data_parallel import simulate_data_parallel
 from elbowroom.simulator.ranks.pipelined import simulate_pipelined
 from elbowroom.simulator.ranks.rank_step import RankStep
@@ -20,14 +20,6 @@ _SIMULATIONS: Mapping[Parallel, Callable[[RankStep, Network, Parallelism], Ranks
     Parallel.SHARDED: simulate_sharded,
     Parallel.PIPELINED: simulate_pipelined,
 }
-
-
-def replays_weights(trace: Trace, plan: Plan) -> bool:
-    """Tell whether a plan replays ops that read parameters, which `fully_shard` may have freed by then.
-
-    A room under `fully_shard` replays no such op; a forecast of such a plan takes the weights to be there.
-    """
-    return any(trace.storages[leaf].role is Role.PARAMETER for segment in plan.segments for leaf in segment.leaves)
 
 
 def simulate_ranks(
