@@ -3,7 +3,7 @@
     python benchmarks/sharing_phases.py [--hardware a100] [--output FILE]
 
 Each step of `sharing_fronts.py` is captured on fake tensors and priced for a shipped profile; its memory over time is
-that of the plain step, and that of TENSILE's plan half-way from the smallest budget to the plain peak. Every pair of
+that of the plain step, and that of a plan (`auto`) half-way from the smallest budget to the plain peak. Every pair of
 jobs is aligned (`sharing/alignment.py`), identical ones too. `gain`: part of the sum of both peaks that shifts save if
 every step keeps its length, and if steps may be 5 % of the period early or late. `slower`: by how much the job with the
 shorter step is slowed down, since it waits for the other one at each boundary; pairs of very different steps would
@@ -52,7 +52,7 @@ def find_curves(spec: str, options: dict[str, Any], hardware: str) -> dict[str, 
     costs = elbowroom.price(trace, load_shipped(hardware))
     problem = pose(trace, costs, 1)
     budget = (problem.floor.peak_bytes + problem.plain.peak_bytes) // 2
-    planned = elbowroom.plan(trace, costs, budget, strategy="tensile")
+    planned = elbowroom.plan(trace, costs, budget)
     return {"plain": make_curve(problem.plain), "planned": make_curve(elbowroom.simulate(trace, costs, planned))}
 
 
