@@ -3,6 +3,7 @@
     python benchmarks/sharing.py orders [--count 20] [--output FILE]
     python benchmarks/sharing.py kills [--count 200] [--output FILE]
     python benchmarks/sharing.py outside [--count 3] [--output FILE]
+    python benchmarks/sharing.py evaluating [--output FILE]
 
 `orders`: the jobs arrive in a random order at random times. Prints whether losses and parameters have the bits of plain
 PyTorch, the most bytes that the steps of all jobs held at a time (as each process's allocator counts them), and the
@@ -16,6 +17,9 @@ processes, every few milliseconds, less what each had before its model was built
 copy of the model before, so code and libraries are there already. What PyTorch and Python keep for themselves is in the
 sum, and so is what planning takes between two steps. `parts`: what the largest sum consists of, in each process
 (`resident_parts.py`); `leased_bytes`: what the broker counted as taken just then.
+
+`evaluating`: a ViT that evaluates for ten seconds after half of its steps, beside a BERT that trains on. Prints the
+leases of both over time, each as it changes, and whether all results have the bits of plain PyTorch.
 """
 
 from __future__ import annotations
@@ -51,6 +55,7 @@ from tests.shared_job import count_most_bytes, train_plain
 ROOT = pathlib.Path(__file__).parents[1]
 PLAIN_MIB = {"unet": 48, "vit": 63, "bert": 77}
 STEPS = 6
+EVALUATING_STEPS = {"vit": 12, "bert": 60}
 MIB = 1 << 20
 RESIDENT_STEP = MIB // 2
 """What the largest sum consists of is looked up each time that it has grown by so much."""
@@ -225,6 +230,34 @@ def run_outside(seed: int, plain: dict[str, Any], profile: pathlib.Path) -> dict
     }  # fmt: skip
 
 
+def run_evaluating(plain: dict[str, Any], profile: pathlib.Path) -> dict[str, Any]:
+    """Run a job that evaluates beside one that trains, and follow their leases."""
+    device_mib = 100
+    script, leases = str(ROOT / "tests" / "shared_job.py"), []
+    with broker(device_mib, quantum=2.0):
+        begin = time.monotonic()
+        jobs = [
+            subprocess.Popen([sys.executable, script, name, "shared", str(steps), str(profile), *extra],
+                             stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+            for name, steps, extra in (("vit", EVALUATING_STEPS["vit"], ("evaluate",)),
+                                       ("bert", EVALUATING_STEPS["bert"], ()))
+        ]  # fmt: skip
+        while any(job.poll() is None for job in jobs):
+            reply = try_status()
+            held = {} if reply is None else {job.name: [job.lease_bytes, job.held_bytes] for job in reply.jobs}
+            if not leases or leases[-1]["leases"] != held:
+                leases.append({"seconds": time.monotonic() - begin, "leases": held})
+            time.sleep(0.05)
+        lines = [[json.loads(line) for line in job.stdout or ()] for job in jobs]
+    times = [line[key] - begin for line in lines[0] for key in ("evaluates", "evaluated") if key in line]
+    return {
+        "device_bytes": device_mib * MIB, "evaluates": times, "leases": leases,
+        "budgets": [found[-1]["budgets"] for found in lines],
+        "same_bits": all({key: found[-1][key] for key in ("losses", "digest")} == plain[name]
+                         for name, found in zip(EVALUATING_STEPS, lines, strict=True)),
+    }  # fmt: skip
+
+
 def run_kills(count: int) -> list[dict[str, Any]]:
     """Kill jobs at random times, and start others in their place."""
     draw = random.Random(1)
@@ -258,12 +291,18 @@ def run_kills(count: int) -> list[dict[str, Any]]:
 def main() -> None:
     """Run one part, print and write."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("part", choices=["orders", "kills", "outside"])
+    parser.add_argument("part", choices=["orders", "kills", "outside", "evaluating"])
     parser.add_argument("--count", type=int)
     parser.add_argument("--output")
     options = parser.parse_args()
     if options.part == "kills":
         rows = run_kills(options.count or 200)
+        print(rows)
+    elif options.part == "evaluating":
+        plain = {name: train_plain(name, steps) for name, steps in EVALUATING_STEPS.items()}
+        with tempfile.TemporaryDirectory() as folder:
+            elbowroom.save(elbowroom.probe("cpu"), path := pathlib.Path(folder, "profile.json"))
+            rows = [run_evaluating(plain, path)]
         print(rows)
     else:
         count, run = (options.count or 20, run_order) if options.part == "orders" else (options.count or 3, run_outside)

@@ -52,7 +52,7 @@ class LentBytes:
         self.front: tuple[int, Triples] = (0, ())
         self._client = client
         self._ledger: Ledger | None = None
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._lends_from = math.inf  # infinite in a step
         self._idle_seconds = 0.0
         self._used_bytes = 0  # the most since the last step

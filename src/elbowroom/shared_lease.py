@@ -148,7 +148,7 @@ class SharedLease:
         while (grant := client.grant) is not None and grant is not self._lent.applied:
             if client.take(grant):
                 self._take_up(room, grant, has_lent=has_lent)
-        if has_lent and (applied := self._lent.applied) is not None and applied.nbytes < room.budget_bytes:
+        if has_lent and (applied := self._lent.applied) is not None and applied.nbytes != room.budget_bytes:
             self._take_up(room, applied, has_lent=True)
 
     def rest(self, room: LeaseHolder) -> None:
@@ -220,7 +220,9 @@ class SharedLease:
                 room.set_budget(grant.nbytes)
         except Infeasible as error:
             if not has_lent and before is not None and before.nbytes:
-                self._client.confirm(grant, max(grant.nbytes, room.budget_bytes))  # the lease before it stays
+                kept_bytes = max(grant.nbytes, room.budget_bytes)
+                self._lent.front = max(self._lent.front[0], kept_bytes), self._lent.front[1]
+                self._client.confirm(grant, kept_bytes)  # the lease before it stays
                 return
             self._client.confirm(grant, grant.nbytes)
             self._client.report(max(grant.nbytes + 1, error.needed_bytes), ())

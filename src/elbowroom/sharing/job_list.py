@@ -31,7 +31,7 @@ MOST_PARTS = 1024
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Evaluation:
-    """What a job does between steps, again and again.
+    """Evaluations of a job, which makes no step meanwhile.
 
     Attributes:
         steps: between two evaluations, and before the first one.

@@ -217,7 +217,10 @@ class BrokerClient:
         """Read messages for some time. Return False once the client is closed."""
         deadline = time.monotonic() + seconds
         if self._socket is None:
-            self._reconnect()
+            time.sleep(SECONDS_BETWEEN_ATTEMPTS)
+            if not self._is_closed and not self.refusal:
+                with contextlib.suppress(UsageError):
+                    self._connect()
         elif not self._read_until(self._socket, deadline):
             self._hang_up()
         else:
@@ -261,12 +264,6 @@ class BrokerClient:
                 case _:
                     raise BadMessage(f"{type(message).__name__} is not for a job")
             self._changed.notify_all()
-
-    def _reconnect(self) -> None:
-        time.sleep(SECONDS_BETWEEN_ATTEMPTS)
-        if not self._is_closed and not self.refusal:
-            with contextlib.suppress(UsageError):
-                self._connect()
 
     def _connect(self) -> None:
         """Connect, and join with the present lease.
