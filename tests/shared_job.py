@@ -74,7 +74,7 @@ def count_most_bytes(jobs: Sequence[Sequence[Sequence[float]]]) -> int:
 def warm_up(name: str, known: HardwareProfile | None) -> None:
     """Train another copy of the model within little memory, and let go of it."""
     model, optimizer, step = MODELS[name]().make()
-    room = elbowroom.fit(model, optimizer, LEAST, strategy="tensile", op_time_store=False, profile=known)
+    room = elbowroom.fit(model, optimizer, "44MiB", strategy="tensile", op_time_store=False, profile=known)
     for index in range(4):
         with room.step():
             step(index % BATCHES)
