@@ -3,6 +3,7 @@
     python benchmarks/sharing.py orders [--count 20] [--output FILE]
     python benchmarks/sharing.py kills [--count 200] [--output FILE]
     python benchmarks/sharing.py outside [--count 3] [--output FILE]
+    python benchmarks/sharing.py evaluating [--output FILE]
 
 `orders`: the jobs arrive in a random order at random times. Prints whether losses and parameters have the bits of plain
 PyTorch, the most bytes that the steps of all jobs held at a time (as each process's allocator counts them), and the
@@ -12,9 +13,13 @@ most that the broker counted as taken, polled from outside.
 bytes took to come back, and whether the sum of leases ever exceeded the device.
 
 `outside`: as `orders`, with a meter that knows nothing of Elbowroom: the resident anonymous memory of the three
-processes, every few milliseconds, less what each had before its model was built. Each has trained a copy of the model
-before, so code and libraries are there already. What PyTorch and Python keep for themselves is in the sum, and so is
-what planning takes between two steps.
+processes, every few milliseconds, less what each had before its model was built, until it has ended. Each has trained a
+copy of the model before, so code and libraries are there already. What PyTorch and Python keep for themselves is in the
+sum, and so is what planning takes between two steps. `parts`: what the largest sum consists of, in each process
+(`resident_parts.py`); `leased_bytes`: what the broker counted as taken just then.
+
+`evaluating`: a ViT that evaluates for ten seconds after half of its steps, beside a BERT that trains on. Prints the
+leases of both over time, each as it changes, and whether all results have the bits of plain PyTorch.
 """
 
 from __future__ import annotations
@@ -30,11 +35,13 @@ import sys
 import tempfile
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
 sys.path.insert(0, str(pathlib.Path(__file__).parents[1]))
 
+from resident_parts import read_parts, stopped
 from writing import write_results
 
 import elbowroom
@@ -48,7 +55,10 @@ from tests.shared_job import count_most_bytes, train_plain
 ROOT = pathlib.Path(__file__).parents[1]
 PLAIN_MIB = {"unet": 48, "vit": 63, "bert": 77}
 STEPS = 6
+EVALUATING_STEPS = {"vit": 40, "bert": 100}
 MIB = 1 << 20
+RESIDENT_STEP = MIB // 2
+"""What the largest sum consists of is looked up each time that it has grown by so much."""
 
 
 @contextlib.contextmanager
@@ -77,9 +87,10 @@ class ResidentMemory:
     """Samples the resident memory of processes, less what they had at first, and keeps the largest sum."""
 
     def __init__(self) -> None:
-        self.most_bytes = 0
+        self.most_bytes = self.leased_bytes = 0
         self.samples = 0
-        self._base_bytes: dict[int, int] = {}
+        self.parts: dict[int, dict[str, int]] = {}
+        self._base: dict[int, tuple[int, Counter[str]]] = {}
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run)
 
@@ -93,14 +104,30 @@ class ResidentMemory:
 
     def add(self, pid: int) -> None:
         """Count a process from now on."""
-        self._base_bytes[pid] = read_resident(pid)
+        self._base[pid] = read_resident(pid), read_parts(pid)
 
     def _run(self) -> None:
         while not self._stop.wait(0.003):
-            bases = dict(self._base_bytes)
-            most = sum(max(0, read_resident(pid) - base) for pid, base in bases.items())
-            self.most_bytes = max(self.most_bytes, most)
+            bases = dict(self._base)
+            beyond = {pid: max(0, read_resident(pid) - base) for pid, (base, _) in bases.items()}
+            most = sum(beyond.values())
             self.samples += 1
+            if most <= self.most_bytes:
+                continue
+            if most > self.most_bytes + RESIDENT_STEP:
+                with contextlib.suppress(OSError):  # one ends just now
+                    self._note_parts([pid for pid, nbytes in beyond.items() if nbytes])
+            self.most_bytes = most
+
+    def _note_parts(self, pids: list[int]) -> None:
+        with stopped(pids):
+            found = {pid: read_parts(pid) for pid in pids}
+            reply = try_status()
+        self.parts = {}
+        for pid, parts in found.items():
+            parts.subtract(self._base[pid][1])
+            self.parts[pid] = {kind: nbytes for kind, nbytes in parts.items() if abs(nbytes) > RESIDENT_STEP // 4}
+        self.leased_bytes = 0 if reply is None else sum(job.held_bytes for job in reply.jobs)
 
 
 def read_resident(pid: int) -> int:
@@ -195,9 +222,39 @@ def run_outside(seed: int, plain: dict[str, Any], profile: pathlib.Path) -> dict
         found = [json.loads(job.communicate(timeout=300)[0].splitlines()[-1]) for job in jobs]
     return {
         "seed": seed, "order": names, "device_bytes": device_mib * MIB, "most_resident_bytes": memory.most_bytes,
-        "samples": memory.samples, "most_bytes": count_most_bytes([one["levels"] for one in found]),
+        "leased_bytes": memory.leased_bytes, "samples": memory.samples,
+        "parts": {name: memory.parts.get(job.pid, {}) for name, job in zip(names, jobs, strict=True)},
+        "most_bytes": count_most_bytes([one["levels"] for one in found]),
         "same_bits": all({key: one[key] for key in ("losses", "digest")} == plain[name]
                          for name, one in zip(names, found, strict=True)),
+    }  # fmt: skip
+
+
+def run_evaluating(plain: dict[str, Any], profile: pathlib.Path) -> dict[str, Any]:
+    """Run a job that evaluates beside one that trains, and follow their leases."""
+    device_mib = 100
+    script, leases = str(ROOT / "tests" / "shared_job.py"), []
+    with broker(device_mib, quantum=2.0):
+        begin = time.monotonic()
+        jobs = [
+            subprocess.Popen([sys.executable, script, name, "shared", str(steps), str(profile), *extra],
+                             stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+            for name, steps, extra in (("vit", EVALUATING_STEPS["vit"], ("evaluate",)),
+                                       ("bert", EVALUATING_STEPS["bert"], ()))
+        ]  # fmt: skip
+        while any(job.poll() is None for job in jobs):
+            reply = try_status()
+            held = {} if reply is None else {job.name: [job.lease_bytes, job.held_bytes] for job in reply.jobs}
+            if not leases or leases[-1]["leases"] != held:
+                leases.append({"seconds": time.monotonic() - begin, "leases": held})
+            time.sleep(0.05)
+        lines = [[json.loads(line) for line in job.stdout or ()] for job in jobs]
+    times = [line[key] - begin for line in lines[0] for key in ("evaluates", "evaluated") if key in line]
+    return {
+        "device_bytes": device_mib * MIB, "evaluates": times, "leases": leases,
+        "budgets": [found[-1]["budgets"] for found in lines],
+        "same_bits": all({key: found[-1][key] for key in ("losses", "digest")} == plain[name]
+                         for name, found in zip(EVALUATING_STEPS, lines, strict=True)),
     }  # fmt: skip
 
 
@@ -234,12 +291,18 @@ def run_kills(count: int) -> list[dict[str, Any]]:
 def main() -> None:
     """Run one part, print and write."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("part", choices=["orders", "kills", "outside"])
+    parser.add_argument("part", choices=["orders", "kills", "outside", "evaluating"])
     parser.add_argument("--count", type=int)
     parser.add_argument("--output")
     options = parser.parse_args()
     if options.part == "kills":
         rows = run_kills(options.count or 200)
+        print(rows)
+    elif options.part == "evaluating":
+        plain = {name: train_plain(name, steps) for name, steps in EVALUATING_STEPS.items()}
+        with tempfile.TemporaryDirectory() as folder:
+            elbowroom.save(elbowroom.probe("cpu"), path := pathlib.Path(folder, "profile.json"))
+            rows = [run_evaluating(plain, path)]
         print(rows)
     else:
         count, run = (options.count or 20, run_order) if options.part == "orders" else (options.count or 3, run_outside)

@@ -1,9 +1,10 @@
 """One job on a shared device, as a process: trains a model of `tests.models`, and prints what came out as JSON.
 
-    python tests/shared_job.py NAME BUDGET STEPS [PROFILE [warm]]
+    python tests/shared_job.py NAME BUDGET STEPS [PROFILE [warm | evaluate]]
 
 BUDGET is "shared", or an amount; PROFILE a file of `elbowroom probe`. With "warm" it first trains another copy of the
-model, so that code is loaded and compiled, says so, and waits for a line. The last line has the losses as hexadecimal
+model, so that code is loaded and compiled, says so, and waits for a line. With "evaluate" it evaluates for some time
+after half of its steps. The last line has the losses as hexadecimal
 numbers, a digest of the parameters, (peak bytes, budget bytes) of each step, and (time, bytes held from then on): the
 peak of each step from its beginning, and what is left after it or once state has been moved out.
 """
@@ -31,6 +32,8 @@ from tests.models import BATCHES, MODELS
 
 LEAST = "40MiB"
 """For the model and its first steps."""
+
+EVALUATION_SECONDS = 10.0
 
 
 def hash_parameters(model: torch.nn.Module) -> str:
@@ -71,7 +74,7 @@ def count_most_bytes(jobs: Sequence[Sequence[Sequence[float]]]) -> int:
 def warm_up(name: str, known: HardwareProfile | None) -> None:
     """Train another copy of the model within little memory, and let go of it."""
     model, optimizer, step = MODELS[name]().make()
-    room = elbowroom.fit(model, optimizer, LEAST, strategy="tensile", op_time_store=False, profile=known)
+    room = elbowroom.fit(model, optimizer, "44MiB", strategy="tensile", op_time_store=False, profile=known)
     for index in range(4):
         with room.step():
             step(index % BATCHES)
@@ -83,18 +86,30 @@ def warm_up(name: str, known: HardwareProfile | None) -> None:
     library.load().trim_pages(everywhere=True)
 
 
-def main(name: str, budget: str, steps: int, profile: str = "", warm: str = "") -> None:
+@torch.no_grad()
+def evaluate(model: torch.nn.Module, inputs: tuple[tuple[Any, ...], dict[str, Any]]) -> None:
+    """Call a model without gradients, again and again."""
+    args, kwargs = inputs
+    begin = time.monotonic()
+    model.eval()
+    while time.monotonic() < begin + EVALUATION_SECONDS:
+        model(*args, **kwargs)
+    model.train()
+
+
+def main(name: str, budget: str, steps: int, profile: str = "", extra: str = "") -> None:
     """Train, and print."""
     torch.set_num_threads(1)
     known = elbowroom.load(HardwareProfile, profile) if profile else None
-    if warm:
+    if extra == "warm":
         warm_up(name, known)
         print(json.dumps({"warm": True}), flush=True)
         sys.stdin.readline()
     lease = elbowroom.wait_for_lease(LEAST, name=name) if budget == "shared" else budget
     model, optimizer, step = MODELS[name]().make()
     room = elbowroom.fit(model, optimizer, lease, strategy="tensile", op_time_store=False, profile=known)
-    losses, budgets = [], []
+    losses, budgets, inputs = [], [], []
+    model.register_forward_pre_hook(lambda _, *given: inputs.append(given), with_kwargs=True)
     levels = [(time.monotonic(), room._ledger.live_bytes)]
     move_state_out = room.move_state_out
 
@@ -112,6 +127,11 @@ def main(name: str, budget: str, steps: int, profile: str = "", warm: str = "") 
         levels += [(begin, peak_bytes), (time.monotonic(), room._ledger.live_bytes)]
         budgets.append((peak_bytes, room.budget_bytes))
         print(json.dumps({"step": index}), flush=True)
+        if extra == "evaluate" and index == steps // 2:
+            print(json.dumps({"evaluates": time.monotonic()}), flush=True)
+            evaluate(model, inputs[-1])
+            print(json.dumps({"evaluated": time.monotonic()}), flush=True)
+        inputs.clear()
     room.move_state_out()  # reading it below brings it back
     found: dict[str, Any] = {"losses": losses, "digest": hash_parameters(model), "levels": levels, "budgets": budgets}
     room.detach()

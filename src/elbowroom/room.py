@@ -77,7 +77,7 @@ class Room:
         self._job = job = Job(model, tuple(optimizers), device, config)
         self._ledger = make_ledger(device)
         self._detached = True  # until construction succeeds
-        self._shared = shared
+        self._shared = shared and shared.attach(config, self._ledger)
         self._step: _OpenStep | None = None  # between begin_step and end_step
         with contextlib.ExitStack() as undoing:
             undoing.callback(self._ledger.close)
@@ -386,7 +386,7 @@ class Room:
         self._transfers.close()
         self._ledger.close()
         if self._shared is not None:
-            self._shared.close()
+            self._shared.close(self._job.list_residents())
         self._detached = True  # last, so that an interrupted call can be repeated
 
     def __del__(self) -> None:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from elbowroom.config import Config, read_config
 from elbowroom.errors import Infeasible, UsageError
+from elbowroom.hooks.ledger import Ledger
+from elbowroom.lent_bytes import LentBytes
 from elbowroom.planner.bounds.bound import find_bound
 from elbowroom.planner.comparison.strategies_compared import attempt
 from elbowroom.planner.options import find_managed
@@ -39,6 +43,12 @@ LEAST_FLOOR_BYTES = 32 << 20
 
 LONGEST_PAUSE_SECONDS = 5.0
 """Time within which the broker answers a job that rests."""
+
+LITTLE_BYTES = 1 << 20
+"""A job that has ended leaves the broker once it holds no more."""
+
+_ENDED: dict[BrokerClient, list[tuple[StorageWeakRef, int]]] = {}
+"""Jobs that have ended: storages that are still there, with their bytes."""
 
 Holder = TypeVar("Holder")
 
@@ -82,13 +92,19 @@ class SharedLease:
         self._config = config
         self._needs_broker = config.without_broker == "stop"
         self._is_refused = self._rests = False
-        self._applied: LeaseGrant | None = None
         self._front_of: object = None
         self._floor_bytes = floor_bytes or config.least_bytes or held_bytes + max(held_bytes, LEAST_FLOOR_BYTES)
         self._client = BrokerClient(
             find_address(device), name=name, floor_bytes=self._floor_bytes, held_bytes=held_bytes, weight=config.weight,
             priority=config.priority,
         )  # fmt: skip
+        self._lent = LentBytes(self._client)
+
+    def attach(self, config: Config, ledger: Ledger) -> SharedLease:
+        """Use the options of a room and what it counts. Return this lease."""
+        self._config = config
+        self._lent.attach(ledger)
+        return self
 
     def start(self, floor_bytes: int = 0) -> int:
         """Return the bytes of the lease in force; wait for one if there is none, or if it is too small.
@@ -103,12 +119,12 @@ class SharedLease:
         if floor_bytes:
             self._client.report(floor_bytes, ())
         while True:
-            latest = self._client.grant
-            if self._applied is not None and latest in (None, self._applied) and self._applied.nbytes >= floor_bytes:
-                return self._applied.nbytes
-            grant = self._wait(self._applied)
+            latest, applied = self._client.grant, self._lent.applied
+            if applied is not None and latest in (None, applied) and applied.nbytes >= floor_bytes:
+                return applied.nbytes
+            grant = self._wait(applied)
             if self._client.take(grant):
-                self._applied = grant
+                self._lent.applied = grant
                 self._client.confirm(grant, grant.nbytes)
 
     def renew(self, room: LeaseHolder) -> None:
@@ -127,10 +143,13 @@ class SharedLease:
         if self._rests:
             self._rests = False
             client.rest(False)
-            self._wait(self._applied)
-        while (grant := client.grant) is not None and grant is not self._applied:
+            self._wait(self._lent.applied)
+        has_lent = self._lent.end_idle(room.budget_bytes)
+        while (grant := client.grant) is not None and grant is not self._lent.applied:
             if client.take(grant):
-                self._take_up(room, grant)
+                self._take_up(room, grant, has_lent=has_lent)
+        if has_lent and (applied := self._lent.applied) is not None and applied.nbytes != room.budget_bytes:
+            self._take_up(room, applied, has_lent=True)
 
     def rest(self, room: LeaseHolder) -> None:
         """Give the bytes back until the next step of `room`, which waits for a lease again.
@@ -138,14 +157,9 @@ class SharedLease:
         All of the model's state moves out that can; using it meanwhile brings it back uncounted. For a notebook, or a
         job that waits for data. If the broker is gone or does not answer, the job keeps its lease.
         """
-        self._client.rest(True)
-        grant = self._client.wait_for_pause(LONGEST_PAUSE_SECONDS)
-        if grant is None or not self._client.take(grant):
-            self._client.rest(False)
-            return
-        self._applied = grant
-        self._rests = True
-        self._client.confirm(grant, room.move_state_out())
+        if (grant := self._pause()) is not None:
+            self._rests = True
+            self._client.confirm(grant, room.move_state_out())
 
     def note_step(self, room: LeaseHolder) -> None:
         """Report a step that has ended, and the front of the next one if that has changed."""
@@ -156,27 +170,59 @@ class SharedLease:
             self._front_of = planned.trace
             floor_bytes, front = find_job_front(planned, self._config)
             points = tuple((point.nbytes, point.step_seconds, point.busy_seconds) for point in front)
-            self._client.report(min(floor_bytes, room.budget_bytes), points)  # it runs within that
+            self._lent.front = min(floor_bytes, room.budget_bytes), points  # it runs within that
+            self._client.report(*self._lent.front)
+        self._lent.begin_idle(float(figures.get("step_seconds", 0.0)))
 
-    def close(self) -> None:
-        """Give back the lease."""
-        self._client.close()
+    def close(self, residents: Sequence[torch.Tensor] = ()) -> None:
+        """Give back the lease. `residents` on a CPU count as taken until they are gone, or their process is."""
+        held = {
+            each._cdata: (StorageWeakRef(each), each.nbytes())
+            for tensor in residents
+            if tensor.device.type == "cpu" and tensor.layout is torch.strided
+            for each in [tensor.untyped_storage()]
+        }
+        client = self._client
+        held_bytes = sum(nbytes for _, nbytes in held.values())
+        stays = held_bytes > LITTLE_BYTES and client.is_connected and not client.refusal
+        grant = self._pause() if stays else None
+        if grant is None:
+            client.close()
+            return
+        client.confirm(grant, held_bytes)
+        client.note_use(held_bytes)
+        _ENDED[client] = [*held.values()]
+        client.on_beat = functools.partial(_leave_when_gone, client)
+
+    def _pause(self) -> LeaseGrant | None:
+        """Have the broker pause this job. Return the lease of 0 bytes, to be confirmed; None if it does not answer."""
+        self._lent.end_idle()
+        self._client.rest(True)
+        grant = self._client.wait_for(lambda each: not each.nbytes, LONGEST_PAUSE_SECONDS)
+        if grant is None or not self._client.take(grant):
+            self._client.rest(False)
+            return None
+        self._lent.applied = grant
+        return grant
 
     def _wait(self, before: LeaseGrant | None) -> LeaseGrant:
         return self._client.wait(before, logger.warning, needs_broker=self._needs_broker)
 
-    def _take_up(self, room: LeaseHolder, grant: LeaseGrant) -> None:
-        was_paused = self._applied is not None and not self._applied.nbytes
-        self._applied = grant
+    def _take_up(self, room: LeaseHolder, grant: LeaseGrant, *, has_lent: bool) -> None:
+        """Take up a lease. `has_lent`: whether the one in force may be less than the budget of the room."""
+        before, self._lent.applied = self._lent.applied, grant
         if not grant.nbytes:
             self._client.confirm(grant, room.move_state_out())
             self._wait(grant)
             return
         try:
-            room.set_budget(grant.nbytes)
+            if grant.nbytes != room.budget_bytes:
+                room.set_budget(grant.nbytes)
         except Infeasible as error:
-            if not was_paused:
-                self._client.confirm(grant, max(grant.nbytes, room.budget_bytes))  # the lease before it stays
+            if not has_lent and before is not None and before.nbytes:
+                kept_bytes = max(grant.nbytes, room.budget_bytes)
+                self._lent.front = max(self._lent.front[0], kept_bytes), self._lent.front[1]
+                self._client.confirm(grant, kept_bytes)  # the lease before it stays
                 return
             self._client.confirm(grant, grant.nbytes)
             self._client.report(max(grant.nbytes + 1, error.needed_bytes), ())
@@ -184,6 +230,17 @@ class SharedLease:
             return
         self._client.confirm(grant, grant.nbytes)
         logger.info("the lease is %s now", format_bytes(grant.nbytes))
+
+
+def _leave_when_gone(client: BrokerClient, present: Collection[int] = ()) -> None:
+    """Leave the broker if little of a job is left that has ended.
+
+    Args:
+        present: storages that another job counts now.
+    """
+    left = [nbytes for weak, nbytes in _ENDED.get(client, ()) if not weak.expired() and weak.cdata not in present]
+    if sum(left) <= LITTLE_BYTES and _ENDED.pop(client, None) is not None:
+        client.close()
 
 
 def find_job_front(planned: PlannedStep, config: Config) -> tuple[int, tuple[FrontPoint, ...]]:
@@ -273,9 +330,12 @@ def run_within_lease(
         Infeasible: no lease is large enough.
         UsageError: there is no broker, or it refuses the job.
     """
+    storages = (each.untyped_storage() for each in list_resident_tensors(model, optimizers))
+    held = {each._cdata: each.nbytes() for each in storages}
+    for client in list(_ENDED):
+        _leave_when_gone(client, held)
     if lease is None:
-        storages = (each.untyped_storage() for each in list_resident_tensors(model, optimizers))
-        held_bytes = sum({each._cdata: each.nbytes() for each in storages}.values())
+        held_bytes = sum(held.values())
         lease = SharedLease(str(device), type(model).__name__, held_bytes, config)
     try:
         nbytes = lease.start()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 import os
 import pathlib
@@ -10,17 +11,19 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
 
 import elbowroom
+from elbowroom import lent_bytes
 from elbowroom.errors import BrokerLost, UsageError
 from elbowroom.ir.hardware import HardwareProfile
 from elbowroom.sharing.messages import StatusReply
+from elbowroom.sharing.transport import client
 from elbowroom.sharing.transport.address import FOLDER_VARIABLE, find_address
-from elbowroom.sharing.transport.client import ask_status
+from elbowroom.sharing.transport.client import BrokerClient, ask_status
 from tests.shared_job import count_most_bytes, train_plain
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -82,8 +85,9 @@ def test_three_jobs_within_half_of_their_peaks(folder: pathlib.Path, profile: Ha
         stack.enter_context(broker(DEVICE_MIB, "--quantum", 2))
         outputs = {name: job.communicate(timeout=120)[0].splitlines()[-1] for name, job in jobs.items()}
         assert all(job.returncode == 0 for job in jobs.values())
-        reply = await_status()
-        assert (reply.jobs, reply.free_bytes) == ((), DEVICE_MIB << 20)
+        while (reply := await_status()).jobs:
+            time.sleep(0.02)  # until the broker sees that the last process has ended
+        assert reply.free_bytes == DEVICE_MIB << 20
     found = {name: json.loads(text) for name, text in outputs.items()}
     for name, result in found.items():
         assert {key: result[key] for key in ("losses", "digest")} == plain[name]
@@ -133,3 +137,103 @@ def test_a_room_follows_its_lease(
         with pytest.raises(BrokerLost, match="without_broker is 'stop'"):
             train(room)
         room.detach()
+
+
+def test_a_job_that_evaluates_lends_what_it_does_not_use(
+    folder: pathlib.Path, profile: HardwareProfile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lent_bytes, "LEAST_IDLE_SECONDS", 0.2)
+    monkeypatch.setattr(client, "SECONDS_BETWEEN_HEARTBEATS", 0.02)
+    data = torch.rand(2048, 64)
+
+    def make() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+        torch.manual_seed(1)
+        layers = [layer for _ in range(4) for layer in (torch.nn.Linear(64, 64), torch.nn.GELU())]
+        model = torch.nn.Sequential(torch.nn.Linear(64, 512), torch.nn.GELU(), torch.nn.Linear(512, 64), *layers)
+        return model, torch.optim.AdamW(model.parameters())
+
+    def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        model(data).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    @torch.no_grad()
+    def evaluate_until(is_done: Callable[[int, int], bool]) -> None:
+        for _ in range(1000):
+            model(data[:64])
+            jobs = {job.name: job.lease_bytes for job in await_status().jobs}
+            if is_done(jobs["Sequential"], jobs["other"]):
+                return
+            time.sleep(0.01)
+        raise AssertionError(jobs)
+
+    def follow() -> None:
+        if other.grant is not None and other.take(other.grant):
+            other.confirm(other.grant, other.grant.nbytes)
+
+    def train_in_room() -> None:
+        with room.step():
+            train(model, optimizer)
+
+    model, optimizer = make()
+    with broker(24):
+        await_status()
+        room = elbowroom.fit(model, optimizer, "shared", profile=profile, least_bytes=16 << 20)
+        for _ in range(4):
+            train_in_room()
+        assert room.planned is not None
+        lease_bytes, plan = room.budget_bytes, room.planned.plan
+        (job,) = await_status().jobs
+        assert job.lease_bytes == lease_bytes > job.floor_bytes * 8 // 7
+        other = BrokerClient(find_address("cpu"), name="other", floor_bytes=6 << 20, held_bytes=0, weight=0.01)
+        other.on_beat = follow
+        other.report(6 << 20, ((6 << 20, 2.0, 0.0), (10 << 20, 1.0, 0.0)))
+        evaluate_until(lambda ours, theirs: (ours, theirs) == (job.floor_bytes, 10 << 20))
+        train_in_room()  # with the same lease as before, and the plan that was made for it
+        assert (room.budget_bytes, room.planned.plan) == (lease_bytes, plan)
+        evaluate_until(lambda ours, theirs: (ours, theirs) == (job.floor_bytes, 10 << 20))
+        large = torch.ones(15 << 18)  # has the lease back first
+        jobs = {each.name: each for each in await_status().jobs}
+        assert jobs["Sequential"].lease_bytes == lease_bytes and jobs["other"].held_bytes == 6 << 20
+        larger = torch.ones(2 << 18)  # is more than was ever leased: it counts as taken
+        held_bytes = {each.name: each.held_bytes for each in await_status().jobs}["Sequential"]
+        assert held_bytes >= large.nbytes + larger.nbytes
+        del large, larger
+        train_in_room()
+        room.detach()
+        other.close()
+    plain, plain_optimizer = make()
+    for _ in range(6):
+        train(plain, plain_optimizer)
+    assert [each.tolist() for each in model.parameters()] == [each.tolist() for each in plain.parameters()]
+
+
+def test_an_ended_job_counts_until_its_model_is_gone(folder: pathlib.Path, profile: HardwareProfile) -> None:
+    def list_held() -> list[int]:
+        return [job.held_bytes for job in await_status().jobs]
+
+    model = torch.nn.Linear(1024, 1024)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    state_bytes = sum(each.nbytes for each in model.parameters())
+    with broker(64):
+        await_status()
+        for _ in range(2):  # the second job counts what the first one left
+            lease = elbowroom.wait_for_lease("32MiB")
+            room = elbowroom.fit(model, optimizer, lease, strategy="tensile", profile=profile)
+            assert room._shared._config is room.config  # its front is that of this strategy
+            assert len(list_held()) == 1
+            with room.step():
+                model(torch.ones(8, 1024)).sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            room.detach()
+            assert state_bytes <= sum(list_held()) < 2 * state_bytes
+        other = elbowroom.wait_for_lease("48MiB")
+        other.close()
+        del model, optimizer, room, lease
+        gc.collect()
+        for _ in range(1000):
+            if not list_held():
+                break
+            time.sleep(0.01)
+        assert not list_held()

@@ -280,7 +280,7 @@ def test_a_job_that_rests_lets_others_run(stage: Stage) -> None:
         assert client.take(grant)
         client.confirm(grant, grant.nbytes)
         client.rest(True)
-        pause = client.wait_for_pause(5)
+        pause = client.wait_for(lambda grant: not grant.nbytes, 5)
         assert pause is not None
         assert client.take(pause)
         client.confirm(pause, 10 * MIB)

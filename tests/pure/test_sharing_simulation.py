@@ -16,7 +16,7 @@ from elbowroom._family import names
 from elbowroom.errors import ElbowroomError, UsageError
 from elbowroom.sharing import policies
 from elbowroom.sharing.demand import Demand, FrontPoint, list_hull, make_front
-from elbowroom.sharing.job_list import JobList, load_job_list, read_job_list
+from elbowroom.sharing.job_list import Evaluation, JobList, load_job_list, read_job_list
 from elbowroom.sharing.policies.fair import allot as allot_fairly
 from elbowroom.sharing.policies.marginal import allot as allot_marginally
 from elbowroom.sharing.simulation import simulate_sharing
@@ -89,6 +89,36 @@ def test_the_gain_of_shifted_steps_is_reported() -> None:
         make(100, job([[50, 1.0]], shape=[2]))
 
 
+def test_a_job_that_evaluates_lends_bytes_and_is_not_stopped() -> None:
+    first = job([[40, 2.0, 0.0], [80, 1.0, 0.0]], 10, weight=9, evaluation=[5, 20.0, 20])
+    jobs = make(100, first, job([[20, 2.0, 0.0], [60, 1.0, 0.0]], 40))
+    before = simulate_sharing(jobs, lends=False)
+    assert before.makespan_seconds == pytest.approx(55.0, abs=1)  # the other takes twice as long for 30 s
+    lending = simulate_sharing(jobs)
+    assert lending.makespan_seconds == pytest.approx(45.0, abs=2)  # for 10 s, and until its step boundary
+    assert lending.highest_bytes <= 100
+    for outcome in (before, lending):
+        assert outcome.jobs[0].finish_seconds == pytest.approx(30.0, abs=3)
+        assert [each.pauses for each in outcome.jobs] == [0, 0]
+    # One that needs more than was left to it keeps its lease.
+    large = make(100, {**first, "evaluation": [5, 20.0, 80]}, *[job([[20, 2.0, 0.0], [60, 1.0, 0.0]], 40)])
+    assert simulate_sharing(large).makespan_seconds == pytest.approx(55.0, abs=1)
+
+
+@hypothesis.settings(max_examples=100, deadline=None)
+@hypothesis.given(job_lists(), st.lists(st.integers(1, 120), min_size=6, max_size=6), st.sampled_from(POLICIES))
+def test_jobs_that_evaluate_end_and_stay_within_the_device(jobs: JobList, sizes: list[int], policy: str) -> None:
+    evaluations = [Evaluation(steps=1 + size % 4, seconds=size / 10, nbytes=size) for size in sizes]
+    listed = [
+        dataclasses.replace(each, evaluation=evaluation)
+        for each, evaluation in zip(jobs.jobs, evaluations, strict=False)
+    ]
+    outcome = simulate_sharing(dataclasses.replace(jobs, jobs=tuple(listed)), policy, quantum_seconds=2.0)
+    assert outcome.highest_bytes <= jobs.device_bytes
+    for each, found in zip(listed, outcome.jobs, strict=True):
+        assert found.finish_seconds >= each.arrival_seconds + each.plain_seconds * (1 - 1e-9)
+
+
 def test_moving_state_takes_time() -> None:
     jobs = make(100, job([[60, 1.0, 0.0]], 20), job([[60, 1.0, 0.0]], 20))
     quick = simulate_sharing(jobs, "fair", quantum_seconds=5)
@@ -149,6 +179,8 @@ BAD_LISTS = {
     "no seconds": {"device_bytes": 5, "jobs": [job([[1, 0.0]])]},
     "not a number": {"device_bytes": 5, "jobs": [job([[1, "x"]])]},
     "not finite": {"device_bytes": 5, "jobs": [job([[1, 1e999]])]},
+    "no evaluation": {"device_bytes": 5, "jobs": [job([[1, 1.0]], evaluation=[5, 1.0])]},
+    "no steps between evaluations": {"device_bytes": 5, "jobs": [job([[1, 1.0]], evaluation=[0, 1.0, 1])]},
     "no steps": {"device_bytes": 5, "jobs": [job([[1, 1.0]], 0)]},
     "a list": [],
 }

@@ -72,6 +72,14 @@ class Ledger(Protocol):
         """
         ...
 
+    def limit_between_steps(self, limit_bytes: int | None, make_room: MakeRoom | None = None) -> None:
+        """Limit the bytes that the room holds until its next step begins; None for no limit. On a CPU only.
+
+        Args:
+            make_room: as for `counting`.
+        """
+        ...
+
     def has_room(self, nbytes: int, limit_bytes: int) -> bool:
         """Tell whether `nbytes` fit beside the live bytes; True if nothing is counted."""
         ...
@@ -145,6 +153,10 @@ class CpuLedger:
             self.scope.drop_inputs()
             self._native.enter_scope(before)
 
+    def limit_between_steps(self, limit_bytes: int | None, make_room: MakeRoom | None = None) -> None:
+        self._make_room, self._budget_bytes = make_room, NO_LIMIT if limit_bytes is None else limit_bytes
+        self.scope.limit_bytes = self._budget_bytes
+
     def has_room(self, nbytes: int, limit_bytes: int) -> bool:
         return bool(self.scope.live_bytes + nbytes <= limit_bytes)
 
@@ -214,6 +226,9 @@ class CudaLedger:
             yield
         finally:
             torch.cuda.set_per_process_memory_fraction(before, self._device)
+
+    def limit_between_steps(self, limit_bytes: int | None, make_room: MakeRoom | None = None) -> None:
+        pass
 
     def has_room(self, nbytes: int, limit_bytes: int) -> bool:
         return self.live_bytes + nbytes <= limit_bytes

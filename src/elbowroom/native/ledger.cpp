@@ -119,6 +119,7 @@ void Ledger::trim(bool everywhere) {
   }
   Arena& arena = Arena::get();
   arena.forget_peak(arena.get_statistics().live_bytes + may_take);
+  if (everywhere) arena.trim(may_take);
 }
 
 Ledger::Scopes Ledger::list_scopes(int64_t epoch) {

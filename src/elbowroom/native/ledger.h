@@ -28,8 +28,8 @@ class Ledger final : public c10::Allocator {
   Scope& make_scope();
   void close_scope(Scope& scope);
 
-  // Unmaps the arena's pages that neither live blocks nor running steps can need, regardless of earlier peaks, and with
-  // `everywhere` returns the C library's free memory, too.
+  // Unmaps the arena's pages that neither live blocks nor running steps can need, regardless of earlier peaks. With
+  // `everywhere`, without any headroom, and returns the C library's free memory, too.
   void trim(bool everywhere);
 
   // Makes a scope (null: every scope) count this thread's allocations. Returns the previous scope.

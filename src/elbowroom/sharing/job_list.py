@@ -4,8 +4,9 @@
      "jobs": [{"name": "resnet50", "arrival_seconds": 0, "steps": 500, "state_bytes": 300000000,
                "front": [[2000000000, 0.61, 0.5], [4000000000, 0.45, 0.4]]}]}
 
-A point of a front is [bytes, seconds a step, seconds in which the device computes]. Optional: weight, priority, and
-shape: the most bytes in each of some equal parts of a step, as shares of its peak.
+A point of a front is [bytes, seconds a step, seconds in which the device computes]. Optional: weight, priority, shape:
+the most bytes in each of some equal parts of a step, as shares of its peak; and evaluation: [steps between two
+evaluations, seconds of one, bytes on the device meanwhile].
 """
 
 from __future__ import annotations
@@ -29,6 +30,21 @@ MOST_PARTS = 1024
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Evaluation:
+    """Evaluations of a job, which makes no step meanwhile.
+
+    Attributes:
+        steps: between two evaluations, and before the first one.
+        seconds: of one.
+        nbytes: on the device meanwhile.
+    """
+
+    steps: int
+    seconds: float
+    nbytes: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ListedJob:
     """One job of a workload.
 
@@ -38,6 +54,7 @@ class ListedJob:
         front: as in `Demand`.
         state_bytes: moved out when the job is paused, and back when it goes on.
         shape: the most bytes in each of some equal parts of a step, as shares of the peak; empty if unknown.
+        evaluation: None if it only trains.
     """
 
     name: str
@@ -46,13 +63,17 @@ class ListedJob:
     front: tuple[FrontPoint, ...]
     state_bytes: int = 0
     shape: tuple[float, ...] = ()
+    evaluation: Evaluation | None = None
     weight: float = 1.0
     priority: int = 0
 
     @property
     def plain_seconds(self) -> float:
-        """Seconds of all steps at the fastest."""
-        return self.steps * self.front[-1].step_seconds
+        """Seconds of all steps at the fastest, and of all evaluations."""
+        seconds = self.steps * self.front[-1].step_seconds
+        if self.evaluation is not None:
+            seconds += (self.steps - 1) // self.evaluation.steps * self.evaluation.seconds
+        return seconds
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,6 +140,7 @@ def _read_job(place: str, found: Any) -> ListedJob:
         front=make_front(front),
         state_bytes=int(_read_number(f"{place}.state_bytes", found.get("state_bytes", 0), least=0)),
         shape=_read_shape(f"{place}.shape", found.get("shape", [])),
+        evaluation=_read_evaluation(f"{place}.evaluation", found.get("evaluation")),
         weight=_read_number(f"{place}.weight", found.get("weight", 1), least=1e-6),
         priority=int(_read_number(f"{place}.priority", found.get("priority", 0), least=-(1 << 62))),
     )
@@ -129,6 +151,17 @@ def _read_shape(place: str, found: Any) -> tuple[float, ...]:
     if not all(0 <= each <= 1 for each in shares) or len(shares) > MOST_PARTS:
         raise UsageError(f"{place} is a list of up to {MOST_PARTS} shares from 0 to 1")
     return shares
+
+
+def _read_evaluation(place: str, found: Any) -> Evaluation | None:
+    if found is None:
+        return None
+    if not isinstance(found, list) or len(found) != 3:
+        raise UsageError(f"{place} is [steps between two, seconds of one, bytes]")
+    steps, seconds, nbytes = [_read_number(place, each, least=0) for each in found]
+    if steps < 1:
+        raise UsageError(f"{place} needs at least a step between two evaluations")
+    return Evaluation(steps=int(steps), seconds=seconds, nbytes=int(nbytes))
 
 
 def _read_number(place: str, value: Any, *, least: float) -> float:

@@ -18,7 +18,15 @@ from elbowroom.sharing.alignment import StepCurve, align
 from elbowroom.sharing.broker import Broker, BrokerOptions, DropClient, Effect, SendMessage
 from elbowroom.sharing.demand import FrontPoint, find_point
 from elbowroom.sharing.job_list import JobList, ListedJob
-from elbowroom.sharing.messages import Heartbeat, JoinRequest, LeaseConfirmed, LeaseGrant, LeaveNotice
+from elbowroom.sharing.messages import (
+    FrontUpdate,
+    Heartbeat,
+    JoinRequest,
+    LeaseConfirmed,
+    LeaseGrant,
+    LeaveNotice,
+    Triples,
+)
 
 MOST_EVENTS = 10_000_000
 """Events after which a simulation is taken to be without end."""
@@ -80,10 +88,12 @@ class _Client:
 
     number: int
     spec: ListedJob
+    lends: bool  # whether it gives bytes back while it evaluates
     sent: int = 0
     steps: int = 0
-    point: FrontPoint | None = None  # None while no step runs
+    point: FrontPoint | None = None  # None while the job is paused
     begin: float = 0.0  # job seconds at which `steps` was right
+    evaluates_until: float | None = None  # job seconds
     pending: list[LeaseGrant] = dataclasses.field(default_factory=list)
     moving_until: float | None = None  # job seconds at which the state is out
     has_run: bool = False
@@ -93,12 +103,22 @@ class _Client:
     waiting_seconds: float = 0.0
     longest_wait_seconds: float = 0.0
     pauses: int = 0
+    evaluations: int = 0  # so far
     finish_seconds: float | None = None
 
+    @property
+    def points(self) -> Triples:
+        """The front, as messages have it."""
+        return tuple((each.nbytes, each.step_seconds, each.busy_seconds) for each in self.spec.front)
+
     def find_boundary(self, now: float) -> float:
-        """Return the job seconds of the next step boundary, or now if no step runs."""
+        """Return the job seconds of the next step boundary, or now if the job can take up its latest lease at once."""
         if self.point is None:
             return now
+        if self.evaluates_until is not None:
+            assert self.spec.evaluation is not None
+            can_change = self.lends and self.pending[-1].nbytes >= max(1, self.spec.evaluation.nbytes)
+            return now if can_change else self.evaluates_until
         steps = max(0, math.ceil((now - self.begin) / self.point.step_seconds - 1e-9))
         return self.begin + steps * self.point.step_seconds
 
@@ -110,13 +130,20 @@ class _Client:
             return self.find_boundary(now)
         if self.point is None:
             return math.inf
+        if self.evaluates_until is not None:
+            return self.evaluates_until
         if self.tells_step:
             return self.begin + self.point.step_seconds
-        return self.begin + (self.spec.steps - self.steps) * self.point.step_seconds
+        return self.begin + (self.find_stop() - self.steps) * self.point.step_seconds
+
+    def find_stop(self) -> int:
+        """Return the number of steps after which the job evaluates, or ends."""
+        every = self.spec.steps if self.spec.evaluation is None else self.spec.evaluation.steps
+        return min(self.spec.steps, (self.evaluations + 1) * every)
 
     def count_steps(self, now: float) -> None:
         """Bring `steps` up to date, at a step boundary."""
-        if self.point is not None and now > self.begin:
+        if self.point is not None and self.evaluates_until is None and now > self.begin:
             done = round((now - self.begin) / self.point.step_seconds)
             self.steps = min(self.spec.steps, self.steps + done)
             self.begin += done * self.point.step_seconds
@@ -128,7 +155,7 @@ _align_once = functools.lru_cache(maxsize=256)(align)
 class _Simulation:
     """The clocks, the broker and the jobs."""
 
-    def __init__(self, workload: JobList, policy: str, quantum_seconds: float) -> None:
+    def __init__(self, workload: JobList, policy: str, quantum_seconds: float, *, lends: bool) -> None:
         self.workload = workload
         self.broker = Broker(
             BrokerOptions(
@@ -142,7 +169,7 @@ class _Simulation:
         self.highest_bytes = 0
         self.leased_byte_seconds = 0.0
         self.shifted_byte_seconds = 0.0
-        self.clients = [_Client(place, spec) for place, spec in enumerate(workload.jobs)]
+        self.clients = [_Client(place, spec, lends) for place, spec in enumerate(workload.jobs)]
         self.arriving = sorted(self.clients, key=lambda each: (each.spec.arrival_seconds, each.number), reverse=True)
         self.active: dict[int, _Client] = {}
 
@@ -201,7 +228,7 @@ class _Simulation:
         self._carry_out(self.broker.connect(client.number, client.number, self.seconds))
         self._send(client, JoinRequest(
             sequence=client.sent, name=spec.name, job="", floor_bytes=spec.front[0].nbytes,
-            points=tuple((each.nbytes, each.step_seconds, each.busy_seconds) for each in spec.front),
+            points=client.points,
             weight=spec.weight, priority=spec.priority, steps_left=spec.steps,
         ))  # fmt: skip
 
@@ -211,6 +238,11 @@ class _Simulation:
             client.moving_until = None
             self._confirm(client, client.pending.pop(0))
             return
+        if client.evaluates_until is not None:
+            if self.job_seconds < client.evaluates_until - 1e-12:
+                self._take_lease(client)
+                return
+            self._end_evaluation(client)
         client.count_steps(self.job_seconds)
         if client.steps >= client.spec.steps:
             del self.active[client.number]
@@ -222,6 +254,29 @@ class _Simulation:
             client.tells_step = False
             seconds = 0.0 if client.point is None else client.point.step_seconds
             self._send(client, Heartbeat(sequence=client.sent, steps=client.steps, step_seconds=seconds))
+        if client.number in self.active and client.point is not None and client.steps >= client.find_stop():
+            self._begin_evaluation(client)
+
+    def _begin_evaluation(self, client: _Client) -> None:
+        evaluation, point = client.spec.evaluation, client.point
+        assert evaluation is not None and point is not None
+        client.evaluations += 1
+        client.evaluates_until = self.job_seconds + evaluation.seconds
+        if client.lends:
+            nbytes = max(evaluation.nbytes, client.spec.front[0].nbytes)
+            fastest = client.spec.front[-1]
+            self._send_front(client, ((nbytes, fastest.step_seconds, fastest.busy_seconds),))
+
+    def _end_evaluation(self, client: _Client) -> None:
+        client.evaluates_until = None
+        client.begin = self.job_seconds
+        if client.lends:
+            self._send_front(client, client.points)
+
+    def _send_front(self, client: _Client, points: Triples) -> None:
+        self._send(client, FrontUpdate(
+            sequence=client.sent, floor_bytes=client.spec.front[0].nbytes, points=points, steps_left=client.spec.steps,
+        ))  # fmt: skip
 
     def _take_lease(self, client: _Client) -> None:
         del client.pending[:-1]  # the last one counts
@@ -249,7 +304,9 @@ class _Simulation:
     def _confirm(self, client: _Client, grant: LeaseGrant) -> None:
         self._send(client, LeaseConfirmed(sequence=client.sent, epoch=grant.epoch, held_bytes=grant.nbytes))
 
-    def _send(self, client: _Client, message: JoinRequest | Heartbeat | LeaseConfirmed | LeaveNotice) -> None:
+    def _send(
+        self, client: _Client, message: JoinRequest | FrontUpdate | Heartbeat | LeaseConfirmed | LeaveNotice
+    ) -> None:
         client.sent += 1
         self._carry_out(self.broker.receive(client.number, message, self.seconds))
 
@@ -263,14 +320,19 @@ class _Simulation:
         self.highest_bytes = max(self.highest_bytes, self.workload.device_bytes - self.broker.free_bytes)
 
 
-def simulate_sharing(workload: JobList, policy: str = "marginal", *, quantum_seconds: float = 30.0) -> SharedOutcome:
+def simulate_sharing(
+    workload: JobList, policy: str = "marginal", *, quantum_seconds: float = 30.0, lends: bool = True
+) -> SharedOutcome:
     """Run a job list under a policy, on a virtual clock.
+
+    Args:
+        lends: whether jobs that evaluate give back what they do not use.
 
     Raises:
         UnknownMember: there is no such policy.
         UsageError: a job needs more than the device.
     """
-    simulation = _Simulation(workload, policy, quantum_seconds)
+    simulation = _Simulation(workload, policy, quantum_seconds, lends=lends)
     simulation.run()
     outcomes = []
     for client in simulation.clients:

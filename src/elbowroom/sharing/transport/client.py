@@ -67,6 +67,7 @@ class BrokerClient:
         notice: why the job waits; "" if it does not.
         is_connected: whether there is a broker at present.
         refusal: why the broker refuses the job; "" if it does not.
+        on_beat: called by the client's thread after each heartbeat.
     """
 
     def __init__(
@@ -76,6 +77,7 @@ class BrokerClient:
         self.grant: LeaseGrant | None = None
         self.notice = ""
         self.is_connected = False
+        self.on_beat: Callable[[], None] | None = None
         self._address = address
         self._join = JoinRequest(
             sequence=0, name=name, job=uuid.uuid4().hex, floor_bytes=floor_bytes, held_bytes=held_bytes, weight=weight,
@@ -180,11 +182,11 @@ class BrokerClient:
             self._update(rests=rests)
         self._send(RestNotice(sequence=0, rests=rests))
 
-    def wait_for_pause(self, seconds: float) -> LeaseGrant | None:
-        """Return the lease of 0 bytes that follows `rest`. None if none came in time."""
+    def wait_for(self, accepts: Callable[[LeaseGrant], bool], seconds: float) -> LeaseGrant | None:
+        """Return the latest lease once it is accepted. None if none was in time."""
         with self._changed:
-            self._changed.wait_for(lambda: self.grant is not None and not self.grant.nbytes, seconds)
-            return self.grant if self.grant is not None and not self.grant.nbytes else None
+            self._changed.wait_for(lambda: self.grant is not None and accepts(self.grant), seconds)
+            return self.grant if self.grant is not None and accepts(self.grant) else None
 
     def note_step(self, seconds: float, used_bytes: int) -> None:
         """Count a step. The first one under a lease is told at once, since the broker waits for it."""
@@ -192,6 +194,13 @@ class BrokerClient:
         self._beat = (steps + 1, seconds, max(most_bytes, used_bytes))
         if self.notice or not steps:
             self.notice = ""
+            self._send_heartbeat()
+
+    def note_use(self, used_bytes: int) -> None:
+        """Tell the broker at once what the job holds, if that is more than it has said since its last confirmation."""
+        steps, seconds, most_bytes = self._beat
+        if used_bytes > most_bytes:
+            self._beat = (steps, seconds, used_bytes)
             self._send_heartbeat()
 
     def close(self) -> None:
@@ -208,11 +217,16 @@ class BrokerClient:
         """Read messages for some time. Return False once the client is closed."""
         deadline = time.monotonic() + seconds
         if self._socket is None:
-            self._reconnect()
+            time.sleep(SECONDS_BETWEEN_ATTEMPTS)
+            if not self._is_closed and not self.refusal:
+                with contextlib.suppress(UsageError):
+                    self._connect()
         elif not self._read_until(self._socket, deadline):
             self._hang_up()
         else:
             self._send_heartbeat()
+            if self.on_beat is not None:
+                self.on_beat()
         return not self._is_closed
 
     def _read_until(self, connection: socket.socket, deadline: float) -> bool:
@@ -250,12 +264,6 @@ class BrokerClient:
                 case _:
                     raise BadMessage(f"{type(message).__name__} is not for a job")
             self._changed.notify_all()
-
-    def _reconnect(self) -> None:
-        time.sleep(SECONDS_BETWEEN_ATTEMPTS)
-        if not self._is_closed and not self.refusal:
-            with contextlib.suppress(UsageError):
-                self._connect()
 
     def _connect(self) -> None:
         """Connect, and join with the present lease.
