@@ -3,11 +3,11 @@
     python benchmarks/model_families.py [--libraries timm transformers] [--only NAME ...] [--shares 0.75 0.5 0.3]
         [--processes 1] [--minutes 30] [--output FILE.json] [--check]
 
-One model of each module of timm (the one with the fewest parameters), and of each configuration of transformers that has
-a model for causal, masked or sequence-to-sequence language modelling or image classification (made small). Each trains a
-few steps with AdamW in a process of its own, plain and then in rooms with shares of the plain peak as their budgets.
-Losses, parameters, buffers and the state of the random generator have to be the same to the last bit, and the bytes that
-a meter outside of ours sees may not be more than the budget in any step. `Infeasible` is a result as well.
+One small model of each module of timm, and of each configuration of transformers that has a model for causal, masked or
+sequence-to-sequence language modelling or image classification (made small). Each trains a few steps with AdamW in a
+process of its own, plain and then in rooms with shares of the plain peak as their budgets. Losses, parameters, buffers
+and the state of the random generator have to be the same to the last bit, and the bytes that a meter outside of ours
+sees may not be more than the budget in any step. `Infeasible` is a result as well.
 """
 
 from __future__ import annotations
