@@ -97,7 +97,7 @@ def test_threads_that_compute_while_state_leaves_and_returns(profile: HardwarePr
         except BaseException as error:
             wrong.append(error)
 
-    with fit(job, profile, 2 * PARAMETER_BYTES) as room:
+    with fit(job, profile, 5 * PARAMETER_BYTES // 2) as room:
         with room.step():
             job.step(0)
         threads = [threading.Thread(target=read) for _ in range(2)]
