@@ -15,7 +15,8 @@ with full effort. The simulator judges the whole.
 The plan that keeps all state on the device is a candidate, so no plan is slower than that of the activations alone. So
 is the plan with the lowest peak, so every budget from there on has a plan.
 
-Cost: one plan of the activations if the state need not move; else two, and five to eight with little effort.
+Cost: one plan of the activations if the state need not move; else two, and five to eight with little effort. With an
+effort of at most `SMALL_EFFORT`, one, and one or two with little effort.
 """
 
 from __future__ import annotations
@@ -63,6 +64,9 @@ NEGLIGIBLE = 1.002
 
 NEAR = 1.03
 """The best share's activations are planned with full effort if its step takes at most this multiple of the fastest."""
+
+SMALL_EFFORT = 0.2
+"""At this effort and below, the first share that fits is enough."""
 
 QUICK = 0.1
 """Effort for trying a share, as a multiple of the full one."""
@@ -147,7 +151,7 @@ class _ShareSearch:
         found = self._try_shares()
         best = _find_fastest(found)
         fastest = _find_fastest([best, resident])
-        if best is None or fastest is None or self._is_fast(fastest) or best.seconds > NEAR * fastest.seconds:
+        if best is None or fastest is None or self._is_enough([fastest]) or best.seconds > NEAR * fastest.seconds:
             return fastest
         return _find_fastest([fastest, self._plan_around(best.plan)])
 
@@ -161,14 +165,14 @@ class _ShareSearch:
             return np.inf if made is None else made.seconds
 
         def rate(share: float) -> float:
-            if share not in seconds and not any(map(self._is_fast, found)):
+            if share not in seconds and not self._is_enough(found):
                 seconds[share] = keep(self._plan_share(share))
             return seconds.get(share, np.inf)
 
         if self._leaves_room_for_all():
             rate(SHARES[-1])
         for tighter in RELAXED:
-            if not any(map(self._is_fast, found)):
+            if not self._is_enough(found):
                 keep(self._plan_relaxed(tighter))
         relaxed = min((each.seconds for each in found), default=np.inf)
         place = len(SHARES) // 2 + 1
@@ -195,6 +199,9 @@ class _ShareSearch:
         state = self._scheduler.schedule(self._highest - self._problem.budget_bytes)
         inner = self._pose(state)
         return inner.fits(inner.plain)
+
+    def _is_enough(self, found: list[JointPlan]) -> bool:
+        return any(map(self._is_fast, found)) or (bool(found) and self._effort <= SMALL_EFFORT)
 
     def _is_fast(self, candidate: JointPlan) -> bool:
         return candidate.seconds <= NEGLIGIBLE * self._problem.plain.step_seconds
