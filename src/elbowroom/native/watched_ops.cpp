@@ -5,6 +5,7 @@
 // all dispatch modes, with the same arguments and the same contract as a mode's `__torch_dispatch__`.
 #include <ATen/ATen.h>
 #include <ATen/ThreadLocalPythonObjects.h>
+#include <ATen/core/PythonFallbackKernel.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <c10/core/SafePyObject.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
@@ -123,6 +124,7 @@ class OnTop {
 // Runs an op by a watcher in Python.
 void run_in_python(PyObject* watcher, const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   const py::gil_scoped_acquire gil;
+  const at::impl::MaybeSetTLSOnEntryGuard entry;  // modes that the watcher enters need it, as PyTorch 2.11 checks
   // Ops that the watcher calls start below this key, as for a mode.
   const c10::impl::ExcludeDispatchKeyGuard above(DOWN_TO_PYTHON);
   const OnTop guard(watcher);
