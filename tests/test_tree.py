@@ -151,6 +151,12 @@ def test_no_package_shares_its_name_with_a_verb() -> None:
         assert not packages & public, name_of(path)
 
 
+def test_no_page_has_a_placeholder() -> None:
+    pages = [ROOT / "README.md", ROOT / "CHANGELOG.md", *(ROOT / "docs").rglob("*.md")]
+    assert len(pages) > 20
+    assert not [(page.name, found) for page in pages for found in re.findall(r"@[A-Z_]+@|TODO|FIXME", page.read_text())]
+
+
 def test_nothing_names_this_machine() -> None:
     """A path that exists on one machine only, or a host that others cannot reach, breaks every fresh clone."""
     absolute = r"(?<![\w.])/(work|root|home|Users|opt)/[\w.-]+"

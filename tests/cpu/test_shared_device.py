@@ -143,6 +143,8 @@ def test_a_job_that_evaluates_lends_what_it_does_not_use(
     folder: pathlib.Path, profile: HardwareProfile, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(lent_bytes, "LEAST_IDLE_SECONDS", 0.2)
+    monkeypatch.setattr(lent_bytes, "REGAIN_SECONDS", 60.0)  # however busy the machine is
+    monkeypatch.setattr(lent_bytes, "LONGEST_WAIT_SECONDS", 60.0)
     monkeypatch.setattr(client, "SECONDS_BETWEEN_HEARTBEATS", 0.02)
     data = torch.rand(2048, 64)
 

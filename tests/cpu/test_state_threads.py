@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pathlib
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -14,8 +16,11 @@ import pytest
 import torch
 from torch import nn
 
+from elbowroom.errors import Infeasible
 from elbowroom.ir.hardware import HardwareProfile
+from elbowroom.runtime import other_threads
 from tests.state_jobs import (
+    BUDGET,
     EVERYTHING,
     PARAMETER_BYTES,
     WIDTH,
@@ -79,7 +84,7 @@ def test_no_copy_begins_while_an_access_may_write(away: Away) -> None:
 
 
 def test_threads_that_compute_while_state_leaves_and_returns(profile: HardwareProfile) -> None:
-    """A frozen part of the model is read by other threads all the time; the layers of all three fit at once."""
+    """A frozen part of the model is read by other threads all the time."""
     job = make_job(adamw, nn.Sequential(make_model(), *make_model()))
     frozen = job.model[0].requires_grad_(False)
     x = make_batch(0, 64)
@@ -97,7 +102,7 @@ def test_threads_that_compute_while_state_leaves_and_returns(profile: HardwarePr
         except BaseException as error:
             wrong.append(error)
 
-    with fit(job, profile, 5 * PARAMETER_BYTES // 2) as room:
+    with fit(job, profile, 2 * PARAMETER_BYTES) as room:
         with room.step():
             job.step(0)
         threads = [threading.Thread(target=read) for _ in range(2)]
@@ -119,6 +124,31 @@ def test_threads_that_compute_while_state_leaves_and_returns(profile: HardwarePr
     for index in range(12):
         plain.step(index)
     assert_same(found, list_tensors(plain))
+
+
+@pytest.mark.parametrize("is_released", [True, False])
+def test_a_step_waits_for_ops_of_other_threads(away: Away, monkeypatch: pytest.MonkeyPatch, is_released: bool) -> None:
+    """What they use cannot leave. If they do not end, the step is refused in the end."""
+    monkeypatch.setattr(other_threads, "LONGEST_WAIT_SECONDS", 60.0 if is_released else 0.3)
+    pager = get_pager(away.room)
+    held: list[Any] = []
+
+    def hold() -> None:
+        for storage in [tensor.untyped_storage() for tensor in away.job.model.parameters()]:
+            held.append(pager.hold_storage(storage, is_written=False, is_lasting=False))
+
+    run_in_thread(hold)
+    timer = threading.Timer(0.3, held.clear)
+    try:
+        if is_released:
+            timer.start()
+        with away.room.step(), pytest.raises(Infeasible) if not is_released else contextlib.nullcontext():
+            begin = time.monotonic()
+            pager.storages.require(BUDGET - PARAMETER_BYTES // 2, torch.device("cpu"))
+        assert time.monotonic() - begin >= 0.25
+    finally:
+        timer.cancel()
+        held.clear()
 
 
 def fork_and(call: Callable[[], Any]) -> str:

@@ -13,8 +13,9 @@ from hypothesis import strategies as some
 from elbowroom.errors import TraceError
 from elbowroom.ir.check import check, check_trace
 from elbowroom.ir.costs import Costs
+from elbowroom.ir.digest import digest
 from elbowroom.ir.plan import Choice, Decision, Plan, Segment
-from elbowroom.ir.trace import Role, Trace
+from elbowroom.ir.trace import Presence, Role, Trace
 from elbowroom.planner.problem import plan, pose
 from elbowroom.residency import plan_policy
 from elbowroom.residency.machine import Machine
@@ -218,6 +219,22 @@ def test_a_leaf_that_is_gone_is_refused() -> None:
     broken = change(DROPPING, f"segments.{DROP.segment}", leaves=(*SEGMENT.leaves, gone.id))
     with pytest.raises(TraceError, match=f"nothing holds leaf {gone.id}"):
         check(TRACE, broken)
+
+
+def test_a_leaf_whose_contents_are_away_is_refused() -> None:
+    """As a weight that `fully_shard` has freed."""
+    leaf = SEGMENT.leaves[0]
+    runs = min(each.back for each in DROPPING.decisions if each.segment == DROP.segment)
+
+    def check_with(*spans: tuple[int, int]) -> None:
+        presences = tuple(Presence(storage=leaf, begin=begin, end=end) for begin, end in spans)
+        trace = dataclasses.replace(TRACE, presences=presences)
+        check(trace, dataclasses.replace(DROPPING, trace_digest=digest(trace)))
+
+    for spans in ([(0, runs)], [(runs + 1, END)], [(0, runs), (runs + 1, END)]):
+        with pytest.raises(TraceError, match=f"leaf {leaf} is not gathered at tick {runs}"):
+            check_with(*spans)
+    check_with((0, 1), (runs, runs + 1))
 
 
 def test_a_barrier_is_not_replayed() -> None:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as some
 
-from elbowroom.errors import Infeasible, UsageError
+from elbowroom.errors import Infeasible, TraceError, UsageError
 from elbowroom.ir.costs import Costs
 from elbowroom.ir.trace import Trace
 from elbowroom.planner.comparison.smallest_budget import find_smallest
@@ -88,6 +88,23 @@ def test_find_smallest_returns_a_budget_that_works_with_this_host() -> None:
             assert simulate(trace, costs, made).peak_bytes <= budget
             found.append(budget)
     assert min(found) >= floor.peak_bytes and max(found) <= plain.peak_bytes
+
+
+def test_find_smallest_refuses_what_plan_refuses() -> None:
+    trace, costs = example()
+    with pytest.raises(UsageError, match="min_offload_bytes is -1"):
+        find_smallest(trace, costs, min_offload_bytes=-1)
+    broken = dataclasses.replace(trace, end=1)
+    with pytest.raises(TraceError):
+        find_smallest(broken, costs)
+
+
+def test_find_smallest_returns_the_lowest_peak_for_auto() -> None:
+    trace, costs = example()
+    smallest = find_smallest(trace, costs, min_offload_bytes=1)
+    assert simulate(trace, costs, plan(trace, costs, smallest, min_offload_bytes=1)).peak_bytes <= smallest
+    with pytest.raises(Infeasible):
+        plan(trace, costs, smallest - 1, min_offload_bytes=1, slices="none")
 
 
 @pytest.mark.parametrize("strategy", list_strategies())

@@ -141,7 +141,7 @@ def restore_before_access(restorer: Restorer) -> None:
     if all(find() is not restorer for find in _restorers):
         _restorers.append(weakref.ref(restorer, _restorers.remove))
     for owner, name, access in _ACCESSING:
-        method = getattr(owner, name, None)  # PyTorch before 2.12 lacks some of them
+        method = getattr(owner, name, None)  # PyTorch 2.11 lacks some
         if method is not None and not hasattr(method, "restores"):
             setattr(owner, name, _restore_first(method, access))
 

@@ -154,7 +154,8 @@ class CpuLedger:
             self._native.enter_scope(before)
 
     def limit_between_steps(self, limit_bytes: int | None, make_room: MakeRoom | None = None) -> None:
-        self._make_room, self._budget_bytes = make_room, NO_LIMIT if limit_bytes is None else limit_bytes
+        self._make_room = make_room
+        self._budget_bytes = NO_LIMIT if limit_bytes is None else limit_bytes
         self.scope.limit_bytes = self._budget_bytes
 
     def has_room(self, nbytes: int, limit_bytes: int) -> bool:

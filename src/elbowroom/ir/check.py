@@ -246,9 +246,7 @@ def _check_leaf(trace: Trace, versions: _Versions, leaf: int, tick: int, place: 
     held = home.created < tick < home.released
     claimed = any(save.tick < tick < save.released for save in versions.saves.get(leaf, ()))
     _require(held or claimed, f"{place}: nothing holds leaf {leaf} at tick {tick}")
-    spans = [each for each in trace.presences if each.storage == leaf]
-    is_there = not spans or any(each.begin <= tick < each.end for each in spans)
-    _require(is_there, f"{place}: leaf {leaf} is not gathered at tick {tick}")
+    _require(trace.has_contents(leaf, tick), f"{place}: leaf {leaf} is not gathered at tick {tick}")
 
 
 class _Versions:

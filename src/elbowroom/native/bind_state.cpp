@@ -90,6 +90,10 @@ void bind_state(py::module_& module) {
   module.def("run_with_state", &run_with_state, py::arg("inputs"), py::arg("written"), py::arg("call"));
   py::class_<StateUse>(module, "StateUse", "Brings a storage back, and keeps it in memory for as long as this object lives.")
       .def(py::init<const StateStoragePtr&, bool>(), py::arg("storage"), py::arg("is_written"));
+  module.def("count_uses_elsewhere", [] {
+        const UsesElsewhere uses = count_uses_elsewhere();
+        return py::make_tuple(uses.begun, uses.running);
+      }, "Return how many uses of memory other threads have begun, and how many of them have not ended.");
   module.def("watch_all_threads", &watch_all_threads, py::call_guard<py::gil_scoped_release>(),
       "Watch the ops of other threads if there is managed state.");
   module.def("update_watching", [] {

@@ -15,9 +15,10 @@ constexpr uint64_t FACTOR = 0x9E3779B97F4A7C15u;  // odd, so that multiplying lo
 constexpr size_t LANES = 8, WORD = sizeof(uint64_t);
 constexpr int64_t COLUMNS = 1024;
 
-uint64_t stir(uint64_t state, uint64_t word) {
+uint64_t mix(uint64_t state, uint64_t word) {
   state ^= word;
-  return ((state << 29) | (state >> 35)) * FACTOR;  // rotated: a product has the upper bits of its factor in its upper bits only
+  // Rotated, since the upper bits of a factor only reach the upper bits of the product.
+  return ((state << 29) | (state >> 35)) * FACTOR;
 }
 
 // Several lanes, because each word of one has to wait for the one before.
@@ -28,20 +29,20 @@ uint64_t hash(const char* bytes, size_t nbytes) {
   for (; at + LANES * WORD <= nbytes; at += LANES * WORD) {
     uint64_t words[LANES];
     std::memcpy(words, bytes + at, sizeof(words));
-    for (size_t lane = 0; lane < LANES; ++lane) lanes[lane] = stir(lanes[lane], words[lane]);
+    for (size_t lane = 0; lane < LANES; ++lane) lanes[lane] = mix(lanes[lane], words[lane]);
   }
   uint64_t found = nbytes;
   for (; at < nbytes; at += WORD) {
     uint64_t word = 0;
     std::memcpy(&word, bytes + at, std::min(WORD, nbytes - at));
-    found = stir(found, word);
+    found = mix(found, word);
   }
-  for (const uint64_t lane : lanes) found = stir(stir(found, lane), lane >> 32);
+  for (const uint64_t lane : lanes) found = mix(mix(found, lane), lane >> 32);
   return found;
 }
 
-// Whole numbers, whose sums are exact in any order: sums of rows and of columns and what makes no whole row, each with a
-// factor for its place, in one number.
+// A weighted sum of integers, which is exact in any order: sums of rows, sums of columns, and the elements that make no
+// whole row, each with a weight for its place.
 at::Tensor sum(const c10::Storage& storage) {
   const auto nbytes = static_cast<int64_t>(storage.nbytes());
   const at::ScalarType type = nbytes % 4 == 0 ? at::kInt : at::kByte;

@@ -18,7 +18,7 @@ namespace {
 
 namespace autograd = torch::autograd;
 
-using NodePtr = decltype(autograd::Edge::function);  // std::shared_ptr before PyTorch 2.13
+using NodePtr = decltype(autograd::Edge::function);  // in PyTorch 2.11 a std::shared_ptr
 
 // PyTorch asks its default engine for default hooks. This engine forwards all other calls to the previous one. Backward
 // passes that Python begins do not use it.

@@ -90,7 +90,8 @@ class Recording final : public c10::intrusive_ptr_target {
   // Selects those of the given ops that the target needs.
   Recording(std::vector<RecordedOpPtr> ops, StorageRecordPtr target);
 
-  // With the table's mutex held: whether all inputs are unchanged, but for those whose contents come back (`is_current`), and all leaves are saved (`is_open`).
+  // With the table's mutex held: whether all inputs are unchanged, but for those whose contents come back (`is_current`),
+  // and all leaves are saved (`is_open`).
   bool is_open() const;
   bool is_current() const;
   // Returns whether all storages whose contents come back have those that the ops read.

@@ -10,6 +10,7 @@
 #include <algorithm>
 #include <mutex>
 #include <string>
+#include <thread>
 #include <utility>
 
 #include "op_arguments.h"
@@ -37,6 +38,7 @@ Records& state_records() {
 // What ops use, of all threads. With the mutex.
 struct Ops {
   std::vector<StateUse::Pins*> running;
+  int64_t begun = 0;
   std::vector<c10::weak_intrusive_ptr<c10::StorageImpl>> lasting;  // used by code that runs beside the program
 };
 
@@ -54,6 +56,16 @@ std::mutex& state_mutex() {
     return mutex;
   }();
   return *made;
+}
+
+thread_local int64_t begun_here = 0;  // uses that this thread has begun
+
+// With the mutex.
+void note_begun(StateUse::Pins& pins) {
+  pins.thread = std::this_thread::get_id();
+  state_ops().running.push_back(&pins);
+  ++state_ops().begun;
+  ++begun_here;
 }
 
 // Whether an op goes on to use what it was given after it has returned. (The names of its kinds have a dot for "::".)
@@ -290,9 +302,17 @@ StateUse::StateUse(const StateStoragePtr& storage, bool is_written) {
   {
     const std::lock_guard<std::mutex> guard(state_mutex());
     if (is_written) storage->is_written = true;
+    note_begun(pins_);
     pin(storage);
   }
   begin(Kind::OTHER);
+}
+
+UsesElsewhere count_uses_elsewhere() {
+  const std::lock_guard<std::mutex> guard(state_mutex());
+  const Ops& ops = state_ops();
+  const auto is_elsewhere = [](const StateUse::Pins* pins) { return pins->thread != std::this_thread::get_id(); };
+  return {ops.begun - begun_here, std::count_if(ops.running.begin(), ops.running.end(), is_elsewhere)};
 }
 
 void StateUse::use(const at::Tensor& tensor) {
@@ -305,7 +325,7 @@ void StateUse::use(const at::Tensor& tensor) {
 void StateUse::start(at::TensorList written, Kind kind) {
   if (pins_.used.empty()) return;
   const std::lock_guard<std::mutex> guard(state_mutex());
-  state_ops().running.push_back(&pins_);
+  note_begun(pins_);
   const Records& records = state_records();
   for (const c10::StorageImpl* each : pins_.used) {
     const auto found = records.find(each);

@@ -15,6 +15,7 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <thread>
 #include <utility>
 #include <vector>
 
@@ -128,6 +129,7 @@ class StateUse {
     Pins(const Pins&) = delete;
     Pins& operator=(const Pins&) = delete;
     ~Pins();
+    std::thread::id thread;
     c10::SmallVector<StateStoragePtr, 4> storages;
     c10::SmallVector<const c10::StorageImpl*, 8> used;  // by an op, whether there are records of them or not
   };
@@ -140,5 +142,11 @@ class StateUse {
 
   Pins pins_;
 };
+
+// Uses by other threads than the calling one: all so far, and those that have not ended.
+struct UsesElsewhere {
+  int64_t begun, running;
+};
+UsesElsewhere count_uses_elsewhere();
 
 }  // namespace elbowroom

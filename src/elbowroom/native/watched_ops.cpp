@@ -73,11 +73,12 @@ const Watchers* find_watchers(const Thread& thread) {
   return state.contains(WATCHERS) ? static_cast<const Watchers*>(state.get(WATCHERS).get()) : nullptr;
 }
 
+// PyTorch 2.11 cannot erase an object of the thread.
 template <typename Objects>
 void forget_watchers() {
   if constexpr (requires { Objects::erase(WATCHERS); }) {
     Objects::erase(WATCHERS);
-  } else {  // before PyTorch 2.12
+  } else {
     Objects::set(WATCHERS, nullptr);
   }
 }
@@ -124,7 +125,7 @@ class OnTop {
 // Runs an op by a watcher in Python.
 void run_in_python(PyObject* watcher, const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   const py::gil_scoped_acquire gil;
-  const at::impl::MaybeSetTLSOnEntryGuard entry;  // modes that the watcher enters need it, as PyTorch 2.11 checks
+  const at::impl::MaybeSetTLSOnEntryGuard entry;  // PyTorch 2.11 requires it of ops under a mode that the watcher enters
   // Ops that the watcher calls start below this key, as for a mode.
   const c10::impl::ExcludeDispatchKeyGuard above(DOWN_TO_PYTHON);
   const OnTop guard(watcher);

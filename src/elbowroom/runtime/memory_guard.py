@@ -12,6 +12,7 @@ from elbowroom.errors import Infeasible
 from elbowroom.ir.actions import Action
 from elbowroom.ir.events import PressureRaised
 from elbowroom.residency.online import AHEAD
+from elbowroom.runtime.other_threads import OtherThreads
 from elbowroom.runtime.phase import Phase
 from elbowroom.runtime.shortage import note_evidence
 from elbowroom.runtime.step_environment import StepEnvironment
@@ -67,7 +68,9 @@ class MemoryGuard:
         self._ledger.note_move(self._ledger.live_bytes - before)
 
     def evict(self, missing_bytes: int, nbytes: int, what: str) -> list[Action]:
-        """Return actions that free some of the bytes that an allocation misses; none if model state has left.
+        """Return actions that free some of the bytes that an allocation misses; none if there is room for some without.
+
+        What ops of other threads use cannot leave: they are waited for before the allocation is refused.
 
         Args:
             missing_bytes: of the `nbytes` that the allocation takes.
@@ -76,10 +79,16 @@ class MemoryGuard:
         Raises:
             Infeasible: nothing more may leave.
         """
-        actions = self._state.machine.feed(PressureRaised(missing_bytes, self._state.events))
-        if not actions and not self.move_state(missing_bytes):
-            raise self.explain(missing_bytes, nbytes, what)
-        return actions
+        live_bytes = self._counter.live_bytes
+        others = OtherThreads()
+        while (short_bytes := missing_bytes - (live_bytes - self._counter.live_bytes)) > 0:
+            if actions := self._state.machine.feed(PressureRaised(short_bytes, self._state.events)):
+                return actions
+            if self.move_state(short_bytes):
+                break
+            if self._pager is None or not others.wait():
+                raise self.explain(short_bytes, nbytes, what)
+        return []
 
     def explain(self, missing_bytes: int, nbytes: int, what: str) -> Infeasible:
         """Return the error for an allocation: a lower bound, since what comes after it is not known."""

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from elbowroom.errors import Infeasible
+from elbowroom.ir.check import check_trace
 from elbowroom.ir.costs import Costs
 from elbowroom.ir.trace import Trace
 from elbowroom.planner.options import Manages, find_managed
-from elbowroom.planner.problem import MIN_OFFLOAD_BYTES, plan, pose
+from elbowroom.planner.problem import MIN_OFFLOAD_BYTES, check_amounts, plan, pose
 from elbowroom.planner.slicing.choice import Slices
 
 MOST_TRIES = 12
@@ -49,6 +50,8 @@ def find_smallest(
             return error
         return None
 
+    check_amounts(min_offload_bytes=min_offload_bytes, host_bytes=host_bytes)
+    check_trace(trace)
     problem = pose(
         trace, costs, 1, min_offload_bytes=min_offload_bytes, host_bytes=host_bytes,
         manages=find_managed(strategy, manages),

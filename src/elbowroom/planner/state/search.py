@@ -15,8 +15,8 @@ with full effort. The simulator judges the whole.
 The plan that keeps all state on the device is a candidate, so no plan is slower than that of the activations alone. So
 is the plan with the lowest peak, so every budget from there on has a plan.
 
-Cost: one plan of the activations if the state need not move; else two, and five to eight with little effort. With an
-effort of at most `SMALL_EFFORT`, one, and one or two with little effort.
+Cost: one plan of the activations if the state need not move; else two, and five to eight with little effort. If the
+search's own effort is at most `SMALL_EFFORT`: one, and quick ones until one fits.
 """
 
 from __future__ import annotations
