@@ -187,7 +187,7 @@ def test_a_job_that_evaluates_lends_what_it_does_not_use(
         lease_bytes, plan = room.budget_bytes, room.planned.plan
         (job,) = await_status().jobs
         assert job.lease_bytes == lease_bytes > job.floor_bytes * 8 // 7
-        other = BrokerClient(find_address("cpu"), name="other", floor_bytes=6 << 20, held_bytes=0, weight=0.01)
+        other = BrokerClient(find_address("cpu"), name="other", floor_bytes=6 << 20, held_bytes=0, weight=1e-6)
         other.on_beat = follow
         other.report(6 << 20, ((6 << 20, 2.0, 0.0), (10 << 20, 1.0, 0.0)))
         evaluate_until(lambda ours, theirs: (ours, theirs) == (job.floor_bytes, 10 << 20))
