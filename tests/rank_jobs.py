@@ -789,7 +789,7 @@ def _resume(
         torch.manual_seed(seed)
         model = case.spread(case.model())
         optimizer = case.optimizer(model.parameters())
-        options: dict[str, Any] = {"profile": profile, "min_offload_bytes": 1 << 10}
+        options: dict[str, Any] = {"profile": profile, "min_offload_bytes": 1 << 10, "strategy": "auto:effort=0.1"}
         room = None if profile is None else elbowroom.fit(model, optimizer, budget, **options)
         with contextlib.nullcontext() if room is None else room:
             if room is not None and learned:

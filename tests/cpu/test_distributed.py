@@ -18,16 +18,17 @@ pytestmark = pytest.mark.skipif(
 )
 
 OFFLOADING: dict[str, Any] = {"strategy": "offload_all"}
+SEARCHING: dict[str, Any] = {"strategy": "auto:effort=0.1"}
 
 ROOMS: tuple[tuple[str, int, dict[str, Any]], ...] = (
     ("transformer", 7 << 20, {}),
-    ("transformer", 3_300_000, {}),
+    ("transformer", 3_300_000, SEARCHING),
     ("transformer", 2_000_000, OFFLOADING),
     ("transformer, buckets hold the gradients", 3_300_000, OFFLOADING),
     ("transformer, buckets hold the gradients", 2_100_000, OFFLOADING),
     ("transformer, buckets hold the gradients", 2_200_000, {"mode": "dynamic", "policy": "dtr"}),
     ("convolutions", 7 << 20, {}),
-    ("convolutions", 3_300_000, {}),
+    ("convolutions", 3_300_000, SEARCHING),
     ("convolutions", 3_500_000, OFFLOADING),
     ("experts", 4 << 20, {}),
     ("experts", 1_700_000, OFFLOADING),

@@ -16,11 +16,12 @@ pytestmark = pytest.mark.skipif(
 )
 
 OFFLOADING: dict[str, Any] = {"strategy": "offload_all"}
+SEARCHING: dict[str, Any] = {"strategy": "auto:effort=0.1"}
 RECOMPUTING: dict[str, Any] = {"mode": "dynamic", "policy": "dtr"}
 
 ROOMS: tuple[tuple[str, int, dict[str, Any]], ...] = (
     ("sharded transformer", 7 << 20, {}),
-    ("sharded transformer", 3_000_000, {}),
+    ("sharded transformer", 3_000_000, SEARCHING),
     ("sharded transformer", 2_200_000, RECOMPUTING),
     ("sharded transformer that stays gathered", 3_000_000, OFFLOADING),
     ("sharded transformer that stays gathered", 2_200_000, RECOMPUTING),
@@ -35,7 +36,7 @@ ROOMS: tuple[tuple[str, int, dict[str, Any]], ...] = (
     ("sharded, clipped", 2_800_000, OFFLOADING),
     ("sharded, gathered ahead", 3_700_000, OFFLOADING),
     ("sharded, checkpointed", 2_800_000, OFFLOADING),
-    ("tensor parallel", 3_000_000, {}),
+    ("tensor parallel", 3_000_000, SEARCHING),
     ("tensor parallel", 2_100_000, OFFLOADING),
     ("tensor parallel", 1_900_000, RECOMPUTING),
 )

@@ -90,14 +90,21 @@ class GatheredWeights:
             return trace
         storages, ops = list(trace.storages), list(trace.ops)
         presences: list[Presence] = []
-        for weight, stays in (self._ids or {}).items():
+        weights = self._ids or {}
+        positions: dict[int, list[int]] = {weight: [] for weight in weights}
+        for position, op in enumerate(ops):
+            for weight in {view.storage for view in (*op.reads, *op.writes)} & positions.keys():
+                positions[weight].append(position)
+        for weight, stays in weights.items():
             home = storages[weight]
             storages[weight] = dataclasses.replace(home, nbytes=0)
-            found = _keep_version(ops, weight, stays)
+            users = [ops[position] for position in positions[weight]]
+            found = _keep_version(users, weight, stays)
+            for position, op in zip(positions[weight], found or users, strict=True):
+                reads_it = any(view.storage == weight for view in op.reads)
+                ops[position] = _bar(op) if found is None and reads_it else op
             if found is None:
-                ops = [_bar(op) if any(view.storage == weight for view in op.reads) else op for op in ops]
                 continue
-            ops = found
             storages[weight] = dataclasses.replace(
                 home, nbytes=0, role=Role.INPUT, created=-1, released=trace.end, label="gathered weight"
             )
@@ -128,7 +135,7 @@ class GatheredWeights:
 
 
 def _keep_version(ops: Sequence[Op], weight: int, stays: Sequence[_Stay]) -> list[Op] | None:
-    """Return the ops of a step in which a weight has the same version whenever it has the same contents.
+    """Return the ops that use a weight so that it has the same version whenever it has the same contents.
 
     Returns None if its contents may have changed unseen.
     """
