@@ -24,6 +24,7 @@ import elbowroom
 from elbowroom.ir.hardware import HardwareProfile
 
 way, limit_mib, folder, profile, mode, budget = sys.argv[1:]
+STRATEGY = "auto:effort=0.1"
 torch.set_num_threads(1)
 torch.manual_seed(3)
 
@@ -46,7 +47,7 @@ step(*make(), 64)
 if way == "elbowroom" and mode == "auto":  # the solver and the compiled loops are libraries too
     small = make()
     trace = elbowroom.capture(lambda: step(*small, 32768), *small)
-    elbowroom.plan(trace, elbowroom.price(trace, profile), 100 << 20)
+    elbowroom.plan(trace, elbowroom.price(trace, profile), 100 << 20, strategy=STRATEGY)
 torch.manual_seed(4)
 model, optimizer = make()
 with open("/proc/self/status") as status:
@@ -56,7 +57,7 @@ if limit_mib != "none":
     resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
 room = None
 if way == "elbowroom":
-    options = {"profile": profile, "spill_folder": folder, "mode": mode}
+    options = {"profile": profile, "spill_folder": folder, "mode": mode, "strategy": STRATEGY}
     room = elbowroom.fit(model, optimizer, budget, **options)
 for _ in range(3):
     with room.step() if room is not None else contextlib.nullcontext():
