@@ -70,11 +70,10 @@ void bind_state(py::module_& module) {
              int64_t nbytes) {
             const at::Tensor& model = THPVariable_Unpack(like.ptr());
             auto [tensor, record] = table.make_away(sizes, strides, model.scalar_type(), model.device(), nbytes);
-            return py::make_tuple(tensor.defined() ? wrap(tensor) : py::none(), record);
+            return py::make_tuple(wrap(tensor), record);
           },
           py::arg("sizes"), py::arg("strides"), py::arg("like"), py::arg("nbytes"),
-          "Return a tensor whose bytes are away, with the dtype and device of another one, and its record. None if "
-          "PyTorch cannot undo the refusal of accesses.")
+          "Return a tensor whose bytes are away, with the dtype and device of another one, and its record.")
       .def("find", [](const StateTable& table, const py::handle& storage) {
             return table.find(unpack(storage).unsafeGetStorageImpl());
           }, py::arg("storage"))

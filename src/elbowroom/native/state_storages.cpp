@@ -4,8 +4,10 @@
 #include <ATen/record_function.h>
 #include <c10/core/Allocator.h>
 #include <c10/core/TensorOptions.h>
+#include <c10/core/impl/COW.h>
 #include <c10/util/flat_hash_map.h>
 #include <pthread.h>
+#include <torch/headeronly/version.h>
 
 #include <algorithm>
 #include <mutex>
@@ -71,26 +73,39 @@ void note_begun(StateUse::Pins& pins) {
 // Whether an op goes on to use what it was given after it has returned. (The names of its kinds have a dot for "::".)
 bool is_asynchronous(const OpKind& op) { return op.name.starts_with("c10d.") || op.name.starts_with("_c10d_functional."); }
 
-// Has accesses to the memory raise an error. Returns false before the versions of PyTorch in which that can be undone.
-template <typename Impl>
-bool refuse_access(Impl& storage) {
-  if constexpr (requires { storage.clear_data_ptr_access_error_msg_(); }) {
-    storage.release_data_and_set_meta_custom_data_ptr_error_msg_(AWAY);
-    return true;
-  }
-  return false;
-}
+#if TORCH_VERSION_MAJOR == 2 && TORCH_VERSION_MINOR < 13
+// These versions cannot take a refusal back, so its flag is cleared here. It is private; an explicit instantiation may
+// name it.
+bool& get_refusal(c10::StorageImpl& storage);
+template <bool c10::StorageImpl::*Member>
+struct Refusal {
+  friend bool& get_refusal(c10::StorageImpl& storage) { return storage.*Member; }
+};
+template struct Refusal<&c10::StorageImpl::throw_on_immutable_data_ptr_>;
+#endif
 
+// Has accesses to the memory raise an error.
+void refuse_access(c10::StorageImpl& storage) { storage.release_data_and_set_meta_custom_data_ptr_error_msg_(AWAY); }
+
+// To be called before other memory is set, which makes it effective.
 template <typename Impl>
 void allow_access(Impl& storage) {
-  if constexpr (requires { storage.clear_data_ptr_access_error_msg_(); }) storage.clear_data_ptr_access_error_msg_();
+  if constexpr (requires { storage.clear_data_ptr_access_error_msg_(); }) {
+    storage.clear_data_ptr_access_error_msg_();
+  } else {
+    get_refusal(storage) = false;
+    storage.get_extra_meta().custom_data_ptr_error_msg_ = std::nullopt;
+  }
 }
 
 // Whether a storage shares its memory until someone writes to it.
 template <typename Impl>
-bool is_lazy_clone(const Impl& storage) {
-  if constexpr (requires { storage.has_materializer(); }) return storage.has_materializer();
-  return false;  // before PyTorch 2.13 giving up the memory gives up its share
+bool is_lazy_clone(Impl& storage) {
+  if constexpr (requires { storage.has_materializer(); }) {
+    return storage.has_materializer();
+  } else {
+    return c10::impl::cow::is_cow_data_ptr(storage._mutable_data_ptr_no_checks());
+  }
 }
 
 // With the mutex.
@@ -127,7 +142,7 @@ bool StateStorage::empty() {
   if (!elbowroom::is_idle(*this) || is_written || is_away || static_cast<int64_t>(held->nbytes()) != nbytes) return false;
   c10::DataPtr& memory = held->_mutable_data_ptr_no_checks();
   if (memory.get() == nullptr) return false;
-  if (!refuse_access(*held)) return false;
+  refuse_access(*held);
   const c10::Device device = memory.device();
   freed = std::move(memory);
   held->set_data_ptr_noswap(c10::DataPtr(nullptr, device));
@@ -200,7 +215,7 @@ std::pair<at::Tensor, StateStoragePtr> StateTable::make_away(
   c10::Storage storage(c10::make_intrusive<c10::StorageImpl>(
       c10::StorageImpl::use_byte_size_t(), static_cast<size_t>(nbytes), c10::DataPtr(nullptr, device),
       c10::GetAllocator(device.type()), true));
-  if (!refuse_access(*storage.unsafeGetStorageImpl())) return {};
+  refuse_access(*storage.unsafeGetStorageImpl());
   storage.unsafeGetStorageImpl()->set_data_ptr_noswap(c10::DataPtr(nullptr, device));
   const c10::DispatchKeySet keys(c10::computeDispatchKey(type, c10::kStrided, device));
   at::Tensor tensor =

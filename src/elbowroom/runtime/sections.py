@@ -98,8 +98,8 @@ class Sections:
         self._storages.cancel_reload(record)  # sections are read from the copy, and written to it
         return record
 
-    def make(self, like: torch.Tensor, device: torch.device) -> torch.Tensor | None:
-        """Return a tensor whose bytes are away, and not written yet; None if this PyTorch has no such tensors.
+    def make(self, like: torch.Tensor, device: torch.device) -> torch.Tensor:
+        """Return a tensor whose bytes are away, and not written yet.
 
         Args:
             like: on the device "meta": has the tensor's shape, strides and dtype.
@@ -110,11 +110,8 @@ class Sections:
         self._storages.sweep()
         model = torch.empty(0, dtype=like.dtype, device=device)
         copy = self._transfers.make_copy(nbytes := like.untyped_storage().nbytes())
-        tensor: torch.Tensor | None
+        tensor: torch.Tensor
         tensor, record = self._storages.table.make_away(list(like.shape), list(like.stride()), model, nbytes)
-        if tensor is None:
-            self._transfers.discard(copy)
-            return None
         with self._storages.lock:
             self._storages.copies[record] = copy
             self._made.add(record)

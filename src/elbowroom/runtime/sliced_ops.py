@@ -237,9 +237,8 @@ class SlicedOps(TorchDispatchMode):
         if not is_resident and like.untyped_storage().nbytes() > self._budget_bytes // LARGE:
             self._begin()
             tensor = self._sections.make(like, device)
-            if tensor is not None:
-                self._table.mark_staying([tensor], device.type)
-                return tensor
+            self._table.mark_staying([tensor], device.type)
+            return tensor
         return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=device)
 
 
