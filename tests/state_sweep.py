@@ -26,7 +26,7 @@ UNEQUAL = (
     "__class__", "__hash__", "__init__", "__init_subclass__", "__new__", "__subclasshook__", "_cdata", "_fix_weakref",
     "_free_weak_ref", "_release_ipc_counter", "_share_fd_cpu_", "_share_filename_cpu_", "_shared_decref",
     "_shared_incref", "_use_count", "_version", "_weak_ref", "const_data_ptr", "data_ptr", "_data_ptr",
-    "_get_shared_fd", "_resize_with_addr_", "_set_from_file", "grad_fn", "handle",
+    "_get_shared_fd", "_resize_with_addr_", "_set_from_file", "_write_file", "grad_fn", "handle",
 )  # fmt: skip
 """Differ by their nature, or must not be called."""
 
