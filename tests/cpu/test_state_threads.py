@@ -143,7 +143,11 @@ def test_a_step_waits_for_ops_of_other_threads(away: Away, monkeypatch: pytest.M
         if is_released:
             timer.start()
         with away.room.step(), pytest.raises(Infeasible) if not is_released else contextlib.nullcontext():
+            guard = away.room._modes.runner._guard
             begin = time.monotonic()
+            with pytest.raises(Infeasible):  # as for a reload that can be repeated later
+                guard.evict(BUDGET, BUDGET, "a reload", waits=False)
+            assert held
             pager.storages.require(BUDGET - PARAMETER_BYTES // 2, torch.device("cpu"))
         assert time.monotonic() - begin >= 0.25
     finally:

@@ -227,7 +227,8 @@ class ActionExecutor:
         alignment_bytes = self._storages.alignment_bytes
         nbytes = -(-saved.record.nbytes // alignment_bytes) * alignment_bytes
         if self._guard.count_missing(nbytes) > 0:
-            self._make_room(nbytes, f"a reload of {saved.nbytes} bytes")
+            is_early = self._machine.state(saved.record.id) is State.ARRIVING  # it is repeated when it is needed
+            self._make_room(nbytes, f"a reload of {saved.nbytes} bytes", waits=not is_early)
         with Hidden():
             saved.storage = self._transfers.reload(saved.copy)
         self._state.activity_log.name_transfer(saved.copy, saved.record.id)
@@ -264,7 +265,7 @@ class ActionExecutor:
         for leaf in segment.leaves:
             reads[leaf] -= 1
 
-    def _make_room(self, nbytes: int, what: str) -> None:
+    def _make_room(self, nbytes: int, what: str, *, waits: bool = True) -> None:
         """Have storages leave until there is room for what comes back. A plan that has none for it is left."""
         idle_rounds = 0
         while (missing_bytes := self._guard.count_missing(nbytes)) > 0:
@@ -274,7 +275,7 @@ class ActionExecutor:
                 continue
             if self._state.phase.follows_plan:
                 self._state.saved_tensors.leave(f"there is no room for {what}")
-            self.perform(self._guard.evict(missing_bytes, nbytes, what))
+            self.perform(self._guard.evict(missing_bytes, nbytes, what, waits=waits))
             idle_rounds += self._guard.count_missing(nbytes) >= missing_bytes
 
     def _keep(self, saved: SavedStorage, why: str) -> bool:

@@ -67,14 +67,13 @@ class MemoryGuard:
         yield
         self._ledger.note_move(self._ledger.live_bytes - before)
 
-    def evict(self, missing_bytes: int, nbytes: int, what: str) -> list[Action]:
+    def evict(self, missing_bytes: int, nbytes: int, what: str, *, waits: bool = True) -> list[Action]:
         """Return actions that free some of the bytes that an allocation misses; none if there is room for some without.
-
-        What ops of other threads use cannot leave: they are waited for before the allocation is refused.
 
         Args:
             missing_bytes: of the `nbytes` that the allocation takes.
             what: allocates them, for the message.
+            waits: whether to wait, before it is refused, for ops of other threads: what they use cannot leave.
 
         Raises:
             Infeasible: nothing more may leave.
@@ -86,7 +85,7 @@ class MemoryGuard:
                 return actions
             if self.move_state(short_bytes):
                 break
-            if self._pager is None or not others.wait():
+            if self._pager is None or not waits or not others.wait():
                 raise self.explain(short_bytes, nbytes, what)
         return []
 
