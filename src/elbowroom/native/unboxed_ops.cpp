@@ -86,7 +86,7 @@ class Counted final : public c10::OperatorKernel {
   Counted(OpWatch& watch, const OpKind& kind, const OpWatch::Count& count) : watch_(watch), kind_(kind), count_(count) {}
 
   void operator()(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
-    watch_.run(op, kind_, count_, stack, [&] { op.redispatchBoxed(keys & BELOW_WATCH, stack); });
+    watch_.run(op, kind_, count_, keys, stack, [&] { op.redispatchBoxed(keys & BELOW_WATCH, stack); });
   }
 
  private:
@@ -125,7 +125,8 @@ struct Unboxed<Op, Result(Arguments...)> {
     }
     const OpKind* kind = known.load(std::memory_order_acquire);
     if (kind == nullptr) known.store(kind = find_kind(op), std::memory_order_release);
-    if (!kind->is_sliceable || watch->slicer() == nullptr) return run_whole(*watch, op, *kind, thread, keys, arguments...);
+    const bool is_sliceable = kind->is_sliceable && watch->slicer() != nullptr && !may_be_changed(keys);
+    if (!is_sliceable) return run_whole(*watch, op, *kind, thread, keys, arguments...);
     const int64_t nbytes = (count_argument_bytes(arguments) + ... + int64_t{0});
     if (nbytes >= watch->sliced_bytes || (kind->mean >= 0 && watch->is_tight(nbytes))) {
       return box(c10::BoxedKernel::makeFromFunction<&run_watched>(), op, keys, arguments...);
@@ -145,7 +146,7 @@ struct Unboxed<Op, Result(Arguments...)> {
     const OpWatch::Count count = watch.count(kind);
     const Busy busy(thread);
     const c10::impl::ExcludeDispatchKeyGuard hidden{c10::DispatchKeySet(WATCHED_KEY)};
-    if (watch.may_record(count)) {
+    if (watch.may_record(count, keys)) {
       auto counted = std::make_unique<Counted>(watch, kind, count);
       return box(c10::BoxedKernel::makeFromFunctor(std::move(counted)), op, keys, arguments...);
     }

@@ -145,7 +145,7 @@ void run_by(
     if (kind == nullptr) return next();
     const OpWatch::Count counted = native->count(*kind);
     native->move_state(counted.position, true);
-    native->run(op, *kind, counted, stack, next);
+    native->run(op, *kind, counted, keys, stack, next);
     get_thread().moves = native;
     get_thread().position = counted.position;
   } else if (is_seen_in_python(op)) {
@@ -313,7 +313,7 @@ void run_sliceable(
 void run_watched(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
   Thread& thread = get_thread();
   thread.moves = nullptr;
-  OpWatch* const slicing = find_slicing_watch(thread);
+  OpWatch* const slicing = may_be_changed(keys) ? nullptr : find_slicing_watch(thread);
   const OpKind* kind = nullptr;
   const bool is_known = slicing != nullptr || StateTable::is_any_managed();
   if (is_known && op.hasSchema() && !is_without_bytes(op, *stack)) kind = find_kind(op);
