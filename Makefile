@@ -49,12 +49,12 @@ lint: $(READY)
 	$(BIN)/lint-imports
 
 # Idle OpenMP threads spin by default, which takes the cores from whoever has work: here they sleep.
-# The tests run, and their summary comes last, whatever lint has found. Files are spread over up to four cores, in the
+# Lint runs beside the compiler. The tests run, and their summary comes last, whatever lint has found. Files are spread over up to four cores, in the
 # order of tests/conftest.py.
 PYTEST := $(BIN)/python -m pytest --numprocesses logical --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 test: export OMP_WAIT_POLICY ?= passive
-test: $(BUILT)
-	@failed=0; $(MAKE) --no-print-directory lint || failed=1; \
+test: $(READY)
+	@failed=0; $(MAKE) --jobs 2 --keep-going --output-sync=target --no-print-directory lint $(BUILT) || failed=1; \
 	echo "$(PYTEST)"; $(PYTEST) || failed=1; exit $$failed
 
 # From the files alone, without a network. A warning fails it: a broken link, a page that nothing leads to.

@@ -1,5 +1,7 @@
 """A small GPT-2 on one batch of random tokens. Nothing in it knows of Elbowroom."""
 
+import resource
+
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
@@ -25,7 +27,15 @@ def make():
     return model, optimizer, step
 
 
+def limit_memory(nbytes):
+    """Let this process take so many bytes more than it has, like a smaller machine."""
+    with open("/proc/self/status") as status:
+        (data,) = [int(line.split()[1]) << 10 for line in status if line.startswith("VmData")]
+    resource.setrlimit(resource.RLIMIT_DATA, (data + nbytes, resource.getrlimit(resource.RLIMIT_DATA)[1]))
+
+
 if __name__ == "__main__":
+    limit_memory(450 << 20)
     model, optimizer, step = make()
     for index in range(6):
         print(f"step {index}: loss {step().item():.3f}", flush=True)

@@ -157,6 +157,10 @@ def test_no_room_is_an_error_that_pytorch_knows(tmp_path: pathlib.Path) -> None:
 
 
 def test_plugged_into_pytorch(tmp_path: pathlib.Path) -> None:
+    import torch
+
+    if torch.version.cuda is not None:
+        pytest.skip("this build of PyTorch brings a CUDA runtime of its own")
     runtime = compile_shared(tmp_path / "libcudart.so.0", "fake_cudart.c")
     assert run([str(HERE / "plugged_in.py")], runtime).strip().endswith("all is well")
 

@@ -13,7 +13,7 @@ import torch
 
 from elbowroom.errors import UsageError
 from elbowroom.native import library
-from elbowroom.native.library import Extension, build_library, find_library, import_library
+from elbowroom.native.library import TORCH_VERSIONS, Extension, build_library, find_library, import_library
 
 ROOT = pathlib.Path(__file__).parents[2]
 SOURCE = """
@@ -106,12 +106,11 @@ def test_half_a_file_is_not_left_where_the_compiler_is_ended(
     assert os.listdir(tmp_path / "cache") == []
 
 
-@pytest.mark.parametrize("version", ["2.10.1", "2.14.0.dev20260801+cu130", "3.0.0"])
+@pytest.mark.parametrize("version", ["2.10.1", "2.15.0.dev20261101+cu130", "3.0.0"])
 def test_an_unknown_pytorch_is_refused(version: str, small: Extension, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "__version__", version)
-    with pytest.raises(
-        UsageError, match=rf"PyTorch 2\.11 to 2\.13, and this is {re.escape(version)}; run: pip install"
-    ):
+    oldest, newest = (rf"{major}\.{minor}" for major, minor in TORCH_VERSIONS)
+    with pytest.raises(UsageError, match=rf"{oldest} to {newest}, and this is {re.escape(version)}; run: pip install"):
         build_library(small)
 
 

@@ -17,6 +17,7 @@ from typing import Any, NoReturn, Protocol
 
 import torch
 
+from elbowroom.hooks.compiled_calls import listen, tell_listeners
 from elbowroom.hooks.dispatch_keys import Unwatched
 from elbowroom.native import library
 
@@ -106,25 +107,42 @@ def refusing_compiled(refuse: Callable[[], NoReturn]) -> Iterator[None]:
         module._callback_from_stance = find
 
 
-def stay_watched() -> None:
-    """Keep a thread watched after it returns from a compiled function. Permanent.
+class _StayWatched:
+    """Keeps a thread watched after it returns from a compiled function.
 
     Each such call restores the dispatch keys that it found, so watching that began inside of it would end with it.
     """
-    native = library.load()
-    module: Any = sys.modules.get("torch._dynamo.eval_frame")
-    if module is None or hasattr(module._maybe_set_eval_frame, "stays_watched"):
-        return
-    change = module._maybe_set_eval_frame  # the last thing that such a call does
 
-    def change_and_watch(callback: Any) -> Any:
-        before = change(callback)
-        if watchers := native.get_watchers():
-            native.set_watchers(watchers)
-        return before
+    def __init__(self) -> None:
+        self._native = library.load()
 
-    change_and_watch.stays_watched = True  # type: ignore[attr-defined]
-    module._maybe_set_eval_frame = change_and_watch
+    def before_compiled_call(self) -> None:
+        pass
+
+    def switch(self, is_compiled: bool) -> None:
+        if watchers := self._native.get_watchers():
+            self._native.set_watchers(watchers)
+
+
+@functools.cache
+def _keep_watched() -> None:
+    listen(_StayWatched())
+
+
+def stay_watched() -> None:
+    """Keep threads watched after they return from compiled functions. Permanent."""
+    _keep_watched()
+    tell_listeners()  # Dynamo may have been loaded meanwhile
+
+
+def leave_package_uncompiled() -> None:
+    """Keep Dynamo, if loaded, from compiling functions of this package. Permanent.
+
+    It would, for those that are called inside a compiled function, and those that autograd and ops call.
+    """
+    dynamo = sys.modules.get("torch._dynamo")
+    if dynamo is not None and __file__ not in dynamo.trace_rules.FORCE_SKIP_FILES:
+        dynamo.trace_rules.FORCE_SKIP_FILES.update(path.as_posix() for path in HERE.rglob("*.py"))
 
 
 def compile_unwatched() -> None:
@@ -174,9 +192,7 @@ def noticing_compiles(notice: Callable[[], None], pause: Pause, timer: Timer | N
         yield
         compile_unwatched()  # the optimizer may have loaded it
         return
-    skipped = dynamo.trace_rules.FORCE_SKIP_FILES
-    if __file__ not in skipped:  # otherwise Dynamo would compile our functions that autograd and ops call
-        skipped.update(path.as_posix() for path in HERE.rglob("*.py"))
+    leave_package_uncompiled()
     thread, handler = threading.get_ident(), dynamo.callback.callback_handler
     compiling, hiding = contextlib.ExitStack(), contextlib.ExitStack()
     begin = 0.0

@@ -9,6 +9,7 @@ import torch
 from torch.optim import Optimizer
 
 from elbowroom.api import list_optimizers
+from elbowroom.hooks.compiled_calls import listen
 from elbowroom.hooks.input_guard import list_entries, replace_call
 from elbowroom.room import Room
 
@@ -42,8 +43,9 @@ class OptimizerSteps:
 
     With several optimizers a step ends when each has stepped, as in the training of a GAN. If one steps again before
     the others have, each step of any optimizer ends one. If the model's call is never seen, as the loop calls another
-    method, each step begins where the last one ended. If optimizers step inside the backward pass, or there are none, a
-    step ends at the next call of the model after the backward pass. All of these give the same results.
+    method or a compiled function, each step begins where the last one ended. If optimizers step inside the backward
+    pass, or there are none, a step ends at the next call of the model after the backward pass. All of these give the
+    same results.
 
     Args:
         room: of the loop.
@@ -72,8 +74,10 @@ class OptimizerSteps:
         self._is_running = False
         self._is_closed = False
         entries = [*list_entries(model), *(() if first_called is None else (first_called,))]
-        self._removals = [self._attach(each) for each in {id(each): each for each in entries}.values()]
-        self._removals += [each.register_step_post_hook(self._end_after).remove for each in self._optimizers]
+        self._model = model
+        self._calls = [self._attach(each) for each in {id(each): each for each in entries}.values()]
+        self._removals = [each.register_step_post_hook(self._end_after).remove for each in self._optimizers]
+        self._removals.append(listen(self))
 
     @property
     def is_running(self) -> bool:
@@ -86,8 +90,9 @@ class OptimizerSteps:
         return self._begins_at_end
 
     def begin_at_ends(self) -> None:
-        """Begin a step now, and each later one where the last one ended."""
+        """Begin a step now, and each later one where the last one ended, whatever the program calls."""
         self._begins_at_end = True
+        self._detach_calls()
         self.begin()
 
     def begin(self) -> None:
@@ -119,8 +124,25 @@ class OptimizerSteps:
             self._is_running = False
             self._is_closed = True
             self._room.detach()  # first, as a running step has replaced calls after us
+            self._detach_calls()
             for remove in self._removals:
                 remove()
+
+    def _detach_calls(self) -> None:
+        while self._calls:
+            self._calls.pop()()
+
+    def before_compiled_call(self) -> None:
+        """Begin a step if the compiled function may train the model, which it does not call."""
+        if self._is_closed or not starts_training(self._model):
+            return
+        if self._ends_at_next_call:
+            self.end()
+        if not self._is_running:
+            self.begin_at_ends()
+
+    def switch(self, is_compiled: bool) -> None:
+        """Do nothing: no call of a module is replaced once a compiled function has begun a step."""
 
     def _attach(self, module: torch.nn.Module) -> Callable[[], None]:
         """Have `_begin_before` called before each call of a module. Return a function that ends this.

@@ -14,8 +14,8 @@ void set_residence_class(const py::object& residence) { residence_class = py::ob
 
 py::object find_residence(const StorageRecordPtr& record) {
   if (record->residence) {
-    PyObject* there = PyWeakref_GetObject(record->residence->ptr(getPyInterpreter()));
-    if (there != Py_None) return py::reinterpret_borrow<py::object>(there);
+    py::object there = find_referent(record->residence->ptr(getPyInterpreter()));
+    if (!there.is_none()) return there;
   }
   py::object made = py::handle(residence_class)(record);
   record->residence = share(py::weakref(made));

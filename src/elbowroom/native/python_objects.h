@@ -41,6 +41,17 @@ inline std::shared_ptr<c10::SafePyObject> share(pybind11::object object) {
   return std::make_shared<c10::SafePyObject>(object.release().ptr(), getPyInterpreter());
 }
 
+// Returns the object of a weak reference; None if it was freed.
+inline pybind11::object find_referent(PyObject* reference) {
+#if PY_VERSION_HEX >= 0x030D0000
+  PyObject* found = nullptr;
+  if (PyWeakref_GetRef(reference, &found) < 0) throw pybind11::error_already_set();
+  return found == nullptr ? pybind11::none() : pybind11::reinterpret_steal<pybind11::object>(found);
+#else
+  return pybind11::reinterpret_borrow<pybind11::object>(PyWeakref_GetObject(reference));
+#endif
+}
+
 // A method of the Python object that runs the step, held weakly.
 class Method {
  public:
@@ -52,7 +63,7 @@ class Method {
     if (!is_python_there()) return;
     const PythonCall python;
     python.make([&]() -> pybind11::object {
-      const auto host = pybind11::reinterpret_borrow<pybind11::object>(PyWeakref_GetObject(host_->ptr(getPyInterpreter())));
+      const pybind11::object host = find_referent(host_->ptr(getPyInterpreter()));
       if (!host.is_none()) use(host.attr(name_));
       return pybind11::none();
     });

@@ -14,6 +14,8 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from elbowroom.hooks.compiled_calls import listen
+from elbowroom.hooks.compiled_regions import leave_package_uncompiled
 from elbowroom.hooks.input_guard import leave_uncompiled
 from elbowroom.integrations.optimizer_steps import is_in_backward, starts_training
 
@@ -43,7 +45,7 @@ class JobFinder:
         went_back: called after each `Tensor.backward` while a job without an optimizer runs.
 
     `Optimizer.__init__` and `Tensor.backward` are replaced, and `nn.Module.__call__` from the first optimizer to its
-    job.
+    job, but not in compiled functions. The first call of one that may train begins a job, too.
     """
 
     def __init__(
@@ -56,7 +58,9 @@ class JobFinder:
         self._init = Optimizer.__init__
         self._call = nn.Module.__call__
         self._backward = torch.Tensor.backward
+        self._watched_call: Callable[..., Any] = self._call
         self._is_searching = False
+        self._stop_listening: Callable[[], None] = lambda: None
         self._has_bare_job = False  # without an optimizer
         self._handle: Any = None
 
@@ -113,13 +117,30 @@ class JobFinder:
             # If a job was found, this module may have been prepared for it.
             return (call if self._is_searching else nn.Module.__call__)(module, *args, **kwargs)
 
+        leave_package_uncompiled()  # optimizers load Dynamo
         leave_uncompiled(watched_call)
-        nn.Module.__call__ = watched_call  # type: ignore[method-assign]
+        self._watched_call = nn.Module.__call__ = watched_call  # type: ignore[method-assign]
+        self._stop_listening = listen(self)
 
     def _stop_search(self) -> None:
         if self._is_searching:
             self._is_searching = False
             nn.Module.__call__ = self._call  # type: ignore[method-assign]
+            self._stop_listening()
+
+    def before_compiled_call(self) -> None:
+        """Report a job if the compiled function may train what an optimizer holds. It calls no module."""
+        optimizers = self._list_optimizers()
+        if not self._is_searching or not torch.is_grad_enabled() or is_in_backward():
+            return
+        trained = _list_trained(optimizers)
+        if any(each.training and any(id(own) in trained for own in each.parameters(False)) for each in _list_modules()):
+            self._report(None, optimizers, trained)
+
+    def switch(self, is_compiled: bool) -> None:
+        """Leave modules as they are in compiled code, whose graphs would be split by a replaced call."""
+        if self._is_searching:
+            nn.Module.__call__ = self._call if is_compiled else self._watched_call  # type: ignore[method-assign]
 
     def _list_optimizers(self) -> list[Optimizer]:
         """Return the optimizers that still exist."""

@@ -74,6 +74,7 @@ def complain(message: str) -> None:
 
 def _make_program(request: ScriptRequest) -> Any:
     from elbowroom.config import read_config
+    from elbowroom.native import library
     from elbowroom.scripts.journal_file import JournalFile
     from elbowroom.scripts.live_view import LiveView
     from elbowroom.scripts.managed_program import ManagedProgram
@@ -86,6 +87,7 @@ def _make_program(request: ScriptRequest) -> Any:
             parse_bytes(request.memory_budget, device_bytes=1 << 40)
     except ValueError as error:
         raise UsageError(f"--memory-budget: {error}") from error
+    library.load()  # compiled now, and not in the middle of the script's first step
     is_first = os.environ.get("LOCAL_RANK", "0") == "0"
     return ManagedProgram(
         request.memory_budget,

@@ -1,0 +1,84 @@
+"""Tells listeners when the program calls a function that `torch.compile` has made.
+
+Such a call runs the modules in it without calling them, and Dynamo compiles what it finds: a module whose call is
+replaced would split the graph, and change its results in their last bits.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import threading
+from collections.abc import Callable
+from types import FrameType
+from typing import Any, Protocol
+
+
+class Listener(Protocol):
+    """Is told of calls of compiled functions in any thread."""
+
+    def before_compiled_call(self) -> None:
+        """Do what has to be done before such a call. Exceptions propagate to the program."""
+
+    def switch(self, is_compiled: bool) -> None:
+        """Note that the calling thread runs compiled code from now on, or does no longer."""
+
+
+class _Running(threading.local):
+    """Calls of compiled functions that run in a thread.
+
+    Attributes:
+        calls: frame of each call, and whether its compiled code has begun.
+    """
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[FrameType, bool]] = []
+
+
+_running = _Running()
+_listeners: list[Listener] = []
+
+
+def listen(listener: Listener) -> Callable[[], None]:
+    """Tell a listener of calls of compiled functions, once Dynamo is loaded. Return a function that ends this."""
+    _listeners.append(listener)
+    tell_listeners()
+
+    def end() -> None:
+        if listener in _listeners:
+            _listeners.remove(listener)
+
+    return end
+
+
+def tell_listeners() -> None:
+    """Have Dynamo, if loaded, tell listeners. Permanent."""
+    module: Any = sys.modules.get("torch._dynamo.eval_frame")
+    if module is None or hasattr(module._is_skip_guard_eval_unsafe_stance, "tells_listeners"):
+        return
+    begin = module._is_skip_guard_eval_unsafe_stance  # called before the thread's dispatch keys are saved
+    change = module._maybe_set_eval_frame  # called by the same frame where compiled code begins and ends
+
+    @functools.wraps(begin)
+    def tell_and_begin() -> Any:
+        for each in tuple(_listeners):
+            each.before_compiled_call()
+        call = sys._getframe(1)
+        if call.f_code.co_name == "compile_wrapper":
+            _running.calls.append((call, False))
+        return begin()
+
+    @functools.wraps(change)
+    def change_and_tell(callback: Any) -> Any:
+        calls = _running.calls
+        if calls and calls[-1][0] is sys._getframe(1):  # else a function that Dynamo leaves alone
+            call, has_begun = calls.pop()
+            if not has_begun:
+                calls.append((call, True))
+        for each in tuple(_listeners):
+            each.switch(bool(calls))
+        return change(callback)
+
+    tell_and_begin.tells_listeners = True  # type: ignore[attr-defined]
+    module._is_skip_guard_eval_unsafe_stance = tell_and_begin
+    module._maybe_set_eval_frame = change_and_tell
