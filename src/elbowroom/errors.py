@@ -21,7 +21,7 @@ Each message gives the numbers and the next step. Nothing here imports torch.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from elbowroom.units import format_bytes
 
@@ -59,7 +59,8 @@ class Infeasible(ElbowroomError):
         is_estimated: whether the workspace of ops in that plan is estimated, because no step has run yet.
         budget_bytes: the given budget.
         op: name of the op at the peak of that plan, or at which the step was aborted.
-        module: path of the op's module, as in `torch.nn.Module.named_modules`; None if unknown.
+        module: path of the op's module, as in `torch.nn.Module.named_modules`; None if unknown. If the error ends a
+            step that `begin_step` began, this, `line` and `advice` are known from `complete` on.
         line: `file:line` of the program that calls the op; "" if unknown.
         in_the_way: (description, bytes) of the largest things that must be on the device at that op.
         host_bytes: limit on the tier below; None for no limit.
@@ -68,6 +69,7 @@ class Infeasible(ElbowroomError):
         advice: further advice, a sentence each.
         note: a sentence about the step, or "".
         evidence: data from which `module` and `line` are determined later.
+        completion: adds `module`, `line` and `advice`; None if there is nothing to add.
     """
 
     def __init__(
@@ -99,7 +101,18 @@ class Infeasible(ElbowroomError):
         self.advice: tuple[str, ...] = ()
         self.note = note
         self.evidence: object = None
+        self.completion: Callable[[Infeasible], None] | None = None
         self.locate(module, line)
+
+    def __str__(self) -> str:
+        self.complete()
+        return super().__str__()
+
+    def complete(self) -> None:
+        """Add what the traceback tells. It is complete only where the error is handled, or printed at last."""
+        completion, self.completion = self.completion, None
+        if completion is not None:
+            completion(self)
 
     def locate(self, module: str | None, line: str, *, is_near: bool = False) -> None:
         """Set where the op runs. `is_near`: in the backward pass of this module or of the one after it."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import traceback
 from collections import Counter
@@ -10,7 +11,7 @@ from collections.abc import Generator, Iterator, Sequence
 
 import torch
 
-from elbowroom.advice import advise
+from elbowroom.advice import complete
 from elbowroom.agreed_plans import AgreedPlans, CapturedStep
 from elbowroom.errors import Infeasible, MemoryRefused, Thrashing
 from elbowroom.hooks.input_guard import Inputs
@@ -28,7 +29,6 @@ from elbowroom.plan_cache_entry import PlanCacheEntry, Source
 from elbowroom.residency.access_history import AccessHistory
 from elbowroom.running_step import RunningStep
 from elbowroom.runtime.phase import Phase
-from elbowroom.runtime.shortage import locate_shortage
 from elbowroom.runtime.sliced_ops import SlicedOps
 from elbowroom.runtime.state_pager import StatePager
 from elbowroom.runtime.step_environment import StepEnvironment
@@ -40,6 +40,9 @@ logger = logging.getLogger(__name__)
 
 MOST_STEPS_BETWEEN_CAPTURES = 64
 """Limit on the steps without a plan between two captures."""
+
+MOST_STEPS_AWAITED = 256
+"""Steps that are traced in expectation of one of a kind that has recurred."""
 
 
 class StepModes:
@@ -77,9 +80,14 @@ class StepModes:
         self.agreed = agreed
         self._captures = self._futile_captures = self._next_capture = 0
         self._has_recurred = False
+        self._awaited = 0  # most steps among which one of the kind that has recurred is expected
         self._plain_check = PlainStepCheck(cache, ledger, metering, always_watch=job.config.always_watch)
         self._history = AccessHistory(is_bounded=cache.lease.host_bytes is not None)
         self._running: RunningStep | None = None
+        # Not a method, which would make a cycle of this and the runner.
+        self._complete_error = functools.partial(
+            complete, model=job.model, optimizers=job.optimizers, moves_state=job.moves_state
+        )
 
     @property
     def runner(self) -> StepRunner | None:
@@ -101,14 +109,13 @@ class StepModes:
                     self._transfers.prepare(entry.planned.placement, gives_back=not self._cache.varies)
                 yield from self._choose(entry)
                 if agreed is not None and agreed.is_due and agreed.settle(goes_without=self._is_paging):
-                    self._futile_captures, self._has_recurred = 0, False
+                    self._futile_captures, self._has_recurred, self._awaited = 0, False, 0
             except (Infeasible, MemoryRefused, Thrashing) as error:
                 if isinstance(error, Infeasible):
-                    locate_shortage(error, self._job.model)
+                    self._complete_error(error)
+                    error.completion = None
                 # A notebook keeps the last traceback, whose frames would keep tensors alive.
                 traceback.clear_frames(error.__traceback__)
-                if isinstance(error, Infeasible):
-                    advise(error, self._job.model, self._job.optimizers, moves_state=self._job.moves_state)
                 if self._running is not None and (begun_as := self._running.expected) is not None:
                     self._cache.remove(begun_as)  # the next step is observed from its beginning
                 raise
@@ -119,6 +126,8 @@ class StepModes:
             return self._run_dynamic("")
         if entry is None and agreed is not None and agreed.is_due:
             return self._run_capture()
+        if entry is not None and self._awaited:
+            return self._run_awaited()
         if (entry is None or self._has_recurred) and self._metering.steps >= self._next_capture:
             return self._run_capture()
         if entry is None:
@@ -164,6 +173,24 @@ class StepModes:
             learn(entry, capture, record, is_followed=followed is entry)
         elif followed is entry:
             self._cache.calibrate_time(entry, record)
+        if followed is not None and capture is None:
+            self._cache.improve(followed, record)
+
+    def _run_awaited(self) -> Iterator[None]:
+        """Run a step as one of the known kinds, and capture it if it turns out at its first save to be of none."""
+        self._begin_paging(may_move=True)
+        meter = self._metering.make(is_detailed=True)
+        capture = self._make_capture(meter)
+        entries = tuple(self._cache.entries)
+        runner = self._make_runner(Phase.MANAGED, entries, capture)
+        runner.state.captures_unknown = True
+        step = yield from self._run(runner, meter, capture)
+        self._awaited -= 1
+        if not runner.state.is_unlike_any:
+            self._settle(entries, step, meter)
+            return
+        record = self._metering.record(Mode.CAPTURE, step.seconds, runner.state, meter, "")
+        self._adopt(capture, record, step.calls, is_whole=not runner.state.refusal)
 
     def _run_dynamic(self, note: str) -> Iterator[None]:
         self._begin_paging(may_move=True)
@@ -210,6 +237,7 @@ class StepModes:
             make_runner=make_runner,
             has_ample_room=expected is not None and self._plain_check.has_ample_room(expected),
             number=self._metering.steps,
+            complete_error=self._complete_error,
         )
         with step.running():
             yield
@@ -229,6 +257,8 @@ class StepModes:
             followed.activities = activities
             self._cache.record_hit(followed, step.calls)
         elif self._cache.record_miss(() if state is None else state.saved_tensors.sizes, record):
+            # A step that differs later on is captured only if its whole kind of step is captured from the beginning.
+            self._awaited = MOST_STEPS_AWAITED if state is not None and state.is_unlike_any else 0
             self._has_recurred = True
         return record, followed
 
@@ -254,6 +284,7 @@ class StepModes:
             pager=self._pager,
             sliced_ops=self._sliced_ops,
             name_residents=job.name_residents,
+            complete_error=self._complete_error,
         )
         return StepRunner(
             phase,
@@ -321,7 +352,7 @@ class StepModes:
         if why := self.plan(trace, capture.measure(trace, record.seconds, record.stall_seconds)):
             self._put_off_capture(why)
             return
-        self._futile_captures, self._has_recurred = 0, False
+        self._futile_captures, self._has_recurred, self._awaited = 0, False, 0
         cache.entries[0].calls = calls
 
     def _learn(self, entry: PlanCacheEntry, capture: LiveCapture, record: StepRecord, *, is_followed: bool) -> None:
