@@ -136,15 +136,12 @@ class PlanCache:
         Args:
             record: of a step that followed the plan.
         """
-        if not self._is_quick(entry) or entry.source is not Source.MEASURED:
+        if not self._times.is_quick(entry.planned.plan) or entry.source is not Source.MEASURED:
             return
         entry.lost_seconds += _count_lost_seconds(record)
         if entry.lost_seconds >= self._times.search_seconds:
             entry.lost_seconds = 0.0
             entry.adopt(self.plan_step(entry.planned.trace, entry.planned.costs))
-
-    def _is_quick(self, entry: PlanCacheEntry) -> bool:
-        return self._config.strategy == SEARCH and entry.planned.plan.strategy == QUICK
 
     def contains(self, trace: Trace) -> bool:
         """Return True if there is a plan for steps with the same saves and ops."""
@@ -279,7 +276,7 @@ class PlanCache:
         self._past.add(trace, measurements.op_seconds)
         measurements = leave_out_replays(trace, entry.planned.plan, measurements)
         costs = price(trace, self.profile, measurements, trace_digest=digest)
-        entry.adopt(self.plan_step(trace, costs, is_quick=self._is_quick(entry)))
+        entry.adopt(self.plan_step(trace, costs, is_quick=self._times.is_quick(entry.planned.plan)))
 
     def record_again(self, entry: PlanCacheEntry, measurements: Measurements) -> None:
         """Record another measurement of a step whose prediction is doubted.

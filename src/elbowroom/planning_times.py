@@ -1,4 +1,4 @@
-"""How long it takes to plan a step: by the search, and quickly."""
+"""Expected seconds of planning a step: by the search, and quickly."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import contextlib
 import math
 import time
 from collections.abc import Iterator
+
+from elbowroom.ir.plan import Plan
 
 SEARCH = "auto"
 """The default strategy."""
@@ -27,6 +29,10 @@ class PlanningTimes:
     def __init__(self, strategy: str) -> None:
         self._strategy = strategy
         self._seconds: dict[str, float] = {}
+
+    def is_quick(self, plan: Plan) -> bool:
+        """Return True if the room's strategy may find a better plan."""
+        return self._strategy == SEARCH and plan.strategy == QUICK
 
     @contextlib.contextmanager
     def measure(self, strategy: str) -> Iterator[None]:

@@ -13,6 +13,7 @@ import torch
 
 from elbowroom.advice import complete
 from elbowroom.agreed_plans import AgreedPlans, CapturedStep
+from elbowroom.capture_schedule import CaptureSchedule
 from elbowroom.errors import Infeasible, MemoryRefused, Thrashing
 from elbowroom.hooks.input_guard import Inputs
 from elbowroom.hooks.ledger import CpuLedger, CudaLedger
@@ -37,12 +38,6 @@ from elbowroom.runtime.transfers import Transfers
 from elbowroom.tracing.live import LiveCapture
 
 logger = logging.getLogger(__name__)
-
-MOST_STEPS_BETWEEN_CAPTURES = 64
-"""Limit on the steps without a plan between two captures."""
-
-MOST_STEPS_AWAITED = 256
-"""Steps that are traced in expectation of one of a kind that has recurred."""
 
 
 class StepModes:
@@ -78,9 +73,8 @@ class StepModes:
         self._pager = pager
         self._sliced_ops = sliced_ops
         self.agreed = agreed
-        self._captures = self._futile_captures = self._next_capture = 0
-        self._has_recurred = False
-        self._awaited = 0  # most steps among which one of the kind that has recurred is expected
+        self._captures = 0
+        self._schedule = CaptureSchedule()
         self._plain_check = PlainStepCheck(cache, ledger, metering, always_watch=job.config.always_watch)
         self._history = AccessHistory(is_bounded=cache.lease.host_bytes is not None)
         self._running: RunningStep | None = None
@@ -109,7 +103,7 @@ class StepModes:
                     self._transfers.prepare(entry.planned.placement, gives_back=not self._cache.varies)
                 yield from self._choose(entry)
                 if agreed is not None and agreed.is_due and agreed.settle(goes_without=self._is_paging):
-                    self._futile_captures, self._has_recurred, self._awaited = 0, False, 0
+                    self._schedule.note_success()
             except (Infeasible, MemoryRefused, Thrashing) as error:
                 if isinstance(error, Infeasible):
                     self._complete_error(error)
@@ -126,9 +120,9 @@ class StepModes:
             return self._run_dynamic("")
         if entry is None and agreed is not None and agreed.is_due:
             return self._run_capture()
-        if entry is not None and self._awaited:
+        if entry is not None and self._schedule.awaits_unknown():
             return self._run_awaited()
-        if (entry is None or self._has_recurred) and self._metering.steps >= self._next_capture:
+        if self._schedule.is_due(self._metering.steps, knows_some=entry is not None):
             return self._run_capture()
         if entry is None:
             return self._run_dynamic("it is not known what these steps do")
@@ -185,7 +179,6 @@ class StepModes:
         runner = self._make_runner(Phase.MANAGED, entries, capture)
         runner.state.captures_unknown = True
         step = yield from self._run(runner, meter, capture)
-        self._awaited -= 1
         if not runner.state.is_unlike_any:
             self._settle(entries, step, meter)
             return
@@ -257,9 +250,7 @@ class StepModes:
             followed.activities = activities
             self._cache.record_hit(followed, step.calls)
         elif self._cache.record_miss(() if state is None else state.saved_tensors.sizes, record):
-            # A step that differs later on is captured only if its whole kind of step is captured from the beginning.
-            self._awaited = MOST_STEPS_AWAITED if state is not None and state.is_unlike_any else 0
-            self._has_recurred = True
+            self._schedule.note_recurrence(is_unlike_any=state is not None and state.is_unlike_any)
         return record, followed
 
     def _make_capture(self, meter: Meter) -> LiveCapture:
@@ -321,11 +312,10 @@ class StepModes:
         return self._pager.is_active or bool(self._sliced_ops.counts)
 
     def _put_off_capture(self, why: str = "") -> None:
-        """Postpone the next capture after a futile one, with exponential backoff."""
-        if why and not self._futile_captures:
-            logger.warning("step %d: %s", self._metering.steps - 1, why)
-        self._next_capture = self._metering.steps - 1 + min(2**self._futile_captures, MOST_STEPS_BETWEEN_CAPTURES)
-        self._futile_captures += 1
+        """Postpone the next capture after a futile one, and say why if it is the first of several."""
+        step = self._metering.steps - 1
+        if self._schedule.put_off(step) and why:
+            logger.warning("step %d: %s", step, why)
 
     def _adopt(self, capture: LiveCapture, record: StepRecord, calls: Counter[Inputs], *, is_whole: bool) -> None:
         """Plan a captured step, unless later steps will differ from it.
@@ -352,7 +342,7 @@ class StepModes:
         if why := self.plan(trace, capture.measure(trace, record.seconds, record.stall_seconds)):
             self._put_off_capture(why)
             return
-        self._futile_captures, self._has_recurred, self._awaited = 0, False, 0
+        self._schedule.note_success()
         cache.entries[0].calls = calls
 
     def _learn(self, entry: PlanCacheEntry, capture: LiveCapture, record: StepRecord, *, is_followed: bool) -> None:
