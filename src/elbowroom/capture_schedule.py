@@ -26,10 +26,12 @@ class CaptureSchedule:
         """
         return (self._has_recurred or not knows_some) and step >= self._next
 
-    def awaits_unknown(self) -> bool:
+    def awaits_unknown(self, step: int) -> bool:
         """Return True if a step that begins now is captured if its first save tells that it is of an unknown kind."""
-        self._awaited = max(0, self._awaited - 1)
-        return self._awaited > 0
+        if not self._awaited or step < self._next:
+            return False
+        self._awaited -= 1
+        return True
 
     def note_recurrence(self, *, is_unlike_any: bool) -> None:
         """Note that a kind of step without a plan has recurred, and is worth one.

@@ -120,7 +120,7 @@ class StepModes:
             return self._run_dynamic("")
         if entry is None and agreed is not None and agreed.is_due:
             return self._run_capture()
-        if entry is not None and self._schedule.awaits_unknown():
+        if entry is not None and self._schedule.awaits_unknown(self._metering.steps):
             return self._run_awaited()
         if self._schedule.is_due(self._metering.steps, knows_some=entry is not None):
             return self._run_capture()
