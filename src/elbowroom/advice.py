@@ -9,6 +9,7 @@ import torch
 from torch.optim import Optimizer
 
 from elbowroom.errors import Infeasible
+from elbowroom.runtime.shortage import locate_shortage
 from elbowroom.units import format_bytes
 
 MOST_OF_IT = 0.5
@@ -23,6 +24,12 @@ def advise(error: Infeasible, model: torch.nn.Module, optimizers: Sequence[Optim
     """
     if not error.advice:
         error.advise(_find_advice(error, model, optimizers, moves_state=moves_state))
+
+
+def complete(error: Infeasible, model: torch.nn.Module, optimizers: Sequence[Optimizer], *, moves_state: bool) -> None:
+    """Add the place and advice to an error that ends a step. Arguments: as for `advise`."""
+    locate_shortage(error, model)
+    advise(error, model, optimizers, moves_state=moves_state)
 
 
 def _find_advice(

@@ -21,13 +21,28 @@ Each message gives the numbers and the next step. Nothing here imports torch.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
+from types import MappingProxyType
+from typing import ClassVar
 
 from elbowroom.units import format_bytes
 
 
 class ElbowroomError(Exception):
-    """Base class of all errors of Elbowroom."""
+    """Base class of all errors of Elbowroom. They can be pickled, as the results of worker processes are."""
+
+    left_out_of_pickles: ClassVar[Mapping[str, object]] = MappingProxyType({})
+    """Attributes that hold parts of the job, and their values in an unpickled error."""
+
+    def __reduce__(self) -> tuple[Callable[..., ElbowroomError], tuple[object, ...]]:
+        return _unpickle, (type(self), str(self), {**vars(self), **self.left_out_of_pickles})
+
+
+def _unpickle(kind: type[ElbowroomError], message: str, attributes: dict[str, object]) -> ElbowroomError:
+    """Return an error without calling its `__init__`, which composes the message."""
+    error = kind.__new__(kind, message)
+    vars(error).update(attributes)
+    return error
 
 
 class UsageError(ElbowroomError, ValueError):
@@ -59,7 +74,8 @@ class Infeasible(ElbowroomError):
         is_estimated: whether the workspace of ops in that plan is estimated, because no step has run yet.
         budget_bytes: the given budget.
         op: name of the op at the peak of that plan, or at which the step was aborted.
-        module: path of the op's module, as in `torch.nn.Module.named_modules`; None if unknown.
+        module: path of the op's module, as in `torch.nn.Module.named_modules`; None if unknown. If the error ends a
+            step that `begin_step` began, this, `line` and `advice` are known from `complete` on.
         line: `file:line` of the program that calls the op; "" if unknown.
         in_the_way: (description, bytes) of the largest things that must be on the device at that op.
         host_bytes: limit on the tier below; None for no limit.
@@ -68,7 +84,11 @@ class Infeasible(ElbowroomError):
         advice: further advice, a sentence each.
         note: a sentence about the step, or "".
         evidence: data from which `module` and `line` are determined later.
+        completion: adds `module`, `line` and `advice`; None if there is nothing to add.
     """
+
+    completion: Callable[[Infeasible], None] | None = None
+    left_out_of_pickles = MappingProxyType({"evidence": None, "completion": None})
 
     def __init__(
         self,
@@ -100,6 +120,16 @@ class Infeasible(ElbowroomError):
         self.note = note
         self.evidence: object = None
         self.locate(module, line)
+
+    def __str__(self) -> str:
+        self.complete()
+        return super().__str__()
+
+    def complete(self) -> None:
+        """Add what the traceback tells. It is complete only where the error is handled, or printed at last."""
+        completion, self.completion = self.completion, None
+        if completion is not None:
+            completion(self)
 
     def locate(self, module: str | None, line: str, *, is_near: bool = False) -> None:
         """Set where the op runs. `is_near`: in the backward pass of this module or of the one after it."""

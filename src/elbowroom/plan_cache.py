@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import logging
 import statistics
-import time
 from collections import Counter, OrderedDict
 from collections.abc import Sequence
 
@@ -26,6 +25,7 @@ from elbowroom.ir.hardware import HardwareProfile
 from elbowroom.ir.journal import StepRecord
 from elbowroom.ir.learned import LearnedStep, LearnedSteps, PlanningOptions
 from elbowroom.ir.lease import Lease
+from elbowroom.ir.plan import Plan
 from elbowroom.ir.trace import Role, Trace, release_unneeded
 from elbowroom.plan_cache_entry import PlanCacheEntry, Source
 from elbowroom.planned_step import PlannedStep, forecast_plan
@@ -34,6 +34,7 @@ from elbowroom.planner.plain import keep_all_if_it_fits
 from elbowroom.planner.problem import fit_slices, pose
 from elbowroom.planner.problem import plan as make_plan
 from elbowroom.planner.slicing.choice import Slices
+from elbowroom.planning_times import QUICK, SEARCH, PlanningTimes
 from elbowroom.simulator.simulate import simulate
 
 logger = logging.getLogger(__name__)
@@ -83,7 +84,7 @@ class PlanCache:
         self.entries: list[PlanCacheEntry] = []
         self._past = PastTimes(profile, is_enabled=config.op_time_store)
         self._seen: OrderedDict[int, float] = OrderedDict()  # seconds that plans would have saved
-        self._planning_seconds = 0.0  # of the last plan that was searched for
+        self._times = PlanningTimes(config.strategy)
         self._steady = STEADY
         self._loops = LoopCompiler(starts=config.mode != "dynamic")
 
@@ -114,7 +115,7 @@ class PlanCache:
     def record_miss(self, sizes: Sequence[int], record: StepRecord) -> bool:
         """Record that a step was of no known kind. Return True if such steps are worth a plan.
 
-        They are once they recur, and a plan would have saved as much time as making it takes.
+        They are once they recur, and a plan would have saved as much time as making one quickly takes.
 
         Args:
             sizes: bytes of each saved storage.
@@ -123,11 +124,24 @@ class PlanCache:
         self._steady = 0
         key = hash(tuple(sizes))
         former_seconds = self._seen.pop(key, None)
-        seconds = (former_seconds or 0.0) + record.stall_seconds + GAIN * record.seconds
+        seconds = (former_seconds or 0.0) + _count_lost_seconds(record)
         self._seen[key] = seconds
         if len(self._seen) > MOST_SEEN:
             self._seen.popitem(last=False)
-        return former_seconds is not None and seconds >= self._planning_seconds
+        return former_seconds is not None and seconds >= self._times.quick_seconds
+
+    def improve(self, entry: PlanCacheEntry, record: StepRecord) -> None:
+        """Search for a better plan than one that was made quickly, once it may have lost as much time as that takes.
+
+        Args:
+            record: of a step that followed the plan.
+        """
+        if not self._times.is_quick(entry.planned.plan) or entry.source is not Source.MEASURED:
+            return
+        entry.lost_seconds += _count_lost_seconds(record)
+        if entry.lost_seconds >= self._times.search_seconds:
+            entry.lost_seconds = 0.0
+            entry.adopt(self.plan_step(entry.planned.trace, entry.planned.costs))
 
     def contains(self, trace: Trace) -> bool:
         """Return True if there is a plan for steps with the same saves and ops."""
@@ -199,8 +213,10 @@ class PlanCache:
         if measurements is not None and not self._loops.is_pending:  # beside a compiling process ops take longer
             source = Source.MEASURED
             self._past.add(trace, measurements.op_seconds)
-        planned = self.plan_step(trace, costs)
-        self.entries.insert(0, PlanCacheEntry(planned, source))
+        lost_seconds = self._seen.get(hash(tuple(list_sizes(trace))), 0.0)
+        is_one_of_many = bool(self.entries) and lost_seconds < self._times.search_seconds
+        planned = self.plan_step(trace, costs, is_quick=is_one_of_many)
+        self.entries.insert(0, PlanCacheEntry(planned, source, lost_seconds=lost_seconds))
         del self.entries[MOST_PLANS:]
 
     def adopt_agreed(self, planned: PlannedStep, calls: Counter[Inputs], budget_bytes: int) -> None:
@@ -259,7 +275,8 @@ class PlanCache:
         trace, digest = entry.planned.trace, entry.planned.costs.trace_digest
         self._past.add(trace, measurements.op_seconds)
         measurements = leave_out_replays(trace, entry.planned.plan, measurements)
-        entry.adopt(self.plan_step(trace, price(trace, self.profile, measurements, trace_digest=digest)))
+        costs = price(trace, self.profile, measurements, trace_digest=digest)
+        entry.adopt(self.plan_step(trace, costs, is_quick=self._times.is_quick(entry.planned.plan)))
 
     def record_again(self, entry: PlanCacheEntry, measurements: Measurements) -> None:
         """Record another measurement of a step whose prediction is doubted.
@@ -318,25 +335,24 @@ class PlanCache:
         past = self._past.load() if measurements is None else None
         return price(trace, self.profile, measurements, trace_digest=trace_digest, past=past)
 
-    def plan_step(self, trace: Trace, costs: Costs) -> PlannedStep:
+    def plan_step(self, trace: Trace, costs: Costs, *, is_quick: bool = False) -> PlannedStep:
         """Return a step with a plan for the present limits.
+
+        Args:
+            is_quick: whether the strategy `auto` gives way to one that takes a hundredth of its time.
 
         Raises:
             Infeasible: no plan fits.
         """
         config = self._config
         plan = None
-        if config.strategy == "auto":
+        if config.strategy == SEARCH:
             plan = keep_all_if_it_fits(trace, costs, self.lease.device_bytes)
+            if plan is None and is_quick:
+                with contextlib.suppress(Infeasible):
+                    plan = self._make_plan(trace, costs, QUICK)
         if plan is None:
-            self._loops.wait(share=ENOUGH if config.strategy == "auto" else 1.0)
-            begin = time.perf_counter()
-            plan = make_plan(
-                trace, costs, self.lease.device_bytes, strategy=config.strategy,
-                min_offload_bytes=config.min_offload_bytes, host_bytes=self.lease.host_bytes, manages=config.manages,
-                slices=Slices.NONE,
-            )  # fmt: skip
-            self._planning_seconds = time.perf_counter() - begin
+            plan = self._make_plan(trace, costs, config.strategy)
         planned = forecast_plan(trace, costs, plan, self.lease.host_bytes)
         self._ledger.trim()
         logger.info(
@@ -344,6 +360,21 @@ class PlanCache:
             trace.name, planned.forecast.peak_bytes, self.lease.device_bytes, len(plan.decisions), plan.strategy
         )  # fmt: skip
         return planned
+
+    def _make_plan(self, trace: Trace, costs: Costs, strategy: str) -> Plan:
+        config = self._config
+        self._loops.wait(share=ENOUGH if strategy == SEARCH else 1.0)
+        with self._times.measure(strategy):
+            return make_plan(
+                trace, costs, self.lease.device_bytes, strategy=strategy,
+                min_offload_bytes=config.min_offload_bytes, host_bytes=self.lease.host_bytes, manages=config.manages,
+                slices=Slices.NONE,
+            )  # fmt: skip
+
+
+def _count_lost_seconds(record: StepRecord) -> float:
+    """Return the seconds of a step that a better plan, or any plan at all, is expected to save."""
+    return record.stall_seconds + GAIN * record.seconds
 
 
 def _tell_apart(trace: Trace) -> tuple[object, ...]:

@@ -39,6 +39,7 @@ class PlanCacheEntry:
         calls: shapes that the model was called with, and the highest count of each in one step.
         activities: copies, waits and replays of the last step of this kind.
         is_seen: whether this room has run such a step; another room's may belong to another model.
+        lost_seconds: that a better plan might have saved.
         is_agreed: whether all ranks of a distributed job follow the plan, which the times of one do not change.
     """
 
@@ -53,6 +54,7 @@ class PlanCacheEntry:
     calls: Counter[Inputs] = dataclasses.field(default_factory=Counter)
     activities: tuple[Activity, ...] = ()
     is_seen: bool = True
+    lost_seconds: float = 0.0
     is_agreed: bool = False
 
     def __post_init__(self) -> None:

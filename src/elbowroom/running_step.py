@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 import torch
 
 from elbowroom.cuda_allocator.use import serving
+from elbowroom.errors import Infeasible
 from elbowroom.hooks.compiled_regions import noticing_compiles
 from elbowroom.hooks.input_guard import CannotEnter, HookInsertionPoint, Inputs, observe_inputs
 from elbowroom.hooks.ledger import Ledger
@@ -64,6 +65,7 @@ class RunningStep:
         make_runner: makes a runner for a plain step that grows.
         has_ample_room: whether larger steps of any kind fit, too.
         number: of the step, for messages.
+        complete_error: completion of the step's errors, see `Infeasible`.
 
     Attributes:
         expected: as given.
@@ -87,6 +89,7 @@ class RunningStep:
         make_runner: Callable[[], StepRunner],
         has_ample_room: bool,
         number: int,
+        complete_error: Callable[[Infeasible], None],
     ) -> None:
         self._job = job
         self._ledger = ledger
@@ -97,6 +100,7 @@ class RunningStep:
         self._make_runner = make_runner
         self._has_ample_room = has_ample_room
         self._number = number
+        self._complete_error = complete_error
         self._place = HookInsertionPoint()
         self._attached = contextlib.ExitStack()
         self._is_running = False
@@ -208,4 +212,4 @@ class RunningStep:
             self._ledger.set_limit(self._lease.device_bytes)
             call_in_main_thread(self._watch_from_here)
             return True
-        raise explain_growth(requested_bytes, missing_bytes, self._lease.device_bytes)
+        raise explain_growth(requested_bytes, missing_bytes, self._lease.device_bytes, self._complete_error)

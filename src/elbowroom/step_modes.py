@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import traceback
 from collections import Counter
@@ -10,8 +11,9 @@ from collections.abc import Generator, Iterator, Sequence
 
 import torch
 
-from elbowroom.advice import advise
+from elbowroom.advice import complete
 from elbowroom.agreed_plans import AgreedPlans, CapturedStep
+from elbowroom.capture_schedule import CaptureSchedule
 from elbowroom.errors import Infeasible, MemoryRefused, Thrashing
 from elbowroom.hooks.input_guard import Inputs
 from elbowroom.hooks.ledger import CpuLedger, CudaLedger
@@ -28,7 +30,6 @@ from elbowroom.plan_cache_entry import PlanCacheEntry, Source
 from elbowroom.residency.access_history import AccessHistory
 from elbowroom.running_step import RunningStep
 from elbowroom.runtime.phase import Phase
-from elbowroom.runtime.shortage import locate_shortage
 from elbowroom.runtime.sliced_ops import SlicedOps
 from elbowroom.runtime.state_pager import StatePager
 from elbowroom.runtime.step_environment import StepEnvironment
@@ -37,9 +38,6 @@ from elbowroom.runtime.transfers import Transfers
 from elbowroom.tracing.live import LiveCapture
 
 logger = logging.getLogger(__name__)
-
-MOST_STEPS_BETWEEN_CAPTURES = 64
-"""Limit on the steps without a plan between two captures."""
 
 
 class StepModes:
@@ -75,11 +73,15 @@ class StepModes:
         self._pager = pager
         self._sliced_ops = sliced_ops
         self.agreed = agreed
-        self._captures = self._futile_captures = self._next_capture = 0
-        self._has_recurred = False
+        self._captures = 0
+        self._schedule = CaptureSchedule()
         self._plain_check = PlainStepCheck(cache, ledger, metering, always_watch=job.config.always_watch)
         self._history = AccessHistory(is_bounded=cache.lease.host_bytes is not None)
         self._running: RunningStep | None = None
+        # Not a method, which would make a cycle of this and the runner.
+        self._complete_error = functools.partial(
+            complete, model=job.model, optimizers=job.optimizers, moves_state=job.moves_state
+        )
 
     @property
     def runner(self) -> StepRunner | None:
@@ -101,14 +103,13 @@ class StepModes:
                     self._transfers.prepare(entry.planned.placement, gives_back=not self._cache.varies)
                 yield from self._choose(entry)
                 if agreed is not None and agreed.is_due and agreed.settle(goes_without=self._is_paging):
-                    self._futile_captures, self._has_recurred = 0, False
+                    self._schedule.note_success()
             except (Infeasible, MemoryRefused, Thrashing) as error:
                 if isinstance(error, Infeasible):
-                    locate_shortage(error, self._job.model)
+                    self._complete_error(error)
+                    error.completion = None
                 # A notebook keeps the last traceback, whose frames would keep tensors alive.
                 traceback.clear_frames(error.__traceback__)
-                if isinstance(error, Infeasible):
-                    advise(error, self._job.model, self._job.optimizers, moves_state=self._job.moves_state)
                 if self._running is not None and (begun_as := self._running.expected) is not None:
                     self._cache.remove(begun_as)  # the next step is observed from its beginning
                 raise
@@ -119,7 +120,9 @@ class StepModes:
             return self._run_dynamic("")
         if entry is None and agreed is not None and agreed.is_due:
             return self._run_capture()
-        if (entry is None or self._has_recurred) and self._metering.steps >= self._next_capture:
+        if entry is not None and self._schedule.awaits_unknown(self._metering.steps):
+            return self._run_awaited()
+        if self._schedule.is_due(self._metering.steps, knows_some=entry is not None):
             return self._run_capture()
         if entry is None:
             return self._run_dynamic("it is not known what these steps do")
@@ -164,6 +167,23 @@ class StepModes:
             learn(entry, capture, record, is_followed=followed is entry)
         elif followed is entry:
             self._cache.calibrate_time(entry, record)
+        if followed is not None and capture is None:
+            self._cache.improve(followed, record)
+
+    def _run_awaited(self) -> Iterator[None]:
+        """Run a step as one of the known kinds, and capture it if it turns out at its first save to be of none."""
+        self._begin_paging(may_move=True)
+        meter = self._metering.make(is_detailed=True)
+        capture = self._make_capture(meter)
+        entries = tuple(self._cache.entries)
+        runner = self._make_runner(Phase.MANAGED, entries, capture)
+        runner.state.captures_unknown = True
+        step = yield from self._run(runner, meter, capture)
+        if not runner.state.is_unlike_any:
+            self._settle(entries, step, meter)
+            return
+        record = self._metering.record(Mode.CAPTURE, step.seconds, runner.state, meter, "")
+        self._adopt(capture, record, step.calls, is_whole=not runner.state.refusal)
 
     def _run_dynamic(self, note: str) -> Iterator[None]:
         self._begin_paging(may_move=True)
@@ -210,6 +230,7 @@ class StepModes:
             make_runner=make_runner,
             has_ample_room=expected is not None and self._plain_check.has_ample_room(expected),
             number=self._metering.steps,
+            complete_error=self._complete_error,
         )
         with step.running():
             yield
@@ -229,7 +250,7 @@ class StepModes:
             followed.activities = activities
             self._cache.record_hit(followed, step.calls)
         elif self._cache.record_miss(() if state is None else state.saved_tensors.sizes, record):
-            self._has_recurred = True
+            self._schedule.note_recurrence(is_unlike_any=state is not None and state.is_unlike_any)
         return record, followed
 
     def _make_capture(self, meter: Meter) -> LiveCapture:
@@ -254,6 +275,7 @@ class StepModes:
             pager=self._pager,
             sliced_ops=self._sliced_ops,
             name_residents=job.name_residents,
+            complete_error=self._complete_error,
         )
         return StepRunner(
             phase,
@@ -290,11 +312,10 @@ class StepModes:
         return self._pager.is_active or bool(self._sliced_ops.counts)
 
     def _put_off_capture(self, why: str = "") -> None:
-        """Postpone the next capture after a futile one, with exponential backoff."""
-        if why and not self._futile_captures:
-            logger.warning("step %d: %s", self._metering.steps - 1, why)
-        self._next_capture = self._metering.steps - 1 + min(2**self._futile_captures, MOST_STEPS_BETWEEN_CAPTURES)
-        self._futile_captures += 1
+        """Postpone the next capture after a futile one, and say why if it is the first of several."""
+        step = self._metering.steps - 1
+        if self._schedule.put_off(step) and why:
+            logger.warning("step %d: %s", step, why)
 
     def _adopt(self, capture: LiveCapture, record: StepRecord, calls: Counter[Inputs], *, is_whole: bool) -> None:
         """Plan a captured step, unless later steps will differ from it.
@@ -321,7 +342,7 @@ class StepModes:
         if why := self.plan(trace, capture.measure(trace, record.seconds, record.stall_seconds)):
             self._put_off_capture(why)
             return
-        self._futile_captures, self._has_recurred = 0, False
+        self._schedule.note_success()
         cache.entries[0].calls = calls
 
     def _learn(self, entry: PlanCacheEntry, capture: LiveCapture, record: StepRecord, *, is_followed: bool) -> None:

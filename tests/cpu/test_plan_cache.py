@@ -16,6 +16,7 @@ import elbowroom
 from elbowroom.errors import Infeasible
 from elbowroom.ir.hardware import HardwareProfile
 from elbowroom.ir.journal import Mode, StepRecord
+from elbowroom.planning_times import QUICK, SEARCH, PlanningTimes
 from elbowroom.room import Room
 
 WIDTH, ROWS = 48, 256
@@ -219,6 +220,48 @@ def test_kinds_are_planned_once_that_pays(
     budget = int(0.7 * find_plain_peak(make_lengths, 64, profile))
     room, _ = compare(make_lengths, [64, 64, 48, 56] + [48, 48, 48, 56, 56, 56, 64] * 3, budget, profile)
     assert len(room._cache.entries) == plans
+
+
+@pytest.mark.usefixtures("plans_at_once")
+def test_a_kind_that_recurs_is_captured_when_it_comes(profile: HardwareProfile) -> None:
+    """Steps of known kinds follow their plans meanwhile, and the trace is that of a captured step."""
+    budget = int(0.7 * find_plain_peak(make_lengths, 64, profile))
+    kinds = [64, 64, *[64, 64, 64, 64, 40] * 4]
+    room, records = compare(make_lengths, kinds, budget, profile)
+    known = [Mode.PLANNED] * 4
+    rare = [Mode.DRIFTED, Mode.DRIFTED, Mode.CAPTURE, Mode.PLANNED]
+    assert [each.mode for each in records[2:]] == [mode for each in rare for mode in (*known, each)]
+    alone, _ = compare(make_lengths, [40] * 4, budget, profile)
+    found = next(each for each in room._cache.entries if each.planned.trace != room._cache.entries[-1].planned.trace)
+    assert alone.planned is not None
+    assert found.planned.trace.ops == alone.planned.trace.ops
+    assert found.planned.trace.storages == alone.planned.trace.storages
+    assert (found.planned.trace.saves, found.planned.trace.needs) == (
+        alone.planned.trace.saves, alone.planned.trace.needs
+    )  # fmt: skip
+
+
+def test_further_kinds_are_planned_quickly_at_first(profile: HardwareProfile, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The search follows once steps under the quick plan may have lost as much time as it takes."""
+    search_seconds = 1e6
+    monkeypatch.setattr(PlanningTimes, "search_seconds", property(lambda _: search_seconds))
+    monkeypatch.setattr(PlanningTimes, "quick_seconds", 0.0)
+    budget = int(0.7 * find_plain_peak(make_lengths, 48, profile))
+    model, optimizer, step = make_lengths()
+    with elbowroom.fit(model, optimizer, budget, profile=profile, min_offload_bytes=1) as room:
+
+        def run_steps(kinds: Sequence[int]) -> list[str]:
+            for index, kind in enumerate(kinds):
+                with room.step():
+                    step(index, kind)
+            return [each.planned.plan.strategy for each in room._cache.entries]
+
+        assert run_steps([64, 64, 64, 48, 48, 48, 48]) == [QUICK, SEARCH]
+        assert run_steps([64, 48]) == [QUICK, SEARCH]
+        search_seconds = 1e-9
+        assert run_steps([48]) == [SEARCH, SEARCH]
+        assert room.journal().steps[-1].mode is Mode.PLANNED
+        assert (room.journal().peak_bytes or 0) <= budget
 
 
 @pytest.mark.usefixtures("no_ample_room")

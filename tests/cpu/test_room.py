@@ -163,6 +163,30 @@ def test_steps_begin_and_end_in_callbacks(profile: HardwareProfile) -> None:
         assert max(record.peak_bytes or 0 for record in records) <= budget
 
 
+def test_errors_of_steps_in_callbacks_say_where(profile: HardwareProfile) -> None:
+    """A trainer does not tell its callbacks of errors, so nobody ends the step before the error is printed."""
+    model, optimizer, step = make()
+
+    class Large(nn.Module):
+        gradient_checkpointing = True
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x + torch.empty(1 << 22).numel()
+
+    model[1] = Large()
+    room = elbowroom.fit(model, optimizer, 1 << 22, profile=profile)
+    room.begin_step()
+    with pytest.raises(Infeasible) as caught:
+        step()
+    text = str(caught.value)
+    assert re.search(r"needed at once when \S+ runs in 1 \(.*test_room.py:\d+\)", text), text
+    assert text.endswith("turn it off."), text
+    assert caught.value.module == "1" and text == str(caught.value)
+    room.end_step(caught.value)
+    assert text == str(caught.value)
+    room.detach()
+
+
 @pytest.mark.parametrize("ends", ["end_step", "with"])
 def test_detach_breaks_a_step_off(ends: str, profile: HardwareProfile) -> None:
     floor, plain_peak = find_range(profile)

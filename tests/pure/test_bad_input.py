@@ -5,13 +5,23 @@ from __future__ import annotations
 import dataclasses
 import logging
 import math
+import pickle
 from typing import Any
 
 import numpy as np
 import pytest
 
 from elbowroom.cost.price import price
-from elbowroom.errors import Infeasible, TraceError, UnknownMember, UsageError
+from elbowroom.errors import (
+    ArenaTooSmall,
+    ElbowroomError,
+    Infeasible,
+    Thrashing,
+    TierFull,
+    TraceError,
+    UnknownMember,
+    UsageError,
+)
 from elbowroom.hardware.shipped import load_shipped
 from elbowroom.ir.check import check, check_trace
 from elbowroom.ir.costs import Costs
@@ -307,3 +317,30 @@ def test_an_interrupted_search_returns_the_best_plan_so_far(
     assert "interrupted" in caplog.text
     assert made.strategy == "auto"
     assert simulate(trace, costs, made).peak_bytes <= budget_bytes
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        Infeasible(
+            needed_bytes=1 << 30, budget_bytes=1 << 20, op="aten.mm", in_the_way=(("input", 9),), is_whole_step=False
+        ),
+        ArenaTooSmall(1 << 20, 1 << 30, (("input", 9),), is_proven=True),
+        UnknownMember("policy", "x", ("lru", "dtr")),
+        Thrashing(1.0, 2.0, 3.0, 1 << 20),
+        TierFull("disk", 2 << 20, 1 << 20, "Use another folder."),
+        UsageError("no"),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_errors_can_be_pickled(error: ElbowroomError) -> None:
+    """But for what they hold of the job."""
+    expected = str(error).rstrip()
+    if isinstance(error, Infeasible):
+        error.evidence = lambda: None
+        error.completion = lambda each: each.advise(["Use less."])
+        expected += " Use less."
+    found = pickle.loads(pickle.dumps(error))
+    assert type(found) is type(error) and str(found) == str(error)
+    assert str(found).replace("\n", " ") == expected.replace("\n", " ")
+    assert vars(found) == {**vars(error), **error.left_out_of_pickles}

@@ -248,13 +248,13 @@ def list_stack(frame: FrameType | None) -> Iterator[FrameType]:
 
 
 def list_raised(error: BaseException) -> list[FrameType]:
-    """Return the frames of an error's traceback, innermost first."""
+    """Return the frames of an error's traceback and the callers that it has not passed yet, innermost first."""
     found = []
     trace = error.__traceback__
     while trace is not None:
         found.append(trace.tb_frame)
         trace = trace.tb_next
-    return found[::-1]
+    return [*found[::-1], *list_stack(found[0].f_back if found else None)]
 
 
 def get_accumulated(node: Any) -> torch.Tensor | None:

@@ -38,6 +38,11 @@ class Candidate:
         return load_native().Timetable(saves, needs, len(storages))
 
     @functools.cached_property
+    def first_bytes(self) -> int:
+        """Size of the first save's storage."""
+        return self.trace.storages[self.trace.saves[0].storage].nbytes
+
+    @functools.cached_property
     def plan_storages(self) -> frozenset[int]:
         """Ids of the storages that the plan moves or replays from."""
         return self.plan.find_touched()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 
@@ -29,6 +29,7 @@ class MemoryGuard:
         self._device = environment.device
         self._budget_bytes = environment.budget_bytes
         self._list_residents = environment.list_residents
+        self._complete_error = environment.complete_error
         self._thread = threading.get_ident()
         self._ledger = ledger
         self._pager = environment.pager
@@ -116,7 +117,7 @@ class MemoryGuard:
             state_bytes=state_bytes,
             note=self._note(what),
         )
-        return note_evidence(error)
+        return note_evidence(error, self._complete_error)
 
     def _note(self, op: str) -> str:
         notes = []
@@ -127,7 +128,9 @@ class MemoryGuard:
         return " ".join(notes)
 
 
-def explain_growth(requested_bytes: int, missing_bytes: int, budget_bytes: int) -> Infeasible:
+def explain_growth(
+    requested_bytes: int, missing_bytes: int, budget_bytes: int, complete_error: Callable[[Infeasible], None]
+) -> Infeasible:
     """Return the error that refuses a request in a step in which nothing may leave, since everything fitted so far."""
     error = Infeasible(
         needed_bytes=budget_bytes + missing_bytes,
@@ -137,4 +140,4 @@ def explain_growth(requested_bytes: int, missing_bytes: int, budget_bytes: int) 
         note="Nothing moves in this step, since it began like those in which everything fitted. The next one is "
         "watched from its beginning; with always_watch=True all are.",
     )
-    return note_evidence(error)
+    return note_evidence(error, complete_error)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import deque
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -22,9 +23,14 @@ class _Evidence:
     parameter: torch.Tensor | None
 
 
-def note_evidence(error: Infeasible) -> Infeasible:
-    """Attach to an error what `locate_shortage` needs, where the request is refused. Returns the error."""
+def note_evidence(error: Infeasible, completion: Callable[[Infeasible], None] | None = None) -> Infeasible:
+    """Attach to an error what `locate_shortage` needs, where the request is refused. Returns the error.
+
+    Args:
+        completion: see `Infeasible`.
+    """
     error.evidence = _Evidence(_find_nearby_parameter())
+    error.completion = completion
     return error
 
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from elbowroom.errors import Infeasible
 from elbowroom.hooks.ledger import Ledger
 from elbowroom.ir.hardware import HardwareProfile
 from elbowroom.residency.access_history import AccessHistory
@@ -33,6 +34,7 @@ class StepEnvironment:
         pager: moves model state, unless that stays on the device, and results of ops that run in slices.
         sliced_ops: runs ops in slices that have no room as a whole; None if none do.
         name_residents: returns what `list_residents` does with roles, labels and modules.
+        complete_error: completion of the errors of the step, see `Infeasible`.
     """
 
     device: torch.device
@@ -47,3 +49,4 @@ class StepEnvironment:
     pager: StatePager | None = None
     sliced_ops: SlicedOps | None = None
     name_residents: Callable[[], Sequence[NamedTensor]] = tuple
+    complete_error: Callable[[Infeasible], None] | None = None

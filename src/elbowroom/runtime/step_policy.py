@@ -64,10 +64,14 @@ class StepPolicy:
     def manage(self, followed: int, tick: int) -> None:
         """Use the online policy, along with the rest of a candidate's plan from `tick` on. `followed`: its index or
         -1."""
+        state = self._state
         if followed < 0:
-            self._machine.policy = self._online
+            sizes = state.saved_tensors.sizes
+            state.is_unlike_any = len(sizes) == 1 and all(sizes[0] != each.first_bytes for each in state.candidates)
+            is_captured = state.is_unlike_any and state.captures_unknown
+            self._machine.policy = CapacityFirst(state.storages.may_move) if is_captured else self._online
         else:
-            self._machine.policy = Guided(self._online, self._state.candidates[followed].plan, since=tick)
+            self._machine.policy = Guided(self._online, state.candidates[followed].plan, since=tick)
 
     def close(self) -> None:
         """Use capacity-first: storages come back when they are needed, and leave again after that."""

@@ -34,6 +34,9 @@ class StepState:
         refusal: reason for the first refusal by the tier below; "" if there was none.
         recomputed: number of segments replayed.
         drift: reason why the step matches no candidate; "" while it matches one.
+        captures_unknown: whether the step goes on as in CAPTURING if it is unlike any candidate, rather than under the
+            online policy.
+        is_unlike_any: whether the first save of the step has another size than those of all candidates.
         given_up: reason why storages could not be recomputed when the step ended; "" if all could.
         activity_log: of the step.
     """
@@ -49,6 +52,8 @@ class StepState:
     refusal: str = ""
     recomputed: int = 0
     drift: str = ""
+    captures_unknown: bool = False
+    is_unlike_any: bool = False
     given_up: str = ""
     activity_log: ActivityLog = dataclasses.field(default_factory=ActivityLog)
 

@@ -1,0 +1,59 @@
+"""Schedule of captures: when the next step is captured, or captured if it is of an unknown kind."""
+
+from __future__ import annotations
+
+MOST_STEPS_BETWEEN_CAPTURES = 64
+"""Limit on the steps without a plan between two captures."""
+
+MOST_STEPS_AWAITED = 256
+"""Limit on the steps that are traced in expectation of one of a kind that has recurred."""
+
+
+class CaptureSchedule:
+    """Decides which steps are captured. All steps are counted from 0."""
+
+    def __init__(self) -> None:
+        self._futile = 0
+        self._next = 0
+        self._has_recurred = False
+        self._awaited = 0  # steps left
+
+    def is_due(self, step: int, *, knows_some: bool) -> bool:
+        """Return True if a step is captured, of whatever kind it is.
+
+        Args:
+            knows_some: whether some kind of step has a plan.
+        """
+        return (self._has_recurred or not knows_some) and step >= self._next
+
+    def awaits_unknown(self, step: int) -> bool:
+        """Return True if a step that begins now is captured if its first save tells that it is of an unknown kind."""
+        if not self._awaited or step < self._next:
+            return False
+        self._awaited -= 1
+        return True
+
+    def note_recurrence(self, *, is_unlike_any: bool) -> None:
+        """Note that a kind of step without a plan has recurred, and is worth one.
+
+        Args:
+            is_unlike_any: whether its first save tells. What differs later on is captured only from its beginning.
+        """
+        self._has_recurred = True
+        self._awaited = MOST_STEPS_AWAITED if is_unlike_any else 0
+
+    def note_success(self) -> None:
+        """Note that a captured step has got its plan."""
+        self._futile = 0
+        self._has_recurred = False
+        self._awaited = 0
+
+    def put_off(self, step: int) -> bool:
+        """Postpone the next capture after a futile one, with exponential backoff. Return True if it is the first.
+
+        Args:
+            step: the captured one.
+        """
+        self._next = step + min(2**self._futile, MOST_STEPS_BETWEEN_CAPTURES)
+        self._futile += 1
+        return self._futile == 1
