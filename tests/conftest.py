@@ -6,12 +6,17 @@ import functools
 import gc
 import os
 import pathlib
+from collections.abc import Iterator
 
 import hypothesis
 import pytest
 from hypothesis.internal.conjecture import providers
 
 from tests.leaks import nothing_leaks, profile  # noqa: F401 -- fixtures of every test
+
+WORKERS = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // WORKERS)))
+"""Threads of all workers that wait for each other on the same cores take half as long again."""
 
 os.environ.setdefault("ELBOWROOM_OP_TIME_STORE", "0")
 """What the developer's machine measured before changes no test."""
@@ -62,6 +67,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(NEEDS[folder])
         if NEEDS.get(folder) == "gpu" and _why_no_cuda():
             item.add_marker(pytest.mark.skip(reason=_why_no_cuda()))
+
+
+@pytest.fixture(scope="module")
+def two_threads() -> Iterator[None]:
+    """Has kernels divide their work between two threads, for tests of what depends on it."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture

@@ -916,9 +916,9 @@ class Convolutions(nn.Module):
 
 
 @contextlib.contextmanager
-def one_thread() -> Iterator[None]:
+def other_threads() -> Iterator[None]:
     before = torch.get_num_threads()
-    torch.set_num_threads(1)
+    torch.set_num_threads(2 if before == 1 else 1)
     yield
     torch.set_num_threads(before)
 
@@ -934,7 +934,7 @@ def without_onednn() -> contextlib.AbstractContextManager[Any]:
     return torch.backends.mkldnn.flags(enabled=False)
 
 
-@pytest.mark.parametrize("settings", [without_onednn, one_thread, deterministic, torch.no_grad])
+@pytest.mark.parametrize("settings", [without_onednn, other_threads, deterministic, torch.no_grad])
 def test_settings_of_the_forward_pass_alone(
     runner: Runner, settings: Callable[[], contextlib.AbstractContextManager[Any]]
 ) -> None:

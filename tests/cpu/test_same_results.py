@@ -16,6 +16,8 @@ from elbowroom.planner.problem import pose
 from elbowroom.room import Room
 from tests.models import MODELS, Step
 
+pytestmark = pytest.mark.usefixtures("two_threads")
+
 STEPS = 5
 """The first two or three are captured; the others follow the plan."""
 

@@ -23,6 +23,8 @@ from elbowroom.runtime.spill_queue import SpillJob
 from elbowroom.slicing.registry import list_rules
 from tests.state_jobs import MIN_BYTES, StateJob, adamw, assert_same, list_tensors, run_plain, run_within
 
+pytestmark = pytest.mark.usefixtures("two_threads")
+
 STEPS = 3
 
 

@@ -257,8 +257,17 @@ def fitting_by_hand(loads: Loads, memory_bytes: int, *, plain: bool) -> int:
         batch += 1
 
 
-@pytest.mark.parametrize("grow", [lambda b: b, lambda b: b * b, lambda b: int(8 * b**0.5), lambda b: -(-b // 4)])
-@pytest.mark.parametrize("memory_bytes", [600 * KIB, 3333 * KIB])
+@pytest.mark.parametrize(
+    ("memory_bytes", "grow"),
+    [
+        (600 * KIB, lambda b: b),
+        (600 * KIB, lambda b: b * b),
+        (600 * KIB, lambda b: int(8 * b**0.5)),
+        (600 * KIB, lambda b: -(-b // 4)),
+        (3333 * KIB, lambda b: b * b),
+    ],
+    ids=["linear", "square", "root", "steps", "more memory"],
+)
 def test_the_largest_batch_is_found(grow: Callable[[int], int], memory_bytes: int) -> None:
     loads = Loads(grow)
     found = find_batches(loads, memory_bytes)
