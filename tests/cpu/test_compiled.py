@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 
 import elbowroom
 from elbowroom.errors import Infeasible
+from elbowroom.hooks.compiled_calls import listen
 from elbowroom.ir.hardware import HardwareProfile
 from elbowroom.ir.journal import Mode
 from tests import pressure
@@ -324,3 +326,54 @@ def test_code_is_compiled_once_inside_and_outside_of_steps_while_state_is_away(a
         away.empty()
         evaluate()
     assert len(compiled) == graphs
+
+
+class Heard:
+    """Keeps what a listener is told."""
+
+    def __init__(self) -> None:
+        self.told: list[object] = []
+
+    def before_compiled_call(self) -> None:
+        self.told.append("before")
+
+    def switch(self, is_compiled: bool) -> None:
+        self.told.append(is_compiled)
+
+    def hear(self, call: Callable[[], object]) -> list[object]:
+        """The first and the last that a call tells."""
+        self.told.clear()
+        call()
+        return [*self.told[:2], self.told[-1]] if self.told else []
+
+
+def test_listeners_are_told_of_compiled_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where a call ends before its code begins, as on fake tensors."""
+    from torch._dynamo import eval_frame
+
+    def refuse(_: object) -> None:
+        raise RuntimeError("refused")
+
+    def call_refused() -> None:
+        with pytest.raises(RuntimeError, match="refused"):
+            call()
+
+    def call_while_handling() -> None:
+        try:
+            raise ValueError
+        except ValueError:
+            call()
+
+    inner = torch.compile(lambda x: x + 1, backend="eager")
+    outer = torch.compile(lambda x: inner(x) * 2, backend="eager")
+    call = functools.partial(outer, torch.ones(2))
+    heard = Heard()
+    end = listen(heard)
+    assert heard.hear(call) == ["before", True, False]
+    with monkeypatch.context() as patched:
+        patched.setattr(eval_frame, "_callback_from_stance", refuse)
+        assert heard.hear(call_refused) == ["before", False, False]
+    assert heard.hear(call_while_handling) == ["before", True, False]
+    assert heard.hear(call) == ["before", True, False]
+    end()
+    assert heard.hear(call) == []

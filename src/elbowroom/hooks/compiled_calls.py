@@ -6,6 +6,7 @@ replaced would split the graph, and change its results in their last bits.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import sys
 import threading
@@ -24,15 +25,26 @@ class Listener(Protocol):
         """Note that the calling thread runs compiled code from now on, or does no longer."""
 
 
-class _Running(threading.local):
-    """Calls of compiled functions that run in a thread.
+@dataclasses.dataclass(slots=True, eq=False)
+class _Call:
+    """A call of a compiled function.
 
     Attributes:
-        calls: frame of each call, and whether its compiled code has begun.
+        frame: of Dynamo's wrapper.
+        handled: exception that is handled where it was called; None if there is none.
+        has_begun: whether its compiled code has begun.
     """
 
+    frame: FrameType
+    handled: BaseException | None
+    has_begun: bool = False
+
+
+class _Running(threading.local):
+    """Calls that a thread runs, the innermost last."""
+
     def __init__(self) -> None:
-        self.calls: list[tuple[FrameType, bool]] = []
+        self.calls: list[_Call] = []
 
 
 _running = _Running()
@@ -65,16 +77,17 @@ def tell_listeners() -> None:
             each.before_compiled_call()
         call = sys._getframe(1)
         if call.f_code.co_name == "compile_wrapper":
-            _running.calls.append((call, False))
+            _running.calls.append(_Call(call, sys.exc_info()[1]))
         return begin()
 
     @functools.wraps(change)
     def change_and_tell(callback: Any) -> Any:
         calls = _running.calls
-        if calls and calls[-1][0] is sys._getframe(1):  # else a function that Dynamo leaves alone
-            call, has_begun = calls.pop()
-            if not has_begun:
-                calls.append((call, True))
+        if calls and calls[-1].frame is sys._getframe(1):  # else a function that Dynamo leaves alone
+            if calls[-1].has_begun or sys.exc_info()[1] is not calls[-1].handled:  # an error has come before the code
+                calls.pop()
+            else:
+                calls[-1].has_begun = True
         for each in tuple(_listeners):
             each.switch(bool(calls))
         return change(callback)
