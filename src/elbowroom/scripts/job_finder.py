@@ -134,7 +134,9 @@ class JobFinder:
         if not self._is_searching or not torch.is_grad_enabled() or is_in_backward():
             return
         trained = _list_trained(optimizers)
-        if any(each.training and any(id(own) in trained for own in each.parameters(False)) for each in _list_modules()):
+        modules = [vars(each) for each in _list_modules()]  # of which some may not have been initialized
+        training = [each["_parameters"] for each in modules if each.get("training") and each.get("_parameters")]
+        if any(id(parameter) in trained for own in training for parameter in own.values()):
             self._report(None, optimizers, trained)
 
     def switch(self, is_compiled: bool) -> None:
