@@ -134,9 +134,7 @@ class JobFinder:
         if not self._is_searching or not torch.is_grad_enabled() or is_in_backward():
             return
         trained = _list_trained(optimizers)
-        modules = [vars(each) for each in _list_modules()]  # of which some may not have been initialized
-        training = [each["_parameters"] for each in modules if each.get("training") and each.get("_parameters")]
-        if any(id(parameter) in trained for own in training for parameter in own.values()):
+        if any(each.training and any(id(own) in trained for own in each.parameters(False)) for each in _list_modules()):
             self._report(None, optimizers, trained)
 
     def switch(self, is_compiled: bool) -> None:
@@ -210,9 +208,9 @@ def _list_trained(optimizers: Iterable[Optimizer]) -> dict[int, torch.Tensor]:
 
 
 def _list_modules() -> list[nn.Module]:
-    """Return all modules of this process."""
+    """Return all modules of this process, but for those whose `__init__` has not run."""
     # By their type alone: proxies that load packages on their first use pretend to have other classes.
-    return [each for each in gc.get_objects() if issubclass(type(each), nn.Module)]
+    return [each for each in gc.get_objects() if issubclass(type(each), nn.Module) and "_modules" in vars(each)]
 
 
 def _gather(called: nn.Module | None, trained: dict[int, torch.Tensor]) -> nn.Module:
