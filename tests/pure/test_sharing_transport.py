@@ -30,6 +30,7 @@ from elbowroom.sharing.messages import (
 from elbowroom.sharing.transport.address import BrokerAddress, find_address
 from elbowroom.sharing.transport.client import BrokerClient, ask_status
 from elbowroom.sharing.transport.processes import read_apps
+from elbowroom.sharing.transport.server import TICK_SECONDS
 
 MIB = 1 << 20
 
@@ -176,6 +177,18 @@ def test_jobs_outlive_their_broker_and_join_the_next(stage: Stage) -> None:
     wait_until(lambda: stage.held("third") >= 30)
     reply = ask_status(stage.address)
     assert all(each.state != "disconnected" for each in reply.jobs)
+
+
+def test_a_lease_of_a_job_that_joins_late_outlives_the_broker(stage: Stage) -> None:
+    broker = stage.start_broker()
+    with stage.connect() as connection:
+        time.sleep(3 * TICK_SECONDS)  # the broker looks at its processes before the job has joined
+        connection.sendall(encode_message(JoinRequest(sequence=0, name="late", job="", floor_bytes=1, held_bytes=MIB)))
+        wait_until(lambda: stage.held("late") >= 1)
+        broker.kill()
+        broker.wait()
+        stage.start_broker()
+        assert stage.held("late") >= 1
 
 
 def test_one_broker_a_device(stage: Stage) -> None:

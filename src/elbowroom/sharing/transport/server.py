@@ -42,7 +42,8 @@ class BrokerServer:
         self.broker = broker
         self.address = address
         self._writers: dict[int, asyncio.StreamWriter] = {}
-        self._starts: dict[int, int] = {}
+        self._pids: dict[int, int] = {}  # by client
+        self._starts: dict[int, int] = {}  # by process
         self._count = 0
         self._lock = -1
         self._server: asyncio.Server | None = None
@@ -115,6 +116,7 @@ class BrokerServer:
         client = self._count
         self._count += 1
         self._writers[client] = writer
+        self._pids[client] = pid
         self._starts.setdefault(pid, start)
         self._carry_out(self.broker.connect(client, pid, time.monotonic()))
         try:
@@ -131,6 +133,7 @@ class BrokerServer:
         except OSError as error:
             logger.info("client %d: %s", client, error)
         finally:
+            del self._pids[client]
             if self._writers.pop(client, None) is not None:
                 self._carry_out(self.broker.disconnect(client, time.monotonic()))
             writer.close()
@@ -156,6 +159,7 @@ class BrokerServer:
         for pid in pids:
             if (start := find_start(pid)) is None or start != self._starts.setdefault(pid, start):
                 self._carry_out(self.broker.end_process(pid, time.monotonic()))
+        pids.update(self._pids.values())  # some have not joined yet
         self._starts = {pid: start for pid, start in self._starts.items() if pid in pids}
 
     def _carry_out(self, effects: list[Effect]) -> None:
