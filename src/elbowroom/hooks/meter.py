@@ -6,6 +6,7 @@ Bytes come from PyTorch's caching allocator (CUDA) or the room's ledger (CPU), t
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -20,6 +21,9 @@ from elbowroom.hooks.ledger import CpuLedger, CudaLedger
 HEAD_START_CYCLES = 200_000
 """CUDA cycles to sleep before each timed op: about 0.1 ms, longer than the host takes to launch most ops."""
 
+SECONDS_BETWEEN_READINGS = 0.1
+"""The resident peak is reset and read at most so often: both take longer than short steps can spare."""
+
 
 class Meter(Protocol):
     """Measures one step.
@@ -27,6 +31,7 @@ class Meter(Protocol):
     Attributes:
         peak_bytes: peak of live bytes on the device; 0 before `stop`.
         resident_bytes: peak resident memory of the process (CPU), or peak reserved bytes of the allocator (CUDA).
+            Steps shorter than `SECONDS_BETWEEN_READINGS` share the peak of several.
         base_bytes: live bytes when the meter started.
         is_detailed: whether each op is measured, too, between `begin_op` and `end_op`.
     """
@@ -113,7 +118,7 @@ class CpuMeter:
         return self._ledger.adopt_input(storage)
 
     def start(self) -> None:
-        reset_resident_peak()
+        _resident_peak.begin_step()
         self._scope.reset_peak()
         self._live_before, self._adopted_before = self._scope.live_bytes, self._scope.adopted_bytes
         if self.is_detailed:
@@ -130,7 +135,7 @@ class CpuMeter:
         self._stalls.append(self._find_stall() - stalled)
 
     def stop(self) -> None:
-        self.peak_bytes, self.resident_bytes = int(self._scope.peak_bytes), read_resident_peak()
+        self.peak_bytes, self.resident_bytes = int(self._scope.peak_bytes), _resident_peak.read()
         if self.is_detailed:
             self._times, self._live = (np.frombuffer(each, dtype=np.int64) for each in self._scope.take_changes())
             self._scope.set_recording(False)
@@ -229,10 +234,36 @@ class CudaMeter:
         )
 
 
+class _ResidentPeak:
+    """The process's high-water mark of resident memory in its steps."""
+
+    def __init__(self) -> None:
+        self._last_reset = self._last_reading = -math.inf
+        self._bytes = 0
+
+    def begin_step(self) -> None:
+        """Reset the mark, unless that was done a moment ago."""
+        now = time.perf_counter()
+        if now - self._last_reset >= SECONDS_BETWEEN_READINGS:
+            self._last_reset = now
+            reset_resident_peak()
+
+    def read(self) -> int:
+        """Return the mark in bytes as it was at most a moment ago."""
+        now = time.perf_counter()
+        if now - self._last_reading >= SECONDS_BETWEEN_READINGS:
+            self._last_reading = now
+            self._bytes = read_resident_peak()
+        return self._bytes
+
+
+_resident_peak = _ResidentPeak()
+
+
 def reset_resident_peak() -> None:
     """Reset the process's high-water mark of resident memory, if the system allows it."""
     try:
-        file = os.open("/proc/self/clear_refs", os.O_WRONLY)  # runs in every step: `open` takes three times as long
+        file = os.open("/proc/self/clear_refs", os.O_WRONLY)  # `open` takes three times as long
     except OSError:
         return  # the mark then covers the whole life of the process
     try:

@@ -28,8 +28,8 @@ class StepRecord:
         seconds: wall time of the `with` block.
         stall_seconds: part of it spent waiting for transfers (host time).
         peak_bytes: peak tensor bytes on the device; None if this step was not metered.
-        resident_bytes: the process's peak resident memory during the step (CPU), or the allocator's peak reserved
-            bytes (CUDA); None if this step was not metered.
+        resident_bytes: the process's peak resident memory during the step (CPU; steps shorter than 0.1 s share that of
+            several), or the allocator's peak reserved bytes (CUDA); None if this step was not metered.
         offloaded_bytes, reloaded_bytes: moved each way.
         recomputed: segments replayed.
         saves, needs: calls of the pack and unpack hooks.
