@@ -106,7 +106,7 @@ def test_half_a_file_is_not_left_where_the_compiler_is_ended(
     assert os.listdir(tmp_path / "cache") == []
 
 
-@pytest.mark.parametrize("version", ["2.10.1", "2.15.0.dev20261101+cu130", "3.0.0"])
+@pytest.mark.parametrize("version", ["2.10.1", "2.16.0.dev20261101+cu130", "3.0.0"])
 def test_an_unknown_pytorch_is_refused(version: str, small: Extension, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "__version__", version)
     oldest, newest = (rf"{major}\.{minor}" for major, minor in TORCH_VERSIONS)

@@ -50,7 +50,7 @@ class Extension(NamedTuple):
 
 FOLDER = pathlib.Path(__file__).parent
 
-TORCH_VERSIONS = ((2, 11), (2, 14))
+TORCH_VERSIONS = ((2, 11), (2, 15))
 """Oldest and newest version of PyTorch: the extra `torch` of pyproject.toml says the same to pip."""
 
 SOURCES, HEADERS = (tuple(sorted(FOLDER.glob(f"*{suffix}"))) for suffix in (".cpp", ".h"))

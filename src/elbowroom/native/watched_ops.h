@@ -36,11 +36,11 @@ inline Thread& get_thread() {
   return thread;
 }
 
-// PyTorch up to 2.14 reserves this key and registers nothing for it.
+// PyTorch up to 2.15 reserves this key and registers nothing for it.
 constexpr c10::DispatchKey WATCHED_KEY = c10::DispatchKey::Fake;
 constexpr c10::DispatchKeySet BELOW_WATCH(c10::DispatchKeySet::FULL_AFTER, WATCHED_KEY);
 
-// Whether watchers see ops before dispatch modes and tensor subclasses do, as in PyTorch 2.11.
+// Whether watchers see ops before dispatch modes and tensor subclasses do, as in PyTorch 2.11 and 2.12.
 constexpr bool IS_ABOVE_MODES = WATCHED_KEY > c10::DispatchKey::Python;
 
 // Returns whether a dispatch mode or a tensor subclass may still change what an op does. It neither runs again nor in
