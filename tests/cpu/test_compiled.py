@@ -288,6 +288,24 @@ def test_nothing_of_ours_is_compiled(how: str, kind: Callable[..., nn.Module], p
     assert modes[4] is Mode.DRIFTED or (how == "torch.compile" and kind is nn.Sequential)
 
 
+def test_a_module_that_dynamo_leaves_alone_is_not_compiled(profile: HardwareProfile) -> None:
+    """A compiled function calls it by one that is not compiled. Dynamo does not compile the modules of PyTorch itself."""
+    model, graphs = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU()), 0
+
+    def count(graph: torch.fx.GraphModule, example: object) -> Callable[..., Any]:
+        nonlocal graphs
+        graphs += 1
+        return graph.forward
+
+    call: Any = torch._dynamo.disable(lambda x: model(x), recursive=False)
+    run: Any = torch.compile(lambda x: call(x * 2), backend=count)
+    with elbowroom.fit(model, [], PLENTY, profile=profile) as room:
+        for _ in range(3):
+            with room.step():
+                run(torch.randn(8, WIDTH)).sum().backward()
+    assert graphs == 1
+
+
 @pytest.mark.usefixtures("no_ample_room")
 def test_a_step_that_is_watched_from_a_compiled_call_on_stays_so(profile: HardwareProfile) -> None:
     """Each call of a compiled function puts dispatch keys back as it found them."""
