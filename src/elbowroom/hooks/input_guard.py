@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves
 
-from elbowroom.hooks.compiled_regions import Pause, may_run_compiled, stay_watched
+from elbowroom.hooks.compiled_regions import Pause, stay_watched, undisturbed
 from elbowroom.hooks.op_dispatch import dispatching_ops_to
 
 Inputs = tuple[tuple[torch.Size, torch.dtype], ...]
@@ -71,6 +71,7 @@ def observe_inputs(
 
     calls = 0
 
+    @undisturbed
     def look(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         nonlocal calls
         tensors = _list_tensors((*args, *kwargs.values()))
@@ -79,13 +80,11 @@ def observe_inputs(
             handles.close()
         see(tuple((_read_shape(tensor), tensor.dtype) for tensor in tensors))
 
-    # Otherwise Dynamo would compile what it calls. Disabling it costs some microseconds a call.
-    undisturbed: Look = torch.compiler.disable(look) if may_run_compiled() else look
     with contextlib.ExitStack() as handles:
 
         def attach() -> None:
             for entry in list_entries(model):
-                handles.callback(_attach(entry, undisturbed))
+                handles.callback(_attach(entry, look))
 
         @contextlib.contextmanager
         def pause() -> Iterator[None]:
