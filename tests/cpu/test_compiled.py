@@ -17,6 +17,7 @@ from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 import elbowroom
 from elbowroom.errors import Infeasible
 from elbowroom.hooks.compiled_calls import listen
+from elbowroom.integrations.optimizer_steps import OptimizerSteps
 from elbowroom.ir.hardware import HardwareProfile
 from elbowroom.ir.journal import Mode
 from tests import pressure
@@ -286,6 +287,60 @@ def test_nothing_of_ours_is_compiled(how: str, kind: Callable[..., nn.Module], p
         modes = [record.mode for record in room.journal().steps]
     assert modes[1] is Mode.PLAIN and modes[3] is Mode.DRIFTED
     assert modes[4] is Mode.DRIFTED or (how == "torch.compile" and kind is nn.Sequential)
+
+
+def test_a_module_that_dynamo_leaves_alone_is_not_compiled(profile: HardwareProfile) -> None:
+    """A compiled function calls it by one that is not compiled. Dynamo leaves modules of PyTorch alone."""
+    model, graphs = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU()), 0
+
+    def count(graph: torch.fx.GraphModule, example: object) -> Callable[..., Any]:
+        nonlocal graphs
+        graphs += 1
+        return graph.forward
+
+    call: Any = torch._dynamo.disable(lambda x: model(x), recursive=False)
+    run: Any = torch.compile(lambda x: call(x * 2), backend=count)
+    with elbowroom.fit(model, [], PLENTY, profile=profile) as room:
+        for _ in range(3):
+            with room.step():
+                run(torch.randn(8, WIDTH)).sum().backward()
+    assert graphs == 1
+
+
+def test_steps_that_begin_and_end_in_compiled_code_are_compiled_as_without_a_room(profile: HardwareProfile) -> None:
+    """The optimizer's step ends them. What runs then is not compiled, and the next, plain one is not watched."""
+
+    def train(within: bool) -> int:
+        torch._dynamo.reset()
+        graphs = 0
+
+        def count(graph: torch.fx.GraphModule, example: object) -> Callable[..., Any]:
+            nonlocal graphs
+            graphs += 1
+            return graph.forward
+
+        @torch.compile(backend=count)
+        def step(x: torch.Tensor) -> None:
+            model(x).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        def compute() -> None:  # Dynamo would compile it
+            torch.ones(2).sin()
+
+        model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU())
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        room = elbowroom.fit(model, optimizer, PLENTY, profile=profile) if within else None
+        steps = None if room is None else OptimizerSteps(room, model, [optimizer], after_step=compute)
+        for _ in range(6):
+            step(torch.randn(8, WIDTH))
+        if steps is not None and room is not None:
+            steps.close()
+            modes = [record.mode for record in room.journal().steps]
+            assert modes[0] is Mode.CAPTURE and modes[-1] is Mode.PLAIN
+        return graphs
+
+    assert train(within=True) == train(within=False)
 
 
 @pytest.mark.usefixtures("no_ample_room")

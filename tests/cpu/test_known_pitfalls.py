@@ -560,6 +560,29 @@ def test_double_backward_of_the_parameters(runner: Runner) -> None:
     runner.compare(loop(loss=loss))
 
 
+def test_double_backward_of_a_graph_that_outlives_the_update(runner: Runner) -> None:
+    """The update writes to what replays read, which read in turn what autograd has let go of."""
+
+    def make() -> Made:
+        torch.manual_seed(5)
+        model = nn.Sequential(*(layer for _ in range(3) for layer in (nn.Linear(WIDTH, WIDTH), nn.GELU())))
+        optimizer = sgd(model)
+
+        def step(index: int) -> Any:
+            x = batch(index).requires_grad_()
+            value = model(x)
+            (gradient,) = torch.autograd.grad(value.sum(), x, create_graph=True)
+            loss = gradient.square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss.detach()
+
+        return model, optimizer, step
+
+    runner.compare(make)
+
+
 def test_several_forwards_before_one_backward(runner: Runner) -> None:
     def loss(model: nn.Module, index: int) -> torch.Tensor:
         return torch.stack([model(batch(3 * index + part)).square().mean() for part in range(3)]).sum()

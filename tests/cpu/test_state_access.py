@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from elbowroom.ir.hardware import HardwareProfile
+from elbowroom.native import library
 from tests.state_jobs import (
     BUDGET,
     EVERYTHING,
@@ -27,6 +28,7 @@ from tests.state_jobs import (
     adamw,
     assert_same,
     assert_trains_the_same,
+    fit,
     get_pager,
     list_tensors,
     make_batch,
@@ -161,6 +163,20 @@ def test_an_address_is_good_until_the_next_step(away: Away) -> None:
     get_pager(away.room).make_room(EVERYTHING)
     assert addresses == [each.data_ptr() for each in away.job.model.parameters()]
     away.train_on()
+
+
+def test_a_room_of_the_past_keeps_nothing_whose_address_is_told(profile: HardwareProfile) -> None:
+    """The present room could not move it then, and ops would be watched for good."""
+    job = make_job(adamw)
+    former = fit(job, profile)
+    with former.step():
+        job.step(0)
+    former.detach()
+    with fit(job, profile) as room, room.step():
+        job.model(make_batch(1)).square().mean().backward()
+        addresses = {each.grad.data_ptr() for each in job.model.parameters() if each.grad is not None}
+        assert get_pager(room).is_active and len(addresses) == len(list(job.model.parameters()))
+    assert not library.load().is_any_state_managed()
 
 
 def test_state_dicts(away: Away) -> None:

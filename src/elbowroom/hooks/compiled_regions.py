@@ -12,8 +12,9 @@ import pathlib
 import sys
 import threading
 import time
+import types
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn, Protocol, TypeVar
 
 import torch
 
@@ -24,6 +25,8 @@ from elbowroom.native import library
 HERE = pathlib.Path(__file__).parents[1]
 
 Pause = Callable[[], contextlib.AbstractContextManager[None]]
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 
 class Timer(Protocol):
@@ -108,9 +111,9 @@ def refusing_compiled(refuse: Callable[[], NoReturn]) -> Iterator[None]:
 
 
 class _StayWatched:
-    """Keeps a thread watched after it returns from a compiled function.
+    """Keeps a thread watched, or not, after it returns from a compiled function.
 
-    Each such call restores the dispatch keys that it found, so watching that began inside of it would end with it.
+    Each such call restores the dispatch keys that it found, and so undoes what began or ended inside of it.
     """
 
     def __init__(self) -> None:
@@ -120,8 +123,7 @@ class _StayWatched:
         pass
 
     def switch(self, is_compiled: bool) -> None:
-        if watchers := self._native.get_watchers():
-            self._native.set_watchers(watchers)
+        self._native.set_watchers(self._native.get_watchers())
 
 
 @functools.cache
@@ -130,9 +132,23 @@ def _keep_watched() -> None:
 
 
 def stay_watched() -> None:
-    """Keep threads watched after they return from compiled functions. Permanent."""
+    """Keep threads watched, or not, after they return from compiled functions. Permanent."""
     _keep_watched()
     tell_listeners()  # Dynamo may have been loaded meanwhile
+
+
+def undisturbed(made: F) -> F:
+    """Have Dynamo compile nothing of what a function, or the methods of a class, call. A decorator.
+
+    Of this package's own functions Dynamo compiles none. Where compiled functions call them, it would compile those of
+    others that they call, such as the planner's numeric code.
+    """
+    frames: Any = torch._C._dynamo.eval_frame  # without the import of torch._dynamo, which takes seconds
+    skip = frames._FrameAction.SKIP
+    for each in vars(made).values() if isinstance(made, type) else (made,):
+        if isinstance(each, types.FunctionType):
+            frames.set_code_exec_strategy(each.__code__, frames._FrameExecStrategy(skip, skip))
+    return made
 
 
 def leave_package_uncompiled() -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves
 
-from elbowroom.hooks.compiled_regions import Pause, may_run_compiled, stay_watched
+from elbowroom.hooks.compiled_regions import Pause, stay_watched, undisturbed
 from elbowroom.hooks.op_dispatch import dispatching_ops_to
 
 Inputs = tuple[tuple[torch.Size, torch.dtype], ...]
@@ -71,6 +71,7 @@ def observe_inputs(
 
     calls = 0
 
+    @undisturbed
     def look(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         nonlocal calls
         tensors = _list_tensors((*args, *kwargs.values()))
@@ -79,13 +80,11 @@ def observe_inputs(
             handles.close()
         see(tuple((_read_shape(tensor), tensor.dtype) for tensor in tensors))
 
-    # Otherwise Dynamo would compile the hook. Disabling it costs some microseconds a call.
-    hook = torch.compiler.disable(look) if may_run_compiled() else look
     with contextlib.ExitStack() as handles:
 
         def attach() -> None:
             for entry in list_entries(model):
-                handles.callback(_attach(entry, hook, look))
+                handles.callback(_attach(entry, look))
 
         @contextlib.contextmanager
         def pause() -> Iterator[None]:
@@ -100,16 +99,16 @@ def observe_inputs(
         yield pause
 
 
-def _attach(module: torch.nn.Module, hook: Look, look: Look) -> Callable[[], None]:
-    """Call a hook before each call of a module, outside the code of a module compiled by `module.compile()`.
-    Returns a function that removes it."""
-    compiled = module._compiled_call_impl
-    if compiled is None:
-        return module.register_forward_pre_hook(hook, prepend=True, with_kwargs=True).remove
+def _attach(module: torch.nn.Module, look: Look) -> Callable[[], None]:
+    """Call a function before each call of a module, outside of compiled code. Return a function that ends this.
+
+    With a hook, PyTorch would call modules by a function that Dynamo compiles even where it leaves the module alone.
+    """
+    inner: Callable[..., Any] = module._compiled_call_impl or module._call_impl
 
     def call(*args: Any, **kwargs: Any) -> Any:
         look(module, args, kwargs)
-        return compiled(*args, **kwargs)
+        return inner(*args, **kwargs)
 
     return replace_call(module, call)
 

@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 
 from elbowroom.api import list_optimizers
 from elbowroom.hooks.compiled_calls import listen
+from elbowroom.hooks.compiled_regions import stay_watched, undisturbed
 from elbowroom.hooks.input_guard import list_entries, replace_call
 from elbowroom.room import Room
 
@@ -78,6 +79,7 @@ class OptimizerSteps:
         self._calls = [self._attach(each) for each in {id(each): each for each in entries}.values()]
         self._removals = [each.register_step_post_hook(self._end_after).remove for each in self._optimizers]
         self._removals.append(listen(self))
+        stay_watched()  # steps may begin and end in compiled functions
 
     @property
     def is_running(self) -> bool:
@@ -95,11 +97,13 @@ class OptimizerSteps:
         self._detach_calls()
         self.begin()
 
+    @undisturbed
     def begin(self) -> None:
         """Begin a step now."""
         self._room.begin_step()
         self._is_running = True
 
+    @undisturbed
     def end(self, error: BaseException | None = None) -> None:
         """End the running step, if there is one. `error`: the exception that aborted it."""
         if not self._is_running:

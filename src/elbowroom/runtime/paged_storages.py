@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from elbowroom.errors import Infeasible, InternalError, TierError
+from elbowroom.hooks.compiled_regions import undisturbed
 from elbowroom.hooks.dispatch_keys import Hidden
 from elbowroom.hooks.ledger import Ledger
 from elbowroom.native import library
@@ -61,6 +62,7 @@ class PagedStorages:
         self.dropped_bytes = 0
         self.refusal = ""
 
+    @undisturbed
     def restore(self, record: Any) -> None:
         """Bring a storage back. Called by the extension, before an op uses it.
 

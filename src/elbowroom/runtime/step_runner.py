@@ -4,8 +4,7 @@ The extension calls the runner when autograd saves or needs a tensor that may ha
 to do at that tick, and when an op writes to such a tensor. The ledger calls it when there is no room for a request. The
 runner tells the machine, and has an executor perform the machine's answers. `phase.py` has the phases of a step.
 
-Each step has a runner of its own, which the packed tensors in autograd's hands keep alive: several graphs can be in
-flight, and a backward pass can come late, twice, or never.
+Each step has its own runner, which autograd's packed tensors keep alive: a backward pass can come late, twice or never.
 """
 
 from __future__ import annotations
@@ -19,6 +18,7 @@ import torch
 
 from elbowroom._family import get
 from elbowroom.errors import Infeasible
+from elbowroom.hooks.compiled_regions import undisturbed
 from elbowroom.hooks.dispatch_keys import Hidden
 from elbowroom.ir.events import StorageNeeded, StorageSaved
 from elbowroom.residency import policies
@@ -49,6 +49,7 @@ RESTING = 0.25
 too little after all, what it made until then can be offloaded but not computed again."""
 
 
+@undisturbed
 class StepRunner:
     """Runs one step.
 

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from elbowroom.hooks.compiled_calls import listen
-from elbowroom.hooks.compiled_regions import leave_package_uncompiled
+from elbowroom.hooks.compiled_regions import leave_package_uncompiled, undisturbed
 from elbowroom.hooks.input_guard import leave_uncompiled
 from elbowroom.integrations.optimizer_steps import is_in_backward, starts_training
 
@@ -94,6 +94,7 @@ class JobFinder:
         torch.Tensor.backward = self._backward  # type: ignore[method-assign]
         self._handle.remove()
 
+    @undisturbed
     def _note(self, optimizer: Optimizer) -> None:
         if self._has_bare_job or (self._optimizers and not self._is_searching):
             if not self._is_over():
@@ -155,6 +156,7 @@ class JobFinder:
             return
         self._report(module, optimizers, trained)
 
+    @undisturbed
     def _look_after(self, optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
         """Report a job if no call began it: the program calls no module in training mode."""
         if is_in_backward():
@@ -167,6 +169,7 @@ class JobFinder:
             self._optimizers.append(weakref.ref(optimizer))
             self._search()
 
+    @undisturbed
     def _look_after_backward(self) -> None:
         """Report the modules that have gradients now as a job that has no optimizer."""
         trained: dict[int, torch.Tensor] = {
@@ -180,6 +183,7 @@ class JobFinder:
                 self._has_bare_job = False
                 raise
 
+    @undisturbed
     def _report(self, module: nn.Module | None, optimizers: list[Optimizer], trained: dict[int, torch.Tensor]) -> None:
         model = module
         if module is None or not trained.keys() <= {id(each) for each in module.parameters()}:
