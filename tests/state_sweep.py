@@ -6,7 +6,6 @@ Prints a line for each: what it found, so that the last one tells what has ended
 from __future__ import annotations
 
 import functools
-import sys
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -55,8 +54,10 @@ def call(job: StateJob, position: int, kind: str, name: str) -> Any:
 
 
 def sweep(kind: str) -> None:
-    def make() -> StateJob:
-        return make_job(functools.partial(torch.optim.SGD, lr=0.1))
+    def make() -> StateJob:  # of small tensors, many of which a method leaves such that they stay from then on
+        torch.manual_seed(3)
+        model = torch.nn.Sequential(*(torch.nn.Linear(16, 16) for _ in range(20)))
+        return make_job(functools.partial(torch.optim.SGD, lr=0.1), model)
 
     twin, job = make(), make()
     with fit(job, profile.__wrapped__()) as room:  # type: ignore[attr-defined]
@@ -66,7 +67,7 @@ def sweep(kind: str) -> None:
             if name in UNEQUAL:
                 continue
             pager.make_room(EVERYTHING)
-            print(name, end=": ", flush=True)
+            print(f"{kind}.{name}", end=": ", flush=True)
             parameters = list(job.model.parameters())
             position = next(at for at, each in enumerate(parameters) if pager.is_away(each.untyped_storage()))
             ours, plain = call(job, position, kind, name), call(twin, position, kind, name)
@@ -75,4 +76,5 @@ def sweep(kind: str) -> None:
 
 if __name__ == "__main__":
     warnings.simplefilter("ignore")
-    sweep(sys.argv[1])
+    for each in KINDS:
+        sweep(each)

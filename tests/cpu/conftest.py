@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from elbowroom.ir.hardware import HardwareProfile
+from elbowroom.planner.strategies import auto
 from tests.state_jobs import Away, sending_away
 
 
@@ -16,6 +17,15 @@ def away(profile: HardwareProfile) -> Iterator[Away]:
     """A job whose state has left memory."""
     with sending_away(profile) as made:
         yield made
+
+
+@pytest.fixture(autouse=True, scope="module")
+def short_searches() -> Iterator[None]:
+    """Has `auto` search with little effort, as any plan will do: tests/pure has the tests of how good plans are."""
+    with pytest.MonkeyPatch.context() as patch:
+        for function in (auto.make_plan, auto.make_joint_plan):
+            patch.setitem(function.__kwdefaults__, "effort", 0.05)
+        yield
 
 
 @pytest.fixture(autouse=True)

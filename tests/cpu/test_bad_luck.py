@@ -40,9 +40,9 @@ WAYS = {"plain": {}, "dynamic": DYNAMIC, "offloaded": OFFLOADED, "recomputed": R
 class Job:
     """A small model that is trained, in a room or without one."""
 
-    def __init__(self, seed: int = 0) -> None:
+    def __init__(self, seed: int = 0, layers: int = 3) -> None:
         torch.manual_seed(seed)
-        layers = (layer for _ in range(3) for layer in (nn.Linear(WIDTH, WIDTH), nn.GELU()))
+        layers = (layer for _ in range(layers) for layer in (nn.Linear(WIDTH, WIDTH), nn.GELU()))
         self.model = nn.Sequential(*layers)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.9)
         self.seed = seed
@@ -90,7 +90,7 @@ def fail_at_every_request(
     Returns:
         How many steps were tried, and how many of those the failure ended.
     """
-    job, request, ended = Job(), 0, 0
+    job, request, ended = Job(layers=2), 0, 0
     with pressed(way):
         room = job.fit(HUGE, profile, **WAYS[way])
         while True:
@@ -108,7 +108,7 @@ def fail_at_every_request(
                 ended += 1
             has_failed = meter.fail_after(-1, 0)
             job.optimizer.zero_grad()
-            other = Job()
+            other = Job(layers=2)
             other.model.load_state_dict(job.model.state_dict())
             other.optimizer.load_state_dict(job.optimizer.state_dict())
             for state in other.optimizer.state.values():

@@ -43,7 +43,7 @@ from elbowroom.scripts.exit_codes import FAILED, INFEASIBLE, INTERRUPTED, MISUSE
 from elbowroom.units import format_bytes
 
 # Without optimizer state to speak of, so that a budget below the plain peak means something.
-IMAGES = ["torchvision:mobilenet_v3_small", "--batch", "8", "--image-size", "96", "--optimizer", "sgd"]
+IMAGES = ["torchvision:squeezenet1_1", "--batch", "8", "--image-size", "96", "--optimizer", "sgd"]
 TEXT = ["transformers:gpt2", "--layers", "1", "--batch", "1", "--sequence-length", "16"]
 
 
@@ -90,7 +90,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
     hardware = ("--hardware", folder / "profile.json")
     succeed("plan", folder / "trace.json.gz", "--budget", "90%peak", *hardware, "-o", folder / "plan.json")
     saved = [f"--save-{name}={folder / f'run-{name}.json'}" for name in ("trace", "plan", "costs")]
-    run = ("run", *IMAGES, "--device", "cpu", "--budget", "45MiB", "--steps", 5)
+    run = ("run", *IMAGES, "--device", "cpu", "--budget", "32MiB", "--steps", 5)
     result = call(*run, *hardware, "-o", folder / "run.json", *saved)
     assert result.exit_code == 0, result.output
     (folder / "run.txt").write_text(result.stdout)
@@ -201,10 +201,12 @@ def test_capture(files: pathlib.Path, tmp_path: pathlib.Path) -> None:
     assert found["bytes_by_role"]["parameter"] > 0 and found["movable_bytes"] > 0
 
 
-def test_capture_of_a_function_of_ones_own(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def own_spec(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A function in the current folder that makes a perceptron."""
     (tmp_path / "mine_for_capture.py").write_text(
         "import torch\n"
-        "def build(batch):\n"
+        "def build(batch=8, device='cpu'):\n"
         "    print('a word on stdout')\n"
         "    model = torch.nn.Sequential(torch.nn.Linear(8, 32), torch.nn.ReLU(), torch.nn.Linear(32, 1))\n"
         "    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n"
@@ -214,8 +216,12 @@ def test_capture_of_a_function_of_ones_own(tmp_path: pathlib.Path, monkeypatch: 
         "    return model, optimizer, step\n"
     )
     monkeypatch.chdir(tmp_path)
-    found = document("capture", "mine_for_capture:build", "--batch", "4")
-    assert found["name"] == "mine_for_capture:build" and found["saves"] > 0
+    return "mine_for_capture:build"
+
+
+def test_capture_of_a_function_of_ones_own(own_spec: str) -> None:
+    found = document("capture", own_spec, "--batch", "4")
+    assert found["name"] == own_spec and found["saves"] > 0
 
 
 def test_plan(files: pathlib.Path) -> None:
@@ -375,13 +381,13 @@ def test_a_run_that_ends_early_keeps_the_steps_that_are_done(
         return dataclasses.replace(workload, step=step)
 
     monkeypatch.setattr(workloads, "build", build_and_stop)
-    common = ("run", *IMAGES, "--device", "cpu", "--budget", "45M", "--hardware", files / "profile.json", "--json")
+    common = ("run", *IMAGES, "--device", "cpu", "--budget", "32M", "--hardware", files / "profile.json", "--json")
     result = call(*common, "-o", tmp_path / "run.json", "--save-plan", tmp_path / "plan.json")
     assert result.exit_code == code, result.output
     found = json.loads(result.stdout)
     assert not found["complete"] and len(found["losses"]) == 3
     assert [step.step for step in elbowroom.load(Journal, tmp_path / "run.json").steps] == [0, 1, 2]
-    assert elbowroom.load(Plan, tmp_path / "plan.json").budget_bytes == 45 << 20
+    assert elbowroom.load(Plan, tmp_path / "plan.json").budget_bytes == 32 << 20
     assert sorted(path.name for path in tmp_path.iterdir()) == ["plan.json", "run.json"]
     assert ("interrupted" if code == INTERRUPTED else "op") in result.stderr
 
@@ -397,10 +403,10 @@ def test_a_share_of_this_device_is_what_fit_takes_it_for(files: pathlib.Path) ->
 def test_the_result_of_an_older_run_is_read(files: pathlib.Path, tmp_path: pathlib.Path) -> None:
     steps = [files_of_nouns.to_json(step) for step in elbowroom.load(Journal, files / "run.json").steps]
     steps[-1] |= {"peak_bytes": 0, "resident_bytes": 0}
-    old = {"command": "run", "budget_bytes": 45 << 20, "journal": {"steps": steps}}
+    old = {"command": "run", "budget_bytes": 32 << 20, "journal": {"steps": steps}}
     (tmp_path / "old.json").write_text(json.dumps(old))
     journal, budget_bytes = load_journal(tmp_path / "old.json")
-    assert journal.steps[-1].peak_bytes is None and budget_bytes == 45 << 20
+    assert journal.steps[-1].peak_bytes is None and budget_bytes == 32 << 20
     for version, said in ((0, "does not read"), (99, "does not read"), ("2", "expected an integer")):
         (tmp_path / "new.json").write_text(json.dumps(old | {"journal_version": version}))
         assert said in fail(MISUSED, "report", tmp_path / "new.json")
@@ -433,7 +439,7 @@ def test_report_from_files_is_the_report_of_the_run(files: pathlib.Path, tmp_pat
     assert max(map(len, shown.splitlines())) <= 80
     found = document("report", files / "run.json", *given, "--by", "module")
     modules = {each["path"]: each for each in found["modules"]}
-    assert {"features.0.0", "classifier.0", None} <= modules.keys()
+    assert {"features.0", "classifier.1", None} <= modules.keys()
     assert sum(each["peak_bytes"] for each in modules.values()) <= found["reports"][0]["forecast_peak_bytes"]
     assert "by kind or by module" in fail(MISUSED, "report", files / "run.json", *given, "--by", "layer")
     assert "depth" in fail(MISUSED, "report", files / "run.json", *given, "--depth", "2")
@@ -523,12 +529,14 @@ def test_unknown_members(files: pathlib.Path) -> None:
     assert "--batch" in fail(MISUSED, "plan", trace, "--budget", "90%peak", "--batch", "4")
 
 
-def test_infeasible_says_how_much_is_needed(files: pathlib.Path) -> None:
+def test_infeasible_says_how_much_is_needed(files: pathlib.Path, own_spec: str) -> None:
     hardware = ("--hardware", files / "profile.json")
-    said = fail(INFEASIBLE, "plan", files / "trace.json.gz", "--budget", "1MiB", *hardware)
+    said = fail(INFEASIBLE, "plan", files / "trace.json.gz", "--budget", "4KiB", *hardware)
     needed = document("plan", files / "trace.json.gz", "--budget", "100%peak", *hardware)["smallest_budget_bytes"]
-    assert "1048576 bytes" in said and f"{needed} bytes" in said
-    said = fail(INFEASIBLE, "run", *IMAGES, "--budget", "1MiB", *hardware, "--device", "cpu", "--ahead")
+    assert "4096 bytes" in said and f"{needed} bytes" in said
+    result = call("run", own_spec, "--batch", 64, "--budget", "512", *hardware, "--device", "cpu", "--ahead")
+    assert result.exit_code == INFEASIBLE, result.output
+    said = result.stderr
     assert "Set memory_budget to at least" in said
 
 

@@ -60,7 +60,7 @@ def trace(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
     """A file with the trace of a small model."""
     path = tmp_path_factory.mktemp("traces") / "trace.json.gz"
     small = ("--batch", "8", "--image-size", "96", "--optimizer", "sgd")
-    succeed("capture", "torchvision:mobilenet_v3_small", *small, "-o", path)
+    succeed("capture", "torchvision:squeezenet1_1", *small, "-o", path)
     return path
 
 
@@ -171,7 +171,7 @@ def test_compare_for_people(trace: pathlib.Path) -> None:
     result = call("compare", trace, "--hardware", "v100", "--strategies", STRATEGIES, "--budgets", BUDGETS)
     assert result.exit_code == 0
     lines = result.stdout.splitlines()
-    assert "mobilenet_v3_small on NVIDIA Tesla V100" in lines[0]
+    assert "squeezenet1_1 on NVIDIA Tesla V100" in lines[0]
     assert "plain step" in lines[1] and "smallest budget that works" in lines[1]
     (refused,) = (line for line in lines if "does not fit" in line)
     assert "keep_all" in refused and "needs" in refused
@@ -204,7 +204,14 @@ def test_pictures_of_the_front(trace: pathlib.Path, tmp_path: pathlib.Path, endi
     assert first.startswith({".svg": b"<?xml", ".png": b"\x89PNG", ".pdf": b"%PDF"}[ending])
     if ending == ".svg":
         text = first.decode()
-        for words in ("keep_all", "offload_all", "bound", "Pareto front", "smallest feasible", "torchvision:mobilenet"):
+        for words in (
+            "keep_all",
+            "offload_all",
+            "bound",
+            "Pareto front",
+            "smallest feasible",
+            "torchvision:squeezenet",
+        ):
             assert f">{words}" in text
 
 
@@ -295,9 +302,10 @@ def test_max_batch_for_people(spec: str, tmp_path: pathlib.Path) -> None:
 
 def test_max_batch_takes_the_whole_device_where_nothing_is_said(spec: str, tmp_path: pathlib.Path) -> None:
     profile = elbowroom.load(HardwareProfile, _small_device(tmp_path))
-    found = document("max-batch", spec, "--hardware", _small_device(tmp_path))
+    given = ("max-batch", spec, "--hardware", _small_device(tmp_path), "--strategy", "offload_all")
+    found = document(*given)
     assert found["memory_bytes"] == profile.tiers[0].capacity_bytes == 1 << 20
-    half = document("max-batch", spec, "--hardware", _small_device(tmp_path), "--memory", "50%")
+    half = document(*given, "--memory", "50%")
     assert half["memory_bytes"] == 1 << 19 and half["largest_batch"] < found["largest_batch"]
 
 
@@ -336,10 +344,12 @@ def test_refused_cells_are_empty_and_say_why(trace: pathlib.Path) -> None:
     assert "refused" in shown and "exact:most_gaps=0 refused 1 of 2 budgets: exact is for small traces" in shown
 
 
-def test_max_batch_of_models_that_refuse_one_sample() -> None:
+def test_max_batch_of_models_that_refuse_one_sample(spec: str, tmp_path: pathlib.Path) -> None:
     """Batch norm over one value a channel."""
-    small = ("--image-size", "32", "--optimizer", "sgd", "--memory", "192MiB", "--hardware", "v100")
-    found = document("max-batch", "torchvision:resnet18", *small, "--strategy", "keep_all")
+    source = (tmp_path / "mine_for_batches.py").read_text()
+    (tmp_path / "mine_with_norms.py").write_text(source.replace("torch.nn.GELU()", "torch.nn.BatchNorm1d(64)"))
+    given = ("--memory", "1MiB", "--hardware", "v100", "--strategy", "keep_all")
+    found = document("max-batch", "mine_with_norms:build", *given)
     assert found["trials"][0]["batch"] == 2 and found["largest_batch"] == found["largest_plain_batch"]
 
 

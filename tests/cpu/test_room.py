@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import re
 import threading
 from collections.abc import Callable
@@ -47,6 +48,7 @@ def make(*, zero_first: bool = False) -> tuple[nn.Module, torch.optim.Optimizer,
     return model, optimizer, step
 
 
+@functools.cache
 def find_range(profile: HardwareProfile) -> tuple[int, int]:
     """The smallest budget that works, and the plain peak."""
     model, optimizer, step = make()
@@ -451,13 +453,13 @@ def test_the_peak_of_every_step_is_known(zero_first: bool, profile: HardwareProf
     model, optimizer, step = make(zero_first=zero_first)
     budget = (floor + plain_peak) // 2
     with elbowroom.fit(model, optimizer, budget, profile=profile) as room:
-        for index in range(18):
+        for index in range(9):
             with room.step():
                 step(index)
         assert room.planned is not None
         forecast = room.planned.forecast.peak_bytes
         planned = [record for record in room.journal().steps if record.mode is Mode.PLANNED]
-        assert len(planned) >= 14
+        assert len(planned) >= 5
         for record in planned:
             assert record.peak_bytes is not None and 0 < record.peak_bytes <= budget
             assert record.peak_bytes == pytest.approx(forecast, rel=0.01, abs=17 << 10)

@@ -15,7 +15,7 @@ from elbowroom.errors import Infeasible, TransferFailed
 from elbowroom.ir.hardware import HardwareProfile
 from elbowroom.ir.journal import Mode
 from elbowroom.tiers.disk import SpillFile
-from tests.state_jobs import PARAMETER_BYTES, StateJob, fit, make_job
+from tests.state_jobs import LAYERS, PARAMETER_BYTES, StateJob, fit, make_job, make_model
 
 OPTIMIZERS: dict[str, Any] = {
     "adamw": functools.partial(torch.optim.AdamW, lr=1e-2, foreach=False),
@@ -23,6 +23,9 @@ OPTIMIZERS: dict[str, Any] = {
     "sgd": functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9, foreach=False),
     "sgd foreach": functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9, foreach=True),
 }
+
+FEW = 6
+"""Layers of the model, so that not too many transfers are there to fail."""
 
 PLANNED_AFTER = 5
 """Steps until the plan is made and followed."""
@@ -90,12 +93,14 @@ def find_same(groups: list[Group], others: list[Group]) -> list[bool]:
 def test_a_disk_that_fails_in_a_step(
     name: str, mode: str, method: str, profile: HardwareProfile, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    make = functools.partial(make_job, OPTIMIZERS[name])
+    def make() -> StateJob:
+        return make_job(OPTIMIZERS[name], make_model(FEW))
+
     old, new = train_to(make, PLANNED_AFTER), train_to(make, PLANNED_AFTER + 1)
     job = make()
     disk = FailingDisk(method, monkeypatch)
     outcomes = []
-    with fit(job, profile, 3 * PARAMETER_BYTES // 2, mode=mode, min_offload_bytes=1 << 12) as room:
+    with fit(job, profile, 3 * PARAMETER_BYTES * FEW // LAYERS // 2, mode=mode, min_offload_bytes=1 << 12) as room:
         for index in range(PLANNED_AFTER):
             with room.step():
                 job.step(index)
