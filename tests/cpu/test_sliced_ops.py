@@ -170,6 +170,20 @@ def test_an_op_with_a_number_that_no_slices_help_is_refused(
     assert listed["other tensors that are in use or that the program holds"] == pytest.approx(20 << 20, abs=4096)
 
 
+def test_torchscript_passes_the_message_of_a_refusal_on(
+    profile: HardwareProfile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its interpreter raises an error of its own."""
+    monkeypatch.setattr(SliceChooser, "choose", lambda *_: None)
+    model = torch.jit.script(nn.Sequential(nn.Linear(4, 1 << 20), nn.GELU()))
+    with (
+        elbowroom.fit(model, torch.optim.SGD(model.parameters()), 28 << 20, mode="dynamic", profile=profile) as room,
+        pytest.raises(RuntimeError, match=r"bytes\) are needed at once when aten\."),
+        room.step(),
+    ):
+        model(torch.ones(4, 4))
+
+
 def test_an_op_without_a_rule_is_refused_with_its_name(profile: HardwareProfile) -> None:
     assert "aten.cumsum.default" not in list_rules()
 

@@ -129,7 +129,12 @@ void run_in_python(PyObject* watcher, const c10::OperatorHandle& op, torch::jit:
   // Ops that the watcher calls start below this key, as for a mode.
   const c10::impl::ExcludeDispatchKeyGuard above(DOWN_TO_PYTHON);
   const OnTop guard(watcher);
-  (*getPyInterpreter())->dispatch(op, stack);
+  try {
+    (*getPyInterpreter())->dispatch(op, stack);
+  } catch (python_error& error) {
+    error.persist();  // makes its message, which is all that TorchScript passes on
+    throw;
+  }
 }
 
 // Runs an op by the first `count` watchers, the last of them first, and then by the kernel.
