@@ -7,6 +7,7 @@ import datetime
 import itertools
 import logging
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeVar
 
@@ -16,6 +17,9 @@ from elbowroom.errors import RankLost
 from elbowroom.ranks.process_ends import describe_process, ending_if_lost, has_ended
 
 logger = logging.getLogger(__name__)
+
+ENDING_SECONDS = 1.0
+"""How long a process may take to end after it has lost its connections."""
 
 Value = TypeVar("Value")
 
@@ -165,19 +169,35 @@ class RankGroup:
             with ending_if_lost(self._find_lost):
                 yield
         except (RuntimeError, ValueError) as error:
-            there = f"{self.prefix}/round{self._round}"
-            missing = [rank for rank in range(self.size) if not self._is_there(f"{there}/{rank}")]
-            who = "a rank has ended or lost its connection"
-            if missing:
-                named = ", ".join(map(str, missing))
-                who = f"rank {named} did not come to it within {self.timeout_seconds:g} s, or has ended"
             raise RankLost(
-                f"rank {self.rank} waited for the others at {self._what}: {who}. All ranks must call elbowroom.fit and "
-                f"run their steps together ({str(error).splitlines()[0] if str(error) else type(error).__name__})"
+                f"rank {self.rank} waited for the others at {self._what}: {self._explain_loss()}. All ranks must call "
+                "elbowroom.fit and run their steps together "
+                f"({str(error).splitlines()[0] if str(error) else type(error).__name__})"
             ) from error
+
+    def _explain_loss(self) -> str:
+        """Return which ranks are the reason for an exchange that failed."""
+        there = f"{self.prefix}/round{self._round}"
+        missing = [rank for rank in range(self.size) if not self._is_there(f"{there}/{rank}")]
+        if missing:
+            named = ", ".join(map(str, missing))
+            return f"rank {named} did not come to it within {self.timeout_seconds:g} s, or has ended"
+        deadline = time.monotonic() + ENDING_SECONDS
+        while (ended := self._find_ended()) is None and time.monotonic() < deadline:
+            time.sleep(ENDING_SECONDS / 20)
+        if ended is None:
+            return "a rank has ended or lost its connection"
+        return f"rank {ended[0]}, process {ended[1]}, has ended"
 
     def _find_lost(self) -> str:
         """Return which rank on this machine has ended; "" if none. Called in a thread, while this rank waits."""
+        if (ended := self._find_ended()) is None:
+            return ""
+        rank, number = ended
+        return f"rank {self.rank} ends, as it waits at {self._what} for rank {rank}, whose process {number} has ended"
+
+    def _find_ended(self) -> tuple[int, int] | None:
+        """Return a rank on this machine whose process has ended, and that process; None if there is none."""
         own, _ = describe_process()
         for rank in range(self.size):
             key = f"{self.prefix}/round0/{rank}"
@@ -187,9 +207,8 @@ class RankGroup:
                     self._processes[rank] = host, int(process)
             host, number = self._processes.get(rank, ("", 0))
             if host == own and has_ended(number):
-                waits = f"rank {self.rank} ends, as it waits at {self._what}"
-                return f"{waits} for rank {rank}, whose process {number} has ended"
-        return ""
+                return rank, number
+        return None
 
     def _is_there(self, key: str) -> bool:
         try:
