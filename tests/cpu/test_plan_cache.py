@@ -173,7 +173,7 @@ def test_what_does_not_fit_is_said_before_it_runs(profile: HardwareProfile) -> N
                 step(index, 48)
         before = [parameter.detach().clone() for parameter in model.parameters()]
         with pytest.raises(Infeasible, match="when aten") as caught, room.step():
-            step(5, 2048)
+            step(5, 1024)
         assert caught.value.needed_bytes > budget
         assert all(torch.equal(*pair) for pair in zip(model.parameters(), before, strict=True))
         optimizer.zero_grad()
@@ -217,6 +217,8 @@ def test_kinds_are_planned_once_that_pays(
     gain: float, plans: int, profile: HardwareProfile, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("elbowroom.plan_cache.GAIN", gain)
+    monkeypatch.setattr(PlanningTimes, "search_seconds", property(lambda _: 1e6))  # no stall is as long
+    monkeypatch.setattr(PlanningTimes, "quick_seconds", 1e6)
     budget = int(0.7 * find_plain_peak(make_lengths, 64, profile))
     room, _ = compare(make_lengths, [64, 64, 48, 56] + [48, 48, 48, 56, 56, 56, 64] * 3, budget, profile)
     assert len(room._cache.entries) == plans
