@@ -90,7 +90,7 @@ def test_auto_is_never_slower_than_the_quick_strategies(job: tuple[Trace, Costs]
         assert seconds <= simulate(trace, costs, other).step_seconds * 1.005, strategy
 
 
-@settings(max_examples=20)
+@settings(max_examples=12)
 @given(job=jobs())
 def test_no_strategy_plans_below_the_smallest_budget(job: tuple[Trace, Costs]) -> None:
     trace, costs = job

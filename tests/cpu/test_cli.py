@@ -531,9 +531,10 @@ def test_unknown_members(files: pathlib.Path) -> None:
 
 def test_infeasible_says_how_much_is_needed(files: pathlib.Path, own_spec: str) -> None:
     hardware = ("--hardware", files / "profile.json")
-    said = fail(INFEASIBLE, "plan", files / "trace.json.gz", "--budget", "4KiB", *hardware)
-    needed = document("plan", files / "trace.json.gz", "--budget", "100%peak", *hardware)["smallest_budget_bytes"]
-    assert "4096 bytes" in said and f"{needed} bytes" in said
+    succeed("capture", own_spec, "--batch", 64, "-o", "own.json")
+    said = fail(INFEASIBLE, "plan", "own.json", "--budget", "512", *hardware)
+    needed = document("plan", "own.json", "--budget", "100%peak", *hardware)["smallest_budget_bytes"]
+    assert "512 bytes" in said and f"{needed} bytes" in said
     result = call("run", own_spec, "--batch", 64, "--budget", "512", *hardware, "--device", "cpu", "--ahead")
     assert result.exit_code == INFEASIBLE, result.output
     said = result.stderr

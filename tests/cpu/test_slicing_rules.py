@@ -89,6 +89,8 @@ def test_slices_give_what_the_whole_op_gives(
     store = ExactnessStore(tmp_path)
     tested = proven = 0
     for op, args, kwargs in GROUPS[group](make_random(dtype, layout)):
+        if layout == "channels_last" and not any(isinstance(each, torch.Tensor) and each.ndim == 4 for each in args):
+            continue  # contiguous, as in another case
         try:
             reference = copy((args, kwargs))
             whole = run(op, *reference)
@@ -100,7 +102,7 @@ def test_slices_give_what_the_whole_op_gives(
         for passes in find_passes(op, args, kwargs, with_partial=True):
             sums = any(each.sums for each in passes)
             exact = not sums and probe_passes(op, args, kwargs, passes, 3, store=store).is_exact
-            for parts in (3, 1000):
+            for parts in (3, 1000) if dtype is torch.float32 else (3,):
                 given = copy((args, kwargs))
                 found = run_whole(op, *given, passes, parts)
                 where = f"{op} {passes} {parts}"

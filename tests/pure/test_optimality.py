@@ -26,7 +26,7 @@ SMALL: dict[str, Trace] = {
 SHARES = {2e8: (0.1, 0.5, 0.9), 2e9: (0.3, 0.7)}
 """By link bytes per second: budgets as shares of the way from the floor to the plain peak."""
 
-CHAINS = (6, 9, 17, 33)
+CHAINS = (6, 17, 33)
 NO_LINK = make_link(per_second=1.0)
 
 
