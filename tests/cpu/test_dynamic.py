@@ -1012,10 +1012,11 @@ def test_nothing_is_recorded_where_there_was_always_room(profile: HardwareProfil
     assert counts == [counts[0]] * 3 + [counts[4]] * 2 + [counts[0]], "all that is too much has to be computed again"
 
 
-def test_what_is_too_small_to_move_is_not_recorded() -> None:
+def test_what_is_too_small_to_move_is_not_recorded(profile: HardwareProfile) -> None:
     """Nobody will compute it again. Constants are, since much is computed from them, and what is written in place."""
     model = nn.Linear(64, 64)
-    with elbowroom.fit(model, [], 1 << 30, mode="dynamic", min_offload_bytes=1 << 14) as room, room.step():
+    options: dict[str, Any] = {"mode": "dynamic", "min_offload_bytes": 1 << 14, "profile": profile}
+    with elbowroom.fit(model, [], 1 << 30, **options) as room, room.step():
         large, small, constant = model.weight.relu(), model.bias.relu(), torch.arange(3)
         written = model.weight.relu()
         written[0].mul_(2)  # 256 bytes of them
@@ -1028,10 +1029,10 @@ def test_what_is_too_small_to_move_is_not_recorded() -> None:
         }  # fmt: skip
 
 
-def test_what_a_recording_reads_has_to_be_as_it_was() -> None:
+def test_what_a_recording_reads_has_to_be_as_it_was(profile: HardwareProfile) -> None:
     """Of autograd's claims, too: `x.data` may be written to, and PyTorch does not notice."""
     model = nn.Linear(64, 64)
-    options: dict[str, Any] = {"mode": "dynamic", "policy": "dtr", "min_offload_bytes": 1}
+    options: dict[str, Any] = {"mode": "dynamic", "policy": "dtr", "min_offload_bytes": 1, "profile": profile}
     with elbowroom.fit(model, [], 1 << 30, **options) as room, room.step():
         x = model.weight.relu()
         y = x.sin().tanh()
