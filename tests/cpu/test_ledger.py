@@ -20,6 +20,7 @@ import torch
 import elbowroom
 from benchmarks.profiler_meter import ProfilerMeter
 from elbowroom.errors import Infeasible, MemoryRefused
+from elbowroom.hooks import meter
 from elbowroom.hooks.ledger import NO_LIMIT, CpuLedger
 from elbowroom.hooks.meter import CpuMeter
 from elbowroom.ir.hardware import HardwareProfile
@@ -435,6 +436,20 @@ def limited_data(nbytes: int) -> Iterator[None]:
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_DATA, before)
+
+
+def test_short_steps_share_a_reading_of_the_resident_peak(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, resets, readings = 0.0, [], []
+    monkeypatch.setattr(meter.time, "perf_counter", lambda: now)
+    monkeypatch.setattr(meter, "reset_resident_peak", lambda: resets.append(now))
+    monkeypatch.setattr(meter, "read_resident_peak", lambda: readings.append(now) or len(readings))
+    peak, found = meter._ResidentPeak(), []
+    for seconds in (0.01, 0.01, 0.5, 0.5, 0.01):
+        peak.begin_step()
+        now += seconds
+        found.append(peak.read())
+    assert found == [1, 1, 2, 3, 3]
+    assert resets == pytest.approx([0.0, 0.52, 1.02]) and len(readings) == 3
 
 
 def test_where_the_system_has_no_more_room_is_made(ledger: CpuLedger) -> None:

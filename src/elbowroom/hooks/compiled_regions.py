@@ -144,6 +144,8 @@ def undisturbed(made: F) -> F:
     others that they call, such as the planner's numeric code.
     """
     frames: Any = torch._C._dynamo.eval_frame  # without the import of torch._dynamo, which takes seconds
+    if not hasattr(frames, "_FrameAction"):
+        return made  # a PyTorch so old that no room is made with it
     skip = frames._FrameAction.SKIP
     for each in vars(made).values() if isinstance(made, type) else (made,):
         if isinstance(each, types.FunctionType):

@@ -238,7 +238,8 @@ class _ResidentPeak:
     """The process's high-water mark of resident memory in its steps."""
 
     def __init__(self) -> None:
-        self._last_reset = self._last_reading = -math.inf
+        self._last_reset = -math.inf
+        self._last_reading = -math.inf
         self._bytes = 0
 
     def begin_step(self) -> None:

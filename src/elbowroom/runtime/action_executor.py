@@ -67,7 +67,7 @@ class ActionExecutor:
         self._context.pinned.append(count_reads(actions, self._state.segments) if moves_back else {})
         try:
             for position, action in enumerate(actions):
-                if not isinstance(action, Recompute) and action.storage not in by_id:
+                if not isinstance(action, Reload | Recompute) and action.storage not in by_id:
                     continue  # a replay before was the last to read it
                 try:
                     match action:
