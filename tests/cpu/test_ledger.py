@@ -425,13 +425,27 @@ def test_a_request_that_fails_is_not_counted(ledger: CpuLedger) -> None:
     assert ledger.scope.live_bytes == live
 
 
+def read_data_bytes() -> int:
+    with open("/proc/self/status") as file:
+        return next(int(line.split()[1]) << 10 for line in file if line.startswith("VmData:"))
+
+
+def fill_heap(nbytes: int) -> list[torch.Tensor]:
+    """Take the free pieces of malloc's heap that could serve a request of so many bytes without the system."""
+    held = []
+    while True:
+        before = read_data_bytes()
+        memory = make(nbytes)
+        if read_data_bytes() - before >= nbytes // 2:
+            return held
+        held.append(memory)
+
+
 @contextlib.contextmanager
 def limited_data(nbytes: int) -> Iterator[None]:
     """The process may have so many bytes of data beyond what it has."""
     before = resource.getrlimit(resource.RLIMIT_DATA)
-    with open("/proc/self/status") as file:
-        taken = next(int(line.split()[1]) << 10 for line in file if line.startswith("VmData:"))
-    resource.setrlimit(resource.RLIMIT_DATA, (taken + nbytes, before[1]))
+    resource.setrlimit(resource.RLIMIT_DATA, (read_data_bytes() + nbytes, before[1]))
     try:
         yield
     finally:
@@ -462,10 +476,12 @@ def test_where_the_system_has_no_more_room_is_made(ledger: CpuLedger) -> None:
         return True
 
     gc.collect()
+    filled = fill_heap(64 * MIB)
     ledger.trim()
     with limited_data(32 * MIB), ledger.counting(ledger.live_bytes + 512 * MIB, give_up_one):
         more = make(64 * MIB)
     assert more.nbytes == 64 * MIB
+    del filled
     assert asked and set(asked) == {(64 * MIB, 64 * MIB)} and held
 
 
@@ -473,11 +489,14 @@ def test_where_the_system_has_no_more_and_nothing_may_leave_the_error_has_the_nu
     def refuse_to_move(requested_bytes: int, missing_bytes: int) -> bool:
         raise Infeasible(needed_bytes=2, budget_bytes=1, op="an op", is_whole_step=False)
 
+    filled = fill_heap(256 * MIB)
+    ledger.trim()
     held = ledger.live_bytes
     with limited_data(32 * MIB), ledger.counting(held + 512 * MIB, refuse_to_move):
         with pytest.raises(MemoryRefused) as caught:
             make(256 * MIB)
         assert ledger.live_bytes == held
+    del filled
     error = caught.value
     numbers = error.requested_bytes, error.held_bytes, error.budget_bytes
     assert numbers == (256 * MIB, held, held + 512 * MIB)
