@@ -298,6 +298,10 @@ class TransferFailed(TierError):
     """A transfer failed. The source is intact."""
 
 
+class DeviceFull(TransferFailed):
+    """The device has no memory for what comes back. Nothing was begun."""
+
+
 class BrokerLost(ElbowroomError):
     """The broker of a shared device is gone, and the job was told to stop in that case."""
 

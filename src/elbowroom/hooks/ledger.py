@@ -22,6 +22,14 @@ logger = logging.getLogger(__name__)
 NO_LIMIT = 1 << 60
 """Bytes: more than any machine has."""
 
+POOL_PAGES_BYTES = 22 << 20
+"""What the caching allocator's pools of large and of small blocks reserve at once, at least."""
+
+FRAGMENTED = 0.1
+FRAGMENTED_BYTES = 256 << 20
+"""What it may reserve beyond the budget while a step follows a plan, whose bytes are known: this share of the budget or
+so many bytes, whichever is more."""
+
 MakeRoom = Callable[[int, int], bool]
 """Called with the requested and the missing bytes. Returns True after freeing memory, returns False to let the request
 pass, or raises."""
@@ -59,8 +67,23 @@ class Ledger(Protocol):
         """Return the peak of bytes held since the last call."""
         ...
 
-    def set_limit(self, nbytes: int) -> None:
-        """Change the limit while `counting`."""
+    def set_limit(self, nbytes: int, *, follows_plan: bool = False) -> None:
+        """Change the limit while `counting`.
+
+        Args:
+            follows_plan: whether the step's bytes are known, so that the limit is not expected to be reached.
+        """
+        ...
+
+    def raise_limit(self) -> bool:
+        """Leave out of the limit what the allocator cannot use of what it holds. Return whether the limit was raised.
+
+        Called after a request was refused.
+        """
+        ...
+
+    def require(self, nbytes: int, limit_bytes: int) -> None:
+        """Have room made for a request that comes later. Raises what `make_room` raises."""
         ...
 
     def counting(self, limit_bytes: int, make_room: MakeRoom) -> contextlib.AbstractContextManager[None]:
@@ -137,8 +160,14 @@ class CpuLedger:
     def take_recent_peak(self) -> int:
         return int(self.scope.take_recent_peak())
 
-    def set_limit(self, nbytes: int) -> None:
+    def set_limit(self, nbytes: int, *, follows_plan: bool = False) -> None:
         self.scope.limit_bytes = min(nbytes, NO_LIMIT)
+
+    def raise_limit(self) -> bool:
+        return False
+
+    def require(self, nbytes: int, limit_bytes: int) -> None:
+        torch.empty(nbytes, dtype=torch.uint8)
 
     @contextlib.contextmanager
     def counting(self, limit_bytes: int, make_room: MakeRoom) -> Iterator[None]:
@@ -193,13 +222,22 @@ class CpuLedger:
 
 
 class CudaLedger:
-    """Reads PyTorch's caching allocator, which refuses to reserve more than a limit."""
+    """Reads PyTorch's caching allocator, and limits what it reserves.
+
+    A budget counts allocated bytes, but the allocator only limits what it reserves. So the limit leaves out what a pool
+    has begun and, once a request was refused, all that is reserved and cannot be used. A lower limit of the program
+    stays in force.
+    """
 
     scope = None
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._total_bytes = torch.cuda.get_device_properties(device).total_memory
+        self._fraction: float | None = None  # of the program; None outside of steps, or if the allocator knows none
+        self._make_room: MakeRoom | None = None
+        self._limit_bytes = NO_LIMIT
+        self._beyond_bytes = 0  # may be reserved beyond the limit
 
     def adopt(self, tensors: Iterable[torch.Tensor]) -> None:
         pass
@@ -217,16 +255,43 @@ class CudaLedger:
     def take_recent_peak(self) -> int:
         return self.live_bytes  # the allocator keeps one peak, which the step's meter resets and reads
 
-    def set_limit(self, nbytes: int) -> None:
-        torch.cuda.set_per_process_memory_fraction(min(1.0, nbytes / self._total_bytes), self._device)
+    def set_limit(self, nbytes: int, *, follows_plan: bool = False) -> None:
+        self._limit_bytes = nbytes
+        self._beyond_bytes = max(FRAGMENTED_BYTES, int(FRAGMENTED * nbytes)) if follows_plan else POOL_PAGES_BYTES
+        self._limit_reserved()
+
+    def raise_limit(self) -> bool:
+        idle_bytes = torch.cuda.memory_reserved(self._device) - self.live_bytes
+        if self._fraction is None or idle_bytes < self._beyond_bytes:
+            return False
+        self._beyond_bytes = idle_bytes + POOL_PAGES_BYTES
+        self._limit_reserved()
+        return True
+
+    def _limit_reserved(self) -> None:
+        if self._fraction is not None:
+            share = (self._limit_bytes + self._beyond_bytes) / self._total_bytes
+            torch.cuda.set_per_process_memory_fraction(min(self._fraction, share), self._device)
 
     @contextlib.contextmanager
     def counting(self, limit_bytes: int, make_room: MakeRoom) -> Iterator[None]:
-        before = torch.cuda.get_per_process_memory_fraction(self._device)
+        try:
+            self._fraction = torch.cuda.get_per_process_memory_fraction(self._device)
+        except RuntimeError:  # a pluggable allocator
+            self._fraction = None
+        self._make_room = make_room
         try:
             yield
         finally:
-            torch.cuda.set_per_process_memory_fraction(before, self._device)
+            self._make_room = None
+            if self._fraction is not None:
+                torch.cuda.set_per_process_memory_fraction(self._fraction, self._device)
+                self._fraction = None
+
+    def require(self, nbytes: int, limit_bytes: int) -> None:
+        while (missing_bytes := self.live_bytes + nbytes - limit_bytes) > 0:
+            if self._make_room is None or not self._make_room(nbytes, missing_bytes):
+                return
 
     def limit_between_steps(self, limit_bytes: int | None, make_room: MakeRoom | None = None) -> None:
         pass

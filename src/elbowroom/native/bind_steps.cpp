@@ -68,6 +68,9 @@ std::shared_ptr<OpWatch> make_watch(
       method.call([&](const py::object& ask) { is_made = ask(op).cast<bool>(); });
       return is_made;
     };
+    callbacks.prepare_room = [method = Method(host, "prepare_room_for")](const std::string& op, int64_t nbytes) {
+      method.call([&](const py::object& prepare) { prepare(op, nbytes); });
+    };
   }
   return std::make_shared<OpWatch>(c10::Device(device_type).type(), std::move(table), std::move(callbacks));
 }
@@ -247,7 +250,10 @@ void bind_watch(py::module_& module) {
       .def_property_readonly("busy_seconds", [](const OpWatch& watch) { return watch.busy_seconds(); })
       .def_property(
           "due_ops", [](const OpWatch& watch) { return watch.due_ops.load(); },
-          [](OpWatch& watch, int64_t ops) { watch.due_ops = ops; });
+          [](OpWatch& watch, int64_t ops) { watch.due_ops = ops; })
+      .def_property(
+          "follows_plan", [](const OpWatch& watch) { return watch.follows_plan.load(); },
+          [](OpWatch& watch, bool follows_plan) { watch.follows_plan = follows_plan; });
   module.def("set_watchers", &set_watchers, py::arg("watchers"), "Set the watchers that run every op of this thread.");
   module.def("get_watchers", &get_watchers, "Return the watchers of this thread.");
   module.def("get_active_watchers", &get_active_watchers, "Return the watchers that would run an op now.");

@@ -4,10 +4,13 @@
 #include <c10/util/Exception.h>
 
 #include <algorithm>
+#include <optional>
 #include <utility>
 
+#include "former_contents.h"
 #include "ledger.h"
 #include "op_arguments.h"
+#include "python_call.h"
 #include "state_storages.h"
 #include "watched_ops.h"
 
@@ -23,6 +26,13 @@ std::string out_of_place(std::string name) {
   return name;
 }
 
+bool is_out_of_memory(python_error& error) {
+  error.persist();
+  const pybind11::gil_scoped_acquire gil;
+  const pybind11::object kind = pybind11::module_::import("torch").attr("OutOfMemoryError");
+  return PyErr_GivenExceptionMatches(error.type, kind.ptr()) != 0;
+}
+
 }  // namespace
 
 void OpWatch::call(
@@ -33,6 +43,12 @@ void OpWatch::call(
       return next();
     } catch (const c10::OutOfMemoryError&) {
       if (restore == nullptr || !callbacks_.make_room(kind.name)) {
+        forget_ops(written);
+        throw;
+      }
+      (*restore)();
+    } catch (python_error& error) {  // of the device, too, if another watcher runs the op in Python
+      if (restore == nullptr || !is_out_of_memory(error) || !callbacks_.make_room(kind.name)) {
         forget_ops(written);
         throw;
       }
@@ -69,19 +85,29 @@ void OpWatch::run(
   const Written written = kind.may_write ? list_written(kind, arguments, count) : Written();
   const bool is_recorded = may_record(counted, keys) && kind.may_be_replayed(arguments, count);
   std::vector<c10::IValue> given;
+  const bool is_simple = may_retry(kind, written), is_undone = !is_simple && may_undo(kind);
   // Whether the op is recorded may depend on the bytes of its results.
-  if (may_retry(kind, written) || (is_recorded && written.empty())) given.assign(arguments, arguments + count);
+  if (is_simple || is_undone || (is_recorded && written.empty())) given.assign(arguments, arguments + count);
   if (!is_recorded && given.empty()) return run_unrecorded(kind, written, next);
   if (is_recorded) count_inputs(arguments, count);  // first: if there is no room, nothing has happened yet
   if (!written.empty()) tell(callbacks_.before_write, written);
   RecordedOpPtr recorded;
   if (is_recorded && !written.empty()) recorded = describe(op, kind, arguments, count, counted.tick);
   std::function<void()> restore;
-  if (may_retry(kind, written)) {
+  std::optional<FormerStatistics> statistics;
+  std::optional<FormerOffset> offset;
+  if (is_undone) {
+    statistics.emplace(kind, arguments, count);
+    offset.emplace(kind, device_, arguments, count);
+  }
+  if (is_simple || is_undone) {
     restore = [&] {
+      if (statistics) statistics->restore(), offset->restore();
       stack->resize(below);
       stack->insert(stack->end(), given.begin(), given.end());
     };
+    // cuDNN takes another algorithm, with other last bits, where it is refused a workspace.
+    if (kind.is_convolution && !follows_plan) callbacks_.prepare_room(kind.name, count_boxed_bytes(arguments, count));
   }
   const int64_t live_before = scope_ == nullptr ? 0 : scope_->begin_op();
   const double begin = read_clock_seconds() - get_thread().lost_seconds;
@@ -265,6 +291,7 @@ void OpWatch::forget_ops(at::TensorList written) {
 }
 
 void OpWatch::record(int64_t resting_bytes, int64_t least_bytes) {
+  follows_plan = false;
   resting_bytes_ = resting_bytes;
   least_bytes_ = least_bytes;
   mode_ = Mode::RECORD;

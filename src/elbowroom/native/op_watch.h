@@ -29,6 +29,7 @@ struct Callbacks {
   std::function<void(const std::string&)> leave;  // the step differs from the expected one, with the reason
   std::function<void(int64_t, bool)> move_state;  // position of an expected op, -1 if none is expected any more; whether it is to run
   std::function<bool(const std::string&)> make_room;  // the device is out of memory for an op; true to retry
+  std::function<void(const std::string&, int64_t)> prepare_room;  // an op is about to take about so many bytes
 };
 
 class SavedTensors;
@@ -71,11 +72,13 @@ class OpWatch {
       torch::jit::Stack* stack, c10::function_ref<void()> next);
   // Runs an op that is not recorded and writes to these tensors; `next` may be called again.
   void run_unrecorded(const OpKind& kind, at::TensorList written, c10::function_ref<void()> next);
-  // Returns whether an op may be retried after running out of device memory: not if it draws random numbers or writes
-  // to its arguments.
+  // Returns whether an op may simply be retried after running out of device memory: not if it draws random numbers or
+  // writes to its arguments.
   bool may_retry(const OpKind& kind, at::TensorList written = {}) const {
     return callbacks_.make_room != nullptr && written.empty() && !kind.is_random;
   }
+  // Returns whether it may be retried after what it changes besides its results was restored.
+  bool may_undo(const OpKind& kind) const { return callbacks_.make_room != nullptr && !follows_plan && kind.written.empty(); }
   // Runs a counted op by `next` in slices; it writes to these tensors and is never recorded.
   void run_sliced(const OpKind& kind, at::TensorList written, c10::function_ref<void()> next);
   // Runs compiled code by `next` as one op, which writes to these tensors and is never recorded.
@@ -122,6 +125,8 @@ class OpWatch {
   double busy_seconds(double now = read_clock_seconds()) const { return now - begin_seconds_ - lost_seconds_; }
   void lose(double seconds) { lost_seconds_.fetch_add(seconds, std::memory_order_relaxed); }
   StorageTable& table() { return *table_; }
+
+  std::atomic<bool> follows_plan{false};  // so that there is room for every op
 
   std::atomic<int64_t> due_ops{NEVER};  // number of ops after which the step differs from the expected one
 

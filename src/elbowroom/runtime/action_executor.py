@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Sequence
+import traceback
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 import torch
 
-from elbowroom.errors import Infeasible, InternalError, SavedTensorLost, TierError
+from elbowroom.errors import DeviceFull, Infeasible, InternalError, SavedTensorLost, TierError
 from elbowroom.hooks.dispatch_keys import Hidden
 from elbowroom.hooks.exposed_memory import is_shared
 from elbowroom.ir.actions import Action, Offload, Recompute, Release, Reload, Wait
@@ -25,6 +27,8 @@ from elbowroom.runtime.step_context import StepContext
 from elbowroom.runtime.step_state import StepState
 from elbowroom.runtime.thrash_guard import ThrashGuard
 from elbowroom.runtime.transfers import Transfers
+
+T = TypeVar("T")
 
 
 class ActionExecutor:
@@ -231,8 +235,11 @@ class ActionExecutor:
         if self._guard.count_missing(nbytes) > 0:
             is_early = self._machine.state(saved.record.id) is State.ARRIVING  # it is repeated when it is needed
             self._make_room(nbytes, f"a reload of {saved.nbytes} bytes", waits=not is_early)
+        copy = saved.copy
         with Hidden():
-            saved.storage = self._transfers.reload(saved.copy)
+            saved.storage = self._retry(
+                lambda: self._transfers.reload(copy), DeviceFull, nbytes, f"a reload of {saved.nbytes} bytes"
+            )
         self._state.activity_log.name_transfer(saved.copy, saved.record.id)
         self._storages.table.put(saved.storage, saved.record)
 
@@ -253,8 +260,9 @@ class ActionExecutor:
                 )
             raise InternalError(f"segment {action.segment} was not recorded")
         if missing:
+            what = f"a replay of {len(segment.ops)} ops"
             with self._state.activity_log.replaying():
-                replay(recordings, missing)
+                self._retry(lambda: replay(recordings, missing), torch.OutOfMemoryError, nbytes, what)
             self._state.recomputed += 1
         for saved in missing:
             self._storages.table.put(saved.storage, saved.record)
@@ -266,6 +274,21 @@ class ActionExecutor:
         reads = self._context.pinned[-1]
         for leaf in segment.leaves:
             reads[leaf] -= 1
+
+    def _retry(self, call: Callable[[], T], refusal: type[Exception], nbytes: int, what: str) -> T:
+        """Call, and again after each refusal of a device's allocator while anything may leave."""
+        while True:
+            try:
+                return call()
+            except refusal as error:
+                if self._guard.raise_limit():
+                    continue
+                if not self._state.phase.has_budget:
+                    raise
+                traceback.clear_frames(error.__traceback__)  # they hold tensors
+            if self._state.phase.follows_plan:
+                self._state.saved_tensors.leave(f"there is no room for {what}")
+            self.perform(self._guard.evict(1, nbytes, what))
 
     def _make_room(self, nbytes: int, what: str, *, waits: bool = True) -> None:
         """Have storages leave until there is room for what comes back. A plan that has none for it is left."""

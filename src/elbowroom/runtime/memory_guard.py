@@ -43,7 +43,11 @@ class MemoryGuard:
 
     def limit_requests(self) -> None:
         """Have the ledger ask for room, from now on, before a request that goes over the limit of the present phase."""
-        self._ledger.set_limit(self.limit_bytes)
+        self._ledger.set_limit(self.limit_bytes, follows_plan=self._state.phase.follows_plan)
+
+    def raise_limit(self) -> bool:
+        """Leave out of the limit what the allocator cannot use, after a refusal. Return whether there was any."""
+        return self._ledger.raise_limit()
 
     def count_missing(self, nbytes: int) -> int:
         """Return how many of `nbytes` do not fit beside the live bytes; 0 or less if there is room for all."""

@@ -195,14 +195,14 @@ class PagedStorages:
         if errors:
             raise errors[0]
 
-    def require(self, nbytes: int, device: torch.device) -> None:
+    def require(self, nbytes: int, budget_bytes: int) -> None:
         """Have room made for so many bytes.
 
         Raises:
             Infeasible: nothing more may leave.
         """
         with Hidden(), self._counted():
-            torch.empty(nbytes, dtype=torch.uint8, device=device)
+            self._ledger.require(nbytes, budget_bytes)
 
     def sweep(self) -> None:
         """Give up the copies of storages that are gone."""

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from elbowroom.errors import Infeasible
+from elbowroom.errors import DeviceFull, Infeasible
 from elbowroom.hooks.compiled_regions import show_regions
 from elbowroom.hooks.exposed_memory import is_shared, restore_before_access
 from elbowroom.hooks.storage_ids import get_plain_storage
@@ -189,7 +189,7 @@ class SlicedOps(TorchDispatchMode):
                 )  # fmt: skip
             results.finish(self._sections)
             return results.tensors
-        except Infeasible as error:
+        except (Infeasible, DeviceFull, torch.OutOfMemoryError) as error:
             if results is not None and results.is_changed:
                 raise
             refusal = error
@@ -197,7 +197,11 @@ class SlicedOps(TorchDispatchMode):
             if results is not None:
                 results.drop(self._sections)
         traceback.clear_frames(refusal.__traceback__)  # they hold the slice's tensors
-        return refusal.with_traceback(None)
+        if isinstance(refusal, Infeasible):
+            return refusal.with_traceback(None)
+        return Infeasible(  # of a device's allocator, which does not say what is missing
+            needed_bytes=self._budget_bytes + 1, budget_bytes=self._budget_bytes, op=str(call.op), is_whole_step=False
+        )
 
     def page_out(self, tensors: Sequence[torch.Tensor]) -> bool:
         """Move out large arguments of an op, which are read in sections from then on. Return True if any has left."""

@@ -325,7 +325,7 @@ class StatePager:
         if missing_bytes > 0 and not self.follows_plan:
             self.make_room(missing_bytes)
         if self.storages.refusal:  # what should have left stays
-            self.storages.require(nbytes, self._device)
+            self.storages.require(nbytes, self._budget_bytes or 0)
         return held
 
     def _release_held(self) -> None:

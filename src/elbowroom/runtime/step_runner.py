@@ -9,6 +9,7 @@ Each step has its own runner, which autograd's packed tensors keep alive: a back
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections import deque
 from collections.abc import Sequence
@@ -109,6 +110,7 @@ class StepRunner:
                 has_plan=state.phase is Phase.FOLLOWING_PLAN,
             )  # fmt: skip
         if state.phase is Phase.FOLLOWING_PLAN:
+            state.watcher.follows_plan = True
             expected = state.candidates[0]
             if state.segments or expected.plan.state:
                 self.state.watcher.follow(*expected.replayed_ops)
@@ -231,11 +233,22 @@ class StepRunner:
     def make_room_for(self, op: str) -> bool:
         """Free memory for an op that the device's allocator has refused. Returns and raises as `make_room`."""
         with self._lock:
+            if self._guard.raise_limit():
+                return True
             if not self._prepare_to_evict(op):
                 return False
             self._saved_tensors.leave(f"there is no room for {op}")  # of a plan that is followed while managed, too
             self._executor.perform(self._guard.evict(1, 0, op))
             return True
+
+    def prepare_room_for(self, op: str, nbytes: int) -> None:
+        """Free memory, if any may leave, for an op that takes another way if the allocator refuses it a workspace."""
+        phase = self.state.phase
+        if phase.follows_plan or not phase.has_budget or self._guard.count_missing(nbytes) <= 0:
+            return
+        with self._lock, contextlib.suppress(Infeasible):
+            if self._prepare_to_evict(op) and (missing_bytes := self._guard.count_missing(nbytes)) > 0:
+                self._executor.perform(self._guard.evict(missing_bytes, nbytes, op))
 
     def move_state(self, position: int, is_before: bool) -> None:
         """Make the moves of model state that the plan has before or after an op.

@@ -14,7 +14,7 @@ from typing import Protocol
 
 import torch
 
-from elbowroom.errors import TransferFailed
+from elbowroom.errors import DeviceFull
 
 
 class StreamEvent(Protocol):
@@ -69,7 +69,7 @@ class Streams(Protocol):
         """Allocate memory on the device. Earlier compute in the same memory comes before a later `record_compute`.
 
         Raises:
-            TransferFailed: the device is out of memory.
+            DeviceFull: the device is out of memory.
         """
         ...
 
@@ -168,6 +168,6 @@ class CudaStreams:
         try:
             return torch.empty(nbytes, dtype=torch.uint8, device=self.device).untyped_storage()
         except torch.OutOfMemoryError as error:
-            raise TransferFailed(
+            raise DeviceFull(
                 f"{self.device} has no room to reload {nbytes} bytes; lower memory_budget= to leave more memory free"
             ) from error
