@@ -13,7 +13,9 @@ from typing import Any
 
 import torch
 
+import benchmarks.gpu.own_tests  # noqa: F401 -- before tests.models
 import elbowroom
+from benchmarks.gpu.measure import release_all
 from elbowroom.ir.hardware import HardwareProfile
 from elbowroom.planner.problem import pose
 from tests.models import MODELS
@@ -77,7 +79,6 @@ def _compare(case: Any, device: str, profile: Any, autocast: bool) -> dict[str, 
     result: dict[str, Any] = {"deterministic_ops": strict, "plain_differences": own_differences, "budgets": []}
     if own_differences:
         return result
-    del again
     _, room = _train(case, device, NO_LIMIT_BYTES, profile, autocast, steps=4)
     if room.planned is None:
         raise RuntimeError("no step was planned within four: " + str([r.note for r in room.journal().steps]))
@@ -98,9 +99,6 @@ def _compare(case: Any, device: str, profile: Any, autocast: bool) -> dict[str, 
             "peak_bytes": max(record.peak_bytes or 0 for record in records),
             "differences": find_differences(plain, ours),
         })  # fmt: skip
-    del plain
-    if device != "cpu":
-        torch.cuda.empty_cache()
     return result
 
 
@@ -115,6 +113,7 @@ def make_repeatable(*, strict: bool) -> None:
 def _train(
     case: Any, device: str, budget_bytes: int | None, profile: Any, autocast: bool, steps: int = 5
 ) -> tuple[dict[str, list[Any]], Any]:
+    release_all(torch.device(device))  # what earlier trainings hold would count within the budget
     with torch.device(device):  # the cases make everything where the default device is
         model, optimizer, step = case.make()
     room = None
@@ -125,14 +124,10 @@ def _train(
         within = room.step() if room is not None else contextlib.nullcontext()
         with within, torch.autocast(device, torch.bfloat16, enabled=autocast):
             losses.append(step(index))
-    outcome = {
-        "losses": losses,
-        "parameters": [parameter.detach() for parameter in model.parameters()],
-        "buffers": list(model.buffers()),
-    }
     if room is not None:
         room.detach()
-    return outcome, room
+    tensors = {"losses": losses, "parameters": [*model.parameters()], "buffers": [*model.buffers()]}
+    return {kind: [each.detach().cpu().clone() for each in found] for kind, found in tensors.items()}, room
 
 
 def find_differences(one: dict[str, list[Any]], other: dict[str, list[Any]]) -> list[str]:

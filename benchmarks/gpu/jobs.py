@@ -13,7 +13,6 @@ import pathlib
 import sys
 import time
 import traceback
-import types
 from collections.abc import Callable
 from typing import Any
 
@@ -52,13 +51,13 @@ def run_tests(options: dict[str, Any], report: Report) -> None:
         return
     import pytest
 
-    find_tests()
     found: dict[str, Any] = {"passed": 0, "failed": [], "skipped": 0}
 
     class Count:
         def pytest_runtest_logreport(self, report: Any) -> None:
             if report.failed:
                 found["failed"].append(f"{report.nodeid} ({report.when})")
+                print(f"\n{report.nodeid}\n{report.longreprtext[-4000:]}", flush=True)  # before time runs out
             elif report.skipped:
                 found["skipped"] += 1
             elif report.when == "call":
@@ -66,7 +65,10 @@ def run_tests(options: dict[str, Any], report: Report) -> None:
             say(found)
 
     say = report
-    arguments = [str(ROOT / "tests" / "gpu"), "-q", "-rfE", "-p", "no:cacheprovider", "--tb=short", "--durations=5"]
+    arguments = [str(ROOT / "tests" / "gpu"), "-q", "-p", "no:cacheprovider", "--tb=short", "--durations=9", "-rN",
+                 "-p", "benchmarks.gpu.own_tests"]  # fmt: skip
+    if importlib.util.find_spec("xdist") is not None:
+        arguments += ["--numprocesses=5", "--dist=worksteal"]
     if importlib.util.find_spec("hypothesis") is None:
         print("hypothesis is not installed: tests/conftest.py and its check for leaks are left out", flush=True)
         arguments.append("--noconftest")
@@ -74,13 +76,6 @@ def run_tests(options: dict[str, Any], report: Report) -> None:
     if code not in (0, 1, 5):
         found["error"] = f"pytest ended with {code}"
     report(found)
-
-
-def find_tests() -> None:
-    """Let `tests` be ours, also where some installed package carries a `tests` of its own."""
-    package = types.ModuleType("tests")
-    package.__path__ = [str(ROOT / "tests")]
-    sys.modules["tests"] = package
 
 
 # Part 2: probe --------------------------------------------------------------------------------------------------------
@@ -289,7 +284,6 @@ def run_features(options: dict[str, Any], report: Report) -> None:
 
 def run_bits(options: dict[str, Any], report: Report) -> None:
     """Small whole models, compared to the last bit."""
-    find_tests()
     import bits
 
     bits.compare_all(options, report)

@@ -22,8 +22,8 @@ logger = logging.getLogger(__name__)
 NO_LIMIT = 1 << 60
 """Bytes: more than any machine has."""
 
-POOL_PAGES_BYTES = 22 << 20
-"""What the caching allocator's pools of large and of small blocks reserve at once, at least."""
+POOL_PAGE_BYTES = 20 << 20
+"""What the caching allocator's pool of large blocks reserves at once, at least."""
 
 FRAGMENTED = 0.1
 FRAGMENTED_BYTES = 256 << 20
@@ -224,9 +224,9 @@ class CpuLedger:
 class CudaLedger:
     """Reads PyTorch's caching allocator, and limits what it reserves.
 
-    A budget counts allocated bytes, but the allocator only limits what it reserves. So the limit leaves out what a pool
-    has begun and, once a request was refused, all that is reserved and cannot be used. A lower limit of the program
-    stays in force.
+    A budget counts allocated bytes, but the allocator only limits what it reserves. So once a request was refused, the
+    limit leaves out what is reserved and cannot be used; the step looks at the allocated bytes after each op. A lower
+    limit of the program stays in force.
     """
 
     scope = None
@@ -257,14 +257,14 @@ class CudaLedger:
 
     def set_limit(self, nbytes: int, *, follows_plan: bool = False) -> None:
         self._limit_bytes = nbytes
-        self._beyond_bytes = max(FRAGMENTED_BYTES, int(FRAGMENTED * nbytes)) if follows_plan else POOL_PAGES_BYTES
+        self._beyond_bytes = max(FRAGMENTED_BYTES, int(FRAGMENTED * nbytes)) if follows_plan else 0
         self._limit_reserved()
 
     def raise_limit(self) -> bool:
-        idle_bytes = torch.cuda.memory_reserved(self._device) - self.live_bytes
-        if self._fraction is None or idle_bytes < self._beyond_bytes:
+        idle_bytes = torch.cuda.memory_reserved(self._device) - self.live_bytes  # after a refusal: in parts of pages
+        if self._fraction is None or idle_bytes + POOL_PAGE_BYTES <= self._beyond_bytes:
             return False
-        self._beyond_bytes = idle_bytes + POOL_PAGES_BYTES
+        self._beyond_bytes = idle_bytes + POOL_PAGE_BYTES
         self._limit_reserved()
         return True
 

@@ -83,6 +83,7 @@ OpKind unpack_kind(const py::dict& known) {
   kind.is_replayable = get("is_replayable"), kind.is_random = get("is_random");
   kind.is_source = get("is_source");
   kind.is_convolution = get("is_convolution");
+  kind.uses_up = get("uses_up");
   kind.is_sliceable = get("is_sliceable");
   kind.written = known["written"].cast<std::vector<int64_t>>();
   kind.dropout = known["dropout"].cast<int64_t>();
@@ -252,8 +253,8 @@ void bind_watch(py::module_& module) {
           "due_ops", [](const OpWatch& watch) { return watch.due_ops.load(); },
           [](OpWatch& watch, int64_t ops) { watch.due_ops = ops; })
       .def_property(
-          "follows_plan", [](const OpWatch& watch) { return watch.follows_plan.load(); },
-          [](OpWatch& watch, bool follows_plan) { watch.follows_plan = follows_plan; });
+          "limit_bytes", [](const OpWatch& watch) { return watch.limit_bytes.load(); },
+          [](OpWatch& watch, int64_t nbytes) { watch.limit_bytes = nbytes; });
   module.def("set_watchers", &set_watchers, py::arg("watchers"), "Set the watchers that run every op of this thread.");
   module.def("get_watchers", &get_watchers, "Return the watchers of this thread.");
   module.def("get_active_watchers", &get_active_watchers, "Return the watchers that would run an op now.");

@@ -7,6 +7,7 @@
 #include <optional>
 #include <utility>
 
+#include "device_bytes.h"
 #include "former_contents.h"
 #include "ledger.h"
 #include "op_arguments.h"
@@ -60,11 +61,16 @@ void OpWatch::call(
   }
 }
 
+void OpWatch::prepare_room(const OpKind& kind, int64_t nbytes) const {
+  if (limit_bytes < NEVER && count_device_bytes(device_) + nbytes > limit_bytes) callbacks_.prepare_room(kind.name, nbytes);
+}
+
 void OpWatch::run_unrecorded(const OpKind& kind, at::TensorList written, c10::function_ref<void()> next) {
   if (kind.is_idle) return next();
   if (!written.empty()) tell(callbacks_.before_write, written);
   static const std::function<void()> nothing = [] {};
   call(kind, written, next, may_retry(kind, written) ? &nothing : nullptr);
+  prepare_room(kind, 0);
   if (!written.empty()) tell(callbacks_.after_write, written, true);
   table_->sweep_if_many();
 }
@@ -106,9 +112,9 @@ void OpWatch::run(
       stack->resize(below);
       stack->insert(stack->end(), given.begin(), given.end());
     };
-    // cuDNN takes another algorithm, with other last bits, where it is refused a workspace.
-    if (kind.is_convolution && !follows_plan) callbacks_.prepare_room(kind.name, count_boxed_bytes(arguments, count));
   }
+  // cuDNN takes another algorithm, with other last bits, where it is refused a workspace.
+  if (kind.is_convolution || kind.uses_up) prepare_room(kind, count_boxed_bytes(arguments, count));
   const int64_t live_before = scope_ == nullptr ? 0 : scope_->begin_op();
   const double begin = read_clock_seconds() - get_thread().lost_seconds;
   call(kind, written, next, restore ? &restore : nullptr);
@@ -125,6 +131,7 @@ void OpWatch::run(
     }
   }
   given.clear();
+  prepare_room(kind, 0);  // the op itself may have gone over the limit
   if (recorded) {
     ++recorded_ops_;
     recorded->seconds = seconds;
@@ -291,7 +298,6 @@ void OpWatch::forget_ops(at::TensorList written) {
 }
 
 void OpWatch::record(int64_t resting_bytes, int64_t least_bytes) {
-  follows_plan = false;
   resting_bytes_ = resting_bytes;
   least_bytes_ = least_bytes;
   mode_ = Mode::RECORD;

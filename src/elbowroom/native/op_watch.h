@@ -29,7 +29,7 @@ struct Callbacks {
   std::function<void(const std::string&)> leave;  // the step differs from the expected one, with the reason
   std::function<void(int64_t, bool)> move_state;  // position of an expected op, -1 if none is expected any more; whether it is to run
   std::function<bool(const std::string&)> make_room;  // the device is out of memory for an op; true to retry
-  std::function<void(const std::string&, int64_t)> prepare_room;  // an op is about to take about so many bytes
+  std::function<void(const std::string&, int64_t)> prepare_room;  // make room for so many bytes, if anything may leave
 };
 
 class SavedTensors;
@@ -75,10 +75,10 @@ class OpWatch {
   // Returns whether an op may simply be retried after running out of device memory: not if it draws random numbers or
   // writes to its arguments.
   bool may_retry(const OpKind& kind, at::TensorList written = {}) const {
-    return callbacks_.make_room != nullptr && written.empty() && !kind.is_random;
+    return callbacks_.make_room != nullptr && written.empty() && !kind.is_random && !kind.uses_up;
   }
   // Returns whether it may be retried after what it changes besides its results was restored.
-  bool may_undo(const OpKind& kind) const { return callbacks_.make_room != nullptr && !follows_plan && kind.written.empty(); }
+  bool may_undo(const OpKind& kind) const { return limit_bytes < NEVER && kind.written.empty() && !kind.uses_up; }
   // Runs a counted op by `next` in slices; it writes to these tensors and is never recorded.
   void run_sliced(const OpKind& kind, at::TensorList written, c10::function_ref<void()> next);
   // Runs compiled code by `next` as one op, which writes to these tensors and is never recorded.
@@ -126,7 +126,8 @@ class OpWatch {
   void lose(double seconds) { lost_seconds_.fetch_add(seconds, std::memory_order_relaxed); }
   StorageTable& table() { return *table_; }
 
-  std::atomic<bool> follows_plan{false};  // so that there is room for every op
+  // Bytes that may be live on a device whose allocator does not ask for room itself; NEVER while a plan keeps them.
+  std::atomic<int64_t> limit_bytes{NEVER};
 
   std::atomic<int64_t> due_ops{NEVER};  // number of ops after which the step differs from the expected one
 
@@ -147,6 +148,8 @@ class OpWatch {
       const OpKind& kind, at::TensorList written, c10::function_ref<void()> next,
       const std::function<void()>* restore);
   void put_down(RecordedOpPtr op, const torch::jit::Stack& results, size_t count, at::TensorList written, int64_t tick);
+  // Has room made for so many bytes that an op takes, if that goes over the limit.
+  void prepare_room(const OpKind& kind, int64_t nbytes) const;
   // Forgets the ops that made these.
   void forget_ops(at::TensorList written);
   // Reports that an op is about to write to these, or has written.

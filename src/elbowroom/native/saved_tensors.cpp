@@ -1,15 +1,14 @@
 #include "saved_tensors.h"
 
 #include <ATen/SavedTensorHooks.h>
-#include <c10/core/CachingDeviceAllocator.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <c10/util/Exception.h>
 
 #include <algorithm>
-#include <atomic>
 #include <utility>
 
 #include "default_hooks.h"
+#include "device_bytes.h"
 #include "python_objects.h"
 #include "watched_ops.h"
 
@@ -194,16 +193,7 @@ void SavedTensors::put_down(Event event, int64_t storage, int64_t tick, int64_t 
 
 int64_t SavedTensors::count_live_bytes() const {
   if (const Scope* scope = watch_->table().scope) return scope->live_bytes();
-  static std::atomic<bool> has_counts{true};  // a pluggable allocator has none
-  if (!has_counts) return 0;
-  try {
-    using c10::CachingAllocator::StatType;
-    const auto stats = c10::getDeviceAllocator(device_.type())->getDeviceStats(device_.has_index() ? device_.index() : 0);
-    return stats.allocated_bytes[static_cast<size_t>(StatType::AGGREGATE)].current;
-  } catch (const c10::Error&) {
-    has_counts = false;
-    return 0;
-  }
+  return count_device_bytes(device_.type());
 }
 
 void SavedTensors::log(std::unordered_set<int64_t> touched, int64_t due_tick) {

@@ -43,7 +43,10 @@ class MemoryGuard:
 
     def limit_requests(self) -> None:
         """Have the ledger ask for room, from now on, before a request that goes over the limit of the present phase."""
-        self._ledger.set_limit(self.limit_bytes, follows_plan=self._state.phase.follows_plan)
+        phase = self._state.phase
+        self._ledger.set_limit(self.limit_bytes, follows_plan=phase.follows_plan)
+        if self._ledger.scope is None and phase.has_budget and not phase.follows_plan:
+            self._state.watcher.limit_bytes = self._budget_bytes
 
     def raise_limit(self) -> bool:
         """Leave out of the limit what the allocator cannot use, after a refusal. Return whether there was any."""

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from elbowroom.errors import Infeasible, InternalError, TierError
+from elbowroom.errors import DeviceFull, Infeasible, InternalError, TierError
 from elbowroom.hooks.compiled_regions import undisturbed
 from elbowroom.hooks.dispatch_keys import Hidden
 from elbowroom.hooks.ledger import Ledger
@@ -267,7 +267,12 @@ class PagedStorages:
         """Begin to read a storage back, into new memory."""
         with Hidden(), self._counted():
             self._ledger.note_move(record.nbytes)  # first, so that no change comes between
-            contents = self._transfers.reload(copy)
+            try:
+                contents = self._transfers.reload(copy)
+            except DeviceFull:
+                if not self._ledger.raise_limit():
+                    raise
+                contents = self._transfers.reload(copy)
         self.reloaded_bytes += record.nbytes
         return contents
 

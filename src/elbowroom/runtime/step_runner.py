@@ -110,7 +110,6 @@ class StepRunner:
                 has_plan=state.phase is Phase.FOLLOWING_PLAN,
             )  # fmt: skip
         if state.phase is Phase.FOLLOWING_PLAN:
-            state.watcher.follows_plan = True
             expected = state.candidates[0]
             if state.segments or expected.plan.state:
                 self.state.watcher.follow(*expected.replayed_ops)
