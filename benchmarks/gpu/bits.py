@@ -34,7 +34,7 @@ def compare_all(options: dict[str, Any], report: Callable[[dict[str, Any]], None
     """Train as many cases as there is time for, and report after each."""
     profile = elbowroom.load(HardwareProfile, options["profile"])
     deadline = time.monotonic() + options["seconds"]
-    cases = TINY_CASES if options["tiny"] else CASES
+    cases = (TINY_CASES if options["tiny"] else CASES)[options["part"] :: options["parts"]]
     found: dict[str, Any] = {"steps": 5, "cases": [], "left_out": []}
     for name, autocast in cases:
         label = f"{name} (bfloat16)" if autocast else name
@@ -97,6 +97,8 @@ def _compare(case: Any, device: str, profile: Any, autocast: bool) -> dict[str, 
             "offloaded_bytes": records[-1].offloaded_bytes,
             "recomputed": records[-1].recomputed,
             "peak_bytes": max(record.peak_bytes or 0 for record in records),
+            "peaks_bytes": [record.peak_bytes for record in records],
+            "refusals": torch.cuda.memory_stats()["num_ooms"] if device == "cuda" else 0,
             "differences": find_differences(plain, ours),
         })  # fmt: skip
     return result

@@ -7,9 +7,12 @@ This file imports neither torch nor Elbowroom, so that whatever is wrong with th
 from __future__ import annotations
 
 import argparse
+import concurrent.futures
+import itertools
 import json
 import os
 import pathlib
+import shutil
 import signal
 import subprocess
 import sys
@@ -21,9 +24,9 @@ HERE = pathlib.Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 PARTS = ("tests", "probe", "bits", "features", "models")
 NAMES = ("resnet50", "vgg16", "vit_b_16", "gpt2")
-SHARES = (0.5, 0.0, 0.25, 0.75)
-"""How far each budget lies on the way from the smallest that works to the plain peak; in the order of running, so that
-what time cuts off is the same for every model."""
+SHARES = (0.5, 1.1, 0.0, 0.25, 0.75)
+"""How far each budget lies on the way from the smallest that works to the plain peak, or beyond; in the order of running,
+so that what time cuts off is the same for every model."""
 
 WHOLE_SECONDS = 525.0
 LIMITS = {
@@ -39,6 +42,7 @@ LIMITS = {
 }
 FEATURES = (("state", ""), ("slices", ""), ("compiled", "inductor"), ("compiled", "aot_eager"), ("addresses", ""))
 """Of features.py, with the compiler's backend."""
+BITS_PROCESSES = 4
 PEERS = ("checkpoint", "save_on_cpu", "trl", "torchao")
 EXACT_BLOCKS = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
 """Without it the caching allocator hands out, and counts, cached blocks of up to 1 MiB more than was asked for."""
@@ -61,7 +65,7 @@ class Check:
         self.begin = time.monotonic()
         self.results: dict[str, Any] = {"format": "elbowroom-gpu-check", "version": 1, "device": device, "tiny": tiny}
         self.failures: list[str] = []
-        self._count = 0
+        self._numbers = itertools.count()
 
     def left(self) -> float:
         """Seconds until everything must have ended."""
@@ -88,8 +92,7 @@ class Check:
         if limit < LEAST_SECONDS:
             return {"error": "left out: the nine minutes are over", "left_out": True}
         print(f"\n== {label} (at most {limit:.0f} s, {self.left():.0f} s left)", flush=True)
-        self._count += 1
-        result = self.scratch / f"{self._count}.json"
+        result = self.scratch / f"{next(self._numbers)}.json"
         options |= {"device": self.device, "tiny": self.tiny, "profile": str(self.folder / "profile.json")}
         if job == "bits":
             options["seconds"] = 0.8 * limit
@@ -142,9 +145,19 @@ def run_probe(check: Check) -> None:
 def run_bits(check: Check) -> None:
     """Part 3: bits equal."""
     settings = {**REPEATABLE, **EXACT_BLOCKS}
-    found = check.results["bits"] = check.run("bits", "the same bits as plain PyTorch", settings)
-    if "error" in found:
-        check.fail(f"bits: {found['error']}")
+    # Nothing is timed here, and planning takes most of the time: several processes share the device.
+    processes = BITS_PROCESSES if check.device == "cuda" else 1
+    with concurrent.futures.ThreadPoolExecutor(processes) as pool:
+        running = [
+            pool.submit(check.run, "bits", f"the same bits as plain PyTorch ({part + 1} of {processes})", settings,
+                        part=part, parts=processes) for part in range(processes)
+        ]  # fmt: skip
+        parts = [each.result() for each in running]
+    found = check.results["bits"] = {"cases": [case for part in parts for case in part.get("cases", ())]}
+    found["left_out"] = [name for part in parts for name in part.get("left_out", ())]
+    for part in parts:
+        if "error" in part:
+            check.fail(f"bits: {part['error']}")
     for case in found.get("cases", ()):
         if "error" in case:
             check.fail(f"bits of {case['case']}: {case['error'].splitlines()[0]}")
@@ -158,10 +171,15 @@ def run_bits(check: Check) -> None:
 def run_features(check: Check) -> None:
     """Part 4: state under one budget, ops in slices, compiled models, planned addresses; each in its own process."""
     found = check.results["features"] = {"shared": {"skipped": "it needs a broker and a second process"}}
-    for name, backend in FEATURES:
-        label = f"{name} {backend}".strip()
-        result = found[label] = check.run("feature", label, {**REPEATABLE, **EXACT_BLOCKS} if name != "addresses"
-                                          else REPEATABLE, name=name, backend=backend)  # fmt: skip
+    with concurrent.futures.ThreadPoolExecutor(len(FEATURES) if check.device == "cuda" else 1) as pool:
+        running = {
+            f"{name} {backend}".strip(): pool.submit(
+                check.run, "feature", f"{name} {backend}", REPEATABLE if name == "addresses" else
+                {**REPEATABLE, **EXACT_BLOCKS}, name=name, backend=backend)
+            for name, backend in FEATURES
+        }  # fmt: skip
+    for label, ended in running.items():
+        result = found[label] = ended.result()
         if result.get("left_out") or result.get("skipped"):
             print(f"  {label}: {result.get('error') or result['skipped']}", flush=True)
         elif "error" in result:
@@ -185,7 +203,7 @@ def describe_feature(found: dict[str, Any]) -> str:
 
 
 def run_models(check: Check, names: tuple[str, ...], steps: int) -> None:
-    """Part 5: real models, each without Elbowroom and at four budgets."""
+    """Part 5: real models, each without Elbowroom and within several budgets."""
     models = check.results["models"] = {name: {"budgets": []} for name in names}
     batches: dict[str, int | None] = dict.fromkeys(names)
     for name in names:
@@ -325,6 +343,7 @@ def main() -> int:
     parser.add_argument("--output", help="folder for gpu.json and profile.json")
     parser.add_argument("--parts", default=",".join(PARTS), help="some of: " + ",".join(PARTS))
     parser.add_argument("--models", default=",".join(NAMES), help="some of: " + ",".join(NAMES))
+    parser.add_argument("--profile", help="file with the profile of this device, so that it is not probed")
     parser.add_argument("--steps", type=int, default=8, help="timed steps of each contender")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: only to try this script")
     parser.add_argument("--tiny", action="store_true", help="small models, to try this script")
@@ -338,7 +357,9 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="elbowroom-gpu-") as scratch:
         check = Check(options.device, options.tiny, folder, pathlib.Path(scratch))
         try:
-            run_parts(check, parts, names, options.steps)
+            if options.profile:
+                shutil.copy(options.profile, folder / "profile.json")
+            run_parts(check, parts, names, options.steps, probes=not options.profile)
         except KeyboardInterrupt:
             check.fail("interrupted")
         check.write()
@@ -350,8 +371,8 @@ def main() -> int:
     return 1 if check.failures else 0
 
 
-def run_parts(check: Check, parts: tuple[str, ...], names: tuple[str, ...], steps: int) -> None:
-    """The parts asked for, in order; the probe too, since the later ones need a profile."""
+def run_parts(check: Check, parts: tuple[str, ...], names: tuple[str, ...], steps: int, *, probes: bool) -> None:
+    """The parts asked for, in order; the probe too if there is no profile, since the later ones need one."""
     machine = check.results["machine"] = check.run("machine", "this machine")
     check.results["revision"] = find_revision()
     if "error" in machine:
@@ -363,7 +384,7 @@ def run_parts(check: Check, parts: tuple[str, ...], names: tuple[str, ...], step
         check.fail(f"build: {build['error']}")
     if "tests" in parts:
         run_tests(check)
-    if set(parts) - {"tests"}:
+    if probes and set(parts) - {"tests"}:
         run_probe(check)
         if "error" in check.results["probe"]:
             return

@@ -100,6 +100,7 @@ class Feature:
             "budget_bytes": budget_bytes,
             "peak_bytes": max(record.peak_bytes or 0 for record in records),
             "modes": [str(record.mode) for record in records],
+            "peaks_bytes": [record.peak_bytes for record in records],
             "notes": sorted({record.note for record in records if record.note}),
             "offloaded_bytes": records[-1].offloaded_bytes,
             "recomputed": records[-1].recomputed,

@@ -41,7 +41,7 @@ def train(name: str, way: str, profile: str, arena: Any) -> dict[str, Any]:
     torch.cuda.synchronize()
     stamp = hashlib.sha256()
     for tensor in (*model.parameters(), *model.buffers()):
-        stamp.update(tensor.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
+        stamp.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
     found = {
         "losses": [loss.double().item().hex() for loss in losses], "parameters": stamp.hexdigest(),
         "allocated_peak_bytes": peaks[-1][0], "reserved_peak_bytes": peaks[-1][1],

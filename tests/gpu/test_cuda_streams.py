@@ -41,12 +41,13 @@ def test_only_storages_of_the_right_device_are_moved() -> None:
 def test_slabs_are_pinned_and_given_back() -> None:
     host = HostSlabs(3 << 20, 1 << 20)
     block = host.reserve(1000)
-    assert block.tensor.is_pinned()
-    memory = block.slab.memory
+    pinning, memory = CudaPinning(), block.slab.memory
+    assert not pinning.pin(block.address, 1 << 20), "it is not pinned yet"
     assert host.pinned_bytes == host.slab_bytes == 1 << 20
     host.close()
-    assert not memory.is_pinned()
     assert host.pinned_bytes == 0
+    assert pinning.pin(memory.data_ptr(), 1 << 20), "it is still pinned"
+    pinning.unpin(memory.data_ptr())
 
 
 def test_a_refusal_leaves_no_error_behind() -> None:

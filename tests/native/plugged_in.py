@@ -10,6 +10,7 @@ import gc
 import os
 import sys
 import threading
+import types
 from typing import Any
 
 import pytest
@@ -113,7 +114,7 @@ torch.cuda.reset_peak_memory_stats(0)
 torch.cuda.reset_accumulated_memory_stats(0)
 assert torch.cuda.max_memory_allocated(0) == 0
 assert "GPU reserved memory" in torch.cuda.memory_summary(0)
-meter = CudaMeter(device)
+meter = CudaMeter(device, types.SimpleNamespace(moved_bytes=0))
 meter.start()
 with arena.step():
     train()

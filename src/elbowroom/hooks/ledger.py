@@ -82,6 +82,22 @@ class Ledger(Protocol):
         """
         ...
 
+    def expect_growth(self, op: str, nbytes: int) -> int:
+        """Return the bytes that an op may take: as many as its arguments, or as it took before."""
+        ...
+
+    def begin_unrefused(self, op: str, nbytes: int) -> None:
+        """Refuse an op, with arguments of `nbytes`, nothing until `end_unrefused`."""
+        ...
+
+    def end_unrefused(self) -> None:
+        """Limit requests again, and remember what the op took."""
+        ...
+
+    def make_room(self) -> None:
+        """Have room made after a request was refused. Raises what the function does that `counting` was given."""
+        ...
+
     def require(self, nbytes: int, limit_bytes: int) -> None:
         """Have room made for a request that comes later. Raises what `make_room` raises."""
         ...
@@ -166,6 +182,18 @@ class CpuLedger:
     def raise_limit(self) -> bool:
         return False
 
+    def expect_growth(self, op: str, nbytes: int) -> int:
+        return nbytes
+
+    def begin_unrefused(self, op: str, nbytes: int) -> None:
+        pass  # requests are refused before anything has happened
+
+    def end_unrefused(self) -> None:
+        pass
+
+    def make_room(self) -> None:
+        pass  # room is made before requests are refused
+
     def require(self, nbytes: int, limit_bytes: int) -> None:
         torch.empty(nbytes, dtype=torch.uint8)
 
@@ -227,6 +255,9 @@ class CudaLedger:
     A budget counts allocated bytes, but the allocator only limits what it reserves. So once a request was refused, the
     limit leaves out what is reserved and cannot be used; the step looks at the allocated bytes after each op. A lower
     limit of the program stays in force.
+
+    Attributes:
+        moved_bytes: bytes that have come back during ops, less those that have left.
     """
 
     scope = None
@@ -238,6 +269,9 @@ class CudaLedger:
         self._make_room: MakeRoom | None = None
         self._limit_bytes = NO_LIMIT
         self._beyond_bytes = 0  # may be reserved beyond the limit
+        self._growth: dict[tuple[str, int], int] = {}
+        self._unrefused: list[tuple[tuple[str, int], int, int]] = []  # op and bytes, live bytes, and the peak so far
+        self.moved_bytes = 0
 
     def adopt(self, tensors: Iterable[torch.Tensor]) -> None:
         pass
@@ -268,6 +302,22 @@ class CudaLedger:
         self._limit_reserved()
         return True
 
+    def expect_growth(self, op: str, nbytes: int) -> int:
+        return max(nbytes, self._growth.get((op, nbytes), 0))
+
+    def begin_unrefused(self, op: str, nbytes: int) -> None:
+        peak_bytes = torch.cuda.max_memory_allocated(self._device)
+        self._unrefused.append(((op, nbytes), self.live_bytes, peak_bytes))
+        if self._fraction is not None:
+            torch.cuda.set_per_process_memory_fraction(self._fraction, self._device)
+
+    def end_unrefused(self) -> None:
+        key, live_bytes, former_bytes = self._unrefused.pop()
+        peak_bytes = torch.cuda.max_memory_allocated(self._device)
+        if peak_bytes > former_bytes:  # of this op
+            self._growth[key] = max(self._growth.get(key, 0), peak_bytes - live_bytes)
+        self._limit_reserved()
+
     def _limit_reserved(self) -> None:
         if self._fraction is not None:
             share = (self._limit_bytes + self._beyond_bytes) / self._total_bytes
@@ -288,6 +338,10 @@ class CudaLedger:
                 torch.cuda.set_per_process_memory_fraction(self._fraction, self._device)
                 self._fraction = None
 
+    def make_room(self) -> None:
+        if not self.raise_limit() and self._make_room is not None:
+            self._make_room(1, 1)
+
     def require(self, nbytes: int, limit_bytes: int) -> None:
         while (missing_bytes := self.live_bytes + nbytes - limit_bytes) > 0:
             if self._make_room is None or not self._make_room(nbytes, missing_bytes):
@@ -300,7 +354,7 @@ class CudaLedger:
         return self.live_bytes + nbytes <= limit_bytes
 
     def note_move(self, nbytes: int) -> None:
-        pass
+        self.moved_bytes += nbytes
 
     def trim(self) -> None:
         torch.cuda.empty_cache()  # no other process can use what the caching allocator keeps

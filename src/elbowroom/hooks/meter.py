@@ -86,7 +86,7 @@ def make_meter(
     """
     if isinstance(ledger, CpuLedger):
         return CpuMeter(ledger, is_detailed=is_detailed, find_stall=find_stall)
-    return CudaMeter(device, is_detailed=is_detailed)
+    return CudaMeter(device, ledger, is_detailed=is_detailed)
 
 
 _NO_CHANGES = np.zeros(0, dtype=np.int64)
@@ -181,9 +181,9 @@ class CudaMeter:
             that cuBLAS keeps for each thread.
     """
 
-    def __init__(self, device: torch.device, *, is_detailed: bool = True) -> None:
+    def __init__(self, device: torch.device, ledger: CudaLedger, *, is_detailed: bool = True) -> None:
         self.peak_bytes = self.resident_bytes = self.base_bytes = 0
-        self._device, self.is_detailed = device, is_detailed
+        self._device, self._ledger, self.is_detailed = device, ledger, is_detailed
         self._spans: list[tuple[Any, Any]] = []
         self._inner: list[int] = []
 
@@ -196,7 +196,8 @@ class CudaMeter:
 
     def begin_op(self) -> tuple[Any, int]:
         self._note_peak()
-        before = torch.cuda.memory_allocated(self._device)
+        # What comes back or leaves during the op is no workspace of it. Most of it does so at the beginning.
+        before = torch.cuda.memory_allocated(self._device) - self._ledger.moved_bytes
         torch.cuda.reset_peak_memory_stats(self._device)
         begin = torch.cuda.Event(enable_timing=True)
         with torch.cuda.device(self._device):
@@ -212,7 +213,7 @@ class CudaMeter:
         with torch.cuda.device(self._device):
             end.record()
         self._spans.append((begin, end))
-        self._inner.append(torch.cuda.max_memory_allocated(self._device) - before)
+        self._inner.append(torch.cuda.max_memory_allocated(self._device) - before - self._ledger.moved_bytes)
 
     def stop(self) -> None:
         if self.is_detailed:

@@ -12,6 +12,7 @@
 #include <utility>
 
 #include "ledger.h"
+#include "op_arguments.h"
 #include "op_watch.h"
 #include "python_call.h"
 #include "python_objects.h"
@@ -68,8 +69,14 @@ std::shared_ptr<OpWatch> make_watch(
       method.call([&](const py::object& ask) { is_made = ask(op).cast<bool>(); });
       return is_made;
     };
-    callbacks.prepare_room = [method = Method(host, "prepare_room_for")](const std::string& op, int64_t nbytes) {
-      method.call([&](const py::object& prepare) { prepare(op, nbytes); });
+    callbacks.begin_unrefused = [method = Method(host, "begin_unrefused")](const std::string& op, int64_t nbytes) {
+      method.call([&](const py::object& begin) { begin(op, nbytes); });
+    };
+    callbacks.end_unrefused = [method = Method(host, "end_unrefused")] {
+      method.call([&](const py::object& end) { end(); });
+    };
+    callbacks.keep_budget = [method = Method(host, "keep_budget")](const std::string& op) {
+      method.call([&](const py::object& keep) { keep(op); });
     };
   }
   return std::make_shared<OpWatch>(c10::Device(device_type).type(), std::move(table), std::move(callbacks));
@@ -83,7 +90,7 @@ OpKind unpack_kind(const py::dict& known) {
   kind.is_replayable = get("is_replayable"), kind.is_random = get("is_random");
   kind.is_source = get("is_source");
   kind.is_convolution = get("is_convolution");
-  kind.uses_up = get("uses_up");
+  kind.has_other_ways = get("has_other_ways"), kind.uses_up = get("uses_up");
   kind.is_sliceable = get("is_sliceable");
   kind.written = known["written"].cast<std::vector<int64_t>>();
   kind.dropout = known["dropout"].cast<int64_t>();
@@ -201,10 +208,14 @@ void bind_records(py::module_& module) {
 }
 
 py::object run_region(
-    OpWatch& watch, const std::string& name, const py::object& /*inputs*/, const std::vector<at::Tensor>& written,
+    OpWatch& watch, const std::string& name, const py::sequence& inputs, const std::vector<at::Tensor>& written,
     const py::function& call) {
+  int64_t nbytes = 0;
+  for (const py::handle each : inputs) {
+    if (THPVariable_Check(each.ptr())) nbytes += count_tensor_bytes(THPVariable_Unpack(each.ptr()));
+  }
   py::object result;
-  watch.run_region(name, written, [&] { result = call(); });
+  watch.run_region(name, nbytes, written, [&] { result = call(); });
   return result;
 }
 

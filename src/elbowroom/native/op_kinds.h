@@ -15,6 +15,7 @@ namespace elbowroom {
 struct OpKind {
   std::string name, schema;
   bool is_traced, is_idle, uses_memory, may_write, is_replayable, is_random, is_source, is_convolution;
+  bool has_other_ways;  // it takes another algorithm if it is refused memory
   bool uses_up;  // it changes an argument that nothing reads afterwards, so that it cannot run again
   bool is_sliceable = false;  // there is a rule for running it in slices
   bool is_by_item = false;  // it takes lists of tensors of equal length, each item by itself

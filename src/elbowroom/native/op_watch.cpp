@@ -61,8 +61,19 @@ void OpWatch::call(
   }
 }
 
-void OpWatch::prepare_room(const OpKind& kind, int64_t nbytes) const {
-  if (limit_bytes < NEVER && count_device_bytes(device_) + nbytes > limit_bytes) callbacks_.prepare_room(kind.name, nbytes);
+void OpWatch::run_unrefused(const std::string& name, int64_t nbytes, c10::function_ref<void()> next) const {
+  callbacks_.begin_unrefused(name, nbytes);
+  try {
+    next();
+  } catch (...) {
+    callbacks_.end_unrefused();
+    throw;
+  }
+  callbacks_.end_unrefused();
+}
+
+void OpWatch::keep_budget(const std::string& name) const {
+  if (limit_bytes < NEVER && count_device_bytes(device_) > limit_bytes) callbacks_.keep_budget(name);
 }
 
 void OpWatch::run_unrecorded(const OpKind& kind, at::TensorList written, c10::function_ref<void()> next) {
@@ -70,7 +81,7 @@ void OpWatch::run_unrecorded(const OpKind& kind, at::TensorList written, c10::fu
   if (!written.empty()) tell(callbacks_.before_write, written);
   static const std::function<void()> nothing = [] {};
   call(kind, written, next, may_retry(kind, written) ? &nothing : nullptr);
-  prepare_room(kind, 0);
+  keep_budget(kind.name);
   if (!written.empty()) tell(callbacks_.after_write, written, true);
   table_->sweep_if_many();
 }
@@ -113,11 +124,14 @@ void OpWatch::run(
       stack->insert(stack->end(), given.begin(), given.end());
     };
   }
-  // cuDNN takes another algorithm, with other last bits, where it is refused a workspace.
-  if (kind.is_convolution || kind.uses_up) prepare_room(kind, count_boxed_bytes(arguments, count));
   const int64_t live_before = scope_ == nullptr ? 0 : scope_->begin_op();
   const double begin = read_clock_seconds() - get_thread().lost_seconds;
-  call(kind, written, next, restore ? &restore : nullptr);
+  const auto run_whole = [&] { call(kind, written, next, restore ? &restore : nullptr); };
+  if (limit_bytes < NEVER && (!restore || kind.has_other_ways)) {
+    run_unrefused(kind.name, count_boxed_bytes(arguments, count), run_whole);
+  } else {
+    run_whole();
+  }
   const double seconds = read_clock_seconds() - get_thread().lost_seconds - begin;
   if (is_recorded && !recorded) {
     int64_t nbytes = 0;
@@ -131,7 +145,7 @@ void OpWatch::run(
     }
   }
   given.clear();
-  prepare_room(kind, 0);  // the op itself may have gone over the limit
+  keep_budget(kind.name);
   if (recorded) {
     ++recorded_ops_;
     recorded->seconds = seconds;
@@ -144,18 +158,23 @@ void OpWatch::run(
 }
 
 void OpWatch::run_region(
-    const std::string& name, const std::vector<at::Tensor>& written, c10::function_ref<void()> next) {
+    const std::string& name, int64_t nbytes, const std::vector<at::Tensor>& written, c10::function_ref<void()> next) {
   if (is_closed_) return next();
   const Count counted = count(name);
   move_state(counted.position, true);
   tell(callbacks_.before_write, written);
   try {
     const Running running(name);
-    next();
+    if (limit_bytes < NEVER) {
+      run_unrefused(name, nbytes, next);
+    } else {
+      next();
+    }
   } catch (...) {
     forget_ops(written);
     throw;
   }
+  keep_budget(name);
   tell(callbacks_.after_write, written, true);
   move_state(counted.position, false);
 }

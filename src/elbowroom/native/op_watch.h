@@ -29,7 +29,9 @@ struct Callbacks {
   std::function<void(const std::string&)> leave;  // the step differs from the expected one, with the reason
   std::function<void(int64_t, bool)> move_state;  // position of an expected op, -1 if none is expected any more; whether it is to run
   std::function<bool(const std::string&)> make_room;  // the device is out of memory for an op; true to retry
-  std::function<void(const std::string&, int64_t)> prepare_room;  // make room for so many bytes, if anything may leave
+  std::function<void(const std::string&, int64_t)> begin_unrefused;  // the allocator refuses nothing from now on
+  std::function<void()> end_unrefused;
+  std::function<void(const std::string&)> keep_budget;  // an op went over it
 };
 
 class SavedTensors;
@@ -82,7 +84,8 @@ class OpWatch {
   // Runs a counted op by `next` in slices; it writes to these tensors and is never recorded.
   void run_sliced(const OpKind& kind, at::TensorList written, c10::function_ref<void()> next);
   // Runs compiled code by `next` as one op, which writes to these tensors and is never recorded.
-  void run_region(const std::string& name, const std::vector<at::Tensor>& written, c10::function_ref<void()> next);
+  void run_region(
+      const std::string& name, int64_t nbytes, const std::vector<at::Tensor>& written, c10::function_ref<void()> next);
 
   // Records ops from now on: those that make at least `least_bytes`, write to an argument or read no tensor, while more
   // than `resting_bytes` are live.
@@ -148,8 +151,11 @@ class OpWatch {
       const OpKind& kind, at::TensorList written, c10::function_ref<void()> next,
       const std::function<void()>* restore);
   void put_down(RecordedOpPtr op, const torch::jit::Stack& results, size_t count, at::TensorList written, int64_t tick);
-  // Has room made for so many bytes that an op takes, if that goes over the limit.
-  void prepare_room(const OpKind& kind, int64_t nbytes) const;
+  // Calls `next`, whose requests the device's allocator refuses only if the device is full, with arguments of so many
+  // bytes.
+  void run_unrefused(const std::string& name, int64_t nbytes, c10::function_ref<void()> next) const;
+  // Has room made if an op went over the limit.
+  void keep_budget(const std::string& name) const;
   // Forgets the ops that made these.
   void forget_ops(at::TensorList written);
   // Reports that an op is about to write to these, or has written.

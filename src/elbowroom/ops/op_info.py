@@ -30,6 +30,8 @@ def describe_op(name: str, overload: str) -> dict[str, Any]:
         "is_random": torch.Tag.nondeterministic_seeded in func.tags,
         "is_source": not any("Tensor" in str(each.type) for each in func._schema.arguments),
         "is_convolution": func._opname == "convolution",
+        # cuDNN takes another algorithm, with other last bits, where it is refused a workspace.
+        "has_other_ways": "convolution" in func._opname,
         "uses_up": func._opname in ("_cudnn_rnn_backward", "miopen_rnn_backward"),  # the reserve of the forward pass
         "dropout": arguments.index("dropout_p") if is_attention and "dropout_p" in arguments else -1,
         "statistics": [mean, variance, -1 if training is None else training],

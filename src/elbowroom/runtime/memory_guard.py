@@ -48,6 +48,19 @@ class MemoryGuard:
         if self._ledger.scope is None and phase.has_budget and not phase.follows_plan:
             self._state.watcher.limit_bytes = self._budget_bytes
 
+    def expect_growth(self, op: str, nbytes: int) -> int:
+        """Return the bytes that an op may take, with arguments of `nbytes`."""
+        return self._ledger.expect_growth(op, nbytes)
+
+    def begin_unrefused(self, op: str, nbytes: int) -> None:
+        """Have the allocator refuse this op nothing that the device has."""
+        self._ledger.begin_unrefused(op, nbytes)
+
+    def end_unrefused(self) -> None:
+        """Limit requests again."""
+        self._ledger.end_unrefused()
+        self.limit_requests()
+
     def raise_limit(self) -> bool:
         """Leave out of the limit what the allocator cannot use, after a refusal. Return whether there was any."""
         return self._ledger.raise_limit()

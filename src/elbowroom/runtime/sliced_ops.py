@@ -139,7 +139,7 @@ class SlicedOps(TorchDispatchMode):
         sizes = _SliceSizes(self._slice_bytes.get(key, max(1, self._budget_bytes // SLICE)))
         with self._lock, self._sections.slicing, _restoring(call, statistics) as restore:
             while True:
-                cut = self._chooser.choose(call, args, kwargs, described, sizes.slice_bytes, self._budget_bytes)
+                cut = self._choose(call, args, kwargs, described, sizes.slice_bytes)
                 if cut is None:
                     raise self._explain(key, call)
                 is_allowed = cut.exactness.is_exact or not self._is_exact
@@ -152,6 +152,23 @@ class SlicedOps(TorchDispatchMode):
         self._slice_bytes[key] = sizes.slice_bytes
         self._note(name, cut)
         return _assemble(call, found)
+
+    def _choose(
+        self,
+        call: OpCall,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        described: Sequence[torch.Tensor],
+        nbytes: int,
+    ) -> Cut | None:
+        """Choose a cut. Where a device has no room to try it, the op's arguments leave first, and then others."""
+        while True:
+            try:
+                return self._chooser.choose(call, args, kwargs, described, nbytes, self._budget_bytes)
+            except torch.OutOfMemoryError as error:
+                traceback.clear_frames(error.__traceback__)  # they hold what was tried
+            if not self.page_out(call.reads):
+                self._pager.storages.make_room()
 
     def _explain(self, key: tuple[Any, ...], call: OpCall) -> Infeasible:
         """Return the error of an op that cannot run in slices. It is forgotten here: its frames will hold tensors."""

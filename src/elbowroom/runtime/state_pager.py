@@ -260,7 +260,9 @@ class StatePager:
         if threading.get_ident() != self._thread:
             # The thread of the step may be changing what it holds just now.
             known = [record.storage for record in self.storages.table.list()]
-            yield from (each for each in known if each is not None and not is_shared(each))
+            yield from (
+                each for each in known if each is not None and each.device == self._device and not is_shared(each)
+            )
             return
         # In a first step, the parameters of the last layers are used last.
         for tensor in reversed(self._list_residents()):

@@ -237,16 +237,38 @@ class StepRunner:
             if not self._prepare_to_evict(op):
                 return False
             self._saved_tensors.leave(f"there is no room for {op}")  # of a plan that is followed while managed, too
-            self._executor.perform(self._guard.evict(1, 0, op))
+            with self._guard.noting_moves():
+                self._executor.perform(self._guard.evict(1, 0, op))
             return True
 
-    def prepare_room_for(self, op: str, nbytes: int) -> None:
-        """Free memory, if any may leave, for an op that takes another way if the allocator refuses it a workspace."""
-        phase = self.state.phase
-        if phase.follows_plan or not phase.has_budget or self._guard.count_missing(nbytes) <= 0:
-            return
-        with self._lock, contextlib.suppress(Infeasible):
-            if self._prepare_to_evict(op) and (missing_bytes := self._guard.count_missing(nbytes)) > 0:
+    def begin_unrefused(self, op: str, nbytes: int) -> None:
+        """Make room for an op that cannot be repeated, or would take another algorithm, if it is refused memory.
+
+        Until `end_unrefused` nothing is refused: the op may go over the budget by what is not known about it yet.
+
+        Args:
+            nbytes: of its arguments; it may take as much, or what it took when it was seen last.
+        """
+        with self._lock, contextlib.suppress(Infeasible):  # it is not certain that it takes so much
+            self._evict_for(op, self._guard.expect_growth(op, nbytes))
+        self._guard.begin_unrefused(op, nbytes)
+
+    def end_unrefused(self) -> None:
+        """Have the allocator refuse requests again, and remember what the op took."""
+        self._guard.end_unrefused()
+
+    def keep_budget(self, op: str) -> None:
+        """Make room after an op that went over the budget.
+
+        Raises:
+            Infeasible: nothing more may leave.
+        """
+        with self._lock:
+            self._evict_for(op, 0)
+
+    def _evict_for(self, op: str, nbytes: int) -> None:
+        while (missing_bytes := self._guard.count_missing(nbytes)) > 0 and self._prepare_to_evict(op):
+            with self._guard.noting_moves():
                 self._executor.perform(self._guard.evict(missing_bytes, nbytes, op))
 
     def move_state(self, position: int, is_before: bool) -> None:
